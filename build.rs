@@ -15,35 +15,6 @@ const PROTOCOLS: [&str; 7] = [
     "cri_v1",
 ];
 
-/// Requests with lists are decoded by a type of our own that stops keeping elements at a limit (`api::proto::bounded`).
-const BOUNDED: [(&str, &str); 7] = [
-    (
-        ".v1alpha3.NodePrepareResourcesRequest",
-        "crate::api::proto::ClaimList",
-    ),
-    (
-        ".v1alpha3.NodeUnprepareResourcesRequest",
-        "crate::api::proto::ClaimList",
-    ),
-    (".v1beta1.AllocateRequest", "crate::api::proto::ContainerList"),
-    (
-        ".v1beta1.ContainerAllocateRequest",
-        "crate::api::proto::DeviceIdList",
-    ),
-    (
-        ".v1beta1.PreferredAllocationRequest",
-        "crate::api::proto::PreferenceList",
-    ),
-    (
-        ".v1beta1.ContainerPreferredAllocationRequest",
-        "crate::api::proto::bounded::PreferenceRequest",
-    ),
-    (
-        ".v1beta1.PreStartContainerRequest",
-        "crate::api::proto::DeviceIdList",
-    ),
-];
-
 fn main() -> Result<(), Box<dyn Error>> {
     let sources = Path::new("src/api/proto");
     let generated = PathBuf::from(env::var_os("OUT_DIR").ok_or("cargo sets OUT_DIR")?);
@@ -53,10 +24,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         // Packages of unrelated protocols share names ("v1beta1"), so each gets a directory of its own.
         let directory = generated.join(protocol);
         fs::create_dir_all(&directory)?;
-        let mut compiler = tonic_prost_build::configure().out_dir(directory).btree_map(".");
-        for (message, type_path) in BOUNDED {
-            compiler = compiler.extern_path(message, type_path);
-        }
+        let compiler = tonic_prost_build::configure().out_dir(directory).btree_map(".");
         compiler.compile_fds(protox::compile([source.as_path()], [sources])?)?;
     }
     println!("cargo::rerun-if-changed=build.rs");

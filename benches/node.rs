@@ -41,8 +41,7 @@ use harness::not_run;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use drayman::api::proto::device_plugin_v1beta1::Empty;
-use drayman::api::proto::{ContainerList, DeviceIdList};
+use drayman::api::proto::device_plugin_v1beta1::{AllocateRequest, ContainerAllocateRequest, Empty};
 use figures::{Goal, Times, figure, resident_kib_of};
 use fixture::Node;
 use process::{Mounts, Process, Start};
@@ -162,7 +161,12 @@ async fn allocate() {
     let mut times = Times::default();
     for number in 0..3_000 {
         let id = format!("camera-{}", 100 + number % MANY);
-        let request = ContainerList::new(vec![DeviceIdList::new(vec![id])]);
+        let container = ContainerAllocateRequest {
+            devices_ids: vec![id],
+        };
+        let request = AllocateRequest {
+            container_requests: vec![container],
+        };
         let start = Instant::now();
         plugin.allocate(request).await.unwrap();
         times.push(start.elapsed());

@@ -13,6 +13,7 @@ use tonic::service::Routes;
 use tonic::transport::Endpoint;
 use tonic::{Request, Response, Status};
 
+use crate::api::proto::MAX_REQUEST;
 use crate::api::proto::node_records::records_client::RecordsClient;
 use crate::api::proto::node_records::records_server::{Records, RecordsServer};
 use crate::api::proto::node_records::{
@@ -20,7 +21,7 @@ use crate::api::proto::node_records::{
     ReleaseResponse,
 };
 use crate::core::prepare::release::{Holding, HoldingState, holdings, plan_release_without_driver};
-use crate::node::kubelet::transport::{Listening, MAX_MESSAGE, SocketError, SocketPath, listen};
+use crate::node::kubelet::transport::{Listening, SocketError, SocketPath, listen};
 use crate::node::service::{NodeService, ReleaseError};
 use crate::node::state::storage::{Places, Store, StoreError};
 
@@ -42,7 +43,7 @@ pub(super) async fn serve(
     node: NodeService,
     shutdown: CancellationToken,
 ) -> Result<Listening, SocketError> {
-    let server = RecordsServer::new(Service(node.clone())).max_decoding_message_size(MAX_MESSAGE);
+    let server = RecordsServer::new(Service(node.clone())).max_decoding_message_size(MAX_REQUEST);
     listen(place, Routes::new(server), node.grpc_calls(), shutdown).await
 }
 

@@ -7,7 +7,7 @@ use drayman::api::cdi::Spec;
 use drayman::api::crd::{Device, Mode, TEXT_MAX};
 use drayman::api::handle::{DeviceHandle, HandleDevice, VERSION};
 use drayman::api::proto::{
-    ClaimList, ContainerList, device_plugin_v1beta1, dra_v1alpha2, node_records, plugin_registration,
+    device_plugin_v1beta1, dra_v1alpha2, dra_v1alpha3, node_records, plugin_registration,
 };
 use drayman::core::allocation::attribute_set::{Attribute, AttributeSet, Match};
 use drayman::core::discovery::attributes::{Attributes, fit};
@@ -153,16 +153,11 @@ pub(crate) fn authority(bytes: &[u8]) {
 }
 
 pub(crate) fn requests(bytes: &[u8]) {
-    if let Ok(claims) = ClaimList::decode(bytes)
-        && let Ok(claims) = claims.within_limit()
-    {
-        assert!(claims.len() <= 1024);
-    }
-    if let Ok(containers) = ContainerList::decode(bytes)
-        && let Ok(containers) = containers.within_limit()
-    {
-        assert!(containers.len() <= 64);
-    }
+    let _ = dra_v1alpha3::NodePrepareResourcesRequest::decode(bytes);
+    let _ = dra_v1alpha3::NodeUnprepareResourcesRequest::decode(bytes);
+    let _ = device_plugin_v1beta1::AllocateRequest::decode(bytes);
+    let _ = device_plugin_v1beta1::PreferredAllocationRequest::decode(bytes);
+    let _ = device_plugin_v1beta1::PreStartContainerRequest::decode(bytes);
     let _ = dra_v1alpha2::NodePrepareResourceRequest::decode(bytes);
     let _ = dra_v1alpha2::NodeUnprepareResourceRequest::decode(bytes);
     let _ = device_plugin_v1beta1::DevicePluginOptions::decode(bytes);

@@ -9,7 +9,7 @@ use tonic_health::pb::health_server::{Health, HealthServer};
 use tonic_health::server::{HealthReporter, health_reporter};
 
 use super::KubeletApiState;
-use crate::node::kubelet::transport::MAX_MESSAGE;
+use crate::api::proto::MAX_REQUEST;
 
 /// Health of these services and of the whole socket; both follow the endpoint's state.
 pub(super) async fn service(
@@ -26,7 +26,7 @@ pub(super) async fn service(
             report(&reporter, services, now).await;
         }
     });
-    server.max_decoding_message_size(MAX_MESSAGE)
+    server.max_decoding_message_size(MAX_REQUEST)
 }
 
 async fn report(reporter: &HealthReporter, services: &[&str], status: ServingStatus) {

@@ -25,7 +25,9 @@ use crate::node::container_runtime::{ContainerRuntime, CriClient};
 use crate::node::driver::NodeDriver;
 use crate::node::kubelet::device_plugin::PluginRegistration;
 use crate::node::kubelet::dra::allocated_claims::ClaimWatch;
-use crate::node::kubelet::pod_resources::{Grants, HostNodes, KubeletGrants, PodResourcesClient, former};
+use crate::node::kubelet::pod_resources::{
+    Grants, HostNodes, KubeletGrants, PodResourcesClient, withdrawn_devices,
+};
 use crate::node::kubelet::{KubeletApiError, KubeletPaths};
 use crate::node::metrics::Figures;
 use crate::node::orphans::Caretaker;
@@ -334,7 +336,7 @@ async fn kubelet_shows(
 ) -> Result<(Arc<dyn Grants>, Option<WithdrawnDevices>), NodeError> {
     let grants = Arc::new(KubeletGrants::new(kubelet, driver, nodes.clone()));
     let (kubelet, driver) = (kubelet.clone(), driver.clone());
-    let former = spawn_blocking(move || former(&kubelet, &driver, &nodes));
+    let former = spawn_blocking(move || withdrawn_devices(&kubelet, &driver, &nodes));
     Ok((grants, former.await.map_err(NodeError::Broken)?))
 }
 

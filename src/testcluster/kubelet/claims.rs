@@ -11,8 +11,10 @@ use serde_json::Value;
 use super::Kubelet;
 use super::containers::Trouble;
 use super::wire::CallError;
-use crate::api::proto::ClaimList;
-use crate::api::proto::dra_v1alpha3::{Claim, NodePrepareResourcesResponse, NodeUnprepareResourcesResponse};
+use crate::api::proto::dra_v1alpha3::{
+    Claim, NodePrepareResourcesRequest, NodePrepareResourcesResponse, NodeUnprepareResourcesRequest,
+    NodeUnprepareResourcesResponse,
+};
 use crate::testcluster::api::object::{self, list, text};
 use crate::testcluster::hand::{claims_of, is_reserved_for};
 
@@ -114,7 +116,9 @@ impl Kubelet {
             .call(
                 &socket,
                 "/v1alpha3.Node/NodePrepareResources",
-                &ClaimList::new(claims.clone()),
+                &NodePrepareResourcesRequest {
+                    claims: claims.clone(),
+                },
                 PREPARE,
             )
             .await;
@@ -193,7 +197,9 @@ impl Kubelet {
             .call(
                 &socket,
                 "/v1alpha3.Node/NodeUnprepareResources",
-                &ClaimList::new(claims.clone()),
+                &NodeUnprepareResourcesRequest {
+                    claims: claims.clone(),
+                },
                 PREPARE,
             )
             .await;

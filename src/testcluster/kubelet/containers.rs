@@ -11,7 +11,7 @@ use tonic::Request;
 use super::Kubelet;
 use super::claims::Held;
 use super::wire::CallError;
-use crate::api::proto::{ContainerList, DeviceIdList};
+use crate::api::proto::device_plugin_v1beta1::{AllocateRequest, ContainerAllocateRequest};
 use crate::testcluster::api::object::{self, list, text};
 use crate::testcluster::runtime::Outfit;
 
@@ -147,7 +147,11 @@ impl Kubelet {
                     .registry
                     .with(|plugins| plugins.resources.get(resource).map(|(client, _)| client.clone()));
                 let Some(client) = client else { continue };
-                let request = ContainerList::new(vec![DeviceIdList::new(ids.into_iter().collect())]);
+                let request = AllocateRequest {
+                    container_requests: vec![ContainerAllocateRequest {
+                        devices_ids: ids.into_iter().collect(),
+                    }],
+                };
                 let allocate = || {
                     let (mut client, request) = (client.clone(), Request::new(request.clone()));
                     async move {

@@ -2,9 +2,12 @@
 
 use std::fmt::Write as _;
 
-use drayman::api::proto::bounded::PreferenceRequest;
-use drayman::api::proto::dra_v1alpha3::{Claim, StructuredResourceHandle};
-use drayman::api::proto::{ClaimList, ContainerList, DeviceIdList, PreferenceList, dra_v1alpha2};
+use drayman::api::proto::device_plugin_v1beta1::{
+    AllocateRequest, ContainerAllocateRequest, ContainerPreferredAllocationRequest, PreStartContainerRequest,
+    PreferredAllocationRequest,
+};
+use drayman::api::proto::dra_v1alpha2;
+use drayman::api::proto::dra_v1alpha3::{Claim, NodePrepareResourcesRequest, StructuredResourceHandle};
 use prost::Message as _;
 
 use super::{PluginDoor, call};
@@ -128,7 +131,7 @@ async fn every_answer_about_claims_has_the_bytes_that_kubelets_own_types_read() 
         resource_handle: "h".into(),
         structured_resource_handle: None,
     };
-    let list = |claims: Vec<Claim>| ClaimList::new(claims).encode_to_vec();
+    let list = |claims: Vec<Claim>| NodePrepareResourcesRequest { claims }.encode_to_vec();
     let both = || list(vec![claim("u-1", "one"), claim("u-2", "refuse")]);
     let structured = Claim {
         structured_resource_handle: Some(StructuredResourceHandle::default()),
@@ -243,11 +246,21 @@ async fn every_answer_of_a_device_plugin_has_the_bytes_that_kubelets_own_types_r
     are_read_so(&registration).await;
 
     let ids = |ids: &[&str]| ids.iter().map(|id| (*id).to_owned()).collect::<Vec<String>>();
-    let wish = PreferenceRequest {
-        available: ids(&["a", "b", "c"]),
-        must_include: ids(&["b"]),
-        size: 2,
-        beyond: 0,
+    let wish = ContainerPreferredAllocationRequest {
+        available_device_i_ds: ids(&["a", "b", "c"]),
+        must_include_device_i_ds: ids(&["b"]),
+        allocation_size: 2,
+    };
+    let wishes = PreferredAllocationRequest {
+        container_requests: vec![wish],
+    };
+    let containers = AllocateRequest {
+        container_requests: vec![ContainerAllocateRequest {
+            devices_ids: ids(&["a"]),
+        }],
+    };
+    let start = PreStartContainerRequest {
+        devices_ids: ids(&["a"]),
     };
     let allocated = [
         b"\x0a\x70".as_slice(),
@@ -267,14 +280,14 @@ async fn every_answer_of_a_device_plugin_has_the_bytes_that_kubelets_own_types_r
         ),
         golden(
             "/v1beta1.DevicePlugin/GetPreferredAllocation",
-            PreferenceList::new(vec![wish]).encode_to_vec(),
+            wishes.encode_to_vec(),
             "\x0a\x06\x0a\x01c\x0a\x01b",
             "PreferredAllocationResponse",
             r#"{"container_responses":[{"deviceIDs":["c","b"]}]}"#,
         ),
         golden(
             "/v1beta1.DevicePlugin/Allocate",
-            ContainerList::new(vec![DeviceIdList::new(ids(&["a"]))]).encode_to_vec(),
+            containers.encode_to_vec(),
             allocated.concat(),
             "AllocateResponse",
             concat!(
@@ -286,7 +299,7 @@ async fn every_answer_of_a_device_plugin_has_the_bytes_that_kubelets_own_types_r
         ),
         golden(
             "/v1beta1.DevicePlugin/PreStartContainer",
-            DeviceIdList::new(ids(&["a"])).encode_to_vec(),
+            start.encode_to_vec(),
             "",
             "PreStartContainerResponse",
             "{}",

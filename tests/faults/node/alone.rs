@@ -46,7 +46,7 @@ async fn a_mount_of_a_removed_directory_ends_the_companion() {
         }
         let mount = format!("mount --bind $NODE/{of_host} $NODE/{mounted}");
         let mut process = Start::new().mount(&mount).run(&node).await;
-        process.logged("the door for claims is open").await;
+        process.logged("the DRA service is ready").await;
         std::fs::remove_dir_all(node.path(of_host)).unwrap();
         std::fs::create_dir(node.path(of_host)).unwrap();
         assert_eq!(process.ended().await.code(), Some(1));
@@ -57,7 +57,7 @@ async fn a_mount_of_a_removed_directory_ends_the_companion() {
         );
         // As a container that is started again: its mounts are made anew.
         let process = Start::new().mount(&mount).run(&node).await;
-        process.logged("the door for claims is open").await;
+        process.logged("the DRA service is ready").await;
         assert!(process.stop().await.success());
     }
 }

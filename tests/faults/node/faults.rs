@@ -134,7 +134,9 @@ async fn a_claim_that_left_nothing_but_the_name_of_a_file_withholds_everything_u
         .await;
     process.logged("which devices the claim of uid").await;
     // The lost checkpoint also told that there are claims. Kubelet cannot ask before the API server has said it again.
-    assert!(!std::fs::exists(node.dra_socket()).unwrap() || !process.log().contains("the door for claims"));
+    assert!(
+        !std::fs::exists(node.dra_socket()).unwrap() || !process.log().contains("the DRA service is ready")
+    );
     node.api.set(|state| {
         state.away = false;
         state.stored_claims.insert("other".into(), stored(B, &["test-2"]));
@@ -273,7 +275,7 @@ async fn of_two_companions_the_second_waits_and_takes_over_what_the_first_has_ha
     second.logged("another companion runs on this node").await;
     node.kubelet().await.prepare(B, &["test-1"]).await.unwrap();
     first.signal(Signal::KILL);
-    second.logged("the door for claims is open").await;
+    second.logged("the DRA service is ready").await;
     let mut kubelet = node.kubelet().await;
     for device in ["test-0", "test-1"] {
         let refusal = kubelet.prepare(C, &[device]).await.unwrap_err();

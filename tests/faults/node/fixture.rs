@@ -6,11 +6,10 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use drayman::api::handle::{DeviceHandle, HandleDevice, VERSION};
-use drayman::api::proto::ClaimList;
 use drayman::api::proto::device_plugin_v1beta1::device_plugin_client::DevicePluginClient;
 use drayman::api::proto::device_plugin_v1beta1::{Empty, ListAndWatchResponse};
-use drayman::api::proto::dra_v1alpha3::Claim;
 use drayman::api::proto::dra_v1alpha3::node_client::NodeClient;
+use drayman::api::proto::dra_v1alpha3::{Claim, NodePrepareResourcesRequest, NodeUnprepareResourcesRequest};
 use drayman::node::discovery::HostPaths;
 use drayman::node::kubelet::KubeletPaths;
 use drayman::node::run::{NodeError, NodeOptions, run};
@@ -319,7 +318,7 @@ impl Kubelet {
         let uid = claim.uid.clone();
         let answer = self
             .client
-            .node_prepare_resources(ClaimList::new(vec![claim]))
+            .node_prepare_resources(NodePrepareResourcesRequest { claims: vec![claim] })
             .await;
         let answer = answer.map_err(|status| status.to_string())?.into_inner();
         let entry = answer
@@ -339,7 +338,7 @@ impl Kubelet {
         let claim = claim(uid, "n-1", &[]);
         let answer = self
             .client
-            .node_unprepare_resources(ClaimList::new(vec![claim]))
+            .node_unprepare_resources(NodeUnprepareResourcesRequest { claims: vec![claim] })
             .await;
         let answer = answer.map_err(|status| status.to_string())?.into_inner();
         let entry = answer

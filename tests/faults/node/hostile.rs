@@ -1,7 +1,7 @@
 //! What no honest kubelet asks for, and what cannot be had in one container: refused with a reason, with nothing left on the disk.
 
+use drayman::api::proto::device_plugin_v1beta1::{AllocateRequest, ContainerAllocateRequest};
 use drayman::api::proto::dra_v1alpha3::Claim;
-use drayman::api::proto::{ContainerList, DeviceIdList};
 
 use super::fixture::{Node, claim, handle};
 
@@ -125,8 +125,12 @@ async fn two_devices_that_a_container_would_see_at_one_path_are_refused_through_
 
     let mut plugin = node.plugin("example.com/camera").await;
     let containers = |lists: &[&[&str]]| {
-        let ids = |ids: &&[&str]| DeviceIdList::new(ids.iter().map(|id| (*id).to_owned()).collect());
-        ContainerList::new(lists.iter().map(ids).collect())
+        let ids = |ids: &&[&str]| ContainerAllocateRequest {
+            devices_ids: ids.iter().map(|id| (*id).to_owned()).collect(),
+        };
+        AllocateRequest {
+            container_requests: lists.iter().map(ids).collect(),
+        }
     };
     let refusal = plugin
         .allocate(containers(&[&["camera-0", "camera-1"]]))

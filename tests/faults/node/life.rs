@@ -1,7 +1,7 @@
 use std::time::{Duration, Instant};
 
 use drayman::api::proto::device_plugin_v1beta1::Empty;
-use drayman::api::proto::{ContainerList, DeviceIdList};
+use drayman::api::proto::device_plugin_v1beta1::{AllocateRequest, ContainerAllocateRequest};
 
 use super::fixture::Node;
 use super::reload::events;
@@ -181,7 +181,12 @@ async fn a_cluster_without_claims_gets_extended_resources_only() {
     node.device("camera-1", 11);
     let second = devices.message().await.unwrap().unwrap();
     assert_eq!(second.devices.len(), 2);
-    let request = ContainerList::new(vec![DeviceIdList::new(vec!["camera-1".into()])]);
+    let container = ContainerAllocateRequest {
+        devices_ids: vec!["camera-1".into()],
+    };
+    let request = AllocateRequest {
+        container_requests: vec![container],
+    };
     let answer = plugin.allocate(request).await.unwrap().into_inner();
     let container = &answer.container_responses[0];
     assert_eq!(container.devices[0].host_path, "/dev/camera-1");

@@ -5,14 +5,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use drayman::api::proto::bounded::PreferenceRequest;
 use drayman::api::proto::device_plugin_v1beta1::device_plugin_client::DevicePluginClient;
 use drayman::api::proto::device_plugin_v1beta1::registration_server::{Registration, RegistrationServer};
 use drayman::api::proto::device_plugin_v1beta1::{
-    DevicePluginOptions, Empty, ListAndWatchResponse, RegisterRequest,
+    AllocateRequest, ContainerAllocateRequest, ContainerPreferredAllocationRequest, DevicePluginOptions,
+    Empty, ListAndWatchResponse, PreStartContainerRequest, PreferredAllocationRequest, RegisterRequest,
 };
 use drayman::api::proto::plugin_registration::PluginInfo;
-use drayman::api::proto::{ContainerList, DeviceIdList, PreferenceList};
 use drayman::node::kubelet::device_plugin::PluginRegistration;
 use drayman::node::kubelet::{KubeletApiError, KubeletApiState, device_plugin};
 use prost::Message as _;
@@ -212,8 +211,12 @@ async fn allocate_hands_out_one_injection_per_container() {
     crate::grpc::fixture::until_exists(&door.socket(), true).await;
     let mut client = door.client().await;
     let containers = |lists: &[&[&str]]| {
-        let ids = |ids: &&[&str]| DeviceIdList::new(ids.iter().map(|id| (*id).to_owned()).collect());
-        ContainerList::new(lists.iter().map(ids).collect())
+        let ids = |ids: &&[&str]| ContainerAllocateRequest {
+            devices_ids: ids.iter().map(|id| (*id).to_owned()).collect(),
+        };
+        AllocateRequest {
+            container_requests: lists.iter().map(ids).collect(),
+        }
     };
     let answer = client
         .allocate(containers(&[&["a", "b"], &["c"]]))
@@ -241,8 +244,12 @@ async fn allocate_hands_out_one_injection_per_container() {
     for hostile in hostile {
         assert_eq!(code(hostile).await, Code::InvalidArgument, "{hostile:?}");
     }
-    let many = (0..4097).map(|index| index.to_string()).collect();
-    let many = ContainerList::new(vec![DeviceIdList::new(many)]);
+    let many = ContainerAllocateRequest {
+        devices_ids: (0..4097).map(|index| index.to_string()).collect(),
+    };
+    let many = AllocateRequest {
+        container_requests: vec![many],
+    };
     assert_eq!(
         client.allocate(many).await.unwrap_err().code(),
         Code::InvalidArgument
@@ -264,14 +271,14 @@ async fn a_preference_and_the_check_before_a_start_are_asked_for_and_answered() 
     assert!(options.pre_start_required && options.get_preferred_allocation_available);
 
     let ids = |ids: &[&str]| ids.iter().map(|id| (*id).to_owned()).collect::<Vec<String>>();
-    let wish = PreferenceRequest {
-        available: ids(&["a", "b", "c"]),
-        must_include: ids(&["b"]),
-        size: 2,
-        beyond: 0,
+    let wish = ContainerPreferredAllocationRequest {
+        available_device_i_ds: ids(&["a", "b", "c"]),
+        must_include_device_i_ds: ids(&["b"]),
+        allocation_size: 2,
     };
+    let wishes = |container_requests| PreferredAllocationRequest { container_requests };
     let answer = client
-        .get_preferred_allocation(PreferenceList::new(vec![wish.clone(), wish.clone()]))
+        .get_preferred_allocation(wishes(vec![wish.clone(), wish.clone()]))
         .await
         .unwrap()
         .into_inner();
@@ -281,22 +288,25 @@ async fn a_preference_and_the_check_before_a_start_are_asked_for_and_answered() 
         .map(|choice| choice.device_i_ds)
         .collect();
     assert_eq!(choices, [["b", "a"], ["b", "a"]]);
-    let negative = PreferenceRequest {
-        size: -1,
+    let negative = ContainerPreferredAllocationRequest {
+        allocation_size: -1,
         ..wish.clone()
     };
-    let crowd = PreferenceRequest {
-        available: vec![String::new(); 5_000],
+    let crowd = ContainerPreferredAllocationRequest {
+        available_device_i_ds: vec![String::new(); 5_000],
         ..wish.clone()
     };
     for hostile in [vec![negative], vec![crowd], vec![wish; 65]] {
-        let refused = client
-            .get_preferred_allocation(PreferenceList::new(hostile))
-            .await;
+        let refused = client.get_preferred_allocation(wishes(hostile)).await;
         assert_eq!(refused.unwrap_err().code(), Code::InvalidArgument);
     }
 
-    let mut start = async |list: &[&str]| client.pre_start_container(DeviceIdList::new(ids(list))).await;
+    let mut start = async |list: &[&str]| {
+        let devices_ids = ids(list);
+        client
+            .pre_start_container(PreStartContainerRequest { devices_ids })
+            .await
+    };
     start(&["a", "b"]).await.unwrap();
     let refused = start(&["refuse"]).await.unwrap_err();
     assert_eq!(

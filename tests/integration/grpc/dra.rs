@@ -1,11 +1,13 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 
+use drayman::api::proto::dra_v1alpha2;
 use drayman::api::proto::dra_v1alpha3::node_client::NodeClient;
-use drayman::api::proto::dra_v1alpha3::{Claim, StructuredResourceHandle};
+use drayman::api::proto::dra_v1alpha3::{
+    Claim, NodePrepareResourcesRequest, NodeUnprepareResourcesRequest, StructuredResourceHandle,
+};
 use drayman::api::proto::plugin_registration::registration_client::RegistrationClient;
 use drayman::api::proto::plugin_registration::{InfoRequest, RegistrationStatus};
-use drayman::api::proto::{ClaimList, dra_v1alpha2};
 use drayman::node::kubelet::KubeletApiState;
 use prost::Message;
 use tonic::Code;
@@ -25,8 +27,10 @@ fn claim(name: &str) -> Claim {
     }
 }
 
-fn claims(names: &[&str]) -> ClaimList {
-    ClaimList::new(names.iter().map(|name| claim(name)).collect())
+fn claims(names: &[&str]) -> NodePrepareResourcesRequest {
+    NodePrepareResourcesRequest {
+        claims: names.iter().map(|name| claim(name)).collect(),
+    }
 }
 
 #[tokio::test]
@@ -144,7 +148,7 @@ async fn each_claim_has_its_own_outcome() {
     let mut structured = claim("structured");
     structured.structured_resource_handle = Some(StructuredResourceHandle::default());
     let mut list = claims(&["a", "refuse", "invalid", "b"]);
-    list.items.insert(2, structured);
+    list.claims.insert(2, structured);
     let answer = client.node_prepare_resources(list).await.unwrap().into_inner();
     let outcomes = answer.claims.into_iter().map(|entry| {
         let value = entry.value.unwrap();
@@ -171,7 +175,9 @@ async fn each_claim_has_its_own_outcome() {
     expect(3, "uid-invalid", "", "this node has no extended resource");
     expect(4, "uid-b", "v/c=uid-b", "");
     let answer = client
-        .node_unprepare_resources(claims(&["a", "refuse"]))
+        .node_unprepare_resources(NodeUnprepareResourcesRequest {
+            claims: claims(&["a", "refuse"]).claims,
+        })
         .await
         .unwrap()
         .into_inner();

@@ -1,8 +1,7 @@
 //! What is seen of a door from outside: its health, and how many calls it had.
 
-use drayman::api::proto::ClaimList;
-use drayman::api::proto::dra_v1alpha3::Claim;
 use drayman::api::proto::dra_v1alpha3::node_client::NodeClient;
+use drayman::api::proto::dra_v1alpha3::{Claim, NodePrepareResourcesRequest};
 use drayman::api::proto::plugin_registration::RegistrationStatus;
 use drayman::api::proto::plugin_registration::registration_client::RegistrationClient;
 use drayman::node::kubelet::KubeletApiState;
@@ -85,7 +84,7 @@ async fn calls_are_counted_by_method_and_by_the_code_with_which_they_end() {
             name: "claim".into(),
             ..Claim::default()
         };
-        ClaimList::new(vec![claim])
+        NodePrepareResourcesRequest { claims: vec![claim] }
     };
     client.node_prepare_resources(claims("uid")).await.unwrap();
     client.node_prepare_resources(claims("uid")).await.unwrap();

@@ -1,9 +1,8 @@
 use std::fs;
 use std::time::Duration;
 
-use drayman::api::proto::ClaimList;
-use drayman::api::proto::dra_v1alpha3::Claim;
 use drayman::api::proto::dra_v1alpha3::node_client::NodeClient;
+use drayman::api::proto::dra_v1alpha3::{Claim, NodePrepareResourcesRequest, NodeUnprepareResourcesRequest};
 use drayman::api::proto::plugin_registration::registration_client::RegistrationClient;
 use drayman::api::proto::plugin_registration::{InfoRequest, RegistrationStatus};
 use drayman::node::kubelet::{KubeletApiError, KubeletApiState, KubeletPaths, dra};
@@ -13,12 +12,12 @@ use tokio_util::sync::CancellationToken;
 
 use crate::grpc::fixture::{DRIVER, DraDoor, Scripted, channel, paths, soon, until_exists, until_state};
 
-fn claims(name: &str) -> ClaimList {
-    ClaimList::new(vec![Claim {
+fn claims(name: &str) -> Vec<Claim> {
+    vec![Claim {
         uid: "u".into(),
         name: name.into(),
         ..Claim::default()
-    }])
+    }]
 }
 
 #[tokio::test]
@@ -58,7 +57,7 @@ async fn sockets_that_somebody_removes_come_back_and_the_state_says_so() {
     fs::remove_dir_all(door.directory.path().join("plugins")).unwrap();
     until_exists(&door.service(), true).await;
     NodeClient::new(channel(&door.service()).await)
-        .node_unprepare_resources(claims("a"))
+        .node_unprepare_resources(NodeUnprepareResourcesRequest { claims: claims("a") })
         .await
         .unwrap();
     door.close().await;
@@ -68,7 +67,10 @@ async fn sockets_that_somebody_removes_come_back_and_the_state_says_so() {
 async fn a_shutdown_removes_the_sockets_and_ends_although_a_call_hangs() {
     let door = DraDoor::open().await;
     let mut client = NodeClient::new(channel(&door.service()).await);
-    let hanging = tokio::spawn(async move { client.node_prepare_resources(claims("slow")).await });
+    let request = NodePrepareResourcesRequest {
+        claims: claims("slow"),
+    };
+    let hanging = tokio::spawn(async move { client.node_prepare_resources(request).await });
     while door.companion.calls().is_empty() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }

@@ -1,19 +1,25 @@
 //! Registers a device plugin with kubelet, and again whenever kubelet has lost it.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
 use tonic::transport::Endpoint;
 use tonic::{Code, Status};
 
-use super::VERSION;
-use super::service::Streams;
+use super::{Streams, VERSION};
+use crate::api::proto::MAX_REQUEST;
 use crate::api::proto::device_plugin_v1beta1::registration_client::RegistrationClient;
 use crate::api::proto::device_plugin_v1beta1::{DevicePluginOptions, RegisterRequest};
-use crate::node::kubelet::KubeletApiState;
-use crate::node::kubelet::transport::Identity;
+use crate::api::proto::plugin_registration::PluginInfo;
+use crate::api::proto::plugin_registration::registration_server::RegistrationServer;
+use crate::node::kubelet::registration::RegistrationService;
+use crate::node::kubelet::transport::{GrpcCalls, Identity, SocketPath, listen};
+use crate::node::kubelet::{KubeletApiError, KubeletApiState, is_served};
 
 /// Deadline of a registration, within which kubelet dials the plugin for up to 10 s.
 const CALL_LIMIT: Duration = Duration::from_secs(20);
@@ -22,7 +28,11 @@ const GRACE: Duration = Duration::from_secs(2);
 /// First and longest delay before a failed or lost registration is retried.
 const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(30));
 
-/// Keeps one resource registered.
+/// First and longest time without ListAndWatch before the registration socket is recreated. The plugin watcher needs a second or
+/// two; a stopped kubelet finds the socket when it starts.
+const WATCHER_GRACE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(300));
+
+/// Keeps one resource registered through `kubelet.sock`.
 ///
 /// Streams of earlier registrations are left open: up to 1.35, when one ends, kubelet disconnects the current plugin of the same
 /// resource name (kubernetes#121994), which would undo the new registration.
@@ -169,6 +179,70 @@ impl Registrar {
         timeout(CALL_LIMIT, call)
             .await
             .unwrap_or_else(|_| Err(Failure::Absent(format!("no answer within {CALL_LIMIT:?}"))))
+    }
+}
+
+/// Keeps a device plugin registered through kubelet's plugin watcher.
+///
+/// Kubelet finds the socket by itself, also after a restart. It does not retry after a failed registration or when its ListAndWatch
+/// ends for another reason; the socket is then recreated.
+pub(super) struct WatchedPlugin {
+    /// Its registration socket.
+    pub(super) place: SocketPath,
+    /// The path of its service socket.
+    pub(super) endpoint: String,
+    pub(super) resource_name: String,
+    pub(super) state: watch::Sender<KubeletApiState>,
+    pub(super) streams: watch::Receiver<Streams>,
+    pub(super) calls: Arc<GrpcCalls>,
+    pub(super) shutdown: CancellationToken,
+}
+
+impl WatchedPlugin {
+    /// Runs until the shutdown.
+    pub(super) async fn run(mut self) -> Result<(), KubeletApiError> {
+        let service = RegistrationService {
+            info: PluginInfo {
+                r#type: "DevicePlugin".into(),
+                name: self.resource_name.clone(),
+                endpoint: self.endpoint,
+                supported_versions: vec![VERSION.into()],
+            },
+            state: self.state.clone(),
+        };
+        let routes = Routes::new(RegistrationServer::new(service).max_decoding_message_size(MAX_REQUEST));
+        let registration = listen(self.place, routes, self.calls, self.shutdown.clone()).await?;
+        is_served(&self.state);
+        let mut grace = WATCHER_GRACE.0;
+        let mut alone_since = Instant::now();
+        loop {
+            let watched = !self.streams.borrow_and_update().open.is_empty();
+            if watched {
+                grace = WATCHER_GRACE.0;
+            }
+            tokio::select! {
+                () = self.shutdown.cancelled() => break,
+                Ok(()) = self.streams.changed() => {
+                    if watched {
+                        alone_since = Instant::now();
+                    }
+                }
+                () = sleep_until(alone_since + grace), if !watched => {
+                    tracing::debug!(
+                        resource = self.resource_name,
+                        "kubelet does not watch the devices; the registration is made anew"
+                    );
+                    if !matches!(*self.state.borrow(), KubeletApiState::Rejected { .. }) {
+                        self.state.send_replace(KubeletApiState::Waiting);
+                    }
+                    registration.renew();
+                    alone_since = Instant::now();
+                    grace = WATCHER_GRACE.1.min(grace * 2);
+                }
+            }
+        }
+        registration.closed().await;
+        Ok(())
     }
 }
 

@@ -1,43 +1,155 @@
-//! The DRA services `v1alpha2.Node` and `v1alpha3.Node` of kubelet 1.27 to 1.30: prepare and unprepare.
+//! Claims: the DRA services `v1alpha2.Node` and `v1alpha3.Node` of kubelet 1.27 to 1.30, and their registration.
+
+pub(crate) mod allocated_claims;
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
+use tokio::sync::watch;
+use tokio::time::sleep;
+use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
+use super::registration::RegistrationService;
+use super::{
+    KubeletApiError, KubeletApiState, KubeletPaths, health, is_served, refused, shown, status,
+    wrong_number_of_answers,
+};
 use crate::api::proto::dra_v1alpha2 as v1alpha2;
 use crate::api::proto::dra_v1alpha3 as v1alpha3;
-use crate::api::proto::{ClaimList, MAX_CLAIMS};
-use crate::node::kubelet::transport::MAX_MESSAGE;
-use crate::node::kubelet::{refused, shown, status, wrong_number_of_answers};
+use crate::api::proto::plugin_registration::PluginInfo;
+use crate::api::proto::plugin_registration::registration_server::RegistrationServer;
+use crate::api::proto::{MAX_CLAIMS, MAX_REQUEST};
+use crate::core::prepare::name::check_driver;
+use crate::node::kubelet::transport::listen;
 use crate::node::service::{ClaimToPrepare, ClaimToUnprepare, NodeService, ServiceError};
+
+/// The version announced in the plugin registration. Kubelet up to 1.31 accepts any 1.x, but while a plugin of this name is
+/// registered at another socket, only a higher version. Releases that announced 1.0.0 had their registration socket outside the
+/// driver's folder: if such a companion is killed, its socket stays and the next companion cannot remove it.
+const SUPPORTED_VERSION: &str = "1.0.1";
+/// First and longest delay before a rejected registration is offered again.
+const RETRY: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(600));
+
+/// Serves the DRA API until the shutdown.
+///
+/// The DRA service (`<root>/plugins/<driver>/dra.sock`) is served first, as `v1alpha2.Node` and `v1alpha3.Node` of kubelet 1.27 to
+/// 1.30; then the registration service (`<root>/plugins_registry/<driver>/reg.sock`). Both sockets are recreated whenever they are
+/// removed. A restarted kubelet walks its plugin directory and finds the registration again.
+///
+/// `state` follows the registration; it is [`KubeletApiState::Waiting`] once both sockets are served. Dropping the future stops the
+/// endpoint like the shutdown does, without waiting for calls in flight. Errors are returned only before the endpoint is served.
+pub async fn serve(
+    node: NodeService,
+    paths: KubeletPaths,
+    driver_name: String,
+    state: watch::Sender<KubeletApiState>,
+    shutdown: CancellationToken,
+) -> Result<(), KubeletApiError> {
+    check_driver(&driver_name)?;
+    let ours = shutdown.child_token();
+    let _end_with_this = ours.clone().drop_guard();
+
+    let service_place = paths.service_socket(&driver_name);
+    let endpoint = service_place.path.display().to_string();
+    let health = health::service(SERVICES, state.subscribe()).await;
+    let service = listen(
+        service_place,
+        routes(&node).add_service(health),
+        node.grpc_calls(),
+        ours.clone(),
+    )
+    .await?;
+    let mut verdicts = state.subscribe();
+    let info = PluginInfo {
+        r#type: "DRAPlugin".into(),
+        name: driver_name.clone(),
+        endpoint,
+        supported_versions: vec![SUPPORTED_VERSION.into()],
+    };
+    let registration = RegistrationService {
+        info,
+        state: state.clone(),
+    };
+    let registration =
+        Routes::new(RegistrationServer::new(registration).max_decoding_message_size(MAX_REQUEST));
+    let registration = match listen(
+        paths.registration_socket(&driver_name),
+        registration,
+        node.grpc_calls(),
+        ours.clone(),
+    )
+    .await
+    {
+        Ok(registration) => registration,
+        Err(error) => {
+            ours.cancel();
+            service.closed().await;
+            state.send_replace(KubeletApiState::Closed);
+            return Err(error.into());
+        }
+    };
+    is_served(&state);
+    tracing::info!(driver = driver_name, "the DRA service is ready");
+
+    let mut published = registration.published.clone();
+    published.mark_unchanged();
+    let mut pause = RETRY.0;
+    loop {
+        let rejected = matches!(*verdicts.borrow_and_update(), KubeletApiState::Rejected { .. });
+        tokio::select! {
+            () = ours.cancelled() => break,
+            Ok(()) = published.changed() => {
+                // Kubelet registers the new socket.
+                state.send_replace(KubeletApiState::Waiting);
+            }
+            Ok(()) = verdicts.changed() => {
+                if *verdicts.borrow() == KubeletApiState::Registered {
+                    pause = RETRY.0;
+                }
+            }
+            () = sleep(pause), if rejected => {
+                // Kubelet up to 1.35 asks again only for a new socket.
+                registration.renew();
+                pause = RETRY.1.min(pause * 2);
+            }
+        }
+    }
+    registration.closed().await;
+    service.closed().await;
+    state.send_replace(KubeletApiState::Closed);
+    Ok(())
+}
 
 /// Error for a claim with structured parameters.
 const STRUCTURED: &str = "the claim was allocated by structured parameters, which this driver does not have: use a ResourceClass \
                           without structuredParameters";
 
 /// Names of the services on the DRA socket.
-pub(super) const SERVICES: &[&str] = &[
+const SERVICES: &[&str] = &[
     v1alpha2::node_server::SERVICE_NAME,
     v1alpha3::node_server::SERVICE_NAME,
 ];
 
 /// Routes of the services on the DRA socket.
-pub(super) fn routes(node: &NodeService) -> Routes {
+fn routes(node: &NodeService) -> Routes {
     let old = v1alpha2::node_server::NodeServer::new(DraService(node.clone()));
     let new = v1alpha3::node_server::NodeServer::new(DraService(node.clone()));
-    Routes::new(old.max_decoding_message_size(MAX_MESSAGE))
-        .add_service(new.max_decoding_message_size(MAX_MESSAGE))
+    Routes::new(old.max_decoding_message_size(MAX_REQUEST))
+        .add_service(new.max_decoding_message_size(MAX_REQUEST))
 }
 
 struct DraService(NodeService);
 
 /// Returns the claims of a call. Rejects too many claims, a missing uid and a duplicate uid.
-fn checked(request: Request<ClaimList>) -> Result<Vec<v1alpha3::Claim>, Status> {
-    let claims = request
-        .into_inner()
-        .within_limit()
-        .map_err(|count| refused(format!("{count} claims in one call, {MAX_CLAIMS} are possible")))?;
+fn checked(claims: Vec<v1alpha3::Claim>) -> Result<Vec<v1alpha3::Claim>, Status> {
+    let count = claims.len();
+    if count > MAX_CLAIMS {
+        return Err(refused(format!(
+            "{count} claims in one call, {MAX_CLAIMS} are possible"
+        )));
+    }
     let mut uids = BTreeSet::new();
     for claim in &claims {
         if claim.uid.is_empty() {
@@ -65,9 +177,9 @@ fn no_uid(namespace: &str, name: &str) -> Status {
 impl v1alpha3::node_server::Node for DraService {
     async fn node_prepare_resources(
         &self,
-        request: Request<ClaimList>,
+        request: Request<v1alpha3::NodePrepareResourcesRequest>,
     ) -> Result<Response<v1alpha3::NodePrepareResourcesResponse>, Status> {
-        let claims = checked(request)?;
+        let claims = checked(request.into_inner().claims)?;
         let classic = claims
             .iter()
             .filter(|claim| claim.structured_resource_handle.is_none());
@@ -114,9 +226,9 @@ impl v1alpha3::node_server::Node for DraService {
 
     async fn node_unprepare_resources(
         &self,
-        request: Request<ClaimList>,
+        request: Request<v1alpha3::NodeUnprepareResourcesRequest>,
     ) -> Result<Response<v1alpha3::NodeUnprepareResourcesResponse>, Status> {
-        let claims = checked(request)?;
+        let claims = checked(request.into_inner().claims)?;
         let asked = claims.len();
         let answers = if asked == 0 {
             Vec::new()

@@ -3,7 +3,6 @@
 //! Kubelet serves it since 1.20 at `pod-resources/kubelet.sock` below its root directory. It allows 100 calls a second with a burst
 //! of ten, shared by all clients on the node. We use at most a tenth of that rate.
 
-mod former;
 mod grants;
 
 use std::path::PathBuf;
@@ -17,9 +16,8 @@ use tonic::{Code, Status};
 use super::KubeletPaths;
 use crate::api::proto::pod_resources_v1 as v1;
 use crate::api::proto::pod_resources_v1::pod_resources_lister_client::PodResourcesListerClient;
-pub use former::HostNodes;
-pub(in crate::node) use former::former;
-pub use grants::{Grants, KubeletGrants};
+pub(in crate::node) use grants::withdrawn_devices;
+pub use grants::{Grants, HostNodes, KubeletGrants};
 
 /// Deadline of a call, including the connection.
 const CALL_LIMIT: Duration = Duration::from_secs(3);

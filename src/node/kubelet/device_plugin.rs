@@ -1,4 +1,6 @@
-//! The device plugin service of one resource.
+//! Extended resources: the device plugin API, v1beta1.
+
+mod register;
 
 use std::collections::BTreeSet;
 use std::pin::Pin;
@@ -7,38 +9,163 @@ use futures::{Stream, stream};
 use prost::Message;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
-use crate::api::proto::device_plugin_v1beta1::device_plugin_server::DevicePlugin;
+use super::{
+    KubeletApiError, KubeletApiState, KubeletPaths, health, refused, shown, status, wrong_number_of_answers,
+};
+use crate::api::proto::device_plugin_v1beta1::device_plugin_server::{
+    DevicePlugin, DevicePluginServer, SERVICE_NAME,
+};
 use crate::api::proto::device_plugin_v1beta1::{
-    AllocateResponse, CdiDevice, ContainerAllocateResponse, ContainerPreferredAllocationResponse, Device,
-    DevicePluginOptions, DeviceSpec, Empty, ListAndWatchResponse, Mount, NumaNode, PreStartContainerResponse,
-    PreferredAllocationResponse, TopologyInfo,
+    AllocateRequest, AllocateResponse, CdiDevice, ContainerAllocateResponse,
+    ContainerPreferredAllocationResponse, Device, DevicePluginOptions, DeviceSpec, Empty,
+    ListAndWatchResponse, Mount, NumaNode, PreStartContainerRequest, PreStartContainerResponse,
+    PreferredAllocationRequest, PreferredAllocationResponse, TopologyInfo,
 };
-use crate::api::proto::{
-    ContainerList, DeviceIdList, MAX_CONTAINERS, MAX_DEVICES_PER_CONTAINER, PreferenceList,
-};
+use crate::api::proto::{MAX_CONTAINERS, MAX_DEVICES_PER_CONTAINER, MAX_REQUEST};
 use crate::core::prepare::container_edits::ContainerEdits;
-use crate::node::kubelet::transport::MAX_MESSAGE;
-use crate::node::kubelet::{refused, shown, status, wrong_number_of_answers};
+use crate::core::prepare::name::check_extended_resource;
+use crate::node::kubelet::transport::listen;
 use crate::node::service::{NodeService, PluginDevice, Preference};
+use register::{Registrar, WatchedPlugin};
+
+/// The only version of the API.
+const VERSION: &str = "v1beta1";
+/// Largest list of devices in bytes: gRPC's default, which kubelet's client keeps.
+const MAX_LIST: usize = 4 * 1024 * 1024;
+
+/// How a device plugin registers with kubelet.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PluginRegistration {
+    /// The plugin calls `kubelet.sock` in the device plugin directory. Every kubelet supports it.
+    #[default]
+    KubeletSocket,
+    /// Kubelet's plugin watcher finds the plugin in `plugins_registry` below its root directory: for nodes whose device plugin
+    /// directory is not accessible. Kubelet finds it again after a restart. If it loses the plugin otherwise, it does not retry;
+    /// the companion then recreates the registration socket.
+    PluginWatcher,
+}
+
+/// Serves the device plugin API for one extended resource until the shutdown.
+///
+/// The plugin registers once its socket is served, and again after a restart of kubelet or if kubelet closes ListAndWatch without
+/// reopening it. While kubelet is down, this waits for it.
+///
+/// `state` follows the registration. Dropping the future stops the endpoint like the shutdown does, without waiting for calls in
+/// flight. Errors are returned only before the endpoint is served.
+pub async fn serve(
+    node: NodeService,
+    paths: KubeletPaths,
+    registration: PluginRegistration,
+    driver_name: String,
+    resource_name: String,
+    state: watch::Sender<KubeletApiState>,
+    shutdown: CancellationToken,
+) -> Result<(), KubeletApiError> {
+    check_extended_resource(&resource_name)?;
+    let Some(devices) = node.plugin_devices(&resource_name) else {
+        return Err(KubeletApiError::NoSuchResource { resource_name });
+    };
+    let ours = shutdown.child_token();
+    let _end_with_this = ours.clone().drop_guard();
+
+    let place = match registration {
+        PluginRegistration::KubeletSocket => paths.device_plugin_socket(&resource_name),
+        PluginRegistration::PluginWatcher => paths.watched_device_plugin_socket(&driver_name, &resource_name),
+    };
+    let path = place.path.clone();
+    let streams = watch::Sender::new(Streams::default());
+    let calls = node.grpc_calls();
+    let health = health::service(&[SERVICE_NAME], state.subscribe()).await;
+    let options = options(node.checks_start(&resource_name));
+    let service = DevicePluginService {
+        node,
+        resource_name: resource_name.clone(),
+        options,
+        devices,
+        streams: streams.clone(),
+        shutdown: ours.clone(),
+    };
+    let service = DevicePluginServer::new(service)
+        .max_decoding_message_size(MAX_REQUEST)
+        .max_encoding_message_size(MAX_LIST);
+    let listening = listen(
+        place,
+        Routes::new(service).add_service(health),
+        calls.clone(),
+        ours.clone(),
+    )
+    .await?;
+    tracing::info!(resource = resource_name, "the device plugin is ready");
+
+    let registered = match registration {
+        PluginRegistration::KubeletSocket => {
+            let registrar = Registrar {
+                kubelet: paths.kubelet_socket(),
+                endpoint: path
+                    .file_name()
+                    .unwrap_or_default()
+                    .to_string_lossy()
+                    .into_owned(),
+                resource_name,
+                options,
+                state: state.clone(),
+                published: listening.published.clone(),
+                directory: listening.directory.clone(),
+                streams: streams.subscribe(),
+            };
+            tokio::select! {
+                () = ours.cancelled() => {}
+                () = registrar.run() => {}
+            }
+            Ok(())
+        }
+        PluginRegistration::PluginWatcher => {
+            WatchedPlugin {
+                place: paths.device_plugin_registration_socket(&driver_name, &resource_name),
+                endpoint: path.display().to_string(),
+                resource_name,
+                state: state.clone(),
+                streams: streams.subscribe(),
+                calls,
+                shutdown: ours.clone(),
+            }
+            .run()
+            .await
+        }
+    };
+    ours.cancel();
+    listening.closed().await;
+    state.send_replace(KubeletApiState::Closed);
+    registered
+}
+
+/// The optional calls that the plugin supports.
+fn options(checks_start: bool) -> DevicePluginOptions {
+    DevicePluginOptions {
+        pre_start_required: checks_start,
+        get_preferred_allocation_available: true,
+    }
+}
 
 /// ListAndWatch streams, numbered from 1.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Streams {
+struct Streams {
     /// Number of the newest stream.
-    pub(super) opened: u64,
+    opened: u64,
     /// Numbers of the open streams.
-    pub(super) open: BTreeSet<u64>,
+    open: BTreeSet<u64>,
 }
 
-pub(super) struct DevicePluginService {
-    pub(super) node: NodeService,
-    pub(super) resource_name: String,
-    pub(super) options: DevicePluginOptions,
-    pub(super) devices: watch::Receiver<Vec<PluginDevice>>,
-    pub(super) streams: watch::Sender<Streams>,
-    pub(super) shutdown: CancellationToken,
+struct DevicePluginService {
+    node: NodeService,
+    resource_name: String,
+    options: DevicePluginOptions,
+    devices: watch::Receiver<Vec<PluginDevice>>,
+    streams: watch::Sender<Streams>,
+    shutdown: CancellationToken,
 }
 
 #[tonic::async_trait]
@@ -75,19 +202,19 @@ impl DevicePlugin for DevicePluginService {
 
     async fn get_preferred_allocation(
         &self,
-        request: Request<PreferenceList>,
+        request: Request<PreferredAllocationRequest>,
     ) -> Result<Response<PreferredAllocationResponse>, Status> {
-        let requests = request.into_inner().within_limit().map_err(too_many_containers)?;
+        let requests = request.into_inner().container_requests;
+        check_containers(requests.len())?;
         let mut preferences = Vec::with_capacity(requests.len());
         for request in requests {
-            if request.beyond > 0 {
-                return Err(too_many_devices(request.beyond + MAX_DEVICES_PER_CONTAINER));
-            }
-            let size = usize::try_from(request.size)
-                .map_err(|_| refused(format!("{} devices are asked for", request.size)))?;
+            check_devices(&request.available_device_i_ds)?;
+            check_devices(&request.must_include_device_i_ds)?;
+            let size = usize::try_from(request.allocation_size)
+                .map_err(|_| refused(format!("{} devices are asked for", request.allocation_size)))?;
             preferences.push(Preference {
-                available: request.available,
-                must_include: request.must_include,
+                available: request.available_device_i_ds,
+                must_include: request.must_include_device_i_ds,
                 size,
             });
         }
@@ -99,9 +226,10 @@ impl DevicePlugin for DevicePluginService {
 
     async fn pre_start_container(
         &self,
-        request: Request<DeviceIdList>,
+        request: Request<PreStartContainerRequest>,
     ) -> Result<Response<PreStartContainerResponse>, Status> {
-        let devices = request.into_inner().within_limit().map_err(too_many_devices)?;
+        let devices = request.into_inner().devices_ids;
+        check_devices(&devices)?;
         self.node
             .check_start(&self.resource_name, devices)
             .await
@@ -109,14 +237,20 @@ impl DevicePlugin for DevicePluginService {
         Ok(Response::new(PreStartContainerResponse {}))
     }
 
-    async fn allocate(&self, request: Request<ContainerList>) -> Result<Response<AllocateResponse>, Status> {
-        let containers = request.into_inner().within_limit().map_err(too_many_containers)?;
-        let containers = containers
+    async fn allocate(
+        &self,
+        request: Request<AllocateRequest>,
+    ) -> Result<Response<AllocateResponse>, Status> {
+        let containers = request.into_inner().container_requests;
+        check_containers(containers.len())?;
+        let containers: Vec<_> = containers
             .into_iter()
-            .map(DeviceIdList::within_limit)
-            .collect::<Result<Vec<_>, _>>()
-            .map_err(too_many_devices)?;
+            .map(|container| container.devices_ids)
+            .collect();
         let mut ids = BTreeSet::new();
+        for devices in &containers {
+            check_devices(devices)?;
+        }
         for id in containers.iter().flatten() {
             if id.is_empty() {
                 return Err(refused("a device id is empty".into()));
@@ -145,16 +279,23 @@ impl DevicePlugin for DevicePluginService {
     }
 }
 
-fn too_many_containers(count: usize) -> Status {
-    refused(format!(
+fn check_containers(count: usize) -> Result<(), Status> {
+    if count <= MAX_CONTAINERS {
+        return Ok(());
+    }
+    Err(refused(format!(
         "{count} containers in one call, {MAX_CONTAINERS} are possible"
-    ))
+    )))
 }
 
-fn too_many_devices(count: usize) -> Status {
-    refused(format!(
+fn check_devices(ids: &[String]) -> Result<(), Status> {
+    let count = ids.len();
+    if count <= MAX_DEVICES_PER_CONTAINER {
+        return Ok(());
+    }
+    Err(refused(format!(
         "{count} devices for one container, {MAX_DEVICES_PER_CONTAINER} are possible"
-    ))
+    )))
 }
 
 /// Counts a stream as open until it is dropped.
@@ -189,13 +330,13 @@ impl Lists {
             if self.sent.as_ref() != Some(&now) {
                 let message = list_message(&now);
                 self.sent = Some(now);
-                if message.encoded_len() <= MAX_MESSAGE {
+                if message.encoded_len() <= MAX_LIST {
                     return Some((Ok(message), self));
                 }
                 tracing::error!(
                     resource = self.resource_name,
                     reason = "TooManyDevices",
-                    "the list of devices is larger than the {MAX_MESSAGE} bytes that kubelet takes, and is not sent"
+                    "the list of devices is larger than the {MAX_LIST} bytes that kubelet takes, and is not sent"
                 );
             }
             tokio::select! {
@@ -258,7 +399,6 @@ fn container_response(container_edits: ContainerEdits) -> ContainerAllocateRespo
 
 #[cfg(test)]
 mod tests {
-    use super::super::options;
     use super::*;
     use crate::core::prepare::container_edits::{DeviceNode, Mount as HostMount};
 
