@@ -1,27 +1,29 @@
 //! A gRPC server on a Unix socket that is recreated whenever the socket or its directory is removed.
 
+use std::io;
 use std::path::Path;
 use std::pin::pin;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::io::{AsyncWrite, AsyncWriteExt, DuplexStream};
 use tokio::net::UnixStream;
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, watch};
+use tokio::net::unix::OwnedReadHalf;
+use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::JoinHandle;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use tonic::service::Routes;
 use tonic::transport::Server;
 
-use super::authority::{MAX_DECODED_BLOCK, MAX_FRAME};
-use super::calls::Activity;
-use super::connection::{Clock, Connection};
+use super::authority::{MAX_DECODED_BLOCK, MAX_FRAME, Rewriter};
 use super::count::{Count, GrpcCalls};
-use super::directory::DirectoryWatch;
-use super::socket::{Socket, SocketError, SocketPath, check_path};
+use super::socket::{DirectoryWatch, Socket, SocketError, SocketPath, check_path};
 
-/// Connections to one socket at a time. Kubelet opens one or two. A further connection replaces an idle one.
+/// Connections to one socket at a time; further ones are closed at once. Kubelet opens one or two, so the rest is for health checks
+/// and tools of root. 64 bound the file descriptors and the memory (about 30 KiB each) of a process with a dozen sockets.
 pub const MAX_CONNECTIONS: usize = 64;
 /// Concurrent calls on one connection.
 pub const MAX_STREAMS: u32 = 100;
@@ -33,8 +35,18 @@ const STREAM_WINDOW: u32 = 65_535;
 const CONNECTION_WINDOW: u32 = 262_144;
 /// Grace period for calls in flight after a shutdown.
 const DRAIN: Duration = Duration::from_secs(5);
-/// How long to wait for a closed idle connection to release its slot.
-const GIVE_WAY: Duration = Duration::from_secs(1);
+/// How long a client may take to finish a preface or a header block. No well-behaved client pauses there.
+const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
+/// Interval of pings on a connection on which nothing arrives: kubelet may be silent on that of a ListAndWatch for months. Each ping
+/// wakes an idle node.
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(300);
+/// How long a client may take to answer a ping. A node whose kubelet is silent for 40 s is not ready; when a ListAndWatch ends
+/// earlier, kubelet marks its devices unhealthy for no reason.
+const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(60);
+/// Bytes per read from a client, and in each direction of the pipe between a connection and its server.
+const CHUNK: usize = 8192;
+/// Shortest time between two log lines about refused connections.
+const REFUSAL_LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// First and longest delay before a lost socket is recreated.
 const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
 
@@ -82,6 +94,8 @@ pub async fn listen(
         .http2_max_header_list_size(u32::try_from(MAX_DECODED_BLOCK).ok())
         .initial_stream_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)
+        .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
+        .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
         .timeout(CALL_LIMIT)
         .layer(Count(calls))
         .add_routes(routes)
@@ -89,9 +103,8 @@ pub async fn listen(
     let mut keeper = Keeper {
         place,
         socket: None,
-        slots: Arc::new(Semaphore::new(MAX_CONNECTIONS)),
-        open: Vec::new(),
-        clock: Clock::start(),
+        relays: TaskTracker::new(),
+        refusals: Refusals::default(),
         connections,
         cut: cut.clone(),
         published: watch::Sender::new(0),
@@ -101,10 +114,16 @@ pub async fn listen(
     // Published before the server is spawned, so that an error ends everything; an early client waits in the backlog.
     keeper.publish(socket)?;
     let (published, directory) = (keeper.published.subscribe(), keeper.directory.subscribe());
-    let renew = Arc::clone(&keeper.renew);
+    let (renew, relays) = (Arc::clone(&keeper.renew), keeper.relays.clone());
     let task = tokio::spawn(async move {
         let serve = async {
-            let mut server = pin!(server);
+            // The relays end after the server: they pass on its last bytes.
+            let mut server = pin!(async {
+                let ended = server.await;
+                relays.close();
+                relays.wait().await;
+                ended
+            });
             let overdue = async {
                 shutdown.cancelled().await;
                 sleep(DRAIN).await;
@@ -134,11 +153,10 @@ pub async fn listen(
 struct Keeper {
     place: SocketPath,
     socket: Option<Socket>,
-    slots: Arc<Semaphore>,
-    /// Open connections; closed ones are pruned when the next one arrives.
-    open: Vec<Weak<Activity>>,
-    clock: Clock,
-    connections: mpsc::Sender<std::io::Result<Connection<UnixStream>>>,
+    /// A task per open connection.
+    relays: TaskTracker,
+    refusals: Refusals,
+    connections: mpsc::Sender<io::Result<DuplexStream>>,
     cut: CancellationToken,
     published: watch::Sender<u64>,
     directory: watch::Sender<u64>,
@@ -201,7 +219,7 @@ impl Keeper {
         }
     }
 
-    async fn admit(&mut self, accepted: std::io::Result<UnixStream>) {
+    async fn admit(&mut self, accepted: io::Result<UnixStream>) {
         let path = self.place.path.display();
         let stream = match accepted {
             Ok(stream) => stream,
@@ -216,41 +234,114 @@ impl Keeper {
             tracing::warn!(%path, ?peer, reason = "PeerRefused", "a connection is refused: its user is neither root nor ours");
             return;
         }
-        let Some(slot) = self.slot().await else {
-            let path = self.place.path.display();
-            tracing::warn!(%path, reason = "TooManyConnections", "a connection is refused: {MAX_CONNECTIONS} are open, each with a call");
+        if self.relays.len() >= MAX_CONNECTIONS {
+            if let Some(refused) = self.refusals.count(Instant::now()) {
+                tracing::warn!(%path, refused, reason = "TooManyConnections", "connections are refused: {MAX_CONNECTIONS} are open, the limit of a socket");
+            }
             return;
-        };
-        let activity = Arc::new(Activity::new(self.cut.child_token(), self.clock.now()));
-        self.open.retain(|other| other.strong_count() > 0);
-        self.open.push(Arc::downgrade(&activity));
-        let connection = Connection::new(stream, slot, activity, self.clock);
-        // Fails only after the shutdown.
-        let _ = self.connections.send(Ok(connection)).await;
-    }
-
-    /// Acquires a connection slot, if necessary by closing the connection that has been idle for longest.
-    async fn slot(&self) -> Option<OwnedSemaphorePermit> {
-        if let Ok(slot) = Arc::clone(&self.slots).try_acquire_owned() {
-            return Some(slot);
         }
-        let idle = self.open.iter().filter_map(Weak::upgrade);
-        let longest = idle
-            .filter_map(|activity| Some((activity.idle_since()?, activity)))
-            .min_by_key(|(since, _)| *since)?;
-        let path = self.place.path.display();
-        tracing::debug!(%path, reason = "TooManyConnections", "the connection that was idle for longest is closed for another");
-        longest.1.cut.cancel();
-        timeout(GIVE_WAY, Arc::clone(&self.slots).acquire_owned())
-            .await
-            .ok()?
-            .ok()
+        let (relayed, served) = tokio::io::duplex(CHUNK);
+        self.relays.spawn(relay(stream, relayed, self.cut.clone()));
+        // Fails only after the shutdown.
+        let _ = self.connections.send(Ok(served)).await;
     }
 }
 
-async fn accept(socket: Option<&Socket>) -> std::io::Result<UnixStream> {
+/// Counts refused connections for a log line per [`REFUSAL_LOG_INTERVAL`].
+#[derive(Debug, Default)]
+struct Refusals {
+    unlogged: u64,
+    logged: Option<Instant>,
+}
+
+impl Refusals {
+    /// Counts one. Returns how many there were since the last log line if the next one is due.
+    fn count(&mut self, now: Instant) -> Option<u64> {
+        self.unlogged += 1;
+        let waits = self
+            .logged
+            .is_some_and(|logged| now.duration_since(logged) < REFUSAL_LOG_INTERVAL);
+        if waits {
+            return None;
+        }
+        self.logged = Some(now);
+        Some(std::mem::take(&mut self.unlogged))
+    }
+}
+
+/// Passes bytes between a client and its server, with the `:authority` of requests replaced, until either closes or `cut` is
+/// cancelled.
+async fn relay(client: UnixStream, server: DuplexStream, cut: CancellationToken) {
+    let (from_client, mut to_client) = client.into_split();
+    let (mut from_server, to_server) = tokio::io::split(server);
+    let requests = async {
+        relay_requests(&from_client, to_server).await?;
+        // The client sends no more. The server closes its end once it has answered.
+        std::future::pending::<io::Result<()>>().await
+    };
+    let responses = async { tokio::io::copy(&mut from_server, &mut to_client).await.map(drop) };
+    let ended = tokio::select! {
+        () = cut.cancelled() => Ok(()),
+        ended = requests => ended,
+        ended = responses => ended,
+    };
+    if let Err(error) = ended {
+        tracing::debug!(%error, "a connection is closed");
+    }
+}
+
+/// Passes on requests until the client sends no more. Fails if it breaks HTTP/2 or does not finish a header in time.
+async fn relay_requests(client: &OwnedReadHalf, mut server: impl AsyncWrite + Unpin) -> io::Result<()> {
+    let mut rewriter = Rewriter::default();
+    let mut deadline = None;
+    loop {
+        deadline = match (rewriter.owed(), deadline) {
+            (None, _) => None,
+            (Some(part), Some((since, at))) if part == since => Some((since, at)),
+            (Some(part), _) => Some((part, Instant::now() + HEADER_TIMEOUT)),
+        };
+        let input = match deadline {
+            None => read(client).await?,
+            Some((_, at)) => timeout_at(at, read(client)).await.unwrap_or_else(|_| {
+                tracing::warn!(
+                    reason = "UnfinishedRequest",
+                    "a connection is closed: the client does not finish a header within {HEADER_TIMEOUT:?}"
+                );
+                Err(io::ErrorKind::TimedOut.into())
+            })?,
+        };
+        if input.is_empty() {
+            return server.shutdown().await;
+        }
+        let mut rest = input.as_slice();
+        while !rest.is_empty() {
+            let mut output = Vec::new();
+            let used = rewriter.advance(rest, &mut output).map_err(|error| {
+                tracing::warn!(reason = error.reason(), %error, "a connection is closed");
+                io::Error::new(io::ErrorKind::InvalidData, error)
+            })?;
+            rest = rest.get(used..).unwrap_or_default();
+            server.write_all(&output).await?;
+        }
+    }
+}
+
+/// The next bytes, none at the end. The buffer is made when there are bytes, so that an idle connection has none.
+async fn read(client: &OwnedReadHalf) -> io::Result<Vec<u8>> {
+    loop {
+        client.readable().await?;
+        let mut input = Vec::with_capacity(CHUNK);
+        match client.try_read_buf(&mut input) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error),
+            Ok(_) => return Ok(input),
+        }
+    }
+}
+
+async fn accept(socket: Option<&Socket>) -> io::Result<UnixStream> {
     match socket {
-        Some(socket) => socket.accept().await,
+        Some(socket) => socket.listener.accept().await.map(|(stream, _)| stream),
         None => std::future::pending().await,
     }
 }
@@ -262,11 +353,133 @@ const fn may_connect(uid: u32, own: u32) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::AsyncReadExt;
+
     use super::*;
 
+    const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+    const PING: &[u8] = &[0, 0, 8, 6, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8];
+
+    /// The client's and the server's end of a relayed connection.
+    fn relayed(cut: &CancellationToken) -> (UnixStream, DuplexStream, JoinHandle<()>) {
+        let (client, accepted) = UnixStream::pair().unwrap();
+        let (pipe, server) = tokio::io::duplex(CHUNK);
+        (client, server, tokio::spawn(relay(accepted, pipe, cut.clone())))
+    }
+
+    /// What the server reads until the connection is closed.
+    async fn received(server: &mut DuplexStream) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        server.read_to_end(&mut bytes).await.unwrap();
+        bytes
+    }
+
     #[test]
-    fn root_and_our_own_user_may_connect_and_nobody_else() {
+    fn only_root_and_our_own_user_may_connect() {
         assert!(may_connect(0, 0) && may_connect(0, 1000) && may_connect(1000, 1000));
         assert!(!may_connect(1000, 0) && !may_connect(65534, 1000));
+    }
+
+    #[test]
+    fn refused_connections_are_logged_once_a_minute() {
+        let (mut refusals, start) = (Refusals::default(), Instant::now());
+        let counts =
+            [0, 1, 59, 60, 61, 200].map(|second| refusals.count(start + Duration::from_secs(second)));
+        assert_eq!(counts, [Some(1), None, None, Some(3), None, Some(2)]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_without_a_whole_preface_is_closed_in_10_s() {
+        for sent in [&[][..], &PREFACE[..5]] {
+            let (mut client, mut server, relay) = relayed(&CancellationToken::new());
+            client.write_all(sent).await.unwrap();
+            let start = Instant::now();
+            assert_eq!(received(&mut server).await, sent);
+            relay.await.unwrap();
+            assert_eq!(start.elapsed().as_secs(), 10);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_header_block_that_trickles_in_is_closed_in_10_s() {
+        let (mut client, mut server, _relay) = relayed(&CancellationToken::new());
+        client.write_all(PREFACE).await.unwrap();
+        let begin = [&[0, 0, 200, 1, 0, 0, 0, 0, 1][..], &[0x82]].concat();
+        tokio::spawn(async move {
+            sleep(Duration::from_secs(100)).await;
+            client.write_all(&begin).await.unwrap();
+            for _ in 0..100 {
+                sleep(Duration::from_secs(1)).await;
+                if client.write_all(&[0x82]).await.is_err() {
+                    return;
+                }
+            }
+        });
+        let start = Instant::now();
+        assert_eq!(received(&mut server).await, PREFACE);
+        assert_eq!(start.elapsed().as_secs(), 110);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_established_connection_may_be_silent_for_months() {
+        let (mut client, mut server, _relay) = relayed(&CancellationToken::new());
+        client.write_all(PREFACE).await.unwrap();
+        tokio::spawn(async move {
+            sleep(Duration::from_secs(100 * 24 * 3600)).await;
+            client.write_all(PING).await.unwrap();
+        });
+        let mut bytes = [0; 41];
+        server.read_exact(&mut bytes).await.unwrap();
+        assert_eq!(bytes[24..], *PING);
+    }
+
+    #[tokio::test]
+    async fn a_cut_ends_a_connection_that_neither_side_closes() {
+        let cut = CancellationToken::new();
+        let (mut client, mut server, relay) = relayed(&cut);
+        client.write_all(PREFACE).await.unwrap();
+        // More than the pipe and the socket take, so that the relay waits for the client to read.
+        let writer = tokio::spawn(async move { server.write_all(&vec![0; 4_000_000]).await });
+        tokio::task::yield_now().await;
+        cut.cancel();
+        relay.await.unwrap();
+        assert_eq!(
+            writer.await.unwrap().unwrap_err().kind(),
+            io::ErrorKind::BrokenPipe
+        );
+    }
+
+    #[tokio::test]
+    async fn a_client_that_breaks_the_protocol_is_closed() {
+        let (mut client, mut server, relay) = relayed(&CancellationToken::new());
+        client.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
+        assert!(received(&mut server).await.is_empty());
+        relay.await.unwrap();
+        assert_eq!(client.read(&mut [0; 1]).await.unwrap_or_default(), 0);
+    }
+
+    #[tokio::test]
+    async fn every_byte_passes_in_both_directions() {
+        let data = [&[0, 0x40, 0, 0, 0, 0, 0, 0, 1][..], &[7; 16_384]].concat();
+        let requests = [PREFACE.to_vec(), data.repeat(20)].concat();
+        let responses = vec![9; 300_000];
+        let (client, server, relay) = relayed(&CancellationToken::new());
+        let (mut from_server, mut to_server) = client.into_split();
+        let (mut from_client, mut to_client) = tokio::io::split(server);
+        let (mut got_requests, mut got_responses) = (vec![0; requests.len()], vec![0; responses.len()]);
+        let results = tokio::join!(
+            to_server.write_all(&requests),
+            from_client.read_exact(&mut got_requests),
+            to_client.write_all(&responses),
+            from_server.read_exact(&mut got_responses),
+        );
+        results.0.and(results.2).unwrap();
+        results.1.and(results.3).unwrap();
+        assert!(got_requests == requests && got_responses == responses);
+        // The client closes, then the server.
+        drop((to_server, from_server));
+        assert_eq!(from_client.read(&mut [0; 1]).await.unwrap(), 0);
+        drop((from_client, to_client));
+        relay.await.unwrap();
     }
 }

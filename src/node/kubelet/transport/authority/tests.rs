@@ -301,3 +301,119 @@ proptest! {
         let _ = rewritten(&client.bytes, &[4096]);
     }
 }
+
+/// The indexed field 62: the newest entry of the dynamic table.
+const NEWEST: u8 = 0xbe;
+
+fn rewritten_block(fields: &[(&[u8], &[u8])]) -> Vec<(Vec<u8>, Vec<u8>)> {
+    let block = Encoder::new().encode(fields.iter().copied());
+    let output = rewrite_block(&mut Decoder::new(), &block).unwrap();
+    Decoder::new().decode(&output).unwrap()
+}
+
+#[test]
+fn every_authority_becomes_localhost() {
+    for authority in [
+        "/var/lib/kubelet/x.sock",
+        "%2Fvar%2Flib%2Fx.sock",
+        "",
+        "localhost",
+        "a b",
+        "\u{7f}é",
+    ] {
+        let fields = rewritten_block(&[
+            (b":path", b"/a/b"),
+            (b":authority", authority.as_bytes()),
+            (b"te", b"trailers"),
+        ]);
+        assert_eq!(
+            fields,
+            [
+                (b":path".to_vec(), b"/a/b".to_vec()),
+                (b":authority".to_vec(), b"localhost".to_vec()),
+                (b"te".to_vec(), b"trailers".to_vec()),
+            ]
+        );
+    }
+}
+
+#[test]
+fn trailers_get_no_authority() {
+    assert_eq!(
+        rewritten_block(&[(b"grpc-status", b"0")]),
+        [(b"grpc-status".to_vec(), b"0".to_vec())]
+    );
+}
+
+#[test]
+fn a_string_of_any_length_reads_back() {
+    for length in [0, 1, 126, 127, 128, 254, 255, 16_000] {
+        let value = vec![b'v'; length];
+        assert_eq!(rewritten_block(&[(b"x", &value)]), [(b"x".to_vec(), value)]);
+    }
+}
+
+#[test]
+fn a_block_at_the_limit_fits_into_one_frame_and_one_byte_more_is_refused() {
+    let at_limit = vec![b'v'; MAX_DECODED_BLOCK - FIELD_OVERHEAD - 1];
+    let block = Encoder::new().encode([(&b"x"[..], at_limit.as_slice())]);
+    assert!(rewrite_block(&mut Decoder::new(), &block).unwrap().len() <= MAX_FRAME);
+    let above = [at_limit, vec![b'v']].concat();
+    let block = Encoder::new().encode([(&b"x"[..], above.as_slice())]);
+    assert_eq!(
+        rewrite_block(&mut Decoder::new(), &block),
+        Err(AuthorityError::BlockTooLarge)
+    );
+}
+
+#[test]
+fn a_bomb_of_references_to_one_large_field_is_refused() {
+    let mut decoder = Decoder::new();
+    let large = vec![b'v'; 4000];
+    rewrite_block(
+        &mut decoder,
+        &Encoder::new().encode([(&b"x"[..], large.as_slice())]),
+    )
+    .unwrap();
+    assert_eq!(
+        rewrite_block(&mut decoder, &[NEWEST; 5]),
+        Err(AuthorityError::BlockTooLarge)
+    );
+    assert!(rewrite_block(&mut decoder, &[NEWEST; 4]).is_ok());
+}
+
+#[test]
+fn a_table_size_update_beyond_the_setting_is_refused_and_a_smaller_one_evicts() {
+    let mut decoder = Decoder::new();
+    decoder.set_max_allowed_table_size(4096);
+    // 001xxxxx with 4097 = 31 + 4066.
+    let update = [0x3f, 0xe2, 0x1f, 0x82];
+    assert!(matches!(
+        rewrite_block(&mut decoder, &update),
+        Err(AuthorityError::Hpack(_))
+    ));
+    rewrite_block(&mut decoder, &Encoder::new().encode([(&b"x"[..], &b"y"[..])])).unwrap();
+    assert!(rewrite_block(&mut decoder, &[NEWEST]).is_ok());
+    rewrite_block(&mut decoder, &[0x20, 0x82]).unwrap();
+    assert!(matches!(
+        rewrite_block(&mut decoder, &[NEWEST]),
+        Err(AuthorityError::Hpack(_))
+    ));
+}
+
+#[test]
+fn index_zero_and_a_cut_string_are_refused() {
+    for block in [
+        &[0x80][..],
+        &[0x00, 5, b'a'],
+        &[0x7f, 0xff, 0xff, 0xff, 0xff, 0xff],
+    ] {
+        assert!(
+            matches!(
+                rewrite_block(&mut Decoder::new(), block),
+                Err(AuthorityError::Hpack(_))
+            ),
+            "{block:x?}"
+        );
+    }
+}

@@ -7,20 +7,22 @@
 //! [`Rewriter`] does no I/O. It copies all frames except header blocks; it decodes these and encodes them without Huffman coding or
 //! the dynamic table, so that the reader does not need the client's encoder state.
 
-mod block;
-
 use loona_hpack::Decoder;
 use thiserror::Error;
 
-pub use block::MAX_DECODED_BLOCK;
-use block::MAX_ENCODED_BLOCK;
-
 /// The HTTP/2 client connection preface (RFC 9113 section 3.4).
-pub(super) const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// Bytes of a frame header.
 const HEAD: usize = 9;
 /// Largest frame payload: SETTINGS_MAX_FRAME_SIZE keeps its default.
 pub const MAX_FRAME: usize = 16_384;
+/// Largest encoded header block: bytes of all its frames, including frame headers.
+const MAX_ENCODED_BLOCK: usize = 2 * MAX_FRAME;
+/// Largest decoded header block: names, values and 32 bytes per field, as RFC 9113 counts SETTINGS_MAX_HEADER_LIST_SIZE. This
+/// bounds memory, because a few bytes can repeat a large field many times.
+pub const MAX_DECODED_BLOCK: usize = MAX_FRAME;
+/// Bytes counted per field in addition to its name and value.
+const FIELD_OVERHEAD: usize = 32;
 /// Largest dynamic table of the client: SETTINGS_HEADER_TABLE_SIZE keeps its default.
 const HEADER_TABLE: usize = 4096;
 /// [`Rewriter::advance`] stops once its output is this long, which bounds the output to this plus one frame.
@@ -264,7 +266,7 @@ impl Rewriter {
             self.open = Some(block);
             return Ok(());
         }
-        let encoded = block::rewrite(&mut self.decoder, &block.fragment)?;
+        let encoded = rewrite_block(&mut self.decoder, &block.fragment)?;
         // Always fits one frame: MAX_DECODED_BLOCK counts more bytes per field than the encoding needs.
         let length = u32::try_from(encoded.len()).unwrap_or(u32::MAX).to_be_bytes();
         output.extend_from_slice(length.get(1..).unwrap_or_default());
@@ -294,6 +296,56 @@ fn unpadded(payload: &[u8], flags: u8) -> Result<&[u8], AuthorityError> {
         fragment = fragment.get(5..).ok_or(AuthorityError::Padding)?;
     }
     Ok(fragment)
+}
+
+/// Decodes a block, replaces `:authority`, and encodes it as literals that neither use nor change the dynamic table.
+fn rewrite_block(decoder: &mut Decoder<'static>, block: &[u8]) -> Result<Vec<u8>, AuthorityError> {
+    let mut output = Vec::new();
+    let mut size = 0_usize;
+    decoder
+        .decode_with_cb(block, |name, value| {
+            let value: &[u8] = if *name == *b":authority" {
+                b"localhost"
+            } else {
+                &value
+            };
+            size = size.saturating_add(name.len() + value.len() + FIELD_OVERHEAD);
+            if size <= MAX_DECODED_BLOCK {
+                literal(&name, value, &mut output);
+            }
+        })
+        .map_err(|error| AuthorityError::Hpack(error.to_string()))?;
+    if size > MAX_DECODED_BLOCK {
+        Err(AuthorityError::BlockTooLarge)
+    } else {
+        Ok(output)
+    }
+}
+
+/// Encodes a literal field without indexing, with a new name (RFC 7541 section 6.2.2).
+fn literal(name: &[u8], value: &[u8], output: &mut Vec<u8>) {
+    output.push(0);
+    for string in [name, value] {
+        string_length(string.len(), output);
+        output.extend_from_slice(string);
+    }
+}
+
+/// Encodes the length of a string without Huffman coding: an integer with a 7-bit prefix (RFC 7541 section 5.1).
+fn string_length(length: usize, output: &mut Vec<u8>) {
+    const PREFIX: usize = 0x7f;
+    let byte = |value: usize| u8::try_from(value).unwrap_or(u8::MAX);
+    if length < PREFIX {
+        output.push(byte(length));
+        return;
+    }
+    output.push(byte(PREFIX));
+    let mut rest = length - PREFIX;
+    while rest >= 0x80 {
+        output.push(byte(rest & 0x7f | 0x80));
+        rest >>= 7;
+    }
+    output.push(byte(rest));
 }
 
 /// The first `length` bytes, or all if there are fewer, and the rest.
