@@ -232,7 +232,10 @@ mod tests {
 
     use super::*;
     use crate::api::proto::cri_v1::runtime_service_server::{RuntimeService, RuntimeServiceServer};
-    use crate::api::proto::cri_v1::{ContainerStatusResponse, ListContainersResponse};
+    use crate::api::proto::cri_v1::{
+        ContainerStatusResponse, ListContainersResponse, StatusRequest, StatusResponse, VersionRequest,
+        VersionResponse,
+    };
 
     /// A runtime with a running container, an exited one, one removed after the list, and one not started yet.
     #[derive(Default)]
@@ -240,6 +243,14 @@ mod tests {
 
     #[tonic::async_trait]
     impl RuntimeService for Runtime {
+        async fn version(&self, _: Request<VersionRequest>) -> Result<Response<VersionResponse>, Status> {
+            Err(Status::unimplemented("not used"))
+        }
+
+        async fn status(&self, _: Request<StatusRequest>) -> Result<Response<StatusResponse>, Status> {
+            Err(Status::unimplemented("not used"))
+        }
+
         async fn list_containers(
             &self,
             _: Request<ListContainersRequest>,

@@ -60,14 +60,9 @@ pub(in crate::cli) struct Arguments {
     )]
     kubelet_config: PathBuf,
 
-    /// Configuration file of containerd, for --this-node
-    #[arg(
-        long,
-        value_name = "FILE",
-        default_value = "/etc/containerd/config.toml",
-        value_parser = value::absolute_path
-    )]
-    containerd_config: PathBuf,
+    /// Removed; the error names its successor
+    #[arg(long = "containerd-config", hide = true, value_parser = without_containerd_config)]
+    _containerd_config: Option<String>,
 
     /// Judge the rights of this user as the controller's too (system:serviceaccount:NAMESPACE:NAME); those of the chart's pods are
     /// found without
@@ -85,19 +80,23 @@ pub(in crate::cli) struct Arguments {
     output: Output,
 }
 
+fn without_containerd_config(_: &str) -> Result<String, &'static str> {
+    Err("containerd is asked for its configuration: give its socket by --container-runtime-socket")
+}
+
 /// Prints the findings.
 pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     let driver = &arguments.cluster.driver.name;
     let findings = if arguments.this_node {
-        node_check::look(&node_check::Machine {
+        let machine = node_check::Machine {
             driver,
             kubelet_root: &arguments.kubelet.root_dir,
             device_plugins: &arguments.device_plugins.directory,
             cdi_root: &arguments.cdi.root,
             kubelet_config: &arguments.kubelet_config,
-            containerd_config: &arguments.containerd_config,
             runtime_socket: arguments.container_runtime.path.as_deref(),
-        })
+        };
+        block_on(async { Ok(node_check::look(&machine).await) })?
     } else {
         choose_tls_provider();
         block_on(async {

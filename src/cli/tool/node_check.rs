@@ -1,15 +1,20 @@
 //! Checks of `drayman doctor --this-node` on the machine itself.
 
-mod containerd;
-mod files;
-
 use std::collections::BTreeMap;
+use std::error::Error as _;
 use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::time::Duration;
 
+use tokio::time::timeout;
+use tonic::Status;
+use tonic::transport::Endpoint;
+
+use crate::api::proto::cri_v1::runtime_service_client::RuntimeServiceClient;
+use crate::api::proto::cri_v1::{StatusRequest, VersionRequest};
 use crate::cli::diagnose::doctor::Finding;
 use crate::cli::diagnose::gates;
 use crate::cli::diagnose::nodes::{RUNTIME, without_runtime};
@@ -18,6 +23,10 @@ use crate::node::container_runtime::SOCKETS;
 
 /// Mounts visible to this process.
 const MOUNTS: &str = "/proc/self/mountinfo";
+/// Name of the check whether the container runtime reads CDI files.
+const CDI: &str = "cdi";
+/// Deadline of the queries to the container runtime. tonic bounds each answer to 4 MiB.
+const TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum length of a socket path in bytes: `sun_path` without its terminating NUL.
 const SOCKET_PATH_MAX: usize = 107;
 
@@ -33,39 +42,167 @@ pub(super) struct Machine<'a> {
     pub(super) cdi_root: &'a Path,
     /// Kubelet's configuration file.
     pub(super) kubelet_config: &'a Path,
-    /// containerd's configuration file.
-    pub(super) containerd_config: &'a Path,
     /// The container runtime's socket, if given.
     pub(super) runtime_socket: Option<&'a Path>,
 }
 
-/// Checks kubelet's directories and feature gate, the lengths of our socket paths, CDI in containerd, and the container
-/// runtime's socket.
-pub(super) fn look(machine: &Machine<'_>) -> Vec<Finding> {
+/// Checks kubelet's directories and feature gate, the lengths of our socket paths, and whether the container runtime listens and
+/// reads CDI files.
+pub(super) async fn look(machine: &Machine<'_>) -> Vec<Finding> {
     let mut findings = directories(machine.kubelet_root, machine.device_plugins);
     // Reads mounts and directories in this process's mount namespace.
     findings.extend(propagation(machine.kubelet_root, fs::read(MOUNTS)));
     findings.push(gate(machine.kubelet_config));
     findings.push(socket_lengths(machine.driver, machine.kubelet_root));
-    findings.extend(containerd::look(
-        machine.containerd_config,
-        machine.cdi_root,
-        containerd::installed,
-    ));
     let usual = SOCKETS.map(Path::new);
     let named = machine.runtime_socket.as_ref().map(std::slice::from_ref);
-    findings.push(runtime(named.unwrap_or(&usual)));
+    findings.extend(runtime(named.unwrap_or(&usual), machine.cdi_root).await);
     findings
 }
 
-/// Checks whether a container runtime listens on one of these sockets.
-fn runtime(sockets: &[&Path]) -> Finding {
-    let connected = |socket: &&&Path| UnixStream::connect(socket).is_ok();
-    if let Some(socket) = sockets.iter().find(connected) {
-        return Finding::fine(RUNTIME, format!("listens at {}", socket.display()));
+/// Checks whether a container runtime listens on one of these sockets, and whether it reads CDI files in `cdi_root`.
+async fn runtime(sockets: &[&Path], cdi_root: &Path) -> Vec<Finding> {
+    let mut causes = Vec::new();
+    for socket in sockets {
+        match UnixStream::connect(socket) {
+            Ok(_) => {
+                let listens = Finding::fine(RUNTIME, format!("listens at {}", socket.display()));
+                let cdi = match query(socket).await {
+                    Ok(runtime) => reads_cdi(&runtime, cdi_root),
+                    Err(cause) => vec![unknown(&format!("{}: {cause}", socket.display()))],
+                };
+                return [vec![listens], cdi].concat();
+            }
+            Err(error) => causes.push(format!("{}: {error}", socket.display())),
+        }
     }
     let paths: Vec<String> = sockets.iter().map(|path| path.display().to_string()).collect();
-    without_runtime(&format!("nobody listens at {}", paths.join(", ")))
+    vec![
+        without_runtime(&format!("nobody listens at {}", paths.join(", "))),
+        unknown(&causes.join("; ")),
+    ]
+}
+
+fn unknown(cause: &str) -> Finding {
+    Finding::warning(
+        CDI,
+        format!("whether the container runtime reads CDI files is not known: {cause}"),
+        "start the runtime, run this as root, and give the runtime's socket by --container-runtime-socket",
+    )
+}
+
+/// A container runtime, as it describes itself over CRI.
+#[derive(Debug)]
+struct Runtime {
+    /// Name and version.
+    name: String,
+    major: Option<u32>,
+    /// Its effective configuration, in a format of its own.
+    configuration: Option<String>,
+}
+
+async fn query(socket: &Path) -> Result<Runtime, String> {
+    let queries = async {
+        let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display()))
+            .map_err(|error| error.to_string())?;
+        let channel = endpoint.connect().await.map_err(|error| {
+            let cause = error.source().map_or_else(String::new, ToString::to_string);
+            format!("{error}: {cause}")
+        })?;
+        let mut client = RuntimeServiceClient::new(channel);
+        let refused = |status: Status| format!("{}: {}", status.code(), status.message());
+        let version = client
+            .version(VersionRequest {})
+            .await
+            .map_err(refused)?
+            .into_inner();
+        let status = client
+            .status(StatusRequest { verbose: true })
+            .await
+            .map_err(refused)?;
+        let number = version.runtime_version.trim_start_matches('v');
+        Ok(Runtime {
+            name: format!("{} {number}", version.runtime_name),
+            major: number.split('.').next().and_then(|major| major.parse().ok()),
+            configuration: status.into_inner().info.remove("config"),
+        })
+    };
+    let answered = timeout(TIMEOUT, queries).await;
+    answered.unwrap_or_else(|_| Err(format!("no answer within {} s", TIMEOUT.as_secs())))
+}
+
+/// The fields of containerd's CRI configuration used here, as JSON of the running containerd.
+#[derive(Debug, Default, serde::Deserialize)]
+struct CriConfiguration {
+    /// Absent in releases before 1.7 and in other runtimes.
+    #[serde(rename = "enableCDI")]
+    enable_cdi: Option<bool>,
+    #[serde(rename = "cdiSpecDirs")]
+    spec_dirs: Option<Vec<String>>,
+}
+
+fn reads_cdi(runtime: &Runtime, cdi_root: &Path) -> Vec<Finding> {
+    let name = &runtime.name;
+    let configuration = runtime.configuration.as_deref().unwrap_or("{}");
+    let configuration: CriConfiguration = match serde_json::from_str(configuration) {
+        Ok(configuration) => configuration,
+        Err(error) => return vec![unknown(&format!("the configuration of {name}: {error}"))],
+    };
+    match configuration.enable_cdi {
+        Some(true) => vec![
+            Finding::fine(CDI, format!("{name} reads CDI files")),
+            spec_dirs(name, &configuration.spec_dirs.unwrap_or_default(), cdi_root),
+        ],
+        Some(false) => {
+            let section = match runtime.major {
+                Some(0 | 1) => "io.containerd.grpc.v1.cri",
+                _ => "io.containerd.cri.v1.runtime",
+            };
+            vec![Finding::problem(
+                CDI,
+                format!("{name} does not read CDI files"),
+                format!("set enable_cdi = true in [plugins.\"{section}\"] and restart containerd"),
+            )]
+        }
+        None if name.starts_with("containerd ") && matches!(runtime.major, Some(0 | 1)) => {
+            vec![Finding::problem(
+                CDI,
+                format!("{name} has no CDI"),
+                "upgrade to containerd 1.7 or later",
+            )]
+        }
+        None => vec![Finding::note(
+            CDI,
+            format!("{name} does not tell whether it reads CDI files; CRI-O does by default"),
+        )],
+    }
+}
+
+/// Checks whether the runtime's CDI directories include the companion's.
+fn spec_dirs(runtime: &str, directories: &[String], cdi_root: &Path) -> Finding {
+    // /var/run is usually a symlink to /run.
+    let real = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let mut all = directories.iter().map(|directory| real(Path::new(directory)));
+    if all.any(|directory| directory == real(cdi_root)) {
+        return Finding::fine(
+            CDI,
+            format!("{runtime} reads CDI files in {}", cdi_root.display()),
+        );
+    }
+    let directories = if directories.is_empty() {
+        "no directory".to_owned()
+    } else {
+        directories.join(", ")
+    };
+    Finding::problem(
+        CDI,
+        format!(
+            "{runtime} reads CDI files in {directories}, and not in {}, where the companion writes them",
+            cdi_root.display()
+        ),
+        "add the directory to cdi_spec_dirs and restart containerd, or give the companion one of these: --cdi-root, in the chart \
+         node.cdiRoot",
+    )
 }
 
 fn directories(kubelet_root: &Path, device_plugins: &Path) -> Vec<Finding> {
@@ -256,19 +393,89 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_machine_without_a_runtime_socket_is_told_its_cost() {
+    #[tokio::test]
+    async fn without_a_runtime_its_cost_is_reported() {
         let directory = tempfile::tempdir().unwrap();
         let (there, gone) = (
             directory.path().join("cri.sock"),
             directory.path().join("gone.sock"),
         );
-        let _listener = std::os::unix::net::UnixListener::bind(&there).unwrap();
-        assert_eq!(runtime(&[&gone, &there]).level, Level::Fine);
-        let told = runtime(&[&gone]);
-        assert_eq!(told.level, Level::Note);
-        assert!(told.message.contains("gone.sock") && told.message.contains("deleted by force"));
-        assert!(told.fix.unwrap().contains("node.containerRuntimeSocket"));
+        let root = Path::new("/var/run/cdi");
+        let listener = std::os::unix::net::UnixListener::bind(&there).unwrap();
+        let closes = std::thread::spawn(move || {
+            while let Ok((connection, _)) = listener.accept() {
+                drop(connection);
+            }
+        });
+        let findings = runtime(&[&gone, &there], root).await;
+        assert_eq!(findings[0].level, Level::Fine);
+        assert!(findings[1].level == Level::Warning && findings[1].message.contains("cri.sock"));
+        drop(closes);
+        let findings = runtime(&[&gone], root).await;
+        assert_eq!(findings[0].level, Level::Note);
+        assert!(
+            findings[0].message.contains("gone.sock") && findings[0].message.contains("deleted by force")
+        );
+        assert!(
+            findings[0]
+                .fix
+                .as_ref()
+                .unwrap()
+                .contains("node.containerRuntimeSocket")
+        );
+        assert!(findings[1].level == Level::Warning && findings[1].message.contains("No such file"));
+    }
+
+    fn cdi(name: &str, configuration: &str, root: &str) -> Vec<(Level, String)> {
+        let number = name.rsplit(' ').next().unwrap();
+        let runtime = Runtime {
+            name: name.into(),
+            major: number.split('.').next().and_then(|major| major.parse().ok()),
+            configuration: (!configuration.is_empty()).then(|| configuration.to_owned()),
+        };
+        let findings = reads_cdi(&runtime, Path::new(root)).into_iter();
+        let text = |finding: Finding| {
+            let fix = finding.fix.unwrap_or_default();
+            (finding.level, format!("{} {fix}", finding.message))
+        };
+        findings.map(text).collect()
+    }
+
+    #[test]
+    fn the_running_runtime_tells_whether_it_reads_cdi_files() {
+        let on = r#"{"enableCDI":true,"cdiSpecDirs":["/opt/cdi","/srv/cdi"],"enableSelinux":false}"#;
+        let levels = |root: &str| {
+            cdi("containerd 1.7.27", on, root)
+                .into_iter()
+                .map(|(level, _)| level)
+        };
+        assert!(levels("/srv/cdi").eq([Level::Fine, Level::Fine]));
+        assert!(levels("/var/run/cdi").eq([Level::Fine, Level::Problem]));
+        let none = cdi(
+            "containerd 2.1.0",
+            r#"{"enableCDI":true,"cdiSpecDirs":null}"#,
+            "/etc/cdi",
+        );
+        assert!(none[1].0 == Level::Problem && none[1].1.contains("no directory"));
+        for (name, section) in [
+            ("containerd 1.7.27", "io.containerd.grpc.v1.cri"),
+            ("containerd 2.1.0", "io.containerd.cri.v1.runtime"),
+        ] {
+            let off = cdi(name, r#"{"enableCDI":false}"#, "/etc/cdi");
+            assert!(
+                off[0].0 == Level::Problem && off[0].1.contains(section),
+                "{off:?}"
+            );
+        }
+        for (name, configuration, expected) in [
+            ("containerd 1.6.33", r#"{"sandboxImage":"pause"}"#, Level::Problem),
+            ("containerd 2.9.0", "{}", Level::Note),
+            ("cri-o 1.30.1", r#"{"sandboxImage":"pause"}"#, Level::Note),
+            ("cri-o 1.30.1", "", Level::Note),
+            ("containerd 2.1.0", "[]", Level::Warning),
+        ] {
+            assert_eq!(cdi(name, configuration, "/etc/cdi")[0].0, expected, "{name}");
+        }
     }
 
     #[test]

@@ -1,15 +1,21 @@
 //! What a person types, as far as it needs no cluster.
 
-use std::fs::Permissions;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::TcpListener;
-use std::os::unix::fs::{PermissionsExt as _, symlink};
-use std::os::unix::process::CommandExt as _;
-use std::path::Path;
+use std::os::unix::fs::symlink;
 use std::process::Command;
 
+use drayman::api::proto::cri_v1::runtime_service_server::{RuntimeService, RuntimeServiceServer};
+use drayman::api::proto::cri_v1::{
+    ContainerStatusRequest, ContainerStatusResponse, ListContainersRequest, ListContainersResponse,
+    StatusRequest, StatusResponse, VersionRequest, VersionResponse,
+};
+use tokio::net::UnixListener;
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::transport::Server;
+use tonic::{Request, Response, Status};
+
 use crate::cli::program::{assert_refused, drayman, kubeconfig, run, text};
-use crate::not_run::is_root;
 
 /// An API server that knows its version and nothing else.
 fn server_without_the_api(version: &'static str) -> String {
@@ -179,129 +185,111 @@ fn kubectl_is_told_what_could_stand_where_tab_is_pressed() {
     }
 }
 
-/// What the doctor says of a machine whose kubelet never ran, with a containerd in the `PATH` that does this, and its configuration.
-fn said_of_this_node(containerd: Option<&str>, configuration: &str) -> (Option<i32>, String) {
+/// A container runtime that reports this name, version and configuration.
+struct Runtime(&'static str, &'static str, &'static str);
+
+#[tonic::async_trait]
+impl RuntimeService for Runtime {
+    async fn version(&self, _: Request<VersionRequest>) -> Result<Response<VersionResponse>, Status> {
+        Ok(Response::new(VersionResponse {
+            runtime_name: self.0.into(),
+            runtime_version: self.1.into(),
+        }))
+    }
+
+    async fn status(&self, request: Request<StatusRequest>) -> Result<Response<StatusResponse>, Status> {
+        assert!(request.into_inner().verbose);
+        let info = [("config".to_owned(), self.2.to_owned())].into();
+        Ok(Response::new(StatusResponse { info }))
+    }
+
+    async fn list_containers(
+        &self,
+        _: Request<ListContainersRequest>,
+    ) -> Result<Response<ListContainersResponse>, Status> {
+        Err(Status::unimplemented("not used"))
+    }
+
+    async fn container_status(
+        &self,
+        _: Request<ContainerStatusRequest>,
+    ) -> Result<Response<ContainerStatusResponse>, Status> {
+        Err(Status::unimplemented("not used"))
+    }
+}
+
+/// The doctor's output on a machine whose kubelet never ran, with this container runtime.
+fn this_node(runtime: Option<Runtime>) -> (Option<i32>, String) {
     let directory = tempfile::tempdir().expect("a directory");
-    let root = directory.path().join("kubelet");
-    let programs = directory.path().join("programs");
-    for made in [&root, &programs] {
-        std::fs::create_dir(made).expect("a directory");
+    let (root, socket) = (
+        directory.path().join("kubelet"),
+        directory.path().join("cri.sock"),
+    );
+    std::fs::create_dir(&root).expect("a directory");
+    let tokio = tokio::runtime::Runtime::new().expect("a runtime");
+    if let Some(runtime) = runtime {
+        let _entered = tokio.enter();
+        let listener = UnixListenerStream::new(UnixListener::bind(&socket).expect("a socket"));
+        let server = Server::builder().add_service(RuntimeServiceServer::new(runtime));
+        tokio.spawn(server.serve_with_incoming(listener));
     }
-    if let Some(does) = containerd {
-        // Written by another process: what this one has open for writing, even in a child that is not yet another program, cannot be run.
-        let script = format!("#!/bin/sh\n{does}\n");
-        let status = Command::new("sh")
-            .args(["-c", "printf %s \"$1\" > \"$0\" && chmod +x \"$0\""])
-            .arg(programs.join("containerd"))
-            .arg(script)
-            .status();
-        assert!(status.expect("a shell").success());
-    }
-    let file = directory.path().join("config.toml");
-    std::fs::write(&file, configuration).expect("written");
     let mut command = drayman_with(&["doctor", "--this-node", "--kubelet-root-dir"]);
-    command.arg(root).arg("--containerd-config").arg(file);
-    let output = command.env("PATH", programs).output().expect("it runs");
+    command.arg(root).arg("--container-runtime-socket").arg(socket);
+    let output = command.output().expect("it runs");
     (output.status.code(), text(&output.stdout))
 }
 
 #[test]
-fn the_doctor_looks_at_this_machine_without_any_cluster() {
-    let (code, answer) = said_of_this_node(None, "version = 2\n");
+fn doctor_checks_this_node_without_a_cluster() {
+    let (code, answer) = this_node(None);
     assert_eq!(code, Some(1), "{answer}");
     assert!(answer.contains("plugins_registry"), "{answer}");
-    assert!(answer.contains("enable_cdi = true"), "{answer}");
+    assert!(
+        answer.contains("warning  cdi: whether the container runtime reads CDI files is not known: ")
+            && answer.contains("cri.sock: No such file"),
+        "{answer}"
+    );
     assert!(answer.ends_with("problems\n"), "{answer}");
 }
 
 #[test]
-fn the_doctor_asks_containerd_for_its_version_where_that_matters() {
-    let (one, two) = (
-        "echo containerd github.com/containerd/containerd v1.7.27 0123456",
-        "echo containerd github.com/containerd/containerd/v2 v2.0.0 0123456",
-    );
-    for (version, configuration, expected) in [
+fn doctor_asks_the_container_runtime_for_its_cdi_settings() {
+    let on = r#"{"enableCDI":true,"cdiSpecDirs":["/etc/cdi","/var/run/cdi"],"enableSelinux":false}"#;
+    for (name, version, configuration, expected) in [
         (
-            Some(one),
-            "version = 2\n",
-            "problem  cdi: containerd 1 does not read",
+            "containerd",
+            "v1.7.27",
+            on,
+            "ok       cdi: containerd 1.7.27 reads CDI files in /var/run/cdi",
         ),
         (
-            Some(two),
-            "version = 2\n",
-            "ok       cdi: containerd 2 and later read",
+            "containerd",
+            "2.1.0",
+            r#"{"enableCDI":false}"#,
+            "problem  cdi: containerd 2.1.0 does not read",
         ),
         (
-            None,
-            "version = 2\n",
-            "warning  cdi: `containerd --version` does not tell",
+            "cri-o",
+            "1.30.1",
+            r#"{"sandboxImage":"pause"}"#,
+            "note     cdi: cri-o 1.30.1 does not tell",
         ),
-        // Longer than it is waited for.
-        (
-            Some("exec /bin/sleep 8"),
-            "version = 2\n",
-            "warning  cdi: `containerd --version` does not tell",
-        ),
-        (
-            None,
-            "version = 4 # new\n",
-            "ok       cdi: containerd 2 and later read",
-        ),
-        (Some(two), "version = 2\n]\n", "config.toml, line 2: not TOML"),
     ] {
-        let (_, answer) = said_of_this_node(version, configuration);
-        assert!(
-            answer.contains(expected),
-            "{version:?} {configuration:?}: {answer}"
-        );
+        let (_, answer) = this_node(Some(Runtime(name, version, configuration)));
+        assert!(answer.contains(expected), "{expected}: {answer}");
     }
 }
 
-/// Whoever is not root may be kept from files that containerd reads, and must not be told what would be so without them.
 #[test]
-fn the_doctor_says_what_it_may_not_read_of_containerd_s_configuration() {
-    if !is_root() {
-        return;
-    }
-    let directory = tempfile::tempdir().expect("a directory");
-    let mode = |path: &Path, mode: u32| {
-        std::fs::set_permissions(path, Permissions::from_mode(mode)).expect("of our own");
-    };
-    mode(directory.path(), 0o755);
-    let program = directory.path().join("drayman");
-    // By another process: what this one has open for writing, even in a child that is not yet another program, cannot be run.
-    let copied = Command::new("cp")
-        .arg(env!("CARGO_BIN_EXE_drayman"))
-        .arg(&program)
-        .status();
-    assert!(copied.expect("cp").success());
-    let (closed, file) = (
-        directory.path().join("conf.d"),
-        directory.path().join("config.toml"),
-    );
-    std::fs::create_dir(&closed).expect("a directory");
-    std::fs::write(closed.join("cdi.toml"), "version = 2\n").expect("written");
-    mode(&closed, 0o700);
-    let said = |import: &str| {
-        std::fs::write(&file, format!("version = 2\nimports = ['{import}']\n")).expect("written");
-        let output = Command::new(&program)
-            .args(["doctor", "--this-node", "--containerd-config"])
-            .arg(&file)
-            .uid(65_534)
-            .output()
-            .expect("it runs");
-        text(&output.stdout)
-    };
-    for import in ["conf.d/*.toml", "conf.d/cdi.toml"] {
-        let answer = said(import);
-        assert!(
-            answer.contains("warning  cdi: ")
-                && answer.contains("ermission denied")
-                && answer.contains("ask as root"),
-            "{answer}"
-        );
-    }
-    mode(&closed, 0o755);
-    let answer = said("conf.d/*.toml");
-    assert!(!answer.contains("ask as root"), "{answer}");
+fn a_removed_flag_of_doctor_names_its_successor() {
+    let output = drayman_with(&[
+        "doctor",
+        "--this-node",
+        "--containerd-config=/etc/containerd/config.toml",
+    ])
+    .output()
+    .expect("it runs");
+    assert_eq!(output.status.code(), Some(2));
+    let error = text(&output.stderr);
+    assert!(error.contains("--container-runtime-socket"), "{error}");
 }

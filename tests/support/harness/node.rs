@@ -58,11 +58,6 @@ impl<'a> Node<'a> {
         directory.join(self.name()).join(name)
     }
 
-    /// Where the programs of its containerd are, the same inside and outside.
-    pub fn containerd(&self) -> anyhow::Result<&'a Path> {
-        self.description().ctr.parent().context("ctr is in no directory")
-    }
-
     /// Where a file of the node is found from outside. For `/var/run` say `/run`: a symbolic link with an absolute
     /// target would lead back out of the node.
     pub fn path(&self, path: impl AsRef<Path>) -> PathBuf {
