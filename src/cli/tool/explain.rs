@@ -1,27 +1,25 @@
 //! `drayman explain POD|CLAIM`: shows the current step, per node what blocks it, and the fix. The driver evaluates the
 //! nodes with the controller's code on objects that this command reads; it reserves and writes nothing.
 
-mod limits;
-mod text;
-
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use k8s_openapi::api::core::v1::{Event, Node, PodCondition};
+use k8s_openapi::api::core::v1::{self, Event, Node, PodCondition};
 use kube::api::{Api, ListParams};
 use kube::{Client, ResourceExt as _};
 use serde::Serialize;
 use tokio_util::sync::CancellationToken;
 
-use super::output::Output;
+use super::output::{Colour, Output, coloured, one_line, row, table};
 use super::{Cluster, read};
 use crate::api::crd::{DeviceClassParameters, NodeInventory};
 use crate::api::resource::{Pod, PodResourceClaim, PodSchedulingContext, ResourceClaim, ResourceClass};
-use crate::cli::diagnose::explain::{Explanation, Facts, Found, explain, find};
-use crate::cli::diagnose::limits::Explanation as ByLimit;
+use crate::cli::diagnose::explain::{Explanation, Facts, Found, NodeVerdict, Step, explain, find};
+use crate::cli::diagnose::limits::{self, Explanation as ByLimit};
 use crate::cli::diagnose::qualified_name;
 use crate::cli::{Error, block_on, choose_tls_provider};
 use crate::core::allocation::parameters::{Amount, DeviceRequests};
@@ -158,7 +156,7 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
         );
         return Ok(ExitCode::FAILURE);
     };
-    arguments.output.print(&answer, text::whole)?;
+    arguments.output.print(&answer, text)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -235,19 +233,17 @@ impl Reading<'_> {
         });
         // Our own pod type lacks conditions and limits.
         let whole = match pod {
-            Some(pod) => {
-                Api::<k8s_openapi::api::core::v1::Pod>::namespaced(self.client.clone(), &self.namespace)
-                    .get_opt(&pod.name_any())
-                    .await
-                    .context("cannot read the pod")?
-            }
+            Some(pod) => Api::<v1::Pod>::namespaced(self.client.clone(), &self.namespace)
+                .get_opt(&pod.name_any())
+                .await
+                .context("cannot read the pod")?,
             None => None,
         };
         Ok(Answer {
             pod: pod.map(|pod| pod_answer(pod, whole.as_ref().and_then(scheduler_says))),
             claims: explanations.collect(),
             limits: match &whole {
-                Some(whole) => limits::explained(&self.client, whole).await?,
+                Some(whole) => explain_limits(&self.client, whole).await?,
                 None => Vec::new(),
             },
             events: self.events(pod, &found).await?,
@@ -456,7 +452,7 @@ fn in_words(demand: &DeviceRequests) -> String {
 }
 
 /// Returns why the scheduler has not bound the pod.
-fn scheduler_says(pod: &k8s_openapi::api::core::v1::Pod) -> Option<String> {
+fn scheduler_says(pod: &v1::Pod) -> Option<String> {
     if pod.spec.as_ref().is_some_and(|spec| spec.node_name.is_some()) {
         return None;
     }
@@ -478,6 +474,160 @@ fn pod_answer(pod: &Pod, scheduler: Option<String>) -> PodAnswer {
     }
 }
 
+/// Explains each extended resource of a pod. Reads nodes and their pods only while the pod waits for a resource; if
+/// this is forbidden, a note on stderr names the missing information.
+async fn explain_limits(client: &Client, pod: &v1::Pod) -> Result<Vec<ByLimit>, Error> {
+    let is_bound = pod.spec.as_ref().is_some_and(|spec| spec.node_name.is_some());
+    if is_bound || limits::wanted(pod).is_empty() {
+        return Ok(limits::explain(pod, None, None));
+    }
+    let nodes = unless_forbidden(
+        read::all::<Node>(client).await,
+        "nodes: which of them offer an extended resource is not known",
+    )?;
+    let pods = unless_forbidden(
+        read::all::<v1::Pod>(client).await,
+        "pods of all namespaces: how many of an extended resource are in use is not known",
+    )?;
+    Ok(limits::explain(pod, nodes.as_deref(), pods.as_deref()))
+}
+
+fn unless_forbidden<T>(read: Result<T, Error>, what: &str) -> Result<Option<T>, Error> {
+    match read {
+        Err(error) if read::is_forbidden(&error) => {
+            eprintln!("note: you may not list {what}");
+            Ok(None)
+        }
+        read => read.map(Some),
+    }
+}
+
+/// Formats the complete answer; `wide` gives each node its own line.
+fn text(answer: &Answer, wide: bool) -> String {
+    let mut text = String::new();
+    if let Some(pod) = &answer.pod {
+        let node = pod
+            .node
+            .as_ref()
+            .map_or_else(|| "no node yet".to_owned(), |node| format!("on {node}"));
+        let _ = writeln!(text, "Pod {}: {}, {node}", pod.name, pod.phase);
+        if let Some(scheduler) = &pod.scheduler {
+            let _ = writeln!(text, "  scheduler says: {}", one_line(scheduler));
+        }
+        if answer.claims.is_empty() && answer.limits.is_empty() {
+            text += "  it asks for no devices, neither by claims nor in resources.limits\n";
+        }
+    }
+    for claim in &answer.claims {
+        if !text.is_empty() {
+            text.push('\n');
+        }
+        text += &claim_text(claim, wide);
+    }
+    for limit in &answer.limits {
+        text.push('\n');
+        text += &limit_text(limit, wide);
+    }
+    if !answer.events.is_empty() {
+        text += "\nEvents:\n";
+        let rows: Vec<_> = answer
+            .events
+            .iter()
+            .map(|event| {
+                let count = if event.count > 1 {
+                    format!(" (x{})", event.count)
+                } else {
+                    String::new()
+                };
+                row([
+                    &format!("  {}", event.about),
+                    &event.reason,
+                    &format!("{}{count}", event.message),
+                ])
+            })
+            .collect();
+        text += &table(&rows);
+    }
+    text
+}
+
+fn claim_text(claim: &Explanation, wide: bool) -> String {
+    let name = match (&claim.entry, &claim.claim) {
+        (Some(entry), Some(name)) => format!("Claim {entry} (ResourceClaim {name})"),
+        (Some(entry), None) => format!("Claim {entry}"),
+        (None, name) => format!("ResourceClaim {}", name.as_deref().unwrap_or_default()),
+    };
+    let colour = match claim.step {
+        Step::InUse | Step::Allocated | Step::NotNeeded => Colour::Green,
+        Step::ClaimMissing
+        | Step::ClaimNotOwned
+        | Step::ClassMissing
+        | Step::NotServed
+        | Step::ParametersInvalid => Colour::Red,
+        _ => Colour::Yellow,
+    };
+    let step = coloured(&format!("{:?}", claim.step), colour);
+    let mut text = format!("{name}: {step}\n  {}\n", one_line(&claim.because));
+    if let Some(class) = &claim.class {
+        let driver = claim.driver.as_deref().unwrap_or("unknown");
+        let _ = writeln!(text, "  class {class}, driver {driver}");
+    }
+    if let Some(wants) = &claim.wants {
+        let _ = writeln!(text, "  wants {wants}");
+    }
+    text += &nodes_text(&claim.nodes, wide);
+    if let Some(advice) = &claim.advice {
+        let _ = writeln!(text, "  what to do: {}", one_line(advice));
+    }
+    text
+}
+
+fn limit_text(limit: &ByLimit, wide: bool) -> String {
+    let colour = match limit.step {
+        limits::Step::InUse | limits::Step::Ended => Colour::Green,
+        limits::Step::NotOffered | limits::Step::TurnedAway => Colour::Red,
+        _ => Colour::Yellow,
+    };
+    let step = coloured(&format!("{:?}", limit.step), colour);
+    let (resource, amount) = (&limit.resource, limit.amount);
+    let mut text = format!(
+        "Limit {resource}: {amount}: {step}\n  {}\n",
+        one_line(&limit.because)
+    );
+    text += &nodes_text(&limit.nodes, wide);
+    if let Some(advice) = &limit.advice {
+        let _ = writeln!(text, "  what to do: {}", one_line(advice));
+    }
+    text
+}
+
+/// Groups nodes with the same result on one line, unless `wide`.
+fn nodes_text(verdicts: &[NodeVerdict], wide: bool) -> String {
+    let mut by_reason: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for verdict in verdicts {
+        let reason = verdict.reason.as_deref().unwrap_or("can serve it");
+        by_reason.entry(reason).or_default().push(&verdict.node);
+    }
+    let mut rows = Vec::new();
+    for (reason, nodes) in by_reason {
+        match nodes.as_slice() {
+            _ if wide => rows.extend(nodes.iter().map(|node| row([&format!("    {node}"), reason]))),
+            [one] => rows.push(row([&format!("    {one}"), reason])),
+            [first, second] => rows.push(row([&format!("    {first}, {second}"), reason])),
+            [first, ..] => rows.push(row([
+                &format!("    {first} and {} more", nodes.len().saturating_sub(1)),
+                reason,
+            ])),
+            [] => {}
+        }
+    }
+    if rows.is_empty() {
+        String::new()
+    } else {
+        "  nodes:\n".to_owned() + &table(&rows)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -493,5 +643,24 @@ mod tests {
         assert_eq!(subject(&["resourceclaim/a"]).unwrap(), Subject::Claim("a".into()));
         assert_eq!(subject(&["a"]).unwrap(), Subject::Either("a".into()));
         assert!(subject(&["node/a"]).unwrap_err().to_string().contains("pod/NAME"));
+    }
+
+    #[test]
+    fn nodes_with_the_same_answer_share_a_line() {
+        let verdict = |node: &str, reason: Option<&str>| NodeVerdict {
+            node: node.into(),
+            reason: reason.map(Into::into),
+        };
+        let verdicts = [
+            verdict("a", Some("3 of 3 held")),
+            verdict("b", Some("3 of 3 held")),
+            verdict("c", Some("3 of 3 held")),
+            verdict("d", None),
+        ];
+        assert_eq!(
+            nodes_text(&verdicts, false),
+            "  nodes:\n    a and 2 more   3 of 3 held\n    d              can serve it\n"
+        );
+        assert_eq!(nodes_text(&verdicts, true).lines().count(), 5);
     }
 }
