@@ -2,6 +2,9 @@
 //!
 //! An unreadable line is ignored and never hides another: mount names may contain any bytes. The kernel writes blanks, line ends and
 //! backslashes in names as three octal digits (`mangle` in `fs/proc_namespace.c`).
+//!
+//! The crate `procfs-core` does neither: it takes text that is UTF-8 only, fails for the whole file when one line is not as expected
+//! (an empty source), and leaves the octal digits in names.
 
 use std::collections::BTreeSet;
 
