@@ -392,7 +392,7 @@ fn memory(companion: &Program) -> anyhow::Result<u64> {
 }
 
 #[tokio::test]
-async fn silent_callers_unfinished_headers_and_garbage_do_not_keep_kubelet_out() -> anyhow::Result<()> {
+async fn silent_callers_and_garbage_do_not_keep_kubelet_out() -> anyhow::Result<()> {
     /// What a client of HTTP/2 says first.
     const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
     /// A header block of 8 KiB that begins and is never ended.
