@@ -217,6 +217,12 @@ async fn every_answer_about_claims_has_the_bytes_that_kubelets_own_types_read() 
     door.close().await;
 }
 
+/// An Allocate request for one container.
+fn allocate_request(devices_ids: Vec<String>) -> Vec<u8> {
+    let container_requests = vec![ContainerAllocateRequest { devices_ids }];
+    AllocateRequest { container_requests }.encode_to_vec()
+}
+
 #[tokio::test]
 async fn every_answer_of_a_device_plugin_has_the_bytes_that_kubelets_own_types_read() {
     let door = PluginDoor::open().await;
@@ -254,14 +260,8 @@ async fn every_answer_of_a_device_plugin_has_the_bytes_that_kubelets_own_types_r
     let wishes = PreferredAllocationRequest {
         container_requests: vec![wish],
     };
-    let containers = AllocateRequest {
-        container_requests: vec![ContainerAllocateRequest {
-            devices_ids: ids(&["a"]),
-        }],
-    };
-    let start = PreStartContainerRequest {
-        devices_ids: ids(&["a"]),
-    };
+    let devices_ids = ids(&["a"]);
+    let start = PreStartContainerRequest { devices_ids };
     let allocated = [
         b"\x0a\x70".as_slice(),
         b"\x0a\x0c\x0a\x07DEVICES\x12\x01a",
@@ -287,7 +287,7 @@ async fn every_answer_of_a_device_plugin_has_the_bytes_that_kubelets_own_types_r
         ),
         golden(
             "/v1beta1.DevicePlugin/Allocate",
-            containers.encode_to_vec(),
+            allocate_request(ids(&["a"])),
             allocated.concat(),
             "AllocateResponse",
             concat!(

@@ -62,9 +62,9 @@ async fn is_alone(name: &str) -> bool {
     if std::env::var_os(ALONE).is_some() {
         return true;
     }
-    let mut test = tokio::process::Command::new(std::env::current_exe().unwrap());
-    test.args(["--exact", name, "--nocapture"]).env(ALONE, "1");
-    let output = test.output().await.unwrap();
+    let mut command = tokio::process::Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", name, "--nocapture"]).env(ALONE, "1");
+    let output = command.output().await.unwrap();
     let (text, errors) = (
         String::from_utf8_lossy(&output.stdout),
         String::from_utf8_lossy(&output.stderr),
