@@ -236,7 +236,7 @@ impl Keeper {
         }
         if self.relays.len() >= MAX_CONNECTIONS {
             if let Some(refused) = self.refusals.count(Instant::now()) {
-                tracing::warn!(%path, refused, reason = "TooManyConnections", "connections are refused: {MAX_CONNECTIONS} are open, the limit of a socket");
+                tracing::warn!(%path, reason = "TooManyConnections", "{refused} connections are refused: {MAX_CONNECTIONS} are open, the limit of a socket");
             }
             return;
         }
