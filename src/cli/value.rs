@@ -4,8 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::core::prepare::driver_name::DriverName;
-use crate::core::prepare::naming::is_dns_subdomain;
+use crate::core::prepare::names::{DriverName, is_dns_subdomain};
 
 /// Maximum length of a node name (a DNS subdomain).
 const NODE_NAME_MAX: usize = 253;

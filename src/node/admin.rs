@@ -20,7 +20,7 @@ use crate::api::proto::node_records::{
     Holding as HoldingMessage, HoldingsRequest, HoldingsResponse, InContainer, ReleaseRequest,
     ReleaseResponse,
 };
-use crate::core::prepare::release::{Holding, HoldingState, holdings, plan_release_without_driver};
+use crate::core::prepare::recovery::{Holding, HoldingState, holdings, plan_release_without_driver};
 use crate::node::kubelet::transport::{Listening, SocketError, SocketPath, listen};
 use crate::node::service::{NodeService, ReleaseError};
 use crate::node::state::storage::{Places, Store, StoreError};
@@ -295,7 +295,7 @@ impl Offline {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::prepare::driver_name::DriverName;
+    use crate::core::prepare::names::DriverName;
 
     #[tokio::test]
     async fn a_silent_companion_is_given_up() {

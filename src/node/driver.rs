@@ -14,7 +14,7 @@ use crate::api::crd::{ATTRIBUTE_NAME_MAX, ATTRIBUTES_MAX, DEVICES_MAX, TEXT_MAX,
 pub use crate::api::crd::{AttributeValue, Device, Mode};
 pub use crate::core::prepare::container_edits::{ContainerEdits, DeviceNode, Mount};
 use crate::core::prepare::inventory::Devices;
-use crate::core::prepare::naming::is_dns_label;
+use crate::core::prepare::names::is_dns_label;
 
 /// A source of a node's devices.
 ///

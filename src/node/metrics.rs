@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use crate::core::distribution::Distribution;
-pub use crate::core::prepare::device_counts::{Group, Owner};
+pub use crate::core::prepare::inventory::{Group, Owner};
 pub use crate::node::kubelet::transport::{GrpcCalls, GrpcMethod, MethodFigures};
 
 /// Metrics of one companion.

@@ -32,9 +32,8 @@ pub(crate) mod service;
 pub mod service;
 
 pub use crate::core::prepare::checkpoint::CheckpointError;
-pub use crate::core::prepare::driver_name::DriverNameError;
-pub use crate::core::prepare::name::NameError;
-pub use crate::core::prepare::request::ExtendedResource;
+pub use crate::core::prepare::names::{DriverNameError, NameError};
+pub use crate::core::prepare::plan::ExtendedResource;
 pub use config::{ConfigError, Place};
 pub use kubelet::device_plugin::PluginRegistration;
 pub use kubelet::transport::{SocketError, SocketPath};

@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::core::discovery::events::DeviceEvent;
-use crate::core::prepare::request::ExtendedResource;
+use crate::core::prepare::plan::ExtendedResource;
 use crate::node::config::NodeConfiguration;
 
 /// How long to gather events before reading the file: a writer causes several.

@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 pub use self::builder::{Node, NodeBuilder};
 use super::reload;
-use crate::core::prepare::driver_name::{DriverName, DriverNameError};
+use crate::core::prepare::names::{DriverName, DriverNameError};
 use crate::core::prepare::orphans;
 use crate::node::config::{ConfigError, NodeConfiguration};
 use crate::node::discovery::{HostDevices, HostPaths};

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::io::Write as _;
 
 use crate::cli::{Error, group};
-use crate::core::prepare::driver_name::DriverName;
-use crate::core::prepare::release::Holding;
+use crate::core::prepare::names::DriverName;
+use crate::core::prepare::recovery::Holding;
 use crate::node::admin::Access;
 use crate::node::state::storage::Places;
 
@@ -167,7 +167,7 @@ fn print(text: &str) -> Result<(), Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::prepare::release::HoldingState;
+    use crate::core::prepare::recovery::HoldingState;
 
     #[test]
     fn what_containers_have_is_shown_beside_claims_or_said_to_be_unknown() {

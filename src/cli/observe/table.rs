@@ -109,8 +109,8 @@ pub(super) fn waiting() -> Vec<&'static str> {
 }
 
 fn owners() -> Vec<&'static str> {
-    crate::core::prepare::device_counts::Owner::ALL
-        .map(crate::core::prepare::device_counts::Owner::name)
+    crate::core::prepare::inventory::Owner::ALL
+        .map(crate::core::prepare::inventory::Owner::name)
         .to_vec()
 }
 

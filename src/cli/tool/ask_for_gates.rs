@@ -14,7 +14,7 @@ use crate::api::crd::NodeInventory;
 use crate::cli::Error;
 use crate::cli::diagnose::doctor::Finding;
 use crate::cli::diagnose::gates::{Answer, api_server, by_symptoms, kubelets};
-use crate::core::prepare::naming::is_dns_subdomain;
+use crate::core::prepare::names::is_dns_subdomain;
 
 /// Limit for all components together; an unreachable node would block for long.
 const LIMIT: Duration = Duration::from_secs(20);

@@ -1,11 +1,11 @@
-//! Checks and evictions for Allocate of the device plugin API.
+//! Allocate and GetPreferredAllocation of the device plugin API: checks, evictions and the choice among free devices.
 
-use super::check::{check_health, distinct, offered};
-use super::claim_uid::ClaimUid;
+use std::collections::{BTreeMap, BTreeSet};
+
 use super::inventory::{Devices, HandedOut};
-use super::naming::device_of_plugin_id;
+use super::names::{ClaimUid, device_of_plugin_id};
+use super::plan::{Refusal, check_health, distinct, offered};
 use super::prepared_claims::PreparedClaims;
-use super::refusal::Refusal;
 use crate::api::crd::Mode;
 
 /// Checks whether an Allocate of the device plugin API may be granted, given one list of device ids per container.
@@ -74,13 +74,108 @@ pub fn evicted(
         .collect()
 }
 
+/// Kubelet's request.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Preference {
+    /// The free ids, including those of `must_include`.
+    pub available: Vec<String>,
+    /// The ids that must be chosen.
+    pub must_include: Vec<String>,
+    /// The total number of ids to choose.
+    pub size: usize,
+}
+
+/// The end of the name order from which devices are taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// The first name is taken first, as the controller does for claims.
+    Front,
+    /// The last name is taken first. Used for devices that are also offered to claims, so that both APIs do not compete for the same device
+    /// while enough are free.
+    Back,
+}
+
+/// Chooses `size` of the available ids, or fewer if there are not enough. `numa_nodes` are the NUMA nodes of each device, by name.
+///
+/// Priorities, highest first: the ids of `must_include`; as few NUMA nodes as possible and, among equals, the node with the fewest free
+/// devices, so that large groups stay whole; different devices rather than several shares of one; the order of names.
+///
+/// A device near several NUMA nodes counts for each of them; devices without a NUMA node form a group of their own.
+pub fn preferred(wish: &Preference, numa_nodes: &BTreeMap<String, Vec<i64>>, end: End) -> Vec<String> {
+    let mut chosen: Vec<String> = Vec::new();
+    for id in &wish.must_include {
+        if chosen.len() < wish.size && !chosen.contains(id) {
+            chosen.push(id.clone());
+        }
+    }
+    let groups = |id: &str| -> Vec<Option<i64>> {
+        match numa_nodes.get(device_of_plugin_id(id)) {
+            Some(nodes) if !nodes.is_empty() => nodes.iter().copied().map(Some).collect(),
+            _ => vec![None],
+        }
+    };
+    let mut free: BTreeSet<&str> = wish.available.iter().map(String::as_str).collect();
+    for id in &chosen {
+        free.remove(id.as_str());
+    }
+    // The NUMA nodes in use in any case.
+    let mut touched: BTreeSet<Option<i64>> = chosen.iter().flat_map(|id| groups(id)).collect();
+    while chosen.len() < wish.size && !free.is_empty() {
+        let missing = wish.size - chosen.len();
+        let mut members: BTreeMap<Option<i64>, BTreeSet<&str>> = BTreeMap::new();
+        for id in &free {
+            for group in groups(id) {
+                members.entry(group).or_default().insert(id);
+            }
+        }
+        // Prefer a node in use already, which costs nothing; then one that suffices; then the smallest of those that suffice, or the
+        // largest of those that do not.
+        let Some((group, ids)) = members.into_iter().min_by_key(|(group, ids)| {
+            let suffices = ids.len() >= missing;
+            let size = if suffices {
+                ids.len()
+            } else {
+                usize::MAX - ids.len()
+            };
+            (!touched.contains(group), !suffices, size, *group)
+        }) else {
+            break;
+        };
+        touched.insert(group);
+        for id in in_order(ids, &chosen, end).into_iter().take(missing) {
+            free.remove(id);
+            chosen.push(id.to_owned());
+        }
+    }
+    chosen
+}
+
+/// The ids in order of preference: first one share of each device without any chosen share.
+fn in_order<'a>(ids: BTreeSet<&'a str>, chosen: &[String], end: End) -> Vec<&'a str> {
+    let mut ids: Vec<&str> = ids.into_iter().collect();
+    if end == End::Back {
+        ids.reverse();
+    }
+    let mut taken: BTreeMap<&str, usize> = BTreeMap::new();
+    for id in chosen {
+        *taken.entry(device_of_plugin_id(id)).or_default() += 1;
+    }
+    let mut ranked: Vec<(usize, &str)> = Vec::new();
+    for id in ids {
+        let shares = taken.entry(device_of_plugin_id(id)).or_default();
+        ranked.push((*shares, id));
+        *shares += 1;
+    }
+    ranked.sort_by_key(|(shares, _)| *shares);
+    ranked.into_iter().map(|(_, id)| id).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
 
-    use super::super::allocated_claims::AllocatedClaims;
     use super::super::container_edits::ContainerEdits;
-    use super::super::containers::Containers;
+    use super::super::containers::{AllocatedClaims, Containers};
     use super::super::prepared_claims::{Entry, HeldDevice, Progress};
     use super::*;
     use crate::api::crd::Device;
@@ -201,5 +296,115 @@ mod tests {
             "no claim can have it"
         );
         assert_eq!(reason(&prepared_claims("the next boot"), &[&["either"]]), Ok(()));
+    }
+}
+
+#[cfg(test)]
+mod preferred_tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// `a` to `d` on node 0, `e` and `f` on node 1, `w` on both, all others without a node.
+    fn numa_nodes() -> BTreeMap<String, Vec<i64>> {
+        let of = |names: &[&str], nodes: &[i64]| -> Vec<(String, Vec<i64>)> {
+            names
+                .iter()
+                .map(|name| ((*name).to_owned(), nodes.to_vec()))
+                .collect()
+        };
+        [
+            of(&["a", "b", "c", "d"], &[0]),
+            of(&["e", "f"], &[1]),
+            of(&["w"], &[0, 1]),
+        ]
+        .concat()
+        .into_iter()
+        .collect()
+    }
+
+    fn choose(available: &str, must_include: &str, size: usize) -> String {
+        choose_from(available, must_include, size, End::Front)
+    }
+
+    fn choose_from(available: &str, must_include: &str, size: usize, end: End) -> String {
+        let ids = |text: &str| text.split_whitespace().map(str::to_owned).collect();
+        let wish = Preference {
+            available: ids(available),
+            must_include: ids(must_include),
+            size,
+        };
+        preferred(&wish, &numa_nodes(), end).join(" ")
+    }
+
+    #[test]
+    fn one_numa_node_is_enough_if_it_can_be() {
+        assert_eq!(choose("a b e f", "", 2), "a b");
+        assert_eq!(choose("a e f", "", 2), "e f");
+        assert_eq!(choose("a b c e f", "", 3), "a b c");
+    }
+
+    #[test]
+    fn the_smallest_group_that_suffices_is_taken_so_that_large_ones_stay_whole() {
+        assert_eq!(choose("a b c d e f", "", 2), "e f");
+        assert_eq!(choose("a b e", "", 1), "e");
+    }
+
+    #[test]
+    fn what_must_be_included_is_and_draws_its_neighbours() {
+        assert_eq!(choose("a b c d e f", "b", 2), "b a");
+        assert_eq!(choose("a b e f", "b e", 3), "b e a");
+        assert_eq!(choose("a b", "b a", 1), "b", "more than are wanted");
+    }
+
+    #[test]
+    fn if_no_node_suffices_the_fewest_are_taken() {
+        assert_eq!(choose("a b c e f", "", 4), "a b c e");
+        assert_eq!(choose("a b c d e f", "", 6), "a b c d e f");
+        assert_eq!(choose("a e", "", 5), "a e", "all that there are");
+    }
+
+    #[test]
+    fn a_device_that_is_near_to_two_nodes_counts_for_both() {
+        assert_eq!(choose("w e a b c", "", 2), "e w");
+    }
+
+    #[test]
+    fn the_other_end_of_the_names_is_taken_from_where_claims_take_too() {
+        assert_eq!(choose_from("x1 x2 x3", "", 1, End::Front), "x1");
+        assert_eq!(choose_from("x1 x2 x3", "", 2, End::Back), "x3 x2");
+    }
+
+    #[test]
+    fn different_devices_are_better_than_two_shares_of_one() {
+        assert_eq!(choose("x.0 x.1 y.0 y.1", "", 2), "x.0 y.0");
+        assert_eq!(choose("x.0 x.1 y.0 y.1", "y.1", 2), "y.1 x.0");
+        assert_eq!(choose("x.0 x.1 y.0", "", 3), "x.0 y.0 x.1");
+    }
+
+    proptest! {
+        #[test]
+        fn a_choice_is_of_the_right_size_each_once_and_of_what_is_there(
+            available in proptest::collection::btree_set("[a-hwz](\\.[0-2])?", 0..12),
+            must in proptest::collection::vec(any::<proptest::sample::Index>(), 0..4),
+            size in 0..14_usize,
+            back in any::<bool>(),
+        ) {
+            let available: Vec<String> = available.into_iter().collect();
+            let must_include: Vec<String> = if available.is_empty() {
+                Vec::new()
+            } else {
+                must.iter().map(|index| index.get(&available).clone()).collect()
+            };
+            let wish = Preference { available: available.clone(), must_include: must_include.clone(), size };
+            let chosen = preferred(&wish, &numa_nodes(), if back { End::Back } else { End::Front });
+            prop_assert_eq!(chosen.len(), size.min(available.len()));
+            prop_assert_eq!(chosen.iter().collect::<BTreeSet<_>>().len(), chosen.len());
+            prop_assert!(chosen.iter().all(|id| available.contains(id)));
+            let must: BTreeSet<&String> = must_include.iter().collect();
+            if must.len() <= size {
+                prop_assert!(must.iter().all(|id| chosen.contains(id)));
+            }
+        }
     }
 }

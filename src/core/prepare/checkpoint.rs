@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use super::claim_uid::ClaimUid;
+use super::names::ClaimUid;
 use super::prepared_claims::{Entry, PreparedClaims};
 
 /// The version that this release writes, and the newest that it reads.

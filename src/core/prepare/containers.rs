@@ -1,16 +1,25 @@
-//! Devices that containers hold as extended resources, needed for kinds that are also offered to claims.
+//! Holders of devices besides prepared claims: containers with extended resources, containers of withdrawn resources, and claims that the
+//! API server shows as allocated.
 //!
-//! The device plugin API has no call that returns a device. The holders are therefore derived from three sources: the plugin's own Allocate
-//! calls, the list of the PodResources API, and the checkpoint of kubelet's device manager. No source suffices alone. The list omits
+//! The device plugin API has no call that returns a device. The containers are therefore derived from three sources: the plugin's own
+//! Allocate calls, the list of the PodResources API, and the checkpoint of kubelet's device manager. No source suffices alone. The list omits
 //! devices of init containers, and pods that were deleted by force while their containers are still ending. The checkpoint keeps ended pods
 //! until the next grant.
+//!
+//! When a resource is renamed, or its devices are renamed or move to claims or another resource, existing containers keep running. Kubelet
+//! lists their devices under the names it granted them by, so it is queried for these names until the containers have ended.
+//!
+//! The allocated claims are no record: the checkpoint records the prepared claims, and Prepare refuses any conflict that they miss.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::time::Duration;
 
-use super::identity::{add_numbers, share_a_node};
+use super::inventory::{Devices, shortened};
+use super::prepared_claims::{add_numbers, share_a_node};
 use crate::api::crd::{Device, DeviceNumber};
+use crate::api::handle::DeviceHandle;
+use crate::api::resource::ResourceClaim;
 
 /// How long a device counts as held after Allocate even if kubelet does not show it: pod admission continues after the response.
 const ADMISSION: Duration = Duration::from_secs(30);
@@ -253,6 +262,217 @@ impl Conflicting {
     }
 }
 
+/// Withdrawn extended resources, by name.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WithdrawnDevices(BTreeMap<String, Left>);
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Left {
+    /// The devices that it had, with their device numbers. All of them count as held until kubelet has shown its holders.
+    devices: BTreeMap<String, Vec<DeviceNumber>>,
+    containers: Containers,
+}
+
+impl WithdrawnDevices {
+    /// Records that a resource has, or may have, lost these devices. `granted` are grants that kubelet may not show yet.
+    pub fn left(
+        &mut self,
+        resource: &str,
+        devices: BTreeMap<String, Vec<DeviceNumber>>,
+        granted: Containers,
+    ) {
+        let left = self.0.entry(resource.to_owned()).or_default();
+        left.devices.extend(devices);
+        left.containers = granted;
+    }
+
+    /// Updates the holders of a resource from a snapshot of kubelet's view.
+    pub fn seen(&mut self, resource: &str, shown: &Shown, now: Duration) {
+        if let Some(left) = self.0.get_mut(resource) {
+            left.containers.seen(shown, now);
+        }
+    }
+
+    /// Drops each resource whose devices in use it still serves under the same names and device nodes: kubelet tracks those itself.
+    pub fn settle(&mut self, serves: impl Fn(&str, &str, &[DeviceNumber]) -> bool) {
+        self.0.retain(|resource, left| {
+            if left.containers.known() {
+                let mut held = left.containers.devices();
+                held.any(|(device, numbers)| !serves(resource, device, numbers))
+            } else {
+                // A resource without devices may have had some that were unplugged since.
+                let mut had = left.devices.iter();
+                had.len() == 0 || had.any(|(device, numbers)| !serves(resource, device, numbers))
+            }
+        });
+    }
+
+    /// Whether no resource is withdrawn.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Whether kubelet has shown the holders of every resource.
+    pub fn is_known(&self) -> bool {
+        self.0.values().all(|left| left.containers.known())
+    }
+
+    /// The resource names to query kubelet for.
+    pub fn names(&self) -> Vec<String> {
+        self.0.keys().cloned().collect()
+    }
+
+    /// Whether a container holds, or may hold, a device under this name.
+    pub fn has(&self, resource: &str, device: &str) -> bool {
+        self.0.get(resource).is_some_and(|left| left.has(device))
+    }
+
+    /// Marks devices as unhealthy that containers hold, or may hold, under a name that does not serve them (any more). Devices with several
+    /// shares are exempt: a holder of one share does not block the others.
+    pub fn withhold(&self, devices: &mut Devices, serves: impl Fn(&str, &Device) -> bool) {
+        for device in devices.values_mut() {
+            if device.unhealthy.is_some() || device.shares.is_some_and(|shares| shares > 1) {
+                continue;
+            }
+            let cause = self.0.iter().find_map(|(resource, left)| {
+                if !serves(resource, device)
+                    && let Some(why) = left.why(&device.name)
+                {
+                    return Some(format!(
+                        "{why} as {resource}, by which it no longer leaves this node; it is free when that has ended"
+                    ));
+                }
+                let (name, why) = left.why_by_another_name(device)?;
+                Some(format!(
+                    "{why} as {name} of {resource}, which is the same device node; it is free when that has ended"
+                ))
+            });
+            device.unhealthy = cause.map(shortened);
+        }
+    }
+}
+
+impl Left {
+    /// Whether a container holds, or may hold, a device under this name.
+    fn has(&self, device: &str) -> bool {
+        self.containers.hold(device) || (!self.containers.known() && self.devices.contains_key(device))
+    }
+
+    fn why(&self, device: &str) -> Option<String> {
+        if !self.has(device) {
+            return None;
+        }
+        Some(match self.containers.holder(device) {
+            Some(holder) => format!("{holder} has it"),
+            None => "kubelet does not show yet whether a container has it".to_owned(),
+        })
+    }
+
+    /// Another name under which a container holds, or may hold, the device.
+    fn why_by_another_name(&self, device: &Device) -> Option<(&str, String)> {
+        let held = self.containers.devices().chain(
+            self.devices
+                .iter()
+                .map(|(name, numbers)| (name.as_str(), numbers.as_slice())),
+        );
+        let mut same = held.filter(|(name, numbers)| {
+            *name != device.name && self.has(name) && share_a_node(numbers, &device.device_numbers)
+        });
+        same.find_map(|(name, _)| Some((name, self.why(name)?)))
+    }
+}
+
+/// The allocated claims with devices on this node.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AllocatedClaims {
+    known: bool,
+    claims: BTreeMap<String, Allocated>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Allocated {
+    claim: String,
+    devices: Vec<String>,
+}
+
+impl AllocatedClaims {
+    /// Whether all claims have been listed once, or the cluster cannot have any. Until then, only devices that a container already holds
+    /// are offered to containers.
+    pub fn known(&self) -> bool {
+        self.known
+    }
+
+    /// Replaces all claims with a complete list.
+    pub fn replace<'a>(
+        &mut self,
+        claims: impl IntoIterator<Item = &'a ResourceClaim>,
+        driver_name: &str,
+        node_name: &str,
+    ) {
+        self.claims.clear();
+        for claim in claims {
+            self.set(claim, driver_name, node_name);
+        }
+        self.known = true;
+    }
+
+    /// Records the current state of one claim.
+    pub fn set(&mut self, claim: &ResourceClaim, driver_name: &str, node_name: &str) {
+        let metadata = &claim.metadata;
+        let uid = metadata.uid.clone().unwrap_or_default();
+        let devices = devices(claim, driver_name, node_name);
+        if devices.is_empty() {
+            self.claims.remove(&uid);
+            return;
+        }
+        let claim = format!(
+            "claim {}/{} (uid {uid})",
+            metadata.namespace.as_deref().unwrap_or_default(),
+            metadata.name.as_deref().unwrap_or_default(),
+        );
+        self.claims.insert(uid, Allocated { claim, devices });
+    }
+
+    /// Forgets a deleted claim.
+    pub fn remove(&mut self, uid: &str) {
+        self.claims.remove(uid);
+    }
+
+    /// Whether a claim has devices of this node allocated.
+    pub fn has(&self, uid: &str) -> bool {
+        self.claims.contains_key(uid)
+    }
+
+    /// Describes the claim that a device is allocated to.
+    pub fn holder(&self, device: &str) -> Option<&str> {
+        self.claims
+            .values()
+            .find(|allocated| allocated.devices.iter().any(|name| name == device))
+            .map(|allocated| allocated.claim.as_str())
+    }
+
+    /// The devices that are allocated to claims.
+    pub fn devices(&self) -> impl Iterator<Item = &str> {
+        self.claims
+            .values()
+            .flat_map(|allocated| allocated.devices.iter().map(String::as_str))
+    }
+}
+
+/// The devices of this node that this driver allocated to a claim.
+fn devices(claim: &ResourceClaim, driver_name: &str, node_name: &str) -> Vec<String> {
+    let allocation = claim.status.allocation_of(driver_name);
+    let handles = allocation
+        .into_iter()
+        .flat_map(|allocation| &allocation.resource_handles);
+    handles
+        .filter_map(|handle| DeviceHandle::parse(handle.data.as_deref()?).ok())
+        .filter(|handle| handle.node_name == node_name)
+        .flat_map(|handle| handle.devices)
+        .map(|device| device.device)
+        .collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -441,5 +661,201 @@ mod tests {
         conflicting.settle(&containers);
         assert!(conflicting.devices().is_empty());
         assert!(Conflicting::UNHEALTHY.len() <= crate::api::crd::TEXT_MAX);
+    }
+}
+
+#[cfg(test)]
+mod withdrawn_tests {
+    use super::super::containers::Container;
+    use super::*;
+
+    const OLD: &str = "example.com/old";
+
+    fn shown(devices: &[&str]) -> Shown {
+        let container = Container {
+            namespace: "default".into(),
+            pod: "p".into(),
+            container: "main".into(),
+        };
+        Shown {
+            pods: [("default".to_owned(), "p".to_owned())].into(),
+            listed: devices
+                .iter()
+                .map(|device| ((*device).to_owned(), container.clone()))
+                .collect(),
+            ..Shown::default()
+        }
+    }
+
+    fn unnumbered(devices: &[&str]) -> BTreeMap<String, Vec<DeviceNumber>> {
+        let unnumbered = |device: &&str| ((*device).to_owned(), Vec::new());
+        devices.iter().map(unnumbered).collect()
+    }
+
+    fn left(devices: &[&str], granted: Containers) -> WithdrawnDevices {
+        let mut former = WithdrawnDevices::default();
+        former.left(OLD, unnumbered(devices), granted);
+        former
+    }
+
+    fn devices(names: &[&str], shares: Option<u32>) -> Devices {
+        let device = |name: &&str| {
+            let device = Device {
+                name: (*name).into(),
+                shares,
+                ..Device::default()
+            };
+            ((*name).to_owned(), device)
+        };
+        names.iter().map(device).collect()
+    }
+
+    /// The withheld devices among `x`, `y` and `z`.
+    fn withheld(former: &WithdrawnDevices, serves: bool) -> Vec<String> {
+        let mut all = devices(&["x", "y", "z"], None);
+        former.withhold(&mut all, |_, _| serves);
+        let withheld = all.values().filter(|device| device.unhealthy.is_some());
+        withheld.map(|device| device.name.clone()).collect()
+    }
+
+    #[test]
+    fn until_kubelet_has_shown_who_has_what_everything_that_the_resource_had_is_withheld() {
+        let mut former = left(&["x", "y"], Containers::default());
+        assert!(!former.is_known() && former.has(OLD, "y") && !former.has(OLD, "z"));
+        assert_eq!(withheld(&former, false), ["x", "y"]);
+        assert_eq!(withheld(&former, true), Vec::<String>::new(), "it serves them");
+        former.settle(|_, _, _| false);
+        assert!(!former.is_empty());
+        former.seen(OLD, &shown(&["x"]), Duration::ZERO);
+        former.settle(|_, _, _| false);
+        assert!(former.is_known());
+        assert_eq!(withheld(&former, false), ["x"]);
+        former.seen(OLD, &shown(&[]), Duration::ZERO);
+        former.settle(|_, _, _| false);
+        assert!(former.is_empty());
+        assert_eq!(withheld(&former, false), Vec::<String>::new());
+    }
+
+    #[test]
+    fn what_the_resource_still_serves_is_kubelets_own_and_need_not_be_asked_for() {
+        let mut former = left(&["x"], Containers::default());
+        former.seen(OLD, &shown(&["x", "y"]), Duration::ZERO);
+        former.settle(|_, device, _| device == "x");
+        assert_eq!(former.names(), [OLD], "y has left it");
+        former.settle(|_, _, _| true);
+        assert!(former.is_empty());
+        // Without a change, kubelet need not be queried at all.
+        let mut same = left(&["x"], Containers::default());
+        same.settle(|_, _, _| true);
+        assert!(same.is_empty());
+        let mut unplugged = left(&[], Containers::default());
+        unplugged.settle(|_, _, _| true);
+        assert!(!unplugged.is_empty());
+    }
+
+    #[test]
+    fn a_grant_that_kubelet_does_not_show_yet_counts_and_a_name_that_is_left_again_is_asked_for_anew() {
+        let mut granted = Containers::default();
+        granted.allocated([("x", &[][..])], Duration::ZERO);
+        let mut former = left(&["x", "y"], granted);
+        former.seen(OLD, &shown(&[]), Duration::from_secs(29));
+        assert_eq!(withheld(&former, false), ["x"]);
+        former.left(OLD, unnumbered(&["z"]), Containers::default());
+        assert_eq!(withheld(&former, false), ["x", "y", "z"]);
+    }
+
+    #[test]
+    fn the_reason_names_the_container_and_fits_and_a_shared_device_is_in_nobodys_way() {
+        let mut former = left(&["x"], Containers::default());
+        former.seen(OLD, &shown(&["x"]), Duration::ZERO);
+        let mut all = devices(&["x"], Some(1));
+        former.withhold(&mut all, |_, _| false);
+        let why = all["x"].unhealthy.clone().unwrap();
+        assert!(
+            why.contains("container main of pod default/p") && why.contains(OLD),
+            "{why}"
+        );
+        assert!(why.len() <= crate::api::crd::TEXT_MAX);
+        let mut all = devices(&["x"], Some(110));
+        former.withhold(&mut all, |_, _| false);
+        assert_eq!(all["x"].unhealthy, None);
+    }
+}
+
+#[cfg(test)]
+mod allocated_claims_tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::api::handle::{HandleDevice, VERSION};
+
+    fn claim(uid: &str, node: &str, device: &str) -> ResourceClaim {
+        let handle = DeviceHandle {
+            version: VERSION,
+            claim_uid: uid.into(),
+            node_name: node.into(),
+            node_uid: "n-1".into(),
+            devices: vec![HandleDevice {
+                request: "device".into(),
+                device: device.into(),
+            }],
+        };
+        serde_json::from_value(json!({
+            "metadata": { "namespace": "default", "name": "camera", "uid": uid },
+            "spec": { "resourceClassName": "camera" },
+            "status": {
+                "driverName": "drayman.dev",
+                "allocation": { "resourceHandles": [{ "driverName": "drayman.dev", "data": handle.to_data().unwrap() }] },
+            },
+        }))
+        .unwrap()
+    }
+
+    fn allocated_claims(claims: &[ResourceClaim]) -> AllocatedClaims {
+        let mut allocated_claims = AllocatedClaims::default();
+        allocated_claims.replace(claims, "drayman.dev", "node-a");
+        allocated_claims
+    }
+
+    #[test]
+    fn a_claim_holds_what_it_was_allocated_here_until_it_is_gone() {
+        let mut allocated_claims = allocated_claims(&[claim("1", "node-a", "x")]);
+        assert!(allocated_claims.known());
+        assert_eq!(allocated_claims.holder("x"), Some("claim default/camera (uid 1)"));
+        allocated_claims.set(&claim("2", "node-a", "y"), "drayman.dev", "node-a");
+        allocated_claims.remove("1");
+        assert_eq!(allocated_claims.holder("x"), None);
+        assert!(allocated_claims.devices().eq(["y"]));
+    }
+
+    #[test]
+    fn a_claim_whose_allocation_was_cleared_holds_nothing() {
+        let mut allocated_claims = allocated_claims(&[claim("1", "node-a", "x")]);
+        let mut cleared = claim("1", "node-a", "x");
+        cleared.status.allocation = None;
+        allocated_claims.set(&cleared, "drayman.dev", "node-a");
+        assert_eq!(allocated_claims.holder("x"), None);
+    }
+
+    #[test]
+    fn what_is_on_another_node_or_another_drivers_is_not_ours() {
+        assert_eq!(allocated_claims(&[claim("1", "node-b", "x")]).holder("x"), None);
+        let mut other = claim("1", "node-a", "x");
+        other.status.driver_name = Some("other.example".into());
+        assert!(
+            allocated_claims(&[other.clone()]).holder("x").is_some(),
+            "renamed: the handle is ours"
+        );
+        other.status.allocation.as_mut().unwrap().resource_handles[0].driver_name =
+            Some("other.example".into());
+        assert_eq!(allocated_claims(&[other]).holder("x"), None);
+    }
+
+    #[test]
+    fn a_handle_that_cannot_be_read_holds_nothing_and_stops_nobody() {
+        let mut broken = claim("1", "node-a", "x");
+        broken.status.allocation.as_mut().unwrap().resource_handles[0].data = Some("not ours".into());
+        let allocated_claims = allocated_claims(&[broken, claim("2", "node-a", "y")]);
+        assert!(allocated_claims.devices().eq(["y"]));
     }
 }

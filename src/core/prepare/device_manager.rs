@@ -10,10 +10,9 @@ use k8s_openapi::ByteString;
 use prost::Message as _;
 use serde::Deserialize;
 
-use super::driver_name::DriverName;
-use super::identity::add_numbers;
 use super::kubelet_state::shortened;
-use super::naming::{device_of_plugin_id, environment_name};
+use super::names::{DriverName, device_of_plugin_id, environment_name};
+use super::prepared_claims::add_numbers;
 use crate::api::crd::DeviceNumber;
 use crate::api::proto::device_plugin_v1beta1::ContainerAllocateResponse;
 

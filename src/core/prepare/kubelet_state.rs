@@ -8,8 +8,7 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
-use super::claim_uid::{ClaimUid, ClaimUidError};
-use super::driver_name::DriverName;
+use super::names::{ClaimUid, ClaimUidError, DriverName};
 use crate::api::handle::DeviceHandle;
 
 /// File name below kubelet's root directory.

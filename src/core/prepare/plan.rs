@@ -1,22 +1,18 @@
-//! Plans for kubelet's requests: the actions and their order.
+//! Kubelet's requests, unvalidated, their checks, and the plans to serve them.
 //!
 //! A plan is a list of [`Step`]s that the runtime performs in order, one plan at a time. A repeated request therefore finds the work done,
 //! and an Unprepare follows its Prepare. The process may be killed before, during and after every step; [`super::recovery`] then restores a
-//! consistent state.
+//! consistent state. A [`Refusal`] says why a request has no plan.
 
 use std::collections::BTreeSet;
 
-use super::check::{check_handle, check_health, check_name, distinct, list, offered};
-use super::claim_uid::ClaimUid;
+use super::container_edits::ContainerEdits;
 use super::containers::Containers;
 use super::inventory::Devices;
-use super::naming::{is_dns_label, is_dns_subdomain};
+use super::names::{ClaimUid, ClaimUidError, is_dns_label, is_dns_subdomain};
 use super::prepared_claims::{Change, Entry, Explanation, HeldDevice, PreparedClaims, Progress};
-use super::refusal::Refusal;
-use super::request::{ClaimToPrepare, ClaimToUnprepare, NodeIdentity};
-use super::step::Step;
 use crate::api::crd::{Device, Mode};
-use crate::api::handle::DeviceHandle;
+use crate::api::handle::{DeviceHandle, HandleError};
 
 /// Plans a Prepare, after which kubelet may be given the claim's CDI id.
 ///
@@ -237,6 +233,498 @@ pub(super) fn restore(uid: &ClaimUid) -> Vec<Step> {
         Step::WriteCdi(uid.clone()),
         Step::Save(Vec::new()),
     ]
+}
+
+/// A claim in kubelet's Prepare request, unvalidated.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ClaimToPrepare {
+    /// Namespace of the claim.
+    pub namespace: String,
+    /// Name of the claim.
+    pub name: String,
+    /// Uid of the claim: a UUID if the request is valid.
+    pub uid: String,
+    /// The resource handle that the controller wrote.
+    pub resource_handle: String,
+}
+
+/// A claim in kubelet's Unprepare request, unvalidated. The claim may no longer exist in the API.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ClaimToUnprepare {
+    /// Namespace of the claim.
+    pub namespace: String,
+    /// Name of the claim.
+    pub name: String,
+    /// Uid of the claim: a UUID if the request is valid.
+    pub uid: String,
+}
+
+/// A device of an extended resource, as sent in ListAndWatch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PluginDevice {
+    /// The device plugin id: the inventory name, followed by a dot and a number if several containers may hold the device.
+    pub id: String,
+    /// Whether kubelet may grant it.
+    pub healthy: bool,
+    /// The nearby NUMA nodes; empty if unknown.
+    pub numa_nodes: Vec<i64>,
+}
+
+/// The identity of this node, which a resource handle must match.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NodeIdentity {
+    /// Name of the Node object.
+    pub name: String,
+    /// Uid of the Node object; `None` until the API server has reported it once.
+    pub uid: Option<String>,
+}
+
+/// An extended resource and how its devices are passed to containers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ExtendedResource {
+    /// The kind of its devices.
+    pub kind: String,
+    /// Whether devices of the kind have [`Mode::Both`](crate::api::crd::Mode::Both), so that claims may hold them, too.
+    pub also_by_claims: bool,
+    /// Whether containers get a device by its CDI name, with a CDI file that the companion maintains, instead of by its device nodes.
+    /// Kubelet 1.27 silently ignores CDI names, as does kubelet 1.28 without the feature gate `DevicePluginCDIDevices`.
+    pub cdi_devices: bool,
+    /// Whether PreStartContainer checks each device before a container starts. A container whose device is missing then waits instead of
+    /// starting without it.
+    pub pre_start_check: bool,
+}
+
+impl ExtendedResource {
+    /// The resource of a kind with default settings.
+    pub fn of_kind(kind: impl Into<String>) -> Self {
+        Self {
+            kind: kind.into(),
+            ..Self::default()
+        }
+    }
+}
+
+/// Why the node refuses a request. Each message is for the user who reads the pod's events.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// The uid is invalid.
+    #[error(transparent)]
+    ClaimUid(#[from] ClaimUidError),
+    /// The namespace or the name is invalid.
+    #[error("{field} {value:?} of the claim is not a name that Kubernetes gives")]
+    ClaimName {
+        /// `namespace` or `name`.
+        field: &'static str,
+        /// The invalid value, truncated.
+        value: String,
+    },
+    /// The resource handle was not written by this driver's controller.
+    #[error("{0}; it must be as drayman's controller wrote it")]
+    Handle(#[from] HandleError),
+    /// The handle was written for another claim.
+    #[error(
+        "the resource handle is of claim uid {found:?}, not of {expected}: it was not written for this claim"
+    )]
+    OtherClaim {
+        /// The requested claim.
+        expected: String,
+        /// The claim in the handle.
+        found: String,
+    },
+    /// The handle was written for another node.
+    #[error(
+        "the devices were allocated on node {found:?}, this is node {expected:?}: delete the pod so that it is scheduled anew"
+    )]
+    OtherNode {
+        /// This node.
+        expected: String,
+        /// The node in the handle.
+        found: String,
+    },
+    /// The handle was written for an earlier node of the same name.
+    #[error(
+        "the devices were allocated on an earlier node of this name (uid {found:?}, this one has {expected:?}): delete the pod and its claim so that they are allocated anew"
+    )]
+    EarlierNode {
+        /// The uid of this node.
+        expected: String,
+        /// The uid in the handle.
+        found: String,
+    },
+    /// The uid of this node is not known yet.
+    #[error("the API server has not yet told the uid of node {0:?}; it is asked until it does")]
+    NodeUnknown(String),
+    /// The handle names no device.
+    #[error("no device is named")]
+    NoDevice,
+    /// The same device is named twice.
+    #[error("device {0:?} is named twice")]
+    Twice(String),
+    /// The node has no such device.
+    #[error(
+        "device {0:?} is not on this node (any more): plug it in again, or delete the pod so that another is allocated"
+    )]
+    Gone(String),
+    /// The device is not offered through this API.
+    #[error(
+        "device {device:?} is of kind {kind:?}, which this node's configuration gives to {given_to}, not to {asked_by}"
+    )]
+    WrongDoor {
+        /// The device.
+        device: String,
+        /// Its kind.
+        kind: String,
+        /// The API that its mode permits.
+        given_to: &'static str,
+        /// The API it was requested through.
+        asked_by: &'static str,
+    },
+    /// The device is unhealthy.
+    #[error("device {device:?} is unhealthy: {reason}")]
+    Unhealthy {
+        /// The device.
+        device: String,
+        /// The cause.
+        reason: String,
+    },
+    /// A claim holds the device.
+    #[error("device {device:?} is held by {holder} until it is unprepared")]
+    Held {
+        /// The device.
+        device: String,
+        /// The holding claim.
+        holder: String,
+    },
+    /// All shares of the device are held.
+    #[error(
+        "device {device:?} has {shares} shares, which are all held: by {holder} and others, until one is unprepared"
+    )]
+    AllShares {
+        /// The device.
+        device: String,
+        /// The number of shares.
+        shares: u32,
+        /// One of the holders.
+        holder: String,
+    },
+    /// A container of the runtime still uses the device.
+    #[error("device {device:?} is still in use by {holder}; it is free when that container has ended")]
+    StillUsed {
+        /// The device.
+        device: String,
+        /// The container.
+        holder: String,
+    },
+    /// A container holds the device as an extended resource.
+    #[error(
+        "device {device:?} is in use by {holder}, which got it as an extended resource; it is the claim's when that container has ended"
+    )]
+    InContainer {
+        /// The device.
+        device: String,
+        /// The container.
+        holder: String,
+    },
+    /// The devices that containers hold are unknown.
+    #[error(
+        "device {device:?} may be in use as an extended resource: kubelet's pod resources API does not say ({problem})"
+    )]
+    ContainersUnknown {
+        /// The device.
+        device: String,
+        /// Why they are unknown.
+        problem: String,
+    },
+    /// The device is allocated to a claim.
+    #[error("device {device:?} is allocated to {holder}, which has not begun to use it")]
+    Allocated {
+        /// The device.
+        device: String,
+        /// The claim.
+        holder: String,
+    },
+    /// A claim with unknown devices may hold the device.
+    #[error(
+        "the checkpoint of this node was lost, and it is not known yet which devices {holder} has: the API server is asked; if it cannot tell and no container uses the claim, run `drayman node release {uid}` on the node"
+    )]
+    Unaccounted {
+        /// The claim.
+        holder: String,
+        /// Uid of the claim.
+        uid: String,
+    },
+    /// The claim is prepared with other devices.
+    #[error(
+        "the claim is prepared with {held}, the resource handle now names {named}: it must be unprepared first"
+    )]
+    Changed {
+        /// The devices it holds.
+        held: String,
+        /// The devices in the handle.
+        named: String,
+    },
+    /// Two container edits use the same path.
+    #[error(
+        "{first} and {second} would both be {container_path} in a container, which can see only one of them: write {{device}} or {{n}} into containerPaths of the kind, or ask for one device at a time"
+    )]
+    SamePath {
+        /// The path in the container.
+        container_path: String,
+        /// The first edit: `device node` or `mount of`, and its path on the node.
+        first: String,
+        /// The second edit, in the same form.
+        second: String,
+    },
+    /// The extended resource does not exist.
+    #[error("this node has no extended resource {0:?}")]
+    NoResource(String),
+    /// The device does not belong to the extended resource.
+    #[error("device {device:?} does not belong to the extended resource {resource:?}")]
+    OtherResource {
+        /// The device.
+        device: String,
+        /// The resource.
+        resource: String,
+    },
+}
+
+impl Refusal {
+    /// The error for a claim whose devices are unknown.
+    pub(super) fn unaccounted(uid: &ClaimUid, entry: &Entry) -> Self {
+        Self::Unaccounted {
+            holder: entry.describe(uid),
+            uid: uid.to_string(),
+        }
+    }
+
+    /// CamelCase reason from a small fixed set, for the event and the metric label.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::ClaimUid(_) | Self::ClaimName { .. } => "InvalidClaim",
+            Self::Handle(_) | Self::OtherClaim { .. } | Self::NoDevice | Self::Twice(_) => "InvalidHandle",
+            Self::OtherNode { .. } | Self::EarlierNode { .. } => "WrongNode",
+            Self::NodeUnknown(_) => "NodeUnknown",
+            Self::Gone(_) => "DeviceGone",
+            Self::WrongDoor { .. } => "WrongMode",
+            Self::Unhealthy { .. } => "DeviceUnhealthy",
+            Self::Held { .. }
+            | Self::AllShares { .. }
+            | Self::StillUsed { .. }
+            | Self::InContainer { .. }
+            | Self::Allocated { .. } => "DeviceHeld",
+            Self::ContainersUnknown { .. } => "PodResourcesUnavailable",
+            Self::Unaccounted { .. } => "HoldingsUnknown",
+            Self::Changed { .. } => "AllocationChanged",
+            Self::SamePath { .. } => "ContainerPathTaken",
+            Self::NoResource(_) | Self::OtherResource { .. } => "InvalidResource",
+        }
+    }
+
+    /// Whether the request itself is invalid, so that it can never succeed on this node.
+    pub fn is_invalid_request(&self) -> bool {
+        match self {
+            Self::ClaimUid(_)
+            | Self::ClaimName { .. }
+            | Self::Handle(_)
+            | Self::OtherClaim { .. }
+            | Self::OtherNode { .. }
+            | Self::NoDevice
+            | Self::Twice(_)
+            | Self::NoResource(_)
+            | Self::OtherResource { .. } => true,
+            Self::EarlierNode { .. }
+            | Self::NodeUnknown(_)
+            | Self::Gone(_)
+            | Self::WrongDoor { .. }
+            | Self::Unhealthy { .. }
+            | Self::Held { .. }
+            | Self::AllShares { .. }
+            | Self::StillUsed { .. }
+            | Self::InContainer { .. }
+            | Self::ContainersUnknown { .. }
+            | Self::Allocated { .. }
+            | Self::Unaccounted { .. }
+            | Self::Changed { .. }
+            | Self::SamePath { .. } => false,
+        }
+    }
+}
+
+/// Maximum length, in characters, of foreign text quoted in an error.
+const SHOWN_MAX: usize = 64;
+
+pub(super) fn check_name(
+    field: &'static str,
+    value: &str,
+    rule: impl Fn(&str) -> bool,
+) -> Result<(), Refusal> {
+    if rule(value) {
+        Ok(())
+    } else {
+        Err(Refusal::ClaimName {
+            field,
+            value: shown(value),
+        })
+    }
+}
+
+pub(super) fn check_handle(
+    handle: &DeviceHandle,
+    uid: &ClaimUid,
+    node: &NodeIdentity,
+) -> Result<(), Refusal> {
+    if handle.claim_uid != uid.as_str() {
+        return Err(Refusal::OtherClaim {
+            expected: uid.to_string(),
+            found: shown(&handle.claim_uid),
+        });
+    }
+    if handle.node_name != node.name {
+        return Err(Refusal::OtherNode {
+            expected: node.name.clone(),
+            found: shown(&handle.node_name),
+        });
+    }
+    let node_uid = node
+        .uid
+        .as_ref()
+        .ok_or_else(|| Refusal::NodeUnknown(node.name.clone()))?;
+    if handle.node_uid != *node_uid {
+        return Err(Refusal::EarlierNode {
+            expected: node_uid.clone(),
+            found: shown(&handle.node_uid),
+        });
+    }
+    if handle.devices.is_empty() {
+        Err(Refusal::NoDevice)
+    } else {
+        Ok(())
+    }
+}
+
+pub(super) fn distinct<'a>(names: impl Iterator<Item = &'a str>) -> Result<Vec<&'a str>, Refusal> {
+    let mut seen = BTreeSet::new();
+    names
+        .map(|name| {
+            if seen.insert(name) {
+                Ok(name)
+            } else {
+                Err(Refusal::Twice(shown(name)))
+            }
+        })
+        .collect()
+}
+
+/// Looks up a device and checks that its mode permits the requested API. `asked_by` is the mode that permits this API alone.
+pub(super) fn offered<'a>(inventory: &'a Devices, name: &str, asked_by: Mode) -> Result<&'a Device, Refusal> {
+    let device = inventory.get(name).ok_or_else(|| Refusal::Gone(shown(name)))?;
+    let may_leave = match asked_by {
+        Mode::Claims => device.mode.serves_claims(),
+        Mode::ExtendedResource => device.mode.serves_extended_resource(),
+        Mode::Both | Mode::Unknown => false,
+    };
+    if !may_leave {
+        return Err(Refusal::WrongDoor {
+            device: name.to_owned(),
+            kind: device.kind.clone(),
+            given_to: door(device.mode),
+            asked_by: door(asked_by),
+        });
+    }
+    Ok(device)
+}
+
+/// Refuses a device that is unhealthy.
+pub(super) fn check_health(device: &Device) -> Result<(), Refusal> {
+    match &device.unhealthy {
+        Some(reason) => Err(Refusal::Unhealthy {
+            device: device.name.clone(),
+            reason: reason.clone(),
+        }),
+        None => Ok(()),
+    }
+}
+
+fn door(mode: Mode) -> &'static str {
+    match mode {
+        Mode::Claims => "resource claims",
+        Mode::ExtendedResource => "an extended resource",
+        Mode::Both => "resource claims and an extended resource",
+        Mode::Unknown => "nobody that this release knows",
+    }
+}
+
+/// Truncates foreign text for an error message: handles are untrusted input of any length.
+fn shown(text: &str) -> String {
+    text.chars().take(SHOWN_MAX).collect()
+}
+
+pub(super) fn list<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
+    names.into_iter().map(shown).collect::<Vec<_>>().join(", ")
+}
+
+/// One idempotent action.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Applies these changes together and stores the checkpoint durably. Without changes, stores the present state. Writes nothing if the
+    /// checkpoint is up to date.
+    Save(Vec<Change>),
+    /// Calls the node's driver for the claim's container edits, which also checks that the devices exist, and records them.
+    Prepare(ClaimUid),
+    /// Updates the claim's CDI file from its record. Writes nothing if it is up to date.
+    WriteCdi(ClaimUid),
+    /// Removes the claim's CDI file, if it exists.
+    RemoveCdi(ClaimUid),
+    /// Calls the node's driver to undo its work for the claim, even if it may have done none.
+    Unprepare(ClaimUid),
+}
+
+/// Storage for the checkpoint and the CDI files. Each call either completes durably, so that the result outlives this process, or fails.
+pub trait Records {
+    /// Why storing failed.
+    type Error;
+
+    /// Stores the prepared claims in the checkpoint.
+    fn save(&self, prepared_claims: &PreparedClaims) -> Result<(), Self::Error>;
+
+    /// Stores the container edits of a claim.
+    fn write_cdi(&self, uid: &ClaimUid, container_edits: &ContainerEdits) -> Result<(), Self::Error>;
+
+    /// Removes the file of [`Records::write_cdi`], if it exists.
+    fn remove_cdi(&self, uid: &ClaimUid) -> Result<(), Self::Error>;
+}
+
+impl Step {
+    /// Performs the step, unless it is one for the driver. Returns the new prepared claims if the step changes them. If storing fails,
+    /// nothing changes.
+    pub fn perform<R: Records>(
+        &self,
+        prepared_claims: &PreparedClaims,
+        records: &R,
+    ) -> Result<Option<PreparedClaims>, R::Error> {
+        match self {
+            Self::Save(changes) if changes.is_empty() => records.save(prepared_claims)?,
+            Self::Save(changes) => {
+                let mut next = prepared_claims.clone();
+                for change in changes {
+                    next.apply(change);
+                }
+                records.save(&next)?;
+                return Ok(Some(next));
+            }
+            Self::WriteCdi(uid) => {
+                if let Some(container_edits) = prepared_claims
+                    .entry(uid)
+                    .and_then(|entry| entry.container_edits())
+                {
+                    records.write_cdi(uid, container_edits)?;
+                }
+            }
+            Self::RemoveCdi(uid) => records.remove_cdi(uid)?,
+            Self::Prepare(_) | Self::Unprepare(_) => {}
+        }
+        Ok(None)
+    }
 }
 
 #[cfg(test)]

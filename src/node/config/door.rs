@@ -4,9 +4,8 @@ use serde_saphyr::Spanned;
 
 use super::{Refused, at, shown};
 use crate::api::crd::{GROUP, Mode};
-use crate::core::prepare::name::check_extended_resource;
-use crate::core::prepare::naming::is_dns_label;
-use crate::core::prepare::request::ExtendedResource;
+use crate::core::prepare::names::{check_extended_resource, is_dns_label};
+use crate::core::prepare::plan::ExtendedResource;
 
 /// Maximum number of names in `extendedResourceDevices`.
 const NAMES_MAX: usize = 1024;

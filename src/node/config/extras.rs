@@ -9,7 +9,7 @@ use super::pattern::PathPattern;
 use super::source::Source;
 use super::{Refused, at, shown};
 use crate::core::prepare::container_edits::Mount;
-use crate::core::prepare::naming::ENVIRONMENT_PREFIX;
+use crate::core::prepare::names::ENVIRONMENT_PREFIX;
 
 /// Maximum number of entries in a list or map.
 const ENTRIES_MAX: usize = 32;

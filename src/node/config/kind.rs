@@ -11,7 +11,7 @@ use super::places::Places;
 use super::preset::{PRESETS, Preset};
 use super::source::{self, Source};
 use super::{DeviceKind, Place, Refused, at, shown};
-use crate::core::prepare::naming::is_dns_label;
+use crate::core::prepare::names::is_dns_label;
 
 /// Maximum number of holders of a device.
 const SHARES_MAX: u32 = 1024;

@@ -8,7 +8,7 @@ use super::in_use::{holders, in_use};
 use super::node::{Node, NodeKind};
 use crate::api::crd::{Device, DeviceAttributes, Mode};
 use crate::core::prepare::container_edits::{ContainerEdits, DeviceNode};
-use crate::core::prepare::naming::environment_name;
+use crate::core::prepare::names::environment_name;
 use crate::node::config::DeviceKind;
 
 /// A discovered device. A node may have a thousand of them, and twice as many during a search.

@@ -12,7 +12,7 @@ use super::report::Candidate;
 use super::sysfs::SysRoot;
 use crate::api::crd::DEVICES_MAX;
 use crate::core::discovery::attributes::Attributes;
-use crate::core::prepare::naming::device_name;
+use crate::core::prepare::names::device_name;
 use crate::node::config::{DeviceKind, NodeConfiguration, Source};
 
 /// Longest path in bytes that the inventory can show.

@@ -8,7 +8,7 @@ use super::scan::{Scan, scan};
 use super::*;
 use crate::api::crd::Mode;
 use crate::core::prepare::container_edits::DeviceNode;
-use crate::core::prepare::naming::device_name;
+use crate::core::prepare::names::device_name;
 
 #[path = "../../../tests/support/not_run.rs"]
 mod not_run;

@@ -26,7 +26,7 @@ use crate::api::proto::device_plugin_v1beta1::{
 };
 use crate::api::proto::{MAX_CONTAINERS, MAX_DEVICES_PER_CONTAINER, MAX_REQUEST};
 use crate::core::prepare::container_edits::ContainerEdits;
-use crate::core::prepare::name::check_extended_resource;
+use crate::core::prepare::names::check_extended_resource;
 use crate::node::kubelet::transport::listen;
 use crate::node::service::{NodeService, PluginDevice, Preference};
 use register::{Registrar, WatchedPlugin};

@@ -21,7 +21,7 @@ use crate::api::proto::dra_v1alpha3 as v1alpha3;
 use crate::api::proto::plugin_registration::PluginInfo;
 use crate::api::proto::plugin_registration::registration_server::RegistrationServer;
 use crate::api::proto::{MAX_CLAIMS, MAX_REQUEST};
-use crate::core::prepare::name::check_driver;
+use crate::core::prepare::names::check_driver;
 use crate::node::kubelet::transport::listen;
 use crate::node::service::{ClaimToPrepare, ClaimToUnprepare, NodeService, ServiceError};
 

@@ -20,7 +20,7 @@ use thiserror::Error;
 use tokio::sync::watch;
 use tonic::Status;
 
-use crate::core::prepare::name::NameError;
+use crate::core::prepare::names::NameError;
 use crate::node::kubelet::transport::{SocketError, SocketPath};
 use crate::node::service::ServiceError;
 

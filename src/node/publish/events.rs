@@ -6,7 +6,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::ObjectMeta;
 
-use crate::core::prepare::driver_name::DriverName;
+use crate::core::prepare::names::DriverName;
 
 /// Bytes of a note before the ellipsis (`events.k8s.io/v1` allows 1,024 in total).
 const NOTE_MAX: usize = 1000;

@@ -11,18 +11,16 @@ use super::NodeState;
 use super::kubelet_query::PrepareAnswer;
 use super::runtime_check::ClaimUse;
 use crate::api::crd::Mode;
-use crate::core::prepare::claim_uid::ClaimUid;
 use crate::core::prepare::kubelet_state::KubeletView;
+use crate::core::prepare::names::ClaimUid;
 use crate::core::prepare::orphans::{ApiView, Decision};
-use crate::core::prepare::plan::{plan_prepare, plan_unprepare, taken, takes_from_both};
-use crate::core::prepare::recovery::{
-    plan_clearing, plan_explained, plan_refresh, plan_restoring, plan_restoring_one, plan_undo,
+use crate::core::prepare::plan::{
+    ClaimToPrepare, ClaimToUnprepare, Refusal, Step, plan_prepare, plan_unprepare, taken, takes_from_both,
 };
-use crate::core::prepare::refusal::Refusal;
-use crate::core::prepare::release::{Holding, holdings, plan_free, plan_release};
-use crate::core::prepare::request::{ClaimToPrepare, ClaimToUnprepare};
-use crate::core::prepare::retries::Missing;
-use crate::core::prepare::step::Step;
+use crate::core::prepare::recovery::{
+    Holding, Missing, holdings, plan_clearing, plan_explained, plan_free, plan_refresh, plan_release,
+    plan_restoring, plan_restoring_one, plan_undo,
+};
 use crate::node::driver::{NodeDriver, PreparedClaim};
 use crate::node::service::{OrphanReport, Quarantine, Quarantined, ReleaseError, ServiceError, Suspects};
 

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use tracing::{debug, warn};
 
 use super::resources::KubeletView;
-use crate::core::prepare::request::ClaimToPrepare;
+use crate::core::prepare::plan::ClaimToPrepare;
 use crate::node::kubelet::pod_resources::Grants;
 use crate::node::service::ServiceError;
 

@@ -21,15 +21,13 @@ use tokio::time::{Instant, sleep, sleep_until};
 use tracing::{info, warn};
 
 use crate::api::crd::Device;
-use crate::core::prepare::allocated_claims::AllocatedClaims;
 use crate::core::prepare::checkpoint::ClusterFacts;
+use crate::core::prepare::containers::{AllocatedClaims, WithdrawnDevices};
 use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::orphans::Orphans;
+use crate::core::prepare::plan::{ExtendedResource, NodeIdentity, Step};
 use crate::core::prepare::prepared_claims::PreparedClaims;
-use crate::core::prepare::request::{ExtendedResource, NodeIdentity};
-use crate::core::prepare::retries::Retries;
-use crate::core::prepare::step::Step;
-use crate::core::prepare::withdrawn::WithdrawnDevices;
+use crate::core::prepare::recovery::Retries;
 use crate::node::container_runtime::ContainerRuntime;
 use crate::node::driver::NodeDriver;
 use crate::node::kubelet::pod_resources::Grants;

@@ -16,10 +16,9 @@ use crate::core::prepare::allocate::{check_allocate, evicted};
 use crate::core::prepare::container_edits::ContainerEdits;
 use crate::core::prepare::device_manager::numbers_value;
 use crate::core::prepare::inventory::Devices;
-use crate::core::prepare::naming::device_of_plugin_id;
-use crate::core::prepare::refusal::Refusal;
-use crate::core::prepare::release::plan_free;
-use crate::core::prepare::retries::Missing;
+use crate::core::prepare::names::device_of_plugin_id;
+use crate::core::prepare::plan::Refusal;
+use crate::core::prepare::recovery::{Missing, plan_free};
 use crate::node::driver::NodeDriver;
 use crate::node::service::ServiceError;
 

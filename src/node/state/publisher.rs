@@ -9,8 +9,9 @@ use std::sync::Arc;
 use tokio::sync::watch;
 
 use super::resources::ExtendedResources;
-use crate::core::prepare::device_counts::device_counts;
-use crate::core::prepare::inventory::{Devices, inventory, is_as_found, plugin_devices, published, withhold};
+use crate::core::prepare::inventory::{
+    Devices, device_counts, inventory, is_as_found, plugin_devices, published, withhold,
+};
 use crate::core::prepare::orphans::Orphans;
 use crate::core::prepare::prepared_claims::PreparedClaims;
 use crate::node::metrics::Figures;

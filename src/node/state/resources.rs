@@ -10,13 +10,10 @@ use tracing::{info, warn};
 
 use super::publisher::Versioned;
 use crate::api::crd::{Device, DeviceNumber};
-use crate::core::prepare::allocated_claims::AllocatedClaims;
-use crate::core::prepare::containers::{Conflicting, Containers, Shown};
-use crate::core::prepare::identity::{are_among, share_a_node};
+use crate::core::prepare::containers::{AllocatedClaims, Conflicting, Containers, Shown, WithdrawnDevices};
 use crate::core::prepare::inventory::{Devices, HandedOut};
-use crate::core::prepare::prepared_claims::PreparedClaims;
-use crate::core::prepare::request::{ExtendedResource, PluginDevice};
-use crate::core::prepare::withdrawn::WithdrawnDevices;
+use crate::core::prepare::plan::{ExtendedResource, PluginDevice};
+use crate::core::prepare::prepared_claims::{PreparedClaims, are_among, share_a_node};
 use crate::node::service::ServedResource;
 
 /// Kubelet's view of each resource, or why it is unavailable.

@@ -8,11 +8,10 @@ use tokio::time::Instant;
 use tracing::{debug, warn};
 
 use crate::api::crd::{Device, DeviceNumber};
-use crate::core::prepare::claim_uid::ClaimUid;
-use crate::core::prepare::driver_name::DriverName;
 use crate::core::prepare::inventory::Devices;
+use crate::core::prepare::names::{ClaimUid, DriverName};
+use crate::core::prepare::plan::Refusal;
 use crate::core::prepare::prepared_claims::PreparedClaims;
-use crate::core::prepare::refusal::Refusal;
 use crate::core::prepare::runtime_containers::RuntimeContainers;
 use crate::node::container_runtime::ContainerRuntime;
 

@@ -34,7 +34,7 @@ fn sources() -> Vec<(String, TokenStream)> {
         let of_tests = [
             "node/state/stage.rs",
             "core/allocation/fixture.rs",
-            "core/prepare/model",
+            "core/prepare/tests",
         ];
         if is_test || of_tests.iter().any(|test| name.starts_with(test)) {
             return None;
@@ -272,7 +272,7 @@ pub(crate) fn event_reasons() -> Found {
 /// Why a companion refuses what kubelet asks for.
 pub(crate) fn refusal_reasons() -> Found {
     answered(&[
-        "core/prepare/refusal.rs",
+        "core/prepare/plan.rs",
         "node/driver.rs",
         "node/service.rs",
         "node/state/storage/mod.rs",

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use drayman::core::prepare::container_edits::{ContainerEdits, DeviceNode, Mount};
-use drayman::core::prepare::refusal::Refusal;
+use drayman::core::prepare::plan::Refusal;
 use drayman::node::ExtendedResource;
 use drayman::node::kubelet::transport::GrpcCalls;
 use drayman::node::kubelet::{KubeletApiError, KubeletApiState, KubeletPaths, dra};

@@ -4,23 +4,20 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use drayman::api::crd::{Device, Mode};
-use drayman::core::prepare::allocated_claims::AllocatedClaims;
-use drayman::core::prepare::claim_uid::ClaimUid;
 use drayman::core::prepare::container_edits::{ContainerEdits, DeviceNode};
-use drayman::core::prepare::containers::{Conflicting, Containers};
+use drayman::core::prepare::containers::{AllocatedClaims, Conflicting, Containers};
 use drayman::core::prepare::inventory::{Devices, inventory};
 use drayman::core::prepare::kubelet_state::KubeletView;
+use drayman::core::prepare::names::ClaimUid;
 use drayman::core::prepare::orphans::{ApiView, Decision, GRACE, Orphans, Question};
-use drayman::core::prepare::plan::plan_unprepare;
+use drayman::core::prepare::plan::{
+    ClaimToPrepare, ClaimToUnprepare, NodeIdentity, Refusal, Step, plan_unprepare,
+};
 use drayman::core::prepare::prepared_claims::{Entry, PreparedClaims};
 use drayman::core::prepare::recovery::{
-    Start, plan_clearing, plan_explained, plan_refresh, plan_restoring, plan_restoring_one, plan_undo,
+    Missing, Retries, Start, plan_clearing, plan_explained, plan_free, plan_refresh, plan_release,
+    plan_restoring, plan_restoring_one, plan_undo,
 };
-use drayman::core::prepare::refusal::Refusal;
-use drayman::core::prepare::release::{plan_free, plan_release};
-use drayman::core::prepare::request::{ClaimToPrepare, ClaimToUnprepare, NodeIdentity};
-use drayman::core::prepare::retries::{Missing, Retries};
-use drayman::core::prepare::step::Step;
 
 use super::disk::{Disk, Stop, driver_name};
 use super::doors::Look;

@@ -8,12 +8,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::cdi::Spec;
 use drayman::core::prepare::checkpoint::{Checkpoint, ClusterFacts};
-use drayman::core::prepare::claim_uid::ClaimUid;
-use drayman::core::prepare::container_edits::ContainerEdits;
-use drayman::core::prepare::driver_name::DriverName;
+use drayman::core::prepare::container_edits::{ContainerEdits, cdi_spec};
+use drayman::core::prepare::names::{ClaimUid, DriverName};
+use drayman::core::prepare::plan::Records;
 use drayman::core::prepare::prepared_claims::{Entry, PreparedClaims};
-use drayman::core::prepare::rendering::cdi_spec;
-use drayman::core::prepare::step::Records;
 
 use crate::driver::DRIVER;
 use crate::rng::Rng;

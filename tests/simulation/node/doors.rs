@@ -5,14 +5,12 @@ use std::time::Duration;
 
 use drayman::api::resource::ResourceClaim;
 use drayman::core::prepare::allocate::check_allocate;
-use drayman::core::prepare::claim_uid::ClaimUid;
 use drayman::core::prepare::containers::Shown;
 use drayman::core::prepare::inventory::{HandedOut, plugin_devices};
-use drayman::core::prepare::naming::device_of_plugin_id;
-use drayman::core::prepare::plan::{plan_prepare, takes_from_both};
-use drayman::core::prepare::refusal::Refusal;
-use drayman::core::prepare::request::{ClaimToPrepare, PluginDevice};
-use drayman::core::prepare::step::Step;
+use drayman::core::prepare::names::{ClaimUid, device_of_plugin_id};
+use drayman::core::prepare::plan::{
+    ClaimToPrepare, PluginDevice, Refusal, Step, plan_prepare, takes_from_both,
+};
 
 use super::companion::{Companion, Failure, KIND};
 use crate::driver::DRIVER;

@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::resource::{Pod, ResourceClaim};
 use drayman::core::claims::ObjectKey;
-use drayman::core::prepare::claim_uid::ClaimUid;
 use drayman::core::prepare::kubelet_state::{KubeletClaim, KubeletView};
-use drayman::core::prepare::refusal::Refusal;
+use drayman::core::prepare::names::ClaimUid;
+use drayman::core::prepare::plan::Refusal;
 
 use super::companion::Failure;
 use super::{Doing, claim_uid, request};

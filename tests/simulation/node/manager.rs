@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use drayman::core::prepare::naming::device_of_plugin_id;
-use drayman::core::prepare::request::PluginDevice;
+use drayman::core::prepare::names::device_of_plugin_id;
+use drayman::core::prepare::plan::PluginDevice;
 
 pub(super) type Devices = BTreeSet<String>;
 

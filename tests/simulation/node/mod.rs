@@ -18,8 +18,8 @@ use std::time::Duration;
 use drayman::api::handle::{DeviceHandle, HandleDevice, VERSION};
 use drayman::api::resource::ResourceClaim;
 use drayman::core::claims::ObjectKey;
-use drayman::core::prepare::claim_uid::ClaimUid;
-use drayman::core::prepare::request::ClaimToPrepare;
+use drayman::core::prepare::names::ClaimUid;
+use drayman::core::prepare::plan::ClaimToPrepare;
 
 use crate::driver::{Hold, uid_of};
 use crate::pods::uid_of_pod;

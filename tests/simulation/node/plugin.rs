@@ -6,9 +6,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::resource::{AllocationResult, ResourceClaim, ResourceHandle};
 use drayman::core::claims::ObjectKey;
+use drayman::core::prepare::allocate::{End, Preference, preferred};
 use drayman::core::prepare::containers::{Container, Shown};
-use drayman::core::prepare::preferred::{End, Preference, preferred};
-use drayman::core::prepare::refusal::Refusal;
+use drayman::core::prepare::plan::Refusal;
 
 use super::companion::{Companion, Failure};
 use super::doors::Look;

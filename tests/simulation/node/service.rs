@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::crd::Mode;
-use drayman::core::prepare::claim_uid::ClaimUid;
 use drayman::core::prepare::kubelet_state::KubeletView;
+use drayman::core::prepare::names::ClaimUid;
 use drayman::core::prepare::orphans::ApiView;
 
 use super::companion::{Companion, Failure, Place};

@@ -15,9 +15,9 @@ use tracing::{info, warn};
 
 use crate::api::resource::ResourceClaim;
 use crate::api::resource::label::{LABEL_OF_ANY_NODE, NODE_LABEL, label_of_node};
-use crate::core::prepare::allocated_claims::AllocatedClaims;
 use crate::core::prepare::checkpoint::ClusterFacts;
-use crate::core::prepare::driver_name::DriverName;
+use crate::core::prepare::containers::AllocatedClaims;
+use crate::core::prepare::names::DriverName;
 
 /// Watches the claims allocated on this node.
 pub(in crate::node) struct ClaimWatch {

@@ -15,11 +15,9 @@ use super::PodResourcesClient;
 use crate::api::cdi;
 use crate::api::crd::DeviceNumber;
 use crate::api::proto::pod_resources_v1::PodResources;
-use crate::core::prepare::containers::{Container, Containers, Shown};
+use crate::core::prepare::containers::{Container, Containers, Shown, WithdrawnDevices};
 use crate::core::prepare::device_manager::{self, Given, Grant, granted_by};
-use crate::core::prepare::driver_name::DriverName;
-use crate::core::prepare::naming::{device_of_plugin_id, environment_name};
-use crate::core::prepare::withdrawn::WithdrawnDevices;
+use crate::core::prepare::names::{DriverName, device_of_plugin_id, environment_name};
 use crate::node::discovery::device_number;
 
 /// Bytes that are read of kubelet's checkpoint file.

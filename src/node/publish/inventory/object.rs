@@ -10,8 +10,8 @@ use super::stored::{Counted, Stored};
 use super::{Quarantine, Standing};
 use crate::api::crd::{Device, NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY};
 use crate::core::discovery::attributes::fit;
-use crate::core::prepare::driver_name::DriverName;
 use crate::core::prepare::inventory::Devices;
+use crate::core::prepare::names::DriverName;
 
 /// Reason of the condition `Ready` while claims are served, or this cluster has no claims API. The message names other APIs that
 /// are down.

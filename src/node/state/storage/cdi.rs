@@ -7,10 +7,8 @@ use std::path::{Path, PathBuf};
 use super::disk::Disk;
 use super::{StoreError, files};
 use crate::api::cdi::Spec;
-use crate::core::prepare::claim_uid::ClaimUid;
-use crate::core::prepare::container_edits::ContainerEdits;
-use crate::core::prepare::driver_name::DriverName;
-use crate::core::prepare::rendering::cdi_spec;
+use crate::core::prepare::container_edits::{ContainerEdits, cdi_spec};
+use crate::core::prepare::names::{ClaimUid, DriverName};
 
 /// Maximum size of a CDI file, in bytes.
 const SIZE_MAX: u64 = 1024 * 1024;

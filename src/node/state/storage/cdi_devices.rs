@@ -7,8 +7,7 @@ use std::io;
 
 use super::cdi::CdiDirectory;
 use super::{StoreError, files};
-use crate::core::prepare::container_edits::ContainerEdits;
-use crate::core::prepare::rendering::cdi_spec_of_device;
+use crate::core::prepare::container_edits::{ContainerEdits, cdi_spec_of_device};
 
 impl CdiDirectory {
     /// Updates the file of a device, whose name is a DNS label.
@@ -56,7 +55,7 @@ mod tests {
 
     use super::*;
     use crate::core::prepare::container_edits::{DeviceNode, Mount};
-    use crate::core::prepare::driver_name::DriverName;
+    use crate::core::prepare::names::DriverName;
 
     fn names(directory: &std::path::Path) -> Vec<String> {
         let mut names: Vec<String> = std::fs::read_dir(directory)

@@ -15,13 +15,12 @@ use tracing::{error, warn};
 
 use crate::api::cdi::Spec;
 use crate::core::prepare::checkpoint::{Checkpoint, CheckpointError, ClusterFacts};
-use crate::core::prepare::claim_uid::ClaimUid;
 use crate::core::prepare::container_edits::ContainerEdits;
-use crate::core::prepare::driver_name::DriverName;
 use crate::core::prepare::kubelet_state::{self, KubeletView};
+use crate::core::prepare::names::{ClaimUid, DriverName};
+use crate::core::prepare::plan::Records;
 use crate::core::prepare::prepared_claims::PreparedClaims;
 use crate::core::prepare::recovery::{Start, with_running};
-use crate::core::prepare::step::Records;
 use crate::node::kubelet::transport::Identity;
 use cdi::CdiDirectory;
 use checkpoint::{CheckpointFile, Loaded, Unusable};

@@ -1,7 +1,7 @@
 use super::*;
 use crate::core::prepare::container_edits::DeviceNode;
-use crate::core::prepare::model::{Disk, Node, operations};
 use crate::core::prepare::prepared_claims::{Change, Entry, HeldDevice, Progress};
+use crate::core::prepare::tests::{Disk, Node, operations};
 use proptest::prelude::*;
 
 /// Uses an in-memory directory if possible: the model flushes thousands of files.

@@ -8,15 +8,15 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 
-use super::claim_uid::ClaimUid;
 use super::container_edits::{ContainerEdits, DeviceNode};
 use super::containers::Containers;
 use super::inventory::Devices;
-use super::plan::{plan_prepare, plan_unprepare};
+use super::names::ClaimUid;
+use super::plan::{
+    ClaimToPrepare, ClaimToUnprepare, NodeIdentity, Records, Step, plan_prepare, plan_unprepare,
+};
 use super::prepared_claims::{Entry, PreparedClaims};
 use super::recovery::{plan_clearing, plan_restoring, plan_undo};
-use super::request::{ClaimToPrepare, ClaimToUnprepare, NodeIdentity};
-use super::step::{Records, Step};
 use crate::api::crd::Device;
 use crate::api::handle::{DeviceHandle, HandleDevice, VERSION};
 

@@ -1,10 +1,10 @@
 //! Every short sequence of operations with every fault at every step, and every way of losing the checkpoint.
 
 use super::*;
-use crate::core::prepare::driver_name::DriverName;
+use crate::core::prepare::container_edits::cdi_spec;
 use crate::core::prepare::kubelet_state::{KubeletClaim, KubeletClaims, KubeletView};
+use crate::core::prepare::names::DriverName;
 use crate::core::prepare::recovery::{plan_explained, rebuild};
-use crate::core::prepare::rendering::cdi_spec;
 
 /// More steps than any plan has: a kill before a step beyond the plan happens after the answer.
 const STEPS: usize = 8;
