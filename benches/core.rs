@@ -21,7 +21,7 @@ use drayman::core::allocation::parameters::{ClassParameters, DeviceRequests};
 use drayman::core::claims::{
     Answer, ClaimWrite, Command, ControllerState, DriverRequest, Event, Moment, ObjectKey, Outcome, Settings,
 };
-use drayman::driver::{CapacityCause, CapacityChange, Verdict};
+use drayman::driver::{CapacityCause, CapacityChange, UnsuitableNodes};
 use serde_json::{Value, json};
 
 #[path = "figures/mod.rs"]
@@ -365,13 +365,11 @@ impl Shell {
                     .iter()
                     .filter(|_| self.full)
                     .map(|node| (node.clone(), "8 of 8 held".to_owned()));
-                let verdict = Verdict {
-                    unsuitable_nodes: reasons.collect(),
-                };
-                Answer::Evaluated(Ok(vec![verdict; claims.len()]))
+                let unsuitable: UnsuitableNodes = reasons.collect();
+                Answer::Evaluated(Ok(vec![unsuitable; claims.len()]))
             }
             DriverRequest::Allocate { claims, .. } => {
-                Answer::Allocated(Ok(claims.iter().map(|_| Ok(allocation(0))).collect()))
+                Answer::Allocated(Ok(vec![allocation(0); claims.len()]))
             }
             DriverRequest::Deallocate { .. } => Answer::Deallocated(Ok(())),
         }
@@ -471,10 +469,9 @@ fn events() {
     // One device comes free, and none of those who wait is helped by it: the dearest case.
     shell.times = Times::default();
     let start = Instant::now();
-    shell.apply(Event::Capacity(CapacityChange {
-        cause: CapacityCause::Freed,
-        pods: Some(1),
-    }));
+    shell.apply(Event::Capacity(
+        CapacityChange::new(CapacityCause::Freed).for_pods(1),
+    ));
     shell.run();
     figure(
         &format!("one device freed that helps none of {WAITING} waiting pods"),

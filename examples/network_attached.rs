@@ -23,7 +23,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use drayman::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
 use drayman::controller::Controller;
 use drayman::driver::{CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver};
-use drayman::driver::{DriverError, Finding, Observation, Verdict};
+use drayman::driver::{DriverError, Finding, Observation, Result, UnsuitableNodes as Nodes};
 use futures::{Stream, StreamExt as _};
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::api::Api;
@@ -32,7 +32,6 @@ use tokio::sync::watch;
 use tokio_stream::wrappers::WatchStream;
 use tokio_util::sync::CancellationToken;
 
-type Result<T> = std::result::Result<T, DriverError>;
 type Request = ClaimRequest<NetworkAttached>;
 /// Who holds what, by the claim's uid.
 type Given = BTreeMap<String, Held>;
@@ -114,35 +113,35 @@ impl Driver for NetworkAttached {
     }
 
     /// 3. Where can the claims of a pod not be served together? Nothing is set aside here.
-    async fn unsuitable_nodes(&self, _: &Pod, claims: &[Request], nodes: &[String]) -> Result<Vec<Verdict>> {
+    async fn unsuitable_nodes(&self, _: &Pod, claims: &[Request], nodes: &[String]) -> Result<Vec<Nodes>> {
         let given = self.given();
-        let judge = |request: &Request| {
+        let evaluate = |request: &Request| {
             let pool = &request.class_parameters;
             let same = |other: &&Request| other.class_parameters.name == pool.name;
             let (used, wanted) = (used(&given, pool), claims.iter().filter(same).count());
-            let mut verdict = Verdict::default();
+            let mut unsuitable = Nodes::new();
             for node in nodes {
                 let reason = match pool.nodes.contains(node) {
                     true if used + wanted <= pool.devices => continue,
                     true => format!("{used} of {} held", pool.devices),
                     false => format!("pool {} cannot be reached", pool.name),
                 };
-                verdict.unsuitable_nodes.insert(node.clone(), reason);
+                unsuitable.insert(node.clone(), reason);
             }
-            verdict
+            unsuitable
         };
-        Ok(claims.iter().map(judge).collect())
+        Ok(claims.iter().map(evaluate).collect())
     }
 
     /// 4. Allocate them. To look and to hold is one step under one lock; the same claim again gets the same.
-    async fn allocate(&self, claims: &[Request], _: Option<&str>) -> Result<Vec<Result<AllocationResult>>> {
+    async fn allocate(&self, claims: &[Request], _: Option<&str>) -> Result<Vec<AllocationResult>> {
         let mut given = self.given();
         let allocate = |request: &Request| {
             let pool = &request.class_parameters;
             if !given.contains_key(request.uid()) {
                 if used(&given, pool) >= pool.devices {
                     let text = format!("all {} of pool {} are held", pool.devices, pool.name);
-                    return Err(DriverError::retry("NoSuitableDevice", text));
+                    return Err(DriverError::retry("NoSuitableDevice", text).for_claim(request.uid()));
                 }
                 let (pool, recorded) = (pool.name.clone(), false);
                 given.insert(request.uid().to_owned(), Held { pool, recorded });
@@ -150,7 +149,7 @@ impl Driver for NetworkAttached {
             // The handle is for the plugin on the node; the claim can be used on every node of the pool.
             Ok(AllocationResult::new(self.name(), &*pool.name).on_nodes(&pool.nodes))
         };
-        Ok(claims.iter().map(allocate).collect())
+        claims.iter().map(allocate).collect()
     }
 
     /// 5. Take back what was never recorded. What is recorded is free when the record is gone: step 6.
@@ -160,7 +159,7 @@ impl Driver for NetworkAttached {
     }
 
     /// 6. Keep track of allocations: all claims once at the start, then every change.
-    fn observe(&self, observation: &Observation) -> Vec<Finding> {
+    async fn observe(&self, observation: &Observation) -> Vec<Finding> {
         if let Observation::Gone { uid } = observation {
             self.given().remove(uid);
             self.freed.send_replace(());
@@ -180,8 +179,8 @@ impl Driver for NetworkAttached {
 
     /// 7. Wake the pods that wait.
     fn capacity_changes(&self) -> impl Stream<Item = CapacityChange> + Send + 'static {
-        let (cause, pods) = (CapacityCause::Freed, None);
-        WatchStream::from_changes(self.freed.subscribe()).map(move |()| CapacityChange { cause, pods })
+        let changes = WatchStream::from_changes(self.freed.subscribe());
+        changes.map(|()| CapacityChange::new(CapacityCause::Freed))
     }
 }
 

@@ -32,10 +32,13 @@
 //! * **One operation at a time per claim.** While a call or a write is pending for a claim, no other is started for it. Calls for
 //!   different claims overlap, so a driver needs a lock around its allocation state. If it checks and holds a device in one step under
 //!   that lock, it cannot allocate the device twice.
+//! * **Observations come first.** `observe` runs in a task of its own, one observation at a time. Every other call starts after the
+//!   observations that precede it, so it finds them in the driver's state.
 //! * **A time limit** ([`Builder::call_timeout`](crate::controller::Builder::call_timeout), 30 s) covers each call together with the
 //!   two parameter calls before it. A call that takes longer is dropped at its next await point, reported as `DriverTimeout`, followed by
-//!   `deallocate` if it was `allocate`, and retried. A panic in an `async` call is handled the same way (`DriverPanicked`) if the
-//!   program unwinds. A call that hangs blocks its own claims only.
+//!   `deallocate` if it was `allocate`, and retried. A panic is handled the same way (`DriverPanicked`) if the program unwinds. A call
+//!   that hangs blocks its own claims only. If `observe` panics or takes longer than the limit (30 s at least), its state is unknown: the
+//!   controller ends with [`ControllerError::Observe`](crate::controller::ControllerError::Observe), and a new process starts over.
 //! * **A crash loses nothing.** The claim is the only record. Our finalizer is stored in the claim before anything is allocated, so a
 //!   claim with the finalizer and without an allocation may hold devices that a killed process allocated; it is deallocated before
 //!   anything else happens to it. Each method must therefore be idempotent, and a driver that works on devices outside its own memory
@@ -53,7 +56,13 @@
 //! [`DriverError::invalid`] is for errors that only a person can fix, such as a parameter that makes no sense. It is reported once, on
 //! the pod and on the object at fault. The driver is called again after the claim, the class, or something that `capacity_changes`
 //! reports has changed. [`DriverError::retry`] is for everything else, and is retried after 100 ms, doubling up to 30 s. Both become
-//! Warning events with the error's reason and message. A full node is no error in `unsuitable_nodes`: report it in the [`Verdict`].
+//! Warning events with the error's reason and message; a [source](DriverError::with_source) is logged. A full node is no error in
+//! `unsuitable_nodes`, but an entry of [`UnsuitableNodes`].
+//!
+//! # Choosing a driver at run time
+//!
+//! There is no `dyn Driver`, because the associated types would become `dyn Any`. Match on the choice where the controller is built:
+//! [`Controller::run`](crate::controller::Controller::run) has the same output for every driver.
 //!
 //! # Data for the node
 //!
@@ -68,7 +77,7 @@
 //!
 //! ```
 //! use std::collections::BTreeMap;
-//! use std::sync::{Arc, Mutex};
+//! use std::sync::Mutex;
 //!
 //! use drayman::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
 //! use drayman::controller::{Controller, ControllerError};
@@ -77,7 +86,7 @@
 //!
 //! struct Licences {
 //!     total: usize,
-//!     /// The uid of each claim that holds one, and whether the claim says so already.
+//!     /// The uid of each claim that holds a licence, and whether the claim records it.
 //!     held: Mutex<BTreeMap<String, bool>>,
 //! }
 //!
@@ -89,51 +98,46 @@
 //!         "licence.example.com"
 //!     }
 //!
-//!     async fn class_parameters(&self, _: &ResourceClass) -> Result<(), DriverError> {
+//!     async fn class_parameters(&self, _: &ResourceClass) -> Result<()> {
 //!         Ok(())
 //!     }
 //!
-//!     async fn claim_parameters(&self, claim: &ResourceClaim, _: &ResourceClass, _: &()) -> Result<(), DriverError> {
+//!     async fn claim_parameters(&self, claim: &ResourceClaim, _: &ResourceClass, _: &()) -> Result<()> {
 //!         match &claim.spec.parameters_ref {
 //!             None => Ok(()),
 //!             Some(_) => Err(DriverError::invalid("ParametersInvalid", "a licence has no parameters: remove parametersRef")),
 //!         }
 //!     }
 //!
-//!     async fn unsuitable_nodes(&self, _: &Pod, claims: &[ClaimRequest<Self>], nodes: &[String]) -> Result<Vec<Verdict>, DriverError> {
+//!     async fn unsuitable_nodes(&self, _: &Pod, claims: &[ClaimRequest<Self>], nodes: &[String]) -> Result<Vec<UnsuitableNodes>> {
 //!         let held = self.held.lock().unwrap().len();
 //!         let full = held + claims.len() > self.total;
 //!         let reasons = nodes.iter().filter(|_| full).map(|node| (node.clone(), format!("{held} of {} held", self.total)));
-//!         let verdict = Verdict { unsuitable_nodes: reasons.collect() };
-//!         Ok(vec![verdict; claims.len()])
+//!         Ok(vec![reasons.collect(); claims.len()])
 //!     }
 //!
-//!     async fn allocate(
-//!         &self,
-//!         claims: &[ClaimRequest<Self>],
-//!         _node: Option<&str>,
-//!     ) -> Result<Vec<Result<AllocationResult, DriverError>>, DriverError> {
+//!     async fn allocate(&self, claims: &[ClaimRequest<Self>], _node: Option<&str>) -> Result<Vec<AllocationResult>> {
 //!         let mut held = self.held.lock().unwrap();
-//!         let one = |request: &ClaimRequest<Self>| {
+//!         for request in claims {
 //!             if !held.contains_key(request.uid()) && held.len() >= self.total {
-//!                 return Err(DriverError::retry("LicencesExhausted", format!("all {} are held", self.total)));
+//!                 let error = DriverError::retry("LicencesExhausted", format!("all {} are held", self.total));
+//!                 return Err(error.for_claim(request.uid()));
 //!             }
 //!             held.entry(request.uid().to_owned()).or_insert(false);
-//!             Ok(AllocationResult::new(self.name(), "version=1"))
-//!         };
-//!         Ok(claims.iter().map(one).collect())
+//!         }
+//!         Ok(vec![AllocationResult::new(self.name(), "version=1"); claims.len()])
 //!     }
 //!
-//!     async fn deallocate(&self, deallocation: Deallocation<'_>) -> Result<(), DriverError> {
+//!     async fn deallocate(&self, deallocation: Deallocation<'_>) -> Result<()> {
 //!         let mut held = self.held.lock().unwrap();
-//!         // What is recorded is free when the record is gone.
+//!         // A recorded licence is free when the record is gone.
 //!         if held.get(deallocation.uid()) == Some(&false) {
 //!             held.remove(deallocation.uid());
 //!         }
 //!         Ok(())
 //!     }
 //!
-//!     fn observe(&self, observation: &Observation) -> Vec<Finding> {
+//!     async fn observe(&self, observation: &Observation) -> Vec<Finding> {
 //!         let mut held = self.held.lock().unwrap();
 //!         for holding in observation.holdings() {
 //!             match holding.allocation(self.name()) {
@@ -155,38 +159,36 @@
 //!
 //! // A driver is tested by its calls; neither a cluster nor a controller is needed.
 //! # #[tokio::main(flavor = "current_thread")]
-//! # async fn main() -> Result<(), DriverError> {
+//! # async fn main() -> Result<()> {
 //! let driver = Licences { total: 1, held: Mutex::default() };
 //! let claim = |uid: &str| {
 //!     let mut claim = ResourceClaim::default();
 //!     claim.metadata.uid = Some(uid.to_owned());
 //!     claim
 //! };
-//! let request = |uid: &str| ClaimRequest::<Licences> {
-//!     pod_claim_name: "licence".to_owned(),
-//!     claim: Arc::new(claim(uid)),
-//!     class: Arc::default(),
-//!     class_parameters: Arc::new(()),
-//!     claim_parameters: (),
-//! };
-//! let (first, second) = (request("1"), request("2"));
-//! assert!(driver.allocate(&[first], None).await?[0].is_ok());
-//! let verdicts = driver.unsuitable_nodes(&Pod::default(), &[second], &["node-a".to_owned()]).await?;
-//! assert_eq!(verdicts[0].unsuitable_nodes["node-a"], "1 of 1 held");
-//! // It was not recorded, so it is free when this returns.
-//! driver.deallocate(Deallocation { claim: &claim("1"), allocation: None }).await?;
-//! assert!(driver.allocate(&[request("2")], None).await?[0].is_ok());
+//! let request = |uid: &str| ClaimRequest::<Licences>::new(claim(uid), ResourceClass::default(), (), ());
+//! driver.allocate(&[request("1")], None).await?;
+//! let unsuitable = driver.unsuitable_nodes(&Pod::default(), &[request("2")], &["node-a".to_owned()]).await?;
+//! assert_eq!(unsuitable[0]["node-a"], "1 of 1 held");
+//! assert_eq!(driver.allocate(&[request("2")], None).await.unwrap_err().claim.as_deref(), Some("2"));
+//! // The allocation was not recorded, so the licence is free when this returns.
+//! driver.deallocate(Deallocation::new(&claim("1"))).await?;
+//! driver.allocate(&[request("2")], None).await?;
 //! # Ok(())
 //! # }
 //! ```
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::future::Future;
 use std::sync::Arc;
 
 use futures::Stream;
 
 use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
+
+/// The result of a driver's call.
+pub type Result<T, E = DriverError> = std::result::Result<T, E>;
 
 /// Decides on which nodes claims can be allocated, and allocates them. The [module](self) documents the call order, the rules for all
 /// calls (time limits, idempotence, crashes, errors) and a complete driver.
@@ -203,10 +205,11 @@ pub trait Driver: Send + Sync + 'static {
 
     /// Returns once the driver can decide, for instance when its own caches are filled.
     ///
-    /// Called once, after the first [`Driver::observe`]. Until it returns, no other method is called and nothing is written. It has no
-    /// time limit: a driver that never becomes ready never serves a claim, so it should log the reason for its wait.
-    fn ready(&self) -> impl Future<Output = ()> + Send {
-        async {}
+    /// Called after the first [`Driver::observe`]. Until it succeeds, only `observe` is called and nothing is written. It has no time
+    /// limit. An error is logged and reported in [`Figures::not_ready`](crate::controller::Figures::not_ready); `ready` is then called
+    /// again after 100 ms, doubling up to 30 s.
+    fn ready(&self) -> impl Future<Output = Result<()>> + Send {
+        async { Ok(()) }
     }
 
     /// Reads and checks the parameters of a class (Go: `GetClassParameters`). Classes without `parametersRef` are passed too, since
@@ -218,7 +221,7 @@ pub trait Driver: Send + Sync + 'static {
     fn class_parameters(
         &self,
         class: &ResourceClass,
-    ) -> impl Future<Output = Result<Self::ClassParameters, DriverError>> + Send;
+    ) -> impl Future<Output = Result<Self::ClassParameters>> + Send;
 
     /// Reads and checks the parameters of a claim (Go: `GetClaimParameters`). Claims without `parametersRef` are passed too.
     ///
@@ -229,13 +232,13 @@ pub trait Driver: Send + Sync + 'static {
         claim: &ResourceClaim,
         class: &ResourceClass,
         class_parameters: &Self::ClassParameters,
-    ) -> impl Future<Output = Result<Self::ClaimParameters, DriverError>> + Send;
+    ) -> impl Future<Output = Result<Self::ClaimParameters>> + Send;
 
     /// Returns for each of `claims` the nodes among `nodes` that cannot hold it, with reasons (Go: `UnsuitableNodes`).
     ///
     /// `claims` are all claims of the pod that this driver has yet to allocate, in the pod's order; a node that cannot hold all of
     /// them together is unsuitable for at least one. `nodes` are the scheduler's potential nodes and the nodes found unsuitable
-    /// before; some may no longer exist. The answer has one verdict per claim, in the order of `claims`; any other number is an error
+    /// before; some may no longer exist. The answer has one entry per claim, in the order of `claims`; any other number is an error
     /// (`DriverMisbehaved`). Nodes outside `nodes` are ignored.
     ///
     /// Reserves nothing. Called when a pod starts to wait for a node, again when its nodes, its claims, a class or the capacity changes,
@@ -246,7 +249,7 @@ pub trait Driver: Send + Sync + 'static {
         pod: &Pod,
         claims: &[ClaimRequest<Self>],
         nodes: &[String],
-    ) -> impl Future<Output = Result<Vec<Verdict>, DriverError>> + Send;
+    ) -> impl Future<Output = Result<Vec<UnsuitableNodes>>> + Send;
 
     /// Allocates `claims` together on `node` (Go: `Allocate`).
     ///
@@ -254,8 +257,11 @@ pub trait Driver: Send + Sync + 'static {
     /// [`Driver::unsuitable_nodes`] has not rejected. A claim with `allocationMode: Immediate` is passed alone with `None`, which means
     /// any node; the driver must then respect the class's `suitableNodes`. Every claim already has our finalizer.
     ///
-    /// The answer has one result per claim, in the order of `claims`. [`Driver::deallocate`] follows for each allocated claim, and
-    /// nothing is recorded, if any result is an error, the pod is deleted or moves to another node meanwhile, or the write is refused.
+    /// All claims are allocated or none: the answer has one allocation per claim, in the order of `claims`, or is an error that names
+    /// the claim at fault ([`DriverError::for_claim`]). Nothing is recorded, and [`Driver::deallocate`] follows for each claim, after an
+    /// error, if the pod is deleted or moves to another node meanwhile, or if the write is refused. So a driver need not undo its own
+    /// partial work.
+    ///
     /// The driver holds the returned devices until `observe` or `deallocate` (see the [module](self)). If called again for a claim that
     /// it still holds devices for, it returns the same allocation. An allocation that the API server would reject (more than 32 handles,
     /// a handle over 16 KiB) is not written, and reported.
@@ -263,7 +269,7 @@ pub trait Driver: Send + Sync + 'static {
         &self,
         claims: &[ClaimRequest<Self>],
         node: Option<&str>,
-    ) -> impl Future<Output = Result<Vec<Result<AllocationResult, DriverError>>, DriverError>> + Send;
+    ) -> impl Future<Output = Result<Vec<AllocationResult>>> + Send;
 
     /// Releases the allocation of a claim (Go: `Deallocate`).
     ///
@@ -275,20 +281,17 @@ pub trait Driver: Send + Sync + 'static {
     /// them when [`Driver::observe`] shows that the allocation is gone. An allocation that was never recorded is free when this returns.
     /// An error is reported on the claim, which keeps finalizer and allocation, and is retried with a growing delay, whatever its
     /// [kind](DriverErrorKind): a mistake must not leak a device.
-    fn deallocate(
-        &self,
-        deallocation: Deallocation<'_>,
-    ) -> impl Future<Output = Result<(), DriverError>> + Send;
+    fn deallocate(&self, deallocation: Deallocation<'_>) -> impl Future<Output = Result<()>> + Send;
 
     /// Reports the allocations of the claims: [all](Observation::All) of them once, before any other call, then each change in order,
     /// including our own writes. A driver rebuilds and maintains its allocation state from these calls.
     ///
-    /// A claim is reported if it has our finalizer or an allocation recorded as ours, regardless of the writer. The method must return at
-    /// once and must not panic: it runs in the task that decides. It returns the problems found (an unreadable handle, two claims with
-    /// one device); each becomes an event on its claim. Return new problems only, or they are reported again with every change.
-    fn observe(&self, observation: &Observation) -> Vec<Finding> {
+    /// A claim is reported if it has our finalizer or an allocation recorded as ours, regardless of the writer. Later calls wait until
+    /// the method has returned. It returns the problems found (an unreadable handle, two claims with one device); each becomes an event
+    /// on its claim. Return new problems only, or they are reported again with every change.
+    fn observe(&self, observation: &Observation) -> impl Future<Output = Vec<Finding>> + Send {
         let _ = observation;
-        Vec::new()
+        async { Vec::new() }
     }
 
     /// Yields whenever a pod that did not fit anywhere might fit now: a device was released, a node appeared, a parameter was fixed. As
@@ -314,6 +317,7 @@ pub trait Driver: Send + Sync + 'static {
 }
 
 /// A claim to evaluate or allocate, with its class and the parameters of both.
+#[non_exhaustive]
 pub struct ClaimRequest<D: Driver + ?Sized> {
     /// The name of the entry in `pod.spec.resourceClaims`; empty for an immediate claim.
     pub pod_claim_name: String,
@@ -328,14 +332,37 @@ pub struct ClaimRequest<D: Driver + ?Sized> {
 }
 
 impl<D: Driver + ?Sized> ClaimRequest<D> {
+    /// A request for `claim`, without the name of a pod's entry.
+    pub fn new(
+        claim: impl Into<Arc<ResourceClaim>>,
+        class: impl Into<Arc<ResourceClass>>,
+        class_parameters: impl Into<Arc<D::ClassParameters>>,
+        claim_parameters: D::ClaimParameters,
+    ) -> Self {
+        Self {
+            pod_claim_name: String::new(),
+            claim: claim.into(),
+            class: class.into(),
+            class_parameters: class_parameters.into(),
+            claim_parameters,
+        }
+    }
+
+    /// Sets the name of the entry in `pod.spec.resourceClaims`.
+    #[must_use]
+    pub fn pod_claim_name(mut self, name: impl Into<String>) -> Self {
+        self.pod_claim_name = name.into();
+        self
+    }
+
     /// The claim's uid.
     pub fn uid(&self) -> &str {
-        self.claim.metadata.uid.as_deref().unwrap_or_default()
+        uid(&self.claim)
     }
 }
 
-impl<D: Driver + ?Sized> std::fmt::Debug for ClaimRequest<D> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl<D: Driver + ?Sized> fmt::Debug for ClaimRequest<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ClaimRequest")
             .field("pod_claim_name", &self.pod_claim_name)
             .field("claim", &self.claim)
@@ -344,27 +371,37 @@ impl<D: Driver + ?Sized> std::fmt::Debug for ClaimRequest<D> {
     }
 }
 
-/// The nodes on which a claim cannot be allocated.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Verdict {
-    /// The reason for each unsuitable node, written for users ("3 of 3 held").
-    pub unsuitable_nodes: BTreeMap<String, String>,
-}
+/// The nodes on which a claim cannot be allocated, each with the reason, written for users ("3 of 3 held").
+pub type UnsuitableNodes = BTreeMap<String, String>;
 
 /// A claim whose allocation must be released.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Deallocation<'a> {
     /// The claim, in its last observed state.
     pub claim: &'a ResourceClaim,
     /// The allocation as recorded in the claim, or as returned by [`Driver::allocate`] in this process if its write was refused or the
-    /// write's answer was lost. After a restart, a driver finds its earlier work by the claim's uid.
+    /// write's answer was lost. After an error of `allocate` or a restart, a driver finds its earlier work by the claim's uid.
     pub allocation: Option<&'a AllocationResult>,
 }
 
-impl Deallocation<'_> {
+impl<'a> Deallocation<'a> {
+    /// The deallocation of a claim whose allocation is unknown, if it has any.
+    pub fn new(claim: &'a ResourceClaim) -> Self {
+        let allocation = None;
+        Self { claim, allocation }
+    }
+
+    /// Sets the allocation.
+    #[must_use]
+    pub fn allocation(mut self, allocation: Option<&'a AllocationResult>) -> Self {
+        self.allocation = allocation;
+        self
+    }
+
     /// The claim's uid.
     pub fn uid(&self) -> &str {
-        self.claim.metadata.uid.as_deref().unwrap_or_default()
+        uid(self.claim)
     }
 }
 
@@ -393,8 +430,38 @@ impl Observation {
     }
 }
 
+/// A claim that holds, or may hold, devices of this driver.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Holding {
+    /// The claim. Its `status.allocation` is the allocation; a claim with our finalizer but without an allocation may hold devices
+    /// that an earlier process allocated before it was killed. See [`pod_claim_name`](ResourceClaim::pod_claim_name).
+    pub claim: Arc<ResourceClaim>,
+}
+
+impl Holding {
+    /// The observation of a claim.
+    pub fn new(claim: impl Into<Arc<ResourceClaim>>) -> Self {
+        let claim = claim.into();
+        Self { claim }
+    }
+
+    /// The recorded allocation, if it contains something of `driver`: [`ResourceClaimStatus::allocation_of`].
+    ///
+    /// [`ResourceClaimStatus::allocation_of`]: crate::api::resource::ResourceClaimStatus::allocation_of
+    pub fn allocation(&self, driver: &str) -> Option<&AllocationResult> {
+        self.claim.status.allocation_of(driver)
+    }
+
+    /// The claim's uid.
+    pub fn uid(&self) -> &str {
+        uid(&self.claim)
+    }
+}
+
 /// A problem with an allocation. Becomes a Warning event, once, on the claim and on the pods that it is reserved for.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Finding {
     /// The claim's namespace.
     pub namespace: String,
@@ -411,39 +478,56 @@ pub struct Finding {
     pub take_back: bool,
 }
 
-/// A claim that holds, or may hold, something of this driver.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Holding {
-    /// The claim. Its `status.allocation` is the allocation; a claim with our finalizer but without an allocation may hold devices
-    /// that an earlier process allocated before it was killed. See [`pod_claim_name`](ResourceClaim::pod_claim_name).
-    pub claim: Arc<ResourceClaim>,
-}
-
-impl Holding {
-    /// The recorded allocation, if it contains something of `driver`: [`ResourceClaimStatus::allocation_of`].
-    ///
-    /// [`ResourceClaimStatus::allocation_of`]: crate::api::resource::ResourceClaimStatus::allocation_of
-    pub fn allocation(&self, driver: &str) -> Option<&AllocationResult> {
-        self.claim.status.allocation_of(driver)
+impl Finding {
+    /// A problem that leaves the claim its allocation.
+    pub fn new(claim: &ResourceClaim, reason: &'static str, message: impl Into<String>) -> Self {
+        let metadata = &claim.metadata;
+        Self {
+            namespace: metadata.namespace.clone().unwrap_or_default(),
+            name: metadata.name.clone().unwrap_or_default(),
+            uid: uid(claim).to_owned(),
+            reason,
+            message: message.into(),
+            take_back: false,
+        }
     }
 
-    /// The claim's uid.
-    pub fn uid(&self) -> &str {
-        self.claim.metadata.uid.as_deref().unwrap_or_default()
+    /// Sets [`Finding::take_back`].
+    #[must_use]
+    pub fn take_back(mut self, take_back: bool) -> Self {
+        self.take_back = take_back;
+        self
     }
 }
 
 /// New capacity: a device was released, a node appeared, or a parameter was fixed.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CapacityChange {
     /// The cause of the change.
     pub cause: CapacityCause,
-    /// How many waiting pods it may help, as far as the driver can tell; `None` if possibly all of them.
+    /// How many waiting pods it can help at most; `None` if the driver does not know, which wakes all of them.
     pub pods: Option<usize>,
+}
+
+impl CapacityChange {
+    /// A change that can help an unknown number of pods.
+    pub fn new(cause: CapacityCause) -> Self {
+        let pods = None;
+        Self { cause, pods }
+    }
+
+    /// Sets the number of waiting pods that the change can help at most.
+    #[must_use]
+    pub fn for_pods(mut self, pods: usize) -> Self {
+        self.pods = Some(pods);
+        self
+    }
 }
 
 /// The cause of a [`CapacityChange`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum CapacityCause {
     /// A device was released.
     Freed,
@@ -454,8 +538,9 @@ pub enum CapacityCause {
 }
 
 /// Why a call of a driver failed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, thiserror::Error)]
 #[error("{message}")]
+#[non_exhaustive]
 pub struct DriverError {
     /// Whether a retry can help.
     pub kind: DriverErrorKind,
@@ -463,10 +548,14 @@ pub struct DriverError {
     pub reason: &'static str,
     /// The problem and its fix, written for users.
     pub message: String,
+    /// The uid of the claim at fault, if a call for several claims fails because of one.
+    pub claim: Option<String>,
+    source: Option<Arc<dyn std::error::Error + Send + Sync>>,
 }
 
 /// Whether a retry can help.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum DriverErrorKind {
     /// Only a change by a person helps. Not retried until the claim, the class, or something that
     /// [`Driver::capacity_changes`] reports has changed.
@@ -478,19 +567,39 @@ pub enum DriverErrorKind {
 impl DriverError {
     /// An error that only a person can fix.
     pub fn invalid(reason: &'static str, message: impl Into<String>) -> Self {
-        Self {
-            kind: DriverErrorKind::Invalid,
-            reason,
-            message: message.into(),
-        }
+        Self::new(DriverErrorKind::Invalid, reason, message.into())
     }
 
     /// An error that may go away by itself.
     pub fn retry(reason: &'static str, message: impl Into<String>) -> Self {
+        Self::new(DriverErrorKind::Retry, reason, message.into())
+    }
+
+    fn new(kind: DriverErrorKind, reason: &'static str, message: String) -> Self {
         Self {
-            kind: DriverErrorKind::Retry,
+            kind,
             reason,
-            message: message.into(),
+            message,
+            claim: None,
+            source: None,
         }
     }
+
+    /// Names the claim at fault by its uid. The error is then reported on that claim, too.
+    #[must_use]
+    pub fn for_claim(mut self, uid: impl Into<String>) -> Self {
+        self.claim = Some(uid.into());
+        self
+    }
+
+    /// Adds the cause. It is logged; users see the message only.
+    #[must_use]
+    pub fn with_source(mut self, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        self.source = Some(Arc::from(source.into()));
+        self
+    }
+}
+
+fn uid(claim: &ResourceClaim) -> &str {
+    claim.metadata.uid.as_deref().unwrap_or_default()
 }

@@ -72,7 +72,7 @@ pub(super) fn run() {
 
 async fn measure(hostile: &Hostile, nodes: usize, claims: usize) {
     let driver = driver(hostile, nodes);
-    driver.ready().await;
+    driver.ready().await.unwrap();
     let names: Vec<String> = (0..nodes).map(node_name).collect();
     let honest = requests(&driver, "honest", 1).await;
     let mut alone = Times::default();
@@ -90,8 +90,8 @@ async fn measure(hostile: &Hostile, nodes: usize, claims: usize) {
                     .unsuitable_nodes(&Pod::default(), &requests, &names)
                     .await
                     .unwrap();
-                let answers = driver.allocate(&requests, None).await.unwrap();
-                for (request, _) in requests.iter().zip(answers).filter(|(_, answer)| answer.is_ok()) {
+                let _ = driver.allocate(&requests, None).await;
+                for request in &requests {
                     give_back(&driver, request).await;
                 }
             }
@@ -105,13 +105,8 @@ async fn measure(hostile: &Hostile, nodes: usize, claims: usize) {
             let driver = driver.clone();
             tokio::spawn(async move {
                 for _ in 0..4 {
-                    let answers = driver
-                        .allocate(std::slice::from_ref(&request), None)
-                        .await
-                        .unwrap();
-                    if answers.iter().all(Result::is_ok) {
-                        give_back(&driver, &request).await;
-                    }
+                    let _ = driver.allocate(std::slice::from_ref(&request), None).await;
+                    give_back(&driver, &request).await;
                 }
             })
         });
@@ -154,20 +149,18 @@ async fn allocate(driver: &HostDriver, honest: &[ClaimRequest<HostDriver>], time
         .unsuitable_nodes(&Pod::default(), honest, &node)
         .await
         .unwrap();
-    let answers = driver.allocate(honest, Some("honest")).await.unwrap();
+    driver.allocate(honest, Some("honest")).await.unwrap();
     times.push(start.elapsed());
-    assert!(answers.iter().all(Result::is_ok));
     for request in honest {
         give_back(driver, request).await;
     }
 }
 
 async fn give_back(driver: &HostDriver, request: &ClaimRequest<HostDriver>) {
-    let deallocation = Deallocation {
-        claim: &request.claim,
-        allocation: None,
-    };
-    driver.deallocate(deallocation).await.unwrap();
+    driver
+        .deallocate(Deallocation::new(&request.claim))
+        .await
+        .unwrap();
 }
 
 async fn requests(driver: &HostDriver, name: &str, number: usize) -> Vec<ClaimRequest<HostDriver>> {
@@ -190,13 +183,12 @@ async fn requests(driver: &HostDriver, name: &str, number: usize) -> Vec<ClaimRe
             .claim_parameters(&claim, &class, &class_parameters)
             .await
             .unwrap();
-        requests.push(ClaimRequest {
-            pod_claim_name: "device".to_owned(),
-            claim: Arc::new(claim),
-            class: Arc::clone(&class),
-            class_parameters: Arc::new(class_parameters),
+        requests.push(ClaimRequest::new(
+            claim,
+            Arc::clone(&class),
+            class_parameters,
             claim_parameters,
-        });
+        ));
     }
     requests
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use drayman::api::resource::{Pod, ResourceClaim, ResourceClass};
-use drayman::driver::{ClaimRequest, Driver, Verdict};
+use drayman::driver::{ClaimRequest, Driver, UnsuitableNodes};
 use drayman::host::HostDriver;
 use kube::client::Body;
 use serde_json::{Value, json};
@@ -34,19 +34,18 @@ async fn ask(
     claim: &Arc<ResourceClaim>,
     class: &Arc<ResourceClass>,
     nodes: &[String],
-) -> Vec<Verdict> {
+) -> Vec<UnsuitableNodes> {
     let class_parameters = driver.class_parameters(class).await.unwrap();
     let claim_parameters = driver
         .claim_parameters(claim, class, &class_parameters)
         .await
         .unwrap();
-    let request = ClaimRequest {
-        pod_claim_name: "device".to_owned(),
-        claim: Arc::clone(claim),
-        class: Arc::clone(class),
-        class_parameters: Arc::new(class_parameters),
+    let request = ClaimRequest::new(
+        Arc::clone(claim),
+        Arc::clone(class),
+        class_parameters,
         claim_parameters,
-    };
+    );
     driver.unsuitable_nodes(pod, &[request], nodes).await.unwrap()
 }
 
@@ -57,7 +56,7 @@ pub(super) fn run() {
         .unwrap();
     runtime.block_on(async {
         let driver = HostDriver::start(client(), DRIVER, CancellationToken::new());
-        driver.ready().await;
+        driver.ready().await.unwrap();
         let class: ResourceClass = serde_json::from_value(json!({
             "metadata": { "name": "test" }, "driverName": DRIVER,
             "parametersRef": { "apiGroup": DRIVER, "kind": "DeviceClassParameters", "name": "test" },
@@ -76,7 +75,7 @@ pub(super) fn run() {
         let first = ask(&driver, &pod, &claim, &class, &asked).await;
         let first_time = start.elapsed();
         // Of the nodes with an even number every device has an even serial number.
-        let unsuitable = first.first().map_or(0, |verdict| verdict.unsuitable_nodes.len());
+        let unsuitable = first.first().map_or(0, UnsuitableNodes::len);
         assert_eq!(unsuitable, 64, "the selectors tell nodes apart");
         let about = format!(
             "{NODES} nodes with {DEVICES} devices each, {} different ones, 2 selectors",
@@ -110,7 +109,7 @@ pub(super) fn memory() {
         .unwrap();
     runtime.block_on(async {
         let driver = HostDriver::start(hostile_client(), DRIVER, CancellationToken::new());
-        driver.ready().await;
+        driver.ready().await.unwrap();
         let class: ResourceClass = serde_json::from_value(json!({
             "metadata": { "name": "test" }, "driverName": DRIVER,
             "parametersRef": { "apiGroup": DRIVER, "kind": "DeviceClassParameters", "name": "test" },

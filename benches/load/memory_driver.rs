@@ -2,7 +2,7 @@
 
 use drayman::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
 use drayman::controller::Controller;
-use drayman::driver::{ClaimRequest, Deallocation, Driver, DriverError, Verdict};
+use drayman::driver::{ClaimRequest, Deallocation, Driver, Result, UnsuitableNodes};
 use kube::config::{Config, KubeConfigOptions, Kubeconfig};
 use tokio_util::sync::CancellationToken;
 
@@ -22,16 +22,11 @@ impl Driver for MemoryDriver {
         DRIVER
     }
 
-    async fn class_parameters(&self, _: &ResourceClass) -> Result<(), DriverError> {
+    async fn class_parameters(&self, _: &ResourceClass) -> Result<()> {
         Ok(())
     }
 
-    async fn claim_parameters(
-        &self,
-        _: &ResourceClaim,
-        _: &ResourceClass,
-        (): &(),
-    ) -> Result<(), DriverError> {
+    async fn claim_parameters(&self, _: &ResourceClaim, _: &ResourceClass, (): &()) -> Result<()> {
         Ok(())
     }
 
@@ -40,19 +35,19 @@ impl Driver for MemoryDriver {
         _: &Pod,
         claims: &[ClaimRequest<Self>],
         _: &[String],
-    ) -> Result<Vec<Verdict>, DriverError> {
-        Ok(vec![Verdict::default(); claims.len()])
+    ) -> Result<Vec<UnsuitableNodes>> {
+        Ok(vec![UnsuitableNodes::new(); claims.len()])
     }
 
     async fn allocate(
         &self,
         claims: &[ClaimRequest<Self>],
         _: Option<&str>,
-    ) -> Result<Vec<Result<AllocationResult, DriverError>>, DriverError> {
-        Ok(claims.iter().map(|_| Ok(AllocationResult::default())).collect())
+    ) -> Result<Vec<AllocationResult>> {
+        Ok(vec![AllocationResult::default(); claims.len()])
     }
 
-    async fn deallocate(&self, _: Deallocation<'_>) -> Result<(), DriverError> {
+    async fn deallocate(&self, _: Deallocation<'_>) -> Result<()> {
         Ok(())
     }
 }

@@ -194,7 +194,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
         );
         let (leading, leads) = watch::channel(false);
         let (figures, counted) = watch::channel(Figures::default());
-        let observer = Observer::of_controller(cluster.driver.name.clone(), counted, leads);
+        let observer = Observer::of_controller(cluster.driver.name.clone(), counted.clone(), leads);
         let requests = observer.requests();
         let client = client::build_counted(configuration.clone(), "controller", &requests)?;
         let of_lease = requests.clone();
@@ -202,10 +202,13 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
             client::build_counted(configuration.clone(), "controller", &of_lease)
         });
         let ready = Arc::new(move || {
-            requests
-                .granted()
-                .then_some(())
-                .ok_or_else(|| "the API server has granted no request yet".to_owned())
+            if !requests.granted() {
+                return Err("the API server has granted no request yet".to_owned());
+            }
+            match &counted.borrow().not_ready {
+                Some(error) => Err(format!("the driver is not ready: {error}")),
+                None => Ok(()),
+            }
         });
         observer.serve(*observe, ready, &shutdown).await?;
         serve(
@@ -257,6 +260,7 @@ fn refused(error: ControllerError) -> Error {
         | ControllerError::Silent(_)
         | ControllerError::LeaseThread(_)
         | ControllerError::LeaseConnection(_)
-        | ControllerError::LeaseLost => Error::Runtime(error.into()),
+        | ControllerError::LeaseLost
+        | ControllerError::Observe(_) => Error::Runtime(error.into()),
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use futures::StreamExt as _;
 use futures::future::FutureExt as _;
 use kube::api::Api;
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{Semaphore, mpsc, watch as watch_value};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -21,18 +21,24 @@ use crate::core::claims::{
 use crate::driver::{ClaimRequest, Deallocation, Driver, DriverError};
 
 use super::events::Reports;
+use super::observations::Observations;
 use super::watch::{self, Prune, Standby, trimmed};
 use super::write::{self, ENDS, Fence, MAX_REQUESTS, Pause, fenced};
-use super::{Controller, Figures};
+use super::{Controller, ControllerError, Figures};
 
 /// Maximum number of calls younger than [`CALL_SLOT_TIME`].
 const MAX_CALLS: usize = 64;
 /// Age after which a call no longer counts, so that hanging calls leave room for others. With the usual time limit of a call (30 s)
 /// at most 64 times 31 calls are pending, and the next call waits at most one second for each 64 that hang.
 const CALL_SLOT_TIME: Duration = Duration::from_secs(1);
+/// First delay before `Driver::ready` is called again after an error; it doubles up to [`MAX_READY_RETRY_INTERVAL`].
+const READY_RETRY_INTERVAL: Duration = Duration::from_millis(100);
+/// The longest delay: a driver serves at most this long after its fault has ended.
+const MAX_READY_RETRY_INTERVAL: Duration = Duration::from_secs(30);
 
 pub(super) struct Executor<D> {
     shared: Arc<Shared<D>>,
+    observations: Observations,
     answers: mpsc::UnboundedSender<Event>,
     tasks: TaskTracker,
 }
@@ -48,6 +54,7 @@ struct Shared<D> {
     calls: Calls,
     fence: Fence,
     pause: Pause,
+    figures: watch_value::Sender<Figures>,
 }
 
 impl<D: Driver> Controller<D> {
@@ -59,7 +66,7 @@ impl<D: Driver> Controller<D> {
         fence: &Fence,
         pause: Pause,
         shutdown: &CancellationToken,
-    ) -> bool {
+    ) -> Result<bool, ControllerError> {
         let (mut watches, seen) = standby.begin();
         watches.push(watch::claims(&self.client));
         let mut capacity_changes = pin!(self.driver.capacity_changes());
@@ -72,7 +79,7 @@ impl<D: Driver> Controller<D> {
             self.request_timeout,
             answers.clone(),
         );
-        let executor = Executor::new(self, fence.clone(), pause, answers);
+        let mut executor = Executor::new(self, fence.clone(), pause, answers);
         let mut state = ControllerState::new(self.settings.clone());
         let start = Instant::now();
         let now = || Moment::new(start.elapsed());
@@ -83,6 +90,7 @@ impl<D: Driver> Controller<D> {
             let deadline = state.next_deadline().map(|moment| start + moment.since_start());
             let event = tokio::select! {
                 () = shutdown.cancelled() => break,
+                error = executor.failed() => return Err(error),
                 Some(event) = watches.next() => Some(event),
                 Some(event) = answered.recv() => Some(event),
                 Some(change) = capacity_changes.next() => Some(Event::Capacity(change)),
@@ -109,15 +117,15 @@ impl<D: Driver> Controller<D> {
             // Without a receiver, as in most vendors' tests, the statistics are not collected.
             if self.figures.receiver_count() > 0 {
                 let statistics = state.statistics();
-                self.figures.send_replace(Figures {
-                    since: start,
-                    statistics,
+                self.figures.send_modify(|figures| {
+                    figures.since = start;
+                    figures.statistics = statistics;
                 });
             }
         }
         let ended = executor.finish(self.request_timeout).await;
         reports.finish(self.request_timeout).await;
-        ended
+        Ok(ended)
     }
 }
 
@@ -139,29 +147,39 @@ impl<D: Driver> Executor<D> {
             calls: Calls::default(),
             fence,
             pause,
+            figures: controller.figures.clone(),
         };
+        let tasks = TaskTracker::new();
+        let observations = Observations::start(
+            shared.driver.clone(),
+            shared.call_timeout,
+            answers.clone(),
+            &tasks,
+        );
         Self {
             shared: Arc::new(shared),
+            observations,
             answers,
-            tasks: TaskTracker::new(),
+            tasks,
         }
     }
 
-    /// Starts to execute a command. Observations are passed to the driver at once, in order.
-    pub(super) fn execute(&self, command: Command) {
+    /// Waits until the driver fails to process an observation.
+    pub(super) async fn failed(&mut self) -> ControllerError {
+        self.observations.failed().await
+    }
+
+    /// Starts to execute a command. A driver call waits for the observations before it.
+    pub(super) fn execute(&mut self, command: Command) {
         let shared = self.shared.clone();
         match command {
-            Command::Observe(observation) => {
-                let findings = shared.driver.observe(&observation);
-                if !findings.is_empty() {
-                    let _ = self.answers.send(Event::Found(findings));
-                }
-            }
+            Command::Observe(observation) => self.observations.push(observation),
             Command::AwaitDriver => {
-                let answers = self.answers.clone();
+                let (answers, observed) = (self.answers.clone(), self.observations.processed());
                 // Not tracked: a driver that never becomes ready must not delay the shutdown.
                 tokio::spawn(async move {
-                    shared.driver.ready().await;
+                    observed.await;
+                    ready(&shared).await;
                     let _ = answers.send(Event::DriverReady);
                 });
             }
@@ -189,10 +207,13 @@ impl<D: Driver> Executor<D> {
                     write::context(&shared.client, &key, &uid, &shared.settings.driver_name, &entries);
                 Answer::ContextWritten(shared.write(write).await)
             }),
-            Command::CallDriver { id, request } => self.answer_unless_closed(id, async move {
-                let made = call(shared.clone(), request);
-                shared.calls.make(&shared.fence, made).await
-            }),
+            Command::CallDriver { id, request } => {
+                let observed = self.observations.processed();
+                self.answer_unless_closed(id, async move {
+                    let made = call(shared.clone(), observed, request);
+                    shared.calls.make(&shared.fence, made).await
+                });
+            }
             // Reports have their own queue.
             Command::Report(_) => {}
         }
@@ -214,11 +235,18 @@ impl<D: Driver> Executor<D> {
 
     /// Starts nothing new, and waits at most `limit` for pending operations. Returns whether all of them have finished.
     pub(super) async fn finish(self, limit: Duration) -> bool {
-        self.shared.fence.close();
-        self.tasks.close();
-        let ended = tokio::time::timeout(limit, self.tasks.wait()).await.is_ok();
+        let Self {
+            shared,
+            observations,
+            tasks,
+            ..
+        } = self;
+        shared.fence.close();
+        drop(observations);
+        tasks.close();
+        let ended = tokio::time::timeout(limit, tasks.wait()).await.is_ok();
         if !ended {
-            tracing::warn!(left = self.tasks.len(), "calls were left unanswered at the end");
+            tracing::warn!(left = tasks.len(), "calls were left unanswered at the end");
         }
         ended
     }
@@ -300,69 +328,71 @@ impl<D: Driver> Shared<D> {
                 .claim_parameters(&claim, &class, &class_parameters)
                 .await
                 .map_err(|error| call_error(error, Subject::Claim(key)))?;
-            let class_parameters = Arc::new(class_parameters);
-            requests.push(ClaimRequest {
-                pod_claim_name,
-                claim,
-                class,
-                class_parameters,
-                claim_parameters,
-            });
+            let request = ClaimRequest::new(claim, class, class_parameters, claim_parameters);
+            requests.push(request.pod_claim_name(pod_claim_name));
         }
         Ok(requests)
     }
 }
 
+/// Waits until the driver is ready.
+async fn ready<D: Driver>(shared: &Arc<Shared<D>>) {
+    let mut delay = READY_RETRY_INTERVAL;
+    loop {
+        let driver = shared.driver.clone();
+        // In a separate task, so that a panic is an error like others.
+        let answer = tokio::spawn(async move { driver.ready().await }).await;
+        let answer =
+            answer.unwrap_or_else(|_| Err(DriverError::retry("DriverPanicked", "the driver panicked")));
+        let not_ready = answer.err();
+        if let Some(error) = &not_ready {
+            let source = std::error::Error::source(error).map(tracing::field::display);
+            tracing::warn!(reason = error.reason, %error, source, "the driver is not ready");
+        }
+        let is_ready = not_ready.is_none();
+        shared
+            .figures
+            .send_modify(|figures| figures.not_ready = not_ready);
+        if is_ready {
+            return;
+        }
+        tokio::time::sleep(delay).await;
+        delay = delay.saturating_mul(2).min(MAX_READY_RETRY_INTERVAL);
+    }
+}
+
 /// Calls the driver with a time limit in a separate task, so that a panic or a hang affects only this call.
-async fn call<D: Driver>(shared: Arc<Shared<D>>, request: DriverRequest) -> Answer {
+async fn call<D: Driver>(
+    shared: Arc<Shared<D>>,
+    observed: impl Future<Output = ()> + Send + 'static,
+    request: DriverRequest,
+) -> Answer {
     let timeout = shared.call_timeout;
     match request {
         DriverRequest::UnsuitableNodes { pod, claims, nodes } => Answer::Evaluated(
             limited(timeout, async move {
+                observed.await;
                 let requests = shared.requests(claims).await?;
-                shared
-                    .driver
-                    .unsuitable_nodes(&pod, &requests, &nodes)
-                    .await
-                    .map_err(|error| call_error(error, Subject::Call))
+                let answer = shared.driver.unsuitable_nodes(&pod, &requests, &nodes).await;
+                answer.map_err(|error| request_error(error, &requests))
             })
             .await,
         ),
         DriverRequest::Allocate { claims, node } => Answer::Allocated(
             limited(timeout, async move {
-                let keys: Vec<ObjectKey> = claims
-                    .iter()
-                    .map(|claim| ObjectKey::of(&claim.claim.metadata))
-                    .collect();
+                observed.await;
                 let requests = shared.requests(claims).await?;
-                let results = shared
-                    .driver
-                    .allocate(&requests, node.as_deref())
-                    .await
-                    .map_err(|error| call_error(error, Subject::Call))?;
-                let subjects = keys
-                    .into_iter()
-                    .map(Subject::Claim)
-                    .chain(std::iter::repeat(Subject::Call));
-                Ok(results
-                    .into_iter()
-                    .zip(subjects)
-                    .map(|(result, subject)| result.map_err(|error| call_error(error, subject)))
-                    .collect())
+                let answer = shared.driver.allocate(&requests, node.as_deref()).await;
+                answer.map_err(|error| request_error(error, &requests))
             })
             .await,
         ),
         DriverRequest::Deallocate { claim, allocation } => Answer::Deallocated(
             limited(timeout, async move {
-                let key = ObjectKey::of(&claim.metadata);
-                shared
-                    .driver
-                    .deallocate(Deallocation {
-                        claim: &claim,
-                        allocation: allocation.as_ref(),
-                    })
-                    .await
-                    .map_err(|error| call_error(error, Subject::Claim(key)))
+                observed.await;
+                let deallocation = Deallocation::new(&claim).allocation(allocation.as_ref());
+                let answer = shared.driver.deallocate(deallocation).await;
+                answer.map_err(|error| call_error(error, Subject::Claim(ObjectKey::of(&claim.metadata))))
             })
             .await,
         ),
@@ -396,7 +426,20 @@ async fn limited<T: Send + 'static>(
     }
 }
 
+/// An error of a call for several claims. Its subject is the claim that the driver names.
+fn request_error<D: Driver>(error: DriverError, requests: &[ClaimRequest<D>]) -> CallError {
+    let at_fault = |request: &&ClaimRequest<D>| error.claim.as_deref() == Some(request.uid());
+    let at_fault = requests.iter().find(at_fault);
+    let subject = at_fault.map_or(Subject::Call, |request| {
+        Subject::Claim(ObjectKey::of(&request.claim.metadata))
+    });
+    call_error(error, subject)
+}
+
 fn call_error(error: DriverError, subject: Subject) -> CallError {
+    if let Some(source) = std::error::Error::source(&error) {
+        tracing::warn!(reason = error.reason, %error, %source, "a call of the driver failed");
+    }
     CallError {
         kind: error.kind.into(),
         subject,

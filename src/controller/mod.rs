@@ -52,6 +52,7 @@
 mod events;
 mod execute;
 mod leader;
+mod observations;
 mod predecessors;
 mod rivals;
 mod watch;
@@ -66,7 +67,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::api::resource::{GROUP, VERSION};
 use crate::core::claims::Settings;
-use crate::driver::Driver;
+use crate::driver::{Driver, DriverError};
 
 pub use crate::core::claims::{Moment, QueueStatistics, Statistics};
 pub use crate::core::distribution::Distribution;
@@ -94,6 +95,9 @@ pub enum ControllerError {
     /// With these settings two controllers could write at once, or one lost request would end the lease.
     #[error("leader election: {0}")]
     LeaderElection(#[from] LeaseSettingsError),
+    /// The driver has failed to process an observation, so its state is unknown.
+    #[error("the driver's state is unknown: {0}: start again")]
+    Observe(String),
     /// The thread that renews the lease cannot be started.
     #[error("leader election: no thread for the lease: {0}")]
     LeaseThread(#[source] std::io::Error),
@@ -131,6 +135,8 @@ pub struct Figures {
     pub since: Instant,
     /// The counters since then.
     pub statistics: Statistics,
+    /// The last error of [`Driver::ready`], until it succeeds.
+    pub not_ready: Option<DriverError>,
 }
 
 impl Default for Figures {
@@ -138,6 +144,7 @@ impl Default for Figures {
         Self {
             since: Instant::now(),
             statistics: Statistics::default(),
+            not_ready: None,
         }
     }
 }
@@ -202,9 +209,8 @@ impl<D: Driver> Controller<D> {
         let mut standby = Standby::new(&self.client);
         let Some(election) = self.leader_election.clone() else {
             self.leading.send_replace(true);
-            self.serve(standby, &Fence::new(None, None), pause, &shutdown)
-                .await;
-            return Ok(());
+            let fence = Fence::new(None, None);
+            return self.serve(standby, &fence, pause, &shutdown).await.map(drop);
         };
         let settings = election.settings(self.request_timeout);
         settings.check()?;
@@ -220,7 +226,7 @@ impl<D: Driver> Controller<D> {
         let fence = election.fence();
         self.leading.send_replace(true);
         let ended = tokio::select! {
-            ended = self.serve(standby, &fence, pause, &shutdown) => ended,
+            ended = self.serve(standby, &fence, pause, &shutdown) => ended?,
             () = election.lost() => return Err(ControllerError::LeaseLost),
             never = rivals::notice(&self.client, &terms, self.request_timeout) => match never {},
         };

@@ -23,8 +23,8 @@ use crate::core::allocation::inventory::Node;
 use crate::core::allocation::parameters::{ClassParameters, DeviceRequests, Selector};
 use crate::core::allocation::work::{CALL_WORK_MAX, INSTANT_WORK_MAX, QUICK_WORK_MAX, Work};
 use crate::driver::{
-    CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, DriverErrorKind, Finding,
-    Observation, Verdict,
+    CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Finding, Observation,
+    UnsuitableNodes,
 };
 use crate::host::changes::Changes;
 use crate::host::fair_queue::FairQueue;
@@ -252,11 +252,9 @@ impl Shared {
             let judged = self.judge_kind(kind, selector.expression()).await;
             judged.map_err(|refusal| match refusal {
                 Refusal::Wrong(error) => selector.refusal(error).into(),
-                Refusal::Unfinished(error) => DriverError {
-                    kind: DriverErrorKind::Retry,
-                    reason: "SelectorUnfinished",
-                    ..selector.refusal(error).into()
-                },
+                Refusal::Unfinished(error) => {
+                    DriverError::retry("SelectorUnfinished", selector.refusal(error).to_string())
+                }
             })?;
         }
         Ok(())
@@ -485,10 +483,11 @@ impl Driver for HostDriver {
         &self.shared.name
     }
 
-    async fn ready(&self) {
+    async fn ready(&self) -> Result<(), DriverError> {
         let mut synced = self.shared.synced.subscribe();
         // The sender lives as long as self.
         let _ = synced.wait_for(|synced| synced.all()).await;
+        Ok(())
     }
 
     async fn class_parameters(&self, class: &ResourceClass) -> Result<ClassParameters, DriverError> {
@@ -517,7 +516,7 @@ impl Driver for HostDriver {
         _pod: &Pod,
         claims: &[ClaimRequest<Self>],
         nodes: &[String],
-    ) -> Result<Vec<Verdict>, DriverError> {
+    ) -> Result<Vec<UnsuitableNodes>, DriverError> {
         let wishes: Vec<RequestedClaim<'_>> = claims.iter().map(wish).collect();
         let mut verdicts: Verdicts = vec![BTreeMap::new(); claims.len()];
         let mut instant = Work::new(INSTANT_WORK_MAX);
@@ -535,17 +534,14 @@ impl Driver for HostDriver {
         if !left.is_empty() {
             self.search_verdicts(claims, left, &mut verdicts).await;
         }
-        Ok(verdicts
-            .into_iter()
-            .map(|unsuitable_nodes| Verdict { unsuitable_nodes })
-            .collect())
+        Ok(verdicts)
     }
 
     async fn allocate(
         &self,
         claims: &[ClaimRequest<Self>],
         node: Option<&str>,
-    ) -> Result<Vec<Result<AllocationResult, DriverError>>, DriverError> {
+    ) -> Result<Vec<AllocationResult>, DriverError> {
         let wishes: Vec<RequestedClaim<'_>> = claims.iter().map(wish).collect();
         let target = node.map_or(Target::Anywhere, Target::Node);
         let mut allocated = None;
@@ -566,11 +562,14 @@ impl Driver for HostDriver {
             None => self.search_allocation(claims, target).await,
         };
         self.shared.changes.report(CapacityCause::Freed, allocated.freed);
-        Ok(allocated
-            .answers
-            .into_iter()
-            .map(|answer| answer.map_err(DriverError::from))
-            .collect())
+        let refused = claims.iter().zip(&allocated.answers);
+        let refused = refused.filter_map(|(request, answer)| Some((request, answer.as_ref().err()?)));
+        // The claim at fault; the pod's other claims are refused because of it.
+        let refused = refused.min_by_key(|(_, error)| matches!(error, AllocateError::Together { .. }));
+        match refused {
+            Some((request, error)) => Err(DriverError::from(error.clone()).for_claim(request.uid())),
+            None => Ok(allocated.answers.into_iter().flatten().collect()),
+        }
     }
 
     async fn deallocate(&self, deallocation: Deallocation<'_>) -> Result<(), DriverError> {
@@ -579,7 +578,7 @@ impl Driver for HostDriver {
         Ok(())
     }
 
-    fn observe(&self, observation: &Observation) -> Vec<Finding> {
+    async fn observe(&self, observation: &Observation) -> Vec<Finding> {
         let driver = self.name();
         let Observed { freed, problems } = {
             let books = &mut self.shared.state().books;

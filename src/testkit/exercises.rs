@@ -24,11 +24,9 @@ pub(super) async fn full<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capa
     };
     let held = instance.some(places).await?;
     let claim = [scene.claim()?];
-    let verdicts = instance.judge(&claim, &scene.nodes).await?;
+    let verdicts = instance.unsuitable_nodes(&claim, &scene.nodes).await?;
     for node in &scene.nodes {
-        let reason = verdicts
-            .first()
-            .and_then(|verdict| verdict.unsuitable_nodes.get(node));
+        let reason = verdicts.first().and_then(|unsuitable| unsuitable.get(node));
         if reason.is_none_or(|reason| reason.trim().is_empty()) {
             let tried = format!(
                 "unsuitable_nodes with {} claims allocated, which is all that fit",
@@ -39,24 +37,17 @@ pub(super) async fn full<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capa
         }
     }
     for node in scene.nodes.iter().map(|node| Some(node.as_str())).chain([None]) {
-        for result in instance.allocate(&claim, node).await? {
-            let tried = format!("allocate one more than the {places} that fit");
-            match result {
-                Ok(_) => {
-                    let expected = "an error";
-                    return Err(instance.broken(
-                        Rule::NeverMoreThanThereIs,
-                        &tried,
-                        expected,
-                        "an allocation",
-                    ));
-                }
-                Err(error) if error.kind == DriverErrorKind::Invalid => {
-                    let expected = "an error of the kind Retry: nobody has done anything wrong";
-                    return Err(instance.broken(Rule::FullIsAVerdict, &tried, expected, shown_error(&error)));
-                }
-                Err(_) => {}
+        let tried = format!("allocate one more than the {places} that fit");
+        match instance.allocate(&claim, node).await? {
+            Ok(_) => {
+                let rule = Rule::NeverMoreThanThereIs;
+                return Err(instance.broken(rule, &tried, "an error", "an allocation"));
             }
+            Err(error) if error.kind == DriverErrorKind::Invalid => {
+                let expected = "an error of the kind Retry: nobody has done anything wrong";
+                return Err(instance.broken(Rule::FullIsAVerdict, &tried, expected, shown_error(&error)));
+            }
+            Err(_) => {}
         }
     }
     instance.give_back(&held).await?;
@@ -92,8 +83,7 @@ pub(super) async fn rush<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capa
             return Err(instance.broken(Rule::NeverMoreThanThereIs, &tried, expected, found));
         }
         for claim in &claims {
-            let holding = Holding { claim: claim.clone() };
-            instance.deallocate(&holding, None).await?;
+            instance.deallocate(&Holding::new(claim.clone()), None).await?;
         }
     }
     let tried = "after allocations at the same time, all is given back";
@@ -112,7 +102,7 @@ pub(super) async fn again<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Cap
             let again = instance
                 .allocate(std::slice::from_ref(&one.claim), Some(&one.node))
                 .await?;
-            let same = matches!(again.as_slice(), [Ok(allocation)] if *allocation == one.allocation);
+            let same = matches!(again.as_deref(), Ok([allocation]) if *allocation == one.allocation);
             if !same {
                 let expected = format!("{:?}", one.allocation);
                 let found = format!("{again:?}");
@@ -124,9 +114,7 @@ pub(super) async fn again<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Cap
     instance
         .expect_free(Rule::AllocateAgainIsTheSame, tried, places, held.len())
         .await?;
-    let stranger = Holding {
-        claim: scene.claim()?,
-    };
+    let stranger = Holding::new(scene.claim()?);
     for _ in 0..2 {
         instance.deallocate(&stranger, None).await?;
     }
@@ -274,25 +262,16 @@ pub(super) async fn batch<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Cap
         .await?;
     let Some(places) = *places else { return Ok(()) };
     let claims = scene.claims(places + 1)?;
-    let results = instance.allocate(&claims, Some(node)).await?;
-    if results.iter().all(Result::is_ok) {
+    if instance.allocate(&claims, Some(node)).await?.is_ok() {
         let tried = format!("allocate {} claims together where {places} fit", claims.len());
         let found = "an allocation for each";
-        return Err(instance.broken(
-            Rule::NeverMoreThanThereIs,
-            &tried,
-            "an error for one at least",
-            found,
-        ));
+        return Err(instance.broken(Rule::NeverMoreThanThereIs, &tried, "an error", found));
     }
-    for (claim, result) in claims.iter().zip(&results) {
-        if let Ok(allocation) = result {
-            let holding = Holding { claim: claim.clone() };
-            instance.deallocate(&holding, Some(allocation)).await?;
-        }
+    for claim in &claims {
+        instance.deallocate(&Holding::new(claim.clone()), None).await?;
     }
     let tried = format!(
-        "allocate {} claims together where {places} fit, and give back what was allocated",
+        "allocate {} claims together where {places} fit, and deallocate each",
         claims.len()
     );
     instance
@@ -306,8 +285,7 @@ pub(super) async fn dropped<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &C
     for waits in 1..=WAITS {
         let claim = scene.claim()?;
         let done = instance.allocate_and_drop(&claim, &capacity.node, waits).await?;
-        let holding = Holding { claim };
-        instance.deallocate(&holding, None).await?;
+        instance.deallocate(&Holding::new(claim), None).await?;
         let tried = if done {
             "allocate whose answer is lost, then deallocate".to_owned()
         } else {

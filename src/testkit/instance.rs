@@ -13,7 +13,7 @@ use super::scene::{Done, Place, Scene, Stop, names};
 use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClaimStatus};
 use crate::driver::{
     CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, DriverErrorKind, Holding, Observation,
-    Verdict,
+    UnsuitableNodes,
 };
 
 /// Maximum length of an event reason.
@@ -39,16 +39,12 @@ impl Held {
             allocation: Some(self.allocation.clone()),
             ..ResourceClaimStatus::default()
         };
-        Holding {
-            claim: Arc::new(claim),
-        }
+        Holding::new(claim)
     }
 
     /// Returns the claim without an allocation; it still has our finalizer.
     pub(super) fn unrecorded(&self) -> Holding {
-        Holding {
-            claim: self.claim.clone(),
-        }
+        Holding::new(self.claim.clone())
     }
 
     pub(super) fn uid(&self) -> String {
@@ -157,7 +153,7 @@ impl<'a, D: Driver> Instance<'a, D> {
         };
         let driver = self.driver.clone();
         let findings = self
-            .call(&shown, async move { driver.observe(&observation) })
+            .call(&shown, async move { driver.observe(&observation).await })
             .await?;
         self.scene.note(format!("{shown} -> {} findings", findings.len()));
         match findings.first() {
@@ -177,10 +173,16 @@ impl<'a, D: Driver> Instance<'a, D> {
         let driver = self.driver.clone();
         let ready = self.process.run(async move { driver.ready().await });
         match tokio::time::timeout(self.limit, ready).await {
-            Ok(Ok(())) => {
+            Ok(Ok(Ok(()))) => {
                 self.scene.note("ready()");
                 Ok(())
             }
+            Ok(Ok(Err(error))) => Err(self.scene.broken(
+                Rule::BecomesReady,
+                "ready",
+                "Ok: the objects of the test are there",
+                shown_error(&error),
+            )),
             Ok(Err(failure)) => {
                 let panic = format!("a panic: {failure}");
                 Err(self.scene.broken(Rule::NoPanic, "ready", "it returns", panic))
@@ -203,13 +205,8 @@ impl<'a, D: Driver> Instance<'a, D> {
                 for (number, claim) in list.into_iter().enumerate() {
                     let class_parameters = driver.class_parameters(&class).await?;
                     let claim_parameters = driver.claim_parameters(&claim, &class, &class_parameters).await?;
-                    requests.push(ClaimRequest {
-                        pod_claim_name: format!("entry-{number}"),
-                        claim,
-                        class: class.clone(),
-                        class_parameters: Arc::new(class_parameters),
-                        claim_parameters,
-                    });
+                    let request = ClaimRequest::new(claim, class.clone(), class_parameters, claim_parameters);
+                    requests.push(request.pod_claim_name(format!("entry-{number}")));
                 }
                 Ok(requests)
             })
@@ -226,7 +223,11 @@ impl<'a, D: Driver> Instance<'a, D> {
     }
 
     /// Calls `unsuitable_nodes` for the claims.
-    pub(super) async fn judge(&self, claims: &[Arc<ResourceClaim>], nodes: &[String]) -> Done<Vec<Verdict>> {
+    pub(super) async fn unsuitable_nodes(
+        &self,
+        claims: &[Arc<ResourceClaim>],
+        nodes: &[String],
+    ) -> Done<Vec<UnsuitableNodes>> {
         let requests = self.requests(claims).await?;
         let (driver, asked) = (self.driver.clone(), nodes.to_vec());
         let what = format!("unsuitable_nodes({}, [{}])", names(claims), nodes.join(", "));
@@ -239,7 +240,7 @@ impl<'a, D: Driver> Instance<'a, D> {
             Ok(verdicts) => verdicts,
             Err(error) => {
                 self.readable(&what, &error)?;
-                let expected = "verdicts: a node that is full or unknown is a verdict, and no error";
+                let expected = "no error: a full or unknown node is unsuitable";
                 return Err(self.scene.broken(
                     Rule::OneVerdictPerClaim,
                     &what,
@@ -250,7 +251,7 @@ impl<'a, D: Driver> Instance<'a, D> {
         };
         let shown: Vec<String> = verdicts
             .iter()
-            .map(|verdict| format!("{:?}", verdict.unsuitable_nodes))
+            .map(|unsuitable| format!("{unsuitable:?}"))
             .collect();
         self.scene.note(format!("{what} -> [{}]", shown.join(", ")));
         if verdicts.len() == claims.len() {
@@ -268,7 +269,7 @@ impl<'a, D: Driver> Instance<'a, D> {
         &self,
         claims: &[Arc<ResourceClaim>],
         node: Option<&str>,
-    ) -> Done<Vec<Result<AllocationResult, DriverError>>> {
+    ) -> Done<Result<Vec<AllocationResult>, DriverError>> {
         let requests = self.requests(claims).await?;
         let (driver, to) = (self.driver.clone(), node.map(str::to_owned));
         let what = format!("allocate({}, {})", names(claims), node.unwrap_or("anywhere"));
@@ -278,20 +279,24 @@ impl<'a, D: Driver> Instance<'a, D> {
                 async move { driver.allocate(&requests, to.as_deref()).await },
             )
             .await?;
-        let results = answer.unwrap_or_else(|error| vec![Err(error); claims.len()]);
-        let shown: Vec<String> = results.iter().map(shown_result).collect();
+        let allocations = match answer {
+            Ok(allocations) => allocations,
+            Err(error) => {
+                self.scene.note(format!("{what} -> {}", shown_error(&error)));
+                self.readable(&what, &error)?;
+                return Ok(Err(error));
+            }
+        };
+        let shown: Vec<String> = allocations.iter().map(shown_allocation).collect();
         self.scene.note(format!("{what} -> [{}]", shown.join(", ")));
-        for error in results.iter().filter_map(|result| result.as_ref().err()) {
-            self.readable(&what, error)?;
-        }
-        for allocation in results.iter().filter_map(|result| result.as_ref().ok()) {
+        for allocation in &allocations {
             self.check(&what, allocation, node)?;
         }
-        if results.len() == claims.len() {
-            return Ok(results);
+        if allocations.len() == claims.len() {
+            return Ok(Ok(allocations));
         }
-        let expected = format!("{} results, one for each claim in their order", claims.len());
-        let found = format!("{} results", results.len());
+        let expected = format!("{} allocations, one for each claim in their order", claims.len());
+        let found = format!("{} allocations", allocations.len());
         Err(self.scene.broken(Rule::OneResultPerClaim, &what, expected, found))
     }
 
@@ -329,11 +334,9 @@ impl<'a, D: Driver> Instance<'a, D> {
         );
         let answer = self
             .call(&what, async move {
-                let deallocation = Deallocation {
-                    claim: &claim,
-                    allocation: allocation.as_ref(),
-                };
-                driver.deallocate(deallocation).await
+                driver
+                    .deallocate(Deallocation::new(&claim).allocation(allocation.as_ref()))
+                    .await
             })
             .await?;
         let Err(error) = answer else {
@@ -380,19 +383,21 @@ impl<'a, D: Driver> Instance<'a, D> {
                 driver.allocate(&requests, Some(&to)).await
             });
             async move {
-                let mut results = call.await?.unwrap_or_else(|error| vec![Err(error)]);
-                let result = results.pop().map(|result| {
-                    result.map(|allocation| Held {
-                        claim: claim.clone(),
-                        allocation,
-                        node: node.clone(),
-                    })
-                });
-                result.ok_or_else(|| {
-                    let expected = "one result, for the one claim";
-                    self.scene
-                        .broken(Rule::OneResultPerClaim, "allocate", expected, "none")
-                })
+                let mut allocations = match call.await? {
+                    Ok(allocations) => allocations,
+                    Err(error) => return Ok(Err(error)),
+                };
+                let Some(allocation) = allocations.pop() else {
+                    let expected = "one allocation, for the one claim";
+                    return Err(self
+                        .scene
+                        .broken(Rule::OneResultPerClaim, "allocate", expected, "none"));
+                };
+                Ok(Ok(Held {
+                    claim: claim.clone(),
+                    allocation,
+                    node: node.clone(),
+                }))
             }
         });
         futures::future::join_all(calls).await.into_iter().collect()
@@ -439,18 +444,11 @@ pub(super) fn shown_error(error: &DriverError) -> String {
     format!("error {:?} ({kind}): {:?}", error.reason, error.message)
 }
 
-fn shown_result(result: &Result<AllocationResult, DriverError>) -> String {
-    match result {
-        Ok(allocation) => {
-            let data = allocation
-                .resource_handles
-                .first()
-                .and_then(|handle| handle.data.as_deref());
-            let data: String = data.unwrap_or_default().chars().take(60).collect();
-            format!("ok {data:?}")
-        }
-        Err(error) => shown_error(error),
-    }
+fn shown_allocation(allocation: &AllocationResult) -> String {
+    let handle = allocation.resource_handles.first();
+    let data = handle.and_then(|handle| handle.data.as_deref());
+    let data: String = data.unwrap_or_default().chars().take(60).collect();
+    format!("ok {data:?}")
 }
 
 fn holdings(all: &[Holding], scene: &Scene) -> String {

@@ -8,7 +8,7 @@ use super::report::Report;
 use super::rule::Rule;
 use super::scene::{Done, Scene, Stop};
 use crate::api::resource::{AllocationResult, ResourceClaim};
-use crate::driver::{Driver, DriverError, Holding, Observation};
+use crate::driver::{Driver, Holding, Observation};
 
 /// A node that does not exist in any cluster of the kit.
 const NOWHERE: &str = "conformance-nowhere";
@@ -37,11 +37,11 @@ impl<D: Driver> Instance<'_, D> {
     /// Allocates a claim on a suitable node; `None` if no node is suitable.
     pub(super) async fn allocate_one(&self) -> Done<Option<Held>> {
         let claim = [self.scene.claim()?];
-        let verdicts = self.judge(&claim, &self.scene.nodes).await?;
+        let verdicts = self.unsuitable_nodes(&claim, &self.scene.nodes).await?;
         let objects = |node: &&String| {
             verdicts
                 .first()
-                .is_some_and(|verdict| verdict.unsuitable_nodes.contains_key(*node))
+                .is_some_and(|unsuitable| unsuitable.contains_key(*node))
         };
         let Some(node) = self.scene.nodes.iter().find(|node| !objects(node)) else {
             return Ok(None);
@@ -61,8 +61,7 @@ impl<D: Driver> Instance<'_, D> {
         claims: &[Arc<ResourceClaim>],
         node: &str,
     ) -> Done<Vec<AllocationResult>> {
-        let results = self.allocate(claims, Some(node)).await?;
-        let refused = |error: DriverError| {
+        self.allocate(claims, Some(node)).await?.map_err(|error| {
             let tried = format!("allocate on {node}, to which unsuitable_nodes did not object");
             self.broken(
                 Rule::VerdictHolds,
@@ -70,11 +69,7 @@ impl<D: Driver> Instance<'_, D> {
                 "an allocation for each claim",
                 shown_error(&error),
             )
-        };
-        results
-            .into_iter()
-            .map(|result| result.map_err(refused))
-            .collect()
+        })
     }
 
     pub(super) async fn some(&self, count: usize) -> Done<Vec<Held>> {
@@ -148,13 +143,13 @@ pub(super) async fn basics<D: Driver>(kit: &Kit<D>, scene: &Scene, report: &mut 
     }
     report.tried(Rule::ParametersAreRead);
     let nowhere = [NOWHERE.to_owned()];
-    instance.judge(&claims, &nowhere).await?;
-    instance.judge(&claims, &[]).await?;
-    instance.judge(&[], &scene.nodes).await?;
-    let first = instance.judge(&claims, &scene.nodes).await?;
+    instance.unsuitable_nodes(&claims, &nowhere).await?;
+    instance.unsuitable_nodes(&claims, &[]).await?;
+    instance.unsuitable_nodes(&[], &scene.nodes).await?;
+    let first = instance.unsuitable_nodes(&claims, &scene.nodes).await?;
     report.tried(Rule::OneVerdictPerClaim);
     for _ in 0..3 {
-        let next = instance.judge(&claims, &scene.nodes).await?;
+        let next = instance.unsuitable_nodes(&claims, &scene.nodes).await?;
         if next != first {
             let expected = format!("{first:?}, as before");
             let found = format!("{next:?}");
@@ -188,10 +183,12 @@ pub(super) async fn basics<D: Driver>(kit: &Kit<D>, scene: &Scene, report: &mut 
     for candidate in &scene.nodes {
         for count in (together..=fit.min(instance.most)).rev() {
             let claims = scene.claims(count)?;
-            let verdicts = instance.judge(&claims, std::slice::from_ref(candidate)).await?;
+            let verdicts = instance
+                .unsuitable_nodes(&claims, std::slice::from_ref(candidate))
+                .await?;
             if !verdicts
                 .iter()
-                .any(|verdict| verdict.unsuitable_nodes.contains_key(candidate))
+                .any(|unsuitable| unsuitable.contains_key(candidate))
             {
                 if count > together || candidate == &node {
                     (node, together) = (candidate.clone(), count);

@@ -18,7 +18,7 @@
 //! # use std::collections::BTreeMap;
 //! # use std::sync::Mutex;
 //! # use drayman::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
-//! # use drayman::driver::{ClaimRequest, Deallocation, DriverError, Verdict};
+//! # use drayman::driver::{ClaimRequest, Deallocation, Result, UnsuitableNodes};
 //! use drayman::driver::Driver;
 //! use drayman::testkit::{Broken, conformance};
 //!
@@ -27,19 +27,15 @@
 //! #     type ClassParameters = ();
 //! #     type ClaimParameters = ();
 //! #     fn name(&self) -> &str { self.name }
-//! #     async fn class_parameters(&self, _: &ResourceClass) -> Result<(), DriverError> { Ok(()) }
-//! #     async fn claim_parameters(&self, _: &ResourceClaim, _: &ResourceClass, _: &()) -> Result<(), DriverError> { Ok(()) }
-//! #     async fn unsuitable_nodes(&self, _: &Pod, claims: &[ClaimRequest<Self>], _: &[String]) -> Result<Vec<Verdict>, DriverError> {
-//! #         Ok(vec![Verdict::default(); claims.len()])
+//! #     async fn class_parameters(&self, _: &ResourceClass) -> Result<()> { Ok(()) }
+//! #     async fn claim_parameters(&self, _: &ResourceClaim, _: &ResourceClass, _: &()) -> Result<()> { Ok(()) }
+//! #     async fn unsuitable_nodes(&self, _: &Pod, claims: &[ClaimRequest<Self>], _: &[String]) -> Result<Vec<UnsuitableNodes>> {
+//! #         Ok(vec![UnsuitableNodes::new(); claims.len()])
 //! #     }
-//! #     async fn allocate(
-//! #         &self,
-//! #         claims: &[ClaimRequest<Self>],
-//! #         _: Option<&str>,
-//! #     ) -> Result<Vec<Result<AllocationResult, DriverError>>, DriverError> {
-//! #         Ok(claims.iter().map(|_| Ok(AllocationResult::new(self.name, "version=1"))).collect())
+//! #     async fn allocate(&self, claims: &[ClaimRequest<Self>], _: Option<&str>) -> Result<Vec<AllocationResult>> {
+//! #         Ok(vec![AllocationResult::new(self.name, "version=1"); claims.len()])
 //! #     }
-//! #     async fn deallocate(&self, _: Deallocation<'_>) -> Result<(), DriverError> { Ok(()) }
+//! #     async fn deallocate(&self, _: Deallocation<'_>) -> Result<()> { Ok(()) }
 //! # }
 //! # #[tokio::main]
 //! # async fn main() -> Result<(), Broken> {

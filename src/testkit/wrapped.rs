@@ -9,7 +9,7 @@ use super::process::Fate;
 use super::story::TOLD;
 use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
 use crate::driver::{
-    CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Finding, Observation, Verdict,
+    CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Finding, Observation, UnsuitableNodes,
 };
 
 pub(super) struct Wrapped<D> {
@@ -38,13 +38,10 @@ impl<D: Driver> Wrapped<D> {
                     .lock()
                     .unwrap_or_else(PoisonError::into_inner)
                     .take();
-                Ok(ClaimRequest {
-                    pod_claim_name: request.pod_claim_name.clone(),
-                    claim: request.claim.clone(),
-                    class: request.class.clone(),
-                    class_parameters: (*request.class_parameters).clone(),
-                    claim_parameters: parameters.ok_or_else(lost)?,
-                })
+                let (claim, class) = (request.claim.clone(), request.class.clone());
+                let class_parameters = (*request.class_parameters).clone();
+                let inner = ClaimRequest::new(claim, class, class_parameters, parameters.ok_or_else(lost)?);
+                Ok(inner.pod_claim_name(&request.pod_claim_name))
             })
             .collect()
     }
@@ -71,8 +68,8 @@ impl<D: Driver> Driver for Wrapped<D> {
         self.driver.name()
     }
 
-    async fn ready(&self) {
-        self.driver.ready().await;
+    async fn ready(&self) -> Result<(), DriverError> {
+        self.driver.ready().await
     }
 
     async fn class_parameters(&self, class: &ResourceClass) -> Result<Arc<D::ClassParameters>, DriverError> {
@@ -97,7 +94,7 @@ impl<D: Driver> Driver for Wrapped<D> {
         pod: &Pod,
         claims: &[ClaimRequest<Self>],
         nodes: &[String],
-    ) -> Result<Vec<Verdict>, DriverError> {
+    ) -> Result<Vec<UnsuitableNodes>, DriverError> {
         let inner = Self::inner(claims)?;
         let what = format!("unsuitable_nodes({}, [{}])", claims_of(&inner), nodes.join(", "));
         self.step(what, self.driver.unsuitable_nodes(pod, &inner, nodes))
@@ -108,7 +105,7 @@ impl<D: Driver> Driver for Wrapped<D> {
         &self,
         claims: &[ClaimRequest<Self>],
         node: Option<&str>,
-    ) -> Result<Vec<Result<AllocationResult, DriverError>>, DriverError> {
+    ) -> Result<Vec<AllocationResult>, DriverError> {
         let inner = Self::inner(claims)?;
         let what = format!("allocate({}, {})", claims_of(&inner), node.unwrap_or("anywhere"));
         self.step(what, self.driver.allocate(&inner, node)).await
@@ -120,7 +117,7 @@ impl<D: Driver> Driver for Wrapped<D> {
         self.step(what, self.driver.deallocate(deallocation)).await
     }
 
-    fn observe(&self, observation: &Observation) -> Vec<Finding> {
+    async fn observe(&self, observation: &Observation) -> Vec<Finding> {
         let what = match observation {
             Observation::All(all) => format!("{TOLD}(All of {} claims)", all.len()),
             Observation::Changed(holding) => {
@@ -136,7 +133,7 @@ impl<D: Driver> Driver for Wrapped<D> {
             Observation::Gone { .. } => format!("{TOLD}(Gone)"),
         };
         if self.fate.count(what) {
-            self.driver.observe(observation)
+            self.driver.observe(observation).await
         } else {
             Vec::new()
         }

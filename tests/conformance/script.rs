@@ -10,7 +10,7 @@ use anyhow::bail;
 use drayman::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass, ResourceHandle};
 use drayman::driver::{
     CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Finding, Observation,
-    Verdict,
+    UnsuitableNodes,
 };
 use futures::{Stream, StreamExt as _};
 use serde_json::json;
@@ -351,9 +351,10 @@ impl Driver for Script {
         &self.0.name
     }
 
-    async fn ready(&self) {
+    async fn ready(&self) -> Result<(), DriverError> {
         let mut ready = self.0.ready.subscribe();
         let _ = ready.wait_for(|ready| *ready).await;
+        Ok(())
     }
 
     async fn class_parameters(&self, class: &ResourceClass) -> Result<(), DriverError> {
@@ -374,7 +375,7 @@ impl Driver for Script {
         pod: &Pod,
         claims: &[ClaimRequest<Self>],
         nodes: &[String],
-    ) -> Result<Vec<Verdict>, DriverError> {
+    ) -> Result<Vec<UnsuitableNodes>, DriverError> {
         let what = What::Judge {
             pod: pod.metadata.name.clone().unwrap_or_default(),
             claims: asked(claims),
@@ -394,21 +395,19 @@ impl Driver for Script {
                     .collect()
             }
         };
-        let verdict = |request: &ClaimRequest<Self>| {
+        let unsuitable = |request: &ClaimRequest<Self>| {
             let of_claim = bad.iter().filter(|(claim, _)| *claim == name(&request.claim));
             let nodes = of_claim.flat_map(|(_, nodes)| nodes);
-            Verdict {
-                unsuitable_nodes: nodes.map(|node| (node.clone(), "full".to_owned())).collect(),
-            }
+            nodes.map(|node| (node.clone(), "full".to_owned())).collect()
         };
-        Ok(claims.iter().map(verdict).collect())
+        Ok(claims.iter().map(unsuitable).collect())
     }
 
     async fn allocate(
         &self,
         claims: &[ClaimRequest<Self>],
         node: Option<&str>,
-    ) -> Result<Vec<Result<AllocationResult, DriverError>>, DriverError> {
+    ) -> Result<Vec<AllocationResult>, DriverError> {
         let what = What::Allocate {
             claims: asked(claims),
             node: node.map(str::to_owned),
@@ -418,7 +417,9 @@ impl Driver for Script {
         let allocate = |request: &ClaimRequest<Self>| {
             let claim = &request.claim;
             match &act {
-                Act::FailOne(which, error) if *which == name(claim) => return Err(error.clone()),
+                Act::FailOne(which, error) if *which == name(claim) => {
+                    return Err(error.clone().for_claim(request.uid()));
+                }
                 _ => {}
             }
             let mut allocation = state.allocate(&self.0.name, claim, node)?;
@@ -431,7 +432,7 @@ impl Driver for Script {
         };
         match &act {
             Act::Short => Ok(Vec::new()),
-            _ => Ok(claims.iter().map(allocate).collect()),
+            _ => claims.iter().map(allocate).collect(),
         }
     }
 
@@ -453,7 +454,7 @@ impl Driver for Script {
         Ok(())
     }
 
-    fn observe(&self, observation: &Observation) -> Vec<Finding> {
+    async fn observe(&self, observation: &Observation) -> Vec<Finding> {
         self.state().observed.push(observation.clone());
         self.0.changed.send_replace(());
         if let Observation::Gone { uid } = observation {
@@ -488,7 +489,6 @@ impl Driver for Script {
     }
 
     fn capacity_changes(&self) -> impl Stream<Item = CapacityChange> + Send + 'static {
-        WatchStream::from_changes(self.0.capacity.subscribe())
-            .map(|cause| CapacityChange { cause, pods: None })
+        WatchStream::from_changes(self.0.capacity.subscribe()).map(CapacityChange::new)
     }
 }

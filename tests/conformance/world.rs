@@ -6,7 +6,6 @@ mod late;
 mod owners;
 mod refused;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,7 +14,7 @@ use drayman::core::claims::{
     Answer, CallId, Command, ControllerState, DriverRequest, Event, Moment, ObjectKey, Outcome, Report,
     Settings,
 };
-use drayman::driver::{CapacityCause, CapacityChange, Observation, Verdict};
+use drayman::driver::{CapacityCause, CapacityChange, Observation, UnsuitableNodes};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
@@ -100,9 +99,7 @@ fn a_pod_that_waits_costs_nothing_for_five_minutes_and_then_one_question_to_the_
     else {
         panic!("{commands:?}")
     };
-    let full = Verdict {
-        unsuitable_nodes: BTreeMap::from(["a", "b"].map(|node| (node.to_owned(), "full".to_owned()))),
-    };
+    let full = UnsuitableNodes::from(["a", "b"].map(|node| (node.to_owned(), "full".to_owned())));
     let commands = answer(&mut world, *id, Answer::Evaluated(Ok(vec![full.clone()])), now);
     let [Command::Report(_), Command::WriteContext { id, entries, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
@@ -167,9 +164,7 @@ fn what_a_pod_waits_for_and_how_long_its_waking_takes_is_counted() {
     };
     let full = |nodes: &[&str]| {
         let unsuitable_nodes = nodes.iter().map(|node| ((*node).to_owned(), "full".to_owned()));
-        Answer::Evaluated(Ok(vec![Verdict {
-            unsuitable_nodes: unsuitable_nodes.collect(),
-        }]))
+        Answer::Evaluated(Ok(vec![unsuitable_nodes.collect()]))
     };
     assert_eq!(waiting(&world), []);
     let commands = answer(&mut world, *id, full(&["a", "b"]), start);
@@ -185,10 +180,7 @@ fn what_a_pod_waits_for_and_how_long_its_waking_takes_is_counted() {
 
     // Something becomes free, and the scheduler is told of the node three seconds later.
     let now = start.after(Duration::from_secs(60));
-    let change = CapacityChange {
-        cause: CapacityCause::Freed,
-        pods: Some(1),
-    };
+    let change = CapacityChange::new(CapacityCause::Freed).for_pods(1);
     world.apply(Event::Capacity(change), now);
     let commands = world.decide(now);
     let [Command::CallDriver { id, .. }] = commands.as_slice() else {
@@ -239,7 +231,7 @@ fn own_writes_stand_until_the_watch_shows_them() {
     let commands = answer(
         &mut world,
         *id,
-        Answer::Evaluated(Ok(vec![Verdict::default()])),
+        Answer::Evaluated(Ok(vec![UnsuitableNodes::new()])),
         now,
     );
     let [Command::WriteContext { id, .. }] = commands.as_slice() else {
@@ -268,7 +260,7 @@ fn own_writes_stand_until_the_watch_shows_them() {
         commands = answer(
             &mut world,
             *id,
-            Answer::Evaluated(Ok(vec![Verdict::default()])),
+            Answer::Evaluated(Ok(vec![UnsuitableNodes::new()])),
             now,
         );
     }
@@ -364,7 +356,7 @@ fn another_driver_is_named_once_when_it_has_said_nothing_for_a_minute() {
     let [Command::CallDriver { id, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
-    let judged = Answer::Evaluated(Ok(vec![Verdict::default()]));
+    let judged = Answer::Evaluated(Ok(vec![UnsuitableNodes::new()]));
     assert_eq!(
         answer(&mut world, *id, judged, start),
         [],

@@ -196,7 +196,7 @@ impl Stage {
                 Answer::Evaluated(self.driver.unsuitable_nodes(&self.facts, claims, nodes))
             }
             DriverRequest::Allocate { claims, node } => {
-                Answer::Allocated(Ok(self.driver.allocate(&self.facts, claims, node.as_deref())))
+                Answer::Allocated(self.driver.allocate(&self.facts, claims, node.as_deref()))
             }
             DriverRequest::Deallocate { claim, .. } => {
                 let freed = self.driver.deallocate(&crate::driver::uid_of(claim));
@@ -233,7 +233,9 @@ impl Stage {
     }
 
     pub(crate) fn announce_change(&mut self, cause: CapacityCause, pods: Option<usize>, delay: u64) {
-        let event = Event::Capacity(CapacityChange { cause, pods });
+        let mut change = CapacityChange::new(cause);
+        change.pods = pods;
+        let event = Event::Capacity(change);
         let generation = self.generation;
         self.after(
             delay,

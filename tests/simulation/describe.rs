@@ -97,15 +97,9 @@ fn describe_answer(answer: &Answer) -> String {
         Answer::ClaimRead(Ok(Some(claim))) => describe_claim(claim),
         Answer::ClaimWritten(result) => outcome(result, |claim| describe_claim(claim)),
         Answer::ContextWritten(result) => outcome(result, |context| describe_context(context)),
-        Answer::Allocated(Ok(results)) => {
-            let results: Vec<String> = results
-                .iter()
-                .map(|result| match result {
-                    Ok(allocation) => format!("{:?}", hold_of(allocation)),
-                    Err(error) => error.message.clone(),
-                })
-                .collect();
-            format!("allocated {results:?}")
+        Answer::Allocated(Ok(allocations)) => {
+            let holds: Vec<_> = allocations.iter().map(hold_of).collect();
+            format!("allocated {holds:?}")
         }
         other => format!("{other:?}"),
     }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::resource::{AllocationResult, ResourceClaim, ResourceHandle};
 use drayman::core::claims::{CallError, CallErrorKind, ClaimToAllocate, ObjectKey, Subject};
-use drayman::driver::{Holding, Observation, Verdict};
+use drayman::driver::{Holding, Observation, UnsuitableNodes};
 
 /// The name of the driver under test.
 pub(crate) const DRIVER: &str = "sim.drayman.dev";
@@ -128,7 +128,7 @@ impl MemoryDriver {
         facts: &Facts,
         claims: &[ClaimToAllocate],
         nodes: &[String],
-    ) -> Result<Vec<Verdict>, CallError> {
+    ) -> Result<Vec<UnsuitableNodes>, CallError> {
         let mut wanted = 0;
         for claim in claims {
             wanted += facts
@@ -137,16 +137,16 @@ impl MemoryDriver {
                 .count;
         }
         let own: Vec<String> = claims.iter().map(|claim| uid_of(&claim.claim)).collect();
-        let mut verdict = Verdict::default();
+        let mut unsuitable = UnsuitableNodes::new();
         for node in nodes {
             let free = self.free(facts, node, &own).len();
             if free < wanted {
                 let all = facts.nodes.get(node).map_or(0, BTreeSet::len);
                 let reason = format!("{} of {all} held", all.saturating_sub(free));
-                verdict.unsuitable_nodes.insert(node.clone(), reason);
+                unsuitable.insert(node.clone(), reason);
             }
         }
-        Ok(vec![verdict; claims.len()])
+        Ok(vec![unsuitable; claims.len()])
     }
 
     /// Idempotent by uid. What is held without being recorded moves to the node that is asked for now.
@@ -155,12 +155,9 @@ impl MemoryDriver {
         facts: &Facts,
         claims: &[ClaimToAllocate],
         node: Option<&str>,
-    ) -> Vec<Result<AllocationResult, CallError>> {
-        let mut results = Vec::new();
-        for claim in claims {
-            results.push(self.allocate_one(facts, claim, node));
-        }
-        results
+    ) -> Result<Vec<AllocationResult>, CallError> {
+        let allocate = |claim| self.allocate_one(facts, claim, node);
+        claims.iter().map(allocate).collect()
     }
 
     fn allocate_one(

@@ -54,22 +54,12 @@ impl Stage {
     /// What the driver has noticed on its own reaches the controller.
     pub(crate) fn tell_problems(&mut self) {
         for (uid, message) in std::mem::take(&mut self.driver.problems) {
-            let claims = self.store.claims.iter();
-            let key = claims
-                .filter(|(_, claim)| uid_of(claim) == uid)
-                .map(|(key, _)| key.clone())
-                .next();
-            let Some(ObjectKey { namespace, name }) = key else {
+            let mut claims = self.store.claims.values();
+            let Some(claim) = claims.find(|claim| uid_of(claim) == uid) else {
                 continue;
             };
-            let event = Event::Found(vec![Finding {
-                namespace,
-                name,
-                uid,
-                reason: "DeviceHeldTwice",
-                message,
-                take_back: true,
-            }]);
+            let finding = Finding::new(claim, "DeviceHeldTwice", message).take_back(true);
+            let event = Event::Found(vec![finding]);
             let (delay, generation) = (self.delay(), self.generation);
             self.after(
                 delay,

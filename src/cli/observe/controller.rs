@@ -24,7 +24,9 @@ pub(super) struct ControllerMetrics {
 
 impl Collector for ControllerMetrics {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result {
-        let Figures { since, statistics } = self.figures.borrow().clone();
+        let Figures {
+            since, statistics, ..
+        } = self.figures.borrow().clone();
         let leads = *self.leads.borrow();
         series(&mut encoder, &table::LEADER, |values| {
             values.gauge(&[&self.driver_name], f64::from(u8::from(leads)))

@@ -4,7 +4,6 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -287,14 +286,12 @@ impl Reading<'_> {
         let driver =
             HostDriver::start_for_namespace(self.client.clone(), self.driver, &self.namespace, ended);
         let holds = |claim: &&ResourceClaim| claim.status.driver_name.as_deref() == Some(self.driver);
-        let holdings = self.claims.items.iter().filter(holds).map(|claim| Holding {
-            claim: Arc::new(claim.clone()),
-        });
-        driver.observe(&Observation::All(holdings.collect()));
+        let holdings = self.claims.items.iter().filter(holds).cloned().map(Holding::new);
+        driver.observe(&Observation::All(holdings.collect())).await;
         tokio::time::timeout(READY_LIMIT, driver.ready()).await.context(
             "the inventories and parameters cannot be read: you need the right to list and watch nodeinventories, \
              deviceclassparameters and deviceclaimparameters (and `drayman doctor` says whether they are defined)",
-        )?;
+        )?.map_err(anyhow::Error::from)?;
         let mut requests = Vec::new();
         let mut places = Vec::new();
         for (place, wanted) in wanted.into_iter().enumerate() {
@@ -309,13 +306,10 @@ impl Reading<'_> {
                 Ok((class_parameters, claim_parameters)) => {
                     let wants = in_words(&claim_parameters);
                     places.push(place);
-                    requests.push(ClaimRequest::<HostDriver> {
-                        pod_claim_name: entry.map(|entry| entry.name.clone()).unwrap_or_default(),
-                        claim: Arc::new(claim),
-                        class: Arc::new(class),
-                        class_parameters: Arc::new(class_parameters),
-                        claim_parameters,
-                    });
+                    let name = entry.map(|entry| entry.name.as_str()).unwrap_or_default();
+                    let request =
+                        ClaimRequest::<HostDriver>::new(claim, class, class_parameters, claim_parameters);
+                    requests.push(request.pod_claim_name(name));
                     Ok(wants)
                 }
                 Err(error) => Err(error.to_string()),
@@ -332,7 +326,7 @@ impl Reading<'_> {
             .context("the driver cannot judge the nodes")?;
         for (place, verdict) in places.into_iter().zip(verdicts) {
             if let Some(said) = said.get_mut(place) {
-                let reason = |node: &String| (node.clone(), verdict.unsuitable_nodes.get(node).cloned());
+                let reason = |node: &String| (node.clone(), verdict.get(node).cloned());
                 said.nodes = nodes.iter().map(reason).collect();
             }
         }

@@ -289,9 +289,7 @@ impl Claim {
     }
 
     fn holding(&self) -> Holding {
-        Holding {
-            claim: self.object.clone(),
-        }
+        Holding::new(self.object.clone())
     }
 
     pub(super) fn is_observed(&self) -> bool {

@@ -15,7 +15,7 @@ use std::time::Duration;
 use crate::api::resource::{
     NODE_LIST_MAX, Pod, PodSchedulingContext, ResourceClaimSchedulingStatus, controller_of,
 };
-use crate::driver::Verdict;
+use crate::driver::UnsuitableNodes;
 
 use super::cache::{Cache, Resolved};
 use super::claim::ClaimPhase;
@@ -110,7 +110,7 @@ pub(super) struct Context {
     /// The claims that its pod names, whether or not they exist.
     named: BTreeSet<ObjectKey>,
     /// The last verdict, in the order of `EvaluationInput::claims`.
-    verdict: Option<(EvaluationInput, Vec<Verdict>)>,
+    verdict: Option<(EvaluationInput, Vec<UnsuitableNodes>)>,
     /// Inputs that the driver cannot evaluate or allocate. It is not called again while they are unchanged.
     invalid: Option<EvaluationInput>,
     /// Nodes on which the driver refused to allocate although it had reported them as suitable, each with the reason. Cleared by a change,
@@ -835,7 +835,7 @@ impl Context {
     /// Handles the driver's verdicts.
     pub(super) fn evaluated(
         &mut self,
-        answer: Result<Vec<Verdict>, CallError>,
+        answer: Result<Vec<UnsuitableNodes>, CallError>,
         cache: &Cache,
         now: Moment,
     ) -> Actions {
@@ -853,9 +853,8 @@ impl Context {
                 if before.is_some_and(|(before, _)| before.claims != input.claims) {
                     self.refused_nodes.clear();
                 }
-                let count = |verdict: &[Verdict]| -> usize {
-                    verdict.iter().map(|verdict| verdict.unsuitable_nodes.len()).sum()
-                };
+                let count =
+                    |verdict: &[UnsuitableNodes]| -> usize { verdict.iter().map(UnsuitableNodes::len).sum() };
                 let helped = before
                     .is_some_and(|(before, old)| before.nodes == input.nodes && count(old) > count(&verdict));
                 self.verdict = Some((input, verdict));
@@ -928,7 +927,7 @@ impl Context {
         pod: &Arc<Pod>,
         pending: &PendingClaims,
         nodes: &[String],
-        verdict: &[Verdict],
+        verdict: &[UnsuitableNodes],
         cache: &Cache,
         now: Moment,
         actions: &mut Actions,
@@ -937,7 +936,7 @@ impl Context {
         let mut reasons: Vec<BTreeMap<String, String>> = own
             .iter()
             .filter_map(|claim| verdict.get(claim.position))
-            .map(|verdict| verdict.unsuitable_nodes.clone())
+            .cloned()
             .collect();
         let evaluated: BTreeSet<&String> = nodes.iter().collect();
         for reasons in &mut reasons {

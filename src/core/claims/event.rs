@@ -11,7 +11,7 @@ use crate::api::resource::{
     AllocationResult, Pod, PodSchedulingContext, ResourceClaim, ResourceClaimConsumerReference,
     ResourceClaimSchedulingStatus, ResourceClass, finalizer_of,
 };
-use crate::driver::{CapacityChange, DriverErrorKind, Finding, Observation, Verdict};
+use crate::driver::{CapacityChange, DriverErrorKind, Finding, Observation, UnsuitableNodes};
 
 /// A point in time, as the duration since the controller's start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -175,10 +175,10 @@ pub enum Answer {
     ClaimWritten(Outcome<Arc<ResourceClaim>>),
     /// Answer to [`Command::WriteContext`].
     ContextWritten(Outcome<Arc<PodSchedulingContext>>),
-    /// Answer to [`DriverRequest::UnsuitableNodes`]: one verdict per claim, in order.
-    Evaluated(Result<Vec<Verdict>, CallError>),
-    /// Answer to [`DriverRequest::Allocate`]: one result per claim, in order.
-    Allocated(Result<Vec<Result<AllocationResult, CallError>>, CallError>),
+    /// Answer to [`DriverRequest::UnsuitableNodes`]: one entry per claim, in order.
+    Evaluated(Result<Vec<UnsuitableNodes>, CallError>),
+    /// Answer to [`DriverRequest::Allocate`]: one allocation per claim, in order, or none.
+    Allocated(Result<Vec<AllocationResult>, CallError>),
     /// Answer to [`DriverRequest::Deallocate`].
     Deallocated(Result<(), CallError>),
 }

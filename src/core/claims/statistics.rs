@@ -102,11 +102,7 @@ impl Statistics {
     pub(super) fn called(&mut self, answer: &Answer) {
         let (call, failure) = match answer {
             Answer::Evaluated(answer) => ("UnsuitableNodes", answer.as_ref().err()),
-            Answer::Allocated(Err(error)) => ("Allocate", Some(error)),
-            Answer::Allocated(Ok(answers)) => (
-                "Allocate",
-                answers.iter().find_map(|answer| answer.as_ref().err()),
-            ),
+            Answer::Allocated(answer) => ("Allocate", answer.as_ref().err()),
             Answer::Deallocated(answer) => ("Deallocate", answer.as_ref().err()),
             Answer::PodRead(_)
             | Answer::ClaimRead(_)
@@ -134,8 +130,7 @@ pub(super) fn is_failure(answer: &Answer) -> bool {
         Answer::ClaimWritten(outcome) => !matches!(outcome, Outcome::Done(_)),
         Answer::ContextWritten(outcome) => !matches!(outcome, Outcome::Done(_)),
         Answer::Evaluated(answer) => answer.is_err(),
-        Answer::Allocated(Err(_)) => true,
-        Answer::Allocated(Ok(answers)) => answers.iter().any(Result::is_err),
+        Answer::Allocated(answer) => answer.is_err(),
         Answer::Deallocated(answer) => answer.is_err(),
     }
 }

@@ -318,30 +318,15 @@ impl Transaction {
     /// Handles the driver's answer for the whole transaction.
     pub(super) fn allocated(
         &mut self,
-        result: Result<Vec<Result<AllocationResult, CallError>>, CallError>,
+        result: Result<Vec<AllocationResult>, CallError>,
         around: &Surroundings<'_>,
     ) {
         if self.phase != Phase::Allocating {
             return;
         }
-        let count = self.items.len();
-        let results = match result {
-            Ok(results) if results.len() == count => results,
-            Ok(results) => {
-                let message = format!("the driver answered for {} of {count} claims", results.len());
-                self.failure = Some(misbehaved(message));
-                self.begin_to_deallocate(|_| true);
-                return;
-            }
-            Err(error) => {
-                self.failure = Some(Failure::Driver(error));
-                self.begin_to_deallocate(|_| true);
-                return;
-            }
-        };
-        for (item, result) in self.items.iter_mut().zip(results) {
-            match result {
-                Ok(allocation) => {
+        match result {
+            Ok(allocations) if allocations.len() == self.items.len() => {
+                for (item, allocation) in self.items.iter_mut().zip(allocations) {
                     // Check before the first write: a claim that the server refuses would leave the others allocated in vain.
                     if let Err(message) = allocation.check() {
                         let message = format!("the driver's allocation for claim {}: {message}", item.key);
@@ -349,16 +334,19 @@ impl Transaction {
                     }
                     item.allocation = Some(allocation);
                 }
-                Err(error) => {
-                    self.failure.get_or_insert(Failure::Driver(error));
-                }
             }
+            Ok(allocations) => {
+                let (number, count) = (allocations.len(), self.items.len());
+                let message = format!("the driver answered for {number} of {count} claims");
+                self.failure = Some(misbehaved(message));
+            }
+            Err(error) => self.failure = Some(Failure::Driver(error)),
         }
         if self.failure.is_none() && !self.is_wanted(around) {
             self.failure = Some(Failure::Withdrawn);
         }
         if self.failure.is_some() {
-            self.begin_to_deallocate(|item| item.allocation.is_some());
+            self.begin_to_deallocate(|_| true);
         } else {
             self.restart_items(Phase::WritingStatus);
         }

@@ -152,12 +152,15 @@ fn claims(pod: &str, number: usize, counts: &[u32], equal: Option<&str>) -> Vec<
         requests: counts.iter().enumerate().map(request).collect(),
         constraints: equal.map(constraint).into_iter().collect(),
     };
-    let claim = |index| ClaimRequest {
-        pod_claim_name: format!("c{index}"),
-        claim: Arc::new(fixture::claim(&format!("{pod}-{index}"), None)),
-        class: Arc::default(),
-        class_parameters: Arc::new(class_parameters.clone()),
-        claim_parameters: DeviceRequests::check(&class_parameters, "ns", "p", &spec).unwrap(),
+    let claim = |index| {
+        let claim = fixture::claim(&format!("{pod}-{index}"), None);
+        let requests = DeviceRequests::check(&class_parameters, "ns", "p", &spec).unwrap();
+        ClaimRequest::new(
+            claim,
+            ResourceClass::default(),
+            class_parameters.clone(),
+            requests,
+        )
     };
     (0..number).map(claim).collect()
 }
@@ -196,9 +199,9 @@ async fn a_hard_search_leaves_the_thread_to_other_pods() {
     let easy = driver
         .allocate(&claims("easy", 1, &[1], None), Some("easy"))
         .await;
-    assert!(easy.unwrap()[0].is_ok() && !hard.is_finished());
-    let verdicts = hard.await.unwrap().unwrap();
-    let reason = &verdicts[10].unsuitable_nodes["n63"];
+    assert!(easy.is_ok() && !hard.is_finished());
+    let unsuitable = hard.await.unwrap().unwrap();
+    let reason = &unsuitable[10]["n63"];
     assert!(
         reason.contains("steps on one node") && reason.contains("ask for fewer"),
         "{reason}"
@@ -214,7 +217,7 @@ async fn many_calls_at_once_are_answered_one_at_a_time() {
         .map(|call| {
             let driver = driver.clone();
             let claims = claims(&format!("p{call}"), 1, &[9], None);
-            tokio::spawn(async move { driver.allocate(&claims, None).await.unwrap() })
+            tokio::spawn(async move { driver.allocate(&claims, None).await.unwrap_err() })
         })
         .collect();
     let answered = || calls.iter().filter(|call| call.is_finished()).count();
@@ -244,7 +247,7 @@ async fn two_searches_at_once_get_different_devices() {
     let answers = first.unwrap().into_iter().chain(second.unwrap());
     let mut devices = BTreeSet::new();
     for answer in answers {
-        let record = allocation_result::read(DRIVER, "", &answer.unwrap());
+        let record = allocation_result::read(DRIVER, "", &answer);
         for device in &record.state.grant().unwrap().devices {
             assert!(devices.insert(device.device.clone()), "{} twice", device.device);
         }
@@ -253,11 +256,9 @@ async fn two_searches_at_once_get_different_devices() {
     // The third pod finds too few devices, and holds none.
     let third = claims("r", 16, &[1; 16], None);
     for target in [Some("a"), None] {
-        let answers = driver.allocate(&third, target).await.unwrap();
-        assert!(answers.iter().any(|answer| {
-            let error = answer.as_ref().unwrap_err();
-            error.reason == "ResourcesExhausted"
-        }));
+        let error = driver.allocate(&third, target).await.unwrap_err();
+        assert_eq!(error.reason, "ResourcesExhausted");
+        assert!(error.claim.is_some_and(|uid| uid.starts_with("r-")));
     }
     assert_eq!(driver.shared.state().books.holdings().uids().count(), 32);
 }

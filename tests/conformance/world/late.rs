@@ -60,7 +60,7 @@ fn refused_after_an_unclear_write() -> (ControllerState, Moment, AllocationResul
     // A claim that has the finalizer is shown to the driver.
     commands.retain(|command| !matches!(command, Command::Observe(_)));
     let allocation = AllocationResult::new(DRIVER, "{}");
-    let allocated = Answer::Allocated(Ok(vec![Ok(allocation.clone())]));
+    let allocated = Answer::Allocated(Ok(vec![allocation.clone()]));
     let commands = answer(&mut world, only(&commands, "allocate"), allocated, now);
     let first = only(&commands, "record");
     now = now.after(Duration::from_secs(5));

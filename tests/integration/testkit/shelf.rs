@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use drayman::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
 use drayman::driver::{
     CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Finding, Observation,
-    Verdict,
+    UnsuitableNodes,
 };
 use drayman::testkit::{Place, Rule};
 use futures::{Stream, StreamExt as _};
@@ -172,10 +172,11 @@ impl Driver for Shelf {
         }
     }
 
-    async fn ready(&self) {
+    async fn ready(&self) -> Result<(), DriverError> {
         if self.breaks(Rule::BecomesReady) {
             std::future::pending::<()>().await;
         }
+        Ok(())
     }
 
     async fn class_parameters(&self, _: &ResourceClass) -> Result<(), DriverError> {
@@ -210,12 +211,12 @@ impl Driver for Shelf {
         _: &Pod,
         claims: &[Request],
         nodes: &[String],
-    ) -> Result<Vec<Verdict>, DriverError> {
+    ) -> Result<Vec<UnsuitableNodes>, DriverError> {
         let mut books = self.books();
         if self.breaks(Rule::JudgingReservesNothing) {
             books.leaked += 1;
         }
-        let mut verdict = Verdict::default();
+        let mut unsuitable = UnsuitableNodes::new();
         for node in nodes {
             let held = books.on(node);
             if held + claims.len() > PLACES || !node.starts_with("node-") {
@@ -225,7 +226,7 @@ impl Driver for Shelf {
                 } else {
                     reason
                 };
-                verdict.unsuitable_nodes.insert(node.clone(), reason);
+                unsuitable.insert(node.clone(), reason);
             }
         }
         let count = if self.breaks(Rule::OneVerdictPerClaim) {
@@ -233,14 +234,14 @@ impl Driver for Shelf {
         } else {
             claims.len()
         };
-        Ok(vec![verdict; count])
+        Ok(vec![unsuitable; count])
     }
 
     async fn allocate(
         &self,
         claims: &[Request],
         node: Option<&str>,
-    ) -> Result<Vec<Result<AllocationResult, DriverError>>, DriverError> {
+    ) -> Result<Vec<AllocationResult>, DriverError> {
         match self.broken {
             Some(Rule::ReturnsInTime) => std::future::pending().await,
             Some(Rule::NoPanic) => panic!("a defect of the test"),
@@ -266,7 +267,7 @@ impl Driver for Shelf {
         let mut results: Vec<_> = claims
             .iter()
             .map(|request| self.allocate_one(&mut books, request, node))
-            .collect();
+            .collect::<Result<_, _>>()?;
         if self.breaks(Rule::OneResultPerClaim) && results.len() > 1 {
             results.pop();
         }
@@ -300,7 +301,7 @@ impl Driver for Shelf {
         Ok(())
     }
 
-    fn observe(&self, observation: &Observation) -> Vec<Finding> {
+    async fn observe(&self, observation: &Observation) -> Vec<Finding> {
         let mut books = self.books();
         if let Observation::All(all) = observation {
             let known: BTreeSet<&str> = all.iter().map(drayman::driver::Holding::uid).collect();
@@ -319,14 +320,7 @@ impl Driver for Shelf {
                     let (node, recorded) = (node.unwrap_or_default().to_owned(), true);
                     books.held.insert(uid.to_owned(), Held { node, recorded });
                     if self.breaks(Rule::NoFalseFinding) {
-                        findings.push(Finding {
-                            namespace: "default".to_owned(),
-                            name: "claim".to_owned(),
-                            uid: uid.to_owned(),
-                            reason: "HoldingUnreadable",
-                            message: "nobody knows".to_owned(),
-                            take_back: false,
-                        });
+                        findings.push(Finding::new(&holding.claim, "HoldingUnreadable", "nobody knows"));
                     }
                 }
                 None if books.held.get(uid).is_some_and(|held| held.recorded)
@@ -346,10 +340,9 @@ impl Driver for Shelf {
     }
 
     fn capacity_changes(&self) -> impl Stream<Item = CapacityChange> + Send + 'static {
-        let (cause, pods) = (CapacityCause::Freed, None);
         let ends = self.breaks(Rule::FreedWakes);
         WatchStream::from_changes(self.freed.subscribe())
-            .map(move |()| CapacityChange { cause, pods })
+            .map(|()| CapacityChange::new(CapacityCause::Freed))
             .take(if ends { 0 } else { usize::MAX })
     }
 }

@@ -10,7 +10,7 @@ use drayman::api::resource::{
 use drayman::core::claims::{
     Answer, ClaimWrite, Command, ControllerState, DriverRequest, Event, Moment, Outcome, Settings,
 };
-use drayman::driver::{CapacityCause, CapacityChange, Verdict};
+use drayman::driver::{CapacityCause, CapacityChange, UnsuitableNodes};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
 use crate::driver::{DRIVER, FINALIZER, Hold, allocation_of};
@@ -88,15 +88,15 @@ impl Echo {
             Command::CallDriver { id, request } => match request {
                 DriverRequest::UnsuitableNodes { claims, nodes, .. } => {
                     let full = nodes.into_iter().filter(|_| self.full);
-                    let unsuitable_nodes = full.map(|node| (node, "8 of 8 held".to_owned())).collect();
-                    let verdict = Verdict { unsuitable_nodes };
-                    (id, Answer::Evaluated(Ok(vec![verdict; claims.len()])))
+                    let unsuitable: UnsuitableNodes =
+                        full.map(|node| (node, "8 of 8 held".to_owned())).collect();
+                    (id, Answer::Evaluated(Ok(vec![unsuitable; claims.len()])))
                 }
                 DriverRequest::Allocate { claims, .. } => {
                     let results = claims.iter().map(|_| {
                         let mut claim = ResourceClaim::default();
                         allocated(&mut claim, "node-000", "any");
-                        Ok(claim.status.allocation.unwrap())
+                        claim.status.allocation.unwrap()
                     });
                     (id, Answer::Allocated(Ok(results.collect())))
                 }
@@ -190,10 +190,9 @@ fn work(held: u64, count: u64) -> Duration {
     assert_eq!(echo.world.statistics().allocations, 0);
     echo.full = false;
     for _ in 0..count {
-        echo.feed(Event::Capacity(CapacityChange {
-            cause: CapacityCause::Freed,
-            pods: Some(1),
-        }));
+        echo.feed(Event::Capacity(
+            CapacityChange::new(CapacityCause::Freed).for_pods(1),
+        ));
     }
     assert_eq!(echo.world.statistics().allocations, count);
     for n in 0..count {
