@@ -249,7 +249,7 @@ fn context(name: &str, version: u64) -> Arc<PodSchedulingContext> {
     Arc::new(serde_json::from_value(context).unwrap())
 }
 
-/// A shell that answers every command from memory, so that what is measured is the protocol alone.
+/// A runtime that answers every command from memory, to measure `core::claims` alone.
 struct Shell {
     world: ControllerState,
     answers: VecDeque<Event>,
@@ -393,7 +393,7 @@ impl Shell {
     }
 }
 
-/// The memory of what the protocol and the books know of a claim.
+/// Memory per claim of the claims cache and the device allocator.
 fn memory() {
     const CLAIMS: usize = 10_000;
     const CONTEXTS: usize = 1_000;

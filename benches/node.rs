@@ -238,7 +238,7 @@ async fn rest() {
         if claims == 1 {
             kubelet.prepare(&uid(0), &["test-0"]).await.unwrap();
         }
-        // The threads of what was done have ended, and the first look at the claim is over; the next comes after two minutes.
+        // Worker threads have ended, and the first check of the claim is over; the next follows after two minutes.
         tokio::time::sleep(Duration::from_secs(30)).await;
         let woken = wake_ups(&process.id(), Duration::from_secs(60)).await;
         figure(

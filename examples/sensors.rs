@@ -1,4 +1,4 @@
-//! A vendor's own devices, served through every door of kubelet: sensors that a daemon of the vendor lists in a directory.
+//! A vendor's own devices, served through both kubelet APIs: sensors that the vendor's daemon lists in a directory.
 //!
 //! Each file in `SENSORS_DIR` is a sensor: its name is the serial number, its content the path of the device node. While a claim has a
 //! sensor, its uid is in `<serial>.claim`: that stands for what a real driver does to a device, such as to configure it.

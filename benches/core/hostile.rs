@@ -1,4 +1,4 @@
-//! What claims that are made to be hard cost everybody else, through the built-in driver as the controller calls it.
+//! Cost of expensive claims for other namespaces, with the built-in driver and the controller's calls.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -84,7 +84,7 @@ async fn measure(hostile: &Hostile, nodes: usize, claims: usize) {
         let driver = driver.clone();
         async move {
             let requests = requests(&driver, "hostile", claims).await;
-            // What the controller asks for a pod with a context, and for one whose claims are allocated at once.
+            // The controller's calls for a pod with a context, and for one with immediate claims.
             for _ in 0..4 {
                 driver
                     .unsuitable_nodes(&Pod::default(), &requests, &names)

@@ -1,4 +1,4 @@
-//! What a claim with selectors costs in the largest cluster, through the built-in driver as the controller calls it.
+//! Cost of a claim with selectors in the largest cluster, with the built-in driver and the controller's calls.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -101,7 +101,7 @@ pub(super) fn run() {
     });
 }
 
-/// What the expressions of users take of the controller's memory.
+/// Memory of the controller for users' expressions.
 pub(super) fn memory() {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()

@@ -6,7 +6,7 @@ use std::fmt;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-/// Whether a figure is what it should be.
+/// Whether a figure meets its goal.
 #[derive(Clone, Copy, Debug)]
 pub struct Goal(&'static str);
 
@@ -16,7 +16,7 @@ impl Goal {
         Self("")
     }
 
-    /// What the figure must be.
+    /// The goal.
     pub fn is(met: bool) -> Self {
         Self(if met { "met" } else { "MISSED" })
     }
@@ -32,7 +32,7 @@ impl Goal {
     }
 }
 
-/// Says on what the figures that follow were taken.
+/// Prints the measured subject before its figures.
 pub fn heading(what: &str) {
     let processors = std::thread::available_parallelism().map_or(0, usize::from);
     let build = if cfg!(debug_assertions) {

@@ -21,7 +21,7 @@ use crate::stage::{Stage, claim_name, pod_with_claim};
 const PODS: usize = 500;
 const NODES: usize = 128;
 const LIMIT: Duration = Duration::from_secs(120);
-/// The claim controller makes and releases a claim for each pod; with the default of 20 it would be what is measured.
+/// The claim controller creates and releases a claim per pod; its default QPS of 20 would limit the result.
 const FLAGS: [(&str, &str); 2] = [
     ("controller-manager", "--kube-api-qps=2000"),
     ("controller-manager", "--kube-api-burst=4000"),

@@ -20,8 +20,8 @@ const SAMPLES: usize = 300;
 /// Samples under way at once: allocations and releases overlap, as in a busy namespace.
 const AT_ONCE: usize = 4;
 
-/// As clusters are, and with a scheduler that tries a waiting pod only for events that concern it: the crowd that the scheduler
-/// tries anew for every event of any claim takes processor time from everybody, whatever a driver does.
+/// Runs with the default scheduler, which retries every waiting pod on every claim event and so uses processor time, and with one
+/// that retries a pod only on events that concern it.
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     one_scheduler(options, &[]).await?;
     println!("the same with SchedulerQueueingHints:");

@@ -1,4 +1,4 @@
-//! What claims that are made to be hard cost everybody else: answers of `/livez`, and the allocations of another namespace.
+//! Cost of expensive claims for others: latency of `/livez`, and of allocations in another namespace.
 
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
@@ -23,7 +23,7 @@ use crate::figures::{Goal, Times, figure};
 use crate::ground::{self, Controller, PATIENCE};
 use crate::stage::{DRIVER, Stage};
 
-/// Parameters of the pods that stand beside the honest ones: what they ask for, as the object is named, and as a figure names it.
+/// Workloads beside the measured pods: name of the parameters object, and label of the figure.
 const CROWDS: [(&str, &str); 3] = [
     ("refused", "pods that ask for more devices than a node has"),
     (
@@ -77,7 +77,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
 async fn measure(stage: &Arc<Stage>, options: &Options, nodes: usize) -> anyhow::Result<()> {
     let (controller, address) = start(stage, options).await?;
     fair::samples(stage, &format!("warm-{nodes}"), 40).await?;
-    // It decides nothing: the longest answer of its `/livez` is what the machine does to a process in that time.
+    // The standby decides nothing; the longest response time of its `/livez` shows the machine's share.
     let (standby, standby_address) = start(stage, options).await?;
     ground::until("the standby answers probes", PATIENCE, || async {
         Ok(TcpStream::connect(standby_address).await.is_ok())
@@ -225,7 +225,7 @@ fn kind_of(parameters: &str) -> &'static str {
     if parameters == "search" { "60" } else { "8" }
 }
 
-/// What the expressions of users take of the controller's memory.
+/// Memory of the controller for users' expressions.
 pub(crate) async fn expressions(options: &Options) -> anyhow::Result<()> {
     let stage = &ground::stage(&[], true).await?;
     stage.cluster.stop_component("scheduler", 15).await?;

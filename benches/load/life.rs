@@ -120,11 +120,11 @@ async fn lives(stage: &Stage, nodes: usize) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What the pod costs that is read once, beside what a watch of all pods would carry for the same lives.
+/// Bytes of the one read per pod, compared with a watch of all pods for the same lifecycles.
 async fn bytes(stage: &Stage) -> anyhow::Result<()> {
     let whole = Carried::by_a_watch_of_pods(stage, "application/json").await?;
     let metadata = Carried::by_a_watch_of_pods(stage, METADATA_ONLY).await?;
-    // A watch begins with what is there already.
+    // A watch starts with the existing objects.
     sleep(Duration::from_secs(1)).await;
     for what in ["finishes", "is deleted while bound"] {
         let (whole_before, metadata_before) = (whole.bytes(), metadata.bytes());
@@ -148,7 +148,7 @@ async fn bytes(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What is asked for to get the metadata of objects and nothing else.
+/// `Accept` header for object metadata only.
 const METADATA_ONLY: &str = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1";
 
 /// How many bytes a watch has carried so far.

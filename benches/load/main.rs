@@ -1,9 +1,8 @@
 //! The controller under load on a real control plane: `cargo bench --bench load -- [SCENARIO]...`.
 //!
 //! Each scenario starts a control plane of its own (see `tests/support/harness`) with nodes that exist in the API only, runs the program
-//! `drayman controller` as a user of its own, and prints each figure beside its goal. Requests are counted, and latencies are
-//! taken, in the audit log of the API server, so that what is measured is the same for every controller. Nothing leaves the
-//! loopback interface.
+//! `drayman controller` as a user of its own, and prints each figure beside its goal. Request counts and latencies come from the API
+//! server's audit log, so they are comparable between controllers. All traffic uses the loopback interface.
 
 #[path = "../figures/mod.rs"]
 mod figures;
@@ -38,7 +37,7 @@ const USAGE: &str =
   --program PATH   measure this build of drayman instead of the one that cargo has just made
 All scenarios are run if none is named.";
 
-/// What was asked for.
+/// The options.
 #[derive(Clone, Debug)]
 struct Options {
     /// The program under test.

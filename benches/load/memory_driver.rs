@@ -1,4 +1,4 @@
-//! A driver that answers from memory: what it costs is the library, the scheduler and the API server.
+//! A driver that answers from memory, to measure the library, the scheduler and the API server.
 
 use drayman::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
 use drayman::controller::Controller;

@@ -1,4 +1,4 @@
-//! What a controller asked the API server, out of the audit log.
+//! A controller's requests, from the API server's audit log.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -14,7 +14,7 @@ pub(crate) async fn of(stage: &Stage, user: &str) -> anyhow::Result<Vec<Entry>> 
     stage.cluster.audit().of_user(user).await
 }
 
-/// Requests, sorted by what they are.
+/// Requests by type.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Count {
     pub(crate) writes: usize,
@@ -23,7 +23,7 @@ pub(crate) struct Count {
     pub(crate) failures: usize,
     /// Events that the controller wrote for users.
     pub(crate) events: usize,
-    /// Lists, watches that ended, and questions for what the API server serves. A watch is logged when it ends.
+    /// Lists, ended watches, and API discovery. A watch is logged when it ends.
     pub(crate) watching: usize,
     /// Reads and writes of the lease by which one controller leads.
     pub(crate) lease: usize,
@@ -95,7 +95,7 @@ pub(crate) fn between(from: Timestamp, to: Timestamp) -> Duration {
 /// From the scheduler's choice of a node to the stored allocation, for each claim.
 ///
 /// `claim_pod` tells of a claim's name which pod it is for. The choice is the last write of a context before the allocation
-/// that was not the controller's. Without bodies the audit log does not name what is created: then pods must come one by one.
+/// by another client. Without bodies the audit log does not name created objects, so pods must be created one by one.
 pub(crate) fn allocation_times(
     all: &[Entry],
     user: &str,

@@ -53,7 +53,7 @@ async fn fill(stage: &Stage) -> anyhow::Result<()> {
     })
     .await?;
     ground::each(0..CLAIMS, |number| async move {
-        // Nobody is there who would miss the pods themselves.
+        // The pods themselves are not needed.
         let pod = pod_from(json!({
             "metadata": { "name": format!("bound-{number:05}"), "uid": format!("00000000-0000-4000-8000-{number:012}") },
         }))?;
@@ -106,7 +106,7 @@ async fn one(stage: &Stage, options: &Options, start: usize) -> anyhow::Result<(
         ),
         Goal::at_most(elapsed, Duration::from_secs(2)),
     );
-    // What the start needed is given back, or not.
+    // Memory after the start may be lower than its peak.
     sleep(Duration::from_secs(5)).await;
     let (resident, most) = controller.resident_kib();
     figure(

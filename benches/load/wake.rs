@@ -1,4 +1,4 @@
-//! Pods that wait: what they cost, and how soon they are offered what has become free.
+//! Waiting pods: their cost, and the time until they are offered a freed device.
 
 use std::time::Duration;
 

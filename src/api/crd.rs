@@ -54,14 +54,14 @@ pub const CLAIM_DEVICES_MAX: usize = 64;
 /// Requests in one claim, at most.
 pub const REQUESTS_MAX: usize = 16;
 
-/// What a node has. Cluster-scoped, one per node and driver, written only by that node's companion and only on change;
-/// it says nothing of who holds a device.
+/// Devices of a node. Cluster-scoped, one per node and driver, written only by that node's companion and only on change.
+/// Contains no holders.
 #[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[kube(
     group = "drayman.dev",
     version = "v1alpha1",
     kind = "NodeInventory",
-    doc = "What a node has: its devices, published by the node companion of one driver. Says nothing of who holds a device.",
+    doc = "Devices of a node, published by the node companion of one driver. Contains no holders.",
     plural = "nodeinventories",
     shortname = "ninv",
     category = "drayman",
@@ -83,13 +83,13 @@ pub const REQUESTS_MAX: usize = 16;
 #[x_kube(validation = ("self.driverName == oldSelf.driverName", "driverName is immutable"))]
 #[x_kube(validation = ("self.nodeName == oldSelf.nodeName", "nodeName is immutable"))]
 pub struct NodeInventorySpec {
-    /// The driver that serves these devices.
+    /// Driver of these devices.
     #[schemars(length(min = 1, max = 63))]
     pub driver_name: String,
-    /// The node that has these devices.
+    /// Node of these devices.
     #[schemars(length(min = 1, max = 253))]
     pub node_name: String,
-    /// The uid of the Node object, which tells the node from a later one of the same name.
+    /// Uid of the Node object, to detect a later node of the same name.
     #[schemars(length(min = 1, max = 64))]
     pub node_uid: String,
     /// The devices, in the order of their names.
@@ -103,15 +103,15 @@ pub struct NodeInventorySpec {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeInventoryStatus {
-    /// How many devices there are.
+    /// Number of devices.
     #[serde(default)]
     #[schemars(extend("format" = "int32"))]
     pub devices: u32,
-    /// How many of them are unhealthy.
+    /// Number of unhealthy devices.
     #[serde(default)]
     #[schemars(extend("format" = "int32"))]
     pub unhealthy: u32,
-    /// The generation of the object that this status describes.
+    /// Generation of the object that this status describes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
     /// `Ready`: the companion runs and serves kubelet. A companion that stops cleanly sets it to False.
@@ -131,33 +131,33 @@ pub const READY: &str = "Ready";
     "the name of an attribute has at most 96 characters"
 ))]
 pub struct Device {
-    /// Unique on the node and stable over reboots: a DNS label made from what identifies the device.
+    /// Unique on the node and stable across reboots: a DNS label derived from the device's identity.
     #[schemars(
         length(min = 1, max = 63),
         regex(pattern = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
     )]
     pub name: String,
-    /// The kind of the node's configuration that found it.
+    /// Kind of the node's configuration.
     #[schemars(
         length(min = 1, max = 63),
         regex(pattern = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
     )]
     pub kind: String,
-    /// Through which door of kubelet the device may leave the node.
+    /// The kubelet APIs through which the device can be allocated.
     #[serde(default)]
     pub mode: Mode,
-    /// Facts about the device, by qualified name (`drayman.dev/path`).
+    /// Attributes by qualified name (`drayman.dev/path`).
     #[serde(default, skip_serializing_if = "no_attributes")]
     #[schemars(
         with = "BTreeMap<String, AttributeValue>",
         extend("maxProperties" = 32, "x-kubernetes-map-type" = "atomic")
     )]
     pub attributes: DeviceAttributes,
-    /// Why the device must not be given to anybody now; absent if it is healthy.
+    /// Reason why the device is not allocated; absent if it is healthy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 256))]
     pub unhealthy: Option<String>,
-    /// How many claims may hold the device at once; one if it is not set.
+    /// Maximum number of claims that hold the device at once. Default: 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 1024), extend("format" = "int32"))]
     pub shares: Option<u32>,
@@ -171,7 +171,7 @@ fn no_attributes(attributes: &DeviceAttributes) -> bool {
     attributes.is_empty()
 }
 
-/// Through which door of kubelet the devices of a kind leave the node.
+/// The kubelet APIs through which the devices of a kind can be allocated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
@@ -180,9 +180,9 @@ pub enum Mode {
     Claims,
     /// Through the device plugin API, as an extended resource in `resources.limits`.
     ExtendedResource,
-    /// Through whichever is asked first, exclusively.
+    /// Through both APIs; each device through the first one that requests it, exclusively.
     Both,
-    /// In a way that only a newer release knows: left alone. Never written.
+    /// A mode of a newer release: the device is not used. Never written.
     #[serde(other, skip_serializing)]
     #[schemars(skip)]
     Unknown,
@@ -193,14 +193,14 @@ pub enum Mode {
 #[serde(rename_all = "camelCase")]
 #[schemars(extend("minProperties" = 1, "maxProperties" = 1))]
 pub struct AttributeValue {
-    /// A text.
+    /// A string.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 256))]
     pub string: Option<String>,
-    /// A whole number.
+    /// An integer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub int: Option<i64>,
-    /// A truth value.
+    /// A boolean.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bool: Option<bool>,
     /// A semantic version (semver.org 2.0.0).
@@ -222,7 +222,7 @@ impl Mode {
 }
 
 impl AttributeValue {
-    /// A text.
+    /// A string.
     pub fn string(value: impl Into<String>) -> Self {
         Self {
             string: Some(value.into()),
@@ -230,7 +230,7 @@ impl AttributeValue {
         }
     }
 
-    /// A whole number.
+    /// An integer.
     pub fn int(value: i64) -> Self {
         Self {
             int: Some(value),

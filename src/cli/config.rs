@@ -8,7 +8,7 @@ use anyhow::Context as _;
 use super::Error;
 use crate::node::config::NodeConfiguration;
 
-/// Check the file of device kinds
+/// Validate device configurations
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct Arguments {
     #[command(subcommand)]
@@ -17,7 +17,7 @@ pub(super) struct Arguments {
 
 #[derive(Clone, Debug, clap::Subcommand)]
 enum Command {
-    /// Say whether a file is right: exit code 0 if it is, 2 with the line, the field and what to write if it is not
+    /// Validate a file. The exit code is 0 if it is valid, 2 with the line, the field and the fix if not
     Check {
         /// The file
         #[arg(value_name = "FILE")]
@@ -37,11 +37,11 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
         .collect();
     let text = if names.is_empty() {
         format!(
-            "{}: is right, without any kind: the node will have no devices\n",
+            "{}: valid, without kinds: the node has no devices\n",
             file.display()
         )
     } else {
-        format!("{}: is right; kinds: {}\n", file.display(), names.join(", "))
+        format!("{}: valid; kinds: {}\n", file.display(), names.join(", "))
     };
     let mut stdout = std::io::stdout().lock();
     stdout

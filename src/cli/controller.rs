@@ -17,9 +17,8 @@ use crate::host::HostDriver;
 
 /// Run the controller, which allocates ResourceClaims
 ///
-/// It watches ResourceClaims, ResourceClasses and PodSchedulingContexts of
-/// resource.k8s.io/v1alpha2 and serves the classes whose driverName is its own. Several may run for one driver name if all
-/// have --leader-elect: one of them leads.
+/// Watches ResourceClaims, ResourceClasses and PodSchedulingContexts of resource.k8s.io/v1alpha2 and serves the classes
+/// with its driver name. Several controllers of one driver name require --leader-elect; one of them leads.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct Arguments {
     #[command(flatten)]
@@ -41,8 +40,7 @@ pub(super) struct Arguments {
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Driver")]
 struct Driver {
-    /// Longest time that one call of the driver may take, from 100ms to 10m. A call that takes longer counts as failed
-    /// and is tried again.
+    /// Timeout of one driver call, from 100ms to 10m. A call that times out is retried
     #[arg(
         long,
         value_name = "DURATION",
@@ -62,12 +60,12 @@ struct Driver {
     reason = "the flags are named after the fields, and begin as those of Kubernetes do"
 )]
 struct Leader {
-    /// Lead only while holding a Lease, so that several controllers can run. Without it there must never be two.
+    /// Lead only while holding a Lease. Required for more than one controller
     #[arg(long, env = "DRAYMAN_LEADER_ELECT", hide_env_values = true)]
     leader_elect: bool,
 
-    /// How long others leave a lease alone that is not renewed; at least the renew deadline and 5s together, which a request
-    /// of the old leader may still take
+    /// Time until another replica takes an unrenewed lease: at least the renew deadline plus 5s, the limit for a request of
+    /// the old leader
     #[arg(
         long,
         value_name = "DURATION",
@@ -78,7 +76,7 @@ struct Leader {
     )]
     leader_elect_lease_duration: Duration,
 
-    /// How long the leader goes on without having renewed the lease
+    /// Time that the leader continues without a renewal
     #[arg(
         long,
         value_name = "DURATION",
@@ -89,7 +87,7 @@ struct Leader {
     )]
     leader_elect_renew_deadline: Duration,
 
-    /// How long between two attempts to take or renew the lease
+    /// Interval of attempts to take or renew the lease
     #[arg(
         long,
         value_name = "DURATION",
@@ -111,9 +109,9 @@ struct Leader {
     )]
     leader_elect_resource_namespace: String,
 
-    /// Directory in which a controller leaves its identity for the next one, which then takes its lease over at once and waits
-    /// for 5s only. It must outlive the process, as an emptyDir outlives a container, be on a local disk, and belong to one
-    /// controller at a time: a lock ensures that. Without it a lease of an earlier process has to run out.
+    /// Directory with the identities of earlier processes of this controller; a restarted process takes over their lease and
+    /// waits only 5s. It must outlive the process (for example an emptyDir), be on a local disk, and be used by one
+    /// controller at a time, which a lock ensures. Without it, the lease of an earlier process must expire.
     #[arg(
         long,
         value_name = "DIRECTORY",

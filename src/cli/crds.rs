@@ -22,18 +22,18 @@ const FIELD_MANAGER: &str = "drayman";
 
 /// Print the CustomResourceDefinitions of drayman.dev
 ///
-/// `drayman crds | kubectl apply --server-side --force-conflicts -f -` installs them, and brings older ones up to date.
+/// `drayman crds | kubectl apply --server-side --force-conflicts -f -` installs or updates them.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct Arguments {
-    /// Write one file per definition into this directory instead, and print nothing
+    /// Write one file per definition into this directory instead of printing
     #[arg(long, value_name = "DIRECTORY")]
     output_directory: Option<PathBuf>,
 
-    /// Apply them to the cluster instead, and wait until it serves them. An older definition becomes this one.
+    /// Apply them to the cluster instead of printing, and wait until it serves them
     #[arg(long, conflicts_with = "output_directory")]
     apply: bool,
 
-    /// Kubeconfig file for --apply. Without it, the service account of the pod that this runs in is used.
+    /// Kubeconfig file for --apply. Default: the service account of the pod
     #[arg(long, value_name = "FILE", requires = "apply")]
     kubeconfig: Option<PathBuf>,
 }

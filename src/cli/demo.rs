@@ -11,31 +11,30 @@ use tokio_util::sync::CancellationToken;
 use super::{Error, group, logging, shutdown};
 use crate::testcluster::demo::{Demo, REAL, SCENARIOS, Scenario, Shown, Summary};
 
-/// Show what drayman does, on a cluster within this process
+/// Demonstrate drayman on an embedded cluster
 ///
-/// Nothing has to be installed and root is not needed: three nodes with pretend devices, the real controller and a real
-/// companion for each node run in this process. Each step is told as it happens, and what is expected of it is checked.
+/// Runs three nodes with simulated devices, the controller and a companion for each node in this process. Needs neither an
+/// installation nor root. Prints each step as it happens and checks the expected results.
 #[derive(Clone, Debug, clap::Args)]
 #[expect(clippy::struct_excessive_bools, reason = "independent flags of one command")]
 pub(super) struct Arguments {
-    /// Play this scenario only; may be given several times
+    /// Run only this scenario; may be given several times
     #[arg(long, value_name = "NAME", value_parser = scenario)]
     scenario: Vec<Scenario>,
 
-    /// List the scenarios, and play none
+    /// List the scenarios and exit
     #[arg(long)]
     list: bool,
 
-    /// Go on afterwards until Ctrl-C, and say how kubectl can look at the cluster
+    /// Keep the cluster running until Ctrl-C, and print how to use kubectl with it
     #[arg(long)]
     keep: bool,
 
-    /// Let the devices of this machine join, on a node of their own, as far as a ready-made kind finds any, and play the
-    /// scenario real
+    /// Add a node with the devices of this machine that a preset finds, and run the scenario `real`
     #[arg(long)]
     real_devices: bool,
 
-    /// Show the logs of the controller and the companions as well
+    /// Also print the logs of the controller and the companions
     #[arg(long)]
     logs: bool,
 
@@ -49,9 +48,12 @@ fn all() -> impl Iterator<Item = Scenario> {
 }
 
 fn scenario(name: &str) -> Result<Scenario, String> {
+    if name == "both-doors" {
+        return Err("this scenario is now called both-apis".to_owned());
+    }
     all().find(|scenario| scenario.name == name).ok_or_else(|| {
         let names: Vec<&str> = all().map(|scenario| scenario.name).collect();
-        format!("there is no such scenario; there are {}", names.join(", "))
+        format!("no such scenario; scenarios: {}", names.join(", "))
     })
 }
 
@@ -240,6 +242,11 @@ mod tests {
     #[test]
     fn a_scenario_that_there_is_not_is_refused_with_those_that_there_are() {
         assert!(all().all(|known| scenario(known.name) == Ok(known)));
-        assert!(scenario("none").unwrap_err().contains("both-doors"));
+        assert!(scenario("none").unwrap_err().contains("both-apis"));
+        assert!(
+            scenario("both-doors")
+                .unwrap_err()
+                .contains("now called both-apis")
+        );
     }
 }

@@ -14,12 +14,12 @@ use crate::core::prepare::container_edits::ContainerEdits;
 use crate::node::config::{NodeConfiguration, PRESETS, Preset};
 use crate::node::discovery::{Candidate, HostPaths, Survey, survey};
 
-/// Print which devices of this machine a configuration finds, and why others are not taken
+/// Print the devices of this machine that a configuration finds, and why others are excluded
 ///
-/// Asks no cluster and changes nothing. Without --config and --preset it tries every ready-made kind. Run it as root, or what
-/// only root can see is missing.
+/// Needs no cluster and changes nothing. Without --config and --preset it tries every preset. Run it as root; otherwise
+/// some devices are missing.
 ///
-/// The exit code is 0 if each kind has a device, 1 if one has none, and 2 if the configuration is wrong.
+/// The exit code is 0 if each kind has a device, 1 if one has none, and 2 if the configuration is invalid.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct Arguments {
     /// File of device kinds, as for the companion (docs/node.md).
@@ -32,11 +32,11 @@ pub(super) struct Arguments {
     )]
     config: Option<PathBuf>,
 
-    /// Try a ready-made kind instead of a file; can be given several times.
+    /// Try a preset instead of a file; may be given several times.
     #[arg(long = "preset", value_name = "NAME", env = "DRAYMAN_PRESET", hide_env_values = true, value_parser = preset, help_heading = "Node")]
     presets: Vec<String>,
 
-    /// How to print: a table for people, json or yaml for programs.
+    /// Output format.
     #[arg(
         short,
         long,
@@ -57,7 +57,7 @@ pub(super) struct Arguments {
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Directories")]
 pub(super) struct Host {
-    /// Where this process sees the host's /dev. In a pod it is better mounted elsewhere than over the container's own.
+    /// Path of the host's /dev for this process. In a pod, mount it at another path than /dev.
     #[arg(
         long,
         value_name = "DIRECTORY",
@@ -68,7 +68,7 @@ pub(super) struct Host {
     )]
     pub(super) dev_root: PathBuf,
 
-    /// Where this process sees the host's /sys.
+    /// Path of the host's /sys for this process.
     #[arg(
         long,
         value_name = "DIRECTORY",
@@ -79,8 +79,7 @@ pub(super) struct Host {
     )]
     pub(super) sysfs_root: PathBuf,
 
-    /// The mounts of the host's first process, by which block devices in use are known. In a pod that does not share the
-    /// host's process ids, this file of the host must be mounted.
+    /// Mounts of the host's process 1, to detect block devices in use. In a pod without hostPID, mount this file of the host.
     #[arg(
         long,
         value_name = "FILE",

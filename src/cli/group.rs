@@ -11,8 +11,7 @@ const DRIVER_NAME: &str = "drayman.dev";
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Cluster")]
 pub(super) struct Cluster {
-    /// Kubeconfig file with the API server and the credentials. Without it, the service account of the pod that this
-    /// runs in is used.
+    /// Kubeconfig file. Default: the service account of the pod
     #[arg(long, value_name = "FILE", env = "DRAYMAN_KUBECONFIG", hide_env_values = true)]
     pub(super) kubeconfig: Option<PathBuf>,
 
@@ -23,8 +22,8 @@ pub(super) struct Cluster {
 /// Which driver.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct DriverName {
-    /// Name of the driver: the driverName of its ResourceClasses. A lower-case DNS subdomain of at most 63 characters,
-    /// the same for the controller and on every node.
+    /// Driver name, the driverName of its ResourceClasses: a lower-case DNS subdomain of at most 63 characters, the same for
+    /// the controller and all companions
     #[arg(
         id = "driver_name",
         long = "driver-name",
@@ -40,7 +39,7 @@ pub(super) struct DriverName {
 /// Where kubelet's files are.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct KubeletRoot {
-    /// Root directory of kubelet (its --root-dir). The sockets and the checkpoint are in plugins and plugins_registry below it.
+    /// Kubelet's root directory (its --root-dir), with the sockets and the checkpoint in plugins and plugins_registry.
     #[arg(
         id = "kubelet_root_dir",
         long = "kubelet-root-dir",
@@ -57,7 +56,7 @@ pub(super) struct KubeletRoot {
 /// Where kubelet takes device plugins.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct DevicePluginDir {
-    /// Directory of kubelet's socket for device plugins, which does not move with kubelet's root directory
+    /// Kubelet's device plugin directory; independent of its root directory
     #[arg(
         id = "device_plugin_dir",
         long = "device-plugin-dir",
@@ -73,7 +72,7 @@ pub(super) struct DevicePluginDir {
 /// Where CDI files are.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct CdiRoot {
-    /// Directory in which CDI files are written: one of those that the container runtime reads (cdi_spec_dirs)
+    /// Directory for CDI files; the container runtime must read it (cdi_spec_dirs)
     #[arg(
         id = "cdi_root",
         long = "cdi-root",
@@ -90,8 +89,8 @@ pub(super) struct CdiRoot {
 /// Where the container runtime answers.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct RuntimeSocket {
-    /// The CRI socket of the container runtime, which shows which containers still have a device; by default looked for
-    /// where containerd, CRI-O and k3s have it
+    /// CRI socket of the container runtime, for checks whether containers still have a device. Default: the usual paths of
+    /// containerd, CRI-O and k3s
     #[arg(
         id = "container_runtime_socket",
         long = "container-runtime-socket",
@@ -103,12 +102,12 @@ pub(super) struct RuntimeSocket {
     pub(super) path: Option<PathBuf>,
 }
 
-/// What is logged, and in which form. Logs go to stderr.
+/// Log level and format. Logs go to stderr.
 #[derive(Clone, Copy, Debug, clap::Args)]
 #[command(next_help_heading = "Logging")]
 pub(super) struct Logging {
-    /// Form of the log: text for people, json for machines (one object per line, with the keys ts, level, msg, target
-    /// and the fields of the event).
+    /// Log format: text for people, json for programs (one object per line with ts, level, msg, target and the fields of the
+    /// event).
     #[arg(
         long,
         value_name = "FORMAT",
@@ -119,8 +118,8 @@ pub(super) struct Logging {
     )]
     pub(super) logging_format: logging::Format,
 
-    /// How much is logged: 0 what an operator needs, with the configuration at the start; 2 what the libraries tell as
-    /// well; 4 each decision; 6 each request to the API server; 8 every step; 9 every step of the libraries too.
+    /// Log level: 0 info, with the configuration at start; 2 also info of libraries; 4 each decision; 6 each API request; 8
+    /// every step; 9 also every step of libraries.
     #[arg(
         short = 'v',
         long = "v",

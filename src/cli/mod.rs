@@ -28,11 +28,15 @@ use std::ffi::OsString;
 use std::future::Future;
 use std::process::ExitCode;
 
+use clap::error::ContextKind;
 use clap::{CommandFactory as _, Parser, Subcommand};
 
 pub use self::error::Error;
 
-/// Hands a Kubernetes node's devices to pods.
+/// Former names of commands, each with the present one.
+const RENAMED: [(&str, &str); 1] = [("drain", "leftovers")];
+
+/// DRA driver and device plugin that makes host devices schedulable on Kubernetes.
 #[derive(Debug, Parser)]
 #[command(name = "drayman", version, about, disable_help_subcommand = true)]
 struct Arguments {
@@ -48,7 +52,7 @@ enum Command {
     Who(tool::who::Arguments),
     Explain(tool::explain::Arguments),
     Doctor(tool::doctor::Arguments),
-    Drain(tool::drain::Arguments),
+    Leftovers(tool::leftovers::Arguments),
     Config(config::Arguments),
     Crds(crds::Arguments),
     #[cfg(feature = "testcluster")]
@@ -72,6 +76,9 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let command = match Arguments::try_parse_from(arguments) {
         Ok(arguments) => arguments.command,
         Err(refusal) => {
+            if let Some(new) = renamed(&refusal) {
+                return ended(Err(new));
+            }
             // Help and the version go to stdout with exit code 0, everything else goes to stderr with 2.
             let code = u8::try_from(refusal.exit_code()).unwrap_or(2);
             // A closed stream cannot be reported.
@@ -86,7 +93,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Who(arguments) => tool::who::run(&arguments),
         Command::Explain(arguments) => tool::explain::run(&arguments),
         Command::Doctor(arguments) => tool::doctor::run(&arguments),
-        Command::Drain(arguments) => tool::drain::run(&arguments),
+        Command::Leftovers(arguments) => tool::leftovers::run(&arguments),
         Command::Config(arguments) => config::run(&arguments).map(succeeded),
         Command::Crds(arguments) => crds::run(&arguments).map(succeeded),
         #[cfg(feature = "testcluster")]
@@ -94,6 +101,15 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Completion(arguments) => tool::completion::run(arguments, self::command()).map(succeeded),
         Command::Version(arguments) => version::run(arguments).map(succeeded),
     })
+}
+
+/// Returns an error that names the new command if an earlier name of it was typed.
+fn renamed(refusal: &clap::Error) -> Option<Error> {
+    let typed = refusal.get(ContextKind::InvalidSubcommand)?.to_string();
+    let (old, new) = RENAMED.into_iter().find(|(old, _)| *old == typed)?;
+    Some(Error::Configuration(format!(
+        "`drayman {old}` is now `drayman {new}`"
+    )))
 }
 
 fn ended(result: Result<ExitCode, Error>) -> ExitCode {

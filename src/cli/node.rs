@@ -16,10 +16,10 @@ use crate::node::run::{NodeError, NodeOptions};
 use super::observe::{self, Observer};
 use super::{Error, client, discover, group, logging, shutdown, value};
 
-/// Run the node companion, which hands this node's devices to containers
+/// Run the node companion, which publishes this node's devices and injects them into containers
 ///
-/// One on every node, as root. It finds the devices that the configuration file describes, publishes them as a
-/// NodeInventory, and serves kubelet through the DRA and the device plugin API.
+/// Run one per node, as root. It discovers the devices of the configuration, publishes them as a NodeInventory, and
+/// serves kubelet's DRA and device plugin APIs.
 #[derive(Clone, Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(super) struct Arguments {
@@ -60,11 +60,11 @@ enum Command {
     reason = "the fields are named as their flags are"
 )]
 struct Node {
-    /// Name of the Node object of this machine. In a pod, set NODE_NAME from the field spec.nodeName.
+    /// Name of this machine's Node object. In a pod, set NODE_NAME from the field spec.nodeName.
     #[arg(long, value_name = "NAME", env = "NODE_NAME", hide_env_values = true, required = true, value_parser = value::node_name)]
     node_name: Option<String>,
 
-    /// YAML file that describes the kinds of devices of this node (docs/node.md).
+    /// YAML file with the kinds of devices (docs/node.md).
     #[arg(
         long,
         value_name = "FILE",
@@ -74,8 +74,8 @@ struct Node {
     )]
     config: Option<PathBuf>,
 
-    /// How long a claim may be missing from kubelet's own list before it is looked into: what neither kubelet nor the API
-    /// server knows any more is given back, anything else is put into quarantine
+    /// Time that a prepared claim may be missing from kubelet's list. After that, it is freed if the API server does not have
+    /// it either, and quarantined otherwise
     #[arg(
         long,
         value_name = "DURATION",
@@ -97,8 +97,7 @@ struct Directories {
     #[command(flatten)]
     device_plugins: group::DevicePluginDir,
 
-    /// How kubelet learns of extended resources: by a call to its socket, or by its plugin watcher, which looks into
-    /// plugins_registry below its root directory
+    /// Registration of extended resources: by a call to kubelet's socket, or by its plugin watcher (plugins_registry)
     #[arg(
         long,
         value_name = "HOW",
@@ -118,9 +117,9 @@ struct Directories {
 /// [`PluginRegistration`] as a flag says it.
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
 enum Registration {
-    /// Call kubelet at kubelet.sock
+    /// Call kubelet.sock
     KubeletSocket,
-    /// Be found by kubelet's plugin watcher
+    /// Create a socket for kubelet's plugin watcher
     PluginWatcher,
 }
 

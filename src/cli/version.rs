@@ -7,7 +7,7 @@ use anyhow::Context as _;
 use super::Error;
 use crate::api::crd;
 
-/// Print the version of this program and of what it speaks
+/// Print the versions of this program and of its protocols
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub(super) struct Arguments {}
 

@@ -1,5 +1,5 @@
 //! Embedded test cluster: runs the real controller and the real companion in one process, without any installation. It
-//! is not part of the product. `docs/stage.md` lists how far it matches Kubernetes; `tests/e2e/parity` compares it
+//! is not part of the product. `docs/testcluster.md` lists how far it matches Kubernetes; `tests/e2e/parity` compares it
 //! with a real control plane.
 //!
 //! * [`api`]: the API server, for [`kube::Client`] directly and over TCP.

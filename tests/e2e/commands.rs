@@ -207,9 +207,9 @@ async fn who_may_not_list_nodes_is_told_of_those_with_devices() -> anyhow::Resul
 }
 
 #[tokio::test]
-async fn drain_lists_what_is_left_until_nothing_is() -> anyhow::Result<()> {
+async fn leftovers_lists_all_objects_of_classic_dra() -> anyhow::Result<()> {
     let (stage, _controller) = one_of_two_pods_waits().await?;
-    let (code, text, _) = answer(&stage, &["drain"]).await?;
+    let (code, text, _) = answer(&stage, &["leftovers"]).await?;
     println!("{text}");
     assert_eq!(code, Some(1));
     let kinds: Vec<&str> = text
@@ -248,7 +248,7 @@ async fn drain_lists_what_is_left_until_nothing_is() -> anyhow::Result<()> {
         .cluster
         .kubectl(&["delete", "resourceclass", "test"])
         .await?;
-    let (code, text, _) = answer(&stage, &["drain"]).await?;
+    let (code, text, _) = answer(&stage, &["leftovers"]).await?;
     assert_eq!(code, Some(0), "{text}");
     assert!(text.contains("Nothing uses"), "{text}");
     stage.cluster.stop().await
@@ -277,8 +277,8 @@ async fn yaml_says_what_json_says() -> anyhow::Result<()> {
         &["explain", "pod/second"],
         &["explain", &claim],
         &["doctor"],
-        &["drain"],
-        &["drain", "--this-driver"],
+        &["leftovers"],
+        &["leftovers", "--this-driver"],
     ] {
         // The cluster goes on meanwhile: what it says is compared with what it said before and says after.
         let mut tries = 0;

@@ -11,11 +11,10 @@ use super::AttributeValue;
 /// What [`DeviceAttributes`] are.
 type Map = LiteMap<String, AttributeValue>;
 
-/// Facts about a device, by qualified name: a map that is read and changed as any other.
+/// Attributes of a device by qualified name, as a copy-on-write map.
 ///
-/// Most devices have one to five, there may be a thousand devices on a node, and several lists of them at the same time: that of
-/// what was found, of what is offered, of what was told. A sorted vector takes a tenth of what a tree does, and copies share it until
-/// one of them is changed.
+/// Most devices have one to five attributes, a node may have a thousand devices, and several lists of them exist at the same time
+/// (discovered, offered, published). A sorted vector takes a tenth of a tree's memory, and copies share it until one changes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceAttributes(Arc<Map>);
 

@@ -1,4 +1,4 @@
-//! What operators say about a class and users about a claim: DeviceClassParameters and DeviceClaimParameters.
+//! Parameters of classes (by operators) and claims (by users): DeviceClassParameters and DeviceClaimParameters.
 //!
 //! Selectors, constraints and allocation modes have the shape and the meaning of `resource.k8s.io/v1`.
 
@@ -13,13 +13,13 @@ pub const EXPRESSION_MAX: usize = 10 * 1024;
 /// Constraints of one claim, at most.
 pub const CONSTRAINTS_MAX: usize = 8;
 
-/// What a ResourceClass of the built-in driver stands for. Cluster-scoped, made by operators.
+/// Parameters of a ResourceClass of the built-in driver. Cluster-scoped, created by operators.
 #[derive(CustomResource, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[kube(
     group = "drayman.dev",
     version = "v1alpha1",
     kind = "DeviceClassParameters",
-    doc = "What a ResourceClass of the built-in driver stands for: a kind of device. Made by operators.",
+    doc = "Parameters of a ResourceClass of the built-in driver. Created by operators.",
     plural = "deviceclassparameters",
     category = "drayman",
     derive = "PartialEq",
@@ -28,13 +28,13 @@ pub const CONSTRAINTS_MAX: usize = 8;
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct DeviceClassParametersSpec {
-    /// The kind of device, as the nodes' configuration names it.
+    /// Kind of devices in the nodes' configuration.
     #[schemars(
         length(min = 1, max = 63),
         regex(pattern = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
     )]
     pub kind: String,
-    /// What each device of the class must match; all must hold.
+    /// Selectors that every device of the class must match.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Atomic)]
@@ -45,7 +45,7 @@ pub struct DeviceClassParametersSpec {
     pub policy: Option<PlacementPolicy>,
 }
 
-/// Which of several groups of devices with an equal attribute a claim with constraints gets, and which of several shared devices.
+/// Choice among several groups of devices with an equal attribute, and among shared devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 pub enum PlacementPolicy {
     /// The group with the fewest free devices that are enough, so that large groups stay whole; the device with the fewest
@@ -56,13 +56,13 @@ pub enum PlacementPolicy {
     Spreading,
 }
 
-/// Which devices of its class a claim wants. In the claim's namespace, made by users.
+/// Devices that a claim requests from its class. In the claim's namespace, created by users.
 #[derive(CustomResource, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[kube(
     group = "drayman.dev",
     version = "v1alpha1",
     kind = "DeviceClaimParameters",
-    doc = "Which devices of its class a ResourceClaim wants. In the claim's namespace, made by users.",
+    doc = "Devices that a ResourceClaim requests from its class. In the claim's namespace, created by users.",
     plural = "deviceclaimparameters",
     category = "drayman",
     namespaced,
@@ -72,11 +72,11 @@ pub enum PlacementPolicy {
 )]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct DeviceClaimParametersSpec {
-    /// What is wanted; the claim is allocated only if all of it is to be had on one node.
+    /// Requests of the claim; it is allocated only if one node satisfies all of them.
     #[schemars(length(min = 1, max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub requests: Vec<DeviceRequest>,
-    /// What must hold between the devices of the claim; all must hold.
+    /// Constraints between devices of the claim; all must be met.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 8))]
     #[x_kube(merge_strategy = ListMerge::Atomic)]
@@ -100,18 +100,18 @@ pub struct DeviceRequest {
     /// Whether `count` says how many, or all are wanted that match.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allocation_mode: Option<AllocationMode>,
-    /// How many devices; one if it is not set.
+    /// Number of devices. Default: 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1, max = 64), extend("format" = "int32"))]
     pub count: Option<u32>,
-    /// What each device of the request must match besides the selectors of the class; all must hold.
+    /// Selectors that every device of the request must match, in addition to the class's selectors.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Atomic)]
     pub selectors: Vec<DeviceSelector>,
 }
 
-/// How many devices a request wants.
+/// Number of devices of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 pub enum AllocationMode {
     /// As many as `count` says. The default.
@@ -125,7 +125,7 @@ pub enum AllocationMode {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct DeviceSelector {
-    /// The condition.
+    /// CEL selector.
     pub cel: CelDeviceSelector,
 }
 
@@ -133,7 +133,7 @@ pub struct DeviceSelector {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct CelDeviceSelector {
-    /// True for the devices that are wanted: `device.attributes["drayman.dev"].vendor == "0403"`.
+    /// Expression that is true for matching devices: `device.attributes["drayman.dev"].vendor == "0403"`.
     #[schemars(length(min = 1, max = 10240))]
     pub expression: String,
 }
@@ -148,16 +148,16 @@ impl DeviceSelector {
     }
 }
 
-/// What must hold between devices of the claim.
+/// A constraint between devices of the claim.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct DeviceConstraint {
-    /// The requests whose devices are meant; all of the claim's if there are none.
+    /// Requests that the constraint covers; all requests if empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Atomic)]
     pub requests: Vec<String>,
-    /// The attribute, with its domain, that all of them have with the same value: `drayman.dev/numaNode`.
+    /// Qualified attribute that must have the same value for all these devices: `drayman.dev/numaNode`.
     #[schemars(length(min = 3, max = 96), regex(pattern = r"^[^/]+/[^/]+$"))]
     pub match_attribute: String,
 }

@@ -174,8 +174,8 @@ pub fn lease(
         }
         None => Finding::warning(
             check,
-            "there is no Lease of the driver's name, so that nothing tells whether a controller runs",
-            "see that its Deployment is ready; with --leader-elect it holds a Lease",
+            "the driver has no Lease, so it is unknown whether a controller runs",
+            "check that its Deployment is ready; with --leader-elect it holds a Lease",
         ),
         Some((renewed, duration, holder)) => {
             let age = now.duration_since(renewed);
@@ -189,8 +189,8 @@ pub fn lease(
             } else if age > duration {
                 Finding::problem(
                     check,
-                    format!("{holder} led until {seconds} s ago, and nobody has taken over"),
-                    "see the controller's pods and logs",
+                    format!("{holder} stopped leading {seconds} s ago, and no controller has taken over"),
+                    "check the controller's pods and logs",
                 )
             } else {
                 Finding::fine(check, format!("{holder} leads"))
@@ -220,7 +220,7 @@ pub fn classes(
                         "ResourceClass {name} has driverName {}, which is not {driver}",
                         class.driver_name
                     ),
-                    format!("make the class anew with driverName {driver}"),
+                    format!("recreate the class with driverName {driver}"),
                 ));
             }
             continue;
@@ -229,8 +229,8 @@ pub fn classes(
         if class.structured_parameters == Some(true) {
             findings.push(Finding::problem(
                 check,
-                format!("ResourceClass {name} has structuredParameters, which drayman leaves alone"),
-                "make the class anew without structuredParameters",
+                format!("ResourceClass {name} has structuredParameters, which drayman ignores"),
+                "recreate the class without structuredParameters",
             ));
             continue;
         }
@@ -249,7 +249,7 @@ pub fn classes(
                 Some(kind) if !kinds.contains(kind) => findings.push(Finding::warning(
                     check,
                     format!("ResourceClass {name}: no node has a device of kind {kind}"),
-                    "see the kinds of the nodes' configuration, and `drayman node discover` on a node",
+                    "check the kinds of the nodes' configuration, and run `drayman node discover` on a node",
                 )),
                 Some(_) => {}
             },

@@ -220,7 +220,7 @@ fn standing(facts: &Facts<'_>) -> (Step, String, String) {
         return (
             Step::ClassMissing,
             format!("there is no ResourceClass {class_name}"),
-            "create it, or make the claim anew with a class that exists: kubectl get resourceclasses".into(),
+            "create it, or recreate the claim with an existing class: kubectl get resourceclasses".into(),
         );
     };
     if class.structured_parameters == Some(true) {
@@ -247,7 +247,7 @@ fn standing(facts: &Facts<'_>) -> (Step, String, String) {
         return (
             Step::ParametersInvalid,
             error.to_owned(),
-            "put the object that is named right; the claim is looked at again at once".into(),
+            "correct the named object; the claim is then evaluated again at once".into(),
         );
     }
     waiting(claim, facts)
@@ -266,7 +266,7 @@ fn missing(entry: Option<&PodResourceClaim>) -> (Step, String, String) {
             "the pod's claim is of structured Dynamic Resource Allocation (resource.k8s.io/v1), and this release serves claims of \
              resource.k8s.io/v1alpha2 only, which Kubernetes has from 1.27 to 1.30"
                 .to_owned(),
-            "on this Kubernetes, ask for the device as an extended resource: give its kind mode extended-resource, and name the \
+            "on this Kubernetes, request the device as an extended resource: give its kind mode extended-resource, and name the \
              resource in the container's resources.limits"
                 .to_owned(),
         );
@@ -281,8 +281,8 @@ fn missing(entry: Option<&PodResourceClaim>) -> (Step, String, String) {
             "create it".to_owned(),
         ),
         (None, Some(template)) => (
-            format!("the claim of ResourceClaimTemplate {template} has not been made yet"),
-            format!("see that the template exists: kubectl get resourceclaimtemplate {template}"),
+            format!("the claim of ResourceClaimTemplate {template} does not exist yet"),
+            format!("check that the template exists: kubectl get resourceclaimtemplate {template}"),
         ),
         (None, None) => (
             "the pod names neither a claim nor a template".to_owned(),
@@ -304,13 +304,13 @@ fn deleting(claim: &ResourceClaim) -> (Step, String, String) {
             .collect();
         return (
             Step::Deleting,
-            format!("it is to be deleted, and still used by {}", pods.join(", ")),
-            "it goes when these pods have ended".into(),
+            format!("it is being deleted, and still used by {}", pods.join(", ")),
+            "it is deleted when these pods have ended".into(),
         );
     }
     (
         Step::Deleting,
-        format!("it is to be deleted, and waits for {finalizers}"),
+        format!("it is being deleted, and waits for {finalizers}"),
         "the driver of each finalizer must run to remove it".into(),
     )
 }
@@ -320,7 +320,7 @@ fn allocated(claim: &ResourceClaim, pod: Option<&Pod>) -> (Step, String, String)
     if claim.status.deallocation_requested {
         return (
             Step::DeallocationRequested,
-            "it is allocated where the pod cannot run, and is given back".into(),
+            "it is allocated where the pod cannot run, and will be deallocated".into(),
             nothing,
         );
     }
@@ -329,7 +329,7 @@ fn allocated(claim: &ResourceClaim, pod: Option<&Pod>) -> (Step, String, String)
         return match users.len() {
             0 => (
                 Step::Allocated,
-                "it is allocated and used by no pod".into(),
+                "it is allocated, and no pod uses it".into(),
                 nothing,
             ),
             number => (
@@ -349,9 +349,9 @@ fn allocated(claim: &ResourceClaim, pod: Option<&Pod>) -> (Step, String, String)
         let advice = if users.is_empty() {
             nothing
         } else if !shareable {
-            "the claim is for one pod at a time: use a template, which makes a claim for each pod".into()
+            "the claim is for one pod at a time: use a template, which creates a claim for each pod".into()
         } else if users.len() >= RESERVED_FOR_MAX {
-            format!("a claim serves at most {RESERVED_FOR_MAX} pods: make another one")
+            format!("a claim serves at most {RESERVED_FOR_MAX} pods: create another one")
         } else {
             nothing
         };
@@ -366,17 +366,17 @@ fn allocated(claim: &ResourceClaim, pod: Option<&Pod>) -> (Step, String, String)
         (Some(_), Some(phase @ ("Succeeded" | "Failed"))) => (
             Step::InUse,
             format!("the pod has {}", phase.to_lowercase()),
-            "it is given back soon".into(),
+            "it will be deallocated".into(),
         ),
         (Some(node), _) => (
             Step::Preparing,
-            format!("kubelet on {node} is to prepare it and to start the pod"),
-            format!("if it lasts: the pod's events, and the log of the companion on {node}"),
+            format!("kubelet on {node} has to prepare it and start the pod"),
+            format!("if this persists, see the pod's events and the log of the companion on {node}"),
         ),
         (None, _) => (
             Step::WaitsForBinding,
-            "it is allocated for the pod, which the scheduler has still to bind".into(),
-            "the pod's other claims, or its other needs, hold it up: kubectl describe pod".into(),
+            "it is allocated for the pod, which the scheduler has not bound yet".into(),
+            "other claims or requirements of the pod delay it: kubectl describe pod".into(),
         ),
     }
 }
@@ -388,16 +388,16 @@ fn waiting(claim: &ResourceClaim, facts: &Facts<'_>) -> (Step, String, String) {
     if total == 0 && facts.wants.is_none() {
         return (
             Step::WaitsForScheduler,
-            "it is not allocated yet, and which nodes can serve it is not known".into(),
-            "the right to list nodeinventories lets this command judge the nodes; the pod's events say more: kubectl describe pod".into(),
+            "it is not allocated yet, and the suitable nodes are unknown".into(),
+            "with the right to list nodeinventories, this command evaluates the nodes; see also the pod's events: kubectl describe pod".into(),
         );
     }
     if able == 0 {
         return (
             Step::WaitsForDevice,
             format!("none of {total} nodes can serve it now"),
-            "it is looked at again as soon as a device is given back, appears or is put right; to help it on: \
-             end a pod that holds one (drayman devices), add a node, or ask for less"
+            "it is evaluated again as soon as a device is freed, added or repaired; to speed this up, \
+             delete a pod that holds one (drayman devices), add a node, or request less"
                 .into(),
         );
     }

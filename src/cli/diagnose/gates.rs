@@ -171,7 +171,7 @@ pub fn by_symptoms(
                 texts(&unreserved)
             ),
             format!(
-                "start kube-scheduler with --feature-gates={GATE}=true; or is spec.nodeName written into the pod by hand?"
+                "start kube-scheduler with --feature-gates={GATE}=true; or does the pod set spec.nodeName?"
             ),
         )
     } else if reserved || !contexts.is_empty() {
@@ -196,7 +196,7 @@ pub fn by_symptoms(
                 texts(&unmade)
             ),
             format!(
-                "see that the template exists; else start kube-controller-manager with --feature-gates={GATE}=true"
+                "check that the template exists; otherwise start kube-controller-manager with --feature-gates={GATE}=true"
             ),
         )
     } else if made {

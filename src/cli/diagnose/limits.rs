@@ -133,8 +133,8 @@ fn standing(
         (Some(node), _) => node,
         (None, Some(nodes)) => return waiting(resource, amount, nodes, pods),
         (None, None) => {
-            let because = "no node has been chosen, and which nodes offer it is not known".to_owned();
-            let advice = "what the scheduler says: kubectl describe pod".to_owned();
+            let because = "no node is selected, and the nodes that offer it are unknown".to_owned();
+            let advice = "see the scheduler's events: kubectl describe pod".to_owned();
             return (Step::WaitsForScheduler, because, advice, Vec::new());
         }
     };
@@ -150,16 +150,16 @@ fn standing(
                 .unwrap_or(NOT_ADMITTED);
             (
                 Step::TurnedAway,
-                format!("kubelet on {node} has turned the pod away: {message}"),
-                "delete the pod: it is never tried again, and what owns it makes another one",
+                format!("kubelet on {node} rejected the pod: {message}"),
+                "delete the pod: kubelet does not retry it, and its owner creates another one",
             )
         }
         ("Succeeded" | "Failed", _) => (Step::Ended, format!("the pod has {}", phase.to_lowercase()), ""),
         ("Running", _) => (Step::InUse, format!("the pod runs with it on {node}"), ""),
         _ => (
             Step::Starting,
-            format!("kubelet on {node} is to allocate it and to start the pod"),
-            "if it lasts: the pod's events, and the log of the companion there",
+            format!("kubelet on {node} has to allocate it and start the pod"),
+            "if this persists, see the pod's events and the log of the companion there",
         ),
     };
     (step, because, advice.to_owned(), Vec::new())
@@ -184,8 +184,8 @@ fn waiting(
         (
             Step::NotOffered,
             format!("none of {} nodes offers it", nodes.len()),
-            "a kind leaves as an extended resource by its mode and name in the configuration of the nodes; is the name right, \
-             and does the companion run there? (drayman doctor)",
+            "the nodes' configuration sets a kind's mode and resource name; check the name, and that the companion runs there \
+             (drayman doctor)",
         )
     } else if offering.iter().all(|(_, offered)| *offered < amount) {
         (
@@ -194,7 +194,7 @@ fn waiting(
                 "none of the {} nodes that offer it offers as many as {amount}",
                 verdicts.len()
             ),
-            "ask for less, or see whether devices are unhealthy or with claims (drayman devices)",
+            "request less, or check for devices that are unhealthy or held by claims (drayman devices)",
         )
     } else if able == 0 {
         (
@@ -203,7 +203,7 @@ fn waiting(
                 "none of the {} nodes that offer it has {amount} left",
                 verdicts.len()
             ),
-            "it is bound as soon as a pod ends that has one; of a kind of mode both, one with a claim counts too (drayman devices)",
+            "it is bound as soon as a pod with one ends; with mode both, also when a claim frees one (drayman devices)",
         )
     } else {
         (
@@ -212,7 +212,7 @@ fn waiting(
                 "{able} of the {} nodes that offer it have {amount} left",
                 verdicts.len()
             ),
-            "if it lasts, the pod's other needs do not fit there: kubectl describe pod",
+            "if this persists, other requirements of the pod are not met there: kubectl describe pod",
         )
     };
     (step, because, advice.to_owned(), verdicts)

@@ -9,27 +9,28 @@ use crate::core::prepare::recovery::Holding;
 use crate::node::admin::Access;
 use crate::node::state::storage::Places;
 
-/// List which claim, or container, holds which device of this node
+/// List the holders of this node's devices: claims and containers
 ///
-/// Asks the running companion, or reads its records if it does not run. Containers without a claim are listed for devices of mode `both`, and
-/// only while the companion runs; of other extended resources kubelet alone knows. Needs root.
+/// Queries the running companion, or reads its checkpoint if none runs. Lists containers only for devices of mode `both`,
+/// and only while the companion runs; for other extended resources only kubelet knows them. Requires root.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct Holdings {
     #[command(flatten)]
     place: Place,
 }
 
-/// Give back what a claim holds on this node, when kubelet does not
+/// Free the devices of a claim on this node that kubelet has forgotten
 ///
-/// For a claim that is in quarantine, as events of the Node and `drayman node holdings` say. What kubelet lists as prepared is
-/// refused: delete the pod instead. Needs root.
+/// Use it for claims in quarantine (see the events of the Node and `drayman node holdings`). Refuses claims that kubelet
+/// lists as prepared; delete their pods instead. Requires root.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct Release {
-    /// Uid of the claim, as `drayman node holdings` shows it
+    /// Uid of the claim (see `drayman node holdings`)
     #[arg(value_name = "UID")]
     claim_uid: String,
 
-    /// Also if kubelet lists the claim, or may list it. Make sure that no container uses the device: it can be handed to another.
+    /// Free the devices even if kubelet lists the claim or its list is unavailable. Make sure that no container uses them;
+    /// they can be allocated again.
     #[arg(long)]
     force: bool,
 
@@ -85,7 +86,7 @@ pub(super) fn release(arguments: &Release) -> Result<(), Error> {
             .await
             .map_err(|error| Error::Runtime(error.into()))?;
         let rest = if access.leaves_the_driver_out() {
-            "; the companion does not run, and clears away the rest when it starts: until then the claim is listed as Preparing"
+            "; the companion does not run and cleans up the rest when it starts; until then the claim is listed as Preparing"
         } else {
             ""
         };

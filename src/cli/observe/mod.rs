@@ -40,7 +40,7 @@ use crate::node::publish::inventory::Standing;
 #[derive(Clone, Copy, Debug, clap::Args)]
 #[command(next_help_heading = "Observability")]
 pub(super) struct Flags {
-    /// Where /metrics is served in the format of Prometheus: an address and a port, or ":8080" for every address; 0 for nowhere
+    /// Address of /metrics: an IP address and port, or ":8080" for all addresses; 0 disables it
     #[arg(
         long,
         value_name = "ADDRESS",
@@ -51,7 +51,7 @@ pub(super) struct Flags {
     )]
     pub(super) metrics_bind_address: Bind,
 
-    /// Where /livez, /readyz and /healthz are served: an address and a port, or ":8081" for every address; 0 for nowhere
+    /// Address of /livez, /readyz and /healthz: an IP address and port, or ":8081" for all addresses; 0 disables them
     #[arg(
         long,
         value_name = "ADDRESS",

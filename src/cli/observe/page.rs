@@ -58,7 +58,7 @@ fn label_list() -> String {
                 if std::ptr::fn_addr_eq(these, table::waiting as fn() -> Vec<&'static str>) =>
             {
                 format!(
-                    "the reasons of the controller's [events](#events) on pods, and `{}`: some of the nodes in question will not do, and the scheduler chooses among the others",
+                    "the reasons of the controller's [events](#events) on pods, and `{}`: some nodes are unsuitable, and the scheduler selects another",
                     crate::core::claims::Statistics::SOME_NODES
                 )
             }

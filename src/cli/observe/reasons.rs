@@ -42,71 +42,68 @@ pub(super) const EVENTS: [Reason; 38] = [
     controller(
         "AllocationMadeForAnother",
         "claim",
-        "what the claim records was made for another claim; the claim must be made again",
+        "the claim contains another claim's allocation; recreate the claim",
     ),
     controller(
         "AllocationNotRecorded",
         "pod, claim",
-        "the API server refuses to record the allocation, or fails again and again, and says why; it is tried again",
+        "the API server rejects the allocation or fails repeatedly, with the reason; the write is retried",
     ),
     controller(
         "AnswerRefused",
         "pod",
-        "the scheduler cannot be told of the pod's nodes, because the API server refuses the answer",
+        "the API server rejects the update of the pod's scheduling context",
     ),
     controller(
         "ClaimNotOwned",
         "pod",
-        "a claim has the name of the pod's claim and was not made for it; delete it, or rename the pod",
+        "a claim with the name of the pod's claim was not created for this pod; delete the claim or rename the pod",
     ),
     companion(
         "ClaimQuarantined",
-        "the devices of a claim are withheld, because it is not certain that no container uses them; a person releases them",
+        "the devices of a claim are withheld because a container may still use them; an operator must release them",
     ),
     companion(
         "ClaimsNotServed",
-        "the API server no longer serves resource.k8s.io/v1alpha2: claims are not offered on the node",
+        "the API server no longer serves resource.k8s.io/v1alpha2; the node does not serve claims",
     ),
     companion(
         "ClaimsServed",
-        "the API server serves resource.k8s.io/v1alpha2 now: claims are offered on the node",
+        "the API server serves resource.k8s.io/v1alpha2; the node serves claims",
     ),
-    companion("ConfigurationChanged", "the file of device kinds was taken up"),
+    companion("ConfigurationChanged", "the device configuration was reloaded"),
     companion(
         "ConfigurationInvalid",
-        "the file of device kinds is wrong; the one before stays in force",
+        "the device configuration is invalid; the previous one stays in force",
     ),
     companion(
         "ConfigurationUnreadable",
-        "the file of device kinds cannot be read; the one before stays in force",
+        "the device configuration cannot be read; the previous one stays in force",
     ),
     controller(
         "DeviceHeldTwice",
         "claim, pod",
-        "two claims record the same device; the older keeps it, and the younger is not prepared",
+        "two claims have the same device allocated; the older keeps it, the younger is not prepared",
     ),
+    companion("DeviceRecovered", "an unhealthy device is healthy again"),
     companion(
-        "DeviceRecovered",
-        "a device that was unhealthy can be given again",
+        "DeviceUnhealthy",
+        "a device is unhealthy and not allocated, with the reason",
     ),
-    companion("DeviceUnhealthy", "a device is given to nobody, and why"),
     companion(
         "DeviceWithdrawn",
-        "a device has gone, or the configuration no longer describes it",
+        "a device is gone, or the configuration no longer describes it",
     ),
-    companion(
-        "DevicesChanged",
-        "more devices have changed at once than are told one by one",
-    ),
+    companion("DevicesChanged", "more than ten devices changed at once"),
     controller(
         "DriverMisbehaved",
         "pod, claim",
-        "the driver's answer cannot be used; this is a bug of the driver",
+        "the driver returned an invalid result; this is a bug of the driver",
     ),
     controller(
         "DriverNameNotLowerCase",
         "class",
-        "driverName is in upper case, which the API server refuses in a finalizer",
+        "driverName contains upper case letters, which the API server rejects in a finalizer",
     ),
     controller(
         "DriverNameShared",
@@ -116,12 +113,12 @@ pub(super) const EVENTS: [Reason; 38] = [
     controller(
         "DriverPanicked",
         "pod, claim",
-        "a call of the driver has panicked; it is tried again",
+        "a driver call panicked; it is retried",
     ),
     controller(
         "DriverTimeout",
         "pod, claim",
-        "a call of the driver took too long (--driver-call-timeout); it is tried again",
+        "a driver call timed out (--driver-call-timeout); it is retried",
     ),
     controller(
         "HandleInvalid",
@@ -131,22 +128,22 @@ pub(super) const EVENTS: [Reason; 38] = [
     controller(
         "HoldingUnreadable",
         "claim, pod",
-        "what the claim records cannot be read, by a newer release perhaps; nothing else is given on its node meanwhile",
+        "the claim's allocation cannot be read, for example one of a newer release; no device of its node is allocated meanwhile",
     ),
     companion(
         "KubeletApiDown",
-        "claims or extended resources cannot be offered to kubelet, and why; each is tried again alone, the others go on",
+        "a kubelet API cannot be served, with the reason; it is retried, the others continue",
     ),
-    companion("KubeletApiUp", "what was down is offered to kubelet again"),
+    companion("KubeletApiUp", "a kubelet API is served again"),
     controller(
         "NoSuitableDevice",
         "pod",
-        "the pod fits on no node, with the numbers for each: it waits, and is woken by what it waits for",
+        "the pod fits on no node, with the counts per node; it waits until that changes",
     ),
     controller(
         "NotSynced",
         "pod, claim",
-        "the controller does not know the object yet; it passes by itself",
+        "the controller's cache does not contain the object yet; transient",
     ),
     controller(
         "OtherClaimDoesNotFit",
@@ -161,7 +158,7 @@ pub(super) const EVENTS: [Reason; 38] = [
     controller(
         "ParametersInvalid",
         "pod, claim, class",
-        "the parameters of the claim or class make no sense; the text says which field",
+        "the parameters of the claim or class are invalid; the message names the field",
     ),
     controller(
         "ParametersNotFound",
@@ -176,7 +173,7 @@ pub(super) const EVENTS: [Reason; 38] = [
     controller(
         "ReleaseRefused",
         "claim",
-        "the API server refuses to let the claim go, or fails again and again; it is tried again",
+        "the API server rejects the deallocation or fails repeatedly; the write is retried",
     ),
     controller(
         "ResourceClassMissing",
@@ -186,27 +183,27 @@ pub(super) const EVENTS: [Reason; 38] = [
     controller(
         "ResourcesExhausted",
         "pod, claim",
-        "too few devices are free where the claim is to be allocated",
+        "too few devices are free on the selected node",
     ),
     controller(
         "SelectorInvalid",
         "pod, claim, class",
-        "a selector is no CEL expression about a device",
+        "a selector is not a valid CEL expression",
     ),
     controller(
         "SelectorUnfinished",
         "pod, claim",
-        "the selectors have not been tried on all devices yet; it passes by itself",
+        "the selectors are not evaluated for all devices yet; transient",
     ),
     controller(
         "SuitableNodesUnsupported",
         "pod, claim",
-        "an immediate claim of a class whose suitableNodes select by label, which the controller does not see",
+        "an immediate claim whose class has suitableNodes with label selectors, which the controller does not support",
     ),
     controller(
         "TooManySelectors",
         "pod, claim",
-        "more different expressions of selectors are in use than a namespace, or all namespaces together, may have",
+        "the number of different selector expressions exceeds the limit of a namespace or of the cluster",
     ),
 ];
 
@@ -216,71 +213,62 @@ pub(super) const REFUSALS: [(&str, &str); 23] = [
         "AllocationChanged",
         "the claim was prepared with other devices than it has now",
     ),
-    ("AlreadyRunning", "another companion has the records of this node"),
-    (
-        "CheckpointFailed",
-        "the records cannot be put into a form that can be stored",
-    ),
+    ("AlreadyRunning", "another companion holds the lock of this node"),
+    ("CheckpointFailed", "the checkpoint cannot be encoded"),
     (
         "CheckpointUnusable",
         "the checkpoint is damaged or of a newer release, so nothing can be released without the companion",
     ),
     (
         "ContainerPathTaken",
-        "two devices of one container would be seen at the same path; the configuration gives them paths",
+        "two devices of a container have the same container path; change the configuration",
     ),
-    (
-        "DeviceChanged",
-        "the device is another than the one that was allocated",
-    ),
-    ("DeviceFailed", "the device cannot be made ready"),
+    ("DeviceChanged", "another device replaced the allocated one"),
+    ("DeviceFailed", "the driver failed to prepare the device"),
     ("DeviceGone", "the device is not on the node"),
-    ("DeviceHeld", "somebody else holds the device"),
+    ("DeviceHeld", "another claim or container holds the device"),
     (
         "DeviceInUse",
         "the node itself uses the device: it is mounted, or the kernel has a volume on it",
     ),
-    ("DeviceSlow", "the driver took too long; kubelet tries again"),
-    ("DeviceUnhealthy", "the device is unhealthy, and why"),
+    ("DeviceSlow", "the driver timed out; kubelet retries"),
+    ("DeviceUnhealthy", "the device is unhealthy, with the reason"),
     (
         "DiscoveryEnded",
-        "the search for devices has ended; the companion is to be restarted",
+        "device discovery has ended; restart the companion",
     ),
     (
         "HoldingsUnknown",
-        "after the loss of the checkpoint it is not known yet which devices a claim has",
+        "the checkpoint was lost and the devices of a claim are not yet recovered",
     ),
-    ("InvalidClaim", "kubelet names a claim that cannot be one"),
+    ("InvalidClaim", "kubelet's request contains an invalid claim"),
     (
         "InvalidHandle",
-        "the claim's resource handle cannot be read, or is that of another claim",
+        "the claim's resource handle is invalid or belongs to another claim",
     ),
     (
         "InvalidResource",
-        "kubelet asks for an extended resource that there is not, or for a device of another",
+        "kubelet requests an unknown extended resource, or a device of another one",
     ),
     (
         "NodeUnknown",
-        "the API server has not said yet which Node this is",
+        "the companion has not read its Node from the API server yet",
     ),
     (
         "PodResourcesUnavailable",
-        "kubelet does not show what its containers hold",
+        "kubelet does not report the devices of its containers",
     ),
     (
         "Stopping",
-        "the companion is about to end; kubelet asks its successor",
+        "the companion is shutting down; kubelet retries with its successor",
     ),
     (
         "StorageFailed",
-        "the records cannot be written: the disk is full, read-only or broken",
+        "the checkpoint or CDI file cannot be written: the disk is full, read-only or broken",
     ),
-    (
-        "WrongMode",
-        "the device does not leave the node through this door",
-    ),
+    ("WrongMode", "the mode of the device does not permit this API"),
     (
         "WrongNode",
-        "the claim was allocated for another node, or an earlier one of this name",
+        "the claim was allocated for another node, or for an earlier node of this name",
     ),
 ];

@@ -190,7 +190,7 @@ mod tests {
         let seen = ready.clone();
         let readiness: Readiness = Arc::new(move || {
             let ready = seen.load(Ordering::Relaxed);
-            ready.then_some(()).ok_or_else(|| "the door is shut".to_owned())
+            ready.then_some(()).ok_or_else(|| "not registered".to_owned())
         });
         let (sender, standing) = watch::channel(Standing::starting());
         let observer = Observer::of_node(Arc::default(), standing);
@@ -200,7 +200,7 @@ mod tests {
         assert!(ask(probes, "/healthz").await.starts_with("HTTP/1.1 200"));
         let not_yet = ask(probes, "/readyz").await;
         assert!(
-            not_yet.starts_with("HTTP/1.1 503") && not_yet.ends_with("the door is shut"),
+            not_yet.starts_with("HTTP/1.1 503") && not_yet.ends_with("not registered"),
             "{not_yet}"
         );
         ready.store(true, Ordering::Relaxed);

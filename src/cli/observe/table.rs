@@ -133,16 +133,16 @@ pub(super) const BUILD: Series = series(
     &[
         these("component", || vec!["controller", "node"]),
         such("version", "the program's version"),
-        such("architecture", "the processor's"),
+        such("architecture", "the processor architecture"),
     ],
-    "The program that runs: always 1",
+    "Version and architecture of the program; always 1",
 );
 pub(super) const REQUESTS: Series = series(
     "rest_client_requests_total",
     Counter,
     Both,
     &[
-        such("code", "the status of the answer; `<error>` if there was none"),
+        such("code", "the HTTP status; `<error>` without a response"),
         these("method", || METHODS.to_vec()),
     ],
     "Requests to the API server",
@@ -152,113 +152,101 @@ pub(super) const REQUEST_DURATION: Series = series(
     Histogram,
     Both,
     &[these("verb", || METHODS.to_vec())],
-    "Time from a request to the API server until the head of its answer",
+    "Time from a request to the API server until its response headers",
 );
 pub(super) const CPU: Series = series(
     "process_cpu_seconds_total",
     Counter,
     Both,
     &[],
-    "Processor time that was used, in user and system mode",
+    "CPU time in user and system mode",
 );
 pub(super) const RESIDENT: Series = series(
     "process_resident_memory_bytes",
     Gauge,
     Both,
     &[],
-    "Memory that is resident",
+    "Resident memory",
 );
-pub(super) const VIRTUAL: Series = series(
-    "process_virtual_memory_bytes",
-    Gauge,
-    Both,
-    &[],
-    "Address space that is in use",
-);
-pub(super) const OPEN_FILES: Series = series(
-    "process_open_fds",
-    Gauge,
-    Both,
-    &[],
-    "File descriptors that are open",
-);
+pub(super) const VIRTUAL: Series = series("process_virtual_memory_bytes", Gauge, Both, &[], "Virtual memory");
+pub(super) const OPEN_FILES: Series = series("process_open_fds", Gauge, Both, &[], "Open file descriptors");
 pub(super) const MOST_FILES: Series = series(
     "process_max_fds",
     Gauge,
     Both,
     &[],
-    "File descriptors that may be open",
+    "Maximum number of open file descriptors",
 );
 pub(super) const STARTED: Series = series(
     "process_start_time_seconds",
     Gauge,
     Both,
     &[],
-    "When the process was started, in seconds since 1970",
+    "Start time of the process in seconds since 1970",
 );
 pub(super) const EVENTS_TOLD: Series = series(
     "drayman_events_total",
     Counter,
     Both,
     &[such("reason", "the reasons of the component's [events](#events)")],
-    "Events for people, by reason",
+    "Kubernetes events written, by reason",
 );
 
 pub(super) const LEADER: Series = series(
     "leader_election_master_status",
     Gauge,
     Controller,
-    &[such("name", "the driver's name, which the lease has too")],
-    "Whether this controller leads, or is known to be alone: 1 if so",
+    &[such("name", "the driver's name, which is also the lease's")],
+    "1 if this controller leads or runs without leader election",
 );
 pub(super) const QUEUE_DEPTH: Series = series(
     "workqueue_depth",
     Gauge,
     Controller,
     &[QUEUE],
-    "Objects that are to be looked at",
+    "Objects in the queue",
 );
 pub(super) const QUEUE_ADDS: Series = series(
     "workqueue_adds_total",
     Counter,
     Controller,
     &[QUEUE],
-    "How often an object came into the queue",
+    "Objects added to the queue",
 );
 pub(super) const QUEUE_WAITED: Series = series(
     "workqueue_queue_duration_seconds",
     Histogram,
     Controller,
     &[QUEUE],
-    "How long objects were in the queue before they were looked at",
+    "Time that objects spent in the queue",
 );
 pub(super) const QUEUE_WORKED: Series = series(
     "workqueue_work_duration_seconds",
     Histogram,
     Controller,
     &[QUEUE],
-    "How long the requests and calls took that followed, until they were answered",
+    "Duration of the resulting requests and driver calls",
 );
 pub(super) const QUEUE_UNFINISHED: Series = series(
     "workqueue_unfinished_work_seconds",
     Gauge,
     Controller,
     &[QUEUE],
-    "How long the requests and calls without an answer have taken so far, all together",
+    "Total time that pending requests and driver calls have taken so far",
 );
 pub(super) const QUEUE_LONGEST: Series = series(
     "workqueue_longest_running_processor_seconds",
     Gauge,
     Controller,
     &[QUEUE],
-    "How long the oldest request or call without an answer has taken so far",
+    "Time that the oldest pending request or driver call has taken so far",
 );
 pub(super) const QUEUE_RETRIES: Series = series(
     "workqueue_retries_total",
     Counter,
     Controller,
     &[QUEUE],
-    "Requests and calls that came to nothing, so that they are tried again or given up",
+    "Failed requests and driver calls, whether retried or not",
 );
 pub(super) const ALLOCATED: Series = series(
     "drayman_claims_allocated_total",
@@ -272,14 +260,14 @@ pub(super) const RELEASED: Series = series(
     Counter,
     Controller,
     &[],
-    "Claims whose devices were given back",
+    "Claims deallocated",
 );
 pub(super) const ATTEMPTS: Series = series(
     "drayman_allocation_attempts_total",
     Counter,
     Controller,
     &[these("result", || Statistics::ATTEMPTS.to_vec())],
-    "Attempts to allocate all claims of a pod, or one immediate claim, by how they ended",
+    "Attempts to allocate all claims of a pod, or one immediate claim, by result",
 );
 pub(super) const DRIVER_CALLS: Series = series(
     "drayman_driver_calls_total",
@@ -289,28 +277,28 @@ pub(super) const DRIVER_CALLS: Series = series(
         these("call", || Statistics::CALLS.to_vec()),
         these("result", || Statistics::CALL_RESULTS.to_vec()),
     ],
-    "Calls of the driver",
+    "Driver calls",
 );
 pub(super) const WAITING: Series = series(
     "drayman_pods_waiting",
     Gauge,
     Controller,
     &[these("reason", waiting)],
-    "Pods that wait for devices now, by the reason of what was said of them last",
+    "Pods that wait for devices, by the reason of their last event",
 );
 pub(super) const WAKE_UPS: Series = series(
     "drayman_wake_up_duration_seconds",
     Histogram,
     Controller,
     &[],
-    "Time from when a device became free until a pod that waits for it was allocated it, or the scheduler told of the place",
+    "Time from a device becoming free until a waiting pod gets it or the scheduler gets the suitable node",
 );
 pub(super) const RECHECK: Series = series(
     "drayman_recheck_caught_total",
     Counter,
     Controller,
     &[],
-    "Waiting pods for which the slow recheck found a place that nothing had announced: lost wake-ups",
+    "Waiting pods that only the periodic recheck found a device for: lost wake-ups",
 );
 
 pub(super) const NODE_READY: Series = series(
@@ -318,17 +306,14 @@ pub(super) const NODE_READY: Series = series(
     Gauge,
     Companion,
     &[],
-    "Whether every door of kubelet is open: 1 if so",
+    "1 if the companion is registered with every kubelet API",
 );
 pub(super) const DEVICES: Series = series(
     "drayman_node_devices",
     Gauge,
     Companion,
     &[
-        such(
-            "kind",
-            "the kinds of the configuration that this node has had a device of",
-        ),
+        such("kind", "kinds of the configuration with a device on this node"),
         these("health", || HEALTH.to_vec()),
         these("owner", owners),
     ],
@@ -339,7 +324,7 @@ pub(super) const NODE_CLAIMS: Series = series(
     Gauge,
     Companion,
     &[these("state", || CLAIMS.to_vec())],
-    "Claims that hold devices of this node; those in quarantine are counted among those that are held, too",
+    "Claims that hold devices of this node; `held` includes those in quarantine",
 );
 pub(super) const OPERATIONS: Series = series(
     "drayman_node_operations_total",
@@ -349,21 +334,21 @@ pub(super) const OPERATIONS: Series = series(
         these("operation", || Figures::OPERATIONS.to_vec()),
         these("result", || RESULTS.to_vec()),
     ],
-    "What kubelet has asked for, for each claim and for each call of a device plugin",
+    "Kubelet's requests, per claim and per device plugin call",
 );
 pub(super) const NODE_REFUSALS: Series = series(
     "drayman_node_refusals_total",
     Counter,
     Companion,
     &[these("reason", || REFUSALS.map(|(word, _)| word).to_vec())],
-    "What was refused to kubelet, by [reason](#why-a-companion-refuses)",
+    "Requests of kubelet that were refused, by [reason](#why-a-companion-refuses)",
 );
 pub(super) const GRPC_STARTED: Series = series(
     "grpc_server_started_total",
     Counter,
     Companion,
     &[GRPC_TYPE, GRPC_SERVICE, GRPC_METHOD],
-    "Calls that came in",
+    "gRPC calls received",
 );
 pub(super) const GRPC_HANDLED: Series = series(
     "grpc_server_handled_total",
@@ -375,17 +360,17 @@ pub(super) const GRPC_HANDLED: Series = series(
         GRPC_METHOD,
         such(
             "grpc_code",
-            "the codes of gRPC; `OK`, `Canceled`, `FailedPrecondition` and `InvalidArgument` from the start",
+            "gRPC codes; `OK`, `Canceled`, `FailedPrecondition` and `InvalidArgument` from the start",
         ),
     ],
-    "Calls that have ended, by code",
+    "gRPC calls completed, by code",
 );
 pub(super) const GRPC_HANDLING: Series = series(
     "grpc_server_handling_seconds",
     Histogram,
     Companion,
     &[GRPC_TYPE, GRPC_SERVICE, GRPC_METHOD],
-    "How long calls took; for a stream, until it ended",
+    "Duration of gRPC calls; for a stream, until its end",
 );
 
 pub(super) const ALL: [&Series; 33] = [

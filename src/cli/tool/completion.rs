@@ -15,7 +15,7 @@ use crate::cli::Error;
 const NO_SPACE: u8 = 2;
 const NO_FILES: u8 = 4;
 
-/// Print a script that completes commands and flags in a shell
+/// Print a shell completion script
 ///
 /// For bash: `source <(drayman completion bash)`. For `kubectl drayman`, link the program as `kubectl_complete-drayman` into the PATH.
 #[derive(Clone, Copy, Debug, clap::Args)]
@@ -37,8 +37,8 @@ pub(in crate::cli) fn run(arguments: Arguments, mut command: clap::Command) -> R
 pub(in crate::cli) fn for_kubectl(words: Vec<OsString>, mut command: clap::Command) -> Result<(), Error> {
     let here = std::env::current_dir().ok();
     let last = words.len().saturating_sub(1);
-    let fitting = engine::complete(&mut command, words, last, here.as_deref())
-        .context("cannot tell what could stand here")?;
+    let fitting =
+        engine::complete(&mut command, words, last, here.as_deref()).context("cannot compute completions")?;
     let mut lines = Vec::new();
     let mut directive = NO_FILES;
     for candidate in fitting.iter().filter(|candidate| !candidate.is_hide_set()) {

@@ -11,7 +11,7 @@ use crate::api::crd::{Mode, NodeInventory};
 use crate::cli::diagnose::devices::{DeviceRow, DeviceState, DeviceTable, devices};
 use crate::cli::{Error, block_on, choose_tls_provider};
 
-/// List the devices of the cluster, their state, and who holds them
+/// List the devices of the cluster with their states and holders
 #[derive(Clone, Debug, clap::Args)]
 pub(in crate::cli) struct Arguments {
     /// Only devices of this node
@@ -36,10 +36,10 @@ pub(in crate::cli) struct Arguments {
     output: Output,
 }
 
-/// Whose claims are read by who may not read all.
+/// Namespace of the claims for users who cannot read all namespaces.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct Namespace {
-    /// Namespace whose claims are read if you may not read those of all; without it, that of the kubeconfig's context
+    /// Namespace whose claims are read if you cannot read all namespaces. Default: the kubeconfig context's
     #[arg(short, long, value_name = "NAME")]
     namespace: Option<String>,
 }
@@ -104,7 +104,7 @@ fn text(answer: &DeviceTable, wide: bool) -> String {
     if !answer.devices.is_empty() {
         let mut head = row(["NODE", "DEVICE", "KIND", "STATE", "HELD BY"]);
         if wide {
-            head.extend(row(["PODS", "SHARES", "DOOR", "WHY"]));
+            head.extend(row(["PODS", "SHARES", "API", "WHY"]));
         }
         rows.push(head);
     }
@@ -131,7 +131,7 @@ fn text(answer: &DeviceTable, wide: bool) -> String {
             cells.extend(row([
                 &pods.join(","),
                 &format!("{}/{}", device.holders.len(), device.shares),
-                door(device),
+                api(device),
                 device.cause.as_deref().unwrap_or_default(),
             ]));
         }
@@ -141,7 +141,7 @@ fn text(answer: &DeviceTable, wide: bool) -> String {
     for (claim, reason) in &answer.unreadable {
         let _ = writeln!(
             text,
-            "{}: ResourceClaim {claim} holds devices that cannot be told: {}",
+            "{}: ResourceClaim {claim} holds devices that cannot be read: {}",
             coloured("warning", Colour::Yellow),
             one_line(reason)
         );
@@ -150,7 +150,7 @@ fn text(answer: &DeviceTable, wide: bool) -> String {
 }
 
 /// Returns the device's mode, in the configuration's spelling.
-pub(super) fn door(device: &DeviceRow) -> &'static str {
+pub(super) fn api(device: &DeviceRow) -> &'static str {
     match device.mode {
         Some(Mode::Claims) => "claims",
         Some(Mode::ExtendedResource) => "extended-resource",

@@ -29,13 +29,13 @@ use crate::cli::{Error, block_on, choose_tls_provider, group, value};
 /// Label of the controller's objects in the chart.
 const CONTROLLER: &str = "app.kubernetes.io/component=controller";
 
-/// Look for what keeps pods from their devices, and say how to put it right
+/// Find problems that keep pods from their devices, and print the fixes
 ///
-/// Looks at the cluster; with --this-node at the machine that it runs on instead (directories of kubelet, sockets, CDI in the
-/// container runtime). Exit code 1 says that there are problems.
+/// Checks the cluster, or with --this-node this machine (kubelet's directories, sockets, CDI in the container runtime).
+/// The exit code is 1 if there are problems.
 #[derive(Clone, Debug, clap::Args)]
 pub(in crate::cli) struct Arguments {
-    /// Look at this machine, which is a node, instead of at the cluster
+    /// Check this node instead of the cluster
     #[arg(long)]
     this_node: bool,
 
@@ -64,12 +64,12 @@ pub(in crate::cli) struct Arguments {
     #[arg(long = "containerd-config", hide = true, value_parser = without_containerd_config)]
     _containerd_config: Option<String>,
 
-    /// Judge the rights of this user as the controller's too (system:serviceaccount:NAMESPACE:NAME); those of the chart's pods are
-    /// found without
+    /// Check the rights of this user as the controller (system:serviceaccount:NAMESPACE:NAME). The chart's accounts are found
+    /// without this flag
     #[arg(long, value_name = "USER", conflicts_with = "this_node")]
     controller_user: Option<String>,
 
-    /// Judge the rights of this user as the companions' too
+    /// Check the rights of this user as a companion
     #[arg(long, value_name = "USER", conflicts_with = "this_node")]
     node_user: Option<String>,
 

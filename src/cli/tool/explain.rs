@@ -30,14 +30,14 @@ const READY_LIMIT: Duration = Duration::from_secs(30);
 /// Maximum number of events shown: the newest ones.
 const EVENTS_MAX: usize = 8;
 
-/// Explain where a pod or a claim stands, why, and what to do
+/// Show the current step of a pod or claim, the reason, and the fix
 #[derive(Clone, Debug, clap::Args)]
 pub(in crate::cli) struct Arguments {
     /// pod/NAME or claim/NAME; NAME alone means the pod, or the claim if there is no such pod
     #[arg(value_name = "POD|CLAIM", num_args = 1..=2, required = true)]
     object: Vec<String>,
 
-    /// Namespace; without it, that of the kubeconfig's context
+    /// Namespace. Default: the kubeconfig context's
     #[arg(short, long, value_name = "NAME")]
     namespace: Option<String>,
 
@@ -323,7 +323,7 @@ impl Reading<'_> {
         let verdicts = driver
             .unsuitable_nodes(pod.unwrap_or(&no_pod), &requests, &nodes)
             .await
-            .context("the driver cannot judge the nodes")?;
+            .context("the driver cannot evaluate the nodes")?;
         for (place, verdict) in places.into_iter().zip(verdicts) {
             if let Some(said) = said.get_mut(place) {
                 let reason = |node: &String| (node.clone(), verdict.get(node).cloned());
@@ -338,7 +338,7 @@ impl Reading<'_> {
         match read::all::<Node>(&self.client).await {
             Ok(nodes) => Ok(nodes.iter().map(kube::ResourceExt::name_any).collect()),
             Err(error) if read::is_forbidden(&error) => {
-                eprintln!("note: you may not list nodes; only those with devices of the driver are told of");
+                eprintln!("note: you may not list nodes; only those with devices of the driver are shown");
                 let inventories: Vec<NodeInventory> = read::all(&self.client).await?;
                 Ok(inventories
                     .into_iter()

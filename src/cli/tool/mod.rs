@@ -8,8 +8,9 @@ mod ask_for_gates;
 pub(super) mod completion;
 pub(super) mod devices;
 pub(super) mod doctor;
-pub(super) mod drain;
+
 pub(super) mod explain;
+pub(super) mod leftovers;
 mod node_check;
 mod output;
 mod read;
@@ -28,11 +29,11 @@ const PLUGIN: &str = "kubectl-drayman";
 /// Name under which kubectl requests completions.
 const COMPLETES_PLUGIN: &str = "kubectl_complete-drayman";
 
-/// How the cluster is found and what is printed.
+/// Access to the cluster.
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Cluster")]
 pub(super) struct Cluster {
-    /// Kubeconfig file. Without it, as for kubectl: KUBECONFIG, then ~/.kube/config, then the pod's service account.
+    /// Kubeconfig file. Default, as for kubectl: KUBECONFIG, then ~/.kube/config, then the pod's service account.
     #[arg(long, value_name = "FILE")]
     kubeconfig: Option<PathBuf>,
 

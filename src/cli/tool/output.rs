@@ -25,7 +25,7 @@ pub(super) enum Form {
 #[derive(Clone, Copy, Debug, clap::Args)]
 #[command(next_help_heading = "Output")]
 pub(super) struct Output {
-    /// Form of the answer
+    /// Output format
     #[arg(short = 'o', long = "output", value_name = "FORM", value_enum, default_value_t = Form::Table)]
     pub(super) form: Form,
 }

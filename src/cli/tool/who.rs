@@ -4,12 +4,12 @@ use std::fmt::Write as _;
 use std::process::ExitCode;
 
 use super::Cluster;
-use super::devices::{Namespace, door, read_all, state};
+use super::devices::{Namespace, api, read_all, state};
 use super::output::{Output, one_line};
 use crate::cli::Error;
 use crate::cli::diagnose::devices::{DeviceRow, DeviceState};
 
-/// Say who holds a device
+/// Show the holder of a device
 #[derive(Clone, Debug, clap::Args)]
 pub(in crate::cli) struct Arguments {
     /// The device, as DEVICE or NODE/DEVICE
@@ -110,7 +110,7 @@ fn text(row: &DeviceRow) -> String {
     if let Some(cause) = &row.cause {
         lines.push(format!("Why:      {}", one_line(cause)));
     }
-    lines.push(format!("Door:     {}", door(row)));
+    lines.push(format!("API:      {}", api(row)));
     if row.shares > 1 {
         lines.push(format!(
             "Shares:   {} of {} held by claims",

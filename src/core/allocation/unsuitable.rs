@@ -127,8 +127,8 @@ impl fmt::Display for Misfit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::No(selector) => write!(f, "do not match {selector}"),
-            Self::Failed(selector, error) => write!(f, "cannot be judged by {selector} ({error})"),
-            Self::Unjudged(selector) => write!(f, "not judged yet by {selector}"),
+            Self::Failed(selector, error) => write!(f, "cause an error in {selector} ({error})"),
+            Self::Unjudged(selector) => write!(f, "not evaluated yet by {selector}"),
         }
     }
 }

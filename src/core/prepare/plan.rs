@@ -311,7 +311,7 @@ pub enum Refusal {
     #[error(transparent)]
     ClaimUid(#[from] ClaimUidError),
     /// The namespace or the name is invalid.
-    #[error("{field} {value:?} of the claim is not a name that Kubernetes gives")]
+    #[error("{field} {value:?} of the claim is not a valid Kubernetes name")]
     ClaimName {
         /// `namespace` or `name`.
         field: &'static str,
@@ -333,7 +333,7 @@ pub enum Refusal {
     },
     /// The handle was written for another node.
     #[error(
-        "the devices were allocated on node {found:?}, this is node {expected:?}: delete the pod so that it is scheduled anew"
+        "the devices were allocated on node {found:?}, this is node {expected:?}: delete the pod so that its replacement is scheduled again"
     )]
     OtherNode {
         /// This node.
@@ -343,7 +343,7 @@ pub enum Refusal {
     },
     /// The handle was written for an earlier node of the same name.
     #[error(
-        "the devices were allocated on an earlier node of this name (uid {found:?}, this one has {expected:?}): delete the pod and its claim so that they are allocated anew"
+        "the devices were allocated on an earlier node of this name (uid {found:?}, this one has {expected:?}): delete the pod and its claim so that their replacements are allocated again"
     )]
     EarlierNode {
         /// The uid of this node.
@@ -352,7 +352,7 @@ pub enum Refusal {
         found: String,
     },
     /// The uid of this node is not known yet.
-    #[error("the API server has not yet told the uid of node {0:?}; it is asked until it does")]
+    #[error("the uid of node {0:?} is not yet known; the companion keeps asking the API server")]
     NodeUnknown(String),
     /// The handle names no device.
     #[error("no device is named")]
@@ -369,7 +369,7 @@ pub enum Refusal {
     #[error(
         "device {device:?} is of kind {kind:?}, which this node's configuration gives to {given_to}, not to {asked_by}"
     )]
-    WrongDoor {
+    WrongMode {
         /// The device.
         device: String,
         /// Its kind.
@@ -408,7 +408,7 @@ pub enum Refusal {
         holder: String,
     },
     /// A container of the runtime still uses the device.
-    #[error("device {device:?} is still in use by {holder}; it is free when that container has ended")]
+    #[error("device {device:?} is still in use by {holder}, until that container ends")]
     StillUsed {
         /// The device.
         device: String,
@@ -436,7 +436,7 @@ pub enum Refusal {
         problem: String,
     },
     /// The device is allocated to a claim.
-    #[error("device {device:?} is allocated to {holder}, which has not begun to use it")]
+    #[error("device {device:?} is allocated to {holder}, which does not use it yet")]
     Allocated {
         /// The device.
         device: String,
@@ -505,7 +505,7 @@ impl Refusal {
             Self::OtherNode { .. } | Self::EarlierNode { .. } => "WrongNode",
             Self::NodeUnknown(_) => "NodeUnknown",
             Self::Gone(_) => "DeviceGone",
-            Self::WrongDoor { .. } => "WrongMode",
+            Self::WrongMode { .. } => "WrongMode",
             Self::Unhealthy { .. } => "DeviceUnhealthy",
             Self::Held { .. }
             | Self::AllShares { .. }
@@ -535,7 +535,7 @@ impl Refusal {
             Self::EarlierNode { .. }
             | Self::NodeUnknown(_)
             | Self::Gone(_)
-            | Self::WrongDoor { .. }
+            | Self::WrongMode { .. }
             | Self::Unhealthy { .. }
             | Self::Held { .. }
             | Self::AllShares { .. }
@@ -624,11 +624,11 @@ pub(super) fn offered<'a>(inventory: &'a Devices, name: &str, asked_by: Mode) ->
         Mode::Both | Mode::Unknown => false,
     };
     if !may_leave {
-        return Err(Refusal::WrongDoor {
+        return Err(Refusal::WrongMode {
             device: name.to_owned(),
             kind: device.kind.clone(),
-            given_to: door(device.mode),
-            asked_by: door(asked_by),
+            given_to: api(device.mode),
+            asked_by: api(asked_by),
         });
     }
     Ok(device)
@@ -645,7 +645,7 @@ pub(super) fn check_health(device: &Device) -> Result<(), Refusal> {
     }
 }
 
-fn door(mode: Mode) -> &'static str {
+fn api(mode: Mode) -> &'static str {
     match mode {
         Mode::Claims => "resource claims",
         Mode::ExtendedResource => "an extended resource",

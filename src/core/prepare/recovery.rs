@@ -293,13 +293,11 @@ pub enum ReleaseRefusal {
     NotHeld(ClaimUid),
     /// Kubelet may still use the claim.
     #[error(
-        "kubelet lists {0} as prepared: delete its pod, and kubelet will give it back. If kubelet cannot and no container uses the claim, say --force"
+        "kubelet lists {0} as prepared: delete its pod, and kubelet unprepares it. If kubelet cannot and no container uses the claim, use --force"
     )]
     Listed(String),
     /// Whether kubelet still uses the claim is unknown.
-    #[error(
-        "whether kubelet still uses {claim} cannot be told ({why}). If no container uses it, say --force"
-    )]
+    #[error("it is unknown whether kubelet still uses {claim} ({why}). If no container uses it, use --force")]
     KubeletUnknown {
         /// The claim.
         claim: String,

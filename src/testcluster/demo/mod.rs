@@ -4,7 +4,7 @@
 //! `examples/`. It prints events with their source as they occur, and each expectation with its result.
 
 mod devices;
-mod doors;
+mod extended_resources;
 mod narrator;
 mod real;
 mod scenarios;

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::narrator::devices_of;
-use super::{CAMERA, DEVICES, Demo, Halt, doors, real};
+use super::{CAMERA, DEVICES, Demo, Halt, extended_resources, real};
 use crate::testcluster::api::object::{list, text};
 use crate::testcluster::runtime::Outfit;
 
@@ -29,7 +29,7 @@ pub struct Scenario {
 pub const SCENARIOS: [Scenario; 6] = [
     Scenario {
         name: "basic",
-        about: "a pod with one device, from its claim to the end (examples/basic)",
+        about: "a pod with one device, from its claim to its deletion (examples/basic)",
     },
     Scenario {
         name: "several",
@@ -37,26 +37,26 @@ pub const SCENARIOS: [Scenario; 6] = [
     },
     Scenario {
         name: "waiting",
-        about: "all devices are held; a pod waits, is told why, and is woken when one is free",
+        about: "all devices are held; a pod waits, an event says why, and it runs once a device is free",
     },
     Scenario {
         name: "unplugged",
         about: "a device is unplugged while a pod holds it, and plugged in again",
     },
     Scenario {
-        name: "both-doors",
-        about: "a claim and two pods that want one camera through the device plugin API",
+        name: "both-apis",
+        about: "a claim, and two pods that request one camera through the device plugin API",
     },
     Scenario {
         name: "competing",
-        about: "a claim and pods with a limit want the same device, which may leave by either door",
+        about: "a claim and pods with a limit compete for one device of mode `both`",
     },
 ];
 
 /// Additional scenario of `--real-devices`; it requires the node of this machine.
 pub const REAL: Scenario = Scenario {
     name: "real",
-    about: "what this machine has, a claim for each kind",
+    about: "the devices of this machine, one claim per kind",
 };
 
 pub(super) async fn play(demo: &mut Demo, scenario: &Scenario) -> Result<(), Halt> {
@@ -67,9 +67,9 @@ pub(super) async fn play(demo: &mut Demo, scenario: &Scenario) -> Result<(), Hal
         "several" => several(demo).await,
         "waiting" => waiting(demo).await,
         "unplugged" => unplugged(demo).await,
-        "competing" => doors::competing(demo).await,
+        "competing" => extended_resources::competing(demo).await,
         "real" => real::play(demo).await,
-        _ => doors::both_doors(demo).await,
+        _ => extended_resources::both_apis(demo).await,
     }
 }
 

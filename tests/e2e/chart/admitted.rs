@@ -102,7 +102,7 @@ async fn what_to_do_next_is_three_commands_and_they_name_what_there_is() -> anyh
     with_definitions(&stage).await?;
     for (values, expected) in [
         ("ci/one-kind-values.yaml", "helm test drayman --namespace drayman"),
-        ("ci/defaults-values.yaml", "No kinds of devices are described yet"),
+        ("ci/defaults-values.yaml", "deviceKinds is empty"),
         ("ci/extended-resources-values.yaml", "extended resources only"),
         (
             "ci/controller-alone-values.yaml",
@@ -450,11 +450,11 @@ async fn a_cluster_without_classic_dra_is_told_what_still_works_there() -> anyho
             && refusal.contains("set controller.enabled=false"),
         "{refusal}"
     );
-    let output = stage.ask(&["drain"]).await?;
+    let output = stage.ask(&["leftovers"]).await?;
     let said = String::from_utf8(output.stderr)?;
     ensure!(
         output.status.code() == Some(1)
-            && said.contains("does not serve resource.k8s.io/v1alpha2, so that nothing"),
+            && said.contains("does not serve resource.k8s.io/v1alpha2. Objects may remain"),
         "{said}"
     );
     let values = crate::chart::helm::chart("ci/extended-resources-values.yaml");

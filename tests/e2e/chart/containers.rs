@@ -219,7 +219,7 @@ fn the_program_takes_the_flags_and_the_configuration_of_every_variant() {
     }
     assert_eq!(
         seen,
-        ["controller", "crds", "drain", "node", "version"]
+        ["controller", "crds", "leftovers", "node", "version"]
             .map(str::to_owned)
             .into()
     );

@@ -352,10 +352,7 @@ async fn a_release_that_was_removed_too_early_is_installed_again_and_all_of_it_e
         said.contains("default/left-test") && said.contains("allocated, used by pod left"),
         "{said}"
     );
-    ensure!(
-        said.contains("Driver drayman.dev must not go before these claims"),
-        "{said}"
-    );
+    ensure!(said.contains("Then uninstall driver drayman.dev"), "{said}");
     // Helm calls the release "uninstalling" from then on. Who wants to keep it rolls back to what is there.
     let companion = stage.run_of("drayman", COMPANION).await?;
     stage

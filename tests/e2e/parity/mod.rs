@@ -1,5 +1,5 @@
 //! What the stage promises of Kubernetes, checked: each promise is a conversation with an API server that is held with the stage
-//! and with a real control plane, and the answers must be the same. `docs/stage.md` lists them.
+//! and with a real control plane, and the answers must be the same. `docs/testcluster.md` lists them.
 #![allow(
     clippy::similar_names,
     clippy::needless_pass_by_value,

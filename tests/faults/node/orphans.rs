@@ -156,7 +156,7 @@ async fn a_person_releases_also_while_the_companion_does_not_run() {
     assert!(shown.contains(A) && shown.contains(B), "{shown}");
     let (done, said) = person(&node, &["release", A]);
     assert!(
-        done && said.contains("clears away the rest when it starts"),
+        done && said.contains("cleans up the rest when it starts"),
         "{said}"
     );
     let (_, shown) = person(&node, &["holdings"]);

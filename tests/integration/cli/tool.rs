@@ -75,9 +75,13 @@ fn a_server_without_classic_dynamic_resource_allocation_is_told_so_with_the_fix(
 
 #[test]
 fn a_command_without_an_api_server_says_how_to_give_one() {
-    for command in ["devices", "doctor", "drain"] {
+    for command in ["devices", "doctor", "leftovers"] {
         assert_refused(&mut drayman_with(&[command]), &["--kubeconfig", "KUBECONFIG"]);
     }
+    assert_refused(
+        &mut drayman_with(&["drain", "--this-driver"]),
+        &["`drayman leftovers`"],
+    );
     assert_refused(&mut drayman_with(&["explain", "node/a"]), &["pod/NAME"]);
     assert_refused(
         &mut drayman_with(&["devices", "--output", "xml"]),

@@ -124,7 +124,7 @@ fn a_wrong_file_is_refused_by_both_commands_with_line_field_and_remedy() {
     let check = drayman(&["config", "check", &config]);
     assert_eq!(check.status.code(), Some(0));
     assert!(
-        text(&check.stdout).ends_with("is right; kinds: serial, kvm\n"),
+        text(&check.stdout).ends_with("valid; kinds: serial, kvm\n"),
         "{}",
         text(&check.stdout)
     );

@@ -103,7 +103,7 @@ fn only_devices_that_match_are_given_and_what_is_missing_is_counted() {
     let demand = |count| demand("Packing", &json!([request("gpu", count, "x")]), &json!([]));
     assert_eq!(
         one(&mut books, "u", &demand(1)).unwrap_err(),
-        "resources exhausted on node a: 8 of 8 not judged yet by selector 1 of request gpu, 1 wanted"
+        "resources exhausted on node a: 8 of 8 not evaluated yet by selector 1 of request gpu, 1 wanted"
             .replace(", 1 wanted", "")
     );
     judge(&mut books, "x");
@@ -121,7 +121,7 @@ fn only_devices_that_match_are_given_and_what_is_missing_is_counted() {
     judge(&mut books, "broken");
     assert_eq!(
         one(&mut books, "v", &broken).unwrap_err(),
-        "resources exhausted on node a: 2 of 8 held, 6 of 8 cannot be judged by selector 1 of request gpu (No such key: z)"
+        "resources exhausted on node a: 2 of 8 held, 6 of 8 cause an error in selector 1 of request gpu (No such key: z)"
     );
 }
 

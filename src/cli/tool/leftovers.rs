@@ -1,4 +1,4 @@
-//! `drayman drain`: lists objects that still use classic DRA.
+//! `drayman leftovers`: lists objects that still use classic DRA.
 
 use std::process::ExitCode;
 
@@ -9,14 +9,14 @@ use super::{Cluster, read};
 use crate::cli::diagnose::usage::{Dependent, Objects, dependents, held_by};
 use crate::cli::{Error, block_on, choose_tls_provider};
 
-/// List what still uses classic Dynamic Resource Allocation
+/// List objects that still use classic Dynamic Resource Allocation
 ///
-/// Before resource.k8s.io/v1alpha2 is switched off, or the cluster is upgraded to Kubernetes 1.32, which no longer has it:
-/// claims would stay behind with finalizers that nobody can remove. All drivers are looked at, with --this-driver one alone. Exit
-/// code 0 says that nothing is left, 1 that something is, or that it cannot be told.
+/// Delete these objects before you disable resource.k8s.io/v1alpha2 or upgrade to Kubernetes 1.32, which removed it; otherwise
+/// claims keep finalizers that no controller removes. Covers all drivers, or one with --this-driver. Evicts and deletes nothing.
+/// Exit code 0 if nothing is left, 1 if something is left or the API is not served.
 #[derive(Clone, Debug, clap::Args)]
 pub(in crate::cli) struct Arguments {
-    /// Only the claims that hold something of this driver: they must be gone before it is uninstalled
+    /// List only claims that hold devices of this driver; delete them before you uninstall it
     #[arg(long)]
     this_driver: bool,
 
@@ -55,9 +55,9 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
 async fn of_everybody(client: &Client) -> Result<Vec<Dependent>, Error> {
     let classes = match read::all(client).await {
         Err(error) if read::is_not_served(&error) => {
-            let cause = "this API server does not serve resource.k8s.io/v1alpha2, so that nothing can use it. Whether something is left \
-                         of a time when it did can be told only while it is served: on Kubernetes 1.27 to \
-                         1.30 switch it on again (docs/install.md) and ask then; later versions cannot tell";
+            let cause = "this API server does not serve resource.k8s.io/v1alpha2. Objects may remain from the time when it did, but only an \
+                         API server that serves it can list them: on Kubernetes 1.27 to 1.30, enable it (docs/install.md) and run the \
+                         command again; later versions cannot";
             return Err(Error::Runtime(anyhow::anyhow!(cause)));
         }
         classes => classes?,
@@ -85,7 +85,7 @@ fn text(left: &[Dependent]) -> String {
     if left.is_empty() {
         return "Nothing uses classic Dynamic Resource Allocation any more.\n".to_owned();
     }
-    let mut rows = vec![row(["KIND", "NAME", "DRIVER", "STANDING"])];
+    let mut rows = vec![row(["KIND", "NAME", "DRIVER", "STATUS"])];
     rows.extend(left.iter().map(|dependent| {
         row([
             dependent.kind,
@@ -95,18 +95,18 @@ fn text(left: &[Dependent]) -> String {
         ])
     }));
     table(&rows)
-        + "\nEnd the pods first, then delete the claims while their drivers still run, then the templates and the classes.\n"
+        + "\nDelete the pods first, then the claims while their drivers still run, then the templates and the classes.\n"
 }
 
 fn text_of_this_driver(driver: &str, left: &[Dependent]) -> String {
     if left.is_empty() {
         return format!("No claim holds anything of driver {driver}.\n");
     }
-    let mut rows = vec![row(["CLAIM", "STANDING"])];
+    let mut rows = vec![row(["CLAIM", "STATUS"])];
     rows.extend(left.iter().map(|claim| row([&claim.name, &claim.standing])));
     table(&rows)
         + &format!(
-            "\nDriver {driver} must not go before these claims: delete the pods that use them, then the claims that are left, and wait \
-             until all are gone.\n"
+            "\nDelete the pods that use these claims, then the remaining claims, and wait until all are gone. Then uninstall \
+             driver {driver}.\n"
         )
 }

@@ -38,8 +38,8 @@ fn is_told(demo: &Demo, pod: &str, words: &str) -> bool {
         .any(|event| text(event, "/involvedObject/name") == pod && text(event, "/message").contains(words))
 }
 
-pub(super) async fn both_doors(demo: &mut Demo) -> Result<(), Halt> {
-    demo.expect("node-a has one camera to give away", |demo| {
+pub(super) async fn both_apis(demo: &mut Demo) -> Result<(), Halt> {
+    demo.expect("node-a has one allocatable camera", |demo| {
         let node = demo.hand.get("nodes", "", "node-a").unwrap_or_default();
         node["status"]["allocatable"][CAMERA] == "1"
     })
@@ -59,7 +59,7 @@ pub(super) async fn both_doors(demo: &mut Demo) -> Result<(), Halt> {
     )
     .await?;
     demo.tell_outfit("claiming");
-    demo.expect("pod camera-2 waits, and an event says for what", |demo| {
+    demo.expect("pod camera-2 waits, and an event names the resource", |demo| {
         is_told(demo, "camera-2", CAMERA)
     })
     .await?;
@@ -73,7 +73,7 @@ pub(super) async fn both_doors(demo: &mut Demo) -> Result<(), Halt> {
     demo.check("and has the same camera", same)?;
     let (claimed, cameras) = (hosts(demo.outfit("claiming")), hosts(demo.outfit("camera-2")));
     let apart = !claimed.is_empty() && claimed.iter().all(|device| !cameras.contains(device));
-    demo.check("no device went through both doors", apart)?;
+    demo.check("no device was allocated through both APIs", apart)?;
     demo.clear(&["camera-2".to_owned(), "claiming".to_owned()])
         .await?;
     Ok(())
@@ -81,15 +81,12 @@ pub(super) async fn both_doors(demo: &mut Demo) -> Result<(), Halt> {
 
 /// A claim and an extended resource compete for one device.
 pub(super) async fn competing(demo: &mut Demo) -> Result<(), Halt> {
-    demo.apply(
-        "a class for the device that may leave by either door",
-        SHARED_OBJECTS,
-    )?;
+    demo.apply("a class for the device of mode `both`", SHARED_OBJECTS)?;
     let claiming = pod("claiming").replace(
         "resourceClaimTemplateName: test",
         "resourceClaimTemplateName: either",
     );
-    demo.expect("node-b has one device that may leave by either door", |demo| {
+    demo.expect("node-b has one device of mode `both`", |demo| {
         let node = demo.hand.get("nodes", "", "node-b").unwrap_or_default();
         node["status"]["allocatable"][SHARED] == "1"
     })
@@ -103,7 +100,7 @@ pub(super) async fn competing(demo: &mut Demo) -> Result<(), Halt> {
     demo.stage.apply(&claiming)?;
     // Only the node knows the devices of containers, so its Prepare is the last check.
     demo.expect(
-        "pod claiming gets it by its claim, and the node refuses to hand it out twice and says who has it",
+        "pod claiming gets it by its claim, and the node refuses to prepare it and names the holder",
         |demo| is_told(demo, "claiming", "first"),
     )
     .await?;
@@ -119,19 +116,19 @@ pub(super) async fn competing(demo: &mut Demo) -> Result<(), Halt> {
     .await?;
     demo.tell_outfit("claiming");
     demo.check("with the same device", hosts(demo.outfit("claiming")) == device)?;
-    demo.expect("which is no longer offered at the other door", |demo| {
+    demo.expect("the device plugin API no longer offers the device", |demo| {
         let node = demo.hand.get("nodes", "", "node-b").unwrap_or_default();
         node["status"]["allocatable"][SHARED] == "0"
     })
     .await?;
     demo.stage.apply(&limit_pod("second", SHARED))?;
-    demo.expect("pod second waits for it at that door", |demo| {
+    demo.expect("pod second waits for it through the device plugin API", |demo| {
         is_told(demo, "second", SHARED)
     })
     .await?;
     let held = demo.claim_of("claiming").map(|claim| devices_of(&claim).0);
     demo.delete("claiming");
-    demo.expect("and runs when the claim is given back", |demo| {
+    demo.expect("and runs when the claim is deleted", |demo| {
         demo.opens("second") == 1
     })
     .await?;
