@@ -17,7 +17,7 @@
 {{- printf "%s-%s" (include "drayman.fullname" .root) .component }}
 {{- end }}
 
-{{/* The same for objects that the whole cluster has in common: releases of one name may be in several namespaces. */}}
+{{/* The same for cluster-scoped objects: releases with the same name may be in several namespaces. */}}
 {{- define "drayman.cluster" -}}
 {{- printf "%s.%s" (include "drayman.component" .) .root.Release.Namespace }}
 {{- end }}
@@ -64,12 +64,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if semverCompare ">=1.30.0-0" .Capabilities.KubeVersion.Version }}true{{ end }}
 {{- end }}
 
-{{/* Whether a node's token is held to its own inventory: "true" or nothing. */}}
+{{/* Whether a node's token is restricted to its own inventory: "true" or nothing. */}}
 {{- define "drayman.admissionPolicy" -}}
 {{- if and .Values.node.enabled (ne .Values.admissionPolicy.enabled "never") (include "drayman.admissionPossible" .) }}true{{ end }}
 {{- end }}
 
-{{/* A container that no Pod Security Standard objects to. */}}
+{{/* Security context that meets every Pod Security Standard. */}}
 {{- define "drayman.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
@@ -178,7 +178,7 @@ spec:
       {{- toYaml $root.Values.controller.resources | nindent 6 }}
 {{- end }}
 
-{{/* The resource that `helm test` asks for in limits: that of the first kind whose devices are never claimed, or nothing. */}}
+{{/* The resource that `helm test` requests in limits: that of the first kind of mode extended-resource or split, or nothing. */}}
 {{- define "drayman.testResource" -}}
 {{- $resource := "" }}
 {{- range .Values.deviceKinds }}
@@ -189,7 +189,7 @@ spec:
 {{- $resource }}
 {{- end }}
 
-{{/* What both pods of `helm test` are: they run where companions do, taints included. */}}
+{{/* Pod fields of both pods of `helm test`: they run on the companions' nodes, including tainted ones. */}}
 {{- define "drayman.testPod" -}}
 restartPolicy: Never
 {{- with .Values.imagePullSecrets }}
@@ -206,7 +206,7 @@ securityContext:
   {{- include "drayman.restrictedPod" . | nindent 2 }}
 {{- end }}
 
-{{/* And their container, but for its resources. */}}
+{{/* Container of both pods, without resources. */}}
 {{- define "drayman.testContainer" -}}
 name: test
 image: {{ include "drayman.image" . }}
@@ -226,7 +226,7 @@ securityContext:
 {{- $sum }}
 {{- end }}
 
-{{/* The entries of a kind that containerPaths can name, as a list of JSON; null for a preset, which the program alone knows. */}}
+{{/* The entries of a kind that containerPaths can name, as a JSON list; null for a preset, which only the program knows. */}}
 {{- define "drayman.entries" -}}
 {{- if .paths }}
 {{- toJson .paths }}
@@ -245,7 +245,7 @@ null
 {{- end }}
 {{- end }}
 
-{{/* What the companion reads. */}}
+{{/* The companion's configuration. */}}
 {{- define "drayman.nodeConfiguration" -}}
 apiVersion: drayman.dev/v1alpha1
 kind: NodeConfiguration
