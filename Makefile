@@ -1,4 +1,4 @@
-# The targets are those of Kubernetes projects; `make help` lists them. Everything that is made lies under target/.
+# `make help` lists the targets. All output is below target/.
 
 .DEFAULT_GOAL := help
 SHELL := /usr/bin/env bash
@@ -19,7 +19,7 @@ CARGO_NEXTEST := $(CARGO_NEXTEST_ROOT)/bin/cargo-nextest
 MDBOOK_VERSION := 0.5.4
 MDBOOK_ROOT := $(TARGET)/tools/mdbook-$(MDBOOK_VERSION)
 MDBOOK := $(MDBOOK_ROOT)/bin/mdbook
-# Debug builds: they run for a second, and take a fifth of the time to be built.
+# Debug builds take a fifth of the time, and the tools run for a second.
 INSTALL = CARGO_PROFILE_DEV_DEBUG=false CARGO_TARGET_DIR="$(1)/build" cargo install --locked --debug --root "$(1)"
 
 .PHONY: help
@@ -43,7 +43,7 @@ lint: clippy docs surface defects
 clippy:
 	cargo clippy --locked --all-targets -- -D warnings
 
-# A link in a comment that leads nowhere is a warning of rustdoc alone.
+# Only rustdoc detects broken links in comments.
 .PHONY: docs
 docs:
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --document-private-items
@@ -53,7 +53,7 @@ docs:
 surface:
 	hack/measure --public 160 >/dev/null
 
-# Each seeded defect must still have its place in the sources; hack/defects without an argument runs them all.
+# Checks that each seeded defect still applies; hack/defects without an argument runs them all.
 .PHONY: defects
 defects:
 	hack/defects --check
@@ -70,10 +70,10 @@ test-all: format lint $(CARGO_NEXTEST) ## The tests on real Kubernetes, on 1.27 
 	CARGO_NEXTEST="$(CARGO_NEXTEST)" hack/test versions
 
 .PHONY: verify
-verify: book deny bench requests ## What is slow and not of every day: the book, dependencies, and the figures with their limits
+verify: book deny bench requests ## Slow checks: the book, dependencies, and figures with limits
 
 .PHONY: faults
-faults: ## The whole programs on the stage, with every trouble at every request, event, step on the disk and call (root is needed)
+faults: ## Run the programs on the test cluster with every fault at every request, event, disk step and call (needs root)
 	EVERY_TROUBLE=1 cargo test --locked --test faults -- --nocapture
 
 .PHONY: reproducible
@@ -81,15 +81,15 @@ reproducible: ## Compile what is committed twice, in different places, and compa
 	hack/reproducible
 
 .PHONY: soak
-soak: ## Run SEEDS seeds of the simulation (1000000), going on where the last run was stopped
+soak: ## Run SEEDS seeds of the simulation (1000000), continuing the last run
 	hack/soak
 
 .PHONY: fuzz
-fuzz: ## Feed every parser with damaged input, for a minute each (FUZZ_SECONDS); what fails is kept in tests/fuzz/corpus
+fuzz: ## Fuzz every parser for a minute each (FUZZ_SECONDS); failing inputs go to tests/fuzz/corpus
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-60} cargo test --locked --test fuzz -- --nocapture --test-threads 1
 
 .PHONY: book
-book: $(MDBOOK) ## Make a book of docs/, in target/book
+book: $(MDBOOK) ## Build docs/ as a book in target/book
 	hack/book "$(MDBOOK)" "$(TARGET)/book"
 
 .PHONY: deny
@@ -98,7 +98,7 @@ deny: $(CARGO_DENY) ## Check licences, sources and bans of all dependencies (den
 	$(CARGO_DENY) --locked --exclude-dev check bans
 
 .PHONY: advisories
-advisories: $(CARGO_DENY) ## Ask for known flaws of all dependencies (needs the network)
+advisories: $(CARGO_DENY) ## Check all dependencies for known vulnerabilities (needs the network)
 	$(CARGO_DENY) --locked check advisories
 
 $(CARGO_DENY):
@@ -113,7 +113,7 @@ $(MDBOOK):
 	$(call INSTALL,$(MDBOOK_ROOT)) mdbook --version $(MDBOOK_VERSION) --no-default-features --features search
 	rm -rf "$(MDBOOK_ROOT)/build"
 
-# The program as the image has it.
+# The program of the image.
 RELEASED = $(TARGET)/$(shell rustc --print host-tuple)/release/drayman
 
 .PHONY: bench
@@ -130,7 +130,7 @@ requests: ## Print the requests of one pod's life, counted from the API server's
 ##@ Work
 
 .PHONY: demo
-demo: ## Show what drayman does, on a cluster within one process: Rust alone is needed
+demo: ## Run the demonstration on an embedded cluster (needs only Rust)
 	cargo run --locked -- demo
 
 .PHONY: cluster
@@ -140,17 +140,17 @@ cluster: $(CLUSTER) ## Start a real Kubernetes with drayman in it; Ctrl-C ends i
 	    --hook 'hack/run-in-cluster "$(TARGET)/debug/drayman"'
 
 .PHONY: generate
-generate: ## Write crds/, docs/reference and the lists of docs/metrics.md anew from the code
+generate: ## Regenerate crds/, docs/reference and the lists of docs/metrics.md
 	rm -f crds/*.yaml
 	cargo run --locked --quiet -- crds --output-directory crds
 	DRAYMAN_GENERATE=1 cargo test --locked --quiet --test docs reference
 	DRAYMAN_GENERATE=1 cargo test --locked --quiet --lib observe::page
 
 .PHONY: clean
-clean: ## Remove everything that was built, the Kubernetes of the tests included
+clean: ## Remove all build output, including the Kubernetes of the tests
 	cargo clean
 
-# Go's own cache decides what is built anew, so the program is always asked for.
+# Always run; Go's cache decides whether to rebuild.
 .PHONY: $(CLUSTER)
 $(CLUSTER):
 	@command -v go >/dev/null || { echo "Go is missing: it builds the Kubernetes of the tests; install Go 1.22 or newer from your distribution" >&2; exit 1; }

@@ -6,7 +6,7 @@ use crate::names::tests;
 use crate::page::{page, repository};
 
 /// The heading of the table, and its rows F1 to F44.
-const SCENARIOS: &str = "## Faults, and who shows what becomes of them";
+const SCENARIOS: &str = "## Fault scenarios";
 const SCENARIO_COUNT: usize = 44;
 
 /// The tests of a row, `program: `name`, `name`; program: `name``, as `program name`.
