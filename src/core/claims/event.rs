@@ -220,6 +220,16 @@ pub enum CallErrorKind {
     TimedOut,
 }
 
+impl CallErrorKind {
+    pub(super) fn as_str(self) -> &'static str {
+        match self {
+            Self::Invalid => "Invalid",
+            Self::Retry => "Retry",
+            Self::TimedOut => "TimedOut",
+        }
+    }
+}
+
 impl From<DriverErrorKind> for CallErrorKind {
     fn from(kind: DriverErrorKind) -> Self {
         match kind {

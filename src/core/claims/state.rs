@@ -18,7 +18,7 @@ use super::event::{
 };
 use super::queue::{Queue, WAKE_UP_TIMEOUT, WakeUps, Work};
 use super::statistics::{Statistics, is_failure};
-use super::transaction::{self, Consumer, ItemResult, Transaction, TransactionAction};
+use super::transaction::{self, Consumer, Failure, ItemResult, Transaction, TransactionAction};
 
 /// When an object is revisited whose report was not written. The queue of reports was full at that time; at some ten milliseconds each,
 /// thousands of them are written meanwhile. If the server refuses the reports of a thousand objects, this makes 17 requests per second.
@@ -1153,7 +1153,8 @@ impl ControllerState {
 
     fn end_transaction(&mut self, transaction: &Transaction, now: Moment) {
         let failure = transaction.failure(&self.around_transaction(transaction));
-        self.statistics.attempted(failure.as_ref());
+        let result = failure.as_ref().map_or("Allocated", Failure::as_str);
+        self.statistics.attempted(result);
         for (key, uid) in transaction.claims() {
             if let Some(claim) = self.cache.claim_mut(key, uid) {
                 claim.leave_transaction();

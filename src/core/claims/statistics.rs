@@ -7,8 +7,7 @@ use std::time::Duration;
 
 use crate::core::distribution::Distribution;
 
-use super::event::{Answer, CallError, CallErrorKind, Moment, Outcome};
-use super::transaction::Failure;
+use super::event::{Answer, CallError, Moment, Outcome};
 
 /// Counters since the start.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -88,14 +87,8 @@ impl Statistics {
         }
     }
 
-    /// Counts an ended transaction.
-    pub(super) fn attempted(&mut self, failure: Option<&Failure>) {
-        let result = match failure {
-            None => "Allocated",
-            Some(Failure::Driver(error)) => word(error.kind),
-            Some(Failure::Refused(_)) => "NotRecorded",
-            Some(Failure::Withdrawn) => "Withdrawn",
-        };
+    /// Counts an ended transaction, by one of [`Statistics::ATTEMPTS`].
+    pub(super) fn attempted(&mut self, result: &'static str) {
         *self.attempts.entry(result).or_default() += 1;
     }
 
@@ -109,16 +102,8 @@ impl Statistics {
             | Answer::ClaimWritten(_)
             | Answer::ContextWritten(_) => return,
         };
-        let result = failure.map_or("Done", |error: &CallError| word(error.kind));
+        let result = failure.map_or("Done", |error: &CallError| error.kind.as_str());
         *self.calls.entry((call, result)).or_default() += 1;
-    }
-}
-
-fn word(kind: CallErrorKind) -> &'static str {
-    match kind {
-        CallErrorKind::Invalid => "Invalid",
-        CallErrorKind::Retry => "Retry",
-        CallErrorKind::TimedOut => "TimedOut",
     }
 }
 

@@ -148,6 +148,17 @@ pub(super) enum Failure {
     Withdrawn,
 }
 
+impl Failure {
+    /// Its name in [`Statistics::ATTEMPTS`](super::Statistics::ATTEMPTS).
+    pub(super) fn as_str(&self) -> &'static str {
+        match self {
+            Self::Driver(error) => error.kind.as_str(),
+            Self::Refused(_) => "NotRecorded",
+            Self::Withdrawn => "Withdrawn",
+        }
+    }
+}
+
 /// What happens next in a transaction.
 #[derive(Debug)]
 pub(super) enum TransactionAction {
