@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn a_newer_handle_is_refused_by_its_version_even_if_its_shape_is_unknown() {
+    fn a_newer_handle_is_refused_by_its_version() {
         assert_eq!(
             DeviceHandle::parse(r#"{"version":2,"what":"ever"}"#),
             Err(HandleError::Newer(2))

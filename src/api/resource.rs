@@ -521,7 +521,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_allocation_is_a_driver_s_by_its_status_or_by_a_resource_handle() {
+    fn an_allocation_belongs_to_the_driver_of_its_status_or_handle() {
         let of = |name: &str, handle: &str| {
             let status = ResourceClaimStatus {
                 driver_name: Some(name.to_owned()),

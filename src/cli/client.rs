@@ -155,7 +155,7 @@ users: [{name: me, user: {token: secret}}]
 ";
 
     #[tokio::test]
-    async fn an_answer_that_never_comes_is_given_up_but_no_watch_is_that_is_merely_silent() {
+    async fn requests_without_answer_time_out_and_silent_watches_do_not() {
         let config = Config::new("http://127.0.0.1:1".parse().expect("a URL"));
         let config = prepared(config, "test").expect("prepared");
         let limit = config.read_timeout.expect("a limit");
@@ -164,7 +164,7 @@ users: [{name: me, user: {token: secret}}]
     }
 
     #[tokio::test]
-    async fn a_kubeconfig_that_cannot_be_used_is_refused_with_its_name_and_what_is_wrong() {
+    async fn an_unusable_kubeconfig_is_refused_with_its_name_and_error() {
         let missing = configuration(Some(Path::new("/nowhere/kubeconfig")))
             .await
             .expect_err("refused")
@@ -190,7 +190,7 @@ users: [{name: me, user: {token: secret}}]
     }
 
     #[tokio::test]
-    async fn a_file_with_the_authority_is_read_again_and_one_within_the_kubeconfig_is_not() {
+    async fn only_a_certificate_authority_in_a_file_is_read_again() {
         let directory = tempfile::tempdir().expect("a directory");
         let certified = rcgen::generate_simple_self_signed(Vec::new()).expect("a certificate");
         let pem = certified.cert.pem();

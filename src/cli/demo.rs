@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scenario_that_there_is_not_is_refused_with_those_that_there_are() {
+    fn an_unknown_scenario_is_refused_with_the_known_ones() {
         assert!(all().all(|known| scenario(known.name) == Ok(known)));
         assert!(scenario("none").unwrap_err().contains("both-apis"));
         assert!(

@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_higher_level_never_logs_less_and_the_last_one_logs_everything() {
+    fn a_higher_log_level_never_logs_less() {
         let targets = ["drayman::node", "kube_client::client", "h2::codec"];
         let order = [Level::ERROR, Level::WARN, Level::INFO, Level::DEBUG, Level::TRACE];
         let shown = |verbosity, target| {
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn level_0_has_our_own_information_and_only_the_warnings_of_libraries() {
+    fn level_0_logs_our_information_and_warnings_of_libraries() {
         assert!(levels(0).would_enable("drayman::cli", &Level::INFO));
         assert!(!levels(0).would_enable("drayman::cli", &Level::DEBUG));
         assert!(levels(0).would_enable("kube_runtime::watcher", &Level::WARN));

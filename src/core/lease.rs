@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn another_s_lease_is_left_alone_until_it_has_stood_unchanged_for_its_duration() {
+    fn a_foreign_lease_is_respected_until_it_stands_unchanged() {
         let mut lease = Lease::new(settings("me"));
         assert_eq!(lease.step(at(0)), LeaseStep::Read);
         for second in (0..20).step_by(2) {
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_that_ran_out_is_used_only_when_nothing_of_its_holder_can_still_arrive() {
+    fn an_expired_lease_is_taken_when_no_late_write_is_possible() {
         let mut lease = Lease::new(settings("me"));
         lease.answered(LeaseAnswer::Read(Some(record("other", "1"))), at(0), at(0));
         let step = lease.step(at(15));
@@ -417,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn a_late_renewal_of_an_ended_process_keeps_nobody_from_its_lease() {
+    fn a_late_renewal_of_an_ended_process_does_not_block_its_lease() {
         let mut lease = Lease::new(settings("me"));
         lease.answered(LeaseAnswer::Read(Some(record("ended", "1"))), at(1), at(1));
         let step = lease.step(at(1));
@@ -451,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn a_holder_that_cannot_renew_stops_before_anybody_else_can_take_the_lease() {
+    fn a_holder_that_cannot_renew_stops_before_the_lease_expires() {
         let mut lease = held();
         for second in (2..10).step_by(2) {
             let step = lease.step(at(second));
@@ -475,14 +475,14 @@ mod tests {
     }
 
     #[test]
-    fn a_holder_that_finds_another_s_name_in_its_lease_stops_at_once() {
+    fn a_holder_that_sees_another_holder_stops_at_once() {
         let mut lease = held();
         lease.answered(LeaseAnswer::Read(Some(record("other", "5"))), at(1), at(1));
         assert_eq!(lease.step(at(1)), LeaseStep::Lost);
     }
 
     #[test]
-    fn an_attempt_whose_answer_was_lost_counts_from_when_it_was_sent() {
+    fn an_attempt_with_a_lost_answer_counts_from_its_sending() {
         let mut lease = Lease::new(settings("me"));
         lease.answered(LeaseAnswer::Read(None), at(0), at(0));
         let step = lease.step(at(0));

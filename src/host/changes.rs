@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_slow_reader_finds_the_sum_and_a_change_of_parameters_may_help_anybody() {
+    fn a_slow_reader_gets_the_sum_of_all_capacity_changes() {
         let changes = Changes::new();
         changes.report(CapacityCause::Freed, 7);
         let mut stream = pin!(changes.subscribe());

@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn many_who_want_much_of_one_expression_are_one_in_turn_with_another() {
+    async fn a_selector_with_many_requests_takes_one_turn() {
         let turns = Arc::new(FairQueue::default());
         let log: Arc<Mutex<Vec<&str>>> = Arc::default();
         let work = |name: &'static str, times: usize| {

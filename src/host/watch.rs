@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn trouble_with_a_watch_says_what_to_do() {
+    fn a_watch_error_says_how_to_fix_it() {
         let text = |error| explain::<NodeInventory>(&error);
         assert!(text(failure(404, "NotFound")).contains("drayman crds | kubectl apply"));
         assert!(text(failure(404, "Failed to parse error data")).contains("drayman crds | kubectl apply"));

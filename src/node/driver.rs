@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_driver_lists_is_checked_before_it_becomes_part_of_anything() {
+    fn devices_listed_by_a_driver_are_validated() {
         let attribute = |name: &str, value: AttributeValue| Device {
             attributes: [("a/0".to_owned(), value)].into_iter().collect(),
             ..device(name)

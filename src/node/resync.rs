@@ -34,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whoever_waits_since_whenever_is_woken_at_the_same_moment_and_never_later_than_a_round() {
+    fn periodic_resyncs_share_their_wake_ups() {
         let nanosecond = Duration::from_nanos(1);
         for rounds in [0, 1, 1000, 60 * 24 * 365 * 100] {
             let last = EVERY * rounds;

@@ -75,7 +75,7 @@ fn a_claim_is_made_once_from_a_template_and_named_in_the_pod() {
 }
 
 #[test]
-fn with_one_claim_a_node_is_selected_at_once_and_the_pod_is_bound_when_it_is_allocated() {
+fn with_one_claim_the_node_is_selected_at_once() {
     let hand = cluster();
     pod(&hand, "p", &["device"]);
     scheduler::pass(&hand);
@@ -99,7 +99,7 @@ fn with_one_claim_a_node_is_selected_at_once_and_the_pod_is_bound_when_it_is_all
 }
 
 #[test]
-fn with_two_claims_a_node_is_selected_when_both_were_answered_for() {
+fn with_two_claims_the_node_waits_for_both_answers() {
     let hand = cluster();
     pod(&hand, "p", &["a", "b"]);
     claims::pass(&hand);
@@ -177,7 +177,7 @@ fn the_last_pod_that_is_done_asks_for_deallocation_and_deletion() {
 }
 
 #[test]
-fn what_has_lost_its_owner_goes_and_a_namespace_goes_when_it_is_empty() {
+fn orphans_are_collected_and_empty_namespaces_are_removed() {
     let hand = cluster();
     let first = pod(&hand, "p", &["device"]);
     claims::pass(&hand);

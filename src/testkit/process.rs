@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_step_that_fails_afterwards_was_done_and_one_that_fails_before_was_not() {
+    async fn a_fault_after_a_step_leaves_it_done_and_before_it_undone() {
         for (when, expected) in [(When::Before, 0), (When::After, 1)] {
             let fate = blow(Sort::Request, 1, BlowKind::Fail, when);
             let done = Mutex::new(0);

@@ -26,7 +26,7 @@ async fn pod_with(
 }
 
 #[test]
-fn allocation_driver_and_pod_are_one_write_after_all_finalizers_and_one_call() -> anyhow::Result<()> {
+fn one_status_write_follows_all_finalizers_and_one_call() -> anyhow::Result<()> {
     on_stage("one-write", async |stage| {
         let controller = stage.start().await?;
         pod_with(stage, &["one", "two"], "node", &names(["node", "other"])).await?;
@@ -156,7 +156,7 @@ fn without_every_finalizer_nothing_is_allocated() -> anyhow::Result<()> {
 }
 
 #[test]
-fn if_one_claim_fails_none_is_recorded_and_the_node_is_told_to_the_scheduler() -> anyhow::Result<()> {
+fn if_one_claim_fails_none_is_recorded_and_the_node_is_bad() -> anyhow::Result<()> {
     on_stage("one-fails", async |stage| {
         stage.driver.rule(|what| match what {
             What::Allocate { node, .. } if node.as_deref() == Some("bad") => Act::FailOne(
@@ -227,7 +227,7 @@ fn an_answer_for_too_few_claims_is_refused() -> anyhow::Result<()> {
 }
 
 #[test]
-fn an_allocation_that_cannot_be_recorded_is_given_back_and_tried_again() -> anyhow::Result<()> {
+fn an_unrecordable_allocation_is_returned_and_retried() -> anyhow::Result<()> {
     on_stage("unrecorded", async |stage| {
         let rules = rules_without("resourceclaims/status", "patch");
         let controller = stage
@@ -317,7 +317,7 @@ fn an_allocation_by_somebody_else_stands_and_ours_is_given_back() -> anyhow::Res
 }
 
 #[test]
-fn a_batch_is_undone_when_its_pod_goes_elsewhere_or_away_while_the_driver_is_asked() -> anyhow::Result<()> {
+fn an_allocation_is_rolled_back_when_its_pod_leaves_the_node() -> anyhow::Result<()> {
     on_stage("elsewhere", async |stage| {
         stage
             .driver

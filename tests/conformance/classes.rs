@@ -10,7 +10,7 @@ use crate::script::Act;
 use crate::stage::{finalizers, is_allocated, names, on_stage, verdicts};
 
 #[test]
-fn a_missing_class_is_named_and_holds_the_whole_pod_up_until_it_is_there() -> anyhow::Result<()> {
+fn a_missing_class_is_named_and_blocks_its_whole_pod() -> anyhow::Result<()> {
     on_stage("missing-class", async |stage| {
         let controller = stage.start().await?;
         stage.claim("one").await?;
@@ -87,7 +87,7 @@ fn a_class_with_structured_parameters_is_left_to_the_scheduler() -> anyhow::Resu
 }
 
 #[test]
-fn wrong_parameters_are_told_to_whoever_can_mend_them_and_mending_helps_at_once() -> anyhow::Result<()> {
+fn wrong_parameters_are_reported_and_a_fix_helps_at_once() -> anyhow::Result<()> {
     on_stage("parameters", async |stage| {
         stage.driver.rule(|what| match what {
             What::Class(class) if class.parameters_ref.is_none() => Act::Fail(DriverError::invalid(
@@ -143,8 +143,7 @@ fn wrong_parameters_are_told_to_whoever_can_mend_them_and_mending_helps_at_once(
 }
 
 #[test]
-fn a_class_changed_after_the_verdict_is_judged_anew_and_after_the_allocation_it_changes_nothing()
--> anyhow::Result<()> {
+fn a_changed_class_is_evaluated_again_before_allocation_only() -> anyhow::Result<()> {
     on_stage("changed-class", async |stage| {
         let controller = stage.start().await?;
         stage.claim("one").await?;
@@ -197,8 +196,7 @@ fn a_class_changed_after_the_verdict_is_judged_anew_and_after_the_allocation_it_
 }
 
 #[test]
-fn a_class_whose_driver_differs_from_ours_in_upper_case_is_told_and_its_claims_are_left_alone()
--> anyhow::Result<()> {
+fn a_driver_name_in_upper_case_is_reported_and_not_served() -> anyhow::Result<()> {
     on_stage("upper-case", async |stage| {
         let controller = stage.start().await?;
         let name = stage.driver_name().replace("example", "Example");

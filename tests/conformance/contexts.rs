@@ -17,7 +17,7 @@ async fn pod(stage: &Stage, name: &str) -> anyhow::Result<drayman::api::resource
 }
 
 #[test]
-fn a_context_that_asks_nothing_or_is_not_its_pod_s_is_left_alone() -> anyhow::Result<()> {
+fn an_empty_or_foreign_context_is_left_alone() -> anyhow::Result<()> {
     on_stage("left-alone", async |stage| {
         let controller = stage.start().await?;
         let empty = pod(stage, "empty").await?;
@@ -114,8 +114,7 @@ fn a_pod_that_ends_has_ended_or_is_not_there_is_not_served() -> anyhow::Result<(
 }
 
 #[test]
-fn the_driver_judges_potential_and_selected_nodes_and_a_bad_selected_node_is_not_allocated_on()
--> anyhow::Result<()> {
+fn potential_and_selected_nodes_are_evaluated_before_allocation() -> anyhow::Result<()> {
     on_stage("nodes", async |stage| {
         stage.driver.nodes([("good", 1), ("fine", 1)]);
         let controller = stage.start().await?;
@@ -246,7 +245,7 @@ fn a_node_that_another_driver_refuses_is_not_allocated_on() -> anyhow::Result<()
 }
 
 #[test]
-fn a_selected_node_alone_is_judged_and_allocated_on() -> anyhow::Result<()> {
+fn a_selected_node_alone_is_evaluated_and_allocated() -> anyhow::Result<()> {
     on_stage("selected-alone", async |stage| {
         stage.driver.nodes([("good", 1)]);
         let controller = stage.start().await?;
@@ -266,7 +265,7 @@ fn a_selected_node_alone_is_judged_and_allocated_on() -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_driver_that_cannot_judge_has_nothing_written_and_is_asked_again() -> anyhow::Result<()> {
+fn a_driver_that_cannot_evaluate_is_asked_again() -> anyhow::Result<()> {
     on_stage("cannot-judge", async |stage| {
         let broken = DriverError::retry("Broken", "the inventory is not there");
         stage.driver.rule(move |what| {
@@ -299,7 +298,7 @@ fn a_driver_that_cannot_judge_has_nothing_written_and_is_asked_again() -> anyhow
 }
 
 #[test]
-fn entries_of_other_drivers_stay_and_an_unchanged_answer_is_not_written_again() -> anyhow::Result<()> {
+fn entries_of_other_drivers_stay_and_answers_are_written_once() -> anyhow::Result<()> {
     on_stage("other-entries", async |stage| {
         stage.driver.nodes([("good", 1)]);
         let controller = stage.start().await?;
@@ -366,7 +365,7 @@ fn entries_of_other_drivers_stay_and_an_unchanged_answer_is_not_written_again() 
 }
 
 #[test]
-fn an_answer_that_cannot_be_written_is_written_later_without_asking_the_driver_again() -> anyhow::Result<()> {
+fn an_unwritten_answer_is_written_later_without_a_new_call() -> anyhow::Result<()> {
     on_stage("cannot-write", async |stage| {
         stage.driver.nodes([("good", 1)]);
         let rules = crate::stage::rules_without("podschedulingcontexts/status", "patch");

@@ -9,7 +9,7 @@ use crate::objects::From;
 use crate::stage::{finalizers, is_allocated, names, on_stage, verdicts};
 
 #[test]
-fn claims_edited_to_nonsense_harm_nobody_else_and_can_be_deleted() -> anyhow::Result<()> {
+fn nonsensical_claims_harm_nobody_else_and_can_be_deleted() -> anyhow::Result<()> {
     on_stage("nonsense", async |stage| {
         let controller = stage.start().await?;
         let ours = stage.driver_name();

@@ -11,7 +11,7 @@ use crate::script::Act;
 use crate::stage::{finalizers, is_allocated, on_stage};
 
 #[test]
-fn an_immediate_claim_is_allocated_with_its_parameters_for_no_node_and_no_pod() -> anyhow::Result<()> {
+fn an_immediate_claim_is_allocated_without_node_and_pod() -> anyhow::Result<()> {
     on_stage("immediate-life", async |stage| {
         stage
             .patch_class(
@@ -86,7 +86,7 @@ fn a_class_that_comes_late_serves_its_claims_at_once() -> anyhow::Result<()> {
 }
 
 #[test]
-fn another_driver_s_claim_costs_nothing_until_its_class_becomes_ours() -> anyhow::Result<()> {
+fn a_foreign_claim_costs_nothing_until_its_class_is_ours() -> anyhow::Result<()> {
     on_stage("repointed-class", async |stage| {
         let controller = stage.start().await?;
         let class = "repointed";
@@ -109,7 +109,7 @@ fn another_driver_s_claim_costs_nothing_until_its_class_becomes_ours() -> anyhow
 }
 
 #[test]
-fn wrong_parameters_are_told_on_class_and_claim_and_mending_the_class_helps_at_once() -> anyhow::Result<()> {
+fn wrong_parameters_of_a_class_are_reported_on_class_and_claim() -> anyhow::Result<()> {
     on_stage("immediate-parameters", async |stage| {
         stage.driver.rule(|what| match what {
             What::Class(class) if class.parameters_ref.is_none() => Act::Fail(DriverError::invalid(
@@ -155,7 +155,7 @@ fn wrong_parameters_are_told_on_class_and_claim_and_mending_the_class_helps_at_o
 }
 
 #[test]
-fn a_failed_allocation_is_told_on_the_claim_and_leaves_the_finalizer() -> anyhow::Result<()> {
+fn a_failed_allocation_is_an_event_and_keeps_the_finalizer() -> anyhow::Result<()> {
     on_stage("immediate-failure", async |stage| {
         stage.driver.rule(|what| match what {
             What::Allocate { .. } => {

@@ -13,7 +13,7 @@ fn nodes(from: usize, to: usize) -> Vec<String> {
 }
 
 #[test]
-fn more_bad_nodes_than_an_entry_takes_are_cut_to_the_scheduler_s_own_first() -> anyhow::Result<()> {
+fn unsuitable_nodes_are_cut_to_the_limit_of_the_scheduler() -> anyhow::Result<()> {
     on_stage("many-nodes", async |stage| {
         stage.driver.nodes(Vec::<(String, usize)>::new());
         let controller = stage.start().await?;
@@ -140,8 +140,7 @@ fn a_pod_with_33_claims_gets_them_all_at_once() -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_handle_over_the_limit_is_told_before_anything_of_its_pod_is_written_and_harms_nobody_else()
--> anyhow::Result<()> {
+fn a_handle_over_the_limit_is_reported_before_any_write() -> anyhow::Result<()> {
     on_stage("large-handle", async |stage| {
         stage.driver.rule(|what| match what {
             What::Allocate { .. } => Act::Data("large", "x".repeat(16 * 1024 + 1)),
@@ -192,8 +191,7 @@ fn a_handle_over_the_limit_is_told_before_anything_of_its_pod_is_written_and_har
 }
 
 #[test]
-fn a_driver_whose_name_the_server_would_refuse_in_a_finalizer_is_refused_at_the_start() -> anyhow::Result<()>
-{
+fn a_driver_name_invalid_in_a_finalizer_is_refused_at_start() -> anyhow::Result<()> {
     on_stage("refused-name", async |stage| {
         let named = crate::script::Script::new("Refused.example.com");
         let Err(error) = stage.start_as("", &named, &[], |builder| builder).await.map(drop) else {

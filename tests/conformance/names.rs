@@ -23,7 +23,7 @@ async fn pod_without_template(stage: &Stage, name: &str) -> anyhow::Result<Pod> 
 }
 
 #[test]
-fn a_claim_made_from_a_template_is_found_by_the_name_that_the_pod_s_status_has() -> anyhow::Result<()> {
+fn a_template_claim_is_found_by_the_status_of_its_pod() -> anyhow::Result<()> {
     on_stage("generated-name", async |stage| {
         if stage.cluster.is_before(28, "a pod's status names no claims") {
             return Ok(());
@@ -100,7 +100,7 @@ fn an_entry_that_needs_no_claim_is_passed_over() -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_pod_whose_claim_is_not_there_yet_waits_for_it_with_all_its_claims() -> anyhow::Result<()> {
+fn a_pod_with_a_missing_claim_waits_with_all_its_claims() -> anyhow::Result<()> {
     on_stage("not-there-yet", async |stage| {
         let controller = stage.start().await?;
         stage.claim("one").await?;
@@ -134,7 +134,7 @@ fn a_pod_whose_claim_is_not_there_yet_waits_for_it_with_all_its_claims() -> anyh
 }
 
 #[test]
-fn a_claim_by_the_right_name_that_another_owns_is_refused_and_told() -> anyhow::Result<()> {
+fn a_claim_owned_by_another_is_refused_and_reported() -> anyhow::Result<()> {
     on_stage("not-owned", async |stage| {
         let controller = stage.start().await?;
         let other = stage.pod("other", &[]).await?;

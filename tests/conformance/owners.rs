@@ -58,7 +58,7 @@ fn a_claim_that_a_job_owns_serves_any_pod_that_names_it() -> anyhow::Result<()> 
 }
 
 #[test]
-fn a_claim_that_a_pod_owns_and_does_not_use_serves_the_pod_that_names_it() -> anyhow::Result<()> {
+fn a_claim_owned_but_unused_serves_the_pod_that_names_it() -> anyhow::Result<()> {
     on_stage("owned-by-pod", async |stage| {
         stage.node("a").await?;
         let controller = stage.start().await?;
@@ -79,7 +79,7 @@ fn a_claim_that_a_pod_owns_and_does_not_use_serves_the_pod_that_names_it() -> an
 }
 
 #[test]
-fn a_claim_made_for_a_pod_that_is_not_scheduled_serves_another_pod_that_names_it() -> anyhow::Result<()> {
+fn a_claim_of_an_unscheduled_pod_serves_another_pod() -> anyhow::Result<()> {
     on_stage("made-for-another", async |stage| {
         stage.node("a").await?;
         let controller = stage.start().await?;

@@ -21,7 +21,7 @@ async fn other_driver(stage: &Stage) -> anyhow::Result<Script> {
 }
 
 #[test]
-fn two_drivers_in_one_pod_with_two_claims_each_make_progress_against_each_other() -> anyhow::Result<()> {
+fn two_drivers_with_two_claims_each_make_progress_in_a_pod() -> anyhow::Result<()> {
     on_stage("two-drivers", async |stage| {
         let other = other_driver(stage).await?;
         let [a, b, c] = [
@@ -72,7 +72,7 @@ fn two_drivers_in_one_pod_with_two_claims_each_make_progress_against_each_other(
 }
 
 #[test]
-fn a_driver_that_does_not_answer_is_named_once_on_the_pod_and_one_that_does_is_not() -> anyhow::Result<()> {
+fn a_silent_driver_is_named_once_and_an_active_one_is_not() -> anyhow::Result<()> {
     on_stage("silent-driver", async |stage| {
         let other = other_driver(stage).await?;
         stage.node("a").await?;
@@ -113,8 +113,7 @@ fn a_driver_that_does_not_answer_is_named_once_on_the_pod_and_one_that_does_is_n
 }
 
 #[test]
-fn a_pod_whose_second_driver_loses_its_node_moves_and_what_the_first_held_there_is_given_back()
--> anyhow::Result<()> {
+fn a_pod_whose_second_driver_lost_its_node_moves() -> anyhow::Result<()> {
     on_stage("reallocation", async |stage| {
         let other = other_driver(stage).await?;
         let [a, b] = [stage.node("a").await?, stage.node("b").await?];
@@ -182,7 +181,7 @@ fn a_pod_whose_second_driver_loses_its_node_moves_and_what_the_first_held_there_
 }
 
 #[test]
-fn a_shareable_claim_serves_32_pods_with_one_allocation_and_no_more() -> anyhow::Result<()> {
+fn a_shareable_claim_serves_32_pods_with_one_allocation() -> anyhow::Result<()> {
     on_stage("shared", async |stage| {
         stage.driver.shareable();
         let node = stage.node("a").await?;
@@ -228,7 +227,7 @@ fn a_shareable_claim_serves_32_pods_with_one_allocation_and_no_more() -> anyhow:
 }
 
 #[test]
-fn an_immediate_claim_serves_one_pod_after_the_other_without_a_new_allocation() -> anyhow::Result<()> {
+fn an_immediate_claim_serves_successive_pods_unchanged() -> anyhow::Result<()> {
     on_stage("reused", async |stage| {
         let node = stage.node("a").await?;
         stage.driver.nodes([(node.clone(), 1)]);
@@ -325,7 +324,7 @@ fn a_pod_that_has_a_node_already_is_served_there() -> anyhow::Result<()> {
 }
 
 #[test]
-fn suitable_nodes_of_a_class_are_honoured_and_a_change_of_them_helps_at_once() -> anyhow::Result<()> {
+fn suitable_nodes_of_a_class_are_honoured_and_watched() -> anyhow::Result<()> {
     on_stage("suitable-nodes", async |stage| {
         let [a, b] = [stage.node("a").await?, stage.node("b").await?];
         let controller = stage.start().await?;
@@ -368,7 +367,7 @@ fn suitable_nodes_of_a_class_are_honoured_and_a_change_of_them_helps_at_once() -
 }
 
 #[test]
-fn nodes_are_filled_exactly_and_a_freed_place_is_taken_by_a_waiting_pod() -> anyhow::Result<()> {
+fn nodes_are_filled_exactly_and_freed_devices_are_reused() -> anyhow::Result<()> {
     on_stage("filled", async |stage| {
         let [a, b] = [stage.node("a").await?, stage.node("b").await?];
         stage.driver.nodes([(a, 2), (b, 2)]);

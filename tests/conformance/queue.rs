@@ -17,7 +17,7 @@ fn broken() -> DriverError {
 }
 
 #[test]
-fn three_kinds_are_watched_pods_are_read_one_by_one_and_nothing_else_is_touched() -> anyhow::Result<()> {
+fn three_kinds_are_watched_and_pods_are_read_one_by_one() -> anyhow::Result<()> {
     on_stage("three-kinds", async |stage| {
         let controller = stage.start().await?;
         stage.claim("one").await?;
@@ -124,8 +124,7 @@ fn nothing_is_asked_before_the_driver_is_ready() -> anyhow::Result<()> {
 }
 
 #[test]
-fn what_is_there_at_the_start_is_served_and_what_was_left_half_done_is_given_back_first() -> anyhow::Result<()>
-{
+fn the_start_first_rolls_back_partial_work_and_then_serves() -> anyhow::Result<()> {
     on_stage("start", async |stage| {
         stage.immediate("immediate").await?;
         stage.claim("delayed").await?;
@@ -153,7 +152,7 @@ fn what_is_there_at_the_start_is_served_and_what_was_left_half_done_is_given_bac
 }
 
 #[test]
-fn calls_for_one_claim_never_overlap_and_calls_for_different_claims_do() -> anyhow::Result<()> {
+fn calls_overlap_for_different_claims_but_never_for_one() -> anyhow::Result<()> {
     on_stage("overlap", async |stage| {
         stage
             .driver
@@ -214,7 +213,7 @@ fn assert_one_after_the_other(calls: &[Call], claim: &str) {
 }
 
 #[test]
-fn every_change_is_looked_at_at_once_but_the_driver_is_asked_only_if_it_matters() -> anyhow::Result<()> {
+fn every_change_is_processed_and_only_relevant_ones_call() -> anyhow::Result<()> {
     on_stage("at-once", async |stage| {
         let controller = stage.start().await?;
         stage.claim("one").await?;
@@ -257,7 +256,7 @@ fn every_change_is_looked_at_at_once_but_the_driver_is_asked_only_if_it_matters(
 }
 
 #[test]
-fn a_failure_is_tried_again_with_a_growing_delay_that_a_change_cuts_short() -> anyhow::Result<()> {
+fn failures_are_retried_with_a_delay_that_a_change_ends() -> anyhow::Result<()> {
     on_stage("backoff", async |stage| {
         stage.driver.rule(|what| {
             if what.is_allocate() {

@@ -44,7 +44,7 @@ fn a_claim_in_use_is_never_taken_back() -> anyhow::Result<()> {
 }
 
 #[test]
-fn what_has_not_our_finalizer_is_ours_to_give_back_only_if_it_says_so() -> anyhow::Result<()> {
+fn without_our_finalizer_only_claims_naming_us_are_released() -> anyhow::Result<()> {
     on_stage("no-finalizer", async |stage| {
         let controller = stage.start().await?;
         let other = "somebody.example.com/deletion-protection";
@@ -93,8 +93,7 @@ fn what_has_not_our_finalizer_is_ours_to_give_back_only_if_it_says_so() -> anyho
 }
 
 #[test]
-fn a_requested_deallocation_clears_all_in_one_write_and_then_removes_only_our_finalizer() -> anyhow::Result<()>
-{
+fn deallocation_clears_all_in_one_write_then_our_finalizer() -> anyhow::Result<()> {
     on_stage("requested", async |stage| {
         let controller = stage.start().await?;
         let other = "somebody.example.com/protection";
@@ -235,7 +234,7 @@ fn a_claim_that_was_never_allocated_is_given_back_too() -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_failed_deallocation_is_told_writes_nothing_and_is_tried_again() -> anyhow::Result<()> {
+fn a_failed_deallocation_is_reported_and_retried() -> anyhow::Result<()> {
     on_stage("stuck", async |stage| {
         let controller = stage.start().await?;
         allocated(stage, "one").await?;
@@ -266,7 +265,7 @@ fn a_failed_deallocation_is_told_writes_nothing_and_is_tried_again() -> anyhow::
 }
 
 #[test]
-fn a_refused_write_of_the_release_is_tried_again_until_the_finalizer_is_gone() -> anyhow::Result<()> {
+fn a_refused_release_is_retried_until_the_finalizer_is_gone() -> anyhow::Result<()> {
     on_stage("refused-release", async |stage| {
         let controller = stage.start().await?;
         stage.claim("one").await?;
@@ -304,7 +303,7 @@ fn a_refused_write_of_the_release_is_tried_again_until_the_finalizer_is_gone() -
 }
 
 #[test]
-fn a_claim_that_somebody_clears_at_the_same_moment_is_released_without_a_word() -> anyhow::Result<()> {
+fn a_claim_cleared_by_others_meanwhile_is_released_silently() -> anyhow::Result<()> {
     on_stage("cleared-meanwhile", async |stage| {
         let claims = stage.claims();
         // The first allocates, the second clears.
@@ -382,7 +381,7 @@ fn a_claim_is_given_back_when_its_class_is_gone_or_another_s() -> anyhow::Result
 }
 
 #[test]
-fn the_driver_of_a_repointed_class_leaves_the_new_driver_s_allocation_alone() -> anyhow::Result<()> {
+fn the_former_driver_of_a_class_leaves_new_allocations_alone() -> anyhow::Result<()> {
     on_stage("two-finalizers", async |stage| {
         stage.driver.rule(|what| match what {
             What::Allocate { .. } => Act::Fail(DriverError::invalid("Broken", "no")),

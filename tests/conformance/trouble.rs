@@ -13,7 +13,7 @@ use crate::script::Act;
 use crate::stage::{is_allocated, names, on_stage, rules};
 
 #[test]
-fn a_call_that_hangs_is_given_up_undone_and_holds_up_only_its_own_claim() -> anyhow::Result<()> {
+fn a_hanging_call_is_cancelled_and_delays_only_its_claim() -> anyhow::Result<()> {
     on_stage("hangs", async |stage| {
         stage.driver.rule(|what| match what {
             What::Allocate { .. } if what.is_about("stuck") || what.is_about("at-once") => Act::Hang,

@@ -32,7 +32,7 @@ async fn pod_with_two(stage: &Stage) -> anyhow::Result<()> {
 }
 
 #[test]
-fn what_was_recorded_is_taken_back_with_its_reservation_in_one_write_and_only_once() -> anyhow::Result<()> {
+fn a_rollback_clears_allocation_and_reservation_in_one_write() -> anyhow::Result<()> {
     on_stage("undone", async |stage| {
         let controller = stage
             .start_as("", &stage.driver, &only_one(), |builder| builder)

@@ -78,7 +78,7 @@ fn answer(world: &mut ControllerState, id: CallId, answer: Answer, now: Moment) 
 }
 
 #[test]
-fn a_pod_that_waits_costs_nothing_for_five_minutes_and_then_one_question_to_the_driver() {
+fn a_waiting_pod_costs_nothing_for_five_minutes() {
     let mut now = Moment::default();
     let (mut world, commands) = world(vec![claim(&[])], vec![context("3", &json!({}))], now);
     let [Command::ReadPod { id, .. }] = commands.as_slice() else {
@@ -144,7 +144,7 @@ fn a_pod_that_waits_costs_nothing_for_five_minutes_and_then_one_question_to_the_
 }
 
 #[test]
-fn what_a_pod_waits_for_and_how_long_its_waking_takes_is_counted() {
+fn reasons_of_waiting_pods_and_wake_up_times_are_counted() {
     let start = Moment::default();
     let (mut world, commands) = world(vec![claim(&[])], vec![context("3", &json!({}))], start);
     let [Command::ReadPod { id, .. }] = commands.as_slice() else {
@@ -328,7 +328,7 @@ fn a_claim_whose_deletion_was_missed_is_gone_with_the_next_list() {
 }
 
 #[test]
-fn another_driver_is_named_once_when_it_has_said_nothing_for_a_minute() {
+fn a_driver_silent_for_a_minute_is_named_once() {
     let start = Moment::default();
     let other_class: Arc<ResourceClass> = object(
         json!({ "metadata": { "name": "theirs", "uid": "theirs", "resourceVersion": "1" }, "driverName": "other.example.com" }),

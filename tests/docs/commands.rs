@@ -260,7 +260,7 @@ fn scripts() -> Vec<Block> {
 }
 
 #[test]
-fn every_command_names_programs_flags_files_targets_and_tests_that_exist() {
+fn every_command_in_the_pages_names_existing_things() {
     let (mut count, mut faults) = (0, Vec::new());
     for page in pages() {
         let scripts: Vec<&Block> = page

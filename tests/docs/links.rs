@@ -19,7 +19,7 @@ fn normal(path: &Path) -> PathBuf {
 }
 
 #[test]
-fn every_link_between_pages_leads_to_a_file_and_a_heading_that_exist() {
+fn every_link_leads_to_an_existing_file_and_heading() {
     let (mut followed, mut dead) = (0, Vec::new());
     for from in pages() {
         for link in &from.links {

@@ -149,7 +149,7 @@ pub(crate) fn is_test_name(page: &Page, span: &Span) -> bool {
 }
 
 #[test]
-fn every_test_that_a_page_names_exists_in_the_module_that_it_says() {
+fn every_test_named_by_a_page_exists_in_its_module() {
     let tests = tests();
     let (mut named, mut missing) = (0, Vec::new());
     for page in pages() {

@@ -66,7 +66,7 @@ fn blocks() -> impl Iterator<Item = Block> {
 }
 
 #[test]
-fn objects_have_a_kind_and_a_name_and_ours_are_as_their_schema_wants_them() {
+fn objects_have_kind_and_name_and_ours_match_their_schema() {
     let (mut count, mut wrong) = (0, Vec::new());
     for block in blocks() {
         let schema = of_kind(&block.mark);

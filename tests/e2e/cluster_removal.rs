@@ -247,8 +247,7 @@ fn nothing_is_left_when_the_test_is_interrupted() -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn when_even_the_supervisor_is_killed_processes_end_and_the_next_cluster_removes_the_files()
--> anyhow::Result<()> {
+async fn a_killed_supervisor_leaves_nothing_after_the_next_start() -> anyhow::Result<()> {
     let (mut child, traces) = start_victim()?;
     // Test and supervisor at once, as when a whole container or session is killed.
     kill(traces.supervisor, Signal::KILL)?;

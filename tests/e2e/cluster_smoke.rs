@@ -25,7 +25,7 @@ fn resource_class(name: &str) -> anyhow::Result<DynamicObject> {
 }
 
 #[tokio::test]
-async fn a_control_plane_serves_classic_dra_and_records_who_asked_what() -> anyhow::Result<()> {
+async fn a_control_plane_serves_classic_dra_and_audits_requests() -> anyhow::Result<()> {
     let cluster = Cluster::builder().start().await?;
     let rules = [rule(
         &["resource.k8s.io"],
@@ -116,7 +116,7 @@ async fn pods_run_on_real_nodes_and_each_node_has_its_own_devices() -> anyhow::R
 }
 
 #[tokio::test]
-async fn a_command_in_a_node_sees_the_sockets_of_its_kubelet_also_after_a_restart() -> anyhow::Result<()> {
+async fn a_command_in_a_node_sees_the_sockets_of_its_kubelet() -> anyhow::Result<()> {
     let cluster = Cluster::builder().nodes(1).start().await?;
     let node = cluster.node(0);
     let running = cluster.run_pod(&pod("stays")).await?;

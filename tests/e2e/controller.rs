@@ -24,7 +24,7 @@ fn handle(claim: &ResourceClaim) -> anyhow::Result<DeviceHandle> {
 }
 
 #[tokio::test]
-async fn the_whole_life_of_a_one_claim_pod_takes_three_writes_and_one_read() -> anyhow::Result<()> {
+async fn a_pod_with_one_claim_costs_three_writes_and_one_read() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 2).await?;
     stage.make_template(None).await?;
@@ -290,8 +290,7 @@ async fn a_missing_class_is_named_and_its_creation_helps_at_once() -> anyhow::Re
 }
 
 #[tokio::test]
-async fn missing_or_wrong_parameters_are_named_to_the_user_and_mending_them_helps_at_once()
--> anyhow::Result<()> {
+async fn wrong_parameters_are_named_and_a_fix_helps_at_once() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 4).await?;
     stage.make_template(Some("two")).await?;
@@ -344,7 +343,7 @@ fn parameters(count: &serde_json::Value) -> serde_json::Value {
 }
 
 #[tokio::test]
-async fn a_class_without_usable_parameters_is_reported_on_the_class_and_on_the_pod() -> anyhow::Result<()> {
+async fn an_unusable_class_is_reported_on_class_and_pod() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 1).await?;
     stage.make_template(None).await?;

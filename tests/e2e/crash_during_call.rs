@@ -84,7 +84,7 @@ async fn kubelet_repeats_calls_in_which_a_companion_is_killed() -> anyhow::Resul
 }
 
 #[tokio::test]
-async fn a_companion_killed_after_prepare_knows_what_it_has_handed_out() -> anyhow::Result<()> {
+async fn a_companion_killed_after_prepare_knows_its_claims() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
     make_devices(node, "drayman-test", &MINORS[..2])?;

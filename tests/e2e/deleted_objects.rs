@@ -90,7 +90,7 @@ async fn a_node_that_is_made_again_under_its_name_is_another_node() -> anyhow::R
 }
 
 #[tokio::test]
-async fn an_inventory_of_an_earlier_node_is_not_taken_for_the_new_one_s() -> anyhow::Result<()> {
+async fn an_inventory_of_a_former_node_does_not_count() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 2).await?;
     stage.make_template(None).await?;
@@ -119,7 +119,7 @@ async fn an_inventory_of_an_earlier_node_is_not_taken_for_the_new_one_s() -> any
 }
 
 #[tokio::test]
-async fn what_happened_while_the_controller_was_away_is_made_good_and_then_it_rests() -> anyhow::Result<()> {
+async fn a_controller_catches_up_after_an_absence_and_rests() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     for (node, count) in [("node-a", 2), ("node-b", 2), ("node-c", 1)] {
         stage.pretend_devices(node, count).await?;
@@ -204,8 +204,7 @@ async fn what_happened_while_the_controller_was_away_is_made_good_and_then_it_re
 }
 
 #[tokio::test]
-async fn without_our_definitions_claims_are_given_back_and_with_them_again_pods_are_served()
--> anyhow::Result<()> {
+async fn without_our_crds_claims_are_released_and_later_served() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 2).await?;
     stage.make_template(None).await?;
@@ -262,8 +261,7 @@ async fn without_our_definitions_claims_are_given_back_and_with_them_again_pods_
 }
 
 #[tokio::test]
-async fn a_claim_that_was_secured_and_never_allocated_by_a_controller_that_died_can_be_deleted_and_used()
--> anyhow::Result<()> {
+async fn a_claim_with_our_finalizer_only_can_be_deleted_and_used() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 1).await?;
     // Left half done by an earlier process: the finalizer is there and nothing else.

@@ -44,8 +44,7 @@ async fn until_gone(stage: &Stage, device: &str, gone: bool) -> anyhow::Result<(
 }
 
 #[tokio::test]
-async fn a_device_that_goes_between_its_allocation_and_prepare_is_refused_by_name_and_never_replaced()
--> anyhow::Result<()> {
+async fn a_device_gone_before_prepare_is_refused_and_not_replaced() -> anyhow::Result<()> {
     let (stage, controller, companion) = stage(2).await?;
     let node = stage.cluster.node(0);
     stage.make_claim("early", "Immediate", false).await?;
@@ -119,8 +118,7 @@ fn lacks_its_device(pod: Option<&Pod>) -> bool {
 }
 
 #[tokio::test]
-async fn a_device_that_goes_under_a_running_pod_stays_the_pod_s_and_its_container_waits_for_it()
--> anyhow::Result<()> {
+async fn a_device_gone_under_a_pod_stays_allocated_to_it() -> anyhow::Result<()> {
     let (stage, controller, mut companion) = stage(2).await?;
     let node = stage.cluster.node(0);
     let pods = || Api::<Pod>::namespaced(stage.cluster.client(), "default");
@@ -225,8 +223,7 @@ async fn adapter(stage: &Stage, pod: &str, inside: &Inside) -> anyhow::Result<(c
 }
 
 #[tokio::test]
-async fn after_a_boot_that_numbers_everything_anew_each_pod_has_the_adapter_that_it_had() -> anyhow::Result<()>
-{
+async fn after_a_renumbering_boot_each_pod_has_its_adapter() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
     stage.make_template(None).await?;

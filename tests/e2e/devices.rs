@@ -41,7 +41,7 @@ kinds:
 ";
 
 #[tokio::test]
-async fn nodes_that_belong_together_are_one_device_from_the_file_to_the_container() -> anyhow::Result<()> {
+async fn grouped_nodes_are_one_device_up_to_the_container() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
     for (name, minor) in [
@@ -105,8 +105,7 @@ kinds:
 ";
 
 #[tokio::test]
-async fn a_node_that_two_claims_of_a_container_bring_is_used_as_either_of_them_allows() -> anyhow::Result<()>
-{
+async fn a_node_of_two_claims_has_the_union_of_permissions() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
     // What is written to without harm, containers may always; they may not KVM.
@@ -179,8 +178,7 @@ fn replace(node: Node<'_>, name: &str, major: u32, minor: u32) -> anyhow::Result
 }
 
 #[tokio::test]
-async fn an_unhealthy_device_is_given_to_nobody_stays_with_its_pod_and_is_told_on_the_node()
--> anyhow::Result<()> {
+async fn an_unhealthy_device_stays_with_its_pod_and_is_reported() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
     node.make_device("/dev/drayman-test-0", 1, 5)?;
@@ -253,8 +251,7 @@ fn plugged(resource: &str) -> String {
 }
 
 #[tokio::test]
-async fn a_resource_that_is_renamed_in_the_file_is_at_zero_on_the_node_and_the_new_one_counts()
--> anyhow::Result<()> {
+async fn a_renamed_resource_is_zero_and_the_new_one_counts() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
     for (number, minor) in [5, 7].into_iter().enumerate() {

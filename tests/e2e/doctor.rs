@@ -24,7 +24,7 @@ async fn problems(stage: &Stage, check: &str, arguments: &[&str]) -> anyhow::Res
 }
 
 #[tokio::test]
-async fn the_doctor_names_what_is_wrong_and_is_content_when_it_is_mended() -> anyhow::Result<()> {
+async fn the_doctor_names_faults_and_is_content_when_fixed() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     stage.pretend_node("node-a").await?;
     let (code, text, _) = answer(&stage, &["doctor"]).await?;
@@ -131,8 +131,7 @@ async fn a_right_that_a_component_lacks_is_named_by_verb_and_resource() -> anyho
 }
 
 #[tokio::test]
-async fn another_driver_of_the_same_name_is_found_by_its_lease_its_role_and_its_claims() -> anyhow::Result<()>
-{
+async fn another_driver_of_the_same_name_is_found() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     let check = "driver name";
     assert_eq!(problems(&stage, check, &[]).await?, Vec::<String>::new());
@@ -231,7 +230,7 @@ async fn a_gate_that_is_off_in_the_api_server_is_found() -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn the_gates_of_kubelet_scheduler_and_controller_manager_are_told_or_why_not() -> anyhow::Result<()> {
+async fn the_doctor_reports_the_gates_or_why_it_cannot() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let configuration = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n\
                          - name: test\n  paths: [\"/dev/drayman-test-*\"]\n";
@@ -285,8 +284,7 @@ async fn the_gates_of_kubelet_scheduler_and_controller_manager_are_told_or_why_n
 }
 
 #[tokio::test]
-async fn a_scheduler_and_a_kubelet_without_the_gate_are_found_by_what_they_do_and_say() -> anyhow::Result<()>
-{
+async fn a_disabled_gate_is_found_in_scheduler_and_kubelet() -> anyhow::Result<()> {
     let off = "--feature-gates=DynamicResourceAllocation=false";
     let cluster = Cluster::builder()
         .nodes(1)
@@ -319,7 +317,7 @@ async fn a_scheduler_and_a_kubelet_without_the_gate_are_found_by_what_they_do_an
 
 /// A cluster without classic Dynamic Resource Allocation is in order as long as no device needs it.
 #[tokio::test]
-async fn extended_resources_alone_need_no_api_of_claims_and_no_controller() -> anyhow::Result<()> {
+async fn extended_resources_need_no_claims_api_and_no_controller() -> anyhow::Result<()> {
     let mut cluster = Cluster::builder().flag("apiserver", "--runtime-config=resource.k8s.io/v1alpha2=false");
     for component in ["apiserver", "controller-manager", "scheduler"] {
         cluster = cluster.flag(component, "--feature-gates=DynamicResourceAllocation=false");

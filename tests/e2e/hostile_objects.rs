@@ -43,8 +43,7 @@ async fn assert_at_rest(stage: &Stage, names: &[&str], reason: &str) -> anyhow::
 }
 
 #[tokio::test]
-async fn selectors_that_never_end_nest_a_thousand_deep_or_grow_are_told_once_and_hold_nobody_up()
--> anyhow::Result<()> {
+async fn hostile_selectors_are_reported_once_and_delay_nobody() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 2).await?;
     stage.make_template(None).await?;
@@ -98,8 +97,7 @@ async fn selectors_that_never_end_nest_a_thousand_deep_or_grow_are_told_once_and
 }
 
 #[tokio::test]
-async fn counts_that_cannot_be_are_refused_by_the_server_and_without_its_help_by_the_controller()
--> anyhow::Result<()> {
+async fn impossible_counts_are_refused_by_server_and_controller() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 2).await?;
     stage.make_template(None).await?;
@@ -145,7 +143,7 @@ async fn counts_that_cannot_be_are_refused_by_the_server_and_without_its_help_by
 }
 
 #[tokio::test]
-async fn parameters_that_are_deleted_after_the_allocation_are_not_missed() -> anyhow::Result<()> {
+async fn parameters_deleted_after_the_allocation_are_not_missed() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 3).await?;
     stage.make_template(None).await?;

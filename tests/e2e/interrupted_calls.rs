@@ -105,8 +105,7 @@ impl Written {
 }
 
 #[tokio::test]
-async fn a_sigterm_at_any_change_that_a_call_of_kubelet_makes_on_the_disk_fails_no_call_and_loses_nothing()
--> anyhow::Result<()> {
+async fn a_sigterm_within_a_call_fails_no_call_and_loses_nothing() -> anyhow::Result<()> {
     let (stage, controller) = stage(1).await?;
     let node = stage.cluster.node(0);
     let written = || Written::expect([node.path(STATE), node.path(CDI)]);
@@ -192,8 +191,7 @@ async fn still_waits(stage: &Stage, mut second: Program) -> anyhow::Result<Progr
 }
 
 #[tokio::test]
-async fn of_two_companions_one_serves_kubelet_and_the_other_takes_over_all_that_was_handed_out()
--> anyhow::Result<()> {
+async fn of_two_companions_one_serves_and_the_other_takes_over() -> anyhow::Result<()> {
     let (stage, controller) = stage(4).await?;
     let node = stage.cluster.node(0);
     let first = stage.companion(0, CONFIGURATION)?;
@@ -322,8 +320,7 @@ async fn stopped_within_prepare(stage: &Stage, companion: &Program) -> anyhow::R
 }
 
 #[tokio::test]
-async fn what_kubelet_waits_for_no_longer_is_done_all_the_same_and_found_done_when_it_asks_again()
--> anyhow::Result<()> {
+async fn an_abandoned_call_is_done_and_found_done_later() -> anyhow::Result<()> {
     let (stage, controller) = stage(1).await?;
     let node = stage.cluster.node(0);
     let companion = stage.companion(0, CONFIGURATION)?;

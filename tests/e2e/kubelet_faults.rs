@@ -104,8 +104,7 @@ async fn a_pod_deleted_by_force_gives_its_device_to_the_next_one() -> anyhow::Re
 }
 
 #[tokio::test]
-async fn a_device_of_a_pod_deleted_by_force_while_kubelet_was_away_is_free_or_in_quarantine_and_a_person_ends_that()
--> anyhow::Result<()> {
+async fn a_force_deleted_pods_device_is_free_or_quarantined() -> anyhow::Result<()> {
     let (stage, controller, companion) = stage(1).await?;
     let node = stage.cluster.node(0);
     stage.make_pod("first").await?;
@@ -178,7 +177,7 @@ async fn kubelet_forgets(stage: &Stage, companion: &Program, pod: &str) -> anyho
 }
 
 #[tokio::test]
-async fn what_a_kubelet_killed_within_prepare_never_asks_for_again_is_freed() -> anyhow::Result<()> {
+async fn a_prepare_that_a_killed_kubelet_forgot_is_freed() -> anyhow::Result<()> {
     let (stage, controller, companion) = stage(1).await?;
     let mut forgotten = false;
     for attempt in 0..30 {
@@ -208,7 +207,7 @@ fn wipe(directory: &Path) -> std::io::Result<()> {
 }
 
 #[tokio::test]
-async fn directories_that_are_wiped_while_kubelet_is_down_cost_no_pod_its_device() -> anyhow::Result<()> {
+async fn wiped_directories_cost_no_pod_its_device() -> anyhow::Result<()> {
     let (stage, controller, mut companion) = stage(2).await?;
     let node = stage.cluster.node(0);
     make_devices(node, "drayman-plugged", &MINORS[2..])?;
@@ -252,7 +251,7 @@ async fn directories_that_are_wiped_while_kubelet_is_down_cost_no_pod_its_device
 /// Checkpoint, CDI file and kubelet's own list are gone; the container runs. What kubelet shows of it and the API server together
 /// tell which device it has.
 #[tokio::test]
-async fn a_claim_of_which_only_the_running_container_is_left_keeps_its_device() -> anyhow::Result<()> {
+async fn a_claim_known_only_by_its_container_keeps_its_device() -> anyhow::Result<()> {
     let (stage, controller, mut companion) = stage(1).await?;
     let node = stage.cluster.node(0);
     stage.make_pod("first").await?;
@@ -298,8 +297,7 @@ fn checkpoint_of_a_newer_release() -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn a_damaged_checkpoint_is_put_together_again_from_what_kubelet_and_the_api_server_know()
--> anyhow::Result<()> {
+async fn a_damaged_checkpoint_is_rebuilt_from_kubelet_and_api() -> anyhow::Result<()> {
     let (stage, controller, mut companion) = stage(2).await?;
     let node = stage.cluster.node(0);
     let path = node.path("/var/lib/kubelet/plugins/drayman.dev/checkpoint.json");
@@ -359,7 +357,7 @@ async fn a_damaged_checkpoint_is_put_together_again_from_what_kubelet_and_the_ap
 }
 
 #[tokio::test]
-async fn a_companion_that_is_replaced_while_pods_are_created_costs_none_of_them() -> anyhow::Result<()> {
+async fn replacing_a_companion_costs_no_starting_pod() -> anyhow::Result<()> {
     const ROUNDS: usize = 3;
     let (stage, controller, mut companion) = stage(4).await?;
     let node = stage.cluster.node(0);

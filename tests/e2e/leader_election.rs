@@ -97,7 +97,7 @@ async fn until_secured(stage: &Stage, count: usize) -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn no_allocation_of_a_paused_leader_is_stored_when_it_comes_back_and_ends() -> anyhow::Result<()> {
+async fn a_paused_leader_stores_nothing_when_it_comes_back() -> anyhow::Result<()> {
     const PODS: usize = 40;
     let stage = Stage::start(0).await?;
     for node in ["node-a", "node-b"] {
@@ -160,8 +160,7 @@ async fn no_allocation_of_a_paused_leader_is_stored_when_it_comes_back_and_ends(
 }
 
 #[tokio::test]
-async fn a_leader_that_is_asked_to_end_hands_over_under_load_without_a_double_allocation()
--> anyhow::Result<()> {
+async fn a_leader_hands_over_under_load_without_double_allocation() -> anyhow::Result<()> {
     const PODS: usize = 24;
     let stage = Stage::start(0).await?;
     for node in ["node-a", "node-b"] {
@@ -235,8 +234,7 @@ async fn late_write(stage: &Stage, pod: &Pod, first: &ResourceClaim) -> anyhow::
 }
 
 #[tokio::test]
-async fn a_device_that_an_old_leader_gave_away_twice_is_taken_back_or_refused_at_the_node()
--> anyhow::Result<()> {
+async fn a_double_allocation_is_rolled_back_or_refused_at_the_node() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
     make_devices(node, "drayman-test", &MINORS[..1])?;

@@ -28,7 +28,7 @@ async fn lists(stage: &Stage) -> anyhow::Result<(BTreeMap<String, usize>, Option
 }
 
 #[tokio::test]
-async fn a_takeover_lists_the_claims_anew_and_nothing_else_and_knows_who_waits() -> anyhow::Result<()> {
+async fn a_takeover_lists_claims_anew_and_knows_waiting_pods() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 1).await?;
     stage.make_template(None).await?;

@@ -106,8 +106,7 @@ fn objects() -> anyhow::Result<Value> {
 }
 
 #[tokio::test]
-async fn who_may_edit_one_namespace_alone_claims_a_device_there_and_is_told_why_the_pod_waits()
--> anyhow::Result<()> {
+async fn a_namespace_editor_claims_a_device_and_sees_why_pods_wait() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 1).await?;
     stage.make_template(None).await?;

@@ -69,8 +69,7 @@ async fn allocated(stage: &Stage) -> anyhow::Result<Vec<ResourceClaim>> {
 }
 
 #[tokio::test]
-async fn the_example_for_network_attached_devices_serves_its_nodes_and_survives_its_own_death()
--> anyhow::Result<()> {
+async fn the_network_example_serves_nodes_and_survives_a_crash() -> anyhow::Result<()> {
     let program = build().await?;
     let stage = Stage::start(0).await?;
     for node in ["node-a", "node-b", "node-c"] {

@@ -10,8 +10,7 @@ use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, pod_with_lim
 use crate::stage::Stage;
 
 #[tokio::test]
-async fn any_kubelet_registers_the_device_plugin_again_after_its_restart_and_hands_its_devices_out()
--> anyhow::Result<()> {
+async fn every_kubelet_registers_the_plugin_again_after_a_restart() -> anyhow::Result<()> {
     let stage = Stage::without_class(Cluster::builder().nodes(1).start().await?).await?;
     let node = stage.cluster.node(0);
     make_devices(node, "drayman-plugged", &MINORS[..2])?;
@@ -73,7 +72,7 @@ async fn any_kubelet_registers_the_device_plugin_again_after_its_restart_and_han
 }
 
 #[tokio::test]
-async fn any_kubelet_finds_the_device_plugin_by_its_watcher_also_after_its_restart() -> anyhow::Result<()> {
+async fn every_kubelet_finds_the_plugin_by_its_watcher() -> anyhow::Result<()> {
     let stage = Stage::without_class(Cluster::builder().nodes(1).start().await?).await?;
     let node = stage.cluster.node(0);
     make_devices(node, "drayman-plugged", &MINORS[..2])?;

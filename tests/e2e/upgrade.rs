@@ -14,8 +14,7 @@ use crate::stage::{DRIVER, Stage, is_allocated, is_bound, is_gone};
 use crate::stored_claims::{devices, first_handle, kind, open_definitions, write};
 
 #[tokio::test]
-async fn a_handle_of_the_first_release_or_with_fields_of_a_later_one_counts_until_its_claim_is_gone()
--> anyhow::Result<()> {
+async fn a_handle_of_another_release_counts_until_its_claim_is_gone() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 3).await?;
     stage.make_template(None).await?;
@@ -57,8 +56,7 @@ async fn a_handle_of_the_first_release_or_with_fields_of_a_later_one_counts_unti
 }
 
 #[tokio::test]
-async fn what_cannot_be_read_is_told_once_and_nothing_is_given_away_on_its_node_until_it_is_gone()
--> anyhow::Result<()> {
+async fn unreadable_allocations_are_reported_and_block_their_node() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 2).await?;
     stage.make_template(None).await?;
@@ -138,8 +136,7 @@ async fn what_cannot_be_read_is_told_once_and_nothing_is_given_away_on_its_node_
 }
 
 #[tokio::test]
-async fn a_copied_allocation_is_told_and_frees_nothing_of_the_claim_that_it_was_made_for()
--> anyhow::Result<()> {
+async fn a_copied_allocation_is_reported_and_frees_nothing() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 2).await?;
     stage.make_template(None).await?;
@@ -203,8 +200,7 @@ async fn a_copied_allocation_is_told_and_frees_nothing_of_the_claim_that_it_was_
 }
 
 #[tokio::test]
-async fn an_allocation_whose_driver_somebody_renames_keeps_its_device_until_its_pod_ends()
--> anyhow::Result<()> {
+async fn an_allocation_with_a_renamed_driver_keeps_its_device() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 2).await?;
     stage.make_template(None).await?;
@@ -258,8 +254,7 @@ async fn an_allocation_whose_driver_somebody_renames_keeps_its_device_until_its_
 }
 
 #[tokio::test]
-async fn kinds_of_an_older_and_of_a_newer_release_are_read_and_what_is_not_understood_is_not_given_away()
--> anyhow::Result<()> {
+async fn kinds_of_other_releases_are_read_as_far_as_understood() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     for node in ["old", "new"] {
         stage.pretend_devices(node, 0).await?;
@@ -326,8 +321,7 @@ async fn kinds_of_an_older_and_of_a_newer_release_are_read_and_what_is_not_under
 }
 
 #[tokio::test]
-async fn class_kind_and_parameters_that_change_after_the_allocation_change_nothing_of_it()
--> anyhow::Result<()> {
+async fn changes_after_an_allocation_do_not_change_it() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 2).await?;
     stage.make_template(None).await?;
@@ -362,8 +356,7 @@ async fn class_kind_and_parameters_that_change_after_the_allocation_change_nothi
 }
 
 #[tokio::test]
-async fn a_node_hands_out_what_was_allocated_though_the_class_has_changed_and_refuses_what_it_cannot_read()
--> anyhow::Result<()> {
+async fn a_node_prepares_allocations_made_before_a_class_changed() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
     make_devices(node, "drayman-test", &MINORS[..2])?;

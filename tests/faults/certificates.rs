@@ -168,7 +168,7 @@ fn client(address: SocketAddr, authorities: &std::path::Path) -> kube::Client {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_certificate_that_is_replaced_is_believed_and_one_of_a_stranger_is_not() {
+async fn a_renewed_certificate_is_trusted_and_a_foreign_one_is_not() {
     let _ = rustls::crypto::ring::default_provider().install_default();
     let stage = control_plane(3).await;
     let (authority, stranger) = (Authority::new("authority"), Authority::new("authority"));
@@ -206,7 +206,7 @@ async fn a_certificate_that_is_replaced_is_believed_and_one_of_a_stranger_is_not
 
 /// As kubelet replaces `ca.crt` in a pod when the cluster's authority is replaced.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_authority_that_is_replaced_is_believed_from_then_on_and_nothing_is_lost_until_then() {
+async fn a_replaced_certificate_authority_is_trusted_from_then_on() {
     let _ = rustls::crypto::ring::default_provider().install_default();
     let stage = control_plane(2).await;
     let (old, new) = (Authority::new("old"), Authority::new("new"));

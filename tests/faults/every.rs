@@ -106,7 +106,7 @@ fn daily(plans: Vec<Planned>) -> Vec<Planned> {
 }
 
 #[test]
-fn every_trouble_at_every_place_of_a_life_is_outlived() {
+fn every_fault_at_every_point_of_a_scenario_is_survived() {
     if !is_root() {
         return;
     }

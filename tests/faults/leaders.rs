@@ -149,7 +149,7 @@ fn watch_writers(
 }
 
 #[test]
-fn no_trouble_with_the_lease_lets_two_controllers_write_or_none_serve() {
+fn no_fault_of_the_lease_lets_two_controllers_write() {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()

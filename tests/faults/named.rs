@@ -34,7 +34,7 @@ fn jumping() -> Timestamp {
 }
 
 #[test]
-fn the_api_server_s_clock_may_jump_by_an_hour_with_every_look_at_it() {
+fn the_clock_of_the_api_server_may_jump_by_an_hour() {
     if !is_root() {
         return;
     }
@@ -48,7 +48,7 @@ fn the_api_server_s_clock_may_jump_by_an_hour_with_every_look_at_it() {
 }
 
 #[test]
-fn after_a_start_everything_is_listed_from_the_quorum_and_never_from_a_cache() {
+fn the_first_lists_come_from_the_quorum_and_not_a_cache() {
     if !is_root() {
         return;
     }
@@ -199,7 +199,7 @@ async fn guarded(
 
 /// The client looks at the file about once a minute, and until then is refused.
 #[tokio::test]
-async fn a_token_that_is_replaced_is_used_from_then_on_and_nothing_is_lost_until_then() {
+async fn a_replaced_token_is_used_from_then_on() {
     // Another test may have done it.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let stage = control_plane(2).await;
@@ -242,7 +242,7 @@ fn asked(trace: &[String]) -> Vec<(u64, bool)> {
 
 /// With `Retry-After: 1`, at each of its requests in turn.
 #[tokio::test(start_paused = true)]
-async fn a_server_that_has_too_much_to_do_is_not_asked_again_before_the_time_that_it_names() {
+async fn a_busy_api_server_is_not_asked_before_retry_after() {
     let (mut refused, mut requests, mut number) = (0, 1, 1);
     while number <= requests {
         let faults = Faults::new(vec![Planned {

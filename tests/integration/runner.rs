@@ -117,7 +117,7 @@ fn check(programs: &[(&str, &str)], well: bool, last: &str, named: &[&str]) {
 }
 
 #[test]
-fn a_program_killed_by_a_signal_beside_a_flaky_test_fails_the_run() {
+fn a_killed_program_beside_a_flaky_test_fails_the_run() {
     check(
         &[("e2e", &[DIES, PASSES, FLAKY].concat())],
         false,

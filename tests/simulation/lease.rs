@@ -370,7 +370,7 @@ fn run(seed: u64, rates: &[u64]) -> Cluster {
 }
 
 #[test]
-fn one_leads_whatever_the_clocks_do_and_only_a_pause_lets_an_old_leader_write() {
+fn one_leads_with_any_clocks_and_only_a_pause_breaks_it() {
     let mut hits: BTreeMap<&str, u64> = BTreeMap::new();
     let (mut writes, mut leaders) = (0, 0);
     for seed in 0..400 {
@@ -403,7 +403,7 @@ fn one_leads_whatever_the_clocks_do_and_only_a_pause_lets_an_old_leader_write() 
 }
 
 #[test]
-fn clocks_of_which_one_is_half_as_fast_again_are_beyond_what_a_lease_can_bear() {
+fn a_clock_half_as_fast_again_exceeds_what_a_lease_bears() {
     let broken = (0..400).find_map(|seed| run(seed, &[800, 1300]).violation);
     assert!(broken.is_some(), "the model above would not notice two leaders");
 }

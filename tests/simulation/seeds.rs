@@ -71,7 +71,7 @@ fn command(seed: u64) -> String {
 
 /// `SEEDS` says how many, `FIRST` where to begin.
 #[test]
-fn every_seed_keeps_every_promise_and_every_kind_of_fault_is_hit() {
+fn every_seed_holds_every_invariant_and_meets_every_fault() {
     let (first, count) = (number("FIRST", 0), number("SEEDS", 5000));
     let next = AtomicU64::new(first);
     let sums: Mutex<(BTreeMap<Fault, u64>, u64, u64, u64)> = Mutex::default();

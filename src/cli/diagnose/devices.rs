@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_on_a_node_that_was_made_again_is_shown_as_gone_and_blocks_nothing() {
+    fn claims_on_a_recreated_node_are_gone_and_block_nothing() {
         let table = devices(
             DRIVER,
             &[inventory("node-a", "2", &["a"])],

@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn a_class_must_name_parameters_that_exist_and_a_kind_that_some_node_has() {
+    fn a_class_needs_existing_parameters_and_a_published_kind() {
         let class: ResourceClass = serde_json::from_value(serde_json::json!({
             "metadata": { "name": "radio" }, "driverName": DRIVER,
             "parametersRef": { "apiGroup": "drayman.dev", "kind": "DeviceClassParameters", "name": "radio" },

@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gate_that_is_off_is_a_problem_and_one_that_nobody_tells_is_none() {
+    fn a_disabled_gate_is_a_problem_and_an_unknown_one_is_not() {
         let kubelet = |answer: Answer| worst(&kubelets(&BTreeMap::from([("a".to_owned(), answer)])));
         let refused = Answer::NotAsked("no right".into());
         for (answer, level) in [
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn what_becomes_of_pods_shows_the_gates_of_those_that_cannot_be_asked() {
+    fn pods_reveal_the_gates_of_components_without_an_api() {
         let now = Timestamp::from_second(1000).unwrap();
         let levels = |pods: &[Pod], claims: &[ResourceClaim]| {
             let findings = by_symptoms(pods, claims, &[], now);

@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn an_inventory_must_be_ready_and_of_the_node_that_has_the_name_now() {
+    fn an_inventory_must_be_ready_and_of_the_present_node() {
         let good = inventory("node-a", "1", &["a"]);
         let judge = |object: &NodeInventory, nodes: &[NodeFacts]| {
             worst(&inventories(DRIVER, std::slice::from_ref(object), nodes))
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_resource_under_our_name_that_no_inventory_explains_is_reported() {
+    fn a_resource_without_an_inventory_is_reported() {
         let mut node = node("node-a", "1");
         node.allocatable = BTreeMap::from([(format!("{DRIVER}/whatever"), "1".to_owned())]);
         let claimed = inventory("node-a", "1", &["a"]);
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_without_a_companion_are_counted_and_named_where_others_have_one() {
+    fn nodes_without_a_companion_are_named_where_others_have_one() {
         let objects = [inventory("node-0", "0", &["a"])];
         let nodes = |count: usize| -> Vec<NodeFacts> {
             (0..count)

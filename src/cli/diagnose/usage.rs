@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn pods_claims_templates_and_classes_are_listed_in_the_order_in_which_they_must_go() {
+    fn leftovers_are_listed_in_the_order_of_their_removal() {
         let class = read(json!({ "metadata": { "name": "radio" }, "driverName": "drayman.dev" }));
         let claim = read(json!({
             "metadata": { "namespace": "shop", "name": "one" }, "spec": { "resourceClassName": "radio" },
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_the_driver_itself_holds_keeps_it_from_being_uninstalled() {
+    fn only_claims_of_the_driver_block_its_removal() {
         let claim = |name: &str, finalizers: Value, status: Value| -> ResourceClaim {
             read(json!({
                 "metadata": { "namespace": "shop", "name": name, "finalizers": finalizers },

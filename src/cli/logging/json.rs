@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fields_of_spans_stand_beside_those_of_the_event_which_win() {
+    fn fields_of_an_event_win_over_those_of_its_spans() {
         let object = parsed(|| {
             let outer = tracing::info_span!(
                 "prepare",

@@ -171,7 +171,7 @@ mod tests {
     use crate::core::prepare::recovery::HoldingState;
 
     #[test]
-    fn what_containers_have_is_shown_beside_claims_or_said_to_be_unknown() {
+    fn devices_of_containers_are_listed_or_called_unknown() {
         let devices = BTreeMap::from([("a".to_owned(), "container main of pod default/p".to_owned())]);
         assert_eq!(
             in_containers(Some(&devices)),

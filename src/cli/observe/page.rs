@@ -128,7 +128,7 @@ fn renewed(page: &str) -> String {
 }
 
 #[test]
-fn the_page_of_metrics_has_every_series_label_and_reason_of_the_tables() {
+fn the_metrics_page_has_every_series_label_and_reason() {
     let page = std::fs::read_to_string(PAGE).expect("docs/metrics.md");
     let renewed = renewed(&page);
     if std::env::var_os("DRAYMAN_GENERATE").is_some() {
@@ -181,7 +181,7 @@ fn observers() -> [(Of, Observer); 2] {
 }
 
 #[test]
-fn every_series_of_a_component_is_there_from_the_start_and_no_other() {
+fn each_component_has_exactly_its_series_from_the_start() {
     for (of, observer) in observers() {
         let text = said(&observer);
         let described: BTreeSet<&str> = text

@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn every_answer_is_counted_and_the_first_that_is_granted_is_remembered() {
+    async fn every_answer_is_counted_and_the_first_success_is_recorded() {
         let mut registry = Registry::default();
         let requests = Requests::register(&mut registry);
         let mut client = requests.layer(tower::service_fn(|request: Request<u16>| async move {

@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn probes_and_metrics_are_served_where_the_flags_say_and_each_at_its_own_place() {
+    async fn probes_and_metrics_are_served_at_their_addresses() {
         let flags = Flags {
             metrics_bind_address: Bind::At(free().await),
             health_probe_bind_address: Bind::At(free().await),
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn one_address_serves_both_and_an_address_that_is_taken_is_told_with_its_flag() {
+    async fn one_address_serves_both_and_one_in_use_is_named() {
         let address = free().await;
         let both = Flags {
             metrics_bind_address: Bind::At(address),

@@ -479,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_is_too_long_for_a_socket_is_told_before_anything_fails() {
+    fn a_path_too_long_for_a_socket_is_reported() {
         let fine = socket_lengths("drayman.dev", Path::new("/var/lib/kubelet"));
         assert_eq!(fine.level, Level::Fine);
         let long = format!("/{}", "k".repeat(90));

@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn an_account_is_that_of_a_pod_of_this_driver_however_the_name_is_given() {
+    fn an_account_of_this_driver_is_recognised_by_any_name() {
         let flags = [
             "controller",
             "--driver-name=a",

@@ -161,7 +161,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_that_is_left_to_be_judged_is_ever_missed(
+        fn every_pending_selector_is_evaluated(
             steps in prop::collection::vec((0..5, 0_usize..4, prop::collection::vec(0_i64..6, 0..4)), 1..32)
         ) {
             let mut books = DeviceAllocator::new(DRIVER);
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_judged_is_not_due_until_a_node_has_something_else() {
+    fn an_evaluated_selector_is_due_only_after_a_node_changes() {
         let mut books = DeviceAllocator::new(DRIVER);
         let first: Arc<str> = "first".into();
         books.set_inventory("a", Some(node("a", &[0, 2, 1])));

@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_gets_the_same_again_and_something_else_only_if_it_must() {
+    fn a_claim_gets_the_same_devices_again_if_possible() {
         let mut books = books();
         assert_eq!(
             allocate(&mut books, &[("u", &[1])], Target::Node("a")),
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn claims_of_one_pod_are_judged_and_allocated_together_or_not_at_all() {
+    fn claims_of_a_pod_are_allocated_together_or_not_at_all() {
         let mut books = books();
         let wanted: &[(&str, &[u32])] = &[("u", &[1, 1]), ("v", &[2])];
         let shortage = "3 of 3 free, 2 wanted besides 2 for the pod's other claims";

@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn suitable_nodes_are_judged_by_name_and_doubted_if_labels_matter() {
+    fn suitable_nodes_are_checked_by_name_and_uncertain_by_label() {
         let term = |fields: Option<Vec<NodeSelectorRequirement>>, labels: bool| NodeSelectorTerm {
             match_fields: fields,
             match_expressions: labels.then(|| {

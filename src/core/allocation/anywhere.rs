@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn anywhere_is_where_most_is_free_then_the_lowest_name_then_nowhere() {
+    fn without_a_node_the_one_with_most_free_devices_is_chosen() {
         let mut books = books();
         let devices: Vec<String> = (0..7)
             .map(|uid| device(&mut books, &format!("u{uid}")).unwrap())

@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn a_judgement_is_kept_for_facts_and_forgotten_with_the_expression_or_the_devices() {
+    fn a_selector_result_is_kept_per_attribute_set() {
         let mut matches = Matches::default();
         let (first, second): (Arc<str>, Arc<str>) = ("first".into(), "second".into());
         matches.put(&first, [(facts(1), Match::Yes), (facts(2), Match::No)]);

@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn an_earlier_request_makes_way_for_a_later_one_that_has_no_choice() {
+    fn an_earlier_request_yields_to_one_without_a_choice() {
         let answers = fit(3, &[(&[0, 1], 1), (&[1, 2], 1), (&[0], 1)]);
         assert_eq!(answers, Ok(vec![vec![1], vec![2], vec![0]]));
     }

@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn the_older_claim_keeps_a_device_and_each_that_leaves_it_says_so() {
+    fn the_older_claim_keeps_a_device_and_releases_are_reported() {
         let mut holdings = AllocationIndex::default();
         holdings.put("u", holder("n/younger", 2, State::Recorded(grant("1", &["d"]))));
         let change = holdings.put("v", holder("n/older", 1, State::Recorded(grant("1", &["d"]))));
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_recorded_comes_before_what_is_only_held_and_the_uid_decides_last() {
+    fn recorded_allocations_win_over_held_and_then_the_lower_uid() {
         let mut holdings = AllocationIndex::default();
         holdings.put("u", holder("n/held", 1, State::Held(grant("1", &["d"]))));
         let change = holdings.put("v", holder("n/recorded", 2, State::Recorded(grant("1", &["d"]))));
@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn an_allocation_that_cannot_be_read_blocks_its_node_until_it_is_gone() {
+    fn an_unreadable_allocation_blocks_its_node_until_it_is_gone() {
         let mut holdings = AllocationIndex::default();
         holdings.put("u", holder("n/c", 1, unreadable("a")));
         holdings.put("v", holder("n/d", 1, unreadable("a")));

@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn an_object_that_is_made_again_for_another_node_leaves_the_first() {
+    fn an_inventory_recreated_for_another_node_leaves_the_first() {
         let mut inventory = Inventory::default();
         inventory.set("o", Some(fixture::node("a", "1", &["d"])));
         let replaced = inventory.set("o", Some(fixture::node("b", "2", &["d"])));

@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kind_that_is_not_there_and_one_of_the_other_door_are_told_apart() {
+    fn a_missing_kind_and_one_of_another_mode_are_different_errors() {
         let none = Shortage {
             kind: "test".into(),
             wanted: 1,

@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_of_one_key_are_one_device_and_optional_ones_may_be_missing() {
+    fn nodes_with_one_key_are_one_device_with_optional_nodes() {
         let matches = Matches {
             required: vec![
                 required("video{key}", &["0", "1"]),

@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_is_unhealthy_at_once_and_healthy_again_after_several_good_results() {
+    fn a_device_is_unhealthy_at_once_and_healthy_after_several() {
         let mut book = HealthBook::default();
         book.observe(at(0), &good());
         assert_eq!((book.cause("x"), book.is_restless()), (None, false));
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_burst_of_good_results_counts_once_and_a_bad_one_begins_anew() {
+    fn a_burst_of_good_results_counts_once() {
         let mut book = HealthBook::default();
         book.observe(at(0), &bad("it smokes"));
         for _ in 0..10 {
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn to_be_unplugged_for_a_moment_is_no_cure_and_to_be_away_for_long_is_a_new_start() {
+    fn replugging_resets_health_only_after_a_long_absence() {
         let mut book = HealthBook::default();
         book.observe(at(0), &bad("it smokes"));
         book.observe(at(5), &good());

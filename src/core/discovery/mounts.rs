@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn devices_of_mounts_are_known_by_their_numbers_and_by_the_path_that_was_mounted() {
+    fn mounted_devices_are_known_by_number_and_by_path() {
         let told = mounts(
             b"22 1 253:0 / / rw,relatime shared:1 - ext4 /dev/mapper/root rw\n\
               23 22 0:21 / /proc rw - proc proc rw\n\
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn swap_areas_are_read_with_blanks_in_them_and_after_their_node_was_removed() {
+    fn swap_areas_are_read_with_spaces_and_deleted_nodes() {
         let areas = swap_areas(
             b"Filename\t\t\tType\t\tSize\t\tUsed\t\tPriority\n\
               /dev/sda3                               partition\t1\t0\t-2\n\

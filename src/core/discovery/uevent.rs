@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_is_bound_concerns_devices_and_a_network_queue_does_not() {
+    fn driver_bind_uevents_concern_devices_and_queues_do_not() {
         let bind = b"bind@/devices/pci0000:00/0000:00:05.0\0ACTION=bind\0SUBSYSTEM=pci\0";
         assert!(parse(bind).unwrap().concerns_devices());
         let queue = b"add@/devices/virtual/net/veth1/queues/rx-0\0ACTION=add\0SUBSYSTEM=queues\0";

@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_fits_one_of_the_descriptions_is_taken_and_any_other_is_told_why_not() {
+    fn a_usb_device_matches_a_description_or_has_a_reason() {
         let all = [wanted(0x10c4, None), wanted(0x0403, Some(0x6001))];
         assert_eq!(refuse(&adapter(), &all, false), None);
         let other = UsbFacts {
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_without_a_serial_number_is_its_port_whatever_number_the_bus_has() {
+    fn a_usb_device_without_a_serial_number_is_named_by_its_port() {
         let first = UsbFacts {
             serial: Some("  ".into()),
             ..adapter()
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_whose_port_cannot_be_known_is_not_given_a_name_that_changes() {
+    fn a_usb_device_with_an_unknown_port_gets_no_name() {
         let device = UsbFacts {
             controller: None,
             serial: None,

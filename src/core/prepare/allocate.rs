@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_a_claim_holds_is_not_handed_out_whatever_its_mode_is_now() {
+    fn a_device_held_by_a_claim_is_not_allocated_in_any_mode() {
         let entry = Entry {
             namespace: "default".into(),
             name: "camera".into(),
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_with_both_doors_is_not_handed_out_while_nobody_knows_what_a_claim_holds() {
+    fn a_both_mode_device_is_withheld_while_claims_are_unknown() {
         let entry = Entry {
             namespace: "default".into(),
             name: "camera".into(),
@@ -345,7 +345,7 @@ mod preferred_tests {
     }
 
     #[test]
-    fn the_smallest_group_that_suffices_is_taken_so_that_large_ones_stay_whole() {
+    fn the_smallest_sufficient_group_is_preferred() {
         assert_eq!(choose("a b c d e f", "", 2), "e f");
         assert_eq!(choose("a b e", "", 1), "e");
     }
@@ -370,7 +370,7 @@ mod preferred_tests {
     }
 
     #[test]
-    fn the_other_end_of_the_names_is_taken_from_where_claims_take_too() {
+    fn the_device_plugin_prefers_the_last_devices_by_name() {
         assert_eq!(choose_from("x1 x2 x3", "", 1, End::Front), "x1");
         assert_eq!(choose_from("x1 x2 x3", "", 2, End::Back), "x3 x2");
     }

@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn every_flipped_bit_is_noticed_and_never_taken_for_a_newer_release() {
+    fn every_flipped_bit_is_detected_and_is_not_a_newer_release() {
         let text = checkpoint().encode().unwrap().into_bytes();
         for position in 0..text.len() * 8 {
             let mut damaged = text.clone();

@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn two_things_at_one_path_of_a_container_are_refused_and_the_same_thing_twice_is_not() {
+    fn two_sources_at_one_container_path_are_refused() {
         let at = |host: &str, container: &str| DeviceNode {
             host_path: host.into(),
             ..node(container)
@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_thing_from_two_devices_is_there_with_what_either_of_them_allows() {
+    fn the_same_device_node_twice_has_the_union_of_permissions() {
         let of = |device: &str, permissions: &str, read_only| ContainerEdits {
             mounts: vec![mount("/opt/lib", "/lib/vendor", read_only)],
             ..ContainerEdits::of_device_node(

@@ -534,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_is_held_from_allocate_on_though_kubelet_shows_it_later() {
+    fn a_device_is_held_from_allocate_before_kubelet_lists_it() {
         let mut containers = Containers::default();
         containers.allocated([("x", &[][..])], START);
         containers.seen(&shown(&["p"], &[], &[]), later(1));
@@ -585,7 +585,7 @@ mod tests {
     }
 
     #[test]
-    fn an_init_container_holds_its_device_though_the_list_never_shows_it() {
+    fn an_unlisted_init_container_holds_its_device() {
         let mut containers = Containers::default();
         containers.allocated([("x", &[][..])], START);
         containers.seen(&shown(&["p"], &[], &["x"]), later(600));
@@ -599,7 +599,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_that_was_deleted_by_force_holds_its_device_until_its_directory_is_gone() {
+    fn a_force_deleted_pod_holds_until_its_directory_is_gone() {
         let mut containers = Containers::default();
         containers.seen(&shown(&["p"], &[("x", "p")], &["x"]), START);
         containers.seen(&shown(&[], &[], &["x"]), later(1));
@@ -609,7 +609,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_that_has_ended_and_was_not_deleted_holds_nothing_after_a_while() {
+    fn an_ended_pod_that_is_not_deleted_holds_nothing_later() {
         let mut containers = Containers::default();
         containers.seen(&shown(&["job"], &[("x", "job")], &["x"]), START);
         containers.seen(&shown(&["job"], &[], &["x"]), later(1));
@@ -620,7 +620,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_that_was_deleted_by_force_holds_its_device_though_another_has_its_name() {
+    fn a_force_deleted_pod_holds_its_device_beside_a_namesake() {
         let mut containers = Containers::default();
         containers.seen(&shown(&["set-0"], &[("x", "set-0")], &["x"]), START);
         // The new pod is listed without a grant; the directory of the old pod still exists.
@@ -640,7 +640,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_is_granted_again_is_not_taken_for_the_ended_pods() {
+    fn a_device_granted_again_is_not_held_by_ended_pods() {
         let mut containers = Containers::default();
         containers.seen(&shown(&["job"], &[("x", "job")], &["x"]), START);
         containers.allocated([("x", &[][..])], later(1));
@@ -649,7 +649,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_claim_got_too_is_contested_until_the_container_has_ended() {
+    fn a_device_of_container_and_claim_conflicts_until_one_ends() {
         let (mut containers, mut conflicting) = (Containers::default(), Conflicting::default());
         conflicting.claimed("x", &containers);
         assert!(conflicting.devices().is_empty(), "nobody has it");
@@ -719,7 +719,7 @@ mod withdrawn_tests {
     }
 
     #[test]
-    fn until_kubelet_has_shown_who_has_what_everything_that_the_resource_had_is_withheld() {
+    fn withdrawn_devices_are_withheld_until_kubelet_lists_grants() {
         let mut former = left(&["x", "y"], Containers::default());
         assert!(!former.is_known() && former.has(OLD, "y") && !former.has(OLD, "z"));
         assert_eq!(withheld(&former, false), ["x", "y"]);
@@ -737,7 +737,7 @@ mod withdrawn_tests {
     }
 
     #[test]
-    fn what_the_resource_still_serves_is_kubelets_own_and_need_not_be_asked_for() {
+    fn devices_still_served_by_the_resource_need_no_check() {
         let mut former = left(&["x"], Containers::default());
         former.seen(OLD, &shown(&["x", "y"]), Duration::ZERO);
         former.settle(|_, device, _| device == "x");
@@ -754,7 +754,7 @@ mod withdrawn_tests {
     }
 
     #[test]
-    fn a_grant_that_kubelet_does_not_show_yet_counts_and_a_name_that_is_left_again_is_asked_for_anew() {
+    fn an_unlisted_grant_counts_and_a_renamed_resource_asks_again() {
         let mut granted = Containers::default();
         granted.allocated([("x", &[][..])], Duration::ZERO);
         let mut former = left(&["x", "y"], granted);
@@ -765,7 +765,7 @@ mod withdrawn_tests {
     }
 
     #[test]
-    fn the_reason_names_the_container_and_fits_and_a_shared_device_is_in_nobodys_way() {
+    fn the_reason_names_the_container_and_shared_devices_are_free() {
         let mut former = left(&["x"], Containers::default());
         former.seen(OLD, &shown(&["x"]), Duration::ZERO);
         let mut all = devices(&["x"], Some(1));

@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_without_grants_is_empty_and_what_is_no_record_is_an_error() {
+    fn a_device_manager_file_without_grants_is_empty() {
         for text in [
             r#"{"Data":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":1}"#,
             r#"{"Data":{}}"#,

@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_claim_holds_under_an_earlier_name_is_not_given_away_under_another() {
+    fn a_renamed_device_held_by_a_claim_is_not_published_as_free() {
         let named = |name: &str, nodes: &str| {
             let (name, mut device) = device(name, Mode::Claims);
             device
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_in_quarantine_is_shown_with_the_reason_and_others_are_not() {
+    fn a_quarantined_device_is_published_with_its_reason() {
         let mut all = Devices::from([device("a", Mode::Claims), device("b", Mode::Claims)]);
         let prepared_claims = prepared_claims_holding("b");
         let uid = prepared_claims.entries().keys().next().unwrap().clone();
@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_a_claim_holds_is_not_offered_through_the_other_door() {
+    fn a_device_held_by_a_claim_is_not_an_extended_resource() {
         let all = Devices::from([
             device("a", Mode::ExtendedResource),
             device("b", Mode::ExtendedResource),
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn with_both_doors_nothing_is_offered_before_kubelet_has_shown_what_it_granted() {
+    fn both_mode_offers_nothing_before_kubelet_lists_its_grants() {
         let all = Devices::from([device("a", Mode::Both), device("b", Mode::Both)]);
         let mut containers = Containers::default();
         assert_eq!(
@@ -429,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn with_both_doors_nothing_is_offered_while_nobody_knows_what_a_claim_holds() {
+    fn both_mode_offers_nothing_while_claims_are_unknown() {
         let all = Devices::from([device("a", Mode::Both), device("b", Mode::ExtendedResource)]);
         let mut containers = Containers::default();
         containers.seen(&Shown::default(), Duration::ZERO);
@@ -446,7 +446,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_container_holds_is_healthy_from_the_start_unless_a_claim_waits_for_it() {
+    fn a_device_held_by_a_container_is_healthy_unless_claimed() {
         let all = Devices::from([device("b", Mode::Both)]);
         let mut containers = Containers::default();
         containers.allocated([("b", &[][..])], Duration::ZERO);
@@ -455,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_device_is_as_many_as_it_has_shares_and_all_of_them_are_near_its_node() {
+    fn a_shared_device_has_a_plugin_device_per_share_and_numa_node() {
         let (name, mut shared) = device("s", Mode::ExtendedResource);
         shared.shares = Some(2);
         shared
@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn a_contested_device_is_published_as_unhealthy_and_nothing_else_changes() {
+    fn a_conflicting_device_is_published_as_unhealthy() {
         let all = Devices::from([device("a", Mode::Both), device("b", Mode::Both)]);
         let (mut containers, mut conflicting) = (Containers::default(), Conflicting::default());
         containers.allocated([("b", &[][..])], Duration::ZERO);

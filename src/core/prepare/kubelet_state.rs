@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_is_listed_with_its_names_and_the_devices_of_its_handle() {
+    fn a_listed_claim_has_its_names_and_the_devices_of_its_handle() {
         let text = written(&format!(
             r#","ResourceHandles":[{{"driverName":"drayman.dev","data":"{}"}}]"#,
             handle()
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn kubelet_1_27_keeps_no_handles_and_its_claims_are_listed_all_the_same() {
+    fn claims_of_kubelet_1_27_are_listed_without_handles() {
         for handles in ["", r#","ResourceHandles":null"#, r#","ResourceHandles":[{}]"#] {
             let claims = parse(written(handles).as_bytes(), &driver()).unwrap();
             let claim = &claims[&ClaimUid::parse(UID).unwrap()];

@@ -556,7 +556,7 @@ mod name_tests {
     }
 
     #[test]
-    fn names_of_extended_resources_that_kubelet_refuses_are_refused_with_a_reason() {
+    fn an_extended_resource_name_must_be_valid_for_kubelet() {
         let too_long = format!(
             "{}.{}.{}.{}/x",
             "a".repeat(63),

@@ -545,7 +545,7 @@ mod tests {
     }
 
     #[test]
-    fn no_trace_is_an_empty_ledger() {
+    fn recovery_without_traces_finds_no_claims() {
         for kubelet in [
             KubeletView::Unknown("none".into()),
             KubeletView::Lists(KubeletClaims::from([(uid('7'), listed(false, None))])),
@@ -558,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_that_only_a_running_pod_tells_of_is_in_the_ledger_with_devices_unknown() {
+    fn a_claim_known_only_by_a_running_pod_has_unknown_devices() {
         let resource = |id: &str| DynamicResource {
             claim_name: "camera".into(),
             claim_namespace: "default".into(),
@@ -603,7 +603,7 @@ mod tests {
     }
 
     #[test]
-    fn the_file_of_a_claim_of_unknown_devices_is_neither_removed_nor_written() {
+    fn the_file_of_a_claim_of_unknown_devices_is_left_alone() {
         let files = BTreeMap::from([(uid('1'), None)]);
         let prepared_claims = PreparedClaims::new(
             BOOT,
@@ -623,7 +623,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_that_is_explained_gets_its_file_and_one_that_is_known_does_not_change() {
+    fn recovery_writes_files_of_explained_claims_only() {
         let files = BTreeMap::from([(uid('1'), None), (uid('2'), Some(spec('2', "y")))]);
         let prepared_claims = PreparedClaims::new(
             BOOT,
@@ -681,7 +681,7 @@ mod release_tests {
     }
 
     #[test]
-    fn what_kubelet_does_not_list_is_released_and_the_file_goes_first() {
+    fn an_unlisted_claim_is_released_with_its_file_first() {
         let (_, steps) = plan_release(
             &prepared_claims("boot"),
             &KubeletView::Lists(KubeletClaims::new()),
@@ -700,7 +700,7 @@ mod release_tests {
     }
 
     #[test]
-    fn what_is_released_without_the_driver_is_begun_so_that_the_next_start_has_the_driver_undo_it() {
+    fn a_release_without_a_driver_is_finished_at_the_next_start() {
         let nothing = KubeletView::Lists(KubeletClaims::new());
         let before = prepared_claims("boot");
         let (released, steps) = plan_release_without_driver(&before, &nothing, UID, false).unwrap();
@@ -739,7 +739,7 @@ mod release_tests {
     }
 
     #[test]
-    fn what_is_not_held_and_what_is_no_uid_is_refused_by_name_even_by_force() {
+    fn releasing_an_unknown_or_invalid_uid_is_refused() {
         let kubelet = KubeletView::Lists(KubeletClaims::new());
         let other = UID.replace('7', "8");
         for (uid, reason) in [(other.as_str(), "NotHeld"), ("../../etc", "InvalidClaim")] {

@@ -415,7 +415,7 @@ impl Disk for Thought {
 }
 
 #[test]
-fn a_claim_costs_two_checkpoints_to_prepare_and_one_to_unprepare() {
+fn prepare_writes_two_checkpoints_and_unprepare_one() {
     let mut node = Node::new(Thought::default());
     node.operate(Operation::Prepare { claim: 0 }, Fault::None);
     assert_eq!(node.disk.writes.get(), 2);

@@ -66,7 +66,7 @@ async fn until(met: impl Fn() -> bool) {
 }
 
 #[tokio::test]
-async fn a_dear_expression_over_many_devices_does_not_hold_up_the_claims_of_others() {
+async fn an_expensive_selector_does_not_delay_other_claims() {
     const DEVICES: usize = 5_000;
     let driver = HostDriver::unwatched(DRIVER);
     let nodes = vec![node("large", "large", DEVICES), node("small", "small", 1)];
@@ -104,7 +104,7 @@ async fn a_dear_expression_over_many_devices_does_not_hold_up_the_claims_of_othe
 }
 
 #[tokio::test]
-async fn what_is_new_in_an_inventory_is_judged_before_anybody_asks_and_nothing_else_is() {
+async fn only_new_devices_of_an_inventory_are_evaluated_in_advance() {
     let driver = HostDriver::unwatched(DRIVER);
     let mut changes = std::pin::pin!(driver.capacity_changes());
     let nodes = vec![node("a", "test", 3)];

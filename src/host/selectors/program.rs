@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_is_judged_as_in_kubernetes() {
+    fn devices_are_selected_as_in_kubernetes() {
         for expression in [
             r#"device.driver == "drayman.dev""#,
             r#"device.attributes["drayman.dev"].vendor == "0403""#,
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn an_attribute_that_is_missing_or_of_another_type_fails_and_says_so() {
+    fn a_missing_or_mistyped_attribute_is_an_error() {
         for (expression, says) in [
             ("device.attributes['drayman.dev'].model == 'x'", "model"),
             ("device.attributes['drayman.dev'].vendor > 1", "No such overload"),

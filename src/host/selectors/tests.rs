@@ -71,7 +71,7 @@ async fn hostile_expressions_are_refused_and_others_go_on() {
 }
 
 #[tokio::test]
-async fn the_most_that_is_let_through_fits_on_the_stack_and_into_the_time() {
+async fn the_largest_selector_fits_the_stack_and_the_time_limit() {
     let evaluator = Evaluator::new("drayman.dev");
     for expression in [
         format!("{}1{} == 1", "(".repeat(64), ")".repeat(64)),

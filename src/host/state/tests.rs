@@ -98,7 +98,7 @@ fn expressions_in_use_are_bounded_per_namespace_and_in_total() {
 }
 
 #[test]
-fn parameters_that_are_missing_are_named_once_it_is_certain_that_they_are() {
+fn missing_parameters_are_reported_once_the_watch_is_synced() {
     let mut state = State::new(fixture::DRIVER);
     let error = state.class_parameters(&class()).unwrap_err();
     assert_eq!((error.kind, error.reason), (DriverErrorKind::Retry, "NotSynced"));
@@ -120,7 +120,7 @@ fn parameters_that_are_missing_are_named_once_it_is_certain_that_they_are() {
 }
 
 #[test]
-fn an_object_that_cannot_be_read_is_a_reason_and_not_the_end_of_the_watch() {
+fn an_unreadable_object_does_not_end_the_watch() {
     let mut state = State::new(fixture::DRIVER);
     state.classes.apply(Change::All(vec![(
         "p".into(),
@@ -191,7 +191,7 @@ fn only_what_is_new_or_different_can_help_somebody() {
 }
 
 #[test]
-fn a_selector_is_judged_once_and_forgotten_with_the_object_that_has_it() {
+fn a_selector_is_evaluated_once_and_dropped_with_its_object() {
     let now = Instant::now();
     let mut state = State::new(fixture::DRIVER);
     let expression: Arc<str> = "true".into();
@@ -222,7 +222,7 @@ fn a_selector_is_judged_once_and_forgotten_with_the_object_that_has_it() {
 }
 
 #[test]
-fn a_selector_that_is_refused_is_not_tried_again_until_it_is_written_anew() {
+fn a_refused_selector_is_retried_only_after_a_change() {
     let now = Instant::now();
     let mut state = State::new(fixture::DRIVER);
     let expression: Arc<str> = "no".into();
@@ -244,7 +244,7 @@ fn a_selector_that_is_refused_is_not_tried_again_until_it_is_written_anew() {
 }
 
 #[test]
-fn a_selector_that_was_not_done_in_time_is_tried_again_later_and_later() {
+fn a_selector_that_timed_out_is_retried_with_backoff() {
     let start = Instant::now();
     let mut state = State::new(fixture::DRIVER);
     let expression: Arc<str> = "slow".into();

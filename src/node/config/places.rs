@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn what_always_ends_at_one_path_is_refused_with_both_and_what_to_do() {
+    fn two_devices_at_one_path_are_refused_with_a_fix() {
         for (kind, words) in [
             (
                 "paths: [/dev/a], mounts: [{hostPath: /opt/a, containerPath: /dev/a}]",

@@ -166,8 +166,7 @@ mod tests {
     const WRITES: &str = "groups: [{required: [\"/dev/b{key}\"], shared: [/dev/control]}]";
 
     #[test]
-    fn a_node_that_two_extended_resources_give_with_different_permissions_is_refused_with_both_and_what_to_do()
-     {
+    fn one_node_with_different_permissions_in_two_kinds_is_refused() {
         let gpu = "pci: {match: [{vendor: \"10de\"}]}";
         let network = "pci: {match: [{class: \"02\"}]}, permissions: rwm";
         for (kinds, expected) in [
@@ -205,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mount_that_two_extended_resources_give_for_reading_and_for_writing_is_refused() {
+    fn one_mount_with_different_access_in_two_resources_is_refused() {
         let mounting = |path: &str, rest: &str| {
             format!("paths: [{path}], mounts: [{{hostPath: /opt/lib, containerPath: /lib/vendor{rest}}}]")
         };
@@ -223,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_runtime_adds_up_or_no_container_gets_from_both_is_taken() {
+    fn permissions_merged_by_the_runtime_are_accepted() {
         for kinds in [
             // Claims and devices given by CDI name.
             [&format!("mode: claims, {READS}"), WRITES],

@@ -73,7 +73,7 @@ fn a_file_is_read_with_its_defaults() {
 }
 
 #[test]
-fn the_doors_of_a_kind_are_read() {
+fn the_modes_of_a_kind_are_read() {
     let text = format!(
         "{HEADER}kinds:\n- {{name: a, mode: both, resourceName: x.dev/a, cdiDevices: true, preStartCheck: true, paths: [/dev/a]}}\n\
          - {{name: b, mode: split, resourceName: x.dev/b, extendedResourceDevices: [b1], shares: 3, paths: [\"/dev/b*\"]}}\n"
@@ -106,7 +106,7 @@ fn a_missing_file_is_named() {
 }
 
 #[test]
-fn a_wrong_value_is_refused_with_its_line_its_field_and_what_to_write() {
+fn a_wrong_value_is_refused_with_line_field_and_fix() {
     for (kind, place, words) in [
         (
             "- {name: A, paths: [/dev/x]}",
@@ -221,7 +221,7 @@ fn one_resource_belongs_to_one_kind() {
 }
 
 #[test]
-fn unknown_doubled_and_ill_typed_fields_are_refused_on_their_line() {
+fn unknown_duplicate_and_mistyped_fields_are_refused_by_line() {
     for (kind, line, word) in [
         ("- name: a\n  path: [/dev/x]", "5:", "path"),
         ("- name: a\n  name: b\n  paths: [/dev/x]", "5:", "name"),
@@ -238,7 +238,7 @@ fn unknown_doubled_and_ill_typed_fields_are_refused_on_their_line() {
 }
 
 #[test]
-fn another_version_is_refused_for_its_version_and_not_for_its_fields() {
+fn another_version_is_refused_before_its_fields_are_read() {
     let message = refusal("apiVersion: drayman.dev/v1\nkind: NodeConfiguration\ngroups: {}\n");
     assert!(
         message.starts_with("1:13:") && message.contains("drayman.dev/v1alpha1"),
@@ -391,7 +391,7 @@ fn a_preset_is_a_kind_of_its_name_whose_fields_can_be_changed() {
 }
 
 #[test]
-fn what_a_container_gets_besides_is_read_from_the_operators_file_alone() {
+fn extra_container_edits_come_from_the_configuration_only() {
     let kind = parsed(
         "- name: a\n  paths: [/dev/x*]\n  shares: 4\n  containerPaths: {\"/dev/x*\": \"/dev/y-{device}\"}\n  mounts:\n  - {hostPath: /opt/lib}\n  - {hostPath: /run/a, containerPath: /run/b, readOnly: false}\n  environment: {MODE: fast}\n  health: {open: read, sysfs: [{file: power/state, in: [on, active]}], recoverAfter: 2}",
     );
@@ -413,7 +413,7 @@ fn what_a_container_gets_besides_is_read_from_the_operators_file_alone() {
 }
 
 #[test]
-fn wrong_values_of_sources_and_extras_are_refused_with_their_field_and_what_to_write() {
+fn wrong_sources_and_extras_are_refused_with_field_and_fix() {
     for (kind, words) in [
         ("usb: {match: []}", ["kinds[0].usb.match", "1 to 64"]),
         (

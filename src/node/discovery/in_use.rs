@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn the_disk_below_the_root_file_system_is_in_use_with_all_that_lies_between() {
+    fn disks_below_the_root_file_system_are_in_use() {
         let (_root, paths) = host();
         assert_eq!(
             in_use(&paths).unwrap(),

@@ -201,7 +201,7 @@ fn a_device_of_two_kinds_is_the_firsts_and_the_second_is_told() {
 }
 
 #[test]
-fn the_machines_memory_and_its_own_disk_are_handed_out_only_if_that_is_said_of_each() {
+fn memory_devices_and_system_disks_must_be_allowed_one_by_one() {
     let Some(host) = Host::new() else { return };
     for (name, minor) in [("mem", 1), ("kmem", 2), ("port", 4), ("null", 3)] {
         host.node(name, FileType::CharacterDevice, 1, minor);
@@ -219,7 +219,7 @@ fn the_machines_memory_and_its_own_disk_are_handed_out_only_if_that_is_said_of_e
 }
 
 #[test]
-fn without_a_view_of_the_mounts_no_block_device_is_taken_for_free() {
+fn without_mountinfo_every_block_device_is_in_use() {
     let Some(host) = Host::new() else { return };
     host.node("spare", FileType::BlockDevice, 259, 2);
     std::fs::remove_file(host.paths().mountinfo).unwrap();
@@ -232,7 +232,7 @@ fn without_a_view_of_the_mounts_no_block_device_is_taken_for_free() {
 }
 
 #[test]
-fn a_literal_path_that_is_no_device_is_told_and_one_that_is_missing_is_not() {
+fn a_literal_path_is_reported_unless_it_is_missing() {
     let Some(host) = Host::new() else { return };
     std::fs::write(host.dev("file"), "").unwrap();
     symlink("nowhere", host.dev("broken")).unwrap();
@@ -279,7 +279,7 @@ async fn until(devices: &mut value::Receiver<Arc<Devices>>, names: &[&str]) {
 }
 
 #[tokio::test]
-async fn devices_that_come_and_go_are_noticed_at_once_also_in_new_directories() {
+async fn devices_are_noticed_at_once_also_in_new_directories() {
     let Some(host) = Host::new() else { return };
     let shutdown = CancellationToken::new();
     host.character("test-a", 1);

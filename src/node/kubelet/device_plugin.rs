@@ -445,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn an_injection_with_everything_has_the_bytes_that_kubelet_reads() {
+    fn container_edits_are_encoded_as_kubelet_reads_them() {
         let container_edits = ContainerEdits {
             mounts: vec![HostMount {
                 host_path: "/h".into(),

@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unprepared_claim_has_an_entry_with_a_value_although_the_value_is_empty() {
+    fn an_unprepared_claim_has_an_entry_with_an_empty_value() {
         let entry = v1alpha3::NodeUnprepareResourcesEntry {
             key: "uid".into(),
             value: Some(v1alpha3::NodeUnprepareResourceResponse::default()),
@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_with_structured_parameters_is_known_by_a_field_that_may_be_repeated() {
+    fn structured_parameters_are_detected_by_a_repeated_field() {
         let bytes = b"\x12\x01u\x2a\x03\x0a\x01x\x2a\x00";
         assert!(
             v1alpha3::Claim::decode(bytes.as_slice())

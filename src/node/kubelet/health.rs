@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_door_is_well_while_it_serves_and_is_not_refused() {
+    fn an_api_is_healthy_while_it_serves_and_is_not_refused() {
         let rejected = KubeletApiState::Rejected {
             message: String::new(),
         };

@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_verdict_becomes_the_state_and_is_never_answered_with_an_error() {
+    async fn the_registration_status_is_stored_and_never_refused() {
         let (service, state) = service();
         let notify = async |plugin_registered, error: &str| {
             let status = RegistrationStatus {

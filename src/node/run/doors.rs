@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_companion_is_ready_when_every_door_is_open_and_none_is_refused() {
+    fn a_companion_is_ready_when_every_api_serves_unrefused() {
         let rejected = ApiState::Rejected("no such plugin type".into());
         let failed = ApiState::Failed("read-only file system".into());
         for (state, ready, reason) in [

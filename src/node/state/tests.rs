@@ -16,7 +16,7 @@ use crate::node::service::{ClaimToPrepare, PluginDevice, Preference};
 use fixture::*;
 
 #[tokio::test]
-async fn a_claim_is_prepared_again_and_again_with_the_same_id_until_it_is_unprepared() {
+async fn prepare_is_idempotent_until_unprepare() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     for _ in 0..3 {
@@ -33,7 +33,7 @@ async fn a_claim_is_prepared_again_and_again_with_the_same_id_until_it_is_unprep
 }
 
 #[tokio::test]
-async fn the_answers_come_in_the_order_of_the_requests_and_one_refusal_stops_nobody() {
+async fn answers_keep_the_order_and_one_refusal_stops_nobody() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x", "y"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     let hostile = ClaimToPrepare {
@@ -63,7 +63,7 @@ async fn the_answers_come_in_the_order_of_the_requests_and_one_refusal_stops_nob
 }
 
 #[tokio::test]
-async fn the_work_goes_on_when_the_caller_goes_away_and_unprepare_comes_after_it() {
+async fn work_continues_without_its_caller_and_unprepare_follows() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     let closed = driver.gate.acquire().await.unwrap();
@@ -112,7 +112,7 @@ async fn the_next_process_keeps_what_is_held_and_brings_files_back() {
 }
 
 #[tokio::test]
-async fn after_a_boot_files_are_back_and_what_no_longer_runs_gives_way() {
+async fn after_a_boot_files_are_back_and_ended_claims_give_way() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x", "y"]));
     let life = live_and_know(root.path(), "boot-1", &driver).await;
     life.prepare(A, &["x"]).await.unwrap();
@@ -339,7 +339,7 @@ fn granted(device: &str) -> Shown {
 }
 
 #[tokio::test]
-async fn with_both_doors_nothing_is_given_before_kubelet_and_the_claims_are_known() {
+async fn both_mode_needs_kubelet_and_claims_before_it_serves() {
     let root = tempfile::tempdir().unwrap();
     let (life, _driver, kubelet) = live_with_both(root.path()).await;
     until_offered(&life, "x? y?").await;
@@ -370,7 +370,7 @@ async fn with_both_doors_nothing_is_given_before_kubelet_and_the_claims_are_know
 }
 
 #[tokio::test]
-async fn a_device_that_a_claim_was_allocated_is_withdrawn_before_prepare() {
+async fn an_allocated_device_is_withdrawn_before_prepare() {
     let root = tempfile::tempdir().unwrap();
     let (life, _driver, kubelet) = live_with_both(root.path()).await;
     *kubelet.shown.lock().unwrap() = Some(Shown::default());
@@ -390,7 +390,7 @@ async fn a_device_that_a_claim_was_allocated_is_withdrawn_before_prepare() {
 }
 
 #[tokio::test]
-async fn what_a_container_has_is_refused_to_a_claim_and_told_to_the_controller_until_it_has_ended() {
+async fn a_device_of_a_container_is_refused_to_claims_until_it_ends() {
     let root = tempfile::tempdir().unwrap();
     let (mut life, _driver, kubelet) = live_with_both(root.path()).await;
     *kubelet.shown.lock().unwrap() = Some(granted("x"));
@@ -449,7 +449,7 @@ async fn a_device_by_name_has_a_file_from_the_start_until_it_is_gone() {
 }
 
 #[tokio::test]
-async fn a_container_does_not_start_with_a_device_that_has_gone_or_is_not_well() {
+async fn no_container_starts_with_a_missing_or_unhealthy_device() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say(&["x"], "serial", Mode::ExtendedResource);
     let life = live(root.path(), "boot", &driver).await;

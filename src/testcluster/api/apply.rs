@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn each_manager_replaces_its_own_entries_and_leaves_those_of_others() {
+    fn each_field_manager_replaces_only_its_own_entries() {
         let live = json!({ "metadata": { "name": "p" } });
         let live = applied(
             &live,

@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dry_run_is_asked_for_in_the_body_or_by_a_parameter_if_there_is_none() {
+    fn dry_run_is_read_from_the_body_or_the_parameter() {
         assert!(read(json!({ "dryRun": ["All"] })).unwrap().pretends);
         assert_eq!(read(json!({ "dryRun": ["Some"] })).unwrap_err().code, 422);
         let query = Query::read("dryRun=All");

@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_are_in_belongs_to_whoever_adds_it_unless_it_is_always_there() {
+    fn a_shared_field_belongs_to_each_manager_that_adds_it() {
         let object = json!({
             "metadata": { "name": "p", "labels": { "a": "b" } }, "spec": { "selectedNode": "a" },
             "status": { "resourceClaims": [] },

@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_version_of_the_index_has_a_document_that_names_its_kinds() {
+    fn every_openapi_group_version_names_its_kinds() {
         let kinds = built_in();
         let index = index(&kinds);
         let paths = index["paths"].as_object().unwrap();

@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_of_a_list_map_are_merged_added_and_deleted_by_their_key() {
+    fn list_map_entries_are_merged_added_and_deleted_by_key() {
         let object = json!({ "status": { "reservedFor": [{ "uid": "1", "name": "a" }, { "uid": "2", "name": "b" }] } });
         let patch = json!({ "status": { "reservedFor": [
             { "uid": "1", "name": "c" }, { "uid": "3", "name": "d" }, { "uid": "2", "$patch": "delete" },

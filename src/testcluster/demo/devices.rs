@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_comes_back_although_other_terminals_were_opened_meanwhile() {
+    fn a_device_comes_back_although_other_terminals_were_opened() {
         let _alone = ALONE.blocking_lock();
         let mut device = Device::new().unwrap();
         let number = device.path.clone();

@@ -361,7 +361,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_verdict_is_good_only_if_something_was_expected_and_all_of_it_held() {
+    fn the_demo_succeeds_only_if_all_of_some_expectations_held() {
         let verdict = |expected, held| {
             let (scenarios, first_allocation) = (1, None);
             let summary = Summary {
@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_expectation_that_does_not_come_true_is_counted_and_ends_the_demonstration() {
+    async fn a_failed_expectation_is_counted_and_ends_the_demo() {
         let _alone = devices::ALONE.lock().await;
         let directory = tempfile::tempdir().unwrap();
         let (shown, mut lines) = mpsc::unbounded_channel();

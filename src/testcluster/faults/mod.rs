@@ -386,7 +386,7 @@ mod tests {
     };
 
     #[test]
-    fn the_planned_place_is_met_once_and_only_while_places_are_counted() {
+    fn a_planned_fault_happens_once_and_only_while_counting() {
         let faults = Faults::new(vec![PLANNED]);
         let life = faults.begin("p");
         assert_eq!(life.meet(Place::Disk, "uncounted"), Ok(None));
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whoever_waits_for_the_end_of_a_life_hears_of_it() {
+    async fn the_end_of_a_process_is_announced_to_all_waiters() {
         let faults = Faults::new(Vec::new());
         let life = faults.begin("p");
         let waiting = tokio::spawn({

@@ -75,7 +75,7 @@ fn the_claim_announces_the_pod_and_its_context_need_not_read_it() {
 }
 
 #[test]
-fn a_context_that_comes_while_the_pod_is_read_waits_for_that_read() {
+fn a_context_waits_for_the_read_of_its_pod() {
     let (mut world, now) = ready();
     let commands = see(&mut world, Event::Claim(claim("2")), now);
     let id = only_read(&commands);
@@ -96,7 +96,7 @@ fn a_pod_that_was_read_long_before_its_context_is_read_again() {
 }
 
 #[test]
-fn a_pod_that_was_read_before_all_its_claims_are_known_is_read_again() {
+fn a_pod_read_before_all_its_claims_is_read_again() {
     for at_once in [true, false] {
         let (mut world, now) = ready();
         let commands = see(&mut world, Event::Claim(claim("2")), now);
@@ -122,7 +122,7 @@ fn a_pod_that_was_read_before_all_its_claims_are_known_is_read_again() {
 }
 
 #[test]
-fn an_early_read_that_fails_or_shows_another_pod_is_left_to_the_context() {
+fn a_failed_early_read_is_left_to_the_context() {
     let other = Answer::PodRead(Ok(Some(pod("another", &["device"]))));
     for bad in [
         Answer::PodRead(Err("refused".to_owned())),
@@ -137,7 +137,7 @@ fn an_early_read_that_fails_or_shows_another_pod_is_left_to_the_context() {
 }
 
 #[test]
-fn no_pod_is_read_for_a_claim_that_is_not_to_be_allocated_or_was_known_before() {
+fn no_pod_is_read_for_claims_that_need_no_allocation() {
     let (mut world, now) = ready();
     let foreign = changed("2", |claim| claim["spec"]["resourceClassName"] = json!("another"));
     assert_eq!(see(&mut world, Event::Claim(foreign), now), []);

@@ -100,7 +100,7 @@ fn refused_after_an_unclear_write() -> (ControllerState, Moment, AllocationResul
 }
 
 #[test]
-fn what_could_not_be_recorded_is_given_back_when_no_write_can_come_late_and_a_read_says_so() {
+fn an_unrecorded_allocation_is_returned_after_a_read() {
     let (mut world, given_up, _) = refused_after_an_unclear_write();
     let end = given_up.after(SETTLING);
     assert_eq!(world.next_deadline(), Some(end));
@@ -123,7 +123,7 @@ fn what_could_not_be_recorded_is_given_back_when_no_write_can_come_late_and_a_re
 }
 
 #[test]
-fn a_claim_that_the_first_write_has_recorded_after_all_keeps_what_it_holds() {
+fn a_claim_recorded_by_the_first_write_keeps_its_devices() {
     for by_watch in [true, false] {
         let (mut world, given_up, allocation) = refused_after_an_unclear_write();
         let recorded = claim("3", Some(&allocation));

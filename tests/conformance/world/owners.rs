@@ -68,7 +68,7 @@ fn name_claims(
 }
 
 #[test]
-fn a_claim_whose_owner_is_no_pod_is_looked_for_in_every_pod_of_its_namespace() {
+fn a_claim_not_owned_by_a_pod_is_looked_up_in_every_pod() {
     let now = Moment::default();
     let owners = [
         owner("batch/v1", "Job", "job"),
@@ -89,7 +89,7 @@ fn a_claim_whose_owner_is_no_pod_is_looked_for_in_every_pod_of_its_namespace() {
 }
 
 #[test]
-fn a_claim_made_for_one_pod_is_left_to_it_for_ten_seconds_and_then_each_other_pod_is_read_once() {
+fn a_template_claim_is_reserved_for_its_pod_for_ten_seconds() {
     let now = Moment::default();
     let (mut world, commands) = world(Vec::new(), vec![context("other"), context("pod")], now);
     assert_eq!(read(&commands), Vec::<String>::new());

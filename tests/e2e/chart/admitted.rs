@@ -46,7 +46,7 @@ async fn with_definitions_of_the_operator(stage: &Stage) -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn every_variant_is_accepted_by_the_api_server_without_an_unknown_field() -> anyhow::Result<()> {
+async fn the_api_server_accepts_every_variant_of_the_chart() -> anyhow::Result<()> {
     let stage = Stage::on(Cluster::builder().start().await?).await?;
     with_definitions(&stage).await?;
     with_definitions_of_the_operator(&stage).await?;
@@ -97,7 +97,7 @@ async fn every_variant_is_accepted_by_the_api_server_without_an_unknown_field() 
 }
 
 #[tokio::test]
-async fn what_to_do_next_is_three_commands_and_they_name_what_there_is() -> anyhow::Result<()> {
+async fn the_notes_name_three_commands_and_existing_objects() -> anyhow::Result<()> {
     let stage = Stage::on(Cluster::builder().start().await?).await?;
     with_definitions(&stage).await?;
     for (values, expected) in [
@@ -137,8 +137,7 @@ async fn what_to_do_next_is_three_commands_and_they_name_what_there_is() -> anyh
 }
 
 #[tokio::test]
-async fn the_controller_meets_the_restricted_standard_and_the_companion_needs_a_privileged_namespace()
--> anyhow::Result<()> {
+async fn the_controller_is_restricted_and_the_companion_privileged() -> anyhow::Result<()> {
     let stage = Stage::on(Cluster::builder().start().await?).await?;
     stage.namespace("restricted", "restricted").await?;
     let rendered = tokio::task::spawn_blocking(|| text(Some(&chart("ci/one-kind-values.yaml")), &[])).await?;
@@ -228,7 +227,7 @@ fn inventory(node: &str, driver: &str) -> drayman::api::crd::NodeInventory {
 
 #[tokio::test]
 #[expect(clippy::too_many_lines, reason = "one policy, case by case")]
-async fn the_token_of_a_node_writes_the_inventory_of_that_node_and_no_other() -> anyhow::Result<()> {
+async fn the_token_of_a_node_writes_only_its_own_inventory() -> anyhow::Result<()> {
     let stage = Stage::on(Cluster::builder().service_accounts().start().await?).await?;
     if stage
         .cluster

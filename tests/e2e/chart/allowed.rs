@@ -84,7 +84,7 @@ fn role(kind: &str, name: &str) -> anyhow::Result<Rights> {
 }
 
 #[tokio::test]
-async fn a_real_server_lets_each_account_do_what_its_role_says_and_nothing_more() -> anyhow::Result<()> {
+async fn each_account_may_do_exactly_what_its_role_grants() -> anyhow::Result<()> {
     let stage = Stage::on(Cluster::builder().service_accounts().start().await?).await?;
     let chart = chart("");
     let arguments = [

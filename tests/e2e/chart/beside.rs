@@ -11,7 +11,7 @@ use crate::chart::stage::Stage;
 use crate::harness;
 
 #[tokio::test]
-async fn two_releases_with_names_of_their_own_serve_one_pod_side_by_side() -> anyhow::Result<()> {
+async fn two_releases_with_different_names_serve_one_pod() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     // The last of the devices belongs to the second release.
     let node = stage.cluster.node(0);

@@ -186,7 +186,7 @@ fn program(arguments: &[String], environment: &BTreeMap<String, String>) -> Stri
 }
 
 #[test]
-fn the_program_takes_the_flags_and_the_configuration_of_every_variant() {
+fn the_program_accepts_flags_and_configuration_of_variants() {
     let mut seen = BTreeSet::new();
     for variant in variants() {
         let rendered = render(Some(&variant), &[]);
@@ -228,7 +228,7 @@ fn the_program_takes_the_flags_and_the_configuration_of_every_variant() {
 }
 
 #[test]
-fn a_changed_configuration_replaces_no_companion_unless_it_needs_another_mount() {
+fn a_new_configuration_restarts_companions_only_for_mounts() {
     let with = |arguments: &[&str]| {
         let rendered = render(Some(&chart("ci/one-kind-values.yaml")), arguments);
         let daemon_set = object(&rendered, "DaemonSet", "drayman-node");
@@ -250,7 +250,7 @@ fn a_changed_configuration_replaces_no_companion_unless_it_needs_another_mount()
 }
 
 #[test]
-fn the_image_is_named_by_its_digest_if_there_is_one_and_else_by_its_tag() {
+fn the_image_is_named_by_digest_or_by_tag() {
     let image = |arguments: &[&str]| {
         let rendered = render(None, arguments);
         let pods = pod_spec(object(&rendered, "Deployment", "drayman-controller")).expect("pods");
@@ -270,7 +270,7 @@ fn the_image_is_named_by_its_digest_if_there_is_one_and_else_by_its_tag() {
 }
 
 #[test]
-fn a_port_that_is_0_is_nowhere_and_any_other_is_the_same_everywhere() {
+fn port_0_is_nowhere_and_other_ports_are_consistent() {
     for (component, kind) in [("controller", "Deployment"), ("node", "DaemonSet")] {
         let with = |metrics: u16, health: u16| {
             render(

@@ -176,7 +176,7 @@ fn an_image_is_the_program_and_its_licence_and_nothing_else() {
 }
 
 #[test]
-fn the_same_program_makes_the_same_image_whatever_the_time_and_the_umask() {
+fn the_same_program_makes_the_same_image() {
     let (_root, program) = program();
     run("chmod", &["700", program.to_str().expect("UTF-8")]);
     let again = tempfile::tempdir().expect("a directory");
@@ -250,7 +250,7 @@ fn the_containerfile_builds_what_the_script_builds() {
 /// Panics name source files. What `cargo build` makes has them as they are here, and `hack/image` must see that; of the program that
 /// it makes itself, it asks the same each time.
 #[test]
-fn a_program_that_names_where_it_was_built_is_refused_for_a_release() {
+fn a_release_must_not_contain_the_path_of_its_build() {
     let (_root, program) = program();
     let path = |path: &Path| path.to_str().expect("UTF-8").to_owned();
     let output = tempfile::tempdir().expect("a directory");
@@ -281,7 +281,7 @@ fn a_program_that_names_where_it_was_built_is_refused_for_a_release() {
 }
 
 #[test]
-fn another_architecture_without_its_compiler_is_refused_with_what_to_install() {
+fn another_architecture_without_its_compiler_is_refused() {
     let output = tempfile::tempdir().expect("a directory");
     let (other, variable, package) = if architecture() == "amd64" {
         (
@@ -308,7 +308,7 @@ fn another_architecture_without_its_compiler_is_refused_with_what_to_install() {
 }
 
 #[test]
-fn the_list_of_contents_has_each_crate_with_the_checksum_of_the_lock_file() {
+fn the_bill_of_materials_has_each_crate_with_its_checksum() {
     let list = json(&archive().with_extension("spdx.json"));
     assert_eq!(list["spdxVersion"], "SPDX-2.3");
     let lock = std::fs::read_to_string(repository("Cargo.lock")).expect("Cargo.lock");

@@ -110,8 +110,7 @@ async fn run(
 }
 
 #[tokio::test]
-async fn the_program_finds_the_api_server_by_a_name_although_its_image_has_no_library() -> anyhow::Result<()>
-{
+async fn the_image_resolves_the_name_of_the_api_server() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let binding = [
         "create",

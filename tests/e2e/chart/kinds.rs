@@ -199,7 +199,7 @@ fn the_chart_and_the_program_draw_the_same_line_around_a_kind() {
 
 /// A preset that many can share has to be made exclusive by hand for mode `both`.
 #[test]
-fn a_shared_preset_goes_through_both_doors_with_one_share_only() {
+fn a_shared_preset_serves_both_apis_with_one_share_only() {
     let directory = tempfile::tempdir().expect("a directory");
     for preset in &PRESETS {
         for shares in [None, Some(1), Some(2)] {

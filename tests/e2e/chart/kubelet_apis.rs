@@ -60,8 +60,7 @@ async fn events(stage: &Stage, pod: &str) -> anyhow::Result<Vec<String>> {
 }
 
 #[tokio::test]
-async fn a_device_that_an_init_container_has_is_given_to_no_claim_by_an_installed_companion()
--> anyhow::Result<()> {
+async fn a_device_of_an_init_container_is_given_to_no_claim() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let values = stage.cluster.directory().join("doors.yaml");
     std::fs::write(&values, VALUES)?;
@@ -171,7 +170,7 @@ const KUBELET_ROOT: &str = "/var/lib/kubelet/elsewhere";
 const CDI_ROOT: &str = "/run/cdi";
 
 #[tokio::test]
-async fn a_kubelet_with_another_root_directory_is_served_through_both_doors() -> anyhow::Result<()> {
+async fn a_kubelet_with_another_root_directory_is_served() -> anyhow::Result<()> {
     let root = format!("--root-dir={KUBELET_ROOT}");
     let stage = Stage::start_with(Cluster::builder().flag("kubelet", &root), 1).await?;
     let values = stage.cluster.directory().join("doors.yaml");

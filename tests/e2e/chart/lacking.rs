@@ -44,7 +44,7 @@ async fn take(stage: &Stage, role: &str, verb: &str, pods: &str) -> anyhow::Resu
 }
 
 #[tokio::test]
-async fn a_program_that_lacks_a_right_names_the_verb_and_the_resource_in_its_log() -> anyhow::Result<()> {
+async fn a_missing_right_is_named_in_the_log() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     // What everybody may read, no role has to give.
     let own = ["--set=rbac.readByAuthenticated=false"];

@@ -71,8 +71,7 @@ fn files(stage: &Stage, number: usize) -> anyhow::Result<Vec<String>> {
 }
 
 #[tokio::test]
-async fn a_release_serves_pods_and_is_upgraded_rolled_back_and_removed_without_losing_a_device()
--> anyhow::Result<()> {
+async fn a_release_is_upgraded_rolled_back_and_removed_safely() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let values = chart("ci/one-kind-values.yaml");
     stage.deploy("install", &values, &[]).await?;
@@ -328,7 +327,7 @@ async fn look_from_outside(stage: &Stage) -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn a_release_that_was_removed_too_early_is_installed_again_and_all_of_it_ends() -> anyhow::Result<()> {
+async fn a_release_removed_too_early_is_installed_again() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let values = chart("ci/one-kind-values.yaml");
     stage.deploy("install", &values, &[]).await?;
@@ -422,7 +421,7 @@ async fn a_release_that_was_removed_too_early_is_installed_again_and_all_of_it_e
 }
 
 #[tokio::test]
-async fn a_drained_node_gives_its_devices_back_and_serves_again_afterwards() -> anyhow::Result<()> {
+async fn a_drained_node_returns_its_devices_and_serves_again() -> anyhow::Result<()> {
     let stage = Stage::start(2).await?;
     // Three controllers on two nodes, and one of them at a time may be away.
     let ha = chart("values-ha.yaml");

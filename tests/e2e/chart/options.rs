@@ -27,8 +27,7 @@ node:
 const INVENTORY: &str = "node-0.drayman.dev";
 
 #[tokio::test]
-async fn a_companion_with_more_rights_opens_devices_and_frees_what_kubelet_has_forgotten()
--> anyhow::Result<()> {
+async fn a_companion_with_more_rights_frees_forgotten_devices() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
     // Of a number that no driver of the kernel has.

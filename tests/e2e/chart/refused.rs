@@ -392,7 +392,7 @@ fn the_chart_and_the_program_take_the_same_durations() {
 
 /// Each variable that a program reads is either set by the chart, and then refused in `env`, or of use there.
 #[test]
-fn a_variable_of_the_program_is_refused_exactly_if_the_chart_sets_it() {
+fn a_variable_is_refused_exactly_if_the_chart_sets_it() {
     let free = [
         "DRAYMAN_KUBECONFIG",
         "DRAYMAN_ORPHAN_GRACE_PERIOD",

@@ -39,7 +39,7 @@ fn selectors_stay_the_same_from_release_to_release() {
 }
 
 #[test]
-fn every_object_says_to_which_release_it_belongs_and_is_in_its_namespace() {
+fn every_object_belongs_to_its_release_and_namespace() {
     const CLUSTER_WIDE: [&str; 6] = [
         "ClusterRole",
         "ClusterRoleBinding",
@@ -69,7 +69,7 @@ fn every_object_says_to_which_release_it_belongs_and_is_in_its_namespace() {
 }
 
 #[test]
-fn releases_of_one_name_in_two_namespaces_have_no_object_in_common() {
+fn releases_of_one_name_in_two_namespaces_share_nothing() {
     let names = |namespace: &str| -> BTreeSet<String> {
         render(None, &["--namespace", namespace])
             .iter()
@@ -85,7 +85,7 @@ fn releases_of_one_name_in_two_namespaces_have_no_object_in_common() {
 }
 
 #[test]
-fn without_a_lease_no_second_controller_is_started_during_an_update() {
+fn without_a_lease_no_second_controller_runs_in_an_update() {
     let strategy = |elects: &str| {
         let rendered = render(
             None,
@@ -135,7 +135,7 @@ fn the_definitions_that_helm_installs_are_those_of_the_program() {
 }
 
 #[test]
-fn alerts_ask_for_series_in_the_namespace_of_the_release_and_of_what_is_installed() {
+fn alerts_select_series_of_their_release_only() {
     let alerts = |rendered: &[Value], name: &str| -> Vec<String> {
         let rules = object(rendered, "PrometheusRule", name);
         let rules = rules["spec"]["groups"][0]["rules"].as_array().expect("rules");
@@ -269,7 +269,7 @@ fn policies_are_there_by_default_and_leave_egress_open() {
 }
 
 #[test]
-fn a_network_policy_lets_in_what_reads_metrics_and_out_what_goes_to_the_api_server_and_dns() {
+fn network_policies_allow_metrics_api_server_and_dns() {
     const PORTS: &str = "--set-json=networkPolicy.apiServerPorts=[443,6443]";
     let ports = |rules: &Value| -> Vec<Value> {
         let rules = rules.as_array().expect("rules").iter();
@@ -332,7 +332,7 @@ fn a_network_policy_lets_in_what_reads_metrics_and_out_what_goes_to_the_api_serv
 }
 
 #[test]
-fn the_operator_of_prometheus_finds_both_services_and_their_port_and_says_on_which_node_a_pod_is() {
+fn the_prometheus_operator_finds_both_services() {
     for (values, name) in [
         ("values-ha.yaml", "drayman"),
         ("ci/everything-values.yaml", "devices"),

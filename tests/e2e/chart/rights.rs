@@ -131,7 +131,7 @@ fn the_doctor_knows_what_the_roles_allow() {
 }
 
 #[test]
-fn no_role_has_a_wildcard_or_reads_secrets_or_makes_or_deletes_what_is_users_own() {
+fn no_role_has_wildcards_secrets_or_users_own_objects() {
     for variant in variants() {
         let rendered = render(Some(&variant), &[]);
         let roles = rendered
@@ -222,7 +222,7 @@ fn everybody_reads_classes_and_their_parameters_at_most() {
 }
 
 #[test]
-fn the_components_have_accounts_of_their_own_and_each_has_its_own_role() {
+fn each_component_has_its_own_account_and_role() {
     let installed = one_kind();
     for component in ["controller", "node"] {
         let binding = object(

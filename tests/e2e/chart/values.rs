@@ -274,7 +274,7 @@ fn of_kubernetes() {
 }
 
 #[test]
-fn a_value_that_the_program_or_kubernetes_would_refuse_is_refused_before() {
+fn values_invalid_for_program_or_kubernetes_are_refused() {
     let wrong = [
         ("/driverName", json!("3com.example")),
         ("/commonLabels", json!({ "app.kubernetes.io/name": "mine" })),

@@ -76,8 +76,7 @@ async fn the_readme_alone_leads_from_nothing_to_a_device_in_a_pod() -> anyhow::R
 }
 
 #[tokio::test]
-async fn the_pages_about_installing_and_upgrading_work_from_the_first_line_to_the_last() -> anyhow::Result<()>
-{
+async fn the_install_and_upgrade_pages_work_as_written() -> anyhow::Result<()> {
     let stage = cluster().await?;
     let node = stage.cluster.node(0);
     let directory = Path::new("/dev/serial/by-id");

@@ -7,7 +7,7 @@ use crate::page::{pages, repository};
 
 /// Every object is taken by the server's own check, without a field that it does not know. Nothing is stored.
 #[tokio::test]
-async fn every_object_of_the_pages_is_accepted_without_an_unknown_field() -> anyhow::Result<()> {
+async fn the_api_server_accepts_every_object_of_the_pages() -> anyhow::Result<()> {
     let cluster = Cluster::builder().start().await?;
     let definitions = repository("charts/drayman/crds");
     let definitions = definitions.to_str().context("UTF-8")?;

@@ -28,7 +28,7 @@ fn the_vendors_companion_asks_for_the_name_of_its_node() {
 }
 
 #[tokio::test]
-async fn every_folder_does_what_its_readme_says_and_leaves_nothing_behind() -> anyhow::Result<()> {
+async fn every_example_does_what_its_readme_says() -> anyhow::Result<()> {
     // One folder alone, for those who write one.
     let only = std::env::var("DRAYMAN_TEST_EXAMPLE").ok();
     let folders: Vec<Folder> = folders()?

@@ -134,7 +134,7 @@ fn pod_of(name: &str, is_slow: bool) -> anyhow::Result<Pod> {
 }
 
 #[tokio::test]
-async fn pods_of_both_sorts_that_come_and_go_never_share_a_device_and_leave_all_free() -> anyhow::Result<()> {
+async fn pods_with_claims_and_limits_never_share_a_device() -> anyhow::Result<()> {
     let seconds = environment("DRAYMAN_TEST_DOORS_SECONDS", 45);
     let now = std::time::SystemTime::UNIX_EPOCH.elapsed()?;
     let seed = environment("DRAYMAN_TEST_DOORS_SEED", now.as_secs());
@@ -267,7 +267,7 @@ async fn outcome(stage: &Stage, name: &str) -> anyhow::Result<String> {
 /// The window between the two doors, printed: how long after the controller has allocated a device kubelet still grants it, and how
 /// long the scheduler still counts it.
 #[tokio::test]
-async fn a_device_that_a_claim_was_allocated_is_withdrawn_before_anybody_prepares_it() -> anyhow::Result<()> {
+async fn an_allocated_device_is_withdrawn_from_the_device_plugin() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
     for (number, minor) in MINORS.into_iter().enumerate() {
@@ -337,8 +337,7 @@ async fn a_device_that_a_claim_was_allocated_is_withdrawn_before_anybody_prepare
 /// A container has the only device; a claim is allocated it all the same, because the controller does not know what containers have.
 /// It is refused with a reason, the next claim is not tried with it, and it gets the device when the container has ended.
 #[tokio::test]
-async fn a_claim_whose_device_a_container_has_waits_for_it_and_the_next_claims_are_not_sent_there()
--> anyhow::Result<()> {
+async fn a_claim_waits_for_a_container_that_has_its_device() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
     node.make_device(format!("/dev/{PREFIX}0"), 1, 5)?;
@@ -388,8 +387,7 @@ async fn a_claim_whose_device_a_container_has_waits_for_it_and_the_next_claims_a
 /// A container has the only device. The kind is given to claims, the companion starts anew, the resource gets another name: whatever
 /// the configuration says, nobody gets the device before the container has ended.
 #[tokio::test]
-async fn what_a_container_has_is_given_to_nobody_under_another_name_or_mode_not_even_after_a_restart()
--> anyhow::Result<()> {
+async fn a_device_of_a_container_keeps_its_holder_when_renamed() -> anyhow::Result<()> {
     const RENAMED: &str = "drayman.dev/renamed";
     let claims = CONFIGURATION.replace("  mode: both\n  resourceName: drayman.dev/both\n", "");
     let renamed = CONFIGURATION.replace(RESOURCE, RENAMED);

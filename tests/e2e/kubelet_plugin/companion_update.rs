@@ -55,7 +55,7 @@ async fn assert_undisturbed(stage: &Stage) -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn pods_that_come_while_no_companion_runs_wait_for_the_next_one_and_none_fails() -> anyhow::Result<()> {
+async fn pods_created_without_a_companion_wait_for_the_next() -> anyhow::Result<()> {
     let (stage, companion) = begin().await?;
     companion.end().await?;
     wait_for_allocatable(&stage, RESOURCE, "0").await?;
@@ -94,8 +94,7 @@ async fn outcome(stage: &Stage, name: &str) -> anyhow::Result<String> {
 /// As a DaemonSet does it: the next one comes as soon as the last has gone, while the scheduler still counts on the devices. What is
 /// bound to the node just then is refused by kubelet itself, without a word to us.
 #[tokio::test]
-async fn of_pods_that_are_bound_within_an_update_none_fails_in_another_way_than_kubelet_has()
--> anyhow::Result<()> {
+async fn pods_bound_during_an_update_fail_only_as_kubelet_does() -> anyhow::Result<()> {
     let (stage, mut companion) = begin().await?;
     let kubelet = pod_resources(stage.cluster.node(0));
     let mut outcomes: BTreeMap<String, usize> = BTreeMap::new();

@@ -64,8 +64,7 @@ fn poke(node: Node<'_>) -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn a_device_that_fails_its_probe_is_withdrawn_from_the_node_and_comes_back_when_it_has_been_well_for_a_while()
--> anyhow::Result<()> {
+async fn an_unhealthy_device_is_withdrawn_until_it_recovers() -> anyhow::Result<()> {
     let stage = Stage::without_class(crate::harness::Cluster::builder().nodes(1).start().await?).await?;
     let node = stage.cluster.node(0);
     let sysfs = Sysfs::make(&stage)?;

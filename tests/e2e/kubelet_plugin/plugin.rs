@@ -23,8 +23,7 @@ fn configuration() -> String {
 }
 
 #[tokio::test]
-async fn a_shared_device_is_found_by_the_plugin_watcher_and_looked_at_before_each_start() -> anyhow::Result<()>
-{
+async fn a_shared_device_is_found_by_the_plugin_watcher() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
     let device = "/dev/drayman-shared-0";
@@ -120,7 +119,7 @@ async fn a_shared_device_is_found_by_the_plugin_watcher_and_looked_at_before_eac
 /// A device with shares is in as many pods as it has; of a kind that is split, the named devices leave by one door, the others by the
 /// other.
 #[tokio::test]
-async fn claims_share_a_device_and_a_split_kind_goes_through_both_doors() -> anyhow::Result<()> {
+async fn claims_share_a_device_and_a_split_kind_serves_both_apis() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
     for (name, minor) in [

@@ -29,7 +29,7 @@ fn the_sensors_example_asks_for_the_name_of_its_node() {
 }
 
 #[tokio::test]
-async fn a_pod_gets_a_vendors_device_by_a_claim_and_another_by_its_limits() -> anyhow::Result<()> {
+async fn a_pod_gets_vendor_devices_by_claim_and_by_limit() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
     let directory = stage.cluster.directory().join("sensors");

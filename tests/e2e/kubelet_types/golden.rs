@@ -80,7 +80,7 @@ fn field(number: u8, text: &str) -> Vec<u8> {
 
 #[tokio::test]
 #[expect(clippy::too_many_lines, reason = "a list of calls and their bytes")]
-async fn every_answer_about_claims_has_the_bytes_that_kubelets_own_types_read() {
+async fn claim_answers_are_the_bytes_that_kubelet_reads() {
     let door = DraDoor::open().await;
     let endpoint = door.service().display().to_string();
     let info = [
@@ -224,7 +224,7 @@ fn allocate_request(devices_ids: Vec<String>) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn every_answer_of_a_device_plugin_has_the_bytes_that_kubelets_own_types_read() {
+async fn device_plugin_answers_are_the_bytes_that_kubelet_reads() {
     let door = PluginDoor::open().await;
     let endpoint = door.service().display().to_string();
     let info = [
@@ -326,7 +326,7 @@ async fn every_answer_of_a_device_plugin_has_the_bytes_that_kubelets_own_types_r
 }
 
 #[tokio::test]
-async fn bytes_at_which_kubelet_would_panic_end_its_types_with_a_panic() {
+async fn bytes_that_crash_kubelet_crash_its_types_too() {
     // What a plain encoder makes of an unprepared claim: an entry without a value.
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), "NodeUnprepareResourcesResponse 0a050a03752d31\n").unwrap();

@@ -41,7 +41,7 @@ fn lines<const N: usize>(lines: [&str; N]) -> BTreeSet<String> {
 }
 
 #[tokio::test]
-async fn kubelet_reads_every_answer_of_the_registration_and_of_both_versions_for_claims() {
+async fn kubelet_reads_every_registration_and_dra_answer() {
     let door = DraDoor::open().await;
     let endpoint = door.service().display().to_string();
     let info = format!(
@@ -131,7 +131,7 @@ impl PluginDoor {
 }
 
 #[tokio::test]
-async fn kubelet_reads_every_answer_of_a_device_plugin_also_where_its_watcher_finds_it() {
+async fn kubelet_reads_every_device_plugin_answer() {
     let door = PluginDoor::open().await;
     let info = format!(
         r#"GetInfo {{"type":"DevicePlugin","name":"{RESOURCE}","endpoint":"{}","supported_versions":["v1beta1"]}}"#,

@@ -235,7 +235,7 @@ fn what_dashboard_and_alerts_ask_for_is_documented() -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn every_query_finds_its_series_when_controller_and_companion_are_at_work() -> anyhow::Result<()> {
+async fn every_query_finds_its_series() -> anyhow::Result<()> {
     let directory = tempfile::tempdir()?;
     let rules = write_rules(directory.path())?;
     let stage = Stage::start(1).await?;

@@ -140,7 +140,7 @@ fn an_allocation_is_cleared_by_a_patch_that_tests_what_was_seen() {
 }
 
 #[test]
-fn status_and_the_rest_of_a_claim_are_written_at_different_endpoints() {
+fn status_and_spec_of_a_claim_have_separate_endpoints() {
     // Who sends labels to the status' endpoint owns them there, although they are not stored.
     both_but_managers("claim-endpoints", async |ground| {
         let made = ground.create(CLAIMS, &claim("c")).await?;
@@ -257,7 +257,7 @@ fn only_a_shareable_claim_is_reserved_twice() {
 }
 
 #[test]
-fn a_finalizer_keeps_a_deleted_claim_and_the_last_one_lets_it_go() {
+fn a_finalizer_keeps_a_deleted_claim_until_it_is_removed() {
     both("claim-deletion", async |ground| {
         let made = allocated(ground, "c").await?;
         let path = at("c");

@@ -70,13 +70,13 @@ const GROWTH_MAX: u64 = 80;
 
 /// The stage alone, since this is about its own memory, and in a process alone, since the other tests have theirs.
 #[test]
-fn a_client_that_never_reads_makes_nothing_grow_and_is_told_in_the_end_what_it_has_missed() {
+fn a_client_that_never_reads_is_cut_off_and_costs_little() {
     if std::env::var_os(ALONE).is_some() {
         crate::parity::ground::run(slow_clients()).expect("what slow clients are promised");
         return;
     }
     let program = std::env::current_exe().expect("this program");
-    let name = "parity::crowds::a_client_that_never_reads_makes_nothing_grow_and_is_told_in_the_end_what_it_has_missed";
+    let name = "parity::crowds::a_client_that_never_reads_is_cut_off_and_costs_little";
     let output = std::process::Command::new(program)
         .args(["--exact", name, "--nocapture"])
         .env(ALONE, "1")

@@ -77,7 +77,7 @@ fn objects_of_a_defined_kind_are_checked_by_its_schema() {
 }
 
 #[test]
-fn a_change_of_the_spec_is_a_generation_and_a_change_of_the_status_is_none() {
+fn only_a_changed_spec_increments_the_generation() {
     both("custom-generation", async |ground| {
         define(ground).await?;
         let name = "stage-promises.drayman.dev";

@@ -32,7 +32,7 @@ async fn left(ground: &Ground) -> anyhow::Result<Vec<Value>> {
 }
 
 #[test]
-fn a_deletion_whose_options_are_none_is_refused_and_deletes_nothing() {
+fn a_deletion_with_invalid_options_is_refused() {
     both("deletion-bodies", async |ground| {
         make(ground, &["a"]).await?;
         for body in [

@@ -69,7 +69,7 @@ fn a_watch_from_before_the_history_is_told_that_it_is_gone() {
 }
 
 #[test]
-fn a_watch_from_the_future_says_nothing_and_a_list_of_the_future_times_out() {
+fn a_watch_of_a_future_version_is_silent_and_a_list_times_out() {
     both("history-future", async |ground| {
         let last: u64 = version(&make(ground, &["a"]).await?).parse()?;
         let future = last + 1_000_000;

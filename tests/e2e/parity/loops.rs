@@ -15,7 +15,7 @@ use self::ground::{PATIENCE, both, send};
 use crate::parity::ground::JSON;
 
 #[test]
-fn a_claim_of_a_template_goes_the_same_way_until_its_pod_is_done() {
+fn a_template_claim_passes_the_same_states_as_a_named_one() {
     both("loops-template", async |ground| {
         ground.pod("one", &[("device", None)]).await?;
         ground.until_selected("loop-a").await?;
@@ -42,7 +42,7 @@ fn a_claim_of_a_template_goes_the_same_way_until_its_pod_is_done() {
 }
 
 #[test]
-fn two_claims_are_judged_before_a_node_is_selected() {
+fn two_claims_are_evaluated_before_a_node_is_selected() {
     both("loops-two", async |ground| {
         ground.pod("two", &[("first", None), ("second", None)]).await?;
         let offered = |found: &[Value]| {
@@ -146,7 +146,7 @@ fn what_a_pod_that_is_deleted_while_it_waits_owns_goes_with_it() {
 }
 
 #[test]
-fn a_namespace_takes_along_what_is_in_it_when_the_driver_lets_go() {
+fn a_namespace_is_removed_when_the_driver_releases_claims() {
     both("loops-namespace", async |ground| {
         ground.pod("one", &[("device", None)]).await?;
         ground.until_selected("loop-a").await?;

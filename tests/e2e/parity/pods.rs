@@ -48,7 +48,7 @@ fn a_pod_is_bound_once() {
 }
 
 #[test]
-fn a_pod_that_runs_is_given_time_to_end_and_any_other_goes_at_once() {
+fn a_running_pod_gets_a_grace_period_and_others_do_not() {
     both("pod-deletion", async |ground| {
         ground
             .send("POST", PODS, JSON, pod("waiting").to_string().into_bytes())

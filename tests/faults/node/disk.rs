@@ -89,7 +89,7 @@ fn fill(directory: &str) -> String {
 }
 
 #[tokio::test]
-async fn a_full_disk_under_the_checkpoint_refuses_new_claims_and_keeps_the_old_ones() {
+async fn a_full_disk_under_the_checkpoint_keeps_the_old_claims() {
     let Some(stage) = Stage::new(TWO_DISKS) else {
         return;
     };
@@ -99,7 +99,7 @@ async fn a_full_disk_under_the_checkpoint_refuses_new_claims_and_keeps_the_old_o
 }
 
 #[tokio::test]
-async fn a_full_disk_under_the_cdi_files_refuses_new_claims_and_keeps_the_old_ones_over_a_restart() {
+async fn a_full_disk_under_cdi_files_keeps_the_old_claims() {
     let Some(stage) = Stage::new(TWO_DISKS) else {
         return;
     };
@@ -107,7 +107,7 @@ async fn a_full_disk_under_the_cdi_files_refuses_new_claims_and_keeps_the_old_on
 }
 
 #[tokio::test]
-async fn a_disk_that_becomes_read_only_refuses_new_claims_and_keeps_the_old_ones() {
+async fn a_disk_that_becomes_read_only_keeps_the_old_claims() {
     for disk in ["kubelet/plugins", "cdi"] {
         let Some(stage) = Stage::new(TWO_DISKS) else {
             return;
@@ -123,7 +123,7 @@ async fn a_disk_that_becomes_read_only_refuses_new_claims_and_keeps_the_old_ones
 }
 
 #[tokio::test]
-async fn an_unprepare_on_a_broken_disk_is_refused_until_it_can_be_kept_and_gives_nothing_away_before() {
+async fn an_unprepare_on_a_broken_disk_is_refused_and_frees_nothing() {
     let Some(stage) = Stage::new(TWO_DISKS) else {
         return;
     };
@@ -140,7 +140,7 @@ async fn an_unprepare_on_a_broken_disk_is_refused_until_it_can_be_kept_and_gives
 }
 
 #[tokio::test]
-async fn a_disk_whose_writes_fail_is_told_and_what_was_promised_is_kept() {
+async fn a_disk_with_failing_writes_is_reported_and_claims_are_kept() {
     // A file system on a device whose own disk is full: what is not written yet fails with EIO when it is flushed.
     let broken = "mkdir -p $NODE/backing $NODE/kubelet/plugins\n\
         mount -t tmpfs -o size=6m none $NODE/backing\n\
@@ -197,7 +197,7 @@ async fn a_disk_whose_writes_fail_is_told_and_what_was_promised_is_kept() {
 }
 
 #[tokio::test]
-async fn a_file_that_a_full_disk_did_not_take_is_there_as_soon_as_there_is_room_and_nobody_has_to_ask() {
+async fn a_file_refused_by_a_full_disk_is_written_when_there_is_room() {
     let Some(stage) = Stage::new(TWO_DISKS) else {
         return;
     };

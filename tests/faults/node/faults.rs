@@ -29,7 +29,7 @@ fn stored(uid: &str, devices: &[&str]) -> serde_json::Value {
 }
 
 #[tokio::test]
-async fn after_a_boot_files_are_back_and_what_kubelet_does_not_ask_for_gives_way() {
+async fn after_a_boot_files_return_and_unused_claims_give_way() {
     let Some(node) = Node::new() else { return };
     let process = Start::new().boot(&node, "boot-1").run(&node).await;
     let mut kubelet = node.kubelet().await;
@@ -52,7 +52,7 @@ async fn after_a_boot_files_are_back_and_what_kubelet_does_not_ask_for_gives_way
 }
 
 #[tokio::test]
-async fn a_checkpoint_that_is_damaged_gone_or_of_a_newer_release_costs_nobody_a_device() {
+async fn a_damaged_missing_or_newer_checkpoint_costs_no_device() {
     let Some(node) = Node::new() else { return };
     let checkpoint = node.path(STATE).join("checkpoint.json");
     let process = Process::start(&node).await;
@@ -118,8 +118,7 @@ async fn a_checkpoint_that_is_damaged_gone_or_of_a_newer_release_costs_nobody_a_
 }
 
 #[tokio::test]
-async fn a_claim_that_left_nothing_but_the_name_of_a_file_withholds_everything_until_the_api_server_explains_it()
- {
+async fn a_claim_known_only_by_a_file_name_withholds_all_devices() {
     let Some(node) = Node::new() else { return };
     let process = Process::start(&node).await;
     node.kubelet().await.prepare(A, &["test-0"]).await.unwrap();
@@ -183,7 +182,7 @@ async fn a_claim_that_left_nothing_but_the_name_of_a_file_withholds_everything_u
 }
 
 #[tokio::test]
-async fn a_device_that_is_gone_or_another_after_a_restart_stays_with_its_claim_and_stops_nobody() {
+async fn a_missing_or_replaced_device_stays_with_its_claim() {
     let Some(node) = Node::new() else { return };
     let process = Process::start(&node).await;
     let mut kubelet = node.kubelet().await;
@@ -230,7 +229,7 @@ async fn a_device_that_is_gone_or_another_after_a_restart_stays_with_its_claim_a
 }
 
 #[tokio::test]
-async fn a_sigterm_at_any_moment_of_a_prepare_ends_cleanly_and_removes_the_sockets() {
+async fn a_sigterm_at_any_time_in_a_prepare_ends_cleanly() {
     let Some(node) = Node::new() else { return };
     for (round, delay) in [0, 1, 2, 3, 5, 8, 13, 30].into_iter().enumerate() {
         let process = Process::start(&node).await;
@@ -267,7 +266,7 @@ async fn a_sigterm_at_any_moment_of_a_prepare_ends_cleanly_and_removes_the_socke
 }
 
 #[tokio::test]
-async fn of_two_companions_the_second_waits_and_takes_over_what_the_first_has_handed_out() {
+async fn a_second_companion_waits_and_takes_over() {
     let Some(node) = Node::new() else { return };
     let first = Process::start(&node).await;
     node.kubelet().await.prepare(A, &["test-0"]).await.unwrap();
@@ -304,7 +303,7 @@ async fn a_second_companion_that_waits_in_vain_says_who_is_in_its_way() {
 }
 
 #[tokio::test]
-async fn a_call_that_nobody_waits_for_is_done_and_the_next_one_finds_it_done() {
+async fn an_abandoned_call_is_done_and_found_by_the_next_one() {
     let Some(node) = Node::new() else { return };
     let process = Process::start(&node).await;
     // Stopped where it stands, so that the call is certainly given up before it is answered.
@@ -322,7 +321,7 @@ async fn a_call_that_nobody_waits_for_is_done_and_the_next_one_finds_it_done() {
 }
 
 #[tokio::test]
-async fn a_node_that_has_no_inotify_left_is_served_and_looked_at_instead() {
+async fn a_node_without_inotify_is_polled_instead() {
     let Some(node) = Node::new() else { return };
     let process = Start::new().without_inotify().run(&node).await;
     let mut kubelet = node.kubelet().await;

@@ -30,7 +30,7 @@ fn files(node: &Node) -> Vec<(String, String)> {
 }
 
 #[tokio::test]
-async fn claims_that_are_none_and_handles_that_are_not_ours_are_refused_and_leave_nothing_behind() {
+async fn invalid_claims_and_foreign_handles_are_refused() {
     let Some(node) = Node::new() else { return };
     let process = node.start();
     node.api.until_ready("True", "Serving").await;
@@ -103,7 +103,7 @@ async fn claims_that_are_none_and_handles_that_are_not_ours_are_refused_and_leav
 }
 
 #[tokio::test]
-async fn two_devices_that_a_container_would_see_at_one_path_are_refused_through_both_doors_and_one_is_not() {
+async fn two_devices_at_one_container_path_are_refused_by_both_apis() {
     let Some(node) = Node::new() else { return };
     node.device("camera-1", 11);
     let kinds = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n\

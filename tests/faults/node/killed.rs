@@ -113,13 +113,13 @@ async fn kill_at_every_change_of(call: Call) -> usize {
 }
 
 #[tokio::test]
-async fn a_kill_after_every_change_that_a_prepare_makes_on_the_disk_loses_nothing() {
+async fn a_kill_after_each_disk_change_of_a_prepare_loses_nothing() {
     let kills = kill_at_every_change_of(Call::Prepare).await;
     assert!(kills >= 6, "two checkpoints and a CDI file: {kills}");
 }
 
 #[tokio::test]
-async fn a_kill_after_every_change_that_an_unprepare_makes_on_the_disk_loses_nothing() {
+async fn a_kill_after_each_disk_change_of_an_unprepare_loses_nothing() {
     let kills = kill_at_every_change_of(Call::Unprepare).await;
     assert!(kills >= 3, "a CDI file and a checkpoint: {kills}");
 }

@@ -23,7 +23,7 @@ fn device_names(inventory: &serde_json::Value) -> Vec<&str> {
 }
 
 #[tokio::test]
-async fn a_claim_lives_from_prepare_to_unprepare_without_a_request_to_the_api_server() {
+async fn prepare_and_unprepare_need_no_api_server() {
     let Some(node) = Node::new() else { return };
     let process = node.start();
     let inventory = node.api.until_ready("True", "Serving").await;
@@ -67,7 +67,7 @@ async fn a_claim_lives_from_prepare_to_unprepare_without_a_request_to_the_api_se
 }
 
 #[tokio::test]
-async fn the_inventory_is_written_when_something_changes_and_at_no_other_time() {
+async fn the_inventory_is_written_only_when_something_changes() {
     let Some(node) = Node::new() else { return };
     let process = node.start();
     node.api.until_ready("True", "Serving").await;
@@ -195,7 +195,7 @@ async fn a_cluster_without_claims_gets_extended_resources_only() {
 }
 
 #[tokio::test]
-async fn an_inventory_that_is_deleted_with_its_node_comes_back_with_the_new_one() {
+async fn an_inventory_deleted_with_its_node_returns_with_the_next() {
     let Some(node) = Node::new() else { return };
     let process = node.start();
     node.api.until_ready("True", "Serving").await;

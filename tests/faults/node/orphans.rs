@@ -52,7 +52,7 @@ async fn what_neither_kubelet_nor_the_api_server_knows_is_free_again() {
 }
 
 #[tokio::test]
-async fn what_kubelet_lists_stays_although_the_api_server_no_longer_has_it() {
+async fn a_claim_listed_by_kubelet_stays_without_its_api_object() {
     let Some(node) = Node::new() else { return };
     node.kubelet_lists(&[(A, &["test-0"])]);
     let process = soon().run(&node).await;
@@ -70,7 +70,7 @@ async fn what_kubelet_lists_stays_although_the_api_server_no_longer_has_it() {
 }
 
 #[tokio::test]
-async fn what_only_kubelet_has_forgotten_is_in_quarantine_until_kubelet_asks_for_it_again() {
+async fn a_claim_forgotten_by_kubelet_alone_is_quarantined() {
     let Some(node) = Node::new() else { return };
     node.kubelet_lists(&[]);
     keep_in_the_api(&node);
@@ -111,7 +111,7 @@ async fn a_kubelet_whose_list_cannot_be_read_frees_nothing() {
 }
 
 #[tokio::test]
-async fn a_person_releases_what_kubelet_has_forgotten_and_by_force_what_it_lists() {
+async fn a_person_releases_forgotten_claims_and_listed_ones_by_force() {
     let Some(node) = Node::new() else { return };
     node.kubelet_lists(&[(A, &["test-0"])]);
     let process = Process::start(&node).await;

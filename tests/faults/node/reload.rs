@@ -40,7 +40,7 @@ pub(crate) fn events(state: &State, reason: &str) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn a_configmap_that_is_swapped_counts_at_once_and_claims_keep_what_they_hold() {
+async fn a_replaced_configmap_counts_at_once_and_claims_keep_devices() {
     let Some(mut node) = Node::new() else { return };
     // As kubelet mounts a ConfigMap: the file is a link into a directory that is swapped as a whole.
     for (version, kinds) in [
@@ -132,7 +132,7 @@ async fn a_broken_file_changes_nothing_and_is_told_once() {
 }
 
 #[tokio::test]
-async fn a_resource_that_is_renamed_is_withdrawn_with_an_empty_list_and_the_new_one_is_offered() {
+async fn a_renamed_resource_becomes_empty_and_the_new_one_is_offered() {
     let Some(node) = Node::new() else { return };
     let process = node.start();
     node.api.until_ready("True", "Serving").await;
@@ -170,7 +170,7 @@ fn replace_device(node: &Node, name: &str, major: u32, minor: u32) {
 }
 
 #[tokio::test]
-async fn an_unhealthy_device_is_told_once_stays_with_its_claim_and_is_given_to_no_other() {
+async fn an_unhealthy_device_stays_with_its_claim() {
     let Some(node) = Node::new() else { return };
     // The null device, which opens.
     node.device_of("probe-0", 1, 3);

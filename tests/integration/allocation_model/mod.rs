@@ -85,7 +85,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
 
     #[test]
-    fn the_books_say_what_sets_and_maps_say(steps in prop::collection::vec(step(), 1..60)) {
+    fn the_allocator_agrees_with_sets_and_maps(steps in prop::collection::vec(step(), 1..60)) {
         let mut pair = Pair::new();
         for step in &steps {
             pair.run(step);

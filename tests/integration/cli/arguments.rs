@@ -52,7 +52,7 @@ fn a_wrong_argument_is_refused_by_name() {
 }
 
 #[test]
-fn a_wrong_variable_is_refused_like_its_flag_and_a_flag_wins_over_it() {
+fn a_wrong_variable_is_refused_and_a_flag_wins_over_it() {
     assert_refused(
         drayman().arg("controller").env("DRAYMAN_V", "loud"),
         &["loud", "--v"],
@@ -80,7 +80,7 @@ fn a_wrong_variable_is_refused_like_its_flag_and_a_flag_wins_over_it() {
 }
 
 #[test]
-fn a_cluster_that_cannot_be_reached_by_what_was_given_is_refused_by_name() {
+fn an_unreachable_cluster_is_refused_by_name() {
     let directory = tempfile::tempdir().expect("a directory");
     let file = directory.path().join("kubeconfig");
     let path = file.to_str().expect("UTF-8");
@@ -109,7 +109,7 @@ fn a_cluster_that_cannot_be_reached_by_what_was_given_is_refused_by_name() {
 }
 
 #[test]
-fn a_node_configuration_is_refused_with_file_line_and_field_before_anything_else() {
+fn an_invalid_node_configuration_is_refused_with_its_line() {
     let directory = tempfile::tempdir().expect("a directory");
     for (kinds, parts) in [
         ("\n- name: a\n  path: [/dev/x]", ["node.yaml:5:", "path"]),
@@ -140,7 +140,7 @@ fn a_node_configuration_is_refused_with_file_line_and_field_before_anything_else
 }
 
 #[test]
-fn a_path_that_no_socket_can_have_is_refused_with_the_flag_to_change() {
+fn a_path_too_long_for_a_socket_is_refused_with_its_flag() {
     let directory = tempfile::tempdir().expect("a directory");
     let mut arguments = companion(directory.path(), "http://127.0.0.1:1", " []");
     let deep = directory.path().join("d".repeat(90));

@@ -21,7 +21,7 @@ fn help_lists_every_subcommand() {
 }
 
 #[test]
-fn help_of_a_subcommand_lists_its_flags_by_section_with_their_variables() {
+fn the_help_lists_flags_by_section_with_their_variables() {
     let common = [
         "--kubeconfig",
         "--driver-name",
@@ -58,7 +58,7 @@ fn help_of_a_subcommand_lists_its_flags_by_section_with_their_variables() {
 }
 
 #[test]
-fn version_prints_the_package_version_first_and_alike_in_both_forms() {
+fn both_forms_of_version_print_the_package_version_first() {
     let command = run(&["version"]);
     assert_eq!(command.status.code(), Some(0));
     let first = concat!("drayman ", env!("CARGO_PKG_VERSION"));
@@ -121,7 +121,7 @@ fn files(directory: &Path) -> Vec<(String, String)> {
 }
 
 #[test]
-fn crds_that_cannot_be_written_are_a_failure_that_names_the_place() {
+fn crds_that_cannot_be_written_name_the_destination() {
     let output = run(&["crds", "--output-directory", "/proc/nowhere"]);
 
     assert_eq!(output.status.code(), Some(1));

@@ -5,7 +5,7 @@ use std::io::{Read as _, Write as _};
 use crate::cli::program::{Running, companion, drayman, kubeconfig, run, silent_server, text};
 
 #[test]
-fn the_controller_tells_its_configuration_first_and_ends_cleanly_on_sigterm_and_sigint() {
+fn the_controller_ends_cleanly_on_sigterm_and_sigint() {
     for signal in [rustix::process::Signal::TERM, rustix::process::Signal::INT] {
         let directory = tempfile::tempdir().expect("a directory");
         let (_server, url) = silent_server();
@@ -56,7 +56,7 @@ fn the_controller_tells_its_configuration_first_and_ends_cleanly_on_sigterm_and_
 }
 
 #[test]
-fn the_companion_tells_its_configuration_first_and_ends_cleanly_although_the_api_server_is_silent() {
+fn the_companion_ends_cleanly_although_the_server_is_silent() {
     let directory = tempfile::tempdir().expect("a directory");
     let (_server, url) = silent_server();
     let mut arguments = companion(
@@ -83,7 +83,7 @@ fn the_companion_tells_its_configuration_first_and_ends_cleanly_although_the_api
 }
 
 #[test]
-fn an_api_server_that_is_not_there_or_does_not_serve_claims_ends_the_controller_as_a_failure() {
+fn a_missing_claims_api_ends_the_controller_with_a_failure() {
     let directory = tempfile::tempdir().expect("a directory");
     let (listener, url) = silent_server();
     drop(listener);
@@ -155,7 +155,7 @@ fn a_second_signal_ends_a_program_that_hangs() {
 }
 
 #[test]
-fn each_line_of_the_json_log_is_an_object_with_the_same_first_keys() {
+fn each_line_of_the_json_log_is_an_object_with_common_keys() {
     let directory = tempfile::tempdir().expect("a directory");
     let (_server, url) = silent_server();
     let file = kubeconfig(directory.path(), &url);

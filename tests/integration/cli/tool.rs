@@ -53,7 +53,7 @@ fn server_without_the_api(version: &'static str) -> String {
 }
 
 #[test]
-fn a_server_without_classic_dynamic_resource_allocation_is_told_so_with_the_fix() {
+fn a_server_without_classic_dra_is_reported_with_a_fix() {
     let directory = tempfile::tempdir().expect("a directory");
     let file = kubeconfig(directory.path(), &server_without_the_api("1.30"));
     let output = run(&["doctor", "--kubeconfig", &file]);
@@ -144,7 +144,7 @@ fn each_shell_gets_a_script_that_knows_the_commands() {
 }
 
 #[test]
-fn under_the_name_of_kubectl_s_plugin_the_help_speaks_of_kubectl() {
+fn the_help_of_the_kubectl_plugin_names_kubectl() {
     let directory = tempfile::tempdir().expect("a directory");
     let plugin = directory.path().join("kubectl-drayman");
     symlink(env!("CARGO_BIN_EXE_drayman"), &plugin).expect("a link");

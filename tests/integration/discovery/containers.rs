@@ -18,7 +18,7 @@ fn cameras() -> Option<Host> {
 }
 
 #[tokio::test]
-async fn nodes_of_one_key_are_one_device_and_what_is_shared_goes_along_with_each() {
+async fn nodes_with_one_key_are_one_device_with_shared_nodes() {
     let Some(host) = cameras() else { return };
     let found = host
         .survey(
@@ -67,7 +67,7 @@ async fn a_group_without_what_it_needs_is_told_with_what_is_missing() {
 }
 
 #[tokio::test]
-async fn a_list_without_a_key_is_one_device_and_directories_among_it_are_passed_over() {
+async fn a_list_without_a_key_is_one_device_without_directories() {
     let Some(host) = cameras() else { return };
     host.character("snd/controlC0", 116, 1);
     host.character("snd/pcmC0D0p", 116, 2);

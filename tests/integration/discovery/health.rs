@@ -7,7 +7,7 @@ fn cause(devices: &drayman::core::prepare::inventory::Devices, name: &str) -> Op
 }
 
 #[tokio::test]
-async fn a_node_that_cannot_be_opened_is_unhealthy_with_the_reason_and_one_that_opens_is_well() {
+async fn a_node_that_cannot_be_opened_is_unhealthy_with_a_reason() {
     let Some(host) = Host::new() else { return };
     // The numbers of no driver, of the null device and of the watchdog, which must not be opened.
     host.character("test-broken", 240, 250);
@@ -43,7 +43,7 @@ async fn a_kind_without_a_probe_is_not_opened() {
 }
 
 #[tokio::test]
-async fn a_value_of_sysfs_makes_a_device_unhealthy_and_several_good_ones_make_it_well() {
+async fn a_sysfs_value_decides_the_health_of_a_device() {
     let Some(host) = Host::with(crate::discovery::usb::DESKTOP) else {
         return;
     };

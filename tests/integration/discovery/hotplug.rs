@@ -19,7 +19,7 @@ fn poke_the_kernel() -> bool {
 }
 
 #[tokio::test]
-async fn what_the_kernel_tells_is_caught_without_any_directory_that_changes() {
+async fn kernel_events_are_seen_without_directory_changes() {
     let Some(host) = Host::with(DESKTOP) else { return };
     let mut searching = Searching::start(host.configuration(ADAPTERS), host.paths()).await;
     assert_eq!(searching.now().len(), 1);
@@ -134,7 +134,7 @@ impl Drop for Zram {
 }
 
 #[tokio::test]
-async fn a_device_that_this_kernel_makes_is_found_and_lost_in_the_real_dev() {
+async fn a_device_of_the_running_kernel_is_found_and_lost() {
     let Some(host) = Host::new() else { return };
     let kinds = "- {name: ram, paths: [\"/dev/zram[0-9]*\"]}";
     let mut searching = Searching::start(host.configuration(kinds), HostPaths::default()).await;

@@ -31,7 +31,7 @@ fn server() -> Option<Host> {
 }
 
 #[tokio::test]
-async fn an_iommu_group_is_one_device_with_the_nodes_that_its_user_opens() {
+async fn an_iommu_group_is_one_device_with_the_nodes_its_user_opens() {
     let Some(host) = server() else { return };
     let found = host
         .survey("- {name: gpu, pci: {match: [{vendor: 10de, driver: vfio-pci}]}}")
@@ -62,7 +62,7 @@ async fn an_iommu_group_is_one_device_with_the_nodes_that_its_user_opens() {
 }
 
 #[tokio::test]
-async fn a_group_that_vfio_does_not_have_as_a_whole_is_refused_with_the_functions_that_are_in_the_way() {
+async fn an_incomplete_vfio_group_is_refused_with_its_functions() {
     let Some(host) = server() else { return };
     let found = host
         .survey("- {name: gpu, pci: {match: [{class: \"0300\"}]}}")
@@ -80,7 +80,7 @@ async fn a_group_that_vfio_does_not_have_as_a_whole_is_refused_with_the_function
 }
 
 #[tokio::test]
-async fn a_vfio_device_keeps_its_name_when_its_group_has_another_number() {
+async fn a_vfio_device_keeps_its_name_when_its_group_changes() {
     let (Some(before), Some(after)) = (
         server(),
         Host::with(&SERVER.replace("iommu_group=73", "iommu_group=12")),
@@ -96,7 +96,7 @@ async fn a_vfio_device_keeps_its_name_when_its_group_has_another_number() {
 }
 
 #[tokio::test]
-async fn every_vfio_unit_brings_the_container_node_that_all_of_them_share() {
+async fn every_vfio_device_has_the_shared_container_node() {
     let Some(host) = server() else { return };
     host.plug("/devices/pci0000:64/0000:64:00.0/0000:68:00.0 subsystem=pci vendor=0x10de device=0x1eb8 class=0x030200 driver=vfio-pci iommu_group=75");
     host.character("vfio/75", 511, 2);
@@ -124,7 +124,7 @@ async fn a_card_is_found_by_its_class_with_the_nodes_of_its_driver() {
 }
 
 #[tokio::test]
-async fn the_disk_that_the_machine_runs_on_is_refused_by_whatever_it_was_found() {
+async fn the_system_disk_is_refused_however_it_is_found() {
     let Some(host) = server() else { return };
     let kind = "- {name: disk, pci: {match: [{class: \"0108\"}], nodes: [block]}";
     let found = host.survey(&format!("{kind}}}")).await;

@@ -34,7 +34,7 @@ fn discover(host: &Host, kinds: &str, more: &[&str]) -> Output {
 const KINDS: &str = "- {name: serial, usb: {match: [{vendor: \"0403\"}], nodes: [tty]}}\n- preset: kvm\n";
 
 #[test]
-fn the_table_has_a_line_for_each_candidate_with_what_became_of_it() {
+fn the_table_has_a_line_for_each_candidate_with_its_result() {
     let Some(host) = Host::with(DESKTOP) else { return };
     let output = discover(&host, KINDS, &[]);
     let table = text(&output.stdout);
@@ -104,7 +104,7 @@ fn a_ready_made_kind_is_tried_without_a_file() {
 }
 
 #[test]
-fn a_wrong_file_is_refused_by_both_commands_with_line_field_and_remedy() {
+fn both_commands_refuse_a_wrong_file_with_line_and_fix() {
     let Some(host) = Host::new() else { return };
     let wrong = "- {name: serial, usb: {match: [{vendor: \"403\"}]}}";
     let output = discover(&host, wrong, &[]);

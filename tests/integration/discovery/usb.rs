@@ -48,7 +48,7 @@ const RENUMBERED: &str = "
 const ADAPTERS: &str = "- name: serial\n  usb:\n    match: [{vendor: \"0403\"}, {vendor: \"1a86\", product: \"7523\"}]\n    nodes: [tty]";
 
 #[tokio::test]
-async fn a_device_is_found_by_its_ids_with_the_nodes_that_belong_to_it() {
+async fn a_device_is_found_by_its_ids_with_its_nodes() {
     let Some(host) = Host::with(DESKTOP) else { return };
     let found = host
         .survey("- {name: serial, usb: {match: [{vendor: \"0403\", product: \"6001\"}], nodes: [bus, tty]}}")
@@ -84,7 +84,7 @@ async fn a_device_is_found_by_its_ids_with_the_nodes_that_belong_to_it() {
 }
 
 #[tokio::test]
-async fn a_composite_device_is_one_device_with_the_nodes_of_all_its_interfaces() {
+async fn a_composite_device_has_the_nodes_of_all_interfaces() {
     let Some(host) = Host::with(DESKTOP) else { return };
     let found = host
         .survey("- {name: camera, usb: {match: [{vendor: \"046d\"}], nodes: [video4linux], optionalNodes: [media, sound, hidraw]}}")
@@ -128,7 +128,7 @@ async fn hubs_and_what_is_plugged_into_them_are_different_devices() {
 }
 
 #[tokio::test]
-async fn a_device_without_the_nodes_that_are_asked_for_is_told_with_those_that_it_has() {
+async fn a_device_without_the_wanted_nodes_is_reported_with_its_own() {
     let Some(host) = Host::with(DESKTOP) else { return };
     let found = host
         .survey("- {name: serial, usb: {match: [{vendor: \"0403\"}], nodes: [hidraw]}}")
@@ -176,7 +176,7 @@ async fn names_survive_a_boot_that_numbers_everything_anew() {
 }
 
 #[tokio::test]
-async fn twins_are_refused_with_the_remedy_and_told_apart_by_their_ports() {
+async fn identical_devices_are_refused_or_told_apart_by_ports() {
     let Some(host) = Host::with(DESKTOP) else { return };
     host.plug(
         "/devices/pci0000:00/0000:00:14.0/usb1/1-5 subsystem=usb idVendor=0403 idProduct=6001 serial=A50285BI node=c189:8:bus/usb/001/009
@@ -219,7 +219,7 @@ async fn several_nodes_are_renamed_one_by_one() {
 }
 
 #[tokio::test]
-async fn of_two_kinds_that_describe_a_device_the_first_has_it_and_the_second_is_told() {
+async fn the_first_of_two_matching_kinds_gets_the_device() {
     let Some(host) = Host::with(DESKTOP) else { return };
     let found = host
         .survey(&format!(

@@ -258,7 +258,7 @@ async fn allocate_hands_out_one_injection_per_container() {
 }
 
 #[tokio::test]
-async fn a_preference_and_the_check_before_a_start_are_asked_for_and_answered() {
+async fn preferences_and_checks_before_a_start_are_answered() {
     let door = Door::open();
     let _kubelet = Running::start(&door.kubelet_directory());
     crate::grpc::fixture::until_exists(&door.socket(), true).await;
@@ -326,7 +326,7 @@ async fn a_preference_and_the_check_before_a_start_are_asked_for_and_answered() 
 /// kubelet as its plugin watcher behaves: it dials the socket that it finds with the path as authority, asks, and then watches the
 /// devices at the endpoint that it was told.
 #[tokio::test]
-async fn a_plugin_watcher_finds_the_resource_and_again_when_its_stream_has_ended() {
+async fn a_plugin_watcher_finds_the_resource_again_after_its_stream() {
     let mut door = Door::open_by(PluginRegistration::PluginWatcher);
     let registration = paths(&door.directory)
         .device_plugin_registration_socket(DRIVER, RESOURCE)

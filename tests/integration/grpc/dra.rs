@@ -111,7 +111,7 @@ async fn kubelet_registers_and_prepares_with_a_path_as_authority() {
 }
 
 #[tokio::test]
-async fn a_thousand_calls_on_one_connection_keep_their_headers_in_order() {
+async fn a_thousand_calls_on_one_connection_keep_their_headers() {
     let door = DraDoor::open().await;
     let mut kubelet = RawClient::connect(&door.service()).await;
     for index in 0..1000 {

@@ -78,7 +78,7 @@ async fn is_alone(name: &str) -> bool {
 }
 
 #[tokio::test]
-async fn a_message_that_is_no_sane_request_is_refused_and_the_connection_lives() {
+async fn an_invalid_message_is_refused_and_the_connection_lives() {
     let door = DraDoor::open().await;
     let mut client = RawClient::connect(&door.service()).await;
     let list = |list: Vec<Claim>| claims(list).encode_to_vec();

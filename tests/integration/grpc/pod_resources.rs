@@ -149,7 +149,7 @@ async fn what_kubelet_lists_is_read_again_after_it_was_away() {
 }
 
 #[tokio::test]
-async fn a_call_is_made_again_when_all_clients_together_were_too_quick() {
+async fn a_rate_limited_call_is_repeated() {
     let directory = tempfile::tempdir().unwrap();
     let kubelet = Kubelet::default();
     let _server = Running::start(kubelet.clone(), &paths(&directory).pod_resources_socket());
@@ -161,7 +161,7 @@ async fn a_call_is_made_again_when_all_clients_together_were_too_quick() {
 }
 
 #[tokio::test]
-async fn a_single_pod_is_read_where_kubelet_offers_it() {
+async fn a_single_pod_is_read_if_kubelet_supports_it() {
     let directory = tempfile::tempdir().unwrap();
     let socket = paths(&directory).pod_resources_socket();
     let client = PodResourcesClient::new(&paths(&directory));

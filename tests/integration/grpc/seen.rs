@@ -23,7 +23,7 @@ async fn health(client: &mut HealthClient<Channel>, service: &str) -> Result<Ser
 }
 
 #[tokio::test]
-async fn the_health_of_a_door_is_asked_on_its_own_socket_and_follows_kubelets_verdict() {
+async fn the_health_service_of_a_socket_follows_its_registration() {
     let mut door = DraDoor::open().await;
     let mut client = HealthClient::new(channel(&door.service()).await);
     for service in ["", "v1alpha2.Node", "v1alpha3.Node"] {
@@ -73,7 +73,7 @@ fn handled(calls: &GrpcCalls, method: &str) -> Vec<(&'static str, u64)> {
 }
 
 #[tokio::test]
-async fn calls_are_counted_by_method_and_by_the_code_with_which_they_end() {
+async fn calls_are_counted_by_method_and_code() {
     let door = DraDoor::open().await;
     let calls = door.companion.counted.clone();
     let mut client = NodeClient::new(channel(&door.service()).await);

@@ -21,7 +21,7 @@ fn claims(name: &str) -> Vec<Claim> {
 }
 
 #[tokio::test]
-async fn sockets_that_somebody_removes_come_back_and_the_state_says_so() {
+async fn removed_sockets_come_back_and_the_state_reports_it() {
     let mut door = DraDoor::open().await;
     let mut kubelet = RegistrationClient::new(channel(&door.registration()).await);
     let registered = RegistrationStatus {
@@ -64,7 +64,7 @@ async fn sockets_that_somebody_removes_come_back_and_the_state_says_so() {
 }
 
 #[tokio::test]
-async fn a_shutdown_removes_the_sockets_and_ends_although_a_call_hangs() {
+async fn a_shutdown_removes_sockets_although_a_call_hangs() {
     let door = DraDoor::open().await;
     let mut client = NodeClient::new(channel(&door.service()).await);
     let request = NodePrepareResourcesRequest {

@@ -80,7 +80,7 @@ fn a_pod_may_be_made_again_under_the_same_name_at_any_moment() {
 }
 
 #[test]
-fn a_claim_may_be_replaced_under_its_name_while_the_watch_is_away() {
+fn a_claim_may_be_replaced_while_the_watch_is_away() {
     at_every_step(|stage| {
         stage.hold_watch(Kind::Claim);
         for key in claims_of(stage, "p") {
@@ -100,7 +100,7 @@ fn a_claim_may_be_replaced_under_its_name_while_the_watch_is_away() {
 }
 
 #[test]
-fn a_claim_may_be_replaced_by_somebody_else_s_of_the_same_name_at_any_moment() {
+fn a_claim_may_be_replaced_by_a_foreign_one_at_any_time() {
     at_every_step(|stage| {
         for key in claims_of(stage, "p") {
             let _ = stage.store.update_claim(&key, None, Endpoint::Main, |claim| {
@@ -161,7 +161,7 @@ fn the_controller_may_be_killed_at_any_moment() {
 }
 
 #[test]
-fn the_controller_of_a_lasting_driver_may_be_killed_at_any_moment() {
+fn the_controller_of_a_durable_driver_may_be_killed_anytime() {
     at_every_step(|stage| {
         stage.lasting_driver = true;
         stage.crash();

@@ -40,7 +40,7 @@ fn plugged(stage: &mut Stage, name: &str, hidden: bool) {
 }
 
 #[test]
-fn of_a_container_and_a_claim_with_one_device_the_second_waits_or_is_turned_away() {
+fn of_container_and_claim_with_one_device_the_second_waits() {
     for hidden in [false, true] {
         let mut stage = both_doors(&[]);
         stage.plug_pod(&key("first"), "node-a", 1, hidden);
@@ -70,7 +70,7 @@ fn of_a_container_and_a_claim_with_one_device_the_second_waits_or_is_turned_away
 }
 
 #[test]
-fn what_kubelet_was_answered_and_has_not_noted_yet_is_no_claim_s() {
+fn an_unrecorded_allocate_keeps_its_device_from_claims() {
     let mut stage = both_doors(&[]);
     stage.faults.rates.insert(Fault::GrantLate, 1000);
     stage.plug_pod(&key("first"), "node-a", 1, false);
@@ -103,12 +103,12 @@ fn three_lives(planned: &[Planned]) -> Told {
 }
 
 #[test]
-fn every_trouble_at_every_step_of_a_companion_with_both_doors_is_outlived() {
+fn every_fault_at_every_step_of_a_companion_with_both_apis() {
     // A start and calls by both doors.
     with_every_trouble(6, three_lives);
 }
 
 #[test]
-fn every_pair_of_a_trouble_of_a_companion_with_both_doors_and_a_kill_in_its_next_operation_is_outlived() {
+fn every_pair_of_a_companion_fault_and_kill_with_both_apis() {
     with_every_pair(three_lives);
 }

@@ -133,7 +133,7 @@ fn pairs(name: &str, story: Story, kinds: &[Fault]) -> (usize, usize) {
 }
 
 #[test]
-fn every_pair_of_faults_in_the_life_of_one_claim() {
+fn every_pair_of_faults_for_a_pod_with_one_claim() {
     let targets = [Target::Read, Target::Write, Target::Record, Target::Call];
     let applies = |fault: &Fault| targets.iter().any(|target| fault.applies_to(*target));
     let kinds: Vec<Fault> = ALL.into_iter().filter(applies).collect();
@@ -142,7 +142,7 @@ fn every_pair_of_faults_in_the_life_of_one_claim() {
 }
 
 #[test]
-fn every_pair_of_faults_that_leave_something_open_in_the_life_of_two_claims() {
+fn every_pair_of_lasting_faults_for_a_pod_with_two_claims() {
     let (told, both) = pairs("two claims", two_claims, &LEFT_OPEN);
     assert!(both > told / 8, "{both} of {told}");
 }

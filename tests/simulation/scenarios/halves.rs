@@ -41,7 +41,7 @@ fn half_of_a_pod(second: &str) -> Stage {
 }
 
 #[test]
-fn what_was_recorded_before_a_kill_is_taken_back_when_the_rest_can_be_had_nowhere() {
+fn a_partial_allocation_is_rolled_back_after_a_kill_if_not() {
     let mut stage = half_of_a_pod("gpu");
     stage.run_for(30 * SECOND);
     assert_eq!((recorded(&stage), taken_back(&stage)), (0, 1));
@@ -60,7 +60,7 @@ fn what_was_recorded_before_a_kill_is_taken_back_when_the_rest_can_be_had_nowher
 }
 
 #[test]
-fn what_was_recorded_before_a_kill_is_kept_when_the_rest_can_be_had() {
+fn a_partial_allocation_is_kept_after_a_kill_if_possible() {
     let mut stage = half_of_a_pod("gpu");
     stage.set_devices("node-a", 2);
     until_bound(&mut stage, "p");
@@ -69,7 +69,7 @@ fn what_was_recorded_before_a_kill_is_kept_when_the_rest_can_be_had() {
 }
 
 #[test]
-fn a_claim_is_not_taken_back_from_a_pod_that_gets_the_rest_while_that_is_looked_into() {
+fn a_claim_is_not_rolled_back_while_its_pod_gets_the_rest() {
     let mut stage = half_of_a_pod("flip");
     stage.run_until("it is known that the rest can be had nowhere", |stage| {
         let last = stage.command_log.last();
@@ -96,7 +96,7 @@ fn a_claim_is_not_taken_back_from_a_pod_that_gets_the_rest_while_that_is_looked_
 }
 
 #[test]
-fn a_claim_is_not_taken_back_again_from_a_pod_that_can_run_by_now() {
+fn a_claim_is_not_rolled_back_from_a_pod_that_can_run_now() {
     let mut stage = calm(&[("node-a", 2)]);
     stage.set_class("flip", DRIVER);
     stage.run_for(SECOND);
@@ -130,7 +130,7 @@ fn a_claim_is_not_taken_back_again_from_a_pod_that_can_run_by_now() {
 }
 
 #[test]
-fn a_pod_is_looked_at_again_when_a_late_record_outlives_a_failure() {
+fn a_pod_is_evaluated_again_when_a_late_write_succeeds() {
     let mut stage = calm(&[("node-a", 2)]);
     stage.create_pod(&key("p"), &[Use::Template("gpu"), Use::Template("gpu")], None);
     stage.run_until("the driver is asked", |stage| {

@@ -35,7 +35,7 @@ fn is_allocated(stage: &Stage, name: &str) -> bool {
 }
 
 #[test]
-fn the_older_allocation_stands_and_the_younger_is_taken_back_before_its_pod_gets_a_node() {
+fn the_older_of_two_allocations_stands() {
     let mut stage = conflicting();
     stage.run_until("the old leader has written", |stage| !stage.ghosts.is_empty());
     assert!(is_allocated(&stage, "younger") && is_allocated(&stage, "older"));
@@ -63,7 +63,7 @@ fn the_older_allocation_stands_and_the_younger_is_taken_back_before_its_pod_gets
 }
 
 #[test]
-fn a_younger_allocation_whose_pod_has_a_node_already_is_not_taken_from_under_it() {
+fn a_younger_allocation_of_a_bound_pod_is_not_rolled_back() {
     let mut stage = conflicting();
     stage.hold_watch(Kind::Claim);
     stage.run_until("the old leader has written", |stage| !stage.ghosts.is_empty());
@@ -93,7 +93,7 @@ fn a_younger_allocation_whose_pod_has_a_node_already_is_not_taken_from_under_it(
 }
 
 #[test]
-fn an_allocation_that_an_old_leader_records_after_the_release_is_given_back() {
+fn an_old_leaders_allocation_after_the_release_is_returned() {
     let mut stage = calm(&[("node-a", 1)]);
     stage.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
     stage.faults.plan.insert(stage.commands + 5, Fault::PausedLeader);
@@ -115,7 +115,7 @@ fn an_allocation_that_an_old_leader_records_after_the_release_is_given_back() {
 }
 
 #[test]
-fn a_finalizer_that_an_old_leader_removes_late_stays_on_a_claim_that_is_in_use_again() {
+fn an_old_leaders_late_finalizer_removal_does_not_count() {
     let mut stage = calm(&[("node-a", 1)]);
     stage.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
     stage.create_pod(&key("p"), &[Use::Named("named")], None);

@@ -51,7 +51,7 @@ fn the_cost_does_not_depend_on_how_many_nodes_there_are() {
 }
 
 #[test]
-fn a_claim_is_released_once_however_late_the_watch_says_that_it_is_gone() {
+fn a_claim_is_released_once_however_late_the_watch() {
     let mut stage = calm(&[("node-a", 1)]);
     bound_pod(&mut stage, "p");
     stage.store.delete_pod(&key("p"));
@@ -86,7 +86,7 @@ fn contexts_of_other_drivers_cost_nothing() {
 }
 
 #[test]
-fn a_pod_that_waits_costs_one_write_and_nothing_more_until_it_is_helped() {
+fn a_waiting_pod_costs_one_write_until_capacity_comes() {
     let mut stage = calm(&[("node-a", 1)]);
     bound_pod(&mut stage, "first");
     stage.command_log.clear();
@@ -112,7 +112,7 @@ fn a_pod_that_waits_costs_one_write_and_nothing_more_until_it_is_helped() {
 }
 
 #[test]
-fn an_immediate_claim_is_allocated_without_a_pod_and_stays_so_between_pods() {
+fn an_immediate_claim_stays_allocated_between_pods() {
     let mut stage = calm(&[("node-a", 1)]);
     stage.create_claim(&key("named"), "gpu", AllocationMode::Immediate);
     stage.run_until("the claim is allocated", |stage| {
@@ -174,7 +174,7 @@ fn a_class_that_is_repointed_is_served_by_whom_it_names() {
 }
 
 #[test]
-fn an_immediate_claim_is_tried_again_when_its_class_is_put_right() {
+fn an_immediate_claim_is_retried_when_its_class_is_fixed() {
     let mut stage = calm(&[("node-a", 1)]);
     stage.set_parameters("wrong", 1, false, false);
     stage.create_claim(&key("named"), "gpu.wrong", AllocationMode::Immediate);
@@ -192,7 +192,7 @@ fn an_immediate_claim_is_tried_again_when_its_class_is_put_right() {
 }
 
 #[test]
-fn wrong_parameters_are_reported_once_and_the_pod_runs_when_they_are_put_right() {
+fn wrong_parameters_are_reported_once_and_fixed_ones_served() {
     let mut stage = calm(&[("node-a", 1)]);
     stage.set_parameters("odd", 1, false, false);
     stage.create_pod(&key("p"), &[Use::Template("gpu.odd")], None);
@@ -214,7 +214,7 @@ fn wrong_parameters_are_reported_once_and_the_pod_runs_when_they_are_put_right()
 }
 
 #[test]
-fn a_node_that_the_scheduler_did_not_list_is_served_when_it_is_selected() {
+fn a_selected_node_outside_the_potential_nodes_is_served() {
     let mut stage = calm(&[("node-a", 1), ("node-b", 1)]);
     // A pod that a user has bound: its context has a selected node and no potential ones.
     stage.create_pod(&key("p"), &[Use::Template("gpu")], Some("node-b"));

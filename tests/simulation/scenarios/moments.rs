@@ -30,7 +30,7 @@ fn node_of(stage: &Stage) -> Option<String> {
 }
 
 #[test]
-fn a_kill_between_finalizer_and_allocation_costs_nothing_but_time() {
+fn a_kill_between_finalizer_and_allocation_costs_only_time() {
     let (mut stage, _) = killed_after(3);
     assert_eq!(held_by_nobody(&stage), None);
     until_bound(&mut stage, "p");
@@ -64,7 +64,7 @@ fn a_held_claim_is_given_back_before_it_is_allocated_again() {
 }
 
 #[test]
-fn what_a_killed_controller_held_on_one_node_is_free_when_the_scheduler_takes_another() {
+fn a_killed_controllers_devices_are_free_on_another_node() {
     let (mut stage, uid) = killed_after(4);
     let held = held_by_nobody(&stage).unwrap();
     let other = if held == "node-a" { "node-b" } else { "node-a" };
@@ -79,7 +79,7 @@ fn what_a_killed_controller_held_on_one_node_is_free_when_the_scheduler_takes_an
 }
 
 #[test]
-fn what_a_killed_controller_held_is_free_when_its_claim_is_deleted_before_it_is_recorded() {
+fn a_killed_controllers_devices_are_free_with_their_claim() {
     let (mut stage, _) = killed_after(4);
     assert!(held_by_nobody(&stage).is_some());
     stage.store.delete_pod(&key("p"));
@@ -89,7 +89,7 @@ fn what_a_killed_controller_held_is_free_when_its_claim_is_deleted_before_it_is_
 }
 
 #[test]
-fn what_a_slow_driver_allocated_for_a_node_that_is_selected_no_longer_is_given_back_and_never_recorded() {
+fn a_slow_allocation_for_a_former_node_is_never_recorded() {
     let mut stage = calm(&[("node-a", 1), ("node-b", 1)]);
     // Read, judge, finalizer, allocate.
     stage.faults.plan.insert(stage.commands + 4, Fault::Slow);
@@ -129,7 +129,7 @@ fn a_kill_after_the_record_allocates_nothing_again() {
 }
 
 #[test]
-fn a_kill_between_the_end_of_an_allocation_and_that_of_the_finalizer_is_made_good() {
+fn a_kill_between_deallocation_and_finalizer_is_repaired() {
     let mut stage = calm(&[("node-a", 1)]);
     stage.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
     stage.create_pod(&key("p"), &[Use::Named("named")], None);
@@ -146,7 +146,7 @@ fn a_kill_between_the_end_of_an_allocation_and_that_of_the_finalizer_is_made_goo
 }
 
 #[test]
-fn a_kill_at_any_command_of_a_pod_with_four_claims_leaves_all_of_them_or_none() {
+fn a_kill_at_any_command_leaves_all_of_four_claims_or_none() {
     let uses = [Use::Template("gpu"); 4];
     let mut whole = calm(&[("node-a", 4), ("node-b", 3)]);
     whole.create_pod(&key("p"), &uses, None);

@@ -124,13 +124,13 @@ fn two_lives_with(planned: &[Planned], fault: Option<(u64, Fault)>) -> Told {
 }
 
 #[test]
-fn every_trouble_at_every_step_of_a_companion_is_outlived() {
+fn every_fault_at_every_step_of_a_companion_is_survived() {
     // A start and two of each call.
     with_every_trouble(5, two_lives);
 }
 
 #[test]
-fn a_kill_at_every_step_by_which_a_failed_one_is_made_good_is_outlived() {
+fn a_kill_at_every_step_of_a_repair_is_survived() {
     let calm = two_lives(&[]);
     for operation in 1..=calm.operations {
         for fail in 0..calm.steps {
@@ -145,12 +145,12 @@ fn a_kill_at_every_step_by_which_a_failed_one_is_made_good_is_outlived() {
 }
 
 #[test]
-fn every_pair_of_a_trouble_of_a_companion_and_a_kill_in_its_next_operation_is_outlived() {
+fn every_pair_of_a_companion_fault_and_a_companion_kill() {
     with_every_pair(two_lives);
 }
 
 #[test]
-fn every_pair_of_a_fault_of_the_controller_and_a_kill_of_a_companion_is_outlived() {
+fn every_pair_of_a_controller_fault_and_a_companion_kill() {
     let (start, calm) = (troubled(&[]).commands, two_lives(&[]));
     assert!(calm.commands >= start + 10, "{calm:?}");
     let mut pairs = 0;
@@ -169,7 +169,7 @@ fn every_pair_of_a_fault_of_the_controller_and_a_kill_of_a_companion_is_outlived
 }
 
 #[test]
-fn files_that_somebody_has_removed_are_back_after_a_start_or_as_soon_as_they_can_be_written() {
+fn removed_files_are_back_as_soon_as_they_can_be_written() {
     let mut failures = 0;
     for from in 0..STEPS_OF_A_START {
         let mut stage = troubled(&[]);
@@ -186,7 +186,7 @@ fn files_that_somebody_has_removed_are_back_after_a_start_or_as_soon_as_they_can
 }
 
 #[test]
-fn a_claim_of_another_node_s_devices_is_not_prepared_whoever_asks() {
+fn a_claim_with_devices_of_another_node_is_not_prepared() {
     let mut stage = calm(&[("node-a", 1), ("node-b", 1)]);
     stage.set_up_nodes(7);
     stage.create_claim(&key("named"), "gpu.shared", AllocationMode::WaitForFirstConsumer);
@@ -207,7 +207,7 @@ fn a_claim_of_another_node_s_devices_is_not_prepared_whoever_asks() {
 }
 
 #[test]
-fn a_container_that_cannot_be_killed_keeps_its_device_though_pod_and_claim_are_gone() {
+fn an_unkillable_container_keeps_its_device() {
     let mut stage = troubled(&[]);
     let stuck = stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
     until_it_runs(&mut stage, "p");
@@ -226,7 +226,7 @@ fn a_container_that_cannot_be_killed_keeps_its_device_though_pod_and_claim_are_g
 }
 
 #[test]
-fn a_claim_that_kubelet_lists_late_is_not_taken_for_one_that_it_has_forgotten() {
+fn a_claim_that_kubelet_lists_late_is_not_forgotten() {
     let mut stage = troubled(&[]);
     stage.let_kubelet_write_late("node-a", true);
     let stuck = stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
@@ -245,7 +245,7 @@ fn a_claim_that_kubelet_lists_late_is_not_taken_for_one_that_it_has_forgotten() 
 }
 
 #[test]
-fn of_two_claims_with_one_device_the_second_is_prepared_when_the_first_has_ended() {
+fn of_two_claims_with_one_device_the_second_is_prepared_later() {
     let mut stage = conflicting();
     stage.set_up_nodes(7);
     until_it_runs(&mut stage, "quick");

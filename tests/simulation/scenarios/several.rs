@@ -10,7 +10,7 @@ use crate::store::{Endpoint, Kind};
 use crate::users::Use;
 
 #[test]
-fn two_claims_of_a_pod_are_judged_and_allocated_together() {
+fn two_claims_of_a_pod_are_evaluated_and_allocated_together() {
     let mut stage = calm(&[("node-a", 2)]);
     stage.create_pod(&key("p"), &[Use::Template("gpu"), Use::Template("gpu")], None);
     until_bound(&mut stage, "p");
@@ -131,7 +131,7 @@ fn a_pod_waits_for_the_claims_that_are_not_seen_yet() {
 }
 
 #[test]
-fn nothing_is_said_about_a_pod_while_only_some_of_its_claims_are_seen() {
+fn a_pod_with_unseen_claims_is_not_answered() {
     let mut stage = calm(&[("node-a", 2)]);
     stage.lag = 10 * SECOND;
     stage.create_pod(&key("p"), &[Use::Template("gpu"), Use::Template("gpu")], None);
@@ -155,7 +155,7 @@ fn nothing_is_said_about_a_pod_while_only_some_of_its_claims_are_seen() {
 }
 
 #[test]
-fn claims_may_be_seen_before_their_class_and_contexts_before_their_claims() {
+fn claims_may_be_seen_before_classes_and_contexts_before_claims() {
     for held in [
         vec![Kind::Class],
         vec![Kind::Claim],
@@ -207,7 +207,7 @@ fn two_problems_of_one_pod_are_reported_once_together() {
 }
 
 #[test]
-fn what_is_recorded_is_taken_back_once_when_another_claim_of_the_pod_is_refused() {
+fn a_recorded_claim_is_rolled_back_once_if_another_is_refused() {
     let mut stage = calm(&[("node-a", 2)]);
     stage.refuse_allocations = Some("p-c1");
     stage.create_pod(&key("p"), &[Use::Template("gpu"), Use::Template("gpu")], None);
@@ -285,7 +285,7 @@ fn a_claim_that_another_pod_shares_by_now_is_not_taken_back() {
 }
 
 #[test]
-fn the_driver_is_asked_about_a_shared_claim_for_one_pod_after_the_other() {
+fn a_shared_claim_is_evaluated_for_one_pod_after_the_other() {
     let mut stage = calm(&[("node-a", 1)]);
     stage.create_claim(&key("named"), "gpu.shared", AllocationMode::WaitForFirstConsumer);
     // It takes seconds to answer, and both pods' contexts are there meanwhile.

@@ -26,7 +26,7 @@ fn a_lost_reply_is_cleared_by_one_read() {
 }
 
 #[test]
-fn what_a_late_write_may_record_is_not_given_back_although_the_next_one_is_refused() {
+fn devices_that_a_late_write_may_record_are_not_returned() {
     let mut stage = calm(&[("node-a", 1)]);
     // Read, judge, finalizer, allocate, record, read, record again.
     stage.faults.plan.insert(stage.commands + 5, Fault::Late);
@@ -48,7 +48,7 @@ fn what_a_late_write_may_record_is_not_given_back_although_the_next_one_is_refus
 }
 
 #[test]
-fn an_allocation_that_timed_out_is_given_back_before_anything_else() {
+fn an_allocation_that_timed_out_is_returned_first() {
     for fault in [Fault::DriverHungAfter, Fault::DriverHungBefore] {
         let mut stage = calm(&[("node-a", 1)]);
         stage.faults.plan.insert(stage.commands + 4, fault);
@@ -117,7 +117,7 @@ fn watches_that_lose_every_other_event_are_outlived() {
 }
 
 #[test]
-fn an_allocation_that_the_server_never_takes_is_reported_and_tried_rarely() {
+fn a_never_accepted_allocation_is_reported_and_retried_rarely() {
     let mut stage = calm(&[("node-a", 1)]);
     stage.refuse_allocations = Some("");
     stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
@@ -159,7 +159,7 @@ fn a_pod_that_has_ended_is_not_served_again() {
 }
 
 #[test]
-fn what_a_killed_process_allocated_at_a_lasting_driver_is_given_back_though_nobody_asks() {
+fn a_killed_process_leaves_no_allocation_at_a_durable_driver() {
     use drayman::api::resource::AllocationMode;
     let mut stage = calm(&[("node-a", 1)]);
     stage.lasting_driver = true;
@@ -175,7 +175,7 @@ fn what_a_killed_process_allocated_at_a_lasting_driver_is_given_back_though_nobo
 }
 
 #[test]
-fn an_allocation_that_is_stored_late_finds_the_finalizer_still_there() {
+fn a_late_allocation_finds_the_finalizer_in_place() {
     use drayman::api::resource::AllocationMode;
     for variant in 0..20 {
         let mut stage = calm(&[("node-a", 1)]);
@@ -195,7 +195,7 @@ fn an_allocation_that_is_stored_late_finds_the_finalizer_still_there() {
 }
 
 #[test]
-fn what_was_allocated_with_claims_that_are_finally_refused_is_given_back() {
+fn devices_of_a_finally_refused_transaction_are_returned() {
     let mut stage = calm(&[("node-a", 3)]);
     // Read, judge, three finalizers, allocate, three records: after that two of the claims go first.
     for command in [8, 9] {
@@ -253,7 +253,7 @@ fn a_finalizer_that_was_not_removed_is_removed_at_a_later_try() {
 }
 
 #[test]
-fn who_waits_for_a_claim_is_served_when_a_read_only_confirms_what_the_watch_has_shown() {
+fn a_waiting_pod_is_served_when_a_read_confirms_the_watch() {
     let mut stage = given_back(Fault::ReplyLost);
     stage.create_pod(&key("q"), &[Use::Named("named")], None);
     let begun = stage.now;

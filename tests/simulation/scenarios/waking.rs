@@ -94,7 +94,7 @@ fn a_woken_pod_that_cannot_run_blocks_nobody() {
 }
 
 #[test]
-fn a_pod_that_cannot_run_is_reported_again_after_minutes_and_not_with_every_change_of_the_counts() {
+fn a_pod_that_cannot_run_is_reported_again_after_minutes() {
     let mut stage = calm(&[("node-a", 2)]);
     bound_pod(&mut stage, "keeper");
     stage.create_pod(&key("greedy"), &[Use::Template("gpu.pair")], None);

@@ -60,7 +60,7 @@ fn step(
 }
 
 #[test]
-fn a_claim_is_found_by_the_status_of_its_pod_by_its_annotation_and_by_its_old_name() {
+fn a_claim_is_found_by_pod_status_annotation_and_old_name() {
     let (mut pod, mut claim) = (pod(), claim(&json!({})));
     let found = |pod: &Pod, claim: &ResourceClaim| {
         let entry = pod.spec.resource_claims[0].clone();
@@ -96,7 +96,7 @@ fn a_claim_that_no_node_can_serve_tells_what_each_node_says() {
 }
 
 #[test]
-fn a_claim_that_could_be_served_waits_for_the_scheduler_or_is_being_allocated() {
+fn a_servable_claim_waits_for_the_scheduler_or_is_in_progress() {
     let free = [None, Some("3 of 3 held")];
     let (claim, class) = (claim(&json!({})), class());
     assert_eq!(

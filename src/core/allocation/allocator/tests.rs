@@ -57,7 +57,7 @@ fn what_is_recorded_stays_held_until_it_is_seen_to_be_gone() {
 }
 
 #[test]
-fn a_claim_that_no_longer_exists_holds_nothing_however_it_held_it() {
+fn a_deleted_claim_holds_nothing() {
     let mut books = books(&["d", "e"]);
     let allocation = allocate(&mut books, "u").unwrap();
     observe(&mut books, "u", Some(&allocation));
@@ -66,7 +66,7 @@ fn a_claim_that_no_longer_exists_holds_nothing_however_it_held_it() {
 }
 
 #[test]
-fn books_made_from_the_claims_alone_say_the_same() {
+fn an_allocator_rebuilt_from_claims_is_identical() {
     let mut before = books(&["d", "e"]);
     let allocation = allocate(&mut before, "u").unwrap();
     observe(&mut before, "u", Some(&allocation));
@@ -88,7 +88,7 @@ fn books_made_from_the_claims_alone_say_the_same() {
 }
 
 #[test]
-fn a_holding_on_a_node_that_was_made_again_blocks_nothing_and_can_be_given_back() {
+fn allocations_on_a_recreated_node_block_nothing() {
     let mut books = books(&["d"]);
     let allocation = allocate(&mut books, "u").unwrap();
     observe(&mut books, "u", Some(&allocation));
@@ -100,7 +100,7 @@ fn a_holding_on_a_node_that_was_made_again_blocks_nothing_and_can_be_given_back(
 }
 
 #[test]
-fn an_unreadable_allocation_is_reported_once_and_blocks_its_node_until_it_is_gone() {
+fn an_unreadable_allocation_is_reported_and_blocks_its_node() {
     let mut books = books(&["d", "e"]);
     let mut allocation = allocate(&mut books, "u").unwrap();
     let newer = Some(r#"{"version":2}"#.to_owned());
@@ -127,7 +127,7 @@ fn an_unreadable_allocation_is_reported_once_and_blocks_its_node_until_it_is_gon
 }
 
 #[test]
-fn an_allocation_copied_from_another_claim_is_reported_and_both_hold_the_device() {
+fn a_copied_allocation_is_reported_and_both_hold_the_device() {
     let mut books = books(&["d"]);
     let allocation = allocate(&mut books, "u").unwrap();
     observe(&mut books, "u", Some(&allocation));
@@ -139,7 +139,7 @@ fn an_allocation_copied_from_another_claim_is_reported_and_both_hold_the_device(
 }
 
 #[test]
-fn a_copied_allocation_never_takes_the_device_from_the_claim_that_it_was_made_for() {
+fn a_copied_allocation_never_takes_the_original_device() {
     for original_first in [true, false] {
         // Both claims have the same age, so the lower uid decides.
         let mut before = books(&["d"]);
@@ -159,7 +159,7 @@ fn a_copied_allocation_never_takes_the_device_from_the_claim_that_it_was_made_fo
 }
 
 #[test]
-fn an_unreadable_allocation_that_names_no_node_blocks_the_one_of_its_claim_s_label() {
+fn an_unreadable_allocation_blocks_the_node_of_its_label() {
     let nowhere = AllocationResult::new(DRIVER, "{");
     for (label, blocked) in [
         (Some("a"), true),
@@ -185,7 +185,7 @@ fn an_unreadable_allocation_that_names_no_node_blocks_the_one_of_its_claim_s_lab
 }
 
 #[test]
-fn a_list_of_inventories_replaces_all_and_counts_only_what_is_new() {
+fn relisted_inventories_replace_all_and_count_new_capacity() {
     let mut books = books(&["d"]);
     let list = |nodes: &[(&str, &[&str])]| {
         nodes
@@ -206,7 +206,7 @@ fn a_list_of_inventories_replaces_all_and_counts_only_what_is_new() {
 }
 
 #[test]
-fn claims_that_share_a_device_are_no_conflict_although_they_are_seen_before_its_inventory() {
+fn claims_sharing_a_device_before_its_inventory_do_not_conflict() {
     let mut known = books(&["d"]);
     let allocation = allocate(&mut known, "u").unwrap();
     for (shares, listed, reasons) in [

@@ -166,7 +166,7 @@ fn too_many_and_too_long_selectors_are_refused() {
 }
 
 #[test]
-fn a_constraint_is_on_requests_that_are_there_and_on_a_qualified_attribute() {
+fn a_constraint_needs_known_requests_and_a_qualified_attribute() {
     let spec = |requests: &[&str], attribute: &str, number| {
         let constraint = json!({"requests": requests, "matchAttribute": attribute});
         json!({"requests": [{"name": "a"}, {"name": "b"}], "constraints": vec![constraint; number]})

@@ -98,7 +98,7 @@ fn one(books: &mut DeviceAllocator, uid: &str, demand: &DeviceRequests) -> Resul
 }
 
 #[test]
-fn only_devices_that_match_are_given_and_what_is_missing_is_counted() {
+fn only_matching_devices_are_allocated_and_missing_are_counted() {
     let mut books = books(None);
     let demand = |count| demand("Packing", &json!([request("gpu", count, "x")]), &json!([]));
     assert_eq!(
@@ -126,7 +126,7 @@ fn only_devices_that_match_are_given_and_what_is_missing_is_counted() {
 }
 
 #[test]
-fn the_devices_of_a_claim_have_an_equal_attribute_and_the_policy_chooses_the_group() {
+fn devices_of_a_claim_share_the_constrained_attribute() {
     let equal = json!([{"matchAttribute": "d/numa"}]);
     let demand = |policy, count| demand(policy, &json!([{"name": "a", "count": count}]), &equal);
     assert_eq!(
@@ -168,7 +168,7 @@ fn the_devices_of_a_claim_have_an_equal_attribute_and_the_policy_chooses_the_gro
 }
 
 #[test]
-fn a_constraint_of_one_claim_makes_way_for_another_claim_of_the_pod() {
+fn a_constraint_yields_to_another_claim_of_the_pod() {
     let mut books = books(None);
     judge(&mut books, "x");
     let equal = json!([{"matchAttribute": "d/numa"}]);
@@ -187,7 +187,7 @@ fn a_constraint_of_one_claim_makes_way_for_another_claim_of_the_pod() {
 }
 
 #[test]
-fn two_constraints_that_exclude_each_other_are_told_from_one_that_cannot_be_met() {
+fn conflicting_constraints_differ_from_unsatisfiable_ones() {
     let constraints = json!([
         {"requests": ["a", "b"], "matchAttribute": "d/numa"}, {"requests": ["a", "b"], "matchAttribute": "d/vendor"}
     ]);
@@ -237,7 +237,7 @@ fn all_means_every_device_that_matches_or_nothing() {
 }
 
 #[test]
-fn claims_fill_one_shared_device_after_the_other_or_take_the_emptiest() {
+fn shares_are_packed_or_spread_by_policy() {
     for (policy, expected) in [
         ("Packing", ["d0", "d0", "d1", "d1"]),
         ("Spreading", ["d0", "d1", "d2", "d3"]),
@@ -257,7 +257,7 @@ fn claims_fill_one_shared_device_after_the_other_or_take_the_emptiest() {
 }
 
 #[test]
-fn a_shared_device_has_as_many_holders_as_shares_and_frees_each_of_them() {
+fn a_shared_device_has_as_many_holders_as_shares() {
     let mut books = books(Some(2));
     let eight = demand("Packing", &json!([{"name": "a", "count": 8}]), &json!([]));
     let nine = demand(

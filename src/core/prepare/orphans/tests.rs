@@ -58,7 +58,7 @@ fn after_the_grace(
 }
 
 #[test]
-fn a_claim_that_neither_kubelet_nor_the_api_server_knows_is_freed() {
+fn a_claim_unknown_to_kubelet_and_api_server_is_freed() {
     let (decisions, quarantine) = after_the_grace(&prepared_claims(&["x"]), &lists(&[]), &GONE);
     assert_eq!(decisions, [Decision::Free(uid())]);
     assert!(quarantine.is_empty());
@@ -82,7 +82,7 @@ fn no_other_combination_frees_anything() {
 }
 
 #[test]
-fn what_only_one_of_them_has_forgotten_is_in_quarantine_with_the_reason() {
+fn a_claim_forgotten_by_one_side_is_quarantined_with_a_reason() {
     for (kubelet, answer, reason) in [
         (lists(&[]), PRESENT, "API server still has it"),
         (unreadable(), GONE, "no such file"),
@@ -152,7 +152,7 @@ fn a_claim_that_appears_in_the_list_again_is_in_order_again() {
 }
 
 #[test]
-fn a_claim_of_unknown_devices_is_asked_for_at_once_and_explained_by_its_handle() {
+fn a_claim_of_unknown_devices_is_read_and_explained_at_once() {
     let mut orphans = Orphans::new(GRACE);
     let prepared_claims = prepared_claims(&[]);
     let questions = orphans.find(&prepared_claims, &lists(&[uid()]), Duration::ZERO);
@@ -171,7 +171,7 @@ fn a_claim_of_unknown_devices_is_asked_for_at_once_and_explained_by_its_handle()
 }
 
 #[test]
-fn the_name_of_a_claim_that_was_rebuilt_comes_from_kubelets_list() {
+fn a_rebuilt_claim_gets_its_name_from_kubelet() {
     let mut orphans = Orphans::new(GRACE);
     let mut nameless = prepared_claims(&[]).entries()[&uid()].clone();
     (nameless.namespace, nameless.name) = (String::new(), String::new());
@@ -191,7 +191,7 @@ fn the_name_of_a_claim_that_was_rebuilt_comes_from_kubelets_list() {
 }
 
 #[test]
-fn what_was_prepared_before_a_boot_is_freed_or_left_but_never_in_quarantine() {
+fn claims_of_an_earlier_boot_are_never_quarantined() {
     let entries = prepared_claims(&["x"]).entries().clone();
     let prepared_claims = PreparedClaims::new("another boot", entries);
     let (decisions, quarantine) = after_the_grace(&prepared_claims, &lists(&[]), &PRESENT);
@@ -201,7 +201,7 @@ fn what_was_prepared_before_a_boot_is_freed_or_left_but_never_in_quarantine() {
 }
 
 #[test]
-fn a_claim_that_kubelet_lists_is_looked_into_only_if_another_was_given_its_device() {
+fn a_listed_claim_is_checked_only_if_its_device_is_reallocated() {
     let mut orphans = Orphans::new(GRACE);
     let (prepared_claims, kubelet) = (prepared_claims(&["x"]), lists(&[uid()]));
     assert_eq!(orphans.find(&prepared_claims, &kubelet, GRACE), []);
@@ -238,7 +238,7 @@ fn a_claim_that_kubelet_lists_is_looked_into_only_if_another_was_given_its_devic
 }
 
 #[test]
-fn a_contested_claim_is_freed_at_once_if_no_container_has_its_devices() {
+fn a_conflicting_claim_without_containers_is_freed_at_once() {
     let prepared_claims = prepared_claims(&["x"]);
     let answers = BTreeMap::from([(uid(), ApiView::Gone)]);
     let mut orphans = Orphans::new(GRACE).with_runtime();
@@ -291,7 +291,7 @@ fn a_contested_claim_is_freed_at_once_if_no_container_has_its_devices() {
 }
 
 #[test]
-fn a_claim_that_the_api_server_shows_is_never_freed_by_the_runtime() {
+fn a_claim_in_the_api_is_never_freed_by_the_runtime() {
     let prepared_claims = prepared_claims(&["x"]);
     for answer in [
         ApiView::Present {
@@ -316,7 +316,7 @@ fn a_claim_that_the_api_server_shows_is_never_freed_by_the_runtime() {
 }
 
 #[test]
-fn a_missing_claim_is_not_freed_while_a_container_has_its_device() {
+fn a_missing_claim_is_not_freed_while_a_container_uses_it() {
     let prepared_claims = prepared_claims(&["x"]);
     let answers = BTreeMap::from([(uid(), ApiView::Gone)]);
     let mut orphans = Orphans::new(GRACE).with_runtime();

@@ -108,7 +108,7 @@ fn done() -> Progress {
 }
 
 #[test]
-fn the_ledger_is_durable_before_the_driver_is_asked_and_before_kubelet_is_answered() {
+fn the_checkpoint_is_written_before_the_driver_call_and_answer() {
     let uid = ClaimUid::parse(A).unwrap();
     let steps = plan(&PreparedClaims::new("boot", BTreeMap::new()), A, &["x"]).unwrap();
     assert!(
@@ -127,7 +127,7 @@ fn the_same_claim_again_only_refreshes_its_file() {
 }
 
 #[test]
-fn a_device_that_another_claim_holds_is_refused_with_the_claims_name() {
+fn a_device_of_another_claim_is_refused_with_its_name() {
     let refusal = plan(&held(A, &["x"], "boot", done()), B, &["y", "x"]).unwrap_err();
     assert_eq!(
         refusal.to_string(),
@@ -140,7 +140,7 @@ fn a_device_that_another_claim_holds_is_refused_with_the_claims_name() {
 }
 
 #[test]
-fn the_rest_of_a_failed_attempt_and_of_an_earlier_boot_gives_way() {
+fn leftovers_of_failed_attempts_and_earlier_boots_give_way() {
     let started = Progress::Started {
         container_edits: None,
     };
@@ -187,7 +187,7 @@ fn a_claim_of_unknown_devices_is_explained_by_its_own_prepare() {
 }
 
 #[test]
-fn no_other_claim_is_prepared_while_somebody_has_unknown_devices() {
+fn unknown_devices_block_every_other_prepare() {
     let refusal = plan(&held(A, &[], "boot", done()), B, &["x"]).unwrap_err();
     assert_eq!(
         (refusal.reason(), refusal.is_invalid_request()),
@@ -284,7 +284,7 @@ fn a_handle_of_another_claim_or_node_is_refused() {
 }
 
 #[test]
-fn hostile_names_and_uids_are_refused_before_anything_is_planned() {
+fn hostile_names_and_uids_are_refused_before_planning() {
     let empty = PreparedClaims::new("boot", BTreeMap::new());
     let good = claim(A, &handle(A, &["x"]));
     for bad in [
@@ -322,7 +322,7 @@ fn hostile_names_and_uids_are_refused_before_anything_is_planned() {
 }
 
 #[test]
-fn unprepare_of_an_unknown_claim_succeeds_and_of_a_known_one_takes_the_file_first() {
+fn unprepare_removes_the_file_first_and_accepts_unknown_claims() {
     let claim = ClaimToUnprepare {
         uid: A.into(),
         ..ClaimToUnprepare::default()
@@ -366,7 +366,7 @@ fn a_shared_device_is_given_to_as_many_claims_as_it_has_shares() {
 }
 
 #[test]
-fn what_containers_hold_counts_for_devices_that_have_both_doors() {
+fn devices_of_containers_count_for_mode_both() {
     let empty = PreparedClaims::new("boot", BTreeMap::new());
     let mut containers = Containers::default();
     let reason = |containers: &Containers| {

@@ -31,7 +31,7 @@ fn faults() -> Vec<Fault> {
 }
 
 #[test]
-fn a_kill_a_boot_or_a_failure_at_every_step_of_every_two_operations_keeps_the_promises() {
+fn a_fault_at_each_step_of_any_two_operations_is_survived() {
     let mut stories = 0;
     for first in OPERATIONS {
         for second in OPERATIONS {
@@ -47,7 +47,7 @@ fn a_kill_a_boot_or_a_failure_at_every_step_of_every_two_operations_keeps_the_pr
 }
 
 #[test]
-fn a_fault_at_every_step_of_the_last_of_three_operations_keeps_the_promises() {
+fn a_fault_at_each_step_of_a_third_operation_is_survived() {
     for first in OPERATIONS {
         for second in OPERATIONS {
             for third in OPERATIONS {
@@ -158,7 +158,7 @@ impl Node<Thought> {
 }
 
 #[test]
-fn a_lost_checkpoint_frees_no_device_in_use_whatever_else_is_damaged() {
+fn a_lost_checkpoint_frees_no_device_in_use() {
     let mut tried = 0;
     for traces in Traces::all().filter(|traces| traces.tell_of_all()) {
         for (running, next) in [(&[][..], 0), (&[1], 2), (&[0, 2], 1), (&[1, 3], 4)] {
@@ -188,7 +188,7 @@ fn a_lost_checkpoint_frees_no_device_in_use_whatever_else_is_damaged() {
 }
 
 #[test]
-fn a_claim_that_the_api_server_explains_ends_the_refusal_of_the_others() {
+fn a_claim_explained_by_the_api_server_unblocks_the_others() {
     let traces = Traces {
         files: false,
         directory: true,

@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn kubelets_file_may_not_be_there_yet_and_is_never_taken_for_empty_when_it_cannot_be_read() {
+    fn an_unreadable_device_manager_file_is_not_an_empty_one() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join(device_manager::FILE);
         assert_eq!(read(&path).unwrap().len(), 0, "no file yet");
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn without_kubelets_directory_of_pods_no_device_is_taken_for_free() {
+    fn without_the_pods_directory_no_device_is_free() {
         let entry =
             |(uid, resource): (&str, &str)| format!(r#"{{"PodUID":"{uid}","ResourceName":"{resource}"}}"#);
         let entries = [

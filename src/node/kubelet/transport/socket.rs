@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_socket_is_hidden_until_it_is_published_and_gone_when_removed() {
+    async fn a_socket_is_hidden_until_published_and_then_removable() {
         let directory = tempfile::tempdir().unwrap();
         let place = place(&directory, "a/b/x.sock");
         let socket = Socket::bind(&place).await.unwrap();

@@ -129,7 +129,7 @@ async fn claims_that_are_switched_on_later_are_noticed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_of_several_api_servers_closes_no_door() {
+async fn one_failed_kubelet_api_server_stops_no_other() {
     let server = Server::default();
     *server.answers.lock().unwrap() = vec![false, true, false, false];
     let before = ClusterFacts {

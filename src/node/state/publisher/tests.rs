@@ -8,7 +8,7 @@ use crate::core::prepare::checkpoint::ClusterFacts;
 const SERIAL: &str = "example.com/serial";
 
 #[tokio::test]
-async fn of_a_thousand_devices_none_is_copied_for_an_allocate_or_a_prepare() {
+async fn allocate_and_prepare_copy_none_of_a_thousand_devices() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     let names: Vec<String> = (0..1_000).map(|number| format!("port-{number}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
@@ -51,7 +51,7 @@ async fn of_a_thousand_devices_none_is_copied_for_an_allocate_or_a_prepare() {
 }
 
 #[tokio::test]
-async fn a_device_that_vanishes_while_another_is_prepared_takes_its_file_too() {
+async fn a_device_that_vanishes_during_a_prepare_loses_its_file() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x", "y"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     life.prepare(A, &["x"]).await.unwrap();
@@ -79,7 +79,7 @@ async fn a_device_that_vanishes_while_another_is_prepared_takes_its_file_too() {
 }
 
 #[tokio::test]
-async fn two_devices_at_one_path_of_a_container_are_refused_and_hold_nothing() {
+async fn two_devices_at_one_container_path_are_refused_and_not_held() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x", "y"]));
     for device in ["x", "y"] {
         let path = "/dev/port".to_owned();
@@ -120,7 +120,7 @@ async fn two_devices_at_one_path_of_a_container_are_refused_and_hold_nothing() {
 }
 
 #[tokio::test]
-async fn a_node_that_two_devices_bring_with_different_permissions_is_there_once_with_all_of_them() {
+async fn a_node_of_two_devices_is_there_once_with_all_permissions() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x", "y"]));
     for (device, permissions) in [("x", "r"), ("y", "rw")] {
         driver.control.lock().unwrap().insert(device.into(), permissions);

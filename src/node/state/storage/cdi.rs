@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_runtimes_own_injection_gives_the_container_the_node_and_the_variable() {
+    fn the_runtime_adds_the_node_and_variable_of_a_cdi_file() {
         let (directory, files) = directory();
         files.write(&uid('1'), &null()).unwrap();
         let cache = new_cache(vec![
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn only_our_own_files_are_seen_and_half_written_ones_are_removed() {
+    fn only_our_files_are_seen_and_partial_ones_are_removed() {
         let (directory, files) = directory();
         files.write(&uid('1'), &null()).unwrap();
         let half = format!("drayman.dev-claim_{}.json.tmp", uid('2'));

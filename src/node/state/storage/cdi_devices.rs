@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn a_runtimes_own_injection_finds_the_device_by_its_name_with_its_mount() {
+    fn the_runtime_finds_a_cdi_device_by_name_with_its_mount() {
         let directory = tempfile::tempdir().unwrap();
         let driver = DriverName::parse("drayman.dev").unwrap();
         let files = CdiDirectory::new(driver.clone(), directory.path());

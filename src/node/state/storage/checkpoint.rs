@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn a_newer_releases_checkpoint_is_kept_as_it_is_under_a_name_that_says_so() {
+    fn a_newer_checkpoint_is_kept_under_a_telling_name() {
         let directory = tempfile::tempdir().unwrap();
         let file = CheckpointFile::new(directory.path());
         // The checksum of version 2 over "{}", as a later release would write it.

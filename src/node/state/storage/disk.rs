@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_replaced_in_four_steps_each_of_which_may_fail_and_leaves_the_old_content() {
+    fn replacing_a_file_may_fail_in_four_steps_and_keeps_the_old() {
         use DiskStep::{Create, Flush, Remove, Rename, Write};
         for at in [Create, Write, Flush, Rename] {
             let directory = tempfile::tempdir().unwrap();

@@ -111,7 +111,7 @@ fn a_damaged_checkpoint_is_rebuilt_from_the_cdi_files() {
 }
 
 #[test]
-fn a_damaged_checkpoint_and_a_damaged_cdi_file_leave_the_claim_with_devices_unknown() {
+fn a_damaged_checkpoint_and_cdi_file_leave_devices_unknown() {
     let root = directory();
     prepared(root.path());
     std::fs::write(root.path().join("plugins/drayman.dev/checkpoint.json"), "x").unwrap();
@@ -213,7 +213,7 @@ fn a_file_that_the_system_does_not_give_is_not_damaged() {
 }
 
 #[test]
-fn a_checkpoint_that_is_gone_is_rebuilt_and_a_node_without_traces_is_new() {
+fn a_missing_checkpoint_is_rebuilt_and_a_new_node_is_empty() {
     let root = directory();
     assert_eq!(open(root.path(), "boot").unwrap().rebuilt, None);
     prepared(root.path());
@@ -227,7 +227,7 @@ fn a_checkpoint_that_is_gone_is_rebuilt_and_a_node_without_traces_is_new() {
 }
 
 #[test]
-fn a_checkpoint_older_than_the_cdi_files_does_not_cost_a_claim_its_device() {
+fn an_older_checkpoint_costs_no_claim_its_device() {
     let root = directory();
     let path = root.path().join("plugins/drayman.dev/checkpoint.json");
     let Opened {
@@ -265,7 +265,7 @@ fn a_list_of_kubelets_that_cannot_be_read_is_said_to_be_unknown() {
 }
 
 #[test]
-fn a_store_that_cannot_write_says_so_and_takes_up_again_afterwards() {
+fn storage_that_cannot_write_reports_it_and_recovers() {
     let root = directory();
     let prepared_claims = prepared(root.path());
     let Opened { store, .. } = open(root.path(), "boot").unwrap();
@@ -284,7 +284,7 @@ fn a_store_that_cannot_write_says_so_and_takes_up_again_afterwards() {
 }
 
 #[test]
-fn a_state_directory_that_somebody_removes_comes_back_with_checkpoint_and_lock() {
+fn a_removed_state_directory_is_restored_with_its_lock() {
     let root = directory();
     let prepared_claims = prepared(root.path());
     let Opened { store, .. } = open(root.path(), "boot").unwrap();
@@ -365,7 +365,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(100))]
 
     #[test]
-    fn a_node_that_is_killed_anywhere_keeps_its_promises_on_a_real_disk(operations in operations()) {
+    fn a_kill_at_any_step_on_a_real_disk_is_survived(operations in operations()) {
         Node::new(Real::new()).live(&operations);
     }
 }

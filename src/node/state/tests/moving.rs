@@ -87,7 +87,7 @@ async fn ends(life: &mut Life, kubelet: &Kubelet) {
 }
 
 #[tokio::test]
-async fn a_resource_that_is_renamed_gives_nobody_what_a_container_has_under_the_old_name() {
+async fn a_renamed_resource_withholds_devices_of_the_old_name() {
     let (_root, mut life, _driver, kubelet) = live_with(Mode::Both, Some(granted())).await;
     until_offered(&life, OLD, "x y").await;
     life.wanted.send_replace(resources(Some(NEW), true));
@@ -108,7 +108,7 @@ async fn a_resource_that_is_renamed_gives_nobody_what_a_container_has_under_the_
 }
 
 #[tokio::test]
-async fn a_kind_that_becomes_one_for_claims_waits_for_the_containers_that_have_its_devices() {
+async fn a_kind_that_changes_to_claims_waits_for_its_containers() {
     for before in [Mode::Both, Mode::ExtendedResource] {
         let (_root, mut life, driver, kubelet) = live_with(before, Some(granted())).await;
         if before == Mode::ExtendedResource {
@@ -132,7 +132,7 @@ async fn a_kind_that_becomes_one_for_claims_waits_for_the_containers_that_have_i
 }
 
 #[tokio::test]
-async fn a_device_that_leaves_its_resource_while_the_resource_stays_is_waited_for_too() {
+async fn a_device_that_leaves_its_resource_is_waited_for() {
     let (_root, mut life, driver, kubelet) = live_with(Mode::ExtendedResource, Some(granted())).await;
     life.wanted.send_replace(resources(Some(OLD), false));
     until_offered(&life, OLD, "x y").await;
@@ -149,7 +149,7 @@ async fn a_device_that_leaves_its_resource_while_the_resource_stays_is_waited_fo
 }
 
 #[tokio::test]
-async fn as_long_as_kubelet_does_not_show_its_containers_nothing_of_a_renamed_resource_is_given_away() {
+async fn a_renamed_resource_withholds_all_while_kubelet_is_silent() {
     let (_root, mut life, _driver, kubelet) = live_with(Mode::Both, Some(granted())).await;
     until_offered(&life, OLD, "x y").await;
     *kubelet.shown.lock().unwrap() = None;
@@ -165,7 +165,7 @@ async fn as_long_as_kubelet_does_not_show_its_containers_nothing_of_a_renamed_re
 }
 
 #[tokio::test]
-async fn that_kubelet_does_not_answer_for_a_name_that_is_no_more_is_said_at_the_first_time_and_not_again() {
+async fn silence_of_kubelet_about_a_former_name_is_logged_once() {
     let root = tempfile::tempdir().unwrap();
     let kubelet = Arc::new(Kubelet::default());
     let (mut owner, life) = begin(root.path(), "boot", &FakeDriver::new(&[]), Some(kubelet.clone())).await;
@@ -186,7 +186,7 @@ async fn that_kubelet_does_not_answer_for_a_name_that_is_no_more_is_said_at_the_
 }
 
 #[tokio::test]
-async fn a_grant_that_kubelet_does_not_show_yet_counts_though_the_resource_is_renamed() {
+async fn an_unlisted_grant_counts_after_a_rename_of_the_resource() {
     let (_root, mut life, _driver, _kubelet) = live_with(Mode::Both, Some(Shown::default())).await;
     until_offered(&life, OLD, "x y").await;
     allocate(&life, OLD, "x").await.unwrap();

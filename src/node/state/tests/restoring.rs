@@ -2,7 +2,7 @@ use super::fixture::*;
 use crate::api::crd::Mode;
 
 #[tokio::test]
-async fn a_file_that_could_not_be_restored_at_a_start_is_there_as_soon_as_it_can() {
+async fn a_file_that_could_not_be_restored_is_restored_later() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x", "y"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     life.prepare(A, &["x"]).await.unwrap();
@@ -21,7 +21,7 @@ async fn a_file_that_could_not_be_restored_at_a_start_is_there_as_soon_as_it_can
 }
 
 #[tokio::test]
-async fn a_file_whose_device_the_driver_could_not_look_at_comes_back_though_nothing_changes() {
+async fn a_file_of_an_unreadable_device_is_restored_later() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     life.prepare(A, &["x"]).await.unwrap();
@@ -42,7 +42,7 @@ async fn a_file_whose_device_the_driver_could_not_look_at_comes_back_though_noth
 }
 
 #[tokio::test]
-async fn a_device_by_name_whose_file_could_not_be_written_has_it_as_soon_as_it_can() {
+async fn a_file_that_could_not_be_written_is_written_later() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say(&["x"], "camera", Mode::ExtendedResource);
     driver.gone.lock().unwrap().insert("x".into());

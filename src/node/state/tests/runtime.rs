@@ -66,7 +66,7 @@ async fn life(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_claim_that_is_gone_gives_way_as_soon_as_its_container_has_ended() {
+async fn a_deleted_claim_gives_way_when_its_container_has_ended() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
     let runtime = Arc::new(Runtime::default());
@@ -163,7 +163,7 @@ async fn a_claim_of_an_earlier_boot_keeps_nothing_from_containers() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_orphan_keeps_its_device_while_a_privileged_container_has_it() {
+async fn an_orphan_keeps_a_device_of_a_privileged_container() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
     let runtime = Arc::new(Runtime::default());

@@ -19,7 +19,7 @@ async fn held(life: &Life) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn what_a_driver_cannot_undo_is_kept_from_everybody_until_it_can() {
+async fn a_device_the_driver_cannot_undo_is_withheld_until_undone() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     half_done(&life, &driver).await;
@@ -36,7 +36,7 @@ async fn what_a_driver_cannot_undo_is_kept_from_everybody_until_it_can() {
 }
 
 #[tokio::test]
-async fn what_a_driver_cannot_undo_is_undone_at_a_later_look_if_nobody_asks() {
+async fn a_failed_undo_is_retried_at_the_next_resync() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     half_done(&life, &driver).await;
@@ -67,7 +67,7 @@ async fn what_a_driver_cannot_undo_at_a_start_is_undone_at_the_next() {
 }
 
 #[tokio::test]
-async fn a_person_who_releases_is_told_what_the_driver_cannot_undo_and_nothing_is_given_away() {
+async fn a_release_reports_what_the_driver_cannot_undo() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     life.prepare(A, &["x"]).await.unwrap();
@@ -98,7 +98,7 @@ async fn a_person_who_releases_is_told_what_the_driver_cannot_undo_and_nothing_i
 }
 
 #[tokio::test]
-async fn what_a_person_releases_while_the_companion_does_not_run_is_undone_by_the_driver_at_the_next_start() {
+async fn an_offline_release_is_undone_by_the_driver_at_the_next_start() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
     let life = live_and_know(root.path(), "boot", &driver).await;
     life.prepare(A, &["x"]).await.unwrap();

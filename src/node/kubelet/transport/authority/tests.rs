@@ -109,7 +109,7 @@ fn frames(bytes: &[u8]) -> Vec<(u8, u8, u32, Vec<u8>)> {
 }
 
 #[test]
-fn a_request_as_kubelet_sends_it_gets_an_authority_that_h2_takes() {
+fn a_request_of_kubelet_gets_a_valid_authority() {
     let mut client = Client::new();
     client.frame(4, 0, 0, &[]);
     client.request(
@@ -354,7 +354,7 @@ fn a_string_of_any_length_reads_back() {
 }
 
 #[test]
-fn a_block_at_the_limit_fits_into_one_frame_and_one_byte_more_is_refused() {
+fn a_header_block_at_the_limit_fits_into_one_frame() {
     let at_limit = vec![b'v'; MAX_DECODED_BLOCK - FIELD_OVERHEAD - 1];
     let block = Encoder::new().encode([(&b"x"[..], at_limit.as_slice())]);
     assert!(rewrite_block(&mut Decoder::new(), &block).unwrap().len() <= MAX_FRAME);
@@ -383,7 +383,7 @@ fn a_bomb_of_references_to_one_large_field_is_refused() {
 }
 
 #[test]
-fn a_table_size_update_beyond_the_setting_is_refused_and_a_smaller_one_evicts() {
+fn a_table_size_update_beyond_the_setting_is_refused() {
     let mut decoder = Decoder::new();
     decoder.set_max_allowed_table_size(4096);
     // 001xxxxx with 4097 = 31 + 4066.
