@@ -5,7 +5,7 @@ use std::fmt::Debug;
 use std::panic::{AssertUnwindSafe, resume_unwind};
 use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, Weak};
+use std::sync::{Arc, LazyLock, Mutex};
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -22,6 +22,7 @@ use kube::client::Body;
 use serde::de::DeserializeOwned;
 use serde_json::json;
 use tokio::runtime::Runtime;
+use tokio::sync::OnceCell;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -32,15 +33,14 @@ use crate::harness::{Cluster, Entry, PATIENCE, rule};
 use crate::objects::From;
 use crate::script::Script;
 
-/// All tests run on one runtime, since they share the cluster's connections.
+/// The tests of a process run on one runtime, since they share the cluster's connections.
 static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| Runtime::new().expect("a runtime"));
-/// The cluster, as long as a test uses it.
-static CLUSTER: tokio::sync::Mutex<Weak<Cluster>> = tokio::sync::Mutex::const_new(Weak::new());
+static CLUSTER: OnceCell<Cluster> = OnceCell::const_new();
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
 /// What a test has of the cluster.
 pub(crate) struct Stage {
-    pub(crate) cluster: Arc<Cluster>,
+    pub(crate) cluster: &'static Cluster,
     /// The namespace; its name is also that of the class and the first label of the driver's name.
     pub(crate) name: String,
     /// The scripted driver of the class.
@@ -74,12 +74,6 @@ pub(crate) fn on_stage(
         let result = AssertUnwindSafe(Box::pin(test(&stage))).catch_unwind().await;
         if !matches!(result, Ok(Ok(()))) {
             stage.explain().await;
-        }
-        // The last one ends the cluster.
-        if let Ok(Ok(())) = result
-            && let Some(cluster) = Arc::into_inner(stage.cluster)
-        {
-            cluster.stop().await?;
         }
         result.unwrap_or_else(|panic| resume_unwind(panic))
     })
@@ -119,18 +113,13 @@ pub(crate) fn rules_without(resource: &str, verb: &str) -> Vec<PolicyRule> {
 
 impl Stage {
     async fn new(name: &str) -> anyhow::Result<Self> {
-        let cluster = {
-            let mut shared = CLUSTER.lock().await;
-            if let Some(cluster) = shared.upgrade() {
-                cluster
-            } else {
-                // Nobody says for pretended nodes that they are alive.
+        let cluster = CLUSTER
+            .get_or_try_init(|| {
+                // Nodes that exist in the API alone have no heartbeats.
                 let builder = Cluster::builder().flag("controller-manager", "--node-monitor-grace-period=1h");
-                let cluster = Arc::new(builder.start().await?);
-                *shared = Arc::downgrade(&cluster);
-                cluster
-            }
-        };
+                builder.share("conformance", async |_| Ok(()))
+            })
+            .await?;
         let namespace = json!({ "metadata": { "name": name } });
         let namespaces = Api::<Namespace>::all(cluster.client());
         namespaces

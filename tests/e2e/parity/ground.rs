@@ -1,5 +1,6 @@
 //! The two grounds on which a promise is tried, and the words in which both are asked.
 
+use std::fs::File;
 use std::future::Future;
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
@@ -10,11 +11,12 @@ use futures::{AsyncBufReadExt as _, TryStreamExt as _};
 use http::{Method, Request};
 use kube::client::Body;
 use kube::config::{Config, KubeConfigOptions, Kubeconfig};
+use rustix::fs::FlockOperation;
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
-use tokio::sync::{OnceCell, RwLock, RwLockReadGuard};
+use tokio::sync::OnceCell;
 
-use crate::harness::Cluster;
+use crate::harness::{Cluster, lock};
 use crate::parity::answers::same_form;
 
 pub(crate) const CLAIMS: &str = "/apis/resource.k8s.io/v1alpha2/namespaces/{ns}/resourceclaims";
@@ -28,9 +30,6 @@ pub(crate) const JSON_PATCH: &str = "application/json-patch+json";
 pub(crate) const APPLY: &str = "application/apply-patch+yaml";
 
 static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| Runtime::new().expect("a runtime"));
-/// Read by whoever needs an older version of the real server's, and written by whoever makes it forget.
-static HISTORY: RwLock<()> = RwLock::const_new(());
-/// Ends with this process.
 static CLUSTER: OnceCell<Cluster> = OnceCell::const_new();
 
 /// Watches of one connection, at most: the real server lets a connection have 250 requests at once.
@@ -54,10 +53,15 @@ pub(crate) async fn real() -> &'static Cluster {
                 .flag("controller-manager", "--controllers=*,-resourceclaim-controller")
                 // Nodes that exist in the API alone have no heartbeats.
                 .flag("controller-manager", "--node-monitor-grace-period=24h")
-                .start()
+                .share("parity", async |_| Ok(()))
         })
         .await
         .expect("a real control plane")
+}
+
+/// Locks the history of the real server: shared by tests that need an older version, exclusive to compact it.
+async fn history(operation: FlockOperation) -> anyhow::Result<File> {
+    lock(&real().await.directory().join("history.lock"), operation).await
 }
 
 /// A client of it with a connection of its own, which asks once and no more: an answer of 504 is one.
@@ -228,8 +232,8 @@ impl Ground {
     }
 
     /// Keeps the history of the server, which all promises share, from being forgotten by another one.
-    pub(crate) async fn remember(&self) -> RwLockReadGuard<'static, ()> {
-        HISTORY.read().await
+    pub(crate) async fn remember(&self) -> anyhow::Result<File> {
+        history(FlockOperation::LockShared).await
     }
 
     /// Has the server forget its history, as it does by itself every few minutes.
@@ -238,7 +242,7 @@ impl Ground {
             stage.compact();
             return Ok(());
         }
-        let _alone = HISTORY.write().await;
+        let _alone = history(FlockOperation::LockExclusive).await?;
         real().await.compact().await
     }
 

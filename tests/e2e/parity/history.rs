@@ -148,7 +148,7 @@ fn a_watch_that_wants_bookmarks_gets_one_before_it_ends() {
 fn a_list_is_continued_only_as_long_as_its_version_is_known() {
     both("history-continue", async |ground| {
         make(ground, &["a", "b", "c"]).await?;
-        let remembered = ground.remember().await;
+        let remembered = ground.remember().await?;
         let first = ground
             .send("GET", &format!("{CLAIMS}?limit=1"), JSON, Vec::new())
             .await?;
@@ -183,7 +183,7 @@ fn a_list_is_continued_only_as_long_as_its_version_is_known() {
 #[test]
 fn a_list_of_a_version_that_is_forgotten_is_refused() {
     both("history-exact", async |ground| {
-        let remembered = ground.remember().await;
+        let remembered = ground.remember().await?;
         let first = version(&make(ground, &["a"]).await?);
         make(ground, &["b"]).await?;
         let path = format!("{CLAIMS}?resourceVersion={first}&resourceVersionMatch=Exact");

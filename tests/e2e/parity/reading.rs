@@ -49,7 +49,7 @@ fn a_list_is_selected_by_labels_and_fields() {
 #[test]
 fn a_list_comes_in_pages_of_one_version() {
     both("list-pages", async |ground| {
-        let _remembered = ground.remember().await;
+        let _remembered = ground.remember().await?;
         make(ground, &["a", "b", "c", "d", "e"]).await?;
         let mut token = String::new();
         for page in 0..4 {

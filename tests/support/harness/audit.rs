@@ -129,8 +129,10 @@ impl<'a> Audit<'a> {
 fn entry(event: &Value) -> Entry {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let object = &event["objectRef"];
+    let acting = event.pointer("/impersonatedUser/username");
+    let acting = acting.unwrap_or_else(|| &event["user"]["username"]);
     Entry {
-        user: text(&event["user"]["username"]),
+        user: text(acting),
         user_agent: text(&event["userAgent"]),
         verb: text(&event["verb"]),
         group: text(&object["apiGroup"]),

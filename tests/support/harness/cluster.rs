@@ -14,7 +14,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::process::Command;
 
-use super::supervisor::{Description, Request, Supervisor};
+use super::supervisor::{Answer, Description, Request, Supervisor};
 use super::{Audit, Node, VERSION, not_run, program};
 
 /// How many last lines of each log a failed test prints.
@@ -75,6 +75,16 @@ impl Builder {
 
     /// Starts the cluster and returns when its API server and its nodes are ready.
     pub async fn start(self) -> anyhow::Result<Cluster> {
+        let (supervisor, description) = Supervisor::start(self.command().await?)
+            .await
+            .context("starting a test cluster")?;
+        let mut cluster = Cluster::connect(description).await?;
+        cluster.supervisor = Some(supervisor);
+        Ok(cluster)
+    }
+
+    /// The supervisor of such a cluster.
+    pub(super) async fn command(&self) -> anyhow::Result<std::process::Command> {
         if self.nodes > 0 && !rustix::process::geteuid().is_root() {
             bail!(
                 "a test node needs root (namespaces, mounts, containers): run this test as root; \
@@ -104,16 +114,7 @@ impl Builder {
         if let Some(user) = self.user {
             command.uid(user).gid(user);
         }
-        let (supervisor, description) = Supervisor::start(command)
-            .await
-            .context("starting a test cluster")?;
-        let client = client(&description.kubeconfig).await?;
-        Ok(Cluster {
-            client,
-            description,
-            supervisor,
-            succeeded: false,
-        })
+        Ok(command)
     }
 }
 
@@ -123,7 +124,8 @@ impl Builder {
 pub struct Cluster {
     pub(super) client: kube::Client,
     pub(super) description: Description,
-    pub(super) supervisor: Supervisor,
+    /// None if the cluster is shared with other processes.
+    supervisor: Option<Supervisor>,
     succeeded: bool,
 }
 
@@ -140,6 +142,28 @@ impl Cluster {
             flags: Vec::new(),
             user: None,
         }
+    }
+
+    pub(super) async fn connect(description: Description) -> anyhow::Result<Self> {
+        Ok(Self {
+            client: client(&description.kubeconfig).await?,
+            description,
+            supervisor: None,
+            succeeded: false,
+        })
+    }
+
+    /// Whether other processes use it too. Then nobody may stop a part of it.
+    pub(super) fn is_shared(&self) -> bool {
+        self.supervisor.is_none()
+    }
+
+    pub(super) async fn ask(&self, request: Request) -> anyhow::Result<Answer> {
+        let supervisor = self.supervisor.as_ref();
+        supervisor
+            .context("a shared cluster takes no requests")?
+            .ask(request)
+            .await
     }
 
     /// A client that may do everything.
@@ -244,7 +268,7 @@ impl Cluster {
             signal: Some(signal),
             ..Request::default()
         };
-        self.supervisor.ask(request).await.map(drop)
+        self.ask(request).await.map(drop)
     }
 
     /// Starts a component that was stopped, and returns when the API server is ready.
@@ -254,7 +278,7 @@ impl Cluster {
             process: Some(component.into()),
             ..Request::default()
         };
-        self.supervisor.ask(request).await.map(drop)
+        self.ask(request).await.map(drop)
     }
 
     /// The process of a component of the control plane.
@@ -264,7 +288,7 @@ impl Cluster {
             process: Some(component.into()),
             ..Request::default()
         };
-        let pid = self.supervisor.ask(request).await?.pid;
+        let pid = self.ask(request).await?.pid;
         anyhow::ensure!(pid != 0, "{component} does not run");
         Ok(pid)
     }
@@ -303,7 +327,7 @@ impl Cluster {
 
     /// The process that runs the cluster, for tests of the harness itself.
     pub fn supervisor_pid(&self) -> u32 {
-        self.supervisor.pid()
+        self.supervisor.as_ref().map_or(0, Supervisor::pid)
     }
 
     /// Ends the cluster: the last line of a test that went well.

@@ -24,6 +24,7 @@ mod node;
 pub mod not_run;
 mod pods;
 mod program;
+mod shared;
 mod supervisor;
 mod users;
 
@@ -32,6 +33,7 @@ pub use cluster::{Builder, Cluster};
 pub use node::Node;
 pub use pods::pod;
 pub use program::{build_go, helm, prometheus, prometheus_operator, target};
+pub use shared::lock;
 pub use users::rule;
 
 /// The image that every node has: a static busybox, whose default command waits and ends at once on SIGTERM.

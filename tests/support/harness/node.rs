@@ -147,7 +147,6 @@ impl<'a> Node<'a> {
     async fn ask(&self, r#do: &'static str, process: &str, signal: Option<i32>) -> anyhow::Result<Answer> {
         let (process, node) = (Some(process.to_owned()), Some(self.number));
         self.cluster
-            .supervisor
             .ask(Request {
                 r#do,
                 node,

@@ -9,7 +9,7 @@ use kube::api::{Api, ObjectMeta, Patch, PatchParams, PostParams};
 use tokio::time::{Duration, Instant, sleep};
 
 use super::supervisor::Request;
-use super::{Cluster, PATIENCE};
+use super::{Cluster, PATIENCE, shared};
 
 /// A rule of RBAC: these verbs on these resources of these API groups.
 pub fn rule(groups: &[&str], resources: &[&str], verbs: &[&str]) -> PolicyRule {
@@ -26,12 +26,16 @@ impl Cluster {
     /// Makes a user who may do what the rules say, cluster-wide, and nothing else; returns the user's kubeconfig. By
     /// the name the audit log knows the user. Asked again with other rules, the user has those instead.
     pub async fn user(&self, name: &str, rules: &[PolicyRule]) -> anyhow::Result<PathBuf> {
-        let request = Request {
-            r#do: "user",
-            user: Some(name.into()),
-            ..Request::default()
+        let kubeconfig = if self.is_shared() {
+            shared::impersonate(self, name)?
+        } else {
+            let request = Request {
+                r#do: "user",
+                user: Some(name.into()),
+                ..Request::default()
+            };
+            self.ask(request).await?.path
         };
-        let kubeconfig = self.supervisor.ask(request).await?.path;
         let apply = PatchParams::apply("harness").force();
         let role_name = format!("harness:{name}");
         let metadata = ObjectMeta {

@@ -1,0 +1,99 @@
+//! Clusters that the tests of several processes share.
+
+use std::fs::{self, File};
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use kube::config::Kubeconfig;
+use rustix::fs::{FlockOperation, flock};
+
+use super::supervisor::Description;
+use super::{Builder, Cluster, PATIENCE};
+
+/// The directory in which `hack/test` keeps shared clusters. Its pipe `hold` ends them: it is open as long as tests run.
+const DIRECTORY: &str = "DRAYMAN_TEST_SHARED_CLUSTERS";
+
+/// How often a starting cluster is looked at.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+
+impl Builder {
+    /// Joins the cluster of this name, or starts and prepares it if this test is the first. Without `hack/test`, the cluster
+    /// is this process's own.
+    pub async fn share(
+        self,
+        name: &str,
+        prepare: impl AsyncFnOnce(&Cluster) -> anyhow::Result<()>,
+    ) -> anyhow::Result<Cluster> {
+        let Some(directory) = std::env::var_os(DIRECTORY).map(PathBuf::from) else {
+            let cluster = self.start().await?;
+            prepare(&cluster).await?;
+            return Ok(cluster);
+        };
+        let file = |what: &str| directory.join(format!("{name}.{what}"));
+        let _lock = lock(&file("lock"), FlockOperation::LockExclusive).await?;
+        let (description, ready) = (file("json"), file("ready"));
+        if ready.exists() {
+            return Cluster::connect(read(&description)?.context("a description")?).await;
+        }
+        let mut command = self.command().await?;
+        let log = file("log");
+        // A process group of its own: it outlives the test that starts it.
+        let child = command
+            .process_group(0)
+            .stdin(File::open(directory.join("hold"))?)
+            .stdout(File::create(&description)?)
+            .stderr(File::create(&log)?)
+            .spawn()?;
+        let cluster = Cluster::connect(until_described(child, &description, &log).await?).await?;
+        prepare(&cluster).await?;
+        File::create(ready)?;
+        Ok(cluster)
+    }
+}
+
+/// Locks a file until it is dropped, for this process and for others.
+pub async fn lock(path: &Path, operation: FlockOperation) -> anyhow::Result<File> {
+    let file = File::create(path).with_context(|| format!("opening {}", path.display()))?;
+    tokio::task::spawn_blocking(move || {
+        flock(&file, operation)?;
+        Ok(file)
+    })
+    .await?
+}
+
+/// The kubeconfig of a user whom the administrator impersonates: a shared cluster makes no certificates for tests.
+pub(super) fn impersonate(cluster: &Cluster, user: &str) -> anyhow::Result<PathBuf> {
+    let mut kubeconfig = Kubeconfig::read_from(cluster.kubeconfig())?;
+    for named in &mut kubeconfig.auth_infos {
+        if let Some(info) = &mut named.auth_info {
+            info.impersonate = Some(user.to_owned());
+        }
+    }
+    let path = cluster.directory().join(format!("kubeconfig/as-{user}.yaml"));
+    fs::write(&path, serde_json::to_string(&kubeconfig)?)?;
+    Ok(path)
+}
+
+/// What the supervisor has written to its standard output, once the line is complete.
+fn read(description: &Path) -> anyhow::Result<Option<Description>> {
+    let text = fs::read_to_string(description)?;
+    let line = text.split_once('\n').map(|(line, _)| line);
+    Ok(line.map(serde_json::from_str).transpose()?)
+}
+
+async fn until_described(mut child: Child, description: &Path, log: &Path) -> anyhow::Result<Description> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(description) = read(description)? {
+            return Ok(description);
+        }
+        if child.try_wait()?.is_some() || Instant::now() > deadline {
+            let _ = child.kill();
+            bail!("a shared cluster does not start: {}", fs::read_to_string(log)?);
+        }
+        tokio::time::sleep(POLL_INTERVAL).await;
+    }
+}
