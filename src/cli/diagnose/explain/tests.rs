@@ -163,7 +163,7 @@ fn without_inventories_no_node_is_called_unable() {
     });
     assert_eq!(explanation.step, Step::WaitsForScheduler);
     assert!(
-        explanation.because.contains("not known"),
+        explanation.because.contains("unknown"),
         "{}",
         explanation.because
     );

@@ -232,7 +232,7 @@ fn all_means_every_device_that_matches_or_nothing() {
     assert!(
         one(&mut books, "v", &all("new"))
             .unwrap_err()
-            .contains("4 of 8 not judged yet")
+            .contains("4 of 8 not evaluated yet")
     );
 }
 
