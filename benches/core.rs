@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use drayman::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec, NodeInventory};
 use drayman::api::resource::{AllocationResult, Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
-use drayman::core::allocation::allocate::Target;
 use drayman::core::allocation::allocator::DeviceAllocator;
+use drayman::core::allocation::allocator::Target;
 use drayman::core::allocation::evaluate::RequestedClaim;
 use drayman::core::allocation::inventory::Node;
 use drayman::core::allocation::parameters::{ClassParameters, DeviceRequests};
@@ -40,7 +40,7 @@ fn main() {
     let scenarios: [(&str, fn()); 8] = [
         ("memory", memory),
         ("expressions", selectors::memory),
-        ("verdicts", verdicts),
+        ("verdicts", unsuitable),
         ("selectors", selectors::run),
         ("hostile", hostile::run),
         ("fits", fits),
@@ -89,17 +89,17 @@ fn node_name(node: usize) -> String {
     format!("node-{node:05}")
 }
 
-fn books(nodes: usize, devices: usize) -> DeviceAllocator {
-    let mut books = DeviceAllocator::new(DRIVER);
-    books.replace_inventories(
+fn allocator(nodes: usize, devices: usize) -> DeviceAllocator {
+    let mut allocator = DeviceAllocator::new(DRIVER);
+    allocator.replace_inventories(
         (0..nodes)
             .map(|node| (format!("{}.{DRIVER}", node_name(node)), inventory(node, devices)))
             .collect(),
     );
-    books
+    allocator
 }
 
-fn demand(counts: &[u32]) -> DeviceRequests {
+fn device_requests(counts: &[u32]) -> DeviceRequests {
     let class = ClassParameters::check(
         "test",
         &DeviceClassParametersSpec {
@@ -118,33 +118,33 @@ fn demand(counts: &[u32]) -> DeviceRequests {
 }
 
 /// Where 1 of 15,000 nodes' devices does not fit, for the 128 nodes that the scheduler asks about at most.
-fn verdicts() {
+fn unsuitable() {
     const NODES: usize = 15_000;
     for (what, held) in [("all free", 0), ("all but one node full", 8)] {
-        let mut books = books(NODES, 8);
-        let wanted = demand(&[1]);
+        let mut allocator = allocator(NODES, 8);
+        let wanted = device_requests(&[1]);
         // The asked nodes lie all over the inventory.
         let asked: Vec<String> = (0..128).map(|node| node_name(node * 117)).collect();
         for node in asked.iter().skip(1) {
             for device in 0..held {
                 let claim = claim(&format!("{node}-{device}"));
-                let wish = RequestedClaim {
+                let request = RequestedClaim {
                     claim: &claim,
-                    demand: &wanted,
+                    device_requests: &wanted,
                     suitable_nodes: None,
                 };
-                books.allocate(&[wish], Target::Node(node));
+                allocator.allocate(&[request], Target::Node(node));
             }
         }
         let claim = claim("asked");
-        let wish = RequestedClaim {
+        let request = RequestedClaim {
             claim: &claim,
-            demand: &wanted,
+            device_requests: &wanted,
             suitable_nodes: None,
         };
         let mut times = Times::default();
         for _ in 0..1000 {
-            times.time(|| books.unsuitable_nodes(&[wish], &asked));
+            times.time(|| allocator.unsuitable_nodes(&[request], &asked));
         }
         figure(
             &format!("unsuitable_nodes, 128 nodes of {NODES} with 8 devices each, {what}"),
@@ -157,18 +157,18 @@ fn verdicts() {
 /// Requests that get in each other's way are the worst case of the search.
 fn fits() {
     for (what, counts) in [("one request", &[8][..]), ("eight requests", &[1; 8])] {
-        let books = books(1, 64);
-        let wanted = demand(counts);
+        let allocator = allocator(1, 64);
+        let wanted = device_requests(counts);
         let claim = claim("asked");
-        let wish = RequestedClaim {
+        let request = RequestedClaim {
             claim: &claim,
-            demand: &wanted,
+            device_requests: &wanted,
             suitable_nodes: None,
         };
         let mut times = Times::default();
         for _ in 0..1000 {
-            let mut books = books.clone();
-            times.time(|| books.allocate(&[wish], Target::Node("node-00000")));
+            let mut allocator = allocator.clone();
+            times.time(|| allocator.allocate(&[request], Target::Node("node-00000")));
         }
         figure(
             &format!("allocate 8 devices out of 64, {what}"),
@@ -400,10 +400,10 @@ fn memory() {
     let before = resident_kib();
     let shell = Shell::new(CLAIMS);
     let protocol = resident_kib().saturating_sub(before) * 1024 / CLAIMS as u64;
-    let mut books = DeviceAllocator::new(DRIVER);
+    let mut allocator = DeviceAllocator::new(DRIVER);
     let claims: Vec<_> = (0..CLAIMS).map(|number| allocated(number, 1)).collect();
     let before = resident_kib();
-    books.observe_all(
+    allocator.observe_all(
         claims
             .iter()
             .map(|claim| (&**claim, claim.status.allocation.as_ref())),

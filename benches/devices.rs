@@ -11,14 +11,14 @@ use drayman::api::crd::{
     DeviceRequest, DeviceSelector, NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY,
 };
 use drayman::api::resource::{AllocationResult, ResourceClaim};
-use drayman::core::allocation::allocate::Target;
 use drayman::core::allocation::allocator::DeviceAllocator;
-use drayman::core::allocation::attribute_set::Match;
+use drayman::core::allocation::allocator::Target;
 use drayman::core::allocation::evaluate::RequestedClaim;
-use drayman::core::allocation::fit::Fit;
 use drayman::core::allocation::inventory::Node;
 use drayman::core::allocation::parameters::{ClassParameters, DeviceRequests};
-use drayman::core::allocation::work::{NODE_WORK_MAX, Work};
+use drayman::core::allocation::search::Fit;
+use drayman::core::allocation::search::{NODE_WORK_MAX, Work};
+use drayman::core::allocation::selectors::Match;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
 const DRIVER: &str = "drayman.dev";
@@ -73,7 +73,7 @@ fn claim(number: usize, allocation: Option<AllocationResult>) -> ResourceClaim {
     claim
 }
 
-fn demand(count: u32) -> Option<DeviceRequests> {
+fn device_requests(count: u32) -> Option<DeviceRequests> {
     let class = ClassParameters::check(
         "gpu",
         &DeviceClassParametersSpec {
@@ -137,14 +137,14 @@ fn constrained() -> Option<DeviceRequests> {
 
 /// DeviceAllocator with nothing but [`large_node`], all of whose devices match.
 fn large() -> DeviceAllocator {
-    let mut books = DeviceAllocator::new(DRIVER);
-    books.set_inventory("large", Some(large_node()));
+    let mut allocator = DeviceAllocator::new(DRIVER);
+    allocator.set_inventory("large", Some(large_node()));
     let selector = SELECTOR.into();
-    books.want("gpu", &selector);
-    let unjudged = books.unjudged("gpu", &selector).cloned();
-    let said = unjudged.map(|facts| (facts, Match::Yes)).collect();
-    books.judged(&selector, said);
-    books
+    allocator.activate("gpu", &selector);
+    let pending = allocator.pending("gpu", &selector).cloned();
+    let results = pending.map(|attributes| (attributes, Match::Yes)).collect();
+    allocator.evaluated(&selector, results);
+    allocator
 }
 
 fn measure(what: &str, tries: usize, limit: Duration, mut run: impl FnMut()) -> bool {
@@ -166,8 +166,8 @@ fn measure(what: &str, tries: usize, limit: Duration, mut run: impl FnMut()) -> 
 
 /// DeviceAllocator in which every one of [`CLAIMS`] holds a device, the nodes filled one after the other, and the claims.
 fn filled(one: &DeviceRequests) -> Option<(DeviceAllocator, Vec<ResourceClaim>)> {
-    let mut books = DeviceAllocator::new(DRIVER);
-    books.replace_inventories(
+    let mut allocator = DeviceAllocator::new(DRIVER);
+    allocator.replace_inventories(
         (0..NODES)
             .map(node)
             .map(|node| (node.name().to_owned(), node))
@@ -176,20 +176,20 @@ fn filled(one: &DeviceRequests) -> Option<(DeviceAllocator, Vec<ResourceClaim>)>
     let mut claims = Vec::with_capacity(CLAIMS);
     for number in 0..CLAIMS {
         let (asking, target) = (claim(number, None), node_name(number / DEVICES));
-        let wish = RequestedClaim {
+        let request = RequestedClaim {
             claim: &asking,
-            demand: one,
+            device_requests: one,
             suitable_nodes: None,
         };
-        let allocation = books
-            .allocate(&[wish], Target::Node(&target))
+        let allocation = allocator
+            .allocate(&[request], Target::Node(&target))
             .answers
             .pop()?
             .ok()?;
         claims.push(claim(number, Some(allocation)));
     }
-    books.observe_all(observed(&claims));
-    Some((books, claims))
+    allocator.observe_all(observed(&claims));
+    Some((allocator, claims))
 }
 
 fn observed(claims: &[ResourceClaim]) -> impl Iterator<Item = (&ResourceClaim, Option<&AllocationResult>)> {
@@ -199,17 +199,18 @@ fn observed(claims: &[ResourceClaim]) -> impl Iterator<Item = (&ResourceClaim, O
 }
 
 fn main() -> ExitCode {
-    let (Some(one), Some(eight), Some(constrained)) = (demand(1), demand(8), constrained()) else {
+    let (Some(one), Some(eight), Some(constrained)) = (device_requests(1), device_requests(8), constrained())
+    else {
         return ExitCode::FAILURE;
     };
-    let Some((mut books, claims)) = filled(&one) else {
+    let Some((mut allocator, claims)) = filled(&one) else {
         return ExitCode::FAILURE;
     };
     let mut large = large();
     let asking = claim(CLAIMS, None);
-    let wish = |demand| RequestedClaim {
+    let request = |device_requests| RequestedClaim {
         claim: &asking,
-        demand,
+        device_requests,
         suitable_nodes: None,
     };
     // The last full node and the first free one are in the middle.
@@ -226,7 +227,7 @@ fn main() -> ExitCode {
             1000,
             millis(1),
             || {
-                black_box(books.unsuitable_nodes(&[wish(&one)], &names));
+                black_box(allocator.unsuitable_nodes(&[request(&one)], &names));
             },
         ),
         measure(
@@ -234,7 +235,7 @@ fn main() -> ExitCode {
             1000,
             millis(1),
             || {
-                black_box(books.unsuitable_nodes(&[wish(&eight)], &names));
+                black_box(allocator.unsuitable_nodes(&[request(&eight)], &names));
             },
         ),
         measure(
@@ -253,19 +254,19 @@ fn main() -> ExitCode {
             millis(1),
             || {
                 let answer = large
-                    .allocate(&[wish(&constrained)], Target::Node(&node_name(0)))
+                    .allocate(&[request(&constrained)], Target::Node(&node_name(0)))
                     .answers;
                 assert!(answer.iter().all(Result::is_ok), "{answer:?}");
                 large.deallocate(&asking);
             },
         ),
         measure("allocate and deallocate, on a node", 1000, millis(1), || {
-            black_box(books.allocate(&[wish(&one)], Target::Node(&last)));
-            books.deallocate(&asking);
+            black_box(allocator.allocate(&[request(&one)], Target::Node(&last)));
+            allocator.deallocate(&asking);
         }),
         measure("allocate and deallocate, anywhere", 50, millis(100), || {
-            black_box(books.allocate(&[wish(&one)], Target::Anywhere));
-            books.deallocate(&asking);
+            black_box(allocator.allocate(&[request(&one)], Target::Anywhere));
+            allocator.deallocate(&asking);
         }),
         measure("observe, all claims at once", 20, millis(200), || {
             black_box(DeviceAllocator::new(DRIVER).observe_all(observed(&claims)));

@@ -89,9 +89,9 @@ pub(super) fn run() {
         let mut times = Times::default();
         for _ in 0..1000 {
             let start = Instant::now();
-            let verdicts = ask(&driver, &pod, &claim, &class, &asked).await;
+            let unsuitable = ask(&driver, &pod, &claim, &class, &asked).await;
             times.push(start.elapsed());
-            assert_eq!(verdicts, first);
+            assert_eq!(unsuitable, first);
         }
         figure(
             &format!("parameters and unsuitable_nodes for 128 nodes after that, {about}"),

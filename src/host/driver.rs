@@ -12,16 +12,14 @@ use tokio_util::sync::CancellationToken;
 
 use crate::api::crd::{DeviceClaimParameters, DeviceClassParameters, NodeInventory};
 use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
-use crate::core::allocation::allocate::{
-    Allocated, Target, Verdicts, add_verdict, first_fit, granted, try_on,
-};
 use crate::core::allocation::allocator::Observed;
-use crate::core::allocation::attribute_set::Matches;
-use crate::core::allocation::errors::{AllocateError, Problem};
+use crate::core::allocation::allocator::{AllocateError, Problem};
+use crate::core::allocation::allocator::{Allocated, Target, add_unsuitable, first_fit, granted, node_fit};
 use crate::core::allocation::evaluate::{NodeSnapshot, RequestedClaim};
 use crate::core::allocation::inventory::Node;
 use crate::core::allocation::parameters::{ClassParameters, DeviceRequests, Selector};
-use crate::core::allocation::work::{CALL_WORK_MAX, INSTANT_WORK_MAX, QUICK_WORK_MAX, Work};
+use crate::core::allocation::search::{CALL_WORK_MAX, INSTANT_WORK_MAX, QUICK_WORK_MAX, Work};
+use crate::core::allocation::selectors::Matches;
 use crate::driver::{
     CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Finding, Observation,
     UnsuitableNodes,
@@ -29,15 +27,15 @@ use crate::driver::{
 use crate::host::changes::Changes;
 use crate::host::fair_queue::FairQueue;
 use crate::host::selectors::{Evaluator, Refusal};
-use crate::host::state::{Change, State, Unjudged};
+use crate::host::state::{Change, Pending, State};
 use crate::host::watch::{self, Guarded, events, follow};
 
 /// NodeInventory objects per page of a list: a page stays below some 10 MiB even if each node has hundreds of devices.
 const INVENTORY_PAGE: u32 = 100;
 /// Nodes copied at once for a search: the lock is held for some milliseconds even if each has a thousand devices.
-const SCENES: usize = 64;
+const MAX_SNAPSHOTS: usize = 64;
 /// Maximum number of searches whose devices were then taken by another claim.
-const TRIES: usize = 3;
+const MAX_TRIES: usize = 3;
 /// Parameter objects per page of a list.
 const PARAMETERS_PAGE: u32 = 500;
 
@@ -123,7 +121,7 @@ impl HostDriver {
             move |object| read_inventory(&name, object),
             move |change| {
                 shared.inventories(change);
-                shared.judge_anew();
+                shared.evaluate_due();
             },
         ));
         let shared = Arc::clone(&driver.shared);
@@ -220,7 +218,10 @@ impl Shared {
         let all = matches!(change, Change::All(_));
         let (number, problems) = {
             let mut state = self.state();
-            (state.apply_inventories(change), state.books.settle_doubts())
+            (
+                state.apply_inventories(change),
+                state.allocator.recheck_conflicts(),
+            )
         };
         self.tell(&problems);
         self.synced.send_modify(|synced| synced.inventories |= all);
@@ -228,29 +229,29 @@ impl Shared {
     }
 
     /// Evaluates the selectors in use against new devices of the inventories.
-    fn judge_anew(self: &Arc<Self>) {
+    fn evaluate_due(self: &Arc<Self>) {
         if self.state().due().is_none() {
             return;
         }
         let shared = Arc::clone(self);
         tokio::spawn(async move {
-            let mut wanted = 0;
+            let mut matching = 0;
             loop {
                 let due = shared.state().due();
                 let Some((kind, expression)) = due else { break };
                 // A rejected expression is no longer due.
-                wanted += shared.judge_kind(&kind, &expression).await.unwrap_or(0);
+                matching += shared.evaluate_kind(&kind, &expression).await.unwrap_or(0);
             }
-            shared.changes.report(CapacityCause::Inventory, wanted);
+            shared.changes.report(CapacityCause::Inventory, matching);
         });
     }
 
     /// Ensures that these selectors are evaluated against all devices of a kind.
-    async fn judge_all(self: &Arc<Self>, kind: &str, selectors: &[Selector]) -> Result<(), DriverError> {
+    async fn evaluate_all(self: &Arc<Self>, kind: &str, selectors: &[Selector]) -> Result<(), DriverError> {
         for selector in selectors {
             self.state().select(selector)?;
-            let judged = self.judge_kind(kind, selector.expression()).await;
-            judged.map_err(|refusal| match refusal {
+            let evaluated = self.evaluate_kind(kind, selector.expression()).await;
+            evaluated.map_err(|refusal| match refusal {
                 Refusal::Wrong(error) => selector.refusal(error).into(),
                 Refusal::Unfinished(error) => {
                     DriverError::retry("SelectorUnfinished", selector.refusal(error).to_string())
@@ -262,49 +263,49 @@ impl Shared {
 
     /// Ensures that an expression is evaluated against all devices of a kind, in turn with other expressions. Returns how many of the
     /// newly evaluated devices match.
-    async fn judge_kind(self: &Arc<Self>, kind: &str, expression: &Arc<str>) -> Result<usize, Refusal> {
-        let unjudged = || self.state().unjudged(kind, expression, Instant::now());
-        let mut wanted = 0;
-        if unjudged()?.is_some() {
+    async fn evaluate_kind(self: &Arc<Self>, kind: &str, expression: &Arc<str>) -> Result<usize, Refusal> {
+        let pending = || self.state().pending(kind, expression, Instant::now());
+        let mut matching = 0;
+        if pending()?.is_some() {
             let _line = self.turns.line(expression).await;
             loop {
                 let _turn = self.turns.turn().await;
-                let Some(unjudged) = unjudged()? else { break };
-                wanted += self.judge(unjudged).await;
+                let Some(pending) = pending()? else { break };
+                matching += self.evaluate(pending).await;
             }
         }
-        Ok(wanted)
+        Ok(matching)
     }
 
     /// Returns how many of the devices match the expression.
-    async fn judge(self: &Arc<Self>, unjudged: Unjudged) -> usize {
-        let Unjudged { expression, devices } = unjudged;
-        let judged = self.evaluator.judge(&expression, devices).await;
-        if let Err(error) = &judged {
+    async fn evaluate(self: &Arc<Self>, pending: Pending) -> usize {
+        let Pending { expression, devices } = pending;
+        let evaluated = self.evaluator.evaluate(&expression, devices).await;
+        if let Err(error) = &evaluated {
             tracing::warn!(%expression, ?error, "a selector is refused");
         }
-        let unfinished = matches!(judged, Err(Refusal::Unfinished(_)));
-        let wanted = self.state().judged(&expression, judged, Instant::now());
+        let unfinished = matches!(evaluated, Err(Refusal::Unfinished(_)));
+        let matching = self.state().evaluated(&expression, evaluated, Instant::now());
         if unfinished {
-            self.judge_later(expression);
+            self.retry_later(expression);
         }
-        wanted
+        matching
     }
 
     /// Schedules a retry of an expression that was not evaluated in time, and reports a success to waiting pods.
-    fn judge_later(self: &Arc<Self>, expression: Arc<str>) {
-        let Some(again) = self.state().again(&expression) else {
+    fn retry_later(self: &Arc<Self>, expression: Arc<str>) {
+        let Some(retry_at) = self.state().retry_at(&expression) else {
             return;
         };
         let shared = Arc::clone(self);
         tokio::spawn(async move {
-            tokio::time::sleep_until(again.into()).await;
+            tokio::time::sleep_until(retry_at.into()).await;
             let kinds = shared.state().kinds(&expression);
-            let mut wanted = 0;
+            let mut matching = 0;
             for kind in kinds {
-                wanted += shared.judge_kind(&kind, &expression).await.unwrap_or(0);
+                matching += shared.evaluate_kind(&kind, &expression).await.unwrap_or(0);
             }
-            shared.changes.report(CapacityCause::Inventory, wanted);
+            shared.changes.report(CapacityCause::Inventory, matching);
         });
     }
 
@@ -324,9 +325,9 @@ impl Shared {
 
 /// Claims and their device requests, for a search that outlives the call.
 #[derive(Debug)]
-struct Wishes(Vec<(Arc<ResourceClaim>, Arc<ResourceClass>, DeviceRequests)>);
+struct Requested(Vec<(Arc<ResourceClaim>, Arc<ResourceClass>, DeviceRequests)>);
 
-impl Wishes {
+impl Requested {
     fn of(claims: &[ClaimRequest<HostDriver>]) -> Arc<Self> {
         let one = |request: &ClaimRequest<HostDriver>| {
             let (claim, class) = (Arc::clone(&request.claim), Arc::clone(&request.class));
@@ -338,9 +339,9 @@ impl Wishes {
     fn get(&self) -> Vec<RequestedClaim<'_>> {
         self.0
             .iter()
-            .map(|(claim, class, demand)| RequestedClaim {
+            .map(|(claim, class, device_requests)| RequestedClaim {
                 claim,
-                demand,
+                device_requests,
                 suitable_nodes: class.suitable_nodes.as_ref(),
             })
             .collect()
@@ -375,12 +376,15 @@ impl HostDriver {
     }
 
     /// Copies the state that concerns the claims on some nodes.
-    async fn scenes(&self, wishes: &Wishes, nodes: &[String]) -> (Vec<NodeSnapshot>, Matches) {
-        let wishes = wishes.get();
+    async fn snapshots(&self, requested: &Requested, nodes: &[String]) -> (Vec<NodeSnapshot>, Matches) {
+        let requested = requested.get();
         let copy = |state: &mut State| {
-            let books = &state.books;
-            let scenes = nodes.iter().map(|name| books.scene(&wishes, name)).collect();
-            (scenes, books.matches_of(&wishes))
+            let allocator = &state.allocator;
+            let snapshots = nodes
+                .iter()
+                .map(|name| allocator.snapshot(&requested, name))
+                .collect();
+            (snapshots, allocator.matches_of(&requested))
         };
         self.piece(copy).await
     }
@@ -389,62 +393,68 @@ impl HostDriver {
         &self,
         claims: &[ClaimRequest<Self>],
         nodes: &[String],
-        verdicts: &mut Verdicts,
+        unsuitable: &mut [UnsuitableNodes],
     ) {
-        let wishes = Wishes::of(claims);
+        let requested = Requested::of(claims);
         let mut work = Work::new(CALL_WORK_MAX);
-        for some in nodes.chunks(SCENES) {
-            let (scenes, matches) = self.scenes(&wishes, some).await;
-            let wishes = Arc::clone(&wishes);
-            let (judged, done) = self
+        for some in nodes.chunks(MAX_SNAPSHOTS) {
+            let (snapshots, matches) = self.snapshots(&requested, some).await;
+            let requested = Arc::clone(&requested);
+            let (evaluated, done) = self
                 .search(move || {
-                    let wishes = wishes.get();
-                    let judge = |scene| try_on(scene, &matches, &wishes, &mut work);
-                    let judged: Vec<_> = scenes.iter().map(judge).collect();
-                    (judged, work)
+                    let requested = requested.get();
+                    let evaluate = |snapshot| node_fit(snapshot, &matches, &requested, &mut work);
+                    let evaluated: Vec<_> = snapshots.iter().map(evaluate).collect();
+                    (evaluated, work)
                 })
                 .await;
             work = done;
-            for (name, judged) in some.iter().zip(&judged) {
-                add_verdict(verdicts, name, judged);
+            for (name, evaluated) in some.iter().zip(&evaluated) {
+                add_unsuitable(unsuitable, name, evaluated);
             }
         }
     }
 
     /// Allocates the result of a search on copies if it is still available; checking and holding it is one step.
     async fn search_allocation(&self, claims: &[ClaimRequest<Self>], target: Target<'_>) -> Allocated {
-        let owned = Wishes::of(claims);
-        let refuse = |errors| self.shared.state().books.refuse(&owned.get(), errors);
-        let route = self.piece(|state| state.books.route(&owned.get(), target)).await;
+        let owned = Requested::of(claims);
+        let refuse = |errors| self.shared.state().allocator.refuse(&owned.get(), errors);
+        let route = self
+            .piece(|state| state.allocator.route(&owned.get(), target))
+            .await;
         let route = match route {
             Ok(route) => route,
             Err(errors) => return refuse(errors),
         };
         let mut work = Work::new(CALL_WORK_MAX);
         let nodes: Vec<String> = route.nodes().map(str::to_owned).collect();
-        for some in nodes.chunks(SCENES) {
+        for some in nodes.chunks(MAX_SNAPSHOTS) {
             let mut tries = 0;
             loop {
-                let (scenes, matches) = self.scenes(&owned, some).await;
-                let wishes = Arc::clone(&owned);
+                let (snapshots, matches) = self.snapshots(&owned, some).await;
+                let requested = Arc::clone(&owned);
                 let (found, done) = self
-                    .search(move || (first_fit(scenes, &matches, &wishes.get(), &mut work), work))
+                    .search(move || (first_fit(snapshots, &matches, &requested.get(), &mut work), work))
                     .await;
                 work = done;
-                let Some((scene, judged)) = found else { break };
-                if judged.iter().any(Result::is_err) {
-                    match granted(&route, scene.name(), judged, &owned.get()) {
+                let Some((snapshot, evaluated)) = found else { break };
+                if evaluated.iter().any(Result::is_err) {
+                    match granted(&route, snapshot.name(), evaluated, &owned.get()) {
                         Some(Err(errors)) => return refuse(errors),
                         _ => break,
                     }
                 }
-                let held = self.shared.state().books.hold_in(&owned.get(), &scene, judged);
+                let held = self
+                    .shared
+                    .state()
+                    .allocator
+                    .hold_in(&owned.get(), &snapshot, evaluated);
                 tries += 1;
                 match held {
                     Some(allocated) => return allocated,
-                    None if tries < TRIES => {}
+                    None if tries < MAX_TRIES => {}
                     None => {
-                        let node = scene.name().to_owned();
+                        let node = snapshot.name().to_owned();
                         return refuse(vec![AllocateError::Changed { node }; claims.len()]);
                     }
                 }
@@ -455,17 +465,18 @@ impl HostDriver {
         }
         let mut shortage = route.shortage(&owned.get());
         let candidates: Vec<String> = route.candidates().map(str::to_owned).collect();
-        for some in candidates.chunks(SCENES) {
+        for some in candidates.chunks(MAX_SNAPSHOTS) {
             if work.is_spent() {
                 break;
             }
-            let (scenes, matches) = self.scenes(&owned, some).await;
-            let (wishes, route) = (Arc::clone(&owned), route.clone());
+            let (snapshots, matches) = self.snapshots(&owned, some).await;
+            let (requested, route) = (Arc::clone(&owned), route.clone());
             (shortage, work) = self
                 .search(move || {
-                    let wishes = wishes.get();
-                    let count = |scene| route.count(scene, &matches, &wishes, &mut shortage, &mut work);
-                    let _counted = scenes.iter().all(count);
+                    let requested = requested.get();
+                    let count =
+                        |snapshot| route.count(snapshot, &matches, &requested, &mut shortage, &mut work);
+                    let _counted = snapshots.iter().all(count);
                     (shortage, work)
                 })
                 .await;
@@ -493,7 +504,7 @@ impl Driver for HostDriver {
     async fn class_parameters(&self, class: &ResourceClass) -> Result<ClassParameters, DriverError> {
         let parameters = self.shared.state().class_parameters(class)?;
         self.shared
-            .judge_all(parameters.kind(), parameters.selectors())
+            .evaluate_all(parameters.kind(), parameters.selectors())
             .await?;
         Ok(parameters)
     }
@@ -504,11 +515,13 @@ impl Driver for HostDriver {
         _class: &ResourceClass,
         class_parameters: &ClassParameters,
     ) -> Result<DeviceRequests, DriverError> {
-        let demand = self.shared.state().claim_parameters(claim, class_parameters)?;
-        for request in demand.requests() {
-            self.shared.judge_all(demand.kind(), request.selectors()).await?;
+        let device_requests = self.shared.state().claim_parameters(claim, class_parameters)?;
+        for request in device_requests.requests() {
+            self.shared
+                .evaluate_all(device_requests.kind(), request.selectors())
+                .await?;
         }
-        Ok(demand)
+        Ok(device_requests)
     }
 
     async fn unsuitable_nodes(
@@ -517,24 +530,28 @@ impl Driver for HostDriver {
         claims: &[ClaimRequest<Self>],
         nodes: &[String],
     ) -> Result<Vec<UnsuitableNodes>, DriverError> {
-        let wishes: Vec<RequestedClaim<'_>> = claims.iter().map(wish).collect();
-        let mut verdicts: Verdicts = vec![BTreeMap::new(); claims.len()];
+        let requested: Vec<RequestedClaim<'_>> = claims.iter().map(requested_claim).collect();
+        let mut unsuitable: Vec<UnsuitableNodes> = vec![BTreeMap::new(); claims.len()];
         let mut instant = Work::new(INSTANT_WORK_MAX);
-        let mut left = self
-            .shared
-            .state()
-            .books
-            .verdicts(&wishes, nodes, &mut verdicts, &mut instant);
+        let mut left =
+            self.shared
+                .state()
+                .allocator
+                .unsuitable(&requested, nodes, &mut unsuitable, &mut instant);
         if !left.is_empty() {
             let mut quick = Work::new(QUICK_WORK_MAX);
             left = self
-                .piece(|state| state.books.verdicts(&wishes, left, &mut verdicts, &mut quick))
+                .piece(|state| {
+                    state
+                        .allocator
+                        .unsuitable(&requested, left, &mut unsuitable, &mut quick)
+                })
                 .await;
         }
         if !left.is_empty() {
-            self.search_verdicts(claims, left, &mut verdicts).await;
+            self.search_verdicts(claims, left, &mut unsuitable).await;
         }
-        Ok(verdicts)
+        Ok(unsuitable)
     }
 
     async fn allocate(
@@ -542,19 +559,19 @@ impl Driver for HostDriver {
         claims: &[ClaimRequest<Self>],
         node: Option<&str>,
     ) -> Result<Vec<AllocationResult>, DriverError> {
-        let wishes: Vec<RequestedClaim<'_>> = claims.iter().map(wish).collect();
+        let requested: Vec<RequestedClaim<'_>> = claims.iter().map(requested_claim).collect();
         let target = node.map_or(Target::Anywhere, Target::Node);
         let mut allocated = None;
         // Sorting all nodes takes longer than the limit of this attempt.
         if node.is_some() {
             let mut instant = Work::new(INSTANT_WORK_MAX);
-            let books = &mut self.shared.state().books;
-            allocated = books.allocate_within(&wishes, target, &mut instant);
+            let allocator = &mut self.shared.state().allocator;
+            allocated = allocator.allocate_within(&requested, target, &mut instant);
         }
         if allocated.is_none() {
             let mut quick = Work::new(QUICK_WORK_MAX);
             allocated = self
-                .piece(|state| state.books.allocate_within(&wishes, target, &mut quick))
+                .piece(|state| state.allocator.allocate_within(&requested, target, &mut quick))
                 .await;
         }
         let allocated = match allocated {
@@ -573,7 +590,7 @@ impl Driver for HostDriver {
     }
 
     async fn deallocate(&self, deallocation: Deallocation<'_>) -> Result<(), DriverError> {
-        let freed = self.shared.state().books.deallocate(deallocation.claim);
+        let freed = self.shared.state().allocator.deallocate(deallocation.claim);
         self.shared.changes.report(CapacityCause::Freed, freed);
         Ok(())
     }
@@ -581,16 +598,18 @@ impl Driver for HostDriver {
     async fn observe(&self, observation: &Observation) -> Vec<Finding> {
         let driver = self.name();
         let Observed { freed, problems } = {
-            let books = &mut self.shared.state().books;
+            let allocator = &mut self.shared.state().allocator;
             match observation {
-                Observation::All(holdings) => books.observe_all(
+                Observation::All(holdings) => allocator.observe_all(
                     holdings
                         .iter()
                         .map(|holding| (&*holding.claim, holding.allocation(driver))),
                 ),
-                Observation::Changed(holding) => books.observe(&holding.claim, holding.allocation(driver)),
+                Observation::Changed(holding) => {
+                    allocator.observe(&holding.claim, holding.allocation(driver))
+                }
                 Observation::Gone { uid } => Observed {
-                    freed: books.gone(uid),
+                    freed: allocator.gone(uid),
                     problems: Vec::new(),
                 },
             }
@@ -629,10 +648,10 @@ fn finding(problem: &Problem) -> Finding {
     }
 }
 
-fn wish(request: &ClaimRequest<HostDriver>) -> RequestedClaim<'_> {
+fn requested_claim(request: &ClaimRequest<HostDriver>) -> RequestedClaim<'_> {
     RequestedClaim {
         claim: &request.claim,
-        demand: &request.claim_parameters,
+        device_requests: &request.claim_parameters,
         suitable_nodes: request.class.suitable_nodes.as_ref(),
     }
 }

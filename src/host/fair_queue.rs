@@ -8,7 +8,7 @@ use tokio::sync::{Mutex as AsyncMutex, MutexGuard, OwnedMutexGuard};
 /// The fair queue of all expressions.
 #[derive(Debug, Default)]
 pub(crate) struct FairQueue {
-    /// Held for one turn. Waiters get it in the order of their requests, and request it again for their next turn.
+    /// Held for one turn. Waiters get it in the order of their requests, and request it retry_at for their next turn.
     turn: AsyncMutex<()>,
     /// Per expression, the lock for which its waiters queue; its holder alone requests turns, so a hundred claims with one expression
     /// count as one.

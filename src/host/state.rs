@@ -7,14 +7,15 @@ use std::time::{Duration, Instant};
 use crate::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec, REQUESTS_MAX, SELECTORS_MAX};
 use crate::api::resource::{ResourceClaim, ResourceClass};
 use crate::core::allocation::allocator::DeviceAllocator;
-use crate::core::allocation::attribute_set::{AttributeSet, Match};
+use crate::core::allocation::inventory::AttributeSet;
 use crate::core::allocation::inventory::Node;
-use crate::core::allocation::parameters::{ClassParameters, DeviceRequests, ParametersError, Selector};
-use crate::core::allocation::reference::{
+use crate::core::allocation::parameters::{
     CLAIM_PARAMETERS_KIND, CLASS_PARAMETERS_KIND, ReferenceError, claim_reference, class_reference,
 };
+use crate::core::allocation::parameters::{ClassParameters, DeviceRequests, ParametersError, Selector};
+use crate::core::allocation::selectors::Match;
 use crate::driver::DriverError;
-use crate::host::selectors::{CHUNK, Judged, Refusal};
+use crate::host::selectors::{CHUNK, Refusal, Results};
 
 /// Number of inventory changes after which results for deleted devices are dropped.
 const CHANGES_MAX: usize = 1024;
@@ -133,7 +134,7 @@ impl From<ReferenceError> for DriverError {
 #[derive(Debug)]
 pub(crate) struct State {
     /// Inventory and allocations.
-    pub(crate) books: DeviceAllocator,
+    pub(crate) allocator: DeviceAllocator,
     /// DeviceClassParameters by name.
     pub(crate) classes: Copy<String, DeviceClassParametersSpec>,
     /// DeviceClaimParameters by namespace and name.
@@ -143,9 +144,9 @@ pub(crate) struct State {
 }
 
 /// Delay before the first retry of an expression that was not evaluated in time; doubled with each failure.
-const UNFINISHED_AGAIN: Duration = Duration::from_secs(5);
+const UNFINISHED_RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// The longest of these delays.
-const UNFINISHED_LONGEST: Duration = Duration::from_secs(300);
+const MAX_UNFINISHED_RETRY_INTERVAL: Duration = Duration::from_secs(300);
 
 /// The evaluation status of an expression.
 #[derive(Debug)]
@@ -155,7 +156,7 @@ enum Known {
     Unfinished {
         error: String,
         failures: u32,
-        again: Instant,
+        retry_at: Instant,
     },
 }
 
@@ -243,7 +244,7 @@ impl Selectors {
 
 /// Devices for which an expression is pending.
 #[derive(Debug)]
-pub(crate) struct Unjudged {
+pub(crate) struct Pending {
     /// The expression.
     pub(crate) expression: Arc<str>,
     /// Some of the devices.
@@ -253,7 +254,7 @@ pub(crate) struct Unjudged {
 impl State {
     pub(crate) fn new(driver: &str) -> Self {
         Self {
-            books: DeviceAllocator::new(driver),
+            allocator: DeviceAllocator::new(driver),
             classes: Copy::default(),
             claims: Copy::default(),
             selectors: Selectors::default(),
@@ -316,12 +317,12 @@ impl State {
                 .map(|selector| selector.cel.expression.as_str())
                 .collect()
         }
-        let (selectors, books) = (&mut self.selectors, &mut self.books);
+        let (selectors, allocator) = (&mut self.selectors, &mut self.allocator);
         self.classes.apply_with(change, |_, old, new| {
             // Add the new expressions first, so that unchanged ones keep their results.
             selectors.written("", &expressions(new));
             for expression in selectors.erased("", &expressions(old)) {
-                books.forget_selector(expression);
+                allocator.forget_selector(expression);
             }
         })
     }
@@ -338,98 +339,101 @@ impl State {
                 .map(|selector| selector.cel.expression.as_str())
                 .collect()
         }
-        let (selectors, books) = (&mut self.selectors, &mut self.books);
+        let (selectors, allocator) = (&mut self.selectors, &mut self.allocator);
         self.claims.apply_with(change, |(namespace, _), old, new| {
             selectors.written(namespace, &expressions(new));
             for expression in selectors.erased(namespace, &expressions(old)) {
-                books.forget_selector(expression);
+                allocator.forget_selector(expression);
             }
         })
     }
 
     /// Devices to evaluate before devices of `kind` can be selected by an expression; `None` if all are.
-    pub(crate) fn unjudged(
+    pub(crate) fn pending(
         &mut self,
         kind: &str,
         expression: &Arc<str>,
         now: Instant,
-    ) -> Result<Option<Unjudged>, Refusal> {
+    ) -> Result<Option<Pending>, Refusal> {
         if !self.selectors.is_written(expression) {
             return Err(Refusal::Unfinished("it is in no object any more".to_owned()));
         }
         let known = match self.selectors.known.get(expression) {
             Some(Known::Wrong(error)) => return Err(Refusal::Wrong(error.clone())),
-            Some(Known::Unfinished { error, again, .. }) if *again > now => {
+            Some(Known::Unfinished { error, retry_at, .. }) if *retry_at > now => {
                 return Err(Refusal::Unfinished(error.clone()));
             }
             Some(Known::Unfinished { .. }) | None => false,
             Some(Known::Fine) => true,
         };
-        self.books.want(kind, expression);
-        let unjudged = self.books.unjudged(kind, expression);
-        let devices: Vec<AttributeSet> = unjudged.take(CHUNK).cloned().collect();
-        Ok((!known || !devices.is_empty()).then(|| Unjudged {
+        self.allocator.activate(kind, expression);
+        let pending = self.allocator.pending(kind, expression);
+        let devices: Vec<AttributeSet> = pending.take(CHUNK).cloned().collect();
+        Ok((!known || !devices.is_empty()).then(|| Pending {
             expression: Arc::clone(expression),
             devices,
         }))
     }
 
     /// When an expression that was not evaluated in time is due for a retry.
-    pub(crate) fn again(&self, expression: &Arc<str>) -> Option<Instant> {
+    pub(crate) fn retry_at(&self, expression: &Arc<str>) -> Option<Instant> {
         match self.selectors.known.get(expression) {
-            Some(Known::Unfinished { again, .. }) => Some(*again),
+            Some(Known::Unfinished { retry_at, .. }) => Some(*retry_at),
             _ => None,
         }
     }
 
     /// The kinds whose devices an expression selects from.
     pub(crate) fn kinds(&self, expression: &str) -> Vec<String> {
-        let kinds = self.books.wanted().kinds(expression);
+        let kinds = self.allocator.active_selectors().kinds(expression);
         kinds.map(str::to_owned).collect()
     }
 
     /// A kind and an expression pending for it, after inventories have changed.
     pub(crate) fn due(&self) -> Option<(String, Arc<str>)> {
         let fine = |expression| matches!(self.selectors.known.get(expression), Some(Known::Fine));
-        self.books
-            .wanted()
+        self.allocator
+            .active_selectors()
             .due()
             .find(|(_, expression)| fine(*expression))
             .map(|(kind, expression)| (kind.to_owned(), Arc::clone(expression)))
     }
 
     /// Records the result or the error of an evaluation. Returns how many devices match.
-    pub(crate) fn judged(
+    pub(crate) fn evaluated(
         &mut self,
         expression: &Arc<str>,
-        judged: Result<Judged, Refusal>,
+        evaluated: Result<Results, Refusal>,
         now: Instant,
     ) -> usize {
         if !self.selectors.is_written(expression) {
             return 0;
         }
-        let (said, known) = match judged {
-            Ok(said) => (said, Known::Fine),
+        let (results, known) = match evaluated {
+            Ok(results) => (results, Known::Fine),
             Err(Refusal::Wrong(error)) => (Vec::new(), Known::Wrong(error)),
             Err(Refusal::Unfinished(error)) => {
                 let failures = match self.selectors.known.get(expression) {
                     Some(Known::Unfinished { failures, .. }) => failures.saturating_add(1),
                     _ => 0,
                 };
-                let delay = UNFINISHED_AGAIN.saturating_mul(1 << failures.min(16));
-                let again = now + delay.min(UNFINISHED_LONGEST);
+                let delay = UNFINISHED_RETRY_INTERVAL.saturating_mul(1 << failures.min(16));
+                let retry_at = now + delay.min(MAX_UNFINISHED_RETRY_INTERVAL);
                 let known = Known::Unfinished {
                     error,
                     failures,
-                    again,
+                    retry_at,
                 };
                 (Vec::new(), known)
             }
         };
         self.selectors.known.insert(Arc::clone(expression), known);
-        let wanted = said.iter().filter(|(_, said)| *said == Match::Yes).count();
-        self.books.judged(expression, said);
-        wanted
+        let matching = results
+            .iter()
+            .filter(|(_, results)| *results == Match::Yes)
+            .count();
+        self.allocator.evaluated(expression, results);
+        matching
     }
 
     /// Applies a change of NodeInventory objects of this driver. Returns how many devices have become available.
@@ -437,12 +441,12 @@ impl State {
         self.selectors.changes += 1;
         if self.selectors.changes >= CHANGES_MAX {
             self.selectors.changes = 0;
-            self.books.forget_devices();
+            self.allocator.forget_devices();
         }
         match change {
-            Change::All(nodes) => self.books.replace_inventories(nodes.into_iter().collect()),
-            Change::Set(object, node) => self.books.set_inventory(&object, Some(node)),
-            Change::Gone(object) => self.books.set_inventory(&object, None),
+            Change::All(nodes) => self.allocator.replace_inventories(nodes.into_iter().collect()),
+            Change::Set(object, node) => self.allocator.set_inventory(&object, Some(node)),
+            Change::Gone(object) => self.allocator.set_inventory(&object, None),
         }
     }
 

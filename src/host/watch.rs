@@ -27,7 +27,7 @@ where
 }
 
 /// Passes the events to `apply` until `shutdown`. `read` makes the compact form of an object; an object without one counts as
-/// deleted. After a gap the objects are listed again and passed on all at once, since a deletion meanwhile shows only as
+/// deleted. After a gap the objects are listed retry_at and passed on all at once, since a deletion meanwhile shows only as
 /// absence.
 pub(crate) async fn follow<K, T, V>(
     events: impl Stream<Item = watcher::Result<watcher::Event<Guarded<K>>>>,

@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::qualified_name;
 use crate::api::crd::{Mode, NodeInventory};
 use crate::api::resource::ResourceClaim;
-use crate::core::allocation::allocation_result;
+use crate::core::allocation::index;
 use crate::core::allocation::index::State as Recorded;
 use crate::core::allocation::inventory::unready;
 
@@ -160,7 +160,7 @@ pub fn devices(driver: &str, inventories: &[NodeInventory], claims: &[ResourceCl
             continue;
         };
         let uid = claim.metadata.uid.as_deref().unwrap_or_default();
-        match allocation_result::read(driver, uid, allocation).state {
+        match index::read(driver, uid, allocation).state {
             Recorded::Recorded(grant) | Recorded::Held(grant) => {
                 let pods = status.reserved_for.iter();
                 let pods: Vec<_> = pods.map(|consumer| consumer.name.clone()).collect();
@@ -262,8 +262,8 @@ mod tests {
     use super::*;
     use crate::api::handle::HandleDevice;
     use crate::api::resource::ResourceClaimConsumerReference;
-    use crate::core::allocation::fixture::{DRIVER, inventory};
     use crate::core::allocation::index::Grant;
+    use crate::core::allocation::tests::fixture::{DRIVER, inventory};
 
     fn claim(name: &str, node_uid: &str, device: &str) -> ResourceClaim {
         let mut claim = ResourceClaim::default();
@@ -279,8 +279,7 @@ mod tests {
             }],
         };
         claim.status.driver_name = Some(DRIVER.into());
-        claim.status.allocation =
-            Some(allocation_result::write(DRIVER, &format!("uid-{name}"), &grant).unwrap());
+        claim.status.allocation = Some(index::write(DRIVER, &format!("uid-{name}"), &grant).unwrap());
         claim.status.reserved_for = vec![ResourceClaimConsumerReference::pod("till", "1")];
         claim
     }

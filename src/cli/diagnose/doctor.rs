@@ -6,7 +6,7 @@ use jiff::{SignedDuration, Timestamp};
 use serde::Serialize;
 
 use crate::api::resource::ResourceClass;
-use crate::core::allocation::reference::class_reference;
+use crate::core::allocation::parameters::class_reference;
 
 /// Minor versions of Kubernetes 1 that serve classic DRA as drayman uses it (`resource.k8s.io/v1alpha2`).
 pub const MINORS: std::ops::RangeInclusive<u32> = 27..=30;
@@ -280,7 +280,7 @@ pub(super) fn worst(findings: &[Finding]) -> Level {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::allocation::fixture::DRIVER;
+    use crate::core::allocation::tests::fixture::DRIVER;
 
     #[test]
     fn a_server_is_fine_only_if_it_has_and_serves_the_api() {

@@ -266,7 +266,7 @@ mod tests {
 
     use super::*;
     use crate::cli::diagnose::doctor::{Level, worst};
-    use crate::core::allocation::fixture::{DRIVER, inventory};
+    use crate::core::allocation::tests::fixture::{DRIVER, inventory};
 
     #[test]
     fn metrics_tell_whether_the_gate_is_on() {

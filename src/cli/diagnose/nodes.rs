@@ -196,7 +196,7 @@ pub fn extended_resources(driver: &str, inventories: &[NodeInventory], nodes: &[
 mod tests {
     use super::*;
     use crate::cli::diagnose::doctor::{Level, worst};
-    use crate::core::allocation::fixture::{DRIVER, inventory};
+    use crate::core::allocation::tests::fixture::{DRIVER, inventory};
 
     fn node(name: &str, uid: &str) -> NodeFacts {
         NodeFacts {

@@ -151,7 +151,7 @@ mod tests {
     use super::*;
     use crate::api::crd::Mode;
     use crate::cli::diagnose::devices::devices;
-    use crate::core::allocation::fixture::{DRIVER, inventory};
+    use crate::core::allocation::tests::fixture::{DRIVER, inventory};
 
     #[test]
     fn of_a_name_that_is_not_there_the_likely_ones_are_offered() {

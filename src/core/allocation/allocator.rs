@@ -1,19 +1,23 @@
-//! The device allocator: the inventory and the allocation index, with every query and change that concerns both.
+//! The device allocator: owns the inventory and the allocation index, and allocates claims ([`DeviceAllocator::allocate`]).
 //!
-//! Its owner keeps it behind one lock, so that [`DeviceAllocator::allocate`] checks and holds devices in one step. Changes are in this module;
-//! evaluation and allocation are in [`super::allocate`].
+//! Its owner keeps it behind one lock, so that it checks and holds devices in one step.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use crate::api::handle::HandleError;
 use crate::api::resource::label::label_of_node;
 use crate::api::resource::{AllocationResult, ResourceClaim};
-use crate::core::allocation::active_selectors::Wanted;
-use crate::core::allocation::allocation_result::{self, claim_name};
-use crate::core::allocation::attribute_set::{AttributeSet, Match, Matches};
-use crate::core::allocation::errors::Problem;
-use crate::core::allocation::index::{AllocationIndex, Change, Holder, Place, State};
-use crate::core::allocation::inventory::{Device, Inventory, Node, Replaced};
+use crate::core::allocation::evaluate::{NodeFit, NodeSnapshot, RequestedClaim, Shortage, Unsuitable};
+use crate::core::allocation::index::{
+    self, AllocationIndex, Change, Conflict, Grant, Holder, Place, State, claim_name, suits,
+};
+use crate::core::allocation::inventory::{AttributeSet, Device, Inventory, Node, Replaced};
+use crate::core::allocation::parameters::{Request, Selector};
+use crate::core::allocation::search::{CALL_WORK_MAX, NODE_WORK_MAX, Work};
+use crate::core::allocation::selectors::{ActiveSelectors, Match, Matches};
+use crate::driver::UnsuitableNodes;
 
 /// The device allocator of one driver.
 #[derive(Clone, Debug)]
@@ -22,9 +26,9 @@ pub struct DeviceAllocator {
     pub(super) inventory: Inventory,
     pub(super) holdings: AllocationIndex,
     pub(super) matches: Matches,
-    wanted: Wanted,
+    active_selectors: ActiveSelectors,
     /// Devices with several holders, until the number of their shares is known.
-    doubts: BTreeSet<Place>,
+    unchecked: BTreeSet<Place>,
     /// Whether all inventories were listed once. From then on, an unknown inventory does not exist.
     listed: bool,
 }
@@ -46,8 +50,8 @@ impl DeviceAllocator {
             inventory: Inventory::default(),
             holdings: AllocationIndex::default(),
             matches: Matches::default(),
-            wanted: Wanted::default(),
-            doubts: BTreeSet::new(),
+            active_selectors: ActiveSelectors::default(),
+            unchecked: BTreeSet::new(),
             listed: false,
         }
     }
@@ -68,13 +72,13 @@ impl DeviceAllocator {
     }
 
     /// The active selectors, with their pending evaluations.
-    pub fn wanted(&self) -> &Wanted {
-        &self.wanted
+    pub fn active_selectors(&self) -> &ActiveSelectors {
+        &self.active_selectors
     }
 
     /// Activates an expression for the devices of a kind. The first time scans all of them.
-    pub fn want(&mut self, kind: &str, expression: &Arc<str>) {
-        if self.wanted.contains(kind, expression) {
+    pub fn activate(&mut self, kind: &str, expression: &Arc<str>) {
+        if self.active_selectors.contains(kind, expression) {
             return;
         }
         let nodes = self.inventory.nodes_with(kind);
@@ -85,38 +89,41 @@ impl DeviceAllocator {
         let mut numbers = Vec::new();
         for device in devices {
             let number = self.matches.number(&device.attributes);
-            if !self.matches.is_judged(expression, number) {
+            if !self.matches.is_evaluated(expression, number) {
                 numbers.push(number);
             }
         }
-        self.wanted.begin(kind, expression, numbers.into_iter());
+        self.active_selectors.begin(kind, expression, numbers.into_iter());
     }
 
     /// The attribute sets of a kind that an expression has yet to evaluate.
-    pub fn unjudged(&self, kind: &str, expression: &str) -> impl Iterator<Item = &AttributeSet> {
-        let numbers = self.wanted.unjudged(kind, expression);
-        numbers.filter_map(|number| self.matches.facts(number))
+    pub fn pending(&self, kind: &str, expression: &str) -> impl Iterator<Item = &AttributeSet> {
+        let numbers = self.active_selectors.pending(kind, expression);
+        numbers.filter_map(|number| self.matches.attribute_set(number))
     }
 
     /// Stores results of an expression.
-    pub fn judged(&mut self, expression: &Arc<str>, said: Vec<(AttributeSet, Match)>) {
-        let numbers: Vec<usize> = said.iter().map(|(facts, _)| self.matches.number(facts)).collect();
-        self.wanted.judged(expression, &numbers);
-        self.matches.put(expression, said);
+    pub fn evaluated(&mut self, expression: &Arc<str>, results: Vec<(AttributeSet, Match)>) {
+        let numbers: Vec<usize> = results
+            .iter()
+            .map(|(attributes, _)| self.matches.number(attributes))
+            .collect();
+        self.active_selectors.evaluated(expression, &numbers);
+        self.matches.put(expression, results);
     }
 
     /// Removes an expression, at a cost that does not depend on the devices.
     pub fn forget_selector(&mut self, expression: &str) {
-        self.wanted.forget(expression);
+        self.active_selectors.forget(expression);
         self.matches.forget(expression);
     }
 
     /// Removes the results for attribute sets that no device has any more.
     pub fn forget_devices(&mut self) {
         let devices = self.inventory.nodes().flat_map(Node::devices);
-        let facts = devices.map(|device| &device.attributes).collect();
-        let gone = self.matches.retain(&facts);
-        self.wanted.forget_devices(&gone);
+        let attributes = devices.map(|device| &device.attributes).collect();
+        let gone = self.matches.retain(&attributes);
+        self.active_selectors.forget_devices(&gone);
     }
 
     /// Replaces the content of a NodeInventory object; `None` if it was deleted. Returns how many of the available devices were not
@@ -125,7 +132,7 @@ impl DeviceAllocator {
         let replaced = self.inventory.set(object, node);
         for replaced in &replaced {
             if let Some(node) = self.inventory.node(&replaced.name) {
-                self.wanted.see(node, &mut self.matches);
+                self.active_selectors.see(node, &mut self.matches);
             }
         }
         replaced
@@ -151,14 +158,14 @@ impl DeviceAllocator {
 
     /// Checks devices with several holders again, and returns the conflicts: devices with more holders than shares. Nothing is reported
     /// while the number of shares is unknown. A device in no inventory has one share, once all inventories are listed.
-    pub fn settle_doubts(&mut self) -> Vec<Problem> {
-        let doubts = std::mem::take(&mut self.doubts);
-        self.settle(doubts)
+    pub fn recheck_conflicts(&mut self) -> Vec<Problem> {
+        let unchecked = std::mem::take(&mut self.unchecked);
+        self.check_conflicts(unchecked)
     }
 
-    fn settle(&mut self, doubts: impl IntoIterator<Item = Place>) -> Vec<Problem> {
+    fn check_conflicts(&mut self, unchecked: impl IntoIterator<Item = Place>) -> Vec<Problem> {
         let mut problems = Vec::new();
-        for place in doubts {
+        for place in unchecked {
             let node = self
                 .inventory
                 .node(&place.node_name)
@@ -167,7 +174,7 @@ impl DeviceAllocator {
                 .and_then(|node| node.device(&place.device))
                 .map(|device| device.shares);
             if shares.is_none() && !self.listed && self.holders(&place.node_uid, &place.device) > 1 {
-                self.doubts.insert(place);
+                self.unchecked.insert(place);
                 continue;
             }
             let conflicts = self.holdings.conflicts(&place, shares.unwrap_or(1));
@@ -220,11 +227,11 @@ impl DeviceAllocator {
                 problems: Vec::new(),
             };
         };
-        let mut record = allocation_result::read(&self.driver, uid, allocation);
+        let mut record = index::read(&self.driver, uid, allocation);
         if let State::Unreadable { nodes, .. } = &mut record.state
             && nodes.is_empty()
         {
-            nodes.extend(allocation_result::labelled_node(&self.driver, claim));
+            nodes.extend(index::labelled_node(&self.driver, claim));
         }
         let mut problems = Vec::new();
         if before != Some(&record.state) {
@@ -246,7 +253,7 @@ impl DeviceAllocator {
         }
         let change = self.put(claim, record.state, record.made_for.is_some());
         let freed = self.available_again(&change);
-        problems.extend(self.settle(change.shared));
+        problems.extend(self.check_conflicts(change.shared));
         Observed { freed, problems }
     }
 
@@ -336,6 +343,546 @@ impl DeviceAllocator {
     fn holders(&self, node_uid: &str, device: &str) -> usize {
         let held = self.holdings.on_node(node_uid).and_then(|held| held.get(device));
         held.map_or(0, Vec::len)
+    }
+
+    /// Copies the data of a node for these claims.
+    pub fn snapshot(&self, requested: &[RequestedClaim<'_>], name: &str) -> NodeSnapshot {
+        NodeSnapshot::new(&self.inventory, &self.holdings, requested, name)
+    }
+
+    /// Copies the selector results for these claims.
+    pub fn matches_of(&self, requested: &[RequestedClaim<'_>]) -> Matches {
+        let requests = requested
+            .iter()
+            .flat_map(|request| request.device_requests.requests());
+        let selectors = requests.flat_map(Request::selectors);
+        self.matches.some(selectors.map(Selector::expression))
+    }
+
+    /// Returns the nodes on which each claim cannot be allocated together with the claims before it, with the reason.
+    pub fn unsuitable_nodes(
+        &self,
+        requested: &[RequestedClaim<'_>],
+        nodes: &[String],
+    ) -> Vec<UnsuitableNodes> {
+        let matches = self.matches_of(requested);
+        let (mut unsuitable, mut work) = (vec![BTreeMap::new(); requested.len()], Work::new(CALL_WORK_MAX));
+        for name in nodes {
+            let fit = node_fit(&self.snapshot(requested, name), &matches, requested, &mut work);
+            add_unsuitable(&mut unsuitable, name, &fit);
+        }
+        unsuitable
+    }
+
+    /// Like [`DeviceAllocator::unsuitable_nodes`], with a work limit: adds the unsuitable for the first of these nodes, and returns the others,
+    /// starting with the one that exceeds the limit.
+    pub fn unsuitable<'a>(
+        &self,
+        requested: &[RequestedClaim<'_>],
+        nodes: &'a [String],
+        unsuitable: &mut [UnsuitableNodes],
+        work: &mut Work,
+    ) -> &'a [String] {
+        let matches = self.matches_of(requested);
+        let mut left = nodes;
+        while let Some((name, after)) = left.split_first() {
+            let fit = node_fit(&self.snapshot(requested, name), &matches, requested, work);
+            if work.is_spent() {
+                break;
+            }
+            add_unsuitable(unsuitable, name, &fit);
+            left = after;
+        }
+        left
+    }
+
+    /// Allocates claims together and holds their devices. A claim that already holds devices on that node gets the same ones, as long as
+    /// they are available; its unrecorded devices on other nodes are released.
+    pub fn allocate(&mut self, requested: &[RequestedClaim<'_>], target: Target<'_>) -> Allocated {
+        match self.decide(requested, target, &mut Work::new(CALL_WORK_MAX)) {
+            Ok(grants) => self.hold(requested, grants),
+            Err(errors) => self.refuse(requested, errors),
+        }
+    }
+
+    /// Like [`DeviceAllocator::allocate`]; `None` if it exceeds the given work.
+    pub fn allocate_within(
+        &mut self,
+        requested: &[RequestedClaim<'_>],
+        target: Target<'_>,
+        work: &mut Work,
+    ) -> Option<Allocated> {
+        match self.decide(requested, target, work) {
+            Ok(grants) => Some(self.hold(requested, grants)),
+            Err(_) if work.is_spent() => None,
+            Err(errors) => Some(self.refuse(requested, errors)),
+        }
+    }
+
+    /// Holds the devices found in a snapshot; `None` if they are no longer available.
+    pub fn hold_in(
+        &mut self,
+        requested: &[RequestedClaim<'_>],
+        snapshot: &NodeSnapshot,
+        fit: NodeFit,
+    ) -> Option<Allocated> {
+        if !snapshot.still_grants(&self.snapshot(requested, snapshot.name()), &fit) {
+            return None;
+        }
+        let grants = fit.into_iter().flatten().collect();
+        Some(self.hold(requested, grants))
+    }
+
+    fn decide(
+        &self,
+        requested: &[RequestedClaim<'_>],
+        target: Target<'_>,
+        work: &mut Work,
+    ) -> Result<Vec<Grant>, Vec<AllocateError>> {
+        let route = self.route(requested, target)?;
+        let matches = self.matches_of(requested);
+        for name in route.nodes() {
+            match granted(
+                &route,
+                name,
+                node_fit(&self.snapshot(requested, name), &matches, requested, work),
+                requested,
+            ) {
+                Some(decided) => return decided,
+                None if work.is_spent() => break,
+                None => {}
+            }
+        }
+        let mut shortage = route.shortage(requested);
+        for name in route.candidates() {
+            if !route.count(
+                &self.snapshot(requested, name),
+                &matches,
+                requested,
+                &mut shortage,
+                work,
+            ) {
+                break;
+            }
+        }
+        Err(route.exhausted(requested, shortage, work))
+    }
+
+    fn hold(&mut self, requested: &[RequestedClaim<'_>], grants: Vec<Grant>) -> Allocated {
+        let mut freed = 0;
+        let hold = |(request, grant): (&RequestedClaim<'_>, Grant)| {
+            let answer = index::write(&self.driver, request.uid(), &grant)?;
+            if !matches!(
+                self.holdings.get(request.uid()),
+                Some(Holder {
+                    state: State::Recorded(_),
+                    ..
+                })
+            ) {
+                let change = self.put(request.claim, State::Held(grant), false);
+                freed += self.available_again(&change);
+            }
+            Ok(answer)
+        };
+        let answers = requested.iter().zip(grants).map(hold).collect();
+        Allocated { answers, freed }
+    }
+
+    /// Allocates nothing, and releases unrecorded devices.
+    pub fn refuse(&mut self, requested: &[RequestedClaim<'_>], errors: Vec<AllocateError>) -> Allocated {
+        let freed = requested
+            .iter()
+            .map(|request| self.deallocate(request.claim))
+            .sum();
+        Allocated {
+            answers: errors.into_iter().map(Err).collect(),
+            freed,
+        }
+    }
+
+    /// The nodes to try for these claims, or the error of each claim.
+    pub fn route(
+        &self,
+        requested: &[RequestedClaim<'_>],
+        target: Target<'_>,
+    ) -> Result<Route, Vec<AllocateError>> {
+        if let Target::Node(node) = target {
+            return Ok(Route::fixed(node));
+        }
+        let for_all = |error: AllocateError| Err(vec![error; requested.len()]);
+        // An existing allocation decides: first a recorded one, then an unrecorded grant.
+        let holders = requested
+            .iter()
+            .filter_map(|request| self.holdings.get(request.uid()));
+        let states: Vec<&State> = holders.map(|holder| &holder.state).collect();
+        let recorded = states.iter().find(|state| matches!(state, State::Recorded(_)));
+        if states
+            .iter()
+            .any(|state| matches!(state, State::Unreadable { .. }))
+        {
+            return for_all(AllocateError::HoldingUnreadable);
+        }
+        let held = states.iter().find(|state| matches!(state, State::Held(_)));
+        if let Some(grant) = recorded.and_then(|state| state.grant()) {
+            return Ok(Route::fixed(&grant.node_name));
+        }
+        let held = held.and_then(|state| state.grant());
+
+        let kinds: BTreeSet<&str> = requested
+            .iter()
+            .map(|request| request.device_requests.kind())
+            .collect();
+        let mut candidates = BTreeSet::new();
+        // A node without the first claim's kind cannot serve all claims.
+        let first = requested
+            .iter()
+            .take(1)
+            .map(|request| request.device_requests.kind());
+        for name in first.flat_map(|kind| self.inventory.nodes_with(kind)) {
+            let mut allowed = true;
+            for request in requested {
+                let Some(suits) = request
+                    .suitable_nodes
+                    .map_or(Some(true), |selector| suits(selector, name))
+                else {
+                    let class = request.claim.spec.resource_class_name.clone();
+                    return for_all(AllocateError::SuitableNodesByLabel { class });
+                };
+                allowed &= suits;
+            }
+            if !allowed {
+                continue;
+            }
+            let Some(node) = self.inventory.node(name).filter(|node| node.unready().is_none()) else {
+                continue;
+            };
+            let free = self
+                .available(node)
+                .filter(|device| kinds.contains(&*device.kind))
+                .count();
+            candidates.insert((Reverse(free), name));
+        }
+        let fitting = candidates.iter().filter(|(Reverse(free), _)| *free > 0);
+        let first = held.map(|grant| grant.node_name.clone());
+        Ok(Route {
+            nodes: first
+                .into_iter()
+                .chain(fitting.map(|(_, name)| Box::from(*name)))
+                .collect(),
+            candidates: Some(candidates.iter().map(|(_, name)| Box::from(*name)).collect()),
+        })
+    }
+}
+
+/// Where to allocate claims.
+#[derive(Clone, Copy, Debug)]
+pub enum Target<'a> {
+    /// On the node with this name.
+    Node(&'a str),
+    /// On any node that the class allows: the one with the most free devices of the wanted kinds, then the lowest name.
+    Anywhere,
+}
+
+/// The result of [`DeviceAllocator::allocate`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct Allocated {
+    /// One result per claim. Either all claims without an allocation get one, or none does.
+    pub answers: Vec<Result<AllocationResult, AllocateError>>,
+    /// Number of devices that have become available because a claim was moved or lost its devices.
+    pub freed: usize,
+}
+
+/// Evaluates claims in a snapshot with at most one node's share of the work.
+pub fn node_fit(
+    snapshot: &NodeSnapshot,
+    matches: &Matches,
+    requested: &[RequestedClaim<'_>],
+    work: &mut Work,
+) -> NodeFit {
+    work.part(NODE_WORK_MAX, |part| snapshot.evaluate(matches, requested, part))
+}
+
+/// Adds the reasons found for a node.
+pub fn add_unsuitable(unsuitable: &mut [UnsuitableNodes], node: &str, fit: &NodeFit) {
+    for (reasons, fit) in unsuitable.iter_mut().zip(fit) {
+        if let Err(reason) = fit {
+            reasons.insert(node.to_owned(), reason.to_string());
+        }
+    }
+}
+
+/// Returns the first snapshot in which all claims fit, or else the last one.
+pub fn first_fit(
+    snapshots: Vec<NodeSnapshot>,
+    matches: &Matches,
+    requested: &[RequestedClaim<'_>],
+    work: &mut Work,
+) -> Option<(NodeSnapshot, NodeFit)> {
+    let mut last = None;
+    for snapshot in snapshots {
+        let fit = node_fit(&snapshot, matches, requested, work);
+        let is_fit = fit.iter().all(Result::is_ok);
+        last = Some((snapshot, fit));
+        if is_fit {
+            break;
+        }
+    }
+    last
+}
+
+/// The final result after evaluating a node; `None` if another node may be tried.
+pub fn granted(
+    route: &Route,
+    node: &str,
+    fit: NodeFit,
+    requested: &[RequestedClaim<'_>],
+) -> Option<Result<Vec<Grant>, Vec<AllocateError>>> {
+    let misfit = requested.iter().zip(&fit).find(|(_, fit)| fit.is_err());
+    let Some((misfit, _)) = misfit else {
+        return Some(Ok(fit.into_iter().flatten().collect()));
+    };
+    if !route.is_fixed() {
+        return None;
+    }
+    let claim = claim_name(misfit.claim);
+    let error = |fit: Result<Grant, Unsuitable>| match fit {
+        Ok(_) => AllocateError::Together {
+            node: node.to_owned(),
+            claim: claim.clone(),
+        },
+        Err(why) => AllocateError::Unsuitable {
+            node: node.to_owned(),
+            why,
+        },
+    };
+    Some(Err(fit.into_iter().map(error).collect()))
+}
+
+/// The nodes to try for claims, in order.
+#[derive(Clone, Debug)]
+pub struct Route {
+    nodes: Vec<Box<str>>,
+    /// The nodes whose devices are counted if no node fits; `None` if the node is fixed.
+    candidates: Option<Vec<Box<str>>>,
+}
+
+impl Route {
+    fn fixed(node: &str) -> Self {
+        Self {
+            nodes: vec![node.into()],
+            candidates: None,
+        }
+    }
+
+    /// The names of the nodes to try, in order.
+    pub fn nodes(&self) -> impl Iterator<Item = &str> {
+        self.nodes.iter().map(|name| &**name)
+    }
+
+    /// Whether only one node is possible, so that its errors are the result.
+    pub fn is_fixed(&self) -> bool {
+        self.candidates.is_none()
+    }
+
+    /// The nodes whose devices are counted if no node fits.
+    pub fn candidates(&self) -> impl Iterator<Item = &str> {
+        self.candidates.iter().flatten().map(|name| &**name)
+    }
+
+    /// The shortage before any node is counted.
+    pub fn shortage(&self, requested: &[RequestedClaim<'_>]) -> Shortage {
+        Shortage {
+            kind: requested
+                .first()
+                .map_or("", |request| request.device_requests.kind())
+                .to_owned(),
+            wanted: requested
+                .first()
+                .map_or(0, |request| request.device_requests.total()),
+            wanted_besides: requested
+                .iter()
+                .skip(1)
+                .map(|request| request.device_requests.total())
+                .sum(),
+            ..Shortage::default()
+        }
+    }
+
+    /// Counts the devices of a candidate. Returns `false` if that exceeds the work limit.
+    pub fn count(
+        &self,
+        snapshot: &NodeSnapshot,
+        matches: &Matches,
+        requested: &[RequestedClaim<'_>],
+        shortage: &mut Shortage,
+        work: &mut Work,
+    ) -> bool {
+        let Some(first) = requested.first() else {
+            return false;
+        };
+        let device_counts = snapshot.device_counts(matches, first.device_requests, work);
+        device_counts
+            .map(|device_counts| shortage.add(&device_counts))
+            .is_ok()
+    }
+
+    /// The error of each claim if no node fits.
+    pub fn exhausted(
+        &self,
+        requested: &[RequestedClaim<'_>],
+        shortage: Shortage,
+        work: &Work,
+    ) -> Vec<AllocateError> {
+        let nodes = self.candidates.as_ref().map_or(0, Vec::len);
+        let error = if work.is_spent() {
+            AllocateError::Unsuitable {
+                node: self.nodes().next().unwrap_or_default().to_owned(),
+                why: Unsuitable::TooMuchWork,
+            }
+        } else if nodes == 0 {
+            AllocateError::Nowhere { kind: shortage.kind }
+        } else {
+            AllocateError::Exhausted {
+                nodes,
+                shortage: Box::new(shortage),
+            }
+        };
+        vec![error; requested.len()]
+    }
+}
+
+/// A problem with the allocations of claims, for operators.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Problem {
+    /// Two claims hold one device.
+    #[error(
+        "ResourceClaims {keeper} and {other} both hold device {device} of node {node}; {keeper} keeps it. {other} \
+         is taken back unless its pod has a node already; then its devices are not prepared, and the pod must be deleted",
+        keeper = .0.keeper, other = .0.other, device = .0.place.device, node = .0.place.node_name
+    )]
+    Conflict(Conflict),
+    /// A claim has an unreadable allocation.
+    #[error(
+        "ResourceClaim {claim} holds something that cannot be read: {error}. Nothing is allocated on {} until \
+         it is gone: upgrade the controller or delete the claim",
+        if nodes.is_empty() { "the nodes that it names (none)" } else { nodes }
+    )]
+    Unreadable {
+        /// `namespace/name` of the claim.
+        claim: String,
+        /// Uid of the claim.
+        uid: String,
+        /// The nodes of the allocation, as far as they are known.
+        nodes: String,
+        /// Why the allocation cannot be read.
+        error: String,
+    },
+    /// A claim has an allocation that was made for another claim. Its devices count as held.
+    #[error(
+        "ResourceClaim {claim} has an allocation that was made for the claim with uid {made_for}: delete it"
+    )]
+    MadeForAnother {
+        /// `namespace/name` of the claim.
+        claim: String,
+        /// Uid of the claim.
+        uid: String,
+        /// Uid of the other claim, from the resource handle.
+        made_for: String,
+    },
+}
+
+impl Problem {
+    /// `namespace/name` and uid of the claim at fault.
+    pub fn claim(&self) -> (&str, &str) {
+        match self {
+            Self::Conflict(conflict) => (&conflict.other, &conflict.other_uid),
+            Self::Unreadable { claim, uid, .. } | Self::MadeForAnother { claim, uid, .. } => (claim, uid),
+        }
+    }
+
+    /// Reason of the event and label of the metric.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Conflict(_) => "DeviceHeldTwice",
+            Self::Unreadable { .. } => "HoldingUnreadable",
+            Self::MadeForAnother { .. } => "AllocationMadeForAnother",
+        }
+    }
+}
+
+/// Why a claim was not allocated. It then holds only recorded devices.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum AllocateError {
+    /// The claim does not fit on the node.
+    #[error("{} on node {node}: {why}", match why { Unsuitable::Short(_) => "resources exhausted", _ => "cannot allocate" })]
+    Unsuitable {
+        /// Name of the node.
+        node: String,
+        /// Why the claim does not fit.
+        why: Unsuitable,
+    },
+    /// The claim fits, but another claim of its pod does not.
+    #[error("not allocated, because claim {claim} of the same pod does not fit on node {node}")]
+    Together {
+        /// Name of the node.
+        node: String,
+        /// `namespace/name` of the other claim.
+        claim: String,
+    },
+    /// No candidate node has enough devices.
+    #[error("resources exhausted on every ready node with devices of kind {} ({nodes}): {shortage}", shortage.kind)]
+    Exhausted {
+        /// Number of candidate nodes.
+        nodes: usize,
+        /// The devices of all candidate nodes.
+        shortage: Box<Shortage>,
+    },
+    /// No ready node has devices of this kind.
+    #[error("no ready node has a device of kind {kind}")]
+    Nowhere {
+        /// Kind of the devices.
+        kind: String,
+    },
+    /// The class selects nodes by label, which this driver does not evaluate.
+    #[error(
+        "class {class} has suitableNodes by label: that works with allocationMode WaitForFirstConsumer only, make the claim again"
+    )]
+    SuitableNodesByLabel {
+        /// Name of the class.
+        class: String,
+    },
+    /// The claim, or another one of its pod, has an unreadable allocation.
+    #[error(
+        "the claim has an allocation that this release cannot read: upgrade the controller or delete the claim"
+    )]
+    HoldingUnreadable,
+    /// The devices that were found are no longer available.
+    #[error("the devices of node {node} have changed while they were searched; it is tried again")]
+    Changed {
+        /// Name of the node.
+        node: String,
+    },
+    /// The resource handle cannot be written.
+    #[error(transparent)]
+    Handle(#[from] HandleError),
+}
+
+impl AllocateError {
+    /// Reason of the event and label of the metric.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Unsuitable { why, .. } => why.reason(),
+            Self::Together { .. } => "OtherClaimDoesNotFit",
+            Self::Exhausted { .. } | Self::Nowhere { .. } | Self::Changed { .. } => "ResourcesExhausted",
+            Self::SuitableNodesByLabel { .. } => "SuitableNodesUnsupported",
+            Self::HoldingUnreadable => "HoldingUnreadable",
+            Self::Handle(_) => "HandleInvalid",
+        }
+    }
+
+    /// Whether only a change of the claim or its class can help.
+    pub fn is_final(&self) -> bool {
+        matches!(self, Self::SuitableNodesByLabel { .. } | Self::Handle(_))
     }
 }
 

@@ -1,25 +1,23 @@
-//! Evaluates whether the claims of a pod fit on a node together, and with which devices. The evaluation changes nothing. Node fit and
-//! allocation use the same function, so they never disagree.
+//! Evaluates whether the claims of a pod fit on a node together, and with which devices ([`NodeSnapshot`]), or why not
+//! ([`Unsuitable`]). The evaluation changes nothing. Node fit and allocation use the same function, so they never disagree.
 //!
-//! It works on a [`NodeSnapshot`], a snapshot of all required data, so that a long search needs neither the lock nor the controller's thread.
+//! It works on a snapshot of all required data, so that a long search needs neither the lock nor the controller's thread.
 
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::NodeSelector;
 
+use crate::api::crd::{CLAIM_DEVICES_MAX, PlacementPolicy};
 use crate::api::handle::HandleDevice;
 use crate::api::resource::ResourceClaim;
-use crate::core::allocation::allocator::DeviceAllocator;
-use crate::core::allocation::attribute_set::Matches;
-use crate::core::allocation::fit::Unfit;
 use crate::core::allocation::index::{AllocationIndex, Grant, State};
-use crate::core::allocation::inventory::{Device, Node};
-use crate::core::allocation::parameters::{DeviceRequests, Request, Selector};
-use crate::core::allocation::search::{Ask, search};
-use crate::core::allocation::unsuitable::{Shortage, Unsuitable};
-use crate::core::allocation::view::{Availability, View};
-use crate::core::allocation::work::Work;
+use crate::core::allocation::inventory::{Attribute, Device, Inventory, Node};
+use crate::core::allocation::parameters::{Amount, Constraint, DeviceRequests, Request, Selector};
+use crate::core::allocation::search::{Ask, CALL_WORK_MAX, Equal, NODE_WORK_MAX, Unfit, Work, search};
+use crate::core::allocation::selectors::{Match, Matches};
 
 /// A claim with its device request.
 #[derive(Clone, Copy, Debug)]
@@ -27,7 +25,7 @@ pub struct RequestedClaim<'a> {
     /// The claim to allocate.
     pub claim: &'a ResourceClaim,
     /// The devices that it requests.
-    pub demand: &'a DeviceRequests,
+    pub device_requests: &'a DeviceRequests,
     /// The nodes that its class allows. Evaluated only if no node is selected: otherwise the scheduler has evaluated them.
     pub suitable_nodes: Option<&'a NodeSelector>,
 }
@@ -40,110 +38,97 @@ impl<'a> RequestedClaim<'a> {
 }
 
 /// The result for each claim: its devices, beside those of the claims before it, or why it does not fit.
-pub type Judged = Vec<Result<Grant, Unsuitable>>;
+pub type NodeFit = Vec<Result<Grant, Unsuitable>>;
 
 /// A snapshot of a node for the claims of one pod.
 #[derive(Clone, Debug)]
 pub struct NodeSnapshot {
     name: Box<str>,
     node: Result<Arc<Node>, Unsuitable>,
-    standings: Vec<Availability>,
+    availabilities: Vec<Availability>,
     /// The current allocation of each claim.
     states: Vec<Option<State>>,
 }
 
-impl DeviceAllocator {
+impl NodeSnapshot {
     /// Copies the data of a node for these claims.
-    pub fn scene(&self, wishes: &[RequestedClaim<'_>], name: &str) -> NodeSnapshot {
-        let node = match self.inventory.node(name) {
+    pub(super) fn new(
+        inventory: &Inventory,
+        holdings: &AllocationIndex,
+        requested: &[RequestedClaim<'_>],
+        name: &str,
+    ) -> Self {
+        let node = match inventory.node(name) {
             None => Err(Unsuitable::NoInventory),
             Some(node) => match node.unready() {
                 Some(why) => Err(Unsuitable::NotReady(why.to_owned())),
-                None if self.holdings.unreadable_on(name) => Err(Unsuitable::Unreadable),
+                None if holdings.unreadable_on(name) => Err(Unsuitable::Unreadable),
                 None => Ok(Arc::clone(node)),
             },
         };
-        let standings = node
+        let availabilities = node
             .as_ref()
-            .map_or_else(|_| Vec::new(), |node| standings(&self.holdings, node, wishes));
+            .map_or_else(|_| Vec::new(), |node| availabilities(holdings, node, requested));
         let state =
-            |wish: &RequestedClaim<'_>| self.holdings.get(wish.uid()).map(|holder| holder.state.clone());
-        NodeSnapshot {
+            |request: &RequestedClaim<'_>| holdings.get(request.uid()).map(|holder| holder.state.clone());
+        Self {
             name: name.into(),
             node,
-            standings,
-            states: wishes.iter().map(state).collect(),
+            availabilities,
+            states: requested.iter().map(state).collect(),
         }
     }
 
-    /// Copies the selector results for these claims.
-    pub fn matches_of(&self, wishes: &[RequestedClaim<'_>]) -> Matches {
-        let requests = wishes.iter().flat_map(|wish| wish.demand.requests());
-        let selectors = requests.flat_map(Request::selectors);
-        self.matches.some(selectors.map(Selector::expression))
-    }
-
-    /// Whether the result for a snapshot can still be granted, although the device allocator may have changed.
-    pub(super) fn still_grants(
-        &self,
-        wishes: &[RequestedClaim<'_>],
-        scene: &NodeSnapshot,
-        judged: &Judged,
-    ) -> bool {
-        let now = self.scene(wishes, &scene.name);
-        let (Ok(before), Ok(node)) = (&scene.node, &now.node) else {
+    /// Whether the result for this snapshot can still be granted. `now` is a new snapshot of the same node.
+    pub(super) fn still_grants(&self, now: &Self, fit: &NodeFit) -> bool {
+        let (Ok(before), Ok(node)) = (&self.node, &now.node) else {
             return false;
         };
-        if before.uid() != node.uid() || scene.states != now.states {
+        if before.uid() != node.uid() || self.states != now.states {
             return false;
         }
         let mut room: BTreeMap<&str, usize> = node
             .devices()
             .iter()
-            .zip(&now.standings)
+            .zip(&now.availabilities)
             .filter(|(device, _)| before.device(&device.name) == Some(device))
-            .map(|(device, standing)| (&*device.name, standing.room()))
+            .map(|(device, availability)| (&*device.name, availability.room()))
             .collect();
+        let mut take = |device: &HandleDevice| match room.get_mut(&*device.device) {
+            Some(room) if *room > 0 => {
+                *room -= 1;
+                true
+            }
+            _ => false,
+        };
         // A recorded allocation is granted again as it is, and takes no room from new grants.
-        let new = judged.iter().zip(&now.states);
+        let new = fit.iter().zip(&now.states);
         new.filter(|(_, state)| !matches!(state, Some(State::Recorded(_))))
-            .all(|(judged, _)| {
-                judged.as_ref().is_ok_and(|grant| {
-                    grant
-                        .devices
-                        .iter()
-                        .all(|device| match room.get_mut(&*device.device) {
-                            Some(room) if *room > 0 => {
-                                *room -= 1;
-                                true
-                            }
-                            _ => false,
-                        })
-                })
+            .all(|(fit, _)| {
+                fit.as_ref()
+                    .is_ok_and(|grant| grant.devices.iter().all(&mut take))
             })
     }
-}
 
-impl NodeSnapshot {
     /// Name of the node.
     pub fn name(&self) -> &str {
         &self.name
     }
 
     /// Evaluates the claims together. A claim that exceeds the work limit gets [`Unsuitable::TooMuchWork`].
-    pub fn judge(&self, matches: &Matches, wishes: &[RequestedClaim<'_>], work: &mut Work) -> Judged {
+    pub fn evaluate(&self, matches: &Matches, requested: &[RequestedClaim<'_>], work: &mut Work) -> NodeFit {
         let node = match &self.node {
             Ok(node) => node,
-            Err(reason) => return wishes.iter().map(|_| Err(reason.clone())).collect(),
+            Err(reason) => return requested.iter().map(|_| Err(reason.clone())).collect(),
         };
-        let room: Vec<usize> = self.standings.iter().map(Availability::room).collect();
+        let room: Vec<usize> = self.availabilities.iter().map(Availability::room).collect();
         // The requests that the search can serve so far, and its answers.
-        let mut asks: Vec<Ask> = Vec::with_capacity(wishes.len());
+        let mut asks: Vec<Ask> = Vec::with_capacity(requested.len());
         let mut answers = Vec::new();
         // For each claim that the search serves, the index of its first request there.
-        let mut met: Vec<Result<Met, Unsuitable>> = Vec::with_capacity(wishes.len());
+        let mut met: Vec<Result<Met, Unsuitable>> = Vec::with_capacity(requested.len());
         let mut wanted_before: BTreeMap<&str, usize> = BTreeMap::new();
-        for (wish, state) in wishes.iter().zip(&self.states) {
+        for (request, state) in requested.iter().zip(&self.states) {
             met.push(match state {
                 Some(State::Recorded(grant)) if *grant.node_uid == *node.uid() => {
                     Ok(Met::Before(grant.clone()))
@@ -159,20 +144,23 @@ impl NodeSnapshot {
                         .filter(|grant| *grant.node_uid == *node.uid());
                     let view = View {
                         node,
-                        standings: &self.standings,
+                        availabilities: &self.availabilities,
                         matches,
-                        demand: wish.demand,
+                        device_requests: request.device_requests,
                     };
                     let first = asks.iter().map(|ask| ask.requests.len()).sum();
                     match find(&view, held, &room, &mut asks, work) {
                         Ok(found) => {
                             answers = found;
-                            *wanted_before.entry(wish.demand.kind()).or_default() += wish.demand.total();
+                            *wanted_before.entry(request.device_requests.kind()).or_default() +=
+                                request.device_requests.total();
                             Ok(Met::From(first))
                         }
                         Err(Unsuitable::Short(mut shortage)) => {
-                            shortage.wanted_besides =
-                                wanted_before.get(wish.demand.kind()).copied().unwrap_or(0);
+                            shortage.wanted_besides = wanted_before
+                                .get(request.device_requests.kind())
+                                .copied()
+                                .unwrap_or(0);
                             Err(Unsuitable::Short(shortage))
                         }
                         Err(error) => Err(error),
@@ -180,11 +168,11 @@ impl NodeSnapshot {
                 }
             });
         }
-        let grant = |wish: &RequestedClaim<'_>, first: usize| Grant {
+        let grant = |request: &RequestedClaim<'_>, first: usize| Grant {
             node_name: node.name().into(),
             node_uid: node.uid().into(),
-            devices: wish
-                .demand
+            devices: request
+                .device_requests
                 .requests()
                 .iter()
                 .zip(answers.iter().skip(first))
@@ -197,16 +185,37 @@ impl NodeSnapshot {
                 })
                 .collect(),
         };
-        wishes
+        requested
             .iter()
             .zip(met)
-            .map(|(wish, met)| {
+            .map(|(request, met)| {
                 met.map(|met| match met {
                     Met::Before(grant) => grant,
-                    Met::From(first) => grant(wish, first),
+                    Met::From(first) => grant(request, first),
                 })
             })
             .collect()
+    }
+
+    /// Counts the devices of one kind, for claims that hold no devices yet.
+    pub fn device_counts(
+        &self,
+        matches: &Matches,
+        device_requests: &DeviceRequests,
+        work: &mut Work,
+    ) -> Result<Shortage, Unfit> {
+        let request = device_requests.requests().first();
+        work.spend(self.availabilities.len() * (1 + request.map_or(0, |request| request.selectors().len())))?;
+        let Ok(node) = &self.node else {
+            return Ok(Shortage::default());
+        };
+        let view = View {
+            node,
+            availabilities: &self.availabilities,
+            matches,
+            device_requests,
+        };
+        Ok(view.shortage(request))
     }
 }
 
@@ -233,33 +242,14 @@ enum Met {
     From(usize),
 }
 
-impl NodeSnapshot {
-    /// Counts the devices of one kind, for claims that hold no devices yet.
-    pub fn census(
-        &self,
-        matches: &Matches,
-        demand: &DeviceRequests,
-        work: &mut Work,
-    ) -> Result<Shortage, Unfit> {
-        let request = demand.requests().first();
-        work.spend(self.standings.len() * (1 + request.map_or(0, |request| request.selectors().len())))?;
-        let Ok(node) = &self.node else {
-            return Ok(Shortage::default());
-        };
-        let view = View {
-            node,
-            standings: &self.standings,
-            matches,
-            demand,
-        };
-        Ok(view.shortage(request))
-    }
-}
-
-fn standings(holdings: &AllocationIndex, node: &Node, wishes: &[RequestedClaim<'_>]) -> Vec<Availability> {
+fn availabilities(
+    holdings: &AllocationIndex,
+    node: &Node,
+    requested: &[RequestedClaim<'_>],
+) -> Vec<Availability> {
     // An unrecorded grant of one of these claims may be granted anew.
     let own = |holder: &&Arc<str>| {
-        wishes.iter().any(|wish| *wish.uid() == ***holder)
+        requested.iter().any(|request| *request.uid() == ***holder)
             && matches!(
                 holdings.get(holder).map(|holder| &holder.state),
                 Some(State::Held(_))
@@ -267,7 +257,7 @@ fn standings(holdings: &AllocationIndex, node: &Node, wishes: &[RequestedClaim<'
     };
     // Both lists are sorted by name.
     let mut held = holdings.on_node(node.uid()).into_iter().flatten().peekable();
-    let standing = |device: &Device| {
+    let availability = |device: &Device| {
         while held.next_if(|(name, _)| **name < device.name).is_some() {}
         let holders = held
             .next_if(|(name, _)| **name == device.name)
@@ -281,5 +271,464 @@ fn standings(holdings: &AllocationIndex, node: &Node, wishes: &[RequestedClaim<'
             room => Availability::Open { room, own: ours > 0 },
         }
     };
-    node.devices().iter().map(standing).collect()
+    node.devices().iter().map(availability).collect()
 }
+
+/// The availability of a device for the claims under evaluation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Availability {
+    /// The device can be allocated.
+    Open {
+        /// Number of claims to which it can be allocated.
+        room: usize,
+        /// One of the claims under evaluation has an unrecorded grant of the device.
+        own: bool,
+    },
+    /// Held by as many other claims as it has shares.
+    Held,
+    /// Not held, but unhealthy.
+    Unhealthy,
+    /// Not for claims, or in a mode that only a newer release knows.
+    OtherMode,
+}
+
+impl Availability {
+    /// Number of claims to which the device can be allocated.
+    pub(super) fn room(&self) -> usize {
+        match *self {
+            Self::Open { room, .. } => room,
+            Self::Held | Self::Unhealthy | Self::OtherMode => 0,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct View<'a> {
+    pub(super) node: &'a Node,
+    pub(super) availabilities: &'a [Availability],
+    pub(super) matches: &'a Matches,
+    pub(super) device_requests: &'a DeviceRequests,
+}
+
+impl<'a> View<'a> {
+    /// The input of the search. Devices granted to the claim before are preferred, then free ones, so that a repeated request gets the same
+    /// devices.
+    pub(super) fn ask(&self, held: Option<&Grant>, work: &mut Work) -> Result<Ask, Unsuitable> {
+        let mut ask = Ask::default();
+        for request in self.device_requests.requests() {
+            self.look(request, work)?;
+            let candidates = self.candidates(request, held);
+            let count = match request.amount() {
+                Amount::Exactly(count) => count,
+                Amount::All => {
+                    self.look(request, work)?;
+                    self.all(request, candidates.len())?
+                }
+            };
+            ask.requests.push((candidates, count));
+        }
+        let wanted = ask.requests.iter().map(|(_, count)| count).sum();
+        if wanted > CLAIM_DEVICES_MAX {
+            return Err(Unsuitable::Short(Box::new(Shortage {
+                requirement: Some(Requirement::TooMany { wanted }),
+                ..self.shortage(None)
+            })));
+        }
+        for constraint in self.device_requests.constraints() {
+            work.spend(constraint.requests().len() * self.node.devices().len())?;
+            let equal = self.equal(constraint, &ask, held);
+            ask.constraints.push(equal);
+        }
+        Ok(ask)
+    }
+
+    /// Spends the work for evaluating the selectors of a request on each device.
+    fn look(&self, request: &Request, work: &mut Work) -> Result<(), Unfit> {
+        work.spend(self.node.devices().len() * (1 + request.selectors().len()))
+    }
+
+    /// Counts the devices of the kind by availability, and the available ones by the selector results of a request.
+    pub(super) fn shortage(&self, request: Option<&Request>) -> Shortage {
+        let mut shortage = Shortage {
+            kind: self.device_requests.kind().into(),
+            wanted: self.device_requests.total(),
+            ..Shortage::default()
+        };
+        for (_, device, availability) in self.devices() {
+            shortage.total += usize::from(availability != Availability::OtherMode);
+            match availability {
+                Availability::Held => shortage.held += 1,
+                Availability::Unhealthy => shortage.unhealthy += 1,
+                Availability::OtherMode => shortage.other_mode += 1,
+                Availability::Open { .. } => {
+                    if let Some(misfit) = request.and_then(|request| self.misfit(request, device)) {
+                        *shortage.misfits.entry(misfit).or_default() += 1;
+                    }
+                }
+            }
+        }
+        shortage
+    }
+
+    /// Explains why the search found nothing, as far as this claim alone shows it.
+    pub(super) fn explain(&self, room: &[usize], ask: &Ask, work: &mut Work) -> Result<Shortage, Unfit> {
+        let possible = |ask: &Ask, work: &mut Work| match search(room, std::slice::from_ref(ask), work) {
+            Ok(_) => Ok(true),
+            Err(Unfit::Impossible) => Ok(false),
+            Err(Unfit::TooMuchWork) => Err(Unfit::TooMuchWork),
+        };
+        if let Some(request) = self.device_requests.requests().first() {
+            self.look(request, work)?;
+        }
+        for (request, (candidates, count)) in self.device_requests.requests().iter().zip(&ask.requests) {
+            if candidates.len() < *count {
+                self.look(request, work)?;
+                return Ok(Shortage {
+                    wanted: *count,
+                    ..self.shortage(Some(request))
+                });
+            }
+        }
+        let shortage = self.shortage(self.device_requests.requests().first());
+        let mut alone = Ask {
+            constraints: Vec::new(),
+            ..ask.clone()
+        };
+        if ask.constraints.is_empty() || !possible(&alone, work)? || possible(ask, work)? {
+            return Ok(shortage);
+        }
+        let mut requirement = Requirement::Together;
+        for (constraint, equal) in self.device_requests.constraints().iter().zip(&ask.constraints) {
+            alone.constraints = vec![equal.clone()];
+            if !possible(&alone, work)? {
+                let wanted = constraint
+                    .requests()
+                    .iter()
+                    .filter_map(|&place| ask.requests.get(place));
+                requirement = Requirement::Equal {
+                    attribute: constraint.attribute().to_owned(),
+                    wanted: wanted.map(|(_, count)| count).sum(),
+                };
+                break;
+            }
+        }
+        Ok(Shortage {
+            requirement: Some(requirement),
+            ..shortage
+        })
+    }
+
+    /// The devices of the requested kind.
+    fn devices(&self) -> impl Iterator<Item = (usize, &'a Device, Availability)> {
+        let kind = self.device_requests.kind();
+        let all = self.node.devices().iter().zip(self.availabilities).enumerate();
+        all.map(|(index, (device, availability))| (index, device, *availability))
+            .filter(move |(_, device, _)| *device.kind == *kind)
+    }
+
+    fn candidates(&self, request: &Request, held: Option<&Grant>) -> Vec<usize> {
+        let granted = held.map_or(&[][..], |grant| &grant.devices);
+        let (mut before, mut free, mut others) = (Vec::new(), Vec::new(), Vec::new());
+        for (index, device, availability) in self.devices() {
+            let Availability::Open { own, .. } = availability else {
+                continue;
+            };
+            if self.misfit(request, device).is_some() {
+                continue;
+            }
+            let this = |held: &crate::api::handle::HandleDevice| {
+                held.request == request.name() && *held.device == *device.name
+            };
+            match own {
+                true if granted.iter().any(this) => before.push(index),
+                true => others.push(index),
+                false => free.push(index),
+            }
+        }
+        // Only shared devices differ here: any other free device has room for one claim.
+        let room = |&index: &usize| self.availabilities.get(index).map_or(0, Availability::room);
+        match self.device_requests.policy() {
+            PlacementPolicy::Packing => free.sort_by_key(room),
+            PlacementPolicy::Spreading => free.sort_by_key(|index| std::cmp::Reverse(room(index))),
+        }
+        before.append(&mut free);
+        before.append(&mut others);
+        before
+    }
+
+    /// The number of devices of a request for all. Every matching device must be available.
+    fn all(&self, request: &Request, candidates: usize) -> Result<usize, Unsuitable> {
+        let matching = self
+            .devices()
+            .filter(|(_, device, availability)| {
+                *availability != Availability::OtherMode && self.misfit(request, device).is_none()
+            })
+            .count();
+        // A device that has not been evaluated yet may match.
+        let pending = |device: &Device| matches!(self.misfit(request, device), Some(Misfit::Pending(_)));
+        let fit = !self
+            .devices()
+            .any(|(_, device, availability)| availability != Availability::OtherMode && pending(device));
+        if fit && matching == candidates {
+            return Ok(matching.max(1));
+        }
+        Err(Unsuitable::Short(Box::new(Shortage {
+            requirement: fit.then(|| Requirement::All {
+                request: request.name().to_owned(),
+                matching,
+                unavailable: matching.saturating_sub(candidates),
+            }),
+            ..self.shortage(Some(request))
+        })))
+    }
+
+    /// The first selector that the device does not match.
+    fn misfit(&self, request: &Request, device: &Device) -> Option<Misfit> {
+        let evaluate = |selector: &Selector| {
+            let label = || selector.label().to_string();
+            match self.matches.get(selector.expression(), &device.attributes) {
+                Some(Match::Yes) => None,
+                Some(Match::No) => Some(Misfit::No(label())),
+                Some(Match::Failed(error)) => Some(Misfit::Failed(label(), error.to_string())),
+                None => Some(Misfit::Pending(label())),
+            }
+        };
+        request.selectors().iter().find_map(evaluate)
+    }
+
+    /// Groups the candidates by attribute value. Groups with devices granted to the claim before come first, then the policy decides, then
+    /// the lower value.
+    fn equal(&self, constraint: &Constraint, ask: &Ask, held: Option<&Grant>) -> Equal {
+        let requests = constraint
+            .requests()
+            .iter()
+            .filter_map(|&place| ask.requests.get(place));
+        let candidates: BTreeSet<usize> = requests.flat_map(|(candidates, _)| candidates).copied().collect();
+        let mut groups: BTreeMap<&Attribute, Vec<usize>> = BTreeMap::new();
+        for index in candidates {
+            let device = self.node.devices().get(index);
+            if let Some(value) = device.and_then(|device| device.attributes.value(constraint.attribute())) {
+                groups.entry(value).or_default().push(index);
+            }
+        }
+        let mut groups: Vec<Vec<usize>> = groups.into_values().collect();
+        let before = |group: &Vec<usize>| {
+            let devices = group.iter().filter_map(|&index| self.node.devices().get(index));
+            let granted = held.map_or(&[][..], |grant| &grant.devices);
+            devices
+                .filter(|device| granted.iter().any(|held| *held.device == *device.name))
+                .count()
+        };
+        groups.sort_by_cached_key(|group| {
+            let size = i64::try_from(group.len()).unwrap_or(i64::MAX);
+            let preferred = match self.device_requests.policy() {
+                PlacementPolicy::Packing => size,
+                PlacementPolicy::Spreading => -size,
+            };
+            (Reverse(before(group)), preferred)
+        });
+        Equal {
+            requests: constraint.requests().to_vec(),
+            groups,
+        }
+    }
+}
+
+/// Why a claim cannot be allocated on a node.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Unsuitable {
+    /// The driver has no NodeInventory for the node.
+    #[error("no inventory: drayman node does not run here")]
+    NoInventory,
+    /// The node's inventory is not ready, for this reason.
+    #[error("inventory not ready: {0}")]
+    NotReady(String),
+    /// A claim has an unreadable allocation on this node.
+    #[error(
+        "a claim holds devices here that this release cannot read, and has an event that says so: upgrade or delete the claim"
+    )]
+    Unreadable,
+    /// The claim is already allocated on this other node.
+    #[error("the claim is allocated on node {0}")]
+    AllocatedElsewhere(String),
+    /// There are not enough devices.
+    #[error("{0}")]
+    Short(Box<Shortage>),
+    /// There may be enough devices, but the search exceeded its work limit.
+    #[error(
+        "the search for devices was given up: it takes more than {NODE_WORK_MAX} steps on one node, or {CALL_WORK_MAX} on all nodes \
+         together; ask for fewer requests, selectors and constraints in one claim, or for fewer claims in one pod"
+    )]
+    TooMuchWork,
+}
+
+impl From<Unfit> for Unsuitable {
+    fn from(_: Unfit) -> Self {
+        Self::TooMuchWork
+    }
+}
+
+impl Unsuitable {
+    /// Reason of the event and label of the metric.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::NoInventory => "NoInventory",
+            Self::NotReady(_) => "InventoryNotReady",
+            Self::Unreadable => "HoldingUnreadable",
+            Self::AllocatedElsewhere(_) => "AllocatedElsewhere",
+            Self::Short(_) => "ResourcesExhausted",
+            Self::TooMuchWork => "TooManyRequests",
+        }
+    }
+}
+
+/// Counts of the devices of one kind, on one node or on all nodes together.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Shortage {
+    /// Kind of the devices.
+    pub kind: String,
+    /// Devices of the kind that claims may use.
+    pub total: usize,
+    /// Of these, held by other claims. A device that is both held and unhealthy counts here.
+    pub held: usize,
+    /// Of these, unhealthy and not held.
+    pub unhealthy: usize,
+    /// Devices of the kind that claims may not use.
+    pub other_mode: usize,
+    /// Number of devices that the claim wants.
+    pub wanted: usize,
+    /// Number of devices for the pod's claims before this one.
+    pub wanted_besides: usize,
+    /// Available devices that do not match a selector, by reason.
+    pub misfits: BTreeMap<Misfit, usize>,
+    /// A further condition that is not met.
+    pub requirement: Option<Requirement>,
+}
+
+/// Why a device does not match, with the selector's name in messages.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Misfit {
+    /// The selector does not match.
+    No(String),
+    /// The selector fails on the device, with this error.
+    Failed(String, String),
+    /// The selector has not been evaluated on the device yet.
+    Pending(String),
+}
+
+/// A condition that is not met although there are enough devices.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Requirement {
+    /// Too few devices have an equal attribute.
+    #[error("no {wanted} of the rest have an equal {attribute}")]
+    Equal {
+        /// Qualified name of the attribute.
+        attribute: String,
+        /// Number of devices that must have the same value.
+        wanted: usize,
+    },
+    /// Each constraint can be met, but not all of them together.
+    #[error("each constraint can be met, but not all of them together")]
+    Together,
+    /// A request for all matching devices, some of which are not available.
+    #[error(
+        "request {request} wants all {matching} that match, and {unavailable} of them are held or unhealthy"
+    )]
+    All {
+        /// Name of the request.
+        request: String,
+        /// Number of matching devices.
+        matching: usize,
+        /// Number of matching devices that are not available.
+        unavailable: usize,
+    },
+    /// More devices than a claim may have.
+    #[error("the requests for all devices make {wanted}; a claim gets at most {CLAIM_DEVICES_MAX}")]
+    TooMany {
+        /// Number of devices of all requests.
+        wanted: usize,
+    },
+}
+
+impl fmt::Display for Misfit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::No(selector) => write!(f, "do not match {selector}"),
+            Self::Failed(selector, error) => write!(f, "cause an error in {selector} ({error})"),
+            Self::Pending(selector) => write!(f, "not evaluated yet by {selector}"),
+        }
+    }
+}
+
+impl Shortage {
+    /// Number of healthy, matching devices with a share left.
+    pub fn free(&self) -> usize {
+        let misfits: usize = self.misfits.values().sum();
+        self.total.saturating_sub(self.held + self.unhealthy + misfits)
+    }
+
+    /// Adds the counts of another node.
+    pub fn add(&mut self, other: &Self) {
+        self.total += other.total;
+        self.held += other.held;
+        self.unhealthy += other.unhealthy;
+        self.other_mode += other.other_mode;
+        for (misfit, number) in &other.misfits {
+            *self.misfits.entry(misfit.clone()).or_default() += number;
+        }
+    }
+}
+
+impl fmt::Display for Shortage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            kind,
+            total,
+            held,
+            unhealthy,
+            other_mode,
+            wanted,
+            wanted_besides,
+            misfits,
+            requirement,
+        } = self;
+        if *total == 0 && *other_mode > 0 {
+            return write!(
+                f,
+                "the devices of kind {kind} here are not for claims: see their mode in the node's configuration"
+            );
+        }
+        if *total == 0 {
+            return write!(f, "no device of kind {kind} on this node");
+        }
+        match (held, unhealthy) {
+            (0, 0) if misfits.is_empty() => write!(f, "{total} of {total} free")?,
+            (0, 0) => {}
+            (0, _) => write!(f, "{unhealthy} of {total} unhealthy")?,
+            (_, 0) => write!(f, "{held} of {total} held")?,
+            (_, _) => write!(f, "{held} of {total} held, {unhealthy} unhealthy")?,
+        }
+        let mut separator = if held + unhealthy > 0 { ", " } else { "" };
+        for (misfit, number) in misfits {
+            write!(f, "{separator}{number} of {total} {misfit}")?;
+            separator = ", ";
+        }
+        let free = self.free();
+        if let Some(requirement) = requirement {
+            return write!(f, ", {requirement}");
+        }
+        if free > 0 && held + unhealthy + misfits.len() > 0 {
+            write!(f, ", {free} free")?;
+        }
+        if *wanted > 1 || free > 0 {
+            write!(f, ", {wanted} wanted")?;
+        }
+        if *wanted_besides > 0 {
+            write!(f, " besides {wanted_besides} for the pod's other claims")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

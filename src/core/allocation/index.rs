@@ -8,9 +8,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{NodeSelector, NodeSelectorRequirement};
 
-use crate::api::handle::HandleDevice;
-use crate::api::resource::label::label_of_node;
+use crate::api::handle::{DeviceHandle, HandleDevice, HandleError, VERSION};
+use crate::api::resource::label::{LABEL_OF_ANY_NODE, NODE_LABEL, label_of_node};
+use crate::api::resource::{AllocationResult, NODE_NAME_FIELD, ResourceClaim, ResourceHandle};
 
 /// The devices of one node that one claim holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -273,176 +275,132 @@ fn places(holder: &Holder) -> BTreeSet<Place> {
     grant.devices.iter().map(place).collect()
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// The content of a claim's allocation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// The devices that the claim holds, or why they cannot be read.
+    pub state: State,
+    /// Uid of the claim for which the allocation was made, if that is another claim.
+    pub made_for: Option<String>,
+}
 
-    fn grant(node_uid: &str, devices: &[&str]) -> Grant {
-        let device = |name: &&str| HandleDevice {
-            request: "r".into(),
-            device: (*name).into(),
-        };
-        Grant {
-            node_name: "a".into(),
-            node_uid: node_uid.into(),
-            devices: devices.iter().map(device).collect(),
+/// Reads the allocation by `driver` in the claim with uid `claim_uid`.
+pub fn read(driver: &str, claim_uid: &str, allocation: &AllocationResult) -> Record {
+    match handle(driver, allocation) {
+        Ok(handle) => {
+            let (node_name, node_uid) = (handle.node_name.into(), handle.node_uid.into());
+            let state = State::Recorded(Grant {
+                node_name,
+                node_uid,
+                devices: handle.devices,
+            });
+            Record {
+                state,
+                made_for: Some(handle.claim_uid).filter(|uid| uid != claim_uid),
+            }
         }
-    }
-
-    fn holder(claim: &str, created: i64, state: State) -> Holder {
-        Holder {
-            claim: claim.into(),
-            created: Some(Timestamp::from_second(created).unwrap()),
-            copied: false,
-            state,
+        Err(error) => {
+            let nodes = node_names(allocation.available_on_nodes.as_ref());
+            Record {
+                state: State::Unreadable {
+                    nodes,
+                    error: error.into(),
+                },
+                made_for: None,
+            }
         }
-    }
-
-    fn unreadable(node: &str) -> State {
-        State::Unreadable {
-            nodes: BTreeSet::from([node.into()]),
-            error: "x".into(),
-        }
-    }
-
-    fn freed(places: &[Place]) -> Vec<&str> {
-        places.iter().map(|place| &*place.device).collect()
-    }
-
-    #[test]
-    fn what_was_held_and_then_seen_in_the_claim_is_held_once() {
-        let mut holdings = AllocationIndex::default();
-        assert_eq!(
-            holdings.put("u", holder("n/c", 1, State::Held(grant("1", &["d"])))),
-            Change::default()
-        );
-        assert_eq!(
-            holdings.put("u", holder("n/c", 1, State::Recorded(grant("1", &["d"])))),
-            Change::default()
-        );
-        assert!(holdings.held_by_another("v", "1", "d") && !holdings.held_by_another("u", "1", "d"));
-        assert_eq!(freed(&holdings.remove("u").freed), ["d"]);
-        assert!(holdings.remove("u") == Change::default() && holdings.on_node("1").is_none());
-    }
-
-    #[test]
-    fn a_claim_that_comes_to_hold_something_else_frees_what_it_held() {
-        let mut holdings = AllocationIndex::default();
-        holdings.put("u", holder("n/c", 1, State::Recorded(grant("1", &["d", "e"]))));
-        let change = holdings.put("u", holder("n/c", 1, State::Recorded(grant("1", &["e", "f"]))));
-        assert_eq!(freed(&change.freed), ["d"]);
-    }
-
-    #[test]
-    fn the_older_claim_keeps_a_device_and_releases_are_reported() {
-        let mut holdings = AllocationIndex::default();
-        holdings.put("u", holder("n/younger", 2, State::Recorded(grant("1", &["d"]))));
-        let change = holdings.put("v", holder("n/older", 1, State::Recorded(grant("1", &["d"]))));
-        let [place] = change.shared.as_slice() else {
-            panic!("{change:?}")
-        };
-        let conflicts = holdings.conflicts(place, 1);
-        let [conflict] = conflicts.as_slice() else {
-            panic!("{conflicts:?}")
-        };
-        assert_eq!(
-            (&*conflict.keeper, &*conflict.other, &*conflict.other_uid),
-            ("n/older", "n/younger", "u")
-        );
-        assert_eq!(holdings.conflicts(place, 2), [], "two may share it");
-        let again = holdings.put("v", holder("n/older", 1, State::Recorded(grant("1", &["d"]))));
-        assert_eq!(again, Change::default(), "said once");
-        assert_eq!(freed(&holdings.remove("u").freed), ["d"]);
-        assert_eq!(freed(&holdings.remove("v").freed), ["d"]);
-    }
-
-    #[test]
-    fn recorded_allocations_win_over_held_and_then_the_lower_uid() {
-        let mut holdings = AllocationIndex::default();
-        holdings.put("u", holder("n/held", 1, State::Held(grant("1", &["d"]))));
-        let change = holdings.put("v", holder("n/recorded", 2, State::Recorded(grant("1", &["d"]))));
-        let others = |holdings: &AllocationIndex| {
-            let conflicts = holdings.conflicts(&change.shared[0], 1);
-            let names = conflicts
-                .iter()
-                .map(|conflict| (conflict.keeper.to_string(), conflict.other.to_string()));
-            names.collect::<Vec<_>>()
-        };
-        let pair = |keeper: &str, other: &str| (keeper.to_owned(), other.to_owned());
-        assert_eq!(others(&holdings), [pair("n/recorded", "n/held")]);
-        holdings.put("a", holder("n/same-age", 2, State::Recorded(grant("1", &["d"]))));
-        assert_eq!(
-            others(&holdings),
-            [pair("n/same-age", "n/recorded"), pair("n/same-age", "n/held")]
-        );
-    }
-
-    #[test]
-    fn a_copy_of_an_allocation_comes_last_however_old_its_claim_is() {
-        for state in [State::Recorded, State::Held] {
-            let mut holdings = AllocationIndex::default();
-            let mut copy = holder("n/copy", 1, State::Recorded(grant("1", &["d"])));
-            copy.copied = true;
-            holdings.put("a", copy);
-            let change = holdings.put("b", holder("n/original", 2, state(grant("1", &["d"]))));
-            let conflicts = holdings.conflicts(&change.shared[0], 1);
-            let [conflict] = conflicts.as_slice() else {
-                panic!("{conflicts:?}")
-            };
-            assert_eq!((&*conflict.keeper, &*conflict.other), ("n/original", "n/copy"));
-        }
-    }
-
-    #[test]
-    fn a_node_of_another_uid_has_devices_of_its_own() {
-        let mut holdings = AllocationIndex::default();
-        holdings.put("u", holder("n/c", 1, State::Recorded(grant("old", &["d"]))));
-        assert!(holdings.on_node("new").is_none());
-        assert!(
-            holdings
-                .put("v", holder("n/e", 1, State::Held(grant("new", &["d"]))))
-                .shared
-                .is_empty()
-        );
-    }
-
-    #[test]
-    fn an_unreadable_allocation_blocks_its_node_until_it_is_gone() {
-        let mut holdings = AllocationIndex::default();
-        holdings.put("u", holder("n/c", 1, unreadable("a")));
-        holdings.put("v", holder("n/d", 1, unreadable("a")));
-        let other_error = State::Unreadable {
-            nodes: BTreeSet::from(["a".into()]),
-            error: "y".into(),
-        };
-        assert_eq!(
-            holdings.put("v", holder("n/d", 1, other_error)),
-            Change::default()
-        );
-        assert!(holdings.unreadable_on("a") && !holdings.unreadable_on("b"));
-        let change = holdings.put("u", holder("n/c", 1, State::Recorded(grant("1", &["d"]))));
-        assert!(holdings.unreadable_on("a") && change.unblocked.is_empty());
-        assert_eq!(holdings.remove("v").unblocked, ["a".into()]);
-        assert!(!holdings.unreadable_on("a"));
-    }
-
-    #[test]
-    fn a_node_may_be_known_by_the_value_of_its_label_alone() {
-        let mut holdings = AllocationIndex::default();
-        let long = "node-".repeat(40);
-        holdings.put("u", holder("n/c", 1, unreadable(&label_of_node(&long))));
-        assert!(holdings.unreadable_on(&long) && !holdings.unreadable_on(&"node-".repeat(39)));
-    }
-
-    #[test]
-    fn a_handle_that_names_a_device_twice_holds_it_once() {
-        let mut holdings = AllocationIndex::default();
-        assert!(
-            holdings
-                .put("u", holder("n/c", 1, State::Recorded(grant("1", &["d", "d"]))))
-                .shared
-                .is_empty()
-        );
-        assert_eq!(freed(&holdings.remove("u").freed), ["d"]);
     }
 }
+
+/// The only handle of `driver`. A handle without a name belongs to the driver that the claim's status names.
+fn handle(driver: &str, allocation: &AllocationResult) -> Result<DeviceHandle, String> {
+    let ours = |handle: &&ResourceHandle| handle.driver_name.as_deref().is_none_or(|name| name == driver);
+    let mut handles = allocation.resource_handles.iter().filter(ours);
+    let (Some(handle), None) = (handles.next(), handles.next()) else {
+        let number = allocation.resource_handles.iter().filter(ours).count();
+        return Err(format!(
+            "the allocation has {number} resource handles of driver {driver} instead of one"
+        ));
+    };
+    let data = handle.data.as_deref().ok_or("the resource handle has no data")?;
+    DeviceHandle::parse(data).map_err(|error| error.to_string())
+}
+
+/// The allocation that records `grant` in the claim with uid `claim_uid`.
+pub fn write(driver: &str, claim_uid: &str, grant: &Grant) -> Result<AllocationResult, HandleError> {
+    let handle = DeviceHandle {
+        version: VERSION,
+        claim_uid: claim_uid.to_owned(),
+        node_name: grant.node_name.to_string(),
+        node_uid: grant.node_uid.to_string(),
+        devices: grant.devices.clone(),
+    };
+    // The claim is the holder: every pod that names it may use its devices, as may a second container of one pod. A claim generated from a
+    // template is named only by its own pod.
+    let allocation = AllocationResult::new(driver, handle.to_data()?).on_nodes([&*grant.node_name]);
+    Ok(allocation.shareable())
+}
+
+/// `namespace/name` of a claim.
+pub fn claim_name(claim: &ResourceClaim) -> String {
+    let metadata = &claim.metadata;
+    let namespace = metadata.namespace.as_deref().unwrap_or_default();
+    format!("{namespace}/{}", metadata.name.as_deref().unwrap_or_default())
+}
+
+/// The value of a claim's node label: the node for which the claim was labelled before its allocation. `None` for any node.
+pub fn labelled_node(driver: &str, claim: &ResourceClaim) -> Option<Box<str>> {
+    let labels = claim.metadata.labels.as_ref()?;
+    let node = labels.get(&format!("{driver}/{NODE_LABEL}"))?;
+    (node != LABEL_OF_ANY_NODE && !node.is_empty()).then(|| node.as_str().into())
+}
+
+/// The node names in a selector.
+fn node_names(selector: Option<&NodeSelector>) -> BTreeSet<Box<str>> {
+    let terms = selector
+        .map(|selector| selector.node_selector_terms.as_slice())
+        .unwrap_or_default();
+    let fields = terms.iter().flat_map(|term| term.match_fields.iter().flatten());
+    let names = fields.filter(|field| field.key == NODE_NAME_FIELD && field.operator == "In");
+    names
+        .flat_map(|field| field.values.iter().flatten())
+        .map(|name| name.as_str().into())
+        .collect()
+}
+
+/// Whether a class's `suitableNodes` allows a node with this name; `None` if that depends on more than the name.
+///
+/// Terms are ORed and the requirements of a term are ANDed; an empty term matches no node
+/// (`k8s.io/component-helpers/scheduling/corev1/nodeaffinity`).
+pub fn suits(selector: &NodeSelector, node: &str) -> Option<bool> {
+    let mut unsure = false;
+    for term in &selector.node_selector_terms {
+        let fields = term.match_fields.as_deref().unwrap_or_default();
+        let labels = !term.match_expressions.as_deref().unwrap_or_default().is_empty();
+        if fields.is_empty() && !labels {
+            continue;
+        }
+        let met = fields
+            .iter()
+            .map(|field| meets(field, node))
+            .try_fold(true, |all, met| Some(all && met?));
+        match met {
+            Some(false) => {}
+            Some(true) if !labels => return Some(true),
+            _ => unsure = true,
+        }
+    }
+    (!unsure).then_some(false)
+}
+
+fn meets(field: &NodeSelectorRequirement, node: &str) -> Option<bool> {
+    let listed = field.values.iter().flatten().any(|name| name == node);
+    match (field.key.as_str(), field.operator.as_str()) {
+        (NODE_NAME_FIELD, "In") => Some(listed),
+        (NODE_NAME_FIELD, "NotIn") => Some(!listed),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests;

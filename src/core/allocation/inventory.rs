@@ -7,8 +7,7 @@ use std::sync::Arc;
 
 use jiff::Timestamp;
 
-use crate::api::crd::{Device as ApiDevice, Mode, NodeInventory, READY};
-use crate::core::allocation::attribute_set::{Attribute, AttributeSet};
+use crate::api::crd::{AttributeValue, Device as ApiDevice, Mode, NodeInventory, READY};
 
 /// One node, as described by one NodeInventory object.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -241,125 +240,80 @@ pub struct Replaced {
     pub before: Option<Arc<Node>>,
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::api::crd::AttributeValue;
-    use crate::core::allocation::fixture;
+/// The attributes of a device, sorted by name. Devices with equal sets match the same selectors.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct AttributeSet {
+    /// Compared first: nearly all different sets differ in it, at the cost of one comparison.
+    fingerprint: u64,
+    attributes: Arc<[(Box<str>, Attribute)]>,
+}
 
-    fn names(inventory: &Inventory, kind: &str) -> Vec<String> {
-        inventory.nodes_with(kind).map(str::to_owned).collect()
-    }
-
-    #[test]
-    fn a_node_is_found_by_name_and_by_kind_until_its_object_is_gone() {
-        let mut inventory = Inventory::default();
-        let replaced = inventory.set("a.x", Some(fixture::node("a", "1", &["d1", "d2"])));
-        assert_eq!(
-            replaced,
-            [Replaced {
-                name: "a".into(),
-                before: None
-            }]
-        );
-        assert_eq!(inventory.node("a").unwrap().uid(), "1");
-        assert_eq!(names(&inventory, "test"), ["a"]);
-        assert!(
-            inventory
-                .set("a.x", Some(fixture::node("a", "1", &["d1", "d2"])))
-                .is_empty(),
-            "nothing has changed"
-        );
-        assert_eq!(inventory.set("a.x", None).len(), 1);
-        assert!(inventory.node("a").is_none());
-        assert!(inventory.nodes_with("test").next().is_none() && inventory.objects().next().is_none());
-        assert!(inventory.set("a.x", None).is_empty());
-    }
-
-    #[test]
-    fn of_two_objects_for_a_node_the_older_counts_until_it_is_gone() {
-        let mut inventory = Inventory::default();
-        let later = Node {
-            created: Some(Timestamp::from_second(2).unwrap()),
-            ..fixture::node("a", "2", &["x"])
-        };
-        let earlier = Node {
-            created: Some(Timestamp::from_second(1).unwrap()),
-            ..fixture::node("a", "1", &["y"])
-        };
-        inventory.set("first", Some(later));
-        inventory.set("second", Some(earlier.clone()));
-        assert_eq!(inventory.node("a").unwrap().uid(), "1");
-        inventory.set(
-            "second",
-            Some(Node {
-                devices: Box::default(),
-                ..earlier
-            }),
-        );
-        assert!(
-            names(&inventory, "test").is_empty(),
-            "what the later one says does not count"
-        );
-        inventory.set("second", None);
-        assert_eq!(inventory.node("a").unwrap().uid(), "2");
-        assert_eq!(names(&inventory, "test"), ["a"]);
-    }
-
-    #[test]
-    fn an_inventory_recreated_for_another_node_leaves_the_first() {
-        let mut inventory = Inventory::default();
-        inventory.set("o", Some(fixture::node("a", "1", &["d"])));
-        let replaced = inventory.set("o", Some(fixture::node("b", "2", &["d"])));
-        assert_eq!(
-            replaced
-                .iter()
-                .map(|replaced| &*replaced.name)
-                .collect::<Vec<_>>(),
-            ["a", "b"]
-        );
-        assert!(inventory.node("a").is_none());
-        assert_eq!(names(&inventory, "test"), ["b"]);
-    }
-
-    #[test]
-    fn only_a_true_ready_condition_makes_a_node_ready() {
-        let mut inventory = fixture::inventory("a", "1", &["d"]);
-        assert_eq!(Node::read(&inventory).unready(), None);
-        let condition = inventory.status.as_mut().unwrap().conditions.first_mut().unwrap();
-        condition.status = "False".into();
-        condition.message = "drayman was stopped".into();
-        assert_eq!(Node::read(&inventory).unready(), Some("drayman was stopped"));
-        inventory.status = None;
-        assert_eq!(
-            Node::read(&inventory).unready(),
-            Some("its companion has not reported yet")
-        );
-        inventory.spec.node_uid.clear();
-        assert_eq!(Node::read(&inventory).unready(), Some("it names no node uid"));
-    }
-
-    #[test]
-    fn what_the_schema_would_refuse_is_left_out() {
-        let mut inventory = fixture::inventory("a", "1", &["d", "c", "d"]);
-        let both = AttributeValue {
-            int: Some(1),
-            ..AttributeValue::string("x")
-        };
-        let attributes = [("e/both".into(), both), ("e/int".into(), AttributeValue::int(7))];
-        inventory.spec.devices.first_mut().unwrap().attributes = attributes.into_iter().collect();
-        let node = Node::read(&inventory);
-        assert_eq!(
-            node.devices()
-                .iter()
-                .map(|device| &*device.name)
-                .collect::<Vec<_>>(),
-            ["c", "d"]
-        );
-        assert_eq!(
-            *node.device("d").unwrap().attributes,
-            [("e/int".into(), Attribute::Int(7))]
-        );
-        assert_eq!(node.device("e"), None);
+impl FromIterator<(Box<str>, Attribute)> for AttributeSet {
+    fn from_iter<T: IntoIterator<Item = (Box<str>, Attribute)>>(attributes: T) -> Self {
+        let attributes: Arc<[_]> = attributes.into_iter().collect();
+        Self {
+            fingerprint: fingerprint(&attributes),
+            attributes,
+        }
     }
 }
+
+/// FNV-1a over names and values. A collision costs one full comparison.
+fn fingerprint(attributes: &[(Box<str>, Attribute)]) -> u64 {
+    let mix = |sum: u64, byte: &u8| (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+    attributes
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |sum, (name, value)| {
+            let sum = name.as_bytes().iter().fold(sum, mix);
+            match value {
+                Attribute::String(text) | Attribute::Version(text) => text.as_bytes().iter().fold(sum, mix),
+                Attribute::Int(number) => number.to_le_bytes().iter().fold(sum, mix),
+                Attribute::Bool(value) => mix(sum, &u8::from(*value)),
+            }
+        })
+}
+
+impl std::ops::Deref for AttributeSet {
+    type Target = [(Box<str>, Attribute)];
+
+    fn deref(&self) -> &Self::Target {
+        &self.attributes
+    }
+}
+
+impl AttributeSet {
+    /// The value of the attribute with this qualified name.
+    pub fn value(&self, name: &str) -> Option<&Attribute> {
+        let index = self.binary_search_by(|(other, _)| (**other).cmp(name)).ok()?;
+        self.get(index).map(|(_, value)| value)
+    }
+}
+
+/// The value of an attribute.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Attribute {
+    /// A string.
+    String(Box<str>),
+    /// A 64-bit integer.
+    Int(i64),
+    /// A boolean.
+    Bool(bool),
+    /// A semantic version, as written.
+    Version(Box<str>),
+}
+
+impl Attribute {
+    /// Reads a value. `None` unless it has exactly one of the four types.
+    pub fn read(value: &AttributeValue) -> Option<Self> {
+        match (&value.string, value.int, value.bool, &value.version) {
+            (Some(string), None, None, None) => Some(Self::String(string.as_str().into())),
+            (None, Some(int), None, None) => Some(Self::Int(int)),
+            (None, None, Some(bool), None) => Some(Self::Bool(bool)),
+            (None, None, None, Some(version)) => Some(Self::Version(version.as_str().into())),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

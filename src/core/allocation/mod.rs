@@ -1,36 +1,27 @@
 //! Devices and their allocation, for the built-in driver: decisions without any Kubernetes write.
 //!
 //! ```text
-//! NodeInventory ---> inventory --+
-//!                                +--> judge (fit) --> verdicts, allocations
-//! claims ----------> holdings  --+
-//! parameters ------> a demand ---+
+//! NodeInventory ------> inventory --+
+//! claims -------------> index ------+--> allocator --> evaluate --> search
+//! selector results ---> selectors --+        |
+//! parameters ---------> parameters --------->+
 //! ```
 //!
 //! * [`parameters`]: validated parameters of classes and claims.
-//! * [`inventory`]: the devices of all nodes.
-//! * [`index`]: the allocation index: the devices that each claim holds, derived from the claims.
-//! * [`attribute_set`], [`active_selectors`]: attribute sets of devices, selector results for them, and pending evaluations of the active selectors.
-//! * [`fit`], [`search`], [`evaluate`]: find devices for the requests of all claims of a pod; [`work`] bounds the search.
-//! * [`allocator`], [`allocate`]: the device allocator, which owns inventory and allocation index; its changes and its queries.
+//! * [`inventory`]: the devices of all nodes, with their attributes.
+//! * [`index`]: the allocation index: the devices that each claim holds, read from the claims.
+//! * [`selectors`]: selector results by attribute set, and the pending evaluations of the active selectors.
+//! * [`search`]: finds devices for the requests of all claims of a pod, with a limit on its work.
+//! * [`evaluate`]: whether the claims of a pod fit on a node, or why not.
+//! * [`allocator`]: the device allocator, which owns inventory, index and selector results.
 
-pub mod active_selectors;
-pub mod allocate;
-pub mod allocation_result;
 pub mod allocator;
-pub mod anywhere;
-pub mod attribute_set;
-pub mod errors;
 pub mod evaluate;
-pub mod fit;
 pub mod index;
 pub mod inventory;
 pub mod parameters;
-pub mod reference;
 pub mod search;
-pub mod unsuitable;
-mod view;
-pub mod work;
+pub mod selectors;
 
 #[cfg(test)]
-pub(crate) mod fixture;
+pub(crate) mod tests;

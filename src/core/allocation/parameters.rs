@@ -1,21 +1,14 @@
-//! The device request of a claim: the parameters of its class and its own, validated.
-//!
-//! Everything is validated although the CRDs have schemas: an object may be older than its schema, or the schema may have been replaced.
-//! Selector expressions are not validated here: the runtime compiles them.
-
-mod error;
+//! Validated parameters of classes and claims: [`ClassParameters`], [`DeviceRequests`], and the objects that `parametersRef` names.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::api::crd::{
     ATTRIBUTE_NAME_MAX, AllocationMode, CLAIM_DEVICES_MAX, CONSTRAINTS_MAX, DeviceClaimParametersSpec,
-    DeviceClassParametersSpec, DeviceConstraint, DeviceRequest, DeviceSelector, EXPRESSION_MAX,
+    DeviceClassParametersSpec, DeviceConstraint, DeviceRequest, DeviceSelector, EXPRESSION_MAX, GROUP,
     PlacementPolicy, REQUESTS_MAX, SELECTORS_MAX,
 };
-use crate::core::allocation::reference::{CLAIM_PARAMETERS_KIND, CLASS_PARAMETERS_KIND};
-
-pub use error::ParametersError;
+use crate::api::resource::{ResourceClaim, ResourceClass};
 
 /// Name of the only request of a claim without parameters.
 pub const DEFAULT_REQUEST: &str = "device";
@@ -404,6 +397,260 @@ fn is_label(text: &str) -> bool {
 /// Truncates an untrusted value for an event.
 pub(super) fn shortened(value: &str) -> String {
     value.chars().take(64).collect()
+}
+
+/// Why parameters are refused. Only a user or administrator can fix them.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ParametersError {
+    /// The object does not exist.
+    #[error("{object} does not exist; create it")]
+    NotFound {
+        /// Kind, namespace and name.
+        object: String,
+    },
+    /// The object does not have the structure of its kind.
+    #[error("{object} cannot be read: {error}; correct it")]
+    Malformed {
+        /// Kind, namespace and name.
+        object: String,
+        /// The parser's error.
+        error: String,
+    },
+    /// A name is not a DNS label.
+    #[error(
+        "{object}: {field} is {value:?}; at most 63 of a-z, 0-9 and '-' are allowed, with a letter or digit at both ends"
+    )]
+    NotALabel {
+        /// Kind, namespace and name.
+        object: String,
+        /// Path of the field.
+        field: String,
+        /// Its value, truncated.
+        value: String,
+    },
+    /// Too few or too many requests.
+    #[error("{object}: spec.requests has {number} entries; 1 to {REQUESTS_MAX} are allowed")]
+    Requests {
+        /// Kind, namespace and name.
+        object: String,
+        /// Number of requests.
+        number: usize,
+    },
+    /// Two requests with the same name.
+    #[error("{object}: request {request} is there twice; give each request a name of its own")]
+    Twice {
+        /// Kind, namespace and name.
+        object: String,
+        /// The repeated name.
+        request: String,
+    },
+    /// A count outside its limits.
+    #[error("{object}: request {request} has count {count}; 1 to {CLAIM_DEVICES_MAX} are allowed")]
+    Count {
+        /// Kind, namespace and name.
+        object: String,
+        /// Name of the request.
+        request: String,
+        /// Count of the request.
+        count: u64,
+    },
+    /// More devices than a claim may have.
+    #[error("{object}: the requests add up to {total} devices; a claim gets at most {CLAIM_DEVICES_MAX}")]
+    Total {
+        /// Kind, namespace and name.
+        object: String,
+        /// The sum of the counts.
+        total: u64,
+    },
+    /// A request for all devices that also has a count.
+    #[error("{object}: request {request} has allocationMode All and a count; remove one of them")]
+    CountWithAll {
+        /// Kind, namespace and name.
+        object: String,
+        /// Name of the request.
+        request: String,
+    },
+    /// Too many selectors.
+    #[error("{object}: {place} has {number} selectors; at most {SELECTORS_MAX} are allowed")]
+    Selectors {
+        /// Kind, namespace and name.
+        object: String,
+        /// The request, or the class.
+        place: String,
+        /// Number of selectors.
+        number: usize,
+    },
+    /// An expression that is empty or too long.
+    #[error("{object}: {selector} has {length} bytes; 1 to {EXPRESSION_MAX} are allowed")]
+    ExpressionLength {
+        /// Kind, namespace and name.
+        object: String,
+        /// The selector in messages: `selector 1 of request gpu`.
+        selector: String,
+        /// Length of the expression in bytes.
+        length: usize,
+    },
+    /// An expression that is not a condition on devices, or costs too much.
+    #[error("{object}: {selector}: {error}")]
+    Selector {
+        /// Kind, namespace and name.
+        object: String,
+        /// The selector in messages: `selector 1 of request gpu`.
+        selector: String,
+        /// Why the expression is refused.
+        error: String,
+    },
+    /// Too many constraints.
+    #[error("{object}: spec.constraints has {number} entries; at most {CONSTRAINTS_MAX} are allowed")]
+    Constraints {
+        /// Kind, namespace and name.
+        object: String,
+        /// Number of constraints.
+        number: usize,
+    },
+    /// A constraint on an unknown request.
+    #[error("{object}: constraint {constraint} names request {request:?}, which is not in spec.requests")]
+    UnknownRequest {
+        /// Kind, namespace and name.
+        object: String,
+        /// Number of the constraint, from 1.
+        constraint: usize,
+        /// Name of the unknown request.
+        request: String,
+    },
+    /// A constraint on an invalid attribute name.
+    #[error(
+        "{object}: constraint {constraint} has matchAttribute {attribute:?}; it must be a domain, a slash and a name, \
+         as drayman.dev/numaNode"
+    )]
+    MatchAttribute {
+        /// Kind, namespace and name.
+        object: String,
+        /// Number of the constraint, from 1.
+        constraint: usize,
+        /// The invalid name, truncated.
+        attribute: String,
+    },
+}
+
+impl ParametersError {
+    /// Reason of the event and label of the metric.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::NotFound { .. } => "ParametersNotFound",
+            Self::Malformed { .. }
+            | Self::NotALabel { .. }
+            | Self::Requests { .. }
+            | Self::Twice { .. }
+            | Self::Count { .. }
+            | Self::Total { .. }
+            | Self::CountWithAll { .. }
+            | Self::Selectors { .. }
+            | Self::ExpressionLength { .. }
+            | Self::Constraints { .. }
+            | Self::UnknownRequest { .. }
+            | Self::MatchAttribute { .. } => "ParametersInvalid",
+            Self::Selector { .. } => "SelectorInvalid",
+        }
+    }
+}
+
+/// The kind required in a class's `parametersRef`.
+pub const CLASS_PARAMETERS_KIND: &str = "DeviceClassParameters";
+/// The kind required in a claim's `parametersRef`.
+pub const CLAIM_PARAMETERS_KIND: &str = "DeviceClaimParameters";
+
+/// Name of the parameters of a class.
+pub fn class_reference(class: &ResourceClass) -> Result<&str, ReferenceError> {
+    let name = class.metadata.name.as_deref().unwrap_or_default();
+    let Some(reference) = &class.parameters_ref else {
+        return Err(ReferenceError::ClassWithoutReference {
+            class: name.to_owned(),
+        });
+    };
+    if reference.api_group.as_deref() != Some(GROUP) || reference.kind != CLASS_PARAMETERS_KIND {
+        return Err(ReferenceError::ClassReference {
+            class: name.to_owned(),
+            found: spelled(reference.api_group.as_deref(), &reference.kind),
+        });
+    }
+    if reference.namespace.is_some() {
+        return Err(ReferenceError::ClassReferenceNamespace {
+            class: name.to_owned(),
+        });
+    }
+    Ok(&reference.name)
+}
+
+/// Name of the parameters of a claim, in the claim's own namespace; `None` if the claim has none.
+pub fn claim_reference(claim: &ResourceClaim) -> Result<Option<&str>, ReferenceError> {
+    let Some(reference) = &claim.spec.parameters_ref else {
+        return Ok(None);
+    };
+    if reference.api_group.as_deref() == Some(GROUP) && reference.kind == CLAIM_PARAMETERS_KIND {
+        return Ok(Some(&reference.name));
+    }
+    Err(ReferenceError::ClaimReference {
+        claim: claim.metadata.name.clone().unwrap_or_default(),
+        found: spelled(reference.api_group.as_deref(), &reference.kind),
+    })
+}
+
+/// Why a reference is refused. Only a user or administrator can fix it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReferenceError {
+    /// The class has no `parametersRef`.
+    #[error(
+        "ResourceClass {class} has no parametersRef: set it to {{apiGroup: {GROUP}, kind: {CLASS_PARAMETERS_KIND}, name: ...}}"
+    )]
+    ClassWithoutReference {
+        /// Name of the class.
+        class: String,
+    },
+    /// The class refers to a kind that this driver does not read.
+    #[error(
+        "ResourceClass {class} has a parametersRef to {found}, which this driver does not read: \
+         use {{apiGroup: {GROUP}, kind: {CLASS_PARAMETERS_KIND}, name: ...}}"
+    )]
+    ClassReference {
+        /// Name of the class.
+        class: String,
+        /// Kind and group of the reference.
+        found: String,
+    },
+    /// The class refers to a namespace, although class parameters have none.
+    #[error(
+        "ResourceClass {class} has a parametersRef with a namespace: {CLASS_PARAMETERS_KIND} has none, remove it"
+    )]
+    ClassReferenceNamespace {
+        /// Name of the class.
+        class: String,
+    },
+    /// The claim refers to a kind that this driver does not read.
+    #[error(
+        "ResourceClaim {claim} has a parametersRef to {found}, which this driver does not read: \
+         make the claim again with {{apiGroup: {GROUP}, kind: {CLAIM_PARAMETERS_KIND}, name: ...}}"
+    )]
+    ClaimReference {
+        /// Name of the claim.
+        claim: String,
+        /// Kind and group of the reference.
+        found: String,
+    },
+}
+
+impl ReferenceError {
+    /// Reason of the event and label of the metric.
+    pub fn reason(&self) -> &'static str {
+        "ParametersReferenceInvalid"
+    }
+}
+
+fn spelled(group: Option<&str>, kind: &str) -> String {
+    match group {
+        Some(group) if !group.is_empty() => format!("{} of group {}", shortened(kind), shortened(group)),
+        _ => format!("{} of the core group", shortened(kind)),
+    }
 }
 
 #[cfg(test)]

@@ -5,10 +5,7 @@
 //! the requests are fitted without them: if that fails, there is no solution. Then the groups are tried in order of preference. Once they
 //! are selected, a [`Fit`] decides the rest without guessing.
 
-use std::collections::{BTreeMap, BTreeSet};
-
-use crate::core::allocation::fit::{Fit, Unfit};
-use crate::core::allocation::work::Work;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// The requests of one claim.
 #[derive(Clone, Debug, Default)]
@@ -253,230 +250,233 @@ impl Search<'_> {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
+/// Why no assignment was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unfit {
+    /// No assignment exists.
+    Impossible,
+    /// The limit of the [`Work`] was reached first.
+    TooMuchWork,
+}
 
-    use super::*;
-    use crate::core::allocation::work::NODE_WORK_MAX;
+/// A growing set of requests with the devices assigned to each. Devices are numbers below a limit.
+#[derive(Clone, Debug)]
+pub struct Fit {
+    requests: Vec<ActiveSelectors>,
+    devices: Vec<Place>,
+}
 
-    /// A claim's requests as candidates and counts, and its constraints as attribute and requests.
-    type Claim = (Vec<(Vec<usize>, usize)>, Vec<(usize, Vec<usize>)>);
-    /// A device's values of two attributes.
-    type Values = [Option<u8>; 2];
+#[derive(Clone, Debug)]
+struct ActiveSelectors {
+    claim: usize,
+    candidates: Vec<usize>,
+    /// No candidate before this index has room for the request, and none ever will: a full device stays full, and a claim loses a device
+    /// only to another claim, when the device is full.
+    next: usize,
+}
 
-    fn ask(values: &[Values], (requests, constraints): &Claim) -> Ask {
-        let equal = |(attribute, requests): &(usize, Vec<usize>)| {
-            let mut groups: BTreeMap<u8, Vec<usize>> = BTreeMap::new();
-            for (device, values) in values.iter().enumerate() {
-                if let Some(value) = values[*attribute] {
-                    groups.entry(value).or_default().push(device);
+/// A device with the requests that it serves: at most one per claim.
+#[derive(Clone, Debug)]
+struct Place {
+    room: usize,
+    taken: Vec<usize>,
+}
+
+impl Fit {
+    /// No requests, and for each device the number of claims that it can serve.
+    pub fn new(room: impl IntoIterator<Item = usize>) -> Self {
+        let place = |room| Place {
+            room,
+            taken: Vec::new(),
+        };
+        Self {
+            requests: Vec::new(),
+            devices: room.into_iter().map(place).collect(),
+        }
+    }
+
+    /// The cost of a copy, in steps.
+    pub fn size(&self) -> usize {
+        let candidates: usize = self.requests.iter().map(|wanted| wanted.candidates.len()).sum();
+        self.devices.len() + candidates
+    }
+
+    /// Adds a request of a claim for `count` of `candidates`, which are in order of preference. Earlier requests may move to other
+    /// candidates. After an error the fit must not be used any more: try on a clone.
+    pub fn add(
+        &mut self,
+        claim: usize,
+        candidates: Vec<usize>,
+        count: usize,
+        work: &mut Work,
+    ) -> Result<(), Unfit> {
+        if candidates.len() < count {
+            return Err(Unfit::Impossible);
+        }
+        let request = self.requests.len();
+        self.requests.push(ActiveSelectors {
+            claim,
+            candidates,
+            next: 0,
+        });
+        (0..count).try_for_each(|_| self.add_one(request, work))
+    }
+
+    /// The devices of each request, in the order in which the requests were added.
+    pub fn answers(&self) -> Vec<Vec<usize>> {
+        let mut answers = vec![Vec::new(); self.requests.len()];
+        for (device, place) in self.devices.iter().enumerate() {
+            for &request in &place.taken {
+                if let Some(answer) = answers.get_mut(request) {
+                    answer.push(device);
                 }
             }
-            Equal {
-                requests: requests.clone(),
-                groups: groups.into_values().collect(),
-            }
-        };
-        Ask {
-            requests: requests.clone(),
-            constraints: constraints.iter().map(equal).collect(),
         }
+        answers
     }
 
-    /// Whether these devices are a solution.
-    fn holds(room: &[usize], values: &[Values], claims: &[Claim], answers: &[Vec<usize>]) -> bool {
-        let mut used = vec![0; room.len()];
-        let mut answers = answers.iter();
-        for (requests, constraints) in claims {
-            let mine: Vec<&Vec<usize>> = answers.by_ref().take(requests.len()).collect();
-            let mut all: Vec<usize> = mine.iter().copied().flatten().copied().collect();
-            all.sort_unstable();
-            let right = mine.iter().zip(requests).all(|(answer, (candidates, count))| {
-                answer.len() == *count && answer.iter().all(|device| candidates.contains(device))
-            });
-            let equal = constraints.iter().all(|(attribute, requests)| {
-                let mut devices = requests.iter().flat_map(|&request| mine[request]);
-                let first = devices.next().map(|&device| values[device][*attribute]);
-                first.is_none_or(|first| {
-                    first.is_some() && devices.all(|&device| values[device][*attribute] == first)
-                })
-            });
-            if !right || !equal || all.windows(2).any(|pair| pair[0] == pair[1]) {
-                return false;
+    /// Assigns one more device to `root`, along the shortest chain of requests that move to another device.
+    fn add_one(&mut self, root: usize, work: &mut Work) -> Result<(), Unfit> {
+        // For each request on the path: the request that wants one of its devices, and that device.
+        let mut wanted_by: Vec<Option<(usize, usize)>> = vec![None; self.requests.len()];
+        let mut queue = VecDeque::from([root]);
+        while let Some(request) = queue.pop_front() {
+            if let Some(device) = self.candidate_with_room(request, work)? {
+                self.pass_on(root, request, device, &wanted_by);
+                return Ok(());
             }
-            for device in all {
-                used[device] += 1;
+            let Some(wanted) = self.requests.get(request) else {
+                continue;
+            };
+            let mut steps = 0;
+            for &device in &wanted.candidates {
+                let taken = self.devices.get(device).map_or(&[][..], |place| &place.taken);
+                steps += 1 + taken.len();
+                // If a request of the same claim has the device, only that one is in the way; otherwise all that have it are.
+                let same = taken
+                    .iter()
+                    .find(|&&other| self.claim(other) == Some(wanted.claim));
+                for &owner in same.map_or(taken, std::slice::from_ref) {
+                    if let Some(way) = wanted_by.get_mut(owner)
+                        && owner != root
+                        && owner != request
+                        && way.is_none()
+                    {
+                        *way = Some((request, device));
+                        queue.push_back(owner);
+                    }
+                }
             }
+            work.spend(steps)?;
         }
-        used.iter().zip(room).all(|(used, room)| used <= room)
+        Err(Unfit::Impossible)
     }
 
-    /// Tries every set of devices for every request.
-    fn possible(room: &[usize], values: &[Values], claims: &[Claim], answers: &mut Vec<Vec<usize>>) -> bool {
-        let all: Vec<&(Vec<usize>, usize)> = claims.iter().flat_map(|(requests, _)| requests).collect();
-        let Some((candidates, count)) = all.get(answers.len()) else {
-            return holds(room, values, claims, answers);
+    fn claim(&self, request: usize) -> Option<usize> {
+        self.requests.get(request).map(|wanted| wanted.claim)
+    }
+
+    fn candidate_with_room(&mut self, request: usize, work: &mut Work) -> Result<Option<usize>, Unfit> {
+        let Some(wanted) = self.requests.get(request) else {
+            return Ok(None);
         };
-        (0..1_u32 << candidates.len()).any(|set| {
-            if set.count_ones() as usize != *count {
-                return false;
-            }
-            let chosen = candidates
-                .iter()
-                .enumerate()
-                .filter(|(bit, _)| set & (1 << bit) != 0);
-            answers.push(chosen.map(|(_, device)| *device).collect());
-            let found = possible(room, values, claims, answers);
-            answers.pop();
-            found
-        })
-    }
-
-    fn claim(devices: usize) -> impl Strategy<Value = Claim> {
-        let request = (prop::collection::btree_set(0..devices, 1..devices), 1_usize..3)
-            .prop_map(|(candidates, count)| (candidates.into_iter().collect(), count));
-        let constraint = (0_usize..2, prop::collection::btree_set(0_usize..2, 1..3));
-        (
-            prop::collection::vec(request, 1..3),
-            prop::collection::vec(constraint, 0..3),
-        )
-            .prop_map(|(requests, constraints): (Vec<_>, _)| {
-                let number = requests.len();
-                let there = |(attribute, named): (usize, std::collections::BTreeSet<usize>)| {
-                    (
-                        attribute,
-                        named.into_iter().filter(|&request| request < number).collect(),
-                    )
-                };
-                (requests, constraints.into_iter().map(there).collect())
+        let has_room = |&device: &usize| {
+            let place = self.devices.get(device);
+            place.is_some_and(|place| {
+                place.taken.len() < place.room
+                    && !place
+                        .taken
+                        .iter()
+                        .any(|&other| self.claim(other) == Some(wanted.claim))
             })
+        };
+        let without = wanted
+            .candidates
+            .iter()
+            .skip(wanted.next)
+            .take_while(|&device| !has_room(device))
+            .count();
+        let next = wanted.next + without;
+        let found = wanted.candidates.get(next).copied();
+        if let Some(wanted) = self.requests.get_mut(request) {
+            wanted.next = next;
+        }
+        work.spend(without + 1)?;
+        Ok(found)
     }
 
-    proptest! {
-        #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
-
-        #[test]
-        fn an_answer_is_found_exactly_if_there_is_one(
-            devices in prop::collection::vec((0_usize..3, prop::option::of(0_u8..2), prop::option::of(0_u8..3)), 5),
-            claims in prop::collection::vec(claim(5), 1..3)
-        ) {
-            let room: Vec<usize> = devices.iter().map(|device| device.0).collect();
-            let values: Vec<Values> = devices.iter().map(|device| [device.1, device.2]).collect();
-            // Constraints without requests are dropped.
-            let claims: Vec<Claim> = claims.into_iter().map(|(requests, constraints)| {
-                (requests, constraints.into_iter().filter(|(_, named)| !named.is_empty()).collect())
-            }).collect();
-            let asks: Vec<Ask> = claims.iter().map(|claim| ask(&values, claim)).collect();
-            match search(&room, &asks, &mut Work::new(NODE_WORK_MAX)) {
-                Ok(answers) => prop_assert!(holds(&room, &values, &claims, &answers), "{answers:?}"),
-                Err(error) => {
-                    prop_assert_eq!(error, Unfit::Impossible);
-                    prop_assert!(!possible(&room, &values, &claims, &mut Vec::new()));
+    /// Assigns `device` to `request`, whose former device goes to the request that wants it, and so on up to `root`.
+    fn pass_on(&mut self, root: usize, request: usize, device: usize, wanted_by: &[Option<(usize, usize)>]) {
+        let (mut request, mut device) = (request, device);
+        loop {
+            if let Some(place) = self.devices.get_mut(device) {
+                place.taken.push(request);
+            }
+            match wanted_by.get(request) {
+                Some(&Some((asker, asked_for))) if request != root => {
+                    if let Some(place) = self.devices.get_mut(asked_for) {
+                        place.taken.retain(|&other| other != request);
+                    }
+                    (request, device) = (asker, asked_for);
                 }
+                _ => return,
             }
         }
-    }
-
-    fn equal(requests: &[usize], groups: &[&[usize]]) -> Equal {
-        Equal {
-            requests: requests.to_vec(),
-            groups: groups.iter().map(|group| group.to_vec()).collect(),
-        }
-    }
-
-    /// The outcome, and the number of steps.
-    fn searched(room: &[usize], asks: &[Ask]) -> (Result<Vec<Vec<usize>>, Unfit>, usize) {
-        let mut work = Work::new(NODE_WORK_MAX);
-        let outcome = search(room, asks, &mut work);
-        (outcome, work.done())
-    }
-
-    #[test]
-    fn a_claim_that_wants_too_many_devices_is_refused_early() {
-        // Eight devices, each with its own attribute value; seven requests for one device, and one for two.
-        let groups: Vec<Vec<usize>> = (0..8).map(|device| vec![device]).collect();
-        let single = |place| Equal {
-            requests: vec![place],
-            groups: groups.clone(),
-        };
-        let mut requests = vec![((0..8).collect(), 1); 7];
-        requests.push(((0..8).collect(), 2));
-        let ask = Ask {
-            requests,
-            constraints: (0..7).map(single).collect(),
-        };
-        let (outcome, steps) = searched(&[1; 8], &[ask]);
-        assert_eq!(outcome, Err(Unfit::Impossible));
-        assert!(steps < 5_000, "{steps} steps");
-    }
-
-    #[test]
-    fn a_constraint_over_one_device_needs_no_search() {
-        let pairs: Vec<Vec<usize>> = (0..32).map(|pair| vec![2 * pair, 2 * pair + 1]).collect();
-        let single = |place| Equal {
-            requests: vec![place],
-            groups: pairs.clone(),
-        };
-        let ask = Ask {
-            requests: vec![((0..64).collect(), 1); 8],
-            constraints: (0..8).map(single).collect(),
-        };
-        let (outcome, steps) = searched(&[1; 64], &vec![ask; 8]);
-        assert_eq!(outcome.map(|answers| answers.len()), Ok(64));
-        assert!(steps < 100_000, "{steps} steps");
-    }
-
-    #[test]
-    fn groups_that_differ_in_nothing_are_tried_once() {
-        // Sixteen groups of four devices each, which differ in nothing.
-        let groups: Vec<Vec<usize>> = (0..16)
-            .map(|group| (4 * group..4 * group + 4).collect())
-            .collect();
-        let mut asks = vec![Ask {
-            requests: vec![((0..64).collect(), 2)],
-            constraints: vec![Equal {
-                requests: vec![0],
-                groups,
-            }],
-        }];
-        drop_equivalent_groups(&[1; 64], &mut asks, &mut Work::new(NODE_WORK_MAX)).unwrap();
-        assert_eq!(asks[0].constraints[0].groups.len(), 1);
-        // The last device has room for two claims.
-        let mut room = [1; 64];
-        room[63] = 2;
-        let groups = (0..16)
-            .map(|group| (4 * group..4 * group + 4).collect())
-            .collect();
-        asks[0].constraints[0].groups = groups;
-        drop_equivalent_groups(&room, &mut asks, &mut Work::new(NODE_WORK_MAX)).unwrap();
-        assert_eq!(asks[0].constraints[0].groups.len(), 2);
-    }
-
-    #[test]
-    fn a_constraint_over_one_device_keeps_the_preferred_group() {
-        let ask = Ask {
-            requests: vec![(vec![0, 1, 2, 3], 1)],
-            constraints: vec![equal(&[0], &[&[2, 3], &[0, 1]])],
-        };
-        assert_eq!(searched(&[1; 4], &[ask]).0, Ok(vec![vec![2]]));
-    }
-
-    #[test]
-    fn a_search_with_too_many_ways_gives_up() {
-        // Ten groups of six devices; each of eleven claims wants four devices of one group.
-        let groups: Vec<Vec<usize>> = (0..10)
-            .map(|group| (6 * group..6 * group + 6).collect())
-            .collect();
-        let ask = Ask {
-            requests: vec![((0..60).collect(), 4)],
-            constraints: vec![Equal {
-                requests: vec![0],
-                groups,
-            }],
-        };
-        let (outcome, steps) = searched(&[1; 60], &vec![ask; 11]);
-        assert_eq!(outcome, Err(Unfit::TooMuchWork));
-        assert!(steps < 2 * NODE_WORK_MAX);
     }
 }
+
+/// Maximum steps for one node: enough for 64 out of 1024 devices by 15 requests that all compete, and some ten milliseconds of work.
+pub const NODE_WORK_MAX: usize = 1_000_000;
+/// Maximum steps for all nodes and claims of one driver call: eight nodes of the hardest kind, or 128 nodes with some hundred devices each.
+/// This is less than half a second of work, during which the searches of other pods wait.
+pub const CALL_WORK_MAX: usize = 8_000_000;
+/// Maximum steps of one call that run immediately: enough for 128 nodes with 8 devices each, and half a millisecond of work, because many
+/// calls may follow each other before the thread does anything else.
+pub const INSTANT_WORK_MAX: usize = 10_000;
+/// Maximum steps of one call that run on the controller's thread in one piece: enough for 128 nodes with 64 devices each, and a few
+/// milliseconds of work.
+pub const QUICK_WORK_MAX: usize = 100_000;
+
+/// A work limit, and the steps taken so far.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Work {
+    limit: usize,
+    done: usize,
+}
+
+impl Work {
+    /// A limit of this many steps.
+    pub fn new(limit: usize) -> Self {
+        Self { limit, done: 0 }
+    }
+
+    /// Counts steps. Fails if they exceed the limit.
+    pub fn spend(&mut self, steps: usize) -> Result<(), Unfit> {
+        self.done = self.done.saturating_add(steps);
+        if self.is_spent() {
+            return Err(Unfit::TooMuchWork);
+        }
+        Ok(())
+    }
+
+    /// Whether the limit was exceeded.
+    pub fn is_spent(&self) -> bool {
+        self.done > self.limit
+    }
+
+    /// Number of steps taken.
+    pub fn done(&self) -> usize {
+        self.done
+    }
+
+    /// Runs a part of the work with at most `limit` of the remaining steps.
+    pub fn part<T>(&mut self, limit: usize, work: impl FnOnce(&mut Self) -> T) -> T {
+        let mut part = Self::new(limit.min(self.limit.saturating_sub(self.done)));
+        let result = work(&mut part);
+        self.done = self.done.saturating_add(part.done);
+        result
+    }
+}
+
+#[cfg(test)]
+mod tests;

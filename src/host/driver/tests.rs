@@ -9,9 +9,9 @@ use super::*;
 use crate::api::crd::{
     AttributeValue, DeviceClaimParametersSpec, DeviceClassParametersSpec, DeviceConstraint, DeviceSelector,
 };
-use crate::core::allocation::allocation_result;
-use crate::core::allocation::attribute_set::Match;
-use crate::core::allocation::fixture::{self, DRIVER};
+use crate::core::allocation::index;
+use crate::core::allocation::selectors::Match;
+use crate::core::allocation::tests::fixture::{self, DRIVER};
 
 /// A node with this number of devices of a kind, no two of them equal.
 fn node(name: &str, kind: &str, devices: usize) -> (String, Node) {
@@ -50,13 +50,13 @@ fn write(driver: &HostDriver, name: &str, kind: &str, expression: &str) {
         .apply_classes(Change::Set(name.to_owned(), Ok(spec)));
 }
 
-async fn judge(driver: HostDriver, class: ClassParameters) -> Result<(), DriverError> {
-    driver.shared.judge_all(class.kind(), class.selectors()).await
+async fn evaluate(driver: HostDriver, class: ClassParameters) -> Result<(), DriverError> {
+    driver.shared.evaluate_all(class.kind(), class.selectors()).await
 }
 
 /// The number of evaluated devices.
-fn said(driver: &HostDriver) -> usize {
-    driver.shared.state().books.matches().len()
+fn results(driver: &HostDriver) -> usize {
+    driver.shared.state().allocator.matches().len()
 }
 
 async fn until(met: impl Fn() -> bool) {
@@ -76,27 +76,30 @@ async fn an_expensive_selector_does_not_delay_other_claims() {
     write(&driver, "dear", "large", &dear);
     let dear = class("large", &dear);
     let claims: Vec<_> = (0..8)
-        .map(|_| tokio::spawn(judge(driver.clone(), dear.clone())))
+        .map(|_| tokio::spawn(evaluate(driver.clone(), dear.clone())))
         .collect();
-    until(|| said(&driver) > 0).await;
+    until(|| results(&driver) > 0).await;
 
     write(&driver, "cheap", "small", "device.attributes['d'].number == 0");
     let cheap = class("small", "device.attributes['d'].number == 0");
-    judge(driver.clone(), cheap.clone()).await.unwrap();
+    evaluate(driver.clone(), cheap.clone()).await.unwrap();
     let state = driver.shared.state();
     let expression = dear.selectors()[0].expression();
-    let left = state.books.unjudged("large", expression).count();
+    let left = state.allocator.pending("large", expression).count();
     assert!(
         left > DEVICES / 2,
         "the dear one is far from done: {left} are left"
     );
-    let facts = [(
+    let attributes = [(
         "d/number".into(),
-        crate::core::allocation::attribute_set::Attribute::Int(0),
+        crate::core::allocation::inventory::Attribute::Int(0),
     )];
-    let facts = facts.into_iter().collect();
+    let attributes = attributes.into_iter().collect();
     let expression = cheap.selectors()[0].expression();
-    assert_eq!(state.books.matches().get(expression, &facts), Some(Match::Yes));
+    assert_eq!(
+        state.allocator.matches().get(expression, &attributes),
+        Some(Match::Yes)
+    );
     drop(state);
     for claim in claims {
         claim.abort();
@@ -111,14 +114,14 @@ async fn only_new_devices_of_an_inventory_are_evaluated_in_advance() {
     driver.shared.inventories(Change::All(nodes));
     write(&driver, "class", "test", "device.attributes['d'].number > 1");
     let class = class("test", "device.attributes['d'].number > 1");
-    judge(driver.clone(), class.clone()).await.unwrap();
-    assert_eq!(said(&driver), 3);
+    evaluate(driver.clone(), class.clone()).await.unwrap();
+    assert_eq!(results(&driver), 3);
     // Devices with equal attributes, and devices of another kind.
     let (name, same) = node("b", "test", 2);
     driver.shared.inventories(Change::Set(name, same));
     let (name, other) = node("c", "other", 9);
     driver.shared.inventories(Change::Set(name, other));
-    driver.shared.judge_anew();
+    driver.shared.evaluate_due();
     assert!(driver.shared.state().due().is_none());
     while changes.next().now_or_never().is_some() {}
 
@@ -126,14 +129,14 @@ async fn only_new_devices_of_an_inventory_are_evaluated_in_advance() {
     driver.shared.inventories(Change::Set(name, more));
     let new = changes.next().await.unwrap();
     assert_eq!((new.cause, new.pods), (CapacityCause::Inventory, Some(2)));
-    driver.shared.judge_anew();
-    let judged = changes.next().await.unwrap();
+    driver.shared.evaluate_due();
+    let evaluated = changes.next().await.unwrap();
     assert_eq!(
-        (judged.cause, judged.pods),
+        (evaluated.cause, evaluated.pods),
         (CapacityCause::Inventory, Some(2)),
         "who was refused because it was not judged hears of it"
     );
-    assert_eq!(said(&driver), 5);
+    assert_eq!(results(&driver), 5);
 }
 
 /// The claims of one pod, each with one request per count, and with the constraint if given.
@@ -236,18 +239,18 @@ async fn two_searches_at_once_get_different_devices() {
         .inventories(Change::All(vec![node("a", "test", 600)]));
     let (first, second) = (claims("p", 16, &[1; 16], None), claims("q", 16, &[1; 16], None));
     let mut quick = Work::new(QUICK_WORK_MAX);
-    let wishes: Vec<_> = first.iter().map(wish).collect();
+    let requested: Vec<_> = first.iter().map(requested_claim).collect();
     let decided = driver
         .shared
         .state()
-        .books
-        .allocate_within(&wishes, Target::Node("a"), &mut quick);
+        .allocator
+        .allocate_within(&requested, Target::Node("a"), &mut quick);
     assert_eq!(decided, None, "too much for the controller's thread");
     let (first, second) = tokio::join!(driver.allocate(&first, Some("a")), driver.allocate(&second, None));
     let answers = first.unwrap().into_iter().chain(second.unwrap());
     let mut devices = BTreeSet::new();
     for answer in answers {
-        let record = allocation_result::read(DRIVER, "", &answer);
+        let record = index::read(DRIVER, "", &answer);
         for device in &record.state.grant().unwrap().devices {
             assert!(devices.insert(device.device.clone()), "{} twice", device.device);
         }
@@ -260,5 +263,5 @@ async fn two_searches_at_once_get_different_devices() {
         assert_eq!(error.reason, "ResourcesExhausted");
         assert!(error.claim.is_some_and(|uid| uid.starts_with("r-")));
     }
-    assert_eq!(driver.shared.state().books.holdings().uids().count(), 32);
+    assert_eq!(driver.shared.state().allocator.holdings().uids().count(), 32);
 }

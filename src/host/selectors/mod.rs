@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
-use crate::core::allocation::attribute_set::{AttributeSet, Match};
+use crate::core::allocation::inventory::AttributeSet;
+use crate::core::allocation::selectors::Match;
 pub use program::{Compiled, Ground};
 
 /// Stack size in bytes of the thread that parses and evaluates expressions. The limits on expressions keep their stack usage well
@@ -36,11 +37,11 @@ pub(crate) struct Evaluator {
 struct Job {
     expression: Arc<str>,
     devices: Vec<AttributeSet>,
-    reply: oneshot::Sender<Result<Judged, String>>,
+    reply: oneshot::Sender<Result<Results, String>>,
 }
 
 /// The result of an expression for each device.
-pub(crate) type Judged = Vec<(AttributeSet, Match)>;
+pub(crate) type Results = Vec<(AttributeSet, Match)>;
 
 /// Why an expression has no result.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,20 +62,20 @@ impl Evaluator {
     }
 
     /// Evaluates an expression against the first of at most [`CHUNK`] devices: as many as fit into a turn, and at least one if any.
-    pub(crate) async fn judge(
+    pub(crate) async fn evaluate(
         &self,
         expression: &Arc<str>,
         devices: Vec<AttributeSet>,
-    ) -> Result<Judged, Refusal> {
-        self.judge_within(DEADLINE, expression, devices).await
+    ) -> Result<Results, Refusal> {
+        self.evaluate_within(DEADLINE, expression, devices).await
     }
 
-    async fn judge_within(
+    async fn evaluate_within(
         &self,
         limit: Duration,
         expression: &Arc<str>,
         devices: Vec<AttributeSet>,
-    ) -> Result<Judged, Refusal> {
+    ) -> Result<Results, Refusal> {
         let (reply, answer) = oneshot::channel();
         self.send(Job {
             expression: Arc::clone(expression),
@@ -83,7 +84,7 @@ impl Evaluator {
         })
         .map_err(Refusal::Unfinished)?;
         match tokio::time::timeout(limit, answer).await {
-            Ok(Ok(judged)) => judged.map_err(Refusal::Wrong),
+            Ok(Ok(evaluated)) => evaluated.map_err(Refusal::Wrong),
             Ok(Err(_)) => {
                 self.forget_thread();
                 Err(Refusal::Wrong("it cannot be evaluated".to_owned()))
@@ -142,21 +143,21 @@ fn run(driver: &str, jobs: &Receiver<Job>) {
         let compiled = programs
             .entry(Arc::clone(&job.expression))
             .or_insert_with(compile);
-        let judge = |compiled: &Compiled| {
+        let evaluate = |compiled: &Compiled| {
             let begun = Instant::now();
-            let mut judged = Judged::new();
-            for facts in job.devices {
+            let mut evaluated = Results::new();
+            for attributes in job.devices {
                 // If the caller is gone, the remaining evaluations are useless.
-                if job.reply.is_closed() || (!judged.is_empty() && begun.elapsed() >= TURN) {
+                if job.reply.is_closed() || (!evaluated.is_empty() && begun.elapsed() >= TURN) {
                     break;
                 }
-                let said = compiled.judge(&ground, &facts);
-                judged.push((facts, said));
+                let results = compiled.evaluate(&ground, &attributes);
+                evaluated.push((attributes, results));
             }
-            judged
+            evaluated
         };
-        let judged = compiled.as_ref().map(judge).map_err(String::clone);
-        let _ = job.reply.send(judged);
+        let evaluated = compiled.as_ref().map(evaluate).map_err(String::clone);
+        let _ = job.reply.send(evaluated);
     }
 }
 

@@ -7,7 +7,8 @@ use kube_cel::KubeCelExt;
 use kube_cel::cel::objects::{Key, Map};
 use kube_cel::cel::{Context, ExecutionError, Program, Value};
 
-use crate::core::allocation::attribute_set::{Attribute, AttributeSet, Match};
+use crate::core::allocation::inventory::{Attribute, AttributeSet};
+use crate::core::allocation::selectors::Match;
 use crate::host::selectors::guard::{self, Needs};
 
 /// Maximum number of characters of an error text.
@@ -51,13 +52,13 @@ impl Ground {
         })
     }
 
-    fn device(&self, facts: &AttributeSet, keys: &[String]) -> Value {
+    fn device(&self, attributes: &AttributeSet, keys: &[String]) -> Value {
         let mut domains: BTreeMap<&str, HashMap<Key, Value>> = BTreeMap::new();
         for key in keys {
             domains.entry(key).or_default();
         }
         let empty = domains.clone();
-        for (name, value) in facts.iter() {
+        for (name, value) in attributes.iter() {
             // As in Kubernetes, a name without a domain belongs to the driver.
             let (domain, name) = name.split_once('/').unwrap_or((&self.driver, name));
             if let Some(value) = self.value(value) {
@@ -105,9 +106,9 @@ impl Compiled {
     }
 
     /// Evaluates the expression against a device's attributes. Needs the same stack.
-    pub fn judge(&self, ground: &Ground, facts: &AttributeSet) -> Match {
+    pub fn evaluate(&self, ground: &Ground, attributes: &AttributeSet) -> Match {
         let mut context = ground.context.new_inner_scope();
-        context.add_variable_from_value("device", ground.device(facts, &self.keys));
+        context.add_variable_from_value("device", ground.device(attributes, &self.keys));
         match self.program.execute(&context) {
             Ok(Value::Bool(true)) => Match::Yes,
             Ok(Value::Bool(false)) => Match::No,
@@ -118,7 +119,7 @@ impl Compiled {
 }
 
 /// An error's text without the maps it cites: they are as long as a device's attribute list, and their order changes each time,
-/// so the same error would be reported again and again.
+/// so the same error would be reported retry_at and retry_at.
 fn told(error: &ExecutionError) -> String {
     match error {
         ExecutionError::UnsupportedTargetType { target } => {
@@ -177,7 +178,7 @@ fn shortened(text: &str) -> String {
 mod tests {
     use super::*;
 
-    fn facts() -> AttributeSet {
+    fn attributes() -> AttributeSet {
         let attribute = |name: &str, value| (Box::from(name), value);
         [
             attribute("drayman.dev/firmware", Attribute::Version("1.10.0".into())),
@@ -189,9 +190,9 @@ mod tests {
         .collect()
     }
 
-    fn judge(expression: &str) -> Match {
+    fn evaluate(expression: &str) -> Match {
         let compiled = Compiled::new(expression).unwrap_or_else(|error| panic!("{expression}: {error}"));
-        compiled.judge(&Ground::new("drayman.dev"), &facts())
+        compiled.evaluate(&Ground::new("drayman.dev"), &attributes())
     }
 
     #[test]
@@ -214,9 +215,9 @@ mod tests {
             "!device.attributes[\"drayman.dev\"].spare",
             "true",
         ] {
-            assert_eq!(judge(expression), Match::Yes, "{expression}");
+            assert_eq!(evaluate(expression), Match::Yes, "{expression}");
         }
-        assert_eq!(judge("device.driver == 'other.example'"), Match::No);
+        assert_eq!(evaluate("device.driver == 'other.example'"), Match::No);
     }
 
     #[test]
@@ -230,7 +231,7 @@ mod tests {
             ),
             ("1 / 0 == 1", "zero"),
         ] {
-            let Match::Failed(error) = judge(expression) else {
+            let Match::Failed(error) = evaluate(expression) else {
                 panic!("{expression}")
             };
             assert!(error.contains(says), "{expression}: {error}");
@@ -240,12 +241,12 @@ mod tests {
     #[test]
     fn an_error_about_a_map_is_short_and_the_same_each_time() {
         let expression = "device.attributes + 'x' == 'x'";
-        let Match::Failed(error) = judge(expression) else {
+        let Match::Failed(error) = evaluate(expression) else {
             panic!("{expression}")
         };
         assert!(error.contains("a map and \"x\""), "{error}");
         for _ in 0..20 {
-            assert_eq!(judge(expression), Match::Failed(error.clone()));
+            assert_eq!(evaluate(expression), Match::Failed(error.clone()));
         }
     }
 

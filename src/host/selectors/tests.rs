@@ -3,16 +3,16 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::core::allocation::attribute_set::Attribute;
+use crate::core::allocation::inventory::Attribute;
 
-fn facts(value: i64) -> AttributeSet {
+fn attributes(value: i64) -> AttributeSet {
     [("drayman.dev/x".into(), Attribute::Int(value))]
         .into_iter()
         .collect()
 }
 
-async fn judge(evaluator: &Evaluator, expression: &str) -> Result<Judged, Refusal> {
-    evaluator.judge(&expression.into(), vec![facts(1)]).await
+async fn evaluate(evaluator: &Evaluator, expression: &str) -> Result<Results, Refusal> {
+    evaluator.evaluate(&expression.into(), vec![attributes(1)]).await
 }
 
 #[tokio::test]
@@ -57,14 +57,14 @@ async fn hostile_expressions_are_refused_and_others_go_on() {
         ("nothing but noise", "\u{0}\u{1}{{{]]]".to_owned()),
     ] {
         let started = Instant::now();
-        let Refusal::Wrong(error) = judge(&evaluator, &expression).await.unwrap_err() else {
+        let Refusal::Wrong(error) = evaluate(&evaluator, &expression).await.unwrap_err() else {
             panic!("{what}")
         };
         assert!(started.elapsed() < DEADLINE, "{what}: {error}");
         assert!(error.len() < 300, "{what}: {error}");
         assert_eq!(
-            judge(&evaluator, "device.attributes['drayman.dev'].x == 1").await,
-            Ok(vec![(facts(1), Match::Yes)]),
+            evaluate(&evaluator, "device.attributes['drayman.dev'].x == 1").await,
+            Ok(vec![(attributes(1), Match::Yes)]),
             "after {what}"
         );
     }
@@ -102,7 +102,7 @@ async fn the_largest_selector_fits_the_stack_and_the_time_limit() {
     ] {
         // Rejected or not: there must be an answer, and the process must survive.
         let started = Instant::now();
-        let _ = judge(&evaluator, &expression).await;
+        let _ = evaluate(&evaluator, &expression).await;
         assert!(started.elapsed() < DEADLINE, "{expression}");
     }
 }
@@ -110,21 +110,33 @@ async fn the_largest_selector_fits_the_stack_and_the_time_limit() {
 #[tokio::test]
 async fn an_expression_is_checked_even_if_there_are_no_devices() {
     let evaluator = Evaluator::new("drayman.dev");
-    assert_eq!(evaluator.judge(&"true".into(), vec![]).await, Ok(vec![]));
-    assert!(evaluator.judge(&"device.driver ==".into(), vec![]).await.is_err());
+    assert_eq!(evaluator.evaluate(&"true".into(), vec![]).await, Ok(vec![]));
+    assert!(
+        evaluator
+            .evaluate(&"device.driver ==".into(), vec![])
+            .await
+            .is_err()
+    );
 }
 
 #[tokio::test]
 async fn what_is_not_done_in_time_is_not_wrong_for_ever() {
     let evaluator = Evaluator::new("drayman.dev");
     let heavy: Arc<str> = format!("[{}].all(a, a + a + a > 0)", vec!["1"; 400].join(",")).into();
-    let many: Vec<AttributeSet> = (0..).take(CHUNK).map(facts).collect();
-    let refusal = evaluator.judge_within(Duration::ZERO, &heavy, many.clone()).await;
+    let many: Vec<AttributeSet> = (0..).take(CHUNK).map(attributes).collect();
+    let refusal = evaluator
+        .evaluate_within(Duration::ZERO, &heavy, many.clone())
+        .await;
     assert!(matches!(refusal, Err(Refusal::Unfinished(_))), "{refusal:?}");
-    let judged = evaluator.judge(&heavy, many).await.map(|judged| judged.len());
+    let evaluated = evaluator
+        .evaluate(&heavy, many)
+        .await
+        .map(|evaluated| evaluated.len());
     assert!(
-        judged.as_ref().is_ok_and(|judged| (1..=CHUNK).contains(judged)),
-        "on a thread of its own: {judged:?}"
+        evaluated
+            .as_ref()
+            .is_ok_and(|evaluated| (1..=CHUNK).contains(evaluated)),
+        "on a thread of its own: {evaluated:?}"
     );
 }
 
@@ -132,14 +144,14 @@ async fn what_is_not_done_in_time_is_not_wrong_for_ever() {
 async fn a_turn_ends_soon_however_many_devices_there_are() {
     let evaluator = Evaluator::new("drayman.dev");
     let heavy: Arc<str> = format!("[{}].all(a, a + a + a > 0)", vec!["1"; 400].join(",")).into();
-    let mut left: Vec<AttributeSet> = (0..).take(CHUNK).map(facts).collect();
+    let mut left: Vec<AttributeSet> = (0..).take(CHUNK).map(attributes).collect();
     let mut turns = 0;
     while !left.is_empty() {
-        let judged = evaluator.judge(&heavy, left.clone()).await.unwrap();
-        assert!(!judged.is_empty(), "each turn brings it on");
-        for (facts, said) in judged {
-            assert_eq!(said, Match::Yes);
-            left.retain(|other| *other != facts);
+        let evaluated = evaluator.evaluate(&heavy, left.clone()).await.unwrap();
+        assert!(!evaluated.is_empty(), "each turn brings it on");
+        for (attributes, results) in evaluated {
+            assert_eq!(results, Match::Yes);
+            left.retain(|other| *other != attributes);
         }
         turns += 1;
     }
@@ -161,11 +173,11 @@ proptest! {
         let text = words.join(" ");
         let ground = Ground::new("drayman.dev");
         let thread = std::thread::Builder::new().stack_size(STACK);
-        let judged = thread.spawn(move || {
+        let evaluated = thread.spawn(move || {
             if let Ok(compiled) = Compiled::new(&text) {
-                compiled.judge(&ground, &facts(1));
+                compiled.evaluate(&ground, &attributes(1));
             }
         });
-        prop_assert!(judged.unwrap().join().is_ok(), "{words:?}");
+        prop_assert!(evaluated.unwrap().join().is_ok(), "{words:?}");
     }
 }

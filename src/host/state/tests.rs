@@ -3,8 +3,8 @@
 use super::*;
 use crate::api::crd::{DeviceRequest, GROUP};
 use crate::api::resource::{ResourceClaimParametersReference, ResourceClassParametersReference};
-use crate::core::allocation::fixture;
 use crate::core::allocation::parameters::Request;
+use crate::core::allocation::tests::fixture;
 use crate::driver::DriverErrorKind;
 
 fn class() -> ResourceClass {
@@ -66,8 +66,9 @@ fn expressions_in_use_are_bounded_per_namespace_and_in_total() {
     let use_all = |state: &mut State, namespace: &str, name: &str, from: usize| {
         let key = (namespace.to_owned(), name.to_owned());
         state.apply_claims(Change::Set(key, Ok(object(from))));
-        let demand = DeviceRequests::check(&fixture::class("test"), namespace, name, &object(from)).unwrap();
-        let selectors = demand.requests().iter().flat_map(Request::selectors);
+        let device_requests =
+            DeviceRequests::check(&fixture::class("test"), namespace, name, &object(from)).unwrap();
+        let selectors = device_requests.requests().iter().flat_map(Request::selectors);
         selectors
             .map(|selector| state.select(selector))
             .collect::<Result<Vec<()>, _>>()
@@ -197,15 +198,15 @@ fn a_selector_is_evaluated_once_and_dropped_with_its_object() {
     let expression: Arc<str> = "true".into();
     write(&mut state, "p", &["true"]);
     state.apply_inventories(Change::Set("a".into(), fixture::node("a", "1", &["d"])));
-    let unjudged = state.unjudged("test", &expression, now).unwrap().unwrap();
-    assert_eq!(unjudged.devices.len(), 1);
-    let said = unjudged
+    let pending = state.pending("test", &expression, now).unwrap().unwrap();
+    assert_eq!(pending.devices.len(), 1);
+    let results = pending
         .devices
         .into_iter()
-        .map(|facts| (facts, Match::Yes))
+        .map(|attributes| (attributes, Match::Yes))
         .collect();
-    assert_eq!(state.judged(&expression, Ok(said), now), 1);
-    assert!(state.unjudged("test", &expression, now).unwrap().is_none());
+    assert_eq!(state.evaluated(&expression, Ok(results), now), 1);
+    assert!(state.pending("test", &expression, now).unwrap().is_none());
     assert!(state.due().is_none());
     // A device with equal attributes needs no evaluation of its own.
     state.apply_inventories(Change::Set("b".into(), fixture::node("b", "2", &["e"])));
@@ -213,12 +214,12 @@ fn a_selector_is_evaluated_once_and_dropped_with_its_object() {
 
     write(&mut state, "q", &["true", "false"]);
     state.apply_classes(Change::Gone("p".into()));
-    assert_eq!(state.books.matches().len(), 1);
+    assert_eq!(state.allocator.matches().len(), 1);
     write(&mut state, "q", &["true"]);
-    assert_eq!(state.books.matches().len(), 1);
+    assert_eq!(state.allocator.matches().len(), 1);
     state.apply_classes(Change::All(vec![]));
-    assert!(state.books.matches().is_empty());
-    assert!(state.selectors.known.is_empty() && state.books.wanted().is_empty());
+    assert!(state.allocator.matches().is_empty());
+    assert!(state.selectors.known.is_empty() && state.allocator.active_selectors().is_empty());
 }
 
 #[test]
@@ -228,19 +229,19 @@ fn a_refused_selector_is_retried_only_after_a_change() {
     let expression: Arc<str> = "no".into();
     write(&mut state, "p", &["no"]);
     assert!(
-        state.unjudged("test", &expression, now).unwrap().is_some(),
+        state.pending("test", &expression, now).unwrap().is_some(),
         "unknown, even without devices"
     );
-    state.judged(&expression, Err(Refusal::Wrong("nonsense".into())), now);
+    state.evaluated(&expression, Err(Refusal::Wrong("nonsense".into())), now);
     assert_eq!(
-        state.unjudged("test", &expression, now).unwrap_err(),
+        state.pending("test", &expression, now).unwrap_err(),
         Refusal::Wrong("nonsense".into())
     );
     write(&mut state, "p", &["yes"]);
-    let gone = state.unjudged("test", &expression, now).unwrap_err();
+    let gone = state.pending("test", &expression, now).unwrap_err();
     assert_eq!(gone, Refusal::Unfinished("it is in no object any more".into()));
     write(&mut state, "p", &["no"]);
-    assert!(state.unjudged("test", &expression, now).unwrap().is_some());
+    assert!(state.pending("test", &expression, now).unwrap().is_some());
 }
 
 #[test]
@@ -250,40 +251,40 @@ fn a_selector_that_timed_out_is_retried_with_backoff() {
     let expression: Arc<str> = "slow".into();
     write(&mut state, "p", &["slow"]);
     state.apply_inventories(Change::Set("a".into(), fixture::node("a", "1", &["d"])));
-    assert!(state.unjudged("test", &expression, start).unwrap().is_some());
+    assert!(state.pending("test", &expression, start).unwrap().is_some());
     let slow = || Err(Refusal::Unfinished("slow".into()));
-    state.judged(&expression, slow(), start);
+    state.evaluated(&expression, slow(), start);
     let second = Duration::from_secs(1);
-    assert_eq!(state.again(&expression), Some(start + 5 * second));
-    assert!(state.unjudged("test", &expression, start + 4 * second).is_err());
+    assert_eq!(state.retry_at(&expression), Some(start + 5 * second));
+    assert!(state.pending("test", &expression, start + 4 * second).is_err());
     assert!(
         state.due().is_none(),
         "another change of inventories does not bring it forward"
     );
     let later = start + 5 * second;
-    let again = state.unjudged("test", &expression, later).unwrap().unwrap();
-    assert_eq!(again.devices.len(), 1);
+    let retry_at = state.pending("test", &expression, later).unwrap().unwrap();
+    assert_eq!(retry_at.devices.len(), 1);
     assert_eq!(state.kinds(&expression), ["test"]);
-    state.judged(&expression, slow(), later);
-    assert_eq!(state.again(&expression), Some(later + 10 * second));
+    state.evaluated(&expression, slow(), later);
+    assert_eq!(state.retry_at(&expression), Some(later + 10 * second));
     for _ in 0..20 {
-        state.judged(&expression, slow(), later);
+        state.evaluated(&expression, slow(), later);
     }
-    assert_eq!(state.again(&expression), Some(later + 300 * second));
-    let unjudged = state
-        .unjudged("test", &expression, later + 300 * second)
+    assert_eq!(state.retry_at(&expression), Some(later + 300 * second));
+    let pending = state
+        .pending("test", &expression, later + 300 * second)
         .unwrap()
         .unwrap();
-    let said = unjudged
+    let results = pending
         .devices
         .into_iter()
-        .map(|facts| (facts, Match::Yes))
+        .map(|attributes| (attributes, Match::Yes))
         .collect();
-    assert_eq!(state.judged(&expression, Ok(said), later), 1);
+    assert_eq!(state.evaluated(&expression, Ok(results), later), 1);
     assert_eq!(
         (
-            state.again(&expression),
-            state.unjudged("test", &expression, later).unwrap().is_none()
+            state.retry_at(&expression),
+            state.pending("test", &expression, later).unwrap().is_none()
         ),
         (None, true)
     );

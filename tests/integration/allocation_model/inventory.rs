@@ -16,7 +16,7 @@ pub(crate) fn name(node: usize) -> String {
     format!("node-{node}")
 }
 
-/// A node as the books read it from its inventory object.
+/// A node as the allocator read it from its inventory object.
 pub(crate) fn read(name: &str, uid: &str, ready: bool, devices: &Known) -> Node {
     let device = |(name, (kind, healthy)): (&String, &(&str, bool))| Device {
         name: name.clone(),

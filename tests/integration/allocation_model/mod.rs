@@ -1,4 +1,4 @@
-//! The books of the built-in driver against a reference that is nothing but sets and maps: random sequences of everything
+//! The allocator of the built-in driver against a reference that is nothing but sets and maps: random sequences of everything
 //! that can happen to inventories, claims and the process itself.
 
 #![expect(clippy::unwrap_used, reason = "a helper of a test fails the test")]
@@ -95,9 +95,9 @@ proptest! {
             pair.run(&Step::Delete { claim });
         }
         pair.check();
-        prop_assert_eq!(pair.books.holdings().uids().count(), 0);
+        prop_assert_eq!(pair.allocator.holdings().uids().count(), 0);
         for uid in (0..NODES).flat_map(|node| [format!("node-{node}-0"), format!("node-{node}-1")]) {
-            prop_assert!(pair.books.holdings().on_node(&uid).is_none(), "nothing is left");
+            prop_assert!(pair.allocator.holdings().on_node(&uid).is_none(), "nothing is left");
         }
     }
 }

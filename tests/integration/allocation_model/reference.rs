@@ -1,12 +1,12 @@
-//! What the books should say, in sets and maps, and the check that they say it.
+//! What the allocator should say, in sets and maps, and the check that they say it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec, DeviceRequest};
 use drayman::api::handle::DeviceHandle;
 use drayman::api::resource::{AllocationResult, ResourceClaim};
-use drayman::core::allocation::allocate::Target;
 use drayman::core::allocation::allocator::DeviceAllocator;
+use drayman::core::allocation::allocator::Target;
 use drayman::core::allocation::evaluate::RequestedClaim;
 use drayman::core::allocation::parameters::{ClassParameters, DeviceRequests};
 
@@ -39,7 +39,7 @@ impl ReferenceClaim {
         claim
     }
 
-    fn demand(&self) -> DeviceRequests {
+    fn device_requests(&self) -> DeviceRequests {
         let spec = DeviceClassParametersSpec {
             kind: self.kind.into(),
             ..DeviceClassParametersSpec::default()
@@ -84,9 +84,9 @@ fn places(allocation: &AllocationResult) -> Vec<Place> {
         .collect()
 }
 
-/// The reference and the books, side by side.
+/// The reference and the allocator, side by side.
 pub(crate) struct Pair {
-    pub(crate) books: DeviceAllocator,
+    pub(crate) allocator: DeviceAllocator,
     nodes: BTreeMap<String, ReferenceNode>,
     claims: Vec<ReferenceClaim>,
 }
@@ -109,7 +109,7 @@ impl Pair {
             recorded: None,
         };
         Self {
-            books: DeviceAllocator::new(DRIVER),
+            allocator: DeviceAllocator::new(DRIVER),
             nodes: BTreeMap::new(),
             claims: shapes.into_iter().map(claim).collect(),
         }
@@ -152,7 +152,7 @@ impl Pair {
                     return false;
                 }
             } else {
-                *wanted.entry(claim.kind).or_default() += claim.wanted();
+                *wanted.entry(claim.kind).or_default() += claim.active_selectors();
             }
         }
         let here = |kind: &str| {
@@ -177,7 +177,7 @@ impl Pair {
             } => self.inventory(*node, *uid, *ready, devices),
             Step::NoInventory { node } => {
                 self.nodes.remove(&name(*node));
-                self.books.set_inventory(&name(*node), None)
+                self.allocator.set_inventory(&name(*node), None)
             }
             Step::Allocate { claims, node } => return self.allocate(claims, *node),
             Step::Record { claim } => {
@@ -190,7 +190,7 @@ impl Pair {
             Step::Deallocate { claim } => {
                 self.claims[*claim].granted = None;
                 let object = self.claims[*claim].object(*claim);
-                self.books.deallocate(&object)
+                self.allocator.deallocate(&object)
             }
             Step::Clear { claim } => {
                 if self.claims[*claim].recorded.take().is_none() {
@@ -203,7 +203,7 @@ impl Pair {
                 let claim = &mut self.claims[*claim];
                 (claim.granted, claim.recorded) = (None, None);
                 claim.generation += 1;
-                self.books.gone(&uid)
+                self.allocator.gone(&uid)
             }
             Step::Restart => return self.restart(),
         };
@@ -234,7 +234,7 @@ impl Pair {
         self.nodes
             .insert(name.clone(), (uid.clone(), ready, devices.clone()));
         let freed = self
-            .books
+            .allocator
             .set_inventory(&name, Some(read(&name, &uid, ready, &devices)));
         let now = self.available(&BTreeSet::new());
         assert_eq!(
@@ -247,7 +247,7 @@ impl Pair {
 
     fn observe(&mut self, number: usize) -> usize {
         let claim = self.claims[number].object(number);
-        let observed = self.books.observe(&claim, claim.status.allocation.as_ref());
+        let observed = self.allocator.observe(&claim, claim.status.allocation.as_ref());
         assert_eq!(observed.problems, []);
         observed.freed
     }
@@ -255,24 +255,29 @@ impl Pair {
     fn allocate(&mut self, numbers: &BTreeSet<usize>, node: Option<usize>) {
         let owned: Vec<_> = numbers
             .iter()
-            .map(|&number| (self.claims[number].object(number), self.claims[number].demand()))
+            .map(|&number| {
+                (
+                    self.claims[number].object(number),
+                    self.claims[number].device_requests(),
+                )
+            })
             .collect();
-        let wishes: Vec<_> = owned
+        let requested: Vec<_> = owned
             .iter()
-            .map(|(claim, demand)| RequestedClaim {
+            .map(|(claim, device_requests)| RequestedClaim {
                 claim,
-                demand,
+                device_requests,
                 suitable_nodes: None,
             })
             .collect();
         let all: Vec<String> = (0..NODES).map(name).collect();
-        let verdicts = self.books.unsuitable_nodes(&wishes, &all);
+        let unsuitable = self.allocator.unsuitable_nodes(&requested, &all);
         for node in &all {
-            let suitable = verdicts.iter().all(|verdict| !verdict.contains_key(node));
+            let suitable = unsuitable.iter().all(|reasons| !reasons.contains_key(node));
             assert_eq!(
                 suitable,
                 self.fits(numbers, node),
-                "{numbers:?} on {node}: {verdicts:?}"
+                "{numbers:?} on {node}: {unsuitable:?}"
             );
         }
         let node = node.map(name);
@@ -281,7 +286,7 @@ impl Pair {
             None => all.iter().any(|node| self.fits(numbers, node)),
         };
         let target = node.as_deref().map_or(Target::Anywhere, Target::Node);
-        let answers = self.books.allocate(&wishes, target).answers;
+        let answers = self.allocator.allocate(&requested, target).answers;
         assert_eq!(answers.iter().all(Result::is_ok), possible, "{answers:?}");
         assert_eq!(answers.iter().any(Result::is_ok), possible, "all or nothing");
 
@@ -322,7 +327,7 @@ impl Pair {
     }
 
     fn restart(&mut self) {
-        self.books = DeviceAllocator::new(DRIVER);
+        self.allocator = DeviceAllocator::new(DRIVER);
         let mut objects = Vec::new();
         for (number, claim) in self.claims.iter_mut().enumerate() {
             claim.granted = None;
@@ -331,15 +336,15 @@ impl Pair {
         let claims = objects
             .iter()
             .map(|claim| (claim, claim.status.allocation.as_ref()));
-        assert_eq!(self.books.observe_all(claims).problems, []);
+        assert_eq!(self.allocator.observe_all(claims).problems, []);
         let nodes = self.nodes.iter();
         let read =
             nodes.map(|(name, (uid, ready, devices))| (name.clone(), read(name, uid, *ready, devices)));
-        let available = self.books.replace_inventories(read.collect());
+        let available = self.allocator.replace_inventories(read.collect());
         assert_eq!(available, self.available(&BTreeSet::new()).len());
     }
 
-    /// No exclusive device is in two claims, and the books hold exactly what the claims hold.
+    /// No exclusive device is in two claims, and the allocator hold exactly what the claims hold.
     pub(crate) fn check(&self) {
         let mut held = BTreeSet::new();
         for place in self
@@ -350,7 +355,7 @@ impl Pair {
         {
             assert!(held.insert(place.clone()), "{place:?} is held twice");
         }
-        let known: BTreeSet<String> = self.books.holdings().uids().map(str::to_owned).collect();
+        let known: BTreeSet<String> = self.allocator.holdings().uids().map(str::to_owned).collect();
         let claims = self
             .claims
             .iter()
@@ -362,7 +367,7 @@ impl Pair {
         assert_eq!(known, expected, "a leak, or a loss");
         for (name, uid, device) in &held {
             let holders = self
-                .books
+                .allocator
                 .holdings()
                 .on_node(uid)
                 .and_then(|node| node.get(device.as_str()));

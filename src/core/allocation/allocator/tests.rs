@@ -1,241 +1,561 @@
-//! Devices released and problems found by observations.
+//! Tests of [`super`].
 
 use super::*;
-use crate::api::resource::ResourceHandle;
-use crate::core::allocation::allocate::Target;
-use crate::core::allocation::evaluate::RequestedClaim;
-use crate::core::allocation::fixture::{DRIVER, claim, demand, inventory, node};
 
-fn books(devices: &[&str]) -> DeviceAllocator {
-    let mut books = DeviceAllocator::new(DRIVER);
-    books.set_inventory("a", Some(node("a", "1", devices)));
-    books
-}
+mod allocator {
+    use super::*;
+    use crate::api::resource::ResourceHandle;
+    use crate::core::allocation::evaluate::RequestedClaim;
+    use crate::core::allocation::tests::fixture::{DRIVER, claim, device_requests, inventory, node};
 
-fn allocate(books: &mut DeviceAllocator, uid: &str) -> Option<AllocationResult> {
-    let wish = RequestedClaim {
-        claim: &claim(uid, None),
-        demand: &demand("test", &[1]),
-        suitable_nodes: None,
-    };
-    books.allocate(&[wish], Target::Node("a")).answers.pop()?.ok()
-}
-
-fn observe(books: &mut DeviceAllocator, uid: &str, allocation: Option<&AllocationResult>) -> Observed {
-    books.observe(&claim(uid, allocation), allocation)
-}
-
-#[test]
-fn what_was_never_recorded_is_free_when_it_is_given_back() {
-    let mut books = books(&["d"]);
-    allocate(&mut books, "u").unwrap();
-    assert_eq!(
-        observe(&mut books, "u", None),
-        Observed::default(),
-        "not written yet: still held"
-    );
-    assert!(allocate(&mut books, "v").is_none());
-    assert_eq!(books.deallocate(&claim("u", None)), 1);
-    assert_eq!(books.deallocate(&claim("u", None)), 0);
-    assert!(allocate(&mut books, "v").is_some());
-}
-
-#[test]
-fn what_is_recorded_stays_held_until_it_is_seen_to_be_gone() {
-    let mut books = books(&["d"]);
-    let allocation = allocate(&mut books, "u").unwrap();
-    assert_eq!(
-        books.deallocate(&claim("u", Some(&allocation))),
-        0,
-        "recorded, although that was not observed yet"
-    );
-    observe(&mut books, "u", Some(&allocation));
-    assert_eq!(books.deallocate(&claim("u", None)), 0);
-    assert!(allocate(&mut books, "v").is_none());
-    assert_eq!(observe(&mut books, "u", None).freed, 1);
-    assert!(allocate(&mut books, "v").is_some());
-}
-
-#[test]
-fn a_deleted_claim_holds_nothing() {
-    let mut books = books(&["d", "e"]);
-    let allocation = allocate(&mut books, "u").unwrap();
-    observe(&mut books, "u", Some(&allocation));
-    allocate(&mut books, "v").unwrap();
-    assert_eq!((books.gone("u"), books.gone("v"), books.gone("w")), (1, 1, 0));
-}
-
-#[test]
-fn an_allocator_rebuilt_from_claims_is_identical() {
-    let mut before = books(&["d", "e"]);
-    let allocation = allocate(&mut before, "u").unwrap();
-    observe(&mut before, "u", Some(&allocation));
-    allocate(&mut before, "lost").unwrap();
-    let mut after = books(&["d", "e"]);
-    let claims = [claim("u", Some(&allocation)), claim("lost", None)];
-    after.observe_all(
-        claims
-            .iter()
-            .map(|claim| (claim, claim.status.allocation.as_ref())),
-    );
-    assert_eq!(after.holdings().uids().collect::<Vec<_>>(), ["u"]);
-    before.observe_all(
-        claims
-            .iter()
-            .map(|claim| (claim, claim.status.allocation.as_ref())),
-    );
-    assert_eq!(before.observe_all([]).freed, 2);
-}
-
-#[test]
-fn allocations_on_a_recreated_node_block_nothing() {
-    let mut books = books(&["d"]);
-    let allocation = allocate(&mut books, "u").unwrap();
-    observe(&mut books, "u", Some(&allocation));
-    assert_eq!(books.set_inventory("a", None), 0);
-    assert_eq!(books.set_inventory("a", Some(node("a", "2", &["d"]))), 1);
-    assert!(allocate(&mut books, "v").is_some());
-    assert_eq!(books.deallocate(&claim("u", Some(&allocation))), 0);
-    assert_eq!(observe(&mut books, "u", None), Observed::default());
-}
-
-#[test]
-fn an_unreadable_allocation_is_reported_and_blocks_its_node() {
-    let mut books = books(&["d", "e"]);
-    let mut allocation = allocate(&mut books, "u").unwrap();
-    let newer = Some(r#"{"version":2}"#.to_owned());
-    allocation.resource_handles = vec![ResourceHandle {
-        data: newer,
-        ..ResourceHandle::default()
-    }];
-    let observed = observe(&mut books, "u", Some(&allocation));
-    let [problem] = observed.problems.as_slice() else {
-        panic!("{observed:?}")
-    };
-    assert_eq!(problem.reason(), "HoldingUnreadable");
-    assert!(
-        problem
-            .to_string()
-            .starts_with("ResourceClaim ns/u holds something that cannot be read: "),
-        "{problem}"
-    );
-    assert_eq!(observe(&mut books, "u", Some(&allocation)), Observed::default());
-    assert!(allocate(&mut books, "v").is_none());
-    assert_eq!(books.deallocate(&claim("u", Some(&allocation))), 0);
-    assert_eq!(observe(&mut books, "u", None).freed, 2);
-    assert!(allocate(&mut books, "v").is_some());
-}
-
-#[test]
-fn a_copied_allocation_is_reported_and_both_hold_the_device() {
-    let mut books = books(&["d"]);
-    let allocation = allocate(&mut books, "u").unwrap();
-    observe(&mut books, "u", Some(&allocation));
-    let observed = observe(&mut books, "v", Some(&allocation));
-    let reasons: Vec<&str> = observed.problems.iter().map(Problem::reason).collect();
-    assert_eq!(reasons, ["AllocationMadeForAnother", "DeviceHeldTwice"]);
-    assert_eq!(observe(&mut books, "v", None).freed, 0);
-    assert_eq!(observe(&mut books, "u", None).freed, 1);
-}
-
-#[test]
-fn a_copied_allocation_never_takes_the_original_device() {
-    for original_first in [true, false] {
-        // Both claims have the same age, so the lower uid decides.
-        let mut before = books(&["d"]);
-        let allocation = allocate(&mut before, "z").unwrap();
-        let mut books = books(&["d"]);
-        let order = if original_first { ["z", "a"] } else { ["a", "z"] };
-        let observed: Vec<Problem> = order
-            .iter()
-            .flat_map(|uid| observe(&mut books, uid, Some(&allocation)).problems)
-            .collect();
-        let conflict = observed.iter().find_map(|problem| match problem {
-            Problem::Conflict(conflict) => Some((&*conflict.keeper, &*conflict.other)),
-            _ => None,
-        });
-        assert_eq!(conflict, Some(("ns/z", "ns/a")), "{original_first}");
+    fn allocator(devices: &[&str]) -> DeviceAllocator {
+        let mut allocator = DeviceAllocator::new(DRIVER);
+        allocator.set_inventory("a", Some(node("a", "1", devices)));
+        allocator
     }
-}
 
-#[test]
-fn an_unreadable_allocation_blocks_the_node_of_its_label() {
-    let nowhere = AllocationResult::new(DRIVER, "{");
-    for (label, blocked) in [
-        (Some("a"), true),
-        (Some("b"), false),
-        (Some("Any"), false),
-        (None, false),
-    ] {
-        let mut books = books(&["d", "e"]);
-        let mut claim = claim("u", Some(&nowhere));
-        let label = label.map(|node| (format!("{DRIVER}/node"), node.to_owned()));
-        claim.metadata.labels = Some(label.into_iter().collect());
-        books.observe(&claim, Some(&nowhere));
+    fn allocate(allocator: &mut DeviceAllocator, uid: &str) -> Option<AllocationResult> {
+        let request = RequestedClaim {
+            claim: &claim(uid, None),
+            device_requests: &device_requests("test", &[1]),
+            suitable_nodes: None,
+        };
+        allocator
+            .allocate(&[request], Target::Node("a"))
+            .answers
+            .pop()?
+            .ok()
+    }
+
+    fn observe(
+        allocator: &mut DeviceAllocator,
+        uid: &str,
+        allocation: Option<&AllocationResult>,
+    ) -> Observed {
+        allocator.observe(&claim(uid, allocation), allocation)
+    }
+
+    #[test]
+    fn what_was_never_recorded_is_free_when_it_is_given_back() {
+        let mut allocator = allocator(&["d"]);
+        allocate(&mut allocator, "u").unwrap();
         assert_eq!(
-            allocate(&mut books, "v").is_none(),
-            blocked,
-            "{:?}",
-            claim.metadata.labels
+            observe(&mut allocator, "u", None),
+            Observed::default(),
+            "not written yet: still held"
         );
-        if blocked {
-            assert_eq!(observe(&mut books, "u", None).freed, 2);
+        assert!(allocate(&mut allocator, "v").is_none());
+        assert_eq!(allocator.deallocate(&claim("u", None)), 1);
+        assert_eq!(allocator.deallocate(&claim("u", None)), 0);
+        assert!(allocate(&mut allocator, "v").is_some());
+    }
+
+    #[test]
+    fn what_is_recorded_stays_held_until_it_is_seen_to_be_gone() {
+        let mut allocator = allocator(&["d"]);
+        let allocation = allocate(&mut allocator, "u").unwrap();
+        assert_eq!(
+            allocator.deallocate(&claim("u", Some(&allocation))),
+            0,
+            "recorded, although that was not observed yet"
+        );
+        observe(&mut allocator, "u", Some(&allocation));
+        assert_eq!(allocator.deallocate(&claim("u", None)), 0);
+        assert!(allocate(&mut allocator, "v").is_none());
+        assert_eq!(observe(&mut allocator, "u", None).freed, 1);
+        assert!(allocate(&mut allocator, "v").is_some());
+    }
+
+    #[test]
+    fn a_deleted_claim_holds_nothing() {
+        let mut allocator = allocator(&["d", "e"]);
+        let allocation = allocate(&mut allocator, "u").unwrap();
+        observe(&mut allocator, "u", Some(&allocation));
+        allocate(&mut allocator, "v").unwrap();
+        assert_eq!(
+            (allocator.gone("u"), allocator.gone("v"), allocator.gone("w")),
+            (1, 1, 0)
+        );
+    }
+
+    #[test]
+    fn an_allocator_rebuilt_from_claims_is_identical() {
+        let mut before = allocator(&["d", "e"]);
+        let allocation = allocate(&mut before, "u").unwrap();
+        observe(&mut before, "u", Some(&allocation));
+        allocate(&mut before, "lost").unwrap();
+        let mut after = allocator(&["d", "e"]);
+        let claims = [claim("u", Some(&allocation)), claim("lost", None)];
+        after.observe_all(
+            claims
+                .iter()
+                .map(|claim| (claim, claim.status.allocation.as_ref())),
+        );
+        assert_eq!(after.holdings().uids().collect::<Vec<_>>(), ["u"]);
+        before.observe_all(
+            claims
+                .iter()
+                .map(|claim| (claim, claim.status.allocation.as_ref())),
+        );
+        assert_eq!(before.observe_all([]).freed, 2);
+    }
+
+    #[test]
+    fn allocations_on_a_recreated_node_block_nothing() {
+        let mut allocator = allocator(&["d"]);
+        let allocation = allocate(&mut allocator, "u").unwrap();
+        observe(&mut allocator, "u", Some(&allocation));
+        assert_eq!(allocator.set_inventory("a", None), 0);
+        assert_eq!(allocator.set_inventory("a", Some(node("a", "2", &["d"]))), 1);
+        assert!(allocate(&mut allocator, "v").is_some());
+        assert_eq!(allocator.deallocate(&claim("u", Some(&allocation))), 0);
+        assert_eq!(observe(&mut allocator, "u", None), Observed::default());
+    }
+
+    #[test]
+    fn an_unreadable_allocation_is_reported_and_blocks_its_node() {
+        let mut allocator = allocator(&["d", "e"]);
+        let mut allocation = allocate(&mut allocator, "u").unwrap();
+        let newer = Some(r#"{"version":2}"#.to_owned());
+        allocation.resource_handles = vec![ResourceHandle {
+            data: newer,
+            ..ResourceHandle::default()
+        }];
+        let observed = observe(&mut allocator, "u", Some(&allocation));
+        let [problem] = observed.problems.as_slice() else {
+            panic!("{observed:?}")
+        };
+        assert_eq!(problem.reason(), "HoldingUnreadable");
+        assert!(
+            problem
+                .to_string()
+                .starts_with("ResourceClaim ns/u holds something that cannot be read: "),
+            "{problem}"
+        );
+        assert_eq!(
+            observe(&mut allocator, "u", Some(&allocation)),
+            Observed::default()
+        );
+        assert!(allocate(&mut allocator, "v").is_none());
+        assert_eq!(allocator.deallocate(&claim("u", Some(&allocation))), 0);
+        assert_eq!(observe(&mut allocator, "u", None).freed, 2);
+        assert!(allocate(&mut allocator, "v").is_some());
+    }
+
+    #[test]
+    fn a_copied_allocation_is_reported_and_both_hold_the_device() {
+        let mut allocator = allocator(&["d"]);
+        let allocation = allocate(&mut allocator, "u").unwrap();
+        observe(&mut allocator, "u", Some(&allocation));
+        let observed = observe(&mut allocator, "v", Some(&allocation));
+        let reasons: Vec<&str> = observed.problems.iter().map(Problem::reason).collect();
+        assert_eq!(reasons, ["AllocationMadeForAnother", "DeviceHeldTwice"]);
+        assert_eq!(observe(&mut allocator, "v", None).freed, 0);
+        assert_eq!(observe(&mut allocator, "u", None).freed, 1);
+    }
+
+    #[test]
+    fn a_copied_allocation_never_takes_the_original_device() {
+        for original_first in [true, false] {
+            // Both claims have the same age, so the lower uid decides.
+            let mut before = allocator(&["d"]);
+            let allocation = allocate(&mut before, "z").unwrap();
+            let mut allocator = allocator(&["d"]);
+            let order = if original_first { ["z", "a"] } else { ["a", "z"] };
+            let observed: Vec<Problem> = order
+                .iter()
+                .flat_map(|uid| observe(&mut allocator, uid, Some(&allocation)).problems)
+                .collect();
+            let conflict = observed.iter().find_map(|problem| match problem {
+                Problem::Conflict(conflict) => Some((&*conflict.keeper, &*conflict.other)),
+                _ => None,
+            });
+            assert_eq!(conflict, Some(("ns/z", "ns/a")), "{original_first}");
         }
+    }
+
+    #[test]
+    fn an_unreadable_allocation_blocks_the_node_of_its_label() {
+        let nowhere = AllocationResult::new(DRIVER, "{");
+        for (label, blocked) in [
+            (Some("a"), true),
+            (Some("b"), false),
+            (Some("Any"), false),
+            (None, false),
+        ] {
+            let mut allocator = allocator(&["d", "e"]);
+            let mut claim = claim("u", Some(&nowhere));
+            let label = label.map(|node| (format!("{DRIVER}/node"), node.to_owned()));
+            claim.metadata.labels = Some(label.into_iter().collect());
+            allocator.observe(&claim, Some(&nowhere));
+            assert_eq!(
+                allocate(&mut allocator, "v").is_none(),
+                blocked,
+                "{:?}",
+                claim.metadata.labels
+            );
+            if blocked {
+                assert_eq!(observe(&mut allocator, "u", None).freed, 2);
+            }
+        }
+    }
+
+    #[test]
+    fn relisted_inventories_replace_all_and_count_new_capacity() {
+        let mut allocator = allocator(&["d"]);
+        let list = |nodes: &[(&str, &[&str])]| {
+            nodes
+                .iter()
+                .map(|&(name, devices)| (name.to_owned(), node(name, "1", devices)))
+                .collect()
+        };
+        assert_eq!(
+            allocator.replace_inventories(list(&[("a", &["d", "e"]), ("b", &["d"])])),
+            2
+        );
+        assert_eq!(
+            allocator.replace_inventories(list(&[("a", &["d", "e"]), ("b", &["d"])])),
+            0
+        );
+        assert_eq!(allocator.replace_inventories(list(&[])), 0);
+        assert!(allocator.inventory().node("a").is_none());
+    }
+
+    #[test]
+    fn claims_sharing_a_device_before_its_inventory_do_not_conflict() {
+        let mut known = allocator(&["d"]);
+        let allocation = allocate(&mut known, "u").unwrap();
+        for (shares, listed, reasons) in [
+            (2, true, vec![]),
+            (2, false, vec![]),
+            (1, true, vec!["DeviceHeldTwice"]),
+            (1, false, vec!["DeviceHeldTwice"]),
+        ] {
+            let mut allocator = DeviceAllocator::new(DRIVER);
+            observe(&mut allocator, "u", Some(&allocation));
+            let observed = observe(&mut allocator, "v", Some(&allocation));
+            let told = |problems: &[Problem]| problems.iter().map(Problem::reason).collect::<Vec<_>>();
+            assert_eq!(told(&observed.problems), ["AllocationMadeForAnother"]);
+            let mut inventory = inventory("a", "1", &["d"]);
+            inventory.spec.devices[0].shares = Some(shares);
+            let node = Node::read(&inventory);
+            if listed {
+                allocator.replace_inventories(BTreeMap::from([("a".to_owned(), node)]));
+            } else {
+                allocator.set_inventory("a", Some(node));
+            }
+            assert_eq!(told(&allocator.recheck_conflicts()), reasons, "{shares} {listed}");
+            assert_eq!(allocator.recheck_conflicts(), [], "said once");
+        }
+        // A device in no inventory has one share, once all inventories are listed.
+        let mut allocator = DeviceAllocator::new(DRIVER);
+        observe(&mut allocator, "u", Some(&allocation));
+        observe(&mut allocator, "v", Some(&allocation));
+        assert_eq!(allocator.recheck_conflicts(), []);
+        allocator.replace_inventories(BTreeMap::new());
+        assert_eq!(allocator.recheck_conflicts().len(), 1);
     }
 }
 
-#[test]
-fn relisted_inventories_replace_all_and_count_new_capacity() {
-    let mut books = books(&["d"]);
-    let list = |nodes: &[(&str, &[&str])]| {
-        nodes
+mod allocate {
+    use super::*;
+    use crate::api::crd::Mode;
+    use crate::core::allocation::inventory::Node;
+    use crate::core::allocation::tests::fixture::{DRIVER, claim, device_requests, inventory, node};
+
+    /// Node `a` has three devices of kind test, `b` has four, `c` has one and is not ready.
+    fn allocator() -> DeviceAllocator {
+        let mut allocator = DeviceAllocator::new(DRIVER);
+        allocator.set_inventory("a", Some(node("a", "1", &["a1", "a2", "a3"])));
+        allocator.set_inventory("b", Some(node("b", "2", &["b1", "b2", "b3", "b4"])));
+        let mut stopped = inventory("c", "3", &["c1"]);
+        stopped.status = None;
+        allocator.set_inventory("c", Some(Node::read(&stopped)));
+        allocator
+    }
+
+    fn allocate(
+        allocator: &mut DeviceAllocator,
+        wanted: &[(&str, &[u32])],
+        target: Target<'_>,
+    ) -> Vec<Result<String, String>> {
+        let owned: Vec<_> = wanted
             .iter()
-            .map(|&(name, devices)| (name.to_owned(), node(name, "1", devices)))
+            .map(|(uid, counts)| (claim(uid, None), device_requests("test", counts)))
+            .collect();
+        let requested: Vec<_> = owned
+            .iter()
+            .map(|(claim, device_requests)| RequestedClaim {
+                claim,
+                device_requests,
+                suitable_nodes: None,
+            })
+            .collect();
+        let answers = allocator.allocate(&requested, target).answers;
+        let short = |answer: Result<AllocationResult, AllocateError>| {
+            let allocation = answer.map_err(|error| error.to_string())?;
+            let record = index::read(DRIVER, "", &allocation);
+            let grant = record.state.grant().cloned().unwrap();
+            Ok(grant
+                .devices
+                .iter()
+                .map(|device| device.device.as_str())
+                .collect::<Vec<_>>()
+                .join(" "))
+        };
+        answers.into_iter().map(short).collect()
+    }
+
+    fn reasons(allocator: &DeviceAllocator, wanted: &[(&str, &[u32])], node: &str) -> Vec<Option<String>> {
+        let owned: Vec<_> = wanted
+            .iter()
+            .map(|(uid, counts)| (claim(uid, None), device_requests("test", counts)))
+            .collect();
+        let requested: Vec<_> = owned
+            .iter()
+            .map(|(claim, device_requests)| RequestedClaim {
+                claim,
+                device_requests,
+                suitable_nodes: None,
+            })
+            .collect();
+        let unsuitable = allocator.unsuitable_nodes(&requested, &[node.to_owned()]);
+        unsuitable
+            .into_iter()
+            .map(|mut reasons| reasons.remove(node))
             .collect()
-    };
-    assert_eq!(
-        books.replace_inventories(list(&[("a", &["d", "e"]), ("b", &["d"])])),
-        2
-    );
-    assert_eq!(
-        books.replace_inventories(list(&[("a", &["d", "e"]), ("b", &["d"])])),
-        0
-    );
-    assert_eq!(books.replace_inventories(list(&[])), 0);
-    assert!(books.inventory().node("a").is_none());
+    }
+
+    #[test]
+    fn a_claim_gets_the_same_devices_again_if_possible() {
+        let mut allocator = allocator();
+        assert_eq!(
+            allocate(&mut allocator, &[("u", &[1])], Target::Node("a")),
+            [Ok("a1".into())]
+        );
+        assert_eq!(
+            allocate(&mut allocator, &[("v", &[1]), ("u", &[1])], Target::Node("a")),
+            [Ok("a2".into()), Ok("a1".into())]
+        );
+        assert_eq!(
+            allocate(&mut allocator, &[("u", &[1])], Target::Anywhere),
+            [Ok("a1".into())]
+        );
+        assert_eq!(
+            allocate(&mut allocator, &[("u", &[1])], Target::Node("b")),
+            [Ok("b1".into())]
+        );
+        assert_eq!(
+            allocator.holdings().on_node("1").unwrap().len(),
+            1,
+            "what was granted elsewhere is given back"
+        );
+        allocator.set_inventory("b", Some(node("b", "2", &["b2"])));
+        assert_eq!(
+            allocate(&mut allocator, &[("u", &[1])], Target::Node("b")),
+            [Ok("b2".into())],
+            "b1 is gone"
+        );
+    }
+
+    #[test]
+    fn a_recorded_allocation_is_returned_as_it_is_and_never_moved() {
+        let mut allocator = allocator();
+        let (wish_claim, wanted) = (claim("u", None), device_requests("test", &[1]));
+        let request = RequestedClaim {
+            claim: &wish_claim,
+            device_requests: &wanted,
+            suitable_nodes: None,
+        };
+        let first = allocator
+            .allocate(&[request], Target::Node("a"))
+            .answers
+            .remove(0)
+            .unwrap();
+        allocator.observe(&claim("u", Some(&first)), Some(&first));
+        assert_eq!(
+            allocator.allocate(&[request], Target::Node("a")).answers,
+            [Ok(first.clone())]
+        );
+        assert_eq!(
+            allocator.allocate(&[request], Target::Anywhere).answers,
+            [Ok(first)]
+        );
+        let error = allocate(&mut allocator, &[("u", &[1])], Target::Node("b"));
+        assert_eq!(
+            error,
+            [Err(
+                "cannot allocate on node b: the claim is allocated on node a".into()
+            )]
+        );
+        assert_eq!(
+            reasons(&allocator, &[("u", &[1])], "b"),
+            [Some("the claim is allocated on node a".into())]
+        );
+    }
+
+    #[test]
+    fn the_reason_counts_what_others_hold() {
+        let mut allocator = allocator();
+        for uid in ["u", "v", "w"] {
+            assert!(allocate(&mut allocator, &[(uid, &[1])], Target::Node("a"))[0].is_ok());
+        }
+        assert_eq!(
+            reasons(&allocator, &[("x", &[1])], "a"),
+            [Some("3 of 3 held".into())]
+        );
+        assert_eq!(
+            allocate(&mut allocator, &[("x", &[1])], Target::Node("a")),
+            [Err("resources exhausted on node a: 3 of 3 held".into())]
+        );
+        assert_eq!(
+            reasons(&allocator, &[("u", &[1])], "a"),
+            [None],
+            "it holds one itself"
+        );
+        assert_eq!(
+            reasons(&allocator, &[("u", &[2])], "a"),
+            [Some("2 of 3 held, 1 free, 2 wanted".into())]
+        );
+    }
+
+    #[test]
+    fn nodes_that_are_unknown_not_ready_or_without_the_kind_say_so() {
+        let mut allocator = allocator();
+        let mut other = inventory("d", "4", &["d1"]);
+        other.spec.devices[0].mode = Mode::ExtendedResource;
+        allocator.set_inventory("d", Some(Node::read(&other)));
+        allocator.set_inventory("e", Some(node("e", "5", &[])));
+        let text = |node| reasons(&allocator, &[("u", &[1])], node).remove(0).unwrap();
+        assert_eq!(text("z"), "no inventory: drayman node does not run here");
+        assert_eq!(
+            text("c"),
+            "inventory not ready: its companion has not reported yet"
+        );
+        assert_eq!(
+            text("d"),
+            "the devices of kind test here are not for claims: see their mode in the node's configuration"
+        );
+        assert_eq!(text("e"), "no device of kind test on this node");
+    }
+
+    #[test]
+    fn claims_of_a_pod_are_allocated_together_or_not_at_all() {
+        let mut allocator = allocator();
+        let wanted: &[(&str, &[u32])] = &[("u", &[1, 1]), ("v", &[2])];
+        let shortage = "3 of 3 free, 2 wanted besides 2 for the pod's other claims";
+        assert_eq!(reasons(&allocator, wanted, "a"), [None, Some(shortage.into())]);
+        let together = "not allocated, because claim ns/v of the same pod does not fit on node a";
+        assert_eq!(
+            allocate(&mut allocator, wanted, Target::Node("a")),
+            [
+                Err(together.into()),
+                Err(format!("resources exhausted on node a: {shortage}"))
+            ]
+        );
+        assert_eq!(allocator.holdings().uids().count(), 0);
+        assert_eq!(
+            allocate(&mut allocator, wanted, Target::Node("b")),
+            [Ok("b1 b2".into()), Ok("b3 b4".into())]
+        );
+    }
+
+    #[test]
+    fn a_claim_that_fails_holds_nothing_that_is_not_recorded() {
+        let mut allocator = allocator();
+        allocate(&mut allocator, &[("u", &[3])], Target::Node("a"));
+        assert!(allocate(&mut allocator, &[("u", &[5])], Target::Node("b"))[0].is_err());
+        assert_eq!(reasons(&allocator, &[("v", &[3])], "a"), [None]);
+    }
 }
 
-#[test]
-fn claims_sharing_a_device_before_its_inventory_do_not_conflict() {
-    let mut known = books(&["d"]);
-    let allocation = allocate(&mut known, "u").unwrap();
-    for (shares, listed, reasons) in [
-        (2, true, vec![]),
-        (2, false, vec![]),
-        (1, true, vec!["DeviceHeldTwice"]),
-        (1, false, vec!["DeviceHeldTwice"]),
-    ] {
-        let mut books = DeviceAllocator::new(DRIVER);
-        observe(&mut books, "u", Some(&allocation));
-        let observed = observe(&mut books, "v", Some(&allocation));
-        let told = |problems: &[Problem]| problems.iter().map(Problem::reason).collect::<Vec<_>>();
-        assert_eq!(told(&observed.problems), ["AllocationMadeForAnother"]);
-        let mut inventory = inventory("a", "1", &["d"]);
-        inventory.spec.devices[0].shares = Some(shares);
-        let node = Node::read(&inventory);
-        if listed {
-            books.replace_inventories(BTreeMap::from([("a".to_owned(), node)]));
-        } else {
-            books.set_inventory("a", Some(node));
-        }
-        assert_eq!(told(&books.settle_doubts()), reasons, "{shares} {listed}");
-        assert_eq!(books.settle_doubts(), [], "said once");
+mod anywhere {
+    use super::*;
+    use crate::core::allocation::index::{self, Grant};
+    use crate::core::allocation::tests::fixture::{DRIVER, claim, device_requests, node};
+
+    /// Node `a` has three devices of kind test, `b` has four.
+    fn allocator() -> DeviceAllocator {
+        let mut allocator = DeviceAllocator::new(DRIVER);
+        allocator.set_inventory("a", Some(node("a", "1", &["a1", "a2", "a3"])));
+        allocator.set_inventory("b", Some(node("b", "2", &["b1", "b2", "b3", "b4"])));
+        allocator
     }
-    // A device in no inventory has one share, once all inventories are listed.
-    let mut books = DeviceAllocator::new(DRIVER);
-    observe(&mut books, "u", Some(&allocation));
-    observe(&mut books, "v", Some(&allocation));
-    assert_eq!(books.settle_doubts(), []);
-    books.replace_inventories(BTreeMap::new());
-    assert_eq!(books.settle_doubts().len(), 1);
+
+    /// The device allocated to a claim for one device.
+    fn device(allocator: &mut DeviceAllocator, uid: &str) -> Result<String, String> {
+        let (claim, device_requests) = (&claim(uid, None), &device_requests("test", &[1]));
+        let request = RequestedClaim {
+            claim,
+            device_requests,
+            suitable_nodes: None,
+        };
+        let answer = allocator.allocate(&[request], Target::Anywhere).answers.remove(0);
+        let allocation = answer.map_err(|error| error.to_string())?;
+        let state = index::read(DRIVER, uid, &allocation).state;
+        Ok(state.grant().unwrap().devices[0].device.clone())
+    }
+
+    #[test]
+    fn without_a_node_the_one_with_most_free_devices_is_chosen() {
+        let mut allocator = allocator();
+        let devices: Vec<String> = (0..7)
+            .map(|uid| device(&mut allocator, &format!("u{uid}")).unwrap())
+            .collect();
+        assert_eq!(devices, ["b1", "a1", "b2", "a2", "b3", "a3", "b4"]);
+        assert_eq!(device(&mut allocator, "u3"), Ok("a2".into()), "the same again");
+        let exhausted = "resources exhausted on every ready node with devices of kind test (2): 7 of 7 held";
+        assert_eq!(device(&mut allocator, "x"), Err(exhausted.into()));
+        let nowhere = "no ready node has a device of kind test";
+        assert_eq!(
+            device(&mut DeviceAllocator::new(DRIVER), "x"),
+            Err(nowhere.into())
+        );
+    }
+
+    #[test]
+    fn an_allocation_that_cannot_be_read_is_not_replaced_by_another() {
+        let mut allocator = allocator();
+        let unreadable = claim("u", Some(&crate::api::resource::AllocationResult::default()));
+        allocator.observe(&unreadable, unreadable.status.allocation.as_ref());
+        let error = device(&mut allocator, "u").unwrap_err();
+        assert!(error.contains("this release cannot read"), "{error}");
+        assert!(device(&mut allocator, "v").is_ok());
+    }
+
+    #[test]
+    fn suitable_nodes_of_the_class_restrict_anywhere() {
+        let mut allocator = allocator();
+        let named = index::write(
+            DRIVER,
+            "u",
+            &Grant {
+                node_name: "a".into(),
+                node_uid: "1".into(),
+                devices: vec![],
+            },
+        );
+        let by_name = named.unwrap().available_on_nodes.unwrap();
+        let mut by_label = by_name.clone();
+        by_label.node_selector_terms[0].match_expressions =
+            by_label.node_selector_terms[0].match_fields.take();
+        let mut anywhere = |selector| {
+            let (claim, device_requests) = (&claim("u", None), &device_requests("test", &[1]));
+            let request = RequestedClaim {
+                claim,
+                device_requests,
+                suitable_nodes: Some(selector),
+            };
+            allocator.allocate(&[request], Target::Anywhere).answers.remove(0)
+        };
+        let error = anywhere(&by_label).unwrap_err();
+        assert!(
+            error.is_final()
+                && error
+                    .to_string()
+                    .contains("works with allocationMode WaitForFirstConsumer only")
+        );
+        let allocation = anywhere(&by_name).unwrap();
+        assert_eq!(allocation.available_on_nodes, Some(by_name));
+    }
 }

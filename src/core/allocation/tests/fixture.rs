@@ -61,7 +61,7 @@ pub(crate) fn class(kind: &str) -> ClassParameters {
 }
 
 /// The device request of a claim, with one request per count.
-pub(crate) fn demand(kind: &str, counts: &[u32]) -> DeviceRequests {
+pub(crate) fn device_requests(kind: &str, counts: &[u32]) -> DeviceRequests {
     let request = |(index, &count)| DeviceRequest {
         name: format!("r{index}"),
         count: Some(count),
