@@ -1,37 +1,37 @@
 //! Conformance test of a [`Driver`]: its settings and the order of the checks.
 
-use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures::{StreamExt as _, stream};
+use futures::future::{FutureExt as _, ready};
 
-use super::exercises;
+use super::checks;
+use super::fixture::{Done, Environment, Fixture, Setup};
 use super::instance::{Instance, Make};
+use super::lifecycle;
 use super::measure::{Capacity, basics};
-use super::process::{Blow, BlowKind, Fate, When, numbered};
+use super::process::{Fault, FaultKind, FaultPlan, numbered};
 use super::report::{Broken, Report};
 use super::rule::Rule;
-use super::scene::{Done, Place, Scene, Setup, Stop};
-use super::story;
+use super::run::{self, Findings, Selection};
 use crate::controller::is_driver_name;
 use crate::driver::Driver;
 
 /// Default limit for a call.
 const LIMIT: Duration = Duration::from_secs(10);
 /// Default limit for one step of a scenario.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// Default maximum number of concurrent claims.
-const MOST: usize = 16;
+const MAX_CLAIMS: usize = 16;
 /// Number of concurrent scenarios; they mostly wait.
-const AT_ONCE: usize = 8;
+const MAX_CONCURRENT: usize = 8;
 
 /// Conformance test of a [`Driver`]. Created by [`conformance`](super::conformance()).
 pub struct Conformance<D> {
     kit: Kit<D>,
     wakes: bool,
-    only: Option<BTreeSet<Rule>>,
+    only: Selection,
 }
 
 /// Input of the checks.
@@ -39,8 +39,7 @@ pub(super) struct Kit<D> {
     make: Make<D>,
     pub(super) setup: Setup,
     limit: Duration,
-    pub(super) patience: Duration,
-    most: usize,
+    pub(super) timeout: Duration,
 }
 
 impl<D> fmt::Debug for Conformance<D> {
@@ -58,30 +57,34 @@ impl<D: Driver> Kit<D> {
     }
 
     /// Starts an instance without any observation.
-    pub(super) async fn instance<'a>(&self, scene: &'a Scene) -> Done<Instance<'a, D>> {
-        self.fated(scene, Fate::new(None)).await
+    pub(super) async fn instance<'a>(&self, fixture: &'a Fixture) -> Done<Instance<'a, D>> {
+        self.with_faults(fixture, FaultPlan::new(None)).await
     }
 
     /// Starts an instance with a fault plan.
-    pub(super) async fn fated<'a>(&self, scene: &'a Scene, fate: Fate) -> Done<Instance<'a, D>> {
-        Instance::start(&self.make, scene, fate, self.limit, self.most).await
+    pub(super) async fn with_faults<'a>(
+        &self,
+        fixture: &'a Fixture,
+        fault_plan: FaultPlan,
+    ) -> Done<Instance<'a, D>> {
+        Instance::start(&self.make, fixture, fault_plan, self.limit).await
     }
 
     /// Starts an instance that has observed an empty list of claims.
-    pub(super) async fn started<'a>(&self, scene: &'a Scene) -> Done<Instance<'a, D>> {
-        let instance = self.instance(scene).await?;
+    pub(super) async fn started<'a>(&self, fixture: &'a Fixture) -> Done<Instance<'a, D>> {
+        let instance = self.instance(fixture).await?;
         instance.begin(Vec::new()).await?;
         Ok(instance)
     }
 
-    fn scene(&self, exercise: &str) -> Done<Scene> {
-        Scene::open(&self.setup, exercise)
+    fn fixture(&self, check: &str) -> Done<Fixture> {
+        Fixture::open(&self.setup, check)
     }
 }
 
 /// Checks by driver calls alone, in execution order.
 #[derive(Clone, Copy, Debug)]
-enum Exercise {
+enum Check {
     Full,
     Rush,
     Again,
@@ -92,7 +95,7 @@ enum Exercise {
     Woken,
 }
 
-impl Exercise {
+impl Check {
     const ALL: [Self; 8] = [
         Self::Full,
         Self::Rush,
@@ -121,21 +124,25 @@ impl Exercise {
     fn rules(self) -> &'static [Rule] {
         match self {
             Self::Full => &[
-                Rule::FullIsAVerdict,
-                Rule::NeverMoreThanThereIs,
+                Rule::FullIsUnsuitable,
+                Rule::CapacityIsKept,
                 Rule::ReadableErrors,
-                Rule::UnrecordedIsFreeAgain,
+                Rule::UnrecordedIsReleased,
             ],
-            Self::Rush => &[Rule::NeverMoreThanThereIs],
+            Self::Rush => &[Rule::CapacityIsKept],
             Self::Again => &[
-                Rule::AllocateAgainIsTheSame,
-                Rule::DeallocateNothingDoesNothing,
-                Rule::UnrecordedIsFreeAgain,
+                Rule::AllocateIsIdempotent,
+                Rule::DeallocateIsIdempotent,
+                Rule::UnrecordedIsReleased,
             ],
-            Self::Recorded => &[Rule::RecordedIsHeld, Rule::ObservedIsFree, Rule::NoFalseFinding],
-            Self::Restart => &[Rule::BooksFromClaims, Rule::LostAllocationIsGivenBack],
-            Self::Batch => &[Rule::OneResultPerClaim, Rule::BatchCanBeUndone],
-            Self::Dropped => &[Rule::DroppedCallCanBeUndone],
+            Self::Recorded => &[
+                Rule::RecordedIsHeld,
+                Rule::ObservedIsReleased,
+                Rule::NoFalseFinding,
+            ],
+            Self::Restart => &[Rule::StateFromClaims, Rule::LostAllocationIsReleased],
+            Self::Batch => &[Rule::OneAllocationPerClaim, Rule::FailedAllocateIsReleased],
+            Self::Dropped => &[Rule::DroppedAllocateIsReleased],
             Self::Woken => &[Rule::FreedWakes],
         }
     }
@@ -143,27 +150,27 @@ impl Exercise {
 
 /// Rules that also apply to a driver without a capacity limit.
 const WITHOUT_LIMIT: [Rule; 3] = [
-    Rule::AllocateAgainIsTheSame,
-    Rule::DeallocateNothingDoesNothing,
+    Rule::AllocateIsIdempotent,
+    Rule::DeallocateIsIdempotent,
     Rule::NoFalseFinding,
 ];
 
 impl<D: Driver> Conformance<D> {
-    pub(super) fn new(make: impl Fn(Place) -> D + Send + Sync + 'static) -> Self {
+    pub(super) fn new(make: impl Fn(Environment) -> D + Send + Sync + 'static) -> Self {
         let nodes = ["node-a", "node-b"].map(str::to_owned).into();
         Self {
             kit: Kit {
-                make: Arc::new(make),
+                make: Arc::new(move |environment| ready(make(environment)).boxed()),
                 setup: Setup {
                     nodes,
+                    max_claims: MAX_CLAIMS,
                     ..Setup::default()
                 },
                 limit: LIMIT,
-                patience: PATIENCE,
-                most: MOST,
+                timeout: TIMEOUT,
             },
             wakes: true,
-            only: None,
+            only: Selection::default(),
         }
     }
 
@@ -192,7 +199,7 @@ impl<D: Driver> Conformance<D> {
     /// unlimited, and the rules about exhausted capacity are not checked.
     #[must_use]
     pub fn at_most(mut self, claims: usize) -> Self {
-        self.kit.most = claims;
+        self.kit.setup.max_claims = claims;
         self
     }
 
@@ -206,8 +213,8 @@ impl<D: Driver> Conformance<D> {
     /// Sets the limit for the controller and the driver together to serve a waiting pod; default: 60 s, because test
     /// machines are busy.
     #[must_use]
-    pub fn patience(mut self, patience: Duration) -> Self {
-        self.kit.patience = patience;
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.kit.timeout = timeout;
         self
     }
 
@@ -222,7 +229,7 @@ impl<D: Driver> Conformance<D> {
     /// Checks only these rules, for instance to debug a finding.
     #[must_use]
     pub fn only(mut self, rules: impl IntoIterator<Item = Rule>) -> Self {
-        self.only = Some(rules.into_iter().collect());
+        self.only = Selection::only(rules);
         self
     }
 
@@ -230,41 +237,30 @@ impl<D: Driver> Conformance<D> {
     pub async fn run(mut self) -> Result<Report, Broken> {
         let mut report = Report::default();
         self.kit.setup.driver_name = self.name(&mut report).await?;
-        let scene = self.kit.scene("the basics")?;
-        let capacity = basics(&self.kit, &scene, &mut report).await?;
-        drop(scene);
-        let mut findings = Vec::new();
-        for exercise in Exercise::ALL {
-            if !self.wanted(exercise.rules(), capacity.places, &mut report) {
+        let fixture = self.kit.fixture("the basics")?;
+        let capacity = basics(&self.kit, &fixture, &mut report).await?;
+        drop(fixture);
+        let mut findings = Findings::default();
+        for check in Check::ALL {
+            if !self.wanted(check.rules(), capacity.places, &mut report) {
                 continue;
             }
-            let done = match self.kit.scene(exercise.about()) {
-                Ok(scene) => self.exercise(exercise, &scene, &capacity).await,
+            let done = match self.kit.fixture(check.about()) {
+                Ok(fixture) => self.check(check, &fixture, &capacity).await,
                 Err(stop) => Err(stop),
             };
-            match done {
-                Ok(()) => {
-                    for rule in exercise.rules() {
-                        if capacity.places.is_some() || WITHOUT_LIMIT.contains(rule) {
-                            report.tried(*rule);
-                        }
-                    }
-                }
-                Err(Stop::Rule(finding)) => findings.push(*finding),
-                Err(stop) => return Err(stop.into()),
+            if done.is_ok() {
+                let limited = |rule: &&Rule| capacity.places.is_some() || WITHOUT_LIMIT.contains(rule);
+                check
+                    .rules()
+                    .iter()
+                    .filter(limited)
+                    .for_each(|rule| report.tried(*rule));
             }
+            findings.add(done)?;
         }
-        match self.stories(&capacity, &mut report).await {
-            Ok(()) => {}
-            Err(Stop::Rule(finding)) => findings.push(*finding),
-            Err(stop) => return Err(stop.into()),
-        }
-        report.settle();
-        if findings.is_empty() {
-            Ok(report)
-        } else {
-            Err(Broken::Rules(findings))
-        }
+        findings.add(self.lifecycles(&capacity, &mut report).await)?;
+        findings.conclude(report)
     }
 
     /// Returns the driver's name, which the other checks need.
@@ -274,13 +270,13 @@ impl<D: Driver> Conformance<D> {
             driver_name: "unknown.example.com".to_owned(),
             ..Setup::default()
         };
-        let scene = Scene::open(&nothing, "the name")?;
-        let name = self.kit.instance(&scene).await?.driver.name().to_owned();
-        let again = self.kit.instance(&scene).await?.driver.name().to_owned();
+        let fixture = Fixture::open(&nothing, "the name")?;
+        let name = self.kit.instance(&fixture).await?.driver.name().to_owned();
+        let again = self.kit.instance(&fixture).await?.driver.name().to_owned();
         if !is_driver_name(&name) || name != again {
             let expected = "one lower-case DNS subdomain of at most 63 characters for all instances";
             let found = format!("{name:?} and {again:?}");
-            return Err(scene.broken(Rule::StableName, "", expected, found));
+            return Err(fixture.broken(Rule::StableName, "", expected, found));
         }
         report.tried(Rule::StableName);
         Ok(name)
@@ -288,90 +284,63 @@ impl<D: Driver> Conformance<D> {
 
     /// Returns whether to check the rules; otherwise reports why not.
     fn wanted(&self, rules: &[Rule], places: Option<usize>, report: &mut Report) -> bool {
-        let asked = |rule: &Rule| self.only.as_ref().is_none_or(|only| only.contains(rule));
-        for rule in rules {
-            if !asked(rule) {
-                report.skipped(*rule, "the test asks for other rules only");
-            } else if places.is_none() && !WITHOUT_LIMIT.contains(rule) {
-                let why = format!(
-                    "{} claims fit at the same time, and more are not tried",
-                    self.kit.most
+        let any = self.only.any(rules, report);
+        for rule in rules.iter().filter(|rule| self.only.contains(**rule)) {
+            if places.is_none() && !WITHOUT_LIMIT.contains(rule) {
+                let most = self.kit.setup.max_claims;
+                report.skipped(
+                    *rule,
+                    format!("at least {most} claims fit at the same time, which counts as unlimited"),
                 );
-                report.skipped(*rule, why);
             } else if *rule == Rule::FreedWakes && !self.wakes {
-                report.skipped(*rule, "the driver does not tell when something becomes free");
+                report.skipped(
+                    *rule,
+                    "the test declares that the driver reports no capacity changes",
+                );
                 return false;
             }
         }
-        rules.iter().any(asked)
+        any
     }
 
-    async fn exercise(&self, exercise: Exercise, scene: &Scene, capacity: &Capacity) -> Done<()> {
+    async fn check(&self, check: Check, fixture: &Fixture, capacity: &Capacity) -> Done<()> {
         let kit = &self.kit;
-        match exercise {
-            Exercise::Full => exercises::full(kit, scene, capacity).await,
-            Exercise::Rush => exercises::rush(kit, scene, capacity).await,
-            Exercise::Again => exercises::again(kit, scene, capacity).await,
-            Exercise::Recorded => exercises::recorded(kit, scene, capacity).await,
-            Exercise::Restart => exercises::restart(kit, scene, capacity).await,
-            Exercise::Batch => exercises::batch(kit, scene, capacity).await,
-            Exercise::Dropped => exercises::dropped(kit, scene, capacity).await,
-            Exercise::Woken => exercises::woken(kit, scene, capacity).await,
+        match check {
+            Check::Full => checks::full(kit, fixture, capacity).await,
+            Check::Rush => checks::rush(kit, fixture, capacity).await,
+            Check::Again => checks::again(kit, fixture, capacity).await,
+            Check::Recorded => checks::recorded(kit, fixture, capacity).await,
+            Check::Restart => checks::restart(kit, fixture, capacity).await,
+            Check::Batch => checks::batch(kit, fixture, capacity).await,
+            Check::Dropped => checks::dropped(kit, fixture, capacity).await,
+            Check::Woken => checks::woken(kit, fixture, capacity).await,
         }
     }
 
     /// Runs the real controller with the driver on the test cluster, with a fault at each step.
-    async fn stories(&self, capacity: &Capacity, report: &mut Report) -> Done<()> {
+    async fn lifecycles(&self, capacity: &Capacity, report: &mut Report) -> Done<()> {
         let kinds = [
-            (BlowKind::Crash, Rule::SurvivesCrash),
-            (BlowKind::Slow, Rule::SurvivesSlowCall),
-            (BlowKind::Fail, Rule::SurvivesFailedCall),
+            (FaultKind::Crash, Rule::SurvivesCrash),
+            (FaultKind::Slow, Rule::SurvivesSlowCall),
+            (FaultKind::Fail, Rule::SurvivesFailedCall),
         ];
-        let asked = |rule: Rule| self.only.as_ref().is_none_or(|only| only.contains(&rule));
-        if !asked(Rule::ServesPods) && !kinds.iter().any(|(_, rule)| asked(*rule)) {
-            for (_, rule) in kinds {
-                report.skipped(rule, "the test asks for other rules only");
-            }
-            report.skipped(Rule::ServesPods, "the test asks for other rules only");
-            return Ok(());
-        }
-        let steps = self.story(capacity, None).await?;
-        report.tried(Rule::ServesPods);
-        for (kind, rule) in kinds {
-            if !asked(rule) {
-                report.skipped(rule, "the test asks for other rules only");
-                continue;
-            }
-            // Observations cannot hang or fail.
-            let struck = |name: &String| kind == BlowKind::Crash || !name.starts_with(story::TOLD);
-            let steps = numbered(&steps).into_iter();
-            let blows = steps
-                .filter(|(_, _, name)| struck(name))
-                .flat_map(|(sort, step, _)| {
-                    [When::Before, When::After].map(|when| Blow {
-                        step,
-                        sort,
-                        kind,
-                        when,
-                    })
-                });
-            let mut played = stream::iter(blows)
-                .map(|blow| self.story(capacity, Some(blow)))
-                .buffer_unordered(AT_ONCE);
-            while let Some(done) = played.next().await {
-                done?;
-                report.tried(rule);
-            }
-        }
-        Ok(())
+        // Observations cannot hang or fail.
+        let steps = |kind, steps: &[String]| {
+            let numbered = numbered(steps).into_iter();
+            let injected = numbered
+                .filter(|(_, _, name)| kind == FaultKind::Crash || !name.starts_with(lifecycle::OBSERVE));
+            injected.map(|(sort, step, _)| (sort, step)).collect()
+        };
+        let run = |fault| self.lifecycle(capacity, fault);
+        run::lifecycles(&self.only, kinds, MAX_CONCURRENT, steps, run, report).await
     }
 
-    async fn story(&self, capacity: &Capacity, blow: Option<Blow>) -> Done<Vec<String>> {
-        let about = blow.map_or_else(
-            || "pods on the stage".to_owned(),
-            |blow| format!("pods on the stage, {}", blow.describe()),
+    async fn lifecycle(&self, capacity: &Capacity, fault: Option<Fault>) -> Done<Vec<String>> {
+        let about = fault.map_or_else(
+            || "pods".to_owned(),
+            |fault| format!("pods, {}", fault.describe()),
         );
-        let scene = self.kit.scene(&about)?;
-        story::play(&self.kit, &scene, capacity, blow).await
+        let fixture = self.kit.fixture(&about)?;
+        lifecycle::run(&self.kit, &fixture, capacity, fault).await
     }
 }

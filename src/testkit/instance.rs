@@ -5,22 +5,26 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::StreamExt as _;
+use futures::future::BoxFuture;
 use tokio::sync::mpsc;
+use tokio::task::JoinError;
 
-use super::process::{Fate, Process, polled};
+use super::fixture::{Done, Environment, Fixture, Stop, names};
+use super::process::{FaultPlan, Process, polled};
 use super::rule::Rule;
-use super::scene::{Done, Place, Scene, Stop, names};
 use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClaimStatus};
 use crate::driver::{
     CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, DriverErrorKind, Holding, Observation,
     UnsuitableNodes,
 };
 
+/// Node name of a node driver.
+pub(super) const NODE: &str = "node-a";
 /// Maximum length of an event reason.
 const REASON_MAX: usize = 128;
 
 /// Creates a driver.
-pub(super) type Make<D> = Arc<dyn Fn(Place) -> D + Send + Sync>;
+pub(super) type Make<D> = Arc<dyn Fn(Environment) -> BoxFuture<'static, D> + Send + Sync>;
 
 /// A claim and its allocation.
 #[derive(Clone, Debug)]
@@ -52,57 +56,44 @@ impl Held {
     }
 }
 
-/// A driver instance in its own simulated process.
+/// An instance of a driver or a node driver in its own simulated process.
 pub(super) struct Instance<'a, D> {
     pub(super) driver: Arc<D>,
-    pub(super) scene: &'a Scene,
-    process: Process,
+    pub(super) fixture: &'a Fixture,
+    pub(super) process: Process,
     /// Limit for a call.
-    limit: Duration,
-    pub(super) most: usize,
+    pub(super) limit: Duration,
 }
 
-impl<'a, D: Driver> Instance<'a, D> {
-    /// Starts an instance without any observation.
+impl<'a, D: Send + Sync + 'static> Instance<'a, D> {
+    /// Starts an instance, without any call.
     pub(super) async fn start(
         make: &Make<D>,
-        scene: &'a Scene,
-        fate: Fate,
+        fixture: &'a Fixture,
+        fault_plan: FaultPlan,
         limit: Duration,
-        most: usize,
     ) -> Done<Instance<'a, D>> {
-        let process = Process::start(fate)?;
-        let place = Place {
-            client: process.client(scene.stage.server()),
-            directory: scene.directory.own(),
-            node_name: scene.nodes.first().cloned().unwrap_or_default(),
+        let process = Process::start(fault_plan)?;
+        let environment = Environment {
+            client: process.client(fixture.cluster.server()),
+            directory: fixture.directory.own(),
+            node_name: fixture.nodes.first().map_or(NODE, String::as_str).to_owned(),
         };
         let make = make.clone();
-        let making = process.run(async move { Arc::new(make(place)) });
-        let driver = match tokio::time::timeout(limit, making).await {
-            Ok(Ok(driver)) => driver,
-            Ok(Err(failure)) => {
-                let panic = format!("a panic: {failure}");
-                return Err(scene.broken(Rule::NoPanic, "the driver is made", "a driver", panic));
-            }
-            Err(_) => {
-                let limit = format!("nothing within {limit:?}");
-                return Err(scene.broken(Rule::ReturnsInTime, "the driver is made", "a driver", limit));
-            }
-        };
-        scene.note("(a new instance)");
+        let making = process.run(async move { Arc::new(make(environment).await) });
+        let driver = limited(fixture, limit, "the driver is made", making).await?;
+        fixture.note("(a new instance)");
         Ok(Self {
             driver,
-            scene,
+            fixture,
             process,
             limit,
-            most,
         })
     }
 
     /// Returns a client whose writes are steps of the instance's process.
     pub(super) fn client(&self) -> kube::Client {
-        self.process.client(self.scene.stage.server())
+        self.process.client(self.fixture.cluster.server())
     }
 
     /// Spawns a task in the instance's process.
@@ -112,41 +103,57 @@ impl<'a, D: Driver> Instance<'a, D> {
 
     /// Kills the instance; its tasks never finish pending work.
     pub(super) async fn kill(self) {
-        self.scene.note("(killed)");
+        self.fixture.note("(killed)");
         self.process.kill().await;
     }
 
     /// Runs a call with the limit and catches panics.
-    async fn call<T: Send + 'static>(
+    pub(super) async fn call<T: Send + 'static>(
         &self,
         what: &str,
         work: impl Future<Output = T> + Send + 'static,
     ) -> Done<T> {
-        match tokio::time::timeout(self.limit, self.process.run(work)).await {
-            Ok(Ok(answer)) => Ok(answer),
-            Ok(Err(failure)) => {
-                let panic = format!("a panic: {failure}");
-                Err(self
-                    .scene
-                    .broken(Rule::NoPanic, what, "an answer or an error", panic))
-            }
-            Err(_) => {
-                let late = format!("nothing within {:?}", self.limit);
-                Err(self
-                    .scene
-                    .broken(Rule::ReturnsInTime, what, "an answer or an error", late))
-            }
-        }
+        limited(self.fixture, self.limit, what, self.process.run(work)).await
     }
 
+    pub(super) fn broken(
+        &self,
+        rule: Rule,
+        tried: &str,
+        expected: impl Into<String>,
+        found: impl Into<String>,
+    ) -> Stop {
+        self.fixture.broken(rule, tried, expected, found)
+    }
+}
+
+/// Waits for a call at most `limit`. A late answer or a panic breaks a rule.
+async fn limited<T>(
+    fixture: &Fixture,
+    limit: Duration,
+    what: &str,
+    call: impl Future<Output = Result<T, JoinError>>,
+) -> Done<T> {
+    let expected = "an answer or an error";
+    match tokio::time::timeout(limit, call).await {
+        Ok(Ok(answer)) => Ok(answer),
+        Ok(Err(failure)) => Err(fixture.broken(Rule::NoPanic, what, expected, format!("a panic: {failure}"))),
+        Err(_) => {
+            let late = format!("nothing within {limit:?}");
+            Err(fixture.broken(Rule::ReturnsInTime, what, expected, late))
+        }
+    }
+}
+
+impl<D: Driver> Instance<'_, D> {
     /// Sends an observation and checks that the driver reports no findings.
     pub(super) async fn observe(&self, observation: Observation) -> Done<()> {
         let shown = match &observation {
-            Observation::All(all) => format!("observe(All({}))", holdings(all, self.scene)),
+            Observation::All(all) => format!("observe(All({}))", holdings(all, self.fixture)),
             Observation::Changed(one) => {
                 format!(
                     "observe(Changed({}))",
-                    holdings(std::slice::from_ref(one), self.scene)
+                    holdings(std::slice::from_ref(one), self.fixture)
                 )
             }
             Observation::Gone { .. } => "observe(Gone)".to_owned(),
@@ -155,10 +162,11 @@ impl<'a, D: Driver> Instance<'a, D> {
         let findings = self
             .call(&shown, async move { driver.observe(&observation).await })
             .await?;
-        self.scene.note(format!("{shown} -> {} findings", findings.len()));
+        self.fixture
+            .note(format!("{shown} -> {} findings", findings.len()));
         match findings.first() {
             None => Ok(()),
-            Some(finding) => Err(self.scene.broken(
+            Some(finding) => Err(self.fixture.broken(
                 Rule::NoFalseFinding,
                 &shown,
                 "no finding: each claim has what it was allocated",
@@ -172,33 +180,25 @@ impl<'a, D: Driver> Instance<'a, D> {
         self.observe(Observation::All(all)).await?;
         let driver = self.driver.clone();
         let ready = self.process.run(async move { driver.ready().await });
-        match tokio::time::timeout(self.limit, ready).await {
+        let found = match tokio::time::timeout(self.limit, ready).await {
             Ok(Ok(Ok(()))) => {
-                self.scene.note("ready()");
-                Ok(())
+                self.fixture.note("ready()");
+                return Ok(());
             }
-            Ok(Ok(Err(error))) => Err(self.scene.broken(
-                Rule::BecomesReady,
-                "ready",
-                "Ok: the objects of the test are there",
-                shown_error(&error),
-            )),
+            Ok(Ok(Err(error))) => shown_error(&error),
             Ok(Err(failure)) => {
                 let panic = format!("a panic: {failure}");
-                Err(self.scene.broken(Rule::NoPanic, "ready", "it returns", panic))
+                return Err(self.broken(Rule::NoPanic, "ready", "Ok", panic));
             }
-            Err(_) => Err(self.scene.broken(
-                Rule::BecomesReady,
-                "ready",
-                "it returns: the objects of the test are there",
-                format!("it has not within {:?}", self.limit),
-            )),
-        }
+            Err(_) => format!("nothing within {:?}", self.limit),
+        };
+        let expected = "Ok: the objects of the test are there";
+        Err(self.broken(Rule::BecomesReady, "ready", expected, found))
     }
 
     /// Parses the parameters of claims, as the controller does before each call.
     pub(super) async fn requests(&self, claims: &[Arc<ResourceClaim>]) -> Done<Vec<ClaimRequest<D>>> {
-        let (driver, class, list) = (self.driver.clone(), self.scene.class(), claims.to_vec());
+        let (driver, class, list) = (self.driver.clone(), self.fixture.class(), claims.to_vec());
         let read = self
             .call("class_parameters, claim_parameters", async move {
                 let mut requests = Vec::new();
@@ -213,7 +213,7 @@ impl<'a, D: Driver> Instance<'a, D> {
             .await?;
         read.map_err(|error: DriverError| {
             let tried = format!("class_parameters and claim_parameters for {}", names(claims));
-            self.scene.broken(
+            self.fixture.broken(
                 Rule::ParametersAreRead,
                 &tried,
                 "parameters: those of the test are in order",
@@ -236,32 +236,32 @@ impl<'a, D: Driver> Instance<'a, D> {
                 driver.unsuitable_nodes(&Pod::default(), &requests, &asked).await
             })
             .await?;
-        let verdicts = match answer {
-            Ok(verdicts) => verdicts,
+        let unsuitable = match answer {
+            Ok(unsuitable) => unsuitable,
             Err(error) => {
                 self.readable(&what, &error)?;
                 let expected = "no error: a full or unknown node is unsuitable";
-                return Err(self.scene.broken(
-                    Rule::OneVerdictPerClaim,
+                return Err(self.fixture.broken(
+                    Rule::OneEntryPerClaim,
                     &what,
                     expected,
                     shown_error(&error),
                 ));
             }
         };
-        let shown: Vec<String> = verdicts
+        let shown: Vec<String> = unsuitable
             .iter()
             .map(|unsuitable| format!("{unsuitable:?}"))
             .collect();
-        self.scene.note(format!("{what} -> [{}]", shown.join(", ")));
-        if verdicts.len() == claims.len() {
-            return Ok(verdicts);
+        self.fixture.note(format!("{what} -> [{}]", shown.join(", ")));
+        if unsuitable.len() == claims.len() {
+            return Ok(unsuitable);
         }
-        let expected = format!("{} verdicts, one for each claim in their order", claims.len());
-        let found = format!("{} verdicts", verdicts.len());
+        let expected = format!("{} entries, one for each claim in their order", claims.len());
+        let found = format!("{} entries", unsuitable.len());
         Err(self
-            .scene
-            .broken(Rule::OneVerdictPerClaim, &what, expected, found))
+            .fixture
+            .broken(Rule::OneEntryPerClaim, &what, expected, found))
     }
 
     /// Calls `allocate`.
@@ -282,13 +282,13 @@ impl<'a, D: Driver> Instance<'a, D> {
         let allocations = match answer {
             Ok(allocations) => allocations,
             Err(error) => {
-                self.scene.note(format!("{what} -> {}", shown_error(&error)));
+                self.fixture.note(format!("{what} -> {}", shown_error(&error)));
                 self.readable(&what, &error)?;
                 return Ok(Err(error));
             }
         };
         let shown: Vec<String> = allocations.iter().map(shown_allocation).collect();
-        self.scene.note(format!("{what} -> [{}]", shown.join(", ")));
+        self.fixture.note(format!("{what} -> [{}]", shown.join(", ")));
         for allocation in &allocations {
             self.check(&what, allocation, node)?;
         }
@@ -297,7 +297,9 @@ impl<'a, D: Driver> Instance<'a, D> {
         }
         let expected = format!("{} allocations, one for each claim in their order", claims.len());
         let found = format!("{} allocations", allocations.len());
-        Err(self.scene.broken(Rule::OneResultPerClaim, &what, expected, found))
+        Err(self
+            .fixture
+            .broken(Rule::OneAllocationPerClaim, &what, expected, found))
     }
 
     /// Starts an allocation and drops the call after `polls` waits. Returns whether the call finished before.
@@ -317,7 +319,7 @@ impl<'a, D: Driver> Instance<'a, D> {
             })
             .await?;
         let how = if answer { "the answer is lost" } else { "dropped" };
-        self.scene.note(format!("{what} -> ({how}, {polls} waits)"));
+        self.fixture.note(format!("{what} -> ({how}, {polls} waits)"));
         Ok(answer)
     }
 
@@ -330,7 +332,7 @@ impl<'a, D: Driver> Instance<'a, D> {
         let (driver, claim, allocation) = (self.driver.clone(), holding.claim.clone(), allocation.cloned());
         let what = format!(
             "deallocate({})",
-            holdings(std::slice::from_ref(holding), self.scene)
+            holdings(std::slice::from_ref(holding), self.fixture)
         );
         let answer = self
             .call(&what, async move {
@@ -340,12 +342,12 @@ impl<'a, D: Driver> Instance<'a, D> {
             })
             .await?;
         let Err(error) = answer else {
-            self.scene.note(format!("{what} -> Ok"));
+            self.fixture.note(format!("{what} -> Ok"));
             return Ok(());
         };
         self.readable(&what, &error)?;
-        Err(self.scene.broken(
-            Rule::DeallocateNothingDoesNothing,
+        Err(self.fixture.broken(
+            Rule::DeallocateIsIdempotent,
             &what,
             "Ok: nothing stands in the way, and to hold nothing is no error",
             shown_error(&error),
@@ -372,7 +374,7 @@ impl<'a, D: Driver> Instance<'a, D> {
         &self,
         claims: &[Arc<ResourceClaim>],
     ) -> Done<Vec<Result<Held, DriverError>>> {
-        let nodes = self.scene.nodes.iter().cycle();
+        let nodes = self.fixture.nodes.iter().cycle();
         let mut prepared = Vec::new();
         for (claim, node) in claims.iter().zip(nodes) {
             prepared.push((claim, node, self.requests(std::slice::from_ref(claim)).await?));
@@ -389,9 +391,12 @@ impl<'a, D: Driver> Instance<'a, D> {
                 };
                 let Some(allocation) = allocations.pop() else {
                     let expected = "one allocation, for the one claim";
-                    return Err(self
-                        .scene
-                        .broken(Rule::OneResultPerClaim, "allocate", expected, "none"));
+                    return Err(self.fixture.broken(
+                        Rule::OneAllocationPerClaim,
+                        "allocate",
+                        expected,
+                        "none",
+                    ));
                 };
                 Ok(Ok(Held {
                     claim: claim.clone(),
@@ -412,7 +417,7 @@ impl<'a, D: Driver> Instance<'a, D> {
         }
         let expected = "a reason such as NoSuitableDevice, and a message";
         Err(self
-            .scene
+            .fixture
             .broken(Rule::ReadableErrors, what, expected, shown_error(error)))
     }
 
@@ -420,7 +425,7 @@ impl<'a, D: Driver> Instance<'a, D> {
         if let Err(problem) = allocation.check() {
             let expected = "an allocation that the API server takes";
             return Err(self
-                .scene
+                .fixture
                 .broken(Rule::RecordableAllocation, what, expected, problem));
         }
         let Some(node) = node else { return Ok(()) };
@@ -431,7 +436,7 @@ impl<'a, D: Driver> Instance<'a, D> {
         let expected = format!("availableOnNodes has {node}, or is left out");
         let found = format!("availableOnNodes {}", value["availableOnNodes"]);
         Err(self
-            .scene
+            .fixture
             .broken(Rule::ReachableAllocation, what, expected, found))
     }
 }
@@ -451,12 +456,12 @@ fn shown_allocation(allocation: &AllocationResult) -> String {
     format!("ok {data:?}")
 }
 
-fn holdings(all: &[Holding], scene: &Scene) -> String {
+fn holdings(all: &[Holding], fixture: &Fixture) -> String {
     let shown: Vec<String> = all
         .iter()
         .map(|holding| {
             let name = holding.claim.metadata.name.as_deref().unwrap_or_default();
-            match holding.allocation(scene.driver_name()) {
+            match holding.allocation(fixture.driver_name()) {
                 Some(_) => format!("{name} with allocation"),
                 None => format!("{name} without allocation"),
             }

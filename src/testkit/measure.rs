@@ -3,15 +3,15 @@
 use std::sync::Arc;
 
 use super::conformance::Kit;
+use super::fixture::{Done, Fixture, Stop};
 use super::instance::{Held, Instance, shown_error};
 use super::report::Report;
 use super::rule::Rule;
-use super::scene::{Done, Scene, Stop};
 use crate::api::resource::{AllocationResult, ResourceClaim};
 use crate::driver::{Driver, Holding, Observation};
 
 /// A node that does not exist in any cluster of the kit.
-const NOWHERE: &str = "conformance-nowhere";
+const UNKNOWN_NODE: &str = "conformance-nowhere";
 
 /// Capacity of a driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,26 +24,16 @@ pub(super) struct Capacity {
 }
 
 impl<D: Driver> Instance<'_, D> {
-    pub(super) fn broken(
-        &self,
-        rule: Rule,
-        tried: &str,
-        expected: impl Into<String>,
-        found: impl Into<String>,
-    ) -> Stop {
-        self.scene.broken(rule, tried, expected, found)
-    }
-
     /// Allocates a claim on a suitable node; `None` if no node is suitable.
     pub(super) async fn allocate_one(&self) -> Done<Option<Held>> {
-        let claim = [self.scene.claim()?];
-        let verdicts = self.unsuitable_nodes(&claim, &self.scene.nodes).await?;
+        let claim = [self.fixture.claim()?];
+        let unsuitable = self.unsuitable_nodes(&claim, &self.fixture.nodes).await?;
         let objects = |node: &&String| {
-            verdicts
+            unsuitable
                 .first()
                 .is_some_and(|unsuitable| unsuitable.contains_key(*node))
         };
-        let Some(node) = self.scene.nodes.iter().find(|node| !objects(node)) else {
+        let Some(node) = self.fixture.nodes.iter().find(|node| !objects(node)) else {
             return Ok(None);
         };
         let [claim] = claim;
@@ -64,7 +54,7 @@ impl<D: Driver> Instance<'_, D> {
         self.allocate(claims, Some(node)).await?.map_err(|error| {
             let tried = format!("allocate on {node}, to which unsuitable_nodes did not object");
             self.broken(
-                Rule::VerdictHolds,
+                Rule::SuitableIsAllocatable,
                 &tried,
                 "an allocation for each claim",
                 shown_error(&error),
@@ -95,10 +85,10 @@ impl<D: Driver> Instance<'_, D> {
 
     /// Counts the claims that fit now, and deallocates all of them.
     pub(super) async fn free(&self) -> Done<usize> {
-        self.scene.note("(how many claims fit?)");
-        let held = self.some(self.most).await?;
+        self.fixture.note("(how many claims fit?)");
+        let held = self.some(self.fixture.max_claims).await?;
         self.give_back(&held).await?;
-        self.scene.note(format!("(it is {})", held.len()));
+        self.fixture.note(format!("(it is {})", held.len()));
         Ok(held.len())
     }
 
@@ -121,40 +111,44 @@ impl<D: Driver> Instance<'_, D> {
     }
 
     pub(super) async fn record(&self, held: &Held) -> Done<()> {
-        let holding = held.recorded(self.scene.driver_name());
+        let holding = held.recorded(self.fixture.driver_name());
         self.observe(Observation::Changed(holding)).await
     }
 
     pub(super) fn recorded(&self, held: &[Held]) -> Vec<Holding> {
         held.iter()
-            .map(|held| held.recorded(self.scene.driver_name()))
+            .map(|held| held.recorded(self.fixture.driver_name()))
             .collect()
     }
 }
 
-/// Checks name, start, parameters and verdicts, and measures the capacity for the other checks.
-pub(super) async fn basics<D: Driver>(kit: &Kit<D>, scene: &Scene, report: &mut Report) -> Done<Capacity> {
-    let instance = kit.instance(scene).await?;
+/// Checks name, start, parameters and unsuitable, and measures the capacity for the other checks.
+pub(super) async fn basics<D: Driver>(
+    kit: &Kit<D>,
+    fixture: &Fixture,
+    report: &mut Report,
+) -> Done<Capacity> {
+    let instance = kit.instance(fixture).await?;
     instance.begin(Vec::new()).await?;
     report.tried(Rule::BecomesReady);
-    let claims = scene.claims(2)?;
+    let claims = fixture.claims(2)?;
     for _ in 0..2 {
         instance.requests(&claims).await?;
     }
     report.tried(Rule::ParametersAreRead);
-    let nowhere = [NOWHERE.to_owned()];
+    let nowhere = [UNKNOWN_NODE.to_owned()];
     instance.unsuitable_nodes(&claims, &nowhere).await?;
     instance.unsuitable_nodes(&claims, &[]).await?;
-    instance.unsuitable_nodes(&[], &scene.nodes).await?;
-    let first = instance.unsuitable_nodes(&claims, &scene.nodes).await?;
-    report.tried(Rule::OneVerdictPerClaim);
+    instance.unsuitable_nodes(&[], &fixture.nodes).await?;
+    let first = instance.unsuitable_nodes(&claims, &fixture.nodes).await?;
+    report.tried(Rule::OneEntryPerClaim);
     for _ in 0..3 {
-        let next = instance.unsuitable_nodes(&claims, &scene.nodes).await?;
+        let next = instance.unsuitable_nodes(&claims, &fixture.nodes).await?;
         if next != first {
             let expected = format!("{first:?}, as before");
             let found = format!("{next:?}");
             return Err(instance.broken(
-                Rule::JudgingReservesNothing,
+                Rule::EvaluationReservesNothing,
                 "unsuitable_nodes again",
                 expected,
                 found,
@@ -162,10 +156,10 @@ pub(super) async fn basics<D: Driver>(kit: &Kit<D>, scene: &Scene, report: &mut 
         }
     }
     let fit = instance.free().await?;
-    report.tried(Rule::JudgingReservesNothing);
+    report.tried(Rule::EvaluationReservesNothing);
     for rule in [
-        Rule::VerdictHolds,
-        Rule::OneResultPerClaim,
+        Rule::SuitableIsAllocatable,
+        Rule::OneAllocationPerClaim,
         Rule::RecordableAllocation,
         Rule::ReachableAllocation,
         Rule::NoPanic,
@@ -179,14 +173,14 @@ pub(super) async fn basics<D: Driver>(kit: &Kit<D>, scene: &Scene, report: &mut 
                 .to_owned(),
         ));
     }
-    let (mut node, mut together) = (scene.nodes.first().cloned().unwrap_or_default(), 1);
-    for candidate in &scene.nodes {
-        for count in (together..=fit.min(instance.most)).rev() {
-            let claims = scene.claims(count)?;
-            let verdicts = instance
+    let (mut node, mut together) = (fixture.nodes.first().cloned().unwrap_or_default(), 1);
+    for candidate in &fixture.nodes {
+        for count in (together..=fit.min(instance.fixture.max_claims)).rev() {
+            let claims = fixture.claims(count)?;
+            let unsuitable = instance
                 .unsuitable_nodes(&claims, std::slice::from_ref(candidate))
                 .await?;
-            if !verdicts
+            if !unsuitable
                 .iter()
                 .any(|unsuitable| unsuitable.contains_key(candidate))
             {
@@ -197,7 +191,7 @@ pub(super) async fn basics<D: Driver>(kit: &Kit<D>, scene: &Scene, report: &mut 
             }
         }
     }
-    let places = (fit < instance.most).then_some(fit);
+    let places = (fit < instance.fixture.max_claims).then_some(fit);
     Ok(Capacity {
         places,
         node,

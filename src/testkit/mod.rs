@@ -42,7 +42,7 @@
 //! // Any number of pods may listen to the antenna.
 //! let report = conformance(|_| Antenna { name: "antenna.example.com" }).run().await?;
 //! println!("{report}");
-//! # assert!(report.not_tried.contains_key(&drayman::testkit::Rule::FullIsAVerdict));
+//! # assert!(report.not_tried.contains_key(&drayman::testkit::Rule::FullIsUnsuitable));
 //! # Ok(())
 //! # }
 //! ```
@@ -51,7 +51,7 @@
 //! so that the kit can exhaust them; it determines the capacity through the driver.
 //!
 //! The kit calls the closure for each instance: at the start of a check, and again after it has killed an instance with its
-//! tasks. Durable state of the driver belongs in [`Place::directory`], which is new for each check.
+//! tasks. Durable state of the driver belongs in [`Environment::directory`], which is new for each check.
 //!
 //! # A node driver
 //!
@@ -60,7 +60,7 @@
 //! use drayman::testkit::{Broken, node_conformance};
 //!
 //! # async fn example<D: NodeDriver>(my_driver: fn(std::path::PathBuf) -> D) -> Result<(), Broken> {
-//! node_conformance(move |place| async move { my_driver(place.directory().to_owned()) })
+//! node_conformance(move |environment| async move { my_driver(environment.directory().to_owned()) })
 //!     .left_over(|directory| std::fs::read_dir(directory.join("prepared")).map_or(Vec::new(), |entries| {
 //!         entries.flatten().map(|entry| entry.path().display().to_string()).collect()
 //!     }))
@@ -93,42 +93,43 @@
 //! not run two controllers at once, which [`LeaderElection`](crate::controller::LeaderElection) rules out. The tasks of a
 //! killed instance end at an await point; the kit waits up to five seconds for a blocking thread.
 
+mod checks;
 mod conformance;
-mod exercises;
+mod fixture;
 mod instance;
+mod lifecycle;
 mod measure;
+mod node_checks;
 mod node_conformance;
-mod node_exercises;
 mod node_instance;
-mod node_story;
+mod node_lifecycle;
 mod process;
 mod report;
 mod rule;
-mod scene;
-mod story;
+mod run;
 mod wrapped;
 
 use std::future::Future;
 
 pub use conformance::Conformance;
+pub use fixture::Environment;
 pub use node_conformance::NodeConformance;
 pub use report::{Broken, Finding, Report};
 pub use rule::Rule;
-pub use scene::Place;
 
 use crate::driver::Driver;
 use crate::node::driver::NodeDriver;
 
 /// Creates the conformance test of a driver. `make` creates an instance within the runtime of its simulated process, so
 /// it may spawn tasks.
-pub fn conformance<D: Driver>(make: impl Fn(Place) -> D + Send + Sync + 'static) -> Conformance<D> {
+pub fn conformance<D: Driver>(make: impl Fn(Environment) -> D + Send + Sync + 'static) -> Conformance<D> {
     Conformance::new(make)
 }
 
 /// Creates the conformance test of a node driver. `make` creates an instance.
 ///
 /// At least one device must be healthy and available to claims; two allow more checks.
-pub fn node_conformance<D, F>(make: impl Fn(Place) -> F + Send + Sync + 'static) -> NodeConformance<D>
+pub fn node_conformance<D, F>(make: impl Fn(Environment) -> F + Send + Sync + 'static) -> NodeConformance<D>
 where
     D: NodeDriver,
     F: Future<Output = D> + Send + 'static,

@@ -7,43 +7,45 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures::{FutureExt as _, StreamExt as _, stream};
+use futures::FutureExt as _;
 use serde_json::json;
 use tokio::sync::Semaphore;
 
-use super::node_exercises as exercises;
-use super::node_instance::{LeftOver, Make, NodeInstance};
-use super::node_story;
-use super::process::{Blow, BlowKind, Fate, Sort, When, numbered};
+use super::fixture::{Done, Environment, Fixture, Setup, Stop};
+use super::instance::{Instance, Make};
+use super::node_checks as checks;
+use super::node_instance::LeftOver;
+use super::node_lifecycle;
+use super::process::{Fault, FaultKind, FaultPlan, Sort, numbered};
 use super::report::{Broken, Report};
 use super::rule::Rule;
-use super::scene::{Done, Place, Scene, Setup, Stop};
+use super::run::{self, Findings, Selection};
 use crate::api::crd::definitions;
 use crate::node::driver::{Device, NodeDriver};
 
 /// Default limit for a call, equal to the companion's.
 const LIMIT: Duration = Duration::from_secs(10);
 /// Default limit for one step of a scenario.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// Number of concurrent scenarios per test.
-const AT_ONCE: usize = 4;
+const MAX_CONCURRENT: usize = 4;
 /// Limits concurrent scenarios across all tests of this process. Each has a companion, and the number of inotify
 /// instances per user is limited (`fs.inotify.max_user_instances`, 128 by default).
-static PLAYING: Semaphore = Semaphore::const_new(AT_ONCE);
+static RUNNING: Semaphore = Semaphore::const_new(MAX_CONCURRENT);
 /// Driver name on the test cluster.
 pub(super) const DRIVER: &str = "conformance.example.com";
 
 /// Conformance test of a [`NodeDriver`]. Created by [`node_conformance`](super::node_conformance()).
 pub struct NodeConformance<D> {
     kit: NodeKit<D>,
-    only: Option<BTreeSet<Rule>>,
+    only: Selection,
 }
 
 /// Input of the checks.
 pub(super) struct NodeKit<D> {
     make: Make<D>,
     limit: Duration,
-    pub(super) patience: Duration,
+    pub(super) timeout: Duration,
     pub(super) left_over: Option<LeftOver>,
 }
 
@@ -56,31 +58,35 @@ impl<D> fmt::Debug for NodeConformance<D> {
 }
 
 impl<D: NodeDriver> NodeKit<D> {
-    pub(super) async fn instance<'a>(&self, scene: &'a Scene) -> Done<NodeInstance<'a, D>> {
-        self.fated(scene, Fate::new(None)).await
+    pub(super) async fn instance<'a>(&self, fixture: &'a Fixture) -> Done<Instance<'a, D>> {
+        self.with_faults(fixture, FaultPlan::new(None)).await
     }
 
-    pub(super) async fn fated<'a>(&self, scene: &'a Scene, fate: Fate) -> Done<NodeInstance<'a, D>> {
-        NodeInstance::start(&self.make, scene, fate, self.limit).await
+    pub(super) async fn with_faults<'a>(
+        &self,
+        fixture: &'a Fixture,
+        fault_plan: FaultPlan,
+    ) -> Done<Instance<'a, D>> {
+        Instance::start(&self.make, fixture, fault_plan, self.limit).await
     }
 
     /// Starts an instance and waits for its first device list, as the companion does.
-    pub(super) async fn listening<'a>(&self, scene: &'a Scene) -> Done<NodeInstance<'a, D>> {
-        let instance = self.instance(scene).await?;
+    pub(super) async fn listening<'a>(&self, fixture: &'a Fixture) -> Done<Instance<'a, D>> {
+        let instance = self.instance(fixture).await?;
         instance.devices().await?;
         Ok(instance)
     }
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Exercise {
+enum Check {
     Injections,
     Claims,
     Unfinished,
     Dropped,
 }
 
-impl Exercise {
+impl Check {
     const ALL: [Self; 4] = [Self::Injections, Self::Claims, Self::Unfinished, Self::Dropped];
 
     fn about(self) -> &'static str {
@@ -95,13 +101,13 @@ impl Exercise {
     fn rules(self) -> &'static [Rule] {
         match self {
             Self::Injections => &[
-                Rule::UsableInjection,
-                Rule::InjectionRepeats,
+                Rule::UsableContainerEdits,
+                Rule::ContainerEditsAreStable,
                 Rule::UnknownDeviceIsRefused,
             ],
             Self::Claims => &[
-                Rule::PrepareAgainIsTheSame,
-                Rule::UnprepareAgainIsFine,
+                Rule::PrepareIsIdempotent,
+                Rule::UnprepareIsIdempotent,
                 Rule::UnprepareIsForOneClaim,
                 Rule::NothingIsLeft,
                 Rule::NoPanic,
@@ -118,22 +124,22 @@ impl Exercise {
 }
 
 impl<D: NodeDriver> NodeConformance<D> {
-    pub(super) fn new<F>(make: impl Fn(Place) -> F + Send + Sync + 'static) -> Self
+    pub(super) fn new<F>(make: impl Fn(Environment) -> F + Send + Sync + 'static) -> Self
     where
         F: Future<Output = D> + Send + 'static,
     {
         Self {
             kit: NodeKit {
-                make: Arc::new(move |place| make(place).boxed()),
+                make: Arc::new(move |environment| make(environment).boxed()),
                 limit: LIMIT,
-                patience: PATIENCE,
+                timeout: TIMEOUT,
                 left_over: None,
             },
-            only: None,
+            only: Selection::default(),
         }
     }
 
-    /// Sets a function that lists leftovers of claims: given [`Place::directory`], it returns the prepared items, and
+    /// Sets a function that lists leftovers of claims: given [`Environment::directory`], it returns the prepared items, and
     /// nothing without a prepared claim. Without it, the kit cannot check [`Rule::NothingIsLeft`].
     #[must_use]
     pub fn left_over(mut self, look: impl Fn(&Path) -> Vec<String> + Send + Sync + 'static) -> Self {
@@ -150,24 +156,24 @@ impl<D: NodeDriver> NodeConformance<D> {
 
     /// Sets the limit for the companion and the driver together to serve a waiting pod; default: 60 s.
     #[must_use]
-    pub fn patience(mut self, patience: Duration) -> Self {
-        self.kit.patience = patience;
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.kit.timeout = timeout;
         self
     }
 
     /// Checks only these rules.
     #[must_use]
     pub fn only(mut self, rules: impl IntoIterator<Item = Rule>) -> Self {
-        self.only = Some(rules.into_iter().collect());
+        self.only = Selection::only(rules);
         self
     }
 
     /// Runs all checks and returns a report, or the broken rules. Must be called within a tokio runtime.
     pub async fn run(self) -> Result<Report, Broken> {
         let mut report = Report::default();
-        let scene = Scene::open(&setup("none")?, "the list of devices")?;
-        let devices = exercises::devices(&self.kit, &scene).await?;
-        drop(scene);
+        let fixture = Fixture::open(&setup("none")?, "the list of devices")?;
+        let devices = checks::devices(&self.kit, &fixture).await?;
+        drop(fixture);
         for rule in [
             Rule::FirstListComes,
             Rule::ServableDevices,
@@ -181,109 +187,65 @@ impl<D: NodeDriver> NodeConformance<D> {
             let problem = "no device is well and may be had by a claim: give the test at least one";
             return Err(Broken::Setup(problem.to_owned()));
         };
-        let mut findings = Vec::new();
-        for exercise in Exercise::ALL {
-            if !exercise.rules().iter().any(|rule| self.asked(*rule)) {
-                for rule in exercise.rules() {
-                    report.skipped(*rule, "the test asks for other rules only");
-                }
+        let mut findings = Findings::default();
+        for check in Check::ALL {
+            if !self.only.any(check.rules(), &mut report) {
                 continue;
             }
-            let scene = Scene::open(&setup("none")?, exercise.about())?;
-            match self.exercise(exercise, &scene, &devices).await {
-                Ok(()) => {
-                    for rule in exercise.rules() {
-                        if *rule == Rule::NothingIsLeft && self.kit.left_over.is_none() {
-                            report
-                                .skipped(*rule, "the test does not say how to see what is left (left_over)");
-                        } else {
-                            report.tried(*rule);
-                        }
+            let fixture = Fixture::open(&setup("none")?, check.about())?;
+            let done = self.check(check, &fixture, &devices).await;
+            if done.is_ok() {
+                for rule in check.rules() {
+                    if *rule == Rule::NothingIsLeft && self.kit.left_over.is_none() {
+                        report.skipped(*rule, "the test does not list leftovers (left_over)");
+                    } else {
+                        report.tried(*rule);
                     }
                 }
-                Err(Stop::Rule(finding)) => findings.push(*finding),
-                Err(stop) => return Err(stop.into()),
             }
+            findings.add(done)?;
         }
-        match self.stories(&kind, &mut report).await {
-            Ok(()) => {}
-            Err(Stop::Rule(finding)) => findings.push(*finding),
-            Err(stop) => return Err(stop.into()),
-        }
-        report.settle();
-        if findings.is_empty() {
-            Ok(report)
-        } else {
-            Err(Broken::Rules(findings))
-        }
+        findings.add(self.lifecycles(&kind, &mut report).await)?;
+        findings.conclude(report)
     }
 
-    fn asked(&self, rule: Rule) -> bool {
-        self.only.as_ref().is_none_or(|only| only.contains(&rule))
-    }
-
-    async fn exercise(&self, exercise: Exercise, scene: &Scene, devices: &[Device]) -> Done<()> {
-        match exercise {
-            Exercise::Injections => exercises::container_edits_of(&self.kit, scene, devices).await,
-            Exercise::Claims => exercises::claims(&self.kit, scene, devices).await,
-            Exercise::Unfinished => exercises::unfinished(&self.kit, scene, devices).await,
-            Exercise::Dropped => exercises::dropped(&self.kit, scene, devices).await,
+    async fn check(&self, check: Check, fixture: &Fixture, devices: &[Device]) -> Done<()> {
+        match check {
+            Check::Injections => checks::container_edits_of(&self.kit, fixture, devices).await,
+            Check::Claims => checks::claims(&self.kit, fixture, devices).await,
+            Check::Unfinished => checks::unfinished(&self.kit, fixture, devices).await,
+            Check::Dropped => checks::dropped(&self.kit, fixture, devices).await,
         }
     }
 
     /// Runs the real companion with the driver on the test cluster, with a fault at each step.
-    async fn stories(&self, kind: &str, report: &mut Report) -> Done<()> {
+    async fn lifecycles(&self, kind: &str, report: &mut Report) -> Done<()> {
         let kinds = [
-            (BlowKind::Crash, Rule::NodeSurvivesCrash),
-            (BlowKind::Slow, Rule::NodeSurvivesSlowCall),
-            (BlowKind::Fail, Rule::NodeSurvivesFailedCall),
+            (FaultKind::Crash, Rule::NodeSurvivesCrash),
+            (FaultKind::Slow, Rule::NodeSurvivesSlowCall),
+            (FaultKind::Fail, Rule::NodeSurvivesFailedCall),
         ];
-        if !self.asked(Rule::ServesPods) && !kinds.iter().any(|(_, rule)| self.asked(*rule)) {
-            for rule in kinds.iter().map(|(_, rule)| *rule).chain([Rule::ServesPods]) {
-                report.skipped(rule, "the test asks for other rules only");
-            }
-            return Ok(());
-        }
-        let steps = self.story(kind, None).await?;
-        report.tried(Rule::ServesPods);
-        for (blow, rule) in kinds {
-            if !self.asked(rule) {
-                report.skipped(rule, "the test asks for other rules only");
-                continue;
-            }
-            let places = if blow == BlowKind::Slow {
-                first_of_each(&steps)
+        let steps = |fault, steps: &[String]| {
+            let selected = if fault == FaultKind::Slow {
+                first_of_each(steps)
             } else {
-                numbered(&steps)
+                numbered(steps)
             };
-            let blows = places.into_iter().flat_map(|(sort, step, _)| {
-                [When::Before, When::After].map(|when| Blow {
-                    step,
-                    sort,
-                    kind: blow,
-                    when,
-                })
-            });
-            let mut played = stream::iter(blows)
-                .map(|blow| self.story(kind, Some(blow)))
-                .buffer_unordered(AT_ONCE);
-            while let Some(done) = played.next().await {
-                done?;
-                report.tried(rule);
-            }
-        }
-        Ok(())
+            selected.into_iter().map(|(sort, step, _)| (sort, step)).collect()
+        };
+        let run = |fault| self.lifecycle(kind, fault);
+        run::lifecycles(&self.only, kinds, MAX_CONCURRENT, steps, run, report).await
     }
 
-    async fn story(&self, kind: &str, blow: Option<Blow>) -> Done<Vec<String>> {
-        let about = blow.map_or_else(
-            || "pods on a node of the stage".to_owned(),
-            |blow| format!("pods on a node of the stage, {}", blow.describe()),
+    async fn lifecycle(&self, kind: &str, fault: Option<Fault>) -> Done<Vec<String>> {
+        let about = fault.map_or_else(
+            || "pods on a node".to_owned(),
+            |fault| format!("pods on a node, {}", fault.describe()),
         );
         // The semaphore is never closed.
-        let _playing = PLAYING.acquire().await;
-        let scene = Scene::open(&setup(kind)?, &about)?;
-        node_story::play(&self.kit, &scene, blow).await
+        let _playing = RUNNING.acquire().await;
+        let fixture = Fixture::open(&setup(kind)?, &about)?;
+        node_lifecycle::run(&self.kit, &fixture, fault).await
     }
 }
 
@@ -320,6 +282,7 @@ fn setup(kind: &str) -> Done<Setup> {
         // The kubelet creates the only node.
         nodes: Vec::new(),
         driver_name: DRIVER.to_owned(),
+        max_claims: 0,
     })
 }
 

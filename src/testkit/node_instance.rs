@@ -1,84 +1,26 @@
 //! A node driver instance under test, with the companion's calls.
 
-use std::future::Future;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use futures::StreamExt as _;
-use futures::future::BoxFuture;
+use tokio::time::timeout;
 
-use super::process::{Fate, Process, polled};
+use super::fixture::Done;
+use super::instance::Instance;
+use super::process::polled;
 use super::rule::Rule;
-use super::scene::{Done, Place, Scene, Stop};
 use crate::node::driver::{ContainerEdits, Device, NodeDriver, NodeDriverError, PreparedClaim};
 
-pub(super) const NODE: &str = "node-a";
-
-/// Creates a node driver.
-pub(super) type Make<D> = Arc<dyn Fn(Place) -> BoxFuture<'static, D> + Send + Sync>;
-
-/// A node driver instance in its own simulated process.
-pub(super) struct NodeInstance<'a, D> {
-    pub(super) driver: Arc<D>,
-    pub(super) scene: &'a Scene,
-    process: Process,
-    limit: Duration,
-}
-
-impl<'a, D: NodeDriver> NodeInstance<'a, D> {
-    pub(super) async fn start(make: &Make<D>, scene: &'a Scene, fate: Fate, limit: Duration) -> Done<Self> {
-        let process = Process::start(fate)?;
-        let place = Place {
-            client: process.client(scene.stage.server()),
-            directory: scene.directory.own(),
-            node_name: NODE.to_owned(),
-        };
-        let make = make.clone();
-        let making = process.run(async move { Arc::new(make(place).await) });
-        let driver = limited(scene, limit, "the driver is made", making).await?;
-        scene.note("(a new instance)");
-        Ok(Self {
-            driver,
-            scene,
-            process,
-            limit,
-        })
-    }
-
-    pub(super) async fn kill(self) {
-        self.scene.note("(killed)");
-        self.process.kill().await;
-    }
-
-    pub(super) fn client(&self) -> kube::Client {
-        self.process.client(self.scene.stage.server())
-    }
-
-    pub(super) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
-        self.process.spawn(work);
-    }
-
-    pub(super) fn broken(
-        &self,
-        rule: Rule,
-        tried: &str,
-        expected: impl Into<String>,
-        found: impl Into<String>,
-    ) -> Stop {
-        self.scene.broken(rule, tried, expected, found)
-    }
-
+impl<D: NodeDriver> Instance<'_, D> {
     /// Returns the first device list.
     pub(super) async fn devices(&self) -> Done<Vec<Device>> {
         let driver = self.driver.clone();
-        let first = self
-            .process
-            .run(async move { Box::pin(driver.devices()).next().await });
-        let found = match tokio::time::timeout(self.limit, first).await {
+        let first = async move { Box::pin(driver.devices()).next().await };
+        let found = match timeout(self.limit, self.process.run(first)).await {
             Ok(Ok(Some(devices))) if !devices.is_empty() => {
                 let names: Vec<&str> = devices.iter().map(|device| device.name.as_str()).collect();
-                self.scene.note(format!("devices -> [{}]", names.join(", ")));
+                self.fixture.note(format!("devices -> [{}]", names.join(", ")));
                 return Ok(devices);
             }
             Ok(Ok(Some(_))) => "an empty list".to_owned(),
@@ -98,12 +40,10 @@ impl<'a, D: NodeDriver> NodeInstance<'a, D> {
         device: &str,
     ) -> Done<Result<ContainerEdits, NodeDriverError>> {
         let (driver, name) = (self.driver.clone(), device.to_owned());
-        let call = self
-            .process
-            .run(async move { driver.container_edits(&name).await });
+        let call = async move { driver.container_edits(&name).await };
         let what = format!("injection({device})");
-        let answer = limited(self.scene, self.limit, &what, call).await?;
-        self.scene.note(format!("{what} -> {}", shown(&answer)));
+        let answer = self.call(&what, call).await?;
+        self.fixture.note(format!("{what} -> {}", shown(&answer)));
         Ok(answer)
     }
 
@@ -112,35 +52,33 @@ impl<'a, D: NodeDriver> NodeInstance<'a, D> {
         claim: &PreparedClaim,
     ) -> Done<Result<ContainerEdits, NodeDriverError>> {
         let (driver, of) = (self.driver.clone(), claim.clone());
-        let call = self.process.run(async move { driver.prepare(&of).await });
+        let call = async move { driver.prepare(&of).await };
         let what = format!("prepare({})", described(claim));
-        let answer = limited(self.scene, self.limit, &what, call).await?;
-        self.scene.note(format!("{what} -> {}", shown(&answer)));
+        let answer = self.call(&what, call).await?;
+        self.fixture.note(format!("{what} -> {}", shown(&answer)));
         Ok(answer)
     }
 
     /// Starts a prepare and drops the call after `polls` waits. Returns whether the call finished before.
     pub(super) async fn prepare_and_drop(&self, claim: &PreparedClaim, polls: usize) -> Done<bool> {
         let (driver, of) = (self.driver.clone(), claim.clone());
-        let call = self
-            .process
-            .run(async move { polled(driver.prepare(&of), polls).await.is_some() });
+        let call = async move { polled(driver.prepare(&of), polls).await.is_some() };
         let what = format!("prepare({})", described(claim));
-        let done = limited(self.scene, self.limit, &what, call).await?;
+        let done = self.call(&what, call).await?;
         let how = if done { "the answer is lost" } else { "dropped" };
-        self.scene.note(format!("{what} -> ({how}, {polls} waits)"));
+        self.fixture.note(format!("{what} -> ({how}, {polls} waits)"));
         Ok(done)
     }
 
     /// Calls `unprepare`; an error breaks `rule`.
     pub(super) async fn unprepare(&self, claim: &PreparedClaim, rule: Rule, tried: &str) -> Done<()> {
         let (driver, of) = (self.driver.clone(), claim.clone());
-        let call = self.process.run(async move { driver.unprepare(&of).await });
+        let call = async move { driver.unprepare(&of).await };
         let what = format!("unprepare({})", described(claim));
-        let answer = limited(self.scene, self.limit, &what, call).await?;
+        let answer = self.call(&what, call).await?;
         match answer {
             Ok(()) => {
-                self.scene.note(format!("{what} -> Ok"));
+                self.fixture.note(format!("{what} -> Ok"));
                 Ok(())
             }
             Err(error) => Err(self.broken(rule, tried, "Ok: nothing stands in the way", error.to_string())),
@@ -171,7 +109,7 @@ impl<'a, D: NodeDriver> NodeInstance<'a, D> {
     /// Checks that no claim has leftovers, as far as the vendor's function can tell.
     pub(super) fn nothing_left(&self, look: Option<&LeftOver>, tried: &str) -> Done<()> {
         let left = look
-            .map(|look| look(&self.scene.directory.own()))
+            .map(|look| look(&self.fixture.directory.own()))
             .unwrap_or_default();
         if left.is_empty() {
             return Ok(());
@@ -182,23 +120,6 @@ impl<'a, D: NodeDriver> NodeInstance<'a, D> {
 
 /// Vendor function that lists leftovers of claims in a directory.
 pub(super) type LeftOver = Arc<dyn Fn(&Path) -> Vec<String> + Send + Sync>;
-
-async fn limited<T>(
-    scene: &Scene,
-    limit: Duration,
-    what: &str,
-    call: impl Future<Output = Result<T, tokio::task::JoinError>>,
-) -> Done<T> {
-    let expected = "an answer or an error";
-    match tokio::time::timeout(limit, call).await {
-        Ok(Ok(answer)) => Ok(answer),
-        Ok(Err(failure)) => Err(scene.broken(Rule::NoPanic, what, expected, format!("a panic: {failure}"))),
-        Err(_) => {
-            let late = format!("nothing within {limit:?}");
-            Err(scene.broken(Rule::ReturnsInTime, what, expected, late))
-        }
-    }
-}
 
 pub(super) fn described(claim: &PreparedClaim) -> String {
     format!("{}: {}", claim.name, claim.devices.join(", "))

@@ -24,11 +24,11 @@ const END: Duration = Duration::from_secs(5);
 
 /// A fault at one step of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Blow {
+pub(super) struct Fault {
     /// Index of the step among those of its sort.
     pub(super) step: usize,
     pub(super) sort: Sort,
-    pub(super) kind: BlowKind,
+    pub(super) kind: FaultKind,
     pub(super) when: When,
 }
 
@@ -64,7 +64,7 @@ pub(super) fn numbered(steps: &[String]) -> Vec<(Sort, usize, &String)> {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum BlowKind {
+pub(super) enum FaultKind {
     /// Kills the process.
     Crash,
     /// The step exceeds its time limit.
@@ -80,7 +80,7 @@ pub(super) enum When {
     After,
 }
 
-impl Blow {
+impl Fault {
     /// Describes the fault in words.
     pub(super) fn describe(self) -> String {
         let sort = match self.sort {
@@ -89,32 +89,32 @@ impl Blow {
         };
         let step = format!("{sort} {}", self.step + 1);
         match (self.kind, self.when) {
-            (BlowKind::Crash, When::Before) => format!("killed before {step}"),
-            (BlowKind::Crash, When::After) => format!("killed after {step}"),
-            (BlowKind::Slow, When::Before) => format!("{step} hangs before it does anything"),
-            (BlowKind::Slow, When::After) => format!("{step} is done and its answer hangs"),
-            (BlowKind::Fail, When::Before) => format!("{step} fails before it does anything"),
-            (BlowKind::Fail, When::After) => format!("{step} is done and answers with an error"),
+            (FaultKind::Crash, When::Before) => format!("killed before {step}"),
+            (FaultKind::Crash, When::After) => format!("killed after {step}"),
+            (FaultKind::Slow, When::Before) => format!("{step} hangs before it does anything"),
+            (FaultKind::Slow, When::After) => format!("{step} is done and its answer hangs"),
+            (FaultKind::Fail, When::Before) => format!("{step} fails before it does anything"),
+            (FaultKind::Fail, When::After) => format!("{step} is done and answers with an error"),
         }
     }
 }
 
 /// Steps of a process and its fault plan. Clones share state.
 #[derive(Clone, Debug)]
-pub(super) struct Fate {
+pub(super) struct FaultPlan {
     steps: Arc<Mutex<Vec<String>>>,
-    blow: Option<Blow>,
+    fault: Option<Fault>,
     dead: CancellationToken,
 }
 
 /// The fault to apply to a step, if any.
-pub(super) type Struck = Option<(BlowKind, When)>;
+pub(super) type Injected = Option<(FaultKind, When)>;
 
-impl Fate {
-    pub(super) fn new(blow: Option<Blow>) -> Self {
+impl FaultPlan {
+    pub(super) fn new(fault: Option<Fault>) -> Self {
         Self {
             steps: Arc::default(),
-            blow,
+            fault,
             dead: CancellationToken::new(),
         }
     }
@@ -142,11 +142,14 @@ impl Fate {
         if self.is_dead() {
             return false;
         }
-        let strikes = self.push(what);
-        match self.blow.filter(|blow| strikes && blow.kind == BlowKind::Crash) {
-            Some(blow) => {
+        let applies = self.push(what);
+        match self
+            .fault
+            .filter(|fault| applies && fault.kind == FaultKind::Crash)
+        {
+            Some(fault) => {
                 self.kill();
-                blow.when == When::After
+                fault.when == When::After
             }
             None => true,
         }
@@ -158,8 +161,8 @@ impl Fate {
         let sort = Sort::of(&what);
         let before = steps.iter().filter(|step| Sort::of(step) == sort).count();
         steps.push(what);
-        self.blow
-            .is_some_and(|blow| blow.sort == sort && blow.step == before)
+        self.fault
+            .is_some_and(|fault| fault.sort == sort && fault.step == before)
     }
 
     /// Executes a step or applies its fault. `fail` creates the error response.
@@ -172,25 +175,28 @@ impl Fate {
         if self.is_dead() {
             return std::future::pending().await;
         }
-        let strikes = self.push(what);
-        let struck: Struck = self.blow.filter(|_| strikes).map(|blow| (blow.kind, blow.when));
-        match struck {
-            Some((BlowKind::Crash, When::Before)) => {
+        let applies = self.push(what);
+        let injected: Injected = self
+            .fault
+            .filter(|_| applies)
+            .map(|fault| (fault.kind, fault.when));
+        match injected {
+            Some((FaultKind::Crash, When::Before)) => {
                 self.kill();
                 return std::future::pending().await;
             }
-            Some((BlowKind::Slow, When::Before)) => return std::future::pending().await,
-            Some((BlowKind::Fail, When::Before)) => return fail(),
+            Some((FaultKind::Slow, When::Before)) => return std::future::pending().await,
+            Some((FaultKind::Fail, When::Before)) => return fail(),
             _ => {}
         }
         let answer = work.await;
-        match struck {
-            Some((BlowKind::Crash, When::After)) => {
+        match injected {
+            Some((FaultKind::Crash, When::After)) => {
                 self.kill();
                 std::future::pending().await
             }
-            Some((BlowKind::Slow, When::After)) => std::future::pending().await,
-            Some((BlowKind::Fail, When::After)) => fail(),
+            Some((FaultKind::Slow, When::After)) => std::future::pending().await,
+            Some((FaultKind::Fail, When::After)) => fail(),
             // Another step has killed the process in the meantime.
             _ if self.is_dead() => std::future::pending().await,
             _ => answer,
@@ -202,11 +208,11 @@ impl Fate {
 #[derive(Debug)]
 pub(super) struct Process {
     runtime: Option<Runtime>,
-    pub(super) fate: Fate,
+    pub(super) fault_plan: FaultPlan,
 }
 
 impl Process {
-    pub(super) fn start(fate: Fate) -> io::Result<Self> {
+    pub(super) fn start(fault_plan: FaultPlan) -> io::Result<Self> {
         let runtime = Builder::new_multi_thread()
             .worker_threads(1)
             .thread_name("conformance")
@@ -214,7 +220,7 @@ impl Process {
             .build()?;
         Ok(Self {
             runtime: Some(runtime),
-            fate,
+            fault_plan,
         })
     }
 
@@ -238,9 +244,9 @@ impl Process {
 
     /// Returns an API client whose writes are steps of this process. Event writes are not: nothing depends on them.
     pub(super) fn client(&self, server: &ApiServer) -> kube::Client {
-        let (router, fate) = (server.router(), self.fate.clone());
+        let (router, fault_plan) = (server.router(), self.fault_plan.clone());
         let service = tower::service_fn(move |request: Request<kube::client::Body>| {
-            let (router, fate) = (router.clone(), fate.clone());
+            let (router, fault_plan) = (router.clone(), fault_plan.clone());
             async move {
                 let path = request.uri().path().to_owned();
                 let reads = request.method() == Method::GET || path.ends_with("/events");
@@ -250,12 +256,13 @@ impl Process {
                 if reads {
                     return answer.await;
                 }
-                fate.step(what, answer, || {
-                    let mut refused = Response::new(Body::from("the answer is lost"));
-                    *refused.status_mut() = StatusCode::INTERNAL_SERVER_ERROR;
-                    Ok(refused)
-                })
-                .await
+                fault_plan
+                    .step(what, answer, || {
+                        let mut refused = Response::new(Body::from("the answer is lost"));
+                        *refused.status_mut() = StatusCode::INTERNAL_SERVER_ERROR;
+                        Ok(refused)
+                    })
+                    .await
             }
         });
         let _guard = self.runtime.as_ref().map(Runtime::enter);
@@ -264,7 +271,7 @@ impl Process {
 
     /// Kills the process and returns when all its tasks have ended.
     pub(super) async fn kill(mut self) {
-        self.fate.kill();
+        self.fault_plan.kill();
         let Some(runtime) = self.runtime.take() else {
             return;
         };
@@ -280,7 +287,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        self.fate.kill();
+        self.fault_plan.kill();
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
@@ -322,8 +329,8 @@ pub(super) async fn polled<T>(work: impl Future<Output = T> + Send, polls: usize
 mod tests {
     use super::*;
 
-    fn blow(sort: Sort, step: usize, kind: BlowKind, when: When) -> Fate {
-        Fate::new(Some(Blow {
+    fn fault(sort: Sort, step: usize, kind: FaultKind, when: When) -> FaultPlan {
+        FaultPlan::new(Some(Fault {
             step,
             sort,
             kind,
@@ -334,16 +341,17 @@ mod tests {
     #[tokio::test]
     async fn a_fault_after_a_step_leaves_it_done_and_before_it_undone() {
         for (when, expected) in [(When::Before, 0), (When::After, 1)] {
-            let fate = blow(Sort::Request, 1, BlowKind::Fail, when);
+            let fault_plan = fault(Sort::Request, 1, FaultKind::Fail, when);
             let done = Mutex::new(0);
-            fate.step("first".into(), async { Ok(()) }, || Err(()))
+            fault_plan
+                .step("first".into(), async { Ok(()) }, || Err(()))
                 .await
                 .unwrap();
             let work = async {
                 *done.lock().unwrap() += 1;
                 Ok(())
             };
-            assert_eq!(fate.step("second".into(), work, || Err(())).await, Err(()));
+            assert_eq!(fault_plan.step("second".into(), work, || Err(())).await, Err(()));
             assert_eq!(*done.lock().unwrap(), expected);
         }
     }
@@ -359,8 +367,8 @@ mod tests {
         assert_eq!(numbers, [(request, 0), (call, 0), (request, 1), (call, 1)]);
         // The fault hits the same call in every order.
         for order in [[0, 1, 2, 3], [1, 3, 0, 2], [0, 2, 1, 3]] {
-            let fate = blow(call, 1, BlowKind::Crash, When::Before);
-            let done = order.map(|index| fate.count(steps[index].clone()));
+            let fault_plan = fault(call, 1, FaultKind::Crash, When::Before);
+            let done = order.map(|index| fault_plan.count(steps[index].clone()));
             let killed = order.iter().position(|index| *index == 3);
             assert_eq!(done.iter().position(|done| !done), killed);
         }
@@ -368,19 +376,22 @@ mod tests {
 
     #[tokio::test]
     async fn after_a_crash_no_step_is_done() {
-        let fate = blow(Sort::Request, 0, BlowKind::Crash, When::After);
-        assert!(fate.count("observe".into()), "it was done, and then it died");
-        assert!(fate.is_dead());
-        assert!(!fate.count("observe".into()));
-        let waiting = fate.step("allocate".into(), async {}, || ());
+        let fault_plan = fault(Sort::Request, 0, FaultKind::Crash, When::After);
+        assert!(
+            fault_plan.count("observe".into()),
+            "it was done, and then it died"
+        );
+        assert!(fault_plan.is_dead());
+        assert!(!fault_plan.count("observe".into()));
+        let waiting = fault_plan.step("allocate".into(), async {}, || ());
         let waited = tokio::time::timeout(Duration::from_millis(20), waiting).await;
         assert!(waited.is_err());
-        assert_eq!(fate.steps(), ["observe"]);
+        assert_eq!(fault_plan.steps(), ["observe"]);
     }
 
     #[tokio::test]
     async fn the_tasks_of_a_killed_process_end() {
-        let process = Process::start(Fate::new(None)).unwrap();
+        let process = Process::start(FaultPlan::new(None)).unwrap();
         let (held, end) = oneshot::channel::<()>();
         process.spawn(async move {
             let _held = held;

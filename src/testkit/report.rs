@@ -6,7 +6,7 @@ use std::fmt;
 use super::rule::Rule;
 
 /// Maximum number of calls shown in a finding: the last ones.
-const SHOWN: usize = 24;
+const MAX_CALLS_SHOWN: usize = 24;
 
 /// A rule that the driver has broken.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,7 +29,7 @@ impl fmt::Display for Finding {
         writeln!(f, "  tried:    {}", self.tried)?;
         writeln!(f, "  expected: {}", self.expected)?;
         writeln!(f, "  found:    {}", self.found)?;
-        let skipped = self.calls.len().saturating_sub(SHOWN);
+        let skipped = self.calls.len().saturating_sub(MAX_CALLS_SHOWN);
         if !self.calls.is_empty() {
             writeln!(f, "  called:")?;
         }

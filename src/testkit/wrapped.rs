@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use futures::Stream;
 
-use super::process::Fate;
-use super::story::TOLD;
+use super::lifecycle::OBSERVE;
+use super::process::FaultPlan;
 use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
 use crate::driver::{
     CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Finding, Observation, UnsuitableNodes,
@@ -14,7 +14,7 @@ use crate::driver::{
 
 pub(super) struct Wrapped<D> {
     pub(super) driver: Arc<D>,
-    pub(super) fate: Fate,
+    pub(super) fault_plan: FaultPlan,
 }
 
 /// Parameters read by the driver under test, moved into the call that uses them.
@@ -25,7 +25,7 @@ fn lost() -> DriverError {
 }
 
 fn names(claims: &[Arc<ResourceClaim>]) -> String {
-    super::scene::names(claims)
+    super::fixture::names(claims)
 }
 
 impl<D: Driver> Wrapped<D> {
@@ -51,7 +51,7 @@ impl<D: Driver> Wrapped<D> {
         what: String,
         work: impl Future<Output = Result<T, DriverError>>,
     ) -> Result<T, DriverError> {
-        self.fate.step(what, work, || Err(lost())).await
+        self.fault_plan.step(what, work, || Err(lost())).await
     }
 }
 
@@ -119,7 +119,7 @@ impl<D: Driver> Driver for Wrapped<D> {
 
     async fn observe(&self, observation: &Observation) -> Vec<Finding> {
         let what = match observation {
-            Observation::All(all) => format!("{TOLD}(All of {} claims)", all.len()),
+            Observation::All(all) => format!("{OBSERVE}(All of {} claims)", all.len()),
             Observation::Changed(holding) => {
                 let claim = &holding.claim;
                 let name = claim.metadata.name.as_deref().unwrap_or_default();
@@ -128,11 +128,11 @@ impl<D: Driver> Driver for Wrapped<D> {
                 } else {
                     "without"
                 };
-                format!("{TOLD}({name} {with} allocation)")
+                format!("{OBSERVE}({name} {with} allocation)")
             }
-            Observation::Gone { .. } => format!("{TOLD}(Gone)"),
+            Observation::Gone { .. } => format!("{OBSERVE}(Gone)"),
         };
-        if self.fate.count(what) {
+        if self.fault_plan.count(what) {
             self.driver.observe(observation).await
         } else {
             Vec::new()

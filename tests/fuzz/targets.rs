@@ -333,8 +333,8 @@ pub(crate) fn selector(bytes: &[u8]) {
             ("drayman.dev/vendor".into(), Attribute::String("0403".into())),
         ];
         for facts in [AttributeSet::from_iter([]), AttributeSet::from_iter(known)] {
-            let said = compiled.judge(&ground, &facts);
-            assert_eq!(compiled.judge(&ground, &facts), said);
+            let said = compiled.evaluate(&ground, &facts);
+            assert_eq!(compiled.evaluate(&ground, &facts), said);
             if let Match::Failed(why) = said {
                 check_error(&why);
             }

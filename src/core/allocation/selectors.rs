@@ -6,7 +6,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use crate::api::crd::AttributeValue;
 use crate::core::allocation::inventory::{AttributeSet, Node};
 
 /// The result of a selector for a device.

@@ -152,7 +152,7 @@ impl Pair {
                     return false;
                 }
             } else {
-                *wanted.entry(claim.kind).or_default() += claim.active_selectors();
+                *wanted.entry(claim.kind).or_default() += claim.wanted();
             }
         }
         let here = |kind: &str| {

@@ -12,10 +12,10 @@ use crate::testkit::shelf::Shelf;
 /// print a panic takes seconds on a machine with other work.
 async fn broken(rule: Rule) -> Vec<Finding> {
     let hangs = matches!(rule, Rule::ReturnsInTime | Rule::BecomesReady);
-    let outcome = conformance(move |place| Shelf::new(&place, Some(rule)))
+    let outcome = conformance(move |environment| Shelf::new(&environment, Some(rule)))
         .only([rule])
         .call_limit(Duration::from_secs(if hangs { 3 } else { 20 }))
-        .patience(Duration::from_secs(10))
+        .timeout(Duration::from_secs(10))
         .run()
         .await;
     found_out(rule, outcome)
@@ -38,7 +38,7 @@ macro_rules! defects {
         #[test]
         fn every_rule_of_a_driver_has_a_defect_that_breaks_it() {
             let tried = BTreeSet::from([$(Rule::$rule),*]);
-            assert_eq!(tried, BTreeSet::from(Rule::DRIVER));
+            assert_eq!(tried, Rule::DRIVER.iter().copied().collect::<BTreeSet<_>>());
         }
     };
 }
@@ -47,23 +47,23 @@ defects! {
     a_name_that_changes_is_found: StableName
     a_driver_that_never_gets_ready_is_found: BecomesReady
     parameters_that_are_read_once_only_are_found: ParametersAreRead
-    a_missing_verdict_is_found: OneVerdictPerClaim
-    a_verdict_that_reserves_is_found: JudgingReservesNothing
-    a_full_node_without_a_reason_is_found: FullIsAVerdict
-    a_verdict_that_does_not_hold_is_found: VerdictHolds
-    a_missing_result_is_found: OneResultPerClaim
+    a_missing_verdict_is_found: OneEntryPerClaim
+    a_verdict_that_reserves_is_found: EvaluationReservesNothing
+    a_full_node_without_a_reason_is_found: FullIsUnsuitable
+    a_verdict_that_does_not_hold_is_found: SuitableIsAllocatable
+    a_missing_result_is_found: OneAllocationPerClaim
     a_handle_that_is_too_large_is_found: RecordableAllocation
     an_allocation_for_another_node_is_found: ReachableAllocation
-    a_look_that_is_not_one_step_with_the_hold_is_found: NeverMoreThanThereIs
-    an_allocation_that_differs_when_asked_again_is_found: AllocateAgainIsTheSame
-    what_is_not_given_back_is_found: UnrecordedIsFreeAgain
-    an_error_for_a_claim_that_holds_nothing_is_found: DeallocateNothingDoesNothing
+    a_look_that_is_not_one_step_with_the_hold_is_found: CapacityIsKept
+    an_allocation_that_differs_when_asked_again_is_found: AllocateIsIdempotent
+    what_is_not_given_back_is_found: UnrecordedIsReleased
+    an_error_for_a_claim_that_holds_nothing_is_found: DeallocateIsIdempotent
     what_is_freed_while_it_is_recorded_is_found: RecordedIsHeld
-    what_is_not_freed_when_it_is_observed_is_found: ObservedIsFree
-    a_new_instance_that_does_not_look_at_the_claims_is_found: BooksFromClaims
-    what_a_killed_process_has_left_is_found: LostAllocationIsGivenBack
-    a_batch_that_leaves_something_is_found: BatchCanBeUndone
-    a_dropped_call_that_leaves_something_is_found: DroppedCallCanBeUndone
+    what_is_not_freed_when_it_is_observed_is_found: ObservedIsReleased
+    a_new_instance_that_does_not_look_at_the_claims_is_found: StateFromClaims
+    what_a_killed_process_has_left_is_found: LostAllocationIsReleased
+    a_batch_that_leaves_something_is_found: FailedAllocateIsReleased
+    a_dropped_call_that_leaves_something_is_found: DroppedAllocateIsReleased
     a_driver_that_wakes_nobody_is_found: FreedWakes
     a_finding_without_cause_is_found: NoFalseFinding
     an_error_without_a_reason_is_found: ReadableErrors
@@ -77,13 +77,17 @@ defects! {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_same_driver_without_a_defect_conforms() {
-    let report = conformance(|place| Shelf::new(&place, None)).run().await.unwrap();
+    let report = conformance(|environment| Shelf::new(&environment, None))
+        .run()
+        .await
+        .unwrap();
     println!("{report}");
     let tried: Vec<Rule> = report.kept.keys().copied().collect();
     assert_eq!(
         tried,
         Rule::DRIVER
-            .into_iter()
+            .iter()
+            .copied()
             .collect::<BTreeSet<_>>()
             .into_iter()
             .collect::<Vec<_>>()
@@ -92,14 +96,14 @@ async fn the_same_driver_without_a_defect_conforms() {
 
 #[tokio::test]
 async fn a_test_with_which_nothing_can_be_tried_says_so() {
-    let error = conformance(|place| Shelf::new(&place, None))
+    let error = conformance(|environment| Shelf::new(&environment, None))
         .nodes(["unknown"])
         .run()
         .await
         .unwrap_err();
     assert_eq!(error.reason(), "InvalidSetup");
     assert!(error.to_string().contains("no claim fits on any node"), "{error}");
-    let error = conformance(|place| Shelf::new(&place, None))
+    let error = conformance(|environment| Shelf::new(&environment, None))
         .objects("kind: [")
         .run()
         .await

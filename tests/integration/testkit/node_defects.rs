@@ -10,13 +10,13 @@ use crate::testkit::rack::{Rack, left_over};
 
 async fn is_found(rule: Rule) {
     let hangs = matches!(rule, Rule::ReturnsInTime | Rule::FirstListComes);
-    let outcome = node_conformance(move |place| async move { Rack::new(&place, Some(rule)) })
+    let outcome = node_conformance(move |environment| async move { Rack::new(&environment, Some(rule)) })
         .left_over(left_over)
         .only([rule])
         // To print a panic takes seconds on a machine with other work.
         .call_limit(Duration::from_secs(if hangs { 3 } else { 20 }))
         // A call that hangs is given up after ten seconds.
-        .patience(Duration::from_secs(if rule == Rule::NodeSurvivesSlowCall { 40 } else { 15 }))
+        .timeout(Duration::from_secs(if rule == Rule::NodeSurvivesSlowCall { 40 } else { 15 }))
         .run()
         .await;
     found_out(rule, outcome);
@@ -34,7 +34,7 @@ macro_rules! defects {
         #[test]
         fn every_rule_of_a_nodes_driver_has_a_defect_that_breaks_it() {
             let tried = BTreeSet::from([$(Rule::$rule),*]);
-            assert_eq!(tried, BTreeSet::from(Rule::NODE_DRIVER));
+            assert_eq!(tried, Rule::NODE_DRIVER.iter().copied().collect::<BTreeSet<_>>());
         }
     };
 }
@@ -43,11 +43,11 @@ defects! {
     a_list_that_does_not_come_is_found: FirstListComes
     a_name_that_is_none_is_found: ServableDevices
     names_that_change_with_each_process_are_found: StableDevices
-    permissions_that_are_none_are_found: UsableInjection
-    an_injection_that_changes_is_found: InjectionRepeats
+    permissions_that_are_none_are_found: UsableContainerEdits
+    an_injection_that_changes_is_found: ContainerEditsAreStable
     a_device_in_place_of_another_is_found: UnknownDeviceIsRefused
-    an_error_for_a_claim_that_is_prepared_is_found: PrepareAgainIsTheSame
-    an_error_for_a_claim_that_is_not_prepared_is_found: UnprepareAgainIsFine
+    an_error_for_a_claim_that_is_prepared_is_found: PrepareIsIdempotent
+    an_error_for_a_claim_that_is_not_prepared_is_found: UnprepareIsIdempotent
     what_is_undone_for_another_claim_is_found: UnprepareIsForOneClaim
     what_a_failed_prepare_leaves_is_found: FailedPrepareCanBeUndone
     what_a_dropped_prepare_leaves_is_found: DroppedPrepareCanBeUndone
@@ -62,12 +62,12 @@ defects! {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_same_driver_without_a_defect_conforms() {
-    let report = node_conformance(|place| async move { Rack::new(&place, None) })
+    let report = node_conformance(|environment| async move { Rack::new(&environment, None) })
         .left_over(left_over)
         .run()
         .await
         .unwrap();
     println!("{report}");
     let tried: BTreeSet<Rule> = report.kept.keys().copied().collect();
-    assert_eq!(tried, BTreeSet::from(Rule::NODE_DRIVER));
+    assert_eq!(tried, Rule::NODE_DRIVER.iter().copied().collect::<BTreeSet<_>>());
 }

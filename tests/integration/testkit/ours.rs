@@ -7,7 +7,7 @@ use drayman::api::crd::definitions;
 use drayman::host::HostDriver;
 use drayman::node::config::NodeConfiguration;
 use drayman::node::discovery::{HostDevices, HostPaths};
-use drayman::testkit::{Place, Report, Rule, conformance, node_conformance};
+use drayman::testkit::{Environment, Report, Rule, conformance, node_conformance};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -60,14 +60,16 @@ parametersRef: { apiGroup: drayman.dev, kind: DeviceClassParameters, name: test 
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_built_in_driver_conforms() {
-    let make = |place: Place| HostDriver::start(place.client(), "drayman.dev", CancellationToken::new());
+    let make = |environment: Environment| {
+        HostDriver::start(environment.client(), "drayman.dev", CancellationToken::new())
+    };
     let report = conformance(make).objects(&host_objects()).run().await.unwrap();
     print(&report);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_example_of_network_attached_devices_conforms() {
-    let report = conformance(|place| NetworkAttached::new(place.client()))
+    let report = conformance(|environment| NetworkAttached::new(environment.client()))
         .objects(
             r#"
 apiVersion: v1
@@ -97,8 +99,8 @@ fn print_node(report: &Report) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_built_in_discovery_conforms() {
-    let report = node_conformance(|place| async move {
-        let file = place.directory().join("node.yaml");
+    let report = node_conformance(|environment| async move {
+        let file = environment.directory().join("node.yaml");
         let yaml = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n- name: test\n  paths: [/dev/zero, /dev/full]\n";
         std::fs::write(&file, yaml).expect("a file");
         let configuration = Arc::new(NodeConfiguration::read(&file).expect("a configuration"));
@@ -116,8 +118,8 @@ async fn the_built_in_discovery_conforms() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_example_of_a_vendors_sensors_conforms() {
-    let report = node_conformance(|place| async move {
-        let directory = place.directory().to_owned();
+    let report = node_conformance(|environment| async move {
+        let directory = environment.directory().to_owned();
         for (serial, path) in [("a1", "/dev/zero"), ("b2", "/dev/full")] {
             std::fs::write(directory.join(serial), path).expect("a file");
         }

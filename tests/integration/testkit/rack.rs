@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use drayman::node::driver::{ContainerEdits, Device, DeviceNode, NodeDriver, NodeDriverError, PreparedClaim};
-use drayman::testkit::{Place, Rule};
+use drayman::testkit::{Environment, Rule};
 use futures::Stream;
 use futures::stream::{self, StreamExt as _};
 
@@ -28,8 +28,8 @@ struct State {
 const DEVICES: [&str; 2] = ["first", "second"];
 
 impl Rack {
-    pub(crate) fn new(place: &Place, broken: Option<Rule>) -> Self {
-        let directory = place.directory().to_owned();
+    pub(crate) fn new(environment: &Environment, broken: Option<Rule>) -> Self {
+        let directory = environment.directory().to_owned();
         let instances = directory.join("instances");
         let number = fs::read_to_string(&instances).map_or(0, |text| text.len());
         fs::write(&instances, "x".repeat(number + 1)).expect("a file");
@@ -105,12 +105,12 @@ impl NodeDriver for Rack {
             let (device, problem) = (device.to_owned(), "nobody has plugged it in".to_owned());
             return Err(NodeDriverError::Gone { device, problem });
         }
-        let permissions = if self.breaks(Rule::UsableInjection) {
+        let permissions = if self.breaks(Rule::UsableContainerEdits) {
             "all"
         } else {
             "rw"
         };
-        let path = if self.breaks(Rule::InjectionRepeats) {
+        let path = if self.breaks(Rule::ContainerEditsAreStable) {
             format!("/dev/{device}-{calls}")
         } else {
             format!("/dev/{device}")
@@ -161,7 +161,7 @@ impl NodeDriver for Rack {
             state.prepared.push(claim.uid.clone());
             again
         };
-        if again && self.breaks(Rule::PrepareAgainIsTheSame) {
+        if again && self.breaks(Rule::PrepareIsIdempotent) {
             return Err(failed("first", "it is prepared already".to_owned()));
         }
         let breaks = self.breaks(Rule::NodeSurvivesFailedCall) || self.breaks(Rule::NodeSurvivesSlowCall);
@@ -190,7 +190,7 @@ impl NodeDriver for Rack {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
                     return Err(failed(device, error.to_string()));
                 }
-                Err(_) if self.breaks(Rule::UnprepareAgainIsFine) => {
+                Err(_) if self.breaks(Rule::UnprepareIsIdempotent) => {
                     return Err(failed(device, "it was not prepared".to_owned()));
                 }
                 _ => {}

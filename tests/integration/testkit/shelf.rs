@@ -9,7 +9,7 @@ use drayman::driver::{
     CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Finding, Observation,
     UnsuitableNodes,
 };
-use drayman::testkit::{Place, Rule};
+use drayman::testkit::{Environment, Rule};
 use futures::{Stream, StreamExt as _};
 use tokio::sync::watch;
 use tokio_stream::wrappers::WatchStream;
@@ -22,12 +22,12 @@ pub(crate) struct Shelf {
     /// Survives the process.
     directory: PathBuf,
     number: usize,
-    books: Mutex<DeviceAllocator>,
+    state: Mutex<State>,
     freed: watch::Sender<()>,
 }
 
 #[derive(Default)]
-struct DeviceAllocator {
+struct State {
     held: BTreeMap<String, Held>,
     /// What is lost by one defect or another.
     leaked: usize,
@@ -43,24 +43,24 @@ struct Held {
 type Request = ClaimRequest<Shelf>;
 
 impl Shelf {
-    pub(crate) fn new(place: &Place, broken: Option<Rule>) -> Self {
-        let directory = place.directory().to_owned();
+    pub(crate) fn new(environment: &Environment, broken: Option<Rule>) -> Self {
+        let directory = environment.directory().to_owned();
         let number = std::fs::read_dir(&directory).map_or(0, Iterator::count);
         if broken == Some(Rule::StableName) {
             std::fs::write(directory.join(format!("instance-{number}")), "").expect("a file");
         }
-        let mut books = DeviceAllocator::default();
-        if broken == Some(Rule::LostAllocationIsGivenBack) {
+        let mut state = State::default();
+        if broken == Some(Rule::LostAllocationIsReleased) {
             for uid in files(&directory) {
                 let (node, recorded) = ("node-a".to_owned(), false);
-                books.held.insert(uid, Held { node, recorded });
+                state.held.insert(uid, Held { node, recorded });
             }
         }
         Self {
             broken,
             directory,
             number,
-            books: Mutex::new(books),
+            state: Mutex::new(state),
             freed: watch::Sender::default(),
         }
     }
@@ -69,30 +69,30 @@ impl Shelf {
         self.broken == Some(rule)
     }
 
-    fn books(&self) -> MutexGuard<'_, DeviceAllocator> {
-        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn keeps_files(&self) -> bool {
         matches!(
             self.broken,
-            Some(Rule::LostAllocationIsGivenBack | Rule::SurvivesCrash)
+            Some(Rule::LostAllocationIsReleased | Rule::SurvivesCrash)
         )
     }
 
     fn allocate_one(
         &self,
-        books: &mut DeviceAllocator,
+        state: &mut State,
         request: &Request,
         node: Option<&str>,
     ) -> Result<AllocationResult, DriverError> {
         let uid = request.uid();
-        let places = PLACES - usize::from(self.breaks(Rule::VerdictHolds));
-        if self.breaks(Rule::SurvivesSlowCall) && books.given_back.contains(uid) {
+        let places = PLACES - usize::from(self.breaks(Rule::SuitableIsAllocatable));
+        if self.breaks(Rule::SurvivesSlowCall) && state.given_back.contains(uid) {
             return Err(DriverError::invalid("GivenBack", "this claim was given back"));
         }
         if self.breaks(Rule::SurvivesCrash)
-            && !books.held.contains_key(uid)
+            && !state.held.contains_key(uid)
             && files(&self.directory).contains(uid)
         {
             return Err(DriverError::invalid(
@@ -100,19 +100,19 @@ impl Shelf {
                 "another process has allocated it",
             ));
         }
-        if !books.held.contains_key(uid) {
+        if !state.held.contains_key(uid) {
             let candidates = node.map_or_else(|| vec!["node-a", "node-b"], |node| vec![node]);
-            let free = candidates.into_iter().find(|node| books.on(node) < places);
+            let free = candidates.into_iter().find(|node| state.on(node) < places);
             let Some(node) = free else {
-                if self.breaks(Rule::BatchCanBeUndone) {
-                    books.leaked += 1;
+                if self.breaks(Rule::FailedAllocateIsReleased) {
+                    state.leaked += 1;
                 }
                 let reason = if self.breaks(Rule::ReadableErrors) {
                     "it is full"
                 } else {
                     "NoSuitableDevice"
                 };
-                let make = if self.breaks(Rule::FullIsAVerdict) {
+                let make = if self.breaks(Rule::FullIsUnsuitable) {
                     DriverError::invalid
                 } else {
                     DriverError::retry
@@ -120,20 +120,20 @@ impl Shelf {
                 return Err(make(reason, "all places are held".to_owned()));
             };
             let (node, recorded) = (node.to_owned(), false);
-            books.held.insert(uid.to_owned(), Held { node, recorded });
+            state.held.insert(uid.to_owned(), Held { node, recorded });
             if self.keeps_files() {
                 std::fs::write(self.directory.join(uid), "").expect("a file");
             }
         }
-        books.read += 1;
-        let node = books
+        state.read += 1;
+        let node = state
             .held
             .get(uid)
             .map(|held| held.node.clone())
             .unwrap_or_default();
         let data = match self.broken {
             Some(Rule::RecordableAllocation) => "x".repeat(17 << 10),
-            Some(Rule::AllocateAgainIsTheSame) => books.read.to_string(),
+            Some(Rule::AllocateIsIdempotent) => state.read.to_string(),
             _ => uid.to_owned(),
         };
         let node = if self.breaks(Rule::ReachableAllocation) {
@@ -145,7 +145,7 @@ impl Shelf {
     }
 }
 
-impl DeviceAllocator {
+impl State {
     fn on(&self, node: &str) -> usize {
         let held = self.held.values().filter(|held| held.node == node).count();
         // What is lost is lost on the first node.
@@ -180,9 +180,9 @@ impl Driver for Shelf {
     }
 
     async fn class_parameters(&self, _: &ResourceClass) -> Result<(), DriverError> {
-        let mut books = self.books();
-        books.read += 1;
-        if self.breaks(Rule::ParametersAreRead) && books.read > 2 {
+        let mut state = self.state();
+        state.read += 1;
+        if self.breaks(Rule::ParametersAreRead) && state.read > 2 {
             return Err(DriverError::retry(
                 "ReadAlready",
                 "the parameters were read before",
@@ -212,16 +212,16 @@ impl Driver for Shelf {
         claims: &[Request],
         nodes: &[String],
     ) -> Result<Vec<UnsuitableNodes>, DriverError> {
-        let mut books = self.books();
-        if self.breaks(Rule::JudgingReservesNothing) {
-            books.leaked += 1;
+        let mut state = self.state();
+        if self.breaks(Rule::EvaluationReservesNothing) {
+            state.leaked += 1;
         }
         let mut unsuitable = UnsuitableNodes::new();
         for node in nodes {
-            let held = books.on(node);
+            let held = state.on(node);
             if held + claims.len() > PLACES || !node.starts_with("node-") {
                 let reason = format!("{held} of {PLACES} held");
-                let reason = if self.breaks(Rule::FullIsAVerdict) {
+                let reason = if self.breaks(Rule::FullIsUnsuitable) {
                     String::new()
                 } else {
                     reason
@@ -229,7 +229,7 @@ impl Driver for Shelf {
                 unsuitable.insert(node.clone(), reason);
             }
         }
-        let count = if self.breaks(Rule::OneVerdictPerClaim) {
+        let count = if self.breaks(Rule::OneEntryPerClaim) {
             1
         } else {
             claims.len()
@@ -245,54 +245,54 @@ impl Driver for Shelf {
         match self.broken {
             Some(Rule::ReturnsInTime) => std::future::pending().await,
             Some(Rule::NoPanic) => panic!("a defect of the test"),
-            Some(Rule::NeverMoreThanThereIs) => {
-                let free = node.is_some_and(|node| self.books().on(node) < PLACES);
-                // Others look at the books now.
+            Some(Rule::CapacityIsKept) => {
+                let free = node.is_some_and(|node| self.state().on(node) < PLACES);
+                // Others look at the state now.
                 tokio::task::yield_now().await;
                 if let (true, Some(node), [request]) = (free, node, claims) {
                     let (node, recorded) = (node.to_owned(), false);
-                    self.books()
+                    self.state()
                         .held
                         .insert(request.uid().to_owned(), Held { node, recorded });
                 }
             }
-            Some(Rule::DroppedCallCanBeUndone) => {
-                self.books().leaked += 1;
+            Some(Rule::DroppedAllocateIsReleased) => {
+                self.state().leaked += 1;
                 tokio::task::yield_now().await;
-                self.books().leaked -= 1;
+                self.state().leaked -= 1;
             }
             _ => {}
         }
-        let mut books = self.books();
+        let mut state = self.state();
         let mut results: Vec<_> = claims
             .iter()
-            .map(|request| self.allocate_one(&mut books, request, node))
+            .map(|request| self.allocate_one(&mut state, request, node))
             .collect::<Result<_, _>>()?;
-        if self.breaks(Rule::OneResultPerClaim) && results.len() > 1 {
+        if self.breaks(Rule::OneAllocationPerClaim) && results.len() > 1 {
             results.pop();
         }
         Ok(results)
     }
 
     async fn deallocate(&self, deallocation: Deallocation<'_>) -> Result<(), DriverError> {
-        let mut books = self.books();
+        let mut state = self.state();
         let uid = deallocation.uid();
-        let recorded = books.held.get(uid).map(|held| held.recorded);
-        if self.breaks(Rule::DeallocateNothingDoesNothing) && recorded.is_none() {
+        let recorded = state.held.get(uid).map(|held| held.recorded);
+        if self.breaks(Rule::DeallocateIsIdempotent) && recorded.is_none() {
             return Err(DriverError::retry("NeverAllocated", "this claim holds nothing"));
         }
-        if self.breaks(Rule::SurvivesFailedCall) && !books.given_back.insert(uid.to_owned()) {
+        if self.breaks(Rule::SurvivesFailedCall) && !state.given_back.insert(uid.to_owned()) {
             return Err(DriverError::retry("GivenBackAlready", "it was given back before"));
         }
-        if self.breaks(Rule::LostAllocationIsGivenBack) && self.number > 0 {
+        if self.breaks(Rule::LostAllocationIsReleased) && self.number > 0 {
             return Ok(());
         }
-        let keeps = self.breaks(Rule::UnrecordedIsFreeAgain) && deallocation.allocation.is_none();
+        let keeps = self.breaks(Rule::UnrecordedIsReleased) && deallocation.allocation.is_none();
         if (recorded == Some(false) && !keeps)
             || (recorded == Some(true) && self.breaks(Rule::RecordedIsHeld))
         {
-            books.held.remove(uid);
-            books.given_back.insert(uid.to_owned());
+            state.held.remove(uid);
+            state.given_back.insert(uid.to_owned());
             if self.keeps_files() {
                 let _ = std::fs::remove_file(self.directory.join(uid));
             }
@@ -302,11 +302,11 @@ impl Driver for Shelf {
     }
 
     async fn observe(&self, observation: &Observation) -> Vec<Finding> {
-        let mut books = self.books();
+        let mut state = self.state();
         if let Observation::All(all) = observation {
             let known: BTreeSet<&str> = all.iter().map(drayman::driver::Holding::uid).collect();
-            books.held.retain(|uid, _| known.contains(uid.as_str()));
-            if self.breaks(Rule::BooksFromClaims) {
+            state.held.retain(|uid, _| known.contains(uid.as_str()));
+            if self.breaks(Rule::StateFromClaims) {
                 return Vec::new();
             }
         }
@@ -318,22 +318,22 @@ impl Driver for Shelf {
                     let nodes = serde_json::to_value(&allocation.available_on_nodes).unwrap_or_default();
                     let node = nodes["nodeSelectorTerms"][0]["matchFields"][0]["values"][0].as_str();
                     let (node, recorded) = (node.unwrap_or_default().to_owned(), true);
-                    books.held.insert(uid.to_owned(), Held { node, recorded });
+                    state.held.insert(uid.to_owned(), Held { node, recorded });
                     if self.breaks(Rule::NoFalseFinding) {
                         findings.push(Finding::new(&holding.claim, "HoldingUnreadable", "nobody knows"));
                     }
                 }
-                None if books.held.get(uid).is_some_and(|held| held.recorded)
-                    && !self.breaks(Rule::ObservedIsFree) =>
+                None if state.held.get(uid).is_some_and(|held| held.recorded)
+                    && !self.breaks(Rule::ObservedIsReleased) =>
                 {
-                    books.held.remove(uid);
+                    state.held.remove(uid);
                     self.freed.send_replace(());
                 }
                 None => {}
             }
         }
         if let Observation::Gone { uid } = observation {
-            books.held.remove(uid);
+            state.held.remove(uid);
             self.freed.send_replace(());
         }
         findings

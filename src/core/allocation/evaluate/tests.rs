@@ -116,7 +116,7 @@ mod view {
             "resources exhausted on node a: 8 of 8 not evaluated yet by selector 1 of request gpu, 1 wanted"
                 .replace(", 1 wanted", "")
         );
-        judge(&mut allocator, "x");
+        evaluate(&mut allocator, "x");
         assert_eq!(one(&mut allocator, "u", &device_requests(2)), Ok("d0 d2".into()));
         assert_eq!(
             one(&mut allocator, "u", &device_requests(2)),
@@ -128,7 +128,7 @@ mod view {
             "resources exhausted on node a: 2 of 8 held, 4 of 8 do not match selector 1 of request gpu, 2 free, 3 wanted"
         );
         let broken = self::device_requests("Packing", &json!([request("gpu", 1, "broken")]), &json!([]));
-        judge(&mut allocator, "broken");
+        evaluate(&mut allocator, "broken");
         assert_eq!(
             one(&mut allocator, "v", &broken).unwrap_err(),
             "resources exhausted on node a: 2 of 8 held, 6 of 8 cause an error in selector 1 of request gpu (No such key: z)"
@@ -184,7 +184,7 @@ mod view {
     #[test]
     fn a_constraint_yields_to_another_claim_of_the_pod() {
         let mut allocator = allocator(None);
-        judge(&mut allocator, "x");
+        evaluate(&mut allocator, "x");
         let equal = json!([{"matchAttribute": "d/numa"}]);
         let pair = device_requests("Packing", &json!([{"name": "a", "count": 3}]), &equal);
         let both = device_requests(
@@ -220,8 +220,8 @@ mod view {
     #[test]
     fn all_means_every_device_that_matches_or_nothing() {
         let mut allocator = allocator(None);
-        judge(&mut allocator, "x");
-        judge(&mut allocator, "z");
+        evaluate(&mut allocator, "x");
+        evaluate(&mut allocator, "z");
         let all = |expression| {
             let request = json!({"name": "a", "allocationMode": "All", "selectors": [{"cel": {"expression": expression}}]});
             device_requests("Packing", &json!([request]), &json!([]))

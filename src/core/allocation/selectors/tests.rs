@@ -4,6 +4,7 @@ use super::*;
 
 mod attribute_set {
     use super::*;
+    use crate::core::allocation::inventory::Attribute;
 
     fn attributes(value: i64) -> AttributeSet {
         [("d/x".into(), Attribute::Int(value))].into_iter().collect()

@@ -9,11 +9,12 @@ use serde_json::json;
 use tokio::time::Instant as Moment;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
+use super::fixture::{Done, Fixture, NAMESPACE, Stop};
+use super::instance::{Instance, NODE};
 use super::node_conformance::{DRIVER, NodeKit};
-use super::node_instance::{NODE, NodeInstance, described};
-use super::process::{Blow, BlowKind, Fate};
+use super::node_instance::described;
+use super::process::{Fault, FaultKind, FaultPlan};
 use super::rule::Rule;
-use super::scene::{Done, NAMESPACE, Scene, Stop};
 use crate::controller::Controller;
 use crate::host::HostDriver;
 use crate::node::driver::{ContainerEdits, Device, NodeDriver, NodeDriverError, PreparedClaim};
@@ -24,14 +25,14 @@ use crate::testcluster::kubelet::{Kubelet, NodePlace};
 use crate::testcluster::runtime::Outfit;
 
 /// Poll interval for changes that bypass the API server.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Delay before a companion that has ended is restarted.
-const AGAIN: Duration = Duration::from_millis(500);
+const RESTART_DELAY: Duration = Duration::from_millis(500);
 
 /// Driver that injects faults between the real companion and the driver under test.
 struct Wrapped<D> {
     driver: Arc<D>,
-    fate: Fate,
+    fault_plan: FaultPlan,
 }
 
 impl<D: NodeDriver> Wrapped<D> {
@@ -45,7 +46,7 @@ impl<D: NodeDriver> Wrapped<D> {
             device: device.cloned().unwrap_or_default(),
             problem: "the conformance test lets this call fail".to_owned(),
         };
-        self.fate.step(what, work, || Err(lost())).await
+        self.fault_plan.step(what, work, || Err(lost())).await
     }
 }
 
@@ -81,13 +82,13 @@ impl<D: NodeDriver> NodeDriver for Wrapped<D> {
 /// Result of a companion that ended unexpectedly.
 type Ended = Result<(), NodeError>;
 
-struct Story<'a, D> {
+struct Lifecycle<'a, D> {
     kit: &'a NodeKit<D>,
-    scene: &'a Scene,
+    fixture: &'a Fixture,
     rule: Rule,
     kubelet: Kubelet,
-    instance: Option<NodeInstance<'a, D>>,
-    fate: Fate,
+    instance: Option<Instance<'a, D>>,
+    fault_plan: FaultPlan,
     ended: Arc<Mutex<Option<Ended>>>,
     past: Vec<String>,
     /// Stops kubelet and controller on drop.
@@ -95,22 +96,22 @@ struct Story<'a, D> {
 }
 
 /// Runs the scenario and returns the companion's steps.
-pub(super) async fn play<D: NodeDriver>(
+pub(super) async fn run<D: NodeDriver>(
     kit: &NodeKit<D>,
-    scene: &Scene,
-    blow: Option<Blow>,
+    fixture: &Fixture,
+    fault: Option<Fault>,
 ) -> Done<Vec<String>> {
-    let rule = match blow.map(|blow| blow.kind) {
+    let rule = match fault.map(|fault| fault.kind) {
         None => Rule::ServesPods,
-        Some(BlowKind::Crash) => Rule::NodeSurvivesCrash,
-        Some(BlowKind::Slow) => Rule::NodeSurvivesSlowCall,
-        Some(BlowKind::Fail) => Rule::NodeSurvivesFailedCall,
+        Some(FaultKind::Crash) => Rule::NodeSurvivesCrash,
+        Some(FaultKind::Slow) => Rule::NodeSurvivesSlowCall,
+        Some(FaultKind::Fail) => Rule::NodeSurvivesFailedCall,
     };
     let shutdown = CancellationToken::new();
-    let server = scene.stage.server();
-    let place = place(scene);
-    place.make()?;
-    let kubelet = Kubelet::new(server, place);
+    let server = fixture.cluster.server();
+    let environment = environment(fixture);
+    environment.make()?;
+    let kubelet = Kubelet::new(server, environment);
     // Runs until the scenario ends; a kubelet failure shows as a missing change.
     tokio::spawn(kubelet.clone().run(shutdown.clone()));
     let driver = HostDriver::start(server.client(), DRIVER, shutdown.clone());
@@ -118,58 +119,61 @@ pub(super) async fn play<D: NodeDriver>(
         .build(server.client())
         .map_err(|error| Stop::Setup(error.to_string()))?;
     tokio::spawn(controller.run(shutdown.clone()));
-    let mut story = Story {
+    let mut lifecycle = Lifecycle {
         kit,
-        scene,
+        fixture,
         rule,
         kubelet,
         instance: None,
-        fate: Fate::new(blow),
+        fault_plan: FaultPlan::new(fault),
         ended: Arc::default(),
         past: Vec::new(),
         _end: shutdown.drop_guard(),
     };
-    story.begin().await?;
+    lifecycle.begin().await?;
     for name in ["one", "two"] {
-        story.create(name)?;
+        lifecycle.create(name)?;
         let what = format!("pod {name} runs with a device");
-        story.wait(&what, |story| story.runs(name)).await?;
-        let before = story.outfit(name);
-        story.delete(name);
+        lifecycle.wait(&what, |lifecycle| lifecycle.runs(name)).await?;
+        let before = lifecycle.outfit(name);
+        lifecycle.delete(name);
         let what = format!("pod {name} is deleted; its claim and its CDI file are gone");
-        story.wait(&what, Story::is_clear).await?;
+        lifecycle.wait(&what, Lifecycle::is_clear).await?;
         if before.is_none_or(|outfit| outfit.environment.is_empty()) {
             let expected = format!("the container of pod {name} has a device");
-            return Err(story.broken(&expected, "it has nothing"));
+            return Err(lifecycle.broken(&expected, "it has nothing"));
         }
     }
-    story.check_left().await?;
-    story.past.extend(story.fate.steps());
-    if let Some(instance) = story.instance.take() {
+    lifecycle.check_left().await?;
+    lifecycle.past.extend(lifecycle.fault_plan.steps());
+    if let Some(instance) = lifecycle.instance.take() {
         instance.kill().await;
     }
-    Ok(story.past)
+    Ok(lifecycle.past)
 }
 
-fn place(scene: &Scene) -> NodePlace {
-    NodePlace::within(NODE, scene.directory.path())
+fn environment(fixture: &Fixture) -> NodePlace {
+    NodePlace::within(NODE, fixture.directory.path())
 }
 
-impl<D: NodeDriver> Story<'_, D> {
+impl<D: NodeDriver> Lifecycle<'_, D> {
     async fn begin(&mut self) -> Done<()> {
-        let instance = self.kit.fated(self.scene, self.fate.clone()).await?;
+        let instance = self
+            .kit
+            .with_faults(self.fixture, self.fault_plan.clone())
+            .await?;
         let wrapped = Wrapped {
             driver: instance.driver.clone(),
-            fate: self.fate.clone(),
+            fault_plan: self.fault_plan.clone(),
         };
-        let place = place(self.scene);
+        let environment = environment(self.fixture);
         let node = Node::builder(wrapped, NODE, instance.client())
             .driver_name(DRIVER)
             .kubelet(KubeletPaths {
-                root_dir: place.root,
-                device_plugin_dir: place.device_plugins,
+                root_dir: environment.root,
+                device_plugin_dir: environment.device_plugins,
             })
-            .cdi_dir(place.cdi);
+            .cdi_dir(environment.cdi);
         let ended = self.ended.clone();
         instance.spawn(async move {
             // Never cancelled: the process is killed.
@@ -181,12 +185,12 @@ impl<D: NodeDriver> Story<'_, D> {
     }
 
     async fn restart(&mut self) -> Done<()> {
-        self.past.extend(self.fate.steps());
+        self.past.extend(self.fault_plan.steps());
         self.past.push("(killed, and started anew)".to_owned());
         if let Some(instance) = self.instance.take() {
             instance.kill().await;
         }
-        self.fate = Fate::new(None);
+        self.fault_plan = FaultPlan::new(None);
         self.begin().await
     }
 
@@ -195,23 +199,27 @@ impl<D: NodeDriver> Story<'_, D> {
             "metadata": { "name": name },
             "spec": {
                 "containers": [{ "name": "main", "image": "none", "resources": { "claims": [{ "name": "device" }] } }],
-                "resourceClaims": [{ "name": "device", "source": { "resourceClaimTemplateName": self.scene.template } }],
+                "resourceClaims": [{ "name": "device", "source": { "resourceClaimTemplateName": self.fixture.template } }],
             },
         });
-        let made = self.scene.hand.create("pods", NAMESPACE, pod);
+        let made = self.fixture.client.create("pods", NAMESPACE, pod);
         made.map(drop)
             .map_err(|refusal| Stop::Setup(format!("pod {name}: {}", refusal.message)))
     }
 
     fn delete(&self, name: &str) {
-        if let Some(pod) = self.scene.hand.get("pods", NAMESPACE, name) {
+        if let Some(pod) = self.fixture.client.get("pods", NAMESPACE, name) {
             // The pod may already be deleted.
-            let _ = self.scene.hand.delete("pods", &pod, None);
+            let _ = self.fixture.client.delete("pods", &pod, None);
         }
     }
 
     fn runs(&self, name: &str) -> bool {
-        let pod = self.scene.hand.get("pods", NAMESPACE, name).unwrap_or_default();
+        let pod = self
+            .fixture
+            .client
+            .get("pods", NAMESPACE, name)
+            .unwrap_or_default();
         text(&pod, "/status/phase") == "Running"
     }
 
@@ -221,23 +229,23 @@ impl<D: NodeDriver> Story<'_, D> {
     }
 
     fn is_clear(&self) -> bool {
-        let files = std::fs::read_dir(place(self.scene).cdi);
+        let files = std::fs::read_dir(environment(self.fixture).cdi);
         let left = files.into_iter().flatten().flatten().any(|file| {
             file.path()
                 .extension()
                 .is_some_and(|extension| extension == "json")
         });
-        let hand = &self.scene.hand;
-        !left && hand.list("pods").is_empty() && hand.list("resourceclaims").is_empty()
+        let client = &self.fixture.client;
+        !left && client.list("pods").is_empty() && client.list("resourceclaims").is_empty()
     }
 
     async fn wait(&mut self, what: &str, holds: impl Fn(&Self) -> bool) -> Done<()> {
-        let until = Moment::now() + self.kit.patience;
+        let until = Moment::now() + self.kit.timeout;
         loop {
             if holds(self) {
                 return Ok(());
             }
-            if self.fate.is_dead() {
+            if self.fault_plan.is_dead() {
                 self.restart().await?;
             }
             let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -252,24 +260,24 @@ impl<D: NodeDriver> Story<'_, D> {
                     if Moment::now() > until {
                         return Err(Stop::Setup(format!("the companion cannot run: {error}")));
                     }
-                    tokio::time::sleep(AGAIN).await;
+                    tokio::time::sleep(RESTART_DELAY).await;
                     self.restart().await?;
                 }
                 Some(Ok(())) => return Err(self.broken(what, "the companion has ended")),
             }
             if Moment::now() > until {
                 let state = self.state();
-                return Err(self.broken(what, format!("not within {:?}; {state}", self.kit.patience)));
+                return Err(self.broken(what, format!("not within {:?}; {state}", self.kit.timeout)));
             }
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
     }
 
     /// Checks that no leftovers remain. Kubelet's last call may still be pending.
     async fn check_left(&mut self) -> Done<()> {
-        let until = Moment::now() + self.kit.patience;
+        let until = Moment::now() + self.kit.timeout;
         loop {
-            if self.fate.is_dead() {
+            if self.fault_plan.is_dead() {
                 self.restart().await?;
             }
             let Some(instance) = &self.instance else {
@@ -280,28 +288,28 @@ impl<D: NodeDriver> Story<'_, D> {
                 return Ok(());
             }
             if Moment::now() > until {
-                for step in self.past.iter().chain(&self.fate.steps()) {
-                    self.scene.note(step.clone());
+                for step in self.past.iter().chain(&self.fault_plan.steps()) {
+                    self.fixture.note(step.clone());
                 }
                 return instance.nothing_left(self.kit.left_over.as_ref(), "all pods are gone");
             }
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
     }
 
     fn state(&self) -> String {
-        let hand = &self.scene.hand;
-        let pods = hand.list("pods");
+        let client = &self.fixture.client;
+        let pods = client.list("pods");
         let mut parts: Vec<String> = pods
             .iter()
             .map(|pod| format!("pod {}: {}", object::name(pod), text(pod, "/status/phase")))
             .collect();
-        parts.extend(self.scene.events());
+        parts.extend(self.fixture.events());
         parts.join("; ")
     }
 
     fn broken(&self, expected: &str, found: impl Into<String>) -> Stop {
-        let steps = self.past.iter().cloned().chain(self.fate.steps());
-        self.scene.broken_after(steps, self.rule, expected, found)
+        let steps = self.past.iter().cloned().chain(self.fault_plan.steps());
+        self.fixture.broken_after(steps, self.rule, expected, found)
     }
 }

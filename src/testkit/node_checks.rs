@@ -3,30 +3,30 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use super::fixture::{Done, Fixture};
+use super::instance::Instance;
 use super::node_conformance::NodeKit;
-use super::node_instance::NodeInstance;
 use super::rule::Rule;
-use super::scene::{Done, Scene};
 use crate::node::driver::{ContainerEdits, Device, NodeDriver, PreparedClaim, served};
 
 /// A device that does not exist on any node.
-const NOWHERE: &str = "conformance-nowhere";
+const UNKNOWN_NODE: &str = "conformance-nowhere";
 /// Maximum number of polls before a prepare is dropped.
-const WAITS: usize = 12;
+const MAX_POLLS: usize = 12;
 
 /// Creates a claim with a new uid.
-fn claim(scene: &Scene, name: &str, devices: &[&str]) -> PreparedClaim {
+fn claim(fixture: &Fixture, name: &str, devices: &[&str]) -> PreparedClaim {
     PreparedClaim {
-        uid: scene.stage.server().source.uid(),
-        namespace: super::scene::NAMESPACE.to_owned(),
+        uid: fixture.cluster.server().source.uid(),
+        namespace: super::fixture::NAMESPACE.to_owned(),
         name: name.to_owned(),
         devices: devices.iter().map(|device| (*device).to_owned()).collect(),
     }
 }
 
 /// Checks two device lists. Returns the devices available to claims.
-pub(super) async fn devices<D: NodeDriver>(kit: &NodeKit<D>, scene: &Scene) -> Done<Vec<Device>> {
-    let instance = kit.instance(scene).await?;
+pub(super) async fn devices<D: NodeDriver>(kit: &NodeKit<D>, fixture: &Fixture) -> Done<Vec<Device>> {
+    let instance = kit.instance(fixture).await?;
     let list = instance.devices().await?;
     let (_, problems) = served(list.clone());
     if let Some(problem) = problems.first() {
@@ -39,7 +39,7 @@ pub(super) async fn devices<D: NodeDriver>(kit: &NodeKit<D>, scene: &Scene) -> D
             .map(|device| (device.name.clone(), device.kind.clone()))
             .collect()
     };
-    let instance = kit.instance(scene).await?;
+    let instance = kit.instance(fixture).await?;
     let again = instance.devices().await?;
     if names(&again) != names(&list) {
         let expected = format!("{:?}, as the instance before", names(&list));
@@ -53,32 +53,32 @@ pub(super) async fn devices<D: NodeDriver>(kit: &NodeKit<D>, scene: &Scene) -> D
 /// Container edits of each device.
 pub(super) async fn container_edits_of<D: NodeDriver>(
     kit: &NodeKit<D>,
-    scene: &Scene,
+    fixture: &Fixture,
     devices: &[Device],
 ) -> Done<()> {
-    let instance = kit.listening(scene).await?;
+    let instance = kit.listening(fixture).await?;
     for device in devices {
         let first = match instance.container_edits(&device.name).await? {
             Ok(container_edits) => container_edits,
             Err(error) => {
                 let expected = "what a container gets: the device is listed, and well";
                 let tried = format!("injection({})", device.name);
-                return Err(instance.broken(Rule::UsableInjection, &tried, expected, error.to_string()));
+                return Err(instance.broken(Rule::UsableContainerEdits, &tried, expected, error.to_string()));
             }
         };
         usable(&instance, &device.name, &first)?;
         same_container_edits(&instance, &device.name, &first, "again").await?;
-        let holder = claim(scene, "claim-1", &[&device.name]);
-        let rule = Rule::UsableInjection;
+        let holder = claim(fixture, "claim-1", &[&device.name]);
+        let rule = Rule::UsableContainerEdits;
         instance
             .prepared(&holder, None, rule, "prepare a claim with this device alone")
             .await?;
         same_container_edits(&instance, &device.name, &first, "while a claim has the device").await?;
-        let rule = Rule::UnprepareAgainIsFine;
+        let rule = Rule::UnprepareIsIdempotent;
         instance.unprepare(&holder, rule, "unprepare that claim").await?;
     }
-    if let Ok(container_edits) = instance.container_edits(NOWHERE).await? {
-        let tried = format!("injection({NOWHERE}), which is not listed");
+    if let Ok(container_edits) = instance.container_edits(UNKNOWN_NODE).await? {
+        let tried = format!("injection({UNKNOWN_NODE}), which is not listed");
         let found = format!("{container_edits:?}");
         return Err(instance.broken(Rule::UnknownDeviceIsRefused, &tried, "an error", found));
     }
@@ -86,7 +86,7 @@ pub(super) async fn container_edits_of<D: NodeDriver>(
 }
 
 async fn same_container_edits<D: NodeDriver>(
-    instance: &NodeInstance<'_, D>,
+    instance: &Instance<'_, D>,
     device: &str,
     first: &ContainerEdits,
     when: &str,
@@ -97,12 +97,17 @@ async fn same_container_edits<D: NodeDriver>(
     }
     let tried = format!("injection({device}) {when}");
     let expected = format!("{first:?}, as before");
-    Err(instance.broken(Rule::InjectionRepeats, &tried, expected, format!("{again:?}")))
+    Err(instance.broken(
+        Rule::ContainerEditsAreStable,
+        &tried,
+        expected,
+        format!("{again:?}"),
+    ))
 }
 
 /// Checks that a container runtime can apply the container edits as intended.
 fn usable<D: NodeDriver>(
-    instance: &NodeInstance<'_, D>,
+    instance: &Instance<'_, D>,
     device: &str,
     container_edits: &ContainerEdits,
 ) -> Done<()> {
@@ -140,40 +145,44 @@ fn usable<D: NodeDriver>(
         Some(problem) => {
             let tried = format!("injection({device})");
             let expected = "device nodes and mounts that a container runtime can make";
-            Err(instance.broken(Rule::UsableInjection, &tried, expected, problem.clone()))
+            Err(instance.broken(Rule::UsableContainerEdits, &tried, expected, problem.clone()))
         }
     }
 }
 
 /// Repeated prepare and unprepare, also by other instances.
-pub(super) async fn claims<D: NodeDriver>(kit: &NodeKit<D>, scene: &Scene, devices: &[Device]) -> Done<()> {
-    let instance = kit.listening(scene).await?;
+pub(super) async fn claims<D: NodeDriver>(
+    kit: &NodeKit<D>,
+    fixture: &Fixture,
+    devices: &[Device],
+) -> Done<()> {
+    let instance = kit.listening(fixture).await?;
     let Some(first) = devices.first() else {
         return Ok(());
     };
-    let a = claim(scene, "claim-a", &[&first.name]);
-    let fine = Rule::UnprepareAgainIsFine;
+    let a = claim(fixture, "claim-a", &[&first.name]);
+    let fine = Rule::UnprepareIsIdempotent;
     instance
         .unprepare(&a, fine, "unprepare what was never prepared")
         .await?;
-    let gone = claim(scene, "claim-of-gone", &[NOWHERE]);
+    let gone = claim(fixture, "claim-of-gone", &[UNKNOWN_NODE]);
     instance
         .unprepare(&gone, fine, "unprepare a claim of a device that is gone")
         .await?;
-    let same = Rule::PrepareAgainIsTheSame;
+    let same = Rule::PrepareIsIdempotent;
     let given = instance.prepared(&a, None, same, "prepare").await?;
     for _ in 0..2 {
         instance.prepared(&a, Some(&given), same, "prepare again").await?;
     }
     instance.kill().await;
-    let instance = kit.listening(scene).await?;
+    let instance = kit.listening(fixture).await?;
     let tried = "killed, and prepare again";
     instance.prepared(&a, Some(&given), same, tried).await?;
 
     let one = Rule::UnprepareIsForOneClaim;
     let b = devices
         .get(1)
-        .map(|device| claim(scene, "claim-b", &[&device.name]));
+        .map(|device| claim(fixture, "claim-b", &[&device.name]));
     let mut given_b = None;
     if let Some(b) = &b {
         given_b = Some(
@@ -189,11 +198,11 @@ pub(super) async fn claims<D: NodeDriver>(kit: &NodeKit<D>, scene: &Scene, devic
         let tried = "prepare the other claim again, after this one was undone";
         instance.prepared(b, given_b.as_ref(), one, tried).await?;
     }
-    let next = claim(scene, "claim-next", &[&first.name]);
+    let next = claim(fixture, "claim-next", &[&first.name]);
     let tried = "prepare the next claim with a device that was given back";
     instance.prepared(&next, None, one, tried).await?;
     instance.kill().await;
-    let instance = kit.listening(scene).await?;
+    let instance = kit.listening(fixture).await?;
     for claim in b.iter().chain([&next]) {
         instance
             .unprepare(claim, fine, "killed, and unprepare by a new instance")
@@ -205,14 +214,14 @@ pub(super) async fn claims<D: NodeDriver>(kit: &NodeKit<D>, scene: &Scene, devic
 /// An interrupted prepare.
 pub(super) async fn unfinished<D: NodeDriver>(
     kit: &NodeKit<D>,
-    scene: &Scene,
+    fixture: &Fixture,
     devices: &[Device],
 ) -> Done<()> {
-    let instance = kit.listening(scene).await?;
+    let instance = kit.listening(fixture).await?;
     let Some(device) = devices.first() else {
         return Ok(());
     };
-    let half = claim(scene, "claim-half", &[&device.name, NOWHERE]);
+    let half = claim(fixture, "claim-half", &[&device.name, UNKNOWN_NODE]);
     if let Ok(container_edits) = instance.prepare(&half).await? {
         let tried = "prepare a claim of two devices, of which one is not listed";
         let found = format!("{container_edits:?}");
@@ -221,7 +230,7 @@ pub(super) async fn unfinished<D: NodeDriver>(
     let rule = Rule::FailedPrepareCanBeUndone;
     let tried = "unprepare after a prepare that has failed at its second device";
     instance.unprepare(&half, rule, tried).await?;
-    let next = claim(scene, "claim-next", &[&device.name]);
+    let next = claim(fixture, "claim-next", &[&device.name]);
     let tried = "prepare the next claim with the first device of one that has failed and was undone";
     instance.prepared(&next, None, rule, tried).await?;
     instance.unprepare(&next, rule, "unprepare it").await?;
@@ -229,20 +238,24 @@ pub(super) async fn unfinished<D: NodeDriver>(
 }
 
 /// A prepare that exceeds its limit.
-pub(super) async fn dropped<D: NodeDriver>(kit: &NodeKit<D>, scene: &Scene, devices: &[Device]) -> Done<()> {
-    let instance = kit.listening(scene).await?;
+pub(super) async fn dropped<D: NodeDriver>(
+    kit: &NodeKit<D>,
+    fixture: &Fixture,
+    devices: &[Device],
+) -> Done<()> {
+    let instance = kit.listening(fixture).await?;
     let rule = Rule::DroppedPrepareCanBeUndone;
     let Some(device) = devices.first() else {
         return Ok(());
     };
-    for waits in 1..=WAITS {
-        let late = claim(scene, "claim-late", &[&device.name]);
+    for waits in 1..=MAX_POLLS {
+        let late = claim(fixture, "claim-late", &[&device.name]);
         let done = instance.prepare_and_drop(&late, waits).await?;
         let tried = format!("a prepare is dropped after {waits} waits");
         instance
             .unprepare(&late, rule, &format!("{tried}; unprepare"))
             .await?;
-        let next = claim(scene, "claim-next", &[&device.name]);
+        let next = claim(fixture, "claim-next", &[&device.name]);
         let tried = format!("{tried}, and undone; prepare the next claim");
         instance.prepared(&next, None, rule, &tried).await?;
         instance.unprepare(&next, rule, "unprepare it").await?;

@@ -23,13 +23,13 @@ pub(super) const NAMESPACE: &str = "default";
 
 /// Environment of a driver under test.
 #[derive(Clone)]
-pub struct Place {
+pub struct Environment {
     pub(super) client: kube::Client,
     pub(super) directory: PathBuf,
     pub(super) node_name: String,
 }
 
-impl Place {
+impl Environment {
     /// Client of the check's API server. It stops working when its instance is killed.
     pub fn client(&self) -> kube::Client {
         self.client.clone()
@@ -47,7 +47,7 @@ impl Place {
     }
 }
 
-impl fmt::Debug for Place {
+impl fmt::Debug for Environment {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Place")
             .field("directory", &self.directory)
@@ -95,15 +95,18 @@ pub(super) struct Setup {
     pub(super) objects: String,
     pub(super) nodes: Vec<String>,
     pub(super) driver_name: String,
+    /// Maximum number of concurrent claims.
+    pub(super) max_claims: usize,
 }
 
 /// Cluster and directory of one check, removed on drop.
 #[derive(Debug)]
-pub(super) struct Scene {
-    pub(super) stage: Stage,
-    pub(super) hand: Hand,
+pub(super) struct Fixture {
+    pub(super) cluster: Stage,
+    pub(super) client: Hand,
     pub(super) directory: Directory,
     pub(super) nodes: Vec<String>,
+    pub(super) max_claims: usize,
     driver_name: String,
     /// Class of the claims.
     class: Arc<ResourceClass>,
@@ -111,26 +114,27 @@ pub(super) struct Scene {
     claim_spec: Value,
     /// Template of the pods' claims.
     pub(super) template: String,
-    exercise: String,
+    check: String,
     calls: Arc<Mutex<Vec<String>>>,
     claims: AtomicUsize,
 }
 
-impl Scene {
+impl Fixture {
     /// Creates a cluster with the nodes and objects of the test. Must be called within a runtime.
-    pub(super) fn open(setup: &Setup, exercise: &str) -> Done<Self> {
-        let stage = Stage::start(Source::system());
-        let hand = Hand::new(stage.server(), OWN);
+    pub(super) fn open(setup: &Setup, check: &str) -> Done<Self> {
+        let cluster = Stage::start(Source::system());
+        let client = Hand::new(cluster.server(), OWN);
         for name in &setup.nodes {
             let node = json!({
                 "metadata": { "name": name, "labels": { "kubernetes.io/hostname": name } },
                 "status": { "conditions": [{ "type": "Ready", "status": "True" }], "allocatable": { "pods": "110" } },
             });
-            hand.create("nodes", "", node)
+            client
+                .create("nodes", "", node)
                 .map_err(|refusal| Stop::Setup(format!("node {name}: {}", refusal.message)))?;
         }
-        apply(&stage, &hand, &setup.objects)?;
-        let classes = hand.list("resourceclasses");
+        apply(&cluster, &client, &setup.objects)?;
+        let classes = client.list("resourceclasses");
         let ours = classes
             .into_iter()
             .find(|class| text(class, "/driverName") == setup.driver_name);
@@ -138,11 +142,11 @@ impl Scene {
             class
         } else {
             let class = json!({ "metadata": { "name": OWN }, "driverName": setup.driver_name });
-            let made = hand.create("resourceclasses", "", class);
+            let made = client.create("resourceclasses", "", class);
             made.map_err(|refusal| Stop::Setup(format!("class {OWN}: {}", refusal.message)))?
         };
         let class_name = object::name(&class).to_owned();
-        let template = hand
+        let template = client
             .list("resourceclaimtemplates")
             .into_iter()
             .find(|template| text(template, "/spec/spec/resourceClassName") == class_name);
@@ -150,7 +154,7 @@ impl Scene {
             template
         } else {
             let template = json!({ "metadata": { "name": OWN }, "spec": { "spec": { "resourceClassName": class_name } } });
-            let made = hand.create("resourceclaimtemplates", NAMESPACE, template);
+            let made = client.create("resourceclaimtemplates", NAMESPACE, template);
             made.map_err(|refusal| Stop::Setup(format!("template {OWN}: {}", refusal.message)))?
         };
         if object::namespace(&template) != NAMESPACE {
@@ -161,17 +165,18 @@ impl Scene {
         }
         let class = serde_json::from_value(class).map_err(|error| Stop::Setup(error.to_string()))?;
         Ok(Self {
-            hand,
+            client,
             directory: Directory::make()?,
             nodes: setup.nodes.clone(),
+            max_claims: setup.max_claims,
             driver_name: setup.driver_name.clone(),
             class: Arc::new(class),
             claim_spec: template["spec"]["spec"].clone(),
             template: object::name(&template).to_owned(),
-            exercise: exercise.to_owned(),
+            check: check.to_owned(),
             calls: Arc::default(),
             claims: AtomicUsize::new(0),
-            stage,
+            cluster,
         })
     }
 
@@ -188,9 +193,9 @@ impl Scene {
         let number = self.claims.fetch_add(1, Ordering::Relaxed) + 1;
         let claim = json!({
             "metadata": {
-                "name": format!("claim-{number}"), "namespace": NAMESPACE, "uid": self.stage.server().source.uid(),
+                "name": format!("claim-{number}"), "namespace": NAMESPACE, "uid": self.cluster.server().source.uid(),
                 "finalizers": [format!("{}/deletion-protection", self.driver_name)],
-                "creationTimestamp": self.stage.server().now(), "resourceVersion": number.to_string(),
+                "creationTimestamp": self.cluster.server().now(), "resourceVersion": number.to_string(),
             },
             "spec": self.claim_spec,
         });
@@ -212,7 +217,7 @@ impl Scene {
 
     /// Lists the cluster's events for a finding.
     pub(super) fn events(&self) -> Vec<String> {
-        let events = self.hand.list("events");
+        let events = self.client.list("events");
         let line = |event: &Value| format!("event: {} {}", text(event, "/reason"), text(event, "/message"));
         events.iter().map(line).collect()
     }
@@ -240,8 +245,8 @@ impl Scene {
         found: impl Into<String>,
     ) -> Stop {
         let tried = match tried {
-            "" => self.exercise.clone(),
-            tried => format!("{}: {tried}", self.exercise),
+            "" => self.check.clone(),
+            tried => format!("{}: {tried}", self.check),
         };
         Stop::Rule(Box::new(Finding {
             rule,
@@ -254,20 +259,21 @@ impl Scene {
 }
 
 /// Applies objects including their status, such as the inventory of a companion that does not run here.
-fn apply(stage: &Stage, hand: &Hand, yaml: &str) -> Done<()> {
+fn apply(cluster: &Stage, client: &Hand, yaml: &str) -> Done<()> {
     let documents: Vec<Value> =
         serde_saphyr::from_multiple(yaml).map_err(|error| StageError::Yaml(error.to_string()))?;
     for mut document in documents.into_iter().filter(Value::is_object) {
         let status = document.as_object_mut().and_then(|map| map.remove("status"));
-        let applied = stage.apply(&document.to_string())?;
+        let applied = cluster.apply(&document.to_string())?;
         let (Some(status), [object]) = (status, applied.as_slice()) else {
             continue;
         };
-        let kind = stage
+        let kind = cluster
             .server()
             .kind_named(text(object, "/apiVersion"), text(object, "/kind"));
         let Some(kind) = kind else { continue };
-        hand.merge(&kind.plural, object, "status", json!({ "status": status }))
+        client
+            .merge(&kind.plural, object, "status", json!({ "status": status }))
             .map_err(|refusal| {
                 Stop::Setup(format!(
                     "the status of {}: {}",

@@ -10,11 +10,11 @@ use tokio::time::Instant as Moment;
 use tokio_util::sync::CancellationToken;
 
 use super::conformance::Kit;
+use super::fixture::{Done, Fixture, NAMESPACE, Stop};
 use super::instance::Instance;
 use super::measure::Capacity;
-use super::process::{Blow, BlowKind, Fate};
+use super::process::{Fault, FaultKind, FaultPlan};
 use super::rule::Rule;
-use super::scene::{Done, NAMESPACE, Scene, Stop};
 use super::wrapped::Wrapped;
 use crate::controller::Controller;
 use crate::driver::Driver;
@@ -22,16 +22,16 @@ use crate::testcluster::api::object::{self, list, text};
 use crate::testcluster::hand::Hand;
 
 /// Name prefix of steps that only send an observation.
-pub(super) const TOLD: &str = "observe";
+pub(super) const OBSERVE: &str = "observe";
 /// Limit for a driver call and for a request.
 const CALL: Duration = Duration::from_millis(500);
 
-struct Story<'a, D> {
+struct Lifecycle<'a, D> {
     kit: &'a Kit<D>,
-    scene: &'a Scene,
+    fixture: &'a Fixture,
     rule: Rule,
     instance: Option<Instance<'a, D>>,
-    fate: Fate,
+    fault_plan: FaultPlan,
     /// Why the controller has ended unexpectedly.
     ended: Arc<Mutex<Option<String>>>,
     /// Steps of earlier processes.
@@ -39,63 +39,66 @@ struct Story<'a, D> {
 }
 
 /// Runs the scenario and returns the controller's steps.
-pub(super) async fn play<D: Driver>(
+pub(super) async fn run<D: Driver>(
     kit: &Kit<D>,
-    scene: &Scene,
+    fixture: &Fixture,
     capacity: &Capacity,
-    blow: Option<Blow>,
+    fault: Option<Fault>,
 ) -> Done<Vec<String>> {
-    let rule = match blow.map(|blow| blow.kind) {
+    let rule = match fault.map(|fault| fault.kind) {
         None => Rule::ServesPods,
-        Some(BlowKind::Crash) => Rule::SurvivesCrash,
-        Some(BlowKind::Slow) => Rule::SurvivesSlowCall,
-        Some(BlowKind::Fail) => Rule::SurvivesFailedCall,
+        Some(FaultKind::Crash) => Rule::SurvivesCrash,
+        Some(FaultKind::Slow) => Rule::SurvivesSlowCall,
+        Some(FaultKind::Fail) => Rule::SurvivesFailedCall,
     };
-    let mut story = Story {
+    let mut lifecycle = Lifecycle {
         kit,
-        scene,
+        fixture,
         rule,
         instance: None,
-        fate: Fate::new(blow),
+        fault_plan: FaultPlan::new(fault),
         ended: Arc::default(),
         past: Vec::new(),
     };
-    story.begin().await?;
+    lifecycle.begin().await?;
     let pair = capacity.together >= 2 && capacity.places.is_none_or(|places| places >= 3);
-    story.create("one", 1)?;
-    story.bound("one").await?;
+    lifecycle.create("one", 1)?;
+    lifecycle.bound("one").await?;
     if pair {
-        story.create("pair", 2)?;
-        story.bound("pair").await?;
+        lifecycle.create("pair", 2)?;
+        lifecycle.bound("pair").await?;
     }
-    story.delete("one");
-    story
+    lifecycle.delete("one");
+    lifecycle
         .settled("the claim of pod one is gone", usize::from(pair) * 2)
         .await?;
-    story.create("later", 1)?;
-    story.bound("later").await?;
+    lifecycle.create("later", 1)?;
+    lifecycle.bound("later").await?;
     for pod in ["pair", "later"] {
-        story.delete(pod);
+        lifecycle.delete(pod);
     }
-    story
+    lifecycle
         .settled("all pods are deleted; their claims are gone", 0)
         .await?;
-    story.check_history(capacity)?;
-    story.check_books(capacity).await?;
-    story.remember();
-    if let Some(instance) = story.instance.take() {
+    lifecycle.check_history(capacity)?;
+    lifecycle.check_capacity(capacity).await?;
+    lifecycle.remember();
+    if let Some(instance) = lifecycle.instance.take() {
         instance.kill().await;
     }
-    Ok(story.past)
+    Ok(lifecycle.past)
 }
 
-impl<D: Driver> Story<'_, D> {
+impl<D: Driver> Lifecycle<'_, D> {
     /// Starts the controller with the driver.
     async fn begin(&mut self) -> Done<()> {
-        let instance = self.kit.fated(self.scene, self.fate.clone()).await?;
+        let instance = self
+            .kit
+            .with_faults(self.fixture, self.fault_plan.clone())
+            .await?;
         let wrapped = Wrapped {
             driver: instance.driver.clone(),
-            fate: self.fate.clone(),
+            fault_plan: self.fault_plan.clone(),
         };
         let controller = Controller::builder(wrapped)
             .call_timeout(CALL)
@@ -115,7 +118,7 @@ impl<D: Driver> Story<'_, D> {
 
     /// Keeps the steps of the process for a finding.
     fn remember(&mut self) {
-        self.past.extend(self.fate.steps());
+        self.past.extend(self.fault_plan.steps());
     }
 
     async fn restart(&mut self) -> Done<()> {
@@ -124,14 +127,14 @@ impl<D: Driver> Story<'_, D> {
         if let Some(instance) = self.instance.take() {
             instance.kill().await;
         }
-        self.fate = Fate::new(None);
+        self.fault_plan = FaultPlan::new(None);
         self.begin().await
     }
 
     fn create(&self, name: &str, claims: usize) -> Done<()> {
         let entries: Vec<Value> = (0..claims)
             .map(|number| {
-                json!({ "name": format!("entry-{number}"), "source": { "resourceClaimTemplateName": self.scene.template } })
+                json!({ "name": format!("entry-{number}"), "source": { "resourceClaimTemplateName": self.fixture.template } })
             })
             .collect();
         let pod = json!({
@@ -141,57 +144,57 @@ impl<D: Driver> Story<'_, D> {
                 "resourceClaims": entries, "terminationGracePeriodSeconds": 0,
             },
         });
-        let made = self.scene.hand.create("pods", NAMESPACE, pod);
+        let made = self.fixture.client.create("pods", NAMESPACE, pod);
         made.map(drop)
             .map_err(|refusal| Stop::Setup(format!("pod {name}: {}", refusal.message)))
     }
 
     fn delete(&self, name: &str) {
-        if let Some(pod) = self.scene.hand.get("pods", NAMESPACE, name) {
+        if let Some(pod) = self.fixture.client.get("pods", NAMESPACE, name) {
             // The pod may already be deleted.
-            let _ = self.scene.hand.delete("pods", &pod, Some(0));
+            let _ = self.fixture.client.delete("pods", &pod, Some(0));
         }
     }
 
     async fn bound(&mut self, name: &str) -> Done<()> {
         let what = format!("pod {name} has a node, and its claims are allocated and reserved for it");
-        self.wait(&what, |hand| {
-            let pod = hand.get("pods", NAMESPACE, name).unwrap_or_default();
+        self.wait(&what, |client| {
+            let pod = client.get("pods", NAMESPACE, name).unwrap_or_default();
             !text(&pod, "/spec/nodeName").is_empty()
         })
         .await
     }
 
     async fn settled(&mut self, what: &str, claims: usize) -> Done<()> {
-        self.wait(what, |hand| {
-            let pending = hand.list("pods").iter().any(object::is_deleting);
-            !pending && hand.list("resourceclaims").len() == claims
+        self.wait(what, |client| {
+            let pending = client.list("pods").iter().any(object::is_deleting);
+            !pending && client.list("resourceclaims").len() == claims
         })
         .await
     }
 
     async fn wait(&mut self, what: &str, holds: impl Fn(&Hand) -> bool) -> Done<()> {
-        let until = Moment::now() + self.kit.patience;
-        let mut changes = self.scene.stage.server().changes();
+        let until = Moment::now() + self.kit.timeout;
+        let mut changes = self.fixture.cluster.server().changes();
         loop {
             changes.borrow_and_update();
-            if holds(&self.scene.hand) {
+            if holds(&self.fixture.client) {
                 return Ok(());
             }
-            if self.fate.is_dead() {
+            if self.fault_plan.is_dead() {
                 self.restart().await?;
             }
             let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner).take();
             if let Some(why) = ended {
                 return Err(self.broken(what, format!("the controller has ended: {why}")));
             }
-            let fate = self.fate.clone();
+            let fault_plan = self.fault_plan.clone();
             tokio::select! {
                 _ = changes.changed() => {}
-                () = fate.died() => {}
+                () = fault_plan.died() => {}
                 () = tokio::time::sleep_until(until) => {
                     let state = self.state();
-                    return Err(self.broken(what, format!("not within {:?}; {state}", self.kit.patience)));
+                    return Err(self.broken(what, format!("not within {:?}; {state}", self.kit.timeout)));
                 }
             }
         }
@@ -199,8 +202,8 @@ impl<D: Driver> Story<'_, D> {
 
     /// Describes claims and events for a finding.
     fn state(&self) -> String {
-        let hand = &self.scene.hand;
-        let mut parts: Vec<String> = hand
+        let client = &self.fixture.client;
+        let mut parts: Vec<String> = client
             .list("resourceclaims")
             .iter()
             .map(|claim| {
@@ -218,13 +221,13 @@ impl<D: Driver> Story<'_, D> {
                 )
             })
             .collect();
-        parts.extend(self.scene.events());
+        parts.extend(self.fixture.events());
         parts.join("; ")
     }
 
     fn broken(&self, expected: &str, found: impl Into<String>) -> Stop {
-        let steps = self.past.iter().cloned().chain(self.fate.steps());
-        self.scene.broken_after(steps, self.rule, expected, found)
+        let steps = self.past.iter().cloned().chain(self.fault_plan.steps());
+        self.fixture.broken_after(steps, self.rule, expected, found)
     }
 
     /// Checks that recorded allocations never exceeded the capacity.
@@ -233,7 +236,7 @@ impl<D: Driver> Story<'_, D> {
             return Ok(());
         };
         let mut allocated: BTreeSet<String> = BTreeSet::new();
-        let (changes, _) = self.scene.stage.server().changes_after(1);
+        let (changes, _) = self.fixture.cluster.server().changes_after(1);
         for change in changes
             .iter()
             .filter(|change| change.key.storage.starts_with("resourceclaims"))
@@ -253,14 +256,14 @@ impl<D: Driver> Story<'_, D> {
     }
 
     /// Checks that the driver's whole capacity is free at the end.
-    async fn check_books(&mut self, capacity: &Capacity) -> Done<()> {
+    async fn check_capacity(&mut self, capacity: &Capacity) -> Done<()> {
         let Some(places) = capacity.places else {
             return Ok(());
         };
         // The last observation may still be pending.
-        let until = Moment::now() + self.kit.patience;
+        let until = Moment::now() + self.kit.timeout;
         loop {
-            if self.fate.is_dead() {
+            if self.fault_plan.is_dead() {
                 self.restart().await?;
             }
             let Some(instance) = &self.instance else {

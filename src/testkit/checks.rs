@@ -5,47 +5,47 @@ use std::time::Duration;
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::conformance::Kit;
+use super::fixture::{Done, Fixture, summed};
 use super::instance::{Held, Instance, shown_error};
 use super::measure::Capacity;
 use super::rule::Rule;
-use super::scene::{Done, Scene, summed};
 use crate::driver::{CapacityChange, Driver, DriverErrorKind, Holding, Observation};
 
 /// Maximum number of polls before an allocation is dropped.
-const WAITS: usize = 12;
+const MAX_POLLS: usize = 12;
 /// Number of rounds of concurrent calls that exceed the capacity.
-const RUSHES: usize = 5;
+const ROUNDS: usize = 5;
 
 /// Exhausted capacity.
-pub(super) async fn full<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
-    let instance = kit.started(scene).await?;
+pub(super) async fn full<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &Capacity) -> Done<()> {
+    let instance = kit.started(fixture).await?;
     let Some(places) = capacity.places else {
         return Ok(());
     };
     let held = instance.some(places).await?;
-    let claim = [scene.claim()?];
-    let verdicts = instance.unsuitable_nodes(&claim, &scene.nodes).await?;
-    for node in &scene.nodes {
-        let reason = verdicts.first().and_then(|unsuitable| unsuitable.get(node));
+    let claim = [fixture.claim()?];
+    let unsuitable = instance.unsuitable_nodes(&claim, &fixture.nodes).await?;
+    for node in &fixture.nodes {
+        let reason = unsuitable.first().and_then(|unsuitable| unsuitable.get(node));
         if reason.is_none_or(|reason| reason.trim().is_empty()) {
             let tried = format!(
                 "unsuitable_nodes with {} claims allocated, which is all that fit",
                 held.len()
             );
             let expected = format!("a reason for {node}, such as \"{places} of {places} held\"");
-            return Err(instance.broken(Rule::FullIsAVerdict, &tried, expected, format!("{reason:?}")));
+            return Err(instance.broken(Rule::FullIsUnsuitable, &tried, expected, format!("{reason:?}")));
         }
     }
-    for node in scene.nodes.iter().map(|node| Some(node.as_str())).chain([None]) {
+    for node in fixture.nodes.iter().map(|node| Some(node.as_str())).chain([None]) {
         let tried = format!("allocate one more than the {places} that fit");
         match instance.allocate(&claim, node).await? {
             Ok(_) => {
-                let rule = Rule::NeverMoreThanThereIs;
+                let rule = Rule::CapacityIsKept;
                 return Err(instance.broken(rule, &tried, "an error", "an allocation"));
             }
             Err(error) if error.kind == DriverErrorKind::Invalid => {
                 let expected = "an error of the kind Retry: nobody has done anything wrong";
-                return Err(instance.broken(Rule::FullIsAVerdict, &tried, expected, shown_error(&error)));
+                return Err(instance.broken(Rule::FullIsUnsuitable, &tried, expected, shown_error(&error)));
             }
             Err(_) => {}
         }
@@ -53,21 +53,21 @@ pub(super) async fn full<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capa
     instance.give_back(&held).await?;
     let tried = "after allocations that were refused, all is given back";
     instance
-        .expect_free(Rule::UnrecordedIsFreeAgain, tried, capacity.places, 0)
+        .expect_free(Rule::UnrecordedIsReleased, tried, capacity.places, 0)
         .await
 }
 
 /// More concurrent calls than capacity.
-pub(super) async fn rush<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
-    let instance = kit.started(scene).await?;
+pub(super) async fn rush<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &Capacity) -> Done<()> {
+    let instance = kit.started(fixture).await?;
     let Some(places) = capacity.places else {
         return Ok(());
     };
-    for _ in 0..RUSHES {
-        let claims = scene.claims(places + scene.nodes.len().max(2))?;
+    for _ in 0..ROUNDS {
+        let claims = fixture.claims(places + fixture.nodes.len().max(2))?;
         let results = instance.at_once(&claims).await?;
         let held: Vec<Held> = results.iter().flatten().cloned().collect();
-        scene.note(format!(
+        fixture.note(format!(
             "({} allocations at the same time -> {} done)",
             claims.len(),
             held.len()
@@ -80,7 +80,7 @@ pub(super) async fn rush<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capa
                 held.len(),
                 summed(held.iter().map(|one| one.node.clone()))
             );
-            return Err(instance.broken(Rule::NeverMoreThanThereIs, &tried, expected, found));
+            return Err(instance.broken(Rule::CapacityIsKept, &tried, expected, found));
         }
         for claim in &claims {
             instance.deallocate(&Holding::new(claim.clone()), None).await?;
@@ -88,13 +88,13 @@ pub(super) async fn rush<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capa
     }
     let tried = "after allocations at the same time, all is given back";
     instance
-        .expect_free(Rule::UnrecordedIsFreeAgain, tried, capacity.places, 0)
+        .expect_free(Rule::UnrecordedIsReleased, tried, capacity.places, 0)
         .await
 }
 
 /// Repeated calls, and allocations that were never recorded.
-pub(super) async fn again<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
-    let instance = kit.started(scene).await?;
+pub(super) async fn again<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &Capacity) -> Done<()> {
+    let instance = kit.started(fixture).await?;
     let held = instance.some(1).await?;
     let places = capacity.places;
     for one in &held {
@@ -106,28 +106,28 @@ pub(super) async fn again<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Cap
             if !same {
                 let expected = format!("{:?}", one.allocation);
                 let found = format!("{again:?}");
-                return Err(instance.broken(Rule::AllocateAgainIsTheSame, "allocate again", expected, found));
+                return Err(instance.broken(Rule::AllocateIsIdempotent, "allocate again", expected, found));
             }
         }
     }
     let tried = "allocate three times for one claim";
     instance
-        .expect_free(Rule::AllocateAgainIsTheSame, tried, places, held.len())
+        .expect_free(Rule::AllocateIsIdempotent, tried, places, held.len())
         .await?;
-    let stranger = Holding::new(scene.claim()?);
+    let stranger = Holding::new(fixture.claim()?);
     for _ in 0..2 {
         instance.deallocate(&stranger, None).await?;
     }
     let tried = "deallocate a claim that was never allocated, while another holds something";
     instance
-        .expect_free(Rule::DeallocateNothingDoesNothing, tried, places, held.len())
+        .expect_free(Rule::DeallocateIsIdempotent, tried, places, held.len())
         .await?;
     for _ in 0..2 {
         instance.give_back(&held).await?;
     }
     let tried = "deallocate twice what was never recorded";
     instance
-        .expect_free(Rule::UnrecordedIsFreeAgain, tried, places, 0)
+        .expect_free(Rule::UnrecordedIsReleased, tried, places, 0)
         .await?;
     for one in &held {
         instance.take(std::slice::from_ref(&one.claim), &one.node).await?;
@@ -135,13 +135,13 @@ pub(super) async fn again<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Cap
     instance.give_back(&held).await?;
     let tried = "allocate for a claim that was given back, and give it back again";
     instance
-        .expect_free(Rule::UnrecordedIsFreeAgain, tried, places, 0)
+        .expect_free(Rule::UnrecordedIsReleased, tried, places, 0)
         .await
 }
 
 /// Recorded allocations, through `observe`.
-pub(super) async fn recorded<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
-    let instance = kit.started(scene).await?;
+pub(super) async fn recorded<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &Capacity) -> Done<()> {
+    let instance = kit.started(fixture).await?;
     let places = capacity.places;
     for gone in [false, true] {
         let Some(held) = instance.allocate_one().await? else {
@@ -154,7 +154,7 @@ pub(super) async fn recorded<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &
             .await?;
         // Repeats the observation, as after any other change of the claim.
         instance.record(&held).await?;
-        let holding = held.recorded(scene.driver_name());
+        let holding = held.recorded(fixture.driver_name());
         instance.deallocate(&holding, Some(&held.allocation)).await?;
         let tried = "deallocate what is recorded, whose record stands until the controller's next write";
         instance
@@ -172,7 +172,7 @@ pub(super) async fn recorded<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &
         };
         instance.observe(observation).await?;
         instance
-            .expect_free(Rule::ObservedIsFree, tried, places, 0)
+            .expect_free(Rule::ObservedIsReleased, tried, places, 0)
             .await?;
         if !gone {
             instance.observe(Observation::Gone { uid: held.uid() }).await?;
@@ -185,13 +185,15 @@ pub(super) async fn recorded<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &
     instance.record(&held).await?;
     instance.observe(Observation::Gone { uid: held.uid() }).await?;
     let tried = "observe that a recorded claim is gone, without a deallocate before";
-    instance.expect_free(Rule::ObservedIsFree, tried, places, 0).await
+    instance
+        .expect_free(Rule::ObservedIsReleased, tried, places, 0)
+        .await
 }
 
 /// State of a new instance after a restart.
-pub(super) async fn restart<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
+pub(super) async fn restart<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &Capacity) -> Done<()> {
     let places = capacity.places;
-    let instance = kit.started(scene).await?;
+    let instance = kit.started(fixture).await?;
     let held = instance.some(places.map_or(2, |places| places.min(2))).await?;
     for one in &held {
         instance.record(one).await?;
@@ -199,28 +201,28 @@ pub(super) async fn restart<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &C
     let recorded = instance.recorded(&held);
     instance.kill().await;
 
-    let instance = kit.instance(scene).await?;
+    let instance = kit.instance(fixture).await?;
     instance.begin(recorded.clone()).await?;
     let tried = "killed, and told of the claims anew";
     instance
-        .expect_free(Rule::BooksFromClaims, tried, places, held.len())
+        .expect_free(Rule::StateFromClaims, tried, places, held.len())
         .await?;
     instance.kill().await;
 
-    let instance = kit.instance(scene).await?;
+    let instance = kit.instance(fixture).await?;
     instance.begin(Vec::new()).await?;
     let tried = "killed, and told that there are no claims any more";
     instance
-        .expect_free(Rule::BooksFromClaims, tried, places, 0)
+        .expect_free(Rule::StateFromClaims, tried, places, 0)
         .await?;
     instance.kill().await;
 
     // An allocation that was not recorded before the crash.
-    let instance = kit.instance(scene).await?;
+    let instance = kit.instance(fixture).await?;
     instance.begin(Vec::new()).await?;
     let lost = instance.some(1).await?;
     instance.kill().await;
-    let instance = kit.instance(scene).await?;
+    let instance = kit.instance(fixture).await?;
     let holdings: Vec<Holding> = lost.iter().map(Held::unrecorded).collect();
     instance.begin(holdings.clone()).await?;
     for holding in &holdings {
@@ -228,19 +230,19 @@ pub(super) async fn restart<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &C
     }
     let tried = "killed between an allocation and its record; deallocate after the start";
     instance
-        .expect_free(Rule::LostAllocationIsGivenBack, tried, places, 0)
+        .expect_free(Rule::LostAllocationIsReleased, tried, places, 0)
         .await
 }
 
 /// Several claims of one pod.
-pub(super) async fn batch<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
-    let instance = kit.started(scene).await?;
+pub(super) async fn batch<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &Capacity) -> Done<()> {
+    let instance = kit.started(fixture).await?;
     let Capacity {
         places,
         node,
         together,
     } = capacity;
-    let claims = scene.claims(*together)?;
+    let claims = fixture.claims(*together)?;
     let allocations = instance.take(&claims, node).await?;
     let held: Vec<Held> = claims
         .into_iter()
@@ -253,19 +255,19 @@ pub(super) async fn batch<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Cap
         .collect();
     let tried = format!("allocate {together} claims of a pod together");
     instance
-        .expect_free(Rule::OneResultPerClaim, &tried, *places, *together)
+        .expect_free(Rule::OneAllocationPerClaim, &tried, *places, *together)
         .await?;
     instance.give_back(&held).await?;
     let tried = format!("allocate {together} claims of a pod together, and give all back");
     instance
-        .expect_free(Rule::BatchCanBeUndone, &tried, *places, 0)
+        .expect_free(Rule::FailedAllocateIsReleased, &tried, *places, 0)
         .await?;
     let Some(places) = *places else { return Ok(()) };
-    let claims = scene.claims(places + 1)?;
+    let claims = fixture.claims(places + 1)?;
     if instance.allocate(&claims, Some(node)).await?.is_ok() {
         let tried = format!("allocate {} claims together where {places} fit", claims.len());
         let found = "an allocation for each";
-        return Err(instance.broken(Rule::NeverMoreThanThereIs, &tried, "an error", found));
+        return Err(instance.broken(Rule::CapacityIsKept, &tried, "an error", found));
     }
     for claim in &claims {
         instance.deallocate(&Holding::new(claim.clone()), None).await?;
@@ -275,15 +277,15 @@ pub(super) async fn batch<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Cap
         claims.len()
     );
     instance
-        .expect_free(Rule::BatchCanBeUndone, &tried, Some(places), 0)
+        .expect_free(Rule::FailedAllocateIsReleased, &tried, Some(places), 0)
         .await
 }
 
 /// Calls dropped at a wait because of the time limit.
-pub(super) async fn dropped<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
-    let instance = kit.started(scene).await?;
-    for waits in 1..=WAITS {
-        let claim = scene.claim()?;
+pub(super) async fn dropped<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &Capacity) -> Done<()> {
+    let instance = kit.started(fixture).await?;
+    for waits in 1..=MAX_POLLS {
+        let claim = fixture.claim()?;
         let done = instance.allocate_and_drop(&claim, &capacity.node, waits).await?;
         instance.deallocate(&Holding::new(claim), None).await?;
         let tried = if done {
@@ -292,7 +294,7 @@ pub(super) async fn dropped<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &C
             format!("allocate that is dropped when it waits for the {waits}. time, then deallocate")
         };
         instance
-            .expect_free(Rule::DroppedCallCanBeUndone, &tried, capacity.places, 0)
+            .expect_free(Rule::DroppedAllocateIsReleased, &tried, capacity.places, 0)
             .await?;
         if done {
             break;
@@ -302,8 +304,8 @@ pub(super) async fn dropped<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &C
 }
 
 /// Wake-up of waiting pods.
-pub(super) async fn woken<D: Driver>(kit: &Kit<D>, scene: &Scene, capacity: &Capacity) -> Done<()> {
-    let instance = kit.instance(scene).await?;
+pub(super) async fn woken<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &Capacity) -> Done<()> {
+    let instance = kit.instance(fixture).await?;
     let mut changes = instance.capacity_changes();
     instance.begin(Vec::new()).await?;
     let Some(places) = capacity.places else {
