@@ -162,11 +162,7 @@ fn without_inventories_no_node_is_called_unable() {
         nodes: &BTreeMap::new(),
     });
     assert_eq!(explanation.step, Step::WaitsForScheduler);
-    assert!(
-        explanation.because.contains("unknown"),
-        "{}",
-        explanation.because
-    );
+    assert!(explanation.because.contains("unknown"), "{}", explanation.because);
 }
 
 #[test]
