@@ -30,13 +30,9 @@ fn sources() -> Vec<(String, TokenStream)> {
     let product = files.into_iter().filter_map(|path| {
         let name = path.strip_prefix(&root).expect("under src").display().to_string();
         let is_rust = path.extension().is_some_and(|extension| extension == "rs");
-        let is_test = name.ends_with("tests.rs") || name.starts_with("testcluster") || !is_rust;
-        let of_tests = [
-            "node/state/stage.rs",
-            "core/allocation/fixture.rs",
-            "core/prepare/tests",
-        ];
-        if is_test || of_tests.iter().any(|test| name.starts_with(test)) {
+        let is_test =
+            name.ends_with("tests.rs") || name.contains("/tests/") || name.starts_with("testcluster");
+        if is_test || !is_rust {
             return None;
         }
         let text = std::fs::read_to_string(&path).expect("UTF-8");
@@ -202,9 +198,8 @@ fn answered(files: &[&str]) -> Found {
 pub(crate) fn event_reasons() -> Found {
     // Errors that become events by their `reason()`.
     let mut found = answered(&[
-        "core/allocation/errors.rs",
-        "core/allocation/parameters/error.rs",
-        "core/allocation/reference.rs",
+        "core/allocation/allocator.rs",
+        "core/allocation/parameters.rs",
         "node/config/error.rs",
     ]);
     // Everything else is named where it is said.
