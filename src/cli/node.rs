@@ -226,11 +226,11 @@ fn refused(error: NodeError) -> Error {
     match error {
         NodeError::DriverName(_)
         | NodeError::Config(_)
-        | NodeError::Door(KubeletApiError::Socket(
+        | NodeError::KubeletApi(KubeletApiError::Socket(
             SocketError::PathTooLong { .. } | SocketError::NotAbsolute { .. },
         )) => Error::Configuration(error.to_string()),
         NodeError::Store(_)
-        | NodeError::Door(_)
+        | NodeError::KubeletApi(_)
         | NodeError::BootId(_)
         | NodeError::CutOff(_)
         | NodeError::Broken(_) => Error::Runtime(error.into()),

@@ -1,7 +1,7 @@
 //! The companion's admin socket, for operators on the node: lists prepared claims and releases them manually.
 //!
-//! The socket is `records.sock` beside the checkpoint, accessible only to root like all our sockets. If no companion runs,
-//! [`Offline`] takes its lock and reads or changes the same checkpoint.
+//! The socket is `records.sock` beside the checkpoint, accessible only to root like all our sockets. If no companion runs, the checkpoint
+//! can be read; a release requires a companion, because the driver must undo its work.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -20,7 +20,7 @@ use crate::api::proto::node_records::{
     Holding as HoldingMessage, HoldingsRequest, HoldingsResponse, InContainer, ReleaseRequest,
     ReleaseResponse,
 };
-use crate::core::prepare::recovery::{Holding, HoldingState, holdings, plan_release_without_driver};
+use crate::core::prepare::recovery::{Holding, HoldingState, holdings};
 use crate::node::kubelet::transport::{Listening, SocketError, SocketPath, listen};
 use crate::node::service::{NodeService, ReleaseError};
 use crate::node::state::storage::{Places, Store, StoreError};
@@ -143,21 +143,28 @@ pub enum RecordsError {
         /// The admin socket.
         socket: PathBuf,
     },
-    /// The release was rejected.
-    #[error(transparent)]
-    Release(#[from] ReleaseError),
+    /// A release requires a companion.
+    #[error(
+        "no companion runs on this node, and only a companion can release a claim: start it and repeat the command. Until then no device of this node is handed out"
+    )]
+    NotRunning,
     /// The boot id cannot be read.
     #[error("cannot read which boot this is: {0}")]
     BootId(std::io::Error),
 }
 
-/// Access to a node's prepared claims: through the running companion, else directly.
+/// Access to a node's prepared claims: through the running companion, else to its checkpoint.
 #[derive(Debug)]
 pub enum Access {
     /// The companion is running.
     Running(Companion),
-    /// No companion is running.
-    Offline(Box<Offline>),
+    /// No companion is running. Each read takes the companion's lock, so that none starts meanwhile.
+    Checkpoint {
+        /// The companion's files.
+        places: Box<Places>,
+        /// The id of this boot.
+        boot_id: String,
+    },
 }
 
 /// A connection to the running companion.
@@ -208,13 +215,6 @@ pub struct Held {
     pub by_containers: Option<BTreeMap<String, String>>,
 }
 
-/// Direct access to the checkpoint. Each read and each change takes the companion's lock, so that no companion starts meanwhile.
-#[derive(Debug)]
-pub struct Offline {
-    places: Places,
-    boot_id: String,
-}
-
 impl Access {
     /// Connects to the companion, or locates its checkpoint. Changes nothing.
     pub async fn find(places: Places, kubelet_root: &Path) -> Result<Self, RecordsError> {
@@ -229,7 +229,8 @@ impl Access {
             return Ok(Self::Running(companion));
         }
         let boot_id = crate::node::run::boot_id().map_err(RecordsError::BootId)?;
-        Ok(Self::Offline(Box::new(Offline { places, boot_id })))
+        let places = Box::new(places);
+        Ok(Self::Checkpoint { places, boot_id })
     }
 
     /// Lists the devices held by claims and by containers without a claim.
@@ -246,17 +247,11 @@ impl Access {
                     by_containers: Some(in_containers.collect()),
                 })
             }
-            Self::Offline(offline) => Ok(Held {
-                by_claims: holdings(&Store::look(&offline.places, &offline.boot_id)?, &BTreeMap::new()),
+            Self::Checkpoint { places, boot_id } => Ok(Held {
+                by_claims: holdings(&Store::look(places, boot_id)?, &BTreeMap::new()),
                 by_containers: None,
             }),
         }
-    }
-
-    /// Whether the driver's part of a release is deferred to the next start of the companion, since only then can the driver undo
-    /// its work.
-    pub fn leaves_the_driver_out(&self) -> bool {
-        matches!(self, Self::Offline(_))
     }
 
     /// Releases the devices of a claim and returns the former holding.
@@ -268,27 +263,8 @@ impl Access {
                 let answer = Companion::answer(socket, call).await?;
                 Ok(answer.released.map(holding).unwrap_or_default())
             }
-            Self::Offline(offline) => offline.release(uid, force),
+            Self::Checkpoint { .. } => Err(RecordsError::NotRunning),
         }
-    }
-}
-
-impl Offline {
-    fn release(&self, uid: &str, force: bool) -> Result<Holding, RecordsError> {
-        let mut opened = Store::open_usable(&self.places, &self.boot_id)?;
-        let prepared_claims = &opened.prepared_claims;
-        let before = holdings(prepared_claims, &BTreeMap::new());
-        let (uid, steps) = plan_release_without_driver(prepared_claims, &self.places.kubelet(), uid, force)
-            .map_err(ReleaseError::from)?;
-        for step in steps {
-            if let Some(changed) = step.perform(&opened.prepared_claims, &opened.store)? {
-                opened.prepared_claims = changed;
-            }
-        }
-        Ok(before
-            .into_iter()
-            .find(|holding| holding.uid == uid.as_str())
-            .unwrap_or_default())
     }
 }
 

@@ -3,10 +3,10 @@
 //! The file is parsed into raw types that check only its shape, then converted to types that exclude invalid values. Every error
 //! names the file, the position, the value and the remedy.
 
-mod door;
 mod error;
 mod extras;
 mod kind;
+mod kubelet_apis;
 mod pattern;
 mod places;
 mod preset;
@@ -24,10 +24,10 @@ use serde_saphyr::{MergeKeyPolicy, Spanned};
 
 use crate::api::crd::{GROUP, VERSION};
 use crate::core::prepare::container_edits::Mount;
-pub use door::{KindApis, KindMode};
 pub use error::{ConfigError, Place};
 pub use extras::{Probe, ProbeOpen, ProbeSysfs};
 use kind::RawKind;
+pub use kubelet_apis::{KindApis, KindMode};
 pub use pattern::PathPattern;
 pub use preset::{PRESETS, Preset};
 pub use source::{NODE_BUS, NODE_VFIO, NodeGroup, PciSource, Source, UsbSource, VFIO_CONTAINER};
@@ -52,7 +52,7 @@ pub struct DeviceKind {
     /// A DNS label, unique in the file.
     pub name: String,
     /// The APIs that offer its devices: claims, an extended resource, or both.
-    pub doors: KindApis,
+    pub apis: KindApis,
     /// The source of its devices.
     pub source: Source,
     /// Access to the device nodes in a container: a non-empty subset of `rwm`, in that order.
@@ -122,7 +122,7 @@ impl NodeConfiguration {
     pub fn of_presets(presets: &[&'static Preset]) -> Self {
         let kind = |preset: &&'static Preset| DeviceKind {
             name: preset.name.to_owned(),
-            doors: KindApis::default(),
+            apis: KindApis::default(),
             source: preset.source(),
             permissions: preset.permissions.to_owned(),
             shares: preset.shares,

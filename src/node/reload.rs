@@ -47,7 +47,7 @@ pub(super) fn resources(configuration: &NodeConfiguration) -> Resources {
     configuration
         .kinds
         .iter()
-        .filter_map(|kind| kind.doors.extended_resource(&kind.name))
+        .filter_map(|kind| kind.apis.extended_resource(&kind.name))
         .collect()
 }
 

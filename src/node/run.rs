@@ -1,9 +1,9 @@
 //! Starts the companion's parts in order and stops them.
 
 mod builder;
-mod doors;
+mod kubelet_apis;
 mod mounted;
-mod resource_doors;
+mod resource_apis;
 mod retried;
 
 use std::path::PathBuf;
@@ -113,7 +113,7 @@ pub enum NodeError {
     Store(#[from] StoreError),
     /// A kubelet endpoint cannot be served.
     #[error(transparent)]
-    Door(#[from] KubeletApiError),
+    KubeletApi(#[from] KubeletApiError),
     /// The boot id cannot be read.
     #[error("cannot read {BOOT_ID}, which tells whether the node was booted: {0}")]
     BootId(std::io::Error),
@@ -135,7 +135,7 @@ impl NodeError {
             Self::DriverName(_) => "InvalidDriverName",
             Self::Config(error) => error.reason(),
             Self::Store(error) => error.reason(),
-            Self::Door(error) => error.reason(),
+            Self::KubeletApi(error) => error.reason(),
             Self::BootId(_) => "BootIdUnknown",
             Self::CutOff(_) => "DirectoryRemoved",
             Self::Broken(_) => "Broken",

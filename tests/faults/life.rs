@@ -1,5 +1,5 @@
 //! The life: two pods that want the one device, one after the other, the second of them with one more, and one that gets another by
-//! the device plugin, which leaves through both doors: a claim has it next. A pod of another driver, which nobody plays, looks on.
+//! the device plugin, which leaves through both APIs: a claim has it next. A pod of another driver, which nobody plays, looks on.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -44,7 +44,7 @@ pub(crate) struct Lived {
     pub(crate) trace: Vec<String>,
 }
 
-/// A node with a device of each of two kinds for claims and one for both doors.
+/// A node with a device of each of two kinds for claims and one for both APIs.
 fn make_node(directory: &Path) -> std::io::Result<NodePlace> {
     let mut place = NodePlace::within("node-a", directory);
     place.dev = directory.join("dev");
@@ -92,7 +92,7 @@ pub(crate) async fn live(planned: Vec<Planned>, clock: Clock) -> Lived {
     stage.apply(&class("test")).unwrap();
     let kubelet = Kubelet::with_faults(&server, place.clone(), &faults, COMPANION);
     stage.add_kubelet(&kubelet);
-    // The second device of a pod of two claims, and that which leaves through both doors.
+    // The second device of a pod of two claims, and that which leaves through both APIs.
     for kind in ["other", "camera"] {
         stage.apply(&class(kind)).unwrap();
     }

@@ -1,4 +1,4 @@
-//! The whole programs on the embedded cluster: the controller with the real client, the companion with the real doors, sockets and
+//! The whole programs on the embedded cluster: the controller with the real client, the companion with the real kubelet APIs, sockets and
 //! files. One small life of pods and claims, and at the n-th request, watch event, step on the disk or call of kubelet one
 //! trouble, for every n and every kind of trouble. What the cluster and the node show is checked at every change.
 //!

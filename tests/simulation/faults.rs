@@ -95,8 +95,8 @@ pub(crate) enum Fault {
     LeftOver,
 }
 
-/// Faults of runs with nodes whose devices leave through both doors.
-pub(crate) const OF_DOORS: [Fault; 6] = [
+/// Faults of runs with nodes whose devices leave through both APIs.
+pub(crate) const OF_APIS: [Fault; 6] = [
     Fault::PodResourcesSilent,
     Fault::PodResourcesEarly,
     Fault::OfferLate,
@@ -106,7 +106,7 @@ pub(crate) const OF_DOORS: [Fault; 6] = [
 ];
 
 /// What comes of faults in such runs.
-pub(crate) const BETWEEN_DOORS: [Fault; 3] = [Fault::ClaimOfContainer, Fault::GrantOfClaim, Fault::LeftOver];
+pub(crate) const BETWEEN_APIS: [Fault; 3] = [Fault::ClaimOfContainer, Fault::GrantOfClaim, Fault::LeftOver];
 
 /// Faults of runs with nodes.
 pub(crate) const OF_NODES: [Fault; 10] = [
@@ -249,7 +249,7 @@ impl Faults {
                 rates.insert(fault, rate);
             }
         }
-        for fault in OF_DOORS {
+        for fault in OF_APIS {
             if rng.chance(500) {
                 let most = if fault == Fault::OfferLate { 800 } else { 300 };
                 rates.insert(fault, rng.between(0, most));

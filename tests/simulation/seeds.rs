@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::faults::{ALL, BETWEEN_DOORS, Fault, Faults, OF_DOORS, OF_NODES};
+use crate::faults::{ALL, BETWEEN_APIS, Fault, Faults, OF_APIS, OF_NODES};
 use crate::stage::Stage;
 
 pub(crate) struct Run {
@@ -28,7 +28,7 @@ pub(crate) fn run(seed: u64, verbose: bool) -> Run {
     }
     // Every second of these has devices that containers may have as an extended resource, too.
     if seed % 4 == 3 {
-        stage.open_both_doors();
+        stage.open_both_apis();
     }
     while stage.violation.is_none() && (stage.user_actions > 0 || stage.generation == 0) {
         let end = stage.now + 600 * crate::stage::SECOND;
@@ -119,11 +119,11 @@ fn every_seed_holds_every_invariant_and_meets_every_fault() {
     assert!(failures.is_empty(), "{} of {count} seeds fail", failures.len());
     if count >= 600 {
         let caused = ALL.into_iter().filter(|fault| *fault != Fault::DoubleAllocation);
-        for fault in caused.chain(OF_NODES).chain(OF_DOORS) {
+        for fault in caused.chain(OF_NODES).chain(OF_APIS) {
             assert!(hits.contains_key(&fault), "{fault:?} was never hit");
         }
         // What comes of faults comes less often.
-        let effects = BETWEEN_DOORS.into_iter().chain([Fault::DoubleAllocation]);
+        let effects = BETWEEN_APIS.into_iter().chain([Fault::DoubleAllocation]);
         for fault in effects.filter(|_| count >= 2400) {
             assert!(hits.contains_key(&fault), "{fault:?} has never come of anything");
         }

@@ -22,7 +22,7 @@ pub(super) struct Holdings {
 /// Free the devices of a claim on this node that kubelet has forgotten
 ///
 /// Use it for claims in quarantine (see the events of the Node and `drayman node holdings`). Refuses claims that kubelet
-/// lists as prepared; delete their pods instead. Requires root.
+/// lists as prepared; delete their pods instead. Requires root and a running companion.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct Release {
     /// Uid of the claim (see `drayman node holdings`)
@@ -85,16 +85,7 @@ pub(super) fn release(arguments: &Release) -> Result<(), Error> {
             .release(&arguments.claim_uid, arguments.force)
             .await
             .map_err(|error| Error::Runtime(error.into()))?;
-        let rest = if access.leaves_the_driver_out() {
-            "; the companion does not run and cleans up the rest when it starts; until then the claim is listed as Preparing"
-        } else {
-            ""
-        };
-        print(&format!(
-            "{} released: {}{rest}\n",
-            released.uid,
-            devices(&released)
-        ))
+        print(&format!("{} released: {}\n", released.uid, devices(&released)))
     })
 }
 

@@ -208,17 +208,13 @@ pub(super) const EVENTS: [Reason; 38] = [
 ];
 
 /// Reasons why a companion rejects kubelet's requests. Kubelet writes the message into the pod's events.
-pub(super) const REFUSALS: [(&str, &str); 23] = [
+pub(super) const REFUSALS: [(&str, &str); 22] = [
     (
         "AllocationChanged",
         "the claim was prepared with other devices than it has now",
     ),
     ("AlreadyRunning", "another companion holds the lock of this node"),
     ("CheckpointFailed", "the checkpoint cannot be encoded"),
-    (
-        "CheckpointUnusable",
-        "the checkpoint is damaged or of a newer release, so nothing can be released without the companion",
-    ),
     (
         "ContainerPathTaken",
         "two devices of a container have the same container path; change the configuration",

@@ -84,8 +84,6 @@ pub enum Change {
     Finish(ClaimUid),
     /// Details of a rebuilt claim have become known; nothing else changes.
     Explain(ClaimUid, Explanation),
-    /// No container uses the claim any more, but the driver has not undone its work: the claim goes back to started.
-    Abandon(ClaimUid),
     /// The claim holds nothing any more.
     Remove(ClaimUid),
 }
@@ -190,12 +188,6 @@ impl PreparedClaims {
                     entry.namespace.clone_from(&known.namespace);
                     entry.name.clone_from(&known.name);
                     entry.devices.clone_from(&known.devices);
-                }
-            }
-            Change::Abandon(uid) => {
-                if let Some(entry) = self.entries.get_mut(uid) {
-                    let container_edits = entry.container_edits().cloned();
-                    entry.progress = Progress::Started { container_edits };
                 }
             }
             Change::Remove(uid) => {

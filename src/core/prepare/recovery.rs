@@ -325,33 +325,6 @@ pub fn plan_release(
     uid: &str,
     force: bool,
 ) -> Result<(ClaimUid, Vec<Step>), ReleaseRefusal> {
-    let uid = may_release(prepared_claims, kubelet, uid, force)?;
-    let steps = plan_free(&uid);
-    Ok((uid, steps))
-}
-
-/// Plans a manual release while the node's driver is not running to undo its work. No further container gets the claim's devices; the next
-/// start of the companion cleans up the rest, as for any unfinished claim.
-pub fn plan_release_without_driver(
-    prepared_claims: &PreparedClaims,
-    kubelet: &KubeletView,
-    uid: &str,
-    force: bool,
-) -> Result<(ClaimUid, Vec<Step>), ReleaseRefusal> {
-    let uid = may_release(prepared_claims, kubelet, uid, force)?;
-    let steps = vec![
-        Step::RemoveCdi(uid.clone()),
-        Step::Save(vec![Change::Abandon(uid.clone())]),
-    ];
-    Ok((uid, steps))
-}
-
-fn may_release(
-    prepared_claims: &PreparedClaims,
-    kubelet: &KubeletView,
-    uid: &str,
-    force: bool,
-) -> Result<ClaimUid, ReleaseRefusal> {
     let uid = ClaimUid::parse(uid)?;
     let entry = prepared_claims
         .entry(&uid)
@@ -370,7 +343,8 @@ fn may_release(
             }
         }
     }
-    Ok(uid)
+    let steps = plan_free(&uid);
+    Ok((uid, steps))
 }
 
 /// The steps that release a claim. The file goes first: after a kill in between, the claim is still recorded.
@@ -649,12 +623,11 @@ mod tests {
 
 #[cfg(test)]
 mod release_tests {
-    use std::collections::{BTreeMap, BTreeSet};
+    use std::collections::BTreeMap;
 
     use super::super::container_edits::ContainerEdits;
     use super::super::kubelet_state::{KubeletClaim, KubeletClaims};
     use super::super::prepared_claims::{HeldDevice, Progress};
-    use super::super::recovery::plan_clearing;
     use super::*;
 
     const UID: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10";
@@ -697,31 +670,6 @@ mod release_tests {
                 Step::Save(vec![Change::Remove(uid())])
             ]
         );
-    }
-
-    #[test]
-    fn a_release_without_a_driver_is_finished_at_the_next_start() {
-        let nothing = KubeletView::Lists(KubeletClaims::new());
-        let before = prepared_claims("boot");
-        let (released, steps) = plan_release_without_driver(&before, &nothing, UID, false).unwrap();
-        let [Step::RemoveCdi(_), Step::Save(changes)] = steps.as_slice() else {
-            panic!("{steps:?}")
-        };
-        let mut after = before.clone();
-        for change in changes {
-            after.apply(change);
-            after.apply(change);
-        }
-        let entry = after.entry(&released).unwrap();
-        assert!(!after.may_be_in_use(entry) && after.holder("kvm").is_some());
-        assert_eq!(
-            plan_clearing(&after, &BTreeSet::new()),
-            [plan_free(&released)],
-            "the driver, and then the entry"
-        );
-        let listed = KubeletView::Lists(KubeletClaims::from([(uid(), KubeletClaim::default())]));
-        let refusal = plan_release_without_driver(&before, &listed, UID, false).unwrap_err();
-        assert_eq!(refusal.reason(), "InUse");
     }
 
     #[test]

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 
-use super::door::RawApis;
 use super::extras::{self, Probe};
+use super::kubelet_apis::RawApis;
 use super::places::Places;
 use super::preset::{PRESETS, Preset};
 use super::source::{self, Source};
@@ -92,7 +92,7 @@ impl RawKind {
                 return Err(at(raw, problem));
             }
         };
-        let doors = RawApis {
+        let apis = RawApis {
             name,
             mode: self.mode.as_ref(),
             resource_name: self.resource_name.as_ref(),
@@ -120,7 +120,7 @@ impl RawKind {
         .check(field, whole)?;
         Ok(DeviceKind {
             name: name.value.clone(),
-            doors,
+            apis,
             container_paths,
             source,
             permissions,

@@ -50,7 +50,7 @@ pub(super) fn check(
 
 /// Whether kubelet combines the container edits of the kind's devices. Edits by CDI name are combined by the container runtime.
 fn described_to_kubelet(kind: &DeviceKind) -> bool {
-    !matches!(kind.doors.mode, KindMode::Claims) && !kind.doors.cdi_devices
+    !matches!(kind.apis.mode, KindMode::Claims) && !kind.apis.cdi_devices
 }
 
 fn check_permissions(

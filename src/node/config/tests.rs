@@ -27,7 +27,7 @@ fn kind_refusal(kind: &str) -> String {
 fn kind(name: &str, paths: Vec<PathPattern>) -> DeviceKind {
     DeviceKind {
         name: name.into(),
-        doors: KindApis::default(),
+        apis: KindApis::default(),
         source: Source::Paths(paths),
         permissions: "rw".into(),
         shares: None,
@@ -56,7 +56,7 @@ fn a_file_is_read_with_its_defaults() {
             kinds: [
                 kind("test", vec![path("/dev/drayman-test-*")]),
                 DeviceKind {
-                    doors: KindApis {
+                    apis: KindApis {
                         mode: KindMode::ExtendedResource {
                             resource_name: "example.com/camera".into(),
                         },
@@ -79,11 +79,11 @@ fn the_modes_of_a_kind_are_read() {
          - {{name: b, mode: split, resourceName: x.dev/b, extendedResourceDevices: [b1], shares: 3, paths: [\"/dev/b*\"]}}\n"
     );
     let kinds = NodeConfiguration::parse(&text).unwrap().kinds;
-    let (name, resource) = kinds[0].doors.extended_resource("a").unwrap();
+    let (name, resource) = kinds[0].apis.extended_resource("a").unwrap();
     assert_eq!((name.as_str(), resource.kind.as_str()), ("x.dev/a", "a"));
     assert!(resource.also_by_claims && resource.cdi_devices && resource.pre_start_check);
-    assert_eq!((kinds[0].doors.mode_of("a"), kinds[0].shares), (Mode::Both, None));
-    let split = &kinds[1].doors;
+    assert_eq!((kinds[0].apis.mode_of("a"), kinds[0].shares), (Mode::Both, None));
+    let split = &kinds[1].apis;
     assert!(!split.extended_resource("b").unwrap().1.also_by_claims);
     assert_eq!(
         (split.mode_of("b1"), split.mode_of("b2"), kinds[1].shares),

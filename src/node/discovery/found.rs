@@ -54,7 +54,7 @@ impl Found {
     ) -> Self {
         Self {
             kind: Arc::clone(kind),
-            mode: kind.doors.mode_of(name),
+            mode: kind.apis.mode_of(name),
             attributes,
             nodes: nodes.into(),
             sysfs,

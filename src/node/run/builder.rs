@@ -11,7 +11,7 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::doors::KubeletApis;
+use super::kubelet_apis::KubeletApis;
 use super::mounted::mounted;
 use super::{NodeError, boot_id};
 use crate::core::discovery::events::DeviceEvent;
@@ -308,7 +308,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
         let stop_publishing = CancellationToken::new();
         let publisher = tokio::spawn(publisher.run(stop_publishing.clone()));
 
-        let doors = KubeletApis {
+        let apis = KubeletApis {
             mounted: mounted(&places, &self.kubelet),
             paths: self.kubelet,
             plugin_registration: self.plugin_registration,
@@ -317,7 +317,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             cluster: cluster.subscribe(),
         };
         // Drops the last `NodeService` when the endpoints end.
-        let served = doors.serve(node, self.standing, shutdown).await;
+        let served = apis.serve(node, self.standing, shutdown).await;
         stop_care.cancel();
         records.closed().await;
         let caretaker = caretaker.await.map_err(NodeError::Broken);

@@ -242,11 +242,11 @@ fn a_new_configuration_restarts_companions_only_for_mounts() {
     let other = with(&["--set=deviceKinds[0].permissions=r"]);
     assert_eq!(other.0, before.0, "the companion follows its file");
     assert_ne!(other.1, before.1);
-    let other_door = with(&[
+    let other_api = with(&[
         "--set=deviceKinds[0].mode=both",
         "--set=deviceKinds[0].resourceName=example.com/x",
     ]);
-    assert_ne!(other_door.0, before.0);
+    assert_ne!(other_api.0, before.0);
 }
 
 #[test]

@@ -11,7 +11,7 @@ use crate::chart::life::{pod, template};
 use crate::chart::stage::Stage;
 use crate::harness::{Cluster, IMAGE};
 
-/// Longer than a device counts as held after an Allocate, whatever kubelet shows (docs/node.md, "Two doors").
+/// Longer than a device counts as held after an Allocate, whatever kubelet shows (docs/node.md).
 const AFTER_ADMISSION: Duration = Duration::from_secs(40);
 
 /// One device for each kind.
@@ -62,7 +62,7 @@ async fn events(stage: &Stage, pod: &str) -> anyhow::Result<Vec<String>> {
 #[tokio::test]
 async fn a_device_of_an_init_container_is_given_to_no_claim() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
-    let values = stage.cluster.directory().join("doors.yaml");
+    let values = stage.cluster.directory().join("both-apis.yaml");
     std::fs::write(&values, VALUES)?;
     stage.deploy("install", &values, &[]).await?;
     stage.ready("node-0.drayman.dev").await?;
@@ -84,7 +84,7 @@ async fn a_device_of_an_init_container_is_given_to_no_claim() -> anyhow::Result<
     let said = stage.helm(&test).await?;
     ensure!(said.contains("Phase:          Succeeded"), "{said}");
 
-    // The one door alone.
+    // One API alone.
     stage
         .apply(&pod_with_limit("plugged", "drayman.dev/plugged", None))
         .await?;
@@ -173,7 +173,7 @@ const CDI_ROOT: &str = "/run/cdi";
 async fn a_kubelet_with_another_root_directory_is_served() -> anyhow::Result<()> {
     let root = format!("--root-dir={KUBELET_ROOT}");
     let stage = Stage::start_with(Cluster::builder().flag("kubelet", &root), 1).await?;
-    let values = stage.cluster.directory().join("doors.yaml");
+    let values = stage.cluster.directory().join("both-apis.yaml");
     std::fs::write(&values, VALUES)?;
     let root = format!("--set=node.kubeletRoot={KUBELET_ROOT}");
     let cdi = format!("--set=node.cdiRoot={CDI_ROOT}");

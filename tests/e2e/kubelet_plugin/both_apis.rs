@@ -135,10 +135,10 @@ fn pod_of(name: &str, is_slow: bool) -> anyhow::Result<Pod> {
 
 #[tokio::test]
 async fn pods_with_claims_and_limits_never_share_a_device() -> anyhow::Result<()> {
-    let seconds = environment("DRAYMAN_TEST_DOORS_SECONDS", 45);
+    let seconds = environment("DRAYMAN_TEST_BOTH_APIS_SECONDS", 45);
     let now = std::time::SystemTime::UNIX_EPOCH.elapsed()?;
-    let seed = environment("DRAYMAN_TEST_DOORS_SEED", now.as_secs());
-    println!("DRAYMAN_TEST_DOORS_SEED={seed}");
+    let seed = environment("DRAYMAN_TEST_BOTH_APIS_SEED", now.as_secs());
+    println!("DRAYMAN_TEST_BOTH_APIS_SEED={seed}");
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
     for (number, minor) in MINORS.into_iter().enumerate() {
@@ -264,7 +264,7 @@ async fn outcome(stage: &Stage, name: &str) -> anyhow::Result<String> {
     Ok(format!("{sort} {phase}{reason}"))
 }
 
-/// The window between the two doors, printed: how long after the controller has allocated a device kubelet still grants it, and how
+/// The window between the two APIs, printed: how long after the controller has allocated a device kubelet still grants it, and how
 /// long the scheduler still counts it.
 #[tokio::test]
 async fn an_allocated_device_is_withdrawn_from_the_device_plugin() -> anyhow::Result<()> {

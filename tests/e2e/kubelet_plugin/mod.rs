@@ -1,4 +1,4 @@
-//! Both doors on a real node: one device never leaves by two of them, and a vendor's own devices go through them like the built-in.
+//! Both APIs on a real node: one device never leaves by two of them, and a vendor's own devices go through them like the built-in.
 
 mod apiserver_outage;
 mod both_apis;

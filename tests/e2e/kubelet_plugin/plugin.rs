@@ -1,4 +1,4 @@
-//! The device plugin door in its less common ways: found by the plugin watcher, shared devices, names instead of device nodes, a look
+//! The device plugin API in its less common ways: found by the plugin watcher, shared devices, names instead of device nodes, a look
 //! before each start; and PodResources beside it.
 
 use drayman::api::crd::{Mode, NodeInventory};
@@ -116,7 +116,7 @@ async fn a_shared_device_is_found_by_the_plugin_watcher() -> anyhow::Result<()> 
     stage.cluster.stop().await
 }
 
-/// A device with shares is in as many pods as it has; of a kind that is split, the named devices leave by one door, the others by the
+/// A device with shares is in as many pods as it has; of a kind that is split, the named devices leave through one API, the others through the
 /// other.
 #[tokio::test]
 async fn claims_share_a_device_and_a_split_kind_serves_both_apis() -> anyhow::Result<()> {

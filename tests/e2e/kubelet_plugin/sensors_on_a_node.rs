@@ -98,7 +98,7 @@ async fn a_pod_gets_vendor_devices_by_claim_and_by_limit() -> anyhow::Result<()>
         "the driver has prepared it"
     );
 
-    // The other door has the other sensor only.
+    // The other API has the other sensor only.
     wait_for_allocatable(&stage, RESOURCE, "1").await?;
     stage
         .pods()

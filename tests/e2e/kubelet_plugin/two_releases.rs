@@ -238,8 +238,8 @@ async fn two_releases_serve_pods_side_by_side_in_every_order() -> anyhow::Result
         },
     );
     let now = std::time::SystemTime::UNIX_EPOCH.elapsed()?;
-    let seed = environment("DRAYMAN_TEST_DOORS_SEED", now.as_secs());
-    println!("DRAYMAN_TEST_DOORS_SEED={seed}");
+    let seed = environment("DRAYMAN_TEST_BOTH_APIS_SEED", now.as_secs());
+    println!("DRAYMAN_TEST_BOTH_APIS_SEED={seed}");
     let stage = Stage::start(1).await?;
     old.definitions(&stage).await?;
     let node = stage.cluster.node(0);

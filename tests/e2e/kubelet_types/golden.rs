@@ -10,8 +10,8 @@ use drayman::api::proto::dra_v1alpha2;
 use drayman::api::proto::dra_v1alpha3::{Claim, NodePrepareResourcesRequest, StructuredResourceHandle};
 use prost::Message as _;
 
-use super::{PluginDoor, call};
-use crate::kubelet_types::fixture::{DRIVER, DraDoor, RESOURCE, RawClient, soon};
+use super::{PluginEndpoint, call};
+use crate::kubelet_types::fixture::{DRIVER, DraEndpoint, RESOURCE, RawClient, soon};
 
 /// A call, its answer, the type of that for kubelet, and what kubelet reads.
 struct Golden<'a> {
@@ -81,8 +81,8 @@ fn field(number: u8, text: &str) -> Vec<u8> {
 #[tokio::test]
 #[expect(clippy::too_many_lines, reason = "a list of calls and their bytes")]
 async fn claim_answers_are_the_bytes_that_kubelet_reads() {
-    let door = DraDoor::open().await;
-    let endpoint = door.service().display().to_string();
+    let api = DraEndpoint::open().await;
+    let endpoint = api.service().display().to_string();
     let info = [
         b"\x0a\x09DRAPlugin".to_vec(),
         field(2, DRIVER),
@@ -115,10 +115,10 @@ async fn claim_answers_are_the_bytes_that_kubelet_reads() {
             "{}",
         ),
     ];
-    let mut client = RawClient::connect(&door.registration()).await;
+    let mut client = RawClient::connect(&api.registration()).await;
     answer_so(
         &mut client,
-        &door.registration().display().to_string(),
+        &api.registration().display().to_string(),
         &registration,
     )
     .await;
@@ -198,7 +198,7 @@ async fn claim_answers_are_the_bytes_that_kubelet_reads() {
             "{}",
         ),
     ];
-    let mut client = RawClient::connect(&door.service()).await;
+    let mut client = RawClient::connect(&api.service()).await;
     answer_so(&mut client, &endpoint, &claims).await;
     are_read_so(&claims).await;
     // The old version has no place for a refusal in its message: it is the call that fails, with FAILED_PRECONDITION.
@@ -214,7 +214,7 @@ async fn claim_answers_are_the_bytes_that_kubelet_reads() {
             "{path}"
         );
     }
-    door.close().await;
+    api.close().await;
 }
 
 /// An Allocate request for one container.
@@ -225,8 +225,8 @@ fn allocate_request(devices_ids: Vec<String>) -> Vec<u8> {
 
 #[tokio::test]
 async fn device_plugin_answers_are_the_bytes_that_kubelet_reads() {
-    let door = PluginDoor::open().await;
-    let endpoint = door.service().display().to_string();
+    let api = PluginEndpoint::open().await;
+    let endpoint = api.service().display().to_string();
     let info = [
         b"\x0a\x0cDevicePlugin".to_vec(),
         field(2, RESOURCE),
@@ -242,10 +242,10 @@ async fn device_plugin_answers_are_the_bytes_that_kubelet_reads() {
             r#"{{"type":"DevicePlugin","name":"{RESOURCE}","endpoint":"{endpoint}","supported_versions":["v1beta1"]}}"#
         ),
     )];
-    let mut client = RawClient::connect(&door.registration()).await;
+    let mut client = RawClient::connect(&api.registration()).await;
     answer_so(
         &mut client,
-        &door.registration().display().to_string(),
+        &api.registration().display().to_string(),
         &registration,
     )
     .await;
@@ -305,7 +305,7 @@ async fn device_plugin_answers_are_the_bytes_that_kubelet_reads() {
             "{}",
         ),
     ];
-    let mut client = RawClient::connect(&door.service()).await;
+    let mut client = RawClient::connect(&api.service()).await;
     answer_so(&mut client, "localhost", &calls).await;
     are_read_so(&calls).await;
 
@@ -322,7 +322,7 @@ async fn device_plugin_answers_are_the_bytes_that_kubelet_reads() {
     assert_eq!(message.as_ref(), Some(&listed.answer));
     are_read_so(&[listed]).await;
     drop(client);
-    door.close().await;
+    api.close().await;
 }
 
 #[tokio::test]

@@ -1,4 +1,4 @@
-// Command kubelet_types calls the doors with the types that kubelet itself is compiled with, over connections that it makes as kubelet
+// Command kubelet_types calls the APIs with the types that kubelet itself is compiled with, over connections that it makes as kubelet
 // makes them, and touches each answer as kubelet does: where kubelet would panic, so does this.
 //
 //	kubelet_types registration SOCKET
@@ -39,7 +39,7 @@ func main() {
 	}
 	call, known := calls[os.Args[1]]
 	if !known {
-		fmt.Fprintf(os.Stderr, "kubelet_types: unknown door %q\n", os.Args[1])
+		fmt.Fprintf(os.Stderr, "kubelet_types: unknown API %q\n", os.Args[1])
 		os.Exit(2)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)

@@ -1,10 +1,10 @@
-//! The doors, called with kubelet's own generated types: `main.go` beside this file is compiled from the module that kubelet is, dials
+//! The APIs, called with kubelet's own generated types: `main.go` beside this file is compiled from the module that kubelet is, dials
 //! as kubelet dials, and touches every answer as kubelet does. A reply at which kubelet would panic ends it with a panic.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test may fail")]
 
 #[path = "../../integration/grpc/fixture.rs"]
-#[allow(dead_code, reason = "the other half is for the other doors' tests")]
+#[allow(dead_code, reason = "the other half is for the other APIs' tests")]
 mod fixture;
 mod golden;
 
@@ -18,14 +18,14 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use fixture::{DRIVER, DraDoor, RESOURCE, Scripted, paths, soon, until_exists, until_state};
+use fixture::{DRIVER, DraEndpoint, RESOURCE, Scripted, paths, soon, until_exists, until_state};
 
-/// Calls a door, or decodes a file of messages, and returns the lines of the answers.
-async fn call(door: &str, socket: &Path) -> BTreeSet<String> {
+/// Calls an API, or decodes a file of messages, and returns the lines of the answers.
+async fn call(api: &str, socket: &Path) -> BTreeSet<String> {
     let program =
         tokio::task::spawn_blocking(|| crate::harness::build_go("tests/e2e/kubelet_types", "kubelet_types"));
     let output = Command::new(program.await.unwrap().unwrap())
-        .arg(door)
+        .arg(api)
         .arg(socket)
         .kill_on_drop(true)
         .output();
@@ -42,13 +42,13 @@ fn lines<const N: usize>(lines: [&str; N]) -> BTreeSet<String> {
 
 #[tokio::test]
 async fn kubelet_reads_every_registration_and_dra_answer() {
-    let door = DraDoor::open().await;
-    let endpoint = door.service().display().to_string();
+    let dra = DraEndpoint::open().await;
+    let endpoint = dra.service().display().to_string();
     let info = format!(
         r#"GetInfo {{"type":"DRAPlugin","name":"{DRIVER}","endpoint":"{endpoint}","supported_versions":["1.0.1"]}}"#
     );
     assert_eq!(
-        call("registration", &door.registration()).await,
+        call("registration", &dra.registration()).await,
         lines([&info, "NotifyRegistrationStatus {}"])
     );
     let refused = "the driver took more than 10 s for refuse; it is tried again";
@@ -65,24 +65,24 @@ async fn kubelet_reads_every_registration_and_dra_answer() {
         &format!("NodePrepareResource FailedPrecondition: {refused}"),
         &format!("NodeUnprepareResource FailedPrecondition: {refused}"),
     ];
-    let mut answers = call("dra", &door.service()).await;
+    let mut answers = call("dra", &dra.service()).await;
     let unimplemented = answers
         .iter()
         .find(|line| line.starts_with("NodeListAndWatchResources Unimplemented:"))
         .cloned();
     assert!(answers.remove(&unimplemented.unwrap()));
     assert_eq!(answers, lines(expected));
-    door.close().await;
+    dra.close().await;
 }
 
-/// The door of an extended resource with two devices, as the plugin watcher finds it.
-struct PluginDoor {
+/// The device plugin of an extended resource with two devices, as the plugin watcher finds it.
+struct PluginEndpoint {
     directory: tempfile::TempDir,
     shutdown: CancellationToken,
     task: JoinHandle<Result<(), KubeletApiError>>,
 }
 
-impl PluginDoor {
+impl PluginEndpoint {
     async fn open() -> Self {
         let directory = tempfile::tempdir().unwrap();
         let shutdown = CancellationToken::new();
@@ -103,13 +103,13 @@ impl PluginDoor {
         );
         let task = tokio::spawn(serve);
         until_state(&mut state, &KubeletApiState::Waiting).await;
-        let door = Self {
+        let plugin = Self {
             directory,
             shutdown,
             task,
         };
-        until_exists(&door.registration(), true).await;
-        door
+        until_exists(&plugin.registration(), true).await;
+        plugin
     }
 
     fn registration(&self) -> PathBuf {
@@ -132,13 +132,13 @@ impl PluginDoor {
 
 #[tokio::test]
 async fn kubelet_reads_every_device_plugin_answer() {
-    let door = PluginDoor::open().await;
+    let plugin = PluginEndpoint::open().await;
     let info = format!(
         r#"GetInfo {{"type":"DevicePlugin","name":"{RESOURCE}","endpoint":"{}","supported_versions":["v1beta1"]}}"#,
-        door.service().display()
+        plugin.service().display()
     );
     assert_eq!(
-        call("registration", &door.registration()).await,
+        call("registration", &plugin.registration()).await,
         lines([&info, "NotifyRegistrationStatus {}"])
     );
     let expected = [
@@ -155,6 +155,6 @@ async fn kubelet_reads_every_device_plugin_answer() {
         "Allocate FailedPrecondition: the driver took more than 10 s for refuse; it is tried again",
         "PreStartContainer FailedPrecondition: the driver took more than 10 s for refuse; it is tried again",
     ];
-    assert_eq!(call("deviceplugin", &door.service()).await, lines(expected));
-    door.close().await;
+    assert_eq!(call("deviceplugin", &plugin.service()).await, lines(expected));
+    plugin.close().await;
 }

@@ -50,8 +50,8 @@ async fn prepare_and_unprepare_need_no_api_server() {
         refusal.contains("held by claim default/claim") && refusal.contains(A),
         "{refusal}"
     );
-    let wrong_door = kubelet.prepare(B, &["camera-0"]).await.unwrap_err();
-    assert!(wrong_door.contains("extended resource"), "{wrong_door}");
+    let wrong_api = kubelet.prepare(B, &["camera-0"]).await.unwrap_err();
+    assert!(wrong_api.contains("extended resource"), "{wrong_api}");
     kubelet.unprepare(A).await.unwrap();
     kubelet.unprepare(A).await.unwrap();
     kubelet.prepare(B, &["test-1"]).await.unwrap();
@@ -72,7 +72,7 @@ async fn the_inventory_is_written_only_when_something_changes() {
     let process = node.start();
     node.api.until_ready("True", "Serving").await;
     node.api.set(|state| {
-        // How many states of its doors the companion tells on its way to Ready is a matter of how busy the machine is.
+        // How many states of its APIs the companion tells on its way to Ready is a matter of how busy the machine is.
         let applied = state
             .requests
             .iter()

@@ -139,34 +139,25 @@ async fn a_person_releases_forgotten_claims_and_listed_ones_by_force() {
 }
 
 #[tokio::test]
-async fn a_person_releases_also_while_the_companion_does_not_run() {
+async fn a_stopped_companions_claims_are_listed_but_not_released() {
     let Some(node) = Node::new() else { return };
     let (done, said) = person(&node, &["holdings"]);
     assert!(
         !done && said.contains("there are no records of driver drayman.dev"),
         "{said}"
     );
-    node.kubelet_lists(&[(B, &["test-1"])]);
+    node.kubelet_lists(&[(A, &["test-0"])]);
     let process = Process::start(&node).await;
-    let mut kubelet = node.kubelet().await;
-    kubelet.prepare(A, &["test-0"]).await.unwrap();
-    kubelet.prepare(B, &["test-1"]).await.unwrap();
+    node.kubelet().await.prepare(A, &["test-0"]).await.unwrap();
     process.kill();
     let (_, shown) = person(&node, &["holdings"]);
-    assert!(shown.contains(A) && shown.contains(B), "{shown}");
-    let (done, said) = person(&node, &["release", A]);
-    assert!(
-        done && said.contains("cleans up the rest when it starts"),
-        "{said}"
-    );
-    let (_, shown) = person(&node, &["holdings"]);
-    let of_a = shown.lines().find(|line| line.contains(A)).unwrap();
-    assert!(of_a.contains("Preparing"), "{shown}");
-    let (done, said) = person(&node, &["release", B]);
-    assert!(!done && said.contains("kubelet lists"), "{said}");
+    assert!(shown.contains(A) && shown.contains("test-0"), "{shown}");
+    let (done, said) = person(&node, &["release", "--force", A]);
+    assert!(!done && said.contains("no companion runs"), "{said}");
+    let (_, unchanged) = person(&node, &["holdings"]);
+    assert_eq!(unchanged, shown);
     let process = Process::start(&node).await;
-    let mut kubelet = node.kubelet().await;
-    assert!(kubelet.prepare(A, &["test-1"]).await.is_err());
-    kubelet.prepare(A, &["test-0"]).await.unwrap();
+    let (done, said) = person(&node, &["release", "--force", A]);
+    assert!(done && said.contains("test-0"), "{said}");
     assert!(process.stop().await.success());
 }

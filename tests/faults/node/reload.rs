@@ -145,7 +145,7 @@ async fn a_renamed_resource_becomes_empty_and_the_new_one_is_offered() {
     assert_eq!(
         last.devices.len(),
         0,
-        "kubelet is told of zero before the door closes"
+        "kubelet is told of zero before the API closes"
     );
     assert!(
         !matches!(lists.message().await, Ok(Some(_))),

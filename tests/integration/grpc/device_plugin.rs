@@ -94,7 +94,7 @@ impl Running {
     }
 }
 
-struct Door {
+struct PluginEndpoint {
     directory: tempfile::TempDir,
     companion: Arc<Scripted>,
     state: watch::Receiver<KubeletApiState>,
@@ -102,7 +102,7 @@ struct Door {
     task: JoinHandle<Result<(), KubeletApiError>>,
 }
 
-impl Door {
+impl PluginEndpoint {
     fn open() -> Self {
         Self::open_by(PluginRegistration::KubeletSocket)
     }
@@ -165,10 +165,10 @@ async fn list(devices: &mut Devices) -> String {
 
 #[tokio::test]
 async fn a_resource_is_registered_and_its_list_is_sent_on_change_only() {
-    let mut door = Door::open();
-    let mut kubelet = Running::start(&door.kubelet_directory());
+    let mut plugin = PluginEndpoint::open();
+    let mut kubelet = Running::start(&plugin.kubelet_directory());
     let mut devices = kubelet.registration().await;
-    until_state(&mut door.state, &KubeletApiState::Registered).await;
+    until_state(&mut plugin.state, &KubeletApiState::Registered).await;
     let request = kubelet.kubelet.requests.lock().unwrap().remove(0);
     assert_eq!(
         (request.version.as_str(), request.resource_name.as_str()),
@@ -181,11 +181,13 @@ async fn a_resource_is_registered_and_its_list_is_sent_on_change_only() {
     assert_eq!(request.options, Some(offered));
 
     assert_eq!(list(&mut devices).await, "a");
-    door.companion
+    plugin
+        .companion
         .devices
         .send_replace(vec![device("a", false), device("b", true)]);
     assert_eq!(list(&mut devices).await, "a? b");
-    door.companion
+    plugin
+        .companion
         .devices
         .send_replace(vec![device("a", false), device("b", true)]);
     assert!(
@@ -194,22 +196,22 @@ async fn a_resource_is_registered_and_its_list_is_sent_on_change_only() {
             .is_err(),
         "nothing has changed"
     );
-    door.companion.devices.send_replace(vec![]);
+    plugin.companion.devices.send_replace(vec![]);
     assert_eq!(list(&mut devices).await, "");
 
-    // The end of the door ends the stream, and with it the resource.
+    // The end of the API ends the stream, and with it the resource.
     let ended = tokio::spawn(async move { devices.message().await });
-    door.close().await;
+    plugin.close().await;
     assert!(!matches!(soon(ended).await.unwrap(), Ok(Some(_))));
     kubelet.server.abort();
 }
 
 #[tokio::test]
 async fn allocate_hands_out_one_injection_per_container() {
-    let door = Door::open();
-    let _kubelet = Running::start(&door.kubelet_directory());
-    crate::grpc::fixture::until_exists(&door.socket(), true).await;
-    let mut client = door.client().await;
+    let plugin = PluginEndpoint::open();
+    let _kubelet = Running::start(&plugin.kubelet_directory());
+    crate::grpc::fixture::until_exists(&plugin.socket(), true).await;
+    let mut client = plugin.client().await;
     let containers = |lists: &[&[&str]]| {
         let ids = |ids: &&[&str]| ContainerAllocateRequest {
             devices_ids: ids.iter().map(|id| (*id).to_owned()).collect(),
@@ -254,15 +256,15 @@ async fn allocate_hands_out_one_injection_per_container() {
         client.allocate(many).await.unwrap_err().code(),
         Code::InvalidArgument
     );
-    door.close().await;
+    plugin.close().await;
 }
 
 #[tokio::test]
 async fn preferences_and_checks_before_a_start_are_answered() {
-    let door = Door::open();
-    let _kubelet = Running::start(&door.kubelet_directory());
-    crate::grpc::fixture::until_exists(&door.socket(), true).await;
-    let mut client = door.client().await;
+    let plugin = PluginEndpoint::open();
+    let _kubelet = Running::start(&plugin.kubelet_directory());
+    crate::grpc::fixture::until_exists(&plugin.socket(), true).await;
+    let mut client = plugin.client().await;
     let options = client
         .get_device_plugin_options(Empty {})
         .await
@@ -314,21 +316,21 @@ async fn preferences_and_checks_before_a_start_are_answered() {
         (Code::FailedPrecondition, REFUSED)
     );
     assert_eq!(
-        door.companion.calls(),
+        plugin.companion.calls(),
         [
             "start test.drayman.dev/port a,b",
             "start test.drayman.dev/port refuse"
         ]
     );
-    door.close().await;
+    plugin.close().await;
 }
 
 /// kubelet as its plugin watcher behaves: it dials the socket that it finds with the path as authority, asks, and then watches the
 /// devices at the endpoint that it was told.
 #[tokio::test]
 async fn a_plugin_watcher_finds_the_resource_again_after_its_stream() {
-    let mut door = Door::open_by(PluginRegistration::PluginWatcher);
-    let registration = paths(&door.directory)
+    let mut served = PluginEndpoint::open_by(PluginRegistration::PluginWatcher);
+    let registration = paths(&served.directory)
         .device_plugin_registration_socket(DRIVER, RESOURCE)
         .path;
     let inode = || fs::metadata(&registration).unwrap().ino();
@@ -344,7 +346,7 @@ async fn a_plugin_watcher_finds_the_resource_again_after_its_stream() {
             (info.r#type.as_str(), info.name.as_str(), info.supported_versions),
             ("DevicePlugin", RESOURCE, vec!["v1beta1".to_owned()])
         );
-        let plugin = paths(&door.directory)
+        let plugin = paths(&served.directory)
             .watched_device_plugin_socket(DRIVER, RESOURCE)
             .path;
         assert_eq!(Path::new(&info.endpoint), plugin);
@@ -362,7 +364,7 @@ async fn a_plugin_watcher_finds_the_resource_again_after_its_stream() {
             )
             .await;
         assert_eq!(told.status, "0");
-        until_state(&mut door.state, &KubeletApiState::Registered).await;
+        until_state(&mut served.state, &KubeletApiState::Registered).await;
         // While it watches nothing is renewed; when it does no more, there is a new socket for it to find.
         assert_eq!(inode(), found);
         drop(devices);
@@ -373,22 +375,22 @@ async fn a_plugin_watcher_finds_the_resource_again_after_its_stream() {
         })
         .await;
     }
-    door.shutdown.cancel();
-    soon(door.task).await.unwrap().unwrap();
+    served.shutdown.cancel();
+    soon(served.task).await.unwrap().unwrap();
     assert!(!registration.exists());
 }
 
 #[tokio::test]
 async fn a_kubelet_that_restarts_gets_the_resource_again() {
-    let mut door = Door::open();
-    let directory = door.kubelet_directory();
+    let mut plugin = PluginEndpoint::open();
+    let directory = plugin.kubelet_directory();
     // There is none at first.
-    until_state(&mut door.state, &KubeletApiState::Waiting).await;
+    until_state(&mut plugin.state, &KubeletApiState::Waiting).await;
     let mut kubelet = Running::start(&directory);
     for _ in 0..3 {
         let mut devices = kubelet.registration().await;
         assert_eq!(list(&mut devices).await, "a");
-        until_state(&mut door.state, &KubeletApiState::Registered).await;
+        until_state(&mut plugin.state, &KubeletApiState::Registered).await;
         kubelet.server.abort();
         let _ = kubelet.server.await;
         drop(devices);
@@ -398,16 +400,16 @@ async fn a_kubelet_that_restarts_gets_the_resource_again() {
     assert_eq!(list(&mut devices).await, "a");
     // The directory is replaced as a whole.
     kubelet.server.abort();
-    fs::rename(&directory, door.directory.path().join("away")).unwrap();
+    fs::rename(&directory, plugin.directory.path().join("away")).unwrap();
     kubelet = Running::start(&directory);
     assert_eq!(list(&mut kubelet.registration().await).await, "a");
-    door.close().await;
+    plugin.close().await;
 }
 
 #[tokio::test]
 async fn a_stream_that_kubelet_drops_leads_to_a_new_registration() {
-    let door = Door::open();
-    let mut kubelet = Running::start(&door.kubelet_directory());
+    let plugin = PluginEndpoint::open();
+    let mut kubelet = Running::start(&plugin.kubelet_directory());
     drop(kubelet.registration().await);
     let devices = kubelet.registration().await;
     assert!(
@@ -417,28 +419,28 @@ async fn a_stream_that_kubelet_drops_leads_to_a_new_registration() {
         "one is enough"
     );
     drop(devices);
-    door.close().await;
+    plugin.close().await;
 }
 
 #[tokio::test]
 async fn a_refusal_is_a_state_and_is_tried_again() {
-    let mut door = Door::open();
-    let directory = door.kubelet_directory();
+    let mut plugin = PluginEndpoint::open();
+    let directory = plugin.kubelet_directory();
     let mut kubelet = Running::start(&directory);
     kubelet.kubelet.refuse.store(true, Ordering::SeqCst);
     // It may have been registered before the refusals began: a new socket makes it come again.
-    let _ = fs::remove_file(door.socket());
+    let _ = fs::remove_file(plugin.socket());
     until_state(
-        &mut door.state,
+        &mut plugin.state,
         &KubeletApiState::Rejected {
             message: "the version is not supported".into(),
         },
     )
     .await;
     kubelet.kubelet.refuse.store(false, Ordering::SeqCst);
-    until_state(&mut door.state, &KubeletApiState::Registered).await;
+    until_state(&mut plugin.state, &KubeletApiState::Registered).await;
     assert_eq!(list(&mut kubelet.registration().await).await, "a");
-    door.close().await;
+    plugin.close().await;
 }
 
 #[tokio::test]

@@ -12,7 +12,7 @@ use drayman::node::kubelet::KubeletApiState;
 use prost::Message;
 use tonic::Code;
 
-use crate::grpc::fixture::{DRIVER, DraDoor, REFUSED, RawClient, channel, until_state};
+use crate::grpc::fixture::{DRIVER, DraEndpoint, REFUSED, RawClient, channel, until_state};
 
 const PREPARE: &str = "/v1alpha3.Node/NodePrepareResources";
 const UNPREPARE: &str = "/v1alpha3.Node/NodeUnprepareResources";
@@ -35,18 +35,18 @@ fn claims(names: &[&str]) -> NodePrepareResourcesRequest {
 
 #[tokio::test]
 async fn kubelet_registers_and_prepares_with_a_path_as_authority() {
-    let mut door = DraDoor::open().await;
+    let mut dra = DraEndpoint::open().await;
     for escape in [false, true] {
         let authority = |path: &std::path::Path| {
             let path = path.display().to_string();
             if escape { path.replace('/', "%2F") } else { path }
         };
-        let mut kubelet = RawClient::connect(&door.registration()).await;
-        let who = authority(&door.registration());
+        let mut kubelet = RawClient::connect(&dra.registration()).await;
+        let who = authority(&dra.registration());
         let info = kubelet
             .call(&who, "/pluginregistration.Registration/GetInfo", &[])
             .await;
-        let endpoint = door.service().display().to_string();
+        let endpoint = dra.service().display().to_string();
         let golden = [
             b"\x0a\x09DRAPlugin\x12",
             &[u8::try_from(DRIVER.len()).unwrap()][..],
@@ -59,10 +59,10 @@ async fn kubelet_registers_and_prepares_with_a_path_as_authority() {
         assert_eq!((info.status.as_str(), info.body), ("0", golden.concat()));
         let notify = "/pluginregistration.Registration/NotifyRegistrationStatus";
         assert_eq!(kubelet.call(&who, notify, &[0x08, 1]).await.status, "0");
-        until_state(&mut door.state, &KubeletApiState::Registered).await;
+        until_state(&mut dra.state, &KubeletApiState::Registered).await;
 
-        let mut kubelet = RawClient::connect(&door.service()).await;
-        let who = authority(&door.service());
+        let mut kubelet = RawClient::connect(&dra.service()).await;
+        let who = authority(&dra.service());
         let prepared = kubelet.call(&who, PREPARE, &claims(&["a"]).encode_to_vec()).await;
         assert_eq!(prepared.body, b"\x0a\x14\x0a\x05uid-a\x12\x0b\x0a\x09v/c=uid-a");
         let unprepared = kubelet
@@ -98,7 +98,7 @@ async fn kubelet_registers_and_prepares_with_a_path_as_authority() {
             ("0", &[][..])
         );
         assert_eq!(
-            door.companion.calls(),
+            dra.companion.calls(),
             [
                 "prepare ns/a uid-a handle",
                 "unprepare ns/a uid-a",
@@ -107,13 +107,13 @@ async fn kubelet_registers_and_prepares_with_a_path_as_authority() {
             ]
         );
     }
-    door.close().await;
+    dra.close().await;
 }
 
 #[tokio::test]
 async fn a_thousand_calls_on_one_connection_keep_their_headers() {
-    let door = DraDoor::open().await;
-    let mut kubelet = RawClient::connect(&door.service()).await;
+    let dra = DraEndpoint::open().await;
+    let mut kubelet = RawClient::connect(&dra.service()).await;
     for index in 0..1000 {
         let name = format!("{index:03}");
         let answer = kubelet
@@ -124,13 +124,13 @@ async fn a_thousand_calls_on_one_connection_keep_their_headers() {
             format!("\n\u{b}\n\u{7}uid-{name}\u{12}\0").into_bytes()
         );
     }
-    door.close().await;
+    dra.close().await;
 }
 
 #[tokio::test]
 async fn what_kubelet_1_30_may_ask_beyond_claims_is_unimplemented() {
-    let door = DraDoor::open().await;
-    let mut kubelet = RawClient::connect(&door.service()).await;
+    let dra = DraEndpoint::open().await;
+    let mut kubelet = RawClient::connect(&dra.service()).await;
     for path in [
         "/v1alpha3.Node/NodeListAndWatchResources",
         "/v1alpha2.Node/Other",
@@ -138,13 +138,13 @@ async fn what_kubelet_1_30_may_ask_beyond_claims_is_unimplemented() {
     ] {
         assert_eq!(kubelet.call("localhost", path, &[]).await.status, "12", "{path}");
     }
-    door.close().await;
+    dra.close().await;
 }
 
 #[tokio::test]
 async fn each_claim_has_its_own_outcome() {
-    let door = DraDoor::open().await;
-    let mut client = NodeClient::new(channel(&door.service()).await);
+    let dra = DraEndpoint::open().await;
+    let mut client = NodeClient::new(channel(&dra.service()).await);
     let mut structured = claim("structured");
     structured.structured_resource_handle = Some(StructuredResourceHandle::default());
     let mut list = claims(&["a", "refuse", "invalid", "b"]);
@@ -203,7 +203,7 @@ async fn each_claim_has_its_own_outcome() {
         "a missing answer is never given to another claim"
     );
 
-    let mut old = dra_v1alpha2::node_client::NodeClient::new(channel(&door.service()).await);
+    let mut old = dra_v1alpha2::node_client::NodeClient::new(channel(&dra.service()).await);
     for (name, code) in [
         ("refuse", Code::FailedPrecondition),
         ("invalid", Code::InvalidArgument),
@@ -216,13 +216,13 @@ async fn each_claim_has_its_own_outcome() {
         };
         assert_eq!(old.node_prepare_resource(request).await.unwrap_err().code(), code);
     }
-    door.close().await;
+    dra.close().await;
 }
 
 #[tokio::test]
 async fn a_rejection_is_a_state_and_not_an_error() {
-    let mut door = DraDoor::open().await;
-    let mut kubelet = RegistrationClient::new(channel(&door.registration()).await);
+    let mut dra = DraEndpoint::open().await;
+    let mut kubelet = RegistrationClient::new(channel(&dra.registration()).await);
     assert_eq!(
         kubelet.get_info(InfoRequest {}).await.unwrap().into_inner().name,
         DRIVER
@@ -233,39 +233,39 @@ async fn a_rejection_is_a_state_and_not_an_error() {
     };
     kubelet.notify_registration_status(status).await.unwrap();
     until_state(
-        &mut door.state,
+        &mut dra.state,
         &KubeletApiState::Rejected {
             message: "no handler".into(),
         },
     )
     .await;
-    door.close().await;
+    dra.close().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_rejected_registration_is_offered_again_as_a_new_socket() {
-    let mut door = DraDoor::open().await;
-    let inode = |door: &DraDoor| fs::metadata(door.registration()).unwrap().ino();
-    let mut last = inode(&door);
+    let mut dra = DraEndpoint::open().await;
+    let inode = |dra: &DraEndpoint| fs::metadata(dra.registration()).unwrap().ino();
+    let mut last = inode(&dra);
     for pause in [30, 60, 120] {
-        let mut kubelet = RegistrationClient::new(channel(&door.registration()).await);
+        let mut kubelet = RegistrationClient::new(channel(&dra.registration()).await);
         let status = RegistrationStatus {
             plugin_registered: false,
             error: "no handler".into(),
         };
         kubelet.notify_registration_status(status).await.unwrap();
-        door.state
+        dra.state
             .wait_for(|state| matches!(state, KubeletApiState::Rejected { .. }))
             .await
             .unwrap();
         let start = tokio::time::Instant::now();
-        door.state
+        dra.state
             .wait_for(|state| *state == KubeletApiState::Waiting)
             .await
             .unwrap();
         assert_eq!(start.elapsed().as_secs(), pause);
-        assert_ne!(inode(&door), std::mem::replace(&mut last, inode(&door)));
+        assert_ne!(inode(&dra), std::mem::replace(&mut last, inode(&dra)));
     }
-    door.shutdown.cancel();
-    door.task.await.unwrap().unwrap();
+    dra.shutdown.cancel();
+    dra.task.await.unwrap().unwrap();
 }

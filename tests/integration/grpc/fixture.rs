@@ -34,7 +34,7 @@ pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
 pub(crate) async fn until_state(state: &mut watch::Receiver<KubeletApiState>, wanted: &KubeletApiState) {
     soon(state.wait_for(|now| now == wanted))
         .await
-        .expect("the door lives");
+        .expect("the dra lives");
 }
 
 /// Waits until a file is there, or is not.
@@ -183,8 +183,8 @@ pub(crate) fn device(id: &str, healthy: bool) -> PluginDevice {
     }
 }
 
-/// A kubelet root directory with the door for claims open in it.
-pub(crate) struct DraDoor {
+/// A kubelet root directory with the dra for claims open in it.
+pub(crate) struct DraEndpoint {
     pub(crate) directory: tempfile::TempDir,
     pub(crate) companion: Arc<Scripted>,
     pub(crate) state: watch::Receiver<KubeletApiState>,
@@ -192,7 +192,7 @@ pub(crate) struct DraDoor {
     pub(crate) task: JoinHandle<Result<(), KubeletApiError>>,
 }
 
-impl DraDoor {
+impl DraEndpoint {
     pub(crate) async fn open() -> Self {
         let directory = tempfile::tempdir().unwrap();
         let (companion, shutdown) = (Scripted::new(), CancellationToken::new());
@@ -206,15 +206,15 @@ impl DraDoor {
         );
         let task = tokio::spawn(serve);
         until_state(&mut state, &KubeletApiState::Waiting).await;
-        let door = Self {
+        let dra = Self {
             directory,
             companion,
             state,
             shutdown,
             task,
         };
-        until_exists(&door.registration(), true).await;
-        door
+        until_exists(&dra.registration(), true).await;
+        dra
     }
 
     pub(crate) fn registration(&self) -> PathBuf {

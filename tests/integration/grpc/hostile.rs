@@ -13,7 +13,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::time::Instant;
 
-use crate::grpc::fixture::{DraDoor, RawClient, channel, soon};
+use crate::grpc::fixture::{DraEndpoint, RawClient, channel, soon};
 use crate::not_run::is_root;
 
 const PREPARE: &str = "/v1alpha3.Node/NodePrepareResources";
@@ -38,9 +38,9 @@ fn slow(uid: &str) -> Vec<u8> {
     claims(vec![claim]).encode_to_vec()
 }
 
-/// The door still serves, on a connection of its own.
-async fn assert_alive(door: &DraDoor) {
-    let mut client = NodeClient::new(channel(&door.service()).await);
+/// The dra still serves, on a connection of its own.
+async fn assert_alive(dra: &DraEndpoint) {
+    let mut client = NodeClient::new(channel(&dra.service()).await);
     let answer = soon(client.node_prepare_resources(claims(vec![claim("alive")])))
         .await
         .unwrap()
@@ -79,8 +79,8 @@ async fn is_alone(name: &str) -> bool {
 
 #[tokio::test]
 async fn an_invalid_message_is_refused_and_the_connection_lives() {
-    let door = DraDoor::open().await;
-    let mut client = RawClient::connect(&door.service()).await;
+    let dra = DraEndpoint::open().await;
+    let mut client = RawClient::connect(&dra.service()).await;
     let list = |list: Vec<Claim>| claims(list).encode_to_vec();
     for (body, status, text) in [
         (list(vec![claim("")]), "3", "has no uid"),
@@ -97,7 +97,7 @@ async fn an_invalid_message_is_refused_and_the_connection_lives() {
         let answer = client.call("localhost", PREPARE, &body).await;
         assert_eq!(answer.status, status, "{answer:?}");
         assert!(answer.message.replace("%20", " ").contains(text), "{answer:?}");
-        assert!(door.companion.calls().is_empty(), "nothing reaches the companion");
+        assert!(dra.companion.calls().is_empty(), "nothing reaches the companion");
     }
     // A uid with dots is the companion's to refuse; here it must only come back as it was.
     let answer = client
@@ -107,13 +107,13 @@ async fn an_invalid_message_is_refused_and_the_connection_lives() {
         answer.body,
         b"\x0a\x1c\x0a\x09../../etc\x12\x0f\x0a\x0dv/c=../../etc"
     );
-    door.close().await;
+    dra.close().await;
 }
 
 #[tokio::test]
 async fn more_claims_than_the_limit_are_refused() {
-    let door = DraDoor::open().await;
-    let mut client = NodeClient::new(channel(&door.service()).await);
+    let dra = DraEndpoint::open().await;
+    let mut client = NodeClient::new(channel(&dra.service()).await);
     let most = (0..1024).map(|index| claim(index.to_string()));
     let one_more = most.clone().chain([claim("u")]).collect();
     let error = client.node_prepare_resources(claims(one_more)).await.unwrap_err();
@@ -124,13 +124,13 @@ async fn more_claims_than_the_limit_are_refused() {
             "1025 claims in one call, 1024 are possible"
         )
     );
-    assert!(door.companion.calls().is_empty(), "nothing reaches the companion");
+    assert!(dra.companion.calls().is_empty(), "nothing reaches the companion");
     let answer = soon(client.node_prepare_resources(claims(most.collect())))
         .await
         .unwrap()
         .into_inner();
     assert_eq!(answer.claims.len(), 1024);
-    door.close().await;
+    dra.close().await;
 }
 
 #[tokio::test]
@@ -138,8 +138,8 @@ async fn decoding_the_worst_request_costs_less_than_32_mib() {
     if !is_alone("grpc::hostile::decoding_the_worst_request_costs_less_than_32_mib").await {
         return;
     }
-    let door = DraDoor::open().await;
-    let mut client = RawClient::connect(&door.service()).await;
+    let dra = DraEndpoint::open().await;
+    let mut client = RawClient::connect(&dra.service()).await;
     assert_eq!(client.call("localhost", PREPARE, &[]).await.status, "0");
     // Elements without content take two bytes each, and up to 104 bytes in memory.
     let worst = b"\x0a\x00".repeat(MAX_REQUEST / 2);
@@ -149,27 +149,27 @@ async fn decoding_the_worst_request_costs_less_than_32_mib() {
     println!("{cost} KiB for a request of {} bytes", worst.len());
     assert_eq!(answer.status, "3", "{answer:?}");
     assert!(cost < 32 * 1024, "{cost} KiB");
-    door.close().await;
+    dra.close().await;
 }
 
 #[tokio::test]
 async fn a_message_above_the_limit_is_refused_by_its_length() {
-    let door = DraDoor::open().await;
-    let mut client = NodeClient::new(channel(&door.service()).await);
+    let dra = DraEndpoint::open().await;
+    let mut client = NodeClient::new(channel(&dra.service()).await);
     let mut large = claim("u");
     large.resource_handle = "x".repeat(MAX_REQUEST);
     let error = soon(client.node_prepare_resources(claims(vec![large])))
         .await
         .unwrap_err();
     assert_eq!(error.code(), tonic::Code::OutOfRange, "{error}");
-    assert_alive(&door).await;
-    door.close().await;
+    assert_alive(&dra).await;
+    dra.close().await;
 }
 
 #[tokio::test]
 async fn a_connection_that_breaks_the_protocol_ends_alone() {
-    let door = DraDoor::open().await;
-    let mut bystander = RawClient::connect(&door.service()).await;
+    let dra = DraEndpoint::open().await;
+    let mut bystander = RawClient::connect(&dra.service()).await;
     let interrupted: &[(u8, u8, u32, &[u8])] = &[(1, 0, 1, &[]), (0, 0, 1, b"x")];
     let table = [&[0x40, 1, b'x', 0x7f, 0xa1, 0x1e][..], &[b'v'; 4000]].concat();
     let bomb: &[(u8, u8, u32, &[u8])] = &[(1, 4, 1, &table), (1, 4, 3, &[0xbe; 16_000])];
@@ -178,23 +178,23 @@ async fn a_connection_that_breaks_the_protocol_ends_alone() {
     let padding: &[(u8, u8, u32, &[u8])] = &[(1, 0x0c, 1, &[200, 0x82])];
     let nonsense: &[(u8, u8, u32, &[u8])] = &[(1, 4, 1, &[0x80])];
     for frames in [interrupted, bomb, oversized, padding, nonsense] {
-        let mut client = RawClient::connect(&door.service()).await;
+        let mut client = RawClient::connect(&dra.service()).await;
         for (kind, flags, stream, payload) in frames {
             client.frame(*kind, *flags, *stream, payload).await;
         }
         client.begin("localhost", PREPARE, &[]).await;
         assert_eq!(soon(client.answer()).await, None);
     }
-    let mut stream = UnixStream::connect(door.service()).await.unwrap();
+    let mut stream = UnixStream::connect(dra.service()).await.unwrap();
     stream.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
     soon(async { while !matches!(stream.read(&mut [0; 100]).await, Ok(0) | Err(_)) {} }).await;
     assert_eq!(bystander.call("localhost", PREPARE, &[]).await.status, "0");
-    door.close().await;
+    dra.close().await;
 }
 
 /// A connection on which one call was answered.
-async fn one_call(door: &DraDoor) -> UnixStream {
-    let mut client = RawClient::connect(&door.service()).await;
+async fn one_call(dra: &DraEndpoint) -> UnixStream {
+    let mut client = RawClient::connect(&dra.service()).await;
     assert_eq!(client.call("localhost", PREPARE, &[]).await.status, "0");
     client.into_connection()
 }
@@ -231,22 +231,22 @@ async fn connections_above_the_limit_are_closed_at_once() {
     if !is_alone("grpc::hostile::connections_above_the_limit_are_closed_at_once").await {
         return;
     }
-    let door = DraDoor::open().await;
+    let dra = DraEndpoint::open().await;
     // A call that takes long, as a ListAndWatch does.
-    let mut waiting = RawClient::connect(&door.service()).await;
+    let mut waiting = RawClient::connect(&dra.service()).await;
     waiting.begin("localhost", PREPARE, &slow("u")).await;
-    while door.companion.calls().is_empty() {
+    while dra.companion.calls().is_empty() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     // The first is what one costs that the program has never had before: pages of code, and what the allocator sets aside.
-    let mut clients = vec![one_call(&door).await];
+    let mut clients = vec![one_call(&dra).await];
     let before = memory("VmRSS:");
     for _ in 2..MAX_CONNECTIONS {
-        clients.push(one_call(&door).await);
+        clients.push(one_call(&dra).await);
     }
     let mut further = Vec::new();
     for _ in 0..1000 {
-        further.push(UnixStream::connect(door.service()).await.unwrap());
+        further.push(UnixStream::connect(dra.service()).await.unwrap());
     }
     for client in further {
         assert!(is_closed(client).await);
@@ -267,7 +267,7 @@ async fn connections_above_the_limit_are_closed_at_once() {
     drop(clients.pop());
     soon(async {
         loop {
-            let mut client = RawClient::connect(&door.service()).await;
+            let mut client = RawClient::connect(&dra.service()).await;
             client.begin("localhost", PREPARE, &[]).await;
             if client.answer().await.is_some() {
                 break;
@@ -278,45 +278,45 @@ async fn connections_above_the_limit_are_closed_at_once() {
     .await;
     drop(clients);
     drop(waiting);
-    door.close().await;
+    dra.close().await;
 }
 
 #[tokio::test]
 async fn silent_connections_are_closed_within_10_s() {
-    let door = DraDoor::open().await;
+    let dra = DraEndpoint::open().await;
     let mut silent = Vec::new();
     for _ in 0..MAX_CONNECTIONS {
-        silent.push(UnixStream::connect(door.service()).await.unwrap());
+        silent.push(UnixStream::connect(dra.service()).await.unwrap());
     }
-    assert!(is_closed(UnixStream::connect(door.service()).await.unwrap()).await);
+    assert!(is_closed(UnixStream::connect(dra.service()).await.unwrap()).await);
     let start = Instant::now();
     for client in silent {
         assert!(is_closed(client).await);
     }
     assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
-    assert_alive(&door).await;
-    door.close().await;
+    assert_alive(&dra).await;
+    dra.close().await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn only_a_client_that_answers_pings_is_kept() {
-    let door = DraDoor::open().await;
-    let mut kept = NodeClient::new(channel(&door.service()).await);
+    let dra = DraEndpoint::open().await;
+    let mut kept = NodeClient::new(channel(&dra.service()).await);
     kept.node_prepare_resources(claims(Vec::new())).await.unwrap();
-    let mut silent = one_call(&door).await;
+    let mut silent = one_call(&dra).await;
     let start = Instant::now();
     while !matches!(silent.read(&mut [0; 100]).await, Ok(0) | Err(_)) {}
     let elapsed = start.elapsed().as_secs();
     assert!((300..=365).contains(&elapsed), "{elapsed} s");
     tokio::time::sleep(Duration::from_secs(3600)).await;
     kept.node_prepare_resources(claims(Vec::new())).await.unwrap();
-    door.close().await;
+    dra.close().await;
 }
 
 #[tokio::test]
 async fn a_connection_has_a_limit_of_calls_at_a_time() {
-    let door = DraDoor::open().await;
-    let mut client = RawClient::connect(&door.service()).await;
+    let dra = DraEndpoint::open().await;
+    let mut client = RawClient::connect(&dra.service()).await;
     for number in 0..=100 {
         client
             .begin("localhost", PREPARE, &slow(&number.to_string()))
@@ -324,21 +324,21 @@ async fn a_connection_has_a_limit_of_calls_at_a_time() {
     }
     // 7: REFUSED_STREAM.
     assert_eq!(soon(client.answer()).await.unwrap().status, "RST_STREAM 7");
-    assert_alive(&door).await;
+    assert_alive(&dra).await;
     drop(client);
-    door.close().await;
+    dra.close().await;
 }
 
 #[tokio::test]
 async fn sockets_are_for_their_owner_alone() {
-    let door = DraDoor::open().await;
-    for socket in [door.service(), door.registration()] {
+    let dra = DraEndpoint::open().await;
+    for socket in [dra.service(), dra.registration()] {
         assert_eq!(
             std::fs::metadata(socket).unwrap().permissions().mode() & 0o777,
             0o600
         );
     }
-    door.close().await;
+    dra.close().await;
 }
 
 /// Set in the process that connects as another user.
@@ -364,14 +364,14 @@ async fn another_user_is_refused_even_if_the_mode_would_let_him_in() {
     if !is_root() {
         return;
     }
-    let door = DraDoor::open().await;
+    let dra = DraEndpoint::open().await;
     let open_to_all =
         |path: &Path, mode| std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
-    open_to_all(door.directory.path(), 0o777);
-    open_to_all(&door.directory.path().join("plugins"), 0o777);
-    open_to_all(door.service().parent().unwrap(), 0o777);
-    open_to_all(&door.service(), 0o777);
-    let program = door.directory.path().join("program");
+    open_to_all(dra.directory.path(), 0o777);
+    open_to_all(&dra.directory.path().join("plugins"), 0o777);
+    open_to_all(dra.service().parent().unwrap(), 0o777);
+    open_to_all(&dra.service(), 0o777);
+    let program = dra.directory.path().join("program");
     // By another process: what this one has open for writing, even in a child that is not yet another program, cannot be run.
     let mut copy = std::process::Command::new("cp");
     let copied = copy.arg(std::env::current_exe().unwrap()).arg(&program).status();
@@ -380,12 +380,12 @@ async fn another_user_is_refused_even_if_the_mode_would_let_him_in() {
     let mut command = std::process::Command::new(&program);
     command
         .args(["--exact", "grpc::hostile::the_connection_of_a_stranger"])
-        .env(AS_STRANGER, door.service());
+        .env(AS_STRANGER, dra.service());
     command.current_dir("/").uid(65534).gid(65534);
     let mut command = tokio::process::Command::from(command);
     let output = soon(command.output()).await.unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
-    assert_alive(&door).await;
-    door.close().await;
+    assert_alive(&dra).await;
+    dra.close().await;
 }

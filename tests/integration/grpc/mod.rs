@@ -1,4 +1,4 @@
-//! The doors over real sockets: called by tonic's clients, and by bytes as kubelet's gRPC library sends them.
+//! The endpoints over real sockets: called by tonic's clients, and by bytes as kubelet's gRPC library sends them.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test may fail")]
 

@@ -1,4 +1,4 @@
-//! What is seen of a door from outside: its health, and how many calls it had.
+//! What is seen of a dra from outside: its health, and how many calls it had.
 
 use drayman::api::proto::dra_v1alpha3::node_client::NodeClient;
 use drayman::api::proto::dra_v1alpha3::{Claim, NodePrepareResourcesRequest};
@@ -12,7 +12,7 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
-use crate::grpc::fixture::{DraDoor, channel, soon, until_state};
+use crate::grpc::fixture::{DraEndpoint, channel, soon, until_state};
 
 async fn health(client: &mut HealthClient<Channel>, service: &str) -> Result<ServingStatus, Code> {
     let request = HealthCheckRequest {
@@ -24,15 +24,15 @@ async fn health(client: &mut HealthClient<Channel>, service: &str) -> Result<Ser
 
 #[tokio::test]
 async fn the_health_service_of_a_socket_follows_its_registration() {
-    let mut door = DraDoor::open().await;
-    let mut client = HealthClient::new(channel(&door.service()).await);
+    let mut dra = DraEndpoint::open().await;
+    let mut client = HealthClient::new(channel(&dra.service()).await);
     for service in ["", "v1alpha2.Node", "v1alpha3.Node"] {
         let health = health(&mut client, service).await;
         assert_eq!(health, Ok(ServingStatus::Serving), "{service:?}");
     }
     assert_eq!(health(&mut client, "v1.Node").await, Err(Code::NotFound));
 
-    let mut registration = RegistrationClient::new(channel(&door.registration()).await);
+    let mut registration = RegistrationClient::new(channel(&dra.registration()).await);
     let mut changes = client
         .watch(HealthCheckRequest::default())
         .await
@@ -54,11 +54,11 @@ async fn the_health_service_of_a_socket_follows_its_registration() {
         .notify_registration_status(verdict(true))
         .await
         .unwrap();
-    until_state(&mut door.state, &KubeletApiState::Registered).await;
+    until_state(&mut dra.state, &KubeletApiState::Registered).await;
     let accepted = soon(changes.message()).await.unwrap().unwrap();
     assert_eq!(accepted.status(), ServingStatus::Serving);
     drop(changes);
-    door.close().await;
+    dra.close().await;
 }
 
 /// Calls of a method, by code, that have ended.
@@ -74,9 +74,9 @@ fn handled(calls: &GrpcCalls, method: &str) -> Vec<(&'static str, u64)> {
 
 #[tokio::test]
 async fn calls_are_counted_by_method_and_code() {
-    let door = DraDoor::open().await;
-    let calls = door.companion.counted.clone();
-    let mut client = NodeClient::new(channel(&door.service()).await);
+    let dra = DraEndpoint::open().await;
+    let calls = dra.companion.counted.clone();
+    let mut client = NodeClient::new(channel(&dra.service()).await);
     let claims = |uid: &str| {
         let claim = Claim {
             namespace: "ns".into(),
@@ -99,5 +99,5 @@ async fn calls_are_counted_by_method_and_code() {
     .await;
     assert_eq!(handled(&calls, "NodeUnprepareResources"), []);
     drop(client);
-    door.close().await;
+    dra.close().await;
 }

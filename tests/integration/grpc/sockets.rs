@@ -10,7 +10,7 @@ use tokio::net::UnixListener;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use crate::grpc::fixture::{DRIVER, DraDoor, Scripted, channel, paths, soon, until_exists, until_state};
+use crate::grpc::fixture::{DRIVER, DraEndpoint, Scripted, channel, paths, soon, until_exists, until_state};
 
 fn claims(name: &str) -> Vec<Claim> {
     vec![Claim {
@@ -22,8 +22,8 @@ fn claims(name: &str) -> Vec<Claim> {
 
 #[tokio::test]
 async fn removed_sockets_come_back_and_the_state_reports_it() {
-    let mut door = DraDoor::open().await;
-    let mut kubelet = RegistrationClient::new(channel(&door.registration()).await);
+    let mut dra = DraEndpoint::open().await;
+    let mut kubelet = RegistrationClient::new(channel(&dra.registration()).await);
     let registered = RegistrationStatus {
         plugin_registered: true,
         error: String::new(),
@@ -32,52 +32,52 @@ async fn removed_sockets_come_back_and_the_state_reports_it() {
         .notify_registration_status(registered.clone())
         .await
         .unwrap();
-    until_state(&mut door.state, &KubeletApiState::Registered).await;
+    until_state(&mut dra.state, &KubeletApiState::Registered).await;
 
-    fs::remove_file(door.registration()).unwrap();
-    until_state(&mut door.state, &KubeletApiState::Waiting).await;
-    let mut again = RegistrationClient::new(channel(&door.registration()).await);
+    fs::remove_file(dra.registration()).unwrap();
+    until_state(&mut dra.state, &KubeletApiState::Waiting).await;
+    let mut again = RegistrationClient::new(channel(&dra.registration()).await);
     again.notify_registration_status(registered).await.unwrap();
-    until_state(&mut door.state, &KubeletApiState::Registered).await;
+    until_state(&mut dra.state, &KubeletApiState::Registered).await;
     // The connection from before still lives.
     kubelet.get_info(InfoRequest {}).await.unwrap();
 
     // The whole directory is replaced.
-    let registry = door.registration().parent().unwrap().to_owned();
-    fs::rename(&registry, door.directory.path().join("away")).unwrap();
-    until_state(&mut door.state, &KubeletApiState::Waiting).await;
-    until_exists(&door.registration(), true).await;
-    RegistrationClient::new(channel(&door.registration()).await)
+    let registry = dra.registration().parent().unwrap().to_owned();
+    fs::rename(&registry, dra.directory.path().join("away")).unwrap();
+    until_state(&mut dra.state, &KubeletApiState::Waiting).await;
+    until_exists(&dra.registration(), true).await;
+    RegistrationClient::new(channel(&dra.registration()).await)
         .get_info(InfoRequest {})
         .await
         .unwrap();
     fs::remove_dir_all(&registry).unwrap();
-    until_exists(&door.registration(), true).await;
+    until_exists(&dra.registration(), true).await;
 
-    fs::remove_dir_all(door.directory.path().join("plugins")).unwrap();
-    until_exists(&door.service(), true).await;
-    NodeClient::new(channel(&door.service()).await)
+    fs::remove_dir_all(dra.directory.path().join("plugins")).unwrap();
+    until_exists(&dra.service(), true).await;
+    NodeClient::new(channel(&dra.service()).await)
         .node_unprepare_resources(NodeUnprepareResourcesRequest { claims: claims("a") })
         .await
         .unwrap();
-    door.close().await;
+    dra.close().await;
 }
 
 #[tokio::test]
 async fn a_shutdown_removes_sockets_although_a_call_hangs() {
-    let door = DraDoor::open().await;
-    let mut client = NodeClient::new(channel(&door.service()).await);
+    let dra = DraEndpoint::open().await;
+    let mut client = NodeClient::new(channel(&dra.service()).await);
     let request = NodePrepareResourcesRequest {
         claims: claims("slow"),
     };
     let hanging = tokio::spawn(async move { client.node_prepare_resources(request).await });
-    while door.companion.calls().is_empty() {
+    while dra.companion.calls().is_empty() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    let (registration, service) = (door.registration(), door.service());
-    let mut state = door.state.clone();
+    let (registration, service) = (dra.registration(), dra.service());
+    let mut state = dra.state.clone();
     let start = std::time::Instant::now();
-    door.close().await;
+    dra.close().await;
     assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
     assert!(!registration.exists() && !service.exists());
     assert_eq!(*state.borrow_and_update(), KubeletApiState::Closed);

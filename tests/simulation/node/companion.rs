@@ -20,7 +20,7 @@ use drayman::core::prepare::recovery::{
 };
 
 use super::disk::{Disk, Stop, driver_name};
-use super::doors::Look;
+use super::kubelet_apis::Look;
 
 /// What all devices are.
 pub(super) const KIND: &str = "test";
@@ -47,7 +47,7 @@ pub(crate) struct Companion {
     /// What was found on the node, and what is gone but held.
     pub(super) inventory: Devices,
     mode: Mode,
-    /// What it knows of the other door, since when it runs.
+    /// What it knows of the other API, since when it runs.
     pub(super) containers: Containers,
     pub(super) allocated_claims: AllocatedClaims,
     pub(super) conflicting: Conflicting,

@@ -5,8 +5,8 @@
 
 mod companion;
 mod disk;
-mod doors;
 mod kubelet;
+mod kubelet_apis;
 mod manager;
 mod plugin;
 mod promises;
@@ -46,7 +46,7 @@ pub(crate) struct Node {
     look_at: u64,
     /// Something of this node's is on its way to happen.
     due: bool,
-    /// Its devices leave through both doors.
+    /// Its devices leave through both APIs.
     both: bool,
     manager: Manager,
     /// The companion is to ask kubelet again, and is to hear of claims.

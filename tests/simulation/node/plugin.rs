@@ -1,4 +1,4 @@
-//! Kubelet's device manager (`pkg/kubelet/cm/devicemanager` of 1.30) for a kind that leaves through both doors: lists that come late
+//! Kubelet's device manager (`pkg/kubelet/cm/devicemanager` of 1.30) for a kind that leaves through both APIs: lists that come late
 //! or end with either process, grants that are noted after the answer and forgotten with their pod, a file that outlives all of it,
 //! and what of that the PodResources API shows.
 
@@ -11,7 +11,7 @@ use drayman::core::prepare::containers::{Container, Shown};
 use drayman::core::prepare::plan::Refusal;
 
 use super::companion::{Companion, Failure};
-use super::doors::Look;
+use super::kubelet_apis::Look;
 use super::{Doing, request};
 use crate::driver::{DRIVER, recorded_hold};
 use crate::faults::Fault;
@@ -42,8 +42,8 @@ impl Stage {
         self.nodes.all.get(name).is_some_and(|node| node.both)
     }
 
-    /// Gives the devices of all nodes two doors.
-    pub(crate) fn open_both_doors(&mut self) {
+    /// Gives the devices of all nodes two APIs.
+    pub(crate) fn open_both_apis(&mut self) {
         for node in self.nodes.all.values_mut() {
             node.both = true;
         }

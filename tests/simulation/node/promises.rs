@@ -282,7 +282,7 @@ impl Stage {
             if !node.manager.is_empty(&BTreeSet::new()) || !withheld.is_empty() {
                 let known = node.companion.as_ref().map(Companion::known);
                 left.push(format!(
-                    "{name}: {withheld:?} at the other door, {known:?}, {:?}",
+                    "{name}: {withheld:?} at the other API, {known:?}, {:?}",
                     node.manager
                 ));
             }

@@ -1,9 +1,9 @@
 //! Named stories. The seeds find what nobody thought of; these keep what was thought of.
 
 mod deletion;
-mod doors;
 mod every_fault;
 mod halves;
+mod kubelet_apis;
 mod leaders;
 mod life;
 mod moments;

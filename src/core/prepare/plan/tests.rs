@@ -36,7 +36,7 @@ fn inventory() -> Devices {
         device("y", Mode::Claims, None),
         device("sick", Mode::Claims, Some("it smokes")),
         device("plug", Mode::ExtendedResource, None),
-        device("two-doors", Mode::Both, None),
+        device("both", Mode::Both, None),
         (
             "shared".to_owned(),
             Device {
@@ -370,20 +370,17 @@ fn devices_of_containers_count_for_mode_both() {
     let empty = PreparedClaims::new("boot", BTreeMap::new());
     let mut containers = Containers::default();
     let reason = |containers: &Containers| {
-        plan_beside(&empty, containers, A, &["two-doors"]).map_err(|refusal| refusal.reason())
+        plan_beside(&empty, containers, A, &["both"]).map_err(|refusal| refusal.reason())
     };
     assert_eq!(reason(&containers), Err("PodResourcesUnavailable"));
     containers.seen(&Shown::default(), Duration::ZERO);
     let steps = reason(&containers).unwrap();
-    assert_eq!(
-        takes_from_both(&steps, &inventory()).as_deref(),
-        Some("two-doors")
-    );
+    assert_eq!(takes_from_both(&steps, &inventory()).as_deref(), Some("both"));
     assert_eq!(
         takes_from_both(&plan(&empty, A, &["x"]).unwrap(), &inventory()),
         None
     );
-    containers.allocated([("two-doors", &[][..]), ("x", &[][..])], Duration::ZERO);
+    containers.allocated([("both", &[][..]), ("x", &[][..])], Duration::ZERO);
     assert_eq!(reason(&containers), Err("DeviceHeld"));
-    plan_beside(&empty, &containers, A, &["x"]).expect("its kind has one door");
+    plan_beside(&empty, &containers, A, &["x"]).expect("its kind has one API");
 }

@@ -48,17 +48,6 @@ pub enum StoreError {
     /// Another companion of the same driver runs on this node.
     #[error("another companion of this driver runs on this node and holds {0:?}: stop it first")]
     Locked(PathBuf),
-    /// The checkpoint is damaged, or a newer release has written it.
-    #[error(
-        "the checkpoint in {directory:?} cannot be used, and is left as it is: {error}; use the release that has written it, or start \
-         the companion, which puts it aside and goes on with what the CDI files and kubelet tell"
-    )]
-    Unusable {
-        /// The directory of the checkpoint.
-        directory: PathBuf,
-        /// Why it is unusable.
-        error: String,
-    },
     /// The checkpoint could not be serialized.
     #[error("cannot write the prepared claims as a checkpoint: {0}")]
     Encode(CheckpointError),
@@ -70,7 +59,6 @@ impl StoreError {
         match self {
             Self::Io { .. } => "StorageFailed",
             Self::Locked(_) => "AlreadyRunning",
-            Self::Unusable { .. } => "CheckpointUnusable",
             Self::Encode(_) => "CheckpointFailed",
         }
     }
@@ -229,30 +217,6 @@ impl Store {
     /// list, the claims are rebuilt from these sources. A directory or lock that cannot be acquired is an error, and so is a failed read,
     /// because the content may be intact.
     pub fn open_on(disk: &Disk, places: &Places, boot_id: &str) -> Result<Opened, StoreError> {
-        Self::open_with(disk, places, boot_id, |file, unusable| {
-            let kept_as = file.put_aside(unusable);
-            let kept_as = kept_as.map(|path| format!("; it was kept as {}", path.display()));
-            Ok(format!("{}{}", unusable.error, kept_as.unwrap_or_default()))
-        })
-    }
-
-    /// Opens the files for a user's change while no companion runs. A checkpoint that this release cannot use is an error, and stays in
-    /// place.
-    pub fn open_usable(places: &Places, boot_id: &str) -> Result<Opened, StoreError> {
-        Self::open_with(&Disk::default(), places, boot_id, |_, unusable| {
-            Err(StoreError::Unusable {
-                directory: places.state.clone(),
-                error: unusable.error.clone(),
-            })
-        })
-    }
-
-    fn open_with(
-        disk: &Disk,
-        places: &Places,
-        boot_id: &str,
-        put_aside: impl FnOnce(&CheckpointFile, &Unusable) -> Result<String, StoreError>,
-    ) -> Result<Opened, StoreError> {
         files::make_directory(&places.state, 0o750)?;
         files::make_directory(&places.cdi, 0o755)?;
         let lock = files::lock(&places.state.join(LOCK))?;
@@ -266,10 +230,11 @@ impl Store {
                 Err(error) => warn!(reason = error.reason(), "{error}"),
             }
         }
-        let unusable = match &found.unusable {
-            Some(unusable) => Some(put_aside(&found.file, unusable)?),
-            None => None,
-        };
+        let unusable = found.unusable.as_ref().map(|unusable| {
+            let kept_as = found.file.put_aside(unusable);
+            let kept_as = kept_as.map(|path| format!("; it was kept as {}", path.display()));
+            format!("{}{}", unusable.error, kept_as.unwrap_or_default())
+        });
         found.cdi.remove_half_written()?;
         let (cluster, start) = (found.cluster, found.start);
         let (prepared_claims, rebuilt, complete) = rebuild(start, unusable, &found.traces, places, boot_id);

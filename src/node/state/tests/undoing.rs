@@ -2,7 +2,6 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::fixture::*;
-use crate::node::admin::Access;
 use crate::node::service::ReleaseError;
 
 /// A claim whose Prepare failed with a driver that cannot undo its work.
@@ -94,35 +93,5 @@ async fn a_release_reports_what_the_driver_cannot_undo() {
     records.release(A.into(), true).await.unwrap();
     assert!(held(&life).await.is_empty() && driver.undone.lock().unwrap().contains(A));
     drop(records);
-    life.end().await;
-}
-
-#[tokio::test]
-async fn an_offline_release_is_undone_by_the_driver_at_the_next_start() {
-    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
-    let life = live_and_know(root.path(), "boot", &driver).await;
-    life.prepare(A, &["x"]).await.unwrap();
-    life.end().await;
-
-    let mut access = Access::find(places(root.path()), root.path()).await.unwrap();
-    let released = access.release(A, true).await.unwrap();
-    assert_eq!(released.devices, ["x"]);
-    drop(access);
-    assert_eq!(files(root.path()), Vec::<String>::new());
-    assert!(driver.undone.lock().unwrap().is_empty());
-
-    // Devices that the driver cannot release stay withheld.
-    driver.stuck.store(true, Ordering::SeqCst);
-    let life = live_and_know(root.path(), "boot", &driver).await;
-    assert_eq!(
-        life.prepare(B, &["x"]).await.unwrap_err().reason(),
-        "DeviceFailed"
-    );
-    life.end().await;
-    driver.stuck.store(false, Ordering::SeqCst);
-    let life = live_and_know(root.path(), "boot", &driver).await;
-    assert!(driver.undone.lock().unwrap().contains(A));
-    assert!(held(&life).await.is_empty());
-    life.prepare(B, &["x"]).await.unwrap();
     life.end().await;
 }

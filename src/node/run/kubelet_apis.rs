@@ -11,7 +11,7 @@ use tracing::{error, warn};
 
 use super::NodeError;
 use super::mounted::cut_off;
-use super::resource_doors::{KubeletApiStates, ResourceApis};
+use super::resource_apis::{KubeletApiStates, ResourceApis};
 use super::retried::serve_again;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::kubelet_apis::{ApiState, ApisDown, problems};
@@ -48,19 +48,19 @@ impl KubeletApis {
         self.check_paths()?;
         let ours = shutdown.child_token();
         let _end_with_this = ours.clone().drop_guard();
-        let mut doors = JoinSet::new();
+        let mut apis = JoinSet::new();
         let (state, claims) = watch::channel(KubeletApiState::Starting);
         let (states, resources) = watch::channel(Vec::new());
-        let resource_doors = ResourceApis {
+        let resource_apis = ResourceApis {
             node: node.clone(),
             paths: self.paths.clone(),
             plugin_registration: self.plugin_registration,
             driver_name: self.driver_name.to_string(),
             states,
         };
-        doors.spawn(resource_doors.serve(self.resources, ours.clone()));
+        apis.spawn(resource_apis.serve(self.resources, ours.clone()));
         let follow = follow(self.cluster.clone(), claims, resources, standing);
-        doors.spawn(serve_claims(
+        apis.spawn(serve_claims(
             node,
             self.paths,
             self.driver_name,
@@ -81,7 +81,7 @@ impl KubeletApis {
                     ours.cancel();
                     result = Err(lost);
                 }
-                ended = doors.join_next() => match ended {
+                ended = apis.join_next() => match ended {
                     None => return result,
                     Some(Ok(())) => {}
                     Some(Err(broken)) => {
@@ -131,7 +131,7 @@ async fn serve_claims(
             wanted = cluster.wait_for(|facts| facts.serves_claims == Some(true)) => if wanted.is_err() { return },
         }
         let open = shutdown.child_token();
-        let door = serve_again(CLAIMS, &state, &open, |state| {
+        let api = serve_again(CLAIMS, &state, &open, |state| {
             kubelet::dra::serve(
                 node.clone(),
                 paths.clone(),
@@ -140,7 +140,7 @@ async fn serve_claims(
                 open.clone(),
             )
         });
-        tokio::pin!(door);
+        tokio::pin!(api);
         let given_up = async {
             cluster
                 .wait_for(|facts| facts.serves_claims == Some(false))
@@ -148,13 +148,13 @@ async fn serve_claims(
                 .is_ok()
         };
         let given_up = tokio::select! {
-            () = &mut door => return,
+            () = &mut api => return,
             given_up = given_up => given_up,
         };
         if given_up {
             open.cancel();
         }
-        door.await;
+        api.await;
     }
 }
 

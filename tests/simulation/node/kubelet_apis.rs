@@ -1,4 +1,4 @@
-//! The companion's other door: devices of a kind in mode `both`, as `src/node/state/resources.rs` hands them out.
+//! The companion's other API: devices of a kind in mode `both`, as `src/node/state/resources.rs` hands them out.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -130,7 +130,7 @@ impl Companion {
         )
     }
 
-    /// What of the other door is not free, though no container has anything.
+    /// What of the other API is not free, though no container has anything.
     pub(super) fn withheld(&self) -> Vec<String> {
         let unhealthy = self.offers().into_iter().filter(|device| !device.healthy);
         let conflicting = self.conflicting.devices().iter().cloned();

@@ -51,45 +51,45 @@ impl ResourceApis {
         shutdown: CancellationToken,
     ) {
         let ours = shutdown.child_token();
-        let mut doors: JoinSet<String> = JoinSet::new();
+        let mut apis: JoinSet<String> = JoinSet::new();
         let mut open: BTreeMap<String, Open> = BTreeMap::new();
         let mut follows = true;
         loop {
             let resources = wanted.borrow_and_update().clone();
-            for (name, door) in &open {
-                if resources.get(name) != Some(&door.resource) && !door.withdrawn.is_cancelled() {
+            for (name, api) in &open {
+                if resources.get(name) != Some(&api.resource) && !api.withdrawn.is_cancelled() {
                     info!(resource = name, "the resource is withdrawn");
-                    door.withdrawn.cancel();
+                    api.withdrawn.cancel();
                 }
             }
             for (name, resource) in resources.iter() {
                 // A closing endpoint is reopened only after it has closed, because both would use the same socket.
                 if !open.contains_key(name) {
-                    let door = self.open(&mut doors, name, resource, &ours);
-                    open.insert(name.clone(), door);
+                    let api = self.open(&mut apis, name, resource, &ours);
+                    open.insert(name.clone(), api);
                 }
             }
-            let staying = open.iter().filter(|(_, door)| !door.withdrawn.is_cancelled());
+            let staying = open.iter().filter(|(_, api)| !api.withdrawn.is_cancelled());
             let states = staying
-                .map(|(name, door)| (name.clone(), door.state.clone()))
+                .map(|(name, api)| (name.clone(), api.state.clone()))
                 .collect();
             self.states.send_replace(states);
             tokio::select! {
                 () = shutdown.cancelled() => break,
                 changed = wanted.changed(), if follows => follows = changed.is_ok(),
-                Some(ended) = doors.join_next() => if let Ok(name) = ended {
+                Some(ended) = apis.join_next() => if let Ok(name) = ended {
                     open.remove(&name);
                 },
             }
         }
         // The remaining endpoints finish their calls and close.
         ours.cancel();
-        while doors.join_next().await.is_some() {}
+        while apis.join_next().await.is_some() {}
     }
 
     fn open(
         &self,
-        doors: &mut JoinSet<String>,
+        apis: &mut JoinSet<String>,
         name: &str,
         resource: &ExtendedResource,
         shutdown: &CancellationToken,
@@ -98,7 +98,7 @@ impl ResourceApis {
         let (withdrawn, end) = (CancellationToken::new(), shutdown.child_token());
         let (node, paths, registration) = (self.node.clone(), self.paths.clone(), self.plugin_registration);
         let (driver_name, name, asked) = (self.driver_name.clone(), name.to_owned(), withdrawn.clone());
-        doors.spawn(async move {
+        apis.spawn(async move {
             // The state task learns of a new resource at the same time as this task.
             while node.plugin_devices(&name).is_none() && !asked.is_cancelled() && !end.is_cancelled() {
                 sleep(PAUSE).await;
@@ -106,7 +106,7 @@ impl ResourceApis {
             if asked.is_cancelled() || end.is_cancelled() {
                 return name;
             }
-            let door = serve_again(&name, &sender, &end, |state| {
+            let api = serve_again(&name, &sender, &end, |state| {
                 kubelet::device_plugin::serve(
                     node.clone(),
                     paths.clone(),
@@ -124,7 +124,7 @@ impl ResourceApis {
                 std::future::pending::<()>().await;
             };
             tokio::select! {
-                () = door => {}
+                () = api => {}
                 () = withdraw => {}
             }
             name

@@ -1,4 +1,4 @@
-//! Devices that leave through both doors: whichever comes first, nobody else has what it has.
+//! Devices that leave through both APIs: whichever comes first, nobody else has what it has.
 
 use super::nodes::{
     Planned, Told, expect_all_free, troubled, until_it_is_gone, until_it_runs, with_every_pair,
@@ -14,10 +14,10 @@ fn phase(stage: &Stage, name: &str) -> Option<String> {
     stage.store.pods.get(&key(name))?.status.phase.clone()
 }
 
-/// One node with one device that has both doors, and everything known to everybody.
-fn both_doors(planned: &[Planned]) -> Stage {
+/// One node with one device that has both APIs, and everything known to everybody.
+fn both_apis(planned: &[Planned]) -> Stage {
     let mut stage = troubled(planned);
-    stage.open_both_doors();
+    stage.open_both_apis();
     stage.run_for(30 * SECOND);
     stage
 }
@@ -42,7 +42,7 @@ fn plugged(stage: &mut Stage, name: &str, hidden: bool) {
 #[test]
 fn of_container_and_claim_with_one_device_the_second_waits() {
     for hidden in [false, true] {
-        let mut stage = both_doors(&[]);
+        let mut stage = both_apis(&[]);
         stage.plug_pod(&key("first"), "node-a", 1, hidden);
         until_it_runs(&mut stage, "first");
         // The companion begins anew, and knows only what kubelet shows.
@@ -65,13 +65,13 @@ fn of_container_and_claim_with_one_device_the_second_waits() {
         stage.run_for(30 * SECOND);
         stage.plug_pod(&key("third"), "node-a", 1, hidden);
         until_it_runs(&mut stage, "third");
-        expect_all_free(stage, "two doors");
+        expect_all_free(stage, "two APIs");
     }
 }
 
 #[test]
 fn an_unrecorded_allocate_keeps_its_device_from_claims() {
-    let mut stage = both_doors(&[]);
+    let mut stage = both_apis(&[]);
     stage.faults.rates.insert(Fault::GrantLate, 1000);
     stage.plug_pod(&key("first"), "node-a", 1, false);
     stage.run_until("it is answered", |stage| stage.nodes.granted > 0);
@@ -86,9 +86,9 @@ fn an_unrecorded_allocate_keeps_its_device_from_claims() {
     expect_all_free(stage, "noted late");
 }
 
-/// A pod by one door, one by the other, and one by the first again.
+/// A pod through one API, one through the other, and one by the first again.
 fn three_lives(planned: &[Planned]) -> Told {
-    let mut stage = both_doors(planned);
+    let mut stage = both_apis(planned);
     plugged(&mut stage, "p", false);
     stage.create_pod(&key("q"), &[Use::Template("gpu")], None);
     until_bound(&mut stage, "q");
@@ -104,7 +104,7 @@ fn three_lives(planned: &[Planned]) -> Told {
 
 #[test]
 fn every_fault_at_every_step_of_a_companion_with_both_apis() {
-    // A start and calls by both doors.
+    // A start and calls by both APIs.
     with_every_trouble(6, three_lives);
 }
 
