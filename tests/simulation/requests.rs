@@ -13,7 +13,16 @@ impl Stage {
         match command {
             Command::ReadPod { key, .. } => {
                 self.reads += 1;
-                Answer::PodRead(Ok(self.store.pods.get(key).cloned()))
+                let pod = self.store.pods.get(key).cloned();
+                if let Some(pod) = &pod {
+                    let uid = pod.metadata.uid.clone().unwrap_or_default();
+                    if pod.spec.node_name.is_none() {
+                        self.read_without_node.insert(uid);
+                    } else {
+                        self.read_without_node.remove(&uid);
+                    }
+                }
+                Answer::PodRead(Ok(pod))
             }
             Command::ReadClaim { key, .. } => {
                 self.reads += 1;
@@ -187,7 +196,11 @@ impl Stage {
             let all = self.claims_of(&key);
             let can_run =
                 all.is_some_and(|all| all.iter().all(|(_, claim)| claim.status.allocation.is_some()));
-            if is_bound || can_run {
+            // A device in two claims, one of them written by an old leader: the pod may get a node while the rollback is on its way.
+            // Its node gives the device to no other claim while the pod runs.
+            let bound_meanwhile =
+                self.ghosts.contains(&uid_of(before)) && self.read_without_node.contains(&consumer.uid);
+            if (is_bound && !bound_meanwhile) || can_run {
                 self.violate(|| format!("I5: {name} is taken back from pod {key}, which can run"));
             }
         }

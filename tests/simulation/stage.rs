@@ -115,6 +115,8 @@ pub(crate) struct Stage {
     pub(crate) lag: u64,
     /// Uids of claims whose allocation an old leader has recorded late.
     pub(crate) ghosts: BTreeSet<String>,
+    /// Uids of the pods that had no node when the controller last read them.
+    pub(crate) read_without_node: BTreeSet<String>,
     /// Uids of claims to which an old leader has given its label late.
     pub(crate) late_labels: BTreeSet<String>,
     /// What is carried out now was sent by an old leader.
@@ -168,6 +170,7 @@ impl Stage {
             user_actions: 0,
             lag: 20 * MILLISECOND,
             ghosts: BTreeSet::new(),
+            read_without_node: BTreeSet::new(),
             late_labels: BTreeSet::new(),
             late: false,
             doubles: BTreeSet::new(),
