@@ -155,10 +155,10 @@ async fn claim_answers_are_the_bytes_that_kubelet_reads() {
             prepare,
             both(),
             b"\x0a\x10\x0a\x03u-1\x12\x09\x0a\x07v/c=u-1\
-              \x0a\x23\x0a\x03u-2\x12\x1c\x12\x1arefuse: stop the other pod"
+              \x0a\x45\x0a\x03u-2\x12\x3e\x12\x3cthe driver took more than 10 s for refuse; it is tried again"
                 .as_slice(),
             prepared,
-            r#"{"claims":{"u-1":{"cdi_devices":["v/c=u-1"]},"u-2":{"error":"refuse: stop the other pod"}}}"#,
+            r#"{"claims":{"u-1":{"cdi_devices":["v/c=u-1"]},"u-2":{"error":"the driver took more than 10 s for refuse; it is tried again"}}}"#,
         ),
         golden(
             prepare,
@@ -177,10 +177,10 @@ async fn claim_answers_are_the_bytes_that_kubelet_reads() {
             unprepare,
             both(),
             b"\x0a\x07\x0a\x03u-1\x12\x00\
-              \x0a\x23\x0a\x03u-2\x12\x1c\x0a\x1arefuse: stop the other pod"
+              \x0a\x45\x0a\x03u-2\x12\x3e\x0a\x3cthe driver took more than 10 s for refuse; it is tried again"
                 .as_slice(),
             unprepared,
-            r#"{"claims":{"u-1":{},"u-2":{"error":"refuse: stop the other pod"}}}"#,
+            r#"{"claims":{"u-1":{},"u-2":{"error":"the driver took more than 10 s for refuse; it is tried again"}}}"#,
         ),
         golden(unprepare, vec![], "", unprepared, "{}"),
         golden(
@@ -210,7 +210,11 @@ async fn claim_answers_are_the_bytes_that_kubelet_reads() {
         let message = answer.message.replace("%20", " ");
         assert_eq!(
             (answer.status.as_str(), message.as_str(), answer.body.len()),
-            ("9", "refuse: stop the other pod", 0),
+            (
+                "9",
+                "the driver took more than 10 s for refuse; it is tried again",
+                0
+            ),
             "{path}"
         );
     }
@@ -281,9 +285,9 @@ async fn device_plugin_answers_are_the_bytes_that_kubelet_reads() {
         golden(
             "/v1beta1.DevicePlugin/GetPreferredAllocation",
             wishes.encode_to_vec(),
-            "\x0a\x06\x0a\x01c\x0a\x01b",
+            "\x0a\x06\x0a\x01b\x0a\x01c",
             "PreferredAllocationResponse",
-            r#"{"container_responses":[{"deviceIDs":["c","b"]}]}"#,
+            r#"{"container_responses":[{"deviceIDs":["b","c"]}]}"#,
         ),
         golden(
             "/v1beta1.DevicePlugin/Allocate",

@@ -144,7 +144,7 @@ async fn kubelet_reads_every_device_plugin_answer() {
     let expected = [
         r#"GetDevicePluginOptions {"pre_start_required":true,"get_preferred_allocation_available":true}"#,
         r#"ListAndWatch {"devices":[{"ID":"a","health":"Healthy","topology":{"nodes":[{},{"ID":1}]}},{"ID":"b","health":"Unhealthy"}]}"#,
-        r#"GetPreferredAllocation {"container_responses":[{"deviceIDs":["c","b"]}]}"#,
+        r#"GetPreferredAllocation {"container_responses":[{"deviceIDs":["b","c"]}]}"#,
         concat!(
             r#"Allocate {"container_responses":[{"envs":{"DEVICES":"a"},"#,
             r#""mounts":[{"container_path":"/vendor","host_path":"/opt/vendor","read_only":true}],"#,

@@ -47,7 +47,8 @@ async fn a_mount_of_a_removed_directory_ends_the_companion() {
         let mount = format!("mount --bind $NODE/{of_host} $NODE/{mounted}");
         let mut process = Start::new().mount(&mount).run(&node).await;
         process.logged("the DRA service is ready").await;
-        std::fs::remove_dir_all(node.path(of_host)).unwrap();
+        // The companion may write a file meanwhile.
+        while std::fs::remove_dir_all(node.path(of_host)).is_err() {}
         std::fs::create_dir(node.path(of_host)).unwrap();
         assert_eq!(process.ended().await.code(), Some(1));
         let log = process.log();

@@ -157,6 +157,7 @@ async fn a_stopped_companions_claims_are_listed_but_not_released() {
     let (_, unchanged) = person(&node, &["holdings"]);
     assert_eq!(unchanged, shown);
     let process = Process::start(&node).await;
+    node.kubelet().await.prepare(A, &["test-0"]).await.unwrap();
     let (done, said) = person(&node, &["release", "--force", A]);
     assert!(done && said.contains("test-0"), "{said}");
     assert!(process.stop().await.success());
