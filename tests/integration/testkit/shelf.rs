@@ -247,8 +247,8 @@ impl Driver for Shelf {
             Some(Rule::NoPanic) => panic!("a defect of the test"),
             Some(Rule::CapacityIsKept) => {
                 let free = node.is_some_and(|node| self.state().on(node) < PLACES);
-                // Others look at the state now.
-                tokio::task::yield_now().await;
+                // The other calls of the round look at the state now.
+                tokio::time::sleep(std::time::Duration::from_millis(20)).await;
                 if let (true, Some(node), [request]) = (free, node, claims) {
                     let (node, recorded) = (node.to_owned(), false);
                     self.state()
