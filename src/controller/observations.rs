@@ -17,8 +17,11 @@ use super::ControllerError;
 /// Minimum time limit of an observation: exceeding it ends the controller.
 const MIN_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The observations that the driver has yet to process. The queue is bounded by the time limit: a driver that exceeds it ends the
-/// controller.
+/// Observations that may wait for the driver: about 64 MiB, since each keeps its version of a claim, some 4 KiB. A driver that cannot keep
+/// up would fill the memory. A restart is the cure: it passes all claims in one observation.
+const MAX_BACKLOG: usize = 16_384;
+
+/// The observations that the driver has yet to process. A driver that exceeds the time limit or [`MAX_BACKLOG`] ends the controller.
 pub(super) struct Observations {
     queue: mpsc::UnboundedSender<Observation>,
     queued: u64,
@@ -39,6 +42,10 @@ impl Observations {
         let (done, processed) = watch::channel(0);
         let task = tasks.spawn(async move {
             while let Some(observation) = observations.recv().await {
+                if observations.len() > MAX_BACKLOG {
+                    let message = format!("it is too slow: more than {MAX_BACKLOG} observations wait for it");
+                    return Err(ControllerError::Observe(message));
+                }
                 let found = timeout(limit, driver.observe(&observation)).await;
                 let found = found.map_err(|_| {
                     ControllerError::Observe(format!("it has not processed an observation within {limit:?}"))
@@ -182,5 +189,21 @@ mod tests {
         let message = observations.failed().await.to_string();
         assert!(message.contains("it panicked"), "{message}");
         assert!(timeout(LIMIT, observations.processed()).await.is_err());
+    }
+    #[tokio::test(start_paused = true)]
+    async fn a_driver_that_falls_too_far_behind_is_a_failure() {
+        for (waiting, fails) in [(MAX_BACKLOG, false), (MAX_BACKLOG + 1, true)] {
+            let (_driver, mut observations, _findings) = start();
+            // One is with the driver.
+            for _ in 0..=waiting {
+                observations.push(gone("a"));
+            }
+            let failed = timeout(LIMIT / 2, observations.failed()).await;
+            let message = failed.map(|error| error.to_string());
+            assert_eq!(
+                message.is_ok_and(|message| message.contains("more than 16384")),
+                fails
+            );
+        }
     }
 }
