@@ -198,8 +198,9 @@ impl Stage {
                 all.is_some_and(|all| all.iter().all(|(_, claim)| claim.status.allocation.is_some()));
             // A device in two claims, one of them written by an old leader: the pod may get a node while the rollback is on its way.
             // Its node gives the device to no other claim while the pod runs.
-            let bound_meanwhile =
-                self.ghosts.contains(&uid_of(before)) && self.read_without_node.contains(&consumer.uid);
+            // Each rollback needs a read of its own.
+            let was_unbound = self.read_without_node.remove(&consumer.uid);
+            let bound_meanwhile = was_unbound && self.ghosts.contains(&uid_of(before));
             if (is_bound && !bound_meanwhile) || can_run {
                 self.violate(|| format!("I5: {name} is taken back from pod {key}, which can run"));
             }
