@@ -47,8 +47,10 @@ async fn a_mount_of_a_removed_directory_ends_the_companion() {
         let mount = format!("mount --bind $NODE/{of_host} $NODE/{mounted}");
         let mut process = Start::new().mount(&mount).run(&node).await;
         process.logged("the DRA service is ready").await;
-        // The companion may write a file meanwhile.
-        while std::fs::remove_dir_all(node.path(of_host)).is_err() {}
+        // The companion may write a file while the others are removed.
+        while let Err(error) = std::fs::remove_dir_all(node.path(of_host)) {
+            assert_eq!(error.kind(), std::io::ErrorKind::DirectoryNotEmpty, "{error}");
+        }
         std::fs::create_dir(node.path(of_host)).unwrap();
         assert_eq!(process.ended().await.code(), Some(1));
         let log = process.log();
