@@ -83,7 +83,7 @@ func run(arguments []string) error {
 // common declares the flags that say what is built and where.
 func common(flags *flag.FlagSet) (target, version *string, nodes *int) {
 	return flags.String("target", "target", "cargo's target directory; the cache is in its folder cluster"),
-		flags.String("version", recipe.DefaultVersion, "version of Kubernetes, 1.27 to 1.30"),
+		flags.String("version", recipe.DefaultVersion, "version of Kubernetes, 1.27 to 1.37"),
 		flags.Int("nodes", 0, "number of nodes; any needs root")
 }
 

@@ -45,10 +45,21 @@ enforceNodeAllocatable: []
 failSwapOn: false
 containerRuntimeEndpoint: "unix://$SOCKET"
 volumePluginDir: /var/lib/kubelet/volume-plugins
-featureGates: {$GATES, KubeletPodResourcesGet: true, KubeletPodResourcesDynamicResources: true}
 # The disk of the machine is not the matter of the tests.
 imageGCHighThresholdPercent: 100
 evictionHard: {"memory.available": "10Mi"}
 # Devices of device plugins show in the node's status as soon as may be.
 nodeStatusUpdateFrequency: 1s
 `
+
+// kubeletConfigOf is what kubelets of a minor need in addition.
+func kubeletConfigOf(minor int) string {
+	switch {
+	case minor <= 30:
+		return "featureGates: {DynamicResourceAllocation: true, KubeletPodResourcesGet: true, KubeletPodResourcesDynamicResources: true}\n"
+	case minor <= 33:
+		return "featureGates: {KubeletPodResourcesGet: true, KubeletPodResourcesDynamicResources: true}\nfailCgroupV1: false\n"
+	default: // All of these are on by default.
+		return "failCgroupV1: false\n"
+	}
+}

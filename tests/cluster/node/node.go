@@ -28,7 +28,6 @@ type Config struct {
 	// Pods is the subnet of the node's pods. It is behind the node's own interfaces, so clusters may share it.
 	Pods  string
 	Minor int
-	Gates string
 	// Kubernetes is the program with kubelet and kube-proxy, Containerd a directory of programs.
 	Kubernetes, Containerd string
 	// Cgroup is the parent of all cgroups of pods.
@@ -214,11 +213,10 @@ func (m *machine) configure() error {
 		return err
 	}
 	replace := strings.NewReplacer("$DIRECTORY", m.Directory, "$PODS", m.Pods, "$SOCKET", containerdSocket, "$IMAGE", image.Name,
-		"$CGROUP", m.Cgroup, "$CA", m.CA, "$CERTIFICATE", m.Certificate, "$KEY", m.Key,
-		"$GATES", strings.ReplaceAll(m.Gates, "=", ": "))
+		"$CGROUP", m.Cgroup, "$CA", m.CA, "$CERTIFICATE", m.Certificate, "$KEY", m.Key)
 	for name, content := range files {
-		if name == "kubelet.yaml" && m.Minor >= 31 {
-			content += "failCgroupV1: false\n"
+		if name == "kubelet.yaml" {
+			content += kubeletConfigOf(m.Minor)
 		}
 		if err := os.WriteFile(m.file(name), []byte(replace.Replace(content)), 0o600); err != nil {
 			return err

@@ -24,9 +24,13 @@ import (
 	"time"
 )
 
-// DefaultVersion is the Kubernetes that tests use unless they ask for another. Its go.mod and go.sum are part of the
-// recipe; those of other versions are worked out when they are built.
-const DefaultVersion = "1.30.14"
+// DefaultVersion is the Kubernetes that tests use unless they ask for another, StructuredVersion that of the tests of
+// structured mode. Their go.mod and go.sum are part of the recipe; those of other versions are worked out when they are
+// built.
+const (
+	DefaultVersion    = "1.30.14"
+	StructuredVersion = "1.37.2"
+)
 
 const containerdVersion = "1.7.27"
 
@@ -140,23 +144,40 @@ func upToDate(stamp, hash string) bool {
 	return err == nil && string(found) == hash
 }
 
-// recipeHash covers the sources of the recipe itself and those of the part that is built, but not of the other part.
+// recipeHash is of the sources that decide about one part of the cache.
 func recipeHash(name, part string) (string, error) {
+	paths, err := recipeFiles(name, part)
+	if err != nil {
+		return "", err
+	}
 	hash := sha256.New()
 	fmt.Fprintln(hash, name)
+	for _, path := range paths {
+		content, err := sources.ReadFile(path)
+		if err != nil {
+			return "", err
+		}
+		fmt.Fprintln(hash, path, len(content))
+		hash.Write(content)
+	}
+	return hex.EncodeToString(hash.Sum(nil)), nil
+}
+
+// recipeFiles lists the sources of the recipe itself and those of the part that is built, but not of other parts or of
+// other versions of Kubernetes.
+func recipeFiles(name, part string) ([]string, error) {
+	var paths []string
 	err := fs.WalkDir(sources, ".", func(path string, entry fs.DirEntry, err error) error {
 		if err != nil || entry.IsDir() {
 			return err
 		}
-		if strings.Contains(path, "/") && !strings.HasPrefix(path, part+"/") {
-			return nil
+		switch filepath.Dir(path) {
+		case ".", part, part + "/" + name:
+			paths = append(paths, path)
 		}
-		content, err := sources.ReadFile(path)
-		fmt.Fprintln(hash, path, len(content))
-		hash.Write(content)
-		return err
+		return nil
 	})
-	return hex.EncodeToString(hash.Sum(nil)), err
+	return paths, err
 }
 
 // lock keeps other processes out of one part of the cache; the kernel gives it back when the process dies.
@@ -193,7 +214,7 @@ func lock(ctx context.Context, root, name string) (func(), error) {
 var goForm = regexp.MustCompile(`^go1\.(\d+)`)
 
 func checkGo() error {
-	const fix = "Go 1.22 or newer is needed to build Kubernetes for the tests: install it from your distribution or from the Go project, and put it into PATH"
+	const fix = "Go 1.22 or newer (1.26 for Kubernetes 1.36 and later) is needed to build Kubernetes for the tests: install it from your distribution or from the Go project, and put it into PATH"
 	output, err := exec.Command("go", "env", "GOVERSION").Output()
 	if err != nil {
 		return errors.New(fix)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -79,15 +80,34 @@ func TestOnlyVersionsAreVersions(t *testing.T) {
 			t.Errorf("%q is taken for %s", text, version)
 		}
 	}
-	if version, err := ParseVersion(DefaultVersion); err != nil || version.String() != DefaultVersion {
-		t.Errorf("the default is refused: %v", err)
+	for _, text := range []string{DefaultVersion, StructuredVersion} {
+		if version, err := ParseVersion(text); err != nil || version.String() != text {
+			t.Errorf("%s is refused: %v", text, err)
+		}
 	}
 }
 
-func TestTheDefaultVersionIsPinned(t *testing.T) {
-	for _, name := range []string{"module.txt", "sums.txt"} {
-		if _, err := sources.ReadFile("kubernetes/" + DefaultVersion + "/" + name); err != nil {
-			t.Error(err)
+func TestTheVersionsOfEveryRunArePinned(t *testing.T) {
+	for _, version := range []string{DefaultVersion, StructuredVersion} {
+		for _, name := range []string{"module.txt", "sums.txt"} {
+			if _, err := sources.ReadFile("kubernetes/" + version + "/" + name); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+}
+
+func TestAVersionsHashCoversItsOwnRequirementsOnly(t *testing.T) {
+	found, err := recipeFiles(DefaultVersion, "kubernetes")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for path, expected := range map[string]bool{
+		"recipe.go": true, "kubernetes/main.go": true, "kubernetes/" + DefaultVersion + "/module.txt": true,
+		"kubernetes/" + StructuredVersion + "/module.txt": false, "containerd/module.txt": false,
+	} {
+		if covered := slices.Contains(found, path); covered != expected {
+			t.Errorf("%s is covered: %v", path, covered)
 		}
 	}
 }

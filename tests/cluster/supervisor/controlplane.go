@@ -6,6 +6,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"syscall"
 
 	"drayman.dev/tests/cluster/process"
@@ -17,20 +18,22 @@ const (
 	apiService   = "10.96.0.1"
 )
 
-// apis turns on the resource API that a minor has, and with it the feature gates it needs on every component.
-func apis(version recipe.Version) (runtimeConfig, gates string) {
-	switch {
-	case version.Minor <= 30:
-		return "resource.k8s.io/v1alpha2=true", "DynamicResourceAllocation=true"
-	case version.Minor == 31:
-		return "resource.k8s.io/v1alpha3=true", "DynamicResourceAllocation=true,DRAControlPlaneController=true"
-	case version.Minor == 32:
-		return "resource.k8s.io/v1beta1=true,resource.k8s.io/v1alpha3=true", "DynamicResourceAllocation=true"
-	case version.Minor == 33:
-		return "resource.k8s.io/v1beta1=true,resource.k8s.io/v1beta2=true", "DynamicResourceAllocation=true"
-	default:
-		return "resource.k8s.io/v1=true", "DynamicResourceAllocation=true"
+// classic are the flags that turn claims of classic mode on, where a minor has them. Later ones get none: 1.31 to 1.33 then
+// serve no claims, and from 1.34 on `resource.k8s.io/v1` is served by default.
+func classic(version recipe.Version) (runtimeConfig, gates []string) {
+	if version.Minor > 30 {
+		return nil, nil
 	}
+	return []string{"--runtime-config=resource.k8s.io/v1alpha2=true"}, []string{"--feature-gates=DynamicResourceAllocation=true"}
+}
+
+// controllers is what the controller manager runs. Up to 1.36 the one for clouds would complain that there is none; 1.37
+// does not know it any more.
+func controllers(version recipe.Version) string {
+	if version.Minor > 36 {
+		return "*"
+	}
+	return "*,-cloud-node-lifecycle"
 }
 
 // credentials makes everything the control plane is told by files.
@@ -99,7 +102,7 @@ func (s *supervisor) startControlPlane(ctx context.Context) error {
 			return err
 		}
 	}
-	runtimeConfig, gates := apis(s.version)
+	runtimeConfig, gates := classic(s.version)
 	bind := "127.0.0.1"
 	if s.options.Nodes > 0 {
 		bind = "0.0.0.0" // nodes come over their links
@@ -126,23 +129,22 @@ func (s *supervisor) startControlPlane(ctx context.Context) error {
 		"--kubelet-client-certificate=" + pki("kubelet-client.crt"), "--kubelet-client-key=" + pki("kubelet-client.key"),
 		"--kubelet-preferred-address-types=InternalIP",
 		"--authorization-mode=Node,RBAC", "--service-cluster-ip-range=" + serviceRange, "--allow-privileged=true",
-		"--runtime-config=" + runtimeConfig, "--feature-gates=" + gates,
 		"--audit-log-path=" + s.path("audit.log"), "--audit-log-maxsize=10000",
-		"--audit-policy-file=" + s.path("audit-policy.yaml")}, admission...)...)
+		"--audit-policy-file=" + s.path("audit-policy.yaml")}, slices.Concat(admission, runtimeConfig, gates)...)...)
 	manager := s.kubeconfig("system:kube-controller-manager")
-	s.define("controller-manager", "--kubeconfig="+manager, "--authentication-kubeconfig="+manager,
-		"--authorization-kubeconfig="+manager, "--service-account-private-key-file="+pki("sa.key"),
-		"--root-ca-file="+pki("ca.crt"), "--leader-elect=false", fmt.Sprintf("--secure-port=%d", s.slot.port(3)),
-		"--cert-dir="+s.path("pki/controller-manager"), "--feature-gates="+gates,
+	s.define("controller-manager", append([]string{"--kubeconfig=" + manager, "--authentication-kubeconfig=" + manager,
+		"--authorization-kubeconfig=" + manager, "--service-account-private-key-file=" + pki("sa.key"),
+		"--root-ca-file=" + pki("ca.crt"), "--leader-elect=false", fmt.Sprintf("--secure-port=%d", s.slot.port(3)),
+		"--cert-dir=" + s.path("pki/controller-manager"),
 		// Each controller under its own account, as in a real cluster: the audit log tells them apart.
 		"--use-service-account-credentials=true", "--kube-api-qps=500", "--kube-api-burst=1000",
-		"--controllers=*,-cloud-node-lifecycle",
+		"--controllers=" + controllers(s.version),
 		// It makes this folder, by default in /usr.
-		"--flex-volume-plugin-dir="+s.path("flex-volume"))
+		"--flex-volume-plugin-dir=" + s.path("flex-volume")}, gates...)...)
 	scheduler := s.kubeconfig("system:kube-scheduler")
-	s.define("scheduler", "--config="+s.path("scheduler.yaml"), fmt.Sprintf("--secure-port=%d", s.slot.port(4)),
-		"--cert-dir="+s.path("pki/scheduler"), "--feature-gates="+gates,
-		"--authentication-kubeconfig="+scheduler, "--authorization-kubeconfig="+scheduler)
+	s.define("scheduler", append([]string{"--config=" + s.path("scheduler.yaml"), fmt.Sprintf("--secure-port=%d", s.slot.port(4)),
+		"--cert-dir=" + s.path("pki/scheduler"),
+		"--authentication-kubeconfig=" + scheduler, "--authorization-kubeconfig=" + scheduler}, gates...)...)
 
 	for _, name := range []string{"etcd", "apiserver"} {
 		if err := s.start(name); err != nil {

@@ -148,10 +148,9 @@ func (n *node) config(s *supervisor) (string, error) {
 	if err := makeCgroups(cgroup); err != nil {
 		return "", err
 	}
-	_, gates := apis(s.version)
 	config, err := json.Marshal(inside.Config{
 		Name: n.name, Directory: n.directory, Logs: s.path("log"), Address: address.String(), Gateway: s.slot.address(0).String(),
-		Pods: fmt.Sprintf("10.88.%d.0/24", n.number), Minor: s.version.Minor, Gates: gates,
+		Pods: fmt.Sprintf("10.88.%d.0/24", n.number), Minor: s.version.Minor,
 		Kubernetes: s.programs.Kubernetes, Containerd: s.programs.Containerd, Cgroup: cgroup,
 		Kubelet: kubelet, Proxy: proxy, CA: s.ca.path("ca.crt"), Certificate: s.ca.path(n.name + ".crt"), Key: s.ca.path(n.name + ".key"),
 		Flags: s.options.Flags,
