@@ -5,8 +5,10 @@ SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 
 TARGET := $(abspath $(or $(CARGO_TARGET_DIR),target))
-# Version of Kubernetes for `make cluster` and the figures: 1.27 to 1.30.
+# Version of Kubernetes for `make cluster` and the figures: 1.27 to 1.37.
 KUBERNETES_VERSION ?= 1.30.14
+# Versions of Kubernetes for `make test`: the one of classic mode, and the newest for structured mode.
+TEST_VERSIONS := 1.30.14 1.37.2
 CLUSTER := $(TARGET)/cluster/cluster
 # Tools that cargo installs, each version into a directory of its own.
 CARGO_DENY_VERSION := 0.20.2
@@ -62,11 +64,11 @@ defects:
 
 .PHONY: test
 test: format lint $(CARGO_NEXTEST) $(CLUSTER) ## Everything: check, then the tests on real Kubernetes (root and Go are needed)
-	$(CLUSTER) build --target "$(TARGET)" --nodes 1
+	for version in $(TEST_VERSIONS); do $(CLUSTER) build --target "$(TARGET)" --version $$version --nodes 1; done
 	CARGO_NEXTEST="$(CARGO_NEXTEST)" hack/test all
 
 .PHONY: test-all
-test-all: format lint $(CARGO_NEXTEST) ## The tests on real Kubernetes, on 1.27 to 1.30, and the device plugin on 1.31, 1.34 and 1.36 (the first time 30 minutes more, to build them)
+test-all: format lint $(CARGO_NEXTEST) ## The tests on real Kubernetes, on each minor from 1.27 to 1.37 (the first time an hour more, to build them)
 	CARGO_NEXTEST="$(CARGO_NEXTEST)" hack/test versions
 
 .PHONY: verify
@@ -153,6 +155,6 @@ clean: ## Remove all build output, including the Kubernetes of the tests
 # Always run; Go's cache decides whether to rebuild.
 .PHONY: $(CLUSTER)
 $(CLUSTER):
-	@command -v go >/dev/null || { echo "Go is missing: it builds the Kubernetes of the tests; install Go 1.22 or newer from your distribution" >&2; exit 1; }
+	@command -v go >/dev/null || { echo "Go is missing: it builds the Kubernetes of the tests; install Go 1.26 or newer from your distribution or from the Go project" >&2; exit 1; }
 	@mkdir -p "$(dir $@)"
 	cd tests/cluster && CGO_ENABLED=0 GOTOOLCHAIN=local GOWORK=off go build -buildvcs=false -o "$@" .

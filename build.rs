@@ -5,10 +5,14 @@ use std::error::Error;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PROTOCOLS: [&str; 7] = [
+const PROTOCOLS: [&str; 11] = [
     "plugin_registration",
     "dra_v1alpha2",
     "dra_v1alpha3",
+    "dra_v1beta1",
+    "dra_v1",
+    "dra_health_v1alpha1",
+    "dra_health_v1",
     "device_plugin_v1beta1",
     "pod_resources_v1",
     "node_records",

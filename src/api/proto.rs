@@ -48,6 +48,26 @@ generated!(
     "v1alpha3"
 );
 generated!(
+    /// The DRA kubelet plugin API of kubelet 1.32 and 1.33, and a fallback of later ones.
+    dra_v1beta1,
+    "k8s.io.kubelet.pkg.apis.dra.v1beta1"
+);
+generated!(
+    /// The DRA kubelet plugin API of kubelet 1.34 and later.
+    dra_v1,
+    "k8s.io.kubelet.pkg.apis.dra.v1"
+);
+generated!(
+    /// Health of DRA devices, for kubelet 1.34 to 1.36.
+    dra_health_v1alpha1,
+    "v1alpha1"
+);
+generated!(
+    /// Health of DRA devices, for kubelet 1.37 and later.
+    dra_health_v1,
+    "v1"
+);
+generated!(
     /// The container runtime interface, limited to the calls that show the devices of containers.
     cri_v1,
     "runtime.v1"

@@ -9,12 +9,14 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use super::{Error, group, logging, shutdown};
+use crate::testcluster::api::Mode;
 use crate::testcluster::demo::{Demo, REAL, SCENARIOS, Scenario, Shown, Summary};
 
 /// Demonstrate drayman on an embedded cluster
 ///
-/// Runs three nodes with simulated devices, the controller and a companion for each node in this process. Needs neither an
-/// installation nor root. Prints each step as it happens and checks the expected results.
+/// Runs three nodes with simulated devices, a companion for each node and, in classic mode, the controller in this process: first in
+/// structured mode, then in classic mode. Needs neither an installation nor root. Prints each step as it happens and checks the
+/// expected results.
 #[derive(Clone, Debug, clap::Args)]
 #[expect(clippy::struct_excessive_bools, reason = "independent flags of one command")]
 pub(super) struct Arguments {
@@ -26,7 +28,7 @@ pub(super) struct Arguments {
     #[arg(long)]
     list: bool,
 
-    /// Keep the cluster running until Ctrl-C, and print how to use kubectl with it
+    /// Keep the first cluster running until Ctrl-C, and print how to use kubectl with it
     #[arg(long)]
     keep: bool,
 
@@ -109,30 +111,51 @@ async fn play(
         let _ = remarks.send(Shown::Remark(text));
     };
     let scenarios = chosen(arguments);
-    let mut demo = Demo::start(directory, shown, scenarios.contains(&REAL))
-        .await
-        .map_err(failed)?;
-    for scenario in &scenarios {
-        demo.play(scenario).await.map_err(failed)?;
-    }
-    let summary = demo.summary();
-    if arguments.keep {
-        remark(total(&summary, start.elapsed()));
-        let file = demo.keep(shutdown.clone()).await.map_err(failed)?;
-        remark(format!(
-            "the cluster goes on until Ctrl-C; look at it with\n\n  export KUBECONFIG={}\n  kubectl get nodeinventories,pods,resourceclaims\n  kubectl apply -f examples/basic\n",
-            file.display()
-        ));
-        tokio::select! {
-            () = shutdown.cancelled() => {}
-            error = demo.broken() => return Err(failed(error)),
+    let mut summary = Summary::default();
+    let mut kept = None;
+    for (mode, name) in [(Mode::Structured, "structured"), (Mode::Classic, "classic")] {
+        let scenarios: Vec<Scenario> = scenarios
+            .iter()
+            .copied()
+            .filter(|scenario| scenario.mode == mode)
+            .collect();
+        // After a failure, nothing else is of interest.
+        if scenarios.is_empty() || summary.held < summary.expected {
+            continue;
         }
-        demo.stop().await;
-    } else {
-        let took = start.elapsed();
-        demo.stop().await;
-        remark(total(&summary, took));
+        let directory = directory.join(name);
+        std::fs::create_dir(&directory).map_err(|error| Error::Runtime(error.into()))?;
+        let mut demo = Demo::start(mode, &directory, shown.clone(), scenarios.contains(&REAL))
+            .await
+            .map_err(failed)?;
+        for scenario in &scenarios {
+            demo.play(scenario).await.map_err(failed)?;
+        }
+        summary = summary.and(demo.summary());
+        if arguments.keep && kept.is_none() {
+            kept = Some((mode, demo));
+        } else {
+            demo.stop().await;
+        }
     }
+    remark(total(&summary, start.elapsed()));
+    let Some((mode, mut demo)) = kept else {
+        return Ok(summary);
+    };
+    let file = demo.keep(shutdown.clone()).await.map_err(failed)?;
+    let (devices, apply) = match mode {
+        Mode::Structured => ("resourceslices", ""),
+        Mode::Classic => ("nodeinventories", "  kubectl apply -f examples/basic\n"),
+    };
+    remark(format!(
+        "the cluster goes on until Ctrl-C; look at it with\n\n  export KUBECONFIG={}\n  kubectl get {devices},pods,resourceclaims\n{apply}",
+        file.display()
+    ));
+    tokio::select! {
+        () = shutdown.cancelled() => {}
+        error = demo.broken() => return Err(failed(error)),
+    }
+    demo.stop().await;
     Ok(summary)
 }
 

@@ -9,3 +9,5 @@ pub mod discovery;
 pub mod distribution;
 pub mod lease;
 pub mod prepare;
+pub mod slices;
+pub mod structured;

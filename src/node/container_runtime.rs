@@ -310,11 +310,16 @@ mod tests {
         let witness = CriClient::find(Some(&socket), &kubelet, Path::new("/dev")).unwrap();
         for _ in 0..2 {
             let seen = witness.look().await.unwrap();
-            let user = seen.user(&["c120:6".parse().unwrap()], None).unwrap();
+            let user = seen
+                .user(|given| given.has_one_of(&["c120:6".parse().unwrap()]))
+                .unwrap();
             assert_eq!(user.to_string(), "container main of pod default/p");
             assert_eq!(seen.0.len(), 2);
             // A created container may start at any time, however old the runtime says it is.
-            assert!(seen.user(&["c120:7".parse().unwrap()], None).is_some());
+            assert!(
+                seen.user(|given| given.has_one_of(&["c120:7".parse().unwrap()]))
+                    .is_some()
+            );
         }
         assert_eq!(
             asked.load(Ordering::SeqCst),

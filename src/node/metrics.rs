@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use crate::core::distribution::Distribution;
 pub use crate::core::prepare::inventory::{Group, Owner};
+pub use crate::core::slices::Omission;
 pub use crate::node::kubelet::transport::{GrpcCalls, GrpcMethod, MethodFigures};
 
 /// Metrics of one companion.
@@ -32,11 +33,38 @@ pub struct Counted {
     pub refusals: BTreeMap<&'static str, u64>,
     /// Events about the node by reason.
     pub events: BTreeMap<&'static str, u64>,
+    /// The published ResourceSlices.
+    pub slices: SliceCounts,
+    /// Writes of ResourceSlices by [`Figures::SLICE_WRITES`].
+    pub slice_writes: BTreeMap<&'static str, u64>,
+}
+
+/// Counts of the published ResourceSlices; empty unless the cluster is in structured mode.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SliceCounts {
+    /// Stored slices.
+    pub slices: u64,
+    /// Devices in the stored slices.
+    pub devices: u64,
+    /// Devices that are not published, by [`Omission`].
+    pub omitted: BTreeMap<Omission, u64>,
 }
 
 impl Figures {
     /// The operations that kubelet requests.
     pub const OPERATIONS: [&'static str; 4] = ["allocate", "prepare", "start", "unprepare"];
+
+    /// The results of writes of ResourceSlices.
+    pub const SLICE_WRITES: [&'static str; 8] = [
+        "Conflict",
+        "Done",
+        "Failed",
+        "Forbidden",
+        "Invalid",
+        "NameTaken",
+        "Throttled",
+        "TooLarge",
+    ];
 
     /// A snapshot of the current values.
     pub fn counted(&self) -> Counted {
@@ -58,6 +86,16 @@ impl Figures {
     /// Counts an event about the node.
     pub(super) fn told(&self, reason: &'static str) {
         *self.lock().events.entry(reason).or_default() += 1;
+    }
+
+    /// Sets the current numbers of published ResourceSlices and devices.
+    pub(super) fn sliced(&self, slices: SliceCounts) {
+        self.lock().slices = slices;
+    }
+
+    /// Counts a write of a ResourceSlice by result.
+    pub(super) fn slice_written(&self, result: &'static str) {
+        *self.lock().slice_writes.entry(result).or_default() += 1;
     }
 
     /// Sets the current numbers of devices and claims.

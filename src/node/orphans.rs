@@ -3,12 +3,17 @@
 //! Idle while no claim is prepared. The API server is queried only for claims that are missing from kubelet's list.
 
 use std::collections::BTreeMap;
+use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::events::v1::Event;
+use k8s_openapi::api::resource::v1;
 use k8s_openapi::jiff::Timestamp;
+use kube::Resource;
 use kube::api::{Api, ListParams, PostParams};
+use kube::core::NamespaceResourceScope;
+use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
@@ -17,8 +22,12 @@ use tracing::{error, info, warn};
 use crate::api::handle::DeviceHandle;
 use crate::api::resource::ResourceClaim;
 use crate::core::prepare::checkpoint::ClusterFacts;
+use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::names::{ClaimUid, DriverName};
 use crate::core::prepare::orphans::{ApiView, Question};
+use crate::core::prepare::plan::of_results;
+use crate::core::prepare::prepared_claims::HeldDevice;
+use crate::node::kubelet::dra::claim_reader;
 use crate::node::metrics::Figures;
 use crate::node::publish::events::{self, NodeEvent};
 use crate::node::service::{NodeService, Quarantine};
@@ -31,6 +40,15 @@ const RETRY: Duration = Duration::from_secs(30);
 const PAGE: u32 = 500;
 /// Reason of the events.
 const REASON: &str = "ClaimQuarantined";
+
+/// A claim of either API.
+trait Claim:
+    Resource<DynamicType = (), Scope = NamespaceResourceScope> + Clone + DeserializeOwned + Debug + Send
+{
+}
+
+impl Claim for ResourceClaim {}
+impl Claim for v1::ResourceClaim {}
 
 /// The task that checks for orphaned claims.
 pub(super) struct Caretaker {
@@ -92,19 +110,30 @@ impl Caretaker {
     }
 
     async fn ask(&self, question: &Question) -> ApiView {
-        if self.cluster.borrow().serves_claims != Some(true) {
-            return ApiView::Unknown(
-                "the API server does not serve claims of this version, or has not said yet".to_owned(),
-            );
+        let claims = self.cluster.borrow().claims;
+        match claims {
+            Some(ClaimsApi::Classic) => self.view(question, |claim| self.classic_devices(claim)).await,
+            Some(ClaimsApi::Structured) => self.view(question, |claim| self.devices(claim)).await,
+            Some(ClaimsApi::None) | None => {
+                ApiView::Unknown("the API server does not serve claims, or has not said yet".to_owned())
+            }
         }
+    }
+
+    /// Looks up a claim of either API. `devices` returns this driver's devices on this node.
+    async fn view<K: Claim>(
+        &self,
+        question: &Question,
+        devices: impl Fn(&K) -> Option<Vec<HeldDevice>>,
+    ) -> ApiView {
         let found = if question.name.is_empty() {
-            timeout(CALL_TIMEOUT, self.find(&question.uid)).await
+            timeout(CALL_TIMEOUT, self.find::<K>(&question.uid)).await
         } else {
-            timeout(CALL_TIMEOUT, self.get(question)).await
+            timeout(CALL_TIMEOUT, self.get::<K>(question)).await
         };
         match found {
             Ok(Ok(Some(claim))) => ApiView::Present {
-                devices: self.devices(&claim),
+                devices: devices(&claim),
             },
             Ok(Ok(None)) => ApiView::Gone,
             Ok(Err(error)) => ApiView::Unknown(error.to_string()),
@@ -112,11 +141,11 @@ impl Caretaker {
         }
     }
 
-    async fn get(&self, question: &Question) -> Result<Option<ResourceClaim>, kube::Error> {
-        let api = Api::<ResourceClaim>::namespaced(self.client.clone(), &question.namespace);
+    async fn get<K: Claim>(&self, question: &Question) -> Result<Option<K>, kube::Error> {
+        let api = Api::<K>::namespaced(self.client.clone(), &question.namespace);
         match api.get(&question.name).await {
             Ok(claim) => {
-                Ok(Some(claim).filter(|claim| claim.metadata.uid.as_deref() == Some(question.uid.as_str())))
+                Ok(Some(claim).filter(|claim| claim.meta().uid.as_deref() == Some(question.uid.as_str())))
             }
             // Require the claim's own name: a server that does not know the path also returns "not found".
             Err(kube::Error::Api(status))
@@ -133,15 +162,15 @@ impl Caretaker {
     }
 
     /// Finds a claim by uid, for claims whose name was lost with the checkpoint.
-    async fn find(&self, uid: &ClaimUid) -> Result<Option<ResourceClaim>, kube::Error> {
-        let api = Api::<ResourceClaim>::all(self.client.clone());
+    async fn find<K: Claim>(&self, uid: &ClaimUid) -> Result<Option<K>, kube::Error> {
+        let api = Api::<K>::all(self.client.clone());
         let mut parameters = ListParams::default().limit(PAGE);
         loop {
             let page = api.list(&parameters).await?;
             let found = page
                 .items
                 .into_iter()
-                .find(|claim| claim.metadata.uid.as_deref() == Some(uid.as_str()));
+                .find(|claim| claim.meta().uid.as_deref() == Some(uid.as_str()));
             match page.metadata.continue_.filter(|token| !token.is_empty()) {
                 Some(token) if found.is_none() => parameters.continue_token = Some(token),
                 _ => return Ok(found),
@@ -149,8 +178,16 @@ impl Caretaker {
         }
     }
 
-    /// The device names in our resource handle.
-    fn devices(&self, claim: &ResourceClaim) -> Option<Vec<String>> {
+    /// The devices in the scheduler's results.
+    fn devices(&self, claim: &v1::ResourceClaim) -> Option<Vec<HeldDevice>> {
+        let allocation = claim.status.as_ref()?.allocation.as_ref()?;
+        let results = allocation.devices.as_ref()?.results.as_ref()?;
+        let ours = claim_reader::of_driver(results, &self.driver_name);
+        of_results(&ours, &self.node_name).ok()
+    }
+
+    /// The devices in our resource handle.
+    fn classic_devices(&self, claim: &ResourceClaim) -> Option<Vec<HeldDevice>> {
         let allocation = claim.status.allocation.as_ref()?;
         let ours = allocation.resource_handles.iter().find(|handle| {
             let of = handle.driver_name.as_deref().filter(|name| !name.is_empty());
@@ -159,7 +196,10 @@ impl Caretaker {
         let handle = DeviceHandle::parse(ours.data.as_deref()?).ok()?;
         (Some(handle.claim_uid.as_str()) == claim.metadata.uid.as_deref()
             && handle.node_name == self.node_name)
-            .then(|| handle.devices.into_iter().map(|device| device.device).collect())
+            .then(|| {
+                let devices = handle.devices.into_iter();
+                devices.map(|device| HeldDevice::named(device.device)).collect()
+            })
     }
 
     /// Publishes the claims in quarantine and writes an event for each new one. Returns false if an event could not be written; the

@@ -8,14 +8,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{Notify, mpsc, oneshot, watch};
-use tokio::time::timeout;
+use tokio::time::{Instant, sleep_until};
 
 pub use crate::core::prepare::allocate::Preference;
 use crate::core::prepare::allocate::{End, preferred};
 use crate::core::prepare::container_edits::ContainerEdits;
 use crate::core::prepare::names::{ClaimUid, device_of_plugin_id};
 use crate::core::prepare::orphans::{ApiView, Question};
-pub use crate::core::prepare::plan::{ClaimToPrepare, ClaimToUnprepare, PluginDevice};
+pub use crate::core::prepare::plan::{
+    Allocation, ClaimToPrepare, ClaimToUnprepare, DeviceResult, PluginDevice,
+};
 use crate::core::prepare::plan::{ExtendedResource, Refusal};
 use crate::core::prepare::recovery::{Holding, ReleaseRefusal};
 use crate::node::driver::NodeDriverError;
@@ -29,8 +31,8 @@ const QUEUE: usize = 64;
 pub(in crate::node) const DRIVER_TIMEOUT: Duration = Duration::from_secs(10);
 /// The reason of a refusal because the device has a holder.
 const HELD: &str = "DeviceHeld";
-/// How long Prepare waits for the check whether a device's holder still uses it. The check queries the API server and the container
-/// runtime; kubelet waits 45 s.
+/// How long Prepare waits for the release of a device that another claim holds: for its Unprepare, or for the check whether the holder still
+/// uses it, which queries the API server and the container runtime. Kubelet waits 45 s.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// Why a request failed. The message names the problem and its remedy; kubelet shows it in the pod's events.
@@ -205,6 +207,8 @@ pub struct Backend {
     pub check_due: Arc<Notify>,
     /// Counts the completed checks of claims whose devices another claim needs.
     pub checks: watch::Sender<u64>,
+    /// Counts the claims that were unprepared.
+    pub released: watch::Sender<u64>,
 }
 
 /// The operations of this node, independent of API and version. When the last clone is dropped, the state task serves the queued requests
@@ -216,6 +220,7 @@ pub struct NodeService {
     prepared: watch::Receiver<usize>,
     check_due: Arc<Notify>,
     checks: watch::Receiver<u64>,
+    released: watch::Receiver<u64>,
     /// Whether the container runtime reports the devices of its containers.
     has_runtime: bool,
     metrics: Arc<Figures>,
@@ -228,6 +233,7 @@ impl NodeService {
         let (resources, served) = watch::channel(Arc::default());
         let (prepared, count) = watch::channel(0);
         let (checks, completed) = watch::channel(0);
+        let (released, unprepared) = watch::channel(0);
         let check_due = Arc::new(Notify::new());
         let service = Self {
             requests: sender,
@@ -235,6 +241,7 @@ impl NodeService {
             prepared: count,
             check_due: check_due.clone(),
             checks: completed,
+            released: unprepared,
             has_runtime,
             metrics,
         };
@@ -244,6 +251,7 @@ impl NodeService {
             prepared,
             check_due,
             checks,
+            released,
         };
         (service, backend)
     }
@@ -253,36 +261,47 @@ impl NodeService {
         self.metrics.calls.clone()
     }
 
-    /// Prepares claims. Afterwards a container with the returned CDI device ids gets the allocated devices.
+    /// Counts a Prepare that was refused before its request was queued.
+    pub fn refused_prepare(&self, reason: &'static str) {
+        self.metrics.handled("prepare", Some(reason));
+    }
+
+    /// Prepares claims. Afterwards a container with the returned CDI device ids gets the allocated devices: one id for a classic claim, one for
+    /// each result in structured mode.
     ///
     /// Idempotent. The answer has one entry per request, in order. An error is a message for the pod's event, and kubelet retries.
     pub async fn prepare(&self, claims: Vec<ClaimToPrepare>) -> Vec<Result<Vec<String>, ServiceError>> {
         let mut checks = self.checks.clone();
+        let mut released = self.released.clone();
         checks.mark_unchanged();
+        released.mark_unchanged();
         let mut answers = self.prepare_once(claims.clone()).await;
-        let is_held = |answer: &Result<Vec<String>, ServiceError>| {
-            answer.as_ref().is_err_and(|error| error.reason() == HELD)
-        };
-        if !self.has_runtime || !answers.iter().any(is_held) {
+        if !self.has_runtime {
             return answers;
         }
         // Without this wait, kubelet retries only after up to 90 s.
-        if !matches!(timeout(CHECK_TIMEOUT, checks.changed()).await, Ok(Ok(()))) {
-            return answers;
-        }
-        let held: Vec<usize> = (0..answers.len())
-            .filter(|index| answers.get(*index).is_some_and(is_held))
-            .collect();
-        let again = held
-            .iter()
-            .filter_map(|index| claims.get(*index).cloned())
-            .collect();
-        for (index, answer) in held.into_iter().zip(self.prepare_once(again).await) {
-            if let Some(first) = answers.get_mut(index) {
-                *first = answer;
+        let deadline = Instant::now() + CHECK_TIMEOUT;
+        let mut is_checked = false;
+        loop {
+            let held: Vec<usize> = (0..answers.len())
+                .filter(|index| answers.get(*index).is_some_and(is_held))
+                .collect();
+            if held.is_empty() {
+                return answers;
+            }
+            // Each refusal causes a check, so only the first one is waited for.
+            tokio::select! {
+                Ok(()) = checks.changed(), if !is_checked => is_checked = true,
+                Ok(()) = released.changed() => {}
+                () = sleep_until(deadline) => return answers,
+            }
+            let again = held.iter().filter_map(|index| claims.get(*index).cloned());
+            for (index, answer) in held.iter().zip(self.prepare_once(again.collect()).await) {
+                if let Some(first) = answers.get_mut(*index) {
+                    *first = answer;
+                }
             }
         }
-        answers
     }
 
     async fn prepare_once(&self, claims: Vec<ClaimToPrepare>) -> Vec<Result<Vec<String>, ServiceError>> {
@@ -410,6 +429,59 @@ impl NodeService {
     }
 }
 
+fn is_held<T>(answer: &Result<T, ServiceError>) -> bool {
+    answer.as_ref().is_err_and(|error| error.reason() == HELD)
+}
+
 fn stopping<T>(count: usize) -> Vec<Result<T, ServiceError>> {
     (0..count).map(|_| Err(ServiceError::Stopping)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn claim() -> ClaimToPrepare {
+        ClaimToPrepare {
+            uid: "a".into(),
+            ..ClaimToPrepare::default()
+        }
+    }
+
+    fn held() -> Result<Vec<String>, ServiceError> {
+        Err(ServiceError::Refused(Refusal::Held {
+            device: "kvm".into(),
+            holder: "claim default/first".into(),
+        }))
+    }
+
+    /// Answers one Prepare.
+    async fn answer(backend: &mut Backend, answer: Result<Vec<String>, ServiceError>) {
+        let Some(Request::Prepare(_, sender)) = backend.requests.recv().await else {
+            panic!("a Prepare");
+        };
+        sender.send(vec![answer]).unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_waiting_prepare_sees_the_check_and_the_unprepare() {
+        let (service, mut backend) = NodeService::new(true, Arc::default());
+        let prepare = tokio::spawn(async move { service.prepare(vec![claim()]).await });
+        answer(&mut backend, held()).await;
+        backend.checks.send_replace(1);
+        answer(&mut backend, held()).await;
+        backend.released.send_replace(1);
+        answer(&mut backend, Ok(vec!["id".into()])).await;
+        assert_eq!(prepare.await.unwrap()[0].as_ref().unwrap(), &["id".to_owned()]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_prepare_waits_for_a_held_device_for_a_limited_time() {
+        let (service, mut backend) = NodeService::new(true, Arc::default());
+        let begin = Instant::now();
+        let prepare = tokio::spawn(async move { service.prepare(vec![claim()]).await });
+        answer(&mut backend, held()).await;
+        assert_eq!(prepare.await.unwrap()[0].as_ref().unwrap_err().reason(), HELD);
+        assert_eq!(begin.elapsed(), CHECK_TIMEOUT);
+    }
 }

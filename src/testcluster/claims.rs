@@ -1,11 +1,14 @@
-//! Claim controller of kube-controller-manager 1.30 (`pkg/controller/resourceclaim`): creates claims from templates,
-//! removes reservations of finished pods, and deletes the template claims of such pods.
+//! Claim controller of kube-controller-manager (`pkg/controller/resourceclaim`) 1.30 and 1.37: creates claims from
+//! templates, removes reservations of finished pods, and deletes the template claims of such pods.
+//!
+//! In classic mode it asks the drivers to deallocate unused claims. In structured mode it deallocates them itself.
 
 use serde_json::{Value, json};
 
 use crate::api::resource::{POD_CLAIM_NAME_ANNOTATION, RESERVED_FOR_MAX};
-use crate::testcluster::api::{Patch, object};
-use crate::testcluster::hand::{Hand, claims_of, is_done, is_reserved_for, owned_by, owner_uid};
+use crate::testcluster::api::structured::{FINALIZER, RESERVED_FOR_MAX as STRUCTURED_RESERVED_FOR_MAX};
+use crate::testcluster::api::{Mode, Patch, Refusal, object};
+use crate::testcluster::hand::{Hand, claims_of, is_done, is_reserved_for, owned_by, owner_uid, source_of};
 
 /// Runs one reconciliation.
 pub(crate) fn pass(hand: &Hand) {
@@ -28,7 +31,7 @@ fn make_claims(hand: &Hand, pod: &Value) {
     let namespace = object::namespace(pod);
     let mut statuses = Vec::new();
     for entry in object::list(pod, "/spec/resourceClaims") {
-        let template = object::text(entry, "/source/resourceClaimTemplateName");
+        let template = source_of(entry, "resourceClaimTemplateName");
         if template.is_empty() {
             continue;
         }
@@ -100,7 +103,7 @@ fn make_claim(hand: &Hand, pod: &Value, entry: &str, template: &str) -> Result<V
 }
 
 /// Serves a pod bound without the scheduler: requests allocation on its node, then reserves the claims. Like the real
-/// controller, requests an allocation even for a finished pod.
+/// controller, requests an allocation even for a finished pod. In structured mode, nothing allocates for such a pod.
 fn serve_bound(hand: &Hand, pod: &Value) {
     let node = object::text(pod, "/spec/nodeName");
     if node.is_empty() {
@@ -122,7 +125,7 @@ fn serve_bound(hand: &Hand, pod: &Value) {
                     let _ = hand.create("podschedulingcontexts", namespace, context);
                 }
             }
-            Some(_) if !is_done(pod) && !is_reserved_for(&claim, pod) && may_reserve(&claim) => {
+            Some(_) if !is_done(pod) && !is_reserved_for(&claim, pod) && may_reserve(hand, &claim) => {
                 let mut consumers = object::list(&claim, "/status/reservedFor").to_vec();
                 consumers.push(consumer(pod));
                 let _ = write_reservations(hand, &claim, &consumers, false);
@@ -132,8 +135,12 @@ fn serve_bound(hand: &Hand, pod: &Value) {
     }
 }
 
-fn may_reserve(claim: &Value) -> bool {
+/// Returns whether an allocated claim may have another consumer.
+pub(crate) fn may_reserve(hand: &Hand, claim: &Value) -> bool {
     let reserved = object::list(claim, "/status/reservedFor").len();
+    if hand.server.mode() == Mode::Structured {
+        return reserved < STRUCTURED_RESERVED_FOR_MAX;
+    }
     let shareable = claim.pointer("/status/allocation/shareable") == Some(&Value::Bool(true));
     claim.pointer("/status/deallocationRequested") != Some(&Value::Bool(true))
         && !object::is_deleting(claim)
@@ -151,24 +158,21 @@ pub(crate) fn write_reservations(
     claim: &Value,
     consumers: &[Value],
     deallocate: bool,
-) -> Result<Value, crate::testcluster::api::Refusal> {
+) -> Result<Value, Refusal> {
     let reserved = if consumers.is_empty() {
         Value::Null
     } else {
         json!(consumers)
     };
-    let mut patch = json!({
-        "metadata": { "uid": claim["metadata"]["uid"], "resourceVersion": claim["metadata"]["resourceVersion"] },
-        "status": { "reservedFor": reserved },
-    });
+    let mut patch = versioned(claim, json!({ "status": { "reservedFor": reserved } }));
     if deallocate {
         patch["status"]["deallocationRequested"] = true.into();
     }
     hand.merge("resourceclaims", claim, "status", patch)
 }
 
-/// Removes finished pods from the reservations. After the last one, requests deallocation, and deletes a template
-/// claim.
+/// Removes finished pods from the reservations. After the last one, deallocates the claim or requests its deallocation,
+/// and deletes a template claim.
 fn trim(hand: &Hand, claim: &Value) {
     let namespace = object::namespace(claim);
     let lives = |name: &str, uid: &str| {
@@ -184,7 +188,10 @@ fn trim(hand: &Hand, claim: &Value) {
         })
         .cloned()
         .collect();
-    if kept.len() < reserved.len() {
+    if hand.server.mode() == Mode::Structured {
+        // A conflict means another change, which triggers another pass.
+        let _ = trim_structured(hand, claim, &kept);
+    } else if kept.len() < reserved.len() {
         let delayed = claim["spec"]["allocationMode"] == "WaitForFirstConsumer";
         // A conflict means another change, which triggers another pass.
         let _ = write_reservations(hand, claim, &kept, kept.is_empty() && delayed);
@@ -201,4 +208,45 @@ fn trim(hand: &Hand, claim: &Value) {
             let _ = hand.delete("resourceclaims", claim, None);
         }
     }
+}
+
+/// Writes the remaining reservations, deallocates an unused claim, and removes the finalizer of its allocation.
+fn trim_structured(hand: &Hand, claim: &Value, kept: &[Value]) -> Result<(), Refusal> {
+    let is_protected = |claim: &Value| object::texts(claim, "/metadata/finalizers").contains(&FINALIZER);
+    let is_allocated = |claim: &Value| claim.pointer("/status/allocation").is_some();
+    let is_trimmed = kept.len() < object::list(claim, "/status/reservedFor").len();
+    let is_deletable = is_protected(claim) && kept.is_empty() && object::is_deleting(claim);
+    if !is_trimmed && !is_deletable {
+        return Ok(());
+    }
+    let mut claim = claim.clone();
+    if is_trimmed || is_allocated(&claim) {
+        let mut status = json!({ "reservedFor": if kept.is_empty() { Value::Null } else { json!(kept) } });
+        if kept.is_empty() && is_protected(&claim) {
+            status["allocation"] = Value::Null;
+        }
+        claim = hand.merge(
+            "resourceclaims",
+            &claim,
+            "status",
+            versioned(&claim, json!({ "status": status })),
+        )?;
+    }
+    if is_protected(&claim) && !is_allocated(&claim) {
+        let others: Vec<&str> = object::texts(&claim, "/metadata/finalizers")
+            .into_iter()
+            .filter(|finalizer| *finalizer != FINALIZER)
+            .collect();
+        let patch = versioned(&claim, json!({ "metadata": { "finalizers": others } }));
+        hand.merge("resourceclaims", &claim, "", patch)?;
+    }
+    Ok(())
+}
+
+/// Adds the uid and version of an object to a patch, so that the patch fails if the object has changed meanwhile.
+pub(crate) fn versioned(object: &Value, mut patch: Value) -> Value {
+    for key in ["uid", "resourceVersion"] {
+        patch["metadata"][key] = object["metadata"][key].clone();
+    }
+    patch
 }

@@ -153,6 +153,13 @@ pub(crate) fn is_done(pod: &Value) -> bool {
         || (object::is_deleting(pod) && unscheduled)
 }
 
+/// Returns a field of an entry's source: `resourceClaimName` or `resourceClaimTemplateName`. They are below `source` up to
+/// 1.30.
+pub(crate) fn source_of<'a>(entry: &'a Value, field: &str) -> &'a str {
+    let source = entry.get("source").unwrap_or(entry);
+    source.get(field).and_then(Value::as_str).unwrap_or_default()
+}
+
 /// Returns the claims of a pod with their entry names; `None` if a claim does not exist. The name of a template's claim
 /// is in the pod's status.
 pub(crate) fn claims_of(hand: &Hand, pod: &Value) -> Vec<(String, Option<Value>)> {
@@ -160,7 +167,7 @@ pub(crate) fn claims_of(hand: &Hand, pod: &Value) -> Vec<(String, Option<Value>)
         .iter()
         .map(|entry| {
             let entry_name = object::text(entry, "/name").to_owned();
-            let named = object::text(entry, "/source/resourceClaimName");
+            let named = source_of(entry, "resourceClaimName");
             let name = if named.is_empty() {
                 let statuses = object::list(pod, "/status/resourceClaimStatuses");
                 let status = statuses

@@ -1,14 +1,18 @@
-//! Scheduler for claims and extended resources: the plugin `dynamicresources` of 1.30, and resource fit.
+//! Scheduler for claims and extended resources: the plugin `dynamicresources` of 1.30 (classic mode) or 1.37 (structured
+//! mode), and resource fit.
 //!
-//! A cycle filters the nodes. If none remains, it requests deallocation of a blocking claim. Otherwise it selects the
-//! node with the fewest pods and negotiates with the drivers until all claims are allocated. There is no backoff: every
-//! change starts a cycle.
+//! A cycle filters the nodes and selects the one with the fewest pods. There is no backoff: every change starts a cycle.
+//! In classic mode, a cycle negotiates with the drivers until all claims are allocated; if no node remains, it requests
+//! deallocation of a blocking claim. In structured mode, it allocates and deallocates the claims itself.
+
+mod structured;
 
 use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
 use crate::api::resource::NODE_LIST_MAX;
+use crate::testcluster::api::Mode;
 use crate::testcluster::api::object::{self, list, text};
 use crate::testcluster::claims::{consumer, write_reservations};
 use crate::testcluster::hand::{Hand, claims_of, is_done, is_reserved_for, owned_by, owner_uid};
@@ -81,7 +85,6 @@ fn cycle(hand: &Hand, pod: &Value) {
 type Claims = [(String, Value)];
 
 fn attempt(hand: &Hand, pod: &Value) -> Result<(), Wait> {
-    let unschedulable = |message: &str| Wait::Unschedulable(message.to_owned());
     let mut claims = Vec::new();
     for (entry, claim) in claims_of(hand, pod) {
         // PreEnqueue: a pod is not scheduled before all its claims exist.
@@ -96,6 +99,17 @@ fn attempt(hand: &Hand, pod: &Value) -> Result<(), Wait> {
         }
         claims.push((entry, claim));
     }
+    match hand.server.mode() {
+        Mode::Classic => negotiate(hand, pod, &claims),
+        Mode::Structured => {
+            structured::allocate(hand, pod, claims.into_iter().map(|(_, claim)| claim).collect())
+        }
+    }
+}
+
+/// Binds a pod whose claims are allocated, or continues the negotiation with the drivers.
+fn negotiate(hand: &Hand, pod: &Value, claims: &Claims) -> Result<(), Wait> {
+    let unschedulable = |message: &str| Wait::Unschedulable(message.to_owned());
     let context = hand.get("podschedulingcontexts", object::namespace(pod), object::name(pod));
     if context
         .as_ref()
@@ -103,7 +117,7 @@ fn attempt(hand: &Hand, pod: &Value) -> Result<(), Wait> {
     {
         return Err(unschedulable("PodSchedulingContext is owned by another pod"));
     }
-    for (_, claim) in &claims {
+    for (_, claim) in claims {
         let allocated = claim.pointer("/status/allocation").is_some();
         let taken = !list(claim, "/status/reservedFor").is_empty()
             && !is_reserved_for(claim, pod)
@@ -124,7 +138,7 @@ fn attempt(hand: &Hand, pod: &Value) -> Result<(), Wait> {
             )));
         }
     }
-    let passing = filter(hand, pod, &claims, context.as_ref())?;
+    let passing = filter(hand, pod, claims, context.as_ref())?;
     let node = passing.first().cloned().unwrap_or_default();
     let pending: Vec<&String> = claims
         .iter()
@@ -132,37 +146,25 @@ fn attempt(hand: &Hand, pod: &Value) -> Result<(), Wait> {
         .map(|(entry, _)| entry)
         .collect();
     if pending.is_empty() {
-        return bind(hand, pod, &claims, &node);
+        return bind(hand, pod, claims, &node);
     }
     ask(hand, pod, context.as_ref(), &pending, &passing)
 }
 
 /// Returns the suitable nodes, best first.
 fn filter(hand: &Hand, pod: &Value, claims: &Claims, context: Option<&Value>) -> Result<Vec<String>, Wait> {
-    let nodes: Vec<Value> = hand.list("nodes");
-    let mut used: BTreeMap<String, Vec<Value>> = BTreeMap::new();
-    for other in hand.list("pods").into_iter().filter(|other| !is_done(other)) {
-        used.entry(text(&other, "/spec/nodeName").to_owned())
-            .or_default()
-            .push(other);
-    }
-    let nobody = Vec::new();
-    let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
     let mut in_the_way: Vec<&Value> = Vec::new();
-    let mut passing = Vec::new();
-    for node in &nodes {
-        let name = object::name(node);
-        let others = used.get(name).unwrap_or(&nobody);
-        match refusal(hand, pod, node, others, claims, context, &mut in_the_way) {
-            Some(reason) => *reasons.entry(reason).or_default() += 1,
-            None => passing.push((others.len(), name.to_owned())),
+    let passing = suitable(hand, pod, |node| {
+        refusal(hand, node, claims, context, &mut in_the_way).map_or(Ok(()), Err)
+    });
+    let message = match passing {
+        Ok(mut passing) => {
+            let selected = context.map(|context| text(context, "/spec/selectedNode").to_owned());
+            passing.sort_by_key(|(name, ())| selected.as_ref() != Some(name));
+            return Ok(passing.into_iter().map(|(name, ())| name).collect());
         }
-    }
-    if !passing.is_empty() {
-        let selected = context.map(|context| text(context, "/spec/selectedNode").to_owned());
-        passing.sort_by_key(|(pods, name)| (selected.as_ref() != Some(name), *pods, name.clone()));
-        return Ok(passing.into_iter().map(|(_, name)| name).collect());
-    }
+        Err(message) => message,
+    };
     // PostFilter: deallocates one claim that makes all nodes unsuitable.
     let given_up = in_the_way.into_iter().find(|claim| {
         claim["spec"]["allocationMode"] == "WaitForFirstConsumer"
@@ -181,24 +183,54 @@ fn filter(hand: &Hand, pod: &Value, claims: &Claims, context: Option<&Value>) ->
         }
         let _ = write_reservations(hand, claim, &[], true);
     }
-    let reasons: Vec<String> = reasons
-        .into_iter()
-        .map(|(reason, count)| format!("{count} {reason}"))
-        .collect();
-    let message = format!("0/{} nodes are available: {}.", nodes.len(), reasons.join(", "));
     Err(Wait::Unschedulable(message))
 }
 
-/// Returns why the pod cannot run on a node.
-fn refusal<'a>(
+/// Returns the nodes on which the pod can run and that `judge` accepts, those with the fewest pods first; or why there
+/// are none.
+fn suitable<T>(
     hand: &Hand,
     pod: &Value,
-    node: &Value,
-    others: &[Value],
-    claims: &'a Claims,
-    context: Option<&Value>,
-    in_the_way: &mut Vec<&'a Value>,
-) -> Option<String> {
+    mut judge: impl FnMut(&Value) -> Result<T, String>,
+) -> Result<Vec<(String, T)>, String> {
+    let nodes: Vec<Value> = hand.list("nodes");
+    let mut used: BTreeMap<String, Vec<Value>> = BTreeMap::new();
+    for other in hand.list("pods").into_iter().filter(|other| !is_done(other)) {
+        used.entry(text(&other, "/spec/nodeName").to_owned())
+            .or_default()
+            .push(other);
+    }
+    let nobody = Vec::new();
+    let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
+    let mut passing = Vec::new();
+    for node in &nodes {
+        let name = object::name(node);
+        let others = used.get(name).unwrap_or(&nobody);
+        match unfit(pod, node, others).map_or_else(|| judge(node), Err) {
+            Err(reason) => *reasons.entry(reason).or_default() += 1,
+            Ok(judged) => passing.push((others.len(), name.to_owned(), judged)),
+        }
+    }
+    if passing.is_empty() {
+        let reasons: Vec<String> = reasons
+            .into_iter()
+            .map(|(reason, count)| format!("{count} {reason}"))
+            .collect();
+        return Err(format!(
+            "0/{} nodes are available: {}.",
+            nodes.len(),
+            reasons.join(", ")
+        ));
+    }
+    passing.sort_by(|(pods, name, _), (more, other, _)| (pods, name).cmp(&(more, other)));
+    Ok(passing
+        .into_iter()
+        .map(|(_, name, judged)| (name, judged))
+        .collect())
+}
+
+/// Returns why the pod cannot run on a node, claims aside.
+fn unfit(pod: &Value, node: &Value, others: &[Value]) -> Option<String> {
     let ready = list(node, "/status/conditions")
         .iter()
         .any(|each| each["type"] == "Ready" && each["status"] == "True");
@@ -226,6 +258,17 @@ fn refusal<'a>(
             return Some(format!("Insufficient {resource}"));
         }
     }
+    None
+}
+
+/// Returns why the pod's claims make a node unsuitable.
+fn refusal<'a>(
+    hand: &Hand,
+    node: &Value,
+    claims: &'a Claims,
+    context: Option<&Value>,
+    in_the_way: &mut Vec<&'a Value>,
+) -> Option<String> {
     let name = object::name(node);
     let mut reason = None;
     for (entry, claim) in claims {
@@ -375,6 +418,16 @@ fn bind(hand: &Hand, pod: &Value, claims: &Claims, node: &str) -> Result<(), Wai
             write_reservations(hand, claim, &consumers, false).map_err(|_| Wait::Pending)?;
         }
     }
+    assign(hand, pod, node)?;
+    if let Some(context) = hand.get("podschedulingcontexts", object::namespace(pod), object::name(pod)) {
+        // Otherwise it is deleted with its owner.
+        let _ = hand.delete("podschedulingcontexts", &context, None);
+    }
+    Ok(())
+}
+
+/// Binds a pod and reports it.
+fn assign(hand: &Hand, pod: &Value, node: &str) -> Result<(), Wait> {
     hand.bind(pod, node).map_err(|_| Wait::Pending)?;
     let message = format!(
         "Successfully assigned {}/{} to {node}",
@@ -382,9 +435,5 @@ fn bind(hand: &Hand, pod: &Value, claims: &Claims, node: &str) -> Result<(), Wai
         object::name(pod)
     );
     hand.event(pod, "Normal", "Scheduled", &message);
-    if let Some(context) = hand.get("podschedulingcontexts", object::namespace(pod), object::name(pod)) {
-        // Otherwise it is deleted with its owner.
-        let _ = hand.delete("podschedulingcontexts", &context, None);
-    }
     Ok(())
 }

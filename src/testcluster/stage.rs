@@ -7,7 +7,7 @@ use serde_json::Value;
 use tokio::task::{JoinError, JoinSet};
 use tokio_util::sync::CancellationToken;
 
-use super::api::{ApiServer, Patch, Refusal, Target, WriteOptions, object};
+use super::api::{ApiServer, Mode, Patch, Refusal, Target, WriteOptions, object};
 use super::hand::Hand;
 use super::kubelet::{Kubelet, NodePlace};
 use super::source::Source;
@@ -63,9 +63,14 @@ pub struct Stage {
 }
 
 impl Stage {
-    /// Starts a control plane without nodes. Must be called within a runtime.
+    /// Starts a control plane in classic mode, without nodes. Must be called within a runtime.
     pub fn start(source: Source) -> Self {
-        let server = ApiServer::new(Arc::new(source));
+        Self::with_mode(source, Mode::Classic)
+    }
+
+    /// Like [`Stage::start`], in the given mode.
+    pub fn with_mode(source: Source, mode: Mode) -> Self {
+        let server = ApiServer::with_mode(Arc::new(source), mode);
         let shutdown = CancellationToken::new();
         let mut parts = JoinSet::new();
         let loops: [(&str, Pass); 3] = [
@@ -88,7 +93,7 @@ impl Stage {
         &self.server
     }
 
-    /// Starts the real controller with the built-in driver.
+    /// Starts the real controller with the built-in driver, which allocates claims in classic mode.
     pub fn add_controller(&mut self, driver_name: &str) -> Result<(), StageError> {
         let client = self.server.client();
         let driver = HostDriver::start(client.clone(), driver_name.to_owned(), self.shutdown.clone());

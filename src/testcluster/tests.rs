@@ -1,5 +1,7 @@
 //! Tests the control loops pass by pass.
 
+mod structured;
+
 use std::sync::Arc;
 
 use serde_json::{Value, json};

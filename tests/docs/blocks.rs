@@ -9,6 +9,7 @@
 //! | `sh checked` | it is not run; its words are checked, as those of all the others |
 //! | `yaml config` | `drayman config check` takes it |
 //! | `yaml object` | objects: ours are checked by their schema here, all of them by a real API server in `tests/e2e/documented` |
+//! | `yaml v1` | objects for a cluster with `resource.k8s.io/v1`: they have no field that Kubernetes does not know |
 //! | `yaml values` | the schema of the chart's values takes it |
 //! | `yaml <kind>` | the `spec` of an object of ours of this kind: its schema takes it |
 //! | `rust <file>` | the file has these lines, and is built |
@@ -61,7 +62,7 @@ fn every_block_says_what_the_tests_do_with_it() {
         let is_marked = match (block.language.as_str(), block.mark.as_str()) {
             ("sh", mark) => ["run", "stage", "cluster", "chart", "checked"].contains(&mark),
             ("yaml", mark) => {
-                ["config", "object", "values"].contains(&mark) || schema::of_kind(mark).is_some()
+                ["config", "object", "v1", "values"].contains(&mark) || schema::of_kind(mark).is_some()
             }
             ("rust", file) => !file.is_empty() && repository(file).is_file(),
             ("text", "") => true,

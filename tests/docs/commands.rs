@@ -14,7 +14,8 @@ const OTHERS: [&str; 20] = [
 ];
 
 /// Flags of other programs that sentences name.
-const FOREIGN_FLAGS: [&str; 21] = [
+const FOREIGN_FLAGS: [&str; 23] = [
+    "--api-versions",
     "--dry-run",
     "--feature-gates",
     "--force",
@@ -32,6 +33,7 @@ const FOREIGN_FLAGS: [&str; 21] = [
     "--runtime-config",
     "--set",
     "--service-accounts",
+    "--skip-crds",
     "--test",
     "--validate",
     "--wait",

@@ -1,6 +1,10 @@
 //! Objects of our kinds, and values of the chart, against their schemas.
 
 use drayman::api::crd::{GROUP, VERSION, definitions};
+use k8s_openapi::api::core::v1::{Namespace, Pod};
+use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceClaimTemplate};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::page::{Block, pages, repository};
@@ -102,6 +106,50 @@ fn objects_have_kind_and_name_and_ours_match_their_schema() {
     }
     assert!(wrong.is_empty(), "\n  {}", wrong.join("\n  "));
     assert!(count > 4, "{count} objects");
+}
+
+/// What is left of an object that Kubernetes reads and writes.
+fn read_and_written<T: DeserializeOwned + Serialize>(object: &Value) -> Result<Value, serde_json::Error> {
+    serde_json::to_value(T::deserialize(object)?)
+}
+
+/// Objects for a cluster of structured mode: those of the pages and of `examples/structured`.
+fn structured() -> Vec<(String, Value)> {
+    let of_pages = blocks().filter(|block| block.mark == "v1");
+    let mut texts: Vec<(String, String)> = of_pages.map(|block| (block.place, block.text)).collect();
+    for entry in std::fs::read_dir(repository("examples/structured")).expect("the examples") {
+        let path = entry.expect("an entry").path();
+        if path.extension().is_some_and(|extension| extension == "yaml") {
+            texts.push((
+                path.display().to_string(),
+                std::fs::read_to_string(&path).expect("UTF-8"),
+            ));
+        }
+    }
+    let objects = texts.iter().flat_map(|(place, text)| {
+        let objects = documents(text, place).into_iter();
+        objects.map(|object| (place.clone(), object))
+    });
+    objects.collect()
+}
+
+#[test]
+fn objects_of_structured_mode_have_known_fields_only() {
+    let objects = structured();
+    assert!(objects.len() > 12, "{} objects", objects.len());
+    for (place, object) in objects {
+        let read = match (object["apiVersion"].as_str(), object["kind"].as_str()) {
+            (Some("v1"), Some("Namespace")) => read_and_written::<Namespace>(&object),
+            (Some("v1"), Some("Pod")) => read_and_written::<Pod>(&object),
+            (Some("resource.k8s.io/v1"), Some("DeviceClass")) => read_and_written::<DeviceClass>(&object),
+            (Some("resource.k8s.io/v1"), Some("ResourceClaim")) => read_and_written::<ResourceClaim>(&object),
+            (Some("resource.k8s.io/v1"), Some("ResourceClaimTemplate")) => {
+                read_and_written::<ResourceClaimTemplate>(&object)
+            }
+            (version, kind) => panic!("{place}: {kind:?} of {version:?}"),
+        };
+        assert_eq!(read.expect(&place), object, "{place}: another field");
+    }
 }
 
 #[test]

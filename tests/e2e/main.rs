@@ -55,6 +55,7 @@ mod round_trip;
 mod selectors;
 mod stage;
 mod stored_claims;
+mod structured;
 mod upgrade;
 
 use harness::not_run;

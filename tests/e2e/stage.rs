@@ -31,7 +31,7 @@ pub(crate) use objects::{
 };
 pub(crate) use program::Program;
 
-use crate::harness::{Cluster, PATIENCE};
+use crate::harness::{Cluster, PATIENCE, rule};
 
 /// The driver name of the built-in driver.
 pub(crate) const DRIVER: &str = "drayman.dev";
@@ -76,6 +76,18 @@ pub(crate) fn replica_rules() -> anyhow::Result<Vec<PolicyRule>> {
 /// the chart show the namespace.
 pub(crate) fn node_rules() -> anyhow::Result<Vec<PolicyRule>> {
     let mut rules = rules_of("ClusterRole", "drayman-node")?;
+    rules.extend(rules_of("Role", "drayman-node")?);
+    Ok(rules)
+}
+
+/// What the companion may do in structured mode.
+pub(crate) fn structured_node_rules() -> anyhow::Result<Vec<PolicyRule>> {
+    let slices = ["get", "list", "watch", "create", "update", "delete"];
+    let mut rules = vec![
+        rule(&[""], &["nodes"], &["get"]),
+        rule(&["resource.k8s.io"], &["resourceclaims"], &["get"]),
+        rule(&["resource.k8s.io"], &["resourceslices"], &slices),
+    ];
     rules.extend(rules_of("Role", "drayman-node")?);
     Ok(rules)
 }
@@ -133,13 +145,27 @@ impl Stage {
             )
             .await??;
         }
+        Self::with_users(cluster, &node_rules()?).await
+    }
+
+    /// Prepares a cluster of structured mode. It gets no definitions of ours: that mode needs none.
+    pub(crate) async fn structured(cluster: Cluster) -> anyhow::Result<Self> {
+        Self::with_users(cluster, &structured_node_rules()?).await
+    }
+
+    async fn with_users(cluster: Cluster, node_rules: &[PolicyRule]) -> anyhow::Result<Self> {
         let controller = cluster.user("drayman-controller", &controller_rules()?).await?;
-        let node = cluster.user("drayman-node", &node_rules()?).await?;
+        let node = cluster.user("drayman-node", node_rules).await?;
         Ok(Self {
             cluster,
             controller,
             node,
         })
+    }
+
+    /// The kubeconfig of the companion.
+    pub(crate) fn node_kubeconfig(&self) -> &Path {
+        &self.node
     }
 
     /// Makes a class of ours whose parameters are the DeviceClassParameters `test`.

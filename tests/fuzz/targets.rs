@@ -22,7 +22,7 @@ use drayman::core::prepare::device_manager;
 use drayman::core::prepare::inventory::Devices;
 use drayman::core::prepare::kubelet_state;
 use drayman::core::prepare::names::{ClaimUid, DriverName};
-use drayman::core::prepare::plan::{ClaimToPrepare, NodeIdentity, plan_prepare};
+use drayman::core::prepare::plan::{Allocation, ClaimToPrepare, NodeIdentity, plan_prepare};
 use drayman::core::prepare::prepared_claims::PreparedClaims;
 use drayman::host::selectors::{Compiled, Ground, STACK};
 use drayman::node::config::NodeConfiguration;
@@ -175,7 +175,7 @@ pub(crate) fn prepare(bytes: &[u8]) {
         namespace: next(),
         name: next(),
         uid: next(),
-        resource_handle: next(),
+        allocation: Allocation::Handle(next()),
     };
     let device = |name: &str| {
         let device = Device {
@@ -200,7 +200,10 @@ pub(crate) fn prepare(bytes: &[u8]) {
     ) {
         Ok((uid, steps)) => {
             assert_eq!(uid.as_str(), claim.uid);
-            let handle = DeviceHandle::parse(&claim.resource_handle).unwrap();
+            let Allocation::Handle(handle) = &claim.allocation else {
+                panic!("a classic claim");
+            };
+            let handle = DeviceHandle::parse(handle).unwrap();
             assert!(handle.claim_uid == claim.uid && handle.node_uid == "n-1");
             assert!(
                 handle

@@ -36,7 +36,7 @@ fn every_expectation_of_the_demonstration_holds() {
         .take(3)
         .collect();
     assert!(
-        matches!(counts.as_slice(), [6, expected, held] if expected == held && *held > 20),
+        matches!(counts.as_slice(), [9, expected, held] if expected == held && *held > 30),
         "{summary}"
     );
     assert!(!shown.contains('\u{1b}'), "colour although this is no terminal");
@@ -55,9 +55,24 @@ fn one_scenario_can_be_played_alone() {
 }
 
 #[test]
+fn the_demonstration_begins_with_structured_mode() {
+    let output = demo(&["--scenario", "basic", "--scenario", "structured"]);
+    let shown = stdout(&output);
+
+    assert!(output.status.success(), "{shown}");
+    let at = |heading: &str| {
+        shown
+            .find(heading)
+            .unwrap_or_else(|| panic!("{heading}: {shown}"))
+    };
+    assert!(at("== structured: ") < at("== classic mode"), "{shown}");
+    assert!(shown.contains("scheduler         allocates"), "{shown}");
+}
+
+#[test]
 fn the_scenarios_are_listed_and_no_other_is_played() {
     let listed = stdout(&demo(&["--list"]));
-    assert_eq!(listed.lines().count(), 7, "{listed}");
+    assert_eq!(listed.lines().count(), 10, "{listed}");
     assert!(listed.lines().any(|line| line.starts_with("real ")), "{listed}");
     assert_eq!(demo(&["--scenario", "none"]).status.code(), Some(2));
 }

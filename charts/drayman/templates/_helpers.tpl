@@ -59,12 +59,24 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end }}
 
+{{/* Whether the cluster has structured mode (resource.k8s.io/v1): "true" or nothing. Helm without a cluster lists the APIs that it was
+built with, so the version counts as well: no version before 1.34 serves v1. */}}
+{{- define "drayman.structured" -}}
+{{- if and (.Capabilities.APIVersions.Has "resource.k8s.io/v1") (semverCompare ">=1.34.0-0" .Capabilities.KubeVersion.Version) }}true{{ end }}
+{{- end }}
+
+{{/* Whether a component is installed: (dict "root" . "component" "controller"). "true" or nothing. In structured mode the scheduler
+allocates, so there is no controller. */}}
+{{- define "drayman.enabled" -}}
+{{- if and (index .root.Values .component).enabled (or (eq .component "node") (not (include "drayman.structured" .root))) }}true{{ end }}
+{{- end }}
+
 {{/* Whether the server has admission policies, and tokens that name their node, both from 1.30 on: "true" or nothing. */}}
 {{- define "drayman.admissionPossible" -}}
 {{- if semverCompare ">=1.30.0-0" .Capabilities.KubeVersion.Version }}true{{ end }}
 {{- end }}
 
-{{/* Whether a node's token is restricted to its own inventory: "true" or nothing. */}}
+{{/* Whether a node's token is restricted to the objects of its node: "true" or nothing. */}}
 {{- define "drayman.admissionPolicy" -}}
 {{- if and .Values.node.enabled (ne .Values.admissionPolicy.enabled "never") (include "drayman.admissionPossible" .) }}true{{ end }}
 {{- end }}

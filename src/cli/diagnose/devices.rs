@@ -24,11 +24,13 @@ pub enum DeviceState {
     NotClaimed,
     /// Reported as unhealthy by the companion, so it is not allocated.
     Unhealthy,
-    /// The node's companion does not run, or does not serve kubelet.
+    /// Has a taint, so that only requests which tolerate it get the device.
+    Tainted,
+    /// The node's companion does not run or does not serve kubelet, or the device's pool is incomplete.
     NotReady,
     /// Available as an extended resource only; only its node knows the pod that holds it.
     NotForClaims,
-    /// Held by a claim, but missing from all inventories.
+    /// Held by a claim, but missing from all inventories and slices.
     Gone,
     /// Free, or held by claims that the user may not read.
     Unknown,
@@ -36,11 +38,12 @@ pub enum DeviceState {
 
 impl DeviceState {
     /// All states.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Free,
         Self::Held,
         Self::NotClaimed,
         Self::Unhealthy,
+        Self::Tainted,
         Self::NotReady,
         Self::NotForClaims,
         Self::Gone,
@@ -54,6 +57,7 @@ impl DeviceState {
             Self::Held => "Held",
             Self::NotClaimed => "NotClaimed",
             Self::Unhealthy => "Unhealthy",
+            Self::Tainted => "Tainted",
             Self::NotReady => "NotReady",
             Self::NotForClaims => "NotForClaims",
             Self::Gone => "Gone",

@@ -75,6 +75,15 @@ impl Finding {
             ..Self::warning(check, message, fix)
         }
     }
+
+    /// Returns the finding for an object that cannot be read.
+    pub fn unread(error: &str) -> Self {
+        Self::warning(
+            "rights",
+            error,
+            "ask for the right to do that, or let somebody run this who has it",
+        )
+    }
 }
 
 /// Checks the API server's version and, if claims are needed, whether it serves classic DRA. The error of

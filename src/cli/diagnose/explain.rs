@@ -96,6 +96,21 @@ pub struct NodeVerdict {
     pub reason: Option<String>,
 }
 
+/// Whether a matching device is available to a request (structured mode).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct DeviceVerdict {
+    /// Node name.
+    pub node: String,
+    /// Name of the request, or `request/subrequest`.
+    pub request: String,
+    /// Device name; `driver/pool/device` if it is another driver's.
+    pub device: String,
+    /// Why the device is not available; absent if it is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+}
+
 /// Explanation of one claim.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
@@ -125,6 +140,9 @@ pub struct Explanation {
     /// Per-node results, as long as they matter.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub nodes: Vec<NodeVerdict>,
+    /// The devices that match a request, as long as they matter. Structured mode only.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub devices: Vec<DeviceVerdict>,
 }
 
 /// Finds the claim for an entry of `pod` by the controller's rules.
@@ -183,6 +201,7 @@ pub fn explain(facts: &Facts<'_>) -> Explanation {
         } else {
             Vec::new()
         },
+        devices: Vec::new(),
     }
 }
 
@@ -197,20 +216,13 @@ fn standing(facts: &Facts<'_>) -> (Step, String, String) {
             );
         }
         Found::Missing => return missing(facts.entry),
-        Found::NotOwned(claim) => {
-            return (
-                Step::ClaimNotOwned,
-                format!(
-                    "ResourceClaim {} exists and was not made for this pod",
-                    qualified_name(claim)
-                ),
-                "delete that claim, or rename the pod or its claim".into(),
-            );
-        }
+        Found::NotOwned(claim) => return claim_not_owned(&qualified_name(claim)),
         Found::Claim(claim) => claim,
     };
     if claim.metadata.deletion_timestamp.is_some() {
-        return deleting(claim);
+        let pods = claim.status.reserved_for.iter();
+        let pods: Vec<String> = pods.map(|user| user.name.clone()).collect();
+        return deleting(&pods, claim.metadata.finalizers.as_deref().unwrap_or_default());
     }
     if claim.status.allocation.is_some() {
         return allocated(claim, facts.pod);
@@ -263,8 +275,8 @@ fn missing(entry: Option<&PodResourceClaim>) -> (Step, String, String) {
     if entry.is_some_and(is_structured) {
         return (
             Step::NotServed,
-            "the pod's claim is of structured Dynamic Resource Allocation (resource.k8s.io/v1), and this release serves claims of \
-             resource.k8s.io/v1alpha2 only, which Kubernetes has from 1.27 to 1.30"
+            "the pod's claim is of structured Dynamic Resource Allocation, and this cluster does not serve resource.k8s.io/v1, which \
+             Kubernetes has from 1.34 on"
                 .to_owned(),
             "on this Kubernetes, request the device as an extended resource: give its kind mode extended-resource, and name the \
              resource in the container's resources.limits"
@@ -272,10 +284,15 @@ fn missing(entry: Option<&PodResourceClaim>) -> (Step, String, String) {
         );
     }
     let source = entry.map(|entry| &entry.source);
-    let (because, advice) = match (
-        source.and_then(|source| source.resource_claim_name.as_ref()),
-        source.and_then(|source| source.resource_claim_template_name.as_ref()),
-    ) {
+    claim_missing(
+        source.and_then(|source| source.resource_claim_name.as_deref()),
+        source.and_then(|source| source.resource_claim_template_name.as_deref()),
+    )
+}
+
+/// The step of an entry whose claim does not exist.
+pub(super) fn claim_missing(claim: Option<&str>, template: Option<&str>) -> (Step, String, String) {
+    let (because, advice) = match (claim, template) {
         (Some(name), _) => (
             format!("there is no ResourceClaim {name} in the pod's namespace"),
             "create it".to_owned(),
@@ -292,22 +309,25 @@ fn missing(entry: Option<&PodResourceClaim>) -> (Step, String, String) {
     (Step::ClaimMissing, because, advice)
 }
 
-fn deleting(claim: &ResourceClaim) -> (Step, String, String) {
-    let users = claim.status.reserved_for.len();
-    let finalizers = claim.metadata.finalizers.clone().unwrap_or_default().join(", ");
-    if users > 0 {
-        let pods: Vec<_> = claim
-            .status
-            .reserved_for
-            .iter()
-            .map(|user| user.name.as_str())
-            .collect();
+/// The step of an entry whose claim belongs to another pod.
+pub(super) fn claim_not_owned(claim: &str) -> (Step, String, String) {
+    (
+        Step::ClaimNotOwned,
+        format!("ResourceClaim {claim} exists and was not made for this pod"),
+        "delete that claim, or rename the pod or its claim".into(),
+    )
+}
+
+/// The step of a claim that is being deleted.
+pub(super) fn deleting(pods: &[String], finalizers: &[String]) -> (Step, String, String) {
+    if !pods.is_empty() {
         return (
             Step::Deleting,
             format!("it is being deleted, and still used by {}", pods.join(", ")),
             "it is deleted when these pods have ended".into(),
         );
     }
+    let finalizers = finalizers.join(", ");
     (
         Step::Deleting,
         format!("it is being deleted, and waits for {finalizers}"),
@@ -361,7 +381,13 @@ fn allocated(claim: &ResourceClaim, pod: Option<&Pod>) -> (Step, String, String)
             advice,
         );
     }
-    match (pod.spec.node_name.as_deref(), pod.status.phase.as_deref()) {
+    on_node(pod.spec.node_name.as_deref(), pod.status.phase.as_deref())
+}
+
+/// The step of a claim that is allocated and reserved for the pod.
+pub(super) fn on_node(node: Option<&str>, phase: Option<&str>) -> (Step, String, String) {
+    let nothing = String::new();
+    match (node, phase) {
         (Some(node), Some("Running")) => (Step::InUse, format!("the pod runs with it on {node}"), nothing),
         (Some(_), Some(phase @ ("Succeeded" | "Failed"))) => (
             Step::InUse,

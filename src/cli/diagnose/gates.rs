@@ -35,10 +35,10 @@ pub enum Answer {
 }
 
 impl Answer {
-    /// Parses a component's metrics: `kubernetes_feature_enabled` of `k8s.io/component-base`, served by every component
+    /// Parses a component's metrics for a gate: `kubernetes_feature_enabled` of `k8s.io/component-base`, served by every component
     /// since Kubernetes 1.27.
-    pub fn of_metrics(text: &str) -> Self {
-        let name = format!("name=\"{GATE}\"");
+    pub fn of_metrics(text: &str, gate: &str) -> Self {
+        let name = format!("name=\"{gate}\"");
         let mut lines = text
             .lines()
             .filter(|line| line.starts_with("kubernetes_feature_enabled{") && line.contains(&name));
@@ -245,7 +245,7 @@ fn is_late(pod: &Pod, now: Timestamp) -> bool {
 }
 
 /// Lists the first names and counts the rest.
-fn some(names: &[&str]) -> String {
+pub(super) fn some(names: &[&str]) -> String {
     let mut names: Vec<&str> = names.to_vec();
     names.dedup();
     let shown = names
@@ -276,9 +276,9 @@ mod tests {
                  kubernetes_feature_enabled{{name=\"DynamicResourceAllocation\",stage=\"ALPHA\"}} {value}\nother 1\n"
             )
         };
-        assert_eq!(Answer::of_metrics(&line("1")), Answer::On);
-        assert_eq!(Answer::of_metrics(&line("0")), Answer::Off);
-        assert_eq!(Answer::of_metrics("up 1\n"), Answer::Silent);
+        assert_eq!(Answer::of_metrics(&line("1"), GATE), Answer::On);
+        assert_eq!(Answer::of_metrics(&line("0"), GATE), Answer::Off);
+        assert_eq!(Answer::of_metrics("up 1\n", GATE), Answer::Silent);
     }
 
     #[test]

@@ -9,6 +9,7 @@
 //! * [`gates`]: whether the feature gate is on in each component.
 //! * [`rights`]: permissions of the components.
 //! * [`overlap`]: whether two drivers share one name.
+//! * [`structured`]: the same for structured mode.
 
 pub mod devices;
 pub mod doctor;
@@ -18,6 +19,7 @@ pub mod limits;
 pub mod nodes;
 pub mod overlap;
 pub mod rights;
+pub mod structured;
 pub mod usage;
 
 use kube::ResourceExt as _;

@@ -3,6 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
+use k8s_openapi::api::core::v1::Node;
+use kube::ResourceExt as _;
+
 use super::doctor::Finding;
 use crate::api::crd::{Mode, NodeInventory};
 use crate::core::allocation::inventory::unready;
@@ -22,6 +25,23 @@ pub struct NodeFacts {
     pub uid: String,
     /// Allocatable extended resources of its status.
     pub allocatable: BTreeMap<String, String>,
+}
+
+impl NodeFacts {
+    /// Reads a Node.
+    pub fn of(node: &Node) -> Self {
+        let status = node.status.as_ref();
+        let allocatable = status.and_then(|status| status.allocatable.as_ref());
+        Self {
+            name: node.name_any(),
+            uid: node.uid().unwrap_or_default(),
+            allocatable: allocatable
+                .into_iter()
+                .flatten()
+                .map(|(name, quantity)| (name.clone(), quantity.0.clone()))
+                .collect(),
+        }
+    }
 }
 
 /// Checks the inventories of `driver` against the cluster's nodes.
@@ -106,7 +126,14 @@ fn without(inventories: &[NodeInventory], driver: &str, nodes: &[NodeFacts]) -> 
     let ours = inventories
         .iter()
         .filter(|object| object.spec.driver_name == driver);
-    let with: BTreeSet<&str> = ours.map(|object| object.spec.node_name.as_str()).collect();
+    without_companion(
+        &ours.map(|object| object.spec.node_name.as_str()).collect(),
+        nodes,
+    )
+}
+
+/// Reports nodes that are not in `with`, the nodes with a companion, if any is.
+pub(super) fn without_companion(with: &BTreeSet<&str>, nodes: &[NodeFacts]) -> Option<Finding> {
     let (have, lack): (Vec<&str>, Vec<&str>) = nodes
         .iter()
         .map(|node| node.name.as_str())

@@ -88,6 +88,17 @@ const NODE: [Rule; 4] = [
     rule("drayman.dev", &["nodeinventories/status"], &["patch"]),
 ];
 
+/// A companion's cluster-wide permissions in structured mode.
+const STRUCTURED_NODE: [Rule; 3] = [
+    rule("", &["nodes"], &["get"]),
+    rule("resource.k8s.io", &["resourceclaims"], &["get"]),
+    rule(
+        "resource.k8s.io",
+        &["resourceslices"],
+        &["get", "list", "watch", "create", "update", "delete"],
+    ),
+];
+
 /// Additional permissions of a companion for devices of mode `both`.
 const NODE_OF_BOTH: [Rule; 1] = [rule("resource.k8s.io", &["resourceclaims"], &["watch"])];
 /// A companion's permissions in the namespace of Node events.
@@ -164,6 +175,15 @@ pub fn needed(component: Component, lease: Option<&LeaseName>, mode_both: bool) 
         in_namespace.chain(itself).chain(elsewhere)
     });
     everywhere.chain(events).chain(of_lease).collect()
+}
+
+/// Returns the permissions that a companion needs in structured mode. The controller has nothing to do there.
+pub fn needed_in_structured_mode() -> Vec<Right> {
+    let everywhere = STRUCTURED_NODE.iter().flat_map(|rule| each(rule, "", ""));
+    let events = NODE_EVENTS
+        .iter()
+        .flat_map(|rule| each(rule, EVENTS_NAMESPACE, ""));
+    everywhere.chain(events).collect()
 }
 
 fn each(rule: &Rule, namespace: &str, name: &str) -> Vec<Right> {

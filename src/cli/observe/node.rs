@@ -12,7 +12,7 @@ use super::table::{CLAIMS, HEALTH, RESULTS};
 use super::write::{count_each, number, series};
 use super::{table, write};
 use crate::node::kubelet::transport::{GrpcCalls, GrpcMethod};
-use crate::node::metrics::{Counted, Figures};
+use crate::node::metrics::{Counted, Figures, Omission, SliceCounts};
 use crate::node::publish::inventory::Standing;
 
 /// Collector that reads the current metrics at each scrape.
@@ -31,6 +31,7 @@ impl Collector for NodeMetrics {
         let counted = self.figures.counted();
         stock(&mut encoder, &counted)?;
         operations(&mut encoder, &counted)?;
+        slices(&mut encoder, &counted)?;
         write::events(&mut encoder, By::Companion, &counted.events)?;
         calls(&mut encoder, &self.figures.calls)
     }
@@ -64,6 +65,30 @@ fn operations(encoder: &mut DescriptorEncoder<'_>, counted: &Counted) -> Result 
     })?;
     series(encoder, &table::NODE_REFUSALS, |values| {
         count_each(values, &REFUSALS.map(|(word, _)| word), &counted.refusals)
+    })
+}
+
+fn slices(encoder: &mut DescriptorEncoder<'_>, counted: &Counted) -> Result {
+    let SliceCounts {
+        slices,
+        devices,
+        omitted,
+    } = &counted.slices;
+    series(encoder, &table::SLICES, |values| {
+        values.gauge(&[], number(*slices))
+    })?;
+    series(encoder, &table::SLICE_DEVICES, |values| {
+        values.gauge(&[], number(*devices))
+    })?;
+    series(encoder, &table::SLICE_OMISSIONS, |values| {
+        for why in Omission::ALL {
+            let count = omitted.get(&why).copied().unwrap_or_default();
+            values.gauge(&[why.name()], number(count))?;
+        }
+        Ok(())
+    })?;
+    series(encoder, &table::SLICE_WRITES, |values| {
+        count_each(values, &Figures::SLICE_WRITES, &counted.slice_writes)
     })
 }
 

@@ -38,7 +38,7 @@ const fn companion(word: &'static str, means: &'static str) -> Reason {
 }
 
 /// All event reasons, in alphabetical order.
-pub(super) const EVENTS: [Reason; 38] = [
+pub(super) const EVENTS: [Reason; 41] = [
     controller(
         "AllocationMadeForAnother",
         "claim",
@@ -65,11 +65,11 @@ pub(super) const EVENTS: [Reason; 38] = [
     ),
     companion(
         "ClaimsNotServed",
-        "the API server no longer serves resource.k8s.io/v1alpha2; the node does not serve claims",
+        "the API server no longer serves resource.k8s.io/v1 or v1alpha2; the node does not serve claims",
     ),
     companion(
         "ClaimsServed",
-        "the API server serves resource.k8s.io/v1alpha2; the node serves claims",
+        "the API server serves resource.k8s.io/v1 or v1alpha2; the node serves claims",
     ),
     companion("ConfigurationChanged", "the device configuration was reloaded"),
     companion(
@@ -95,6 +95,10 @@ pub(super) const EVENTS: [Reason; 38] = [
         "a device is gone, or the configuration no longer describes it",
     ),
     companion("DevicesChanged", "more than ten devices changed at once"),
+    companion(
+        "DevicesNotPublished",
+        "devices with shares are not published, since this Kubernetes version or its feature gates do not allow it",
+    ),
     controller(
         "DriverMisbehaved",
         "pod, claim",
@@ -180,6 +184,14 @@ pub(super) const EVENTS: [Reason; 38] = [
         "pod, claim",
         "the class that the claim names does not exist",
     ),
+    companion(
+        "ResourceSliceAltered",
+        "the API server or an admission webhook stored a ResourceSlice in another form than written; the message names the feature gate",
+    ),
+    companion(
+        "ResourceSliceRejected",
+        "the API server rejects a ResourceSlice of the node, with the reason; the write is retried",
+    ),
     controller(
         "ResourcesExhausted",
         "pod, claim",
@@ -208,13 +220,21 @@ pub(super) const EVENTS: [Reason; 38] = [
 ];
 
 /// Reasons why a companion rejects kubelet's requests. Kubelet writes the message into the pod's events.
-pub(super) const REFUSALS: [(&str, &str); 22] = [
+pub(super) const REFUSALS: [(&str, &str); 26] = [
     (
         "AllocationChanged",
-        "the claim was prepared with other devices than it has now",
+        "the claim was prepared with other devices than it has now, or has more shares than the device",
     ),
     ("AlreadyRunning", "another companion holds the lock of this node"),
     ("CheckpointFailed", "the checkpoint cannot be encoded"),
+    (
+        "ClaimGone",
+        "the claim was deleted, or another claim has its name; delete the pod",
+    ),
+    (
+        "ClaimUnreadable",
+        "the API server does not show the claim; kubelet asks again",
+    ),
     (
         "ContainerPathTaken",
         "two devices of a container have the same container path; change the configuration",
@@ -243,12 +263,20 @@ pub(super) const REFUSALS: [(&str, &str); 22] = [
         "the claim's resource handle is invalid or belongs to another claim",
     ),
     (
+        "InvalidParameters",
+        "the claim or its class has opaque parameters for this driver; remove them",
+    ),
+    (
         "InvalidResource",
         "kubelet requests an unknown extended resource, or a device of another one",
     ),
     (
         "NodeUnknown",
         "the companion has not read its Node from the API server yet",
+    ),
+    (
+        "NotAllocated",
+        "the claim is not allocated or reserved, or has no device of this driver; delete the pod",
     ),
     (
         "PodResourcesUnavailable",

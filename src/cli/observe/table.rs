@@ -3,7 +3,7 @@
 use super::reasons::{By, EVENTS, REFUSALS};
 use crate::core::claims::Statistics;
 use crate::node::kubelet::transport::GrpcCalls;
-use crate::node::metrics::Figures;
+use crate::node::metrics::{Figures, Omission};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -343,6 +343,34 @@ pub(super) const NODE_REFUSALS: Series = series(
     &[these("reason", || REFUSALS.map(|(word, _)| word).to_vec())],
     "Requests of kubelet that were refused, by [reason](#why-a-companion-refuses)",
 );
+pub(super) const SLICES: Series = series(
+    "drayman_node_slices",
+    Gauge,
+    Companion,
+    &[],
+    "Published ResourceSlices of this node",
+);
+pub(super) const SLICE_DEVICES: Series = series(
+    "drayman_node_slice_devices",
+    Gauge,
+    Companion,
+    &[],
+    "Devices in the published ResourceSlices of this node",
+);
+pub(super) const SLICE_OMISSIONS: Series = series(
+    "drayman_node_slice_omissions",
+    Gauge,
+    Companion,
+    &[these("cause", || Omission::ALL.map(Omission::name).to_vec())],
+    "Devices that this Kubernetes version or its feature gates do not allow to be published",
+);
+pub(super) const SLICE_WRITES: Series = series(
+    "drayman_node_slice_writes_total",
+    Counter,
+    Companion,
+    &[these("result", || Figures::SLICE_WRITES.to_vec())],
+    "Writes of ResourceSlices, by result",
+);
 pub(super) const GRPC_STARTED: Series = series(
     "grpc_server_started_total",
     Counter,
@@ -373,7 +401,7 @@ pub(super) const GRPC_HANDLING: Series = series(
     "Duration of gRPC calls; for a stream, until its end",
 );
 
-pub(super) const ALL: [&Series; 33] = [
+pub(super) const ALL: [&Series; 37] = [
     &BUILD,
     &REQUESTS,
     &REQUEST_DURATION,
@@ -404,6 +432,10 @@ pub(super) const ALL: [&Series; 33] = [
     &NODE_CLAIMS,
     &OPERATIONS,
     &NODE_REFUSALS,
+    &SLICES,
+    &SLICE_DEVICES,
+    &SLICE_OMISSIONS,
+    &SLICE_WRITES,
     &GRPC_STARTED,
     &GRPC_HANDLED,
     &GRPC_HANDLING,

@@ -13,11 +13,14 @@ use super::read;
 use crate::api::crd::NodeInventory;
 use crate::cli::Error;
 use crate::cli::diagnose::doctor::Finding;
-use crate::cli::diagnose::gates::{Answer, api_server, by_symptoms, kubelets};
+use crate::cli::diagnose::gates::{Answer, GATE, api_server, by_symptoms, kubelets};
+use crate::cli::diagnose::structured::doctor::{GATES, gate};
 use crate::core::prepare::names::is_dns_subdomain;
 
 /// Limit for all components together; an unreachable node would block for long.
 const LIMIT: Duration = Duration::from_secs(20);
+/// Path of the API server's metrics.
+const API_SERVER: &str = "/metrics";
 /// Maximum number of concurrent kubelet requests.
 const CONCURRENCY: usize = 16;
 /// Maximum length of a node name in bytes.
@@ -30,7 +33,8 @@ pub(super) async fn look(
     inventories: Option<&[NodeInventory]>,
 ) -> (Vec<Finding>, Vec<Error>) {
     let deadline = Instant::now() + LIMIT;
-    let mut findings = vec![api_server(&ask(client, "/metrics", deadline).await)];
+    let of_server = answer(&ask(client, API_SERVER, deadline).await, GATE);
+    let mut findings = vec![api_server(&of_server)];
     let nodes: BTreeSet<&str> = inventories
         .unwrap_or_default()
         .iter()
@@ -42,7 +46,7 @@ pub(super) async fn look(
     let answers: BTreeMap<String, Answer> = futures::stream::iter(nodes)
         .map(|node| async move {
             let path = format!("/api/v1/nodes/{node}/proxy/metrics");
-            (node.to_owned(), ask(client, &path, deadline).await)
+            (node.to_owned(), answer(&ask(client, &path, deadline).await, GATE))
         })
         .buffer_unordered(CONCURRENCY)
         .collect()
@@ -56,16 +60,32 @@ pub(super) async fn look(
     (findings, errors)
 }
 
-async fn ask(client: &Client, path: &str, deadline: Instant) -> Answer {
-    let request = match Request::get(path).body(Vec::new()) {
-        Ok(request) => request,
-        Err(error) => return Answer::NotAsked(error.to_string()),
-    };
+/// Asks the API server for the gates of structured mode.
+pub(super) async fn structured(client: &Client, minor: Option<u32>) -> Vec<Finding> {
+    let metrics = ask(client, API_SERVER, Instant::now() + LIMIT).await;
+    let gates = GATES.into_iter();
+    gates
+        .map(|of| gate(of, &answer(&metrics, of.name), minor))
+        .collect()
+}
+
+fn answer(metrics: &Result<String, String>, gate: &str) -> Answer {
+    match metrics {
+        Ok(text) => Answer::of_metrics(text, gate),
+        Err(why) => Answer::NotAsked(why.clone()),
+    }
+}
+
+/// Reads a component's metrics, or returns why that is not possible.
+async fn ask(client: &Client, path: &str, deadline: Instant) -> Result<String, String> {
+    let request = Request::get(path)
+        .body(Vec::new())
+        .map_err(|error| error.to_string())?;
     match timeout_at(deadline, client.request_text(request)).await {
-        Ok(Ok(text)) => Answer::of_metrics(&text),
-        Ok(Err(kube::Error::Api(status))) => Answer::NotAsked(status.message.clone()),
-        Ok(Err(error)) => Answer::NotAsked(error.to_string()),
-        Err(_) => Answer::NotAsked(format!("no answer within {} s", LIMIT.as_secs())),
+        Ok(Ok(text)) => Ok(text),
+        Ok(Err(kube::Error::Api(status))) => Err(status.message.clone()),
+        Ok(Err(error)) => Err(error.to_string()),
+        Err(_) => Err(format!("no answer within {} s", LIMIT.as_secs())),
     }
 }
 

@@ -4,11 +4,15 @@ use std::fmt::Write as _;
 use std::process::ExitCode;
 
 use clap::builder::PossibleValue;
+use k8s_openapi::api::resource::v1::ResourceSlice;
+use kube::Client;
 
 use super::output::{Colour, Output, coloured, one_line, row, table};
+use super::read::Api;
 use super::{Cluster, read};
 use crate::api::crd::{Mode, NodeInventory};
 use crate::cli::diagnose::devices::{DeviceRow, DeviceState, DeviceTable, devices};
+use crate::cli::diagnose::structured;
 use crate::cli::{Error, block_on, choose_tls_provider};
 
 /// List the devices of the cluster with their states and holders
@@ -89,13 +93,32 @@ pub(super) fn read_all(cluster: &Cluster, namespace: &Namespace) -> Result<Devic
     block_on(async {
         let (client, context_namespace) = cluster.connect().await?;
         let namespace = namespace.namespace.clone().unwrap_or(context_namespace);
-        let inventories: Vec<NodeInventory> = read::all(&client).await?;
-        let claims = read::claims(&client, &namespace).await?;
-        let table = devices(&cluster.driver.name, &inventories, &claims.items);
-        Ok(match claims.namespace {
-            None => table,
-            Some(namespace) => table.of_namespace(&namespace),
-        })
+        read_table(&client, &cluster.driver.name, &namespace).await
+    })
+}
+
+async fn read_table(client: &Client, driver: &str, namespace: &str) -> Result<DeviceTable, Error> {
+    let (table, read_namespace) = match read::api(client).await? {
+        Api::Structured => {
+            let slices: Vec<ResourceSlice> = read::all(client).await?;
+            let claims = read::served_claims(client, namespace).await?;
+            let table = structured::devices::devices(driver, &slices, &claims.items);
+            let inventories = read::inventories_of_structured_mode(client).await?;
+            let unclaimed = devices(driver, &inventories, &[]);
+            (
+                structured::devices::with_inventories(table, unclaimed),
+                claims.namespace,
+            )
+        }
+        Api::Classic => {
+            let inventories: Vec<NodeInventory> = read::all(client).await?;
+            let claims = read::claims(client, namespace).await?;
+            (devices(driver, &inventories, &claims.items), claims.namespace)
+        }
+    };
+    Ok(match read_namespace {
+        None => table,
+        Some(namespace) => table.of_namespace(&namespace),
     })
 }
 
@@ -165,8 +188,55 @@ pub(super) fn state(state: DeviceState) -> String {
     let colour = match state {
         DeviceState::Free => Colour::Green,
         DeviceState::Held | DeviceState::NotClaimed | DeviceState::NotForClaims => return state.to_string(),
-        DeviceState::NotReady | DeviceState::Unknown => Colour::Yellow,
+        DeviceState::NotReady | DeviceState::Tainted | DeviceState::Unknown => Colour::Yellow,
         DeviceState::Unhealthy | DeviceState::Gone => Colour::Red,
     };
     coloured(&state.to_string(), colour)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::cli::diagnose::structured::tests::{DRIVER, camera, held, slice};
+    use crate::cli::tool::mock::Server;
+
+    const CLAIMS: &str = "/apis/resource.k8s.io/v1/resourceclaims";
+    const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
+
+    #[tokio::test]
+    async fn structured_devices_have_the_same_columns() {
+        let server = Server::structured()
+            .with(SLICES, &[slice("node-a", json!([camera("a"), camera("b")]))])
+            .with(CLAIMS, &[held("one", "node-a", &["b"])]);
+        let table = read_table(&server.client(), DRIVER, "shop").await.unwrap();
+        assert_eq!(
+            text(&table, true),
+            "NODE     DEVICE   KIND      STATE   HELD BY    PODS   SHARES   API      WHY\n\
+             node-a   a        cameras   Free                      0/1      claims\n\
+             node-a   b        cameras   Held    shop/one   till   1/1      claims\n"
+        );
+    }
+
+    #[tokio::test]
+    async fn claims_of_one_namespace_leave_states_unknown() {
+        let server = Server::structured()
+            .with(SLICES, &[slice("node-a", json!([camera("a"), camera("b")]))])
+            .without_right(CLAIMS)
+            .with(
+                "/apis/resource.k8s.io/v1/namespaces/shop/resourceclaims",
+                &[held("one", "node-a", &["b"])],
+            );
+        let table = read_table(&server.client(), DRIVER, "shop").await.unwrap();
+        let states: Vec<DeviceState> = table.devices.iter().map(|row| row.state).collect();
+        assert_eq!(states, [DeviceState::Unknown, DeviceState::Held]);
+    }
+
+    #[tokio::test]
+    async fn a_cluster_without_v1_is_read_as_before() {
+        let server = Server::default().with("/apis/drayman.dev/v1alpha1/nodeinventories", &[]);
+        let table = read_table(&server.client(), DRIVER, "shop").await.unwrap();
+        assert_eq!(table, DeviceTable::default());
+    }
 }

@@ -1,5 +1,7 @@
 //! `drayman doctor`: checks an installation; each finding comes with its fix.
 
+mod structured;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -120,6 +122,16 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
         .apiserver_version()
         .await
         .map_err(|error| anyhow::Error::from(error).context("the API server does not answer"))?;
+    // An error of discovery is a finding below.
+    if let Ok(read::Api::Structured) = read::api(client).await {
+        return Ok(structured::look(
+            client,
+            driver,
+            arguments.node_user.as_deref(),
+            (&version.major, &version.minor),
+        )
+        .await);
+    }
     let discovery = is_served(
         client
             .list_api_group_resources(&format!("{GROUP}/{VERSION}"))
@@ -129,13 +141,7 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
     let serves = discovery != Ok(false);
     let mut findings = Vec::new();
     let mut unread = Vec::new();
-    let mut note = |error: Error| {
-        unread.push(Finding::warning(
-            "rights",
-            error.to_string(),
-            "ask for the right to do that, or let somebody run this who has it",
-        ));
-    };
+    let mut note = |error: Error| unread.push(Finding::unread(&error.to_string()));
     let own_definitions = crd::definitions();
     let names = own_definitions.iter().map(kube::ResourceExt::name_any);
     let mut defined = true;
@@ -291,7 +297,11 @@ async fn look_at_devices(
     objects: &[NodeInventory],
     with_classes: bool,
 ) -> Result<Vec<Finding>, Error> {
-    let nodes: Vec<NodeFacts> = read::all::<Node>(client).await?.iter().map(node_facts).collect();
+    let nodes: Vec<NodeFacts> = read::all::<Node>(client)
+        .await?
+        .iter()
+        .map(NodeFacts::of)
+        .collect();
     let mut findings = Vec::new();
     if with_classes {
         let parameters = read::all::<DeviceClassParameters>(client).await?;
@@ -327,22 +337,6 @@ fn terms(object: &Lease) -> Option<(Timestamp, SignedDuration, &str)> {
     let seconds = i64::from(spec.lease_duration_seconds.unwrap_or_default());
     let holder = spec.holder_identity.as_deref().unwrap_or_default();
     Some((renewed, SignedDuration::from_secs(seconds), holder))
-}
-
-fn node_facts(node: &Node) -> NodeFacts {
-    let allocatable = node
-        .status
-        .as_ref()
-        .and_then(|status| status.allocatable.as_ref());
-    NodeFacts {
-        name: node.name_any(),
-        uid: node.uid().unwrap_or_default(),
-        allocatable: allocatable
-            .into_iter()
-            .flatten()
-            .map(|(name, quantity)| (name.clone(), quantity.0.clone()))
-            .collect(),
-    }
 }
 
 fn text(findings: &[Finding]) -> String {

@@ -1,24 +1,28 @@
 //! `drayman explain POD|CLAIM`: shows the current step, per node what blocks it, and the fix. The driver evaluates the
-//! nodes with the controller's code on objects that this command reads; it reserves and writes nothing.
+//! nodes with the controller's code on objects that this command reads; it reserves and writes nothing. In structured mode,
+//! [`structured`] does what the scheduler does.
+
+mod answer;
+mod structured;
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use k8s_openapi::api::core::v1::{self, Event, Node, PodCondition};
-use kube::api::{Api, ListParams};
+use k8s_openapi::api::core::v1::{self, Node};
+use kube::api::Api;
 use kube::{Client, ResourceExt as _};
-use serde::Serialize;
 use tokio_util::sync::CancellationToken;
 
-use super::output::{Colour, Output, coloured, one_line, row, table};
+use self::answer::{
+    Answer, Subject, about_claim, about_pod, events, explain_limits, pod_answer, scheduler_says, text,
+};
+use super::output::Output;
 use super::{Cluster, read};
 use crate::api::crd::{DeviceClassParameters, NodeInventory};
 use crate::api::resource::{Pod, PodResourceClaim, PodSchedulingContext, ResourceClaim, ResourceClass};
-use crate::cli::diagnose::explain::{Explanation, Facts, Found, NodeVerdict, Step, explain, find};
-use crate::cli::diagnose::limits::{self, Explanation as ByLimit};
+use crate::cli::diagnose::explain::{Facts, Found, explain, find};
 use crate::cli::diagnose::qualified_name;
 use crate::cli::{Error, block_on, choose_tls_provider};
 use crate::core::allocation::parameters::{Amount, DeviceRequests};
@@ -27,8 +31,6 @@ use crate::host::HostDriver;
 
 /// Limit for the driver to read inventories and parameters.
 const READY_LIMIT: Duration = Duration::from_secs(30);
-/// Maximum number of events shown: the newest ones.
-const EVENTS_MAX: usize = 8;
 
 /// Show the current step of a pod or claim, the reason, and the fix
 #[derive(Clone, Debug, clap::Args)]
@@ -48,71 +50,6 @@ pub(in crate::cli) struct Arguments {
     output: Output,
 }
 
-/// The object to explain.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Subject {
-    Pod(String),
-    Claim(String),
-    Either(String),
-}
-
-impl Subject {
-    fn read(words: &[String]) -> Result<Self, Error> {
-        let (kind, name) = match words {
-            [one] => match one.split_once('/') {
-                Some((kind, name)) => (kind, name),
-                None => return Ok(Self::Either(one.clone())),
-            },
-            [kind, name] => (kind.as_str(), name.as_str()),
-            _ => ("", ""),
-        };
-        match kind {
-            "pod" | "pods" | "po" => Ok(Self::Pod(name.to_owned())),
-            "claim" | "claims" | "resourceclaim" | "resourceclaims" => Ok(Self::Claim(name.to_owned())),
-            other => Err(Error::Configuration(format!(
-                "{other}/{name} cannot be explained: give pod/NAME or claim/NAME"
-            ))),
-        }
-    }
-}
-
-/// The complete answer.
-#[derive(Clone, Debug, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct Answer {
-    /// The pod, if the question concerns one.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pod: Option<PodAnswer>,
-    /// The pod's claims, or the claim itself.
-    claims: Vec<Explanation>,
-    /// Extended resources in the limits of the pod's containers.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    limits: Vec<ByLimit>,
-    /// The newest events about these objects.
-    events: Vec<EventAnswer>,
-}
-
-#[derive(Clone, Debug, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct PodAnswer {
-    name: String,
-    phase: String,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    node: Option<String>,
-    /// The scheduler's message, until the pod is bound.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    scheduler: Option<String>,
-}
-
-#[derive(Clone, Debug, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct EventAnswer {
-    about: String,
-    reason: String,
-    message: String,
-    count: i32,
-}
-
 /// Prints the explanation. Returns exit code 1 if the object does not exist.
 pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     let subject = Subject::read(&arguments.object)?;
@@ -120,6 +57,10 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     let answer = block_on(async {
         let (client, context_namespace) = arguments.cluster.connect().await?;
         let namespace = arguments.namespace.clone().unwrap_or(context_namespace);
+        let driver = &arguments.cluster.driver.name;
+        if read::api(&client).await? == read::Api::Structured {
+            return structured::answer(&client, &namespace, driver, &subject).await;
+        }
         let pods = Api::<Pod>::namespaced(client.clone(), &namespace);
         let pod = match &subject {
             Subject::Pod(name) | Subject::Either(name) => {
@@ -143,7 +84,7 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
         let cluster = Reading {
             client,
             namespace,
-            driver: &arguments.cluster.driver.name,
+            driver,
             claims: &claims,
         };
         cluster.answer(pod.as_ref(), claim).await.map(Some)
@@ -239,13 +180,27 @@ impl Reading<'_> {
             None => None,
         };
         Ok(Answer {
-            pod: pod.map(|pod| pod_answer(pod, whole.as_ref().and_then(scheduler_says))),
+            pod: pod.map(|pod| {
+                pod_answer(
+                    qualified_name(pod),
+                    pod.status.phase.as_deref(),
+                    pod.spec.node_name.as_deref(),
+                    whole.as_ref().and_then(scheduler_says),
+                )
+            }),
             claims: explanations.collect(),
             limits: match &whole {
                 Some(whole) => explain_limits(&self.client, whole).await?,
                 None => Vec::new(),
             },
-            events: self.events(pod, &found).await?,
+            events: {
+                let claims = found.iter().filter_map(|(_, found)| match found {
+                    Found::Claim(claim) => Some(*claim),
+                    _ => None,
+                });
+                let about = pod.into_iter().map(about_pod).chain(claims.map(about_claim));
+                events(&self.client, &self.namespace, about.collect()).await?
+            },
         })
     }
 
@@ -349,50 +304,6 @@ impl Reading<'_> {
             Err(error) => Err(error),
         }
     }
-
-    async fn events(
-        &self,
-        pod: Option<&Pod>,
-        found: &[(Option<&PodResourceClaim>, Found<'_>)],
-    ) -> Result<Vec<EventAnswer>, Error> {
-        let api = Api::<Event>::namespaced(self.client.clone(), &self.namespace);
-        let mut about: Vec<(String, String)> = Vec::new();
-        about.extend(pod.map(|pod| (format!("Pod {}", pod.name_any()), pod.uid().unwrap_or_default())));
-        for (_, found) in found {
-            if let Found::Claim(claim) = found {
-                about.push((
-                    format!("ResourceClaim {}", claim.name_any()),
-                    claim.uid().unwrap_or_default(),
-                ));
-            }
-        }
-        let mut events = Vec::new();
-        for (name, uid) in about {
-            let selected = ListParams::default().fields(&format!("involvedObject.uid={uid}"));
-            for event in read::list(&api, selected).await? {
-                let last = event
-                    .series
-                    .as_ref()
-                    .and_then(|series| series.last_observed_time.as_ref().map(|time| time.0))
-                    .or_else(|| event.last_timestamp.as_ref().map(|time| time.0))
-                    .or_else(|| event.event_time.as_ref().map(|time| time.0))
-                    .or_else(|| event.metadata.creation_timestamp.as_ref().map(|time| time.0));
-                let series = event.series.as_ref().and_then(|series| series.count);
-                events.push((
-                    last,
-                    EventAnswer {
-                        about: name.clone(),
-                        reason: event.reason.unwrap_or_default(),
-                        message: event.message.unwrap_or_default(),
-                        count: series.or(event.count).unwrap_or(1).max(1),
-                    },
-                ));
-            }
-        }
-        events.sort_by_key(|(last, _)| *last);
-        let skipped = events.len().saturating_sub(EVENTS_MAX);
-        Ok(events.into_iter().skip(skipped).map(|(_, event)| event).collect())
-    }
 }
 
 /// Uses the controller's results. Without access to all claims, the devices of other claims are unknown. So if the
@@ -445,183 +356,6 @@ fn in_words(demand: &DeviceRequests) -> String {
     parts.join(", ")
 }
 
-/// Returns why the scheduler has not bound the pod.
-fn scheduler_says(pod: &v1::Pod) -> Option<String> {
-    if pod.spec.as_ref().is_some_and(|spec| spec.node_name.is_some()) {
-        return None;
-    }
-    let unscheduled =
-        |condition: &&PodCondition| condition.type_ == "PodScheduled" && condition.status == "False";
-    let mut conditions = pod
-        .status
-        .iter()
-        .flat_map(|status| status.conditions.iter().flatten());
-    conditions.find(unscheduled)?.message.clone()
-}
-
-fn pod_answer(pod: &Pod, scheduler: Option<String>) -> PodAnswer {
-    PodAnswer {
-        name: qualified_name(pod),
-        phase: pod.status.phase.clone().unwrap_or_else(|| "Pending".to_owned()),
-        node: pod.spec.node_name.clone(),
-        scheduler,
-    }
-}
-
-/// Explains each extended resource of a pod. Reads nodes and their pods only while the pod waits for a resource; if
-/// this is forbidden, a note on stderr names the missing information.
-async fn explain_limits(client: &Client, pod: &v1::Pod) -> Result<Vec<ByLimit>, Error> {
-    let is_bound = pod.spec.as_ref().is_some_and(|spec| spec.node_name.is_some());
-    if is_bound || limits::wanted(pod).is_empty() {
-        return Ok(limits::explain(pod, None, None));
-    }
-    let nodes = unless_forbidden(
-        read::all::<Node>(client).await,
-        "nodes: which of them offer an extended resource is not known",
-    )?;
-    let pods = unless_forbidden(
-        read::all::<v1::Pod>(client).await,
-        "pods of all namespaces: how many of an extended resource are in use is not known",
-    )?;
-    Ok(limits::explain(pod, nodes.as_deref(), pods.as_deref()))
-}
-
-fn unless_forbidden<T>(read: Result<T, Error>, what: &str) -> Result<Option<T>, Error> {
-    match read {
-        Err(error) if read::is_forbidden(&error) => {
-            eprintln!("note: you may not list {what}");
-            Ok(None)
-        }
-        read => read.map(Some),
-    }
-}
-
-/// Formats the complete answer; `wide` gives each node its own line.
-fn text(answer: &Answer, wide: bool) -> String {
-    let mut text = String::new();
-    if let Some(pod) = &answer.pod {
-        let node = pod
-            .node
-            .as_ref()
-            .map_or_else(|| "no node yet".to_owned(), |node| format!("on {node}"));
-        let _ = writeln!(text, "Pod {}: {}, {node}", pod.name, pod.phase);
-        if let Some(scheduler) = &pod.scheduler {
-            let _ = writeln!(text, "  scheduler says: {}", one_line(scheduler));
-        }
-        if answer.claims.is_empty() && answer.limits.is_empty() {
-            text += "  it asks for no devices, neither by claims nor in resources.limits\n";
-        }
-    }
-    for claim in &answer.claims {
-        if !text.is_empty() {
-            text.push('\n');
-        }
-        text += &claim_text(claim, wide);
-    }
-    for limit in &answer.limits {
-        text.push('\n');
-        text += &limit_text(limit, wide);
-    }
-    if !answer.events.is_empty() {
-        text += "\nEvents:\n";
-        let rows: Vec<_> = answer
-            .events
-            .iter()
-            .map(|event| {
-                let count = if event.count > 1 {
-                    format!(" (x{})", event.count)
-                } else {
-                    String::new()
-                };
-                row([
-                    &format!("  {}", event.about),
-                    &event.reason,
-                    &format!("{}{count}", event.message),
-                ])
-            })
-            .collect();
-        text += &table(&rows);
-    }
-    text
-}
-
-fn claim_text(claim: &Explanation, wide: bool) -> String {
-    let name = match (&claim.entry, &claim.claim) {
-        (Some(entry), Some(name)) => format!("Claim {entry} (ResourceClaim {name})"),
-        (Some(entry), None) => format!("Claim {entry}"),
-        (None, name) => format!("ResourceClaim {}", name.as_deref().unwrap_or_default()),
-    };
-    let colour = match claim.step {
-        Step::InUse | Step::Allocated | Step::NotNeeded => Colour::Green,
-        Step::ClaimMissing
-        | Step::ClaimNotOwned
-        | Step::ClassMissing
-        | Step::NotServed
-        | Step::ParametersInvalid => Colour::Red,
-        _ => Colour::Yellow,
-    };
-    let step = coloured(&format!("{:?}", claim.step), colour);
-    let mut text = format!("{name}: {step}\n  {}\n", one_line(&claim.because));
-    if let Some(class) = &claim.class {
-        let driver = claim.driver.as_deref().unwrap_or("unknown");
-        let _ = writeln!(text, "  class {class}, driver {driver}");
-    }
-    if let Some(wants) = &claim.wants {
-        let _ = writeln!(text, "  wants {wants}");
-    }
-    text += &nodes_text(&claim.nodes, wide);
-    if let Some(advice) = &claim.advice {
-        let _ = writeln!(text, "  what to do: {}", one_line(advice));
-    }
-    text
-}
-
-fn limit_text(limit: &ByLimit, wide: bool) -> String {
-    let colour = match limit.step {
-        limits::Step::InUse | limits::Step::Ended => Colour::Green,
-        limits::Step::NotOffered | limits::Step::TurnedAway => Colour::Red,
-        _ => Colour::Yellow,
-    };
-    let step = coloured(&format!("{:?}", limit.step), colour);
-    let (resource, amount) = (&limit.resource, limit.amount);
-    let mut text = format!(
-        "Limit {resource}: {amount}: {step}\n  {}\n",
-        one_line(&limit.because)
-    );
-    text += &nodes_text(&limit.nodes, wide);
-    if let Some(advice) = &limit.advice {
-        let _ = writeln!(text, "  what to do: {}", one_line(advice));
-    }
-    text
-}
-
-/// Groups nodes with the same result on one line, unless `wide`.
-fn nodes_text(verdicts: &[NodeVerdict], wide: bool) -> String {
-    let mut by_reason: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for verdict in verdicts {
-        let reason = verdict.reason.as_deref().unwrap_or("can serve it");
-        by_reason.entry(reason).or_default().push(&verdict.node);
-    }
-    let mut rows = Vec::new();
-    for (reason, nodes) in by_reason {
-        match nodes.as_slice() {
-            _ if wide => rows.extend(nodes.iter().map(|node| row([&format!("    {node}"), reason]))),
-            [one] => rows.push(row([&format!("    {one}"), reason])),
-            [first, second] => rows.push(row([&format!("    {first}, {second}"), reason])),
-            [first, ..] => rows.push(row([
-                &format!("    {first} and {} more", nodes.len().saturating_sub(1)),
-                reason,
-            ])),
-            [] => {}
-        }
-    }
-    if rows.is_empty() {
-        String::new()
-    } else {
-        "  nodes:\n".to_owned() + &table(&rows)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -637,24 +371,5 @@ mod tests {
         assert_eq!(subject(&["resourceclaim/a"]).unwrap(), Subject::Claim("a".into()));
         assert_eq!(subject(&["a"]).unwrap(), Subject::Either("a".into()));
         assert!(subject(&["node/a"]).unwrap_err().to_string().contains("pod/NAME"));
-    }
-
-    #[test]
-    fn nodes_with_the_same_answer_share_a_line() {
-        let verdict = |node: &str, reason: Option<&str>| NodeVerdict {
-            node: node.into(),
-            reason: reason.map(Into::into),
-        };
-        let verdicts = [
-            verdict("a", Some("3 of 3 held")),
-            verdict("b", Some("3 of 3 held")),
-            verdict("c", Some("3 of 3 held")),
-            verdict("d", None),
-        ];
-        assert_eq!(
-            nodes_text(&verdicts, false),
-            "  nodes:\n    a and 2 more   3 of 3 held\n    d              can serve it\n"
-        );
-        assert_eq!(nodes_text(&verdicts, true).lines().count(), 5);
     }
 }

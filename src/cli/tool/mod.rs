@@ -11,6 +11,8 @@ pub(super) mod doctor;
 
 pub(super) mod explain;
 pub(super) mod leftovers;
+#[cfg(test)]
+mod mock;
 mod node_check;
 mod output;
 mod read;

@@ -3,12 +3,14 @@
 use std::fmt::Debug;
 
 use anyhow::Context as _;
-use kube::api::{Api, ListParams};
+use k8s_openapi::NamespaceResourceScope;
+use kube::api::ListParams;
 use kube::{Client, Resource};
 use serde::de::DeserializeOwned;
 
 use super::super::Error;
-use crate::api::resource::{ResourceClaim, ResourceClass};
+use crate::api::crd::NodeInventory;
+use crate::api::resource::{GROUP, ResourceClaim, ResourceClass};
 
 /// Page size of lists.
 const PAGE: u32 = 500;
@@ -18,11 +20,11 @@ pub(super) async fn all<K>(client: &Client) -> Result<Vec<K>, Error>
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
 {
-    list(&Api::<K>::all(client.clone()), ListParams::default()).await
+    list(&kube::Api::<K>::all(client.clone()), ListParams::default()).await
 }
 
 /// Lists all objects that match `parameters`.
-pub(super) async fn list<K>(api: &Api<K>, parameters: ListParams) -> Result<Vec<K>, Error>
+pub(super) async fn list<K>(api: &kube::Api<K>, parameters: ListParams) -> Result<Vec<K>, Error>
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
 {
@@ -43,11 +45,34 @@ where
     }
 }
 
+/// The API of claims that the cluster serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Api {
+    /// `resource.k8s.io/v1alpha2`, or none.
+    Classic,
+    /// `resource.k8s.io/v1`.
+    Structured,
+}
+
+/// Finds out which API of claims the cluster serves.
+pub(super) async fn api(client: &Client) -> Result<Api, Error> {
+    match client.list_api_group_resources(&format!("{GROUP}/v1")).await {
+        Ok(_) => Ok(Api::Structured),
+        Err(kube::Error::Api(status)) if status.code == 404 => Ok(Api::Classic),
+        Err(error) => {
+            let error = anyhow::Error::from(error);
+            Err(error
+                .context(format!("it is not known whether {GROUP}/v1 is served"))
+                .into())
+        }
+    }
+}
+
 /// The claims that the user may read.
 #[derive(Clone, Debug)]
-pub(super) struct Claims {
+pub(super) struct Claims<K = ResourceClaim> {
     /// The claims.
-    pub(super) items: Vec<ResourceClaim>,
+    pub(super) items: Vec<K>,
     /// The only namespace read, if the user may not list cluster-wide.
     pub(super) namespace: Option<String>,
 }
@@ -55,19 +80,7 @@ pub(super) struct Claims {
 /// Lists all claims. Falls back to `namespace` if the user may not list cluster-wide, and to none if the API is not
 /// served; both are noted on stderr.
 pub(super) async fn claims(client: &Client, namespace: &str) -> Result<Claims, Error> {
-    match all(client).await {
-        Err(error) if is_forbidden(&error) => {
-            let api = Api::<ResourceClaim>::namespaced(client.clone(), namespace);
-            let items = list(&api, ListParams::default()).await?;
-            eprintln!(
-                "note: you may not list resourceclaims.resource.k8s.io in all namespaces; those of namespace {namespace} are read, and \
-                 what claims of others hold is not known"
-            );
-            Ok(Claims {
-                items,
-                namespace: Some(namespace.to_owned()),
-            })
-        }
+    match served_claims(client, namespace).await {
         Err(error) if is_not_served(&error) => {
             eprintln!(
                 "note: this API server has no claims of classic Dynamic Resource Allocation (drayman doctor says more); devices leave their \
@@ -76,6 +89,28 @@ pub(super) async fn claims(client: &Client, namespace: &str) -> Result<Claims, E
             Ok(Claims {
                 items: Vec::new(),
                 namespace: None,
+            })
+        }
+        claims => claims,
+    }
+}
+
+/// Lists all claims of an API that is served. Falls back to `namespace` if the user may not list cluster-wide, and notes it on stderr.
+pub(super) async fn served_claims<K>(client: &Client, namespace: &str) -> Result<Claims<K>, Error>
+where
+    K: Resource<DynamicType = (), Scope = NamespaceResourceScope> + Clone + DeserializeOwned + Debug,
+{
+    match all(client).await {
+        Err(error) if is_forbidden(&error) => {
+            let api = kube::Api::<K>::namespaced(client.clone(), namespace);
+            let items = list(&api, ListParams::default()).await?;
+            eprintln!(
+                "note: you may not list resourceclaims.resource.k8s.io in all namespaces; those of namespace {namespace} are read, and \
+                 what claims of others hold is not known"
+            );
+            Ok(Claims {
+                items,
+                namespace: Some(namespace.to_owned()),
             })
         }
         items => Ok(Claims {
@@ -93,6 +128,21 @@ pub(super) async fn classes(client: &Client) -> Result<Vec<ResourceClass>, Error
     }
 }
 
+/// Lists the inventories of a cluster in structured mode, which needs none: extended resources are in them. Returns none if the kind is
+/// not defined, or if the user may not list it, which is noted on stderr.
+pub(super) async fn inventories_of_structured_mode(client: &Client) -> Result<Vec<NodeInventory>, Error> {
+    match all(client).await {
+        Err(error) if is_not_served(&error) => Ok(Vec::new()),
+        Err(error) if is_forbidden(&error) => {
+            eprintln!(
+                "note: you may not list nodeinventories; devices that are extended resources only are not shown"
+            );
+            Ok(Vec::new())
+        }
+        inventories => inventories,
+    }
+}
+
 /// Checks whether a cluster-scoped kind can be listed; the error names the missing permission.
 pub(super) async fn can_list<K>(client: &Client) -> Result<(), Error>
 where
@@ -100,7 +150,7 @@ where
 {
     let kind = K::plural(&());
     let one = ListParams::default().limit(1);
-    Api::<K>::all(client.clone())
+    kube::Api::<K>::all(client.clone())
         .list_metadata(&one)
         .await
         .map_err(explained)
@@ -134,4 +184,11 @@ pub(super) fn is_forbidden(error: &Error) -> bool {
     error.chain().any(|cause| {
         matches!(cause.downcast_ref::<kube::Error>(), Some(kube::Error::Api(status)) if status.code == 403)
     })
+}
+
+/// The minor version of a server; some append a plus sign.
+pub(super) fn minor(text: &str) -> Option<u32> {
+    text.trim_end_matches(|character: char| !character.is_ascii_digit())
+        .parse()
+        .ok()
 }

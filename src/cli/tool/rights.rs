@@ -118,9 +118,18 @@ fn account(pod: &Pod, driver: &str) -> Option<Account> {
     })
 }
 
-/// Checks the permissions of one account.
+/// Checks the permissions of one account in classic mode.
 pub(super) async fn look(client: &Client, account: &Account, mode_both: bool) -> Result<Vec<Finding>, Error> {
     let rights = needed(account.component, account.lease.as_ref(), mode_both);
+    check(client, account, rights).await
+}
+
+/// Checks whether an account has these permissions.
+pub(super) async fn check(
+    client: &Client,
+    account: &Account,
+    rights: Vec<Right>,
+) -> Result<Vec<Finding>, Error> {
     let mut missing: Vec<Right> = futures::stream::iter(rights)
         .map(|right| async {
             let allowed = is_allowed(client, &account.user, &right).await?;

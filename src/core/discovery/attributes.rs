@@ -181,7 +181,7 @@ fn json_bytes(value: &impl Serialize) -> usize {
     json.len() + 5 * escaped
 }
 
-fn importance(name: &str) -> usize {
+pub(in crate::core) fn importance(name: &str) -> usize {
     let bare = name.rsplit('/').next().unwrap_or(name);
     IMPORTANCE
         .iter()

@@ -58,7 +58,7 @@ pub fn device_events(before: &Devices, after: &Devices) -> Vec<DeviceEvent> {
             reason: "DevicesChanged",
             warning,
             note: format!(
-                "{} more devices have changed; the NodeInventory has all of them",
+                "{} more devices have changed; `drayman devices` lists all of them",
                 more + 1
             ),
         });

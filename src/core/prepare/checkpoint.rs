@@ -13,11 +13,15 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
+use super::claims_api::ClaimsApi;
 use super::names::ClaimUid;
 use super::prepared_claims::{Entry, PreparedClaims};
 
-/// The version that this release writes, and the newest that it reads.
-pub const VERSION: u32 = 1;
+/// The newest version that this release reads. It is written only for a checkpoint with a claim of structured mode, so that an earlier
+/// release can read all others.
+pub const VERSION: u32 = 2;
+/// The version of a checkpoint with classic claims only.
+const VERSION_CLASSIC: u32 = 1;
 
 /// The content of a checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,14 +36,63 @@ pub struct Checkpoint {
 
 /// The last known facts about the cluster, stored so that the node can serve kubelet while the API server is unavailable.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
+#[serde(from = "StoredFacts", into = "StoredFacts")]
 pub struct ClusterFacts {
     /// The uid of the Node object.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node_uid: Option<String>,
+    /// The API for claims; `None` until an API server has answered.
+    pub claims: Option<ClaimsApi>,
+    /// The minor version of the API server.
+    pub minor: Option<u32>,
+}
+
+impl ClusterFacts {
+    /// Whether an API server has said that the cluster serves this API for claims.
+    pub fn serves(&self, api: ClaimsApi) -> bool {
+        self.claims == Some(api)
+    }
+}
+
+/// The facts as stored. Releases without structured mode read `servesClaims` only.
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct StoredFacts {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    node_uid: Option<String>,
     /// Whether the cluster serves `resource.k8s.io/v1alpha2`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub serves_claims: Option<bool>,
+    serves_claims: Option<bool>,
+    /// Whether the cluster serves `resource.k8s.io/v1`.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    serves_structured_claims: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    minor: Option<u32>,
+}
+
+impl From<StoredFacts> for ClusterFacts {
+    fn from(stored: StoredFacts) -> Self {
+        let claims = stored.serves_claims.map(|classic| match classic {
+            true => ClaimsApi::Classic,
+            false if stored.serves_structured_claims => ClaimsApi::Structured,
+            false => ClaimsApi::None,
+        });
+        Self {
+            node_uid: stored.node_uid,
+            claims,
+            minor: stored.minor,
+        }
+    }
+}
+
+impl From<ClusterFacts> for StoredFacts {
+    fn from(facts: ClusterFacts) -> Self {
+        Self {
+            serves_claims: facts.claims.map(|api| api == ClaimsApi::Classic),
+            serves_structured_claims: facts.serves(ClaimsApi::Structured),
+            node_uid: facts.node_uid,
+            minor: facts.minor,
+        }
+    }
 }
 
 /// Why this release cannot use a checkpoint.
@@ -94,9 +147,14 @@ impl Checkpoint {
     pub fn encode(&self) -> Result<String, CheckpointError> {
         let content = |error: serde_json::Error| CheckpointError::Content(error.to_string());
         let data = serde_json::value::to_raw_value(self).map_err(content)?;
+        let version = if self.entries.values().any(Entry::is_structured) {
+            VERSION
+        } else {
+            VERSION_CLASSIC
+        };
         let envelope = Envelope {
-            version: VERSION,
-            checksum: checksum(VERSION, data.get()),
+            version,
+            checksum: checksum(version, data.get()),
             data,
         };
         serde_json::to_string(&envelope).map_err(content)
@@ -126,7 +184,7 @@ impl Checkpoint {
 #[cfg(test)]
 mod tests {
     use super::super::container_edits::{ContainerEdits, DeviceNode};
-    use super::super::prepared_claims::{HeldDevice, Progress};
+    use super::super::prepared_claims::{HeldDevice, Progress, Structured};
     use super::*;
 
     fn checkpoint() -> Checkpoint {
@@ -158,7 +216,8 @@ mod tests {
         Checkpoint {
             cluster: ClusterFacts {
                 node_uid: Some("n-1".into()),
-                serves_claims: Some(true),
+                claims: Some(ClaimsApi::Classic),
+                minor: None,
             },
             entries: BTreeMap::from([(uid("10"), done), (uid("11"), started)]),
         }
@@ -174,6 +233,38 @@ mod tests {
     fn what_an_earlier_release_wrote_is_read() {
         let text = GOLDEN_V1;
         assert_eq!(Checkpoint::decode(text.as_bytes()), Ok(checkpoint()));
+    }
+
+    #[test]
+    fn only_claims_of_structured_mode_need_version_2() {
+        assert!(checkpoint().encode().unwrap().starts_with(r#"{"version":1,"#));
+        let mut structured = checkpoint();
+        for entry in structured.entries.values_mut() {
+            entry.devices[0].structured = Some(Structured {
+                share_ids: vec!["s-1".into()],
+                admin_access: true,
+                container_edits: ContainerEdits::default(),
+            });
+        }
+        let text = structured.encode().unwrap();
+        assert!(text.starts_with(r#"{"version":2,"#));
+        assert_eq!(Checkpoint::decode(text.as_bytes()), Ok(structured));
+    }
+
+    #[test]
+    fn facts_about_the_cluster_are_kept() {
+        for claims in [
+            None,
+            Some(ClaimsApi::None),
+            Some(ClaimsApi::Classic),
+            Some(ClaimsApi::Structured),
+        ] {
+            let mut written = checkpoint();
+            written.cluster.claims = claims;
+            written.cluster.minor = Some(37);
+            let text = written.encode().unwrap();
+            assert_eq!(Checkpoint::decode(text.as_bytes()), Ok(written));
+        }
     }
 
     #[test]
@@ -211,12 +302,12 @@ mod tests {
     fn a_newer_release_is_recognised_whatever_its_data_is() {
         let data = r#"{"anything":[]}"#;
         let text = format!(
-            r#"{{"version":2,"checksum":{},"data":{data}}}"#,
-            checksum(2, data)
+            r#"{{"version":3,"checksum":{},"data":{data}}}"#,
+            checksum(3, data)
         );
         assert_eq!(
             Checkpoint::decode(text.as_bytes()),
-            Err(CheckpointError::Newer(2))
+            Err(CheckpointError::Newer(3))
         );
     }
 

@@ -1,74 +1,119 @@
-//! Decides whether the cluster serves `resource.k8s.io/v1alpha2`, although API servers may disagree and their answers change.
+//! Decides which API for claims the cluster serves, although API servers may disagree and their answers change.
 //!
-//! During an upgrade or a configuration change, API servers answer differently. Offering the claims API without any claims costs nothing;
-//! withdrawing it too early leaves pods without their devices. So a single positive answer starts it, and several negative answers in a row
-//! stop it.
+//! During an upgrade or a configuration change, API servers answer differently. Offering claims that nobody can make costs nothing;
+//! withdrawing them too early leaves pods without their devices. So a single positive answer starts a mode, and several deviating answers
+//! in a row end it.
 
 use std::time::Duration;
 
 use crate::core::discovery::events::DeviceEvent;
 
-/// Negative answers in a row before claims are no longer served. Each may come from another API server.
-const DENIALS: u32 = 3;
-/// Pause before the next check after an unconfirmed negative answer.
+/// Deviating answers in a row before the mode ends. Each may come from another API server.
+const DEVIATIONS: u32 = 3;
+/// Pause before the next check after an unconfirmed deviating answer.
 const DOUBT: Duration = Duration::from_secs(10);
 /// Pause between checks while claims are not served. It bounds the delay after the API has been enabled.
 const NOT_SERVED: Duration = Duration::from_secs(60);
-/// Pause between checks while claims are served. Only a cluster upgrade disables the API.
+/// Pause between checks while claims are served. Only a cluster upgrade changes the API.
 const SERVED: Duration = Duration::from_secs(600);
 
-/// The current knowledge about the claims API.
+/// The API for claims of a cluster, by the versions of `resource.k8s.io` that its API servers serve.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ClaimsApi {
-    served: Option<bool>,
-    /// Negative answers in a row while claims are served.
-    denials: u32,
+pub enum ClaimsApi {
+    /// Neither version: devices are offered as extended resources only.
+    #[default]
+    None,
+    /// `v1alpha2` (Kubernetes 1.27 to 1.30): the controller allocates.
+    Classic,
+    /// `v1` (Kubernetes 1.34 and later): the scheduler allocates.
+    Structured,
 }
 
 impl ClaimsApi {
-    /// Starts with the stored answer of an earlier process, or `None` if there is none.
-    pub fn new(served: Option<bool>) -> Self {
-        Self { served, denials: 0 }
+    /// The API of a cluster that serves these versions of `resource.k8s.io`.
+    pub fn of_versions<'a>(versions: impl IntoIterator<Item = &'a str>) -> Self {
+        let mut api = Self::None;
+        for version in versions {
+            match version {
+                "v1" => return Self::Structured,
+                "v1alpha2" => api = Self::Classic,
+                _ => {}
+            }
+        }
+        api
     }
 
-    /// Whether claims are served; `None` until an API server has answered.
-    pub fn served(&self) -> Option<bool> {
+    fn event(self, before: Self) -> Option<DeviceEvent> {
+        let served = |version: &str| DeviceEvent {
+            reason: "ClaimsServed",
+            warning: false,
+            note: format!(
+                "the API server serves resource.k8s.io/{version} now: claims are offered on this node"
+            ),
+        };
+        match self {
+            _ if self == before => None,
+            Self::Classic => Some(served("v1alpha2")),
+            Self::Structured => Some(served("v1")),
+            Self::None => Some(DeviceEvent {
+                reason: "ClaimsNotServed",
+                warning: true,
+                note: format!(
+                    "the API server no longer serves resource.k8s.io/{}: claims are not offered on this node, extended resources are",
+                    match before {
+                        Self::Structured => "v1",
+                        Self::Classic | Self::None => {
+                            "v1alpha2 (switch it on with --runtime-config=resource.k8s.io/v1alpha2=true on every API server)"
+                        }
+                    }
+                ),
+            }),
+        }
+    }
+}
+
+/// The current knowledge about the API for claims.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Discovery {
+    served: Option<ClaimsApi>,
+    /// Deviating answers in a row while claims are served.
+    deviations: u32,
+}
+
+impl Discovery {
+    /// Starts with the stored answer of an earlier process, or `None` if there is none.
+    pub fn new(served: Option<ClaimsApi>) -> Self {
+        Self {
+            served,
+            deviations: 0,
+        }
+    }
+
+    /// The API that is served; `None` until an API server has answered.
+    pub fn served(&self) -> Option<ClaimsApi> {
         self.served
     }
 
     /// Records an answer. Returns an event if the decision changes.
-    pub fn answered(&mut self, served: bool) -> Option<DeviceEvent> {
-        if self.served == Some(true) && !served {
-            self.denials = self.denials.saturating_add(1);
-            if self.denials < DENIALS {
+    pub fn answered(&mut self, served: ClaimsApi) -> Option<DeviceEvent> {
+        let offered = self.served.filter(|api| *api != ClaimsApi::None);
+        if offered.is_some_and(|api| api != served) {
+            self.deviations = self.deviations.saturating_add(1);
+            if self.deviations < DEVIATIONS {
                 return None;
             }
         }
-        self.denials = 0;
-        let before = self.served.replace(served);
-        match (before, served) {
-            (Some(false), true) => Some(DeviceEvent {
-                reason: "ClaimsServed",
-                warning: false,
-                note: "the API server serves resource.k8s.io/v1alpha2 now: claims are offered on this node".to_owned(),
-            }),
-            (Some(true), false) => Some(DeviceEvent {
-                reason: "ClaimsNotServed",
-                warning: true,
-                note: "the API server no longer serves resource.k8s.io/v1alpha2: claims are not offered on this node, extended resources are; \
-                       switch the API on with --runtime-config=resource.k8s.io/v1alpha2=true on every API server"
-                    .to_owned(),
-            }),
-            _ => None,
-        }
+        self.deviations = 0;
+        let before = self.served.replace(served)?;
+        served.event(before)
     }
 
     /// The pause before the next check.
     pub fn pause(&self) -> Duration {
         match self.served {
-            Some(true) if self.denials > 0 => DOUBT,
-            Some(true) => SERVED,
-            Some(false) | None => NOT_SERVED,
+            Some(ClaimsApi::None) | None => NOT_SERVED,
+            Some(_) if self.deviations > 0 => DOUBT,
+            Some(_) => SERVED,
         }
     }
 }
@@ -79,33 +124,54 @@ mod tests {
 
     #[test]
     fn one_denial_of_several_api_servers_changes_nothing() {
-        let mut api = ClaimsApi::new(Some(true));
-        for _ in 0..10 {
-            assert_eq!(api.answered(false), None);
-            assert_eq!(api.pause(), DOUBT);
-            assert_eq!(api.answered(false), None);
-            assert_eq!(api.answered(true), None);
-            assert_eq!((api.served(), api.pause()), (Some(true), SERVED));
+        for api in [ClaimsApi::Classic, ClaimsApi::Structured] {
+            let mut discovery = Discovery::new(Some(api));
+            for _ in 0..10 {
+                assert_eq!(discovery.answered(ClaimsApi::None), None);
+                assert_eq!(discovery.pause(), DOUBT);
+                assert_eq!(discovery.answered(ClaimsApi::None), None);
+                assert_eq!(discovery.answered(api), None);
+                assert_eq!((discovery.served(), discovery.pause()), (Some(api), SERVED));
+            }
         }
     }
 
     #[test]
     fn three_denials_in_a_row_are_believed_and_told_once() {
-        let mut api = ClaimsApi::new(Some(true));
-        let told: Vec<_> = (0..5).filter_map(|_| api.answered(false)).collect();
+        let mut api = Discovery::new(Some(ClaimsApi::Structured));
+        let told: Vec<_> = (0..5).filter_map(|_| api.answered(ClaimsApi::None)).collect();
         assert_eq!(told.len(), 1);
         assert!(told[0].warning && told[0].reason == "ClaimsNotServed", "{told:?}");
-        assert_eq!((api.served(), api.pause()), (Some(false), NOT_SERVED));
+        assert_eq!((api.served(), api.pause()), (Some(ClaimsApi::None), NOT_SERVED));
     }
 
     #[test]
     fn claims_that_are_switched_on_later_are_served_at_once() {
-        let mut api = ClaimsApi::default();
-        assert_eq!(api.served(), None);
-        assert_eq!(api.answered(false), None, "nothing has changed");
-        assert_eq!(api.served(), Some(false));
-        let told = api.answered(true).unwrap();
-        assert!(!told.warning && told.reason == "ClaimsServed", "{told:?}");
-        assert_eq!(api.served(), Some(true));
+        for served in [ClaimsApi::Classic, ClaimsApi::Structured] {
+            let mut api = Discovery::default();
+            assert_eq!(api.served(), None);
+            assert_eq!(api.answered(ClaimsApi::None), None, "nothing has changed");
+            assert_eq!(api.served(), Some(ClaimsApi::None));
+            let told = api.answered(served).unwrap();
+            assert!(!told.warning && told.reason == "ClaimsServed", "{told:?}");
+            assert_eq!(api.served(), Some(served));
+        }
+    }
+
+    #[test]
+    fn the_mode_follows_the_served_versions() {
+        for (versions, api) in [
+            (&["v1"][..], ClaimsApi::Structured),
+            (&["v1", "v1beta1"], ClaimsApi::Structured),
+            (&["v1alpha2"], ClaimsApi::Classic),
+            (&["v1alpha3", "v1beta1"], ClaimsApi::None),
+            (&[], ClaimsApi::None),
+        ] {
+            assert_eq!(
+                ClaimsApi::of_versions(versions.iter().copied()),
+                api,
+                "{versions:?}"
+            );
+        }
     }
 }

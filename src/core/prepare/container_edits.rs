@@ -5,13 +5,13 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::names::{ClaimUid, DriverName, device_of_environment_name, environment_name};
+use super::names::{ClaimDevice, ClaimUid, DriverName, device_of_environment_name, environment_name};
 use super::plan::Refusal;
-use super::prepared_claims::{Entry, HeldDevice, Progress};
+use super::prepared_claims::{Entry, HeldDevice, Progress, Structured};
 use crate::api::cdi;
 
 /// The edits to a container. None of them comes from an object that a user can write.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ContainerEdits {
     /// Device nodes.
@@ -34,7 +34,7 @@ pub struct ContainerEdits {
 }
 
 /// A device node in a container.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct DeviceNode {
     /// Absolute path on the node.
@@ -46,7 +46,7 @@ pub struct DeviceNode {
 }
 
 /// A file or directory of the node in a container.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Mount {
     /// Absolute path on the node. It must stay valid for as long as the container may be restarted.
@@ -112,6 +112,46 @@ impl ContainerEdits {
         }
     }
 
+    /// Splits the edits of a claim into those of each device, given the edits that the driver has for each device alone. An edit that none of
+    /// them has is for the claim as a whole, so every device gets it.
+    pub fn of_each(&self, own: &BTreeMap<String, Self>) -> BTreeMap<String, Self> {
+        let is_own = |node: &DeviceNode, other: &DeviceNode| {
+            (&node.host_path, &node.container_path) == (&other.host_path, &other.container_path)
+        };
+        let is_own_mount = |mount: &Mount, other: &Mount| {
+            (&mount.host_path, &mount.container_path) == (&other.host_path, &other.container_path)
+        };
+        let of_any = |check: &dyn Fn(&Self) -> bool| own.values().any(check);
+        let mut split = BTreeMap::new();
+        for (device, own) in own {
+            let mut edits = Self::default();
+            for node in &self.device_nodes {
+                match own.device_nodes.iter().find(|other| is_own(node, other)) {
+                    Some(own) => edits.add_node(own.clone()),
+                    None if of_any(&|other| other.device_nodes.iter().any(|other| is_own(node, other))) => {}
+                    None => edits.add_node(node.clone()),
+                }
+            }
+            for mount in &self.mounts {
+                match own.mounts.iter().find(|other| is_own_mount(mount, other)) {
+                    Some(own) => edits.add_mount(own.clone()),
+                    None if of_any(&|other| other.mounts.iter().any(|other| is_own_mount(mount, other))) => {}
+                    None => edits.add_mount(mount.clone()),
+                }
+            }
+            let named = environment_name(device);
+            for (name, value) in &self.environment {
+                let of_another = device_of_environment_name(name).is_some() && *name != named;
+                let is_own = own.environment.contains_key(name);
+                if is_own || (!of_another && !of_any(&|other| other.environment.contains_key(name))) {
+                    edits.environment.insert(name.clone(), value.clone());
+                }
+            }
+            split.insert(device.clone(), edits);
+        }
+        split
+    }
+
     /// Refuses two different edits at one container path: the container would silently see only one of them. Identical edits are already
     /// merged by [`Self::extend`].
     pub fn check_paths(&self) -> Result<(), Refusal> {
@@ -154,7 +194,30 @@ fn add_new<T: PartialEq>(all: &mut Vec<T>, more: Vec<T>) {
 /// Mount option for read-only mounts.
 const READ_ONLY: &str = "ro";
 
-/// Builds the CDI file of a claim. Kind and name derive only from the driver name and the claim's uid.
+/// Builds the CDI file of a claim; `None` if the driver has not made its edits. Kind and names derive only from the driver name, the claim's uid
+/// and the names of its devices.
+pub fn cdi_spec_of_entry(driver: &DriverName, uid: &ClaimUid, entry: &Entry) -> Option<cdi::Spec> {
+    let all = entry.container_edits()?;
+    if !entry.is_structured() {
+        return Some(cdi_spec(driver, uid, all));
+    }
+    let devices = entry.devices.iter().filter_map(|held| {
+        let structured = held.structured.as_ref()?;
+        let name = ClaimDevice {
+            uid: uid.clone(),
+            device: held.device.clone(),
+            admin_access: structured.admin_access,
+        };
+        Some(cdi_device(name.to_string(), &structured.container_edits))
+    });
+    Some(cdi::Spec {
+        cdi_version: cdi::VERSION.to_owned(),
+        kind: driver.cdi_kind(),
+        devices: devices.collect(),
+    })
+}
+
+/// Builds the CDI file of a classic claim.
 pub fn cdi_spec(driver: &DriverName, uid: &ClaimUid, container_edits: &ContainerEdits) -> cdi::Spec {
     spec(driver.cdi_kind(), uid.to_string(), container_edits)
 }
@@ -165,6 +228,14 @@ pub fn cdi_spec_of_device(driver: &DriverName, device: &str, container_edits: &C
 }
 
 fn spec(kind: String, name: String, container_edits: &ContainerEdits) -> cdi::Spec {
+    cdi::Spec {
+        cdi_version: cdi::VERSION.to_owned(),
+        kind,
+        devices: vec![cdi_device(name, container_edits)],
+    }
+}
+
+fn cdi_device(name: String, container_edits: &ContainerEdits) -> cdi::Device {
     let node = |node: &DeviceNode| cdi::DeviceNode {
         path: node.container_path.clone(),
         host_path: node.host_path.clone(),
@@ -183,26 +254,23 @@ fn spec(kind: String, name: String, container_edits: &ContainerEdits) -> cdi::Sp
         .map(str::to_owned)
         .to_vec(),
     };
-    cdi::Spec {
-        cdi_version: cdi::VERSION.to_owned(),
-        kind,
-        devices: vec![cdi::Device {
-            name,
-            container_edits: cdi::ContainerEdits {
-                env: container_edits
-                    .environment
-                    .iter()
-                    .map(|(name, value)| format!("{name}={value}"))
-                    .collect(),
-                device_nodes: container_edits.device_nodes.iter().map(node).collect(),
-                mounts: container_edits.mounts.iter().map(mount).collect(),
-            },
-        }],
+    cdi::Device {
+        name,
+        container_edits: cdi::ContainerEdits {
+            env: container_edits
+                .environment
+                .iter()
+                .map(|(name, value)| format!("{name}={value}"))
+                .collect(),
+            device_nodes: container_edits.device_nodes.iter().map(node).collect(),
+            mounts: container_edits.mounts.iter().map(mount).collect(),
+        },
     }
 }
 
-/// Reads a claim's entry from a CDI file of this driver. The devices come from the variables named after them; namespace, name and kinds
-/// are not in the file. Returns `None` if the file does not have the form that [`cdi_spec`] produces.
+/// Reads a claim's entry from a CDI file of this driver: in structured mode from the names of the CDI devices, in classic mode from the variables
+/// named after devices. Namespace, name, kinds and share ids are not in the file. Returns `None` if the file does not have the form that
+/// [`cdi_spec_of_entry`] produces.
 ///
 /// The entry counts as prepared in this boot. That is true if `/var/run` is kept in memory, and the safe assumption elsewhere.
 pub fn entry_of_cdi_spec(
@@ -211,28 +279,63 @@ pub fn entry_of_cdi_spec(
     boot_id: &str,
     spec: &cdi::Spec,
 ) -> Option<Entry> {
-    let [device] = spec.devices.as_slice() else {
+    if spec.kind != driver.cdi_kind() {
         return None;
+    }
+    let (devices, container_edits) = match spec.devices.as_slice() {
+        [device] if device.name == uid.as_str() => classic_devices(device)?,
+        devices => structured_devices(uid, devices)?,
     };
-    if spec.kind != driver.cdi_kind() || device.name != uid.as_str() {
-        return None;
+    Some(Entry {
+        namespace: String::new(),
+        name: String::new(),
+        boot_id: boot_id.to_owned(),
+        devices,
+        progress: Progress::Done { container_edits },
+    })
+}
+
+fn classic_devices(device: &cdi::Device) -> Option<(Vec<HeldDevice>, ContainerEdits)> {
+    let container_edits = edits_of_cdi(&device.container_edits)?;
+    // A driver may set other variables, too.
+    let names = container_edits
+        .environment
+        .keys()
+        .filter_map(|name| device_of_environment_name(name));
+    let devices: Vec<HeldDevice> = names
+        .map(|device| HeldDevice {
+            device,
+            ..HeldDevice::default()
+        })
+        .collect();
+    (!devices.is_empty()).then_some((devices, container_edits))
+}
+
+fn structured_devices(uid: &ClaimUid, devices: &[cdi::Device]) -> Option<(Vec<HeldDevice>, ContainerEdits)> {
+    let mut all = ContainerEdits::default();
+    let mut held = Vec::new();
+    for device in devices {
+        let name = ClaimDevice::parse(&device.name).filter(|name| name.uid == *uid)?;
+        let container_edits = edits_of_cdi(&device.container_edits)?;
+        all.extend(container_edits.clone());
+        held.push(HeldDevice {
+            device: name.device,
+            structured: Some(Structured {
+                share_ids: Vec::new(),
+                admin_access: name.admin_access,
+                container_edits,
+            }),
+            ..HeldDevice::default()
+        });
     }
-    let mut environment = BTreeMap::new();
-    let mut devices = Vec::new();
-    for variable in &device.container_edits.env {
+    (!held.is_empty()).then_some((held, all))
+}
+
+fn edits_of_cdi(edits: &cdi::ContainerEdits) -> Option<ContainerEdits> {
+    let variable = |variable: &String| {
         let (name, value) = variable.split_once('=')?;
-        // A driver may set other variables, too.
-        if let Some(device) = device_of_environment_name(name) {
-            devices.push(HeldDevice {
-                device,
-                ..HeldDevice::default()
-            });
-        }
-        environment.insert(name.to_owned(), value.to_owned());
-    }
-    if devices.is_empty() {
-        return None;
-    }
+        Some((name.to_owned(), value.to_owned()))
+    };
     let node = |node: &cdi::DeviceNode| DeviceNode {
         host_path: node.host_path.clone(),
         container_path: node.path.clone(),
@@ -243,21 +346,11 @@ pub fn entry_of_cdi_spec(
         container_path: mount.container_path.clone(),
         read_only: mount.options.iter().any(|option| option == READ_ONLY),
     };
-    let device_nodes = device.container_edits.device_nodes.iter().map(node).collect();
-    let mounts = device.container_edits.mounts.iter().map(mount).collect();
-    Some(Entry {
-        namespace: String::new(),
-        name: String::new(),
-        boot_id: boot_id.to_owned(),
-        devices,
-        progress: Progress::Done {
-            container_edits: ContainerEdits {
-                device_nodes,
-                environment,
-                mounts,
-                ..ContainerEdits::default()
-            },
-        },
+    Some(ContainerEdits {
+        device_nodes: edits.device_nodes.iter().map(node).collect(),
+        environment: edits.env.iter().map(variable).collect::<Option<_>>()?,
+        mounts: edits.mounts.iter().map(mount).collect(),
+        ..ContainerEdits::default()
     })
 }
 
@@ -500,6 +593,86 @@ mod rendering_tests {
                 .collect::<Vec<_>>(),
             ["kvm", "tty-usb0"]
         );
+    }
+
+    fn structured_entry() -> Entry {
+        let of = |device: &str, path: &str| {
+            let node = DeviceNode {
+                host_path: path.into(),
+                container_path: path.into(),
+                permissions: "rw".into(),
+            };
+            ContainerEdits::of_device_node(device, node)
+        };
+        let held = |device: &str, path: &str, admin_access| HeldDevice {
+            structured: Some(Structured {
+                share_ids: Vec::new(),
+                admin_access,
+                container_edits: of(device, path),
+            }),
+            ..HeldDevice::named(device)
+        };
+        let mut all = of("kvm", "/dev/kvm");
+        all.extend(of("fuse", "/dev/fuse"));
+        Entry {
+            namespace: String::new(),
+            name: String::new(),
+            boot_id: "boot".into(),
+            devices: vec![held("kvm", "/dev/kvm", false), held("fuse", "/dev/fuse", true)],
+            progress: Progress::Done { container_edits: all },
+        }
+    }
+
+    #[test]
+    fn each_device_of_a_structured_claim_is_a_cdi_device() {
+        let entry = structured_entry();
+        let spec = cdi_spec_of_entry(&driver(), &uid(), &entry).unwrap();
+        let names: Vec<&str> = spec.devices.iter().map(|device| device.name.as_str()).collect();
+        assert_eq!(names, [format!("{}-kvm", uid()), format!("admin-{}-fuse", uid())]);
+        for device in &spec.devices {
+            assert_eq!(device.container_edits.device_nodes.len(), 1, "{device:?}");
+            assert_eq!(device.container_edits.env.len(), 1, "{device:?}");
+        }
+        assert_eq!(entry_of_cdi_spec(&driver(), &uid(), "boot", &spec), Some(entry));
+    }
+
+    #[test]
+    fn a_container_gets_only_the_edits_of_its_devices() {
+        let of = |device: &str, path: &str, permissions: &str| {
+            let node = DeviceNode {
+                host_path: path.into(),
+                container_path: path.into(),
+                permissions: permissions.into(),
+            };
+            let mut edits = ContainerEdits::of_device_node(device, node);
+            edits.add_node(DeviceNode {
+                host_path: "/dev/control".into(),
+                container_path: "/dev/control".into(),
+                permissions: permissions.into(),
+            });
+            edits
+        };
+        let (a, b) = (of("a", "/dev/a", "r"), of("b", "/dev/b", "rw"));
+        let mut all = a.clone();
+        all.extend(b.clone());
+        // The driver adds an edit for the claim as a whole.
+        all.environment.insert("SESSION".into(), "7".into());
+        let own = BTreeMap::from([("a".to_owned(), a), ("b".to_owned(), b)]);
+        let split = all.of_each(&own);
+        for (device, other) in [("a", "b"), ("b", "a")] {
+            let edits = &split[device];
+            let sorted = |edits: &ContainerEdits| {
+                let mut nodes = edits.device_nodes.clone();
+                nodes.sort();
+                nodes
+            };
+            assert_eq!(sorted(edits), sorted(&own[device]));
+            assert!(edits.environment.contains_key("SESSION"));
+            assert!(
+                !edits.environment.contains_key(&environment_name(other)),
+                "{edits:?}"
+            );
+        }
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::containers::{AllocatedClaims, Conflicting, Containers};
 use super::names::{ClaimUid, plugin_ids};
 use super::plan::PluginDevice;
-use super::prepared_claims::{PreparedClaims, are_among, is_same_node};
+use super::prepared_claims::{Entry, PreparedClaims, are_among, is_same_node};
 use crate::api::crd::{Device, Mode, TEXT_MAX};
 pub use crate::core::discovery::Devices;
 use crate::core::discovery::attributes::numa_nodes;
@@ -27,7 +27,7 @@ pub fn is_as_found(found: &Devices, prepared_claims: &PreparedClaims) -> bool {
 pub fn inventory(found: &Devices, previous: &Devices, prepared_claims: &PreparedClaims) -> Devices {
     let mut all = found.clone();
     for (uid, entry) in prepared_claims.entries() {
-        for held in &entry.devices {
+        for held in entry.held_devices() {
             if found
                 .get(&held.device)
                 .is_some_and(|device| are_among(&held.numbers, &device.device_numbers))
@@ -86,7 +86,7 @@ pub fn withhold(
         let Some(entry) = prepared_claims.entry(uid) else {
             continue;
         };
-        for held in &entry.devices {
+        for held in entry.held_devices() {
             if let Some(device) = devices.get_mut(&held.device)
                 && device.unhealthy.is_none()
             {
@@ -205,7 +205,7 @@ pub fn device_counts(inventory: &Devices, handed_out: HandedOut<'_>) -> BTreeMap
         .prepared_claims
         .entries()
         .values()
-        .flat_map(|entry| &entry.devices)
+        .flat_map(Entry::held_devices)
         .map(|held| held.device.as_str())
         .collect();
     let mut counted: BTreeMap<(&str, bool, Owner), u64> = BTreeMap::new();
@@ -242,7 +242,7 @@ mod tests {
 
     use super::super::container_edits::{ContainerEdits, DeviceNode};
     use super::super::containers::Shown;
-    use super::super::prepared_claims::{Entry, HeldDevice, Progress};
+    use super::super::prepared_claims::{HeldDevice, Progress};
     use super::*;
     use crate::api::crd::AttributeValue;
     use crate::core::discovery::attributes::NODES;

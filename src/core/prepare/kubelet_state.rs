@@ -1,20 +1,23 @@
 //! Kubelet's checkpoint of claims: `dra_manager_state` in its root directory.
 //!
 //! Kubelet replaces it by rename after each Prepare and Unprepare. It lists the claims that kubelet considers prepared
-//! (`pkg/kubelet/cm/dra/state` of Kubernetes 1.27 to 1.30). From 1.28 on it contains the resource handles and so the devices of a claim.
-//! Later releases write another format, which is an error here: an unreadable list must never count as an empty one.
+//! (`pkg/kubelet/cm/dra/state`), in one format up to 1.30 and in another since 1.31. From 1.28 on it contains the devices of a claim, in
+//! resource handles or by name. Any other format is an error here: an unreadable list must never count as an empty one.
 
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
-use super::names::{ClaimUid, ClaimUidError, DriverName};
+use super::names::{ClaimDevice, ClaimUid, ClaimUidError, DriverName};
+use super::prepared_claims::{HeldDevice, Structured};
 use crate::api::handle::DeviceHandle;
 
 /// File name below kubelet's root directory.
 pub const FILE: &str = "dra_manager_state";
-/// The supported version of the file.
+/// The version of the file up to 1.30.
 const VERSION: &str = "v1";
+/// The version of the file's data since 1.31.
+const API_VERSION: &str = "checkpoint.dra.kubelet.k8s.io/v1";
 /// Maximum length of a quoted parser error, in characters: a parser may cite the whole input.
 const SHOWN_MAX: usize = 200;
 
@@ -30,8 +33,29 @@ pub struct KubeletClaim {
     pub name: String,
     /// Whether kubelet has called this driver for it.
     pub ours: bool,
-    /// The devices in this driver's resource handle; `None` if it is missing (1.27 stores none) or unreadable.
-    pub devices: Option<Vec<String>>,
+    /// The devices of this driver; `None` if kubelet has none (1.27 stores none, and later releases none before the claim is prepared) or the
+    /// resource handle is unreadable.
+    pub devices: Option<Vec<HeldDevice>>,
+}
+
+impl KubeletClaim {
+    /// Adds a device of structured mode, unless it is known.
+    pub(super) fn add(&mut self, device: Option<ClaimDevice>) {
+        let Some(device) = device else {
+            return;
+        };
+        let devices = self.devices.get_or_insert_default();
+        if devices.iter().all(|known| known.device != device.device) {
+            devices.push(HeldDevice {
+                device: device.device,
+                structured: Some(Structured {
+                    admin_access: device.admin_access,
+                    ..Structured::default()
+                }),
+                ..HeldDevice::default()
+            });
+        }
+    }
 }
 
 /// The available knowledge of kubelet's list.
@@ -64,23 +88,74 @@ impl KubeletView {
 /// Why the file is not a supported list.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum KubeletStateError {
-    /// The format is not that of these releases.
-    #[error("kubelet's {FILE} is not as kubelet 1.27 to 1.30 writes it: {0}")]
+    /// The format is not that of a known release.
+    #[error("kubelet's {FILE} is not as kubelet 1.27 to 1.37 writes it: {0}")]
     Shape(String),
     /// The version is not supported.
-    #[error("kubelet's {FILE} has version {0:?}, {VERSION:?} is understood")]
+    #[error("kubelet's {FILE} has version {0:?}; {VERSION:?} and {API_VERSION:?} are understood")]
     Version(String),
     /// A listed claim has an invalid uid.
     #[error("kubelet's {FILE} lists a claim without a proper uid: {0}")]
     ClaimUid(#[from] ClaimUidError),
 }
 
+/// The file of either format. Each has a checksum, which is not verified: kubelet itself does not start with a wrong one.
 #[derive(Deserialize)]
-struct File {
+#[serde(untagged)]
+enum File {
+    /// Since 1.31.
+    Data(DataFile),
+    /// Up to 1.30.
+    Entries(EntriesFile),
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct DataFile {
+    /// [`Data`], as JSON.
+    data: String,
+    #[serde(rename = "Checksum")]
+    _checksum: u32,
+}
+
+#[derive(Deserialize)]
+struct Data {
+    #[serde(rename = "apiVersion")]
+    api_version: String,
+    #[serde(rename = "ClaimInfoStateList")]
+    claims: Option<Vec<DataEntry>>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct DataEntry {
+    #[serde(rename = "ClaimUID")]
+    claim_uid: String,
+    claim_name: String,
+    namespace: String,
+    /// The devices of each driver with results in the claim.
+    driver_state: Option<BTreeMap<String, DriverState>>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct DriverState {
+    /// `null` before the driver has prepared the claim.
+    devices: Option<Vec<DataDevice>>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct DataDevice {
+    #[serde(rename = "CDIDeviceIDs")]
+    cdi_device_ids: Option<Vec<String>>,
+}
+
+#[derive(Deserialize)]
+struct EntriesFile {
     version: String,
     #[serde(default)]
     entries: Vec<FileEntry>,
-    // Not verified: kubelet itself does not start with a wrong checksum. Required, because every version has it.
     #[serde(rename = "checksum")]
     _checksum: u64,
 }
@@ -117,8 +192,46 @@ pub(super) fn shortened(error: &serde_json::Error) -> String {
 
 /// Parses kubelet's list.
 pub fn parse(text: &[u8], driver: &DriverName) -> Result<KubeletClaims, KubeletStateError> {
-    let file: File =
-        serde_json::from_slice(text).map_err(|error| KubeletStateError::Shape(shortened(&error)))?;
+    match serde_json::from_slice(text).map_err(|error| KubeletStateError::Shape(shortened(&error)))? {
+        File::Data(file) => parse_data(&file.data, driver),
+        File::Entries(file) => parse_entries(file, driver),
+    }
+}
+
+/// Parses the data that kubelet writes since 1.31.
+fn parse_data(text: &str, driver: &DriverName) -> Result<KubeletClaims, KubeletStateError> {
+    let data: Data =
+        serde_json::from_str(text).map_err(|error| KubeletStateError::Shape(shortened(&error)))?;
+    if data.api_version != API_VERSION {
+        return Err(KubeletStateError::Version(
+            data.api_version.chars().take(SHOWN_MAX).collect(),
+        ));
+    }
+    let mut claims = BTreeMap::new();
+    for entry in data.claims.unwrap_or_default() {
+        let mut drivers = entry.driver_state.unwrap_or_default();
+        let ours = drivers.remove(driver.as_str());
+        let mut claim = KubeletClaim {
+            namespace: entry.namespace,
+            name: entry.claim_name,
+            ours: ours.is_some(),
+            devices: None,
+        };
+        let devices = ours.and_then(|state| state.devices).unwrap_or_default();
+        for id in devices
+            .iter()
+            .filter_map(|device| device.cdi_device_ids.as_ref())
+            .flatten()
+        {
+            claim.add(driver.claim_device_of_cdi_id(id));
+        }
+        claims.insert(ClaimUid::parse(&entry.claim_uid)?, claim);
+    }
+    Ok(claims)
+}
+
+/// Parses the entries that kubelet writes up to 1.30.
+fn parse_entries(file: EntriesFile, driver: &DriverName) -> Result<KubeletClaims, KubeletStateError> {
     if file.version != VERSION {
         return Err(KubeletStateError::Version(
             file.version.chars().take(16).collect(),
@@ -145,7 +258,10 @@ pub fn parse(text: &[u8], driver: &DriverName) -> Result<KubeletClaims, KubeletS
         let devices = handle
             .and_then(|handle| DeviceHandle::parse(&handle.data).ok())
             .filter(|handle| handle.claim_uid == uid.as_str())
-            .map(|handle| handle.devices.into_iter().map(|device| device.device).collect());
+            .map(|handle| {
+                let devices = handle.devices.into_iter();
+                devices.map(|device| HeldDevice::named(device.device)).collect()
+            });
         claims.insert(
             uid,
             KubeletClaim {
@@ -195,7 +311,7 @@ mod tests {
             ("default", "pod-device-x")
         );
         assert!(claim.ours);
-        assert_eq!(claim.devices.as_deref(), Some(&["kvm".to_owned()][..]));
+        assert_eq!(claim.devices.as_deref(), Some(&[HeldDevice::named("kvm")][..]));
     }
 
     #[test]
@@ -214,8 +330,48 @@ mod tests {
         assert!(!claims[&ClaimUid::parse(UID).unwrap()].ours);
     }
 
+    /// As kubelet 1.37.2 writes it, with other names.
+    fn data(drivers: &str) -> String {
+        let data = format!(
+            r#"{{"kind":"DRACheckpoint","apiVersion":"checkpoint.dra.kubelet.k8s.io/v1","ClaimInfoStateList":[{{"ClaimUID":"{UID}","ClaimName":"pod-device-x","Namespace":"default","PodUIDs":{{"5b6e":{{}}}},"DriverState":{drivers}}}]}}"#
+        );
+        serde_json::json!({"Data": data, "Checksum": 7}).to_string()
+    }
+
+    #[test]
+    fn a_claim_of_structured_mode_has_its_devices() {
+        let device = format!(
+            r#"{{"PoolName":"node-a","DeviceName":"kvm","ShareID":null,"RequestNames":["device"],"CDIDeviceIDs":["drayman.dev/claim=admin-{UID}-kvm"]}}"#
+        );
+        for (drivers, ours, devices) in [
+            (
+                format!(r#"{{"drayman.dev":{{"Devices":[{device},{device}]}}}}"#),
+                true,
+                Some(("kvm".to_owned(), true)),
+            ),
+            (r#"{"drayman.dev":{"Devices":null}}"#.to_owned(), true, None),
+            (
+                format!(r#"{{"gpu.example.com":{{"Devices":[{device}]}}}}"#),
+                false,
+                None,
+            ),
+            ("null".to_owned(), false, None),
+        ] {
+            let claims = parse(data(&drivers).as_bytes(), &driver()).unwrap();
+            let claim = &claims[&ClaimUid::parse(UID).unwrap()];
+            let named = claim.devices.as_ref().map(|devices| {
+                assert_eq!(devices.len(), 1);
+                (devices[0].device.clone(), devices[0].has_admin_access())
+            });
+            assert_eq!((claim.ours, named), (ours, devices), "{drivers}");
+            assert_eq!(claim.name, "pod-device-x");
+        }
+    }
+
     #[test]
     fn an_empty_list_is_a_list() {
+        let empty = r#"{"Data":"{\"kind\":\"DRACheckpoint\",\"apiVersion\":\"checkpoint.dra.kubelet.k8s.io/v1\",\"ClaimInfoStateList\":null}","Checksum":1}"#;
+        assert_eq!(parse(empty.as_bytes(), &driver()), Ok(KubeletClaims::new()));
         assert_eq!(
             parse(br#"{"version":"v1","checksum":1}"#, &driver()),
             Ok(KubeletClaims::new())

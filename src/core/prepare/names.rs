@@ -88,7 +88,8 @@ impl DriverName {
         &self.0
     }
 
-    /// The CDI kind of the devices that claims get.
+    /// The CDI kind of the devices that claims get. A classic claim is one CDI device, named after its uid. In structured mode, each device of
+    /// a claim is one, see [`ClaimDevice`].
     pub fn cdi_kind(&self) -> String {
         format!("{}/claim", self.0)
     }
@@ -98,11 +99,29 @@ impl DriverName {
         format!("{}/claim={uid}", self.0)
     }
 
-    /// Extracts the claim from a CDI id: the inverse of [`Self::cdi_id`]. Returns `None` for a foreign id.
+    /// The CDI id of one device of a claim.
+    pub fn cdi_id_of_claim_device(&self, device: &ClaimDevice) -> String {
+        format!("{}/claim={device}", self.0)
+    }
+
+    /// Extracts the claim from a CDI id: the inverse of [`Self::cdi_id`] and [`Self::cdi_id_of_claim_device`]. Returns `None` for a foreign
+    /// id.
     pub fn claim_of_cdi_id(&self, id: &str) -> Option<ClaimUid> {
-        let (kind, uid) = id.split_once('=')?;
+        let (kind, name) = id.split_once('=')?;
+        if kind != self.cdi_kind() {
+            return None;
+        }
+        match ClaimDevice::parse(name) {
+            Some(device) => Some(device.uid),
+            None => ClaimUid::parse(name).ok(),
+        }
+    }
+
+    /// Extracts the device of a claim from a CDI id: the inverse of [`Self::cdi_id_of_claim_device`].
+    pub fn claim_device_of_cdi_id(&self, id: &str) -> Option<ClaimDevice> {
+        let (kind, name) = id.split_once('=')?;
         (kind == self.cdi_kind())
-            .then(|| ClaimUid::parse(uid).ok())
+            .then(|| ClaimDevice::parse(name))
             .flatten()
     }
 
@@ -144,12 +163,52 @@ impl DriverName {
     }
 }
 
+/// One device of a claim in structured mode, as named in CDI: `<uid>-<device>`, or `admin-<uid>-<device>` with admin access. The name shows
+/// with which claim a container got a device, even after the checkpoint was lost.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ClaimDevice {
+    /// The claim.
+    pub uid: ClaimUid,
+    /// The device, whose name is a DNS label.
+    pub device: String,
+    /// Whether the claim has admin access, and so does not hold the device.
+    pub admin_access: bool,
+}
+
+impl ClaimDevice {
+    /// Parses a CDI device name.
+    pub fn parse(name: &str) -> Option<Self> {
+        let (admin_access, name) = match name.strip_prefix(ADMIN_PREFIX) {
+            Some(name) => (true, name),
+            None => (false, name),
+        };
+        let (uid, device) = name.split_at_checked(UID_LENGTH)?;
+        let device = device.strip_prefix('-').filter(|device| is_dns_label(device))?;
+        Some(Self {
+            uid: ClaimUid::parse(uid).ok()?,
+            device: device.to_owned(),
+            admin_access,
+        })
+    }
+}
+
+impl fmt::Display for ClaimDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let prefix = if self.admin_access { ADMIN_PREFIX } else { "" };
+        write!(f, "{prefix}{}-{}", self.uid, self.device)
+    }
+}
+
 impl fmt::Display for DriverName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
+/// Prefix of the CDI names of devices with admin access. No uid begins with it.
+const ADMIN_PREFIX: &str = "admin-";
+/// Length of a uid.
+const UID_LENGTH: usize = 36;
 /// Maximum length of a DNS label.
 const LABEL_MAX: usize = 63;
 /// Length of the hash suffix of a name that lost characters.
@@ -199,7 +258,7 @@ pub fn device_name(identity: &str) -> String {
 
 /// 64-bit FNV-1a, folded to 40 bits: 8 characters of base 32. The function is fixed because names must be stable across releases, which the
 /// standard library's hashers do not promise.
-fn short_hash(text: &str) -> String {
+pub(in crate::core) fn short_hash(text: &str) -> String {
     const ALPHABET: &[u8; 32] = b"abcdefghijklmnopqrstuvwxyz234567";
     let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
@@ -423,6 +482,36 @@ mod driver_name_tests {
             driver.cdi_file(&uid),
             "drayman.dev-claim_7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10.json"
         );
+    }
+
+    #[test]
+    fn the_cdi_id_of_a_claims_device_leads_back_to_it() {
+        let driver = DriverName::parse("drayman.dev").unwrap();
+        let uid = ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap();
+        for admin_access in [false, true] {
+            let device = ClaimDevice {
+                uid: uid.clone(),
+                device: "tty-usb0".into(),
+                admin_access,
+            };
+            let id = driver.cdi_id_of_claim_device(&device);
+            assert_eq!(driver.claim_of_cdi_id(&id), Some(uid.clone()));
+            assert_eq!(driver.claim_device_of_cdi_id(&id), Some(device));
+        }
+        assert_eq!(driver.claim_of_cdi_id(&driver.cdi_id(&uid)), Some(uid.clone()));
+        for name in [
+            format!("{uid}-"),
+            format!("{uid}-A"),
+            format!("{uid}x"),
+            format!("admin-{uid}"),
+            "é".repeat(18),
+        ] {
+            assert_eq!(
+                driver.claim_of_cdi_id(&format!("drayman.dev/claim={name}")),
+                None,
+                "{name}"
+            );
+        }
     }
 
     #[test]

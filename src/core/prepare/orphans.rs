@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use super::kubelet_state::KubeletView;
 use super::names::ClaimUid;
-use super::prepared_claims::{Entry, PreparedClaims};
+use super::prepared_claims::{Entry, HeldDevice, PreparedClaims};
 
 /// How long a claim must be missing from kubelet's list before it counts as an orphan: more than twice the 45 s that kubelet waits for
 /// Prepare.
@@ -53,26 +53,32 @@ pub enum ApiView {
     Gone,
     /// The claim exists.
     Present {
-        /// The devices in this driver's resource handle, if it has one that can be read.
-        devices: Option<Vec<String>>,
+        /// The devices that this driver has in the allocation, if it can be read.
+        devices: Option<Vec<HeldDevice>>,
     },
     /// The API server gave no answer, for this reason.
     Unknown(String),
 }
 
 impl ApiView {
-    /// Whether the claim holds nothing of this driver any more: it is gone or deallocated.
-    fn holds_nothing(&self) -> bool {
-        match self {
-            Self::Gone => true,
-            Self::Present { devices } => devices.as_ref().is_none_or(Vec::is_empty),
-            Self::Unknown(_) => false,
-        }
+    /// Whether the claim no longer holds what was prepared for it: it is gone, deallocated, or was allocated other devices since.
+    fn holds_nothing_of(&self, entry: &Entry) -> bool {
+        !matches!(self, Self::Unknown(_)) && !self.holds_one_of(entry)
     }
 
-    /// Whether the claim has devices of this driver, as far as its handle is readable.
-    fn has_devices(&self) -> bool {
-        matches!(self, Self::Present { devices: Some(devices) } if !devices.is_empty())
+    /// Whether the claim is allocated a device that was prepared for it, as far as its allocation is readable. If the prepared devices are
+    /// unknown, any device may be one of them.
+    fn holds_one_of(&self, entry: &Entry) -> bool {
+        let Self::Present {
+            devices: Some(devices),
+        } = self
+        else {
+            return false;
+        };
+        let is_prepared = |device: &HeldDevice| entry.devices.iter().any(|held| held.device == device.device);
+        devices
+            .iter()
+            .any(|device| entry.devices.is_empty() || is_prepared(device))
     }
 }
 
@@ -93,7 +99,7 @@ pub enum Decision {
     /// The claim is an orphan: its devices are free.
     Free(ClaimUid),
     /// The devices of the claim have become known.
-    Explain(ClaimUid, Vec<String>),
+    Explain(ClaimUid, Vec<HeldDevice>),
 }
 
 impl Orphans {
@@ -194,10 +200,10 @@ impl Orphans {
                     .is_some_and(|suspect| now.saturating_sub(suspect.since) >= self.grace)
         };
         let gone = answers.iter().filter(|(uid, answer)| {
+            let is_gone = |entry: &Entry| entry.is_done() && answer.holds_nothing_of(entry);
             self.has_runtime
-                && answer.holds_nothing()
                 && (self.conflicting.contains(*uid) || is_missing(uid))
-                && prepared_claims.entry(uid).is_some_and(Entry::is_done)
+                && prepared_claims.entry(uid).is_some_and(is_gone)
         });
         gone.map(|(uid, _)| uid.clone()).collect()
     }
@@ -223,12 +229,12 @@ impl Orphans {
             std::mem::take(&mut self.undecided),
         );
         for (uid, answer) in answers {
-            if answer.has_devices() {
+            let entry = prepared_claims.entry(uid);
+            if entry.is_none_or(|entry| answer.holds_one_of(entry)) {
                 // Two existing claims were allocated one device: its holder keeps it.
                 self.conflicting.remove(uid);
             }
-            let (Some(suspect), Some(entry)) = (self.suspects.get_mut(uid), prepared_claims.entry(uid))
-            else {
+            let (Some(suspect), Some(entry)) = (self.suspects.get_mut(uid), entry) else {
                 continue;
             };
             let due = now.saturating_sub(suspect.since) >= self.grace;
@@ -248,7 +254,7 @@ impl Orphans {
                 (KubeletView::Lists(listed), ApiView::Gone) if due && !listed.contains_key(uid) => {
                     decisions.push(Decision::Free(uid.clone()));
                 }
-                _ if unused.contains(uid) && answer.holds_nothing() => {
+                _ if unused.contains(uid) && answer.holds_nothing_of(entry) => {
                     decisions.push(Decision::Free(uid.clone()));
                 }
                 _ => {
@@ -302,7 +308,7 @@ fn doubt(entry: &Entry, kubelet: &KubeletView, uid: &ClaimUid, answer: &ApiView)
             "kubelet still lists it, but the API server no longer has it and has given its device to another claim (say --force if no container uses it)"
                 .to_owned(),
         ),
-        (KubeletView::Lists(_), ApiView::Present { .. }) if !answer.has_devices() => Some(
+        (KubeletView::Lists(_), ApiView::Present { .. }) if !answer.holds_one_of(entry) => Some(
             "kubelet still lists it, but for the API server it is not allocated any more, and its device was given to another claim (say --force if no container uses it)"
                 .to_owned(),
         ),

@@ -4,13 +4,13 @@
 //! and an Unprepare follows its Prepare. The process may be killed before, during and after every step; [`super::recovery`] then restores a
 //! consistent state. A [`Refusal`] says why a request has no plan.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::container_edits::ContainerEdits;
 use super::containers::Containers;
 use super::inventory::Devices;
 use super::names::{ClaimUid, ClaimUidError, is_dns_label, is_dns_subdomain};
-use super::prepared_claims::{Change, Entry, Explanation, HeldDevice, PreparedClaims, Progress};
+use super::prepared_claims::{Change, Entry, Explanation, HeldDevice, PreparedClaims, Progress, Structured};
 use crate::api::crd::{Device, Mode};
 use crate::api::handle::{DeviceHandle, HandleError};
 
@@ -28,13 +28,11 @@ pub fn plan_prepare(
     let uid = ClaimUid::parse(&claim.uid)?;
     check_name("namespace", &claim.namespace, is_dns_label)?;
     check_name("name", &claim.name, |name| is_dns_subdomain(name, 253))?;
-    let handle = DeviceHandle::parse(&claim.resource_handle)?;
-    check_handle(&handle, &uid, node)?;
-    let names = distinct(handle.devices.iter().map(|device| device.device.as_str()))?;
+    let allocated = allocated_devices(&claim.allocation, &uid, node)?;
 
     let own = prepared_claims.entry(&uid);
     if let Some(entry) = own.filter(|entry| prepared_claims.may_be_in_use(entry)) {
-        return prepared_before(prepared_claims, inventory, claim, (&uid, entry), &names)
+        return prepared_before(prepared_claims, inventory, claim, (&uid, entry), &allocated)
             .map(|steps| (uid, steps));
     }
     if let Some((other, entry)) = prepared_claims.unaccounted(Some(&uid)) {
@@ -43,12 +41,14 @@ pub fn plan_prepare(
 
     let mut evicted = BTreeSet::new();
     let mut devices = Vec::new();
-    for name in names {
-        let device = offered(inventory, name, Mode::Claims)?;
-        devices.push(held_device(inventory, name));
-        check_containers(containers, device)?;
-        evicted.extend(make_room(prepared_claims, &uid, device)?);
-        check_health(device)?;
+    for allocated in allocated {
+        let device = offered(inventory, &allocated.device, Mode::Claims)?;
+        if !allocated.has_admin_access() {
+            check_containers(containers, device)?;
+            evicted.extend(make_room(prepared_claims, &uid, device, allocated.shares())?);
+            check_health(device)?;
+        }
+        devices.push(described(inventory, &allocated));
     }
 
     // As at Unprepare, the files go first; then the driver undoes its work.
@@ -75,7 +75,68 @@ pub fn plan_prepare(
     Ok((uid, steps))
 }
 
-/// The devices that a plan newly takes.
+/// The allocated devices, each once.
+fn allocated_devices(
+    allocation: &Allocation,
+    uid: &ClaimUid,
+    node: &NodeIdentity,
+) -> Result<Vec<HeldDevice>, Refusal> {
+    match allocation {
+        Allocation::Handle(data) => {
+            let handle = DeviceHandle::parse(data)?;
+            check_handle(&handle, uid, node)?;
+            let names = distinct(handle.devices.iter().map(|device| device.device.as_str()))?;
+            Ok(names.into_iter().map(HeldDevice::named).collect())
+        }
+        Allocation::Results(results) => of_results(results, &node.name),
+    }
+}
+
+/// The devices of the scheduler's results. A device may occur several times if each result has a share of it, or admin access to it.
+pub fn of_results(results: &[DeviceResult], node_name: &str) -> Result<Vec<HeldDevice>, Refusal> {
+    if results.is_empty() {
+        return Err(Refusal::NoDevice);
+    }
+    let mut devices: Vec<HeldDevice> = Vec::new();
+    for result in results {
+        if result.pool != node_name {
+            return Err(Refusal::OtherPool {
+                device: shown(&result.device),
+                pool: shown(&result.pool),
+                node: node_name.to_owned(),
+            });
+        }
+        let known = devices.iter_mut().find(|known| known.device == result.device);
+        let Some(known) = known else {
+            devices.push(HeldDevice {
+                device: result.device.clone(),
+                structured: Some(Structured {
+                    share_ids: result.share_id.iter().cloned().collect(),
+                    admin_access: result.admin_access,
+                    container_edits: ContainerEdits::default(),
+                }),
+                ..HeldDevice::default()
+            });
+            continue;
+        };
+        let Some(structured) = &mut known.structured else {
+            continue;
+        };
+        let is_repeated = result
+            .share_id
+            .as_ref()
+            .is_none_or(|id| structured.share_ids.contains(id) || structured.share_ids.is_empty());
+        let both_hold = !result.admin_access && !structured.admin_access;
+        if is_repeated && both_hold {
+            return Err(Refusal::Twice(shown(&result.device)));
+        }
+        structured.share_ids.extend(result.share_id.clone());
+        structured.admin_access &= result.admin_access;
+    }
+    Ok(devices)
+}
+
+/// The devices that a plan newly takes, without those with admin access.
 pub fn taken(steps: &[Step]) -> impl Iterator<Item = &str> {
     let changes = steps.iter().flat_map(|step| match step {
         Step::Save(changes) => changes.as_slice(),
@@ -85,7 +146,9 @@ pub fn taken(steps: &[Step]) -> impl Iterator<Item = &str> {
         Change::Start(_, entry) => entry.devices.as_slice(),
         _ => &[],
     });
-    taken.map(|held| held.device.as_str())
+    taken
+        .filter(|held| !held.has_admin_access())
+        .map(|held| held.device.as_str())
 }
 
 /// The first device that a plan newly takes and that both APIs offer.
@@ -125,6 +188,7 @@ fn make_room(
     prepared_claims: &PreparedClaims,
     uid: &ClaimUid,
     device: &Device,
+    needed: usize,
 ) -> Result<Vec<ClaimUid>, Refusal> {
     let shares = device.shares.unwrap_or(1).max(1);
     let others = prepared_claims
@@ -133,8 +197,22 @@ fn make_room(
     let (in_use, left): (Vec<_>, Vec<_>) =
         others.partition(|(_, entry)| prepared_claims.may_be_in_use(entry));
     let limit = usize::try_from(shares).unwrap_or(usize::MAX);
+    let held = |holders: &[(&ClaimUid, &Entry)]| -> usize {
+        let shares = holders
+            .iter()
+            .map(|(_, entry)| PreparedClaims::shares_held(entry, device));
+        shares.sum()
+    };
+    if needed > limit {
+        return Err(Refusal::TooFewShares {
+            device: device.name.clone(),
+            shares,
+            needed,
+        });
+    }
+    let (used, unused) = (held(&in_use), held(&left));
     match in_use.first() {
-        Some((holder, entry)) if in_use.len() >= limit => {
+        Some((holder, entry)) if used + needed > limit => {
             let (device, holder) = (device.name.clone(), entry.describe(holder));
             Err(if shares == 1 {
                 Refusal::Held { device, holder }
@@ -146,7 +224,7 @@ fn make_room(
                 }
             })
         }
-        _ if in_use.len() + left.len() >= limit => {
+        _ if used + unused + needed > limit => {
             Ok(left.into_iter().map(|(holder, _)| holder.clone()).collect())
         }
         _ => Ok(Vec::new()),
@@ -162,34 +240,45 @@ fn prepared_before(
     inventory: &Devices,
     claim: &ClaimToPrepare,
     (uid, entry): (&ClaimUid, &Entry),
-    names: &[&str],
+    allocated: &[HeldDevice],
 ) -> Result<Vec<Step>, Refusal> {
-    let held: BTreeSet<&str> = entry.devices.iter().map(|held| held.device.as_str()).collect();
-    if !entry.is_unaccounted() && !held.iter().eq(&names.iter().copied().collect::<BTreeSet<_>>()) {
+    let names = |devices: &[HeldDevice]| -> BTreeSet<String> {
+        devices.iter().map(|held| held.device.clone()).collect()
+    };
+    let lacks_shares = entry
+        .devices
+        .iter()
+        .any(|held| allocated.iter().any(|allocated| held.has_lost_shares(allocated)));
+    let complete = !entry.name.is_empty() && !entry.devices.is_empty() && !lacks_shares;
+    let (held, now) = (names(&entry.devices), names(allocated));
+    if (!entry.is_unaccounted() && held != now) || (complete && !same_allocation(&entry.devices, allocated)) {
         return Err(Refusal::Changed {
-            held: list(held),
-            named: list(names.iter().copied()),
+            held: list(held.iter().map(String::as_str)),
+            named: list(now.iter().map(String::as_str)),
         });
     }
-    let complete = !entry.name.is_empty() && !entry.devices.is_empty();
     let mut steps = Vec::new();
     if !complete {
-        for name in names {
+        for allocated in allocated.iter().filter(|device| !device.has_admin_access()) {
             // Only the name of a missing device is known.
             let unknown = || Device {
-                name: (*name).to_owned(),
+                name: allocated.device.clone(),
                 ..Device::default()
             };
             make_room(
                 prepared_claims,
                 uid,
-                &inventory.get(*name).cloned().unwrap_or_else(unknown),
+                &inventory.get(&allocated.device).cloned().unwrap_or_else(unknown),
+                allocated.shares(),
             )?;
         }
         let known = Explanation {
             namespace: claim.namespace.clone(),
             name: claim.name.clone(),
-            devices: names.iter().map(|name| held_device(inventory, name)).collect(),
+            devices: allocated
+                .iter()
+                .map(|device| described(inventory, device))
+                .collect(),
         };
         steps.push(Step::Save(vec![Change::Explain(uid.clone(), known)]));
     }
@@ -197,15 +286,32 @@ fn prepared_before(
     Ok(steps)
 }
 
-/// The record of a held device. Its kind is empty if the device is missing.
-pub(super) fn held_device(inventory: &Devices, name: &str) -> HeldDevice {
-    let device = inventory.get(name);
+/// Whether a claim has the same shares and the same access to each device as before.
+fn same_allocation(held: &[HeldDevice], allocated: &[HeldDevice]) -> bool {
+    let details = |devices: &[HeldDevice]| -> BTreeMap<String, Option<(BTreeSet<String>, bool)>> {
+        let details = devices.iter().map(|held| {
+            let structured = held.structured.as_ref();
+            let details = structured.map(|structured| {
+                let shares = structured.share_ids.iter().cloned().collect();
+                (shares, structured.admin_access)
+            });
+            (held.device.clone(), details)
+        });
+        details.collect()
+    };
+    details(held) == details(allocated)
+}
+
+/// The record of an allocated device, with its kind and numbers. The kind is empty if the device is missing.
+pub(super) fn described(inventory: &Devices, allocated: &HeldDevice) -> HeldDevice {
+    let device = inventory.get(&allocated.device);
     HeldDevice {
-        device: name.to_owned(),
+        device: allocated.device.clone(),
         kind: device.map(|device| device.kind.clone()).unwrap_or_default(),
         numbers: device
             .map(|device| device.device_numbers.to_vec())
             .unwrap_or_default(),
+        structured: allocated.structured.clone(),
     }
 }
 
@@ -244,8 +350,38 @@ pub struct ClaimToPrepare {
     pub name: String,
     /// Uid of the claim: a UUID if the request is valid.
     pub uid: String,
-    /// The resource handle that the controller wrote.
-    pub resource_handle: String,
+    /// The allocated devices.
+    pub allocation: Allocation,
+}
+
+/// The devices that were allocated to a claim, unvalidated.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Allocation {
+    /// Classic mode: the resource handle that the controller wrote.
+    Handle(String),
+    /// Structured mode: the scheduler's results for this driver (`status.allocation.devices.results`), at least one.
+    Results(Vec<DeviceResult>),
+}
+
+impl Default for Allocation {
+    fn default() -> Self {
+        Self::Results(Vec::new())
+    }
+}
+
+/// A device that the scheduler allocated to a request of a claim.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DeviceResult {
+    /// Name of the request, without a subrequest.
+    pub request: String,
+    /// Name of the pool: the node's name, for a device of this driver.
+    pub pool: String,
+    /// Name of the device.
+    pub device: String,
+    /// Id of the claim's share, if the device has shares.
+    pub share_id: Option<String>,
+    /// Whether the claim may use the device beside its holder.
+    pub admin_access: bool,
 }
 
 /// A claim in kubelet's Unprepare request, unvalidated. The claim may no longer exist in the API.
@@ -351,6 +487,18 @@ pub enum Refusal {
         /// The uid in the handle.
         found: String,
     },
+    /// A device is in a pool of another node.
+    #[error(
+        "device {device:?} is of pool {pool:?}, this node's pool is {node:?}: the claim was allocated for another node; delete the pod so that its replacement is scheduled again"
+    )]
+    OtherPool {
+        /// The device.
+        device: String,
+        /// Its pool.
+        pool: String,
+        /// This node.
+        node: String,
+    },
     /// The uid of this node is not known yet.
     #[error("the uid of node {0:?} is not yet known; the companion keeps asking the API server")]
     NodeUnknown(String),
@@ -407,6 +555,18 @@ pub enum Refusal {
         /// One of the holders.
         holder: String,
     },
+    /// The device has fewer shares than were allocated to the claim.
+    #[error(
+        "device {device:?} has {shares} shares, and {needed} were allocated to the claim: the configuration has changed since; delete the pod so that its replacement is allocated again"
+    )]
+    TooFewShares {
+        /// The device.
+        device: String,
+        /// The number of its shares.
+        shares: u32,
+        /// The number of allocated shares.
+        needed: usize,
+    },
     /// A container of the runtime still uses the device.
     #[error("device {device:?} is still in use by {holder}, until that container ends")]
     StillUsed {
@@ -455,12 +615,12 @@ pub enum Refusal {
     },
     /// The claim is prepared with other devices.
     #[error(
-        "the claim is prepared with {held}, the resource handle now names {named}: it must be unprepared first"
+        "the claim is prepared with {held}, its allocation now names {named}: it must be unprepared first"
     )]
     Changed {
         /// The devices it holds.
         held: String,
-        /// The devices in the handle.
+        /// The devices of the allocation.
         named: String,
     },
     /// Two container edits use the same path.
@@ -502,7 +662,7 @@ impl Refusal {
         match self {
             Self::ClaimUid(_) | Self::ClaimName { .. } => "InvalidClaim",
             Self::Handle(_) | Self::OtherClaim { .. } | Self::NoDevice | Self::Twice(_) => "InvalidHandle",
-            Self::OtherNode { .. } | Self::EarlierNode { .. } => "WrongNode",
+            Self::OtherNode { .. } | Self::OtherPool { .. } | Self::EarlierNode { .. } => "WrongNode",
             Self::NodeUnknown(_) => "NodeUnknown",
             Self::Gone(_) => "DeviceGone",
             Self::WrongMode { .. } => "WrongMode",
@@ -514,7 +674,7 @@ impl Refusal {
             | Self::Allocated { .. } => "DeviceHeld",
             Self::ContainersUnknown { .. } => "PodResourcesUnavailable",
             Self::Unaccounted { .. } => "HoldingsUnknown",
-            Self::Changed { .. } => "AllocationChanged",
+            Self::Changed { .. } | Self::TooFewShares { .. } => "AllocationChanged",
             Self::SamePath { .. } => "ContainerPathTaken",
             Self::NoResource(_) | Self::OtherResource { .. } => "InvalidResource",
         }
@@ -528,6 +688,7 @@ impl Refusal {
             | Self::Handle(_)
             | Self::OtherClaim { .. }
             | Self::OtherNode { .. }
+            | Self::OtherPool { .. }
             | Self::NoDevice
             | Self::Twice(_)
             | Self::NoResource(_)
@@ -539,6 +700,7 @@ impl Refusal {
             | Self::Unhealthy { .. }
             | Self::Held { .. }
             | Self::AllShares { .. }
+            | Self::TooFewShares { .. }
             | Self::StillUsed { .. }
             | Self::InContainer { .. }
             | Self::ContainersUnknown { .. }
@@ -687,8 +849,8 @@ pub trait Records {
     /// Stores the prepared claims in the checkpoint.
     fn save(&self, prepared_claims: &PreparedClaims) -> Result<(), Self::Error>;
 
-    /// Stores the container edits of a claim.
-    fn write_cdi(&self, uid: &ClaimUid, container_edits: &ContainerEdits) -> Result<(), Self::Error>;
+    /// Stores the container edits of a claim, which the driver has made.
+    fn write_cdi(&self, uid: &ClaimUid, entry: &Entry) -> Result<(), Self::Error>;
 
     /// Removes the file of [`Records::write_cdi`], if it exists.
     fn remove_cdi(&self, uid: &ClaimUid) -> Result<(), Self::Error>;
@@ -713,11 +875,9 @@ impl Step {
                 return Ok(Some(next));
             }
             Self::WriteCdi(uid) => {
-                if let Some(container_edits) = prepared_claims
-                    .entry(uid)
-                    .and_then(|entry| entry.container_edits())
-                {
-                    records.write_cdi(uid, container_edits)?;
+                let entry = prepared_claims.entry(uid);
+                if let Some(entry) = entry.filter(|entry| entry.container_edits().is_some()) {
+                    records.write_cdi(uid, entry)?;
                 }
             }
             Self::RemoveCdi(uid) => records.remove_cdi(uid)?,

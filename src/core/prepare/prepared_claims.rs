@@ -54,6 +54,78 @@ pub struct HeldDevice {
     /// the driver does not report them, or an earlier release wrote the checkpoint.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub numbers: Vec<DeviceNumber>,
+    /// Details of structured mode; `None` in classic mode.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub structured: Option<Structured>,
+}
+
+/// How the scheduler allocated a device, and the edits for the containers that name its request.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Structured {
+    /// The ids of the claim's shares of the device; empty for a device without shares.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub share_ids: Vec<String>,
+    /// Whether the claim has admin access: it may use the device beside a holder, and does not hold it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub admin_access: bool,
+    /// The edits for this device; empty until the driver has made them.
+    #[serde(default)]
+    pub container_edits: ContainerEdits,
+}
+
+impl HeldDevice {
+    /// A device of which only the name is known.
+    pub fn named(device: impl Into<String>) -> Self {
+        Self {
+            device: device.into(),
+            ..Self::default()
+        }
+    }
+
+    /// Whether the ids of the claim's shares were lost with the checkpoint.
+    pub fn has_lost_shares(&self, allocated: &Self) -> bool {
+        let ids = |held: &Self| {
+            held.structured
+                .as_ref()
+                .map_or(0, |structured| structured.share_ids.len())
+        };
+        self.device == allocated.device && ids(self) == 0 && ids(allocated) > 0
+    }
+
+    /// Whether the claim has admin access to the device, and so does not hold it.
+    pub fn has_admin_access(&self) -> bool {
+        self.structured
+            .as_ref()
+            .is_some_and(|structured| structured.admin_access)
+    }
+
+    /// The number of shares that the claim holds of a device with shares.
+    pub fn shares(&self) -> usize {
+        let ids = self
+            .structured
+            .as_ref()
+            .map_or(0, |structured| structured.share_ids.len());
+        ids.max(1)
+    }
+}
+
+/// The edits that the driver made for a claim.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ClaimEdits {
+    /// The edits for all devices together.
+    pub all: ContainerEdits,
+    /// The edits for each device alone; only in structured mode.
+    pub devices: BTreeMap<String, ContainerEdits>,
+}
+
+impl From<ContainerEdits> for ClaimEdits {
+    fn from(all: ContainerEdits) -> Self {
+        Self {
+            all,
+            devices: BTreeMap::new(),
+        }
+    }
 }
 
 /// The progress of Prepare for a claim.
@@ -132,7 +204,7 @@ impl PreparedClaims {
     pub fn holders(&self, device: &str) -> impl Iterator<Item = (&ClaimUid, &Entry)> {
         self.entries
             .iter()
-            .filter(move |(_, entry)| entry.devices.iter().any(|held| held.device == device))
+            .filter(move |(_, entry)| entry.held_devices().any(|held| held.device == device))
     }
 
     /// The claims that hold a device under its own name, and those in use that hold it under another. Records by another name from an
@@ -140,10 +212,18 @@ impl PreparedClaims {
     pub fn holders_of(&self, device: &Device) -> impl Iterator<Item = (&ClaimUid, &Entry)> {
         self.entries.iter().filter(|(_, entry)| {
             let (container_edits, in_use) = (entry.container_edits(), self.may_be_in_use(entry));
-            entry.devices.iter().any(|held| {
+            entry.held_devices().any(|held| {
                 held.device == device.name || (in_use && is_same_node(held, container_edits, device))
             })
         })
+    }
+
+    /// The number of a device's shares that a claim holds, under whichever name: 1 for a device without shares.
+    pub fn shares_held(entry: &Entry, device: &Device) -> usize {
+        let held = entry
+            .held_devices()
+            .filter(|held| held.device == device.name || is_same_node(held, entry.container_edits(), device));
+        held.map(HeldDevice::shares).sum::<usize>().max(1)
     }
 
     /// The claims that block a device from use as an extended resource. Claims prepared in an earlier boot do not: none of their containers
@@ -198,11 +278,15 @@ impl PreparedClaims {
 
     /// Records the container edits that the driver made for a claim, and the numbers of its devices in the inventory. The progress of the
     /// claim does not change.
-    pub fn set_container_edits(&mut self, uid: &ClaimUid, made: ContainerEdits, inventory: &Devices) {
+    pub fn set_container_edits(&mut self, uid: &ClaimUid, made: impl Into<ClaimEdits>, inventory: &Devices) {
+        let ClaimEdits { all, mut devices } = made.into();
         let Some(entry) = self.entries.get_mut(uid) else {
             return;
         };
         for held in &mut entry.devices {
+            if let Some(structured) = &mut held.structured {
+                structured.container_edits = devices.remove(&held.device).unwrap_or_default();
+            }
             let Some(device) = inventory.get(&held.device) else {
                 continue;
             };
@@ -213,8 +297,8 @@ impl PreparedClaims {
             add_numbers(&mut held.numbers, &device.device_numbers);
         }
         match &mut entry.progress {
-            Progress::Started { container_edits } => *container_edits = Some(made),
-            Progress::Done { container_edits } => *container_edits = made,
+            Progress::Started { container_edits } => *container_edits = Some(all),
+            Progress::Done { container_edits } => *container_edits = all,
         }
     }
 }
@@ -238,9 +322,19 @@ impl Entry {
         self.is_done() && self.devices.is_empty()
     }
 
+    /// Whether the claim was allocated in structured mode.
+    pub fn is_structured(&self) -> bool {
+        self.devices.iter().any(|held| held.structured.is_some())
+    }
+
+    /// The devices without admin access.
+    pub fn held_devices(&self) -> impl Iterator<Item = &HeldDevice> {
+        self.devices.iter().filter(|held| !held.has_admin_access())
+    }
+
     /// Whether every held device was found under the same name with the same device nodes.
     pub fn is_as_found(&self, found: &Devices) -> bool {
-        self.devices.iter().all(|held| {
+        self.held_devices().all(|held| {
             found
                 .get(&held.device)
                 .is_some_and(|device| are_among(&held.numbers, &device.device_numbers))

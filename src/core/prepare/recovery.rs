@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use super::container_edits::{ContainerEdits, entry_of_cdi_spec};
 use super::inventory::Devices;
-use super::kubelet_state::{KubeletClaim, KubeletView};
+use super::kubelet_state::{KubeletClaim, KubeletClaims, KubeletView};
 use super::names::{ClaimUid, ClaimUidError, DriverName};
-use super::plan::{Step, held_device, restore};
+use super::plan::{Step, described, restore};
 use super::prepared_claims::{Change, Entry, Explanation, HeldDevice, PreparedClaims, Progress};
 use crate::api::cdi;
 use crate::api::proto::pod_resources_v1::PodResources;
@@ -87,60 +87,58 @@ impl Start {
     }
 }
 
-/// The claims of this driver that containers use according to kubelet's PodResources API, with namespace and name but without their
-/// devices. Kubelet shows claims only with the feature gate `KubeletPodResourcesDynamicResources` (off by default up to 1.33).
-pub fn running_claims(driver: &DriverName, pods: &[PodResources]) -> BTreeMap<ClaimUid, (String, String)> {
+/// The claims of this driver that containers use according to kubelet's PodResources API. The CDI ids show the devices in structured mode only.
+/// Kubelet shows claims only with the feature gate `KubeletPodResourcesDynamicResources` (off by default up to 1.33).
+pub fn running_claims(driver: &DriverName, pods: &[PodResources]) -> KubeletClaims {
     let resources = pods
         .iter()
         .flat_map(|pod| &pod.containers)
         .flat_map(|container| &container.dynamic_resources);
-    let mut running = BTreeMap::new();
+    let mut running = KubeletClaims::new();
     for resource in resources {
         let ids = resource
             .claim_resources
             .iter()
             .flat_map(|claim| &claim.cdi_devices);
-        for uid in ids.filter_map(|id| driver.claim_of_cdi_id(&id.name)) {
-            let name = (resource.claim_namespace.clone(), resource.claim_name.clone());
-            running.insert(uid, name);
+        for id in ids {
+            let Some(uid) = driver.claim_of_cdi_id(&id.name) else {
+                continue;
+            };
+            let claim = running.entry(uid).or_insert_with(|| KubeletClaim {
+                namespace: resource.claim_namespace.clone(),
+                name: resource.claim_name.clone(),
+                ours: true,
+                devices: None,
+            });
+            claim.add(driver.claim_device_of_cdi_id(&id.name));
         }
     }
     running
 }
 
-/// Completes rebuilt records with the claims that containers use: adds missing names, and adds claims that no other source has. The latter
-/// have no devices, so no claim is prepared until these are known. Returns `None` if nothing is missing.
-pub fn with_running(
-    prepared_claims: &PreparedClaims,
-    running: &BTreeMap<ClaimUid, (String, String)>,
-) -> Option<PreparedClaims> {
+/// Completes rebuilt records with the claims that containers use: adds missing names, and adds claims that no other source has. If the
+/// devices of the latter are unknown, no claim is prepared until they are known. Returns `None` if nothing is missing.
+pub fn with_running(prepared_claims: &PreparedClaims, running: &KubeletClaims) -> Option<PreparedClaims> {
     let mut entries = prepared_claims.entries().clone();
-    for (uid, (namespace, name)) in running {
+    for (uid, claim) in running {
         let entry = entries
             .entry(uid.clone())
-            .or_insert_with(|| of_list(prepared_claims.boot_id(), None));
+            .or_insert_with(|| of_list(prepared_claims.boot_id(), Some(claim)));
         if entry.name.is_empty() {
-            entry.namespace.clone_from(namespace);
-            entry.name.clone_from(name);
+            entry.namespace.clone_from(&claim.namespace);
+            entry.name.clone_from(&claim.name);
         }
     }
     (entries != *prepared_claims.entries()).then(|| PreparedClaims::new(prepared_claims.boot_id(), entries))
 }
 
 fn of_list(boot_id: &str, listed: Option<&KubeletClaim>) -> Entry {
-    let device = |name: &String| HeldDevice {
-        device: name.clone(),
-        ..HeldDevice::default()
-    };
-    let devices = listed
-        .and_then(|claim| claim.devices.as_ref())
-        .into_iter()
-        .flatten();
+    let devices = listed.and_then(|claim| claim.devices.clone());
     Entry {
         namespace: String::new(),
         name: String::new(),
         boot_id: boot_id.to_owned(),
-        devices: devices.map(device).collect(),
+        devices: devices.unwrap_or_default(),
         progress: Progress::Done {
             container_edits: ContainerEdits::default(),
         },
@@ -152,7 +150,7 @@ pub fn plan_explained(
     prepared_claims: &PreparedClaims,
     inventory: &Devices,
     uid: &ClaimUid,
-    devices: &[String],
+    devices: &[HeldDevice],
 ) -> Vec<Step> {
     let Some(entry) = prepared_claims.entry(uid).filter(|entry| entry.is_unaccounted()) else {
         return Vec::new();
@@ -160,7 +158,10 @@ pub fn plan_explained(
     let known = Explanation {
         namespace: entry.namespace.clone(),
         name: entry.name.clone(),
-        devices: devices.iter().map(|name| held_device(inventory, name)).collect(),
+        devices: devices
+            .iter()
+            .map(|device| described(inventory, device))
+            .collect(),
     };
     let mut steps = vec![Step::Save(vec![Change::Explain(uid.clone(), known)])];
     steps.extend(restore(uid));
@@ -470,7 +471,7 @@ mod tests {
             namespace: "default".into(),
             name: "camera".into(),
             ours,
-            devices: devices.map(|devices| devices.iter().map(|name| (*name).to_owned()).collect()),
+            devices: devices.map(|devices| devices.iter().map(|name| HeldDevice::named(*name)).collect()),
         }
     }
 
@@ -604,18 +605,18 @@ mod tests {
             rebuild(&driver(), BOOT, &files, &KubeletView::Unknown("none".into())),
         );
         let none = Devices::new();
-        let steps = plan_explained(&prepared_claims, &none, &uid('1'), &["x".into()]);
+        let steps = plan_explained(&prepared_claims, &none, &uid('1'), &[HeldDevice::named("x")]);
         assert!(
             matches!(&steps[0], Step::Save(changes) if matches!(changes[..], [Change::Explain(..)])),
             "{steps:?}"
         );
         assert_eq!(steps[1..], restore(&uid('1')));
         assert_eq!(
-            plan_explained(&prepared_claims, &none, &uid('2'), &["x".into()]),
+            plan_explained(&prepared_claims, &none, &uid('2'), &[HeldDevice::named("x")]),
             []
         );
         assert_eq!(
-            plan_explained(&prepared_claims, &none, &uid('3'), &["x".into()]),
+            plan_explained(&prepared_claims, &none, &uid('3'), &[HeldDevice::named("x")]),
             []
         );
     }

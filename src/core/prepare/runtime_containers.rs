@@ -11,6 +11,7 @@ use std::time::Duration;
 use serde::Deserialize;
 
 use super::kubelet_state::shortened;
+use super::names::{ClaimDevice, DriverName};
 use crate::api::crd::{DeviceNodeKind, DeviceNumber};
 
 /// How long a created container may still be started: kubelet waits two minutes for each call to the runtime. If kubelet was killed
@@ -65,15 +66,31 @@ pub struct RuntimeContainer {
 pub struct RuntimeContainers(pub Vec<RuntimeContainer>);
 
 impl RuntimeContainers {
-    /// A container that may still use one of these device nodes or this CDI device.
-    pub fn user(&self, numbers: &[DeviceNumber], cdi_device: Option<&str>) -> Option<&RuntimeContainer> {
-        self.0.iter().find(|container| {
-            container.may_run()
-                && (numbers
-                    .iter()
-                    .any(|number| container.given.numbers.contains(number))
-                    || cdi_device.is_some_and(|id| container.given.cdi_devices.contains(id)))
-        })
+    /// A container that may still run and has devices that match.
+    pub fn user(&self, matches: impl Fn(&Given) -> bool) -> Option<&RuntimeContainer> {
+        self.0
+            .iter()
+            .find(|container| container.may_run() && matches(&container.given))
+    }
+}
+
+impl Given {
+    /// Whether the container has one of these device nodes.
+    pub fn has_one_of(&self, numbers: &[DeviceNumber]) -> bool {
+        numbers.iter().any(|number| self.numbers.contains(number))
+    }
+
+    /// Whether the container has a device with admin access, beside the device's holder.
+    pub fn has_admin_access(&self, driver: &DriverName, device: &str) -> bool {
+        self.claim_devices(driver)
+            .any(|claimed| claimed.admin_access && claimed.device == device)
+    }
+
+    /// The devices of structured claims of this driver.
+    pub fn claim_devices(&self, driver: &DriverName) -> impl Iterator<Item = ClaimDevice> {
+        self.cdi_devices
+            .iter()
+            .filter_map(|id| driver.claim_device_of_cdi_id(id))
     }
 }
 
@@ -294,7 +311,7 @@ mod tests {
         };
         let has = |container| {
             RuntimeContainers(vec![container])
-                .user(&[number("c120:6")], None)
+                .user(|given| given.has_one_of(&[number("c120:6")]))
                 .is_some()
         };
         assert!(has(container(State::Running, 9_999)));
@@ -305,7 +322,10 @@ mod tests {
         );
         assert!(!has(container(State::Exited, 1)));
         let all = RuntimeContainers(vec![container(State::Running, 1)]);
-        assert!(all.user(&[number("c120:7")], None).is_none());
-        assert!(all.user(&[], Some("drayman.dev/claim=u-1")).is_some());
+        assert!(all.user(|given| given.has_one_of(&[number("c120:7")])).is_none());
+        assert!(
+            all.user(|given| given.cdi_devices.contains("drayman.dev/claim=u-1"))
+                .is_some()
+        );
     }
 }

@@ -13,7 +13,7 @@ use super::containers::Containers;
 use super::inventory::Devices;
 use super::names::ClaimUid;
 use super::plan::{
-    ClaimToPrepare, ClaimToUnprepare, NodeIdentity, Records, Step, plan_prepare, plan_unprepare,
+    Allocation, ClaimToPrepare, ClaimToUnprepare, NodeIdentity, Records, Step, plan_prepare, plan_unprepare,
 };
 use super::prepared_claims::{Entry, PreparedClaims};
 use super::recovery::{plan_clearing, plan_restoring, plan_undo};
@@ -113,7 +113,7 @@ fn request(claim: usize) -> ClaimToPrepare {
         namespace: "default".into(),
         name: format!("claim-{claim}"),
         uid: uid(claim).to_string(),
-        resource_handle: handle.to_data().unwrap(),
+        allocation: Allocation::Handle(handle.to_data().unwrap()),
     }
 }
 
@@ -390,10 +390,9 @@ impl Records for Thought {
         Ok(())
     }
 
-    fn write_cdi(&self, uid: &ClaimUid, container_edits: &ContainerEdits) -> Result<(), Self::Error> {
-        self.files
-            .borrow_mut()
-            .insert(uid.clone(), container_edits.clone());
+    fn write_cdi(&self, uid: &ClaimUid, entry: &Entry) -> Result<(), Self::Error> {
+        let container_edits = entry.container_edits().cloned().unwrap_or_default();
+        self.files.borrow_mut().insert(uid.clone(), container_edits);
         Ok(())
     }
 

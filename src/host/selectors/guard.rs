@@ -31,6 +31,11 @@ const MARKS: [(&[&str], usize, &str); 6] = [
     (&["in"], 64, "times \"in\""),
     (&[","], 512, "commas"),
 ];
+/// Fields of `device` in classic mode.
+pub(super) const FIELDS: [&str; 3] = ["driver", "attributes", "capacity"];
+/// Fields of `device` in `resource.k8s.io/v1`.
+pub(super) const STRUCTURED_FIELDS: [&str; 4] =
+    ["driver", "attributes", "capacity", "allowMultipleAllocations"];
 /// Functions that an expression may call: those of a Kubernetes selector, except those that make large values from small ones.
 const FUNCTIONS: [&str; 31] = [
     "add",
@@ -96,18 +101,24 @@ fn cited(name: &str) -> String {
 }
 
 /// The inputs that an expression uses.
-#[derive(Debug, Default)]
-pub(super) struct Needs {
+#[derive(Debug)]
+pub(super) struct Needs<'f> {
+    fields: &'f [&'f str],
     /// The string keys used on maps: each is added as an empty domain, so that a domain without attributes is an empty map.
     pub(super) keys: Vec<String>,
     variables: Vec<String>,
     comprehension: bool,
 }
 
-impl Needs {
-    /// Rejects an expression that must not be evaluated.
-    pub(super) fn of(expression: &IdedExpr) -> Result<Self, String> {
-        let mut needs = Self::default();
+impl<'f> Needs<'f> {
+    /// Rejects an expression that must not be evaluated. `fields` are those of `device`.
+    pub(super) fn of(expression: &IdedExpr, fields: &'f [&'f str]) -> Result<Self, String> {
+        let mut needs = Self {
+            fields,
+            keys: Vec::new(),
+            variables: Vec::new(),
+            comprehension: false,
+        };
         let steps = needs.steps(expression)?;
         if steps > STEPS_MAX {
             return Err(format!(
@@ -129,11 +140,13 @@ impl Needs {
             Expr::Ident(name) if name == "device" || self.variables.contains(name) => 0,
             Expr::Ident(name) => return Err(format!("there is no variable {}, only device", cited(name))),
             Expr::Select(select) => {
-                let known = ["driver", "attributes", "capacity"].contains(&&*select.field);
+                let known = self.fields.contains(&&*select.field);
                 if matches!(&select.operand.expr, Expr::Ident(name) if name == "device") && !known {
-                    let field = cited(&select.field);
+                    let (last, others) = self.fields.split_last().unwrap_or((&"", &[]));
                     return Err(format!(
-                        "device has no {field}, only driver, attributes and capacity"
+                        "device has no {}, only {} and {last}",
+                        cited(&select.field),
+                        others.join(", ")
                     ));
                 }
                 self.steps(&select.operand)?

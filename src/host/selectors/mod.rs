@@ -1,6 +1,7 @@
 //! Compiles and evaluates device selectors without risk for the process: on one separate thread with a large stack, within limits that
 //! are checked beforehand, and with a deadline after which the thread is abandoned.
 
+mod device;
 mod guard;
 mod program;
 
@@ -13,6 +14,7 @@ use tokio::sync::oneshot;
 
 use crate::core::allocation::inventory::AttributeSet;
 use crate::core::allocation::selectors::Match;
+pub use device::{DeviceSelectors, with_selectors};
 pub use program::{Compiled, Ground};
 
 /// Stack size in bytes of the thread that parses and evaluates expressions. The limits on expressions keep their stack usage well

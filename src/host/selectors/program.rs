@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
+use k8s_openapi::api::resource::v1::{Device, DeviceAttribute};
 use kube_cel::KubeCelExt;
 use kube_cel::cel::objects::{Key, Map};
 use kube_cel::cel::{Context, ExecutionError, Program, Value};
@@ -19,7 +20,17 @@ const ERROR_MAX: usize = 200;
 pub struct Ground {
     context: Context<'static>,
     version: Option<Program>,
+    quantity: Option<Program>,
     driver: Arc<String>,
+}
+
+/// The device of an evaluation.
+struct Input<'a> {
+    driver: &'a str,
+    attributes: Vec<(&'a str, Value)>,
+    capacity: Vec<(&'a str, Value)>,
+    /// Absent in classic mode.
+    allow_multiple_allocations: Option<bool>,
 }
 
 /// A compiled expression that passed all limits.
@@ -34,9 +45,16 @@ impl Ground {
     pub fn new(driver: &str) -> Self {
         Self {
             context: Context::default().with_all(),
-            version: Program::compile("semver(version)").ok(),
+            version: Program::compile("semver(text)").ok(),
+            quantity: Program::compile("quantity(text)").ok(),
             driver: Arc::new(driver.to_owned()),
         }
+    }
+
+    fn parse(&self, program: Option<&Program>, text: &str) -> Option<Value> {
+        let mut context = self.context.new_inner_scope();
+        context.add_variable_from_value("text", text.to_owned());
+        program?.execute(&context).ok()
     }
 
     fn value(&self, attribute: &Attribute) -> Option<Value> {
@@ -44,44 +62,60 @@ impl Ground {
             Attribute::String(text) => Value::String(Arc::new(text.to_string())),
             Attribute::Int(number) => Value::Int(*number),
             Attribute::Bool(value) => Value::Bool(*value),
-            Attribute::Version(text) => {
-                let mut context = self.context.new_inner_scope();
-                context.add_variable_from_value("version", text.to_string());
-                self.version.as_ref()?.execute(&context).ok()?
-            }
+            Attribute::Version(text) => self.parse(self.version.as_ref(), text)?,
         })
     }
 
-    fn device(&self, attributes: &AttributeSet, keys: &[String]) -> Value {
-        let mut domains: BTreeMap<&str, HashMap<Key, Value>> = BTreeMap::new();
+    /// The value of an attribute of `resource.k8s.io/v1`.
+    fn device_value(&self, attribute: &DeviceAttribute) -> Option<Value> {
+        let string = || {
+            let text = attribute.string.as_ref()?;
+            Some(Value::String(Arc::new(text.clone())))
+        };
+        let version = || self.parse(self.version.as_ref(), attribute.version.as_deref()?);
+        let number = attribute.int.map(Value::Int);
+        number
+            .or_else(|| attribute.bool.map(Value::Bool))
+            .or_else(string)
+            .or_else(version)
+    }
+
+    fn device(input: Input<'_>, keys: &[String]) -> Value {
+        let mut empty: BTreeMap<&str, HashMap<Key, Value>> = BTreeMap::new();
         for key in keys {
-            domains.entry(key).or_default();
+            empty.entry(key).or_default();
         }
-        let empty = domains.clone();
-        for (name, value) in attributes.iter() {
-            // As in Kubernetes, a name without a domain belongs to the driver.
-            let (domain, name) = name.split_once('/').unwrap_or((&self.driver, name));
-            if let Some(value) = self.value(value) {
-                domains.entry(domain).or_default().insert(name.into(), value);
+        let by_domain = |values: Vec<(&str, Value)>| {
+            let mut domains: BTreeMap<String, HashMap<Key, Value>> = empty
+                .iter()
+                .map(|(domain, none)| ((*domain).to_owned(), none.clone()))
+                .collect();
+            for (name, value) in values {
+                // As in Kubernetes, a name without a domain belongs to the driver.
+                let (domain, name) = name.split_once('/').unwrap_or((input.driver, name));
+                domains
+                    .entry(domain.to_owned())
+                    .or_default()
+                    .insert(name.into(), value);
             }
+            map(domains)
+        };
+        let mut fields: HashMap<Key, Value> = HashMap::from([
+            ("driver".into(), Value::String(Arc::new(input.driver.to_owned()))),
+            ("attributes".into(), by_domain(input.attributes)),
+            ("capacity".into(), by_domain(input.capacity)),
+        ]);
+        if let Some(allowed) = input.allow_multiple_allocations {
+            fields.insert("allowMultipleAllocations".into(), Value::Bool(allowed));
         }
-        let fields: [(&str, Value); 3] = [
-            ("driver", Value::String(Arc::clone(&self.driver))),
-            ("attributes", map(domains)),
-            ("capacity", map(empty)),
-        ];
-        let fields: HashMap<Key, Value> = fields
-            .into_iter()
-            .map(|(name, value)| (name.into(), value))
-            .collect();
         Value::Map(Map {
             map: Arc::new(fields),
         })
     }
 }
 
-fn map(domains: BTreeMap<&str, HashMap<Key, Value>>) -> Value {
-    let domain = |(name, values): (&str, _)| {
+fn map(domains: BTreeMap<String, HashMap<Key, Value>>) -> Value {
+    let domain = |(name, values): (String, _)| {
         (
             name.into(),
             Value::Map(Map {
@@ -99,16 +133,64 @@ impl Compiled {
     /// Compiles an expression, or returns its error. Needs a stack of some megabytes ([`STACK`](super::STACK)), more than the main
     /// thread and a runtime's threads have.
     pub fn new(expression: &str) -> Result<Self, String> {
+        Self::with_fields(expression, &guard::FIELDS)
+    }
+
+    /// Compiles an expression of `resource.k8s.io/v1`. Needs the same stack.
+    pub fn structured(expression: &str) -> Result<Self, String> {
+        Self::with_fields(expression, &guard::STRUCTURED_FIELDS)
+    }
+
+    fn with_fields(expression: &str, fields: &[&str]) -> Result<Self, String> {
         guard::text(expression)?;
         let program = Program::compile(expression).map_err(|errors| shortened(&errors.to_string()))?;
-        let keys = Needs::of(program.expression())?.keys;
+        let keys = Needs::of(program.expression(), fields)?.keys;
         Ok(Self { program, keys })
     }
 
     /// Evaluates the expression against a device's attributes. Needs the same stack.
     pub fn evaluate(&self, ground: &Ground, attributes: &AttributeSet) -> Match {
+        let values = attributes
+            .iter()
+            .filter_map(|(name, value)| Some((&**name, ground.value(value)?)));
+        self.execute(
+            ground,
+            Input {
+                driver: &ground.driver,
+                attributes: values.collect(),
+                capacity: Vec::new(),
+                allow_multiple_allocations: None,
+            },
+        )
+    }
+
+    /// Evaluates the expression against a device of a ResourceSlice of `driver`. Needs the same stack.
+    pub fn evaluate_device(&self, ground: &Ground, driver: &str, device: &Device) -> Match {
+        let attributes = device.attributes.iter().flatten();
+        let capacity = device.capacity.iter().flatten();
+        self.execute(
+            ground,
+            Input {
+                driver,
+                attributes: attributes
+                    .filter_map(|(name, value)| Some((name.as_str(), ground.device_value(value)?)))
+                    .collect(),
+                capacity: capacity
+                    .filter_map(|(name, of)| {
+                        Some((
+                            name.as_str(),
+                            ground.parse(ground.quantity.as_ref(), &of.value.0)?,
+                        ))
+                    })
+                    .collect(),
+                allow_multiple_allocations: Some(device.allow_multiple_allocations == Some(true)),
+            },
+        )
+    }
+
+    fn execute(&self, ground: &Ground, input: Input<'_>) -> Match {
         let mut context = ground.context.new_inner_scope();
-        context.add_variable_from_value("device", ground.device(attributes, &self.keys));
+        context.add_variable_from_value("device", Ground::device(input, &self.keys));
         match self.program.execute(&context) {
             Ok(Value::Bool(true)) => Match::Yes,
             Ok(Value::Bool(false)) => Match::No,

@@ -4,9 +4,13 @@ use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::api::events::v1::Event;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use k8s_openapi::jiff::Timestamp;
-use kube::api::ObjectMeta;
+use kube::api::{Api, ObjectMeta, PostParams};
+use tracing::{info, warn};
 
+use super::call;
+use crate::core::discovery::events::DeviceEvent;
 use crate::core::prepare::names::DriverName;
+use crate::node::metrics::Figures;
 
 /// Bytes of a note before the ellipsis (`events.k8s.io/v1` allows 1,024 in total).
 const NOTE_MAX: usize = 1000;
@@ -17,6 +21,39 @@ const INSTANCE_MAX: usize = 128;
 
 /// Namespace of events about cluster-scoped objects, where `kubectl describe node` searches.
 pub(in crate::node) const NAMESPACE: &str = "default";
+
+/// Writes events about this node.
+pub(super) struct NodeEvents<'a> {
+    pub(super) client: &'a kube::Client,
+    pub(super) driver_name: &'a DriverName,
+    pub(super) node_name: &'a str,
+    /// Counts the events.
+    pub(super) figures: &'a Figures,
+}
+
+impl NodeEvents<'_> {
+    /// Writes events. A failed write is logged and not retried, since the event itself is in the log.
+    pub(super) async fn tell(&self, node_uid: Option<&str>, events: &[DeviceEvent]) {
+        let api: Api<Event> = Api::namespaced(self.client.clone(), NAMESPACE);
+        for told in events {
+            info!(reason = told.reason, "{}", told.note);
+            self.figures.told(told.reason);
+            let event = NodeEvent {
+                driver_name: self.driver_name,
+                node_name: self.node_name,
+                node_uid: node_uid.map(str::to_owned),
+                action: "CheckDevices",
+                reason: told.reason,
+                warning: told.warning,
+                note: &told.note,
+            };
+            let event = event.at(Timestamp::now());
+            if let Err(error) = call(api.create(&PostParams::default(), &event)).await {
+                warn!(reason = told.reason, "the event is not written: {error}");
+            }
+        }
+    }
+}
 
 /// An event about a node.
 pub(in crate::node) struct NodeEvent<'a> {

@@ -1,4 +1,4 @@
-//! Publishes the NodeInventory of this node and driver.
+//! Publishes the NodeInventory of this node and driver, and events about the Node. In structured mode, only events.
 //!
 //! The spec is written by server-side apply and the status by a merge patch, each only if it differs from the stored one. An idle
 //! node writes nothing. Kubelet is served regardless of whether the API server is reachable.
@@ -6,43 +6,37 @@
 mod object;
 mod stored;
 
-use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures::{Stream, StreamExt};
+use futures::StreamExt;
+use futures::stream::BoxStream;
 use k8s_openapi::api::core::v1::Node;
-use k8s_openapi::api::events::v1::Event;
 use k8s_openapi::jiff::Timestamp;
-use kube::api::{Api, Patch, PatchParams, PostParams};
+use kube::api::{Api, Patch, PatchParams};
 use kube::runtime::{WatchStreamExt, watcher};
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
-use crate::api::crd::NodeInventory;
-use crate::api::resource;
+use super::cluster::ClusterReader;
+use super::events::NodeEvents;
+use super::{PublishError, RETRY, call, spread};
 use crate::core::discovery::events::{DeviceEvent, device_events};
 use crate::core::prepare::checkpoint::ClusterFacts;
-use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::kubelet_apis::ApisDown;
 use crate::core::prepare::names::DriverName;
 use crate::node::metrics::Figures;
-use crate::node::publish::events::{self, NodeEvent};
 use crate::node::service::Quarantine;
 use object::{inventory, object_name, status};
 use stored::{Counted, Stored, Told};
 
 /// Field manager of server-side apply.
 const FIELD_MANAGER: &str = "drayman-node";
-/// Deadline of a call.
-const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Deadline of the final "not ready" status on a clean stop.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
-/// First and longest delay after a failed call.
-const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 /// Minimum interval between reads of the Node object, so that repeated requests cannot flood the API server.
 const DOUBT_PAUSE: Duration = Duration::from_secs(10);
 
@@ -63,47 +57,21 @@ pub struct Standing {
 }
 
 impl Standing {
+    /// The status while another companion runs on the node. This one takes over when that one ends.
+    pub fn standby() -> Self {
+        Self {
+            ready: true,
+            reason: "Standby".to_owned(),
+            message: "another companion runs on this node; this one takes over when it ends".to_owned(),
+            ..Self::default()
+        }
+    }
+
     /// The status before any endpoint is served.
     pub fn starting() -> Self {
         Self {
             reason: "Starting".to_owned(),
             ..Self::default()
-        }
-    }
-}
-
-/// Why a call to the API server failed.
-#[derive(Debug, thiserror::Error)]
-enum PublishError {
-    #[error("the Node object {0:?} does not exist: is --node-name right?")]
-    NoNode(String),
-    #[error("the Node object {0:?} has no uid")]
-    NoUid(String),
-    #[error("the API server does not answer within {} s", CALL_TIMEOUT.as_secs())]
-    Timeout,
-    #[error(
-        "the API server takes no inventory of {bytes} bytes ({said}): let the configuration describe fewer devices of this node, or raise \
-         --max-request-bytes of etcd, which is 1.5 MiB by default"
-    )]
-    TooLarge { bytes: usize, said: String },
-    #[error(transparent)]
-    Api(#[from] kube::Error),
-}
-
-impl PublishError {
-    /// Converts the error of a write of this object: a rejection for its size names that size.
-    fn of_write(self, inventory: &NodeInventory) -> Self {
-        match self {
-            // etcd's rejection arrives as an internal error.
-            Self::Api(kube::Error::Api(status))
-                if status.code == 413 || status.message.contains("request is too large") =>
-            {
-                Self::TooLarge {
-                    bytes: serde_json::to_vec(inventory).map_or(0, |json| json.len()),
-                    said: status.message.clone(),
-                }
-            }
-            other => other,
         }
     }
 }
@@ -157,16 +125,6 @@ struct Seen {
     dropped: Vec<String>,
     /// The devices in the last reported events.
     told: Option<Arc<Devices>>,
-}
-
-/// State of the cluster's claims API, and reported state of the node's APIs.
-#[derive(Debug)]
-struct Apis {
-    claims: ClaimsApi,
-    /// When to query the claims API again.
-    due: Instant,
-    /// Events not written yet.
-    untold: Vec<DeviceEvent>,
     /// The APIs in the last reported events.
     down: ApisDown,
 }
@@ -179,21 +137,17 @@ impl Publisher {
         let mut seen = Seen::default();
         let mut node: Option<Node> = None;
         let mut pause = RETRY.0;
-        let mut deleted = deletions(api.clone(), &name);
+        let mut deleted = None;
         let mut asked = Instant::now();
-        let mut apis = Apis {
-            claims: ClaimsApi::new(self.cluster.borrow().serves_claims),
-            due: asked,
-            untold: Vec::new(),
-            down: ApisDown::default(),
-        };
+        let (client, facts) = (self.client.0.clone(), self.cluster.clone());
+        let mut cluster = ClusterReader::new(client, self.node_name.clone(), facts);
         loop {
             if node.is_none() {
                 asked = Instant::now();
             }
             let written = tokio::select! {
                 () = shutdown.cancelled() => break,
-                written = self.write(&api, &name, &mut node, &mut seen, &mut apis) => written,
+                written = self.write(&api, &name, &mut node, &mut seen, &mut cluster) => written,
             };
             let retry = match written {
                 Ok(()) => {
@@ -203,13 +157,18 @@ impl Publisher {
                 Err(error) => {
                     warn!(
                         inventory = name,
-                        "the inventory is not written, kubelet is served all the same: {error}"
+                        "the devices are not published, kubelet is served all the same: {error}"
                     );
                     let retry = spread(pause, &self.node_name);
                     pause = (pause * 2).min(RETRY.1);
                     Some(retry)
                 }
             };
+            if cluster.is_structured() {
+                deleted = None;
+            } else {
+                deleted.get_or_insert_with(|| deletions(api.clone(), &name));
+            }
             tokio::select! {
                 () = shutdown.cancelled() => break,
                 () = sleep(retry.unwrap_or_default()), if retry.is_some() => {}
@@ -218,40 +177,86 @@ impl Publisher {
                 // An event needs the Node: without it, the event waits in the queue.
                 Some(notice) = next_notice(self.notices.as_mut()), if node.is_some() => {
                     if let Some(node) = &node {
-                        self.tell(node, &[notice]).await;
+                        self.events().tell(node.metadata.uid.as_deref(), &[notice]).await;
                     }
                 }
                 Ok(()) = self.quarantine.changed(), if retry.is_none() => {}
                 () = in_doubt(&self.node_in_doubt, asked) => node = None,
-                () = sleep_until(apis.due), if node.is_some() && retry.is_none() => {
-                    if let Err(error) = self.ask_for_claims(&mut apis).await {
+                () = sleep_until(cluster.due), if node.is_some() && retry.is_none() => {
+                    if let Err(error) = cluster.read_claims_api().await {
                         debug!("whether the cluster serves claims is not known anew: {error}");
                     }
                 }
-                () = deleted.next_deletion() => {
+                () = next_deletion(deleted.as_mut()) => {
                     info!(inventory = name, "the inventory was deleted; it is written again");
                     // The Node may have been deleted too: its replacement has the same name and another uid.
-                    let told = seen.told.take();
-                    (node, seen) = (None, Seen { told, ..Seen::default() });
+                    let (told, down) = (seen.told.take(), std::mem::take(&mut seen.down));
+                    (node, seen) = (None, Seen { told, down, ..Seen::default() });
                 }
             }
         }
-        self.say_stopped(&api, &name, &seen).await;
+        if !cluster.is_structured() {
+            self.say_stopped(&api, &name, &seen).await;
+        }
     }
 
+    fn events(&self) -> NodeEvents<'_> {
+        NodeEvents {
+            client: &self.client.0,
+            driver_name: &self.driver_name,
+            node_name: &self.node_name,
+            figures: &self.figures,
+        }
+    }
+
+    /// Writes the inventory and events, as far as they have changed.
     async fn write(
         &mut self,
         api: &Inventories,
         name: &str,
         node: &mut Option<Node>,
         seen: &mut Seen,
-        apis: &mut Apis,
+        cluster: &mut ClusterReader,
     ) -> Result<(), PublishError> {
         if node.is_none() {
-            *node = Some(self.ask_cluster(apis).await?);
+            *node = Some(cluster.read().await?);
         }
         let Some(node) = node else { return Ok(()) };
         let devices = self.devices.borrow_and_update().clone();
+        if cluster.is_structured() {
+            // Nothing tells which events a previous process has written.
+            let told = seen.told.take().unwrap_or_default();
+            *seen = Seen {
+                told: Some(told),
+                down: std::mem::take(&mut seen.down),
+                ..Seen::default()
+            };
+        } else {
+            self.write_inventory(api, name, node, &devices, seen).await?;
+        }
+        // Read after the write of the inventory, which takes a while.
+        let standing = self.standing.borrow_and_update().clone();
+        self.quarantine.mark_unchanged();
+        if !cluster.is_structured() {
+            self.write_status(api, name, &standing, seen).await?;
+        }
+        let mut events = std::mem::take(&mut cluster.untold);
+        events.extend(standing.down.events_since(&seen.down));
+        events.extend(device_events(seen.told.as_ref().unwrap_or(&devices), &devices));
+        seen.down = standing.down;
+        self.events().tell(node.metadata.uid.as_deref(), &events).await;
+        seen.told = Some(devices);
+        Ok(())
+    }
+
+    async fn write_inventory(
+        &self,
+        api: &Inventories,
+        name: &str,
+        node: &Node,
+        devices: &Arc<Devices>,
+        seen: &mut Seen,
+    ) -> Result<(), PublishError> {
         if seen.told.is_none() {
             // Events of a previous process are not repeated.
             let whole: Api<Stored<Told>> = Api::all(self.client.0.clone());
@@ -260,55 +265,25 @@ impl Publisher {
             seen.told = Some(Arc::new(earlier));
         }
         let wanted = (node.metadata.uid.clone(), devices.clone());
-        if seen.applied.as_ref() != Some(&wanted) {
-            let parameters = PatchParams::apply(FIELD_MANAGER).force();
-            let (inventory, dropped) = inventory(name, &self.driver_name, node, &devices);
-            if !dropped.is_empty() && dropped != seen.dropped {
-                warn!(attributes = ?dropped, "an inventory has no room for all attributes of so many devices; these are left out");
-            }
-            seen.dropped = dropped;
-            let applied = call(api.patch(name, &parameters, &Patch::Apply(&inventory))).await;
-            let stored = applied.map_err(|error| error.of_write(&inventory))?;
-            seen.stored = Some(stored);
-            info!(
-                inventory = name,
-                devices = devices.len(),
-                "the inventory is written"
-            );
-            seen.applied = Some(wanted);
+        if seen.applied.as_ref() == Some(&wanted) {
+            return Ok(());
         }
-        let standing = self.standing.borrow_and_update().clone();
-        self.quarantine.mark_unchanged();
-        self.write_status(api, name, &standing, seen).await?;
-        let mut events = std::mem::take(&mut apis.untold);
-        events.extend(standing.down.events_since(&apis.down));
-        events.extend(device_events(seen.told.as_ref().unwrap_or(&devices), &devices));
-        apis.down = standing.down;
-        self.tell(node, &events).await;
-        seen.told = Some(devices);
+        let parameters = PatchParams::apply(FIELD_MANAGER).force();
+        let (inventory, dropped) = inventory(name, &self.driver_name, node, devices);
+        if !dropped.is_empty() && dropped != seen.dropped {
+            warn!(attributes = ?dropped, "an inventory has no room for all attributes of so many devices; these are left out");
+        }
+        seen.dropped = dropped;
+        let applied = call(api.patch(name, &parameters, &Patch::Apply(&inventory))).await;
+        let stored = applied.map_err(|error| error.of_write("NodeInventory", &inventory))?;
+        seen.stored = Some(stored);
+        info!(
+            inventory = name,
+            devices = devices.len(),
+            "the inventory is written"
+        );
+        seen.applied = Some(wanted);
         Ok(())
-    }
-
-    /// Writes events about the node. A failed write is logged and not retried, since the event itself is in the log.
-    async fn tell(&self, node: &Node, events: &[DeviceEvent]) {
-        let api: Api<Event> = Api::namespaced(self.client.0.clone(), events::NAMESPACE);
-        for told in events {
-            info!(reason = told.reason, "{}", told.note);
-            self.figures.told(told.reason);
-            let event = NodeEvent {
-                driver_name: &self.driver_name,
-                node_name: &self.node_name,
-                node_uid: node.metadata.uid.clone(),
-                action: "CheckDevices",
-                reason: told.reason,
-                warning: told.warning,
-                note: &told.note,
-            };
-            let event = event.at(Timestamp::now());
-            if let Err(error) = call(api.create(&PostParams::default(), &event)).await {
-                warn!(reason = told.reason, "the event is not written: {error}");
-            }
-        }
     }
 
     async fn write_status(
@@ -330,61 +305,6 @@ impl Publisher {
         let stored = call(api.patch_status(name, &PatchParams::default(), &patch)).await?;
         seen.stored = Some(stored);
         Ok(())
-    }
-
-    /// Reads the Node object and whether the cluster serves our claims API.
-    async fn ask_cluster(&self, apis: &mut Apis) -> Result<Node, PublishError> {
-        let nodes: Api<Node> = Api::all(self.client.0.clone());
-        let node = call(nodes.get_opt(&self.node_name))
-            .await?
-            .ok_or_else(|| PublishError::NoNode(self.node_name.clone()))?;
-        let uid = node
-            .metadata
-            .uid
-            .clone()
-            .ok_or_else(|| PublishError::NoUid(self.node_name.clone()))?;
-        let serves_claims = self.answer_for_claims(apis).await?;
-        self.learn(|facts| {
-            facts.node_uid = Some(uid);
-            facts.serves_claims = serves_claims;
-        });
-        Ok(node)
-    }
-
-    /// Queries again whether the cluster serves claims: the API may have been enabled or disabled, and API servers may differ.
-    async fn ask_for_claims(&self, apis: &mut Apis) -> Result<(), PublishError> {
-        let serves_claims = self.answer_for_claims(apis).await?;
-        self.learn(|facts| facts.serves_claims = serves_claims);
-        Ok(())
-    }
-
-    async fn answer_for_claims(&self, apis: &mut Apis) -> Result<Option<bool>, PublishError> {
-        let answer = self.serves_claims().await;
-        if let Ok(served) = answer {
-            apis.untold.extend(apis.claims.answered(served));
-        }
-        apis.due = Instant::now() + spread(apis.claims.pause(), &self.node_name);
-        answer.map(|_| apis.claims.served())
-    }
-
-    fn learn(&self, change: impl FnOnce(&mut ClusterFacts)) {
-        self.cluster.send_if_modified(|known| {
-            let before = known.clone();
-            change(known);
-            *known != before
-        });
-    }
-
-    async fn serves_claims(&self) -> Result<bool, PublishError> {
-        let group = format!("{}/{}", resource::GROUP, resource::VERSION);
-        match call(self.client.0.list_api_group_resources(&group)).await {
-            Ok(list) => Ok(list
-                .resources
-                .iter()
-                .any(|resource| resource.name == "resourceclaims")),
-            Err(PublishError::Api(kube::Error::Api(status))) if status.code == 404 => Ok(false),
-            Err(error) => Err(error),
-        }
     }
 
     async fn say_stopped(&self, api: &Inventories, name: &str, seen: &Seen) {
@@ -429,23 +349,28 @@ async fn in_doubt(doubt: &Notify, asked: Instant) {
 }
 
 /// Reports deletions of the inventory.
-struct Deletions<S> {
-    events: S,
+struct Deletions {
+    events: BoxStream<'static, Result<Option<Stored<Counted>>, watcher::Error>>,
     complained: bool,
 }
 
 /// Watches only our own object, so an idle node receives no events.
-fn deletions(
-    api: Inventories,
-    name: &str,
-) -> Deletions<impl Stream<Item = Result<Option<Stored<Counted>>, watcher::Error>> + Unpin + use<>> {
+fn deletions(api: Inventories, name: &str) -> Deletions {
     Deletions {
-        events: Box::pin(watcher::watch_object(api, name).default_backoff()),
+        events: watcher::watch_object(api, name).default_backoff().boxed(),
         complained: false,
     }
 }
 
-impl<S: Stream<Item = Result<Option<Stored<Counted>>, watcher::Error>> + Unpin> Deletions<S> {
+/// Waits for the next deletion; forever if nothing is watched.
+async fn next_deletion(deletions: Option<&mut Deletions>) {
+    match deletions {
+        Some(deletions) => deletions.next_deletion().await,
+        None => std::future::pending().await,
+    }
+}
+
+impl Deletions {
     async fn next_deletion(&mut self) {
         while let Some(event) = self.events.next().await {
             match event {
@@ -462,18 +387,6 @@ impl<S: Stream<Item = Result<Option<Stored<Counted>>, watcher::Error>> + Unpin> 
         }
         std::future::pending::<()>().await;
     }
-}
-
-async fn call<T>(call: impl Future<Output = Result<T, kube::Error>>) -> Result<T, PublishError> {
-    timeout(CALL_TIMEOUT, call)
-        .await
-        .map_err(|_| PublishError::Timeout)?
-        .map_err(PublishError::from)
-}
-
-/// Adds up to half of the delay, depending on the node name, so that not all nodes reach a recovered API server in the same second.
-fn spread(pause: Duration, node_name: &str) -> Duration {
-    pause + pause.mul_f64(f64::from(crc32fast::hash(node_name.as_bytes())) / f64::from(u32::MAX) / 2.0)
 }
 
 #[cfg(test)]

@@ -25,12 +25,14 @@ use crate::node::container_runtime::{ContainerRuntime, CriClient};
 use crate::node::driver::NodeDriver;
 use crate::node::kubelet::device_plugin::PluginRegistration;
 use crate::node::kubelet::dra::allocated_claims::ClaimWatch;
+use crate::node::kubelet::dra::device_health::DeviceHealth;
 use crate::node::kubelet::pod_resources::{
     Grants, HostNodes, KubeletGrants, PodResourcesClient, withdrawn_devices,
 };
 use crate::node::kubelet::{KubeletApiError, KubeletPaths};
 use crate::node::metrics::Figures;
 use crate::node::orphans::Caretaker;
+use crate::node::publish;
 use crate::node::publish::inventory::{Publisher, PublisherClient, Standing};
 use crate::node::reload::Resources;
 use crate::node::state::storage::disk::Disk;
@@ -225,22 +227,19 @@ impl<D: NodeDriver> NodeBuilder<D> {
         let driver_name = DriverName::parse(&self.driver_name)?;
         let boot_id = boot_id().map_err(NodeError::BootId)?;
         let places = Places::new(driver_name.clone(), &self.kubelet.root_dir, &self.cdi_dir);
-        let Some(mut opened) = open(&self.disk, &places, &boot_id, &shutdown).await? else {
+        let opened = open(&self.disk, &places, &boot_id, &self.standing, &shutdown);
+        let Some(mut opened) = opened.await? else {
             return Ok(());
         };
-        if !opened.complete {
-            ask_kubelet(&mut opened, &driver_name, &self.kubelet).await;
-        }
+        ask_kubelet(&mut opened, &driver_name, &self.kubelet).await;
         let (cluster, _) = watch::channel(opened.cluster.clone());
         let node_in_doubt = Arc::new(Notify::new());
         let resources = self
             .changing
             .unwrap_or_else(|| watch::channel(Arc::new(self.resources)).1);
         let (sender, allocated) = watch::channel(Arc::default());
-        let nodes = HostNodes {
-            dev: self.dev_root.clone(),
-            cdi_dir: self.cdi_dir.clone(),
-        };
+        let (dev, cdi_dir) = (self.dev_root.clone(), self.cdi_dir.clone());
+        let nodes = HostNodes { dev, cdi_dir };
         let (grants, withdrawn) = kubelet_shows(&self.kubelet, &driver_name, nodes).await?;
         let starting = NodeState::start(NodeStateOptions {
             runtime: container_runtime(self.runtime_socket.as_deref(), &self.kubelet, &self.dev_root),
@@ -286,15 +285,16 @@ impl<D: NodeDriver> NodeBuilder<D> {
             figures: self.figures.clone(),
         };
         let caretaker = tokio::spawn(caretaker.run(stop_care.clone()));
-        let records = admin::serve(
-            admin::socket(&places.state, &self.kubelet.root_dir),
-            node.clone(),
-            stop_care.clone(),
-        );
+        let socket = admin::socket(&places.state, &self.kubelet.root_dir);
+        let records = admin::serve(socket, node.clone(), stop_care.clone());
         let records = records.await.map_err(KubeletApiError::from)?;
 
+        let health = DeviceHealth {
+            node_name: self.node_name.clone(),
+            devices: devices.clone(),
+        };
         let publisher = Publisher {
-            client: PublisherClient(self.client),
+            client: PublisherClient(self.client.clone()),
             driver_name: driver_name.clone(),
             node_name: self.node_name,
             devices,
@@ -306,9 +306,11 @@ impl<D: NodeDriver> NodeBuilder<D> {
             figures: self.figures,
         };
         let stop_publishing = CancellationToken::new();
-        let publisher = tokio::spawn(publisher.run(stop_publishing.clone()));
+        let publisher = tokio::spawn(publish::run(publisher, stop_publishing.clone()));
 
         let apis = KubeletApis {
+            client: self.client,
+            health,
             mounted: mounted(&places, &self.kubelet),
             paths: self.kubelet,
             plugin_registration: self.plugin_registration,
@@ -377,10 +379,13 @@ async fn watch_claims(
 
 /// Opens the checkpoint. Waits for a limited time if another companion has the lock or a read fails. `None` if the shutdown comes
 /// first.
+///
+/// A companion that waits for another one is ready, so that a rolling update with `maxSurge` ends the other one.
 async fn open(
     disk: &Disk,
     places: &Places,
     boot_id: &str,
+    standing: &watch::Sender<Standing>,
     shutdown: &CancellationToken,
 ) -> Result<Option<Opened>, NodeError> {
     let until = Instant::now() + LOCK_PATIENCE;
@@ -393,6 +398,7 @@ async fn open(
                 if !told {
                     told = true;
                     info!(lock = %lock.display(), "another companion runs on this node; waiting for its end");
+                    standing.send_replace(Standing::standby());
                 }
             }
             Err(error) if error.is_of_a_read() && Instant::now() < until => {
@@ -404,7 +410,10 @@ async fn open(
                     );
                 }
             }
-            opened => return Ok(Some(opened?)),
+            opened => {
+                standing.send_replace(Standing::starting());
+                return Ok(Some(opened?));
+            }
         }
         tokio::select! {
             () = shutdown.cancelled() => return Ok(None),
@@ -416,6 +425,9 @@ async fn open(
 /// Asks kubelet for the claims of its containers if the checkpoint is incomplete. Does not wait for a kubelet that does not answer:
 /// it may be waiting for us.
 async fn ask_kubelet(opened: &mut Opened, driver: &DriverName, kubelet: &KubeletPaths) {
+    if opened.complete {
+        return;
+    }
     match PodResourcesClient::new(kubelet).list().await {
         Ok(pods) => opened.add_running(&running_claims(driver, &pods)),
         Err(error) if opened.rebuilt.is_some() => {
@@ -439,5 +451,35 @@ impl<D> std::fmt::Debug for NodeBuilder<D> {
             .field("cdi_dir", &self.cdi_dir)
             .field("resources", &self.resources)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_companion_is_ready_while_it_waits_for_another() {
+        let root = tempfile::tempdir().unwrap();
+        let driver = DriverName::parse("drayman.dev").unwrap();
+        let places = Places::new(driver, root.path(), &root.path().join("cdi"));
+        let (standing, mut seen) = watch::channel(Standing::starting());
+        let shutdown = CancellationToken::new();
+        let disk = Disk::default();
+        let first = open(&disk, &places, "boot", &standing, &shutdown);
+        let first = first.await.unwrap().unwrap();
+        let waiting = tokio::spawn(async move {
+            let opened = open(&disk, &places, "boot", &standing, &shutdown).await;
+            (opened, standing)
+        });
+        seen.wait_for(|standing| *standing == Standing::standby())
+            .await
+            .unwrap();
+        drop(first);
+        seen.wait_for(|standing| *standing == Standing::starting())
+            .await
+            .unwrap();
+        let (opened, _standing) = waiting.await.unwrap();
+        assert!(opened.unwrap().is_some());
     }
 }

@@ -14,9 +14,13 @@ use super::mounted::cut_off;
 use super::resource_apis::{KubeletApiStates, ResourceApis};
 use super::retried::serve_again;
 use crate::core::prepare::checkpoint::ClusterFacts;
+use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::kubelet_apis::{ApiState, ApisDown, problems};
 use crate::core::prepare::names::DriverName;
 use crate::node::kubelet::device_plugin::PluginRegistration;
+use crate::node::kubelet::dra::DraApi;
+use crate::node::kubelet::dra::claim_reader::ClaimReader;
+use crate::node::kubelet::dra::device_health::DeviceHealth;
 use crate::node::kubelet::transport::check_path;
 use crate::node::kubelet::{self, KubeletApiError, KubeletApiState, KubeletPaths};
 use crate::node::publish::inventory::Standing;
@@ -28,6 +32,9 @@ const CLAIMS: &str = "claims";
 
 /// The kubelet endpoints of this companion.
 pub(super) struct KubeletApis {
+    pub(super) client: kube::Client,
+    /// Sends the health of devices in structured mode.
+    pub(super) health: DeviceHealth,
     pub(super) paths: KubeletPaths,
     pub(super) plugin_registration: PluginRegistration,
     pub(super) driver_name: DriverName,
@@ -63,6 +70,10 @@ impl KubeletApis {
         apis.spawn(serve_claims(
             node,
             self.paths,
+            DraApi::Structured {
+                claims: ClaimReader::new(self.client, self.driver_name.clone()),
+                health: self.health,
+            },
             self.driver_name,
             self.cluster,
             state,
@@ -116,42 +127,64 @@ impl KubeletApis {
     }
 }
 
-/// Serves the DRA API while the cluster serves our claim API version; an unreachable API server does not end it.
+/// Serves the DRA API of the cluster's mode, and changes it with the mode; an unreachable API server does not end it.
 async fn serve_claims(
     node: NodeService,
     paths: KubeletPaths,
+    structured: DraApi,
     driver_name: DriverName,
     mut cluster: watch::Receiver<ClusterFacts>,
     state: watch::Sender<KubeletApiState>,
     shutdown: CancellationToken,
 ) {
+    let api_of = |facts: &ClusterFacts| match facts.claims {
+        Some(ClaimsApi::Classic) => Some(DraApi::Classic),
+        Some(ClaimsApi::Structured) => Some(structured.clone()),
+        Some(ClaimsApi::None) | None => None,
+    };
     loop {
-        tokio::select! {
+        let served = tokio::select! {
             () = shutdown.cancelled() => return,
-            wanted = cluster.wait_for(|facts| facts.serves_claims == Some(true)) => if wanted.is_err() { return },
-        }
+            served = cluster.wait_for(|facts| api_of(facts).is_some()) => match served {
+                Ok(facts) => facts.clone(),
+                Err(_) => return,
+            },
+        };
+        let Some(dra_api) = api_of(&served) else {
+            continue;
+        };
         let open = shutdown.child_token();
         let api = serve_again(CLAIMS, &state, &open, |state| {
             kubelet::dra::serve(
                 node.clone(),
                 paths.clone(),
                 driver_name.to_string(),
+                dra_api.clone(),
                 state,
                 open.clone(),
             )
         });
         tokio::pin!(api);
-        let given_up = async {
-            cluster
-                .wait_for(|facts| facts.serves_claims == Some(false))
-                .await
-                .is_ok()
+        let mut prepared = node.prepared();
+        let changed = async {
+            loop {
+                match cluster.wait_for(|facts| facts.claims != served.claims).await {
+                    Ok(facts) if facts.serves(ClaimsApi::None) => {}
+                    Ok(_) => return true,
+                    Err(_) => return false,
+                }
+                // Kubelet must be able to unprepare the claims of an API that is gone.
+                tokio::select! {
+                    unprepared = prepared.wait_for(|count| *count == 0) => return unprepared.is_ok(),
+                    changed = cluster.changed() => if changed.is_err() { return false },
+                }
+            }
         };
-        let given_up = tokio::select! {
+        let changed = tokio::select! {
             () = &mut api => return,
-            given_up = given_up => given_up,
+            changed = changed => changed,
         };
-        if given_up {
+        if changed {
             open.cancel();
         }
         api.await;
@@ -168,21 +201,21 @@ async fn follow(
     let mut warned = false;
     let mut down = ApisDown::default();
     loop {
-        let serves_claims = cluster.borrow_and_update().serves_claims;
-        if serves_claims == Some(false) && !warned {
+        let no_claims = cluster.borrow_and_update().serves(ClaimsApi::None);
+        if no_claims && !warned {
             warn!(
-                "this cluster does not serve resource.k8s.io/v1alpha2: claims are not offered until it does, extended resources are"
+                "this cluster serves neither resource.k8s.io/v1 nor v1alpha2: claims are not offered until it does, extended resources are"
             );
         }
-        warned = serves_claims == Some(false);
+        warned = no_claims;
         let mut states = resources.borrow_and_update().clone();
         let of_resources: Vec<(String, ApiState)> = states
             .iter_mut()
             .map(|(name, state)| (name.clone(), api_state(&state.borrow_and_update())))
             .collect();
         let claims_now = api_state(&claims.borrow_and_update());
-        let of_claims = (serves_claims != Some(false)).then(|| (CLAIMS.to_owned(), claims_now));
-        let now = judge(of_claims, of_resources, serves_claims, &mut down);
+        let of_claims = (!no_claims).then(|| (CLAIMS.to_owned(), claims_now));
+        let now = judge(of_claims, of_resources, &mut down);
         standing.send_if_modified(|published| {
             let changed = *published != now;
             *published = now;
@@ -220,19 +253,20 @@ fn api_state(state: &KubeletApiState) -> ApiState {
 fn judge(
     claims: Option<(String, ApiState)>,
     resources: Vec<(String, ApiState)>,
-    serves_claims: Option<bool>,
     down: &mut ApisDown,
 ) -> Standing {
+    let no_claims = claims.is_none();
     let claims: Vec<_> = claims.into_iter().collect();
     let claims_ready = problems(&claims).is_none();
     let all: Vec<_> = claims.into_iter().chain(resources).collect();
     down.update(&all);
     let problem = problems(&all);
-    let served = || match serves_claims {
-        Some(false) => {
-            "kubelet is served; this cluster does not serve resource.k8s.io/v1alpha2, so claims are not offered"
+    let served = || {
+        if no_claims {
+            "kubelet is served; this cluster serves neither resource.k8s.io/v1 nor v1alpha2, so claims are not offered"
+        } else {
+            "kubelet is served"
         }
-        _ => "kubelet is served",
     };
     let ready = problem.is_none();
     let (reason, message) = problem.unwrap_or_else(|| ("Serving", served().to_owned()));
@@ -250,11 +284,10 @@ mod tests {
     use super::*;
 
     fn judged(claims: Option<ApiState>, resource: Option<ApiState>) -> Standing {
-        let serves_claims = Some(claims.is_some());
         let claims = claims.map(|state| (CLAIMS.to_owned(), state));
         let resources = resource.map(|state| ("example.com/camera".to_owned(), state));
         let mut down = ApisDown::default();
-        judge(claims, resources.into_iter().collect(), serves_claims, &mut down)
+        judge(claims, resources.into_iter().collect(), &mut down)
     }
 
     #[test]
@@ -292,7 +325,10 @@ mod tests {
     fn a_cluster_without_claims_is_named_in_the_message() {
         let standing = judged(None, None);
         assert!(
-            standing.ready && standing.message.contains("resource.k8s.io/v1alpha2"),
+            standing.ready
+                && standing
+                    .message
+                    .contains("neither resource.k8s.io/v1 nor v1alpha2"),
             "{standing:?}"
         );
     }

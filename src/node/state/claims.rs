@@ -12,11 +12,13 @@ use super::kubelet_query::PrepareAnswer;
 use super::runtime_check::ClaimUse;
 use crate::api::crd::Mode;
 use crate::core::prepare::kubelet_state::KubeletView;
-use crate::core::prepare::names::ClaimUid;
+use crate::core::prepare::names::{ClaimDevice, ClaimUid};
 use crate::core::prepare::orphans::{ApiView, Decision};
 use crate::core::prepare::plan::{
-    ClaimToPrepare, ClaimToUnprepare, Refusal, Step, plan_prepare, plan_unprepare, taken, takes_from_both,
+    Allocation, ClaimToPrepare, ClaimToUnprepare, DeviceResult, Refusal, Step, plan_prepare, plan_unprepare,
+    taken, takes_from_both,
 };
+use crate::core::prepare::prepared_claims::{Entry, HeldDevice};
 use crate::core::prepare::recovery::{
     Holding, Missing, holdings, plan_clearing, plan_explained, plan_free, plan_refresh, plan_release,
     plan_restoring, plan_restoring_one, plan_undo,
@@ -72,6 +74,13 @@ impl<D: NodeDriver> NodeState<D> {
                 let device = device.clone();
                 self.check_holders(&device);
             }
+            // Kubelet may have lost the claim before it was allocated again.
+            Err(Refusal::Changed { .. }) => {
+                if let Ok(uid) = ClaimUid::parse(&claim.uid) {
+                    self.orphans.change().contest(&uid);
+                    self.backend.check_due.notify_one();
+                }
+            }
             _ => {}
         }
         let (uid, steps) = match planned {
@@ -91,7 +100,26 @@ impl<D: NodeDriver> NodeState<D> {
             return Err(failure);
         }
         self.retries.done(&Missing::OfClaim(uid.clone()));
-        Ok(vec![self.places.driver.cdi_id(&uid)])
+        Ok(self.cdi_ids(&uid, &claim.allocation))
+    }
+
+    /// The CDI ids of a prepared claim: one in classic mode, one for each result in structured mode.
+    fn cdi_ids(&self, uid: &ClaimUid, allocation: &Allocation) -> Vec<String> {
+        let driver = &self.places.driver;
+        let Allocation::Results(results) = allocation else {
+            return vec![driver.cdi_id(uid)];
+        };
+        let entry = self.prepared_claims.entry(uid);
+        let id = |result: &DeviceResult| {
+            let mut devices = entry.into_iter().flat_map(|entry| &entry.devices);
+            let held = devices.find(|held| held.device == result.device);
+            driver.cdi_id_of_claim_device(&ClaimDevice {
+                uid: uid.clone(),
+                device: result.device.clone(),
+                admin_access: held.is_some_and(HeldDevice::has_admin_access),
+            })
+        };
+        results.iter().map(id).collect()
     }
 
     /// Plans a Prepare. `updated` is the result of the query that the claim waited for.
@@ -161,6 +189,10 @@ impl<D: NodeDriver> NodeState<D> {
                 Ok(steps) => self.perform(&steps).await,
                 Err(refusal) => Err(refusal.into()),
             };
+            if result.is_ok() {
+                let released = &self.backend.released;
+                released.send_modify(|count| *count = count.wrapping_add(1));
+            }
             self.count("unprepare", result.as_ref().err());
             log(
                 "unprepare",
@@ -177,7 +209,9 @@ impl<D: NodeDriver> NodeState<D> {
         for step in steps {
             match step {
                 Step::Prepare(uid) => {
-                    let container_edits = self.driver.prepare(&self.prepared_claim(uid)).await?;
+                    let entry = self.prepared_claims.entry(uid);
+                    let structured = entry.is_some_and(Entry::is_structured);
+                    let container_edits = self.driver.prepare(&self.prepared_claim(uid), structured).await?;
                     let found = self.inputs.found.borrow().clone();
                     Arc::make_mut(self.prepared_claims.change()).set_container_edits(
                         uid,
@@ -363,7 +397,9 @@ impl<D: NodeDriver> NodeState<D> {
             device.is_some_and(|device| device.mode == Mode::Both)
         };
         let lost = self.prepared_claims.entries().iter().filter(|(uid, entry)| {
-            !allocated.has(uid.as_str()) && entry.devices.iter().any(|held| is_both(&held.device))
+            !entry.is_structured()
+                && !allocated.has(uid.as_str())
+                && entry.devices.iter().any(|held| is_both(&held.device))
         });
         let lost: Vec<ClaimUid> = lost.map(|(uid, _)| uid.clone()).collect();
         for uid in lost {

@@ -1,6 +1,6 @@
 //! The node driver's interface to the state task: device lists, and calls with a timeout.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use futures::StreamExt as _;
@@ -9,6 +9,7 @@ use tokio::time::timeout;
 
 use crate::core::prepare::container_edits::ContainerEdits;
 use crate::core::prepare::inventory::Devices;
+use crate::core::prepare::prepared_claims::ClaimEdits;
 use crate::node::driver::{self, NodeDriver, NodeDriverError, PreparedClaim};
 use crate::node::service::{DRIVER_TIMEOUT, ServiceError};
 
@@ -45,15 +46,43 @@ impl<D: NodeDriver> DriverClient<D> {
         found
     }
 
-    /// The container edits for a claim, with a variable for each device.
-    pub(super) async fn prepare(&self, claim: &PreparedClaim) -> Result<ContainerEdits, ServiceError> {
+    /// The container edits for a claim, with a variable for each device; in structured mode also those for each device alone.
+    pub(super) async fn prepare(
+        &self,
+        claim: &PreparedClaim,
+        structured: bool,
+    ) -> Result<ClaimEdits, ServiceError> {
         let made = in_time(format!("claim {}", claim.uid), self.0.prepare(claim)).await?;
         // A driver that implements `prepare` itself may return one node twice.
         let mut container_edits = ContainerEdits::default();
         container_edits.extend(made);
         container_edits.name_devices(claim.devices.iter().map(String::as_str));
         container_edits.check_paths()?;
-        Ok(container_edits)
+        let devices = if structured {
+            self.of_each_device(claim, &container_edits).await?
+        } else {
+            BTreeMap::new()
+        };
+        Ok(ClaimEdits {
+            all: container_edits,
+            devices,
+        })
+    }
+
+    /// Splits the edits for a claim, so that a container gets only the devices of the requests that it names.
+    async fn of_each_device(
+        &self,
+        claim: &PreparedClaim,
+        all: &ContainerEdits,
+    ) -> Result<BTreeMap<String, ContainerEdits>, ServiceError> {
+        if let [device] = claim.devices.as_slice() {
+            return Ok(BTreeMap::from([(device.clone(), all.clone())]));
+        }
+        let mut own = BTreeMap::new();
+        for device in &claim.devices {
+            own.insert(device.clone(), self.container_edits(device).await?);
+        }
+        Ok(all.of_each(&own))
     }
 
     pub(super) async fn unprepare(&self, claim: &PreparedClaim) -> Result<(), ServiceError> {

@@ -11,8 +11,8 @@ use crate::api::crd::{Device, DeviceNumber};
 use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::names::{ClaimUid, DriverName};
 use crate::core::prepare::plan::Refusal;
-use crate::core::prepare::prepared_claims::PreparedClaims;
-use crate::core::prepare::runtime_containers::RuntimeContainers;
+use crate::core::prepare::prepared_claims::{Entry, PreparedClaims};
+use crate::core::prepare::runtime_containers::{Given, RuntimeContainers};
 use crate::node::container_runtime::ContainerRuntime;
 
 /// How long after the removal of a CDI file the runtime may not yet list a container created with it: the runtime reads the file during the
@@ -73,7 +73,10 @@ impl RuntimeCheck {
             return refusal;
         };
         let numbers = inventory.get(device).map(|device| &*device.device_numbers);
-        let Some(user) = containers.user(numbers.unwrap_or_default(), None) else {
+        let numbers = numbers.unwrap_or_default();
+        let has =
+            |given: &Given| given.has_one_of(numbers) && !given.has_admin_access(&self.driver_name, device);
+        let Some(user) = containers.user(has) else {
             return refusal;
         };
         match refusal {
@@ -108,7 +111,12 @@ impl RuntimeCheck {
                 continue;
             }
             let cdi_device = self.driver_name.cdi_device_id(&device.name);
-            if let Some(user) = containers.user(&device.device_numbers, Some(&cdi_device)) {
+            let has = |given: &Given| {
+                let has_it =
+                    given.has_one_of(&device.device_numbers) || given.cdi_devices.contains(&cdi_device);
+                has_it && !given.has_admin_access(&self.driver_name, &device.name)
+            };
+            if let Some(user) = containers.user(has) {
                 return Err(Refusal::StillUsed {
                     device: device.name.clone(),
                     holder: user.to_string(),
@@ -166,9 +174,12 @@ impl RuntimeCheck {
         let held = prepared_claims
             .entry(uid)
             .into_iter()
-            .flat_map(|entry| &entry.devices);
+            .flat_map(Entry::held_devices);
         let numbers: Vec<DeviceNumber> = held.flat_map(|held| held.numbers.iter().copied()).collect();
-        match containers.user(&numbers, Some(&self.driver_name.cdi_id(uid))) {
+        let driver = &self.driver_name;
+        let is_of_claim = |id: &String| driver.claim_of_cdi_id(id).as_ref() == Some(uid);
+        let has = |given: &Given| given.has_one_of(&numbers) || given.cdi_devices.iter().any(is_of_claim);
+        match containers.user(has) {
             Some(user) => {
                 debug!(claim_uid = %uid, holder = %user, "a container uses the devices of the claim");
                 true

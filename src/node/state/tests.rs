@@ -12,7 +12,7 @@ use super::*;
 use crate::api::crd::Mode;
 use crate::api::resource::ResourceClaim;
 use crate::core::prepare::containers::{Container, Shown};
-use crate::node::service::{ClaimToPrepare, PluginDevice, Preference};
+use crate::node::service::{Allocation, ClaimToPrepare, PluginDevice, Preference};
 use fixture::*;
 
 #[tokio::test]
@@ -141,7 +141,8 @@ async fn nothing_is_prepared_before_the_nodes_uid_is_known() {
     assert_eq!(life.prepare(A, &["x"]).await.unwrap_err().reason(), "NodeUnknown");
     life.cluster.send_replace(ClusterFacts {
         node_uid: Some("n-0".into()),
-        serves_claims: None,
+        claims: None,
+        minor: None,
     });
     while life.prepare(A, &["x"]).await.unwrap_err().reason() != "WrongNode" {
         tokio::task::yield_now().await;
@@ -282,7 +283,8 @@ async fn live_with_both(root: &Path) -> (Life, Arc<FakeDriver>, Arc<Kubelet>) {
     let life = live_beside(root, "boot", &driver, Some(kubelet.clone())).await;
     life.cluster.send_replace(ClusterFacts {
         node_uid: Some("n-1".into()),
-        serves_claims: Some(true),
+        claims: Some(crate::core::prepare::claims_api::ClaimsApi::Classic),
+        minor: None,
     });
     (life, driver, kubelet)
 }
@@ -312,7 +314,9 @@ fn nothing_announced() -> AllocatedClaims {
 }
 
 fn allocated_claims(uid: &str, device: &str) -> AllocatedClaims {
-    let handle = claim(uid, &[device]).resource_handle;
+    let Allocation::Handle(handle) = claim(uid, &[device]).allocation else {
+        panic!("a classic claim");
+    };
     let claim: ResourceClaim = serde_json::from_value(serde_json::json!({
         "metadata": { "namespace": "default", "name": "camera", "uid": uid },
         "spec": { "resourceClassName": "camera" },

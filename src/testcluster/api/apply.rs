@@ -358,11 +358,11 @@ fn merge(kind: &Kind, path: &mut Vec<String>, target: &mut Value, configuration:
 
 #[cfg(test)]
 mod tests {
-    use super::super::kinds::built_in;
+    use super::super::kinds::{Mode, built_in};
     use super::*;
 
     fn applied(live: &Value, manager: &str, entries: &Value, force: bool) -> Result<Value, Refusal> {
-        let context = built_in()
+        let context = built_in(Mode::Classic)
             .into_iter()
             .find(|kind| kind.kind == "PodSchedulingContext")
             .unwrap();

@@ -142,11 +142,14 @@ fn wrong_elements(kind: &Kind, names: &mut Vec<String>, at: &str, elements: &[Va
 mod tests {
     use serde_json::json;
 
-    use super::super::kinds::built_in;
+    use super::super::kinds::{Mode, built_in};
     use super::*;
 
     fn checked(kind: &str, configuration: Value) -> Result<(), (u16, String)> {
-        let kind = built_in().into_iter().find(|each| each.kind == kind).unwrap();
+        let kind = built_in(Mode::Classic)
+            .into_iter()
+            .find(|each| each.kind == kind)
+            .unwrap();
         let target = Target {
             namespace: "t".into(),
             name: "a".into(),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
-use super::kinds::Kind;
+use super::kinds::{Kind, Mode};
 use super::object;
 use super::refusal::{FieldError, Refusal};
 
@@ -54,6 +54,7 @@ pub(crate) fn kinds_of(definition: &Value) -> Result<Vec<Arc<Kind>>, Refusal> {
             generation: true,
             unconditional: false,
             created_by_update: false,
+            mode: Mode::default(),
             definition: Some(Arc::new(Definition {
                 schema,
                 columns: object::list(version, "/additionalPrinterColumns").to_vec(),

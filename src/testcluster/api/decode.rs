@@ -6,10 +6,11 @@ use serde_json::{Map, Value, json};
 
 use super::custom;
 use super::events;
-use super::kinds::{Kind, RESOURCE};
+use super::kinds::Kind;
 use super::pods;
 use super::refusal::Refusal;
 use super::server::WriteOptions;
+use super::structured;
 use super::typed::{is_empty, lost, typed};
 
 /// Decodes the object of a request. Rejects unknown fields, or drops them with a warning.
@@ -93,7 +94,7 @@ pub(crate) fn read(kind: &Kind, value: Value) -> Result<(Value, Vec<String>), Re
         return Ok((object, unknown));
     }
     let mut mode = None;
-    if kind.group == RESOURCE {
+    if kind.is_classic() {
         default_claim(&mut object);
         // Whether the mode is valid is decided by validation, not by decoding.
         mode = take_mode(&mut object);
@@ -109,7 +110,10 @@ pub(crate) fn read(kind: &Kind, value: Value) -> Result<(Value, Vec<String>), Re
         map.insert("apiVersion".to_owned(), kind.api_version().into());
         map.insert("kind".to_owned(), kind.kind.clone().into());
     }
-    if kind.kind == "ResourceClaimTemplate" {
+    if kind.is_structured() {
+        structured::default(&mut object);
+    }
+    if kind.is_classic() && kind.kind == "ResourceClaimTemplate" {
         // Go always prints this field, whatever its value.
         object["spec"]["metadata"]["creationTimestamp"] = Value::Null;
     }

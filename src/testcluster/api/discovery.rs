@@ -5,14 +5,13 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use super::kinds::Kind;
-
-/// Kubernetes version that the test cluster reports.
-pub(crate) const KUBERNETES: &str = "v1.30.14";
+use super::kinds::{Kind, Mode};
 
 /// `/version`.
-pub(crate) fn version() -> Value {
-    json!({ "major": "1", "minor": "30", "gitVersion": KUBERNETES, "platform": "linux/amd64" })
+pub(crate) fn version(mode: Mode) -> Value {
+    let version = mode.kubernetes();
+    let minor = version.split('.').nth(1);
+    json!({ "major": "1", "minor": minor, "gitVersion": version, "platform": "linux/amd64" })
 }
 
 /// `/api`.

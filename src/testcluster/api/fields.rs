@@ -247,11 +247,11 @@ pub(crate) fn from_json(fields: &Value) -> FieldSet {
 mod tests {
     use serde_json::json;
 
-    use super::super::kinds::built_in;
+    use super::super::kinds::{Mode, built_in};
     use super::*;
 
     fn context() -> std::sync::Arc<Kind> {
-        built_in()
+        built_in(Mode::Classic)
             .into_iter()
             .find(|kind| kind.kind == "PodSchedulingContext")
             .unwrap()

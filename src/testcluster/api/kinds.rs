@@ -4,6 +4,26 @@ use std::sync::Arc;
 
 use super::custom::Definition;
 
+/// Who allocates the claims of a cluster, and the Kubernetes version that the cluster imitates.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// The drivers' controllers: `resource.k8s.io/v1alpha2` of 1.30.
+    #[default]
+    Classic,
+    /// The scheduler: `resource.k8s.io/v1` of 1.37.
+    Structured,
+}
+
+impl Mode {
+    /// Returns the Kubernetes version.
+    pub(crate) fn kubernetes(self) -> &'static str {
+        match self {
+            Self::Classic => "v1.30.14",
+            Self::Structured => "v1.37.2",
+        }
+    }
+}
+
 #[derive(Clone, Debug)]
 pub(crate) struct Kind {
     /// API group; empty for the core group.
@@ -30,6 +50,8 @@ pub(crate) struct Kind {
     pub(crate) unconditional: bool,
     /// Whether an update creates a missing object (`AllowCreateOnUpdate`).
     pub(crate) created_by_update: bool,
+    /// The mode of the cluster, which the fields of some kinds depend on.
+    pub(crate) mode: Mode,
     /// The CRD's definition; `None` for built-in kinds.
     pub(crate) definition: Option<Arc<Definition>>,
 }
@@ -87,6 +109,16 @@ impl Kind {
         self.definition.is_none() && self.group == group && self.plural == plural
     }
 
+    /// Returns whether this kind belongs to `resource.k8s.io/v1`.
+    pub(crate) fn is_structured(&self) -> bool {
+        self.group == RESOURCE && self.mode == Mode::Structured && self.definition.is_none()
+    }
+
+    /// Returns whether this kind belongs to `resource.k8s.io/v1alpha2`.
+    pub(crate) fn is_classic(&self) -> bool {
+        self.group == RESOURCE && self.mode == Mode::Classic && self.definition.is_none()
+    }
+
     fn of(group: &str, version: &str, kind: &str, plural: &str, namespaced: bool) -> Self {
         Self {
             group: group.to_owned(),
@@ -102,6 +134,7 @@ impl Kind {
             generation: false,
             unconditional: !matches!(group, EXTENSIONS | COORDINATION),
             created_by_update: matches!(plural, "leases" | "events"),
+            mode: Mode::default(),
             definition: None,
         }
     }
@@ -116,6 +149,11 @@ impl Kind {
         self
     }
 
+    fn with_generation(mut self) -> Self {
+        self.generation = true;
+        self
+    }
+
     fn returning_deleted(mut self) -> Self {
         self.returns_deleted = true;
         self
@@ -126,12 +164,16 @@ pub(crate) const RESOURCE: &str = crate::api::resource::GROUP;
 pub(crate) const COORDINATION: &str = "coordination.k8s.io";
 pub(crate) const EXTENSIONS: &str = "apiextensions.k8s.io";
 
-/// Returns the built-in kinds.
-pub(crate) fn built_in() -> Vec<Arc<Kind>> {
+/// Returns the built-in kinds of a cluster.
+pub(crate) fn built_in(mode: Mode) -> Vec<Arc<Kind>> {
     let resource = |kind, plural, namespaced| {
-        Kind::of(RESOURCE, crate::api::resource::VERSION, kind, plural, namespaced)
+        let version = match mode {
+            Mode::Classic => crate::api::resource::VERSION,
+            Mode::Structured => "v1",
+        };
+        Kind::of(RESOURCE, version, kind, plural, namespaced)
     };
-    let mut definitions = Kind::of(
+    let definitions = Kind::of(
         EXTENSIONS,
         "v1",
         "CustomResourceDefinition",
@@ -139,8 +181,18 @@ pub(crate) fn built_in() -> Vec<Arc<Kind>> {
         false,
     )
     .short("crd")
-    .with_status();
-    definitions.generation = true;
+    .with_status()
+    .with_generation();
+    let (class, other) = match mode {
+        Mode::Classic => (
+            resource("ResourceClass", "resourceclasses", false),
+            resource("PodSchedulingContext", "podschedulingcontexts", true).with_status(),
+        ),
+        Mode::Structured => (
+            resource("DeviceClass", "deviceclasses", false).with_generation(),
+            resource("ResourceSlice", "resourceslices", false).with_generation(),
+        ),
+    };
     [
         Kind::of("", "v1", "Pod", "pods", true)
             .short("po")
@@ -157,13 +209,13 @@ pub(crate) fn built_in() -> Vec<Arc<Kind>> {
         Kind::of("", "v1", "ConfigMap", "configmaps", true).short("cm"),
         Kind::of("events.k8s.io", "v1", "Event", "events", true).short("ev"),
         Kind::of(COORDINATION, "v1", "Lease", "leases", true),
-        resource("ResourceClass", "resourceclasses", false),
+        class,
         resource("ResourceClaim", "resourceclaims", true).with_status(),
         resource("ResourceClaimTemplate", "resourceclaimtemplates", true),
-        resource("PodSchedulingContext", "podschedulingcontexts", true).with_status(),
+        other,
         definitions,
     ]
     .into_iter()
-    .map(Arc::new)
+    .map(|kind| Arc::new(Kind { mode, ..kind }))
     .collect()
 }

@@ -55,7 +55,7 @@ pub(crate) fn renew(object: &mut Value, configuration: &Value) {
 mod tests {
     use serde_json::json;
 
-    use super::super::kinds::built_in;
+    use super::super::kinds::{Mode, built_in};
     use super::*;
 
     fn annotated(data: &Value, last: &Value) -> Value {
@@ -65,7 +65,7 @@ mod tests {
 
     #[test]
     fn what_has_changed_since_is_nobodys_to_take_over() {
-        let kind = built_in()
+        let kind = built_in(Mode::Classic)
             .into_iter()
             .find(|kind| kind.kind == "ConfigMap")
             .unwrap();

@@ -52,6 +52,8 @@ const LISTS: &[(&str, &str, &str, bool, bool)] = &[
 /// Structures that server-side apply treats as one field (`structType=atomic`).
 const ATOMIC_STRUCTURES: &[(&str, &str)] = &[
     ("ResourceClaim", "status.allocation.availableOnNodes"),
+    ("ResourceClaim", "status.allocation.nodeSelector"),
+    ("ResourceSlice", "spec.nodeSelector"),
     ("ResourceClass", "suitableNodes"),
     ("ResourceClass", "parametersRef"),
     ("ResourceClaim", "spec.parametersRef"),

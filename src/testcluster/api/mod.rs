@@ -28,12 +28,14 @@ mod serve;
 mod server;
 mod store;
 mod strategic;
+pub(crate) mod structured;
 mod table;
 mod typed;
 mod watch;
 mod write;
 
 pub(crate) use deletion::Deletion;
+pub use kinds::Mode;
 pub(crate) use patch::Patch;
 pub(crate) use refusal::Refusal;
 pub use serve::kubeconfig;

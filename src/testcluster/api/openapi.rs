@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
-use super::discovery::KUBERNETES;
 use super::kinds::Kind;
 
 /// Content type of the OpenAPI v2 document, which kubectl requests if v3 lacks a kind. An empty document (zero bytes)
@@ -38,6 +37,7 @@ pub(crate) fn index(kinds: &[Arc<Kind>]) -> Value {
 /// does not exist.
 pub(crate) fn document(kinds: &[Arc<Kind>], path: &str) -> Option<Value> {
     let mut paths = Map::new();
+    let version = kinds.first().map(|kind| kind.mode.kubernetes());
     let parameter = |name: &str| json!({ "name": name, "in": "query", "schema": { "type": "string", "uniqueItems": true } });
     for kind in kinds.iter().filter(|kind| path_of(kind) == path) {
         let within = if kind.namespaced {
@@ -54,18 +54,18 @@ pub(crate) fn document(kinds: &[Arc<Kind>], path: &str) -> Option<Value> {
         let place = format!("/{path}/{within}{}/{{name}}", kind.plural);
         paths.insert(place, json!({ "patch": patch }));
     }
-    let info = json!({ "title": "Kubernetes", "version": KUBERNETES });
+    let info = json!({ "title": "Kubernetes", "version": version });
     (!paths.is_empty()).then(|| json!({ "openapi": "3.0.0", "info": info, "paths": paths }))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::kinds::built_in;
+    use super::super::kinds::{Mode, built_in};
     use super::*;
 
     #[test]
     fn every_openapi_group_version_names_its_kinds() {
-        let kinds = built_in();
+        let kinds = built_in(Mode::Classic);
         let index = index(&kinds);
         let paths = index["paths"].as_object().unwrap();
         assert_eq!(paths["api/v1"]["serverRelativeURL"], "/openapi/v3/api/v1");

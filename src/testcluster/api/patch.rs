@@ -134,11 +134,11 @@ impl Patch {
 mod tests {
     use serde_json::json;
 
-    use super::super::kinds::built_in;
+    use super::super::kinds::{Mode, built_in};
     use super::*;
 
     fn patched(operations: Value) -> Result<Value, Refusal> {
-        let kind = built_in()
+        let kind = built_in(Mode::Classic)
             .into_iter()
             .find(|kind| kind.kind == "ConfigMap")
             .unwrap();

@@ -77,6 +77,19 @@ impl FieldError {
         Self::new("FieldValueTooLong", "Too long", field, &detail)
     }
 
+    /// A string that exceeds its maximum length in bytes.
+    pub(crate) fn too_many_characters(field: impl Into<String>, limit: usize) -> Self {
+        let detail = format!("may not be more than {limit} bytes");
+        Self::new("FieldValueTooLong", "Too long", field, &detail)
+    }
+
+    /// A list or map that exceeds its maximum length.
+    pub(crate) fn too_many(field: impl Into<String>, count: usize, limit: usize) -> Self {
+        let words = format!("Too many: {count}");
+        let detail = format!("must have at most {limit} items");
+        Self::new("FieldValueTooMany", &words, field, &detail)
+    }
+
     /// A map that exceeds its maximum size.
     pub(crate) fn too_many_bytes(field: impl Into<String>, limit: usize) -> Self {
         let detail = format!("must have at most {limit} bytes");

@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use super::kinds::{Kind, RESOURCE};
 use super::object::{self, list, text};
 use super::refusal::FieldError;
+use super::structured;
 use crate::api::resource::{NODE_LIST_MAX, RESERVED_FOR_MAX, RESOURCE_HANDLE_MAX, RESOURCE_HANDLES_MAX};
 
 /// Maximum size of an object's annotations in bytes (`TotalAnnotationSizeLimitB`).
@@ -14,7 +15,7 @@ const ANNOTATIONS_MAX: usize = 256 << 10;
 /// Maximum size of a ConfigMap's values in bytes (`MaxSecretSize`).
 const CONFIG_MAP_MAX: usize = 1 << 20;
 
-const SUBDOMAIN: &str = "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must start and end with an alphanumeric character (e.g. 'example.com', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?(\\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*')";
+pub(super) const SUBDOMAIN: &str = "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must start and end with an alphanumeric character (e.g. 'example.com', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?(\\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*')";
 
 /// Returns whether a name is a DNS subdomain (RFC 1123), as required for most kinds.
 pub(crate) fn is_subdomain(name: &str) -> bool {
@@ -26,7 +27,7 @@ pub(crate) fn is_subdomain(name: &str) -> bool {
 }
 
 /// Returns whether a finalizer is a qualified name.
-fn is_qualified(name: &str) -> bool {
+pub(super) fn is_qualified(name: &str) -> bool {
     let part = |part: &str| {
         let ends = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
         let inner = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
@@ -158,7 +159,7 @@ pub(crate) fn metadata_update(before: &Value, after: &Value) -> Vec<FieldError> 
     errors
 }
 
-const IMMUTABLE: &str = "field is immutable";
+pub(super) const IMMUTABLE: &str = "field is immutable";
 
 /// Validates a new object, or an update of `before`.
 pub(crate) fn object(
@@ -175,6 +176,9 @@ pub(crate) fn object(
     }
     if kind.definition.is_some() || kind.group != RESOURCE {
         return Vec::new();
+    }
+    if kind.is_structured() {
+        return structured::validate(kind, subresource, before, after);
     }
     match (kind.kind.as_str(), subresource) {
         ("ResourceClass", _) => class(after),
@@ -224,7 +228,7 @@ pub(crate) fn pod_update(kind: &Kind, subresource: &str, before: &Value, after: 
     vec![FieldError::forbidden("spec", detail)]
 }
 
-fn immutable_spec(before: Option<&Value>, after: &Value) -> Vec<FieldError> {
+pub(super) fn immutable_spec(before: Option<&Value>, after: &Value) -> Vec<FieldError> {
     let changed = before.is_some_and(|before| before.get("spec") != after.get("spec"));
     let value = after.get("spec").unwrap_or(&Value::Null);
     if changed {
@@ -318,8 +322,11 @@ fn claim_status(before: &Value, after: &Value) -> Vec<FieldError> {
     if let Some(allocation) = allocation {
         errors.extend(allocation_result(allocation));
     }
-    errors.extend(consumers(list(after, "/status/reservedFor")));
     let reserved = list(after, "/status/reservedFor");
+    errors.extend(consumers(reserved));
+    if reserved.len() > RESERVED_FOR_MAX {
+        errors.push(FieldError::too_long("status.reservedFor", RESERVED_FOR_MAX));
+    }
     let requested =
         |claim: &Value| claim.pointer("/status/deallocationRequested") == Some(&Value::Bool(true));
     if !reserved.is_empty() {
@@ -395,7 +402,8 @@ fn allocation_result(allocation: &Value) -> Vec<FieldError> {
     errors
 }
 
-fn consumers(consumers: &[Value]) -> Vec<FieldError> {
+/// Validates `status.reservedFor` except its length.
+pub(super) fn consumers(consumers: &[Value]) -> Vec<FieldError> {
     let mut errors = Vec::new();
     let mut uids = BTreeSet::new();
     for (index, consumer) in consumers.iter().enumerate() {
@@ -410,9 +418,6 @@ fn consumers(consumers: &[Value]) -> Vec<FieldError> {
                 errors.push(FieldError::required(format!("{at}.{key}"), ""));
             }
         }
-    }
-    if consumers.len() > RESERVED_FOR_MAX {
-        errors.push(FieldError::too_long("status.reservedFor", RESERVED_FOR_MAX));
     }
     errors
 }

@@ -36,6 +36,9 @@ const FIELDS: &[(&str, &str, &str)] = &[
     ("pods", "status.phase", "/status/phase"),
     ("pods", "status.nominatedNodeName", "/status/nominatedNodeName"),
     ("namespaces", "status.phase", "/status/phase"),
+    ("resourceslices", "spec.driver", "/spec/driver"),
+    ("resourceslices", "spec.nodeName", "/spec/nodeName"),
+    ("resourceslices", "spec.pool.name", "/spec/pool/name"),
     ("nodes", "spec.unschedulable", "/spec/unschedulable"),
     ("events", "involvedObject.kind", "/involvedObject/kind"),
     ("events", "involvedObject.namespace", "/involvedObject/namespace"),
@@ -203,11 +206,14 @@ fn terms(text: &str) -> Vec<&str> {
 mod tests {
     use serde_json::json;
 
-    use super::super::kinds::built_in;
+    use super::super::kinds::{Mode, built_in};
     use super::*;
 
     fn pods() -> std::sync::Arc<Kind> {
-        built_in().into_iter().find(|kind| kind.is("", "pods")).unwrap()
+        built_in(Mode::Classic)
+            .into_iter()
+            .find(|kind| kind.is("", "pods"))
+            .unwrap()
     }
 
     #[test]

@@ -292,7 +292,7 @@ fn read(server: &ApiServer, target: Target, query: &Query, as_table: bool) -> Re
 fn discovered(server: &ApiServer, path: &[&str]) -> Option<Option<Value>> {
     let state = server.state();
     match path {
-        ["version"] => Some(Some(discovery::version())),
+        ["version"] => Some(Some(discovery::version(server.mode()))),
         ["api"] => Some(Some(discovery::core())),
         ["openapi", "v3"] => Some(Some(openapi::index(&state.kinds))),
         ["openapi", "v3", rest @ ..] => Some(openapi::document(&state.kinds, &rest.join("/"))),

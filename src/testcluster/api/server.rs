@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
-use super::kinds::{Kind, built_in};
+use super::kinds::{Kind, Mode, built_in};
 use super::query;
 use super::refusal::Refusal;
 use super::selector::Selector;
@@ -102,6 +102,7 @@ pub struct Changed {
 #[derive(Clone, Debug)]
 pub struct ApiServer {
     state: Arc<Mutex<State>>,
+    mode: Mode,
     pub(crate) source: Arc<Source>,
     pub(crate) changed: watch::Sender<u64>,
 }
@@ -113,13 +114,19 @@ pub(crate) struct State {
 }
 
 impl ApiServer {
-    /// Creates a server with only the initial namespaces of every cluster.
+    /// Creates a server in classic mode, with only the initial namespaces of every cluster.
     pub fn new(source: Arc<Source>) -> Self {
+        Self::with_mode(source, Mode::Classic)
+    }
+
+    /// Like [`ApiServer::new`], in the given mode.
+    pub fn with_mode(source: Arc<Source>, mode: Mode) -> Self {
         let server = Self {
             state: Arc::new(Mutex::new(State {
                 store: Store::new(WINDOW),
-                kinds: built_in(),
+                kinds: built_in(mode),
             })),
+            mode,
             source,
             changed: watch::Sender::new(0),
         };
@@ -137,6 +144,11 @@ impl ApiServer {
             }
         }
         server
+    }
+
+    /// Returns the mode of the cluster.
+    pub fn mode(&self) -> Mode {
+        self.mode
     }
 
     /// Drops the history of changes, as an etcd compaction does: older watches fail as expired.

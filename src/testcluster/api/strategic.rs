@@ -197,11 +197,11 @@ fn merged_map(
 mod tests {
     use serde_json::json;
 
-    use super::super::kinds::built_in;
+    use super::super::kinds::{Mode, built_in};
     use super::*;
 
     fn patched(mut object: Value, patch: &Value) -> Value {
-        let claims = built_in()
+        let claims = built_in(Mode::Classic)
             .into_iter()
             .find(|kind| kind.kind == "ResourceClaim")
             .unwrap();

@@ -1,4 +1,5 @@
-//! Tables for `kubectl get` (`pkg/printers/internalversion` at release-1.30).
+//! Tables for `kubectl get` (`pkg/printers/internalversion` at release-1.30 and, for `resource.k8s.io/v1`, at
+//! release-1.37).
 
 use std::collections::BTreeSet;
 
@@ -7,6 +8,7 @@ use serde_json::{Map, Value, json};
 
 use super::kinds::{Kind, RESOURCE};
 use super::object::{self, list, text};
+use super::structured;
 
 /// Formats objects as a table.
 pub(crate) fn table(kind: &Kind, metadata: Value, objects: &[Value], now: Timestamp) -> Value {
@@ -74,6 +76,16 @@ fn columns(kind: &Kind) -> Vec<(&str, &str, i64)> {
             ("", "ConfigMap") => &[("Data", "string", 0), ("Age", "string", 0)],
             ("coordination.k8s.io", "Lease") => &[("Holder", "string", 0), ("Age", "string", 0)],
             ("", "Namespace") => &[("Status", "string", 0), ("Age", "string", 0)],
+            (RESOURCE, "ResourceSlice") => &[
+                ("Node", "string", 0),
+                ("Driver", "string", 0),
+                ("Pool", "string", 0),
+                ("Age", "string", 0),
+            ],
+            (RESOURCE, "ResourceClaim") if kind.is_structured() => {
+                &[("State", "string", 0), ("Age", "string", 0)]
+            }
+            (RESOURCE, "ResourceClaimTemplate") if kind.is_structured() => &[("Age", "string", 0)],
             (RESOURCE, "ResourceClass") => &[("DriverName", "string", 0), ("Age", "string", 0)],
             (RESOURCE, "ResourceClaim") => &[
                 ("ResourceClassName", "string", 0),
@@ -141,6 +153,17 @@ fn cells(kind: &Kind, object: &Value, now: Timestamp) -> Vec<Value> {
         }
         ("coordination.k8s.io", "Lease") => vec![name, at("/spec/holderIdentity"), age],
         ("", "Namespace") => vec![name, at("/status/phase"), age],
+        (RESOURCE, "ResourceSlice") => vec![
+            name,
+            at("/spec/nodeName"),
+            at("/spec/driver"),
+            at("/spec/pool/name"),
+            age,
+        ],
+        (RESOURCE, "ResourceClaim") if kind.is_structured() => {
+            vec![name, json!(structured::claim_state(object)), age]
+        }
+        (RESOURCE, "ResourceClaimTemplate") if kind.is_structured() => vec![name, age],
         (RESOURCE, "ResourceClass") => vec![name, at("/driverName"), age],
         (RESOURCE, "ResourceClaim") => {
             vec![

@@ -1,22 +1,29 @@
 //! Decodes built-in kinds by their types: drops unknown fields with a warning and rejects values of a wrong type.
 //!
-//! The types are those of a newer Kubernetes; fields that exist only in 1.30 are preserved separately.
+//! The types are those of 1.34; fields that exist only in 1.30 are preserved separately.
 
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{ConfigMap, Event, Namespace, Node, Pod};
 use k8s_openapi::api::events::v1::Event as NewEvent;
+use k8s_openapi::api::resource::v1 as structured;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
-use super::kinds::{Kind, RESOURCE};
+use super::kinds::{Kind, Mode, RESOURCE};
 use crate::api::resource;
 
 /// Returns the object in its typed form and its unknown fields. An error names a value of a wrong type.
 pub(crate) fn typed(kind: &Kind, mut object: Value) -> Result<(Value, Vec<String>), String> {
     let mut unknown = Vec::new();
     let through = match (kind.group.as_str(), kind.kind.as_str()) {
+        (RESOURCE, "DeviceClass") => through::<structured::DeviceClass>,
+        (RESOURCE, "ResourceSlice") => through::<structured::ResourceSlice>,
+        (RESOURCE, "ResourceClaim") if kind.is_structured() => through::<structured::ResourceClaim>,
+        (RESOURCE, "ResourceClaimTemplate") if kind.is_structured() => {
+            through::<structured::ResourceClaimTemplate>
+        }
         (RESOURCE, "ResourceClass") => through::<resource::ResourceClass>,
         (RESOURCE, "ResourceClaim") => through::<resource::ResourceClaim>,
         (RESOURCE, "ResourceClaimTemplate") => through::<resource::ResourceClaimTemplate>,
@@ -30,7 +37,7 @@ pub(crate) fn typed(kind: &Kind, mut object: Value) -> Result<(Value, Vec<String
         ("coordination.k8s.io", _) => through::<Lease>,
         _ => through::<CustomResourceDefinition>,
     };
-    if kind.is("", "pods") {
+    if kind.is("", "pods") && kind.mode == Mode::Classic {
         let sources = take_sources(&mut object, &mut unknown)?;
         object = through(&object, &mut unknown)?;
         put_sources(&mut object, sources);
@@ -150,11 +157,14 @@ fn put_sources(pod: &mut Value, sources: Vec<Option<Value>>) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::kinds::built_in;
+    use super::super::kinds::{Mode, built_in};
     use super::*;
 
     fn of(kind: &str, mut object: Value) -> Result<(Value, Vec<String>), String> {
-        let kind = built_in().into_iter().find(|each| each.kind == kind).unwrap();
+        let kind = built_in(Mode::Classic)
+            .into_iter()
+            .find(|each| each.kind == kind)
+            .unwrap();
         object["apiVersion"] = kind.api_version().into();
         object["kind"] = kind.kind.clone().into();
         object["metadata"] = json!({ "name": "a" });

@@ -17,6 +17,7 @@ use super::restrict::{begin, content, restrict};
 use super::rules;
 use super::server::{Answer, ApiServer, State, Target, WriteOptions, shown};
 use super::store::Key;
+use super::structured;
 
 /// Number of attempts for a generated name that already exists.
 const NAME_ATTEMPTS: usize = 8;
@@ -192,7 +193,11 @@ impl ApiServer {
             _ => {}
         }
         restrict(target, &before, &mut after);
+        structured::drop_deallocated(kind, &before, &mut after);
+        structured::stamp_taints(kind, &mut after, &now);
         let mut errors = rules::metadata_update(&before, &after);
+        let namespace = state.namespace(&target.namespace).cloned().unwrap_or_default();
+        errors.extend(structured::admin_access(kind, Some(&before), &after, &namespace));
         errors.extend(rules::metadata(&after));
         errors.extend(rules::object(kind, &target.subresource, Some(&before), &after));
         errors.extend(rules::pod_update(kind, &target.subresource, &before, &after));
@@ -328,7 +333,10 @@ impl State {
         }
         set_metadata(object, "generation", kind.generation.then(|| 1.into()));
         begin(kind, object);
+        structured::stamp_taints(kind, object, &now);
         let mut errors = rules::metadata(object);
+        let namespace = self.namespace(&target.namespace).cloned().unwrap_or_default();
+        errors.extend(structured::admin_access(kind, None, object, &namespace));
         errors.extend(rules::object(kind, "", None, object));
         if let Some(definition) = &kind.definition {
             errors.extend(custom::validate(definition, object, None));
@@ -355,16 +363,20 @@ impl State {
         Ok(self.store.put(key, object.take()))
     }
 
+    fn namespace(&self, name: &str) -> Option<&Arc<Value>> {
+        let kind = self.kinds.iter().find(|kind| kind.is("", "namespaces"))?;
+        self.store.get(&Key {
+            storage: kind.storage(),
+            namespace: String::new(),
+            name: name.to_owned(),
+        })
+    }
+
     fn check_namespace(&self, target: &Target, name: &str) -> Result<(), Refusal> {
         let Some(namespaces) = self.kinds.iter().find(|kind| kind.is("", "namespaces")) else {
             return Ok(());
         };
-        let key = Key {
-            storage: namespaces.storage(),
-            namespace: String::new(),
-            name: target.namespace.clone(),
-        };
-        match self.store.get(&key) {
+        match self.namespace(&target.namespace) {
             None => Err(Refusal::not_found(namespaces, &target.namespace)),
             Some(namespace) if is_deleting(namespace) => {
                 let why = format!(

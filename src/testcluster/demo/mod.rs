@@ -1,13 +1,14 @@
 //! `drayman demo`: runs the product on the test cluster and prints each event.
 //!
-//! The demo has three nodes with simulated devices, the real controller, a real companion per node, and the files of
-//! `examples/`. It prints events with their source as they occur, and each expectation with its result.
+//! The demo has three nodes with simulated devices, a real companion per node and, in classic mode, the real controller
+//! and the files of `examples/`. It prints events with their source as they occur, and each expectation with its result.
 
 mod devices;
 mod extended_resources;
 mod narrator;
 mod real;
 mod scenarios;
+mod structured;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -23,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::devices::Device;
 use self::narrator::Line;
-use super::api::kubeconfig;
+use super::api::{Mode, kubeconfig};
 use super::hand::Hand;
 use super::kubelet::Kubelet;
 use super::source::Source;
@@ -71,6 +72,17 @@ pub struct Summary {
 }
 
 impl Summary {
+    /// Adds the result of another cluster.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        Self {
+            scenarios: self.scenarios + other.scenarios,
+            expected: self.expected + other.expected,
+            held: self.held + other.held,
+            first_allocation: self.first_allocation.or(other.first_allocation),
+        }
+    }
+
     /// Returns an error unless all expectations were met.
     pub fn verdict(&self) -> Result<(), String> {
         match self.expected.saturating_sub(self.held) {
@@ -126,15 +138,16 @@ pub struct Demo {
 }
 
 impl Demo {
-    /// Starts the cluster in an empty directory and sends output to `shown`. `real_devices` adds a node with the
+    /// Starts a cluster in an empty directory and sends output to `shown`. `real_devices` adds a node with the
     /// devices of this machine.
     pub async fn start(
+        mode: Mode,
         directory: &Path,
         shown: mpsc::UnboundedSender<Shown>,
         real_devices: bool,
     ) -> Result<Self, StageError> {
         let start = Instant::now();
-        let mut stage = Stage::start(Source::system());
+        let mut stage = Stage::with_mode(Source::system(), mode);
         let hand = Hand::new(stage.server(), "user");
         let first_allocation = Arc::default();
         let mut telling = JoinSet::new();
@@ -144,11 +157,12 @@ impl Demo {
             start,
             Arc::clone(&first_allocation),
         ));
-        let definitions = crate::api::crd::definitions();
-        for definition in definitions {
-            let definition =
-                serde_json::to_value(definition).map_err(|error| StageError::Yaml(error.to_string()))?;
-            stage.apply(&definition.to_string())?;
+        if mode == Mode::Classic {
+            for definition in crate::api::crd::definitions() {
+                let definition =
+                    serde_json::to_value(definition).map_err(|error| StageError::Yaml(error.to_string()))?;
+                stage.apply(&definition.to_string())?;
+            }
         }
         let others = [Device::new()?, Device::new()?];
         let [camera, either] = &others;
@@ -159,8 +173,8 @@ impl Demo {
                 .collect::<io::Result<Vec<_>>>()?;
             let configuration = configuration(
                 &own,
-                (name == "node-a").then_some(camera),
-                (name == "node-b").then_some(either),
+                (mode == Mode::Classic && name == "node-a").then_some(camera),
+                (mode == Mode::Classic && name == "node-b").then_some(either),
             );
             let place = directory.join(name);
             std::fs::create_dir_all(&place)?;
@@ -173,7 +187,9 @@ impl Demo {
             let kubelet = stage.add_node(real::NODE, &place, &real::configuration())?;
             kubelets.insert(real::NODE.to_owned(), kubelet);
         }
-        stage.add_controller(DRIVER)?;
+        if mode == Mode::Classic {
+            stage.add_controller(DRIVER)?;
+        }
         let mut demo = Self {
             stage,
             directory: directory.to_owned(),
@@ -188,17 +204,29 @@ impl Demo {
             first_allocation,
             patience: PATIENCE,
         };
-        let more = if real_devices { "; and this machine" } else { "" };
-        demo.heading(&format!(
-            "start: a cluster of three nodes, each with two devices, and a camera on node-a{more}"
-        ));
-        let ready = |demo: &Self| {
-            let inventories = demo.hand.list("nodeinventories");
-            inventories.iter().filter(|inventory| is_ready(inventory)).count()
+        let machine = if real_devices { "; and this machine" } else { "" };
+        let (what, camera) = match mode {
+            Mode::Structured => ("structured mode (Kubernetes 1.34 and later)", ""),
+            Mode::Classic => (
+                "classic mode (Kubernetes 1.27 to 1.30)",
+                ", and a camera on node-a",
+            ),
         };
-        let what = "the companions of all nodes are served by their kubelets";
-        let served = demo.expect(what, |demo| ready(demo) == demo.kubelets.len());
-        match served.await {
+        demo.heading(&format!(
+            "{what}: a cluster of three nodes, each with two devices{camera}{machine}"
+        ));
+        let started = match mode {
+            Mode::Structured => demo.expect_slices().await,
+            Mode::Classic => {
+                let ready = |demo: &Self| {
+                    let inventories = demo.hand.list("nodeinventories");
+                    inventories.iter().filter(|inventory| is_ready(inventory)).count()
+                };
+                let what = "the companions of all nodes are served by their kubelets";
+                demo.expect(what, |demo| ready(demo) == demo.kubelets.len()).await
+            }
+        };
+        match started {
             Ok(()) | Err(Halt::Unmet) => Ok(demo),
             Err(Halt::Broken(error)) => Err(error),
         }
@@ -210,6 +238,7 @@ impl Demo {
         if self.has_failed() {
             return Ok(());
         }
+        debug_assert_eq!(scenario.mode, self.stage.server().mode(), "{}", scenario.name);
         self.heading(&format!("{}: {}", scenario.name, scenario.about));
         self.summary.scenarios += 1;
         match scenarios::play(self, scenario).await {
@@ -383,7 +412,9 @@ mod tests {
         let _alone = devices::ALONE.lock().await;
         let directory = tempfile::tempdir().unwrap();
         let (shown, mut lines) = mpsc::unbounded_channel();
-        let mut demo = Demo::start(directory.path(), shown, false).await.unwrap();
+        let mut demo = Demo::start(Mode::Structured, directory.path(), shown, false)
+            .await
+            .unwrap();
         demo.patience = Duration::from_millis(100);
         let unmet = demo.expect("pigs fly", |_| false).await;
         assert!(matches!(unmet, Err(Halt::Unmet)), "{unmet:?}");

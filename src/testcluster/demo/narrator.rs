@@ -35,6 +35,7 @@ pub(super) fn tell(change: &Change) -> Vec<Line> {
         "resourceclaims" => claim(&change.key.name, before, after),
         "podschedulingcontexts" => context(&change.key.name, before, after),
         "nodeinventories" => inventory(before, after),
+        "resourceslices" => slice(before, after),
         "events" if before.is_null() => event(after),
         _ => Vec::new(),
     }
@@ -63,6 +64,11 @@ fn pod(name: &str, before: &Value, after: &Value) -> Vec<Line> {
 
 /// Returns the devices of an allocation and their node.
 pub(super) fn devices_of(claim: &Value) -> (Vec<String>, String) {
+    let results = list(claim, "/status/allocation/devices/results");
+    if let Some(first) = results.first() {
+        let devices = results.iter().map(|result| text(result, "/device").to_owned());
+        return (devices.collect(), text(first, "/pool").to_owned());
+    }
     let handles = list(claim, "/status/allocation/resourceHandles");
     let mut handles = handles
         .iter()
@@ -76,6 +82,12 @@ pub(super) fn devices_of(claim: &Value) -> (Vec<String>, String) {
 }
 
 fn claim(name: &str, before: &Value, after: &Value) -> Vec<Line> {
+    let is_structured = [before, after]
+        .iter()
+        .any(|claim| text(claim, "/apiVersion") == "resource.k8s.io/v1");
+    if is_structured && after.is_null() {
+        return vec![line("cluster", format!("claim {name} is gone"))];
+    }
     if after.is_null() {
         let held = devices_of(before).0.join(" and ");
         let free = if held.is_empty() {
@@ -103,7 +115,7 @@ fn claim(name: &str, before: &Value, after: &Value) -> Vec<Line> {
         });
     }
     let finalizers = |claim: &Value| list(claim, "/metadata/finalizers").len();
-    if finalizers(after) > finalizers(before) {
+    if finalizers(after) > finalizers(before) && !is_structured {
         lines.push(line(
             "controller",
             format!("puts its finalizer on claim {name}, before it does anything for it"),
@@ -118,7 +130,17 @@ fn claim(name: &str, before: &Value, after: &Value) -> Vec<Line> {
         let (devices, node) = devices_of(after);
         let devices = devices.join(" and ");
         let what = format!("allocates {devices} on {node} to claim {name}, reserved for pod {consumer}");
-        lines.push(line("controller", what));
+        let who = if is_structured { "scheduler" } else { "controller" };
+        lines.push(line(who, what));
+    }
+    if is_structured && allocated(before) && !allocated(after) {
+        let (devices, node) = devices_of(before);
+        let devices = devices.join(" and ");
+        lines.push(line(
+            "claim controller",
+            format!("deallocates claim {name}: {devices} on {node} is free"),
+        ));
+        return lines;
     }
     if allocated(before) && !allocated(after) {
         lines.push(line(
@@ -219,6 +241,42 @@ fn inventory(before: &Value, after: &Value) -> Vec<Line> {
     .collect()
 }
 
+fn slice(before: &Value, after: &Value) -> Vec<Line> {
+    let names = |slice: &Value, is_tainted: bool| -> BTreeSet<String> {
+        list(slice, "/spec/devices")
+            .iter()
+            .filter(|device| !is_tainted || !list(device, "/taints").is_empty())
+            .map(|device| text(device, "/name").to_owned())
+            .collect()
+    };
+    let node = [after, before]
+        .map(|slice| text(slice, "/spec/nodeName"))
+        .into_iter()
+        .find(|node| !node.is_empty());
+    let who = format!("companion {}", node.unwrap_or_default());
+    let (old, new) = (names(before, false), names(after, false));
+    let (was_tainted, is_tainted) = (names(before, true), names(after, true));
+    [
+        ("publishes", new.difference(&old).collect::<Vec<_>>()),
+        ("withdraws", old.difference(&new).collect()),
+        ("taints", is_tainted.difference(&was_tainted).collect()),
+        (
+            "removes the taint of",
+            was_tainted
+                .difference(&is_tainted)
+                .filter(|name| new.contains(*name))
+                .collect(),
+        ),
+    ]
+    .into_iter()
+    .filter(|(_, names)| !names.is_empty())
+    .map(|(word, names)| {
+        let names: Vec<&str> = names.into_iter().map(String::as_str).collect();
+        line(who.clone(), format!("{word} {}", names.join(", ")))
+    })
+    .collect()
+}
+
 fn event(event: &Value) -> Vec<Line> {
     if text(event, "/type") != "Warning" {
         return Vec::new();
@@ -281,6 +339,41 @@ mod tests {
         assert_eq!(
             told("resourceclaims.resource.k8s.io", Some(json!({})), Some(allocated)),
             ["controller: allocates a and b on node-a to claim x, reserved for pod p"]
+        );
+    }
+
+    #[test]
+    fn an_allocation_by_the_scheduler_is_described() {
+        let result = json!({ "request": "r", "driver": "drayman.dev", "pool": "node-a", "device": "a" });
+        let pending = json!({ "apiVersion": "resource.k8s.io/v1" });
+        let mut allocated = pending.clone();
+        allocated["status"] = json!({
+            "allocation": { "devices": { "results": [result] } }, "reservedFor": [{ "name": "p" }],
+        });
+        let (storage, before) = ("resourceclaims.resource.k8s.io", Some(pending.clone()));
+        assert_eq!(
+            told(storage, before, Some(allocated.clone())),
+            ["scheduler: allocates a on node-a to claim x, reserved for pod p"]
+        );
+        assert_eq!(
+            told(storage, Some(allocated), Some(pending)),
+            ["claim controller: deallocates claim x: a on node-a is free"]
+        );
+    }
+
+    #[test]
+    fn changes_of_a_slice_are_described() {
+        let slice = |devices: Value| json!({ "spec": { "nodeName": "node-a", "devices": devices } });
+        let storage = "resourceslices.resource.k8s.io";
+        let before = slice(json!([{ "name": "a" }, { "name": "b" }]));
+        let after = slice(json!([{ "name": "a", "taints": [{}] }, { "name": "c" }]));
+        assert_eq!(
+            told(storage, Some(before), Some(after)),
+            [
+                "companion node-a: publishes c",
+                "companion node-a: withdraws b",
+                "companion node-a: taints a",
+            ]
         );
     }
 

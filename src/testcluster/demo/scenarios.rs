@@ -6,7 +6,8 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::narrator::devices_of;
-use super::{CAMERA, DEVICES, Demo, Halt, extended_resources, real};
+use super::{CAMERA, DEVICES, Demo, Halt, extended_resources, real, structured};
+use crate::testcluster::api::Mode;
 use crate::testcluster::api::object::{list, text};
 use crate::testcluster::runtime::Outfit;
 
@@ -19,6 +20,8 @@ const SEVERAL_POD: &str = include_str!("../../../examples/several/pod.yaml");
 /// A scenario.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scenario {
+    /// Mode of its cluster.
+    pub mode: Mode,
     /// Name for `--scenario`.
     pub name: &'static str,
     /// Summary.
@@ -26,28 +29,49 @@ pub struct Scenario {
 }
 
 /// Default scenarios, in order.
-pub const SCENARIOS: [Scenario; 6] = [
+pub const SCENARIOS: [Scenario; 9] = [
     Scenario {
+        mode: Mode::Structured,
+        name: "structured",
+        about: "the scheduler allocates a device to a pod's claim, and the companion prepares it",
+    },
+    Scenario {
+        mode: Mode::Structured,
+        name: "scheduled",
+        about: "all devices are held; a pod waits and runs once a device is free",
+    },
+    Scenario {
+        mode: Mode::Structured,
+        name: "tainted",
+        about: "a device is unplugged while a pod holds it: it has a taint until it is plugged in again",
+    },
+    Scenario {
+        mode: Mode::Classic,
         name: "basic",
         about: "a pod with one device, from its claim to its deletion (examples/basic)",
     },
     Scenario {
+        mode: Mode::Classic,
         name: "several",
         about: "a pod with two devices of one claim, both on one node (examples/several)",
     },
     Scenario {
+        mode: Mode::Classic,
         name: "waiting",
         about: "all devices are held; a pod waits, an event says why, and it runs once a device is free",
     },
     Scenario {
+        mode: Mode::Classic,
         name: "unplugged",
         about: "a device is unplugged while a pod holds it, and plugged in again",
     },
     Scenario {
+        mode: Mode::Classic,
         name: "both-apis",
         about: "a claim, and two pods that request one camera through the device plugin API",
     },
     Scenario {
+        mode: Mode::Classic,
         name: "competing",
         about: "a claim and pods with a limit compete for one device of mode `both`",
     },
@@ -55,11 +79,15 @@ pub const SCENARIOS: [Scenario; 6] = [
 
 /// Additional scenario of `--real-devices`; it requires the node of this machine.
 pub const REAL: Scenario = Scenario {
+    mode: Mode::Classic,
     name: "real",
     about: "the devices of this machine, one claim per kind",
 };
 
 pub(super) async fn play(demo: &mut Demo, scenario: &Scenario) -> Result<(), Halt> {
+    if scenario.mode == Mode::Structured {
+        return structured::play(demo, scenario).await;
+    }
     demo.apply("examples/basic/class.yaml", CLASS)?;
     demo.apply("examples/basic/claim-template.yaml", TEMPLATE)?;
     match scenario.name {
@@ -108,7 +136,7 @@ impl Demo {
             .is_some_and(|pod| text(&pod, "/status/phase") == "Running")
     }
 
-    fn node_of(&self, name: &str) -> String {
+    pub(super) fn node_of(&self, name: &str) -> String {
         self.pod(name)
             .map(|pod| text(&pod, "/spec/nodeName").to_owned())
             .unwrap_or_default()
@@ -180,7 +208,7 @@ impl Demo {
     }
 
     /// Counts the CDI files of claims on all nodes.
-    fn cdi_files(&self) -> usize {
+    pub(super) fn cdi_files(&self) -> usize {
         let of = |node: &String| {
             let files = std::fs::read_dir(self.directory.join(node).join("cdi"));
             files
@@ -340,7 +368,7 @@ async fn unplugged(demo: &mut Demo) -> Result<(), Halt> {
 }
 
 /// Plugs or unplugs a device of a node.
-fn plug(demo: &mut Demo, node: &str, path: &str, plugged: bool) -> Result<(), Halt> {
+pub(super) fn plug(demo: &mut Demo, node: &str, path: &str, plugged: bool) -> Result<(), Halt> {
     let device = demo
         .devices
         .get_mut(node)

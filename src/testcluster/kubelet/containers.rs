@@ -21,7 +21,7 @@ const ALLOCATE: Duration = Duration::from_secs(45);
 /// Resources of a started pod.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Running {
-    /// Prepared claims.
+    /// Claims whose drivers prepare them, or have prepared them.
     pub(super) claims: Vec<Held>,
     /// Device plugin devices by resource.
     pub(super) devices: BTreeMap<String, BTreeSet<String>>,
@@ -106,7 +106,7 @@ impl Kubelet {
                 Trouble::Later("Failed", error.to_string())
             };
             for claim in list(container, "/resources/claims") {
-                for id in prepared.get(text(claim, "/name")).into_iter().flatten() {
+                for id in prepared.ids(text(claim, "/name"), text(claim, "/request")) {
                     outfit.add_cdi(&self.place, id).map_err(failed)?;
                 }
             }

@@ -22,7 +22,7 @@ use super::faults::Faults;
 use super::hand::Hand;
 use super::runtime::Outfit;
 use crate::node::run::NodeOptions;
-use crate::testcluster::api::{ApiServer, object};
+use crate::testcluster::api::{ApiServer, Mode, object};
 
 /// A node's name and directories.
 #[derive(Clone, Debug)]
@@ -103,7 +103,7 @@ impl Kubelet {
     fn calling(server: &ApiServer, place: NodePlace, calls: Calls) -> Self {
         Self {
             hand: Hand::new(server, "kubelet"),
-            registry: Registry::new(place.device_plugins.clone(), calls.clone()),
+            registry: Registry::new(server.mode(), place.device_plugins.clone(), calls.clone()),
             calls,
             place,
             running: Arc::default(),
@@ -119,10 +119,20 @@ impl Kubelet {
             .clone()
     }
 
+    /// Returns whether kubelet can call a plugin of the driver.
+    pub(crate) fn has_plugin(&self, driver: &str) -> bool {
+        self.registry.with(|plugins| plugins.driver(driver).is_some())
+    }
+
     /// Runs until shutdown. The directories must exist.
     pub async fn run(self, shutdown: CancellationToken) -> std::io::Result<()> {
         self.announce();
         let mut parts = JoinSet::new();
+        if self.hand.server.mode() == Mode::Structured {
+            // Pods could otherwise be scheduled to drivers that never come back.
+            self.wipe_slices(None);
+            parts.spawn(self.clone().wipe(shutdown.clone()));
+        }
         parts.spawn(self.registry.clone().serve(shutdown.clone()));
         parts.spawn(listing::serve(
             self.clone(),
@@ -163,6 +173,30 @@ impl Kubelet {
         let _ = self.hand.create("nodes", "", node);
     }
 
+    /// Deletes the ResourceSlices of drivers without a connected plugin until shutdown.
+    async fn wipe(self, shutdown: CancellationToken) -> std::io::Result<()> {
+        loop {
+            for driver in self.registry.with(plugins::Plugins::take_wipes) {
+                self.wipe_slices(Some(&driver));
+            }
+            tokio::select! {
+                () = shutdown.cancelled() => return Ok(()),
+                () = tokio::time::sleep(plugins::LOOK) => {}
+            }
+        }
+    }
+
+    /// Deletes the node's ResourceSlices of a driver, or of all drivers.
+    fn wipe_slices(&self, driver: Option<&str>) {
+        for slice in self.hand.list("resourceslices") {
+            let is_of_driver = driver.is_none_or(|driver| object::text(&slice, "/spec/driver") == driver);
+            if is_of_driver && object::text(&slice, "/spec/nodeName") == self.place.name {
+                // A slice that is deleted meanwhile needs no deletion.
+                let _ = self.hand.delete("resourceslices", &slice, None);
+            }
+        }
+    }
+
     /// Updates the node's status if it has changed.
     fn report(&self) {
         let Some(node) = self.hand.get("nodes", "", &self.place.name) else {
@@ -180,7 +214,9 @@ impl Kubelet {
         let ready = json!([{ "type": "Ready", "status": "True", "reason": "KubeletReady", "message": "kubelet is posting ready status" }]);
         let status = json!({
             "capacity": capacity, "allocatable": allocatable, "conditions": ready,
-            "nodeInfo": { "kubeletVersion": "v1.30.14", "containerRuntimeVersion": "stage://0" },
+            "nodeInfo": {
+                "kubeletVersion": self.hand.server.mode().kubernetes(), "containerRuntimeVersion": "stage://0",
+            },
         });
         if node.get("status") != Some(&status) {
             // A conflict means another change of the node, which triggers another pass.
@@ -206,5 +242,35 @@ impl Kubelet {
                 self.start(pod).await;
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testcluster::source::Source;
+
+    #[test]
+    fn only_slices_of_the_node_and_driver_are_deleted() {
+        let server = ApiServer::with_mode(Arc::new(Source::system()), Mode::Structured);
+        let kubelet = Kubelet::new(&server, NodePlace::within("node-a", Path::new("/nowhere")));
+        for (name, driver, node) in [
+            ("a", "x.dev", "node-a"),
+            ("b", "y.dev", "node-a"),
+            ("c", "x.dev", "node-b"),
+        ] {
+            let pool = json!({ "name": node, "generation": 1, "resourceSliceCount": 1 });
+            let spec = json!({ "driver": driver, "nodeName": node, "pool": pool });
+            let slice = json!({ "metadata": { "name": name }, "spec": spec });
+            kubelet.hand.create("resourceslices", "", slice).unwrap();
+        }
+        let names = || {
+            let slices = kubelet.hand.list("resourceslices");
+            slices.iter().map(object::name).collect::<Vec<_>>().join(" ")
+        };
+        kubelet.wipe_slices(Some("x.dev"));
+        assert_eq!(names(), "b c");
+        kubelet.wipe_slices(None);
+        assert_eq!(names(), "c");
     }
 }

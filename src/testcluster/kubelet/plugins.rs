@@ -7,25 +7,81 @@ use std::time::Duration;
 
 use tokio::net::UnixListener;
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
 use tonic::transport::{Channel, Endpoint, Server};
 use tonic::{Request, Response, Status};
 
-use super::wire::Calls;
+use super::wire::{Calls, hold};
 use crate::api::proto::device_plugin_v1beta1::device_plugin_client::DevicePluginClient;
 use crate::api::proto::device_plugin_v1beta1::registration_server::{Registration, RegistrationServer};
 use crate::api::proto::device_plugin_v1beta1::{Empty, RegisterRequest};
 use crate::api::proto::plugin_registration::{
     InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse,
 };
+use crate::testcluster::api::Mode;
 
 /// Poll interval of the plugin watcher. The real one uses inotify and reconciles about every second.
-const LOOK: Duration = Duration::from_millis(100);
+pub(super) const LOOK: Duration = Duration::from_millis(100);
 /// Deadline of GetInfo.
 const INFO: Duration = Duration::from_secs(1);
 /// Deadline of NotifyRegistrationStatus.
 const NOTIFY: Duration = Duration::from_secs(5);
+
+/// Pause before a lost connection to a plugin is opened again (gRPC's first backoff).
+const RECONNECT: Duration = Duration::from_secs(1);
+/// Time without a connected plugin after which the driver's ResourceSlices are deleted (`defaultWipingDelay`).
+const WIPING_DELAY: Duration = Duration::from_secs(30);
+
+/// DRA API of a plugin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum DraApi {
+    /// `v1alpha3.Node`: the allocation is in the call.
+    V1alpha3,
+    /// `v1beta1.DRAPlugin`: the plugin reads the allocation from the claim.
+    V1beta1,
+    /// `v1.DRAPlugin`.
+    V1,
+}
+
+impl DraApi {
+    /// Returns the API that kubelet uses: before 1.32 by version, later the first service of the plugin that it knows.
+    fn of(mode: Mode, versions: &[String]) -> Option<Self> {
+        match mode {
+            Mode::Classic => versions
+                .iter()
+                .any(|version| version.starts_with("1."))
+                .then_some(Self::V1alpha3),
+            Mode::Structured => versions.iter().find_map(|version| match version.as_str() {
+                "v1.DRAPlugin" => Some(Self::V1),
+                "v1beta1.DRAPlugin" => Some(Self::V1beta1),
+                _ => None,
+            }),
+        }
+    }
+
+    /// Returns the path of a method.
+    pub(crate) fn method(self, method: &str) -> String {
+        let service = match self {
+            Self::V1alpha3 => "v1alpha3.Node",
+            Self::V1beta1 => "k8s.io.kubelet.pkg.apis.dra.v1beta1.DRAPlugin",
+            Self::V1 => "k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin",
+        };
+        format!("/{service}/{method}")
+    }
+}
+
+/// A registered DRA plugin.
+#[derive(Clone, Debug)]
+pub(crate) struct Plugin {
+    /// Service socket.
+    pub(crate) endpoint: PathBuf,
+    pub(crate) api: DraApi,
+    /// Whether kubelet's idle connection to the socket is open.
+    connected: bool,
+}
 
 /// Devices of a device plugin; the value is `true` if healthy.
 pub(crate) type Devices = BTreeMap<String, bool>;
@@ -33,10 +89,70 @@ pub(crate) type Devices = BTreeMap<String, bool>;
 /// Registered plugins.
 #[derive(Debug, Default)]
 pub(crate) struct Plugins {
-    /// Service sockets of DRA drivers by driver name.
-    pub(crate) drivers: BTreeMap<String, PathBuf>,
+    /// DRA plugins by driver name, in the order of their registration.
+    drivers: BTreeMap<String, Vec<Plugin>>,
+    /// When the ResourceSlices of drivers without a connected plugin are deleted.
+    wipes: BTreeMap<String, Instant>,
     /// Clients and devices of device plugins by resource.
     pub(crate) resources: BTreeMap<String, (DevicePluginClient<Channel>, Devices)>,
+}
+
+impl Plugins {
+    /// Returns the plugin of a driver: the newest that is connected, else the newest.
+    pub(crate) fn driver(&self, name: &str) -> Option<&Plugin> {
+        let plugins = self.drivers.get(name)?;
+        plugins
+            .iter()
+            .rfind(|plugin| plugin.connected)
+            .or_else(|| plugins.last())
+    }
+
+    /// Adds a plugin. Before 1.33, a driver has one plugin.
+    fn add(&mut self, mode: Mode, driver: &str, plugin: Plugin) {
+        let plugins = self.drivers.entry(driver.to_owned()).or_default();
+        plugins.retain(|known| mode == Mode::Structured && known.endpoint != plugin.endpoint);
+        plugins.push(plugin);
+        self.plan_wipe(driver);
+    }
+
+    fn remove(&mut self, driver: &str, endpoint: &Path) {
+        if let Some(plugins) = self.drivers.get_mut(driver) {
+            plugins.retain(|plugin| plugin.endpoint != endpoint);
+            if plugins.is_empty() {
+                self.drivers.remove(driver);
+            }
+        }
+        self.plan_wipe(driver);
+    }
+
+    fn connect(&mut self, driver: &str, endpoint: &Path, connected: bool) {
+        let plugins = self.drivers.get_mut(driver).into_iter().flatten();
+        for plugin in plugins.filter(|plugin| plugin.endpoint == endpoint) {
+            plugin.connected = connected;
+        }
+        self.plan_wipe(driver);
+    }
+
+    /// Plans the deletion of a driver's ResourceSlices while none of its plugins is connected.
+    fn plan_wipe(&mut self, driver: &str) {
+        let plugins = self.drivers.get(driver).into_iter().flatten();
+        if plugins.into_iter().any(|plugin| plugin.connected) {
+            self.wipes.remove(driver);
+        } else {
+            let end = Instant::now() + WIPING_DELAY;
+            self.wipes.entry(driver.to_owned()).or_insert(end);
+        }
+    }
+
+    /// Takes the drivers whose ResourceSlices are due for deletion.
+    pub(crate) fn take_wipes(&mut self) -> Vec<String> {
+        let now = Instant::now();
+        let (due, later) = std::mem::take(&mut self.wipes)
+            .into_iter()
+            .partition(|(_, end)| *end <= now);
+        self.wipes = later;
+        BTreeMap::into_keys(due).collect()
+    }
 }
 
 /// Shared state of a node's plugins.
@@ -46,11 +162,13 @@ pub(crate) struct Registry {
     pub(crate) changed: watch::Sender<u64>,
     directory: PathBuf,
     calls: Calls,
+    mode: Mode,
 }
 
 impl Registry {
-    pub(crate) fn new(directory: PathBuf, calls: Calls) -> Self {
+    pub(crate) fn new(mode: Mode, directory: PathBuf, calls: Calls) -> Self {
         Self {
+            mode,
             plugins: Arc::default(),
             changed: watch::Sender::new(0),
             directory,
@@ -83,7 +201,7 @@ impl Registry {
 
     /// Watches the plugin registration directory until shutdown.
     pub(crate) async fn watch(self, directory: PathBuf, shutdown: CancellationToken) {
-        let mut known: BTreeMap<PathBuf, (u64, String)> = BTreeMap::new();
+        let mut known: BTreeMap<PathBuf, Registered> = BTreeMap::new();
         loop {
             let sockets = sockets(&directory);
             let gone: Vec<PathBuf> = known
@@ -92,17 +210,33 @@ impl Registry {
                 .cloned()
                 .collect();
             for path in gone {
-                if let Some((_, name)) = known.remove(&path) {
-                    self.with(|plugins| plugins.drivers.remove(&name));
+                if let Some(gone) = known.remove(&path) {
+                    self.with(|plugins| plugins.remove(&gone.driver, &gone.endpoint));
                     self.tell();
                 }
             }
             for (path, inode) in sockets {
-                if known.get(&path).is_none_or(|(known, _)| *known != inode)
-                    && let Some((name, service)) = register(&path, &self.calls).await
+                if known.get(&path).is_none_or(|known| known.inode != inode)
+                    && let Some((driver, plugin)) = register(&path, &self.calls, self.mode).await
                 {
-                    self.with(|plugins| plugins.drivers.insert(name.clone(), service));
-                    known.insert(path, (inode, name));
+                    let endpoint = plugin.endpoint.clone();
+                    self.with(|plugins| {
+                        if let Some(old) = known.remove(&path) {
+                            plugins.remove(&old.driver, &old.endpoint);
+                        }
+                        plugins.add(self.mode, &driver, plugin);
+                    });
+                    let connection = (self.mode == Mode::Structured).then(|| {
+                        let monitor = self.clone().monitor(driver.clone(), endpoint.clone());
+                        AbortOnDropHandle::new(tokio::spawn(monitor))
+                    });
+                    let registered = Registered {
+                        inode,
+                        driver,
+                        endpoint,
+                        _connection: connection,
+                    };
+                    known.insert(path, registered);
                     self.tell();
                 }
             }
@@ -110,6 +244,16 @@ impl Registry {
                 () = shutdown.cancelled() => return,
                 () = tokio::time::sleep(LOOK) => {}
             }
+        }
+    }
+
+    /// Keeps a connection to a plugin open, as kubelet does since 1.33.
+    async fn monitor(self, driver: String, endpoint: PathBuf) {
+        loop {
+            let connect = |connected| self.with(|plugins| plugins.connect(&driver, &endpoint, connected));
+            hold(&endpoint, || connect(true)).await;
+            connect(false);
+            tokio::time::sleep(RECONNECT).await;
         }
     }
 
@@ -168,6 +312,15 @@ impl Registration for Registry {
     }
 }
 
+/// A plugin that was found in the registration directory.
+struct Registered {
+    inode: u64,
+    driver: String,
+    endpoint: PathBuf,
+    /// Ends with the registration.
+    _connection: Option<AbortOnDropHandle<()>>,
+}
+
 /// Returns the sockets of a directory tree with their inodes; skips sockets whose name starts with a dot.
 fn sockets(directory: &Path) -> BTreeMap<PathBuf, u64> {
     use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
@@ -187,17 +340,18 @@ fn sockets(directory: &Path) -> BTreeMap<PathBuf, u64> {
 }
 
 /// Queries a registration socket for its plugin and confirms the registration.
-async fn register(socket: &Path, calls: &Calls) -> Option<(String, PathBuf)> {
+async fn register(socket: &Path, calls: &Calls, mode: Mode) -> Option<(String, Plugin)> {
     const SERVICE: &str = "/pluginregistration.Registration";
     let info: PluginInfo = calls
         .call(socket, &format!("{SERVICE}/GetInfo"), &InfoRequest {}, INFO)
         .await
         .ok()?;
-    let mut versions = info.supported_versions.iter();
-    let accepted = info.r#type == "DRAPlugin" && versions.any(|version| version.starts_with("1."));
+    let api = (info.r#type == "DRAPlugin")
+        .then(|| DraApi::of(mode, &info.supported_versions))
+        .flatten();
     let status = RegistrationStatus {
-        plugin_registered: accepted,
-        error: if accepted {
+        plugin_registered: api.is_some(),
+        error: if api.is_some() {
             String::new()
         } else {
             "no handler for this type or version".to_owned()
@@ -217,5 +371,95 @@ async fn register(socket: &Path, calls: &Calls) -> Option<(String, PathBuf)> {
     } else {
         PathBuf::from(info.endpoint)
     };
-    accepted.then_some((info.name, endpoint))
+    let plugin = Plugin {
+        endpoint,
+        api: api?,
+        connected: false,
+    };
+    Some((info.name, plugin))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DRIVER: &str = "x.dev";
+
+    fn plugin(endpoint: &str) -> Plugin {
+        Plugin {
+            endpoint: endpoint.into(),
+            api: DraApi::V1,
+            connected: false,
+        }
+    }
+
+    fn endpoint(plugins: &Plugins) -> Option<&str> {
+        plugins.driver(DRIVER)?.endpoint.to_str()
+    }
+
+    #[test]
+    fn the_first_known_service_of_the_plugin_is_called() {
+        let api = |mode, versions: &[&str]| {
+            let versions: Vec<String> = versions.iter().map(|version| (*version).to_owned()).collect();
+            DraApi::of(mode, &versions)
+        };
+        let structured = |versions: &[&str]| api(Mode::Structured, versions);
+        assert_eq!(
+            structured(&["v1.DRAPlugin", "v1beta1.DRAPlugin"]),
+            Some(DraApi::V1)
+        );
+        assert_eq!(
+            structured(&["v1beta1.DRAPlugin", "v1.DRAPlugin"]),
+            Some(DraApi::V1beta1)
+        );
+        assert_eq!(
+            structured(&["v1alpha1.DRAResourceHealth", "v1.DRAPlugin"]),
+            Some(DraApi::V1)
+        );
+        assert_eq!(structured(&["1.0.0"]), None);
+        assert_eq!(api(Mode::Classic, &["1.0.1"]), Some(DraApi::V1alpha3));
+        assert_eq!(api(Mode::Classic, &["v1.DRAPlugin"]), None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_newest_connected_plugin_is_called() {
+        let mut plugins = Plugins::default();
+        for endpoint in ["old", "new"] {
+            plugins.add(Mode::Structured, DRIVER, plugin(endpoint));
+        }
+        assert_eq!(endpoint(&plugins), Some("new"));
+        plugins.connect(DRIVER, Path::new("old"), true);
+        assert_eq!(endpoint(&plugins), Some("old"));
+        plugins.connect(DRIVER, Path::new("new"), true);
+        assert_eq!(endpoint(&plugins), Some("new"));
+        plugins.remove(DRIVER, Path::new("new"));
+        assert_eq!(endpoint(&plugins), Some("old"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn slices_are_wiped_thirty_seconds_after_the_connection() {
+        let mut plugins = Plugins::default();
+        plugins.add(Mode::Structured, DRIVER, plugin("socket"));
+        plugins.connect(DRIVER, Path::new("socket"), true);
+        plugins.connect(DRIVER, Path::new("socket"), false);
+        tokio::time::advance(WIPING_DELAY / 2).await;
+        // A second change does not extend the delay.
+        plugins.remove(DRIVER, Path::new("socket"));
+        assert!(plugins.take_wipes().is_empty());
+        tokio::time::advance(WIPING_DELAY / 2).await;
+        assert_eq!(plugins.take_wipes(), [DRIVER]);
+        assert!(plugins.take_wipes().is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_plugin_that_comes_back_keeps_its_slices() {
+        let mut plugins = Plugins::default();
+        plugins.add(Mode::Structured, DRIVER, plugin("socket"));
+        plugins.connect(DRIVER, Path::new("socket"), true);
+        plugins.connect(DRIVER, Path::new("socket"), false);
+        tokio::time::advance(WIPING_DELAY / 2).await;
+        plugins.connect(DRIVER, Path::new("socket"), true);
+        tokio::time::advance(WIPING_DELAY).await;
+        assert!(plugins.take_wipes().is_empty());
+    }
 }

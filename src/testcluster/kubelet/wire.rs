@@ -119,6 +119,22 @@ async fn call<Q: Message, A: Message + Default>(
         .and_then(|body| A::decode(body.as_slice()).map_err(|error| CallError::Unreadable(error.to_string())))
 }
 
+/// Opens a connection, reports it, and waits until it ends, like a gRPC client without calls.
+pub(crate) async fn hold(socket: &Path, connected: impl FnOnce()) {
+    let Ok(mut stream) = UnixStream::connect(socket).await else {
+        return;
+    };
+    if stream.write_all(&opening()).await.is_err() {
+        return;
+    }
+    connected();
+    while let Ok((kind, flags, payload)) = read_frame(&mut stream).await {
+        if kind == GO_AWAY || stream.write_all(&reply(kind, flags, &payload)).await.is_err() {
+            return;
+        }
+    }
+}
+
 async fn exchange(socket: &Path, method: &str, message: &[u8]) -> Result<Vec<u8>, CallError> {
     let mut stream = UnixStream::connect(socket).await?;
     let length = u32::try_from(message.len()).unwrap_or(u32::MAX).to_be_bytes();
@@ -138,8 +154,7 @@ async fn exchange(socket: &Path, method: &str, message: &[u8]) -> Result<Vec<u8>
         (b"content-type", b"application/grpc"),
         (b"te", b"trailers"),
     ]);
-    let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
-    frame(&mut bytes, SETTINGS, 0, 0, &[]);
+    let mut bytes = opening();
     frame(&mut bytes, HEADERS, END_HEADERS, 1, &block);
     let mut chunks = body.chunks(FRAME_MAX).peekable();
     while let Some(chunk) = chunks.next() {
@@ -148,6 +163,34 @@ async fn exchange(socket: &Path, method: &str, message: &[u8]) -> Result<Vec<u8>
     }
     stream.write_all(&bytes).await?;
     answer(&mut stream).await
+}
+
+/// Returns the start of each connection.
+fn opening() -> Vec<u8> {
+    let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+    frame(&mut bytes, SETTINGS, 0, 0, &[]);
+    bytes
+}
+
+/// Returns the reply that a frame demands, or nothing.
+fn reply(kind: u8, flags: u8, payload: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    match kind {
+        SETTINGS if flags == 0 => frame(&mut bytes, SETTINGS, 1, 0, &[]),
+        PING if flags == 0 => frame(&mut bytes, PING, 1, 0, payload),
+        _ => {}
+    }
+    bytes
+}
+
+/// Reads a frame: its type, flags and payload.
+async fn read_frame(stream: &mut UnixStream) -> std::io::Result<(u8, u8, Vec<u8>)> {
+    let mut head = [0; 9];
+    stream.read_exact(&mut head).await?;
+    let [high, middle, low, kind, flags, ..] = head;
+    let mut payload = vec![0; usize::from(high) << 16 | usize::from(middle) << 8 | usize::from(low)];
+    stream.read_exact(&mut payload).await?;
+    Ok((kind, flags, payload))
 }
 
 fn frame(bytes: &mut Vec<u8>, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
@@ -162,12 +205,7 @@ async fn answer(stream: &mut UnixStream) -> Result<Vec<u8>, CallError> {
     let mut decoder = Decoder::new();
     let (mut body, mut code, mut message) = (Vec::new(), String::new(), String::new());
     loop {
-        let mut head = [0; 9];
-        stream.read_exact(&mut head).await?;
-        let [high, middle, low, kind, flags, ..] = head;
-        let mut payload = vec![0; usize::from(high) << 16 | usize::from(middle) << 8 | usize::from(low)];
-        stream.read_exact(&mut payload).await?;
-        let mut reply = Vec::new();
+        let (kind, flags, payload) = read_frame(stream).await?;
         match kind {
             DATA => body.extend_from_slice(&payload),
             HEADERS => {
@@ -188,11 +226,8 @@ async fn answer(stream: &mut UnixStream) -> Result<Vec<u8>, CallError> {
                 let message = "the connection was reset".to_owned();
                 return Err(CallError::Status { code, message });
             }
-            SETTINGS if flags == 0 => frame(&mut reply, SETTINGS, 1, 0, &[]),
-            PING if flags == 0 => frame(&mut reply, PING, 1, 0, &payload),
-            _ => {}
+            _ => stream.write_all(&reply(kind, flags, &payload)).await?,
         }
-        stream.write_all(&reply).await?;
         if matches!(kind, DATA | HEADERS) && flags & END_STREAM != 0 {
             break;
         }
@@ -224,4 +259,31 @@ fn unescaped(text: &str) -> String {
         }
     }
     String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn an_idle_connection_is_reported_and_kept_open() {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("socket");
+        let listener = tokio::net::UnixListener::bind(&socket).unwrap();
+        let (connected, is_connected) = tokio::sync::oneshot::channel();
+        let holding = tokio::spawn(async move {
+            hold(&socket, || connected.send(()).unwrap()).await;
+        });
+        let (mut stream, _) = listener.accept().await.unwrap();
+        is_connected.await.unwrap();
+        let mut ping = Vec::new();
+        frame(&mut ping, PING, 0, 0, &[7; 8]);
+        stream.write_all(&ping).await.unwrap();
+        let mut received = vec![0; opening().len() + ping.len()];
+        stream.read_exact(&mut received).await.unwrap();
+        assert!(received.ends_with(&[7; 8]), "{received:?}");
+        assert!(!holding.is_finished());
+        drop(stream);
+        holding.await.unwrap();
+    }
 }

@@ -212,6 +212,7 @@ pub(crate) fn event_reasons() -> Found {
         "core/prepare/kubelet_apis.rs",
         "node/reload.rs",
         "node/orphans.rs",
+        "node/publish/slices.rs",
     ];
     let says = [
         "report",
@@ -223,6 +224,7 @@ pub(crate) fn event_reasons() -> Found {
         "invalid",
         "error",
         "push",
+        "tell",
     ];
     for (file, tokens) in sources() {
         if !places.iter().any(|place| file.starts_with(place)) {
@@ -269,6 +271,7 @@ pub(crate) fn refusal_reasons() -> Found {
     answered(&[
         "core/prepare/plan.rs",
         "node/driver.rs",
+        "node/kubelet/dra/claim_reader.rs",
         "node/service.rs",
         "node/state/storage/mod.rs",
     ])

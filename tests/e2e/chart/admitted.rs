@@ -191,7 +191,11 @@ async fn the_controller_is_restricted_and_the_companion_privileged() -> anyhow::
 }
 
 /// A client with the token that a pod of this account on this node has.
-async fn token_client(stage: &Stage, account: &str, node: Option<&str>) -> anyhow::Result<kube::Client> {
+pub(crate) async fn token_client(
+    stage: &Stage,
+    account: &str,
+    node: Option<&str>,
+) -> anyhow::Result<kube::Client> {
     let mut arguments = vec!["create", "token", account, "--namespace=drayman"];
     let name = node.map(|node| format!("on-{node}"));
     if let (Some(node), Some(name)) = (node, &name) {

@@ -14,6 +14,12 @@ use crate::harness;
 /// The namespace that releases of these tests are in.
 pub(crate) const NAMESPACE: &str = "drayman";
 
+/// Arguments for a cluster of each mode: the defaults of [`template`] are classic.
+pub(crate) const MODES: [&[&str]; 2] = [&[], &STRUCTURED];
+
+/// Arguments for a cluster of structured mode.
+pub(crate) const STRUCTURED: [&str; 2] = ["--kube-version=1.37.2", "--api-versions=resource.k8s.io/v1"];
+
 /// A path below the repository.
 pub(crate) fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
@@ -57,7 +63,10 @@ pub(crate) fn template(values: Option<&Path>, arguments: &[&str]) -> Output {
     if !arguments.contains(&"--namespace") {
         command.args(["--namespace", NAMESPACE]);
     }
-    if !arguments.contains(&"--kube-version") {
+    if !arguments
+        .iter()
+        .any(|argument| argument.starts_with("--kube-version"))
+    {
         command.args(["--kube-version", harness::VERSION]);
     }
     if let Some(values) = values {
@@ -77,6 +86,11 @@ pub(crate) fn text(values: Option<&Path>, arguments: &[&str]) -> String {
 /// The same, as objects.
 pub(crate) fn render(values: Option<&Path>, arguments: &[&str]) -> Vec<Value> {
     objects(&text(values, arguments))
+}
+
+/// What is rendered of these values and arguments for a cluster of structured mode.
+pub(crate) fn structured(values: &str, arguments: &[&str]) -> Vec<Value> {
+    render(Some(&chart(values)), &[&STRUCTURED, arguments].concat())
 }
 
 /// What is rendered of the defaults and one kind of device.

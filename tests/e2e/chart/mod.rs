@@ -19,5 +19,6 @@ mod refused;
 mod rendered;
 mod rights;
 pub(crate) mod stage;
+mod structured;
 mod types;
 mod values;

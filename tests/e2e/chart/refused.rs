@@ -1,6 +1,6 @@
 //! Combinations that cannot work are refused with one sentence that says the way out.
 
-use crate::chart::helm::{chart, helm, refusal, template};
+use crate::chart::helm::{STRUCTURED, chart, helm, refusal, template};
 use crate::harness;
 
 const KIND: [&str; 2] = [
@@ -184,6 +184,26 @@ fn a_combination_that_cannot_work_is_refused_with_one_sentence() {
             vec!["--set=controller.env[0].name=DRAYMAN_ORPHAN_GRACE_PERIOD"],
             "which the controller does not read",
             "correct it",
+        ),
+        (
+            vec!["--set=node.updateStrategy.maxSurge=1"],
+            "node.updateStrategy has maxSurge and maxUnavailable",
+            "set the other to 0",
+        ),
+        (
+            vec!["--set=node.updateStrategy.maxUnavailable=0"],
+            "neither maxSurge nor maxUnavailable",
+            "set maxUnavailable=1",
+        ),
+        (
+            vec!["--kube-version=1.34.0"],
+            "Kubernetes v1.34.0 has no classic DRA",
+            "--api-versions=resource.k8s.io/v1",
+        ),
+        (
+            [&STRUCTURED[..], &["--set=node.enabled=false"]].concat(),
+            "node.enabled is false and there are no classes",
+            "enable the companion",
         ),
         (
             vec![LONG_ROOT],

@@ -5,12 +5,17 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::chart::helm::{arguments, chart, object, objects, one_kind, pod_spec, render, text, variants};
+use crate::chart::helm::{
+    MODES, arguments, chart, object, objects, one_kind, pod_spec, render, text, variants,
+};
 
 #[test]
 fn selectors_stay_the_same_from_release_to_release() {
-    for variant in variants() {
-        for owner in render(Some(&variant), &[]) {
+    for (variant, mode) in variants()
+        .iter()
+        .flat_map(|variant| MODES.map(|mode| (variant, mode)))
+    {
+        for owner in render(Some(variant), mode) {
             if !["Deployment", "DaemonSet"].contains(&owner["kind"].as_str().unwrap_or_default()) {
                 continue;
             }
@@ -40,16 +45,20 @@ fn selectors_stay_the_same_from_release_to_release() {
 
 #[test]
 fn every_object_belongs_to_its_release_and_namespace() {
-    const CLUSTER_WIDE: [&str; 6] = [
+    const CLUSTER_WIDE: [&str; 7] = [
         "ClusterRole",
         "ClusterRoleBinding",
+        "DeviceClass",
         "DeviceClassParameters",
         "ResourceClass",
         "ValidatingAdmissionPolicy",
         "ValidatingAdmissionPolicyBinding",
     ];
-    for variant in variants() {
-        for object in render(Some(&variant), &[]) {
+    for (variant, mode) in variants()
+        .iter()
+        .flat_map(|variant| MODES.map(|mode| (variant, mode)))
+    {
+        for object in render(Some(variant), mode) {
             let what = format!("{} {} of {variant:?}", object["kind"], object["metadata"]["name"]);
             let labels = &object["metadata"]["labels"];
             assert_eq!(labels["app.kubernetes.io/instance"], "drayman", "{what}");
@@ -171,8 +180,11 @@ fn alerts_select_series_of_their_release_only() {
 /// Label selectors that select nothing are refused by nobody.
 #[test]
 fn what_selects_pods_selects_those_of_its_component() {
-    for variant in variants() {
-        let rendered = render(Some(&variant), &[]);
+    for (variant, mode) in variants()
+        .iter()
+        .flat_map(|variant| MODES.map(|mode| (variant, mode)))
+    {
+        let rendered = render(Some(variant), mode);
         let labels = |owner: &Value| -> Value { owner["spec"]["selector"]["matchLabels"].clone() };
         for owner in &rendered {
             let component = &owner["metadata"]["labels"]["app.kubernetes.io/component"];

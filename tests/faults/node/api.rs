@@ -167,13 +167,12 @@ impl State {
                     Answer::Json(json!({"apiVersion": "v1", "kind": "Node", "metadata": metadata})),
                 )
             }
-            ("GET", "/apis/resource.k8s.io/v1alpha2") if self.claims => {
-                let claims = json!({"name": "resourceclaims", "kind": "ResourceClaim", "namespaced": true, "verbs": [], "singularName": ""});
-                let list = json!({
-                    "kind": "APIResourceList", "apiVersion": "v1",
-                    "groupVersion": "resource.k8s.io/v1alpha2", "resources": [claims]
+            ("GET", "/apis/resource.k8s.io") if self.claims => {
+                let version = json!({"groupVersion": "resource.k8s.io/v1alpha2", "version": "v1alpha2"});
+                let group = json!({
+                    "kind": "APIGroup", "apiVersion": "v1", "name": "resource.k8s.io", "versions": [version]
                 });
-                (StatusCode::OK, Answer::Json(list))
+                (StatusCode::OK, Answer::Json(group))
             }
             ("GET", CLAIMS) => {
                 let items: Vec<&Value> = self.stored_claims.values().collect();

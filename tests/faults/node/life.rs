@@ -164,7 +164,10 @@ async fn a_cluster_without_claims_gets_extended_resources_only() {
     let process = node.start();
     let inventory = node.api.until_ready("True", "Serving").await;
     let message = inventory["status"]["conditions"][0]["message"].as_str().unwrap();
-    assert!(message.contains("resource.k8s.io/v1alpha2"), "{message}");
+    assert!(
+        message.contains("neither resource.k8s.io/v1 nor v1alpha2"),
+        "{message}"
+    );
     assert!(!node.dra_socket().exists());
 
     let mut plugin = node.plugin("example.com/camera").await;

@@ -10,7 +10,9 @@ use drayman::node::ExtendedResource;
 use drayman::node::kubelet::transport::GrpcCalls;
 use drayman::node::kubelet::{KubeletApiError, KubeletApiState, KubeletPaths, dra};
 use drayman::node::metrics::Figures;
-use drayman::node::service::{NodeService, PluginDevice, Request as Call, ServedResource, ServiceError};
+use drayman::node::service::{
+    Allocation, NodeService, PluginDevice, Request as Call, ServedResource, ServiceError,
+};
 use loona_hpack::{Decoder, Encoder};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
@@ -101,9 +103,13 @@ impl Script {
             Call::Prepare(claims, sender) => {
                 let mut answers = Vec::new();
                 for claim in claims {
+                    let handle = match &claim.allocation {
+                        Allocation::Handle(handle) => handle.clone(),
+                        Allocation::Results(results) => format!("{results:?}"),
+                    };
                     let call = format!(
-                        "prepare {}/{} {} {}",
-                        claim.namespace, claim.name, claim.uid, claim.resource_handle
+                        "prepare {}/{} {} {handle}",
+                        claim.namespace, claim.name, claim.uid
                     );
                     let ids = vec![format!("v/c={}", claim.uid)];
                     answers.extend(self.answer(call, &claim.name, ids).await);
@@ -201,6 +207,7 @@ impl DraEndpoint {
             companion.service.clone(),
             paths(&directory),
             DRIVER.into(),
+            dra::DraApi::Classic,
             sender,
             shutdown.clone(),
         );

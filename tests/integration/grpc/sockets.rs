@@ -96,6 +96,7 @@ async fn what_stands_in_the_way_is_named() {
             Scripted::new().service.clone(),
             paths,
             driver.into(),
+            dra::DraApi::Classic,
             state,
             CancellationToken::new(),
         ))
@@ -153,6 +154,7 @@ async fn what_stands_in_the_way_is_named() {
         Scripted::new().service.clone(),
         paths(&directory),
         DRIVER.into(),
+        dra::DraApi::Classic,
         sender,
         shutdown.clone(),
     ));

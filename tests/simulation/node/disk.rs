@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::cdi::Spec;
 use drayman::core::prepare::checkpoint::{Checkpoint, ClusterFacts};
-use drayman::core::prepare::container_edits::{ContainerEdits, cdi_spec};
+use drayman::core::prepare::container_edits::cdi_spec_of_entry;
 use drayman::core::prepare::names::{ClaimUid, DriverName};
 use drayman::core::prepare::plan::Records;
 use drayman::core::prepare::prepared_claims::{Entry, PreparedClaims};
@@ -240,9 +240,11 @@ impl Records for Disk {
         Ok(())
     }
 
-    fn write_cdi(&self, uid: &ClaimUid, container_edits: &ContainerEdits) -> Result<(), Stop> {
+    fn write_cdi(&self, uid: &ClaimUid, entry: &Entry) -> Result<(), Stop> {
+        let Some(spec) = cdi_spec_of_entry(&driver_name(), uid, entry) else {
+            return Ok(());
+        };
         let mut state = self.0.borrow_mut();
-        let spec = cdi_spec(&driver_name(), uid, container_edits);
         if state.cdi.get(uid) != Some(&spec) {
             // Under another name, and then renamed.
             state.step()?;

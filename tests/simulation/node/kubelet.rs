@@ -7,6 +7,7 @@ use drayman::core::claims::ObjectKey;
 use drayman::core::prepare::kubelet_state::{KubeletClaim, KubeletView};
 use drayman::core::prepare::names::ClaimUid;
 use drayman::core::prepare::plan::Refusal;
+use drayman::core::prepare::prepared_claims::HeldDevice;
 
 use super::companion::Failure;
 use super::{Doing, claim_uid, request};
@@ -343,7 +344,7 @@ impl Stage {
             namespace: request.namespace,
             name: request.name,
             ours: true,
-            devices: Some(hold.devices.iter().cloned().collect()),
+            devices: Some(hold.devices.iter().map(HeldDevice::named).collect()),
         };
         if let Some(node) = self.nodes.all.get_mut(name) {
             let listed = node.kubelet.listed.entry(uid).or_insert_with(|| Listed {

@@ -19,7 +19,7 @@ use drayman::api::handle::{DeviceHandle, HandleDevice, VERSION};
 use drayman::api::resource::ResourceClaim;
 use drayman::core::claims::ObjectKey;
 use drayman::core::prepare::names::ClaimUid;
-use drayman::core::prepare::plan::ClaimToPrepare;
+use drayman::core::prepare::plan::{Allocation, ClaimToPrepare};
 
 use crate::driver::{Hold, uid_of};
 use crate::pods::uid_of_pod;
@@ -146,7 +146,7 @@ fn request(claim: &ResourceClaim, hold: &Hold) -> ClaimToPrepare {
         namespace: claim.metadata.namespace.clone().unwrap_or_default(),
         name: claim.metadata.name.clone().unwrap_or_default(),
         uid,
-        resource_handle: handle.to_data().unwrap(),
+        allocation: Allocation::Handle(handle.to_data().unwrap()),
     }
 }
 

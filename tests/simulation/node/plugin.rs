@@ -8,7 +8,7 @@ use drayman::api::resource::{AllocationResult, ResourceClaim, ResourceHandle};
 use drayman::core::claims::ObjectKey;
 use drayman::core::prepare::allocate::{End, Preference, preferred};
 use drayman::core::prepare::containers::{Container, Shown};
-use drayman::core::prepare::plan::Refusal;
+use drayman::core::prepare::plan::{Allocation, Refusal};
 
 use super::companion::{Companion, Failure};
 use super::kubelet_apis::Look;
@@ -382,9 +382,12 @@ impl Stage {
 fn told(claim: &ResourceClaim, node: &str) -> Option<ResourceClaim> {
     let hold = recorded_hold(claim).filter(|hold| hold.node == node)?;
     let mut told = claim.clone();
+    let Allocation::Handle(data) = request(claim, &hold).allocation else {
+        return None;
+    };
     let handle = ResourceHandle {
         driver_name: Some(DRIVER.to_owned()),
-        data: Some(request(claim, &hold).resource_handle),
+        data: Some(data),
         ..ResourceHandle::default()
     };
     told.status.allocation = Some(AllocationResult {

@@ -6,6 +6,7 @@ use drayman::api::crd::Mode;
 use drayman::core::prepare::kubelet_state::KubeletView;
 use drayman::core::prepare::names::ClaimUid;
 use drayman::core::prepare::orphans::ApiView;
+use drayman::core::prepare::prepared_claims::HeldDevice;
 
 use super::companion::{Companion, Failure, Place};
 use super::disk::{Stop, Trouble};
@@ -206,7 +207,7 @@ impl Stage {
         };
         let hold = recorded_hold(claim).filter(|hold| hold.node == node);
         ApiView::Present {
-            devices: hold.map(|hold| hold.devices.into_iter().collect()),
+            devices: hold.map(|hold| hold.devices.into_iter().map(HeldDevice::named).collect()),
         }
     }
 

@@ -15,7 +15,7 @@ use tokio::net::TcpStream;
 use tokio::process::Command;
 
 use super::supervisor::{Answer, Description, Request, Supervisor};
-use super::{Audit, Node, VERSION, not_run, program};
+use super::{Audit, Node, STRUCTURED_VERSION, VERSION, not_run, program};
 
 /// How many last lines of each log a failed test prints.
 const LINES_OF_LOG: usize = 20;
@@ -23,8 +23,13 @@ const LINES_OF_LOG: usize = 20;
 /// The environment variable by which the supervisor finds what runs beside its cluster.
 const MARKER: &str = "DRAYMAN_TEST_CLUSTER";
 
-/// What a cluster shall be. The default is a control plane without nodes, which needs no root, of [`VERSION`] or what
-/// the environment variable `DRAYMAN_TEST_KUBERNETES` says.
+/// The environment variable that chooses another version for the whole run.
+const CHOSEN_VERSION: &str = "DRAYMAN_TEST_KUBERNETES";
+
+/// The first minor version that serves `resource.k8s.io/v1` by default.
+const FIRST_STRUCTURED_MINOR: u32 = 34;
+
+/// What a cluster shall be. The default is a control plane without nodes, which needs no root.
 #[derive(Debug)]
 #[must_use]
 pub struct Builder {
@@ -37,7 +42,7 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// The Kubernetes version, 1.27 to 1.30 with a patch number.
+    /// The Kubernetes version, 1.27 to 1.37 with a patch number.
     pub fn version(mut self, version: &str) -> Self {
         version.clone_into(&mut self.version);
         self
@@ -130,10 +135,21 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// A cluster to be described further.
+    /// A cluster to be described further, of [`VERSION`] or the version of the environment variable `DRAYMAN_TEST_KUBERNETES`.
     pub fn builder() -> Builder {
-        // So that the same tests can be run against another version.
-        let version = std::env::var("DRAYMAN_TEST_KUBERNETES").unwrap_or_else(|_| VERSION.to_owned());
+        Self::of_version(std::env::var(CHOSEN_VERSION).unwrap_or_else(|_| VERSION.to_owned()))
+    }
+
+    /// The same for claims of structured mode: of [`STRUCTURED_VERSION`], or of the version of the environment variable if that
+    /// has structured mode.
+    pub fn structured() -> Builder {
+        let chosen = std::env::var(CHOSEN_VERSION)
+            .ok()
+            .filter(|version| minor_of(version) >= FIRST_STRUCTURED_MINOR);
+        Self::of_version(chosen.unwrap_or_else(|| STRUCTURED_VERSION.to_owned()))
+    }
+
+    fn of_version(version: String) -> Builder {
         Builder {
             version,
             nodes: 0,
@@ -191,10 +207,14 @@ impl Cluster {
         &self.description.server
     }
 
-    /// The minor version of its Kubernetes: 27 to 30.
+    /// The minor version of its Kubernetes: 27 to 37.
     pub fn minor(&self) -> u32 {
-        let mut parts = self.description.version.split('.');
-        parts.nth(1).and_then(|minor| minor.parse().ok()).unwrap_or(0)
+        minor_of(&self.description.version)
+    }
+
+    /// Whether its Kubernetes serves `resource.k8s.io/v1`.
+    pub fn has_structured_mode(&self) -> bool {
+        self.minor() >= FIRST_STRUCTURED_MINOR
     }
 
     /// Whether its Kubernetes is too old for a test to show anything. Then the test is skipped, with this reason.
@@ -355,6 +375,11 @@ impl Drop for Cluster {
             self.print_logs();
         }
     }
+}
+
+fn minor_of(version: &str) -> u32 {
+    let mut parts = version.split('.');
+    parts.nth(1).and_then(|minor| minor.parse().ok()).unwrap_or(0)
 }
 
 async fn client(kubeconfig: &Path) -> anyhow::Result<kube::Client> {

@@ -42,6 +42,9 @@ pub const IMAGE: &str = "localhost/busybox:1";
 /// The Kubernetes version of a cluster that asks for none.
 pub const VERSION: &str = "1.30.14";
 
+/// The Kubernetes version of [`Cluster::structured`]: the newest.
+pub const STRUCTURED_VERSION: &str = "1.37.2";
+
 /// How long anything may take that a test waits for. Generous: it only bounds how long a failure takes. kubelet tries a pod
 /// again only after up to a minute and a half, for instance when the API server's node authorizer has not yet heard that the
 /// pod's claim is the node's business (seen on 1.30).

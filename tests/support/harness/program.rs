@@ -102,7 +102,7 @@ pub fn build_go(source: &str, name: &str) -> anyhow::Result<PathBuf> {
 }
 
 fn check_go() -> anyhow::Result<()> {
-    let fix = "Go 1.22 or newer is needed to build Kubernetes for the tests: install it from your distribution \
+    let fix = "Go 1.22 or newer (1.26 for Kubernetes 1.36 and later) is needed to build Kubernetes for the tests: install it from your distribution \
                or from the Go project, and put it into PATH";
     let Ok(output) = Command::new("go").args(["env", "GOVERSION"]).output() else {
         bail!("{fix}")

@@ -186,7 +186,7 @@ fn a_claim_of_a_newer_api_is_named_as_such() {
             nodes: &BTreeMap::new(),
         });
         assert_eq!(explanation.step, Step::NotServed);
-        for word in ["resource.k8s.io/v1)", "v1alpha2", "1.27 to 1.30"] {
+        for word in ["does not serve resource.k8s.io/v1,", "from 1.34 on"] {
             assert!(
                 explanation.because.contains(word),
                 "{word}: {}",

@@ -158,12 +158,12 @@ fn a_claim_of_unknown_devices_is_read_and_explained_at_once() {
     let questions = orphans.find(&prepared_claims, &lists(&[uid()]), Duration::ZERO);
     assert_eq!(questions.len(), 1);
     let explained = ApiView::Present {
-        devices: Some(vec!["x".into()]),
+        devices: Some(vec![HeldDevice::named("x")]),
     };
     let answers = BTreeMap::from([(uid(), explained)]);
     assert_eq!(
         orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, Duration::ZERO),
-        [Decision::Explain(uid(), vec!["x".into()])]
+        [Decision::Explain(uid(), vec![HeldDevice::named("x")])]
     );
     let answers = BTreeMap::from([(uid(), ApiView::Unknown("away".into()))]);
     orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, Duration::ZERO);
@@ -227,7 +227,7 @@ fn a_listed_claim_is_checked_only_if_its_device_is_reallocated() {
     let why = judge(&mut orphans, PRESENT).unwrap();
     assert!(why.contains("not allocated any more"), "{why}");
     let has_it = ApiView::Present {
-        devices: Some(vec!["x".into()]),
+        devices: Some(vec![HeldDevice::named("x")]),
     };
     assert_eq!(judge(&mut orphans, has_it), None);
     assert_eq!(
@@ -291,11 +291,31 @@ fn a_conflicting_claim_without_containers_is_freed_at_once() {
 }
 
 #[test]
+fn a_claim_with_other_devices_since_is_freed_by_the_runtime() {
+    let prepared_claims = prepared_claims(&["x"]);
+    let elsewhere = ApiView::Present {
+        devices: Some(vec![HeldDevice::named("y")]),
+    };
+    let answers = BTreeMap::from([(uid(), elsewhere)]);
+    let mut orphans = Orphans::new(GRACE).with_runtime();
+    orphans.contest(&uid());
+    let kubelet = lists(&[uid()]);
+    orphans.find(&prepared_claims, &kubelet, Duration::ZERO);
+    let to_check = orphans.claims_to_check(&prepared_claims, &kubelet, &answers, Duration::ZERO);
+    assert_eq!(to_check, [uid()]);
+    orphans.set_use([uid()].into(), BTreeSet::new());
+    assert_eq!(
+        orphans.decide(&prepared_claims, &kubelet, &answers, Duration::ZERO),
+        [Decision::Free(uid())]
+    );
+}
+
+#[test]
 fn a_claim_in_the_api_is_never_freed_by_the_runtime() {
     let prepared_claims = prepared_claims(&["x"]);
     for answer in [
         ApiView::Present {
-            devices: Some(vec!["x".to_owned()]),
+            devices: Some(vec![HeldDevice::named("x")]),
         },
         ApiView::Unknown("away".into()),
     ] {

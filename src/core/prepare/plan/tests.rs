@@ -67,7 +67,7 @@ fn claim(uid: &str, handle: &DeviceHandle) -> ClaimToPrepare {
         namespace,
         name,
         uid: uid.into(),
-        resource_handle: handle.to_data().unwrap(),
+        allocation: Allocation::Handle(handle.to_data().unwrap()),
     }
 }
 
@@ -305,11 +305,11 @@ fn hostile_names_and_uids_are_refused_before_planning() {
             ..good.clone()
         },
         ClaimToPrepare {
-            resource_handle: "not ours".into(),
+            allocation: Allocation::Handle("not ours".into()),
             ..good.clone()
         },
         ClaimToPrepare {
-            resource_handle: "x".repeat(1 << 20),
+            allocation: Allocation::Handle("x".repeat(1 << 20)),
             ..good
         },
     ] {
@@ -383,4 +383,168 @@ fn devices_of_containers_count_for_mode_both() {
     containers.allocated([("both", &[][..]), ("x", &[][..])], Duration::ZERO);
     assert_eq!(reason(&containers), Err("DeviceHeld"));
     plan_beside(&empty, &containers, A, &["x"]).expect("its kind has one API");
+}
+
+/// A result of the scheduler: `device`, `device#share` or `device!` for admin access.
+fn result(text: &str) -> DeviceResult {
+    let (device, admin_access) = match text.strip_suffix('!') {
+        Some(device) => (device, true),
+        None => (text, false),
+    };
+    let (device, share_id) = match device.split_once('#') {
+        Some((device, share)) => (device, Some(share.to_owned())),
+        None => (device, None),
+    };
+    DeviceResult {
+        request: "device".into(),
+        pool: "node-a".into(),
+        device: device.into(),
+        share_id,
+        admin_access,
+    }
+}
+
+fn structured_claim(uid: &str, results: &[&str]) -> ClaimToPrepare {
+    ClaimToPrepare {
+        namespace: "default".into(),
+        name: "camera".into(),
+        uid: uid.into(),
+        allocation: Allocation::Results(results.iter().map(|text| result(text)).collect()),
+    }
+}
+
+fn plan_structured(
+    prepared_claims: &PreparedClaims,
+    uid: &str,
+    results: &[&str],
+) -> Result<Vec<Step>, Refusal> {
+    let claim = structured_claim(uid, results);
+    let containers = Containers::default();
+    plan_prepare(prepared_claims, &containers, &inventory(), &node(), &claim).map(|(_, steps)| steps)
+}
+
+/// The prepared claims after each of these claims was prepared in order.
+fn prepared(claims: &[(&str, &[&str])]) -> PreparedClaims {
+    let mut prepared_claims = PreparedClaims::new("boot", BTreeMap::new());
+    for (uid, results) in claims {
+        for step in plan_structured(&prepared_claims, uid, results).unwrap() {
+            match step {
+                Step::Save(changes) => changes.iter().for_each(|change| prepared_claims.apply(change)),
+                Step::Prepare(uid) => {
+                    prepared_claims.set_container_edits(&uid, ContainerEdits::default(), &inventory());
+                }
+                _ => {}
+            }
+        }
+    }
+    prepared_claims
+}
+
+#[test]
+fn the_schedulers_results_are_planned_like_a_handle() {
+    let steps = plan_structured(&PreparedClaims::new("boot", BTreeMap::new()), A, &["x", "y"]).unwrap();
+    assert_eq!(taken(&steps).collect::<Vec<_>>(), ["x", "y"]);
+    assert_eq!(steps.len(), 4);
+}
+
+#[test]
+fn a_second_holder_is_refused_with_the_name_of_the_first() {
+    let prepared_claims = prepared(&[(A, &["x"])]);
+    let refusal = plan_structured(&prepared_claims, B, &["x"]).unwrap_err();
+    assert_eq!(refusal.reason(), "DeviceHeld");
+    assert!(refusal.to_string().contains("default/camera"), "{refusal}");
+    assert!(plan_structured(&prepared_claims, A, &["x"]).is_ok(), "repeated");
+}
+
+#[test]
+fn admin_access_neither_holds_nor_needs_a_free_device() {
+    let beside_holder = prepared(&[(A, &["x"]), (B, &["x!"])]);
+    assert_eq!(beside_holder.holder("x").unwrap().0.as_str(), A);
+    let before_holder = prepared(&[(A, &["x!"]), (B, &["x"])]);
+    assert_eq!(before_holder.holder("x").unwrap().0.as_str(), B);
+    let steps = plan_structured(&beside_holder, C, &["x!", "sick!"]).unwrap();
+    assert_eq!(taken(&steps).count(), 0);
+}
+
+#[test]
+fn shares_are_counted_by_their_ids() {
+    let one = prepared(&[(A, &["shared#1"])]);
+    assert!(plan_structured(&one, B, &["shared#2"]).is_ok());
+    assert_eq!(
+        plan_structured(&one, B, &["shared#2", "shared#3"])
+            .unwrap_err()
+            .reason(),
+        "DeviceHeld"
+    );
+    let both = prepared(&[(A, &["shared#1", "shared#2"])]);
+    assert_eq!(
+        plan_structured(&both, B, &["shared#3"]).unwrap_err().reason(),
+        "DeviceHeld"
+    );
+}
+
+#[test]
+fn a_device_twice_without_share_ids_is_refused() {
+    let none = PreparedClaims::new("boot", BTreeMap::new());
+    for results in [
+        &["x", "x"][..],
+        &["shared#1", "shared"],
+        &["shared#1", "shared#1"],
+    ] {
+        let refusal = plan_structured(&none, A, results).unwrap_err();
+        assert!(matches!(refusal, Refusal::Twice(_)), "{results:?}: {refusal}");
+    }
+    assert_eq!(plan_structured(&none, A, &[]).unwrap_err(), Refusal::NoDevice);
+}
+
+#[test]
+fn a_pool_of_another_node_is_refused() {
+    let mut claim = structured_claim(A, &["x"]);
+    if let Allocation::Results(results) = &mut claim.allocation {
+        results[0].pool = "node-b".into();
+    }
+    let none = PreparedClaims::new("boot", BTreeMap::new());
+    let refusal = plan_prepare(&none, &Containers::default(), &inventory(), &node(), &claim).unwrap_err();
+    assert_eq!(
+        (refusal.reason(), refusal.is_invalid_request()),
+        ("WrongNode", true)
+    );
+}
+
+#[test]
+fn a_prepared_claim_with_another_allocation_is_refused() {
+    let prepared_claims = prepared(&[(A, &["shared#1"])]);
+    for results in [&["x"][..], &["shared#2"], &["shared!"]] {
+        let refusal = plan_structured(&prepared_claims, A, results).unwrap_err();
+        assert_eq!(refusal.reason(), "AllocationChanged", "{results:?}");
+    }
+}
+
+#[test]
+fn more_shares_than_the_device_has_are_refused() {
+    let none = PreparedClaims::new("boot", BTreeMap::new());
+    for results in [&["shared#1", "shared#2", "shared#3"][..], &["x#1", "x#2"]] {
+        let refusal = plan_structured(&none, A, results).unwrap_err();
+        assert!(matches!(refusal, Refusal::TooFewShares { .. }), "{refusal}");
+    }
+}
+
+#[test]
+fn share_ids_lost_with_the_checkpoint_are_recorded_again() {
+    let mut prepared_claims = prepared(&[(A, &["shared#1", "shared#2"])]);
+    let uid = ClaimUid::parse(A).unwrap();
+    let mut entry = prepared_claims.entry(&uid).unwrap().clone();
+    for held in &mut entry.devices {
+        held.structured.as_mut().unwrap().share_ids.clear();
+    }
+    prepared_claims.apply(&Change::Start(uid.clone(), entry));
+    let steps = plan_structured(&prepared_claims, A, &["shared#1", "shared#2"]).unwrap();
+    let Step::Save(changes) = &steps[0] else {
+        panic!("{steps:?}");
+    };
+    prepared_claims.apply(&changes[0]);
+    let entry = prepared_claims.entry(&uid).unwrap();
+    assert_eq!(entry.devices[0].shares(), 2);
+    let refusal = plan_structured(&prepared_claims, B, &["shared#3"]).unwrap_err();
+    assert_eq!(refusal.reason(), "DeviceHeld");
 }

@@ -4,6 +4,7 @@ use super::*;
 use crate::core::prepare::container_edits::cdi_spec;
 use crate::core::prepare::kubelet_state::{KubeletClaim, KubeletClaims, KubeletView};
 use crate::core::prepare::names::DriverName;
+use crate::core::prepare::prepared_claims::HeldDevice;
 use crate::core::prepare::recovery::{plan_explained, rebuild};
 
 /// More steps than any plan has: a kill before a step beyond the plan happens after the answer.
@@ -110,7 +111,10 @@ impl Node<Thought> {
         let files = self.disk.files.borrow().iter().map(spec).collect();
         let listed = |handles: bool| {
             let claim = |claim: &usize| {
-                let devices = CLAIMS[*claim].iter().map(|name| (*name).to_owned()).collect();
+                let devices = CLAIMS[*claim]
+                    .iter()
+                    .map(|name| HeldDevice::named(*name))
+                    .collect();
                 let listed = KubeletClaim {
                     namespace: "default".into(),
                     name: format!("claim-{claim}"),
@@ -206,7 +210,7 @@ fn a_claim_explained_by_the_api_server_unblocks_the_others() {
         &node.prepared_claims,
         &inventory(),
         &uid(1),
-        &["a".into(), "b".into()],
+        &[HeldDevice::named("a"), HeldDevice::named("b")],
     ) {
         node.perform(&step);
     }

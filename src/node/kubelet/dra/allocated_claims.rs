@@ -16,6 +16,7 @@ use tracing::{info, warn};
 use crate::api::resource::ResourceClaim;
 use crate::api::resource::label::{LABEL_OF_ANY_NODE, NODE_LABEL, label_of_node};
 use crate::core::prepare::checkpoint::ClusterFacts;
+use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::containers::AllocatedClaims;
 use crate::core::prepare::names::DriverName;
 
@@ -34,11 +35,11 @@ impl ClaimWatch {
         loop {
             tokio::select! {
                 () = shutdown.cancelled() => return,
-                known = self.cluster.wait_for(|facts| facts.serves_claims.is_some()) => if known.is_err() { return },
+                known = self.cluster.wait_for(|facts| facts.claims.is_some()) => if known.is_err() { return },
             }
-            let serves = self.cluster.borrow_and_update().serves_claims == Some(true);
+            let serves = self.cluster.borrow_and_update().serves(ClaimsApi::Classic);
             if !serves {
-                // The API is not served, so there are no claims.
+                // There are no classic claims. Allocations of structured mode become known at Prepare.
                 let mut none = AllocatedClaims::default();
                 none.replace([], self.driver_name.as_str(), &self.node_name);
                 self.sender.send_replace(Arc::new(none));
@@ -46,7 +47,7 @@ impl ClaimWatch {
             let mut cluster = self.cluster.clone();
             tokio::select! {
                 () = shutdown.cancelled() => return,
-                changed = cluster.wait_for(|facts| facts.serves_claims != Some(serves)) => if changed.is_err() { return },
+                changed = cluster.wait_for(|facts| facts.serves(ClaimsApi::Classic) != serves) => if changed.is_err() { return },
                 () = self.follow(), if serves => {}
             }
         }

@@ -80,11 +80,26 @@ impl Default for GrpcCalls {
 
 impl GrpcCalls {
     /// Methods of kubelet's endpoints, of the admin socket and of the health service. Any other path counts as the last entry.
-    pub const METHODS: [GrpcMethod; 16] = [
+    pub const METHODS: [GrpcMethod; 22] = [
         unary("v1alpha2.Node", "NodePrepareResource"),
         unary("v1alpha2.Node", "NodeUnprepareResource"),
         unary("v1alpha3.Node", "NodePrepareResources"),
         unary("v1alpha3.Node", "NodeUnprepareResources"),
+        unary(
+            "k8s.io.kubelet.pkg.apis.dra.v1beta1.DRAPlugin",
+            "NodePrepareResources",
+        ),
+        unary(
+            "k8s.io.kubelet.pkg.apis.dra.v1beta1.DRAPlugin",
+            "NodeUnprepareResources",
+        ),
+        unary("k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin", "NodePrepareResources"),
+        unary(
+            "k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin",
+            "NodeUnprepareResources",
+        ),
+        stream("v1alpha1.DRAResourceHealth", "NodeWatchResources"),
+        stream("v1.DRAResourceHealth", "NodeWatchResources"),
         unary("pluginregistration.Registration", "GetInfo"),
         unary("pluginregistration.Registration", "NotifyRegistrationStatus"),
         unary("v1beta1.DevicePlugin", "GetDevicePluginOptions"),

@@ -5,6 +5,7 @@ use kube::client::Body;
 use serde_json::{Value, json};
 
 use super::*;
+use crate::core::prepare::claims_api::ClaimsApi;
 
 /// An API server with scripted responses for the claims API.
 #[derive(Clone, Default)]
@@ -13,6 +14,10 @@ struct Server {
     answers: Arc<Mutex<Vec<bool>>>,
     asked: Arc<Mutex<Vec<Instant>>>,
     events: Arc<Mutex<Vec<String>>>,
+    /// Whether `resource.k8s.io/v1` is served.
+    is_structured: bool,
+    /// Requests for NodeInventories.
+    inventories: Arc<Mutex<Vec<String>>>,
 }
 
 impl Server {
@@ -24,6 +29,7 @@ impl Server {
                 let (head, body) = request.into_parts();
                 // The inventory is never deleted.
                 if head.method == http::Method::GET && head.uri.path().ends_with("/nodeinventories") {
+                    server.inventories.lock().unwrap().push("WATCH".to_owned());
                     std::future::pending::<()>().await;
                 }
                 let body = body.collect_bytes().await.unwrap_or_default();
@@ -35,14 +41,25 @@ impl Server {
     }
 
     fn answer(&self, method: &str, path: &str, mut body: Value) -> http::Response<Body> {
+        if path.contains("nodeinventories") {
+            self.inventories.lock().unwrap().push(method.to_owned());
+        }
         let mut code = 200;
         let answer = match (method, path) {
             ("GET", "/api/v1/nodes/node-a") => {
                 json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node-a", "uid": "n-1"}})
             }
-            ("GET", "/apis/resource.k8s.io/v1alpha2") if self.serves_claims() => {
-                let claims = json!({"name": "resourceclaims", "kind": "ResourceClaim", "namespaced": true, "verbs": [], "singularName": ""});
-                json!({"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": "resource.k8s.io/v1alpha2", "resources": [claims]})
+            ("GET", "/apis/resource.k8s.io") if self.is_structured => {
+                let version = json!({"groupVersion": "resource.k8s.io/v1", "version": "v1"});
+                json!({"kind": "APIGroup", "apiVersion": "v1", "name": "resource.k8s.io", "versions": [version]})
+            }
+            ("GET", "/version") => {
+                json!({"major": "1", "minor": "36+", "gitVersion": "", "gitCommit": "", "gitTreeState": "",
+                "buildDate": "", "goVersion": "", "compiler": "", "platform": ""})
+            }
+            ("GET", "/apis/resource.k8s.io") if self.serves_claims() => {
+                let version = json!({"groupVersion": "resource.k8s.io/v1alpha2", "version": "v1alpha2"});
+                json!({"kind": "APIGroup", "apiVersion": "v1", "name": "resource.k8s.io", "versions": [version]})
             }
             ("PATCH", _) => {
                 body["metadata"] = json!({"name": "node-a.drayman.dev", "generation": 1});
@@ -105,11 +122,11 @@ async fn claims_that_are_switched_on_later_are_noticed() {
     *server.answers.lock().unwrap() = vec![true, false, false, false];
     let (mut cluster, end) = publish(&server, ClusterFacts::default());
     cluster
-        .wait_for(|facts| facts.serves_claims == Some(false))
+        .wait_for(|facts| facts.serves(ClaimsApi::None))
         .await
         .unwrap();
     cluster
-        .wait_for(|facts| facts.serves_claims == Some(true))
+        .wait_for(|facts| facts.serves(ClaimsApi::Classic))
         .await
         .unwrap();
     while server.events.lock().unwrap().is_empty() {
@@ -134,10 +151,11 @@ async fn one_failed_kubelet_api_server_stops_no_other() {
     *server.answers.lock().unwrap() = vec![false, true, false, false];
     let before = ClusterFacts {
         node_uid: Some("n-1".into()),
-        serves_claims: Some(true),
+        claims: Some(ClaimsApi::Classic),
+        minor: None,
     };
     let (mut cluster, end) = publish(&server, before);
-    let not_served = cluster.wait_for(|facts| facts.serves_claims == Some(false));
+    let not_served = cluster.wait_for(|facts| facts.serves(ClaimsApi::None));
     not_served.await.unwrap();
     // Two denials, a confirmation, and three denials in a row.
     assert_eq!(server.asked.lock().unwrap().len(), 6);
@@ -146,4 +164,21 @@ async fn one_failed_kubelet_api_server_stops_no_other() {
     }
     assert_eq!(*server.events.lock().unwrap(), ["ClaimsNotServed"]);
     end.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn structured_mode_has_no_inventory() {
+    let server = Server {
+        is_structured: true,
+        ..Server::default()
+    };
+    let (mut cluster, end) = publish(&server, ClusterFacts::default());
+    cluster
+        .wait_for(|facts| facts.serves(ClaimsApi::Structured) && facts.minor == Some(36))
+        .await
+        .unwrap();
+    sleep(Duration::from_secs(10)).await;
+    end.cancel();
+    sleep(Duration::from_secs(10)).await;
+    assert_eq!(*server.inventories.lock().unwrap(), Vec::<String>::new());
 }

@@ -34,7 +34,8 @@ async fn allocate_and_prepare_copy_none_of_a_thousand_devices() {
     owner.publish();
     life.cluster.send_replace(ClusterFacts {
         node_uid: Some("n-1".into()),
-        serves_claims: Some(true),
+        claims: Some(crate::core::prepare::claims_api::ClaimsApi::Classic),
+        minor: None,
     });
     owner.learn().await;
     let before = owner.publisher.inventory().clone();

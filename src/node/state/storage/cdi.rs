@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 use super::disk::Disk;
 use super::{StoreError, files};
 use crate::api::cdi::Spec;
-use crate::core::prepare::container_edits::{ContainerEdits, cdi_spec};
+use crate::core::prepare::container_edits::cdi_spec_of_entry;
 use crate::core::prepare::names::{ClaimUid, DriverName};
+use crate::core::prepare::prepared_claims::Entry;
 
 /// Maximum size of a CDI file, in bytes.
 const SIZE_MAX: u64 = 1024 * 1024;
@@ -91,8 +92,11 @@ impl CdiDirectory {
     }
 
     /// Updates the file of a claim. Writes nothing if it is up to date.
-    pub fn write(&self, uid: &ClaimUid, container_edits: &ContainerEdits) -> Result<(), StoreError> {
-        self.write_spec(&self.path(uid), &cdi_spec(&self.driver, uid, container_edits))
+    pub fn write(&self, uid: &ClaimUid, entry: &Entry) -> Result<(), StoreError> {
+        match cdi_spec_of_entry(&self.driver, uid, entry) {
+            Some(spec) => self.write_spec(&self.path(uid), &spec),
+            None => Ok(()),
+        }
     }
 
     /// Updates a CDI file. Writes nothing if it is up to date.
@@ -138,7 +142,8 @@ mod tests {
     use container_device_interface::spec_dirs::with_spec_dirs;
 
     use super::*;
-    use crate::core::prepare::container_edits::DeviceNode;
+    use crate::core::prepare::container_edits::{ContainerEdits, DeviceNode};
+    use crate::core::prepare::prepared_claims::{HeldDevice, Progress};
 
     fn uid(last: char) -> ClaimUid {
         ClaimUid::parse(&format!("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0{last}")).unwrap()
@@ -150,13 +155,21 @@ mod tests {
         (directory, files)
     }
 
-    fn null() -> ContainerEdits {
+    fn null() -> Entry {
         let node = DeviceNode {
             host_path: "/dev/null".into(),
             container_path: "/dev/drayman-test-0".into(),
             permissions: "rw".into(),
         };
-        ContainerEdits::of_device_node("drayman-test-0", node)
+        Entry {
+            namespace: "default".into(),
+            name: "camera".into(),
+            boot_id: "boot".into(),
+            devices: vec![HeldDevice::named("drayman-test-0")],
+            progress: Progress::Done {
+                container_edits: ContainerEdits::of_device_node("drayman-test-0", node),
+            },
+        }
     }
 
     #[test]

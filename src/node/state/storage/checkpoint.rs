@@ -176,15 +176,15 @@ mod tests {
     fn a_newer_checkpoint_is_kept_under_a_telling_name() {
         let directory = tempfile::tempdir().unwrap();
         let file = CheckpointFile::new(directory.path());
-        // The checksum of version 2 over "{}", as a later release would write it.
+        // The checksum of version 3 over "{}", as a later release would write it.
         let mut hasher = crc32fast::Hasher::new();
-        hasher.update(&2_u32.to_le_bytes());
+        hasher.update(&3_u32.to_le_bytes());
         hasher.update(b"{}");
-        let text = format!(r#"{{"version":2,"checksum":{},"data":{{}}}}"#, hasher.finalize());
+        let text = format!(r#"{{"version":3,"checksum":{},"data":{{}}}}"#, hasher.finalize());
         std::fs::write(&file.path, &text).unwrap();
         let (error, kept_as) = put_aside(&file);
         let kept_as = kept_as.unwrap();
-        assert!(error.contains("version 2"), "{error}");
+        assert!(error.contains("version 3"), "{error}");
         assert!(kept_as.ends_with("checkpoint.json.newer-1"), "{kept_as:?}");
         assert_eq!(std::fs::read_to_string(kept_as).unwrap(), text);
     }

@@ -16,10 +16,10 @@ use tracing::{error, warn};
 use crate::api::cdi::Spec;
 use crate::core::prepare::checkpoint::{Checkpoint, CheckpointError, ClusterFacts};
 use crate::core::prepare::container_edits::ContainerEdits;
-use crate::core::prepare::kubelet_state::{self, KubeletView};
+use crate::core::prepare::kubelet_state::{self, KubeletClaims, KubeletView};
 use crate::core::prepare::names::{ClaimUid, DriverName};
 use crate::core::prepare::plan::Records;
-use crate::core::prepare::prepared_claims::PreparedClaims;
+use crate::core::prepare::prepared_claims::{Entry, PreparedClaims};
 use crate::core::prepare::recovery::{Start, with_running};
 use crate::node::kubelet::transport::Identity;
 use cdi::CdiDirectory;
@@ -156,7 +156,7 @@ pub struct Opened {
 
 impl Opened {
     /// Adds claims that kubelet shows in containers, if a rebuilt state lacks them.
-    pub fn add_running(&mut self, running: &BTreeMap<ClaimUid, (String, String)>) {
+    pub fn add_running(&mut self, running: &KubeletClaims) {
         if let Some(prepared_claims) = with_running(&self.prepared_claims, running) {
             self.prepared_claims = prepared_claims;
             let why = "containers have claims that it did not have".to_owned();
@@ -371,8 +371,8 @@ impl Records for Store {
         Ok(())
     }
 
-    fn write_cdi(&self, uid: &ClaimUid, container_edits: &ContainerEdits) -> Result<(), StoreError> {
-        self.cdi.write(uid, container_edits)
+    fn write_cdi(&self, uid: &ClaimUid, entry: &Entry) -> Result<(), StoreError> {
+        self.cdi.write(uid, entry)
     }
 
     fn remove_cdi(&self, uid: &ClaimUid) -> Result<(), StoreError> {

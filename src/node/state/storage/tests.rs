@@ -59,9 +59,12 @@ fn prepared(root: &Path) -> PreparedClaims {
     prepared_claims.apply(&Change::Finish(uid()));
     store.set_cluster(ClusterFacts {
         node_uid: Some("n-1".into()),
-        serves_claims: Some(true),
+        claims: Some(crate::core::prepare::claims_api::ClaimsApi::Classic),
+        minor: None,
     });
-    store.write_cdi(&uid(), &container_edits()).unwrap();
+    store
+        .write_cdi(&uid(), prepared_claims.entry(&uid()).unwrap())
+        .unwrap();
     store.save(&prepared_claims).unwrap();
     prepared_claims
 }
@@ -167,11 +170,11 @@ fn a_look_changes_nothing_on_the_disk() {
     let good = std::fs::read(&path).unwrap();
     let half = format!("cdi/drayman.dev-claim_{}.json.tmp", uid());
     std::fs::write(root.path().join(half), "half").unwrap();
-    // Version 2 with its checksum, as a newer release writes it.
+    // Version 3 with its checksum, as a newer release writes it.
     let mut hasher = crc32fast::Hasher::new();
-    hasher.update(&2_u32.to_le_bytes());
+    hasher.update(&3_u32.to_le_bytes());
     hasher.update(b"{}");
-    let newer = format!(r#"{{"version":2,"checksum":{},"data":{{}}}}"#, hasher.finalize());
+    let newer = format!(r#"{{"version":3,"checksum":{},"data":{{}}}}"#, hasher.finalize());
     for content in [good, b"damaged".to_vec(), newer.into_bytes()] {
         std::fs::write(&path, &content).unwrap();
         let before = everything(root.path());
@@ -319,8 +322,8 @@ impl Records for Real {
         self.with(|store| store.save(prepared_claims))
     }
 
-    fn write_cdi(&self, uid: &ClaimUid, container_edits: &ContainerEdits) -> Result<(), StoreError> {
-        self.with(|store| store.write_cdi(uid, container_edits))
+    fn write_cdi(&self, uid: &ClaimUid, entry: &Entry) -> Result<(), StoreError> {
+        self.with(|store| store.write_cdi(uid, entry))
     }
 
     fn remove_cdi(&self, uid: &ClaimUid) -> Result<(), StoreError> {

@@ -16,7 +16,7 @@ use crate::api::handle::{DeviceHandle, HandleDevice, VERSION};
 use crate::core::prepare::container_edits::{ContainerEdits, DeviceNode};
 use crate::core::prepare::containers::Shown;
 use crate::core::prepare::names::DriverName;
-use crate::core::prepare::plan::{ClaimToPrepare, ClaimToUnprepare};
+use crate::core::prepare::plan::{Allocation, ClaimToPrepare, ClaimToUnprepare};
 use crate::core::prepare::runtime_containers::RuntimeContainers;
 use crate::node::container_runtime::ContainerRuntime;
 use crate::node::driver::{NodeDriverError, PreparedClaim};
@@ -322,7 +322,8 @@ pub(in crate::node::state) async fn live_and_know(
     let life = live(root, boot_id, driver).await;
     life.cluster.send_replace(ClusterFacts {
         node_uid: Some("n-1".into()),
-        serves_claims: Some(true),
+        claims: Some(crate::core::prepare::claims_api::ClaimsApi::Classic),
+        minor: None,
     });
     life
 }
@@ -368,7 +369,7 @@ pub(in crate::node::state) fn claim(uid: &str, devices: &[&str]) -> ClaimToPrepa
         namespace: "default".into(),
         name: "claim".into(),
         uid: uid.into(),
-        resource_handle: handle.to_data().unwrap(),
+        allocation: Allocation::Handle(handle.to_data().unwrap()),
     }
 }
 

@@ -33,7 +33,8 @@ async fn live_with(
     let life = live_beside(root.path(), "boot", &driver, Some(kubelet.clone())).await;
     life.cluster.send_replace(ClusterFacts {
         node_uid: Some("n-1".into()),
-        serves_claims: Some(true),
+        claims: Some(crate::core::prepare::claims_api::ClaimsApi::Classic),
+        minor: None,
     });
     let mut allocated_claims = AllocatedClaims::default();
     allocated_claims.replace([], "drayman.dev", "node-a");

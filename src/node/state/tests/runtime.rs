@@ -50,7 +50,8 @@ async fn life(
     };
     life.cluster.send_replace(ClusterFacts {
         node_uid: Some("n-1".into()),
-        serves_claims: Some(true),
+        claims: Some(crate::core::prepare::claims_api::ClaimsApi::Classic),
+        minor: None,
     });
     let service = life.handle.clone();
     let caretaker = tokio::spawn(async move {

@@ -1,0 +1,393 @@
+//! Checks gates, DeviceClasses, ResourceSlices and nodes; each finding comes with its fix.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use k8s_openapi::api::resource::v1::{Device, DeviceClass, ResourceSlice};
+use kube::ResourceExt as _;
+
+use super::devices::node_uid;
+use super::{SHARES, UNHEALTHY, kind, text};
+use crate::cli::diagnose::doctor::Finding;
+use crate::cli::diagnose::gates::{Answer, some};
+use crate::cli::diagnose::nodes::{NodeFacts, without_companion};
+use crate::core::allocation::selectors::Match;
+use crate::core::structured::{Evaluate, PoolState, all_pools};
+
+/// First minor version of Kubernetes 1 with these gates on by default.
+const ON_SINCE: u32 = 36;
+
+/// A feature gate of the API server, scheduler and controller manager, and what companions do without it.
+#[derive(Clone, Copy, Debug)]
+pub struct Gate {
+    /// Name of the gate.
+    pub name: &'static str,
+    without: &'static str,
+}
+
+/// The gates that companions make use of.
+pub const GATES: [Gate; 2] = [
+    Gate {
+        name: "DRADeviceTaints",
+        without: "companions leave out unhealthy devices instead of tainting them",
+    },
+    Gate {
+        name: "DRAConsumableCapacity",
+        without: "companions leave out devices with shares",
+    },
+];
+
+/// Checks the API server's answer about a gate.
+pub fn gate(gate: Gate, answer: &Answer, minor: Option<u32>) -> Finding {
+    let (check, Gate { name, without }) = ("gates", gate);
+    let fix = format!(
+        "start kube-apiserver, kube-scheduler and kube-controller-manager with --feature-gates={name}=true; from 1.{ON_SINCE} on it is on \
+         by default"
+    );
+    let is_on_by_default = minor.is_none_or(|minor| minor >= ON_SINCE);
+    match answer {
+        Answer::On => Finding::fine(check, format!("kube-apiserver has {name} on")),
+        Answer::Off if is_on_by_default => {
+            Finding::warning(check, format!("kube-apiserver has {name} off: {without}"), fix)
+        }
+        Answer::Off => Finding::note(
+            check,
+            format!("kube-apiserver has {name} off, as by default below 1.{ON_SINCE}: {without}"),
+        ),
+        Answer::Silent => Finding::note(check, format!("kube-apiserver does not say whether {name} is on")),
+        Answer::NotAsked(why) => Finding::note(
+            check,
+            format!(
+                "kube-apiserver could not be asked for {name} (the verb get on the path /metrics): {why}; by default it is on from \
+                 1.{ON_SINCE} on, and without it {without}"
+            ),
+        ),
+    }
+}
+
+/// Reports devices whose fields the API server has dropped.
+pub fn dropped_fields(driver: &str, slices: &[ResourceSlice]) -> Vec<Finding> {
+    let check = "gates";
+    let mut findings = Vec::new();
+    let names = |is_wrong: fn(&Device) -> bool| -> Vec<String> {
+        let ours = devices(driver, slices).filter(|(_, device)| is_wrong(device));
+        ours.map(|(slice, device)| device_name(slice, device)).collect()
+    };
+    let untainted = names(|device| {
+        let mut taints = device.taints.iter().flatten();
+        text(device, UNHEALTHY).is_some() && !taints.any(|taint| taint.key == UNHEALTHY)
+    });
+    if !untainted.is_empty() {
+        findings.push(Finding::problem(
+            check,
+            format!(
+                "unhealthy devices have no taint, so that the scheduler allocates them: {}; the API server drops taints, so the gate \
+                 DRADeviceTaints is off",
+                some_of(&untainted)
+            ),
+            "set the gate on in every API server; a companion that runs then writes its slices again",
+        ));
+    }
+    let unshared = names(|device| {
+        let capacity = device.capacity.as_ref();
+        capacity.is_some_and(|all| all.contains_key(SHARES))
+            && device.allow_multiple_allocations != Some(true)
+    });
+    if !unshared.is_empty() {
+        findings.push(Finding::problem(
+            check,
+            format!(
+                "devices with shares go to one claim only: {}; the API server drops allowMultipleAllocations, so the gate \
+                 DRAConsumableCapacity is off",
+                some_of(&unshared)
+            ),
+            "set the gate on in every API server; a companion that runs then writes its slices again",
+        ));
+    }
+    findings
+}
+
+/// The devices of a driver in the newest generation of their pools.
+fn devices<'a>(
+    driver: &str,
+    slices: &'a [ResourceSlice],
+) -> impl Iterator<Item = (&'a ResourceSlice, &'a Device)> {
+    let pools = all_pools(slices)
+        .into_iter()
+        .filter(move |pool| pool.driver == driver);
+    let slices: Vec<&ResourceSlice> = pools.flat_map(|pool| pool.slices).collect();
+    slices.into_iter().flat_map(|slice| {
+        let devices = slice.spec.devices.iter().flatten();
+        devices.map(move |device| (slice, device))
+    })
+}
+
+fn device_name(slice: &ResourceSlice, device: &Device) -> String {
+    let node = slice.spec.node_name.as_ref().unwrap_or(&slice.spec.pool.name);
+    format!("{node}/{}", device.name)
+}
+
+fn some_of(names: &[String]) -> String {
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    some(&names)
+}
+
+/// Checks which classes select the devices of `driver`: classes that select nothing, and devices that no class selects.
+pub fn classes(
+    driver: &str,
+    classes: &[DeviceClass],
+    slices: &[ResourceSlice],
+    evaluate: &mut Evaluate<'_>,
+) -> Vec<Finding> {
+    let check = "classes";
+    let all: Vec<_> = devices(driver, slices).collect();
+    let mut selected = vec![false; all.len()];
+    let mut findings = Vec::new();
+    let mut ours = 0;
+    for class in classes {
+        let name = class.name_any();
+        let selectors = class.spec.selectors.iter().flatten();
+        let expressions: Vec<&str> = selectors
+            .filter_map(|selector| selector.cel.as_ref())
+            .map(|cel| cel.expression.as_str())
+            .collect();
+        let names_driver = expressions.iter().any(|expression| {
+            [format!("\"{driver}\""), format!("'{driver}'")]
+                .iter()
+                .any(|quoted| expression.contains(quoted))
+        });
+        let (mut matches, mut failure) = (0, None);
+        for ((slice, device), selected) in all.iter().zip(&mut selected) {
+            let mut results = expressions
+                .iter()
+                .map(|expression| evaluate(expression, driver, device));
+            match results.find(|result| *result != Match::Yes) {
+                None => {
+                    matches += 1;
+                    *selected = true;
+                }
+                Some(Match::Failed(error)) => {
+                    failure.get_or_insert_with(|| (device_name(slice, device), error));
+                }
+                Some(_) => {}
+            }
+        }
+        ours += usize::from(names_driver || matches > 0);
+        if let Some((device, error)) = failure {
+            findings.push(Finding::warning(
+                check,
+                format!(
+                    "DeviceClass {name} fails on device {device}: {error}; the scheduler gives up on a claim when it meets such a device"
+                ),
+                "begin the selector with the driver (device.driver == \"...\" &&), and test optional attributes with has() or in",
+            ));
+        } else if names_driver && matches == 0 {
+            findings.push(Finding::warning(
+                check,
+                format!("DeviceClass {name} matches no device of driver {driver}"),
+                "check the kinds of the nodes' configuration against the selector, and run `drayman node discover` on a node",
+            ));
+        }
+    }
+    let mut unselected: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for ((slice, device), selected) in all.iter().zip(&selected) {
+        if !selected {
+            unselected
+                .entry(kind(device))
+                .or_default()
+                .insert(&slice.spec.pool.name);
+        }
+    }
+    for (kind, pools) in unselected {
+        let pools: Vec<&str> = pools.into_iter().collect();
+        findings.push(Finding::warning(
+            check,
+            format!("no DeviceClass selects the devices of kind {kind:?} in pool {}", some(&pools)),
+            "create one: the chart does for each kind, and docs/users.md shows how; until then no claim can ask for them",
+        ));
+    }
+    if ours == 0 {
+        findings.push(Finding::warning(
+            check,
+            format!("no DeviceClass is for driver {driver}"),
+            "create one; until then no claim can ask for a device",
+        ));
+    } else if findings.is_empty() {
+        findings.push(Finding::fine(
+            check,
+            format!("{ours} for driver {driver}, all usable"),
+        ));
+    }
+    findings
+}
+
+/// Checks the slices of `driver` against each other and against the cluster's nodes.
+pub fn slices(driver: &str, slices: &[ResourceSlice], nodes: &[NodeFacts]) -> Vec<Finding> {
+    let ours: Vec<&ResourceSlice> = slices
+        .iter()
+        .filter(|slice| slice.spec.driver == driver)
+        .collect();
+    let mut findings = pools(driver, slices, &ours);
+    findings.extend(owners(driver, &ours, nodes));
+    findings.extend(offers(driver, slices, nodes));
+    findings
+}
+
+/// Reports pools that the scheduler does not use, and slices that were left behind.
+fn pools(driver: &str, slices: &[ResourceSlice], ours: &[&ResourceSlice]) -> Vec<Finding> {
+    let check = "slices";
+    let mut findings = Vec::new();
+    let all = all_pools(slices);
+    for pool in all.iter().filter(|pool| pool.driver == driver) {
+        let name = pool.name;
+        if pool.state != PoolState::Complete {
+            findings.push(Finding::problem(
+                check,
+                format!("pool {name} is {}: the scheduler allocates none of its devices", pool.state),
+                "if it lasts, see the log of the companion there, and whether something else writes or deletes its ResourceSlices",
+            ));
+        }
+        let of_pool = ours.iter().filter(|slice| slice.spec.pool.name == name);
+        let older: Vec<String> = of_pool
+            .filter(|slice| slice.spec.pool.generation < pool.generation)
+            .map(|slice| slice.name_any())
+            .collect();
+        if !older.is_empty() {
+            findings.push(Finding::warning(
+                check,
+                format!(
+                    "pool {name} is at generation {}, and older slices remain: {}",
+                    pool.generation,
+                    some_of(&older)
+                ),
+                "if it lasts: does the companion there run? It deletes older slices; without one, kubectl delete resourceslice",
+            ));
+        }
+    }
+    if findings.is_empty() && !ours.is_empty() {
+        findings.push(Finding::fine(
+            check,
+            format!("{} of driver {driver}, all pools complete", ours.len()),
+        ));
+    }
+    findings
+}
+
+/// Reports nodes whose slices come from two programs or from an earlier node.
+fn owners(driver: &str, ours: &[&ResourceSlice], nodes: &[NodeFacts]) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    let mut by_node: BTreeMap<&str, (BTreeSet<&str>, BTreeSet<String>)> = BTreeMap::new();
+    for slice in ours {
+        if let Some(node) = &slice.spec.node_name {
+            let (pools, owners) = by_node.entry(node).or_default();
+            pools.insert(&slice.spec.pool.name);
+            let owner = slice
+                .owner_references()
+                .iter()
+                .find(|owner| owner.controller == Some(true));
+            owners.insert(owner.map_or_else(
+                || "no owner".to_owned(),
+                |owner| format!("{} {} ({})", owner.kind, owner.name, owner.uid),
+            ));
+        }
+    }
+    for (node, (pools, owners)) in &by_node {
+        let fix = format!(
+            "only one driver may be called {driver} on a node: give the other another name (--driver-name), and delete its ResourceSlices"
+        );
+        if pools.len() > 1 {
+            let pools: Vec<&str> = pools.iter().copied().collect();
+            let message = format!(
+                "slices of node {node} are in more than one pool: {}",
+                some(&pools)
+            );
+            findings.push(Finding::problem("driver name", message, fix));
+        } else if owners.len() > 1 {
+            let owners: Vec<String> = owners.iter().cloned().collect();
+            let message = format!(
+                "slices of node {node} have different owners: {}",
+                some_of(&owners)
+            );
+            findings.push(Finding::problem("driver name", message, fix));
+        }
+    }
+    for node in nodes {
+        let mut of_node = ours
+            .iter()
+            .filter(|slice| slice.spec.node_name.as_ref() == Some(&node.name));
+        if of_node.any(|slice| !node_uid(slice).is_empty() && node_uid(slice) != node.uid) {
+            findings.push(Finding::problem(
+                "nodes",
+                format!(
+                    "slices of node {} belong to an earlier node of that name",
+                    node.name
+                ),
+                "restart the companion there: it has not noticed that the node was made again",
+            ));
+        }
+    }
+    findings
+}
+
+/// Reports which nodes offer devices, and unhealthy devices.
+fn offers(driver: &str, slices: &[ResourceSlice], nodes: &[NodeFacts]) -> Vec<Finding> {
+    let check = "nodes";
+    let mut findings = Vec::new();
+    let names: BTreeSet<&str> = nodes.iter().map(|node| node.name.as_str()).collect();
+    let mut offered: BTreeMap<&str, usize> = BTreeMap::new();
+    for slice in slices.iter().filter(|slice| slice.spec.driver == driver) {
+        if let Some(node) = slice.spec.node_name.as_deref() {
+            offered.entry(node).or_default();
+        }
+    }
+    for (slice, device) in devices(driver, slices) {
+        if let Some(number) = slice
+            .spec
+            .node_name
+            .as_deref()
+            .and_then(|node| offered.get_mut(node))
+        {
+            *number += 1;
+        }
+        if let Some(cause) = text(device, UNHEALTHY) {
+            findings.push(Finding::warning(
+                check,
+                format!("device {} is unhealthy: {cause}", device_name(slice, device)),
+                "look after the device; it is given out again when it is well",
+            ));
+        }
+    }
+    for (node, number) in &offered {
+        if !names.contains(node) {
+            findings.push(Finding::warning(
+                check,
+                format!("there are slices of node {node}, and no such node"),
+                format!("if the node is gone for good: kubectl delete resourceslice --field-selector spec.nodeName={node},spec.driver={driver}"),
+            ));
+        } else if *number == 0 {
+            findings.push(Finding::warning(
+                check,
+                format!("node {node} has no device of any kind"),
+                "`drayman node discover` there says why each candidate was not taken",
+            ));
+        }
+    }
+    if offered.is_empty() {
+        findings.push(Finding::problem(
+            check,
+            format!("no node offers devices of driver {driver}"),
+            "see that the companion's DaemonSet has pods, and their logs",
+        ));
+    } else {
+        let (with, all) = (
+            offered.keys().filter(|node| names.contains(*node)).count(),
+            nodes.len(),
+        );
+        let number: usize = offered.values().sum();
+        findings.push(Finding::fine(
+            check,
+            format!("{with} of {all} nodes offer {number} devices"),
+        ));
+    }
+    findings.extend(without_companion(&offered.keys().copied().collect(), nodes));
+    findings
+}

@@ -1,0 +1,492 @@
+//! Explains the allocation step of claims that the scheduler allocates, what blocks them, and the fix.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use k8s_openapi::api::core::v1::{Node, Pod, PodResourceClaim};
+use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim};
+use kube::ResourceExt as _;
+
+use super::devices::pods;
+use crate::cli::diagnose::explain::{
+    DeviceVerdict, Explanation, NodeVerdict, Step, claim_missing, claim_not_owned, deleting, on_node,
+};
+use crate::cli::diagnose::qualified_name;
+use crate::core::structured::{
+    Availability, Cluster, DeviceId, Evaluate, Refusal, Report, RequestReport, holdings, node_matches, report,
+};
+
+/// Number of pods that one claim serves, at most (`ResourceClaimReservedForMaxSize`).
+const RESERVED_FOR_MAX: usize = 256;
+/// First minor version of Kubernetes 1 with device taints and consumable capacity by default.
+const TAINTS_AND_SHARES: u32 = 36;
+
+/// The claim that a pod's entry refers to.
+#[derive(Clone, Copy, Debug)]
+pub enum Found<'a> {
+    /// The entry needs no claim.
+    NotNeeded,
+    /// No such claim exists.
+    Missing,
+    /// The claim with that name is not owned by the pod.
+    NotOwned(&'a ResourceClaim),
+    /// The claim.
+    Claim(&'a ResourceClaim),
+}
+
+impl<'a> Found<'a> {
+    /// The claim, if the entry has one.
+    pub fn claim(self) -> Option<&'a ResourceClaim> {
+        match self {
+            Self::Claim(claim) => Some(claim),
+            Self::NotNeeded | Self::Missing | Self::NotOwned(_) => None,
+        }
+    }
+}
+
+/// Finds the claim for an entry of `pod`, as the scheduler does.
+pub fn find<'a>(pod: &Pod, entry: &PodResourceClaim, claims: &'a [ResourceClaim]) -> Found<'a> {
+    let by_name = |name: &str| {
+        claims.iter().find(|claim| {
+            claim.metadata.namespace == pod.metadata.namespace && claim.metadata.name.as_deref() == Some(name)
+        })
+    };
+    if let Some(name) = &entry.resource_claim_name {
+        return by_name(name).map_or(Found::Missing, Found::Claim);
+    }
+    let statuses = pod
+        .status
+        .iter()
+        .flat_map(|status| status.resource_claim_statuses.iter().flatten());
+    let mut of_entry = statuses.filter(|status| status.name == entry.name);
+    let Some(status) = of_entry.next() else {
+        return Found::Missing;
+    };
+    let Some(name) = &status.resource_claim_name else {
+        return Found::NotNeeded;
+    };
+    let Some(claim) = by_name(name) else {
+        return Found::Missing;
+    };
+    let mut owners = claim.owner_references().iter();
+    let is_owner =
+        owners.any(|owner| owner.controller == Some(true) && Some(&owner.uid) == pod.metadata.uid.as_ref());
+    if is_owner {
+        Found::Claim(claim)
+    } else {
+        Found::NotOwned(claim)
+    }
+}
+
+/// The state of each node for the unallocated claims of a pod; an error if the node is out of the question.
+pub type Nodes = BTreeMap<String, Result<Report, String>>;
+
+/// Evaluates the nodes for the claims of a pod: those that wait for allocation together, beside those that have it.
+pub fn judge(
+    cluster: Cluster<'_>,
+    nodes: &[Node],
+    claims: &[&ResourceClaim],
+    evaluate: &mut Evaluate<'_>,
+) -> Nodes {
+    let with = |wanted: fn(&ResourceClaim) -> bool| -> Vec<&ResourceClaim> {
+        claims.iter().copied().filter(|claim| wanted(claim)).collect()
+    };
+    let (allocated, waiting) = (with(is_allocated), with(is_waiting));
+    let mut judged = Nodes::new();
+    for node in nodes {
+        let elsewhere = allocated.iter().find(|claim| {
+            let status = claim.status.as_ref();
+            let allocation = status.and_then(|status| status.allocation.as_ref());
+            let selector = allocation.and_then(|allocation| allocation.node_selector.as_ref());
+            selector.is_some_and(|selector| node_matches(selector, node) != Ok(true))
+        });
+        let result = match elsewhere {
+            Some(claim) => Err(format!(
+                "ResourceClaim {} of the pod is allocated on another node",
+                qualified_name(*claim)
+            )),
+            None => report(cluster, node, &waiting, evaluate).map_err(|error| error.to_string()),
+        };
+        judged.insert(node.name_any(), result);
+    }
+    judged
+}
+
+/// Input to the explanation of one claim.
+#[derive(Clone, Copy, Debug)]
+pub struct Facts<'a> {
+    /// Our driver's name.
+    pub driver: &'a str,
+    /// Minor version of the API server, if it is known.
+    pub minor: Option<u32>,
+    /// The pod, if the question concerns one.
+    pub pod: Option<&'a Pod>,
+    /// The pod's entry in `spec.resourceClaims`.
+    pub entry: Option<&'a PodResourceClaim>,
+    /// The claim.
+    pub found: Found<'a>,
+    /// Index of the claim among the unallocated ones of the pod.
+    pub index: usize,
+    /// All classes, if they can be read.
+    pub classes: Option<&'a [DeviceClass]>,
+    /// The state of the nodes; absent if slices or classes cannot be read.
+    pub nodes: Option<&'a Nodes>,
+}
+
+/// Explains one claim.
+pub fn explain(facts: &Facts<'_>) -> Explanation {
+    let claim = facts.found.claim();
+    let (step, because, advice) = standing(facts);
+    let waits = matches!(step, Step::WaitsForDevice | Step::WaitsForScheduler);
+    let nodes = facts.nodes.into_iter().flatten().filter(|_| waits);
+    let verdict = |(node, report): (&String, &Result<Report, String>)| NodeVerdict {
+        node: node.clone(),
+        reason: match report {
+            Ok(report) => reason(report, facts.index),
+            Err(error) => Some(error.clone()),
+        },
+    };
+    let mut drivers = BTreeSet::new();
+    let mut devices = Vec::new();
+    for (node, report) in nodes.clone() {
+        for request in report.iter().flat_map(|report| &report.requests) {
+            if request.claim != facts.index {
+                continue;
+            }
+            for (id, state) in &request.matching {
+                drivers.insert(id.driver.as_str());
+                devices.push(DeviceVerdict {
+                    node: node.clone(),
+                    request: request.request.clone(),
+                    device: device_name(id, facts.driver),
+                    reason: unavailable(state),
+                });
+            }
+        }
+    }
+    if let Some(claim) = claim {
+        drivers.extend(holdings::results(claim).map(|result| result.driver.as_str()));
+    }
+    let drivers: Vec<&str> = drivers.into_iter().collect();
+    Explanation {
+        entry: facts.entry.map(|entry| entry.name.clone()),
+        claim: claim.map(qualified_name),
+        class: claim.map(classes_of).map(|classes| classes.join(", ")),
+        driver: Some(drivers.join(", ")).filter(|drivers| !drivers.is_empty()),
+        wants: claim.map(wants).filter(|wants| !wants.is_empty()),
+        step,
+        because,
+        advice: Some(advice).filter(|advice| !advice.is_empty()),
+        nodes: nodes.map(verdict).collect(),
+        devices,
+    }
+}
+
+fn device_name(id: &DeviceId, driver: &str) -> String {
+    if id.driver == driver {
+        id.device.clone()
+    } else {
+        id.to_string()
+    }
+}
+
+fn is_allocated(claim: &ResourceClaim) -> bool {
+    claim
+        .status
+        .as_ref()
+        .is_some_and(|status| status.allocation.is_some())
+}
+
+/// Whether the scheduler has yet to allocate the claim.
+pub fn is_waiting(claim: &ResourceClaim) -> bool {
+    !is_allocated(claim) && claim.metadata.deletion_timestamp.is_none()
+}
+
+/// A request or subrequest: its name, class, allocation mode and count.
+fn requests(claim: &ResourceClaim) -> Vec<(String, &str, Option<&str>, Option<i64>)> {
+    let devices = claim.spec.devices.iter();
+    let mut all = Vec::new();
+    for request in devices.flat_map(|devices| devices.requests.iter().flatten()) {
+        if let Some(exactly) = &request.exactly {
+            let (class, mode) = (
+                exactly.device_class_name.as_str(),
+                exactly.allocation_mode.as_deref(),
+            );
+            all.push((request.name.clone(), class, mode, exactly.count));
+        }
+        for sub in request.first_available.iter().flatten() {
+            let (class, mode) = (sub.device_class_name.as_str(), sub.allocation_mode.as_deref());
+            all.push((format!("{}/{}", request.name, sub.name), class, mode, sub.count));
+        }
+    }
+    all
+}
+
+fn classes_of(claim: &ResourceClaim) -> Vec<String> {
+    let classes: BTreeSet<String> = requests(claim)
+        .into_iter()
+        .map(|(_, class, ..)| class.to_owned())
+        .collect();
+    classes.into_iter().collect()
+}
+
+fn wants(claim: &ResourceClaim) -> String {
+    let mut parts: Vec<String> = requests(claim)
+        .iter()
+        .map(|(name, class, mode, count)| match mode {
+            Some("All") => format!("{name}: all of class {class}"),
+            _ => format!("{name}: {} of class {class}", count.unwrap_or(1)),
+        })
+        .collect();
+    let devices = claim.spec.devices.iter();
+    for constraint in devices.flat_map(|devices| devices.constraints.iter().flatten()) {
+        if let Some(name) = &constraint.match_attribute {
+            parts.push(format!("with an equal {name}"));
+        }
+        if let Some(name) = &constraint.distinct_attribute {
+            parts.push(format!("with distinct {name}"));
+        }
+    }
+    parts.join(", ")
+}
+
+/// Returns the step, its cause and a suggested fix.
+fn standing(facts: &Facts<'_>) -> (Step, String, String) {
+    let claim = match facts.found {
+        Found::NotNeeded => {
+            return (
+                Step::NotNeeded,
+                "the pod needs no claim here".into(),
+                String::new(),
+            );
+        }
+        Found::Missing => {
+            let entry = facts.entry;
+            return claim_missing(
+                entry.and_then(|entry| entry.resource_claim_name.as_deref()),
+                entry.and_then(|entry| entry.resource_claim_template_name.as_deref()),
+            );
+        }
+        Found::NotOwned(claim) => return claim_not_owned(&qualified_name(claim)),
+        Found::Claim(claim) => claim,
+    };
+    if claim.metadata.deletion_timestamp.is_some() {
+        let finalizers = claim.metadata.finalizers.clone().unwrap_or_default();
+        return deleting(&pods(claim), &finalizers);
+    }
+    if is_allocated(claim) {
+        return allocated(claim, facts.pod);
+    }
+    if let Some(classes) = facts.classes {
+        let exists = |name: &String| {
+            classes
+                .iter()
+                .any(|class| class.metadata.name.as_ref() == Some(name))
+        };
+        if let Some(missing) = classes_of(claim).into_iter().find(|name| !exists(name)) {
+            return (
+                Step::ClassMissing,
+                format!("there is no DeviceClass {missing}"),
+                "create it, or recreate the claim with an existing class: kubectl get deviceclasses".into(),
+            );
+        }
+    }
+    waiting(facts)
+}
+
+fn allocated(claim: &ResourceClaim, pod: Option<&Pod>) -> (Step, String, String) {
+    let status = claim.status.iter();
+    let users: Vec<_> = status
+        .flat_map(|status| status.reserved_for.iter().flatten())
+        .collect();
+    let nothing = String::new();
+    let Some(pod) = pod else {
+        return match users.len() {
+            0 => (
+                Step::Allocated,
+                "it is allocated, and no pod uses it".into(),
+                nothing,
+            ),
+            number => (
+                Step::InUse,
+                format!("it is allocated and reserved for {number} pod(s)"),
+                nothing,
+            ),
+        };
+    };
+    if !users
+        .iter()
+        .any(|user| Some(&user.uid) == pod.metadata.uid.as_ref())
+    {
+        let advice = if users.len() >= RESERVED_FOR_MAX {
+            format!("a claim serves at most {RESERVED_FOR_MAX} pods: create another one")
+        } else {
+            nothing
+        };
+        return (
+            Step::WaitsForReservation,
+            format!("it is allocated, and reserved for {} other pod(s)", users.len()),
+            advice,
+        );
+    }
+    let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
+    let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+    on_node(node, phase)
+}
+
+fn waiting(facts: &Facts<'_>) -> (Step, String, String) {
+    let Some(nodes) = facts.nodes else {
+        return (
+            Step::WaitsForScheduler,
+            "it is not allocated yet, and the suitable nodes are unknown".into(),
+            "with the right to list resourceslices and deviceclasses, this command evaluates the nodes; see also the pod's events: \
+             kubectl describe pod"
+                .into(),
+        );
+    };
+    let outcomes = || nodes.values().flatten().map(|report| &report.outcome);
+    let invalid = outcomes().find_map(|outcome| match outcome {
+        Err(Refusal::Invalid(error)) => Some(error),
+        _ => None,
+    });
+    if let Some(error) = invalid {
+        return (
+            Step::ParametersInvalid,
+            format!("the scheduler gives up: {error}"),
+            "correct the named object".into(),
+        );
+    }
+    let (total, able) = (nodes.len(), outcomes().filter(|outcome| outcome.is_ok()).count());
+    if able == 0 {
+        let gates = match facts.minor {
+            Some(minor) if minor < TAINTS_AND_SHARES => format!(
+                "; on Kubernetes 1.{minor} the gates DRADeviceTaints and DRAConsumableCapacity are off unless somebody set them: companions \
+                 then leave out unhealthy devices and devices with shares"
+            ),
+            _ => String::new(),
+        };
+        return (
+            Step::WaitsForDevice,
+            format!("none of {total} nodes can serve it now{gates}"),
+            "the scheduler tries again as soon as a device is freed, added or repaired; to speed this up, delete a pod that holds \
+             one (drayman devices), add a node, or request less"
+                .into(),
+        );
+    }
+    if facts.pod.is_none() {
+        return (
+            Step::WaitsForScheduler,
+            format!("{able} of {total} nodes can serve it; it is allocated when a pod needs it"),
+            "nothing is wrong: create a pod that names it".into(),
+        );
+    }
+    (
+        Step::WaitsForScheduler,
+        format!("{able} of {total} nodes can serve it; the scheduler has not allocated it yet"),
+        "if it lasts, the pod's other needs do not fit there: kubectl describe pod".into(),
+    )
+}
+
+/// Why a node cannot serve a claim; `None` if it can.
+fn reason(report: &Report, claim: usize) -> Option<String> {
+    match &report.outcome {
+        Ok(()) => return None,
+        Err(Refusal::DoesNotFit) => {}
+        Err(refusal) => return Some(refusal.to_string()),
+    }
+    let mut reasons: Vec<String> = report
+        .unusable
+        .iter()
+        .map(|(pool, state)| format!("pool {pool} is {state}"))
+        .collect();
+    if report.devices == 0 && reasons.is_empty() {
+        return Some("no ResourceSlice lists devices of this node: no driver runs here".to_owned());
+    }
+    let is_short = |request: &&RequestReport| {
+        // One subrequest is enough.
+        let name = base(&request.request);
+        let mut alternatives = report
+            .requests
+            .iter()
+            .filter(|other| other.claim == request.claim && base(&other.request) == name);
+        !alternatives.any(RequestReport::is_satisfiable)
+    };
+    let short: Vec<&RequestReport> = report.requests.iter().filter(is_short).collect();
+    reasons.extend(
+        short
+            .iter()
+            .filter(|request| request.claim == claim)
+            .map(|request| shortage(request)),
+    );
+    if reasons.is_empty() {
+        reasons.push(if !short.is_empty() {
+            "another claim of the pod does not fit".to_owned()
+        } else if report.only_constraints {
+            "enough devices are free, but no combination of them meets the constraints".to_owned()
+        } else {
+            "enough devices are free for each request, but not for all requests of the pod together"
+                .to_owned()
+        });
+    }
+    Some(reasons.join("; "))
+}
+
+fn base(request: &str) -> &str {
+    request.split_once('/').map_or(request, |(base, _)| base)
+}
+
+fn shortage(request: &RequestReport) -> String {
+    let (name, class) = (&request.request, &request.class);
+    if request.matching.is_empty() {
+        return match (&request.error, request.of_class) {
+            (Some(error), _) => format!("request {name}: {error}"),
+            (None, 0) => format!("request {name}: no device matches DeviceClass {class}"),
+            (None, number) => {
+                format!(
+                    "request {name}: none of {number} devices of DeviceClass {class} matches its selectors"
+                )
+            }
+        };
+    }
+    let needed = request
+        .count
+        .map_or_else(|| "all".to_owned(), |count| count.to_string());
+    let mut text = format!(
+        "request {name}: {} of {} matching devices free, {needed} needed",
+        request.free(),
+        request.matching.len()
+    );
+    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+    for (_, state) in &request.matching {
+        let word = match state {
+            Availability::Free => continue,
+            Availability::Held(_) => "held",
+            Availability::Tainted(_) => "tainted",
+            Availability::NoCapacity => "without enough capacity",
+            Availability::NoAttribute(_) => "without the attribute of a constraint",
+            Availability::Counters => "with counters, which are not evaluated",
+        };
+        *counts.entry(word).or_default() += 1;
+    }
+    let counts: Vec<String> = counts
+        .into_iter()
+        .map(|(word, number)| format!("{number} {word}"))
+        .collect();
+    if !counts.is_empty() {
+        text = format!("{text} ({})", counts.join(", "));
+    }
+    text
+}
+
+/// Why a device is not available; `None` if it is.
+fn unavailable(state: &Availability) -> Option<String> {
+    Some(match state {
+        Availability::Free => return None,
+        // The pod itself has chosen the device for another request.
+        Availability::Held(claims) if claims.is_empty() => "in use".to_owned(),
+        Availability::Held(claims) => format!("held by {}", claims.join(", ")),
+        Availability::NoCapacity => "not enough capacity".to_owned(),
+        Availability::Tainted(taint) => format!("taint {taint} is not tolerated"),
+        Availability::NoAttribute(name) => format!("lacks attribute {name} of a constraint"),
+        Availability::Counters => "consumes counters, which are not evaluated".to_owned(),
+    })
+}

@@ -1,0 +1,48 @@
+//! The same tables and findings for structured mode (`resource.k8s.io/v1`): from ResourceSlices, DeviceClasses and claims.
+//!
+//! * [`devices`]: every device, its state and its holders.
+//! * [`explain`]: the step of a claim, and per node and request what blocks it.
+//! * [`doctor`]: checks of classes, slices and nodes.
+
+pub mod devices;
+pub mod doctor;
+pub mod explain;
+
+use k8s_openapi::api::resource::v1::{Device, DeviceAttribute};
+
+use crate::core::structured::Quantity;
+
+/// Attribute with the kind of a device.
+pub const KIND: &str = "drayman.dev/kind";
+/// Taint of an unhealthy device, and the attribute with the cause.
+pub const UNHEALTHY: &str = "drayman.dev/unhealthy";
+/// Capacity of a device with shares.
+pub const SHARES: &str = "drayman.dev/shares";
+
+/// Looks up a text attribute of a device.
+fn text<'a>(device: &'a Device, name: &str) -> Option<&'a str> {
+    device.attributes.as_ref()?.get(name)?.string.as_deref()
+}
+
+/// The kind of a device; empty for a device of another program.
+fn kind(device: &Device) -> &str {
+    text(device, KIND).unwrap_or_default()
+}
+
+/// Number of shares of a device, if it has a capacity for them.
+fn shares(device: &Device) -> Option<Quantity> {
+    let capacity = device.capacity.as_ref()?.get(SHARES)?;
+    Quantity::read(&capacity.value).ok()
+}
+
+/// Formats an attribute value.
+fn value(attribute: &DeviceAttribute) -> String {
+    let string = attribute.string.clone().or_else(|| attribute.version.clone());
+    string
+        .or_else(|| attribute.int.map(|number| number.to_string()))
+        .or_else(|| attribute.bool.map(|truth| truth.to_string()))
+        .unwrap_or_default()
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

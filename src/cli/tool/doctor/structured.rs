@@ -1,0 +1,155 @@
+//! `drayman doctor` in structured mode.
+
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::resource::v1::{DeviceClass, ResourceSlice};
+use kube::Client;
+
+use crate::cli::Error;
+use crate::cli::diagnose::doctor::Finding;
+use crate::cli::diagnose::nodes::{NodeFacts, runtime_sockets};
+use crate::cli::diagnose::rights::{Component, needed_in_structured_mode};
+use crate::cli::diagnose::structured::doctor::{classes, dropped_fields, slices};
+use crate::cli::tool::rights::{self, Account};
+use crate::cli::tool::{ask_for_gates, read};
+use crate::host::selectors::with_selectors;
+
+/// Runs all checks. Read errors become findings.
+pub(super) async fn look(
+    client: &Client,
+    driver: &str,
+    node_user: Option<&str>,
+    version: (&str, &str),
+) -> Vec<Finding> {
+    let (major, number) = version;
+    let mut findings = vec![Finding::fine(
+        "version",
+        format!(
+            "Kubernetes {major}.{number} serves resource.k8s.io/v1: the scheduler allocates, and no controller is needed"
+        ),
+    )];
+    findings.extend(ask_for_gates::structured(client, read::minor(number)).await);
+    let mut unread = Vec::new();
+    match of_accounts(client, driver, node_user).await {
+        Ok(found) => findings.extend(found),
+        Err(error) => unread.push(Finding::unread(&error.to_string())),
+    }
+    match of_devices(client, driver).await {
+        Ok(found) => findings.extend(found),
+        Err(error) => unread.push(Finding::unread(&error.to_string())),
+    }
+    findings.extend(unread);
+    findings
+}
+
+async fn of_accounts(client: &Client, driver: &str, node_user: Option<&str>) -> Result<Vec<Finding>, Error> {
+    let pods = rights::pods(client).await?;
+    let mut accounts = rights::accounts(&pods, driver);
+    accounts.extend(node_user.map(|user| Account {
+        component: Component::Node,
+        user: user.to_owned(),
+        lease: None,
+    }));
+    let mut findings: Vec<Finding> = runtime_sockets(&rights::companions_with_socket(&pods, driver))
+        .into_iter()
+        .collect();
+    for account in &accounts {
+        match account.component {
+            Component::Node => {
+                findings.extend(rights::check(client, account, needed_in_structured_mode()).await?);
+            }
+            Component::Controller => findings.push(Finding::note(
+                "controller",
+                format!(
+                    "{} runs a controller, which has nothing to do here (controller.enabled of the chart)",
+                    account.user
+                ),
+            )),
+        }
+    }
+    Ok(findings)
+}
+
+async fn of_devices(client: &Client, driver: &str) -> Result<Vec<Finding>, Error> {
+    let all_slices: Vec<ResourceSlice> = read::all(client).await?;
+    let all_classes: Vec<DeviceClass> = read::all(client).await?;
+    let nodes: Vec<NodeFacts> = read::all::<Node>(client)
+        .await?
+        .iter()
+        .map(NodeFacts::of)
+        .collect();
+    let mut findings = dropped_fields(driver, &all_slices);
+    let of_classes = with_selectors(|selectors| {
+        classes(
+            driver,
+            &all_classes,
+            &all_slices,
+            &mut |expression, driver, device| selectors.evaluate(expression, driver, device),
+        )
+    });
+    findings.extend(of_classes.map_err(anyhow::Error::msg)?);
+    findings.extend(slices(driver, &all_slices, &nodes));
+    Ok(findings)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::cli::diagnose::doctor::Level;
+    use crate::cli::diagnose::structured::tests::{camera, class, node, slice};
+    use crate::cli::tool::mock::Server;
+
+    async fn run(server: Server) -> Vec<(Level, String)> {
+        let user = "system:serviceaccount:drayman:node";
+        let findings = look(&server.client(), "drayman.dev", Some(user), ("1", "37")).await;
+        findings
+            .into_iter()
+            .map(|finding| (finding.level, finding.message))
+            .collect()
+    }
+
+    fn server() -> Server {
+        let allowed = json!({ "spec": {}, "status": { "allowed": true } });
+        Server::structured()
+            .with_object("/apis/authorization.k8s.io/v1/subjectaccessreviews", allowed)
+            .with("/api/v1/nodes", &[node("node-a")])
+            .with("/apis/resource.k8s.io/v1/deviceclasses", &[class("cameras")])
+            .with(
+                "/apis/resource.k8s.io/v1/resourceslices",
+                &[slice("node-a", json!([camera("a")]))],
+            )
+    }
+
+    #[tokio::test]
+    async fn a_healthy_structured_cluster_has_no_problem() {
+        let findings = run(server()).await;
+        let worst = findings.iter().map(|(level, _)| *level).max();
+        // The mock serves no metrics.
+        assert_eq!(worst, Some(Level::Note), "{findings:?}");
+        let says = |text: &str| findings.iter().any(|(_, message)| message.contains(text));
+        assert!(says("Kubernetes 1.37 serves resource.k8s.io/v1"), "{findings:?}");
+        assert!(says(
+            "system:serviceaccount:drayman:node may do what the companion needs"
+        ));
+        assert!(says("1 of 1 nodes offer 1 devices"));
+    }
+
+    #[tokio::test]
+    async fn missing_rights_are_named() {
+        let denied = json!({ "spec": {}, "status": { "allowed": false } });
+        let server = server()
+            .with_object("/apis/authorization.k8s.io/v1/subjectaccessreviews", denied)
+            .without_right("/apis/resource.k8s.io/v1/resourceslices");
+        let findings = run(server).await;
+        let slices = "system:serviceaccount:drayman:node may not create resourceslices.resource.k8s.io, which the companion needs";
+        assert!(
+            findings.contains(&(Level::Problem, slices.to_owned())),
+            "{findings:?}"
+        );
+        let warns = |(level, message): &(Level, String)| {
+            *level == Level::Warning && message.contains("cannot list resourceslices")
+        };
+        assert!(findings.iter().any(warns), "{findings:?}");
+    }
+}

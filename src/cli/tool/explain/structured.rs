@@ -1,0 +1,244 @@
+//! `drayman explain` in structured mode: the scheduler allocates, so its decision is computed from slices, classes and claims.
+
+use anyhow::Context as _;
+use k8s_openapi::api::core::v1::{Node, Pod};
+use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
+use kube::Client;
+use kube::api::{Api, ObjectMeta};
+
+use super::answer::{
+    Answer, Subject, about_claim, about_pod, events, explain_limits, pod_answer, scheduler_says,
+    unless_forbidden,
+};
+use crate::cli::Error;
+use crate::cli::diagnose::qualified_name;
+use crate::cli::diagnose::structured::explain::{Facts, Found, Nodes, explain, find, is_waiting, judge};
+use crate::cli::tool::read;
+use crate::core::structured::{Cluster, Holdings};
+use crate::host::selectors::with_selectors;
+
+/// Explains a pod or claim; `None` if it does not exist.
+pub(super) async fn answer(
+    client: &Client,
+    namespace: &str,
+    driver: &str,
+    subject: &Subject,
+) -> Result<Option<Answer>, Error> {
+    let pods = Api::<Pod>::namespaced(client.clone(), namespace);
+    let pod = match subject {
+        Subject::Pod(name) | Subject::Either(name) => {
+            pods.get_opt(name).await.context("cannot read the pod")?
+        }
+        Subject::Claim(_) => None,
+    };
+    let claims = read::served_claims::<ResourceClaim>(client, namespace).await?;
+    let named = |name: &String| {
+        claims.items.iter().find(|claim| {
+            claim.metadata.namespace.as_deref() == Some(namespace)
+                && claim.metadata.name.as_ref() == Some(name)
+        })
+    };
+    let entries = pod.iter().filter_map(|pod| pod.spec.as_ref());
+    let entries = entries.flat_map(|spec| spec.resource_claims.iter().flatten());
+    let found: Vec<_> = match (&pod, subject) {
+        (Some(pod), _) => entries
+            .map(|entry| (Some(entry), find(pod, entry, &claims.items)))
+            .collect(),
+        (None, Subject::Claim(name) | Subject::Either(name)) => {
+            let Some(claim) = named(name) else { return Ok(None) };
+            vec![(None, Found::Claim(claim))]
+        }
+        (None, Subject::Pod(_)) => return Ok(None),
+    };
+    let mut own: Vec<&ResourceClaim> = Vec::new();
+    for (_, found) in &found {
+        // Two entries may name one claim.
+        own.extend(
+            found
+                .claim()
+                .filter(|claim| !own.iter().any(|other| other.metadata.name == claim.metadata.name)),
+        );
+    }
+    let mut classes = None;
+    let mut nodes = None;
+    if own.iter().any(|claim| is_waiting(claim)) {
+        classes = unless_forbidden(
+            read::all::<DeviceClass>(client).await,
+            "deviceclasses: which devices match is not known",
+        )?;
+        let slices = unless_forbidden(
+            read::all::<ResourceSlice>(client).await,
+            "resourceslices: which devices match is not known",
+        )?;
+        if let (Some(classes), Some(slices)) = (&classes, &slices) {
+            if claims.namespace.is_some() {
+                eprintln!("note: devices that claims of other namespaces hold appear free here");
+            }
+            let all_nodes = read_nodes(client, slices).await?;
+            nodes = Some(evaluate(slices, classes, &claims.items, &all_nodes, &own)?);
+        }
+    }
+    let version = client.apiserver_version().await.map_err(anyhow::Error::from)?;
+    let waiting: Vec<_> = own.iter().filter(|claim| is_waiting(claim)).collect();
+    let mut explanations = Vec::new();
+    for (entry, found) in &found {
+        let name = found.claim().map(|claim| &claim.metadata.name);
+        let index = waiting
+            .iter()
+            .position(|claim| Some(&claim.metadata.name) == name);
+        explanations.push(explain(&Facts {
+            driver,
+            minor: read::minor(&version.minor),
+            pod: pod.as_ref(),
+            entry: *entry,
+            found: *found,
+            index: index.unwrap_or_default(),
+            classes: classes.as_deref(),
+            nodes: nodes.as_ref(),
+        }));
+    }
+    let about_pod = pod.iter().map(about_pod);
+    let about: Vec<_> = about_pod
+        .chain(own.iter().map(|claim| about_claim(*claim)))
+        .collect();
+    let answered = pod.as_ref().map(|pod| {
+        let spec = pod.spec.as_ref();
+        pod_answer(
+            qualified_name(pod),
+            pod.status.as_ref().and_then(|status| status.phase.as_deref()),
+            spec.and_then(|spec| spec.node_name.as_deref()),
+            scheduler_says(pod),
+        )
+    });
+    Ok(Some(Answer {
+        pod: answered,
+        claims: explanations,
+        limits: match &pod {
+            Some(pod) => explain_limits(client, pod).await?,
+            None => Vec::new(),
+        },
+        events: events(client, namespace, about).await?,
+    }))
+}
+
+/// Reads all nodes. Without the right, returns those that slices name.
+async fn read_nodes(client: &Client, slices: &[ResourceSlice]) -> Result<Vec<Node>, Error> {
+    if let Some(nodes) = unless_forbidden(
+        read::all::<Node>(client).await,
+        "nodes: only those with devices are shown",
+    )? {
+        return Ok(nodes);
+    }
+    let mut names: Vec<&String> = slices
+        .iter()
+        .filter_map(|slice| slice.spec.node_name.as_ref())
+        .collect();
+    names.sort();
+    names.dedup();
+    let node = |name: &String| Node {
+        metadata: ObjectMeta {
+            name: Some(name.clone()),
+            ..ObjectMeta::default()
+        },
+        ..Node::default()
+    };
+    Ok(names.into_iter().map(node).collect())
+}
+
+fn evaluate(
+    slices: &[ResourceSlice],
+    classes: &[DeviceClass],
+    claims: &[ResourceClaim],
+    nodes: &[Node],
+    own: &[&ResourceClaim],
+) -> Result<Nodes, Error> {
+    let holdings = Holdings::read(claims);
+    let cluster = Cluster {
+        slices,
+        classes,
+        holdings: &holdings,
+    };
+    with_selectors(|selectors| {
+        judge(cluster, nodes, own, &mut |expression, driver, device| {
+            selectors.evaluate(expression, driver, device)
+        })
+    })
+    .map_err(|error| anyhow::anyhow!(error).into())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::super::answer::text;
+    use super::*;
+    use crate::cli::diagnose::structured::tests::{DRIVER, camera, claim, class, held, node, pod, slice};
+    use crate::cli::tool::mock::Server;
+
+    fn server() -> Server {
+        let mut waiting = pod("second", &["waits"]);
+        waiting["status"]["conditions"] = json!([{
+            "type": "PodScheduled", "status": "False", "message": "0/2 nodes are available: 2 cannot allocate all claims.",
+        }]);
+        Server::structured()
+            .with_object("/api/v1/namespaces/shop/pods/second", waiting)
+            .with("/api/v1/nodes", &[node("node-a"), node("node-b")])
+            .with("/apis/resource.k8s.io/v1/deviceclasses", &[class("cameras")])
+            .with(
+                "/apis/resource.k8s.io/v1/resourceslices",
+                &[slice("node-a", json!([camera("a")]))],
+            )
+            .with(
+                "/apis/resource.k8s.io/v1/resourceclaims",
+                &[claim("waits", "cameras", 1), held("one", "node-a", &["a"])],
+            )
+    }
+
+    async fn ask(server: Server, subject: Subject) -> Option<Answer> {
+        answer(&server.client(), "shop", DRIVER, &subject).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_waiting_pod_is_explained_as_by_the_scheduler() {
+        let answer = ask(server(), Subject::Either("second".into())).await.unwrap();
+        assert_eq!(
+            text(&answer, false),
+            "Pod shop/second: Pending, no node yet\n  \
+             scheduler says: 0/2 nodes are available: 2 cannot allocate all claims.\n\n\
+             Claim waits (ResourceClaim shop/waits): WaitsForDevice\n  \
+             none of 2 nodes can serve it now\n  \
+             class cameras, driver drayman.dev\n  \
+             wants device: 1 of class cameras\n  \
+             nodes:\n    \
+             node-b   no ResourceSlice lists devices of this node: no driver runs here\n    \
+             node-a   request device: 0 of 1 matching devices free, 1 needed (1 held)\n  \
+             matching devices:\n    \
+             node-a/a   request device   held by shop/one\n  \
+             what to do: the scheduler tries again as soon as a device is freed, added or repaired; to speed this up, delete a pod \
+             that holds one (drayman devices), add a node, or request less\n"
+        );
+    }
+
+    #[tokio::test]
+    async fn a_claim_is_explained_without_a_pod() {
+        let answer = ask(server(), Subject::Claim("one".into())).await.unwrap();
+        let answer = serde_json::to_value(answer).unwrap();
+        assert_eq!(answer["claims"][0]["step"], "InUse");
+        assert_eq!(answer["claims"][0]["driver"], DRIVER);
+        assert_eq!(answer["claims"][0].get("devices"), None::<&Value>);
+        assert!(ask(server(), Subject::Claim("none".into())).await.is_none());
+        assert!(ask(server(), Subject::Pod("none".into())).await.is_none());
+    }
+
+    #[tokio::test]
+    async fn without_the_right_to_read_slices_nodes_are_unknown() {
+        let server = server().without_right("/apis/resource.k8s.io/v1/resourceslices");
+        let answer = ask(server, Subject::Pod("second".into())).await.unwrap();
+        let answer = serde_json::to_value(answer).unwrap();
+        assert_eq!(answer["claims"][0]["step"], "WaitsForScheduler");
+        assert_eq!(
+            answer["claims"][0]["because"],
+            "it is not allocated yet, and the suitable nodes are unknown"
+        );
+    }
+}

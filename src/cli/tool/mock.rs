@@ -1,0 +1,82 @@
+//! An API server that gives fixed answers, for tests of commands.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use http::{Request, Response};
+use kube::Client;
+use kube::client::Body;
+use serde_json::{Value, json};
+
+/// The objects of a server, by path of their list.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Server {
+    answers: BTreeMap<String, (u16, Value)>,
+}
+
+impl Server {
+    /// A server of Kubernetes 1.37 without objects.
+    pub(super) fn structured() -> Self {
+        let mut server = Self::default();
+        let version = json!({
+            "major": "1", "minor": "37", "gitVersion": "v1.37.2", "gitCommit": "", "gitTreeState": "", "buildDate": "",
+            "goVersion": "", "compiler": "", "platform": "",
+        });
+        server.answers.insert("/version".to_owned(), (200, version));
+        let resources = json!({
+            "kind": "APIResourceList", "apiVersion": "v1", "groupVersion": "resource.k8s.io/v1", "resources": [],
+        });
+        server
+            .answers
+            .insert("/apis/resource.k8s.io/v1".to_owned(), (200, resources));
+        for path in [
+            "/api/v1/nodes",
+            "/api/v1/pods",
+            "/api/v1/namespaces/shop/events",
+            "/apis/resource.k8s.io/v1/deviceclasses",
+            "/apis/resource.k8s.io/v1/resourceclaims",
+            "/apis/resource.k8s.io/v1/resourceslices",
+        ] {
+            server = server.with(path, &[]);
+        }
+        server
+    }
+
+    /// Sets the objects of a list.
+    pub(super) fn with(mut self, path: &str, items: &[Value]) -> Self {
+        let list = json!({ "kind": "List", "apiVersion": "v1", "metadata": {}, "items": items });
+        self.answers.insert(path.to_owned(), (200, list));
+        self
+    }
+
+    /// Adds one object.
+    pub(super) fn with_object(mut self, path: &str, object: Value) -> Self {
+        self.answers.insert(path.to_owned(), (200, object));
+        self
+    }
+
+    /// Forbids a list.
+    pub(super) fn without_right(mut self, path: &str) -> Self {
+        self.answers
+            .insert(path.to_owned(), (403, status(403, "Forbidden")));
+        self
+    }
+
+    pub(super) fn client(self) -> Client {
+        let answers = Arc::new(self.answers);
+        let serve = move |request: Request<Body>| {
+            let (code, body) = answers
+                .get(request.uri().path())
+                .cloned()
+                .unwrap_or_else(|| (404, status(404, "NotFound")));
+            let response = Response::builder().status(code);
+            let body = Body::from(body.to_string().into_bytes());
+            async move { response.body(body) }
+        };
+        Client::new(tower::service_fn(serve), "shop")
+    }
+}
+
+fn status(code: u16, reason: &str) -> Value {
+    json!({ "kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "message": reason, "code": code })
+}

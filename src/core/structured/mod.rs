@@ -1,0 +1,38 @@
+//! Devices and claims of structured Dynamic Resource Allocation (`resource.k8s.io/v1`) as the scheduler of Kubernetes 1.34 to 1.37 sees
+//! them.
+//!
+//! ```text
+//! ResourceSlices --> pools -----+
+//! allocated claims -> holdings -+--> search --> allocate: AllocationResults
+//! classes, claims --> requests -+           \-> report: why a node does not fit
+//! ```
+//!
+//! * [`pools()`]: the pools of a node, and their devices in the scheduler's order.
+//! * [`holdings`]: the devices that claims hold.
+//! * [`allocate()`] takes the first devices that fit, as upstream's allocator (`k8s.io/dynamic-resource-allocation/structured`) does.
+//! * [`report()`] says for each request which devices match, and why they are not available.
+//!
+//! Feature gates are not modelled: the API server drops the fields of a gate that is off, so the objects show which are on. Devices that
+//! consume counters (partitionable devices) are never allocated here.
+
+mod allocate;
+mod capacity;
+mod cluster;
+pub mod holdings;
+mod pools;
+mod quantity;
+mod report;
+mod requests;
+mod results;
+mod search;
+
+pub use allocate::{Refusal, allocate};
+pub use cluster::{Cluster, Evaluate, claim_name};
+pub use holdings::{Holder, Holdings, Usage};
+pub use pools::{DeviceId, Pool, PoolState, all_pools, node_matches, pools};
+pub use quantity::Quantity;
+pub use report::{Availability, Report, RequestReport, report};
+pub use search::RESULTS_MAX;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,226 @@
+//! Says why claims do not fit on a node.
+
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::resource::v1::ResourceClaim;
+
+use super::allocate::Refusal;
+use super::capacity::consumed;
+use super::cluster::{Cluster, Evaluate, claim_name};
+use super::pools::{DeviceId, PoolState, pools};
+use super::quantity::Quantity;
+use super::requests::Amount;
+use super::search::{Search, Stop, attribute_name, fits, lookup};
+
+/// Why a device that matches a request is not available to it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Availability {
+    /// The device is available.
+    Free,
+    /// Claims hold the device, or the capacity that the request asks for: `namespace/name` of each.
+    Held(Vec<String>),
+    /// The device has less capacity than the request asks for.
+    NoCapacity,
+    /// The device has a taint that the request does not tolerate, as `key=value:effect`.
+    Tainted(String),
+    /// The device lacks the attribute of a constraint.
+    NoAttribute(String),
+    /// The device consumes counters, which are not evaluated here.
+    Counters,
+}
+
+/// The devices of a node for one request or subrequest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RequestReport {
+    /// Index of the claim.
+    pub claim: usize,
+    /// Name of the request, or `request/subrequest`.
+    pub request: String,
+    /// Name of the DeviceClass.
+    pub class: String,
+    /// Number of devices; `None` for all that match.
+    pub count: Option<usize>,
+    /// Number of devices that the class selects, whether or not they match the request's own selectors.
+    pub of_class: usize,
+    /// The devices that match class and request.
+    pub matching: Vec<(DeviceId, Availability)>,
+    /// Error of a selector, which makes the scheduler give up if it meets the device.
+    pub error: Option<String>,
+}
+
+impl RequestReport {
+    /// Number of available devices.
+    pub fn free(&self) -> usize {
+        let free = self
+            .matching
+            .iter()
+            .filter(|(_, state)| *state == Availability::Free);
+        free.count()
+    }
+
+    /// Whether enough devices are available, constraints and other requests aside.
+    pub fn is_satisfiable(&self) -> bool {
+        let wanted = self.count.unwrap_or_else(|| self.matching.len().max(1));
+        wanted <= self.free()
+    }
+}
+
+/// The state of a node for the claims of a pod.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Report {
+    /// Whether, and if not why, the claims cannot be allocated.
+    pub outcome: Result<(), Refusal>,
+    /// The requests of all claims, in their order.
+    pub requests: Vec<RequestReport>,
+    /// Whether only the claims' constraints stand in the way.
+    pub only_constraints: bool,
+    /// Number of devices of the node, of all drivers.
+    pub devices: usize,
+    /// Pools whose devices are not allocated now, as `driver/pool`, with the reason.
+    pub unusable: Vec<(String, PoolState)>,
+}
+
+/// Describes a node for the unallocated claims of one pod.
+pub fn report(
+    cluster: Cluster<'_>,
+    node: &Node,
+    claims: &[&ResourceClaim],
+    evaluate: &mut Evaluate<'_>,
+) -> Result<Report, Refusal> {
+    let pools = pools(cluster.slices, node).map_err(Refusal::Invalid)?;
+    let unusable = pools
+        .into_iter()
+        .filter(|pool| pool.state != PoolState::Complete)
+        .map(|pool| (format!("{}/{}", pool.driver, pool.name), pool.state))
+        .collect();
+    let outcome = match Search::new(cluster, node, claims, evaluate) {
+        Ok(mut search) => match search.run() {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(Refusal::DoesNotFit),
+            Err(stop) => Err(stop.into()),
+        },
+        Err(stop) => Err(stop.into()),
+    };
+    let mut search = Search::of_requests(cluster, node, claims, evaluate)?;
+    let (devices, requests) = (search.devices.len(), requests(&mut search));
+    let only_constraints = outcome == Err(Refusal::DoesNotFit) && {
+        let mut search = Search::new(cluster, node, claims, evaluate)?;
+        search.ignore_constraints();
+        search.run() == Ok(true)
+    };
+    Ok(Report {
+        outcome,
+        requests,
+        only_constraints,
+        devices,
+        unusable,
+    })
+}
+
+/// Describes the devices for every request, with nothing chosen.
+fn requests(search: &mut Search<'_, '_, '_>) -> Vec<RequestReport> {
+    let mut reports = Vec::new();
+    for (request, alternative) in search.alternatives() {
+        let (mut of_class, mut matching, mut error) = (0, Vec::new(), None);
+        for device in 0..search.devices.len() {
+            match search.is_of_class(request, alternative, device) {
+                Ok(true) => of_class += 1,
+                Err(Stop::Invalid(wrong)) => {
+                    error.get_or_insert(wrong);
+                    continue;
+                }
+                Ok(false) | Err(_) => continue,
+            }
+            match search.selects(request, alternative, device, false) {
+                Ok(true) => matching.extend(availability(search, request, alternative, device)),
+                Err(Stop::Invalid(wrong)) => {
+                    error.get_or_insert(wrong);
+                }
+                _ => {}
+            }
+        }
+        let Some((of, wanted)) = search.alternative(request, alternative) else {
+            continue;
+        };
+        reports.push(RequestReport {
+            claim: of.claim,
+            request: of.result_name(wanted),
+            class: wanted.class.metadata.name.clone().unwrap_or_default(),
+            count: match wanted.amount {
+                Amount::Exactly(number) => Some(number),
+                Amount::All => None,
+            },
+            of_class,
+            matching,
+            error,
+        });
+    }
+    reports
+}
+
+fn availability(
+    search: &Search<'_, '_, '_>,
+    request: usize,
+    alternative: usize,
+    device: usize,
+) -> Option<(DeviceId, Availability)> {
+    let (of, wanted) = search.alternative(request, alternative)?;
+    let candidate = search.devices.get(device)?;
+    let holders = || {
+        let holders = candidate.usage.into_iter().flat_map(|usage| &usage.holders);
+        let mut names: Vec<String> = holders
+            .map(|holder| claim_name(holder.claim).to_string())
+            .collect();
+        names.sort();
+        names.dedup();
+        names
+    };
+    let lacking = || {
+        let constraints = search.constraints.get(of.claim).copied().unwrap_or_default();
+        let names = constraints.iter().filter_map(|constraint| {
+            let is_affected = of.is_in(wanted, constraint.requests.as_deref().unwrap_or_default());
+            attribute_name(constraint).filter(|_| is_affected)
+        });
+        names
+            .map(|(name, _)| name)
+            .find(|name| lookup(candidate, name).is_none())
+    };
+    let fits_beside = |usage: bool| {
+        let Ok(Some(consumed)) = consumed(candidate.device, wanted.capacity) else {
+            return false;
+        };
+        if usage {
+            search.has_capacity(device, &consumed)
+        } else {
+            fits(candidate.device, &consumed, |_| Quantity::default())
+        }
+    };
+    let state = if search.is_in_use(request, alternative, device) {
+        Availability::Held(holders())
+    } else if candidate
+        .device
+        .consumes_counters
+        .iter()
+        .flatten()
+        .next()
+        .is_some()
+    {
+        Availability::Counters
+    } else if let Some(taint) = wanted.taint(candidate.device.taints.as_ref()) {
+        let value = taint.value.as_deref().map(|value| format!("={value}"));
+        Availability::Tainted(format!(
+            "{}{}:{}",
+            taint.key,
+            value.unwrap_or_default(),
+            taint.effect
+        ))
+    } else if let Some(name) = lacking() {
+        Availability::NoAttribute(name.to_owned())
+    } else if fits_beside(true) {
+        Availability::Free
+    } else if fits_beside(false) {
+        Availability::Held(holders())
+    } else {
+        Availability::NoCapacity
+    };
+    Some((candidate.id.clone(), state))
+}

@@ -1,0 +1,563 @@
+//! The scheduler's search for devices: first fit, in the order of pools, slices and devices.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::resource::v1::{
+    Device, DeviceAttribute, DeviceConstraint, ResourceClaim, ResourceSlice,
+};
+
+use super::capacity::{Consumed, consumed};
+use super::cluster::{Cluster, Evaluate, claim_name};
+use super::holdings::Usage;
+use super::pools::{DeviceId, Pool, PoolState, pools};
+use super::quantity::Quantity;
+use super::requests::{Alternative, Amount, Request, requests};
+use crate::core::allocation::selectors::Match;
+
+/// Number of devices in the allocation of one claim, at most (`AllocationResultsMaxSize`).
+pub const RESULTS_MAX: usize = 32;
+/// Number of steps of a search, at most. Every device that is tried is a step. The number of combinations grows exponentially with the
+/// devices of a claim; the scheduler stops after 10 seconds for a node, and this is about a second.
+pub(super) const STEPS_MAX: usize = 100_000;
+
+/// Why a search ends without an answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Stop {
+    /// An object is invalid.
+    Invalid(String),
+    /// The claim would have more than [`RESULTS_MAX`] devices. Another subrequest may need fewer.
+    TooManyResults,
+    /// The search takes more than [`STEPS_MAX`] steps.
+    TooManySteps,
+}
+
+/// A device of the node.
+#[derive(Debug)]
+pub(super) struct NodeDevice<'a> {
+    pub(super) id: DeviceId,
+    pub(super) slice: &'a ResourceSlice,
+    pub(super) device: &'a Device,
+    pub(super) usage: Option<&'a Usage<'a>>,
+}
+
+impl NodeDevice<'_> {
+    fn is_shared(&self) -> bool {
+        self.device.allow_multiple_allocations == Some(true)
+    }
+}
+
+/// A device chosen for a request, by index.
+#[derive(Debug)]
+pub(super) struct Choice<'a> {
+    pub(super) request: usize,
+    pub(super) alternative: usize,
+    pub(super) device: usize,
+    /// Capacity that a share of the device consumes; empty for an exclusive device.
+    pub(super) consumed: Consumed<'a>,
+}
+
+/// The place of the search: a device of a request.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    request: usize,
+    /// The alternative; `None` before one is chosen.
+    alternative: Option<usize>,
+    /// Number of devices that the request has already.
+    taken: usize,
+    /// The first device to try. Devices of one request are chosen in ascending order.
+    start: usize,
+}
+
+impl Place {
+    fn of(request: usize) -> Self {
+        Self {
+            request,
+            alternative: None,
+            taken: 0,
+            start: 0,
+        }
+    }
+}
+
+/// A search on one node.
+pub(super) struct Search<'a, 'e, 'f> {
+    pub(super) requests: Vec<Request<'a>>,
+    pub(super) devices: Vec<NodeDevice<'a>>,
+    pub(super) chosen: Vec<Choice<'a>>,
+    /// Constraints of each claim.
+    pub(super) constraints: Vec<&'a [DeviceConstraint]>,
+    /// Devices of each request and alternative with mode All.
+    all: BTreeMap<(usize, usize), Vec<usize>>,
+    /// Results of selectors by request, alternative and device.
+    matches: BTreeMap<(usize, usize, usize), bool>,
+    evaluate: &'e mut Evaluate<'f>,
+    steps: usize,
+}
+
+impl<'a, 'e, 'f> Search<'a, 'e, 'f> {
+    /// Prepares a search for the claims of one pod.
+    pub(super) fn new(
+        cluster: Cluster<'a>,
+        node: &Node,
+        claims: &[&'a ResourceClaim],
+        evaluate: &'e mut Evaluate<'f>,
+    ) -> Result<Self, Stop> {
+        let mut search = Self::of_requests(cluster, node, claims, evaluate)?;
+        let pools = pools(cluster.slices, node).map_err(Stop::Invalid)?;
+        search.find_all(&pools)?;
+        for (index, claim) in claims.iter().enumerate() {
+            search.check_size(index, claim)?;
+        }
+        Ok(search)
+    }
+
+    /// Reads the requests and the node's devices.
+    pub(super) fn of_requests(
+        cluster: Cluster<'a>,
+        node: &Node,
+        claims: &[&'a ResourceClaim],
+        evaluate: &'e mut Evaluate<'f>,
+    ) -> Result<Self, Stop> {
+        let mut devices = Vec::new();
+        for pool in pools(cluster.slices, node).map_err(Stop::Invalid)? {
+            if pool.state != PoolState::Complete {
+                continue;
+            }
+            for (slice, device) in pool.devices(node).map_err(Stop::Invalid)? {
+                let id = DeviceId::new(pool.driver, pool.name, &device.name);
+                devices.push(NodeDevice {
+                    usage: cluster.holdings.get(&id),
+                    id,
+                    slice,
+                    device,
+                });
+            }
+        }
+        let constraints = |claim: &&'a ResourceClaim| {
+            let devices = claim.spec.devices.as_ref();
+            devices
+                .and_then(|devices| devices.constraints.as_deref())
+                .unwrap_or_default()
+        };
+        Ok(Self {
+            requests: requests(cluster, claims).map_err(Stop::Invalid)?,
+            devices,
+            chosen: Vec::new(),
+            constraints: claims.iter().map(constraints).collect(),
+            all: BTreeMap::new(),
+            matches: BTreeMap::new(),
+            evaluate,
+            steps: 0,
+        })
+    }
+
+    /// Drops the constraints of all claims.
+    pub(super) fn ignore_constraints(&mut self) {
+        self.constraints.fill(&[]);
+    }
+
+    /// Finds the devices of requests with mode All: those that match, whether or not they are available.
+    fn find_all(&mut self, pools: &[Pool<'_>]) -> Result<(), Stop> {
+        for (request, alternative) in self.alternatives() {
+            let Some((of, wanted)) = self.alternative(request, alternative) else {
+                continue;
+            };
+            if wanted.amount != Amount::All {
+                continue;
+            }
+            let capacity = wanted.capacity;
+            let name = format!("ResourceClaim {}, request {}", of.claim_name, of.name);
+            if let Some(pool) = pools.iter().find(|pool| pool.state != PoolState::Complete) {
+                let state = match &pool.state {
+                    PoolState::Invalid(reason) => format!("is invalid: {reason}"),
+                    _ => "is being updated".to_owned(),
+                };
+                return Err(Stop::Invalid(format!(
+                    "{name}: it asks for all devices, but pool {} of driver {} {state}",
+                    pool.name, pool.driver
+                )));
+            }
+            let mut found = Vec::new();
+            for device in 0..self.devices.len() {
+                if !self.is_match(request, alternative, device)? {
+                    continue;
+                }
+                let Some(of) = self.devices.get(device) else {
+                    continue;
+                };
+                let consumed = consumed(of.device, capacity)
+                    .map_err(|error| Stop::Invalid(format!("{name}: device {}: {error}", of.id)))?;
+                if consumed.is_some_and(|consumed| fits(of.device, &consumed, |_| Quantity::default())) {
+                    found.push(device);
+                }
+            }
+            self.all.insert((request, alternative), found);
+        }
+        Ok(())
+    }
+
+    /// Rejects a claim that needs more than [`RESULTS_MAX`] devices whichever subrequests are chosen.
+    fn check_size(&self, claim: usize, object: &ResourceClaim) -> Result<(), Stop> {
+        let mut least = 0_usize;
+        for (index, request) in self.requests.iter().enumerate() {
+            if request.claim != claim {
+                continue;
+            }
+            let numbers = (0..request.alternatives.len()).map(|alternative| self.number(index, alternative));
+            least = least.saturating_add(numbers.min().unwrap_or_default());
+        }
+        if least > RESULTS_MAX {
+            return Err(Stop::Invalid(format!(
+                "ResourceClaim {}: it needs {least} devices; at most {RESULTS_MAX} are allowed",
+                claim_name(object)
+            )));
+        }
+        Ok(())
+    }
+
+    pub(super) fn alternatives(&self) -> Vec<(usize, usize)> {
+        let requests = self.requests.iter().enumerate();
+        requests
+            .flat_map(|(index, request)| (0..request.alternatives.len()).map(move |number| (index, number)))
+            .collect()
+    }
+
+    pub(super) fn alternative(
+        &self,
+        request: usize,
+        alternative: usize,
+    ) -> Option<(&Request<'a>, &Alternative<'a>)> {
+        let request = self.requests.get(request)?;
+        Some((request, request.alternatives.get(alternative)?))
+    }
+
+    /// Number of devices of a request or subrequest.
+    fn number(&self, request: usize, alternative: usize) -> usize {
+        match self
+            .alternative(request, alternative)
+            .map(|(_, wanted)| wanted.amount)
+        {
+            Some(Amount::Exactly(number)) => number,
+            Some(Amount::All) => self.all.get(&(request, alternative)).map_or(0, Vec::len),
+            None => 0,
+        }
+    }
+
+    /// Searches devices for all claims; they are then in `chosen`.
+    pub(super) fn run(&mut self) -> Result<bool, Stop> {
+        match self.next(Place::of(0)) {
+            Err(Stop::TooManyResults) => Ok(false),
+            other => other,
+        }
+    }
+
+    fn next(&mut self, place: Place) -> Result<bool, Stop> {
+        self.steps += 1;
+        if self.steps > STEPS_MAX {
+            return Err(Stop::TooManySteps);
+        }
+        let Some(request) = self.requests.get(place.request) else {
+            return Ok(true);
+        };
+        let (claim, number_of_alternatives) = (request.claim, request.alternatives.len());
+        let has_subrequests = request.alternatives.iter().any(|one| one.subrequest.is_some());
+        let alternative = match place.alternative {
+            Some(alternative) => alternative,
+            None if !has_subrequests => 0,
+            None => return self.first_available(place, number_of_alternatives),
+        };
+        let all = self.all.get(&(place.request, alternative)).cloned();
+        let number = self.number(place.request, alternative);
+        if all.is_some() && number == 0 {
+            return Ok(false);
+        }
+        if place.taken >= number {
+            return self.next_request(place.request, claim);
+        }
+        let results = self
+            .chosen
+            .iter()
+            .filter(|choice| self.claim_of(choice) == Some(claim));
+        if number - place.taken > RESULTS_MAX.saturating_sub(results.count()) {
+            return Err(Stop::TooManyResults);
+        }
+        if let Some(all) = all {
+            let Some(&device) = all.get(place.taken) else {
+                return Ok(false);
+            };
+            // In which order they are taken does not matter, so there is only one attempt.
+            return self.take(place, alternative, device, true);
+        }
+        for device in place.start..self.devices.len() {
+            if self.is_in_use(place.request, alternative, device) {
+                continue;
+            }
+            if self.is_match(place.request, alternative, device)?
+                && self.take(place, alternative, device, false)?
+            {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Tries the subrequests of a request in their order.
+    fn first_available(&mut self, place: Place, number: usize) -> Result<bool, Stop> {
+        let mut all_too_many = true;
+        for alternative in 0..number {
+            let place = Place {
+                alternative: Some(alternative),
+                ..place
+            };
+            match self.next(place) {
+                Err(Stop::TooManyResults) => {}
+                Ok(false) => all_too_many = false,
+                other => return other,
+            }
+        }
+        if all_too_many {
+            return Err(Stop::TooManyResults);
+        }
+        Ok(false)
+    }
+
+    fn next_request(&mut self, request: usize, claim: usize) -> Result<bool, Stop> {
+        let next = request + 1;
+        let is_of_next_claim = self.requests.get(next).is_some_and(|next| next.claim != claim);
+        match self.next(Place::of(next)) {
+            // Another subrequest of this claim may leave the next one a smaller choice.
+            Err(Stop::TooManyResults) if is_of_next_claim => Ok(false),
+            other => other,
+        }
+    }
+
+    /// Takes a device, if possible, and continues; gives the device back if that fails.
+    fn take(&mut self, place: Place, alternative: usize, device: usize, must: bool) -> Result<bool, Stop> {
+        let Some(consumed) = self.consumption(place.request, alternative, device, must)? else {
+            return Ok(false);
+        };
+        self.chosen.push(Choice {
+            request: place.request,
+            alternative,
+            device,
+            consumed,
+        });
+        let done = self.next(Place {
+            request: place.request,
+            alternative: Some(alternative),
+            taken: place.taken + 1,
+            start: device + 1,
+        });
+        if done != Ok(true) {
+            self.chosen.pop();
+        }
+        done
+    }
+
+    fn claim_of(&self, choice: &Choice<'_>) -> Option<usize> {
+        self.requests.get(choice.request).map(|request| request.claim)
+    }
+
+    /// Whether the device is held or chosen already.
+    pub(super) fn is_in_use(&self, request: usize, alternative: usize, device: usize) -> bool {
+        let (Some((request, wanted)), Some(of)) =
+            (self.alternative(request, alternative), self.devices.get(device))
+        else {
+            return true;
+        };
+        let mut chosen = self
+            .chosen
+            .iter()
+            .filter(|choice| choice.device == device && !of.is_shared());
+        if wanted.admin_access {
+            return chosen.any(|choice| self.claim_of(choice) == Some(request.claim));
+        }
+        of.usage.is_some_and(|usage| usage.exclusive) || chosen.next().is_some()
+    }
+
+    /// Whether the selectors of class and request match.
+    fn is_match(&mut self, request: usize, alternative: usize, device: usize) -> Result<bool, Stop> {
+        let key = (request, alternative, device);
+        if let Some(&matches) = self.matches.get(&key) {
+            return Ok(matches);
+        }
+        let matches = self.is_of_class(request, alternative, device)?
+            && self.selects(request, alternative, device, false)?;
+        self.matches.insert(key, matches);
+        Ok(matches)
+    }
+
+    pub(super) fn is_of_class(
+        &mut self,
+        request: usize,
+        alternative: usize,
+        device: usize,
+    ) -> Result<bool, Stop> {
+        self.selects(request, alternative, device, true)
+    }
+
+    pub(super) fn selects(
+        &mut self,
+        request: usize,
+        alternative: usize,
+        device: usize,
+        by_class: bool,
+    ) -> Result<bool, Stop> {
+        let of = self.requests.get(request);
+        let wanted = of.and_then(|request| Some((request, request.alternatives.get(alternative)?)));
+        let (Some((of, wanted)), Some(device)) = (wanted, self.devices.get(device)) else {
+            return Ok(false);
+        };
+        let selectors = if by_class {
+            wanted.class.spec.selectors.as_deref().unwrap_or_default()
+        } else {
+            wanted.selectors
+        };
+        let wrong = |index: usize, error: &str| {
+            let owner = if by_class {
+                format!(
+                    "DeviceClass {}",
+                    wanted.class.metadata.name.as_deref().unwrap_or_default()
+                )
+            } else {
+                format!("ResourceClaim {}, request {}", of.claim_name, of.name)
+            };
+            Stop::Invalid(format!("{owner}: selector #{index}{error}"))
+        };
+        for (index, selector) in selectors.iter().enumerate() {
+            let Some(cel) = &selector.cel else {
+                return Err(wrong(index, " has no CEL expression"));
+            };
+            match (self.evaluate)(&cel.expression, &device.id.driver, device.device) {
+                Match::Yes => {}
+                Match::No => return Ok(false),
+                Match::Failed(error) => {
+                    return Err(wrong(index, &format!(" fails on device {}: {error}", device.id)));
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// Returns the capacity that the request would consume of the device; `None` if the request cannot have the device. `must` says that
+    /// the request needs this very device.
+    fn consumption(
+        &self,
+        request: usize,
+        alternative: usize,
+        device: usize,
+        must: bool,
+    ) -> Result<Option<Consumed<'a>>, Stop> {
+        let (Some((of, wanted)), Some(candidate)) =
+            (self.alternative(request, alternative), self.devices.get(device))
+        else {
+            return Ok(None);
+        };
+        let consumes_counters = candidate
+            .device
+            .consumes_counters
+            .iter()
+            .flatten()
+            .next()
+            .is_some();
+        if self.is_in_use(request, alternative, device)
+            || consumes_counters
+            || wanted.taint(candidate.device.taints.as_ref()).is_some()
+        {
+            return Ok(None);
+        }
+        for constraint in self.constraints.get(of.claim).copied().unwrap_or_default() {
+            if !self.satisfies(constraint, of, wanted, candidate) {
+                if must {
+                    return Err(Stop::Invalid(format!(
+                        "ResourceClaim {}, request {}: it asks for all devices, and a constraint excludes device {}",
+                        of.claim_name, of.name, candidate.id
+                    )));
+                }
+                return Ok(None);
+            }
+        }
+        let consumed = consumed(candidate.device, wanted.capacity).map_err(|error| {
+            Stop::Invalid(format!(
+                "ResourceClaim {}, request {}: device {}: {error}",
+                of.claim_name, of.name, candidate.id
+            ))
+        })?;
+        let Some(consumed) = consumed.filter(|consumed| self.has_capacity(device, consumed)) else {
+            return Ok(None);
+        };
+        Ok(Some(if candidate.is_shared() {
+            consumed
+        } else {
+            Consumed::new()
+        }))
+    }
+
+    pub(super) fn has_capacity(&self, device: usize, consumed: &Consumed<'_>) -> bool {
+        let Some(of) = self.devices.get(device) else {
+            return false;
+        };
+        fits(of.device, consumed, |name| {
+            let held = of.usage.and_then(|usage| usage.consumed.get(name).copied());
+            let chosen = self.chosen.iter().filter(|choice| choice.device == device);
+            let chosen = chosen.filter_map(|choice| choice.consumed.get(name));
+            chosen.fold(held.unwrap_or_default(), |sum, (amount, _)| sum.plus(*amount))
+        })
+    }
+
+    /// Whether a constraint allows the device beside the chosen ones.
+    fn satisfies(
+        &self,
+        constraint: &DeviceConstraint,
+        request: &Request<'_>,
+        wanted: &Alternative<'_>,
+        device: &NodeDevice<'_>,
+    ) -> bool {
+        let names = constraint.requests.as_deref().unwrap_or_default();
+        if !request.is_in(wanted, names) {
+            return true;
+        }
+        let Some((name, must_match)) = attribute_name(constraint) else {
+            return false;
+        };
+        let Some(attribute) = lookup(device, name) else {
+            return false;
+        };
+        let has_value = *attribute != DeviceAttribute::default();
+        let mut others = self.chosen.iter().filter_map(|choice| {
+            let (of, by) = self.alternative(choice.request, choice.alternative)?;
+            let is_affected = of.claim == request.claim && of.is_in(by, names);
+            let device = self.devices.get(choice.device).filter(|_| is_affected)?;
+            lookup(device, name)
+        });
+        others.all(|other| has_value && (attribute == other) == must_match)
+    }
+}
+
+/// Whether a device has the consumed capacity beside the capacity in use.
+pub(super) fn fits(device: &Device, consumed: &Consumed<'_>, in_use: impl Fn(&str) -> Quantity) -> bool {
+    consumed.iter().all(|(name, (amount, _))| {
+        let capacity = device.capacity.as_ref().and_then(|all| all.get(*name));
+        let value = capacity.and_then(|capacity| Quantity::read(&capacity.value).ok());
+        value.is_some_and(|value| in_use(name).plus(*amount) <= value)
+    })
+}
+
+/// The attribute of a constraint, and whether its values must be equal; distinct otherwise.
+pub(super) fn attribute_name(constraint: &DeviceConstraint) -> Option<(&str, bool)> {
+    match (&constraint.match_attribute, &constraint.distinct_attribute) {
+        (Some(name), _) => Some((name, true)),
+        (None, Some(name)) => Some((name, false)),
+        (None, None) => None,
+    }
+}
+
+/// Looks up an attribute by its qualified name. A name of the device without a domain belongs to its driver.
+pub(super) fn lookup<'a>(device: &NodeDevice<'a>, name: &str) -> Option<&'a DeviceAttribute> {
+    let attributes = device.device.attributes.as_ref()?;
+    attributes.get(name).or_else(|| {
+        let (domain, id) = name.split_once('/')?;
+        attributes.get(id).filter(|_| domain == device.id.driver)
+    })
+}

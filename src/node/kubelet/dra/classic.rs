@@ -1,0 +1,271 @@
+//! Classic mode: `v1alpha2.Node` and `v1alpha3.Node` of kubelet 1.27 to 1.30. The requests contain the resource handle.
+
+use tonic::service::Routes;
+use tonic::{Request, Response, Status};
+
+use super::super::{status, wrong_number_of_answers};
+use super::{check_claims, no_uid};
+use crate::api::proto::MAX_REQUEST;
+use crate::api::proto::dra_v1alpha2 as v1alpha2;
+use crate::api::proto::dra_v1alpha3 as v1alpha3;
+use crate::node::service::{Allocation, ClaimToPrepare, ClaimToUnprepare, NodeService, ServiceError};
+
+/// Error for a claim with structured parameters.
+const STRUCTURED: &str = "the claim was allocated by structured parameters, which this driver does not have: use a ResourceClass \
+                          without structuredParameters";
+
+/// The version announced in the plugin registration. Kubelet up to 1.31 accepts any 1.x, but while a plugin of this name is
+/// registered at another socket, only a higher version. Releases that announced 1.0.0 had their registration socket outside the
+/// driver's folder: if such a companion is killed, its socket stays and the next companion cannot remove it.
+const SUPPORTED_VERSION: &str = "1.0.1";
+
+/// Names of the services.
+pub(super) const SERVICES: &[&str] = &[
+    v1alpha2::node_server::SERVICE_NAME,
+    v1alpha3::node_server::SERVICE_NAME,
+];
+
+/// The versions for the plugin registration.
+pub(super) fn supported_versions() -> Vec<String> {
+    vec![SUPPORTED_VERSION.to_owned()]
+}
+
+/// Routes of the services.
+pub(super) fn routes(node: &NodeService) -> Routes {
+    let old = v1alpha2::node_server::NodeServer::new(DraService(node.clone()));
+    let new = v1alpha3::node_server::NodeServer::new(DraService(node.clone()));
+    Routes::new(old.max_decoding_message_size(MAX_REQUEST))
+        .add_service(new.max_decoding_message_size(MAX_REQUEST))
+}
+
+struct DraService(NodeService);
+
+#[tonic::async_trait]
+impl v1alpha3::node_server::Node for DraService {
+    async fn node_prepare_resources(
+        &self,
+        request: Request<v1alpha3::NodePrepareResourcesRequest>,
+    ) -> Result<Response<v1alpha3::NodePrepareResourcesResponse>, Status> {
+        let claims = request.into_inner().claims;
+        check_claims(claims.iter().map(id))?;
+        let classic = claims
+            .iter()
+            .filter(|claim| claim.structured_resource_handle.is_none());
+        let classic = classic.cloned().map(to_prepare).collect::<Vec<_>>();
+        let asked = classic.len();
+        let answers = if asked == 0 {
+            Vec::new()
+        } else {
+            self.0.prepare(classic).await
+        };
+        if answers.len() != asked {
+            return Err(wrong_number_of_answers(asked, answers.len()));
+        }
+        let mut answers = answers.into_iter();
+        let entries = claims.into_iter().map(|claim| {
+            let answer = if claim.structured_resource_handle.is_some() {
+                None
+            } else {
+                answers.next()
+            };
+            let value = match answer {
+                Some(Ok(cdi_devices)) => v1alpha3::NodePrepareResourceResponse {
+                    cdi_devices,
+                    error: String::new(),
+                },
+                Some(Err(error)) => v1alpha3::NodePrepareResourceResponse {
+                    cdi_devices: Vec::new(),
+                    error: error.to_string(),
+                },
+                None => v1alpha3::NodePrepareResourceResponse {
+                    cdi_devices: Vec::new(),
+                    error: STRUCTURED.into(),
+                },
+            };
+            v1alpha3::NodePrepareResourcesEntry {
+                key: claim.uid,
+                value: Some(value),
+            }
+        });
+        Ok(Response::new(v1alpha3::NodePrepareResourcesResponse {
+            claims: entries.collect(),
+        }))
+    }
+
+    async fn node_unprepare_resources(
+        &self,
+        request: Request<v1alpha3::NodeUnprepareResourcesRequest>,
+    ) -> Result<Response<v1alpha3::NodeUnprepareResourcesResponse>, Status> {
+        let claims = request.into_inner().claims;
+        check_claims(claims.iter().map(id))?;
+        let asked = claims.len();
+        let answers = if asked == 0 {
+            Vec::new()
+        } else {
+            self.0
+                .unprepare(claims.iter().cloned().map(to_unprepare).collect())
+                .await
+        };
+        if answers.len() != asked {
+            return Err(wrong_number_of_answers(asked, answers.len()));
+        }
+        let entries = claims.into_iter().zip(answers).map(|(claim, answer)| {
+            let error = answer.err().map(|error| error.to_string()).unwrap_or_default();
+            v1alpha3::NodeUnprepareResourcesEntry {
+                key: claim.uid,
+                value: Some(v1alpha3::NodeUnprepareResourceResponse { error }),
+            }
+        });
+        Ok(Response::new(v1alpha3::NodeUnprepareResourcesResponse {
+            claims: entries.collect(),
+        }))
+    }
+}
+
+#[tonic::async_trait]
+impl v1alpha2::node_server::Node for DraService {
+    async fn node_prepare_resource(
+        &self,
+        request: Request<v1alpha2::NodePrepareResourceRequest>,
+    ) -> Result<Response<v1alpha2::NodePrepareResourceResponse>, Status> {
+        let request = request.into_inner();
+        if request.claim_uid.is_empty() {
+            return Err(no_uid(&request.namespace, &request.claim_name));
+        }
+        if request.structured_resource_handle.is_some() {
+            return Err(Status::failed_precondition(STRUCTURED));
+        }
+        let claim = ClaimToPrepare {
+            namespace: request.namespace,
+            name: request.claim_name,
+            uid: request.claim_uid,
+            allocation: Allocation::Handle(request.resource_handle),
+        };
+        let cdi_devices = only(self.0.prepare(vec![claim]).await)?;
+        Ok(Response::new(v1alpha2::NodePrepareResourceResponse {
+            cdi_devices,
+        }))
+    }
+
+    async fn node_unprepare_resource(
+        &self,
+        request: Request<v1alpha2::NodeUnprepareResourceRequest>,
+    ) -> Result<Response<v1alpha2::NodeUnprepareResourceResponse>, Status> {
+        let request = request.into_inner();
+        if request.claim_uid.is_empty() {
+            return Err(no_uid(&request.namespace, &request.claim_name));
+        }
+        let claim = ClaimToUnprepare {
+            namespace: request.namespace,
+            name: request.claim_name,
+            uid: request.claim_uid,
+        };
+        only(self.0.unprepare(vec![claim]).await)?;
+        Ok(Response::new(v1alpha2::NodeUnprepareResourceResponse {}))
+    }
+}
+
+/// Returns the single answer of a call for one claim.
+fn only<T>(answers: Vec<Result<T, ServiceError>>) -> Result<T, Status> {
+    match <[_; 1]>::try_from(answers) {
+        Ok([answer]) => answer.map_err(|error| status(&error)),
+        Err(answers) => Err(wrong_number_of_answers(1, answers.len())),
+    }
+}
+
+fn id(claim: &v1alpha3::Claim) -> (&str, &str, &str) {
+    (&claim.namespace, &claim.name, &claim.uid)
+}
+
+fn to_prepare(claim: v1alpha3::Claim) -> ClaimToPrepare {
+    ClaimToPrepare {
+        namespace: claim.namespace,
+        name: claim.name,
+        uid: claim.uid,
+        allocation: Allocation::Handle(claim.resource_handle),
+    }
+}
+
+fn to_unprepare(claim: v1alpha3::Claim) -> ClaimToUnprepare {
+    ClaimToUnprepare {
+        namespace: claim.namespace,
+        name: claim.name,
+        uid: claim.uid,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prost::Message;
+
+    use super::*;
+
+    fn prepared(key: &str, value: v1alpha3::NodePrepareResourceResponse) -> Vec<u8> {
+        let entry = v1alpha3::NodePrepareResourcesEntry {
+            key: key.into(),
+            value: Some(value),
+        };
+        v1alpha3::NodePrepareResourcesResponse { claims: vec![entry] }.encode_to_vec()
+    }
+
+    #[test]
+    fn an_unprepared_claim_has_an_entry_with_an_empty_value() {
+        let entry = v1alpha3::NodeUnprepareResourcesEntry {
+            key: "uid".into(),
+            value: Some(v1alpha3::NodeUnprepareResourceResponse::default()),
+        };
+        let bytes = v1alpha3::NodeUnprepareResourcesResponse { claims: vec![entry] }.encode_to_vec();
+        assert_eq!(bytes, [0x0a, 0x07, 0x0a, 0x03, b'u', b'i', b'd', 0x12, 0x00]);
+    }
+
+    #[test]
+    fn prepared_claims_have_the_bytes_that_kubelet_reads() {
+        let value = v1alpha3::NodePrepareResourceResponse {
+            cdi_devices: vec!["v/c=a".into()],
+            error: String::new(),
+        };
+        assert_eq!(
+            prepared("uid", value),
+            b"\x0a\x0e\x0a\x03uid\x12\x07\x0a\x05v/c=a"
+        );
+        assert_eq!(
+            prepared("uid", v1alpha3::NodePrepareResourceResponse::default()),
+            b"\x0a\x07\x0a\x03uid\x12\x00"
+        );
+        let value = v1alpha3::NodePrepareResourceResponse {
+            cdi_devices: vec![],
+            error: "no".into(),
+        };
+        assert_eq!(prepared("uid", value), b"\x0a\x0b\x0a\x03uid\x12\x04\x12\x02no");
+    }
+
+    #[test]
+    fn the_old_version_has_the_bytes_that_kubelet_reads() {
+        let prepared = v1alpha2::NodePrepareResourceResponse {
+            cdi_devices: vec!["v/c=a".into(), "v/c=b".into()],
+        };
+        assert_eq!(prepared.encode_to_vec(), b"\x0a\x05v/c=a\x0a\x05v/c=b");
+        assert!(
+            v1alpha2::NodeUnprepareResourceResponse {}
+                .encode_to_vec()
+                .is_empty()
+        );
+    }
+
+    #[test]
+    fn structured_parameters_are_detected_by_a_repeated_field() {
+        let bytes = b"\x12\x01u\x2a\x03\x0a\x01x\x2a\x00";
+        assert!(
+            v1alpha3::Claim::decode(bytes.as_slice())
+                .unwrap()
+                .structured_resource_handle
+                .is_some()
+        );
+        assert!(
+            v1alpha3::Claim::decode(b"\x12\x01u".as_slice())
+                .unwrap()
+                .structured_resource_handle
+                .is_none()
+        );
+    }
+}

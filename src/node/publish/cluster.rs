@@ -1,0 +1,112 @@
+//! Reads the Node, and which API for claims the cluster serves.
+
+use http::Request;
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::APIGroup;
+use kube::api::Api;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use super::{PublishError, call, spread};
+use crate::api::resource;
+use crate::core::discovery::events::DeviceEvent;
+use crate::core::prepare::checkpoint::ClusterFacts;
+use crate::core::prepare::claims_api::{ClaimsApi, Discovery};
+
+/// Reads facts about the cluster and publishes them.
+pub(super) struct ClusterReader {
+    client: kube::Client,
+    node_name: String,
+    facts: watch::Sender<ClusterFacts>,
+    claims: Discovery,
+    /// When to query the API for claims again.
+    pub(super) due: Instant,
+    /// Events not written yet.
+    pub(super) untold: Vec<DeviceEvent>,
+}
+
+impl ClusterReader {
+    pub(super) fn new(client: kube::Client, node_name: String, facts: watch::Sender<ClusterFacts>) -> Self {
+        let claims = Discovery::new(facts.borrow().claims);
+        Self {
+            client,
+            node_name,
+            facts,
+            claims,
+            due: Instant::now(),
+            untold: Vec::new(),
+        }
+    }
+
+    /// Whether the cluster is in structured mode.
+    pub(super) fn is_structured(&self) -> bool {
+        self.facts.borrow().serves(ClaimsApi::Structured)
+    }
+
+    /// Reads the Node and the API for claims.
+    pub(super) async fn read(&mut self) -> Result<Node, PublishError> {
+        let nodes: Api<Node> = Api::all(self.client.clone());
+        let node = call(nodes.get_opt(&self.node_name))
+            .await?
+            .ok_or_else(|| PublishError::NoNode(self.node_name.clone()))?;
+        let uid = node
+            .metadata
+            .uid
+            .clone()
+            .ok_or_else(|| PublishError::NoUid(self.node_name.clone()))?;
+        let (claims, minor) = self.discover().await?;
+        self.learn(|facts| {
+            facts.node_uid = Some(uid);
+            facts.claims = claims;
+            facts.minor = minor.or(facts.minor);
+        });
+        Ok(node)
+    }
+
+    /// Queries again which API for claims the cluster serves: it may have been enabled or disabled, and API servers may differ.
+    pub(super) async fn read_claims_api(&mut self) -> Result<(), PublishError> {
+        let (claims, minor) = self.discover().await?;
+        self.learn(|facts| {
+            facts.claims = claims;
+            facts.minor = minor.or(facts.minor);
+        });
+        Ok(())
+    }
+
+    /// The API for claims, and the minor version of the API server that answered, if that serves `resource.k8s.io/v1`.
+    async fn discover(&mut self) -> Result<(Option<ClaimsApi>, Option<u32>), PublishError> {
+        let answer = self.served_claims().await;
+        if let Ok((served, _)) = answer {
+            self.untold.extend(self.claims.answered(served));
+        }
+        self.due = Instant::now() + spread(self.claims.pause(), &self.node_name);
+        answer.map(|(_, minor)| (self.claims.served(), minor))
+    }
+
+    fn learn(&self, change: impl FnOnce(&mut ClusterFacts)) {
+        self.facts.send_if_modified(|known| {
+            let before = known.clone();
+            change(known);
+            *known != before
+        });
+    }
+
+    async fn served_claims(&self) -> Result<(ClaimsApi, Option<u32>), PublishError> {
+        let request = Request::get(format!("/apis/{}", resource::GROUP))
+            .body(Vec::new())
+            .map_err(kube::Error::HttpError)?;
+        let api = match call(self.client.request::<APIGroup>(request)).await {
+            Ok(group) => {
+                ClaimsApi::of_versions(group.versions.iter().map(|version| version.version.as_str()))
+            }
+            Err(PublishError::Api(kube::Error::Api(status))) if status.code == 404 => ClaimsApi::None,
+            Err(error) => return Err(error),
+        };
+        if api != ClaimsApi::Structured {
+            return Ok((api, None));
+        }
+        // Managed clusters append a plus sign.
+        let version = call(self.client.apiserver_version()).await?;
+        Ok((api, version.minor.trim_end_matches('+').parse().ok()))
+    }
+}

@@ -1,0 +1,680 @@
+//! Publishes the ResourceSlices of this node and driver in structured mode: the runtime of [`crate::core::slices`].
+//!
+//! Writes are sent one at a time, each only if a stored slice differs from the desired one. An idle node reads and writes nothing besides
+//! its watch, which reports the slices that others delete: kubelet, when it restarts or the companion is away for more than 30 seconds, or
+//! the garbage collector, with the Node. A stop deletes nothing, so a restart within that time keeps the pool.
+
+use std::collections::BTreeSet;
+use std::pin::pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use futures::StreamExt as _;
+use http::header::RETRY_AFTER;
+use http::{Request, Response, StatusCode};
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::resource::v1::ResourceSlice;
+use kube::api::{Api, DeleteParams, PostParams, Preconditions};
+use kube::client::Body;
+use kube::runtime::WatchStreamExt as _;
+use kube::runtime::watcher::{self, Config, Event, watcher};
+use tokio::sync::{Notify, watch};
+use tokio::time::{Instant, sleep_until};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, warn};
+
+use super::events::NodeEvents;
+use super::inventory::Publisher;
+use super::{PublishError, RETRY, call, spread};
+use crate::core::discovery::events::DeviceEvent;
+use crate::core::prepare::checkpoint::ClusterFacts;
+use crate::core::prepare::claims_api::ClaimsApi;
+use crate::core::prepare::inventory::Devices;
+use crate::core::prepare::names::DriverName;
+use crate::core::slices::{Altered, Features, Omission, Omitted, Pool, Slices, Write};
+use crate::node::metrics::{Figures, SliceCounts};
+
+/// Writes in one go, at most: enough for a new generation of the largest pool, which has 16 slices.
+const BURST: u32 = 20;
+/// Interval between writes once the burst is used up. Every scheduler receives every write of every node.
+const REFILL: Duration = Duration::from_secs(1);
+/// Longest pause that an API server can ask for, so that writes soon resume after a fault.
+const RETRY_AFTER_MAX: Duration = Duration::from_secs(60);
+
+/// The task that publishes the slices.
+pub(super) struct SlicePublisher {
+    pub(super) client: kube::Client,
+    pub(super) driver_name: DriverName,
+    pub(super) node_name: String,
+    /// The devices of the node.
+    pub(super) devices: watch::Receiver<Arc<Devices>>,
+    pub(super) cluster: watch::Receiver<ClusterFacts>,
+    /// Notified when the Node object was replaced.
+    pub(super) node_in_doubt: Arc<Notify>,
+    /// Counts slices, writes and events.
+    pub(super) figures: Arc<Figures>,
+}
+
+/// Why a slice is not published.
+#[derive(Debug, thiserror::Error)]
+enum SliceError {
+    #[error(
+        "the ResourceSlice {name:?} belongs to driver {driver:?} and node {node:?}: delete it, or give one of the drivers another name"
+    )]
+    NameTaken {
+        name: String,
+        driver: String,
+        node: String,
+    },
+    #[error(
+        "the API server forbids to {verb} the ResourceSlice {name:?} ({said}): grant the companion's service account get, list, watch, \
+         create, update and delete of resourceslices in resource.k8s.io, or exempt it from the admission policy"
+    )]
+    Forbidden {
+        verb: &'static str,
+        name: String,
+        said: String,
+    },
+    #[error(
+        "the API server rejects the content of the ResourceSlice {name:?} ({said}): correct the devices that the message names, or the \
+         admission webhook"
+    )]
+    Invalid { name: String, said: String },
+    #[error(transparent)]
+    Other(#[from] PublishError),
+}
+
+impl SliceError {
+    /// Result of the write in the metrics.
+    fn result(&self) -> &'static str {
+        match self {
+            Self::NameTaken { .. } => "NameTaken",
+            Self::Forbidden { .. } => "Forbidden",
+            Self::Invalid { .. } => "Invalid",
+            Self::Other(PublishError::TooLarge { .. }) => "TooLarge",
+            Self::Other(PublishError::Api(kube::Error::Api(status))) if status.code == 429 => "Throttled",
+            Self::Other(_) => "Failed",
+        }
+    }
+
+    /// Whether a person must act. Other errors pass.
+    fn is_rejection(&self) -> bool {
+        !matches!(self.result(), "Failed" | "Throttled")
+    }
+
+    /// Whether the write may have been executed.
+    fn is_unknown(&self) -> bool {
+        match self {
+            Self::Other(PublishError::Api(kube::Error::Api(status))) => status.code >= 500,
+            Self::Other(PublishError::Api(_) | PublishError::Timeout) => true,
+            _ => false,
+        }
+    }
+
+    fn of_write(write: &Write, error: PublishError) -> Self {
+        let PublishError::Api(kube::Error::Api(status)) = &error else {
+            return error.into();
+        };
+        let (name, said) = (write.name().to_owned(), status.message.clone());
+        match (status.code, write) {
+            (403, write) => Self::Forbidden {
+                verb: match write {
+                    Write::Create(_) => "create",
+                    Write::Replace(_) => "update",
+                    Write::Delete { .. } => "delete",
+                },
+                name,
+                said,
+            },
+            (400 | 422, _) => Self::Invalid { name, said },
+            (_, Write::Create(slice) | Write::Replace(slice)) => {
+                error.of_write("ResourceSlice", slice).into()
+            }
+            (_, Write::Delete { .. }) => error.into(),
+        }
+    }
+}
+
+/// What happened to a write.
+enum Written {
+    Done(BTreeSet<Altered>),
+    /// Another writer was faster; its version is observed.
+    Conflict,
+}
+
+impl SlicePublisher {
+    /// Publishes the same devices as the publisher of the NodeInventory.
+    pub(super) fn beside(publisher: &Publisher) -> Self {
+        Self {
+            client: publisher.client.0.clone(),
+            driver_name: publisher.driver_name.clone(),
+            node_name: publisher.node_name.clone(),
+            devices: publisher.devices.clone(),
+            cluster: publisher.cluster.subscribe(),
+            node_in_doubt: publisher.node_in_doubt.clone(),
+            figures: publisher.figures.clone(),
+        }
+    }
+
+    /// Publishes while the cluster is in structured mode, until the token is cancelled.
+    pub(super) async fn run(self, shutdown: CancellationToken) {
+        let mut cluster = self.cluster.clone();
+        loop {
+            let begin =
+                cluster.wait_for(|facts| facts.serves(ClaimsApi::Structured) && facts.node_uid.is_some());
+            tokio::select! {
+                () = shutdown.cancelled() => return,
+                known = begin => if known.is_err() { return },
+            }
+            let end = cluster.wait_for(|facts| !facts.serves(ClaimsApi::Structured));
+            let ended = tokio::select! {
+                () = shutdown.cancelled() => return,
+                ended = end => ended.is_ok(),
+                () = self.publish() => false,
+            };
+            if !ended {
+                return;
+            }
+            info!("the cluster no longer serves resource.k8s.io/v1: slices are not published");
+            self.figures.sliced(SliceCounts::default());
+        }
+    }
+
+    /// Publishes until the senders of the devices or the facts are gone.
+    async fn publish(&self) {
+        let (mut devices, mut cluster) = (self.devices.clone(), self.cluster.clone());
+        let mut publication = Publication::new(self, cluster.borrow_and_update().clone());
+        publication
+            .slices
+            .set_devices(devices.borrow_and_update().clone());
+        let selector = format!(
+            "spec.driver={},spec.nodeName={}",
+            self.driver_name, self.node_name
+        );
+        let config = Config::default().fields(&selector);
+        let mut events = pin!(watcher(publication.api.clone(), config).default_backoff());
+        let mut complained = false;
+        loop {
+            let write = publication.slices.next();
+            publication.report(write.is_none() && !complained).await;
+            tokio::select! {
+                biased;
+                changed = devices.changed() => match changed {
+                    Ok(()) => publication.slices.set_devices(devices.borrow_and_update().clone()),
+                    Err(_) => return,
+                },
+                changed = cluster.changed() => match changed {
+                    Ok(()) => publication.learn(cluster.borrow_and_update().clone()),
+                    Err(_) => return,
+                },
+                event = events.next() => match event {
+                    None => return,
+                    Some(Ok(event)) => {
+                        complained &= matches!(event, Event::Init);
+                        publication.observe(event);
+                    }
+                    Some(Err(error)) if complained => debug!("the slices still cannot be watched: {error}"),
+                    Some(Err(error)) => {
+                        complained = true;
+                        publication.reports.unwatched(&error, &publication.node_uid).await;
+                    }
+                },
+                () = sleep_until(publication.due()), if write.is_some() => {
+                    if let Some(write) = write {
+                        publication.step(&write).await;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The slices, while the cluster is in structured mode.
+struct Publication<'a> {
+    publisher: &'a SlicePublisher,
+    api: Api<ResourceSlice>,
+    throttled: Throttled,
+    slices: Slices,
+    /// The slices of a list that is not complete yet.
+    listed: Vec<ResourceSlice>,
+    node_uid: String,
+    /// Whether the Node with this uid exists. The garbage collector deletes the slices of an earlier Node.
+    is_node_confirmed: bool,
+    /// A slice whose last write may have been executed. Until it is read, a device in it could be published in another slice, too.
+    unknown: Option<String>,
+    budget: Budget,
+    retry: Retry<'a>,
+    reports: Reports<'a>,
+}
+
+impl<'a> Publication<'a> {
+    fn new(publisher: &'a SlicePublisher, facts: ClusterFacts) -> Self {
+        let node_uid = facts.node_uid.unwrap_or_default();
+        let pool = Pool {
+            driver: publisher.driver_name.to_string(),
+            node_name: publisher.node_name.clone(),
+            node_uid: node_uid.clone(),
+        };
+        let (client, throttled) = with_retry_after(&publisher.client);
+        Self {
+            publisher,
+            api: Api::all(client),
+            throttled,
+            slices: Slices::new(pool, features(facts.minor)),
+            listed: Vec::new(),
+            node_uid,
+            is_node_confirmed: false,
+            unknown: None,
+            budget: Budget::new(),
+            retry: Retry::new(&publisher.node_name),
+            reports: Reports::new(publisher),
+        }
+    }
+
+    /// When the next write may be sent.
+    fn due(&self) -> Instant {
+        self.retry.due.max(self.budget.due())
+    }
+
+    fn learn(&mut self, facts: ClusterFacts) {
+        self.slices.set_features(features(facts.minor));
+        if self.set_node_uid(facts.node_uid.unwrap_or_default()) {
+            self.is_node_confirmed = false;
+        }
+    }
+
+    /// Returns whether the uid differs.
+    fn set_node_uid(&mut self, uid: String) -> bool {
+        let differs = !uid.is_empty() && uid != self.node_uid;
+        if differs {
+            self.node_uid = uid;
+            self.slices.set_node_uid(self.node_uid.clone());
+        }
+        differs
+    }
+
+    fn observe(&mut self, event: Event<ResourceSlice>) {
+        let before = self.slices.stored().count();
+        match event {
+            Event::Init => self.listed.clear(),
+            Event::InitApply(slice) => self.listed.push(slice),
+            Event::InitDone => self.slices.listed(std::mem::take(&mut self.listed)),
+            Event::Apply(slice) => self.slices.applied(slice),
+            Event::Delete(slice) => self.slices.deleted(&slice),
+        }
+        // With the Node, the garbage collector deletes its slices.
+        self.is_node_confirmed &= self.slices.stored().count() >= before;
+    }
+
+    /// Reports the present state; `is_settled` if all slices are published.
+    async fn report(&mut self, is_settled: bool) {
+        let counts = counts(&self.slices);
+        if is_settled {
+            self.reports.settled(counts.devices);
+        }
+        self.publisher.figures.sliced(counts);
+        self.reports.omitted(self.slices.omitted(), &self.node_uid).await;
+    }
+
+    /// Sends the write, or a read that must precede it.
+    async fn step(&mut self, write: &Write) {
+        let result = if !self.is_node_confirmed {
+            self.confirm_node().await.map_err(SliceError::from)
+        } else if let Some(name) = self.unknown.take() {
+            let result = read(&self.api, &mut self.slices, &name).await;
+            self.unknown = result.is_err().then_some(name);
+            result
+        } else {
+            self.write(write).await
+        };
+        if let Err(error) = result {
+            self.retry.later(self.throttled.take());
+            self.reports.failed(&error, &self.node_uid).await;
+        }
+    }
+
+    async fn confirm_node(&mut self) -> Result<(), PublishError> {
+        let name = &self.publisher.node_name;
+        let nodes: Api<Node> = Api::all(self.publisher.client.clone());
+        let node = call(nodes.get_metadata_opt(name)).await?;
+        let uid = node
+            .and_then(|node| node.metadata.uid)
+            .ok_or_else(|| PublishError::NoNode(name.clone()))?;
+        if self.set_node_uid(uid) {
+            self.publisher.node_in_doubt.notify_one();
+        }
+        self.is_node_confirmed = true;
+        Ok(())
+    }
+
+    async fn write(&mut self, write: &Write) -> Result<(), SliceError> {
+        self.budget.take();
+        let written = execute(&self.api, &mut self.slices, write).await;
+        self.publisher.figures.slice_written(match &written {
+            Ok(Written::Done(_)) => "Done",
+            Ok(Written::Conflict) => "Conflict",
+            Err(error) => error.result(),
+        });
+        match written {
+            Ok(Written::Done(altered)) => {
+                self.reports.has_written = true;
+                if altered.contains(&Altered::Otherwise) {
+                    self.retry.later(None);
+                } else {
+                    self.retry.reset();
+                }
+                self.reports.altered(write, altered, &self.node_uid).await;
+                Ok(())
+            }
+            Ok(Written::Conflict) => Ok(()),
+            Err(error) => {
+                if error.is_unknown() {
+                    self.unknown = Some(write.name().to_owned());
+                }
+                Err(error)
+            }
+        }
+    }
+}
+
+async fn execute(
+    api: &Api<ResourceSlice>,
+    slices: &mut Slices,
+    write: &Write,
+) -> Result<Written, SliceError> {
+    let parameters = PostParams::default();
+    let answer = match write {
+        Write::Create(slice) => call(api.create(&parameters, slice)).await.map(Some),
+        Write::Replace(slice) => call(api.replace(write.name(), &parameters, slice))
+            .await
+            .map(Some),
+        Write::Delete {
+            name,
+            uid,
+            resource_version,
+        } => {
+            let parameters = DeleteParams::default().preconditions(Preconditions {
+                uid: Some(uid.clone()),
+                resource_version: Some(resource_version.clone()),
+            });
+            // A slice with finalizers stays.
+            let kept = call(api.delete(name, &parameters)).await;
+            kept.map(|kept| kept.either(Some, |_| None))
+        }
+    };
+    match answer {
+        Ok(stored) => Ok(Written::Done(slices.written(write, stored))),
+        Err(PublishError::Api(kube::Error::Api(status))) if status.code == 409 => {
+            read(api, slices, write.name()).await?;
+            Ok(Written::Conflict)
+        }
+        Err(PublishError::Api(kube::Error::Api(status)))
+            if status.code == 404 && !matches!(write, Write::Create(_)) =>
+        {
+            slices.absent(write.name());
+            Ok(Written::Conflict)
+        }
+        Err(error) => Err(SliceError::of_write(write, error)),
+    }
+}
+
+/// Reads and observes a slice.
+async fn read(api: &Api<ResourceSlice>, slices: &mut Slices, name: &str) -> Result<(), SliceError> {
+    match call(api.get_opt(name)).await? {
+        None => slices.absent(name),
+        Some(slice) if slices.owns(&slice) => slices.applied(slice),
+        Some(slice) => {
+            return Err(SliceError::NameTaken {
+                name: name.to_owned(),
+                driver: slice.spec.driver,
+                node: slice.spec.node_name.unwrap_or_default(),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// The features of an API server whose version is known; otherwise those that every version has.
+fn features(minor: Option<u32>) -> Features {
+    Features::of_minor(minor.unwrap_or_default())
+}
+
+fn counts(slices: &Slices) -> SliceCounts {
+    let number = |count: usize| u64::try_from(count).unwrap_or(u64::MAX);
+    let devices = |slice: &ResourceSlice| slice.spec.devices.as_ref().map_or(0, Vec::len);
+    let omitted = |why| {
+        let count = slices
+            .omitted()
+            .iter()
+            .filter(|omitted| omitted.why == why)
+            .count();
+        (why, number(count))
+    };
+    SliceCounts {
+        slices: number(slices.stored().count()),
+        devices: number(slices.stored().map(devices).sum()),
+        omitted: Omission::ALL.map(omitted).into(),
+    }
+}
+
+/// Bounds the writes of this node: `BURST` at once, then one per `REFILL`.
+struct Budget {
+    /// When the whole burst is available again.
+    full: Instant,
+}
+
+impl Budget {
+    fn new() -> Self {
+        Self { full: Instant::now() }
+    }
+
+    /// When the next write may be sent.
+    fn due(&self) -> Instant {
+        let burst = REFILL * (BURST - 1);
+        self.full.checked_sub(burst).unwrap_or(self.full)
+    }
+
+    fn take(&mut self) {
+        self.full = self.full.max(Instant::now()) + REFILL;
+    }
+}
+
+/// When to write again after a failure.
+struct Retry<'a> {
+    node_name: &'a str,
+    due: Instant,
+    pause: Duration,
+}
+
+impl<'a> Retry<'a> {
+    fn new(node_name: &'a str) -> Self {
+        Self {
+            node_name,
+            due: Instant::now(),
+            pause: RETRY.0,
+        }
+    }
+
+    fn reset(&mut self) {
+        self.pause = RETRY.0;
+    }
+
+    /// Waits for a growing pause, and at least as long as the API server asks for.
+    fn later(&mut self, requested: Option<Duration>) {
+        let pause = self.pause.max(requested.unwrap_or_default());
+        self.due = Instant::now() + spread(pause, self.node_name);
+        self.pause = (self.pause * 2).min(RETRY.1);
+    }
+}
+
+/// The pause that the API server asked for with the last answer. API Priority and Fairness sends it only as a header.
+#[derive(Clone, Default)]
+struct Throttled(Arc<Mutex<Option<Duration>>>);
+
+impl Throttled {
+    fn take(&self) -> Option<Duration> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn observe<B>(&self, response: &Response<B>) {
+        if response.status() == StatusCode::TOO_MANY_REQUESTS {
+            let header = response.headers().get(RETRY_AFTER);
+            let seconds = header.and_then(|value| value.to_str().ok()?.trim().parse().ok());
+            let pause = seconds.map(|seconds| Duration::from_secs(seconds).min(RETRY_AFTER_MAX));
+            *self.0.lock().unwrap_or_else(PoisonError::into_inner) = pause;
+        }
+    }
+}
+
+/// Wraps the client so that it keeps the pauses that the API server asks for. Must be called within a runtime.
+fn with_retry_after(client: &kube::Client) -> (kube::Client, Throttled) {
+    let throttled = Throttled::default();
+    let (namespace, client, seen) = (
+        client.default_namespace().to_owned(),
+        client.clone(),
+        throttled.clone(),
+    );
+    let service = tower::service_fn(move |request: Request<Body>| {
+        let (client, seen) = (client.clone(), seen.clone());
+        async move {
+            let response = client.send(request).await?;
+            seen.observe(&response);
+            Ok::<_, kube::Error>(response)
+        }
+    });
+    (kube::Client::new(service, namespace), throttled)
+}
+
+/// What people are told, each problem once.
+struct Reports<'a> {
+    events: NodeEvents<'a>,
+    /// Whether a slice was written since all were last published.
+    has_written: bool,
+    /// The last rejection, until all slices are published.
+    rejected: Option<String>,
+    altered: BTreeSet<Altered>,
+    /// The omitted devices with shares.
+    shares: Vec<String>,
+}
+
+impl<'a> Reports<'a> {
+    fn new(publisher: &'a SlicePublisher) -> Self {
+        Self {
+            events: NodeEvents {
+                client: &publisher.client,
+                driver_name: &publisher.driver_name,
+                node_name: &publisher.node_name,
+                figures: &publisher.figures,
+            },
+            has_written: false,
+            rejected: None,
+            altered: BTreeSet::new(),
+            shares: Vec::new(),
+        }
+    }
+
+    /// All slices are published.
+    fn settled(&mut self, devices: u64) {
+        if std::mem::take(&mut self.has_written) {
+            info!(devices, "the slices are published");
+        }
+        self.rejected = None;
+    }
+
+    async fn failed(&mut self, error: &SliceError, node_uid: &str) {
+        if !error.is_rejection() {
+            warn!(
+                reason = error.result(),
+                "the slices are not published, kubelet is served all the same: {error}"
+            );
+            return;
+        }
+        self.rejected(error.to_string(), node_uid).await;
+    }
+
+    async fn unwatched(&mut self, error: &watcher::Error, node_uid: &str) {
+        warn!(
+            reason = "SlicesUnwatched",
+            "the slices of this node cannot be watched, so that missing ones are not noticed: {error}"
+        );
+        let (watcher::Error::InitialListFailed(kube::Error::Api(status))
+        | watcher::Error::WatchStartFailed(kube::Error::Api(status))
+        | watcher::Error::WatchFailed(kube::Error::Api(status))
+        | watcher::Error::WatchError(status)) = error
+        else {
+            return;
+        };
+        if status.code == 403 {
+            let note = format!(
+                "the API server forbids to watch the ResourceSlices of this node ({}): grant the companion's service account get, list, \
+                 watch, create, update and delete of resourceslices in resource.k8s.io",
+                status.message
+            );
+            self.rejected(note, node_uid).await;
+        }
+    }
+
+    async fn rejected(&mut self, note: String, node_uid: &str) {
+        if self.rejected.as_ref() == Some(&note) {
+            debug!("the slices are still not published: {note}");
+            return;
+        }
+        self.tell("ResourceSliceRejected", note.clone(), node_uid).await;
+        self.rejected = Some(note);
+    }
+
+    async fn altered(&mut self, write: &Write, altered: BTreeSet<Altered>, node_uid: &str) {
+        for altered in altered {
+            if !self.altered.insert(altered) {
+                continue;
+            }
+            let what = match altered {
+                Altered::TaintsDropped => {
+                    "the API server dropped device taints: unhealthy devices are withdrawn instead; switch the feature gate \
+                     DRADeviceTaints on in every API server"
+                }
+                Altered::SharesDropped => {
+                    "the API server dropped allowMultipleAllocations: devices with shares are not published; switch the feature gate \
+                     DRAConsumableCapacity on in every API server, or remove shares from the kind"
+                }
+                Altered::Otherwise => {
+                    "it is stored in another form than written, which is kept: an admission webhook changes it, or the API server drops \
+                     fields; exempt the slices of this driver from the webhook"
+                }
+            };
+            let note = format!("ResourceSlice {:?}: {what}", write.name());
+            self.tell("ResourceSliceAltered", note, node_uid).await;
+        }
+    }
+
+    /// Reports devices with shares. Unhealthy devices have events of their own.
+    async fn omitted(&mut self, omitted: &[Omitted], node_uid: &str) {
+        let shares = omitted.iter().filter(|omitted| omitted.why == Omission::Shares);
+        let shares: Vec<String> = shares.map(|omitted| omitted.device.clone()).collect();
+        if shares == self.shares {
+            return;
+        }
+        let are_new = shares.iter().any(|device| !self.shares.contains(device));
+        if are_new {
+            let note = format!(
+                "devices with shares are not published, since that needs Kubernetes 1.36 with the feature gate DRAConsumableCapacity; \
+                 upgrade the cluster or remove shares from the kind: {}",
+                shares.join(", ")
+            );
+            self.tell("DevicesNotPublished", note, node_uid).await;
+        }
+        self.shares = shares;
+    }
+
+    async fn tell(&self, reason: &'static str, note: String, node_uid: &str) {
+        let event = DeviceEvent {
+            reason,
+            warning: true,
+            note,
+        };
+        self.events.tell(Some(node_uid), &[event]).await;
+    }
+}
+
+#[cfg(test)]
+mod tests;

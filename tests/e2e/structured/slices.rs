@@ -1,0 +1,190 @@
+//! ResourceSlices follow the devices, and come back when somebody deletes or edits them.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::resource::v1::ResourceSlice;
+use kube::api::{Api, DeleteParams, Patch, PatchParams};
+use serde_json::json;
+
+use super::fixture::{
+    CONFIGURATION, Slices, devices_of, make_pod_with_claim, names, offered, one_device, print_times, start,
+    waits,
+};
+use crate::stage::DRIVER;
+
+/// Two writes each, plugging in and unplugging: fewer than the companion sends in one go.
+const ROUNDS: usize = 8;
+/// A restart of kubelet takes seconds.
+const RESTARTS: usize = 4;
+const DEVICES: [(u32, u32); 2] = [(1, 5), (1, 7)];
+
+/// A kind whose devices are opened to see whether they are well.
+const PROBED: &str = "\
+apiVersion: drayman.dev/v1alpha1
+kind: NodeConfiguration
+kinds:
+- name: test
+  paths: [\"/dev/drayman-test-*\"]
+  health: {open: read, recoverAfter: 1}
+";
+
+#[tokio::test]
+async fn slices_describe_the_devices_of_the_node() -> anyhow::Result<()> {
+    let (stage, companion) = start(CONFIGURATION, &DEVICES).await?;
+    let node = stage.cluster.node(0).name();
+    let uid = Api::<Node>::all(stage.cluster.client())
+        .get(node)
+        .await?
+        .metadata
+        .uid
+        .context("a uid")?;
+    let mut slices = Slices::watch(&stage);
+    let slices = slices.until("listed", |slices| !slices.is_empty()).await?;
+    let (name, slice) = slices.first_key_value().context("a slice")?;
+    assert!(name.starts_with(&format!("{node}.{DRIVER}-")), "{name}");
+    let owners = slice.metadata.owner_references.as_deref().unwrap_or_default();
+    let owner = owners.first().context("an owner")?;
+    assert_eq!(
+        (
+            owner.kind.as_str(),
+            owner.name.as_str(),
+            &owner.uid,
+            owner.controller
+        ),
+        ("Node", node, &uid, Some(true))
+    );
+    assert_eq!(slice.spec.node_name.as_deref(), Some(node));
+    assert_eq!(slice.spec.pool.name, node);
+    let devices = offered(slices).context("a complete pool")?;
+    for device in devices.values() {
+        let attributes = device.attributes.as_ref().context("attributes")?;
+        let kind = attributes
+            .get("kind")
+            .or_else(|| attributes.get("drayman.dev/kind"));
+        assert_eq!(kind.and_then(|kind| kind.string.as_deref()), Some("test"));
+    }
+    companion.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn slices_are_back_after_a_deletion_and_a_kubelet_restart() -> anyhow::Result<()> {
+    let (stage, companion) = start(CONFIGURATION, &DEVICES).await?;
+    let node = stage.cluster.node(0);
+    let api = Api::<ResourceSlice>::all(stage.cluster.client());
+    let mut slices = Slices::watch(&stage);
+    let mut times = Vec::new();
+    for _ in 0..ROUNDS {
+        let now = slices.until("there", |slices| offered(slices).is_some()).await?;
+        let name = now.keys().next().context("a slice")?.clone();
+        let began = Instant::now();
+        api.delete(&name, &DeleteParams::default()).await?;
+        slices
+            .until("deleted", |slices| !slices.contains_key(&name))
+            .await?;
+        slices.until_offered(&names(&[0, 1])).await?;
+        times.push(began.elapsed());
+    }
+    print_times("slices back after a deletion by hand", times);
+
+    let mut times = Vec::new();
+    for _ in 0..RESTARTS {
+        let followed = async {
+            slices.until("deleted", BTreeMap::is_empty).await?;
+            let began = Instant::now();
+            slices.until_offered(&names(&[0, 1])).await?;
+            anyhow::Ok(began.elapsed())
+        };
+        let (restarted, took) = tokio::join!(node.restart_kubelet(), followed);
+        restarted?;
+        times.push(took?);
+    }
+    print_times("slices back after a kubelet restart has deleted them", times);
+
+    // An edit by somebody else is undone.
+    let now = slices.until("there", |slices| offered(slices).is_some()).await?;
+    let name = now.keys().next().context("a slice")?.clone();
+    let edit = json!({ "spec": { "devices": [{ "name": "nonsense" }] } });
+    let began = Instant::now();
+    api.patch(&name, &PatchParams::default(), &Patch::Merge(edit))
+        .await?;
+    let is_nonsense = |slices: &BTreeMap<String, ResourceSlice>| {
+        offered(slices).is_some_and(|devices| devices.contains_key("nonsense"))
+    };
+    slices.until("edited", is_nonsense).await?;
+    slices.until_offered(&names(&[0, 1])).await?;
+    println!("slices back after an edit by hand: {:?}", began.elapsed());
+
+    make_pod_with_claim(&stage, "pod", &one_device()).await?;
+    assert_eq!(devices_of(&stage, "pod").await?.len(), 1);
+    companion.end().await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn plugged_and_unplugged_devices_reach_the_slices() -> anyhow::Result<()> {
+    let (stage, companion) = start(CONFIGURATION, &DEVICES).await?;
+    let node = stage.cluster.node(0);
+    let path = "/dev/drayman-test-2";
+    let mut slices = Slices::watch(&stage);
+    let (mut plugged, mut unplugged) = (Vec::new(), Vec::new());
+    for _ in 0..ROUNDS {
+        plugged.push(timed(&mut slices, &[0, 1, 2], || node.make_device(path, 1, 9)).await?);
+        unplugged.push(timed(&mut slices, &[0, 1], || node.remove(path)).await?);
+    }
+    print_times("from plugging in to the slice", plugged);
+    print_times("from unplugging to the slice", unplugged);
+    companion.end().await?;
+    stage.cluster.stop().await
+}
+
+/// How long it takes from a change of the devices until the slices offer these.
+async fn timed(
+    slices: &mut Slices,
+    devices: &[usize],
+    change: impl FnOnce() -> anyhow::Result<()>,
+) -> anyhow::Result<Duration> {
+    let began = Instant::now();
+    change()?;
+    slices.until_offered(&names(devices)).await?;
+    Ok(began.elapsed())
+}
+
+#[tokio::test]
+async fn a_pod_waits_for_an_unhealthy_device() -> anyhow::Result<()> {
+    let (stage, companion) = start(PROBED, &DEVICES[..1]).await?;
+    let node = stage.cluster.node(0);
+    let has_taints = stage.cluster.minor() >= 36;
+    let replace = |major, minor| {
+        node.remove("/dev/drayman-test-0")?;
+        node.make_device("/dev/drayman-test-0", major, minor)
+    };
+    // The numbers of no driver: it does not open.
+    replace(240, 250)?;
+    let mut slices = Slices::watch(&stage);
+    let is_withdrawn = |slices: &BTreeMap<String, ResourceSlice>| {
+        let Some(devices) = offered(slices) else {
+            return false;
+        };
+        let Some(device) = devices.get("drayman-test-0") else {
+            return !has_taints;
+        };
+        let mut taints = device.taints.iter().flatten();
+        taints.any(|taint| taint.key == "drayman.dev/unhealthy" && taint.effect == "NoSchedule")
+    };
+    slices.until("without a healthy device", is_withdrawn).await?;
+    make_pod_with_claim(&stage, "pod", &one_device()).await?;
+    waits(&stage, "pod", "cannot allocate all claims").await?;
+    let began = Instant::now();
+    replace(1, 5)?;
+    assert_eq!(devices_of(&stage, "pod").await?, names(&[0]));
+    println!(
+        "from the repair of the device to the running pod: {:?}",
+        began.elapsed()
+    );
+    companion.end().await?;
+    stage.cluster.stop().await
+}
