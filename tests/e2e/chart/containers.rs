@@ -36,7 +36,8 @@ fn host_paths(daemon_set: &Value) -> BTreeSet<String> {
 #[test]
 fn dev_is_recursively_read_only_where_the_field_exists() {
     let dev = |version: &str| {
-        let rendered = render(None, &["--kube-version", version]);
+        let arguments = ["--kube-version", version, "--api-versions=resource.k8s.io/v1"];
+        let rendered = render(None, &arguments);
         let spec = pod_spec(object(&rendered, "DaemonSet", "drayman-node")).expect("pods");
         let mounts = spec["containers"][0]["volumeMounts"].as_array().expect("mounts");
         let dev = mounts.iter().find(|mount| mount["name"] == "dev").expect("/dev");

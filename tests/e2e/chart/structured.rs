@@ -20,7 +20,7 @@ use crate::chart::helm::{
 };
 use crate::chart::rights::allowed;
 use crate::chart::stage::Stage;
-use crate::harness::Cluster;
+use crate::harness::{Cluster, IMAGE};
 
 /// Whether an object is rendered.
 fn has(rendered: &[Value], kind: &str) -> bool {
@@ -610,5 +610,65 @@ async fn the_token_of_a_node_writes_only_its_own_slices() -> anyhow::Result<()> 
     admin
         .create(&post, &slice("other", "node-b", "other.example.com", "node-b"))
         .await?;
+    stage.cluster.stop().await
+}
+
+/// A pod with a claim for one device of the class `test`.
+fn pod(name: &str) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": { "name": name, "namespace": "default" },
+        "spec": {
+            "automountServiceAccountToken": false,
+            "resourceClaims": [{ "name": "device", "resourceClaimTemplateName": "test" }],
+            "containers": [{
+                "name": "main", "image": IMAGE, "imagePullPolicy": "Never",
+                "resources": { "claims": [{ "name": "device" }] },
+            }],
+            "dnsPolicy": "Default",
+            "terminationGracePeriodSeconds": 1,
+        },
+    })
+}
+
+#[tokio::test]
+async fn a_release_serves_claims_while_its_companion_is_replaced() -> anyhow::Result<()> {
+    let stage = Stage::start_with(Cluster::structured(), 1).await?;
+    let (chart, values) = (chart(""), chart("ci/one-kind-values.yaml"));
+    let install = [
+        "install",
+        "drayman",
+        chart.to_str().context("UTF-8")?,
+        "--namespace=drayman",
+        "--values",
+        values.to_str().context("UTF-8")?,
+        "--set=node.updateStrategy.maxSurge=1",
+        "--set=node.updateStrategy.maxUnavailable=0",
+    ];
+    stage.helm(&install).await?;
+    let rollout = |verb| ["rollout", verb, "daemonset/drayman-node", "--namespace=drayman"];
+    stage.cluster.kubectl(&rollout("status")).await?;
+    let template = json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate",
+        "metadata": { "name": "test", "namespace": "default" },
+        "spec": { "spec": { "devices": { "requests": [
+            { "name": "device", "exactly": { "deviceClassName": "test" } },
+        ] } } },
+    });
+    stage.apply(&template).await?;
+    stage.apply(&pod("first")).await?;
+    stage.running("first").await?;
+    ensure!(stage.devices("first").await?.len() == 1);
+    stage.doctor().await?;
+
+    let slice = || stage.field(&["resourceslices"], ".items[*].metadata.uid");
+    let (before, run) = (slice().await?, stage.run_of_pod("first").await?);
+    stage.cluster.kubectl(&rollout("restart")).await?;
+    stage.cluster.kubectl(&rollout("status")).await?;
+    stage.apply(&pod("second")).await?;
+    stage.running("second").await?;
+    let (first, second) = (stage.devices("first").await?, stage.devices("second").await?);
+    ensure!(first != second && second.len() == 1, "{first:?} {second:?}");
+    ensure!(slice().await? == before, "the slices were not wiped");
+    ensure!(stage.run_of_pod("first").await? == run);
     stage.cluster.stop().await
 }
