@@ -108,7 +108,7 @@ fn objects_have_kind_and_name_and_ours_match_their_schema() {
     assert!(count > 4, "{count} objects");
 }
 
-/// What is left of an object that Kubernetes reads and writes.
+/// An object without the fields that Kubernetes drops when it reads and writes it.
 fn read_and_written<T: DeserializeOwned + Serialize>(object: &Value) -> Result<Value, serde_json::Error> {
     serde_json::to_value(T::deserialize(object)?)
 }

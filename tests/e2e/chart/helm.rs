@@ -88,7 +88,7 @@ pub(crate) fn render(values: Option<&Path>, arguments: &[&str]) -> Vec<Value> {
     objects(&text(values, arguments))
 }
 
-/// What is rendered of these values and arguments for a cluster of structured mode.
+/// Renders these values and arguments for a cluster of structured mode.
 pub(crate) fn structured(values: &str, arguments: &[&str]) -> Vec<Value> {
     render(Some(&chart(values)), &[&STRUCTURED, arguments].concat())
 }

@@ -1,4 +1,4 @@
-//! What is rendered for a cluster that serves `resource.k8s.io/v1`.
+//! The chart on a cluster that serves `resource.k8s.io/v1`.
 
 use std::collections::BTreeSet;
 use std::path::Path;

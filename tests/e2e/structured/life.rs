@@ -1,4 +1,4 @@
-//! The life of a pod with a claim, and what may happen to it meanwhile.
+//! The life of a pod with a claim, with faults during it.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
