@@ -19,7 +19,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference}
 
 use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::names::short_hash;
-pub use render::{Omission, Omitted, UNHEALTHY_TAINT};
+pub use render::{KIND, Omission, Omitted, SHARES, UNHEALTHY};
 use render::{has_shares, render};
 
 /// Devices in one slice without taints, at most (`ResourceSliceMaxDevices`).

@@ -14,14 +14,12 @@ use crate::core::discovery::attributes::{NUMA_NODE, importance};
 use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::names::is_dns_subdomain;
 
-/// Key of the taint of an unhealthy device.
-pub const UNHEALTHY_TAINT: &str = "drayman.dev/unhealthy";
-/// The kind of a device.
-const KIND: &str = "drayman.dev/kind";
-/// Why a device is unhealthy, shortened; absent if it is healthy.
-const UNHEALTHY: &str = "drayman.dev/unhealthy";
+/// Attribute with the kind of a device.
+pub const KIND: &str = "drayman.dev/kind";
+/// Taint of an unhealthy device, and attribute with the cause, shortened; absent if the device is healthy.
+pub const UNHEALTHY: &str = "drayman.dev/unhealthy";
 /// The capacity of a device with shares, of which each claim takes one.
-const SHARES: &str = "drayman.dev/shares";
+pub const SHARES: &str = "drayman.dev/shares";
 /// The standard attribute for the NUMA node (`k8s.io/dynamic-resource-allocation/deviceattribute`).
 const STANDARD_NUMA_NODE: &str = "resource.kubernetes.io/numaNode";
 
@@ -98,7 +96,7 @@ pub(super) fn has_shares(device: &Device) -> bool {
 fn render_device(device: &crd::Device) -> Device {
     let shared = shares(device) > 1;
     let taint = device.unhealthy.as_ref().map(|_| DeviceTaint {
-        key: UNHEALTHY_TAINT.to_owned(),
+        key: UNHEALTHY.to_owned(),
         effect: "NoSchedule".to_owned(),
         ..DeviceTaint::default()
     });
@@ -259,7 +257,7 @@ mod tests {
         let mut device = camera();
         device.unhealthy = Some("ü".repeat(200));
         let (rendered, omitted) = render(&one(device.clone()), ALL);
-        assert_eq!(rendered[0].taints.as_ref().unwrap()[0].key, UNHEALTHY_TAINT);
+        assert_eq!(rendered[0].taints.as_ref().unwrap()[0].key, UNHEALTHY);
         let why = &rendered[0].attributes.as_ref().unwrap()[UNHEALTHY];
         assert_eq!(why.string.as_ref().unwrap().len(), VALUE_MAX);
         assert!(omitted.is_empty());

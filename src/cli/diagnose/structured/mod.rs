@@ -10,14 +10,8 @@ pub mod explain;
 
 use k8s_openapi::api::resource::v1::{Device, DeviceAttribute};
 
+pub use crate::core::slices::{KIND, SHARES, UNHEALTHY};
 use crate::core::structured::Quantity;
-
-/// Attribute with the kind of a device.
-pub const KIND: &str = "drayman.dev/kind";
-/// Taint of an unhealthy device, and the attribute with the cause.
-pub const UNHEALTHY: &str = "drayman.dev/unhealthy";
-/// Capacity of a device with shares.
-pub const SHARES: &str = "drayman.dev/shares";
 
 /// Looks up a text attribute of a device.
 fn text<'a>(device: &'a Device, name: &str) -> Option<&'a str> {
