@@ -332,4 +332,38 @@ mod tests {
             "{standing:?}"
         );
     }
+
+    #[tokio::test]
+    async fn claims_are_served_until_none_is_prepared() {
+        let root = tempfile::tempdir().unwrap();
+        let paths = KubeletPaths {
+            root_dir: root.path().to_owned(),
+            ..KubeletPaths::default()
+        };
+        let (node, backend) = NodeService::new(false, Arc::default());
+        let facts = |api| ClusterFacts {
+            claims: Some(api),
+            ..ClusterFacts::default()
+        };
+        let cluster = watch::Sender::new(facts(ClaimsApi::Classic));
+        let (state, mut seen) = watch::channel(KubeletApiState::Starting);
+        let driver = DriverName::parse("drayman.dev").unwrap();
+        let (known, shutdown) = (cluster.subscribe(), CancellationToken::new());
+        let served = serve_claims(node, paths, DraApi::Classic, driver, known, state, shutdown);
+        let served = tokio::spawn(served);
+        seen.wait_for(|state| *state == KubeletApiState::Waiting)
+            .await
+            .unwrap();
+
+        backend.prepared.send_replace(1);
+        cluster.send_replace(facts(ClaimsApi::None));
+        let closed = seen.wait_for(|state| *state == KubeletApiState::Closed);
+        let soon = std::time::Duration::from_millis(300);
+        assert!(tokio::time::timeout(soon, closed).await.is_err());
+        backend.prepared.send_replace(0);
+        seen.wait_for(|state| *state == KubeletApiState::Closed)
+            .await
+            .unwrap();
+        served.abort();
+    }
 }
