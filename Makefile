@@ -39,7 +39,7 @@ format:
 	cargo fmt --check
 
 .PHONY: lint
-lint: clippy docs surface defects
+lint: clippy docs surface words defects
 
 .PHONY: clippy
 clippy:
@@ -54,6 +54,11 @@ docs:
 .PHONY: surface
 surface:
 	hack/measure --public 160 >/dev/null
+
+# The words of docs/ that are written by hand.
+.PHONY: words
+words:
+	hack/measure --docs 20500 >/dev/null
 
 # Checks that each seeded defect still applies; hack/defects without an argument runs them all.
 .PHONY: defects
@@ -72,7 +77,7 @@ test-all: format lint $(CARGO_NEXTEST) ## The tests on real Kubernetes, on each 
 	CARGO_NEXTEST="$(CARGO_NEXTEST)" hack/test versions
 
 .PHONY: verify
-verify: book deny bench requests ## Slow checks: the book, dependencies, and figures with limits
+verify: book deny crate bench requests ## Slow checks: the book, dependencies, the crate, and figures with limits
 
 .PHONY: faults
 faults: ## Run the programs on the test cluster with every fault at every request, event, disk step and call (needs root)
@@ -103,6 +108,17 @@ deny: $(CARGO_DENY) ## Check licences, sources and bans of all dependencies (den
 advisories: $(CARGO_DENY) ## Check all dependencies for known vulnerabilities (needs the network)
 	$(CARGO_DENY) --locked check advisories
 
+# Far below the limit of crates.io, 10 MB.
+CRATE_BYTES := 2000000
+
+.PHONY: crate
+crate: ## Package what is committed as a crate, limit its size, and build it from the package
+	cargo publish --locked --dry-run
+	rm -f $(TARGET)/package/drayman-*.crate
+	cargo package --locked --quiet --no-verify
+	size=$$(stat --format %s $(TARGET)/package/drayman-*.crate); \
+	    ((size <= $(CRATE_BYTES))) || { echo "the crate has $$size bytes; at most $(CRATE_BYTES) are allowed: see include in Cargo.toml" >&2; exit 1; }
+
 $(CARGO_DENY):
 	$(call INSTALL,$(CARGO_DENY_ROOT)) cargo-deny --version $(CARGO_DENY_VERSION)
 	rm -rf "$(CARGO_DENY_ROOT)/build"
@@ -122,12 +138,20 @@ RELEASED = $(TARGET)/$(shell rustc --print host-tuple)/release/drayman
 bench: $(CLUSTER) ## Print size and memory of the release build and fail beyond their limits
 	hack/image
 	hack/footprint size "$(RELEASED)"
-	$(CLUSTER) up --target "$(TARGET)" --version "$(KUBERNETES_VERSION)" --nodes 1 \
-	    --hook 'hack/footprint memory "$(RELEASED)"'
+	for version in $(TEST_VERSIONS); do \
+	    $(CLUSTER) up --target "$(TARGET)" --version $$version --nodes 1 --hook 'hack/footprint memory "$(RELEASED)"'; \
+	done
 
 .PHONY: requests
-requests: ## Print the requests of one pod's life, counted from the API server's audit log
-	cargo test --locked --test e2e the_whole_life_of_a_one_claim_pod -- --nocapture
+requests: ## Print the requests of a pod's life in both modes, counted from the API server's audit log (root is needed)
+	cargo test --locked --test e2e -- --nocapture a_pod_with_one_claim_costs structured::life::a_pod_reads
+
+##@ Release
+
+.PHONY: release
+release: $(CLUSTER) ## Make image, chart, plugin, SBOM, notes and checksums in target/release-VERSION (REGISTRY, REPOSITORY, ARCHITECTURES, TAG)
+	HELM="$${HELM:-$$($(CLUSTER) helm --target "$(TARGET)")}" hack/release
+	$(MAKE) crate
 
 ##@ Work
 
@@ -142,9 +166,8 @@ cluster: $(CLUSTER) ## Start a real Kubernetes with drayman in it; Ctrl-C ends i
 	    --hook 'hack/run-in-cluster "$(TARGET)/debug/drayman"'
 
 .PHONY: generate
-generate: ## Regenerate crds/, docs/reference and the lists of docs/metrics.md
-	rm -f crds/*.yaml
-	cargo run --locked --quiet -- crds --output-directory crds
+generate: ## Regenerate crds/, the chart's schema, docs/reference and the lists of docs/reference/metrics.md
+	DRAYMAN_GENERATE=1 cargo test --locked --quiet --lib cli::crds
 	DRAYMAN_GENERATE=1 cargo test --locked --quiet --test docs reference
 	DRAYMAN_GENERATE=1 cargo test --locked --quiet --lib observe::page
 

@@ -34,9 +34,29 @@ start_drayman() {
     "$program" crds | kubectl wait --for condition=Established --timeout 30s --filename - >/dev/null
     as_controller=$(kubeconfig_of drayman-controller)
     as_node=$(kubeconfig_of drayman-node)
-    # In sessions of their own, so that Ctrl-C reaches the hook alone, which then asks each to end, once.
+    # In a session of its own, as the companion, so that Ctrl-C reaches the hook alone, which then asks each to end, once.
     setsid "$program" controller --kubeconfig "$as_controller" 2>"$LOG/drayman-controller.log" &
     CONTROLLER=$!
+    start_companion "$program" "$config" "$as_node"
+}
+
+# The same in structured mode, which has no controller: CONTROLLER is empty.
+start_structured_drayman() {
+    local program=$1 config=$2 as_node
+    kubectl apply --filename hack/rbac.yaml >/dev/null
+    kubectl create clusterrolebinding drayman-node-structured --clusterrole drayman-node-structured --user drayman-node >/dev/null
+    as_node=$(kubeconfig_of drayman-node)
+    CONTROLLER=
+    start_companion "$program" "$config" "$as_node"
+}
+
+# Whether the cluster has structured mode.
+serves_structured_mode() {
+    kubectl get --raw /apis/resource.k8s.io | grep --quiet '"resource.k8s.io/v1"'
+}
+
+start_companion() {
+    local program=$1 config=$2 as_node=$3
     # setsid and nsenter turn into the program, so this is the program's own process id.
     setsid "${IN_NODE[@]}" "$program" node --kubeconfig "$as_node" --node-name "$NODE_NAME" --config "$config" \
         2>"$LOG/drayman-node.log" &
@@ -45,18 +65,21 @@ start_drayman() {
     trap 'exit 0' INT TERM
 }
 
-# Ends both, as kubelet would.
+# Ends what was started, as kubelet would.
 stop_drayman() {
-    kill "$CONTROLLER" "$COMPANION" 2>/dev/null || true
-    wait "$CONTROLLER" "$COMPANION" 2>/dev/null || true
+    # shellcheck disable=SC2086 # an empty one is no argument
+    kill $CONTROLLER $COMPANION 2>/dev/null || true
+    # shellcheck disable=SC2086
+    wait $CONTROLLER $COMPANION 2>/dev/null || true
 }
 
-# Fails, with the ends of the logs, unless both are running.
+# Fails, with the ends of the logs, unless what was started is running.
 assert_running() {
     local name pid
     for name in controller node; do
         pid=$CONTROLLER
         [[ $name == controller ]] || pid=$COMPANION
+        [[ -n $pid ]] || continue
         if ! kill -0 "$pid" 2>/dev/null; then
             echo "drayman $name has ended:" >&2
             tail -n 20 "$LOG/drayman-$name.log" >&2

@@ -206,7 +206,7 @@ pub trait Driver: Send + Sync + 'static {
     /// Returns once the driver can decide, for instance when its own caches are filled.
     ///
     /// Called after the first [`Driver::observe`]. Until it succeeds, only `observe` is called and nothing is written. It has no time
-    /// limit. An error is logged and reported in [`Figures::not_ready`](crate::controller::Figures::not_ready); `ready` is then called
+    /// limit. An error is logged and reported in [`Metrics::not_ready`](crate::controller::Metrics::not_ready); `ready` is then called
     /// again after 100 ms, doubling up to 30 s.
     fn ready(&self) -> impl Future<Output = Result<()>> + Send {
         async { Ok(()) }

@@ -1,4 +1,4 @@
-//! Our own kinds, `drayman.dev/v1alpha1`. The files under `crds/` are made from these types by `drayman crds`.
+//! Our own kinds, `drayman.dev/v1alpha1`. The files under `crds/` are made from these types by `make generate`.
 
 #![expect(
     unreachable_pub,
@@ -239,12 +239,21 @@ impl AttributeValue {
     }
 }
 
-/// Every definition that the API server needs, in the order in which `drayman crds` prints them.
+/// Every definition that the API server needs in classic mode.
 pub fn definitions() -> Vec<CustomResourceDefinition> {
     vec![
         NodeInventory::crd(),
         DeviceClassParameters::crd(),
         DeviceClaimParameters::crd(),
+    ]
+}
+
+/// The names of these definitions.
+pub fn definition_names() -> [&'static str; 3] {
+    [
+        NodeInventory::crd_name(),
+        DeviceClassParameters::crd_name(),
+        DeviceClaimParameters::crd_name(),
     ]
 }
 

@@ -1,13 +1,17 @@
 //! Builds the Kubernetes API clients.
 
+use std::fs::File;
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use http::HeaderValue;
 use http::header::USER_AGENT;
+use http::{HeaderValue, Uri};
 use kube::Client;
 use kube::client::ClientBuilder;
-use kube::config::{Config, KubeConfigOptions, Kubeconfig};
+use kube::config::{Config, Context, KubeConfigOptions, Kubeconfig};
+use tower::BoxError;
+use tower::util::MapErrLayer;
 
 use super::Error;
 use super::observe::Requests;
@@ -19,6 +23,8 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum silence on a connection with a pending response. It must exceed 290 s, the duration of a watch. Without it,
 /// a lost list response would block its watch forever.
 const READ_TIMEOUT: Duration = Duration::from_secs(300);
+/// Maximum size of a kubeconfig file. One with the certificates of a thousand clusters has 5 MiB.
+const KUBECONFIG_MAX: u64 = 16 << 20;
 /// Set by kubelet in every container, even with `enableServiceLinks: false`.
 const IN_CLUSTER: &str = "KUBERNETES_SERVICE_HOST";
 
@@ -45,51 +51,134 @@ pub(super) async fn configuration(kubeconfig: Option<&Path>) -> Result<Config, E
 /// service account. Only for interactive commands; components never read a home directory.
 pub(super) async fn configuration_of_person(
     kubeconfig: Option<&Path>,
-    context: Option<&str>,
+    options: &KubeConfigOptions,
 ) -> Result<Config, Error> {
-    let options = KubeConfigOptions {
-        context: context.map(str::to_owned),
-        ..KubeConfigOptions::default()
-    };
     if let Some(file) = kubeconfig {
-        return from_file(file, &options).await;
+        return from_file(file, options).await;
     }
-    // `KUBECONFIG` and the home directory take precedence, as in kubectl.
-    let from_home = Config::from_kubeconfig(&options).await;
-    from_home.or_else(|error| {
-        if context.is_none() && std::env::var_os(IN_CLUSTER).is_some() {
-            Config::incluster().map_err(|error| Error::Configuration(format!("no credentials: {error}")))
-        } else {
-            Err(Error::Configuration(format!(
-                "no API server: {error}; give --kubeconfig FILE or set KUBECONFIG"
-            )))
+    let files = files_of_person();
+    let names: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
+    let names = names.join(", ");
+    if let Some(content) = kubeconfig_of_person()? {
+        return selected(content, options)
+            .await
+            .map_err(|error| Error::Configuration(format!("kubeconfig {names}: {error}")));
+    }
+    let selects = options.context.is_some() || options.cluster.is_some() || options.user.is_some();
+    if !selects && std::env::var_os(IN_CLUSTER).is_some() {
+        return Config::incluster().map_err(|error| Error::Configuration(format!("no credentials: {error}")));
+    }
+    Err(Error::Configuration(format!(
+        "no API server: {names}: No such file; give --kubeconfig FILE or set KUBECONFIG"
+    )))
+}
+
+/// Returns the files that kubectl reads without `--kubeconfig`: those in `KUBECONFIG`, or `~/.kube/config`.
+fn files_of_person() -> Vec<PathBuf> {
+    let listed = std::env::var_os("KUBECONFIG").unwrap_or_default();
+    let mut files: Vec<PathBuf> = std::env::split_paths(&listed)
+        .filter(|file| !file.as_os_str().is_empty())
+        .collect();
+    if files.is_empty() {
+        files.extend(std::env::home_dir().map(|home| home.join(".kube/config")));
+    }
+    files
+}
+
+/// Reads and merges these files. Skips files that do not exist, as kubectl does; returns `None` if none exists.
+pub(super) fn kubeconfig_of_person() -> Result<Option<Kubeconfig>, Error> {
+    let mut merged: Option<Kubeconfig> = None;
+    for file in files_of_person() {
+        if matches!(file.try_exists(), Ok(false)) {
+            continue;
         }
-    })
+        let content = read_kubeconfig(&file).and_then(|content| match merged.take() {
+            Some(before) => before.merge(content).map_err(|error| error.to_string()),
+            None => Ok(content),
+        });
+        let refused = |error| Error::Configuration(format!("kubeconfig {}: {error}", file.display()));
+        merged = Some(content.map_err(refused)?);
+    }
+    Ok(merged)
+}
+
+/// Reads one file. kube alone reads files of any size, and panics on some that begin with a UTF-16 byte order mark.
+fn read_kubeconfig(file: &Path) -> Result<Kubeconfig, String> {
+    let mut text = Vec::new();
+    let opened = File::open(file).map_err(|error| error.to_string())?;
+    let is_pipe = !opened.metadata().is_ok_and(|metadata| metadata.is_file());
+    opened
+        .take(KUBECONFIG_MAX + 1)
+        .read_to_end(&mut text)
+        .map_err(|error| error.to_string())?;
+    if text.len() as u64 > KUBECONFIG_MAX {
+        return Err(format!("the file has more than {KUBECONFIG_MAX} bytes"));
+    }
+    let text = String::from_utf8(text).map_err(|_| "the file is not UTF-8 text".to_owned())?;
+    // A pipe can be read once. In a file, paths are relative to its directory.
+    let content = if is_pipe {
+        Kubeconfig::from_yaml(&text)
+    } else {
+        Kubeconfig::read_from(file)
+    };
+    content.map_err(|error| error.to_string())
 }
 
 async fn from_file(file: &Path, options: &KubeConfigOptions) -> Result<Config, Error> {
-    let refused = |error: &dyn std::fmt::Display| {
-        Error::Configuration(format!("--kubeconfig {}: {error}", file.display()))
-    };
-    // kube panics on a file that starts with a UTF-16 byte order mark but is not valid UTF-16; reading it as UTF-8
-    // first rejects such files.
-    std::fs::read_to_string(file).map_err(|error| refused(&error))?;
-    let content = Kubeconfig::read_from(file).map_err(|error| refused(&error))?;
+    let refused = |error| Error::Configuration(format!("--kubeconfig {}: {error}", file.display()));
+    let content = read_kubeconfig(file).map_err(refused)?;
     let authority = authority_file(&content, options);
-    let mut config = Config::from_custom_kubeconfig(content, options)
-        .await
-        .map_err(|error| refused(&error))?;
+    let mut config = selected(content, options).await.map_err(refused)?;
     config.root_cert_file = authority;
     Ok(config)
+}
+
+/// Returns the configuration for the cluster and the user that the options select.
+async fn selected(content: Kubeconfig, options: &KubeConfigOptions) -> Result<Config, String> {
+    if content.current_context.is_none() && options.context.is_none() {
+        return Err("it has no current context; set one with `kubectl config use-context`".to_owned());
+    }
+    has_user(&content, options)?;
+    let config = Config::from_custom_kubeconfig(content, options)
+        .await
+        .map_err(|error| error.to_string())?;
+    has_scheme(&config.cluster_url).map_err(|error| format!("the server {}: {error}", config.cluster_url))?;
+    Ok(config)
+}
+
+/// Refuses a URL without `https://` or `http://`; kube would panic.
+pub(super) fn has_scheme(server: &Uri) -> Result<(), &'static str> {
+    match server.scheme_str() {
+        Some("https" | "http") => Ok(()),
+        _ => Err("the URL must begin with https:// or http://"),
+    }
+}
+
+/// Returns the selected context.
+fn context<'a>(content: &'a Kubeconfig, options: &KubeConfigOptions) -> Option<&'a Context> {
+    let name = options.context.as_ref().or(content.current_context.as_ref())?;
+    let named = content.contexts.iter().find(|context| context.name == *name)?;
+    named.context.as_ref()
+}
+
+/// Refuses a user that is not in the kubeconfig; kube would send requests without credentials. A context without a user has none, as for
+/// kubectl.
+fn has_user(content: &Kubeconfig, options: &KubeConfigOptions) -> Result<(), String> {
+    let of_context = || context(content, options)?.user.as_ref();
+    match options.user.as_ref().or_else(of_context) {
+        Some(user) if user.is_empty() => Ok(()),
+        Some(user) if !content.auth_infos.iter().any(|known| known.name == *user) => {
+            Err(format!("it has no user {user}"))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Returns the CA file that the kubeconfig names, if any. kube re-reads the file about once a minute, as in a pod, so
 /// it can be replaced at run time. A CA embedded in the kubeconfig is read once.
 fn authority_file(content: &Kubeconfig, options: &KubeConfigOptions) -> Option<PathBuf> {
-    let name = options.context.as_ref().or(content.current_context.as_ref())?;
-    let mut contexts = content.contexts.iter();
-    let named = contexts.find(|context| context.name == *name)?;
-    let wanted = &named.context.as_ref()?.cluster;
+    let named = context(content, options)?;
+    let wanted = options.cluster.as_ref().unwrap_or(&named.cluster);
     let known = content.clusters.iter().find(|known| known.name == *wanted)?;
     let cluster = known.cluster.as_ref()?;
     match &cluster.certificate_authority_data {
@@ -102,30 +191,71 @@ fn authority_file(content: &Kubeconfig, options: &KubeConfigOptions) -> Option<P
 /// become invalid, and a retried create may see its own success as a conflict.
 ///
 /// `component` becomes the user agent (`drayman-controller/0.1.0`), which identifies the client in the audit log.
-pub(super) fn build(config: Config, component: &str) -> Result<Client, Error> {
-    let config = prepared(config, component)?;
+pub(super) fn build(mut config: Config, component: &str) -> Result<Client, Error> {
+    limit_requests(&mut config, READ_TIMEOUT);
+    build_limited(config, component)
+}
+
+/// Like [`build`], but keeps the limits of `config`.
+pub(super) fn build_limited(config: Config, component: &str) -> Result<Client, Error> {
     let server = config.cluster_url.clone();
-    let builder = ClientBuilder::try_from(config).map_err(|error| no_client(&server, &error))?;
-    Ok(builder.build())
+    let no_answer = MapErrLayer::new(move |cause: BoxError| NoAnswer {
+        server: server.clone(),
+        cause,
+    });
+    let config = prepared(config, component)?;
+    let failed = no_client(&config);
+    let builder = ClientBuilder::try_from(config).map_err(failed)?;
+    Ok(builder.with_layer(&no_answer).build())
+}
+
+/// A request without an answer.
+#[derive(Debug, thiserror::Error)]
+#[error("no answer from {server}")]
+struct NoAnswer {
+    server: Uri,
+    #[source]
+    cause: BoxError,
 }
 
 /// Like [`build`], but counts requests.
-pub(super) fn build_counted(config: Config, component: &str, requests: &Requests) -> Result<Client, Error> {
+pub(super) fn build_counted(
+    mut config: Config,
+    component: &str,
+    requests: &Requests,
+) -> Result<Client, Error> {
+    limit_requests(&mut config, READ_TIMEOUT);
     let config = prepared(config, component)?;
-    let server = config.cluster_url.clone();
-    let builder = ClientBuilder::try_from(config).map_err(|error| no_client(&server, &error))?;
+    let failed = no_client(&config);
+    let builder = ClientBuilder::try_from(config).map_err(failed)?;
     Ok(builder.with_layer(requests).build())
 }
 
-fn no_client(server: &http::Uri, error: &kube::Error) -> Error {
-    Error::Configuration(format!("no client for the API server {server}: {error}"))
+fn no_client(config: &Config) -> impl FnOnce(kube::Error) -> Error + use<> {
+    let server = config.cluster_url.clone();
+    let plugin = config
+        .auth_info
+        .exec
+        .as_ref()
+        .and_then(|exec| exec.command.clone());
+    move |error| {
+        let plugin = match (&error, plugin) {
+            (kube::Error::Auth(_), Some(plugin)) => format!(" (exec plugin {plugin} of the kubeconfig)"),
+            _ => String::new(),
+        };
+        Error::Configuration(format!("no client for the API server {server}: {error}{plugin}"))
+    }
+}
+
+/// Limits each request: connecting, sending, and each silence while the answer arrives.
+pub(super) fn limit_requests(config: &mut Config, limit: Duration) {
+    config.connect_timeout = Some(limit.min(CONNECT_TIMEOUT));
+    config.write_timeout = Some(limit.min(WRITE_TIMEOUT));
+    config.read_timeout = Some(limit.min(READ_TIMEOUT));
 }
 
 fn prepared(mut config: Config, component: &str) -> Result<Config, Error> {
     config.default_retry = false;
-    config.connect_timeout = Some(CONNECT_TIMEOUT);
-    config.write_timeout = Some(WRITE_TIMEOUT);
-    config.read_timeout = Some(READ_TIMEOUT);
     config.reset_reader_on_write = true;
     let agent = format!("drayman-{component}/{}", env!("CARGO_PKG_VERSION"));
     let agent = HeaderValue::from_str(&agent).map_err(anyhow::Error::from)?;
@@ -156,7 +286,8 @@ users: [{name: me, user: {token: secret}}]
 
     #[tokio::test]
     async fn requests_without_answer_time_out_and_silent_watches_do_not() {
-        let config = Config::new("http://127.0.0.1:1".parse().expect("a URL"));
+        let mut config = Config::new("http://127.0.0.1:1".parse().expect("a URL"));
+        limit_requests(&mut config, READ_TIMEOUT);
         let config = prepared(config, "test").expect("prepared");
         let limit = config.read_timeout.expect("a limit");
         assert!(limit > Duration::from_secs(290) && limit < Duration::from_secs(600));

@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use super::observe::{self, Observer};
 use super::{Error, client, group, logging, shutdown, value};
 use crate::controller::{
-    Controller, ControllerError, Figures, LeaderElection, LeaseConnection, PredecessorsError,
+    Controller, ControllerError, LeaderElection, LeaseConnection, Metrics, PredecessorsError,
 };
 use crate::host::HostDriver;
 
@@ -186,12 +186,13 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
             leader_elect_state_dir = leader.leader_elect_state_dir.as_ref().map(tracing::field::debug),
             metrics_bind_address = %observe.metrics_bind_address,
             health_probe_bind_address = %observe.health_probe_bind_address,
+            metrics_cert_dir = observe.metrics_cert_dir.as_ref().map(tracing::field::debug),
             logging_format = ?logging.logging_format,
             v = logging.verbosity,
             "drayman controller starts"
         );
         let (leading, leads) = watch::channel(false);
-        let (figures, counted) = watch::channel(Figures::default());
+        let (metrics, counted) = watch::channel(Metrics::default());
         let observer = Observer::of_controller(cluster.driver.name.clone(), counted.clone(), leads);
         let requests = observer.requests();
         let client = client::build_counted(configuration.clone(), "controller", &requests)?;
@@ -208,13 +209,15 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
                 None => Ok(()),
             }
         });
-        observer.serve(*observe, ready, &shutdown).await?;
+        observer
+            .serve(observe.clone(), ready, client.clone(), &shutdown)
+            .await?;
         serve(
             client,
             cluster.driver.name.clone(),
             driver.driver_call_timeout,
             (leader, connection),
-            (leading, figures),
+            (leading, metrics),
             shutdown,
         )
         .await?;
@@ -228,7 +231,7 @@ async fn serve(
     driver_name: String,
     call_timeout: Duration,
     (leader, connection): (&Leader, LeaseConnection),
-    (leading, figures): (watch::Sender<bool>, watch::Sender<Figures>),
+    (leading, metrics): (watch::Sender<bool>, watch::Sender<Metrics>),
     shutdown: CancellationToken,
 ) -> Result<(), Error> {
     let driver = HostDriver::start(client.clone(), driver_name.clone(), shutdown.clone());
@@ -240,7 +243,7 @@ async fn serve(
         .leader_election(election)
         .instance(instance)
         .leading(leading)
-        .figures(figures)
+        .metrics(metrics)
         .build(client)
         .map_err(refused)?;
     controller.run(shutdown).await.map_err(refused)

@@ -1,20 +1,36 @@
 //! `drayman crds`: prints the CRDs for `kubectl apply -f -`, writes them to files, or applies them.
 
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context as _, anyhow};
-use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::Client;
 use kube::api::{Api, Patch, PatchParams};
-use kube::runtime::conditions::is_crd_established;
+use kube::config::KubeConfigOptions;
 use kube::runtime::wait::await_condition;
-use kube::{Client, ResourceExt as _};
+use serde_json::Value;
 use tokio::time::timeout;
 
+use super::objects::Definition;
 use super::{Error, client};
-use crate::api::crd;
 
+/// The definitions, in the order in which they are printed and applied. `make generate` makes them from the types: building them here would
+/// need code that is in the memory of every companion.
+const FILES: [(&str, &str); 3] = [
+    (
+        "drayman.dev_nodeinventories.yaml",
+        include_str!("../../crds/drayman.dev_nodeinventories.yaml"),
+    ),
+    (
+        "drayman.dev_deviceclassparameters.yaml",
+        include_str!("../../crds/drayman.dev_deviceclassparameters.yaml"),
+    ),
+    (
+        "drayman.dev_deviceclaimparameters.yaml",
+        include_str!("../../crds/drayman.dev_deviceclaimparameters.yaml"),
+    ),
+];
 /// Limit for one request, and for the API server to establish a CRD.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Field manager of the applied CRDs.
@@ -33,38 +49,51 @@ pub(super) struct Arguments {
     #[arg(long, conflicts_with = "output_directory")]
     apply: bool,
 
-    /// Kubeconfig file for --apply. Default: the service account of the pod
+    /// Kubeconfig file for --apply. Default, as for kubectl: KUBECONFIG, then ~/.kube/config, then the pod's service account
     #[arg(long, value_name = "FILE", requires = "apply")]
     kubeconfig: Option<PathBuf>,
+
+    /// Context of the kubeconfig file
+    #[arg(long, value_name = "NAME", requires = "apply")]
+    context: Option<String>,
 }
 
 /// Prints, writes or applies the CRDs.
 pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
     if arguments.apply {
         super::choose_tls_provider();
-        return super::block_on(apply(arguments.kubeconfig.as_deref()));
+        return super::block_on(apply(arguments)).map_err(Error::unanswered);
     }
     let Some(directory) = &arguments.output_directory else {
         let mut stdout = std::io::stdout().lock();
         stdout
-            .write_all(yaml()?.as_bytes())
+            .write_all(yaml().as_bytes())
             .and_then(|()| stdout.flush())
             .context("cannot write to stdout")?;
         return Ok(());
     };
-    std::fs::create_dir_all(directory).with_context(|| format!("cannot make {}", directory.display()))?;
-    for (name, content) in files()? {
+    std::fs::create_dir_all(directory).map_err(|error| {
+        Error::Configuration(format!("--output-directory {}: {error}", directory.display()))
+    })?;
+    for (name, content) in FILES {
         let file = directory.join(name);
         std::fs::write(&file, content).with_context(|| format!("cannot write {}", file.display()))?;
     }
     Ok(())
 }
 
-async fn apply(kubeconfig: Option<&Path>) -> Result<(), Error> {
-    let client = client::build(client::configuration(kubeconfig).await?, "crds")?;
-    for definition in crd::definitions() {
-        let name = definition.name_any();
-        apply_one(client.clone(), &definition)
+async fn apply(arguments: &Arguments) -> Result<(), Error> {
+    let options = KubeConfigOptions {
+        context: arguments.context.clone(),
+        ..KubeConfigOptions::default()
+    };
+    let configuration = client::configuration_of_person(arguments.kubeconfig.as_deref(), &options).await?;
+    let client = client::build(configuration, "crds")?;
+    for (file, content) in FILES {
+        let definition: Value =
+            serde_saphyr::from_str(content).with_context(|| format!("cannot read {file}"))?;
+        let name = definition["metadata"]["name"].as_str().unwrap_or_default();
+        apply_one(client.clone(), name, &definition)
             .await
             .with_context(|| format!("cannot apply the CustomResourceDefinition {name}"))?;
         writeln!(std::io::stdout(), "{name} is served").context("cannot write to stdout")?;
@@ -72,39 +101,56 @@ async fn apply(kubeconfig: Option<&Path>) -> Result<(), Error> {
     Ok(())
 }
 
-async fn apply_one(client: Client, definition: &CustomResourceDefinition) -> anyhow::Result<()> {
-    let name = definition.name_any();
-    let definitions = Api::<CustomResourceDefinition>::all(client);
+async fn apply_one(client: Client, name: &str, definition: &Value) -> anyhow::Result<()> {
+    let definitions = Api::<Definition>::all(client);
     // Forced: the CRD's fields may belong to the field manager that installed it.
     let parameters = PatchParams::apply(FIELD_MANAGER).force();
     timeout(
         PATIENCE,
-        definitions.patch(&name, &parameters, &Patch::Apply(definition)),
+        definitions.patch(name, &parameters, &Patch::Apply(definition)),
     )
     .await
     .map_err(|_| anyhow!("the API server does not answer"))??;
     timeout(
         PATIENCE,
-        await_condition(definitions, &name, is_crd_established()),
+        await_condition(definitions, name, |definition: Option<&Definition>| {
+            definition.is_some_and(Definition::is_established)
+        }),
     )
     .await
     .map_err(|_| anyhow!("it is stored, but the API server does not serve it"))??;
     Ok(())
 }
 
-fn files() -> Result<Vec<(String, String)>, Error> {
-    let mut files = Vec::new();
-    for definition in crd::definitions() {
-        let name = format!("{}_{}.yaml", definition.spec.group, definition.spec.names.plural);
-        files.push((
-            name,
-            serde_saphyr::to_string(&definition).context("cannot write a definition as YAML")?,
-        ));
-    }
-    Ok(files)
+fn yaml() -> String {
+    format!("---\n{}", FILES.map(|(_, content)| content).join("---\n"))
 }
 
-fn yaml() -> Result<String, Error> {
-    let documents: Vec<_> = files()?.into_iter().map(|(_, content)| content).collect();
-    Ok(format!("---\n{}", documents.join("---\n")))
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::api::crd;
+
+    #[test]
+    fn the_files_are_as_the_types_have_them() {
+        let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("crds");
+        let made = crd::definitions().into_iter().map(|definition| {
+            let name = format!("{}_{}.yaml", definition.spec.group, definition.spec.names.plural);
+            (name, serde_saphyr::to_string(&definition).unwrap())
+        });
+        let made: Vec<(String, String)> = made.collect();
+        if std::env::var_os("DRAYMAN_GENERATE").is_some() {
+            for (name, content) in &made {
+                std::fs::write(directory.join(name), content).unwrap();
+            }
+            return;
+        }
+        let files = FILES.map(|(name, content)| (name.to_owned(), content.to_owned()));
+        assert!(
+            files.as_slice() == made,
+            "crds/ is not what the types say; run `make generate`"
+        );
+    }
 }

@@ -1,18 +1,18 @@
 //! `drayman node discover`: shows which devices a configuration finds on this machine, without a cluster.
 
 use std::collections::BTreeSet;
-use std::fmt::Write as _;
-use std::io::Write as _;
 use std::path::PathBuf;
+use std::process::ExitCode;
 
-use anyhow::Context as _;
+use schemars::JsonSchema;
 use serde::Serialize;
 
+use super::output::{Answer, Output, Style, row, table, write};
 use super::{Error, value};
 use crate::api::crd::Device;
 use crate::core::prepare::container_edits::ContainerEdits;
 use crate::node::config::{NodeConfiguration, PRESETS, Preset};
-use crate::node::discovery::{Candidate, HostPaths, Survey, survey};
+use crate::node::discovery::{Candidate, HostPaths, Survey, proposal, survey};
 
 /// Print the devices of this machine that a configuration finds, and why others are excluded
 ///
@@ -22,7 +22,7 @@ use crate::node::discovery::{Candidate, HostPaths, Survey, survey};
 /// The exit code is 0 if each kind has a device, 1 if one has none, and 2 if the configuration is invalid.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct Arguments {
-    /// File of device kinds, as for the companion (docs/node.md).
+    /// File of device kinds, as for the companion (docs/operator/devices.md).
     #[arg(
         long,
         value_name = "FILE",
@@ -36,18 +36,12 @@ pub(super) struct Arguments {
     #[arg(long = "preset", value_name = "NAME", env = "DRAYMAN_PRESET", hide_env_values = true, value_parser = preset, help_heading = "Node")]
     presets: Vec<String>,
 
-    /// Output format.
-    #[arg(
-        short,
-        long,
-        value_name = "FORMAT",
-        env = "DRAYMAN_OUTPUT",
-        hide_env_values = true,
-        value_enum,
-        default_value_t = Format::Table,
-        help_heading = "Output"
-    )]
-    output: Format,
+    /// Print a configuration for the devices of this machine instead: presets, USB devices, and PCI devices bound to vfio-pci
+    #[arg(long, env = "DRAYMAN_PROPOSE", hide_env_values = true, conflicts_with_all = ["config", "presets"], help_heading = "Node")]
+    propose: bool,
+
+    #[command(flatten)]
+    output: Output,
 
     #[command(flatten)]
     host: Host,
@@ -103,13 +97,6 @@ impl Host {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Format {
-    Table,
-    Json,
-    Yaml,
-}
-
 fn preset(text: &str) -> Result<String, String> {
     let names: Vec<&str> = PRESETS.iter().map(|preset| preset.name).collect();
     match Preset::named(text) {
@@ -118,26 +105,33 @@ fn preset(text: &str) -> Result<String, String> {
     }
 }
 
-/// The JSON output.
-#[derive(Serialize)]
+/// The devices that a configuration finds on a machine.
+#[derive(Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-struct Output<'a> {
-    devices: Vec<Found<'a>>,
-    candidates: &'a [Candidate],
+pub(super) struct Discovered {
+    devices: Vec<Found>,
+    /// Everything that a kind may describe, with the reason if it is no device.
+    candidates: Vec<Candidate>,
+    /// What to know about the presets.
+    #[serde(skip)]
+    notes: String,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-struct Found<'a> {
+struct Found {
     #[serde(flatten)]
-    device: &'a Device,
+    device: Device,
     /// The container edits for the device.
     #[serde(skip_serializing_if = "Option::is_none")]
-    container: Option<&'a ContainerEdits>,
+    container: Option<ContainerEdits>,
 }
 
 /// Runs discovery once and prints the result.
-pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
+pub(super) fn run(arguments: Arguments) -> Result<ExitCode, Error> {
+    if arguments.propose {
+        return propose(arguments.host.paths());
+    }
     let presets: Vec<&'static Preset> = match (arguments.presets.as_slice(), &arguments.config) {
         ([], Some(_)) => Vec::new(),
         ([], None) => PRESETS.iter().collect(),
@@ -154,89 +148,86 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
     let paths = arguments.host.paths();
     super::block_on(async {
         let survey = survey(configuration, paths).await;
-        let text = match arguments.output {
-            Format::Table => table(&survey, &presets),
-            Format::Json => {
-                let json = serde_json::to_string_pretty(&output(&survey));
-                json.context("cannot write the devices as JSON")? + "\n"
-            }
-            Format::Yaml => {
-                serde_saphyr::to_string(&output(&survey)).context("cannot write the devices as YAML")?
-            }
-        };
-        let mut stdout = std::io::stdout().lock();
-        stdout
-            .write_all(text.as_bytes())
-            .and_then(|()| stdout.flush())
-            .context("cannot write to stdout")?;
         let found: BTreeSet<&str> = survey.devices.iter().map(|device| device.kind.as_str()).collect();
         let without: Vec<&str> = kinds
             .iter()
             .map(String::as_str)
             .filter(|kind| !found.contains(kind))
             .collect();
-        if without.is_empty() || everything && !found.is_empty() {
-            Ok(())
-        } else {
-            Err(anyhow::anyhow!("no device of kind {} on this machine", without.join(", ")).into())
+        let is_complete = without.is_empty() || everything && !found.is_empty();
+        let complaint = format!("error: no device of kind {} on this machine", without.join(", "));
+        arguments.output.print(&Discovered::new(survey, &presets))?;
+        if is_complete {
+            return Ok(ExitCode::SUCCESS);
         }
+        eprintln!("{complaint}");
+        Ok(ExitCode::FAILURE)
     })
 }
 
-fn output(survey: &Survey) -> Output<'_> {
-    let found = |device| Found {
-        device,
-        container: survey.container_edits_of.get(&device.name),
+fn propose(paths: HostPaths) -> Result<ExitCode, Error> {
+    let proposed = super::block_on(async { Ok(proposal(paths).await.map_err(anyhow::Error::msg)?) })?;
+    let Some(configuration) = proposed else {
+        eprintln!("error: no device found; run this as root, with the host's /dev and /sys");
+        return Ok(ExitCode::FAILURE);
     };
-    Output {
-        devices: survey.devices.iter().map(found).collect(),
-        candidates: &survey.candidates,
+    write(&format!(
+        "# Keep the kinds that pods may claim, and check the file with `drayman config check`. In values of the chart, the kinds are\n\
+         # deviceKinds.\n{configuration}"
+    ))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+impl Discovered {
+    fn new(mut survey: Survey, presets: &[&Preset]) -> Self {
+        let found: BTreeSet<&str> = survey.devices.iter().map(|device| device.kind.as_str()).collect();
+        let of_found = presets.iter().filter(|preset| found.contains(preset.name));
+        let notes =
+            of_found.map(|preset| format!("{}: {}. {}.\n", preset.name, preset.summary, preset.caveat));
+        Self {
+            notes: notes.collect(),
+            devices: survey
+                .devices
+                .into_iter()
+                .map(|device| Found {
+                    container: survey.container_edits_of.remove(&device.name),
+                    device,
+                })
+                .collect(),
+            candidates: survey.candidates,
+        }
     }
 }
 
-/// Formats one line per candidate and the notes of the presets.
-fn table(survey: &Survey, presets: &[&Preset]) -> String {
-    let mut rows =
-        vec![["KIND", "CANDIDATE", "DEVICE", "WHAT A CONTAINER GETS, OR WHY NOT"].map(str::to_owned)];
-    for candidate in &survey.candidates {
-        let device = candidate.device.as_deref();
-        let what = device.map_or_else(|| candidate.why.clone(), |device| describe(survey, device));
-        let name = device.unwrap_or("-").to_owned();
-        rows.push(
-            [candidate.kind.clone(), candidate.candidate.clone(), name, what].map(|cell| printable(&cell)),
-        );
+impl Answer for Discovered {
+    const KIND: &'static str = "DiscoveredDevices";
+
+    fn text(&self, style: Style) -> String {
+        let rows = self.candidates.iter().map(|candidate| {
+            let name = candidate.device.as_deref();
+            let found = self
+                .devices
+                .iter()
+                .find(|found| Some(found.device.name.as_str()) == name);
+            let what = found.map_or_else(|| candidate.why.clone(), describe);
+            row([&candidate.kind, &candidate.candidate, name.unwrap_or("-"), &what])
+        });
+        let header = ["KIND", "CANDIDATE", "DEVICE", "WHAT A CONTAINER GETS, OR WHY NOT"];
+        let before_notes = if self.notes.is_empty() { "" } else { "\n" };
+        table(style, header, rows.collect()) + before_notes + &self.notes
     }
-    let width = |column: usize| {
-        rows.iter()
-            .filter_map(|row| row.get(column))
-            .map(|cell| cell.chars().count())
-            .max()
-    };
-    let widths: Vec<usize> = (0..3).filter_map(width).collect();
-    let mut text = String::new();
-    for row in &rows {
-        for (cell, width) in row.iter().zip(&widths) {
-            // Writing to a `String` cannot fail.
-            let _ = write!(text, "{cell:width$}  ");
-        }
-        let _ = writeln!(text, "{}", row.last().map(String::as_str).unwrap_or_default());
+
+    fn names(&self) -> Vec<String> {
+        self.devices
+            .iter()
+            .map(|found| found.device.name.clone())
+            .collect()
     }
-    let found: BTreeSet<&str> = survey.devices.iter().map(|device| device.kind.as_str()).collect();
-    let notes = presets.iter().filter(|preset| found.contains(preset.name));
-    for (index, preset) in notes.enumerate() {
-        let before = if index == 0 { "\n" } else { "" };
-        let _ = writeln!(
-            text,
-            "{before}{}: {}. {}.",
-            preset.name, preset.summary, preset.caveat
-        );
-    }
-    text
 }
 
 /// Describes a device's container edits in one line.
-fn describe(survey: &Survey, device: &str) -> String {
-    let container_edits = survey.container_edits_of.get(device);
+fn describe(found: &Found) -> String {
+    let container_edits = found.container.as_ref();
     let mut parts: Vec<String> = container_edits
         .iter()
         .flat_map(|container_edits| &container_edits.device_nodes)
@@ -255,21 +246,11 @@ fn describe(survey: &Survey, device: &str) -> String {
         .iter()
         .flat_map(|container_edits| &container_edits.mounts);
     parts.extend(mounts.map(|mount| format!("mount {}", mount.container_path)));
-    if let Some(found) = survey.devices.iter().find(|found| found.name == device) {
-        parts.extend(found.shares.map(|shares| format!("shared by up to {shares}")));
-        parts.extend(
-            found
-                .unhealthy
-                .as_ref()
-                .map(|cause| format!("UNHEALTHY: {cause}")),
-        );
-    }
+    let shares = found.device.shares;
+    parts.extend(shares.map(|shares| format!("shared by up to {shares}")));
+    let cause = found.device.unhealthy.as_ref();
+    parts.extend(cause.map(|cause| format!("UNHEALTHY: {cause}")));
     parts.join(", ")
-}
-
-/// Removes control characters: device names come from hardware and must not control the terminal.
-fn printable(text: &str) -> String {
-    text.chars().filter(|character| !character.is_control()).collect()
 }
 
 #[cfg(test)]
@@ -289,8 +270,8 @@ mod tests {
             candidates: vec![candidate],
             ..Survey::default()
         };
-        let table = table(&survey, &[]);
-        assert_eq!(table.lines().count(), 2, "{table:?}");
-        assert!(!table.contains('\u{1b}'), "{table:?}");
+        let text = Discovered::new(survey, &[]).text(Style::default());
+        assert_eq!(text.lines().count(), 2, "{text:?}");
+        assert!(!text.contains('\u{1b}'), "{text:?}");
     }
 }

@@ -43,16 +43,28 @@ pub(super) fn start(logging: group::Logging) -> Result<(), Error> {
     Ok(started.map_err(anyhow::Error::from)?)
 }
 
+/// Starts logging for a command that a person runs.
+pub(super) fn start_for_person(verbosity: u8) -> Result<(), Error> {
+    if tracing::dispatcher::has_been_set() {
+        return Ok(());
+    }
+    start(group::Logging {
+        logging_format: Format::Text,
+        verbosity,
+    })
+}
+
 /// Reports why the program ends: through the log if it has started, otherwise in clap's error format.
 pub(super) fn report(error: &Error) {
-    if tracing::dispatcher::has_been_set() {
+    let is_answer_missing = matches!(error, Error::Unanswered(_));
+    if tracing::dispatcher::has_been_set() && !is_answer_missing {
         tracing::error!(reason = error.reason(), %error, "ending");
     } else {
         eprintln!("error: {error}");
     }
 }
 
-/// Maps a `--v` level to tracing levels; `docs/controller.md` has the table.
+/// Maps a `--v` level to tracing levels; `docs/operator/metrics.md` has the table.
 fn levels(verbosity: u8) -> Targets {
     let (own, api_clients, libraries) = match verbosity {
         0 | 1 => (Level::INFO, Level::WARN, Level::WARN),
@@ -99,7 +111,7 @@ mod tests {
 
     #[test]
     fn the_rows_of_the_documentation_are_the_levels_that_differ() {
-        let page = include_str!("../../docs/controller.md");
+        let page = include_str!("../../docs/operator/metrics.md");
         let table = page.split("| `--v` |").nth(1).expect("the table of levels");
         let rows = table.lines().skip(2).take_while(|line| line.starts_with('|'));
         let rows: Vec<Vec<u8>> = rows

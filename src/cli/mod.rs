@@ -4,7 +4,8 @@
 //! has `DRAYMAN_DRIVER_NAME`, and so on; `--node-name` has `NODE_NAME`, which is usually set through the downward API.
 //! A flag overrides its variable. clap checks every value with `cli::value`, so no later code validates a flag again.
 //!
-//! Exit codes: 0 for success, 1 for a failure at run time, 2 for an invalid flag, file or environment.
+//! Exit codes: 0 for success, 1 for a failure at run time, 2 for an invalid flag, file or environment. Commands that ask a
+//! question end with 1 if the answer is no, and with 3 if they could not ask.
 
 mod client;
 mod config;
@@ -18,7 +19,9 @@ mod error;
 mod group;
 mod logging;
 mod node;
+pub mod objects;
 mod observe;
+mod output;
 mod shutdown;
 mod tool;
 mod value;
@@ -30,6 +33,7 @@ use std::process::ExitCode;
 
 use clap::error::ContextKind;
 use clap::{CommandFactory as _, Parser, Subcommand};
+use clap_complete::CompleteEnv;
 
 pub use self::error::Error;
 
@@ -66,11 +70,32 @@ pub fn command() -> clap::Command {
     Arguments::command()
 }
 
+/// Returns the JSON schema of each object that a command prints, with the object's kind.
+pub fn output_schemas() -> Vec<(&'static str, schemars::Schema)> {
+    vec![
+        output::schema::<diagnose::devices::DeviceTable>(),
+        output::schema::<tool::explain::answer::Explained>(),
+        output::schema::<tool::doctor::Findings>(),
+        output::schema::<tool::leftovers::Leftovers>(),
+        output::schema::<node::Holdings>(),
+        output::schema::<node::Released>(),
+        output::schema::<discover::Discovered>(),
+    ]
+}
+
 /// Runs the program. The first argument is the program's own name.
 pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let arguments: Vec<OsString> = arguments.into_iter().collect();
     if tool::completes_for_kubectl(&arguments) {
         return ended(tool::completion::for_kubectl(arguments, command()).map(succeeded));
+    }
+    // A shell asks with a variable; the script of `drayman completion` sets it.
+    match CompleteEnv::with_factory(command).try_complete(&arguments, std::env::current_dir().ok().as_deref())
+    {
+        Ok(false) => {}
+        Ok(true) => return ExitCode::SUCCESS,
+        // The shell shows no error.
+        Err(_) => return ExitCode::FAILURE,
     }
     let arguments = tool::as_kubectl_plugin(arguments);
     let command = match Arguments::try_parse_from(arguments) {
@@ -88,17 +113,17 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     };
     ended(match command {
         Command::Controller(arguments) => controller::run(&arguments).map(succeeded),
-        Command::Node(arguments) => node::run(*arguments).map(succeeded),
-        Command::Devices(arguments) => tool::devices::run(&arguments),
-        Command::Who(arguments) => tool::who::run(&arguments),
-        Command::Explain(arguments) => tool::explain::run(&arguments),
-        Command::Doctor(arguments) => tool::doctor::run(&arguments),
-        Command::Leftovers(arguments) => tool::leftovers::run(&arguments),
+        Command::Node(arguments) => node::run(*arguments),
+        Command::Devices(arguments) => tool::devices::run(&arguments).map_err(Error::unanswered),
+        Command::Who(arguments) => tool::who::run(&arguments).map_err(Error::unanswered),
+        Command::Explain(arguments) => tool::explain::run(&arguments).map_err(Error::unanswered),
+        Command::Doctor(arguments) => tool::doctor::run(&arguments).map_err(Error::unanswered),
+        Command::Leftovers(arguments) => tool::leftovers::run(&arguments).map_err(Error::unanswered),
         Command::Config(arguments) => config::run(&arguments).map(succeeded),
         Command::Crds(arguments) => crds::run(&arguments).map(succeeded),
         #[cfg(feature = "testcluster")]
         Command::Demo(arguments) => demo::run(&arguments).map(succeeded),
-        Command::Completion(arguments) => tool::completion::run(arguments, self::command()).map(succeeded),
+        Command::Completion(arguments) => tool::completion::run(arguments).map(succeeded),
         Command::Version(arguments) => version::run(arguments).map(succeeded),
     })
 }
@@ -172,6 +197,9 @@ mod tests {
                     .get_env()
                     .and_then(|name| name.to_str())
                     .unwrap_or_default();
+                if matches!(flag, "output" | "no-headers") {
+                    continue;
+                }
                 let expected = match flag {
                     "node-name" => "NODE_NAME".to_owned(),
                     _ => format!("DRAYMAN_{}", flag.to_uppercase().replace('-', "_")),

@@ -2,7 +2,10 @@
 
 mod records;
 
+pub(super) use self::records::{Holdings, Released};
+
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,7 +13,7 @@ use crate::node::config::NodeConfiguration;
 use crate::node::kubelet::KubeletApiError;
 use crate::node::kubelet::device_plugin::PluginRegistration;
 use crate::node::kubelet::transport::SocketError;
-use crate::node::publish::inventory::Standing;
+use crate::node::publish::inventory::RegistrationStatus;
 use crate::node::run::{NodeError, NodeOptions};
 
 use super::observe::{self, Observer};
@@ -49,7 +52,7 @@ pub(super) struct Arguments {
 #[derive(Clone, Debug, clap::Subcommand)]
 enum Command {
     Discover(discover::Arguments),
-    Holdings(records::Holdings),
+    Holdings(records::List),
     Release(records::Release),
 }
 
@@ -64,7 +67,7 @@ struct Node {
     #[arg(long, value_name = "NAME", env = "NODE_NAME", hide_env_values = true, required = true, value_parser = value::node_name)]
     node_name: Option<String>,
 
-    /// YAML file with the kinds of devices (docs/node.md).
+    /// YAML file with the kinds of devices (docs/operator/devices.md).
     #[arg(
         long,
         value_name = "FILE",
@@ -133,7 +136,7 @@ impl From<Registration> for PluginRegistration {
 }
 
 /// Runs until a signal requests shutdown.
-pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
+pub(super) fn run(arguments: Arguments) -> Result<ExitCode, Error> {
     let Arguments {
         command,
         cluster,
@@ -145,8 +148,10 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
     } = arguments;
     match command {
         Some(Command::Discover(arguments)) => return discover::run(arguments),
-        Some(Command::Holdings(arguments)) => return records::holdings(&arguments),
-        Some(Command::Release(arguments)) => return records::release(&arguments),
+        Some(Command::Holdings(arguments)) => {
+            return records::holdings(&arguments).map_err(Error::unanswered);
+        }
+        Some(Command::Release(arguments)) => return records::release(&arguments).map_err(Error::unanswered),
         None => {}
     }
     // clap requires both flags unless there is a subcommand; this check satisfies the types.
@@ -184,16 +189,18 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             mountinfo = %host.mountinfo.display(),
             metrics_bind_address = %observe.metrics_bind_address,
             health_probe_bind_address = %observe.health_probe_bind_address,
+            metrics_cert_dir = observe.metrics_cert_dir.as_ref().map(tracing::field::debug),
             logging_format = ?logging.logging_format,
             v = logging.verbosity,
             "drayman node starts"
         );
-        let (figures, standing) = (
+        let (metrics, registration) = (
             Arc::default(),
-            tokio::sync::watch::Sender::new(Standing::starting()),
+            tokio::sync::watch::Sender::new(RegistrationStatus::starting()),
         );
-        let observer = Observer::of_node(Arc::clone(&figures), standing.subscribe());
+        let observer = Observer::of_node(Arc::clone(&metrics), registration.subscribe());
         let client = client::build_counted(configuration, "node", &observer.requests())?;
+        let of_metrics = client.clone();
         let options = NodeOptions {
             driver_name: cluster.driver.name,
             kubelet_root: directories.kubelet.root_dir,
@@ -203,20 +210,20 @@ pub(super) fn run(arguments: Arguments) -> Result<(), Error> {
             host: host.paths(),
             orphan_grace: node.orphan_grace_period,
             runtime_socket: directories.container_runtime.path,
-            standing: standing.clone(),
-            figures,
+            registration_status: registration.clone(),
+            metrics,
             ..NodeOptions::new(node_name, config, client)
         };
-        let standing = standing.subscribe();
+        let registration = registration.subscribe();
         let ready = Arc::new(move || {
-            let standing = standing.borrow();
-            let why = || format!("{}: {}", standing.reason, standing.message);
-            standing.ready.then_some(()).ok_or_else(why)
+            let registration = registration.borrow();
+            let why = || format!("{}: {}", registration.reason, registration.message);
+            registration.ready.then_some(()).ok_or_else(why)
         });
-        observer.serve(observe, ready, &shutdown).await?;
+        observer.serve(observe, ready, of_metrics, &shutdown).await?;
         crate::node::run::run(options, shutdown).await.map_err(refused)?;
         tracing::info!("drayman node has ended");
-        Ok(())
+        Ok(ExitCode::SUCCESS)
     })
 }
 

@@ -4,10 +4,12 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use http::HeaderValue;
+
 use crate::core::prepare::names::{DriverName, is_dns_subdomain};
 
-/// Maximum length of a node name (a DNS subdomain).
-const NODE_NAME_MAX: usize = 253;
+/// Maximum length of the name of an object (a DNS subdomain).
+const NAME_MAX: usize = 253;
 /// Maximum length of a namespace name (a DNS label).
 const NAMESPACE_MAX: usize = 63;
 /// Maximum time limit; a longer one suggests a wrong unit.
@@ -25,12 +27,30 @@ pub(super) fn driver_name(text: &str) -> Result<String, String> {
 
 /// Parses a node name: a lower-case DNS subdomain of at most 253 characters.
 pub(super) fn node_name(text: &str) -> Result<String, String> {
-    if is_dns_subdomain(text, NODE_NAME_MAX) {
+    if is_dns_subdomain(text, NAME_MAX) {
         return Ok(text.to_owned());
     }
     Err(format!(
-        "must be a lower-case DNS subdomain of at most {NODE_NAME_MAX} characters, as kubectl get nodes shows it"
+        "must be a lower-case DNS subdomain of at most {NAME_MAX} characters, as kubectl get nodes shows it"
     ))
+}
+
+/// Checks the name of a pod or a claim: a lower-case DNS subdomain, which cannot be another path of the API.
+pub(super) fn object_name(text: &str) -> Result<(), String> {
+    if is_dns_subdomain(text, NAME_MAX) {
+        return Ok(());
+    }
+    Err(format!(
+        "a name must be a lower-case DNS subdomain of at most {NAME_MAX} characters"
+    ))
+}
+
+/// Parses the name of a user or a group, which is sent in a header.
+pub(super) fn header(text: &str) -> Result<String, String> {
+    if text.is_empty() || HeaderValue::from_str(text).is_err() {
+        return Err("must be a name without control characters".to_owned());
+    }
+    Ok(text.to_owned())
 }
 
 /// Parses a namespace name: a lower-case DNS label.
@@ -68,6 +88,14 @@ pub(super) fn time_limit(text: &str) -> Result<Duration, String> {
         Ok(duration)
     } else {
         Err(wrong())
+    }
+}
+
+/// Parses kubectl's `--request-timeout`: a number alone means seconds.
+pub(super) fn request_timeout(text: &str) -> Result<Duration, String> {
+    match text.parse::<u32>() {
+        Ok(seconds) => time_limit(&format!("{seconds}s")),
+        Err(_) => time_limit(text),
     }
 }
 
@@ -115,6 +143,9 @@ mod tests {
     fn a_time_limit_is_written_as_kubernetes_writes_durations() {
         assert_eq!(time_limit("500ms"), Ok(Duration::from_millis(500)));
         assert_eq!(time_limit("1m30s"), Ok(Duration::from_secs(90)));
+        assert_eq!(request_timeout("30"), Ok(Duration::from_secs(30)));
+        assert_eq!(request_timeout("1m"), Ok(Duration::from_secs(60)));
+        assert!(request_timeout("0").is_err() && request_timeout("-1").is_err());
         for invalid in [
             "",
             "30",

@@ -24,7 +24,7 @@ use super::events::Reports;
 use super::observations::Observations;
 use super::watch::{self, Prune, Standby, trimmed};
 use super::write::{self, ENDS, Fence, MAX_REQUESTS, Pause, fenced};
-use super::{Controller, ControllerError, Figures};
+use super::{Controller, ControllerError, Metrics};
 
 /// Maximum number of calls younger than [`CALL_SLOT_TIME`].
 const MAX_CALLS: usize = 64;
@@ -54,7 +54,7 @@ struct Shared<D> {
     calls: Calls,
     fence: Fence,
     pause: Pause,
-    figures: watch_value::Sender<Figures>,
+    metrics: watch_value::Sender<Metrics>,
 }
 
 impl<D: Driver> Controller<D> {
@@ -115,11 +115,11 @@ impl<D: Driver> Controller<D> {
                 }
             }
             // Without a receiver, as in most vendors' tests, the statistics are not collected.
-            if self.figures.receiver_count() > 0 {
+            if self.metrics.receiver_count() > 0 {
                 let statistics = state.statistics();
-                self.figures.send_modify(|figures| {
-                    figures.since = start;
-                    figures.statistics = statistics;
+                self.metrics.send_modify(|metrics| {
+                    metrics.since = start;
+                    metrics.statistics = statistics;
                 });
             }
         }
@@ -147,7 +147,7 @@ impl<D: Driver> Executor<D> {
             calls: Calls::default(),
             fence,
             pause,
-            figures: controller.figures.clone(),
+            metrics: controller.metrics.clone(),
         };
         let tasks = TaskTracker::new();
         let observations = Observations::start(
@@ -351,8 +351,8 @@ async fn ready<D: Driver>(shared: &Arc<Shared<D>>) {
         }
         let is_ready = not_ready.is_none();
         shared
-            .figures
-            .send_modify(|figures| figures.not_ready = not_ready);
+            .metrics
+            .send_modify(|metrics| metrics.not_ready = not_ready);
         if is_ready {
             return;
         }

@@ -125,12 +125,12 @@ pub struct Controller<D> {
     instance: Option<String>,
     leader_election: Option<LeaderElection>,
     leading: watch_value::Sender<bool>,
-    figures: watch_value::Sender<Figures>,
+    metrics: watch_value::Sender<Metrics>,
 }
 
 /// The controller's counters, and the start of the clock that they refer to.
 #[derive(Clone, Debug)]
-pub struct Figures {
+pub struct Metrics {
     /// When the controller started to serve.
     pub since: Instant,
     /// The counters since then.
@@ -139,7 +139,7 @@ pub struct Figures {
     pub not_ready: Option<DriverError>,
 }
 
-impl Default for Figures {
+impl Default for Metrics {
     fn default() -> Self {
         Self {
             since: Instant::now(),
@@ -168,7 +168,7 @@ pub struct Builder<D> {
     instance: Option<String>,
     leader_election: Option<LeaderElection>,
     leading: watch_value::Sender<bool>,
-    figures: watch_value::Sender<Figures>,
+    metrics: watch_value::Sender<Metrics>,
 }
 
 impl<D: Driver> Controller<D> {
@@ -188,7 +188,7 @@ impl<D: Driver> Controller<D> {
             instance: None,
             leader_election: None,
             leading: watch_value::Sender::new(false),
-            figures: watch_value::Sender::default(),
+            metrics: watch_value::Sender::default(),
         }
     }
 
@@ -304,8 +304,8 @@ impl<D: Driver> Builder<D> {
 
     /// Sets the channel that receives the counters after each decision.
     #[must_use]
-    pub fn figures(mut self, figures: watch_value::Sender<Figures>) -> Self {
-        self.figures = figures;
+    pub fn metrics(mut self, metrics: watch_value::Sender<Metrics>) -> Self {
+        self.metrics = metrics;
         self
     }
 
@@ -328,7 +328,7 @@ impl<D: Driver> Builder<D> {
             instance: self.instance,
             leader_election: self.leader_election,
             leading: self.leading,
-            figures: self.figures,
+            metrics: self.metrics,
         })
     }
 }

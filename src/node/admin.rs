@@ -1,4 +1,5 @@
-//! The companion's admin socket, for operators on the node: lists prepared claims and releases them manually.
+//! The companion's admin socket, for operators on the node (lists prepared claims and releases them manually) and for the next companion
+//! ([`hand_over`](super::hand_over)).
 //!
 //! The socket is `records.sock` beside the checkpoint, accessible only to root like all our sockets. If no companion runs, the checkpoint
 //! can be read; a release requires a companion, because the driver must undo its work.
@@ -8,22 +9,25 @@ use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use futures::StreamExt as _;
+use futures::stream::BoxStream;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tonic::transport::Endpoint;
-use tonic::{Request, Response, Status};
+use tonic::{Code, Request, Response, Status, Streaming};
 
 use crate::api::proto::MAX_REQUEST;
 use crate::api::proto::node_records::records_client::RecordsClient;
 use crate::api::proto::node_records::records_server::{Records, RecordsServer};
 use crate::api::proto::node_records::{
-    Holding as HoldingMessage, HoldingsRequest, HoldingsResponse, InContainer, ReleaseRequest,
-    ReleaseResponse,
+    HandOverRequest, HandOverResponse, Holding as HoldingMessage, HoldingsRequest, HoldingsResponse,
+    InContainer, ReleaseRequest, ReleaseResponse,
 };
 use crate::core::prepare::recovery::{Holding, HoldingState, holdings};
+use crate::node::hand_over::HandOver;
 use crate::node::kubelet::transport::{Listening, SocketError, SocketPath, listen};
 use crate::node::service::{NodeService, ReleaseError};
-use crate::node::state::storage::{Places, Store, StoreError};
+use crate::node::state::storage::{Paths, Store, StoreError};
 
 /// Deadline of an answer from the companion, which itself may query kubelet for a few seconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -39,26 +43,31 @@ pub fn socket(state: &Path, kubelet_root: &Path) -> SocketPath {
 
 /// Serves the admin socket until the shutdown.
 pub(super) async fn serve(
-    place: SocketPath,
+    location: SocketPath,
     node: NodeService,
+    hand_over: HandOver,
     shutdown: CancellationToken,
 ) -> Result<Listening, SocketError> {
-    let server = RecordsServer::new(Service(node.clone())).max_decoding_message_size(MAX_REQUEST);
-    listen(place, Routes::new(server), node.grpc_calls(), shutdown).await
+    let calls = node.grpc_calls();
+    let server = RecordsServer::new(Service { node, hand_over }).max_decoding_message_size(MAX_REQUEST);
+    listen(location, Routes::new(server), calls, shutdown).await
 }
 
-struct Service(NodeService);
+struct Service {
+    node: NodeService,
+    hand_over: HandOver,
+}
 
 #[tonic::async_trait]
 impl Records for Service {
     async fn holdings(&self, _: Request<HoldingsRequest>) -> Result<Response<HoldingsResponse>, Status> {
         let holdings = self
-            .0
+            .node
             .holdings()
             .await
             .ok_or_else(|| Status::unavailable("the companion is stopping"))?;
         let in_containers = self
-            .0
+            .node
             .in_containers()
             .await
             .ok_or_else(|| Status::unavailable("the companion is stopping"))?;
@@ -75,13 +84,24 @@ impl Records for Service {
 
     async fn release(&self, request: Request<ReleaseRequest>) -> Result<Response<ReleaseResponse>, Status> {
         let ReleaseRequest { claim_uid, force } = request.into_inner();
-        match self.0.release(claim_uid, force).await {
+        match self.node.release(claim_uid, force).await {
             Ok(holding) => Ok(Response::new(ReleaseResponse {
                 released: Some(message(holding)),
             })),
             Err(error @ ReleaseError::Refused(_)) => Err(Status::failed_precondition(error.to_string())),
             Err(error) => Err(Status::unavailable(error.to_string())),
         }
+    }
+
+    type HandOverStream = BoxStream<'static, Result<HandOverResponse, Status>>;
+
+    async fn hand_over(&self, _: Request<HandOverRequest>) -> Result<Response<Self::HandOverStream>, Status> {
+        let offer = self.hand_over.offer().ok_or_else(|| {
+            Status::failed_precondition(
+                "this companion hands over in structured mode only, and to one companion at a time",
+            )
+        })?;
+        Ok(Response::new(offer.map(|()| Ok(HandOverResponse {})).boxed()))
     }
 }
 
@@ -131,6 +151,9 @@ pub enum RecordsError {
         /// The directory that was searched.
         directory: PathBuf,
     },
+    /// The companion refused the request.
+    #[error("{0}")]
+    Refused(String),
     /// The companion returned an error.
     #[error("{0}")]
     Companion(String),
@@ -161,7 +184,7 @@ pub enum Access {
     /// No companion is running. Each read takes the companion's lock, so that none starts meanwhile.
     Checkpoint {
         /// The companion's files.
-        places: Box<Places>,
+        paths: Box<Paths>,
         /// The id of this boot.
         boot_id: String,
     },
@@ -190,6 +213,13 @@ impl Companion {
         }
     }
 
+    /// Calls the companion, which answers when it ends. `None` if none listens on the socket, or if it does not hand over.
+    pub(super) async fn ask_for_hand_over(socket: PathBuf) -> Option<Streaming<HandOverResponse>> {
+        let mut companion = Self::connect(socket).await.ok()??;
+        let call = companion.client.hand_over(HandOverRequest {}).await;
+        call.ok().map(Response::into_inner)
+    }
+
     /// Waits for an answer until the deadline.
     async fn answer<T>(
         socket: &Path,
@@ -197,6 +227,9 @@ impl Companion {
     ) -> Result<T, RecordsError> {
         match tokio::time::timeout(ANSWER_TIMEOUT, call).await {
             Ok(Ok(answer)) => Ok(answer.into_inner()),
+            Ok(Err(status)) if status.code() == Code::FailedPrecondition => {
+                Err(RecordsError::Refused(status.message().to_owned()))
+            }
             Ok(Err(status)) => Err(RecordsError::Companion(status.message().to_owned())),
             Err(_) => Err(RecordsError::Silent {
                 socket: socket.to_owned(),
@@ -217,20 +250,20 @@ pub struct Held {
 
 impl Access {
     /// Connects to the companion, or locates its checkpoint. Changes nothing.
-    pub async fn find(places: Places, kubelet_root: &Path) -> Result<Self, RecordsError> {
-        if !places.state.is_dir() {
+    pub async fn find(paths: Paths, kubelet_root: &Path) -> Result<Self, RecordsError> {
+        if !paths.state.is_dir() {
             return Err(RecordsError::Nothing {
-                driver: places.driver.to_string(),
-                directory: places.state,
+                driver: paths.driver.to_string(),
+                directory: paths.state,
             });
         }
-        let socket = socket(&places.state, kubelet_root).path;
+        let socket = socket(&paths.state, kubelet_root).path;
         if let Some(companion) = Companion::connect(socket).await? {
             return Ok(Self::Running(companion));
         }
         let boot_id = crate::node::run::boot_id().map_err(RecordsError::BootId)?;
-        let places = Box::new(places);
-        Ok(Self::Checkpoint { places, boot_id })
+        let paths = Box::new(paths);
+        Ok(Self::Checkpoint { paths, boot_id })
     }
 
     /// Lists the devices held by claims and by containers without a claim.
@@ -247,8 +280,8 @@ impl Access {
                     by_containers: Some(in_containers.collect()),
                 })
             }
-            Self::Checkpoint { places, boot_id } => Ok(Held {
-                by_claims: holdings(&Store::look(places, boot_id)?, &BTreeMap::new()),
+            Self::Checkpoint { paths, boot_id } => Ok(Held {
+                by_claims: holdings(&Store::look(paths, boot_id)?, &BTreeMap::new()),
                 by_containers: None,
             }),
         }
@@ -277,12 +310,12 @@ mod tests {
     async fn a_silent_companion_is_given_up() {
         let directory = tempfile::tempdir().unwrap();
         let driver = DriverName::parse("drayman.dev").unwrap();
-        let places = Places::new(driver, directory.path(), &directory.path().join("cdi"));
-        std::fs::create_dir_all(&places.state).unwrap();
-        let path = socket(&places.state, directory.path()).path;
+        let paths = Paths::new(driver, directory.path(), &directory.path().join("cdi"));
+        std::fs::create_dir_all(&paths.state).unwrap();
+        let path = socket(&paths.state, directory.path()).path;
         // The kernel accepts connections, but nothing reads from them.
         let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
-        let mut access = Access::find(places, directory.path()).await.unwrap();
+        let mut access = Access::find(paths, directory.path()).await.unwrap();
         tokio::time::pause();
         let error = access.holdings().await.unwrap_err();
         let error = error.to_string();

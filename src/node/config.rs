@@ -8,8 +8,9 @@ mod extras;
 mod kind;
 mod kubelet_apis;
 mod pattern;
-mod places;
+mod positions;
 mod preset;
+mod schema;
 mod shared;
 mod source;
 
@@ -24,18 +25,19 @@ use serde_saphyr::{MergeKeyPolicy, Spanned};
 
 use crate::api::crd::{GROUP, VERSION};
 use crate::core::prepare::container_edits::Mount;
-pub use error::{ConfigError, Place};
+pub use error::{ConfigError, Position};
 pub use extras::{Probe, ProbeOpen, ProbeSysfs};
 use kind::RawKind;
 pub use kubelet_apis::{KindApis, KindMode};
 pub use pattern::PathPattern;
 pub use preset::{PRESETS, Preset};
+pub use schema::kind_schema;
 pub use source::{NODE_BUS, NODE_VFIO, NodeGroup, PciSource, Source, UsbSource, VFIO_CONTAINER};
 
 /// Largest file, in bytes.
 const SIZE_MAX: u64 = 256 * 1024;
 /// Maximum number of kinds in a file.
-const KINDS_MAX: usize = 64;
+pub(in crate::node) const KINDS_MAX: usize = 64;
 /// Characters of a wrong value that an error repeats.
 const SHOWN_MAX: usize = 80;
 
@@ -73,7 +75,7 @@ pub struct DeviceKind {
 }
 
 /// An error before the file name is added.
-type Refused = (Place, String);
+type Refused = (Position, String);
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -99,9 +101,9 @@ impl NodeConfiguration {
             path: path.to_owned(),
             source,
         };
-        let content = |(place, problem)| ConfigError::Content {
+        let content = |(position, problem)| ConfigError::Content {
             path: path.to_owned(),
-            place,
+            position,
             problem,
         };
         let mut text = Vec::new();
@@ -110,7 +112,7 @@ impl NodeConfiguration {
             .map_err(unreadable)?;
         if text.len() as u64 > SIZE_MAX {
             return Err(content((
-                Place::START,
+                Position::START,
                 format!("the file has more than {SIZE_MAX} bytes"),
             )));
         }
@@ -137,10 +139,11 @@ impl NodeConfiguration {
         }
     }
 
-    fn parse(text: &str) -> Result<Self, Refused> {
+    /// Parses and validates the text of a file.
+    pub(in crate::node) fn parse(text: &str) -> Result<Self, Refused> {
         if text.trim().is_empty() {
             return Err((
-                Place::START,
+                Position::START,
                 format!("the file is empty; it must begin with apiVersion: {GROUP}/{VERSION}"),
             ));
         }
@@ -184,7 +187,7 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
         let mut kinds: Vec<Arc<DeviceKind>> = Vec::new();
         for (index, raw) in raw.kinds.value.into_iter().enumerate() {
             let field = format!("kinds[{index}]");
-            let whole = Place::of(raw.referenced);
+            let whole = Position::of(raw.referenced);
             let raw = raw.value;
             // A preset names its kind unless the file does.
             if let Some(name) = raw.name.as_ref().or(raw.preset.as_ref())
@@ -209,9 +212,9 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
                     ),
                 ));
             }
-            let places = shared::Places::of(&raw, whole);
+            let positions = shared::Positions::of(&raw, whole);
             let kind = raw.check(&field, whole)?;
-            shared::check(&kinds, &kind, &field, &places)?;
+            shared::check(&kinds, &kind, &field, &positions)?;
             kinds.push(Arc::new(kind));
         }
         Ok(Self { kinds })
@@ -232,7 +235,7 @@ fn from_yaml<'de, T: Deserialize<'de>>(text: &'de str) -> Result<T, Refused> {
         with_snippet: false,
     };
     serde_saphyr::from_str_with_options(text, options).map_err(|error| {
-        let place = error.location().map_or(Place::START, Place::of);
+        let position = error.location().map_or(Position::START, Position::of);
         let problem: String = error
             .without_snippet()
             .to_string()
@@ -240,12 +243,12 @@ fn from_yaml<'de, T: Deserialize<'de>>(text: &'de str) -> Result<T, Refused> {
             .filter(|c| !c.is_control())
             .take(300)
             .collect();
-        (place, problem)
+        (position, problem)
     })
 }
 
 fn at<T>(raw: &Spanned<T>, problem: String) -> Refused {
-    (Place::of(raw.referenced), problem)
+    (Position::of(raw.referenced), problem)
 }
 
 fn shown(raw: &Spanned<String>) -> String {
@@ -264,7 +267,7 @@ fn not_utf8(error: &std::string::FromUtf8Error) -> Refused {
     let mut lines = good.split(|&byte| byte == b'\n');
     let column = lines.next_back().map_or(0, <[u8]>::len) as u64 + 1;
     (
-        Place {
+        Position {
             line: lines.count() as u64 + 1,
             column,
         },

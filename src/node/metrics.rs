@@ -8,11 +8,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub use crate::core::distribution::Distribution;
 pub use crate::core::prepare::inventory::{Group, Owner};
 pub use crate::core::slices::Omission;
-pub use crate::node::kubelet::transport::{GrpcCalls, GrpcMethod, MethodFigures};
+pub use crate::node::kubelet::transport::{GrpcCalls, GrpcMethod, MethodMetrics};
 
 /// Metrics of one companion.
 #[derive(Debug, Default)]
-pub struct Figures {
+pub struct Metrics {
     /// Kubelet's gRPC calls.
     pub calls: Arc<GrpcCalls>,
     counted: Mutex<Counted>,
@@ -27,7 +27,7 @@ pub struct Counted {
     pub held: u64,
     /// Claims in quarantine, a subset of `held`.
     pub quarantined: u64,
-    /// Requests by kubelet, by [`Figures::OPERATIONS`] and success.
+    /// Requests by kubelet, by [`Metrics::OPERATIONS`] and success.
     pub operations: BTreeMap<(&'static str, bool), u64>,
     /// Rejected requests by reason.
     pub refusals: BTreeMap<&'static str, u64>,
@@ -35,7 +35,7 @@ pub struct Counted {
     pub events: BTreeMap<&'static str, u64>,
     /// The published ResourceSlices.
     pub slices: SliceCounts,
-    /// Writes of ResourceSlices by [`Figures::SLICE_WRITES`].
+    /// Writes of ResourceSlices by [`Metrics::SLICE_WRITES`].
     pub slice_writes: BTreeMap<&'static str, u64>,
 }
 
@@ -50,7 +50,7 @@ pub struct SliceCounts {
     pub omitted: BTreeMap<Omission, u64>,
 }
 
-impl Figures {
+impl Metrics {
     /// The operations that kubelet requests.
     pub const OPERATIONS: [&'static str; 4] = ["allocate", "prepare", "start", "unprepare"];
 
@@ -121,25 +121,25 @@ mod tests {
 
     #[test]
     fn a_kind_that_is_gone_stays_with_no_devices() {
-        let figures = Figures::default();
+        let metrics = Metrics::default();
         let group = Group {
             kind: "camera".into(),
             healthy: true,
             owner: Owner::Nobody,
         };
-        figures.stock(BTreeMap::from([(group.clone(), 3)]), 2, 1);
-        figures.stock(BTreeMap::new(), 0, 0);
-        let counted = figures.counted();
+        metrics.stock(BTreeMap::from([(group.clone(), 3)]), 2, 1);
+        metrics.stock(BTreeMap::new(), 0, 0);
+        let counted = metrics.counted();
         assert_eq!(counted.devices, BTreeMap::from([(group, 0)]));
         assert_eq!((counted.held, counted.quarantined), (0, 0));
     }
 
     #[test]
     fn what_is_refused_is_counted_with_its_reason_too() {
-        let figures = Figures::default();
-        figures.handled("prepare", None);
-        figures.handled("prepare", Some("DeviceHeld"));
-        let counted = figures.counted();
+        let metrics = Metrics::default();
+        metrics.handled("prepare", None);
+        metrics.handled("prepare", Some("DeviceHeld"));
+        let counted = metrics.counted();
         assert_eq!(counted.operations[&("prepare", true)], 1);
         assert_eq!(counted.operations[&("prepare", false)], 1);
         assert_eq!(counted.refusals, BTreeMap::from([("DeviceHeld", 1)]));

@@ -3,9 +3,9 @@
 pub(crate) mod admin;
 pub(crate) mod container_runtime;
 pub mod driver;
+mod hand_over;
 pub mod metrics;
 mod orphans;
-pub(crate) mod publish;
 mod reload;
 mod resync;
 pub(crate) mod state;
@@ -23,6 +23,10 @@ pub(crate) mod kubelet;
 #[cfg(feature = "internals")]
 pub mod kubelet;
 #[cfg(not(feature = "internals"))]
+pub(crate) mod publish;
+#[cfg(feature = "internals")]
+pub mod publish;
+#[cfg(not(feature = "internals"))]
 pub(crate) mod run;
 #[cfg(feature = "internals")]
 pub mod run;
@@ -34,7 +38,7 @@ pub mod service;
 pub use crate::core::prepare::checkpoint::CheckpointError;
 pub use crate::core::prepare::names::{DriverNameError, NameError};
 pub use crate::core::prepare::plan::ExtendedResource;
-pub use config::{ConfigError, Place};
+pub use config::{ConfigError, Position};
 pub use kubelet::device_plugin::PluginRegistration;
 pub use kubelet::transport::{SocketError, SocketPath};
 pub use kubelet::{KubeletApiError, KubeletPaths};

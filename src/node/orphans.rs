@@ -21,14 +21,14 @@ use tracing::{error, info, warn};
 
 use crate::api::handle::DeviceHandle;
 use crate::api::resource::ResourceClaim;
+use crate::core::prepare::allocation_results::{pod_claim_name, results_of_driver};
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::names::{ClaimUid, DriverName};
 use crate::core::prepare::orphans::{ApiView, Question};
 use crate::core::prepare::plan::of_results;
 use crate::core::prepare::prepared_claims::HeldDevice;
-use crate::node::kubelet::dra::claim_reader;
-use crate::node::metrics::Figures;
+use crate::node::metrics::Metrics;
 use crate::node::publish::events::{self, NodeEvent};
 use crate::node::service::{NodeService, Quarantine};
 
@@ -51,7 +51,7 @@ impl Claim for ResourceClaim {}
 impl Claim for v1::ResourceClaim {}
 
 /// The task that checks for orphaned claims.
-pub(super) struct Caretaker {
+pub(super) struct OrphanCheck {
     pub(super) client: kube::Client,
     pub(super) driver_name: DriverName,
     pub(super) node_name: String,
@@ -60,10 +60,10 @@ pub(super) struct Caretaker {
     /// Publishes the claims in quarantine.
     pub(super) quarantine: watch::Sender<Quarantine>,
     /// Counts the events.
-    pub(super) figures: Arc<Figures>,
+    pub(super) metrics: Arc<Metrics>,
 }
 
-impl Caretaker {
+impl OrphanCheck {
     /// Runs until the token is cancelled or the node's state task has ended.
     pub(super) async fn run(self, shutdown: CancellationToken) {
         tokio::select! {
@@ -182,7 +182,7 @@ impl Caretaker {
     fn devices(&self, claim: &v1::ResourceClaim) -> Option<Vec<HeldDevice>> {
         let allocation = claim.status.as_ref()?.allocation.as_ref()?;
         let results = allocation.devices.as_ref()?.results.as_ref()?;
-        let ours = claim_reader::of_driver(results, &self.driver_name);
+        let ours = results_of_driver(results, &self.driver_name, pod_claim_name(&claim.metadata));
         of_results(&ours, &self.node_name).ok()
     }
 
@@ -218,7 +218,7 @@ impl Caretaker {
             );
             if before.get(uid) != Some(quarantined) {
                 error!(claim_uid = %uid, reason = REASON, "{note}");
-                self.figures.told(REASON);
+                self.metrics.told(REASON);
             }
             let api = Api::<Event>::namespaced(self.client.clone(), events::NAMESPACE);
             let event = NodeEvent {

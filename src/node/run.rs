@@ -22,8 +22,8 @@ use crate::node::config::{ConfigError, NodeConfiguration};
 use crate::node::discovery::{HostDevices, HostPaths};
 use crate::node::kubelet::device_plugin::PluginRegistration;
 use crate::node::kubelet::{KubeletApiError, KubeletPaths};
-use crate::node::metrics::Figures;
-use crate::node::publish::inventory::Standing;
+use crate::node::metrics::Metrics;
+use crate::node::publish::inventory::RegistrationStatus;
 use crate::node::state::storage::StoreError;
 use crate::node::state::storage::disk::Disk;
 
@@ -53,9 +53,9 @@ pub struct NodeOptions {
     /// API server client.
     pub client: kube::Client,
     /// Publishes the registration status with kubelet.
-    pub standing: watch::Sender<Standing>,
+    pub registration_status: watch::Sender<RegistrationStatus>,
     /// The metrics.
-    pub figures: Arc<Figures>,
+    pub metrics: Arc<Metrics>,
     /// File system access, observed in tests.
     pub disk: Disk,
 }
@@ -76,8 +76,8 @@ impl NodeOptions {
             runtime_socket: None,
             host: HostPaths::default(),
             client,
-            standing: watch::Sender::new(Standing::starting()),
-            figures: Arc::default(),
+            registration_status: watch::Sender::new(RegistrationStatus::starting()),
+            metrics: Arc::default(),
             disk: Disk::default(),
         }
     }
@@ -184,8 +184,8 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
         .dev_root(options.host.dev)
         .changing(changing)
         .notices(told)
-        .standing(options.standing)
-        .figures(options.figures)
+        .registration_status(options.registration_status)
+        .metrics(options.metrics)
         .disk(options.disk);
     node.run(shutdown).await
 }

@@ -22,7 +22,7 @@ use crate::core::prepare::plan::{ExtendedResource, Refusal};
 use crate::core::prepare::recovery::{Holding, ReleaseRefusal};
 use crate::node::driver::NodeDriverError;
 use crate::node::kubelet::transport::GrpcCalls;
-use crate::node::metrics::Figures;
+use crate::node::metrics::Metrics;
 use crate::node::state::storage::StoreError;
 
 /// Maximum number of queued requests; further callers wait for a slot.
@@ -223,12 +223,12 @@ pub struct NodeService {
     released: watch::Receiver<u64>,
     /// Whether the container runtime reports the devices of its containers.
     has_runtime: bool,
-    metrics: Arc<Figures>,
+    metrics: Arc<Metrics>,
 }
 
 impl NodeService {
     /// A service and the end that answers it.
-    pub fn new(has_runtime: bool, metrics: Arc<Figures>) -> (Self, Backend) {
+    pub fn new(has_runtime: bool, metrics: Arc<Metrics>) -> (Self, Backend) {
         let (sender, requests) = mpsc::channel(QUEUE);
         let (resources, served) = watch::channel(Arc::default());
         let (prepared, count) = watch::channel(0);

@@ -8,26 +8,28 @@ use serde_json::{Value, json};
 use crate::api::resource::{POD_CLAIM_NAME_ANNOTATION, RESERVED_FOR_MAX};
 use crate::testcluster::api::structured::{FINALIZER, RESERVED_FOR_MAX as STRUCTURED_RESERVED_FOR_MAX};
 use crate::testcluster::api::{Mode, Patch, Refusal, object};
-use crate::testcluster::hand::{Hand, claims_of, is_done, is_reserved_for, owned_by, owner_uid, source_of};
+use crate::testcluster::client::{
+    ApiClient, claims_of, is_done, is_reserved_for, owned_by, owner_uid, source_of,
+};
 
 /// Runs one reconciliation.
-pub(crate) fn pass(hand: &Hand) {
-    for pod in hand.list("pods") {
+pub(crate) fn pass(client: &ApiClient) {
+    for pod in client.list("pods") {
         if object::is_deleting(&pod) {
             continue;
         }
         if !is_done(&pod) {
-            make_claims(hand, &pod);
+            make_claims(client, &pod);
         }
-        serve_bound(hand, &pod);
+        serve_bound(client, &pod);
     }
-    for claim in hand.list("resourceclaims") {
-        trim(hand, &claim);
+    for claim in client.list("resourceclaims") {
+        trim(client, &claim);
     }
 }
 
 /// Creates the claims of a pod's templates and records their names in the pod's status.
-fn make_claims(hand: &Hand, pod: &Value) {
+fn make_claims(client: &ApiClient, pod: &Value) {
     let namespace = object::namespace(pod);
     let mut statuses = Vec::new();
     for entry in object::list(pod, "/spec/resourceClaims") {
@@ -36,13 +38,13 @@ fn make_claims(hand: &Hand, pod: &Value) {
             continue;
         }
         let entry_name = object::text(entry, "/name");
-        let known = hand.list("resourceclaims").into_iter().find(|claim| {
+        let known = client.list("resourceclaims").into_iter().find(|claim| {
             let annotation = claim
                 .pointer("/metadata/annotations")
                 .and_then(|annotations| annotations.get(POD_CLAIM_NAME_ANNOTATION));
             owner_uid(claim) == object::uid(pod) && annotation.is_some_and(|name| name == entry_name)
         });
-        let claim = known.map_or_else(|| make_claim(hand, pod, entry_name, template), Ok);
+        let claim = known.map_or_else(|| make_claim(client, pod, entry_name, template), Ok);
         match claim {
             Ok(claim) => {
                 statuses.push(json!({ "name": entry_name, "resourceClaimName": claim["metadata"]["name"] }));
@@ -52,7 +54,7 @@ fn make_claims(hand: &Hand, pod: &Value) {
                     .iter()
                     .any(|each| each["message"] == message.as_str());
                 if !known {
-                    hand.event(
+                    client.event(
                         pod,
                         "Warning",
                         "FailedResourceClaimCreation",
@@ -73,13 +75,13 @@ fn make_claims(hand: &Hand, pod: &Value) {
             "status": { "resourceClaimStatuses": statuses },
         });
         // A deleted pod does not need its claims.
-        let _ = hand.patch("pods", pod, "status", &Patch::Apply(apply));
+        let _ = client.patch("pods", pod, "status", &Patch::Apply(apply));
     }
 }
 
-fn make_claim(hand: &Hand, pod: &Value, entry: &str, template: &str) -> Result<Value, String> {
+fn make_claim(client: &ApiClient, pod: &Value, entry: &str, template: &str) -> Result<Value, String> {
     let namespace = object::namespace(pod);
-    let template = hand
+    let template = client
         .get("resourceclaimtemplates", namespace, template)
         .ok_or_else(|| {
             format!("failed to create ResourceClaim: resource claim template {template:?} not found")
@@ -98,23 +100,24 @@ fn make_claim(hand: &Hand, pod: &Value, entry: &str, template: &str) -> Result<V
         },
         "spec": template["spec"]["spec"],
     });
-    hand.create("resourceclaims", namespace, claim)
+    client
+        .create("resourceclaims", namespace, claim)
         .map_err(|refusal| refusal.message)
 }
 
 /// Serves a pod bound without the scheduler: requests allocation on its node, then reserves the claims. Like the real
 /// controller, requests an allocation even for a finished pod. In structured mode, nothing allocates for such a pod.
-fn serve_bound(hand: &Hand, pod: &Value) {
+fn serve_bound(client: &ApiClient, pod: &Value) {
     let node = object::text(pod, "/spec/nodeName");
     if node.is_empty() {
         return;
     }
-    for (_, claim) in claims_of(hand, pod) {
+    for (_, claim) in claims_of(client, pod) {
         let Some(claim) = claim else { continue };
         match claim.pointer("/status/allocation") {
             None if claim["spec"]["allocationMode"] == "WaitForFirstConsumer" => {
                 let namespace = object::namespace(pod);
-                if hand
+                if client
                     .get("podschedulingcontexts", namespace, object::name(pod))
                     .is_none()
                 {
@@ -122,13 +125,13 @@ fn serve_bound(hand: &Hand, pod: &Value) {
                         "metadata": { "name": pod["metadata"]["name"], "ownerReferences": owned_by(pod) },
                         "spec": { "selectedNode": node },
                     });
-                    let _ = hand.create("podschedulingcontexts", namespace, context);
+                    let _ = client.create("podschedulingcontexts", namespace, context);
                 }
             }
-            Some(_) if !is_done(pod) && !is_reserved_for(&claim, pod) && may_reserve(hand, &claim) => {
+            Some(_) if !is_done(pod) && !is_reserved_for(&claim, pod) && may_reserve(client, &claim) => {
                 let mut consumers = object::list(&claim, "/status/reservedFor").to_vec();
                 consumers.push(consumer(pod));
-                let _ = write_reservations(hand, &claim, &consumers, false);
+                let _ = write_reservations(client, &claim, &consumers, false);
             }
             _ => {}
         }
@@ -136,9 +139,9 @@ fn serve_bound(hand: &Hand, pod: &Value) {
 }
 
 /// Returns whether an allocated claim may have another consumer.
-pub(crate) fn may_reserve(hand: &Hand, claim: &Value) -> bool {
+pub(crate) fn may_reserve(client: &ApiClient, claim: &Value) -> bool {
     let reserved = object::list(claim, "/status/reservedFor").len();
-    if hand.server.mode() == Mode::Structured {
+    if client.server.mode() == Mode::Structured {
         return reserved < STRUCTURED_RESERVED_FOR_MAX;
     }
     let shareable = claim.pointer("/status/allocation/shareable") == Some(&Value::Bool(true));
@@ -154,7 +157,7 @@ pub(crate) fn consumer(pod: &Value) -> Value {
 
 /// Writes the reservations of a claim, unless the claim has changed meanwhile.
 pub(crate) fn write_reservations(
-    hand: &Hand,
+    client: &ApiClient,
     claim: &Value,
     consumers: &[Value],
     deallocate: bool,
@@ -168,15 +171,16 @@ pub(crate) fn write_reservations(
     if deallocate {
         patch["status"]["deallocationRequested"] = true.into();
     }
-    hand.merge("resourceclaims", claim, "status", patch)
+    client.merge("resourceclaims", claim, "status", patch)
 }
 
 /// Removes finished pods from the reservations. After the last one, deallocates the claim or requests its deallocation,
 /// and deletes a template claim.
-fn trim(hand: &Hand, claim: &Value) {
+fn trim(client: &ApiClient, claim: &Value) {
     let namespace = object::namespace(claim);
     let lives = |name: &str, uid: &str| {
-        hand.get("pods", namespace, name)
+        client
+            .get("pods", namespace, name)
             .is_some_and(|pod| object::uid(&pod) == uid && !is_done(&pod))
     };
     let reserved = object::list(claim, "/status/reservedFor");
@@ -188,30 +192,31 @@ fn trim(hand: &Hand, claim: &Value) {
         })
         .cloned()
         .collect();
-    if hand.server.mode() == Mode::Structured {
+    if client.server.mode() == Mode::Structured {
         // A conflict means another change, which triggers another pass.
-        let _ = trim_structured(hand, claim, &kept);
+        let _ = trim_structured(client, claim, &kept);
     } else if kept.len() < reserved.len() {
         let delayed = claim["spec"]["allocationMode"] == "WaitForFirstConsumer";
         // A conflict means another change, which triggers another pass.
-        let _ = write_reservations(hand, claim, &kept, kept.is_empty() && delayed);
+        let _ = write_reservations(client, claim, &kept, kept.is_empty() && delayed);
     }
     if kept.is_empty() && !object::is_deleting(claim) {
         let owner = object::list(claim, "/metadata/ownerReferences")
             .iter()
             .find(|owner| owner["controller"] == true && owner["kind"] == "Pod");
         let pod = owner.and_then(|owner| {
-            hand.get("pods", namespace, object::text(owner, "/name"))
+            client
+                .get("pods", namespace, object::text(owner, "/name"))
                 .filter(|pod| object::uid(pod) == object::text(owner, "/uid"))
         });
         if pod.is_some_and(|pod| is_done(&pod)) {
-            let _ = hand.delete("resourceclaims", claim, None);
+            let _ = client.delete("resourceclaims", claim, None);
         }
     }
 }
 
 /// Writes the remaining reservations, deallocates an unused claim, and removes the finalizer of its allocation.
-fn trim_structured(hand: &Hand, claim: &Value, kept: &[Value]) -> Result<(), Refusal> {
+fn trim_structured(client: &ApiClient, claim: &Value, kept: &[Value]) -> Result<(), Refusal> {
     let is_protected = |claim: &Value| object::texts(claim, "/metadata/finalizers").contains(&FINALIZER);
     let is_allocated = |claim: &Value| claim.pointer("/status/allocation").is_some();
     let is_trimmed = kept.len() < object::list(claim, "/status/reservedFor").len();
@@ -225,7 +230,7 @@ fn trim_structured(hand: &Hand, claim: &Value, kept: &[Value]) -> Result<(), Ref
         if kept.is_empty() && is_protected(&claim) {
             status["allocation"] = Value::Null;
         }
-        claim = hand.merge(
+        claim = client.merge(
             "resourceclaims",
             &claim,
             "status",
@@ -238,7 +243,7 @@ fn trim_structured(hand: &Hand, claim: &Value, kept: &[Value]) -> Result<(), Ref
             .filter(|finalizer| *finalizer != FINALIZER)
             .collect();
         let patch = versioned(&claim, json!({ "metadata": { "finalizers": others } }));
-        hand.merge("resourceclaims", &claim, "", patch)?;
+        client.merge("resourceclaims", &claim, "", patch)?;
     }
     Ok(())
 }

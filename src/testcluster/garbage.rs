@@ -5,12 +5,12 @@ use std::collections::BTreeSet;
 use serde_json::json;
 
 use crate::testcluster::api::object;
-use crate::testcluster::hand::Hand;
+use crate::testcluster::client::ApiClient;
 
 /// Deletes objects without a remaining owner and the contents of terminating namespaces.
-pub(crate) fn pass(hand: &Hand) {
+pub(crate) fn pass(client: &ApiClient) {
     // One snapshot: if an owner were read before its dependents, it could appear to be missing.
-    let all = hand.server.snapshot();
+    let all = client.server.snapshot();
     let alive: BTreeSet<&str> = all.iter().map(|(_, object)| object::uid(object)).collect();
     for (plural, object) in &all {
         let owners = object::list(object, "/metadata/ownerReferences");
@@ -24,14 +24,14 @@ pub(crate) fn pass(hand: &Hand) {
         });
         if (orphaned || going && !space.is_empty()) && !object::is_deleting(object) {
             // A concurrent deletion has the same effect.
-            let _ = hand.delete(plural, object, None);
+            let _ = client.delete(plural, object, None);
         }
     }
     for (plural, namespace) in all.iter().filter(|(plural, _)| plural == "namespaces") {
         let name = object::name(namespace);
         let empty = !all.iter().any(|(_, object)| object::namespace(object) == name);
         if object::is_deleting(namespace) && empty {
-            let _ = hand.merge(
+            let _ = client.merge(
                 plural,
                 namespace,
                 "finalize",

@@ -1,5 +1,5 @@
 //! Embedded test cluster: runs the real controller and the real companion in one process, without any installation. It
-//! is not part of the product. `docs/testcluster.md` lists how far it matches Kubernetes; `tests/e2e/parity` compares it
+//! is not part of the product. `docs/dev/testcluster.md` lists how far it matches Kubernetes; `tests/e2e/parity` compares it
 //! with a real control plane.
 //!
 //! * [`api`]: the API server, for [`kube::Client`] directly and over TCP.
@@ -20,10 +20,10 @@
 
 pub mod api;
 mod claims;
+pub(crate) mod client;
 pub mod demo;
 pub mod faults;
 mod garbage;
-pub(crate) mod hand;
 pub mod kubelet;
 pub mod runtime;
 pub(crate) mod scheduler;

@@ -15,14 +15,14 @@ use crate::api::resource::NODE_LIST_MAX;
 use crate::testcluster::api::Mode;
 use crate::testcluster::api::object::{self, list, text};
 use crate::testcluster::claims::{consumer, write_reservations};
-use crate::testcluster::hand::{Hand, claims_of, is_done, is_reserved_for, owned_by, owner_uid};
+use crate::testcluster::client::{ApiClient, claims_of, is_done, is_reserved_for, owned_by, owner_uid};
 
 /// The scheduler name of its pods.
 const NAME: &str = "default-scheduler";
 
 /// Runs one cycle for each waiting pod.
-pub(crate) fn pass(hand: &Hand) {
-    let mut waiting: Vec<Value> = hand
+pub(crate) fn pass(client: &ApiClient) {
+    let mut waiting: Vec<Value> = client
         .list("pods")
         .into_iter()
         .filter(|pod| text(pod, "/spec/nodeName").is_empty() && text(pod, "/spec/schedulerName") == NAME)
@@ -39,7 +39,7 @@ pub(crate) fn pass(hand: &Hand) {
         )
     });
     for pod in waiting {
-        cycle(hand, &pod);
+        cycle(client, &pod);
     }
 }
 
@@ -51,8 +51,8 @@ enum Wait {
     Pending,
 }
 
-fn cycle(hand: &Hand, pod: &Value) {
-    match attempt(hand, pod) {
+fn cycle(client: &ApiClient, pod: &Value) {
+    match attempt(client, pod) {
         Ok(()) | Err(Wait::Pending) => {}
         Err(Wait::Unschedulable(message)) => {
             let known = list(pod, "/status/conditions")
@@ -63,10 +63,10 @@ fn cycle(hand: &Hand, pod: &Value) {
             }
             let condition = json!({
                 "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message,
-                "lastTransitionTime": hand.server.now(), "lastProbeTime": null,
+                "lastTransitionTime": client.server.now(), "lastProbeTime": null,
             });
             // A deleted pod needs no condition.
-            if hand
+            if client
                 .merge(
                     "pods",
                     pod,
@@ -75,7 +75,7 @@ fn cycle(hand: &Hand, pod: &Value) {
                 )
                 .is_ok()
             {
-                hand.event(pod, "Warning", "FailedScheduling", &message);
+                client.event(pod, "Warning", "FailedScheduling", &message);
             }
         }
     }
@@ -84,9 +84,9 @@ fn cycle(hand: &Hand, pod: &Value) {
 /// Claims of the pod, with the names of the pod's entries.
 type Claims = [(String, Value)];
 
-fn attempt(hand: &Hand, pod: &Value) -> Result<(), Wait> {
+fn attempt(client: &ApiClient, pod: &Value) -> Result<(), Wait> {
     let mut claims = Vec::new();
-    for (entry, claim) in claims_of(hand, pod) {
+    for (entry, claim) in claims_of(client, pod) {
         // PreEnqueue: a pod is not scheduled before all its claims exist.
         let Some(claim) = claim else {
             return Err(Wait::Pending);
@@ -99,18 +99,18 @@ fn attempt(hand: &Hand, pod: &Value) -> Result<(), Wait> {
         }
         claims.push((entry, claim));
     }
-    match hand.server.mode() {
-        Mode::Classic => negotiate(hand, pod, &claims),
+    match client.server.mode() {
+        Mode::Classic => negotiate(client, pod, &claims),
         Mode::Structured => {
-            structured::allocate(hand, pod, claims.into_iter().map(|(_, claim)| claim).collect())
+            structured::allocate(client, pod, claims.into_iter().map(|(_, claim)| claim).collect())
         }
     }
 }
 
 /// Binds a pod whose claims are allocated, or continues the negotiation with the drivers.
-fn negotiate(hand: &Hand, pod: &Value, claims: &Claims) -> Result<(), Wait> {
+fn negotiate(client: &ApiClient, pod: &Value, claims: &Claims) -> Result<(), Wait> {
     let unschedulable = |message: &str| Wait::Unschedulable(message.to_owned());
-    let context = hand.get("podschedulingcontexts", object::namespace(pod), object::name(pod));
+    let context = client.get("podschedulingcontexts", object::namespace(pod), object::name(pod));
     if context
         .as_ref()
         .is_some_and(|context| owner_uid(context) != object::uid(pod))
@@ -132,13 +132,13 @@ fn negotiate(hand: &Hand, pod: &Value, claims: &Claims) -> Result<(), Wait> {
             return Err(unschedulable("unallocated immediate resourceclaim"));
         }
         let class = text(claim, "/spec/resourceClassName");
-        if !allocated && hand.get("resourceclasses", "", class).is_none() {
+        if !allocated && client.get("resourceclasses", "", class).is_none() {
             return Err(Wait::Unschedulable(format!(
                 "resource class {class:?} does not exist"
             )));
         }
     }
-    let passing = filter(hand, pod, claims, context.as_ref())?;
+    let passing = filter(client, pod, claims, context.as_ref())?;
     let node = passing.first().cloned().unwrap_or_default();
     let pending: Vec<&String> = claims
         .iter()
@@ -146,16 +146,21 @@ fn negotiate(hand: &Hand, pod: &Value, claims: &Claims) -> Result<(), Wait> {
         .map(|(entry, _)| entry)
         .collect();
     if pending.is_empty() {
-        return bind(hand, pod, claims, &node);
+        return bind(client, pod, claims, &node);
     }
-    ask(hand, pod, context.as_ref(), &pending, &passing)
+    ask(client, pod, context.as_ref(), &pending, &passing)
 }
 
 /// Returns the suitable nodes, best first.
-fn filter(hand: &Hand, pod: &Value, claims: &Claims, context: Option<&Value>) -> Result<Vec<String>, Wait> {
+fn filter(
+    client: &ApiClient,
+    pod: &Value,
+    claims: &Claims,
+    context: Option<&Value>,
+) -> Result<Vec<String>, Wait> {
     let mut in_the_way: Vec<&Value> = Vec::new();
-    let passing = suitable(hand, pod, |node| {
-        refusal(hand, node, claims, context, &mut in_the_way).map_or(Ok(()), Err)
+    let passing = suitable(client, pod, |node| {
+        refusal(client, node, claims, context, &mut in_the_way).map_or(Ok(()), Err)
     });
     let message = match passing {
         Ok(mut passing) => {
@@ -174,14 +179,14 @@ fn filter(hand: &Hand, pod: &Value, claims: &Claims, context: Option<&Value>) ->
     });
     if let Some(claim) = given_up {
         if let Some(context) = context.filter(|context| !text(context, "/spec/selectedNode").is_empty()) {
-            let _ = hand.merge(
+            let _ = client.merge(
                 "podschedulingcontexts",
                 context,
                 "",
                 json!({ "spec": { "selectedNode": null } }),
             );
         }
-        let _ = write_reservations(hand, claim, &[], true);
+        let _ = write_reservations(client, claim, &[], true);
     }
     Err(Wait::Unschedulable(message))
 }
@@ -189,13 +194,13 @@ fn filter(hand: &Hand, pod: &Value, claims: &Claims, context: Option<&Value>) ->
 /// Returns the nodes on which the pod can run and that `judge` accepts, those with the fewest pods first; or why there
 /// are none.
 fn suitable<T>(
-    hand: &Hand,
+    client: &ApiClient,
     pod: &Value,
     mut judge: impl FnMut(&Value) -> Result<T, String>,
 ) -> Result<Vec<(String, T)>, String> {
-    let nodes: Vec<Value> = hand.list("nodes");
+    let nodes: Vec<Value> = client.list("nodes");
     let mut used: BTreeMap<String, Vec<Value>> = BTreeMap::new();
-    for other in hand.list("pods").into_iter().filter(|other| !is_done(other)) {
+    for other in client.list("pods").into_iter().filter(|other| !is_done(other)) {
         used.entry(text(&other, "/spec/nodeName").to_owned())
             .or_default()
             .push(other);
@@ -263,7 +268,7 @@ fn unfit(pod: &Value, node: &Value, others: &[Value]) -> Option<String> {
 
 /// Returns why the pod's claims make a node unsuitable.
 fn refusal<'a>(
-    hand: &Hand,
+    client: &ApiClient,
     node: &Value,
     claims: &'a Claims,
     context: Option<&Value>,
@@ -279,7 +284,7 @@ fn refusal<'a>(
             }
             Some(_) => {}
             None => {
-                let class = hand.get("resourceclasses", "", text(claim, "/spec/resourceClassName"));
+                let class = client.get("resourceclasses", "", text(claim, "/spec/resourceClassName"));
                 let suited = class.as_ref().and_then(|class| class.get("suitableNodes"));
                 let judged = context
                     .map(|context| list(context, "/status/resourceClaims"))
@@ -357,7 +362,7 @@ fn selects(selector: &Value, node: &Value) -> bool {
 
 /// Writes the potential nodes for the drivers and, once all have answered, the selected node.
 fn ask(
-    hand: &Hand,
+    client: &ApiClient,
     pod: &Value,
     context: Option<&Value>,
     pending: &[&String],
@@ -397,43 +402,43 @@ fn ask(
     if spec.as_object().is_some_and(|spec| !spec.is_empty()) {
         // A conflict means a concurrent change, which triggers another cycle.
         let _ = if let Some(context) = context {
-            hand.merge("podschedulingcontexts", context, "", json!({ "spec": spec }))
+            client.merge("podschedulingcontexts", context, "", json!({ "spec": spec }))
         } else {
             let context = json!({
                 "metadata": { "name": pod["metadata"]["name"], "ownerReferences": owned_by(pod) },
                 "spec": spec,
             });
-            hand.create("podschedulingcontexts", object::namespace(pod), context)
+            client.create("podschedulingcontexts", object::namespace(pod), context)
         };
     }
     Err(Wait::Pending)
 }
 
 /// Reserves the claims, binds the pod and deletes the PodSchedulingContext.
-fn bind(hand: &Hand, pod: &Value, claims: &Claims, node: &str) -> Result<(), Wait> {
+fn bind(client: &ApiClient, pod: &Value, claims: &Claims, node: &str) -> Result<(), Wait> {
     for (_, claim) in claims {
         if !is_reserved_for(claim, pod) {
             let mut consumers = list(claim, "/status/reservedFor").to_vec();
             consumers.push(consumer(pod));
-            write_reservations(hand, claim, &consumers, false).map_err(|_| Wait::Pending)?;
+            write_reservations(client, claim, &consumers, false).map_err(|_| Wait::Pending)?;
         }
     }
-    assign(hand, pod, node)?;
-    if let Some(context) = hand.get("podschedulingcontexts", object::namespace(pod), object::name(pod)) {
+    assign(client, pod, node)?;
+    if let Some(context) = client.get("podschedulingcontexts", object::namespace(pod), object::name(pod)) {
         // Otherwise it is deleted with its owner.
-        let _ = hand.delete("podschedulingcontexts", &context, None);
+        let _ = client.delete("podschedulingcontexts", &context, None);
     }
     Ok(())
 }
 
 /// Binds a pod and reports it.
-fn assign(hand: &Hand, pod: &Value, node: &str) -> Result<(), Wait> {
-    hand.bind(pod, node).map_err(|_| Wait::Pending)?;
+fn assign(client: &ApiClient, pod: &Value, node: &str) -> Result<(), Wait> {
+    client.bind(pod, node).map_err(|_| Wait::Pending)?;
     let message = format!(
         "Successfully assigned {}/{} to {node}",
         object::namespace(pod),
         object::name(pod)
     );
-    hand.event(pod, "Normal", "Scheduled", &message);
+    client.event(pod, "Normal", "Scheduled", &message);
     Ok(())
 }

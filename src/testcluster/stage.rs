@@ -8,7 +8,7 @@ use tokio::task::{JoinError, JoinSet};
 use tokio_util::sync::CancellationToken;
 
 use super::api::{ApiServer, Mode, Patch, Refusal, Target, WriteOptions, object};
-use super::hand::Hand;
+use super::client::ApiClient;
 use super::kubelet::{Kubelet, NodePlace};
 use super::source::Source;
 use super::{claims, garbage, scheduler};
@@ -79,7 +79,7 @@ impl Stage {
             ("garbage-collector", garbage::pass),
         ];
         for (name, pass) in loops {
-            parts.spawn(keep(Hand::new(&server, name), pass, shutdown.clone()));
+            parts.spawn(keep(ApiClient::new(&server, name), pass, shutdown.clone()));
         }
         Self {
             server,
@@ -215,14 +215,14 @@ impl Drop for Stage {
 }
 
 /// One reconciliation of a control loop.
-type Pass = fn(&Hand);
+type Pass = fn(&ApiClient);
 
 /// Runs the control loop after every change.
-async fn keep(hand: Hand, pass: Pass, shutdown: CancellationToken) -> Result<(), StageError> {
-    let mut news = hand.server.changes();
+async fn keep(client: ApiClient, pass: Pass, shutdown: CancellationToken) -> Result<(), StageError> {
+    let mut news = client.server.changes();
     loop {
         news.borrow_and_update();
-        pass(&hand);
+        pass(&client);
         tokio::select! {
             () = shutdown.cancelled() => return Ok(()),
             changed = news.changed() => if changed.is_err() { return Ok(()) },

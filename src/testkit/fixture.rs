@@ -11,8 +11,9 @@ use serde_json::{Value, json};
 use super::report::{Broken, Finding};
 use super::rule::Rule;
 use crate::api::resource::{ResourceClaim, ResourceClass};
+use crate::testcluster::api::Mode;
 use crate::testcluster::api::object::{self, text};
-use crate::testcluster::hand::Hand;
+use crate::testcluster::client::ApiClient;
 use crate::testcluster::source::Source;
 use crate::testcluster::stage::{Stage, StageError};
 
@@ -91,6 +92,7 @@ pub(super) type Done<T> = Result<T, Stop>;
 /// The vendor's settings of a test.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Setup {
+    pub(super) mode: Mode,
     /// The objects as YAML.
     pub(super) objects: String,
     pub(super) nodes: Vec<String>,
@@ -103,17 +105,17 @@ pub(super) struct Setup {
 #[derive(Debug)]
 pub(super) struct Fixture {
     pub(super) cluster: Stage,
-    pub(super) client: Hand,
+    pub(super) client: ApiClient,
     pub(super) directory: Directory,
     pub(super) nodes: Vec<String>,
     pub(super) max_claims: usize,
     driver_name: String,
-    /// Class of the claims.
-    class: Arc<ResourceClass>,
+    /// Class of the claims; only in classic mode.
+    class: Option<Arc<ResourceClass>>,
     /// Spec of the claims.
     claim_spec: Value,
     /// Template of the pods' claims.
-    pub(super) template: String,
+    template: String,
     check: String,
     calls: Arc<Mutex<Vec<String>>>,
     claims: AtomicUsize,
@@ -122,8 +124,8 @@ pub(super) struct Fixture {
 impl Fixture {
     /// Creates a cluster with the nodes and objects of the test. Must be called within a runtime.
     pub(super) fn open(setup: &Setup, check: &str) -> Done<Self> {
-        let cluster = Stage::start(Source::system());
-        let client = Hand::new(cluster.server(), OWN);
+        let cluster = Stage::with_mode(Source::system(), setup.mode);
+        let client = ApiClient::new(cluster.server(), OWN);
         for name in &setup.nodes {
             let node = json!({
                 "metadata": { "name": name, "labels": { "kubernetes.io/hostname": name } },
@@ -134,43 +136,26 @@ impl Fixture {
                 .map_err(|refusal| Stop::Setup(format!("node {name}: {}", refusal.message)))?;
         }
         apply(&cluster, &client, &setup.objects)?;
-        let classes = client.list("resourceclasses");
-        let ours = classes
-            .into_iter()
-            .find(|class| text(class, "/driverName") == setup.driver_name);
-        let class = if let Some(class) = ours {
-            class
-        } else {
-            let class = json!({ "metadata": { "name": OWN }, "driverName": setup.driver_name });
-            let made = client.create("resourceclasses", "", class);
-            made.map_err(|refusal| Stop::Setup(format!("class {OWN}: {}", refusal.message)))?
+        let class = match setup.mode {
+            Mode::Classic => Some(resource_class(&client, &setup.driver_name)?),
+            Mode::Structured => None,
         };
-        let class_name = object::name(&class).to_owned();
-        let template = client
-            .list("resourceclaimtemplates")
-            .into_iter()
-            .find(|template| text(template, "/spec/spec/resourceClassName") == class_name);
-        let template = if let Some(template) = template {
-            template
-        } else {
-            let template = json!({ "metadata": { "name": OWN }, "spec": { "spec": { "resourceClassName": class_name } } });
-            let made = client.create("resourceclaimtemplates", NAMESPACE, template);
-            made.map_err(|refusal| Stop::Setup(format!("template {OWN}: {}", refusal.message)))?
-        };
+        let template = template(&client, class.as_ref())?;
         if object::namespace(&template) != NAMESPACE {
             return Err(Stop::Setup(format!(
                 "ResourceClaimTemplate {} must be in namespace {NAMESPACE}, where the pods of the test are",
                 object::name(&template)
             )));
         }
-        let class = serde_json::from_value(class).map_err(|error| Stop::Setup(error.to_string()))?;
+        let class = class.map(serde_json::from_value::<ResourceClass>).transpose();
+        let class = class.map_err(|error| Stop::Setup(error.to_string()))?;
         Ok(Self {
             client,
             directory: Directory::make()?,
             nodes: setup.nodes.clone(),
             max_claims: setup.max_claims,
             driver_name: setup.driver_name.clone(),
-            class: Arc::new(class),
+            class: class.map(Arc::new),
             claim_spec: template["spec"]["spec"].clone(),
             template: object::name(&template).to_owned(),
             check: check.to_owned(),
@@ -184,8 +169,23 @@ impl Fixture {
         &self.driver_name
     }
 
-    pub(super) fn class(&self) -> Arc<ResourceClass> {
-        self.class.clone()
+    pub(super) fn mode(&self) -> Mode {
+        self.cluster.server().mode()
+    }
+
+    pub(super) fn class(&self) -> Done<Arc<ResourceClass>> {
+        let class = self.class.clone();
+        class.ok_or_else(|| Stop::Setup("structured mode has no ResourceClass".to_owned()))
+    }
+
+    /// Returns an entry of a pod's `resourceClaims`, with the template.
+    pub(super) fn pod_claim(&self, entry: &str) -> Value {
+        match self.mode() {
+            Mode::Classic => {
+                json!({ "name": entry, "source": { "resourceClaimTemplateName": self.template } })
+            }
+            Mode::Structured => json!({ "name": entry, "resourceClaimTemplateName": self.template }),
+        }
     }
 
     /// Creates a claim with our finalizer, which the controller adds before an allocation.
@@ -258,8 +258,38 @@ impl Fixture {
     }
 }
 
+/// Returns the class of the driver; creates one if there is none.
+fn resource_class(client: &ApiClient, driver_name: &str) -> Done<Value> {
+    let mut classes = client.list("resourceclasses").into_iter();
+    if let Some(class) = classes.find(|class| text(class, "/driverName") == driver_name) {
+        return Ok(class);
+    }
+    let class = json!({ "metadata": { "name": OWN }, "driverName": driver_name });
+    let made = client.create("resourceclasses", "", class);
+    made.map_err(|refusal| Stop::Setup(format!("class {OWN}: {}", refusal.message)))
+}
+
+/// Returns the template of the class; creates one if there is none. In structured mode, creates one for the DeviceClass
+/// [`OWN`].
+fn template(client: &ApiClient, class: Option<&Value>) -> Done<Value> {
+    let spec = if let Some(class) = class.map(object::name) {
+        let mut templates = client.list("resourceclaimtemplates").into_iter();
+        let is_of_class = |template: &Value| text(template, "/spec/spec/resourceClassName") == class;
+        if let Some(template) = templates.find(is_of_class) {
+            return Ok(template);
+        }
+        json!({ "resourceClassName": class })
+    } else {
+        let request = json!({ "name": "device", "exactly": { "deviceClassName": OWN } });
+        json!({ "devices": { "requests": [request] } })
+    };
+    let template = json!({ "metadata": { "name": OWN }, "spec": { "spec": spec } });
+    let made = client.create("resourceclaimtemplates", NAMESPACE, template);
+    made.map_err(|refusal| Stop::Setup(format!("template {OWN}: {}", refusal.message)))
+}
+
 /// Applies objects including their status, such as the inventory of a companion that does not run here.
-fn apply(cluster: &Stage, client: &Hand, yaml: &str) -> Done<()> {
+fn apply(cluster: &Stage, client: &ApiClient, yaml: &str) -> Done<()> {
     let documents: Vec<Value> =
         serde_saphyr::from_multiple(yaml).map_err(|error| StageError::Yaml(error.to_string()))?;
     for mut document in documents.into_iter().filter(Value::is_object) {

@@ -198,7 +198,7 @@ impl<D: Driver> Instance<'_, D> {
 
     /// Parses the parameters of claims, as the controller does before each call.
     pub(super) async fn requests(&self, claims: &[Arc<ResourceClaim>]) -> Done<Vec<ClaimRequest<D>>> {
-        let (driver, class, list) = (self.driver.clone(), self.fixture.class(), claims.to_vec());
+        let (driver, class, list) = (self.driver.clone(), self.fixture.class()?, claims.to_vec());
         let read = self
             .call("class_parameters, claim_parameters", async move {
                 let mut requests = Vec::new();

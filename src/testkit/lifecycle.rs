@@ -19,7 +19,7 @@ use super::wrapped::Wrapped;
 use crate::controller::Controller;
 use crate::driver::Driver;
 use crate::testcluster::api::object::{self, list, text};
-use crate::testcluster::hand::Hand;
+use crate::testcluster::client::ApiClient;
 
 /// Name prefix of steps that only send an observation.
 pub(super) const OBSERVE: &str = "observe";
@@ -133,9 +133,7 @@ impl<D: Driver> Lifecycle<'_, D> {
 
     fn create(&self, name: &str, claims: usize) -> Done<()> {
         let entries: Vec<Value> = (0..claims)
-            .map(|number| {
-                json!({ "name": format!("entry-{number}"), "source": { "resourceClaimTemplateName": self.fixture.template } })
-            })
+            .map(|number| self.fixture.pod_claim(&format!("entry-{number}")))
             .collect();
         let pod = json!({
             "metadata": { "name": name },
@@ -173,7 +171,7 @@ impl<D: Driver> Lifecycle<'_, D> {
         .await
     }
 
-    async fn wait(&mut self, what: &str, holds: impl Fn(&Hand) -> bool) -> Done<()> {
+    async fn wait(&mut self, what: &str, holds: impl Fn(&ApiClient) -> bool) -> Done<()> {
         let until = Moment::now() + self.kit.timeout;
         let mut changes = self.fixture.cluster.server().changes();
         loop {

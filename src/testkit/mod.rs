@@ -117,6 +117,8 @@ pub use node_conformance::NodeConformance;
 pub use report::{Broken, Finding, Report};
 pub use rule::Rule;
 
+pub use crate::testcluster::api::Mode;
+
 use crate::driver::Driver;
 use crate::node::driver::NodeDriver;
 

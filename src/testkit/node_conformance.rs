@@ -11,7 +11,7 @@ use futures::FutureExt as _;
 use serde_json::json;
 use tokio::sync::Semaphore;
 
-use super::fixture::{Done, Environment, Fixture, Setup, Stop};
+use super::fixture::{Done, Environment, Fixture, OWN, Setup, Stop};
 use super::instance::{Instance, Make};
 use super::node_checks as checks;
 use super::node_instance::LeftOver;
@@ -22,6 +22,7 @@ use super::rule::Rule;
 use super::run::{self, Findings, Selection};
 use crate::api::crd::definitions;
 use crate::node::driver::{Device, NodeDriver};
+use crate::testcluster::api::Mode;
 
 /// Default limit for a call, equal to the companion's.
 const LIMIT: Duration = Duration::from_secs(10);
@@ -39,6 +40,7 @@ pub(super) const DRIVER: &str = "conformance.example.com";
 pub struct NodeConformance<D> {
     kit: NodeKit<D>,
     only: Selection,
+    modes: Vec<Mode>,
 }
 
 /// Input of the checks.
@@ -136,6 +138,7 @@ impl<D: NodeDriver> NodeConformance<D> {
                 left_over: None,
             },
             only: Selection::default(),
+            modes: vec![Mode::Classic, Mode::Structured],
         }
     }
 
@@ -161,6 +164,13 @@ impl<D: NodeDriver> NodeConformance<D> {
         self
     }
 
+    /// Runs pods in this mode only; default: both modes, one after the other.
+    #[must_use]
+    pub fn mode(mut self, mode: Mode) -> Self {
+        self.modes = vec![mode];
+        self
+    }
+
     /// Checks only these rules.
     #[must_use]
     pub fn only(mut self, rules: impl IntoIterator<Item = Rule>) -> Self {
@@ -171,7 +181,9 @@ impl<D: NodeDriver> NodeConformance<D> {
     /// Runs all checks and returns a report, or the broken rules. Must be called within a tokio runtime.
     pub async fn run(self) -> Result<Report, Broken> {
         let mut report = Report::default();
-        let fixture = Fixture::open(&setup("none")?, "the list of devices")?;
+        // No rule about calls alone depends on the mode.
+        let without_pods = setup(Mode::Classic, "none")?;
+        let fixture = Fixture::open(&without_pods, "the list of devices")?;
         let devices = checks::devices(&self.kit, &fixture).await?;
         drop(fixture);
         for rule in [
@@ -192,7 +204,7 @@ impl<D: NodeDriver> NodeConformance<D> {
             if !self.only.any(check.rules(), &mut report) {
                 continue;
             }
-            let fixture = Fixture::open(&setup("none")?, check.about())?;
+            let fixture = Fixture::open(&without_pods, check.about())?;
             let done = self.check(check, &fixture, &devices).await;
             if done.is_ok() {
                 for rule in check.rules() {
@@ -205,7 +217,9 @@ impl<D: NodeDriver> NodeConformance<D> {
             }
             findings.add(done)?;
         }
-        findings.add(self.lifecycles(&kind, &mut report).await)?;
+        for mode in &self.modes {
+            findings.add(self.lifecycles(*mode, &kind, &mut report).await)?;
+        }
         findings.conclude(report)
     }
 
@@ -219,7 +233,7 @@ impl<D: NodeDriver> NodeConformance<D> {
     }
 
     /// Runs the real companion with the driver on the test cluster, with a fault at each step.
-    async fn lifecycles(&self, kind: &str, report: &mut Report) -> Done<()> {
+    async fn lifecycles(&self, mode: Mode, kind: &str, report: &mut Report) -> Done<()> {
         let kinds = [
             (FaultKind::Crash, Rule::NodeSurvivesCrash),
             (FaultKind::Slow, Rule::NodeSurvivesSlowCall),
@@ -233,18 +247,21 @@ impl<D: NodeDriver> NodeConformance<D> {
             };
             selected.into_iter().map(|(sort, step, _)| (sort, step)).collect()
         };
-        let run = |fault| self.lifecycle(kind, fault);
+        let run = |fault| self.lifecycle(mode, kind, fault);
         run::lifecycles(&self.only, kinds, MAX_CONCURRENT, steps, run, report).await
     }
 
-    async fn lifecycle(&self, kind: &str, fault: Option<Fault>) -> Done<Vec<String>> {
-        let about = fault.map_or_else(
-            || "pods on a node".to_owned(),
-            |fault| format!("pods on a node, {}", fault.describe()),
-        );
+    async fn lifecycle(&self, mode: Mode, kind: &str, fault: Option<Fault>) -> Done<Vec<String>> {
+        let mut about = match mode {
+            Mode::Classic => "pods on a node in classic mode".to_owned(),
+            Mode::Structured => "pods on a node in structured mode".to_owned(),
+        };
+        if let Some(fault) = fault {
+            about = format!("{about}, {}", fault.describe());
+        }
         // The semaphore is never closed.
         let _playing = RUNNING.acquire().await;
-        let fixture = Fixture::open(&setup(kind)?, &about)?;
+        let fixture = Fixture::open(&setup(mode, kind)?, &about)?;
         node_lifecycle::run(&self.kit, &fixture, fault).await
     }
 }
@@ -260,24 +277,38 @@ fn first_of_each(steps: &[String]) -> Vec<(Sort, usize, &String)> {
     numbered(steps).into_iter().filter(is_first).collect()
 }
 
-/// Returns our CRDs and a class for the driver's devices of a kind.
-fn setup(kind: &str) -> Done<Setup> {
+/// Returns a class for the driver's devices of a kind, and what the class needs.
+fn setup(mode: Mode, kind: &str) -> Done<Setup> {
     let mut objects = Vec::new();
-    for definition in definitions() {
-        let definition = serde_json::to_value(definition).map_err(|error| Stop::Setup(error.to_string()))?;
-        objects.push(definition);
+    match mode {
+        Mode::Classic => {
+            for definition in definitions() {
+                let definition = serde_json::to_value(definition);
+                objects.push(definition.map_err(|error| Stop::Setup(error.to_string()))?);
+            }
+            objects.push(json!({
+                "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClassParameters", "metadata": { "name": OWN },
+                "spec": { "kind": kind },
+            }));
+            objects.push(json!({
+                "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": OWN },
+                "driverName": DRIVER,
+                "parametersRef": { "apiGroup": "drayman.dev", "kind": "DeviceClassParameters", "name": OWN },
+            }));
+        }
+        Mode::Structured => {
+            let expression = format!(
+                r#"device.driver == "{DRIVER}" && device.attributes["drayman.dev"].kind == "{kind}""#
+            );
+            objects.push(json!({
+                "apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": { "name": OWN },
+                "spec": { "selectors": [{ "cel": { "expression": expression } }] },
+            }));
+        }
     }
-    objects.push(json!({
-        "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClassParameters", "metadata": { "name": "conformance" },
-        "spec": { "kind": kind },
-    }));
-    objects.push(json!({
-        "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": "conformance" },
-        "driverName": DRIVER,
-        "parametersRef": { "apiGroup": "drayman.dev", "kind": "DeviceClassParameters", "name": "conformance" },
-    }));
     let documents: Vec<String> = objects.iter().map(ToString::to_string).collect();
     Ok(Setup {
+        mode,
         objects: documents.join("\n---\n"),
         // The kubelet creates the only node.
         nodes: Vec::new(),

@@ -20,6 +20,7 @@ use crate::host::HostDriver;
 use crate::node::driver::{ContainerEdits, Device, NodeDriver, NodeDriverError, PreparedClaim};
 use crate::node::kubelet::KubeletPaths;
 use crate::node::{Node, NodeError};
+use crate::testcluster::api::Mode;
 use crate::testcluster::api::object::{self, text};
 use crate::testcluster::kubelet::{Kubelet, NodePlace};
 use crate::testcluster::runtime::Outfit;
@@ -114,11 +115,13 @@ pub(super) async fn run<D: NodeDriver>(
     let kubelet = Kubelet::new(server, environment);
     // Runs until the scenario ends; a kubelet failure shows as a missing change.
     tokio::spawn(kubelet.clone().run(shutdown.clone()));
-    let driver = HostDriver::start(server.client(), DRIVER, shutdown.clone());
-    let controller = Controller::builder(driver)
-        .build(server.client())
-        .map_err(|error| Stop::Setup(error.to_string()))?;
-    tokio::spawn(controller.run(shutdown.clone()));
+    if fixture.mode() == Mode::Classic {
+        let driver = HostDriver::start(server.client(), DRIVER, shutdown.clone());
+        let controller = Controller::builder(driver)
+            .build(server.client())
+            .map_err(|error| Stop::Setup(error.to_string()))?;
+        tokio::spawn(controller.run(shutdown.clone()));
+    }
     let mut lifecycle = Lifecycle {
         kit,
         fixture,
@@ -199,7 +202,7 @@ impl<D: NodeDriver> Lifecycle<'_, D> {
             "metadata": { "name": name },
             "spec": {
                 "containers": [{ "name": "main", "image": "none", "resources": { "claims": [{ "name": "device" }] } }],
-                "resourceClaims": [{ "name": "device", "source": { "resourceClaimTemplateName": self.fixture.template } }],
+                "resourceClaims": [self.fixture.pod_claim("device")],
             },
         });
         let made = self.fixture.client.create("pods", NAMESPACE, pod);

@@ -16,17 +16,19 @@ import (
 
 	"drayman.dev/tests/cluster/image"
 	"drayman.dev/tests/cluster/node"
+	"drayman.dev/tests/cluster/progress"
 	"drayman.dev/tests/cluster/protocol"
 	"drayman.dev/tests/cluster/recipe"
 	"drayman.dev/tests/cluster/supervisor"
 )
 
-const usage = `usage: cluster build|helm|prometheus|prometheus-operator|up|join|pin [flags]
+const usage = `usage: cluster build|helm|prometheus|prometheus-operator|registry|up|join|pin [flags]
 
   build   builds Kubernetes and, with --nodes, containerd into the cache
   helm    builds Helm into the cache and prints where it is
   prometheus  finds Prometheus and promtool, or unpacks them into the cache, and prints in which directory they are
   prometheus-operator  fetches the definitions of the Prometheus operator and prints in which directory they are
+  registry  finds docker-registry, or unpacks it into the cache, and prints in which directory it is; installs skopeo
   up      starts a cluster (after building what is missing) and keeps it until Ctrl-C; -h lists its flags
   join    runs a program in the mount namespace of a node: join node-0 PROGRAM...; for hooks of up
   pin     writes the requirements of --version into the recipe, in the folder given
@@ -61,6 +63,8 @@ func run(arguments []string) error {
 		return prometheus(rest)
 	case "prometheus-operator":
 		return prometheusOperator(rest)
+	case "registry":
+		return registry(rest)
 	case "up":
 		return up(rest)
 	case "join":
@@ -95,7 +99,9 @@ func build(arguments []string) error {
 	if err != nil {
 		return err
 	}
+	end := progress.Show("building Kubernetes " + version.String())
 	programs, err := recipe.Build(context.Background(), *target, version, *nodes > 0)
+	end()
 	if err == nil {
 		fmt.Println(programs.Kubernetes)
 	}
@@ -106,7 +112,9 @@ func helm(arguments []string) error {
 	flags := flag.NewFlagSet("cluster helm", flag.ExitOnError)
 	target, _, _ := common(flags)
 	flags.Parse(arguments)
+	end := progress.Show("building Helm")
 	program, err := recipe.BuildHelm(context.Background(), *target)
+	end()
 	if err == nil {
 		fmt.Println(program)
 	}
@@ -117,7 +125,20 @@ func prometheus(arguments []string) error {
 	flags := flag.NewFlagSet("cluster prometheus", flag.ExitOnError)
 	target, _, _ := common(flags)
 	flags.Parse(arguments)
+	end := progress.Show("fetching Prometheus")
 	directory, err := recipe.Prometheus(context.Background(), *target)
+	end()
+	if err == nil {
+		fmt.Println(directory)
+	}
+	return err
+}
+
+func registry(arguments []string) error {
+	flags := flag.NewFlagSet("cluster registry", flag.ExitOnError)
+	target, _, _ := common(flags)
+	flags.Parse(arguments)
+	directory, err := recipe.Registry(context.Background(), *target)
 	if err == nil {
 		fmt.Println(directory)
 	}
@@ -128,7 +149,9 @@ func prometheusOperator(arguments []string) error {
 	flags := flag.NewFlagSet("cluster prometheus-operator", flag.ExitOnError)
 	common(flags)
 	flags.Parse(arguments)
+	end := progress.Show("fetching the definitions of the Prometheus operator")
 	directory, err := recipe.PrometheusOperatorDefinitions(context.Background())
+	end()
 	if err == nil {
 		fmt.Println(directory)
 	}

@@ -1,4 +1,4 @@
-//! The contract of a classic DRA controller, point by point, on a real control plane. `docs/conformance.md` says which test shows
+//! The contract of a classic DRA controller, point by point, on a real control plane. `tests/docs/coverage/conformance.md` says which test shows
 //! which point.
 //!
 //! A scripted driver runs in the test's own process under [`drayman::controller::Controller`]; API server, claim controller,

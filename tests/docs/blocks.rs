@@ -4,17 +4,21 @@
 //! |---|---|
 //! | `sh run` | it is run here, from the top of the repository, and must succeed |
 //! | `sh stage` | the same, on the embedded cluster |
+//! | `sh demo` | `tests/e2e/documented` runs it on the embedded cluster that its first line starts, with a real kubectl |
 //! | `sh cluster` | `tests/e2e/documented` runs it on a real cluster, as `make cluster` starts one |
-//! | `sh chart` | `tests/e2e/documented` runs it on a real cluster with Helm |
+//! | `sh chart` | `tests/e2e/documented` runs it on real clusters with Helm |
+//! | `sh terminal` | `tests/e2e/documented` types it at a terminal, and ends its last line by Ctrl-C |
+//! | `sh vendor` | `tests/e2e/examples` starts its programs so |
+//! | `sh release` | `tests/e2e/documented` runs it with a registry on a real cluster |
 //! | `sh checked` | it is not run; its words are checked, as those of all the others |
 //! | `yaml config` | `drayman config check` takes it |
 //! | `yaml object` | objects: ours are checked by their schema here, all of them by a real API server in `tests/e2e/documented` |
-//! | `yaml v1` | objects for a cluster with `resource.k8s.io/v1`: they have no field that Kubernetes does not know |
+//! | `yaml v1` | the same for a cluster with `resource.k8s.io/v1` |
 //! | `yaml values` | the schema of the chart's values takes it |
 //! | `yaml <kind>` | the `spec` of an object of ours of this kind: its schema takes it |
 //! | `rust <file>` | the file has these lines, and is built |
 //! | `console` | commands and what they print, in the READMEs of the examples: `tests/e2e/examples` runs them |
-//! | `text` | pictures and output: nothing |
+//! | `text`, `mermaid` | pictures and output: nothing |
 
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
@@ -60,12 +64,15 @@ fn every_block_says_what_the_tests_do_with_it() {
     let mut unmarked = Vec::new();
     for block in pages().into_iter().flat_map(|page| page.blocks) {
         let is_marked = match (block.language.as_str(), block.mark.as_str()) {
-            ("sh", mark) => ["run", "stage", "cluster", "chart", "checked"].contains(&mark),
+            ("sh", mark) => [
+                "run", "stage", "demo", "cluster", "chart", "terminal", "vendor", "release", "checked",
+            ]
+            .contains(&mark),
             ("yaml", mark) => {
                 ["config", "object", "v1", "values"].contains(&mark) || schema::of_kind(mark).is_some()
             }
             ("rust", file) => !file.is_empty() && repository(file).is_file(),
-            ("text", "") => true,
+            ("text" | "mermaid", "") => true,
             ("console", "") => block.place.starts_with("examples/"),
             _ => false,
         };
@@ -100,7 +107,7 @@ struct Stage {
 impl Stage {
     fn start() -> Self {
         let mut child = Command::new(PROGRAM)
-            .args(["demo", "--scenario", "basic", "--keep"])
+            .args(["demo", "--scenario", "structured", "--keep"])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()

@@ -1,11 +1,11 @@
 //! The commands that pages show: every word of them that can be checked without running them.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use crate::names;
-use crate::page::{Block, pages, repository};
+use crate::page::{Block, Page, pages, repository};
 
 /// Programs that pages may call besides those of the repository, of which nothing is checked but that they are meant.
 const OTHERS: [&str; 20] = [
@@ -167,7 +167,7 @@ fn check(words: &[String], made: &BTreeSet<String>) -> Result<(), String> {
     }
 }
 
-fn check_targets(arguments: &[String]) -> Result<(), String> {
+pub(crate) fn check_targets(arguments: &[String]) -> Result<(), String> {
     let makefile = std::fs::read_to_string(repository("Makefile")).expect("the Makefile");
     arguments
         .iter()
@@ -264,17 +264,24 @@ fn scripts() -> Vec<Block> {
 #[test]
 fn every_command_in_the_pages_names_existing_things() {
     let (mut count, mut faults) = (0, Vec::new());
-    for page in pages() {
-        let scripts: Vec<&Block> = page
-            .blocks
-            .iter()
-            .filter(|block| block.language == "sh")
+    let pages = pages();
+    let scripts = |page: &Page| {
+        let blocks = page.blocks.clone().into_iter();
+        blocks.filter(|block| block.language == "sh")
+    };
+    // The pages of a folder are read in their order.
+    let mut files: BTreeMap<Option<&Path>, BTreeSet<String>> = BTreeMap::new();
+    for page in &pages {
+        let made_here: Vec<String> = scripts(page)
+            .flat_map(|block| made(&block.text).collect::<Vec<_>>())
             .collect();
-        let made: BTreeSet<String> = scripts.iter().flat_map(|block| made(&block.text)).collect();
-        for block in scripts {
+        files.entry(page.path.parent()).or_default().extend(made_here);
+    }
+    for page in &pages {
+        for block in scripts(page) {
             for words in commands(&block.text) {
                 count += 1;
-                if let Err(fault) = check(&words, &made) {
+                if let Err(fault) = check(&words, &files[&page.path.parent()]) {
                     faults.push(format!("{}: {}: {fault}", block.place, words.join(" ")));
                 }
             }

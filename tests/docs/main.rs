@@ -17,3 +17,4 @@ mod scenarios;
 mod schema;
 mod security;
 mod shell;
+mod workflows;

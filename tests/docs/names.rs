@@ -136,14 +136,20 @@ fn is_word(text: &str) -> bool {
             .all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_')
 }
 
-/// Whether code within a sentence means a test: `contexts::a_sentence_of_words`, or in pages that are about tests a sentence alone.
+/// The lists of tests by what they show.
+const COVERAGE: &str = "tests/docs/coverage";
+
+/// One of these lists.
+pub(crate) fn coverage(name: &str) -> Page {
+    crate::page::page(&format!("{COVERAGE}/{name}.md"))
+}
+
+/// Whether code within a sentence means a test: `contexts::a_sentence_of_words`, or in a list of tests a sentence alone.
 pub(crate) fn is_test_name(page: &Page, span: &Span) -> bool {
     let words: Vec<&str> = span.text.split("::").collect();
     let Some(name) = words.last() else { return false };
     let underscores = name.matches('_').count();
-    let about_tests = ["conformance.md", "security.md", "testing.md"]
-        .iter()
-        .any(|name| page.path.ends_with(name));
+    let about_tests = page.path.starts_with(COVERAGE);
     words.iter().all(|word| is_word(word))
         && ((words.len() > 1 && underscores >= 2) || (about_tests && underscores >= 4))
 }
@@ -152,7 +158,8 @@ pub(crate) fn is_test_name(page: &Page, span: &Span) -> bool {
 fn every_test_named_by_a_page_exists_in_its_module() {
     let tests = tests();
     let (mut named, mut missing) = (0, Vec::new());
-    for page in pages() {
+    let coverage = ["conformance", "faults", "security"].map(coverage);
+    for page in pages().into_iter().chain(coverage) {
         for span in page.spans.iter().filter(|span| is_test_name(&page, span)) {
             named += 1;
             if !tests.iter().any(|test| test.is(&span.text)) {
@@ -181,23 +188,39 @@ fn every_reason_among_the_symptoms_is_one_that_is_given() {
             && text.bytes().any(|byte| byte.is_ascii_lowercase())
     };
     // These lists are compared with the sources by tests/docs/lists.
-    let listed = crate::page::page("docs/metrics.md");
-    let symptoms = crate::page::page("docs/troubleshooting.md");
-    let mut reasons = symptoms
-        .spans
-        .iter()
-        .filter(|span| is_reason(&span.text))
-        .peekable();
+    let listed = crate::page::page("docs/reference/metrics.md");
+    // Steps of `explain` and states of `devices` look the same.
+    let mut others: Vec<String> = STEPS.iter().flat_map(|file| steps(file)).collect();
+    others.extend(states());
+    let symptoms = ["docs/operator/troubleshoot.md", "docs/user/waiting.md"].map(crate::page::page);
+    let spans: Vec<&Span> = symptoms.iter().flat_map(|page| &page.spans).collect();
+    let mut reasons = spans.iter().filter(|span| is_reason(&span.text)).peekable();
     assert!(reasons.peek().is_some());
     for reason in reasons {
         let is_listed = listed.spans.iter().any(|span| span.text == reason.text);
         assert!(
-            is_listed || REASONS_OF_KUBERNETES.contains(&reason.text.as_str()),
+            is_listed
+                || others.contains(&reason.text)
+                || REASONS_OF_KUBERNETES.contains(&reason.text.as_str()),
             "{}: nobody gives the reason {}",
             reason.place,
             reason.text
         );
     }
+}
+
+/// The files with the steps of `drayman explain`.
+const STEPS: [&str; 2] = ["src/cli/diagnose/explain.rs", "src/cli/diagnose/limits.rs"];
+
+/// The states of `drayman devices`.
+fn states() -> Vec<String> {
+    let command = drayman::cli::command();
+    let devices = command.find_subcommand("devices").expect("the command");
+    let state = devices
+        .get_arguments()
+        .find(|argument| argument.get_long() == Some("state"));
+    let values = state.expect("the flag").get_possible_values();
+    values.iter().map(|value| value.get_name().to_owned()).collect()
 }
 
 /// The variants of the enum `Step` of a file, which have no fields.
@@ -224,8 +247,8 @@ fn steps(file: &str) -> Vec<String> {
 
 #[test]
 fn every_step_that_explain_may_name_is_on_its_page() {
-    let page = crate::page::page("docs/tool.md");
-    for file in ["src/cli/diagnose/explain.rs", "src/cli/diagnose/limits.rs"] {
+    let page = crate::page::page("docs/user/waiting.md");
+    for file in STEPS {
         let steps = steps(file);
         assert!(steps.len() > 5, "{file}: {steps:?}");
         for step in steps {
@@ -241,7 +264,7 @@ fn every_step_that_explain_may_name_is_on_its_page() {
 /// The table at the beginning of the page counts the points below it.
 #[test]
 fn the_counts_of_conformance_are_those_of_its_rows() {
-    let page = crate::page::page("docs/conformance.md");
+    let page = crate::page::page("docs/reference/conformance.md");
     let cells = |line: &str| -> Vec<String> {
         line.trim_matches('|')
             .split('|')
@@ -263,6 +286,30 @@ fn the_counts_of_conformance_are_those_of_its_rows() {
     let counted = [of("kept"), of("bettered"), of("not yet")].map(|count| count.to_string());
     assert_eq!(cells(said)[1..], counted);
     assert_eq!(of("kept") + of("bettered") + of("not yet"), 78);
+}
+
+#[test]
+fn each_point_of_conformance_has_a_test() {
+    let list = coverage("conformance");
+    for point in 1..=78 {
+        let mut rows = list
+            .text
+            .lines()
+            .filter(|line| line.starts_with(&format!("| {point} |")));
+        let row = rows.next().unwrap_or_default();
+        assert!(
+            row.contains("::") && rows.next().is_none(),
+            "point {point}: {row:?}"
+        );
+    }
+}
+
+#[test]
+fn every_state_of_a_device_is_on_its_page() {
+    let page = crate::page::page("docs/operator/troubleshoot.md");
+    for state in states() {
+        assert!(page.spans.iter().any(|span| span.text == state), "{state}");
+    }
 }
 
 #[cfg(test)]
@@ -318,7 +365,7 @@ fn each_source_that_the_architecture_names_exists() {
     let page = pages()
         .into_iter()
         .find(|page| page.path.ends_with("architecture.md"));
-    let spans = page.expect("docs/architecture.md").spans;
+    let spans = page.expect("docs/dev/architecture.md").spans;
     let named: Vec<String> = spans
         .iter()
         .filter(|span| {

@@ -29,9 +29,13 @@ fn code(text: &str) -> String {
 }
 
 fn check(name: &str, made: &str) {
-    let path = repository("docs/reference").join(name);
+    check_file(&format!("docs/reference/{name}"), made);
+}
+
+fn check_file(name: &str, made: &str) {
+    let path = repository(name);
     if std::env::var_os(GENERATE).is_some() {
-        std::fs::create_dir_all(repository("docs/reference")).expect("a directory");
+        std::fs::create_dir_all(path.parent().expect("a directory")).expect("a directory");
         std::fs::write(&path, made).expect("written");
         return;
     }
@@ -42,13 +46,22 @@ fn check(name: &str, made: &str) {
         .find(|(made, kept)| made != kept);
     assert!(
         difference.is_none() && kept.len() == made.len(),
-        "docs/reference/{name} is not what the code says; run `make generate`: {difference:?}"
+        "{name} is not what the code says; run `make generate`: {difference:?}"
     );
 }
 
 #[test]
 fn the_commands_and_their_flags_are_as_the_program_has_them() {
     check("commands.md", &commands::text());
+}
+
+#[test]
+fn the_schema_of_answers_is_as_the_types_have_it() {
+    let schemas = drayman::cli::output_schemas();
+    let any_of: Vec<_> = schemas.iter().map(|(_, schema)| schema).collect();
+    let schema = serde_json::json!({ "title": "Answers of drayman's commands (-o json)", "anyOf": any_of });
+    let text = serde_json::to_string_pretty(&schema).expect("JSON");
+    check("output.schema.json", &(text + "\n"));
 }
 
 #[test]
@@ -59,4 +72,9 @@ fn the_fields_of_our_kinds_are_as_the_types_have_them() {
 #[test]
 fn the_values_of_the_chart_are_as_its_schema_has_them() {
     check("values.md", &chart::text());
+}
+
+#[test]
+fn the_schema_of_the_chart_is_as_the_types_have_it() {
+    check_file("charts/drayman/values.schema.json", &chart::schema());
 }

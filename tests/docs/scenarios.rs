@@ -1,12 +1,11 @@
-//! The table of faults in docs/testing.md names tests that exist, and each fault has a test of its own.
+//! The list of fault scenarios names tests that exist, and each fault has a test of its own.
 
 use std::collections::BTreeMap;
 
-use crate::names::tests;
-use crate::page::{page, repository};
+use crate::names::{coverage, tests};
+use crate::page::repository;
 
-/// The heading of the table, and its rows F1 to F44.
-const SCENARIOS: &str = "## Fault scenarios";
+/// The rows F1 to F44.
 const SCENARIO_COUNT: usize = 44;
 
 /// The tests of a row, `program: `name`, `name`; program: `name``, as `program name`.
@@ -46,8 +45,7 @@ fn exists(test: &str) -> bool {
 
 #[test]
 fn every_scenario_has_a_test_of_its_own() {
-    let page = page("docs/testing.md");
-    let (_, table) = page.text.split_once(SCENARIOS).expect("the table");
+    let table = coverage("faults").text;
     let (mut wrong, mut scenarios) = (Vec::new(), BTreeMap::new());
     for number in 1..=SCENARIO_COUNT {
         let mut rows = table

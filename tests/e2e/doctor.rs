@@ -16,7 +16,7 @@ use crate::stage::{DRIVER, Stage, controller_rules};
 /// What the doctor calls a problem under this heading.
 async fn problems(stage: &Stage, check: &str, arguments: &[&str]) -> anyhow::Result<Vec<String>> {
     let findings = json(stage, &[&["doctor"], arguments].concat()).await?;
-    let findings = findings.as_array().into_iter().flatten();
+    let findings = findings["items"].as_array().into_iter().flatten();
     Ok(findings
         .filter(|finding| finding["level"] == "Problem" && finding["check"] == check)
         .filter_map(|finding| finding["message"].as_str().map(str::to_owned))
@@ -51,7 +51,7 @@ async fn the_doctor_names_faults_and_is_content_when_fixed() -> anyhow::Result<(
     let parameters = Api::<DeviceClassParameters>::all(stage.cluster.client());
     parameters.delete("test", &DeleteParams::default()).await?;
     let findings = json(&stage, &["doctor"]).await?;
-    let messages: Vec<&str> = findings
+    let messages: Vec<&str> = findings["items"]
         .as_array()
         .into_iter()
         .flatten()
@@ -71,7 +71,7 @@ async fn the_doctor_names_faults_and_is_content_when_fixed() -> anyhow::Result<(
     let text = String::from_utf8(output.stdout)?;
     assert!(text.contains("cannot list resource \"leases\""), "{text}");
     let output = drayman(&stage.cluster, &nobody, &["devices"]).await?;
-    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(output.status.code(), Some(3));
     let error = String::from_utf8(output.stderr)?;
     assert!(
         error.contains("cannot list resource \"nodeinventories\""),
@@ -191,7 +191,7 @@ async fn kinds_that_are_not_defined_are_named_with_the_fix() -> anyhow::Result<(
     assert!(text.contains("drayman crds | kubectl apply"), "{text}");
     let output = drayman(&cluster, cluster.kubeconfig(), &["devices"]).await?;
     let error = String::from_utf8(output.stderr)?;
-    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(output.status.code(), Some(3));
     assert!(error.contains("cannot list nodeinventories"), "{error}");
     assert!(error.contains("drayman doctor"), "{error}");
     cluster.stop().await
@@ -200,7 +200,7 @@ async fn kinds_that_are_not_defined_are_named_with_the_fix() -> anyhow::Result<(
 /// What the doctor says of the gates, with the level.
 async fn gates(stage: &Stage) -> anyhow::Result<Vec<(String, String)>> {
     let findings = json(stage, &["doctor"]).await?;
-    let findings = findings.as_array().into_iter().flatten();
+    let findings = findings["items"].as_array().into_iter().flatten();
     let text = |value: &serde_json::Value| value.as_str().unwrap_or_default().to_owned();
     Ok(findings
         .filter(|finding| finding["check"] == "gates")
@@ -353,8 +353,9 @@ async fn of_node(cluster: &Cluster) -> anyhow::Result<(Option<i32>, Vec<Value>)>
     command.arg(node.configuration("kubelet.yaml"));
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     let output = command.output().await?;
-    let findings = serde_json::from_slice(&output.stdout)
+    let answer: Value = serde_json::from_slice(&output.stdout)
         .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
+    let findings = answer["items"].as_array().cloned().unwrap_or_default();
     Ok((output.status.code(), findings))
 }
 

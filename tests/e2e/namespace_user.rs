@@ -125,8 +125,19 @@ async fn a_namespace_editor_claims_a_device_and_sees_why_pods_wait() -> anyhow::
     kubectl(&stage, &kubeconfig, &["apply", "--filename", file]).await?;
 
     let missing = "you may not list resourceclaims.resource.k8s.io in all namespaces";
+    let kubeconfig_file = kubeconfig.display().to_string();
+    let context = [
+        "config",
+        "set-context",
+        "--current",
+        "--namespace",
+        NAMESPACE,
+        "--kubeconfig",
+        &kubeconfig_file,
+    ];
+    stage.cluster.kubectl(&context).await?;
     let ask = async |arguments: &[&str]| {
-        let arguments = [arguments, &["--namespace", NAMESPACE, "--output=json"]].concat();
+        let arguments = [arguments, &["--output=json"]].concat();
         let (code, stdout, stderr) = told(&stage.cluster, &kubeconfig, &arguments).await?;
         ensure!(code == Some(0), "{arguments:?}: {stderr}");
         ensure!(stderr.contains(missing), "{stderr}");
@@ -149,7 +160,7 @@ async fn a_namespace_editor_claims_a_device_and_sees_why_pods_wait() -> anyhow::
     assert_eq!(claim["wants"], "1 of kind test");
     let reason = claim["nodes"][0]["reason"].as_str().unwrap_or_default();
     ensure!(reason.contains("by the controller's word"), "{claim}");
-    let device = ask(&["devices"]).await?["devices"][0].clone();
+    let device = ask(&["devices"]).await?["items"][0].clone();
     assert_eq!(
         (&device["state"], &device["holders"]),
         (&json!("Unknown"), &json!([]))
@@ -164,7 +175,7 @@ async fn a_namespace_editor_claims_a_device_and_sees_why_pods_wait() -> anyhow::
 
     stage.remove_pod("first").await?;
     until("Preparing").await?;
-    let device = ask(&["devices", "--state=held"]).await?["devices"][0].clone();
+    let device = ask(&["devices", "--state=held"]).await?["items"][0].clone();
     assert_eq!(device["holders"][0]["pods"], json!(["mine"]));
 
     // In another namespace nothing of this is to be had.
@@ -177,7 +188,7 @@ async fn a_namespace_editor_claims_a_device_and_sees_why_pods_wait() -> anyhow::
     ] {
         let arguments = [&arguments[..], &["--namespace=default"]].concat();
         let (code, _, stderr) = told(&stage.cluster, &kubeconfig, &arguments).await?;
-        assert_eq!(code, Some(1), "{arguments:?}");
+        assert_eq!(code, Some(3), "{arguments:?}");
         ensure!(
             stderr.contains(words) && stderr.contains("in the namespace \"default\""),
             "{stderr}"

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use drayman::api::handle::DeviceHandle;
-use drayman::testcluster::api::{ApiServer, Changed};
+use drayman::testcluster::api::{ApiServer, Changed, Mode};
 use drayman::testcluster::kubelet::Kubelet;
 use serde_json::Value;
 
@@ -97,7 +97,8 @@ impl Checker {
             assert_eq!(change.version, self.version + 1, "changes were not seen");
             self.version = change.version;
             match change.plural.as_str() {
-                "resourceclaims" => self.claim(&change),
+                // In structured mode the scheduler writes claims.
+                "resourceclaims" if self.server.mode() == Mode::Classic => self.claim(&change),
                 "podschedulingcontexts" => self.context(&change),
                 _ => {}
             }

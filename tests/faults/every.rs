@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use drayman::testcluster::api::Mode;
 use drayman::testcluster::faults::{Place, Planned, Trouble};
 use tokio::runtime::Runtime;
 
@@ -26,6 +27,8 @@ const PLACES: [(&str, Place); 6] = [
     (COMPANION, Place::Disk),
     (COMPANION, Place::Call),
 ];
+/// What every life of structured mode has: there is no controller.
+const STRUCTURED_PLACES: [(&str, Place); 4] = [PLACES[2], PLACES[3], PLACES[4], PLACES[5]];
 
 fn runtime() -> Runtime {
     tokio::runtime::Builder::new_multi_thread()
@@ -39,10 +42,14 @@ fn number(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |text| text.parse().unwrap())
 }
 
-fn command(planned: &[Planned]) -> String {
+fn command(mode: Mode, planned: &[Planned]) -> String {
     let planned: Vec<String> = planned.iter().map(ToString::to_string).collect();
+    let variable = match mode {
+        Mode::Classic => "FAULT",
+        Mode::Structured => "STRUCTURED_FAULT",
+    };
     format!(
-        "FAULT={} cargo test --test faults replay -- --nocapture",
+        "{variable}={} cargo test --test faults replay -- --nocapture",
         planned.join(",")
     )
 }
@@ -110,10 +117,7 @@ fn every_fault_at_every_point_of_a_scenario_is_survived() {
     if !is_root() {
         return;
     }
-    let runtime = runtime();
-    let calm = runtime.block_on(live(Vec::new(), now));
-    assert_eq!(calm.violations, Vec::<String>::new(), "{}", calm.trace.join("\n"));
-    println!("a life has {:?}", calm.counts);
+    let calm = every_fault(Mode::Classic, &PLACES);
     // One call for each pod with claims, also for that with two. The third is refused what a container has, and asked for again.
     let is_prepare = |line: &&String| line.contains(" Call ") && line.contains("/NodePrepareResources");
     let of_two = calm
@@ -121,8 +125,24 @@ fn every_fault_at_every_point_of_a_scenario_is_survived() {
         .iter()
         .take_while(|line| !line.contains("second is gone"));
     assert_eq!(of_two.filter(is_prepare).count(), 2, "{}", calm.trace.join("\n"));
+}
+
+#[test]
+fn every_fault_in_structured_mode_is_survived() {
+    if is_root() {
+        every_fault(Mode::Structured, &STRUCTURED_PLACES);
+    }
+}
+
+/// Plays every trouble at every place, and returns the life without trouble.
+fn every_fault(mode: Mode, expected: &[(&'static str, Place)]) -> Lived {
+    let runtime = runtime();
+    let calm = runtime.block_on(live(mode, Vec::new(), now));
+    assert_eq!(calm.violations, Vec::<String>::new(), "{}", calm.trace.join("\n"));
+    println!("a life has {:?}", calm.counts);
     let places: BTreeSet<_> = calm.counts.keys().copied().collect();
-    assert_eq!(places, BTreeSet::from(PLACES), "where something can go wrong");
+    let expected: BTreeSet<_> = expected.iter().copied().collect();
+    assert_eq!(places, expected, "where something can go wrong");
     let mut plans = plans(&calm.counts);
     if std::env::var("EVERY_TROUBLE").is_err() {
         plans = daily(plans);
@@ -150,7 +170,7 @@ fn every_fault_at_every_point_of_a_scenario_is_survived() {
                             failures.lock().unwrap().len()
                         );
                     }
-                    let lived = runtime.block_on(live(vec![planned], now));
+                    let lived = runtime.block_on(live(mode, vec![planned], now));
                     let mut hits = hits.lock().unwrap();
                     let kind = (planned.program, planned.place, planned.trouble);
                     let (tried, hit) = hits.entry(kind).or_default();
@@ -166,7 +186,7 @@ fn every_fault_at_every_point_of_a_scenario_is_survived() {
     });
     let failures = failures.into_inner().unwrap();
     for (planned, lived) in &failures {
-        println!("{:?}\n    {}", lived.violations, command(&[*planned]));
+        println!("{:?}\n    {}", lived.violations, command(mode, &[*planned]));
         println!("{}\n", lived.trace.join("\n"));
     }
     let hits = hits.into_inner().unwrap();
@@ -180,20 +200,25 @@ fn every_fault_at_every_point_of_a_scenario_is_survived() {
         plans.len()
     );
     assert_eq!(panics(), Vec::<String>::new(), "I15");
-    for (program, place) in PLACES {
+    for (program, place) in expected {
         for &trouble in place.troubles() {
             let hit = hits.get(&(program, place, trouble)).map_or(0, |(_, hit)| *hit);
             assert!(hit > 0, "{program} {place:?} {trouble:?} was never hit");
         }
     }
+    calm
 }
 
-/// Plays the life with the troubles `FAULT` again and prints everything that happens.
+/// Plays the life with the troubles `FAULT` or `STRUCTURED_FAULT` again and prints everything that happens.
 #[test]
 fn replay() {
-    let Ok(text) = std::env::var("FAULT") else { return };
+    let classic = std::env::var("FAULT").map(|text| (Mode::Classic, text));
+    let structured = || std::env::var("STRUCTURED_FAULT").map(|text| (Mode::Structured, text));
+    let Ok((mode, text)) = classic.or_else(|_| structured()) else {
+        return;
+    };
     let planned: Vec<Planned> = text.split(',').map(|text| parse(text).unwrap()).collect();
-    let lived = runtime().block_on(live(planned, now));
+    let lived = runtime().block_on(live(mode, planned, now));
     println!("{}", lived.trace.join("\n"));
     assert_eq!(lived.violations, Vec::<String>::new());
     assert_eq!(panics(), Vec::<String>::new());

@@ -9,20 +9,24 @@ use std::time::Duration;
 use drayman::controller::Controller;
 use drayman::core::prepare::containers::Conflicting;
 use drayman::host::HostDriver;
-use drayman::testcluster::api::ApiServer;
+use drayman::testcluster::api::{self, ApiServer};
 use drayman::testcluster::faults::{Faults, Life, Place, Planned};
 use drayman::testcluster::kubelet::{Kubelet, NodePlace};
 use drayman::testcluster::source::Source;
 use drayman::testcluster::stage::Stage;
 use k8s_openapi::api::core::v1::Pod;
-use kube::api::{Api, DeleteParams};
+use k8s_openapi::api::resource::v1::ResourceSlice;
+use kube::api::{Api, DeleteParams, PostParams};
 use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
 use serde_json::Value;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
 use crate::check::{Checker, DRIVER, entries_without_file, files_without_entry, list, text};
-use crate::objects::{claiming, claiming_two, class, of_another_driver, plugging, viewing};
+use crate::objects::{
+    claiming, claiming_two, class, of_another_driver, plugging, structured_class, v1_claiming,
+    v1_claiming_two, viewing,
+};
 use crate::program::{self, until};
 
 pub(crate) const CONTROLLER: &str = "controller";
@@ -79,39 +83,48 @@ struct Story {
     never: Option<String>,
 }
 
-/// Plays the life with these troubles.
-pub(crate) async fn live(planned: Vec<Planned>, clock: Clock) -> Lived {
+/// Plays the life of a mode with these troubles.
+pub(crate) async fn live(mode: api::Mode, planned: Vec<Planned>, clock: Clock) -> Lived {
     let directory = tempfile::tempdir().unwrap();
     let place = make_node(directory.path()).unwrap();
     let faults = Faults::new(planned);
-    let mut stage = Stage::start(Source::new(Box::new(clock), 1));
+    let mut stage = Stage::with_mode(Source::new(Box::new(clock), 1), mode);
     let server = stage.server().clone();
-    for definition in drayman::api::crd::definitions() {
-        stage.apply(&serde_json::to_string(&definition).unwrap()).unwrap();
-    }
-    stage.apply(&class("test")).unwrap();
+    let is_structured = mode == api::Mode::Structured;
     let kubelet = Kubelet::with_faults(&server, place.clone(), &faults, COMPANION);
-    stage.add_kubelet(&kubelet);
-    // The second device of a pod of two claims, and that which leaves through both APIs.
-    for kind in ["other", "camera"] {
-        stage.apply(&class(kind)).unwrap();
+    if is_structured {
+        for kind in ["test", "other"] {
+            stage.apply(&structured_class(kind)).unwrap();
+        }
+        stage.add_kubelet(&kubelet);
+    } else {
+        for definition in drayman::api::crd::definitions() {
+            stage.apply(&serde_json::to_string(&definition).unwrap()).unwrap();
+        }
+        stage.apply(&class("test")).unwrap();
+        stage.add_kubelet(&kubelet);
+        // The second device of a pod of two claims, and that which leaves through both APIs.
+        for kind in ["other", "camera"] {
+            stage.apply(&class(kind)).unwrap();
+        }
+        stage.apply(&of_another_driver()).unwrap();
     }
-    stage.apply(&of_another_driver()).unwrap();
     let checker = Arc::new(Mutex::new(Checker::new(&server, Some(&kubelet))));
     look_at_records(&faults, &place, &checker);
     let checking = tokio::spawn(check(server.clone(), checker.clone()));
     let shutdown = CancellationToken::new();
     faults.count(true);
-    let programs = [
-        start_controller(&faults, &server, &shutdown),
-        start_companion(
-            &faults,
-            &server,
-            &place,
-            directory.path().join("node.yaml"),
-            &shutdown,
-        ),
-    ];
+    let configuration = directory.path().join("node.yaml");
+    let mut programs = vec![start_companion(
+        &faults,
+        &server,
+        &place,
+        configuration,
+        &shutdown,
+    )];
+    if !is_structured {
+        programs.push(start_controller(&faults, &server, &shutdown));
+    }
     let mut story = Story {
         server,
         kubelet,
@@ -121,7 +134,11 @@ pub(crate) async fn live(planned: Vec<Planned>, clock: Clock) -> Lived {
         checker: checker.clone(),
         never: None,
     };
-    story.play().await;
+    if is_structured {
+        story.play_structured().await;
+    } else {
+        story.play().await;
+    }
     shutdown.cancel();
     let mut violations = Vec::new();
     for program in programs {
@@ -275,6 +292,74 @@ impl Story {
         }
         self.until_nothing_is_left().await;
         self.until_quiet().await;
+    }
+
+    /// One pod after the other has the device. Then the slices are deleted and edited by hand.
+    async fn play_structured(&mut self) {
+        self.until("the devices are published", Self::is_published).await;
+        self.until_running("first", v1_claiming, 1).await;
+        self.create(&v1_claiming_two("second"));
+        self.delete("first").await;
+        self.until_running("second", v1_claiming_two, 2).await;
+        self.until_gone("first").await;
+        self.delete("second").await;
+        self.until_gone("second").await;
+        self.until_nothing_is_left().await;
+        self.delete_slices().await;
+        self.until("deleted slices are back", Self::is_published).await;
+        self.edit_slices().await;
+        self.until("edited slices are as before", Self::is_published)
+            .await;
+        // From here on nothing goes wrong, and all can be had again.
+        self.faults.count(false);
+        self.until_running("last", v1_claiming_two, 2).await;
+        self.delete("last").await;
+        self.until_gone("last").await;
+        self.until_nothing_is_left().await;
+        self.until_quiet().await;
+    }
+
+    /// Whether the slices have each device once, in a complete pool.
+    fn is_published(&self) -> bool {
+        let slices = self.server.objects("resourceslices");
+        let count = |slice: &Value| {
+            slice
+                .pointer("/spec/pool/resourceSliceCount")
+                .and_then(Value::as_u64)
+        };
+        let mut devices: Vec<&str> = slices
+            .iter()
+            .flat_map(|slice| list(slice, "/spec/devices"))
+            .map(|device| text(device, "/name"))
+            .collect();
+        devices.sort_unstable();
+        devices == ["camera-0", "other-0", "test-0"]
+            && slices
+                .iter()
+                .all(|slice| count(slice) == Some(slices.len() as u64))
+    }
+
+    async fn delete_slices(&self) {
+        let slices = Api::<ResourceSlice>::all(self.server.client());
+        for slice in self.server.objects("resourceslices") {
+            // It may be gone.
+            let _ = slices
+                .delete(text(&slice, "/metadata/name"), &DeleteParams::default())
+                .await;
+        }
+    }
+
+    /// Somebody takes the devices out of a slice and raises its generation.
+    async fn edit_slices(&self) {
+        let slices = Api::<ResourceSlice>::all(self.server.client());
+        for slice in self.server.objects("resourceslices") {
+            let mut edited: ResourceSlice = serde_json::from_value(slice).unwrap();
+            edited.spec.devices = None;
+            edited.spec.pool.generation += 3;
+            let name = edited.metadata.name.clone().unwrap();
+            // The companion may have been faster.
+            let _ = slices.replace(&name, &PostParams::default(), &edited).await;
+        }
     }
 
     async fn until(&mut self, what: &str, mut holds: impl FnMut(&Self) -> bool) {
@@ -431,6 +516,15 @@ impl Story {
             }
         }
         self.faults.count(false);
+        if self.server.objects("resourceslices").is_empty() {
+            self.check_inventory();
+        } else if !self.is_published() && self.never.is_none() {
+            let slices = self.server.objects("resourceslices");
+            self.never = Some(format!("I10: the slices are not as the devices: {slices:?}"));
+        }
+    }
+
+    fn check_inventory(&mut self) {
         let inventory = self.server.objects("nodeinventories");
         let ready = |inventory: &Value| {
             let conditions = list(inventory, "/status/conditions").iter();

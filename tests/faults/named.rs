@@ -7,7 +7,7 @@ use std::time::Duration;
 use drayman::api::crd::NodeInventory;
 use drayman::controller::Controller;
 use drayman::host::HostDriver;
-use drayman::testcluster::api::ApiServer;
+use drayman::testcluster::api::{ApiServer, Mode};
 use drayman::testcluster::faults::{Faults, Place, Planned, Trouble};
 use drayman::testcluster::source::Source;
 use drayman::testcluster::stage::Stage;
@@ -38,7 +38,7 @@ fn the_clock_of_the_api_server_may_jump_by_an_hour() {
     if !is_root() {
         return;
     }
-    let lived = runtime().block_on(live(Vec::new(), jumping));
+    let lived = runtime().block_on(live(Mode::Classic, Vec::new(), jumping));
     assert_eq!(
         lived.violations,
         Vec::<String>::new(),
@@ -52,7 +52,7 @@ fn the_first_lists_come_from_the_quorum_and_not_a_cache() {
     if !is_root() {
         return;
     }
-    let lived = runtime().block_on(live(Vec::new(), Timestamp::now));
+    let lived = runtime().block_on(live(Mode::Classic, Vec::new(), Timestamp::now));
     assert_eq!(lived.violations, Vec::<String>::new());
     let requests = lived
         .trace

@@ -71,3 +71,45 @@ pub(crate) fn plugging(name: &str) -> String {
          - {{name: main, image: none, resources: {{limits: {{example.com/camera: 1}}}}}}\n"
     )
 }
+
+/// A DeviceClass of the devices of a kind and a template of claims of it, both of the name of the kind.
+pub(crate) fn structured_class(kind: &str) -> String {
+    format!(
+        "
+apiVersion: resource.k8s.io/v1
+kind: DeviceClass
+metadata: {{name: {kind}}}
+spec:
+  selectors:
+  - cel: {{expression: 'device.driver == \"drayman.dev\" && device.attributes[\"drayman.dev\"].kind == \"{kind}\"'}}
+---
+apiVersion: resource.k8s.io/v1
+kind: ResourceClaimTemplate
+metadata: {{name: {kind}, namespace: default}}
+spec: {{spec: {{devices: {{requests: [{{name: device, exactly: {{deviceClassName: {kind}}}}}]}}}}}}
+"
+    )
+}
+
+pub(crate) fn v1_claiming(name: &str) -> String {
+    v1_pod(name, &[("device", "test")])
+}
+
+pub(crate) fn v1_claiming_two(name: &str) -> String {
+    v1_pod(name, &[("device", "test"), ("other", "other")])
+}
+
+fn v1_pod(name: &str, claims: &[(&str, &str)]) -> String {
+    let of = claims
+        .iter()
+        .map(|(entry, template)| serde_json::json!({"name": entry, "resourceClaimTemplateName": template}));
+    let used = claims.iter().map(|(entry, _)| serde_json::json!({"name": entry}));
+    serde_json::json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": "default"},
+        "spec": {
+            "resourceClaims": of.collect::<Vec<_>>(),
+            "containers": [{"name": "main", "image": "none", "resources": {"claims": used.collect::<Vec<_>>()}}],
+        },
+    })
+    .to_string()
+}

@@ -24,7 +24,7 @@ use drayman::core::prepare::kubelet_state;
 use drayman::core::prepare::names::{ClaimUid, DriverName};
 use drayman::core::prepare::plan::{Allocation, ClaimToPrepare, NodeIdentity, plan_prepare};
 use drayman::core::prepare::prepared_claims::PreparedClaims;
-use drayman::host::selectors::{Compiled, Ground, STACK};
+use drayman::host::selectors::{Compiled, Environment, STACK};
 use drayman::node::config::NodeConfiguration;
 use drayman::node::kubelet::transport::authority::Rewriter;
 use prost::Message as _;
@@ -328,7 +328,7 @@ pub(crate) fn selector(bytes: &[u8]) {
             Ok(compiled) => compiled,
             Err(error) => return check_error(&error),
         };
-        let ground = Ground::new("drayman.dev");
+        let environment = Environment::new("drayman.dev");
         let known: [(Box<str>, Attribute); 4] = [
             ("drayman.dev/firmware".into(), Attribute::Version("1.10.0".into())),
             ("drayman.dev/numaNode".into(), Attribute::Int(i64::MIN)),
@@ -336,8 +336,8 @@ pub(crate) fn selector(bytes: &[u8]) {
             ("drayman.dev/vendor".into(), Attribute::String("0403".into())),
         ];
         for facts in [AttributeSet::from_iter([]), AttributeSet::from_iter(known)] {
-            let said = compiled.evaluate(&ground, &facts);
-            assert_eq!(compiled.evaluate(&ground, &facts), said);
+            let said = compiled.evaluate(&environment, &facts);
+            assert_eq!(compiled.evaluate(&environment, &facts), said);
             if let Match::Failed(why) = said {
                 check_error(&why);
             }

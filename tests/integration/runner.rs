@@ -149,3 +149,47 @@ fn a_test_that_skips_itself_is_not_counted_as_passed() {
 fn a_package_that_does_not_compile_fails_the_run() {
     check(&[("e2e", "nonsense")], false, "1 passed, 1 failed", &[]);
 }
+
+#[test]
+fn the_soak_shows_progress_on_a_terminal_only() {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    let directory = tempfile::tempdir().unwrap();
+    let simulation = directory.path().join("simulation");
+    let built = format!(
+        "echo '{{\"name\":\"simulation\",\"executable\":\"{}\"}}'",
+        simulation.display()
+    );
+    for (name, line) in [
+        ("cargo", built.as_str()),
+        ("simulation", "echo \"$SEEDS seeds, fine\""),
+    ] {
+        let program = directory.path().join(name);
+        std::fs::write(&program, format!("#!/bin/sh\n{line}\n")).unwrap();
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    let path = std::env::var("PATH").unwrap();
+    let soak = repository("hack/soak").display().to_string();
+    let shown = |program: &str, arguments: &[&str], terminal: &str| {
+        let target = tempfile::tempdir().unwrap();
+        let output = Command::new(program)
+            .args(arguments)
+            .env("PATH", format!("{}:{path}", directory.path().display()))
+            .env("CARGO_TARGET_DIR", target.path())
+            .env("SEEDS", "3000")
+            .env("TERM", terminal)
+            .output()
+            .unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(
+            output.status.success() && text.contains("3000 of 3000 seeds"),
+            "{text}"
+        );
+        text
+    };
+    // `script` of util-linux gives the command a terminal.
+    let on_terminal = ["--quiet", "--return", "--command", &soak, "/dev/null"];
+    assert!(shown("script", &on_terminal, "xterm").contains("1000 of 3000 seeds"));
+    assert_eq!(shown("script", &on_terminal, "dumb").lines().count(), 1);
+    assert_eq!(shown("bash", &[&soak], "xterm").lines().count(), 1);
+}

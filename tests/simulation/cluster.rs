@@ -123,7 +123,9 @@ impl Stage {
                 });
             }
         }
-        let Some(node) = &pod.spec.node_name else { return };
+        let Some(node) = pod.spec.node_name.as_ref().filter(|_| !self.structured) else {
+            return;
+        };
         // A user has chosen the node: the claim controller stands in for the scheduler.
         let Some(claims) = self.claims_of(key) else { return };
         let uid = uid_of_pod(pod);
@@ -285,13 +287,16 @@ impl Stage {
                 });
             }
             Chore::Trim { claim, uids } => {
+                let structured = self.structured;
                 let _ = store.update_claim(&claim, None, Endpoint::Status, |claim| {
                     let status = &mut claim.status;
                     status
                         .reserved_for
                         .retain(|consumer| !uids.contains(&consumer.uid));
                     let delayed = claim.spec.allocation_mode == Some(AllocationMode::WaitForFirstConsumer);
-                    if status.reserved_for.is_empty() && delayed {
+                    if status.reserved_for.is_empty() && structured {
+                        *status = ResourceClaimStatus::default();
+                    } else if status.reserved_for.is_empty() && delayed {
                         status.deallocation_requested = true;
                     }
                     Ok(())

@@ -91,6 +91,12 @@ pub(crate) enum Fault {
     GrantOfClaim,
     /// A container got a device that was free for a companion which began after its predecessor's answer, and before kubelet's note.
     GrantMissed,
+    /// The API server does not show a claim to a companion that prepares it.
+    ClaimUnreadable,
+    /// A claim loses its devices, is deleted or is replaced while a companion prepares it.
+    ClaimChanges,
+    /// The scheduler allocates devices that other claims have.
+    ScheduledTwice,
     /// A container of a pod that was deleted by force still has a device that kubelet itself takes for free.
     LeftOver,
 }
@@ -104,6 +110,10 @@ pub(crate) const OF_APIS: [Fault; 6] = [
     Fault::GrantForgotten,
     Fault::GrantLate,
 ];
+
+/// Faults of runs in structured mode.
+pub(crate) const OF_STRUCTURED: [Fault; 3] =
+    [Fault::ClaimUnreadable, Fault::ClaimChanges, Fault::ScheduledTwice];
 
 /// What comes of faults in such runs.
 pub(crate) const BETWEEN_APIS: [Fault; 3] = [Fault::ClaimOfContainer, Fault::GrantOfClaim, Fault::LeftOver];
@@ -253,6 +263,11 @@ impl Faults {
             if rng.chance(500) {
                 let most = if fault == Fault::OfferLate { 800 } else { 300 };
                 rates.insert(fault, rng.between(0, most));
+            }
+        }
+        for fault in OF_STRUCTURED {
+            if rng.chance(500) {
+                rates.insert(fault, rng.between(0, 300));
             }
         }
         Self {

@@ -38,5 +38,6 @@ mod seeds;
 mod shell;
 mod stage;
 mod store;
+mod structured;
 mod users;
 mod verdict;

@@ -9,7 +9,7 @@ use drayman::api::resource::{
 use drayman::core::claims::ObjectKey;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
-use crate::driver::uid_of;
+use crate::driver::{Hold, uid_of};
 use crate::pods::{owned_by, reaches, uid_of_pod};
 use crate::stage::{Action, MILLISECOND, SECOND, Stage};
 use crate::store::{ApiError, Endpoint};
@@ -33,6 +33,11 @@ pub(crate) enum Act {
     Deallocate { claim: ObjectKey, uid: String },
     /// Reserve and bind.
     Bind { node: String },
+    /// Structured mode: allocate, reserve and bind.
+    Allocate {
+        node: String,
+        allocations: Vec<(ObjectKey, Hold)>,
+    },
 }
 
 impl Stage {
@@ -71,7 +76,12 @@ impl Stage {
         if pod.spec.node_name.is_some() || pod.status.phase.is_some() {
             return;
         }
-        if let Some(act) = self.decide_for(key, &pod) {
+        let decided = if self.structured {
+            self.schedule(key, &pod)
+        } else {
+            self.decide_for(key, &pod)
+        };
+        if let Some(act) = decided {
             self.note(|| format!("scheduler: {} {act:?}", key.name));
             // Until it is written there is no other cycle.
             self.cycles.insert(uid.clone());
@@ -245,6 +255,9 @@ impl Stage {
                     });
             }
             Act::Bind { node } => self.bind(&plan.pod, &pod, &node),
+            Act::Allocate { node, allocations } => {
+                self.bind_with_allocations(&plan.pod, &pod, &node, &allocations);
+            }
         }
         // Somebody may have changed something while this cycle was under way.
         self.wake_scheduler();
@@ -301,7 +314,7 @@ impl Stage {
         }
     }
 
-    fn bind(&mut self, key: &ObjectKey, pod: &Pod, node: &str) {
+    pub(crate) fn bind(&mut self, key: &ObjectKey, pod: &Pod, node: &str) {
         let uid = uid_of_pod(pod);
         let Some(claims) = self.claims_of(key) else { return };
         let fits = |claim: &ResourceClaim| {

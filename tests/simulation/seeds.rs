@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::faults::{ALL, BETWEEN_APIS, Fault, Faults, OF_APIS, OF_NODES};
+use crate::faults::{ALL, BETWEEN_APIS, Fault, Faults, OF_APIS, OF_NODES, OF_STRUCTURED};
 use crate::stage::Stage;
 
 pub(crate) struct Run {
@@ -21,6 +21,7 @@ pub(crate) fn run(seed: u64, verbose: bool) -> Run {
     stage.verbose = verbose;
     let mut tempers = crate::rng::Rng::new(!seed);
     stage.faults = Faults::by_seed(&mut tempers);
+    stage.structured = seed % 8 == 5;
     stage.set_up_by_seed();
     // The others are faster, and have pods that end at once.
     if !seed.is_multiple_of(2) {
@@ -30,7 +31,9 @@ pub(crate) fn run(seed: u64, verbose: bool) -> Run {
     if seed % 4 == 3 {
         stage.open_both_apis();
     }
-    while stage.violation.is_none() && (stage.user_actions > 0 || stage.generation == 0) {
+    while stage.violation.is_none()
+        && (stage.user_actions > 0 || (stage.generation == 0 && !stage.structured))
+    {
         let end = stage.now + 600 * crate::stage::SECOND;
         if !stage.step(end) {
             break;
@@ -38,7 +41,11 @@ pub(crate) fn run(seed: u64, verbose: bool) -> Run {
     }
     let linger = stage.rng.between(0, 60 * crate::stage::SECOND);
     stage.run_for(linger);
-    stage.conclude();
+    if stage.structured {
+        stage.conclude_structured();
+    } else {
+        stage.conclude();
+    }
     stage.conclude_nodes();
     Run {
         hash: stage.hash,
@@ -119,7 +126,7 @@ fn every_seed_holds_every_invariant_and_meets_every_fault() {
     assert!(failures.is_empty(), "{} of {count} seeds fail", failures.len());
     if count >= 600 {
         let caused = ALL.into_iter().filter(|fault| *fault != Fault::DoubleAllocation);
-        for fault in caused.chain(OF_NODES).chain(OF_APIS) {
+        for fault in caused.chain(OF_NODES).chain(OF_APIS).chain(OF_STRUCTURED) {
             assert!(hits.contains_key(&fault), "{fault:?} was never hit");
         }
         // What comes of faults comes less often.

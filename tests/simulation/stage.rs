@@ -123,6 +123,10 @@ pub(crate) struct Stage {
     pub(crate) late: bool,
     /// Pairs of claims that had the same device because of that.
     pub(crate) doubles: BTreeSet<(String, String)>,
+    /// The cluster serves `resource.k8s.io/v1`: there is no controller of ours, and the scheduler allocates.
+    pub(crate) structured: bool,
+    /// Shares that the scheduler has given to claims.
+    pub(crate) shares_given: u64,
     /// Kubelets and companions, if the run has them.
     pub(crate) nodes: Nodes,
     pub(crate) violation: Option<String>,
@@ -174,6 +178,8 @@ impl Stage {
             late_labels: BTreeSet::new(),
             late: false,
             doubles: BTreeSet::new(),
+            structured: false,
+            shares_given: 0,
             nodes: Nodes::default(),
             violation: None,
             hash: 0,
@@ -330,7 +336,7 @@ impl Stage {
                 .first_key_value()
                 .is_none_or(|((when, _), _)| *when > quiet_until)
                 && self.network.is_empty()
-                && self.process.is_some()
+                && (self.process.is_some() || self.structured)
             {
                 self.now = self.now.max(quiet_until);
                 return;

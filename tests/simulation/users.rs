@@ -124,7 +124,9 @@ impl Stage {
         self.user_actions = self.rng.between(5, 80);
         self.after(0, Action::User);
         let start = self.rng.between(0, SECOND);
-        self.after(start, Action::Start);
+        if !self.structured {
+            self.after(start, Action::Start);
+        }
     }
 
     pub(crate) fn user_acts(&mut self) {
@@ -142,7 +144,7 @@ impl Stage {
         self.after(delay, Action::User);
     }
 
-    fn any_claim(&mut self) -> Option<ObjectKey> {
+    pub(crate) fn any_claim(&mut self) -> Option<ObjectKey> {
         let keys: Vec<ObjectKey> = self.store.claims.keys().cloned().collect();
         self.rng.pick(&keys)
     }
@@ -208,6 +210,7 @@ impl Stage {
                     });
                 }
             }
+            14..=16 if self.structured => self.user_disturbs(),
             14 => {
                 let repointed = self
                     .store
@@ -265,6 +268,10 @@ impl Stage {
         let namespace = *self.rng.pick(&["default", "default", "team"]).as_ref().unwrap();
         let key = ObjectKey::new(namespace, format!("p{}", self.rng.below(8)));
         if self.store.pods.contains_key(&key) {
+            return;
+        }
+        if self.structured {
+            self.user_creates_structured_pod(&key);
             return;
         }
         let kinds = [

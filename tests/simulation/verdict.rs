@@ -102,7 +102,7 @@ impl Stage {
             if let (Some(hold), Some(named)) = (recorded_hold(claim), named)
                 && hold.node != *named
                 && named != LABEL_OF_ANY_NODE
-                // A window that remains: docs/controller.md.
+                // A window that remains: docs/dev/architecture.md.
                 && !self.late_labels.contains(&uid_of(claim))
                 && !self.ghosts.contains(&uid_of(claim))
             {

@@ -12,25 +12,33 @@
 {{- end }}
 {{- end }}
 
-{{/* The name of a component's objects: (dict "root" . "component" "node"). */}}
+{{/* The namespace of all namespaced objects. */}}
+{{- define "drayman.namespace" -}}
+{{- default .Release.Namespace .Values.namespaceOverride }}
+{{- end }}
+
+{{/* The name of a component's objects: (dict "root" . "component" "node"), for those of one pool with "pool" and its name. */}}
 {{- define "drayman.component" -}}
-{{- printf "%s-%s" (include "drayman.fullname" .root) .component }}
+{{- printf "%s-%s" (include "drayman.fullname" .root) .component }}{{ with .pool }}-{{ . }}{{ end }}
 {{- end }}
 
 {{/* The same for cluster-scoped objects: releases with the same name may be in several namespaces. */}}
 {{- define "drayman.cluster" -}}
-{{- printf "%s.%s" (include "drayman.component" .) .root.Release.Namespace }}
+{{- printf "%s.%s" (include "drayman.component" .) (include "drayman.namespace" .root) }}
 {{- end }}
 
 {{- define "drayman.serviceAccount" -}}
 {{- $account := (index .root.Values .component).serviceAccount }}
-{{- default (include "drayman.component" .) $account.name }}
+{{- default (include "drayman.component" (omit . "pool")) $account.name }}
 {{- end }}
 
 {{- define "drayman.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "drayman.name" .root }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
+{{- with .pool }}
+drayman.dev/node-pool: {{ . }}
+{{- end }}
 {{- end }}
 
 {{- define "drayman.labels" -}}
@@ -52,10 +60,23 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 
 {{- define "drayman.image" -}}
 {{- $image := .Values.image }}
+{{- $name := $image.repository }}
+{{- with (default dict .Values.global).imageRegistry }}
+{{- /* The part before the first slash is a registry if it has a dot or a port, or is localhost. */}}
+{{- $name = printf "%s/%s" . (regexReplaceAll "^(localhost|[^/]*[.:][^/]*)/" $name "") }}
+{{- end }}
 {{- if $image.digest }}
-{{- printf "%s@%s" $image.repository $image.digest }}
+{{- printf "%s@%s" $name $image.digest }}
 {{- else }}
-{{- printf "%s:%s" $image.repository (default .Chart.AppVersion $image.tag) }}
+{{- printf "%s:%s" $name (default .Chart.AppVersion $image.tag) }}
+{{- end }}
+{{- end }}
+
+{{/* The field imagePullSecrets of a pod, or nothing. */}}
+{{- define "drayman.imagePullSecrets" -}}
+{{- with concat (default list (default dict .Values.global).imagePullSecrets) .Values.imagePullSecrets | uniq -}}
+imagePullSecrets:
+{{- toYaml . | nindent 0 }}
 {{- end }}
 {{- end }}
 
@@ -102,6 +123,29 @@ seccompProfile:
 - --v={{ .Values.logging.verbosity }}
 {{- end }}
 
+{{/* The startup probe of a component, from its values. */}}
+{{- define "drayman.startupProbe" -}}
+startupProbe:
+  httpGet:
+    path: /livez
+    port: health
+  periodSeconds: {{ .startupProbe.periodSeconds }}
+  timeoutSeconds: 5
+  failureThreshold: {{ .startupProbe.failureThreshold }}
+{{- end }}
+
+{{/* Rules to ask the API server who may read metrics. */}}
+{{- define "drayman.reviewRules" -}}
+{{- if .Values.monitoring.authentication.enabled }}
+- apiGroups: [authentication.k8s.io]
+  resources: [tokenreviews]
+  verbs: [create]
+- apiGroups: [authorization.k8s.io]
+  resources: [subjectaccessreviews]
+  verbs: [create]
+{{- end }}
+{{- end }}
+
 {{/* Directions that the policies restrict. Without ports of the API server, egress is left open. */}}
 {{- define "drayman.policyTypes" -}}
 {{- if .Values.networkPolicy.apiServerPorts }}[Ingress, Egress]{{ else }}[Ingress]{{ end }}
@@ -133,7 +177,7 @@ apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
 metadata:
   name: {{ include "drayman.component" .me }}
-  namespace: {{ .me.root.Release.Namespace }}
+  namespace: {{ include "drayman.namespace" .me.root }}
   labels:
     {{- include "drayman.labels" .me | nindent 4 }}
   annotations:
@@ -160,10 +204,7 @@ metadata:
 spec:
   restartPolicy: Never
   serviceAccountName: {{ .account }}
-  {{- with $root.Values.imagePullSecrets }}
-  imagePullSecrets:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+  {{- with include "drayman.imagePullSecrets" $root }}{{ . | nindent 2 }}{{ end }}
   enableServiceLinks: false
   {{- with $root.Values.controller.nodeSelector }}
   nodeSelector:
@@ -180,7 +221,7 @@ spec:
     image: {{ include "drayman.image" $root }}
     imagePullPolicy: {{ $root.Values.image.pullPolicy }}
     args: [{{ join ", " .arguments }}]
-    {{- with $root.Values.controller.env }}
+    {{- with $root.Values.controller.extraEnv }}
     env:
       {{- toYaml . | nindent 6 }}
     {{- end }}
@@ -193,7 +234,7 @@ spec:
 {{/* The resource that `helm test` requests in limits: that of the first kind of mode extended-resource or split, or nothing. */}}
 {{- define "drayman.testResource" -}}
 {{- $resource := "" }}
-{{- range .Values.deviceKinds }}
+{{- range include "drayman.allKinds" . | fromJsonArray }}
 {{- if and (not $resource) (has .mode (list "extended-resource" "split")) }}
 {{- $resource = .resourceName }}
 {{- end }}
@@ -204,10 +245,7 @@ spec:
 {{/* Pod fields of both pods of `helm test`: they run on the companions' nodes, including tainted ones. */}}
 {{- define "drayman.testPod" -}}
 restartPolicy: Never
-{{- with .Values.imagePullSecrets }}
-imagePullSecrets:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
+{{- with include "drayman.imagePullSecrets" . }}{{ . | nindent 0 }}{{ end }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 nodeSelector:
@@ -257,10 +295,39 @@ null
 {{- end }}
 {{- end }}
 
-{{/* The companion's configuration. */}}
-{{- define "drayman.nodeConfiguration" -}}
-apiVersion: drayman.dev/v1alpha1
-kind: NodeConfiguration
-kinds:
-{{- toYaml .Values.deviceKinds | nindent 2 }}
+{{/* The kinds of all pools, as a JSON list. */}}
+{{- define "drayman.allKinds" -}}
+{{- $kinds := .Values.deviceKinds }}
+{{- range .Values.nodePools }}
+{{- $kinds = concat $kinds (default list .deviceKinds) }}
+{{- end }}
+{{- toJson $kinds }}
+{{- end }}
+
+{{/* Whether any of these kinds has the mode `both`: "true" or nothing. */}}
+{{- define "drayman.modeBoth" -}}
+{{- range . }}
+{{- if eq (default "claims" .mode) "both" }}true{{ end }}
+{{- end }}
+{{- end }}
+
+{{/* The affinity of the companions outside of all pools: node.affinity, and not the labels of any pool. A node is outside of a pool if
+one of its labels differs, so each term becomes one term per label. */}}
+{{- define "drayman.affinityOutsidePools" -}}
+{{- $required := "requiredDuringSchedulingIgnoredDuringExecution" }}
+{{- $terms := dig "nodeAffinity" $required "nodeSelectorTerms" (list (dict)) .Values.node.affinity }}
+{{- range $pool := .Values.nodePools }}
+{{- $outside := list }}
+{{- range $term := $terms }}
+{{- range $key, $value := $pool.nodeSelector }}
+{{- $other := dict "key" $key "operator" "NotIn" "values" (list $value) }}
+{{- $outside = append $outside (merge (dict "matchExpressions" (append (default list $term.matchExpressions) $other)) $term) }}
+{{- end }}
+{{- end }}
+{{- $terms = $outside }}
+{{- if gt (len $terms) 64 }}
+{{- fail "The nodeSelectors of nodePools have so many labels that the nodes outside of all pools need more than 64 terms: select each pool by one label." }}
+{{- end }}
+{{- end }}
+{{- toYaml (mergeOverwrite (deepCopy .Values.node.affinity) (dict "nodeAffinity" (dict $required (dict "nodeSelectorTerms" $terms)))) }}
 {{- end }}

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::qualified_name;
@@ -13,7 +14,7 @@ use crate::core::allocation::index::State as Recorded;
 use crate::core::allocation::inventory::unready;
 
 /// State of a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
 pub enum DeviceState {
     /// Available to a claim, at least one of its shares.
     Free,
@@ -73,6 +74,11 @@ impl fmt::Display for DeviceState {
 }
 
 impl DeviceRow {
+    /// Returns `node/device`.
+    pub fn name(&self) -> String {
+        format!("{}/{}", self.node, self.device)
+    }
+
     /// Returns whether a container may hold the device without a claim; only its node knows.
     pub fn may_be_in_a_container(&self) -> bool {
         matches!(
@@ -83,7 +89,7 @@ impl DeviceRow {
 }
 
 /// A claim that holds a device.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Holder {
     /// `namespace/name` of the claim.
@@ -95,7 +101,7 @@ pub struct Holder {
 }
 
 /// A device and its holders.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct DeviceRow {
     /// Node name.
@@ -125,10 +131,11 @@ pub struct DeviceRow {
 }
 
 /// All devices of a driver.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct DeviceTable {
     /// Devices, sorted by node and name.
+    #[serde(rename = "items")]
     pub devices: Vec<DeviceRow>,
     /// Claims of the driver with an unreadable allocation, and the reason. No device on their nodes is allocated to
     /// others.
@@ -137,6 +144,26 @@ pub struct DeviceTable {
 }
 
 impl DeviceTable {
+    /// Returns the rows that differ from `earlier`; devices that are no longer listed are [`DeviceState::Gone`].
+    #[must_use]
+    pub fn changed_since(&self, earlier: &Self) -> Self {
+        let is_same = |a: &DeviceRow, b: &DeviceRow| (&a.node_uid, a.name()) == (&b.node_uid, b.name());
+        let new = self.devices.iter().filter(|row| !earlier.devices.contains(row));
+        let vanished = earlier
+            .devices
+            .iter()
+            .filter(|row| !self.devices.iter().any(|other| is_same(row, other)))
+            .map(|row| DeviceRow {
+                state: DeviceState::Gone,
+                cause: Some("it is no longer listed".to_owned()),
+                ..row.clone()
+            });
+        Self {
+            devices: new.cloned().chain(vanished).collect(),
+            unreadable: BTreeMap::new(),
+        }
+    }
+
     /// Adjusts the states if only claims in `namespace` were read: claims in other namespaces may hold any device that
     /// appears free.
     #[must_use]
@@ -360,7 +387,7 @@ mod tests {
             .collect();
         assert_eq!(may, [false, true, true, true]);
         let json = serde_json::to_value(&table).unwrap();
-        assert_eq!(json["devices"][2]["state"], "NotClaimed");
+        assert_eq!(json["items"][2]["state"], "NotClaimed");
         // Without access to all claims, this is unknown as well.
         let table = devices(DRIVER, &inventory, &[]).of_namespace("shop");
         assert_eq!(table.devices[2].state, DeviceState::Unknown);

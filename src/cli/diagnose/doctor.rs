@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use jiff::{SignedDuration, Timestamp};
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use crate::api::resource::ResourceClass;
@@ -12,7 +13,7 @@ use crate::core::allocation::parameters::class_reference;
 pub const MINORS: std::ops::RangeInclusive<u32> = 27..=30;
 
 /// Severity of a finding.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
 pub enum Level {
     /// No problem found.
     Fine,
@@ -25,7 +26,7 @@ pub enum Level {
 }
 
 /// A check and its result.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Finding {
     /// Severity.

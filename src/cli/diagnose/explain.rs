@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::qualified_name;
@@ -12,7 +13,7 @@ use crate::api::resource::{
 use crate::core::claims::{Resolved, is_made_for, resolve};
 
 /// Step of a claim on its way to a running pod.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
 pub enum Step {
     /// The pod's entry needs no claim.
     NotNeeded,
@@ -86,7 +87,7 @@ pub struct Facts<'a> {
 }
 
 /// Whether one node can serve a claim.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeVerdict {
     /// Node name.
@@ -97,7 +98,7 @@ pub struct NodeVerdict {
 }
 
 /// Whether a matching device is available to a request (structured mode).
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct DeviceVerdict {
     /// Node name.
@@ -112,7 +113,7 @@ pub struct DeviceVerdict {
 }
 
 /// Explanation of one claim.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Explanation {
     /// Name of the pod's entry, if the question concerns a pod.

@@ -2,16 +2,18 @@
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::api::core::v1::{Container, Node, Pod};
+use k8s_openapi::api::core::v1::Node;
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::explain::NodeVerdict;
+use crate::cli::objects::{Container, Pod};
 
 /// Reason for a pod that kubelet rejects because its devices are unavailable (`pkg/kubelet/lifecycle/predicate.go`).
 const NOT_ADMITTED: &str = "UnexpectedAdmissionError";
 
 /// Step of a pod with an extended resource.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
 pub enum Step {
     /// No node offers the resource.
     NotOffered,
@@ -30,7 +32,7 @@ pub enum Step {
 }
 
 /// Explanation of one extended resource of a pod.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Explanation {
     /// Resource name, such as `drayman.dev/fuse`.

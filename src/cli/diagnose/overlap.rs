@@ -1,8 +1,17 @@
 //! Checks whether two drivers share one name: both would allocate the same claims and devices.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::doctor::Finding;
+use super::gates::some;
+use super::usage::held_by;
+use crate::api::crd::{NodeInventory, READY};
+use crate::api::resource::ResourceClaim;
+
+/// Name of the check.
+const CHECK: &str = "driver name";
+/// What to do about two installations of one driver name.
+const FIX: &str = "give all but one of them another driver name (driverName of the chart, --driver-name) and classes of their own";
 
 /// Installations of drayman that serve one driver name.
 #[derive(Clone, Copy, Debug)]
@@ -17,8 +26,7 @@ pub struct Sharers<'a> {
 
 /// Reports other installations that use the name `driver`.
 pub fn judge(driver: &str, sharers: Sharers<'_>) -> Vec<Finding> {
-    let check = "driver name";
-    let fix = "give all but one of them another driver name (driverName of the chart, --driver-name) and classes of their own";
+    let (check, fix) = (CHECK, FIX);
     let mut findings = Vec::new();
     if sharers.leaders.len() > 1 {
         let leaders: Vec<String> = sharers
@@ -55,6 +63,57 @@ pub fn judge(driver: &str, sharers: Sharers<'_>) -> Vec<Finding> {
         ));
     }
     findings
+}
+
+/// Reports companions of `driver` with several accounts, which belong to several releases.
+pub fn companions(driver: &str, accounts: &BTreeSet<&str>) -> Option<Finding> {
+    (accounts.len() > 1).then(|| {
+        let accounts: Vec<&str> = accounts.iter().copied().collect();
+        Finding::problem(
+            CHECK,
+            format!(
+                "companions of driver {driver} run as several accounts: {}",
+                some(&accounts)
+            ),
+            FIX,
+        )
+    })
+}
+
+/// The same as [`unserved`] in classic mode, for drivers with inventories: a companion that stops says so in its inventory.
+pub fn unserved_inventories(inventories: &[NodeInventory], claims: &[ResourceClaim]) -> Vec<Finding> {
+    let is_ready = |inventory: &&NodeInventory| {
+        let mut conditions = inventory.status.iter().flat_map(|status| &status.conditions);
+        conditions.any(|condition| condition.type_ == READY && condition.status == "True")
+    };
+    let driver = |inventory: &'_ NodeInventory| inventory.spec.driver_name.clone();
+    let listed: BTreeSet<String> = inventories.iter().map(driver).collect();
+    let served: BTreeSet<String> = inventories.iter().filter(is_ready).map(driver).collect();
+    let held = listed.iter().filter_map(|driver| {
+        let claims = held_by(driver, claims);
+        let names: BTreeSet<String> = claims.into_iter().map(|claim| claim.name).collect();
+        (!names.is_empty()).then_some((driver.as_str(), names))
+    });
+    unserved(&held.collect(), &served.iter().map(String::as_str).collect())
+}
+
+/// Reports claims with devices of drivers that nothing serves, as after a change of the driver's name. `held` maps drivers to claims. A
+/// warning, because a driver of another vendor may just be restarting.
+pub fn unserved(held: &BTreeMap<&str, BTreeSet<String>>, served: &BTreeSet<&str>) -> Vec<Finding> {
+    let unserved = held.iter().filter(|(driver, _)| !served.contains(*driver));
+    unserved
+        .map(|(driver, claims)| {
+            let claims: Vec<&str> = claims.iter().map(String::as_str).collect();
+            Finding::warning(
+                CHECK,
+                format!(
+                    "no node serves driver {driver} now, whose devices these claims have: {}; pods with them can neither start nor terminate",
+                    some(&claims)
+                ),
+                "start its node programs; if it is the former name of a release of drayman, set driverName back until these claims are deleted",
+            )
+        })
+        .collect()
 }
 
 #[cfg(test)]
@@ -104,5 +163,64 @@ mod tests {
             unreadable: &BTreeMap::new(),
         };
         assert_eq!(judge("drayman.dev", sharers), []);
+    }
+
+    #[test]
+    fn companions_of_two_releases_are_named() {
+        let one = BTreeSet::from(["system:serviceaccount:a:drayman-node"]);
+        assert_eq!(companions("drayman.dev", &one), None);
+        let two = BTreeSet::from([
+            "system:serviceaccount:a:drayman-node",
+            "system:serviceaccount:b:drayman-node",
+        ]);
+        let finding = companions("drayman.dev", &two).unwrap();
+        assert_eq!(finding.level, Level::Problem);
+        assert!(
+            two.iter().all(|account| finding.message.contains(account)),
+            "{finding:?}"
+        );
+    }
+
+    #[test]
+    fn claims_of_a_driver_that_nothing_serves_are_named() {
+        let held = BTreeMap::from([
+            ("old.example.com", BTreeSet::from(["shop/till".to_owned()])),
+            ("drayman.dev", BTreeSet::from(["shop/other".to_owned()])),
+        ]);
+        let [finding] = unserved(&held, &BTreeSet::from(["drayman.dev"]))
+            .try_into()
+            .unwrap();
+        for part in ["old.example.com", "shop/till"] {
+            assert!(finding.message.contains(part), "{finding:?}");
+        }
+        assert_eq!(finding.level, Level::Warning);
+        assert!(finding.fix.unwrap().contains("set driverName back"));
+    }
+
+    #[test]
+    fn a_stopped_companion_serves_no_driver() {
+        let claim: ResourceClaim = serde_json::from_value(serde_json::json!({
+            "metadata": { "namespace": "shop", "name": "till", "finalizers": ["old.example.com/deletion-protection"] },
+            "spec": { "resourceClassName": "test" },
+        }))
+        .unwrap();
+        let inventory = |status: &str| -> NodeInventory {
+            serde_json::from_value(serde_json::json!({
+                "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory",
+                "metadata": { "name": "node-a.old.example.com" },
+                "spec": { "driverName": "old.example.com", "nodeName": "node-a", "nodeUid": "a", "devices": [] },
+                "status": { "conditions": [{
+                    "type": "Ready", "status": status, "reason": "Stopped", "message": "",
+                    "lastTransitionTime": "2024-01-01T00:00:00Z",
+                }] },
+            }))
+            .unwrap()
+        };
+        let judge =
+            |status: &str, claims: &[ResourceClaim]| unserved_inventories(&[inventory(status)], claims).len();
+        let claims = [claim];
+        assert_eq!(judge("False", &claims), 1);
+        assert_eq!(judge("True", &claims), 0);
+        assert_eq!(judge("False", &[]), 0);
     }
 }

@@ -114,6 +114,12 @@ const LEASE: [Rule; 1] = [rule("coordination.k8s.io", &["leases"], &["get", "upd
 /// A controller's permissions on Leases in other namespaces: another release may use the same driver name.
 const LEASES_ELSEWHERE: [Rule; 1] = [rule("coordination.k8s.io", &["leases"], &["list"])];
 
+/// Permissions of a component whose metrics are for authenticated scrapers only.
+const REVIEWS: [Rule; 2] = [
+    rule("authentication.k8s.io", &["tokenreviews"], &["create"]),
+    rule("authorization.k8s.io", &["subjectaccessreviews"], &["create"]),
+];
+
 /// Name of a controller's Lease.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct LeaseName {
@@ -184,6 +190,11 @@ pub fn needed_in_structured_mode() -> Vec<Right> {
         .iter()
         .flat_map(|rule| each(rule, EVENTS_NAMESPACE, ""));
     everywhere.chain(events).collect()
+}
+
+/// Returns the permissions for reviews of the tokens and rights of scrapers.
+pub fn needed_for_reviews() -> Vec<Right> {
+    REVIEWS.iter().flat_map(|rule| each(rule, "", "")).collect()
 }
 
 fn each(rule: &Rule, namespace: &str, name: &str) -> Vec<Right> {

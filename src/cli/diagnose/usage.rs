@@ -2,13 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::qualified_name;
 use crate::api::resource::{Pod, ResourceClaim, ResourceClaimTemplate, ResourceClass, finalizer_of};
 
 /// An object that depends on classic DRA.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Dependent {
     /// Kind of the object.

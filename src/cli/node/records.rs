@@ -1,22 +1,29 @@
 //! `drayman node holdings` and `drayman node release`: list the devices held on this node and release a claim manually.
 
 use std::collections::BTreeMap;
-use std::io::Write as _;
+use std::process::ExitCode;
 
+use schemars::JsonSchema;
+use serde::Serialize;
+
+use crate::cli::output::{Answer, Output, Style, one_line, row, table};
 use crate::cli::{Error, group};
 use crate::core::prepare::names::DriverName;
 use crate::core::prepare::recovery::Holding;
-use crate::node::admin::Access;
-use crate::node::state::storage::Places;
+use crate::node::admin::{Access, RecordsError};
+use crate::node::state::storage::Paths;
 
 /// List the holders of this node's devices: claims and containers
 ///
 /// Queries the running companion, or reads its checkpoint if none runs. Lists containers only for devices of mode `both`,
 /// and only while the companion runs; for other extended resources only kubelet knows them. Requires root.
 #[derive(Clone, Debug, clap::Args)]
-pub(super) struct Holdings {
+pub(super) struct List {
     #[command(flatten)]
     place: Place,
+
+    #[command(flatten)]
+    output: Output,
 }
 
 /// Free the devices of a claim on this node that kubelet has forgotten
@@ -36,6 +43,9 @@ pub(super) struct Release {
 
     #[command(flatten)]
     place: Place,
+
+    #[command(flatten)]
+    output: Output,
 }
 
 /// Which records.
@@ -55,46 +65,144 @@ impl Place {
     async fn access(&self) -> Result<Access, Error> {
         let driver =
             DriverName::parse(&self.driver.name).map_err(|error| Error::Configuration(error.to_string()))?;
-        let places = Places::new(driver, &self.kubelet.root_dir, &self.cdi.root);
-        let access = Access::find(places, &self.kubelet.root_dir).await;
+        let paths = Paths::new(driver, &self.kubelet.root_dir, &self.cdi.root);
+        let access = Access::find(paths, &self.kubelet.root_dir).await;
         access.map_err(|error| Error::Runtime(error.into()))
     }
 }
 
+/// The holders of a node's devices.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub(in crate::cli) struct Holdings {
+    /// The prepared claims.
+    items: Vec<HoldingRow>,
+    /// Containers that have a device without a claim, by device; absent if no companion runs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    containers: Option<BTreeMap<String, String>>,
+}
+
+/// A prepared claim.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub(in crate::cli) struct HoldingRow {
+    /// Uid of the claim.
+    uid: String,
+    /// Namespace of the claim; empty if it is unknown.
+    namespace: String,
+    /// Name of the claim; empty if it is unknown.
+    name: String,
+    /// The devices; empty if they are unknown.
+    devices: Vec<String>,
+    /// `Preparing`, `Prepared`, or `EarlierBoot` if the node has booted since.
+    state: &'static str,
+    /// The reason for quarantine; empty if the claim is not in quarantine.
+    quarantine: String,
+}
+
+impl From<Holding> for HoldingRow {
+    fn from(holding: Holding) -> Self {
+        Self {
+            state: holding.state.as_str(),
+            uid: holding.uid,
+            namespace: holding.namespace,
+            name: holding.name,
+            devices: holding.devices,
+            quarantine: holding.quarantine,
+        }
+    }
+}
+
 /// Prints the prepared claims.
-pub(super) fn holdings(arguments: &Holdings) -> Result<(), Error> {
+pub(super) fn holdings(arguments: &List) -> Result<ExitCode, Error> {
     super::super::block_on(async {
         let mut access = arguments.place.access().await?;
         let holdings = access
             .holdings()
             .await
             .map_err(|error| Error::Runtime(error.into()))?;
-        print(&format!(
-            "{}{}",
-            table(&holdings.by_claims),
-            in_containers(holdings.by_containers.as_ref())
-        ))
+        arguments.output.print(&Holdings {
+            items: holdings.by_claims.into_iter().map(HoldingRow::from).collect(),
+            containers: holdings.by_containers,
+        })?;
+        Ok(ExitCode::SUCCESS)
     })
+}
+
+/// A claim that has been released.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub(in crate::cli) struct Released {
+    released: HoldingRow,
 }
 
 /// Releases a claim and prints the devices it held.
-pub(super) fn release(arguments: &Release) -> Result<(), Error> {
+pub(super) fn release(arguments: &Release) -> Result<ExitCode, Error> {
     super::super::block_on(async {
         let mut access = arguments.place.access().await?;
-        let released = access
-            .release(&arguments.claim_uid, arguments.force)
-            .await
-            .map_err(|error| Error::Runtime(error.into()))?;
-        print(&format!("{} released: {}\n", released.uid, devices(&released)))
+        match access.release(&arguments.claim_uid, arguments.force).await {
+            Ok(released) => {
+                let released = released.into();
+                arguments.output.print(&Released { released })?;
+                Ok(ExitCode::SUCCESS)
+            }
+            Err(error @ RecordsError::Refused(_)) => {
+                eprintln!("error: {error}");
+                Ok(ExitCode::FAILURE)
+            }
+            Err(error) => Err(Error::Runtime(error.into())),
+        }
     })
 }
 
-fn devices(holding: &Holding) -> String {
-    if holding.devices.is_empty() {
-        "(unknown)".to_owned()
-    } else {
-        holding.devices.join(",")
+impl Answer for Released {
+    const KIND: &'static str = "ReleasedHolding";
+
+    fn text(&self, _: Style) -> String {
+        format!("{} released: {}\n", self.released.uid, self.released.devices())
     }
+
+    fn names(&self) -> Vec<String> {
+        vec![self.released.uid.clone()]
+    }
+}
+
+impl Answer for Holdings {
+    const KIND: &'static str = "HoldingList";
+
+    fn text(&self, style: Style) -> String {
+        let claims = if self.items.is_empty() {
+            "No claim holds a device of this node.\n".to_owned()
+        } else {
+            let header = ["UID", "NAMESPACE", "CLAIM", "DEVICES", "STATE", "QUARANTINE"];
+            table(style, header, self.items.iter().map(HoldingRow::cells).collect())
+        };
+        claims + &in_containers(self.containers.as_ref())
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.items.iter().map(|holding| holding.uid.clone()).collect()
+    }
+}
+
+impl HoldingRow {
+    fn cells(&self) -> Vec<String> {
+        row([
+            &self.uid,
+            or_unknown(&self.namespace),
+            or_unknown(&self.name),
+            &self.devices(),
+            self.state,
+            &self.quarantine,
+        ])
+    }
+
+    fn devices(&self) -> String {
+        or_unknown(&self.devices.join(",")).to_owned()
+    }
+}
+
+fn or_unknown(text: &str) -> &str {
+    if text.is_empty() { "(unknown)" } else { text }
 }
 
 /// Formats one line per device that a container holds without a claim.
@@ -104,56 +212,10 @@ fn in_containers(devices: Option<&BTreeMap<String, String>>) -> String {
             .to_owned();
     };
     let line = |(device, holder): (&String, &String)| {
-        format!("{device}: {holder} has it as an extended resource, and no claim\n")
+        let text = format!("{device}: {holder} has it as an extended resource, and no claim");
+        one_line(&text) + "\n"
     };
     devices.iter().map(line).collect()
-}
-
-/// Formats one line per claim, in columns.
-fn table(holdings: &[Holding]) -> String {
-    if holdings.is_empty() {
-        return "No claim holds a device of this node.\n".to_owned();
-    }
-    let head = ["UID", "NAMESPACE", "CLAIM", "DEVICES", "STATE", "QUARANTINE"].map(str::to_owned);
-    let or_unknown = |text: &str| {
-        if text.is_empty() {
-            "(unknown)".to_owned()
-        } else {
-            text.to_owned()
-        }
-    };
-    let row = |one: &Holding| {
-        [
-            one.uid.clone(),
-            or_unknown(&one.namespace),
-            or_unknown(&one.name),
-            devices(one),
-            one.state.as_str().to_owned(),
-            one.quarantine.clone(),
-        ]
-    };
-    let rows: Vec<[String; 6]> = std::iter::once(head).chain(holdings.iter().map(row)).collect();
-    let widest = |column: usize| {
-        rows.iter()
-            .map(|row| row.get(column).map_or(0, String::len))
-            .max()
-    };
-    let mut text = String::new();
-    for row in &rows {
-        let cells = row
-            .iter()
-            .enumerate()
-            .map(|(column, cell)| format!("{cell:<width$}", width = widest(column).unwrap_or_default()));
-        text.push_str(cells.collect::<Vec<_>>().join("   ").trim_end());
-        text.push('\n');
-    }
-    text
-}
-
-fn print(text: &str) -> Result<(), Error> {
-    std::io::stdout()
-        .write_all(text.as_bytes())
-        .map_err(|error| Error::Runtime(anyhow::Error::from(error).context("writing to standard output")))
 }
 
 #[cfg(test)]
@@ -188,12 +250,17 @@ mod tests {
             quarantine: "nobody knows".into(),
             ..Holding::default()
         };
+        let holdings = |items: Vec<Holding>| Holdings {
+            items: items.into_iter().map(HoldingRow::from).collect(),
+            containers: Some(BTreeMap::new()),
+        };
         assert_eq!(
-            table(&[known, lost]),
+            holdings(vec![known, lost]).text(Style::default()),
             "UID    NAMESPACE   CLAIM       DEVICES     STATE         QUARANTINE\n\
              u-1    default     camera      a,b         Prepared\n\
              u-22   (unknown)   (unknown)   (unknown)   EarlierBoot   nobody knows\n"
         );
-        assert_eq!(table(&[]), "No claim holds a device of this node.\n");
+        let none = holdings(Vec::new()).text(Style::default());
+        assert_eq!(none, "No claim holds a device of this node.\n");
     }
 }

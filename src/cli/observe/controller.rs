@@ -11,22 +11,22 @@ use tokio::sync::watch;
 use super::reasons::By;
 use super::write::{count_each, number, series, with_all};
 use super::{table, write};
-use crate::controller::Figures;
+use crate::controller::Metrics;
 use crate::core::claims::{Moment, QueueStatistics, Statistics};
 
 /// Collector that reads the current statistics at each scrape.
 #[derive(Debug)]
 pub(super) struct ControllerMetrics {
     pub(super) driver_name: String,
-    pub(super) figures: watch::Receiver<Figures>,
+    pub(super) metrics: watch::Receiver<Metrics>,
     pub(super) leads: watch::Receiver<bool>,
 }
 
 impl Collector for ControllerMetrics {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result {
-        let Figures {
+        let Metrics {
             since, statistics, ..
-        } = self.figures.borrow().clone();
+        } = self.metrics.borrow().clone();
         let leads = *self.leads.borrow();
         series(&mut encoder, &table::LEADER, |values| {
             values.gauge(&[&self.driver_name], f64::from(u8::from(leads)))

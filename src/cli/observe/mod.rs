@@ -10,19 +10,26 @@ mod page;
 mod process;
 #[cfg_attr(
     not(test),
-    expect(dead_code, reason = "what only docs/metrics.md has, which is made from it")
+    expect(
+        dead_code,
+        reason = "what only docs/reference/metrics.md has, which is made from it"
+    )
 )]
 mod reasons;
 mod requests;
 mod server;
 #[cfg_attr(
     not(test),
-    expect(dead_code, reason = "what only docs/metrics.md has, which is made from it")
+    expect(
+        dead_code,
+        reason = "what only docs/reference/metrics.md has, which is made from it"
+    )
 )]
 mod table;
 mod write;
 
 use std::net::{Ipv6Addr, SocketAddr};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use prometheus_client::collector::Collector;
@@ -34,10 +41,10 @@ use tokio_util::sync::CancellationToken;
 pub(super) use requests::Requests;
 
 use super::Error;
-use crate::node::publish::inventory::Standing;
+use crate::node::publish::inventory::RegistrationStatus;
 
 /// Where metrics and probes are served.
-#[derive(Clone, Copy, Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Observability")]
 pub(super) struct Flags {
     /// Address of /metrics: an IP address and port, or ":8080" for all addresses; 0 disables it
@@ -61,6 +68,16 @@ pub(super) struct Flags {
         value_parser = bind_address
     )]
     pub(super) health_probe_bind_address: Bind,
+
+    /// Directory with tls.crt and tls.key. Serves /metrics over HTTPS, to bearer tokens whose account may get the path /metrics
+    /// (TokenReview and SubjectAccessReview)
+    #[arg(
+        long,
+        value_name = "DIRECTORY",
+        env = "DRAYMAN_METRICS_CERT_DIR",
+        hide_env_values = true
+    )]
+    pub(super) metrics_cert_dir: Option<PathBuf>,
 }
 
 /// Listen address, or none.
@@ -124,13 +141,13 @@ impl Observer {
     /// Creates the observer of a controller, which reads statistics at each scrape.
     pub(super) fn of_controller(
         driver_name: String,
-        figures: watch::Receiver<crate::controller::Figures>,
+        metrics: watch::Receiver<crate::controller::Metrics>,
         leads: watch::Receiver<bool>,
     ) -> Self {
         let mut observer = Self::new("controller");
         let metrics = controller::ControllerMetrics {
             driver_name,
-            figures,
+            metrics,
             leads,
         };
         observer.registry.register_collector(Box::new(metrics));
@@ -139,11 +156,14 @@ impl Observer {
 
     /// Creates the observer of a companion, which reads statistics at each scrape.
     pub(super) fn of_node(
-        figures: Arc<crate::node::metrics::Figures>,
-        standing: watch::Receiver<Standing>,
+        metrics: Arc<crate::node::metrics::Metrics>,
+        registration_status: watch::Receiver<RegistrationStatus>,
     ) -> Self {
         let mut observer = Self::new("node");
-        let metrics = node::NodeMetrics { figures, standing };
+        let metrics = node::NodeMetrics {
+            metrics,
+            registration_status,
+        };
         observer.registry.register_collector(Box::new(metrics));
         observer
     }
@@ -161,14 +181,16 @@ impl Observer {
         self.requests.clone()
     }
 
-    /// Serves the configured addresses until the token is cancelled. Returns as soon as the addresses are bound.
+    /// Serves the configured addresses until the token is cancelled. Returns as soon as the addresses are bound. The client asks who may
+    /// read metrics that are served over HTTPS.
     pub(super) async fn serve(
         self,
         flags: Flags,
         ready: Readiness,
+        client: kube::Client,
         shutdown: &CancellationToken,
     ) -> Result<(), Error> {
-        server::serve(Arc::new(self.registry), flags, ready, shutdown).await
+        server::serve(Arc::new(self.registry), flags, ready, client, shutdown).await
     }
 }
 

@@ -12,28 +12,28 @@ use super::table::{CLAIMS, HEALTH, RESULTS};
 use super::write::{count_each, number, series};
 use super::{table, write};
 use crate::node::kubelet::transport::{GrpcCalls, GrpcMethod};
-use crate::node::metrics::{Counted, Figures, Omission, SliceCounts};
-use crate::node::publish::inventory::Standing;
+use crate::node::metrics::{Counted, Metrics, Omission, SliceCounts};
+use crate::node::publish::inventory::RegistrationStatus;
 
 /// Collector that reads the current metrics at each scrape.
 #[derive(Debug)]
 pub(super) struct NodeMetrics {
-    pub(super) figures: Arc<Figures>,
-    pub(super) standing: watch::Receiver<Standing>,
+    pub(super) metrics: Arc<Metrics>,
+    pub(super) registration_status: watch::Receiver<RegistrationStatus>,
 }
 
 impl Collector for NodeMetrics {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result {
-        let ready = self.standing.borrow().ready;
+        let ready = self.registration_status.borrow().ready;
         series(&mut encoder, &table::NODE_READY, |values| {
             values.gauge(&[], f64::from(u8::from(ready)))
         })?;
-        let counted = self.figures.counted();
+        let counted = self.metrics.counted();
         stock(&mut encoder, &counted)?;
         operations(&mut encoder, &counted)?;
         slices(&mut encoder, &counted)?;
         write::events(&mut encoder, By::Companion, &counted.events)?;
-        calls(&mut encoder, &self.figures.calls)
+        calls(&mut encoder, &self.metrics.calls)
     }
 }
 
@@ -55,7 +55,7 @@ fn stock(encoder: &mut DescriptorEncoder<'_>, counted: &Counted) -> Result {
 
 fn operations(encoder: &mut DescriptorEncoder<'_>, counted: &Counted) -> Result {
     series(encoder, &table::OPERATIONS, |values| {
-        for operation in Figures::OPERATIONS {
+        for operation in Metrics::OPERATIONS {
             for (result, done) in RESULTS.into_iter().zip([true, false]) {
                 let count = counted.operations.get(&(operation, done));
                 values.counter(&[operation, result], count.copied().unwrap_or_default())?;
@@ -88,7 +88,7 @@ fn slices(encoder: &mut DescriptorEncoder<'_>, counted: &Counted) -> Result {
         Ok(())
     })?;
     series(encoder, &table::SLICE_WRITES, |values| {
-        count_each(values, &Figures::SLICE_WRITES, &counted.slice_writes)
+        count_each(values, &Metrics::SLICE_WRITES, &counted.slice_writes)
     })
 }
 
@@ -97,12 +97,12 @@ fn calls(encoder: &mut DescriptorEncoder<'_>, calls: &GrpcCalls) -> Result {
     let labels = |method: &GrpcMethod| [method.sort, method.service, method.method];
     series(encoder, &table::GRPC_STARTED, |values| {
         all.iter()
-            .try_for_each(|(method, figures)| values.counter(&labels(method), figures.started))
+            .try_for_each(|(method, metrics)| values.counter(&labels(method), metrics.started))
     })?;
     series(encoder, &table::GRPC_HANDLED, |values| {
-        for (method, figures) in &all {
+        for (method, metrics) in &all {
             let [sort, service, name] = labels(method);
-            for (code, count) in &figures.handled {
+            for (code, count) in &metrics.handled {
                 values.counter(&[sort, service, name, code], *count)?;
             }
         }
@@ -110,6 +110,6 @@ fn calls(encoder: &mut DescriptorEncoder<'_>, calls: &GrpcCalls) -> Result {
     })?;
     series(encoder, &table::GRPC_HANDLING, |values| {
         all.iter()
-            .try_for_each(|(method, figures)| values.histogram(&labels(method), &figures.handling))
+            .try_for_each(|(method, metrics)| values.histogram(&labels(method), &metrics.handling))
     })
 }

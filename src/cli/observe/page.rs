@@ -1,4 +1,4 @@
-//! Compares docs/metrics.md with the tables that its lists are generated from; the tests fail if they differ.
+//! Compares docs/reference/metrics.md with the tables that its lists are generated from; the tests fail if they differ.
 //!
 //! `make generate` regenerates the lists.
 
@@ -12,9 +12,9 @@ use tokio::sync::watch;
 use super::reasons::{By, EVENTS, REFUSALS};
 use super::table::{self, ALL, Kind, Of, Series, Values};
 use super::{Observer, write};
-use crate::node::publish::inventory::Standing;
+use crate::node::publish::inventory::RegistrationStatus;
 
-const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/metrics.md");
+const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/reference/metrics.md");
 
 fn labels(series: &Series) -> String {
     let names: Vec<&str> = series.labels.iter().map(|label| label.name).collect();
@@ -63,7 +63,7 @@ fn label_list() -> String {
                 )
             }
             Values::These(_) if label.name == "reason" => {
-                "the [reasons of a companion](#why-a-companion-refuses)".to_owned()
+                "the [reasons of a companion](#refusals)".to_owned()
             }
             Values::These(these) => these()
                 .iter()
@@ -129,16 +129,16 @@ fn renewed(page: &str) -> String {
 
 #[test]
 fn the_metrics_page_has_every_series_label_and_reason() {
-    let page = std::fs::read_to_string(PAGE).expect("docs/metrics.md");
+    let page = std::fs::read_to_string(PAGE).expect("docs/reference/metrics.md");
     let renewed = renewed(&page);
     if std::env::var_os("DRAYMAN_GENERATE").is_some() {
-        std::fs::write(PAGE, &renewed).expect("docs/metrics.md");
+        std::fs::write(PAGE, &renewed).expect("docs/reference/metrics.md");
         return;
     }
     let missing: Vec<&str> = renewed.lines().filter(|line| !page.contains(line)).collect();
     assert!(
         page == renewed,
-        "docs/metrics.md is not what the tables say; run `make generate`: missing: {missing:#?}"
+        "docs/reference/metrics.md is not what the tables say; run `make generate`: missing: {missing:#?}"
     );
 }
 
@@ -168,15 +168,18 @@ fn said(observer: &Observer) -> String {
 }
 
 fn observers() -> [(Of, Observer); 2] {
-    let (_, figures) = watch::channel(crate::controller::Figures::default());
+    let (_, metrics) = watch::channel(crate::controller::Metrics::default());
     let (_, leads) = watch::channel(false);
-    let (_, standing) = watch::channel(Standing::starting());
+    let (_, registration_status) = watch::channel(RegistrationStatus::starting());
     [
         (
             Of::Controller,
-            Observer::of_controller("drayman.dev".into(), figures, leads),
+            Observer::of_controller("drayman.dev".into(), metrics, leads),
         ),
-        (Of::Companion, Observer::of_node(Arc::default(), standing)),
+        (
+            Of::Companion,
+            Observer::of_node(Arc::default(), registration_status),
+        ),
     ]
 }
 

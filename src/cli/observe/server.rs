@@ -3,6 +3,7 @@
 //! Any network peer may connect. [`connections`] bounds the number, the lifetime and the buffers of connections.
 
 mod connections;
+mod secure;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -13,12 +14,14 @@ use axum::http::header::{ACCEPT, CONTENT_TYPE};
 use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use kube::Client;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 use super::{Bind, Error, Flags, Readiness};
+use secure::{Certificate, Guard};
 
 /// Content type for clients that accept OpenMetrics, such as Prometheus.
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -30,11 +33,22 @@ pub(super) async fn serve(
     registry: Arc<Registry>,
     flags: Flags,
     ready: Readiness,
+    client: Client,
     shutdown: &CancellationToken,
 ) -> Result<(), Error> {
+    let directory = flags.metrics_cert_dir.as_deref();
+    let certificate = directory.map(Certificate::read).transpose()?;
+    let guard = certificate.as_ref().map(|_| Arc::new(Guard::new(client)));
     let metrics = Router::new().route(
         "/metrics",
-        get(move |headers: HeaderMap| async move { metrics(&registry, &headers) }),
+        get(move |headers: HeaderMap| async move {
+            if let Some(guard) = guard
+                && let Err(refusal) = guard.check(&headers).await
+            {
+                return refusal.into_response();
+            }
+            metrics(&registry, &headers)
+        }),
     );
     let probes = Router::new()
         // A response at all proves liveness.
@@ -43,24 +57,35 @@ pub(super) async fn serve(
         .route("/readyz", get(move || async move { readiness(&ready) }));
     let routes = match (flags.metrics_bind_address, flags.health_probe_bind_address) {
         (Bind::At(first), Bind::At(second)) if first == second => {
-            vec![("--metrics-bind-address", first, metrics.merge(probes))]
+            if certificate.is_some() {
+                return Err(Error::Configuration(format!(
+                    "--metrics-bind-address and --health-probe-bind-address are both {first}, and --metrics-cert-dir is for the metrics only: \
+                     give each its own address"
+                )));
+            }
+            vec![("--metrics-bind-address", first, metrics.merge(probes), None)]
         }
         (first, second) => [
-            ("--metrics-bind-address", first, metrics),
-            ("--health-probe-bind-address", second, probes),
+            ("--metrics-bind-address", first, metrics, certificate),
+            ("--health-probe-bind-address", second, probes, None),
         ]
         .into_iter()
-        .filter_map(|(flag, bind, router)| match bind {
+        .filter_map(|(flag, bind, router, certificate)| match bind {
             Bind::Nowhere => None,
-            Bind::At(address) => Some((flag, address, router)),
+            Bind::At(address) => Some((flag, address, router, certificate)),
         })
         .collect(),
     };
-    for (flag, address, router) in routes {
+    for (flag, address, router, certificate) in routes {
         let listener = listen(address)
             .await
             .with_context(|| format!("cannot listen at {address} ({flag})"))?;
-        tokio::spawn(connections::serve(listener, router, shutdown.clone()));
+        tokio::spawn(connections::serve(
+            listener,
+            certificate,
+            router,
+            shutdown.clone(),
+        ));
     }
     Ok(())
 }
@@ -141,12 +166,17 @@ fn readiness(ready: &Readiness) -> Response {
 mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
+    use rustls::pki_types::{CertificateDer, ServerName};
+    use rustls::{ClientConfig, RootCertStore};
+    use serde_json::{Value, json};
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::TcpStream;
     use tokio::sync::watch;
+    use tokio_rustls::TlsConnector;
 
     use super::super::Observer;
     use super::*;
-    use crate::node::publish::inventory::Standing;
+    use crate::node::publish::inventory::RegistrationStatus;
 
     async fn ask(address: SocketAddr, path: &str) -> String {
         ask_for(address, path, "*/*").await
@@ -171,6 +201,22 @@ mod tests {
             .unwrap()
     }
 
+    /// A client of an API server that grants nothing.
+    fn nobody() -> Client {
+        api_server(|_| json!({}))
+    }
+
+    /// A client of an API server with this answer to the body of each request.
+    fn api_server(answer: fn(Value) -> Value) -> Client {
+        let serve = move |request: http::Request<kube::client::Body>| async move {
+            let body = request.into_body().collect_bytes().await?;
+            let answer = answer(serde_json::from_slice(&body).unwrap_or_default());
+            let body = kube::client::Body::from(answer.to_string().into_bytes());
+            Ok::<_, kube::Error>(http::Response::new(body))
+        };
+        Client::new(tower::service_fn(serve), "default")
+    }
+
     fn never() -> Readiness {
         Arc::new(|| Err("never".to_owned()))
     }
@@ -180,6 +226,7 @@ mod tests {
         let flags = Flags {
             metrics_bind_address: Bind::At(free().await),
             health_probe_bind_address: Bind::At(free().await),
+            metrics_cert_dir: None,
         };
         let (Bind::At(metrics), Bind::At(probes)) =
             (flags.metrics_bind_address, flags.health_probe_bind_address)
@@ -192,9 +239,12 @@ mod tests {
             let ready = seen.load(Ordering::Relaxed);
             ready.then_some(()).ok_or_else(|| "not registered".to_owned())
         });
-        let (sender, standing) = watch::channel(Standing::starting());
-        let observer = Observer::of_node(Arc::default(), standing);
-        observer.serve(flags, readiness, &shutdown).await.unwrap();
+        let (sender, registration_status) = watch::channel(RegistrationStatus::starting());
+        let observer = Observer::of_node(Arc::default(), registration_status);
+        observer
+            .serve(flags, readiness, nobody(), &shutdown)
+            .await
+            .unwrap();
 
         assert!(ask(probes, "/livez").await.starts_with("HTTP/1.1 200"));
         assert!(ask(probes, "/healthz").await.starts_with("HTTP/1.1 200"));
@@ -233,7 +283,7 @@ mod tests {
             "{newer}"
         );
         assert!(newer.contains("# TYPE rest_client_requests counter\n"), "{newer}");
-        sender.send_modify(|standing| standing.ready = true);
+        sender.send_modify(|registration_status| registration_status.ready = true);
         assert!(ask(metrics, "/metrics").await.contains("drayman_node_ready 1"));
         shutdown.cancel();
     }
@@ -244,10 +294,11 @@ mod tests {
         let both = Flags {
             metrics_bind_address: Bind::At(address),
             health_probe_bind_address: Bind::At(address),
+            metrics_cert_dir: None,
         };
         let shutdown = CancellationToken::new();
         Observer::new("controller")
-            .serve(both, never(), &shutdown)
+            .serve(both.clone(), never(), nobody(), &shutdown)
             .await
             .unwrap();
         assert!(ask(address, "/livez").await.starts_with("HTTP/1.1 200"));
@@ -257,7 +308,7 @@ mod tests {
                 .contains("component=\"controller\"")
         );
         let refusal = Observer::new("controller")
-            .serve(both, never(), &shutdown)
+            .serve(both, never(), nobody(), &shutdown)
             .await
             .expect_err("it is taken")
             .to_string();
@@ -273,11 +324,176 @@ mod tests {
         let nowhere = Flags {
             metrics_bind_address: Bind::Nowhere,
             health_probe_bind_address: Bind::Nowhere,
+            metrics_cert_dir: None,
         };
         let shutdown = CancellationToken::new();
         Observer::new("node")
-            .serve(nowhere, never(), &shutdown)
+            .serve(nowhere, never(), nobody(), &shutdown)
             .await
             .unwrap();
+    }
+
+    /// Answers reviews: the tokens `reader` and `other` are valid, and `reader` may read the metrics.
+    fn review(object: Value) -> Value {
+        let mut answer = object;
+        answer["status"] = match answer["spec"]["token"].as_str() {
+            Some(name @ ("reader" | "other")) => {
+                json!({ "authenticated": true, "user": { "username": name } })
+            }
+            Some(_) => json!({ "authenticated": false }),
+            None => {
+                let asked = &answer["spec"]["nonResourceAttributes"];
+                let is_metrics = asked["path"] == "/metrics" && asked["verb"] == "get";
+                json!({ "allowed": is_metrics && answer["spec"]["user"] == "reader" })
+            }
+        };
+        answer
+    }
+
+    /// A directory with a new certificate for `localhost`, which is also returned.
+    fn certificate(directory: &std::path::Path) -> CertificateDer<'static> {
+        let made = rcgen::generate_simple_self_signed(["localhost".to_owned()]).unwrap();
+        std::fs::write(directory.join("tls.crt"), made.cert.pem()).unwrap();
+        std::fs::write(directory.join("tls.key"), made.signing_key.serialize_pem()).unwrap();
+        made.cert.der().clone()
+    }
+
+    /// Flags for secure metrics alone.
+    fn secure(address: SocketAddr, directory: &std::path::Path) -> Flags {
+        Flags {
+            metrics_bind_address: Bind::At(address),
+            health_probe_bind_address: Bind::Nowhere,
+            metrics_cert_dir: Some(directory.to_owned()),
+        }
+    }
+
+    async fn ask_securely(
+        address: SocketAddr,
+        root: &CertificateDer<'static>,
+        token: &str,
+    ) -> std::io::Result<String> {
+        let mut roots = RootCertStore::empty();
+        roots.add(root.clone()).unwrap();
+        let config = ClientConfig::builder()
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let name = ServerName::try_from("localhost").unwrap();
+        let stream = TcpStream::connect(address).await?;
+        let mut stream = TlsConnector::from(Arc::new(config)).connect(name, stream).await?;
+        let request = format!("GET /metrics HTTP/1.1\r\nhost: a\r\n{token}connection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).await?;
+        let mut answer = Vec::new();
+        // The server closes the connection without a TLS alert.
+        let _ = stream.read_to_end(&mut answer).await;
+        Ok(String::from_utf8_lossy(&answer).into_owned())
+    }
+
+    #[tokio::test]
+    async fn secure_metrics_need_tls_a_token_and_the_right() {
+        crate::cli::choose_tls_provider();
+        let directory = tempfile::tempdir().unwrap();
+        let root = certificate(directory.path());
+        let address = free().await;
+        let flags = secure(address, directory.path());
+        let shutdown = CancellationToken::new();
+        let observer = Observer::new("node");
+        observer
+            .serve(flags.clone(), never(), api_server(review), &shutdown)
+            .await
+            .unwrap();
+        for (header, status) in [
+            ("", "401"),
+            ("authorization: Basic reader\r\n", "401"),
+            ("authorization: Bearer nobody\r\n", "401"),
+            ("authorization: Bearer other\r\n", "403"),
+            ("authorization: Bearer reader\r\n", "200"),
+            ("authorization: Bearer reader\r\n", "200"),
+        ] {
+            let answer = ask_securely(address, &root, header).await.unwrap();
+            assert!(
+                answer.starts_with(&format!("HTTP/1.1 {status}")),
+                "{header}: {answer}"
+            );
+            assert_eq!(answer.contains("drayman_build_info"), status == "200", "{header}");
+        }
+        // Without TLS there is no answer.
+        let mut plain = TcpStream::connect(address).await.unwrap();
+        plain
+            .write_all(b"GET /metrics HTTP/1.1\r\nhost: a\r\n\r\n")
+            .await
+            .unwrap();
+        let mut answer = Vec::new();
+        let _ = plain.read_to_end(&mut answer).await;
+        assert!(!answer.starts_with(b"HTTP"), "{answer:?}");
+
+        // An API server that answers nonsense grants nothing.
+        let silent = Flags {
+            metrics_bind_address: Bind::At(free().await),
+            ..flags.clone()
+        };
+        let Bind::At(address) = silent.metrics_bind_address else {
+            unreachable!()
+        };
+        let observer = Observer::new("node");
+        observer
+            .serve(silent, never(), api_server(|_| json!("nonsense")), &shutdown)
+            .await
+            .unwrap();
+        let answer = ask_securely(address, &root, "authorization: Bearer reader\r\n")
+            .await
+            .unwrap();
+        assert!(answer.starts_with("HTTP/1.1 503"), "{answer}");
+        shutdown.cancel();
+    }
+
+    #[tokio::test]
+    async fn secure_metrics_need_a_certificate_and_an_address() {
+        crate::cli::choose_tls_provider();
+        let directory = tempfile::tempdir().unwrap();
+        let address = free().await;
+        let mut flags = secure(address, directory.path());
+        let refused = async |flags: Flags| {
+            let shutdown = CancellationToken::new();
+            let served = Observer::new("node")
+                .serve(flags, never(), nobody(), &shutdown)
+                .await;
+            served.expect_err("it is refused").to_string()
+        };
+        let missing = refused(flags.clone()).await;
+        assert!(
+            missing.contains("--metrics-cert-dir") && missing.contains("tls.crt"),
+            "{missing}"
+        );
+        certificate(directory.path());
+        flags.health_probe_bind_address = Bind::At(address);
+        let shared = refused(flags.clone()).await;
+        assert!(shared.contains("give each its own address"), "{shared}");
+        let key = rcgen::KeyPair::generate().unwrap().serialize_pem();
+        std::fs::write(directory.path().join("tls.key"), key).unwrap();
+        let foreign = refused(flags).await;
+        assert!(foreign.contains("do not belong together"), "{foreign}");
+    }
+
+    #[tokio::test]
+    async fn a_new_certificate_is_served_without_a_restart() {
+        crate::cli::choose_tls_provider();
+        let directory = tempfile::tempdir().unwrap();
+        let first = certificate(directory.path());
+        let address = free().await;
+        let flags = secure(address, directory.path());
+        let shutdown = CancellationToken::new();
+        let observer = Observer::new("node");
+        observer
+            .serve(flags, never(), api_server(review), &shutdown)
+            .await
+            .unwrap();
+        assert!(ask_securely(address, &first, "").await.is_ok());
+        let second = certificate(directory.path());
+        tokio::time::pause();
+        tokio::time::advance(std::time::Duration::from_secs(61)).await;
+        tokio::time::resume();
+        assert!(ask_securely(address, &second, "").await.is_ok());
+        assert!(ask_securely(address, &first, "").await.is_err(), "it is replaced");
+        shutdown.cancel();
     }
 }

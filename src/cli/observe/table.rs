@@ -1,9 +1,9 @@
-//! All metrics: name, labels and help text. The collectors and docs/metrics.md use this table.
+//! All metrics: name, labels and help text. The collectors and docs/reference/metrics.md use this table.
 
 use super::reasons::{By, EVENTS, REFUSALS};
 use crate::core::claims::Statistics;
 use crate::node::kubelet::transport::GrpcCalls;
-use crate::node::metrics::{Figures, Omission};
+use crate::node::metrics::{Metrics, Omission};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -331,7 +331,7 @@ pub(super) const OPERATIONS: Series = series(
     Counter,
     Companion,
     &[
-        these("operation", || Figures::OPERATIONS.to_vec()),
+        these("operation", || Metrics::OPERATIONS.to_vec()),
         these("result", || RESULTS.to_vec()),
     ],
     "Kubelet's requests, per claim and per device plugin call",
@@ -341,7 +341,7 @@ pub(super) const NODE_REFUSALS: Series = series(
     Counter,
     Companion,
     &[these("reason", || REFUSALS.map(|(word, _)| word).to_vec())],
-    "Requests of kubelet that were refused, by [reason](#why-a-companion-refuses)",
+    "Requests of kubelet that were refused, by reason",
 );
 pub(super) const SLICES: Series = series(
     "drayman_node_slices",
@@ -368,7 +368,7 @@ pub(super) const SLICE_WRITES: Series = series(
     "drayman_node_slice_writes_total",
     Counter,
     Companion,
-    &[these("result", || Figures::SLICE_WRITES.to_vec())],
+    &[these("result", || Metrics::SLICE_WRITES.to_vec())],
     "Writes of ResourceSlices, by result",
 );
 pub(super) const GRPC_STARTED: Series = series(

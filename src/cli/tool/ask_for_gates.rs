@@ -14,7 +14,7 @@ use crate::api::crd::NodeInventory;
 use crate::cli::Error;
 use crate::cli::diagnose::doctor::Finding;
 use crate::cli::diagnose::gates::{Answer, GATE, api_server, by_symptoms, kubelets};
-use crate::cli::diagnose::structured::doctor::{GATES, gate};
+use crate::cli::diagnose::structured::doctor::{GATES, Gate, gate};
 use crate::core::prepare::names::is_dns_subdomain;
 
 /// Limit for all components together; an unreachable node would block for long.
@@ -67,6 +67,15 @@ pub(super) async fn structured(client: &Client, minor: Option<u32>) -> Vec<Findi
     gates
         .map(|of| gate(of, &answer(&metrics, of.name), minor))
         .collect()
+}
+
+/// Returns the gates of structured mode that are off.
+pub(super) async fn off(client: &Client) -> Result<Vec<Gate>, Error> {
+    let version = client.apiserver_version().await.map_err(anyhow::Error::from)?;
+    let minor = read::minor(&version.minor);
+    let metrics = ask(client, API_SERVER, Instant::now() + LIMIT).await;
+    let is_off = |gate: &Gate| gate.is_off(&answer(&metrics, gate.name), minor);
+    Ok(GATES.into_iter().filter(is_off).collect())
 }
 
 fn answer(metrics: &Result<String, String>, gate: &str) -> Answer {

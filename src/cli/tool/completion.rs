@@ -7,8 +7,10 @@ use std::io::Write as _;
 use anyhow::Context as _;
 use clap_complete::Shell;
 use clap_complete::engine;
+use clap_complete::env::Shells;
 
 use crate::cli::Error;
+use crate::cli::output::write;
 
 /// cobra's `ShellCompDirectiveNoSpace` and `ShellCompDirectiveNoFileComp`; the candidates already include matching
 /// files.
@@ -25,11 +27,24 @@ pub(in crate::cli) struct Arguments {
     shell: Shell,
 }
 
-/// Prints the script for `command`.
-pub(in crate::cli) fn run(arguments: Arguments, mut command: clap::Command) -> Result<(), Error> {
+/// Prints the script. The shell runs this program for the candidates, so that names come from the cluster.
+pub(in crate::cli) fn run(arguments: Arguments) -> Result<(), Error> {
+    let program = std::env::current_exe().context("cannot find this program")?;
     let mut script = Vec::new();
-    clap_complete::generate(arguments.shell, &mut command, "drayman", &mut script);
-    write(&script)
+    let shells = Shells::builtins();
+    let shell = shells
+        .completer(&arguments.shell.to_string())
+        .with_context(|| format!("{} has no script", arguments.shell))?;
+    shell
+        .write_registration(
+            "COMPLETE",
+            "drayman",
+            "drayman",
+            &program.to_string_lossy(),
+            &mut script,
+        )
+        .context("cannot write the script")?;
+    write(&String::from_utf8_lossy(&script))
 }
 
 /// Prints the candidates for the last word after `kubectl drayman`, each with its help, and the shell directive. This
@@ -55,14 +70,5 @@ pub(in crate::cli) fn for_kubectl(words: Vec<OsString>, mut command: clap::Comma
         .context("cannot write to memory")?;
     }
     writeln!(lines, ":{directive}").context("cannot write to memory")?;
-    write(&lines)
-}
-
-fn write(text: &[u8]) -> Result<(), Error> {
-    let mut stdout = std::io::stdout().lock();
-    stdout
-        .write_all(text)
-        .and_then(|()| stdout.flush())
-        .context("cannot write to stdout")?;
-    Ok(())
+    write(&String::from_utf8_lossy(&lines))
 }

@@ -4,31 +4,41 @@ use std::fmt::Write as _;
 use std::process::ExitCode;
 
 use clap::builder::PossibleValue;
+use clap_complete::ArgValueCompleter;
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::Client;
 
-use super::output::{Colour, Output, coloured, one_line, row, table};
-use super::read::Api;
-use super::{Cluster, read};
+use super::read::{Api, Namespaces};
+use super::selector::Selector;
+use super::{Cluster, candidates, read, watch};
 use crate::api::crd::{Mode, NodeInventory};
 use crate::cli::diagnose::devices::{DeviceRow, DeviceState, DeviceTable, devices};
 use crate::cli::diagnose::structured;
-use crate::cli::{Error, block_on, choose_tls_provider};
+use crate::cli::output::{Answer, Colour, Output, Style, coloured, one_line, row, table};
+use crate::cli::{Error, block_on, choose_tls_provider, value};
 
 /// List the devices of the cluster with their states and holders
 #[derive(Clone, Debug, clap::Args)]
 pub(in crate::cli) struct Arguments {
     /// Only devices of this node
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", add = ArgValueCompleter::new(candidates::nodes))]
     node: Option<String>,
 
     /// Only devices of this kind
-    #[arg(long, value_name = "KIND")]
+    #[arg(long, value_name = "KIND", add = ArgValueCompleter::new(candidates::kinds))]
     kind: Option<String>,
 
     /// Only devices in this state
     #[arg(long, value_name = "STATE", value_enum, ignore_case = true)]
     state: Option<DeviceState>,
+
+    /// Only devices with these attributes, such as vendorId=046d,serial!=7
+    #[arg(short = 'l', long, value_name = "SELECTOR")]
+    selector: Option<Selector>,
+
+    /// After the list, print each device that changes, until Ctrl-C
+    #[arg(short, long)]
+    watch: bool,
 
     #[command(flatten)]
     namespace: Namespace,
@@ -40,12 +50,37 @@ pub(in crate::cli) struct Arguments {
     output: Output,
 }
 
-/// Namespace of the claims for users who cannot read all namespaces.
+/// Namespaces of the claims.
 #[derive(Clone, Debug, clap::Args)]
-pub(super) struct Namespace {
-    /// Namespace whose claims are read if you cannot read all namespaces. Default: the kubeconfig context's
-    #[arg(short, long, value_name = "NAME")]
+struct Namespace {
+    /// Only devices that claims in this namespace hold
+    #[arg(short, long, value_name = "NAME", value_parser = value::namespace)]
     namespace: Option<String>,
+
+    /// Fail without the right to read the claims of all namespaces. Default: without it, only claims in the context's
+    /// namespace are read
+    #[arg(short = 'A', long, conflicts_with = "namespace")]
+    all_namespaces: bool,
+}
+
+impl Namespace {
+    fn of_context(&self, context_namespace: String) -> Namespaces {
+        match &self.namespace {
+            Some(namespace) => Namespaces::One(namespace.clone()),
+            None if self.all_namespaces => Namespaces::All,
+            None => Namespaces::AllOr(context_namespace),
+        }
+    }
+
+    /// Keeps the devices that claims in the namespace hold.
+    fn retain(&self, table: &mut DeviceTable) {
+        if let Some(namespace) = &self.namespace {
+            let is_in = |claim: &str| claim.split_once('/').is_some_and(|(of, _)| of == namespace);
+            table
+                .devices
+                .retain(|device| device.holders.iter().any(|holder| is_in(&holder.claim)));
+        }
+    }
 }
 
 impl clap::ValueEnum for DeviceState {
@@ -60,48 +95,86 @@ impl clap::ValueEnum for DeviceState {
 
 /// Prints the table.
 pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
-    let mut answer = read_all(&arguments.cluster, &arguments.namespace)?;
-    answer.devices.retain(|device| {
-        let is =
-            |wanted: &Option<String>, found: &str| wanted.as_deref().is_none_or(|wanted| wanted == found);
-        is(&arguments.node, &device.node)
-            && is(&arguments.kind, &device.kind)
-            && arguments.state.is_none_or(|wanted| wanted == device.state)
-    });
+    let cluster = &arguments.cluster;
+    let mut answer = read_all(cluster, |context| arguments.namespace.of_context(context))?;
+    arguments.retain(&mut answer);
     if answer.devices.is_empty() {
-        let mut said = format!("No devices found of driver {}", arguments.cluster.driver.name);
-        let state = arguments.state.map(DeviceState::as_str);
-        let asked = [
-            ("on node", arguments.node.as_deref()),
-            ("of kind", arguments.kind.as_deref()),
-            ("in state", state),
-        ];
-        for (what, value) in asked {
-            if let Some(value) = value {
-                let _ = write!(said, ", {what} {value}");
-            }
-        }
-        eprintln!("{said}.");
+        eprintln!("{}", arguments.nothing_found());
     }
-    arguments.output.print(&answer, text)?;
+    arguments.output.print(&answer)?;
+    if arguments.watch {
+        block_on(async {
+            let client = cluster.connect_for_watches().await?;
+            let namespace = arguments.namespace.namespace.as_deref();
+            watch::devices(&client, &cluster.driver.name, namespace, |mut table| {
+                arguments.retain(&mut table);
+                let changed = table.changed_since(&answer);
+                answer = table;
+                if changed.devices.is_empty() {
+                    return Ok(());
+                }
+                arguments.output.without_headers().print(&changed)
+            })
+            .await
+        })?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Reads all devices of the driver.
-pub(super) fn read_all(cluster: &Cluster, namespace: &Namespace) -> Result<DeviceTable, Error> {
+impl Arguments {
+    fn retain(&self, table: &mut DeviceTable) {
+        self.namespace.retain(table);
+        let driver = &self.cluster.driver.name;
+        table.devices.retain(|device| {
+            let is =
+                |wanted: &Option<String>, found: &str| wanted.as_deref().is_none_or(|wanted| wanted == found);
+            is(&self.node, &device.node)
+                && is(&self.kind, &device.kind)
+                && self.state.is_none_or(|wanted| wanted == device.state)
+                && self
+                    .selector
+                    .as_ref()
+                    .is_none_or(|selector| selector.matches(driver, &device.attributes))
+        });
+    }
+
+    fn nothing_found(&self) -> String {
+        let mut text = format!("No devices found of driver {}", self.cluster.driver.name);
+        let asked = [
+            ("on node", self.node.as_deref()),
+            ("of kind", self.kind.as_deref()),
+            ("in state", self.state.map(DeviceState::as_str)),
+            ("held in namespace", self.namespace.namespace.as_deref()),
+        ];
+        for (what, value) in asked {
+            if let Some(value) = value {
+                let _ = write!(text, ", {what} {value}");
+            }
+        }
+        if self.selector.is_some() {
+            text += ", with these attributes";
+        }
+        text + "."
+    }
+}
+
+/// Reads all devices of the driver. `namespaces` gets the context's namespace.
+pub(super) fn read_all(
+    cluster: &Cluster,
+    namespaces: impl FnOnce(String) -> Namespaces,
+) -> Result<DeviceTable, Error> {
     choose_tls_provider();
     block_on(async {
         let (client, context_namespace) = cluster.connect().await?;
-        let namespace = namespace.namespace.clone().unwrap_or(context_namespace);
-        read_table(&client, &cluster.driver.name, &namespace).await
+        read_table(&client, &cluster.driver.name, &namespaces(context_namespace)).await
     })
 }
 
-async fn read_table(client: &Client, driver: &str, namespace: &str) -> Result<DeviceTable, Error> {
+async fn read_table(client: &Client, driver: &str, namespaces: &Namespaces) -> Result<DeviceTable, Error> {
     let (table, read_namespace) = match read::api(client).await? {
         Api::Structured => {
             let slices: Vec<ResourceSlice> = read::all(client).await?;
-            let claims = read::served_claims(client, namespace).await?;
+            let claims = read::served_claims(client, namespaces).await?;
             let table = structured::devices::devices(driver, &slices, &claims.items);
             let inventories = read::inventories_of_structured_mode(client).await?;
             let unclaimed = devices(driver, &inventories, &[]);
@@ -112,7 +185,7 @@ async fn read_table(client: &Client, driver: &str, namespace: &str) -> Result<De
         }
         Api::Classic => {
             let inventories: Vec<NodeInventory> = read::all(client).await?;
-            let claims = read::claims(client, namespace).await?;
+            let claims = read::claims(client, namespaces).await?;
             (devices(driver, &inventories, &claims.items), claims.namespace)
         }
     };
@@ -122,54 +195,65 @@ async fn read_table(client: &Client, driver: &str, namespace: &str) -> Result<De
     })
 }
 
-fn text(answer: &DeviceTable, wide: bool) -> String {
-    let mut rows = Vec::new();
-    if !answer.devices.is_empty() {
-        let mut head = row(["NODE", "DEVICE", "KIND", "STATE", "HELD BY"]);
-        if wide {
-            head.extend(row(["PODS", "SHARES", "API", "WHY"]));
+impl Answer for DeviceTable {
+    const KIND: &'static str = "DeviceList";
+
+    fn text(&self, style: Style) -> String {
+        let mut text = String::new();
+        if !self.devices.is_empty() {
+            let rows = self.devices.iter();
+            text += &if style.wide {
+                let header = [
+                    "NODE", "DEVICE", "KIND", "STATE", "HELD BY", "PODS", "SHARES", "API", "WHY",
+                ];
+                table(style, header, rows.map(wide_cells).collect())
+            } else {
+                let header = ["NODE", "DEVICE", "KIND", "STATE", "HELD BY"];
+                table(style, header, rows.map(cells).collect())
+            };
         }
-        rows.push(head);
-    }
-    for device in &answer.devices {
-        let claims: Vec<_> = device
-            .holders
-            .iter()
-            .map(|holder| holder.claim.as_str())
-            .collect();
-        let mut cells = row([
-            &device.node,
-            &device.device,
-            &device.kind,
-            &device.state.to_string(),
-            &claims.join(","),
-        ]);
-        if wide {
-            let pods: Vec<_> = device
-                .holders
-                .iter()
-                .flat_map(|holder| &holder.pods)
-                .map(String::as_str)
-                .collect();
-            cells.extend(row([
-                &pods.join(","),
-                &format!("{}/{}", device.holders.len(), device.shares),
-                api(device),
-                device.cause.as_deref().unwrap_or_default(),
-            ]));
+        for (claim, reason) in &self.unreadable {
+            let _ = writeln!(
+                text,
+                "{}: ResourceClaim {claim} holds devices that cannot be read: {}",
+                coloured("warning", Colour::Yellow),
+                one_line(reason)
+            );
         }
-        rows.push(cells);
+        text
     }
-    let mut text = table(&rows);
-    for (claim, reason) in &answer.unreadable {
-        let _ = writeln!(
-            text,
-            "{}: ResourceClaim {claim} holds devices that cannot be read: {}",
-            coloured("warning", Colour::Yellow),
-            one_line(reason)
-        );
+
+    fn names(&self) -> Vec<String> {
+        self.devices.iter().map(DeviceRow::name).collect()
     }
-    text
+}
+
+fn cells(device: &DeviceRow) -> Vec<String> {
+    let claims: Vec<_> = device
+        .holders
+        .iter()
+        .map(|holder| holder.claim.as_str())
+        .collect();
+    row([
+        &device.node,
+        &device.device,
+        &device.kind,
+        device.state.as_str(),
+        &claims.join(","),
+    ])
+}
+
+fn wide_cells(device: &DeviceRow) -> Vec<String> {
+    let pods = device.holders.iter().flat_map(|holder| &holder.pods);
+    let pods: Vec<_> = pods.map(String::as_str).collect();
+    let mut all = cells(device);
+    all.extend(row([
+        &pods.join(","),
+        &format!("{}/{}", device.holders.len(), device.shares),
+        api(device),
+        device.cause.as_deref().unwrap_or_default(),
+    ]));
+    all
 }
 
 /// Returns the device's mode, in the configuration's spelling.
@@ -205,14 +289,21 @@ mod tests {
     const CLAIMS: &str = "/apis/resource.k8s.io/v1/resourceclaims";
     const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
 
+    fn or_shop() -> Namespaces {
+        Namespaces::AllOr("shop".to_owned())
+    }
+
     #[tokio::test]
     async fn structured_devices_have_the_same_columns() {
         let server = Server::structured()
             .with(SLICES, &[slice("node-a", json!([camera("a"), camera("b")]))])
             .with(CLAIMS, &[held("one", "node-a", &["b"])]);
-        let table = read_table(&server.client(), DRIVER, "shop").await.unwrap();
+        let table = read_table(&server.client(), DRIVER, &or_shop()).await.unwrap();
         assert_eq!(
-            text(&table, true),
+            table.text(Style {
+                wide: true,
+                no_headers: false
+            }),
             "NODE     DEVICE   KIND      STATE   HELD BY    PODS   SHARES   API      WHY\n\
              node-a   a        cameras   Free                      0/1      claims\n\
              node-a   b        cameras   Held    shop/one   till   1/1      claims\n"
@@ -228,15 +319,67 @@ mod tests {
                 "/apis/resource.k8s.io/v1/namespaces/shop/resourceclaims",
                 &[held("one", "node-a", &["b"])],
             );
-        let table = read_table(&server.client(), DRIVER, "shop").await.unwrap();
+        let table = read_table(&server.clone().client(), DRIVER, &or_shop())
+            .await
+            .unwrap();
         let states: Vec<DeviceState> = table.devices.iter().map(|row| row.state).collect();
         assert_eq!(states, [DeviceState::Unknown, DeviceState::Held]);
+        let refused = read_table(&server.client(), DRIVER, &Namespaces::All).await;
+        assert!(read::is_forbidden(&refused.unwrap_err()), "-A does not fall back");
+    }
+
+    #[tokio::test]
+    async fn a_namespace_filters_devices_by_their_holders() {
+        let claims = "/apis/resource.k8s.io/v1/namespaces/shop/resourceclaims";
+        let server = Server::structured()
+            .with(SLICES, &[slice("node-a", json!([camera("a"), camera("b")]))])
+            .with(claims, &[held("one", "node-a", &["b"])]);
+        let of = |namespace: &str| Namespace {
+            namespace: Some(namespace.to_owned()),
+            all_namespaces: false,
+        };
+        let namespaces = of("shop").of_context("other".to_owned());
+        let table = read_table(&server.client(), DRIVER, &namespaces).await.unwrap();
+        for (namespace, expected) in [("shop", vec!["node-a/b"]), ("sho", vec![])] {
+            let mut table = table.clone();
+            of(namespace).retain(&mut table);
+            assert_eq!(table.names(), expected, "{namespace}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_watch_prints_what_changed() {
+        let all = [camera("a"), camera("b"), camera("c")];
+        let read = async |devices: &[serde_json::Value], claims: &[serde_json::Value]| {
+            let server = Server::structured()
+                .with(SLICES, &[slice("node-a", json!(devices))])
+                .with(CLAIMS, claims);
+            read_table(&server.client(), DRIVER, &Namespaces::All)
+                .await
+                .unwrap()
+        };
+        let before = read(&all[..2], &[]).await;
+        let after = read(&all[1..], &[held("one", "node-a", &["b"])]).await;
+        let changed: Vec<_> = after.changed_since(&before).devices;
+        let changed: Vec<_> = changed
+            .iter()
+            .map(|row| (row.device.as_str(), row.state))
+            .collect();
+        assert_eq!(
+            changed,
+            [
+                ("b", DeviceState::Held),
+                ("c", DeviceState::Free),
+                ("a", DeviceState::Gone)
+            ]
+        );
+        assert!(after.changed_since(&after).devices.is_empty());
     }
 
     #[tokio::test]
     async fn a_cluster_without_v1_is_read_as_before() {
         let server = Server::default().with("/apis/drayman.dev/v1alpha1/nodeinventories", &[]);
-        let table = read_table(&server.client(), DRIVER, "shop").await.unwrap();
+        let table = read_table(&server.client(), DRIVER, &or_shop()).await.unwrap();
         assert_eq!(table, DeviceTable::default());
     }
 }

@@ -11,11 +11,11 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::rbac::v1::ClusterRole;
-use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::api::{Api, ListParams};
 use kube::{Client, ResourceExt as _};
+use schemars::JsonSchema;
+use serde::Serialize;
 
-use super::output::{Colour, Output, coloured, one_line};
 use super::rights::{self, Account};
 use super::{Cluster, ask_for_gates, node_check, read};
 use crate::api::crd::{self, DeviceClassParameters, Mode, NodeInventory};
@@ -26,6 +26,8 @@ use crate::cli::diagnose::gates;
 use crate::cli::diagnose::nodes::{NodeFacts, extended_resources, inventories, runtime_sockets};
 use crate::cli::diagnose::overlap::{self, Sharers};
 use crate::cli::diagnose::rights::Component;
+use crate::cli::objects::Definition;
+use crate::cli::output::{Answer, Colour, Output, Style, coloured, one_line};
 use crate::cli::{Error, block_on, choose_tls_provider, group, value};
 
 /// Label of the controller's objects in the chart.
@@ -106,8 +108,9 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
             look(&client, arguments).await
         })?
     };
-    arguments.output.print(&findings, |findings, _| text(findings))?;
-    let worst = findings.iter().map(|finding| finding.level).max();
+    let findings = Findings { items: findings };
+    arguments.output.print(&findings)?;
+    let worst = findings.items.iter().map(|finding| finding.level).max();
     Ok(if worst == Some(Level::Problem) {
         ExitCode::FAILURE
     } else {
@@ -121,7 +124,7 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
     let version = client
         .apiserver_version()
         .await
-        .map_err(|error| anyhow::Error::from(error).context("the API server does not answer"))?;
+        .map_err(|error| anyhow::Error::from(error).context("cannot read the version of the API server"))?;
     // An error of discovery is a finding below.
     if let Ok(read::Api::Structured) = read::api(client).await {
         return Ok(structured::look(
@@ -142,12 +145,10 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
     let mut findings = Vec::new();
     let mut unread = Vec::new();
     let mut note = |error: Error| unread.push(Finding::unread(&error.to_string()));
-    let own_definitions = crd::definitions();
-    let names = own_definitions.iter().map(kube::ResourceExt::name_any);
     let mut defined = true;
-    match read::all::<CustomResourceDefinition>(client).await {
+    match read::all::<Definition>(client).await {
         Ok(found) => {
-            let versions_of = |definition: CustomResourceDefinition| {
+            let versions_of = |definition: Definition| {
                 let versions = definition.spec.versions.iter().filter(|version| version.served);
                 (
                     definition.name_any(),
@@ -155,8 +156,7 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
                 )
             };
             let found: BTreeMap<String, Vec<String>> = found.into_iter().map(versions_of).collect();
-            let names: Vec<String> = names.collect();
-            let judged = definitions(names.iter().map(String::as_str), crd::VERSION, &found);
+            let judged = definitions(crd::definition_names(), crd::VERSION, &found);
             defined = judged.iter().all(|finding| finding.level == Level::Fine);
             findings.extend(judged);
         }
@@ -198,7 +198,7 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
     }
     for found in [
         look_at_rights(client, arguments, inventories.as_deref()).await,
-        look_for_others(client, driver, &leases, serves && defined).await,
+        look_for_others(client, driver, &leases, inventories.as_deref().filter(|_| serves)).await,
     ] {
         match found {
             Ok(found) => findings.extend(found),
@@ -248,6 +248,7 @@ async fn look_at_rights(
             component,
             user,
             lease: None,
+            reviews: false,
         }));
     }
     let companions: Vec<bool> = rights::companions_with_socket(&pods, driver);
@@ -258,12 +259,13 @@ async fn look_at_rights(
     Ok(findings)
 }
 
-/// Looks for other installations with the same driver name.
+/// Looks for other installations with the same driver name, and for claims of drivers that nothing serves. `None` if claims and inventories
+/// cannot be read.
 async fn look_for_others(
     client: &Client,
     driver: &str,
     leases: &[Lease],
-    has_claims: bool,
+    inventories: Option<&[NodeInventory]>,
 ) -> Result<Vec<Finding>, Error> {
     let now = Timestamp::now();
     let leads = |object: &Lease| {
@@ -275,20 +277,23 @@ async fn look_for_others(
     let of_driver = ListParams::default().labels(&format!("drayman.dev/driver-name={driver},{CONTROLLER}"));
     let roles = read::list(&Api::<ClusterRole>::all(client.clone()), of_driver).await?;
     let roles: Vec<String> = roles.iter().map(kube::ResourceExt::name_any).collect();
-    let unreadable = if has_claims {
-        let claims: Vec<ResourceClaim> = read::all(client).await?;
-        devices(driver, &[], &claims).unreadable
-    } else {
-        BTreeMap::new()
+    let claims: Vec<ResourceClaim> = match inventories {
+        Some(_) => read::all(client).await?,
+        None => Vec::new(),
     };
-    Ok(overlap::judge(
+    let mut findings = overlap::judge(
         driver,
         Sharers {
             leaders: &leaders,
             roles: &roles,
-            unreadable: &unreadable,
+            unreadable: &devices(driver, &[], &claims).unreadable,
         },
-    ))
+    );
+    findings.extend(overlap::unserved_inventories(
+        inventories.unwrap_or_default(),
+        &claims,
+    ));
+    Ok(findings)
 }
 
 async fn look_at_devices(
@@ -337,6 +342,30 @@ fn terms(object: &Lease) -> Option<(Timestamp, SignedDuration, &str)> {
     let seconds = i64::from(spec.lease_duration_seconds.unwrap_or_default());
     let holder = spec.holder_identity.as_deref().unwrap_or_default();
     Some((renewed, SignedDuration::from_secs(seconds), holder))
+}
+
+/// The findings of all checks.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub(in crate::cli) struct Findings {
+    items: Vec<Finding>,
+}
+
+impl Answer for Findings {
+    const KIND: &'static str = "FindingList";
+
+    fn text(&self, _: Style) -> String {
+        text(&self.items)
+    }
+
+    /// The checks with findings that need attention.
+    fn names(&self) -> Vec<String> {
+        let bad = self
+            .items
+            .iter()
+            .filter(|finding| finding.level >= Level::Warning);
+        let names: BTreeSet<&str> = bad.map(|finding| finding.check).collect();
+        names.into_iter().map(str::to_owned).collect()
+    }
 }
 
 fn text(findings: &[Finding]) -> String {

@@ -2,7 +2,7 @@
 //! nodes with the controller's code on objects that this command reads; it reserves and writes nothing. In structured mode,
 //! [`structured`] does what the scheduler does.
 
-mod answer;
+pub(in crate::cli) mod answer;
 mod structured;
 
 use std::collections::BTreeMap;
@@ -10,21 +10,24 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use k8s_openapi::api::core::v1::{self, Node};
+use clap_complete::ArgValueCompleter;
+use k8s_openapi::api::core::v1::Node;
 use kube::api::Api;
 use kube::{Client, ResourceExt as _};
 use tokio_util::sync::CancellationToken;
 
 use self::answer::{
-    Answer, Subject, about_claim, about_pod, events, explain_limits, pod_answer, scheduler_says, text,
+    Explained, Subject, about_claim, about_pod, events, explain_limits, pod_answer, scheduler_says,
 };
-use super::output::Output;
-use super::{Cluster, read};
+use super::read::Namespaces;
+use super::{Cluster, candidates, read};
 use crate::api::crd::{DeviceClassParameters, NodeInventory};
 use crate::api::resource::{Pod, PodResourceClaim, PodSchedulingContext, ResourceClaim, ResourceClass};
 use crate::cli::diagnose::explain::{Facts, Found, explain, find};
 use crate::cli::diagnose::qualified_name;
-use crate::cli::{Error, block_on, choose_tls_provider};
+use crate::cli::objects;
+use crate::cli::output::Output;
+use crate::cli::{Error, block_on, choose_tls_provider, value};
 use crate::core::allocation::parameters::{Amount, DeviceRequests};
 use crate::driver::{ClaimRequest, Driver as _, Holding, Observation};
 use crate::host::HostDriver;
@@ -36,11 +39,16 @@ const READY_LIMIT: Duration = Duration::from_secs(30);
 #[derive(Clone, Debug, clap::Args)]
 pub(in crate::cli) struct Arguments {
     /// pod/NAME or claim/NAME; NAME alone means the pod, or the claim if there is no such pod
-    #[arg(value_name = "POD|CLAIM", num_args = 1..=2, required = true)]
+    #[arg(
+        value_name = "POD|CLAIM",
+        num_args = 1..=2,
+        required = true,
+        add = ArgValueCompleter::new(candidates::pods_and_claims)
+    )]
     object: Vec<String>,
 
     /// Namespace. Default: the kubeconfig context's
-    #[arg(short, long, value_name = "NAME")]
+    #[arg(short, long, value_name = "NAME", value_parser = value::namespace)]
     namespace: Option<String>,
 
     #[command(flatten)]
@@ -68,7 +76,7 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
             }
             Subject::Claim(_) => None,
         };
-        let claims = read::claims(&client, &namespace).await?;
+        let claims = read::claims(&client, &Namespaces::AllOr(namespace.clone())).await?;
         let claim = match &subject {
             Subject::Claim(name) | Subject::Either(name) if pod.is_none() => {
                 claims.items.iter().find(|claim| {
@@ -96,7 +104,7 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
         );
         return Ok(ExitCode::FAILURE);
     };
-    arguments.output.print(&answer, text)?;
+    arguments.output.print(&answer)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -116,7 +124,7 @@ struct Said {
 }
 
 impl Reading<'_> {
-    async fn answer(&self, pod: Option<&Pod>, claim: Option<&ResourceClaim>) -> Result<Answer, Error> {
+    async fn answer(&self, pod: Option<&Pod>, claim: Option<&ResourceClaim>) -> Result<Explained, Error> {
         let classes = read::classes(&self.client).await?;
         let context = match pod {
             Some(pod) => Api::<PodSchedulingContext>::namespaced(self.client.clone(), &self.namespace)
@@ -173,13 +181,13 @@ impl Reading<'_> {
         });
         // Our own pod type lacks conditions and limits.
         let whole = match pod {
-            Some(pod) => Api::<v1::Pod>::namespaced(self.client.clone(), &self.namespace)
+            Some(pod) => Api::<objects::Pod>::namespaced(self.client.clone(), &self.namespace)
                 .get_opt(&pod.name_any())
                 .await
                 .context("cannot read the pod")?,
             None => None,
         };
-        Ok(Answer {
+        Ok(Explained {
             pod: pod.map(|pod| {
                 pod_answer(
                     qualified_name(pod),

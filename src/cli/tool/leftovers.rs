@@ -3,17 +3,19 @@
 use std::process::ExitCode;
 
 use kube::Client;
+use schemars::JsonSchema;
+use serde::Serialize;
 
-use super::output::{Output, row, table};
 use super::{Cluster, read};
 use crate::cli::diagnose::usage::{Dependent, Objects, dependents, held_by};
+use crate::cli::output::{Answer, Output, Style, row, table};
 use crate::cli::{Error, block_on, choose_tls_provider};
 
 /// List objects that still use classic Dynamic Resource Allocation
 ///
 /// Delete these objects before you disable resource.k8s.io/v1alpha2 or upgrade to Kubernetes 1.32, which removed it; otherwise
 /// claims keep finalizers that no controller removes. Covers all drivers, or one with --this-driver. Evicts and deletes nothing.
-/// Exit code 0 if nothing is left, 1 if something is left or the API is not served.
+/// Exit code 0 if nothing is left, 1 if something is left, 3 if the API is not served.
 #[derive(Clone, Debug, clap::Args)]
 pub(in crate::cli) struct Arguments {
     /// List only claims that hold devices of this driver; delete them before you uninstall it
@@ -30,33 +32,61 @@ pub(in crate::cli) struct Arguments {
 /// Prints the remaining objects.
 pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     choose_tls_provider();
+    let driver = &arguments.cluster.driver.name;
     let left = block_on(async {
         let (client, _) = arguments.cluster.connect().await?;
-        if arguments.this_driver {
-            of_this_driver(&client, &arguments.cluster.driver.name).await
+        Ok(if arguments.this_driver {
+            Leftovers {
+                items: of_this_driver(&client, driver).await?,
+                driver: Some(driver.clone()),
+            }
         } else {
-            of_everybody(&client).await
-        }
+            Leftovers {
+                items: of_everybody(&client).await?,
+                driver: None,
+            }
+        })
     })?;
-    arguments.output.print(&left, |left, _| {
-        if arguments.this_driver {
-            text_of_this_driver(&arguments.cluster.driver.name, left)
-        } else {
-            text(left)
-        }
-    })?;
-    Ok(if left.is_empty() {
+    arguments.output.print(&left)?;
+    Ok(if left.items.is_empty() {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
     })
 }
 
+/// Objects that still use classic DRA.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub(in crate::cli) struct Leftovers {
+    items: Vec<Dependent>,
+    /// The only driver whose claims are listed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    driver: Option<String>,
+}
+
+impl Answer for Leftovers {
+    const KIND: &'static str = "LeftoverList";
+
+    fn text(&self, style: Style) -> String {
+        match &self.driver {
+            Some(driver) => text_of_this_driver(style, driver, &self.items),
+            None => text(style, &self.items),
+        }
+    }
+
+    fn names(&self) -> Vec<String> {
+        let names = self.items.iter();
+        names
+            .map(|object| format!("{}/{}", object.kind.to_lowercase(), object.name))
+            .collect()
+    }
+}
+
 async fn of_everybody(client: &Client) -> Result<Vec<Dependent>, Error> {
     let classes = match read::all(client).await {
         Err(error) if read::is_not_served(&error) => {
             let cause = "this API server does not serve resource.k8s.io/v1alpha2. Objects may remain from the time when it did, but only an \
-                         API server that serves it can list them: on Kubernetes 1.27 to 1.30, enable it (docs/install.md) and run the \
+                         API server that serves it can list them: on Kubernetes 1.27 to 1.30, enable it (docs/operator/install.md) and run the \
                          command again; later versions cannot";
             return Err(Error::Runtime(anyhow::anyhow!(cause)));
         }
@@ -81,30 +111,28 @@ async fn of_this_driver(client: &Client, driver: &str) -> Result<Vec<Dependent>,
     }
 }
 
-fn text(left: &[Dependent]) -> String {
+fn text(style: Style, left: &[Dependent]) -> String {
     if left.is_empty() {
         return "Nothing uses classic Dynamic Resource Allocation any more.\n".to_owned();
     }
-    let mut rows = vec![row(["KIND", "NAME", "DRIVER", "STATUS"])];
-    rows.extend(left.iter().map(|dependent| {
+    let rows = left.iter().map(|dependent| {
         row([
             dependent.kind,
             &dependent.name,
             dependent.driver.as_deref().unwrap_or_default(),
             &dependent.standing,
         ])
-    }));
-    table(&rows)
+    });
+    table(style, ["KIND", "NAME", "DRIVER", "STATUS"], rows.collect())
         + "\nDelete the pods first, then the claims while their drivers still run, then the templates and the classes.\n"
 }
 
-fn text_of_this_driver(driver: &str, left: &[Dependent]) -> String {
+fn text_of_this_driver(style: Style, driver: &str, left: &[Dependent]) -> String {
     if left.is_empty() {
         return format!("No claim holds anything of driver {driver}.\n");
     }
-    let mut rows = vec![row(["CLAIM", "STATUS"])];
-    rows.extend(left.iter().map(|claim| row([&claim.name, &claim.standing])));
-    table(&rows)
+    let rows = left.iter().map(|claim| row([&claim.name, &claim.standing]));
+    table(style, ["CLAIM", "STATUS"], rows.collect())
         + &format!(
             "\nDelete the pods that use these claims, then the remaining claims, and wait until all are gone. Then uninstall \
              driver {driver}.\n"

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::error::Error as _;
 use std::fs;
-use std::io;
+use std::io::{self, Read as _};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -266,6 +266,9 @@ fn propagation(kubelet_root: &Path, mountinfo: io::Result<Vec<u8>>) -> Option<Fi
     })
 }
 
+/// Maximum size of kubelet's configuration that is read. Those of clusters have some KiB.
+const KUBELET_CONFIG_MAX: u64 = 1 << 20;
+
 /// The fields of kubelet's configuration used here.
 #[derive(serde::Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -276,7 +279,8 @@ struct KubeletConfiguration {
 
 fn gate(config: &Path) -> Finding {
     let file = config.display().to_string();
-    let text = match fs::read_to_string(config) {
+    let read = |file: fs::File| io::read_to_string(file.take(KUBELET_CONFIG_MAX));
+    let text = match fs::File::open(config).and_then(read) {
         Ok(text) => text,
         Err(error) => {
             return Finding::note(

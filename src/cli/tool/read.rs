@@ -68,19 +68,29 @@ pub(super) async fn api(client: &Client) -> Result<Api, Error> {
     }
 }
 
+/// Namespaces whose claims are read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Namespaces {
+    /// All of them.
+    All,
+    /// All of them, or this one if the user may not list cluster-wide, which is noted on stderr.
+    AllOr(String),
+    /// This one.
+    One(String),
+}
+
 /// The claims that the user may read.
 #[derive(Clone, Debug)]
 pub(super) struct Claims<K = ResourceClaim> {
     /// The claims.
     pub(super) items: Vec<K>,
-    /// The only namespace read, if the user may not list cluster-wide.
+    /// The only namespace read.
     pub(super) namespace: Option<String>,
 }
 
-/// Lists all claims. Falls back to `namespace` if the user may not list cluster-wide, and to none if the API is not
-/// served; both are noted on stderr.
-pub(super) async fn claims(client: &Client, namespace: &str) -> Result<Claims, Error> {
-    match served_claims(client, namespace).await {
+/// Lists claims, none if the API is not served, which is noted on stderr.
+pub(super) async fn claims(client: &Client, namespaces: &Namespaces) -> Result<Claims, Error> {
+    match served_claims(client, namespaces).await {
         Err(error) if is_not_served(&error) => {
             eprintln!(
                 "note: this API server has no claims of classic Dynamic Resource Allocation (drayman doctor says more); devices leave their \
@@ -95,29 +105,34 @@ pub(super) async fn claims(client: &Client, namespace: &str) -> Result<Claims, E
     }
 }
 
-/// Lists all claims of an API that is served. Falls back to `namespace` if the user may not list cluster-wide, and notes it on stderr.
-pub(super) async fn served_claims<K>(client: &Client, namespace: &str) -> Result<Claims<K>, Error>
+/// Lists claims of an API that is served.
+pub(super) async fn served_claims<K>(client: &Client, namespaces: &Namespaces) -> Result<Claims<K>, Error>
 where
     K: Resource<DynamicType = (), Scope = NamespaceResourceScope> + Clone + DeserializeOwned + Debug,
 {
-    match all(client).await {
-        Err(error) if is_forbidden(&error) => {
-            let api = kube::Api::<K>::namespaced(client.clone(), namespace);
-            let items = list(&api, ListParams::default()).await?;
-            eprintln!(
-                "note: you may not list resourceclaims.resource.k8s.io in all namespaces; those of namespace {namespace} are read, and \
-                 what claims of others hold is not known"
-            );
-            Ok(Claims {
-                items,
-                namespace: Some(namespace.to_owned()),
-            })
-        }
-        items => Ok(Claims {
-            items: items?,
-            namespace: None,
-        }),
-    }
+    let namespace = match namespaces {
+        Namespaces::One(namespace) => namespace,
+        Namespaces::All | Namespaces::AllOr(_) => match (all(client).await, namespaces) {
+            (Err(error), Namespaces::AllOr(namespace)) if is_forbidden(&error) => {
+                eprintln!(
+                    "note: you may not list resourceclaims.resource.k8s.io in all namespaces; those of namespace {namespace} are read, and \
+                     what claims of others hold is not known"
+                );
+                namespace
+            }
+            (items, _) => {
+                return Ok(Claims {
+                    items: items?,
+                    namespace: None,
+                });
+            }
+        },
+    };
+    let api = kube::Api::<K>::namespaced(client.clone(), namespace);
+    Ok(Claims {
+        items: list(&api, ListParams::default()).await?,
+        namespace: Some(namespace.clone()),
+    })
 }
 
 /// Lists all classes; none if the API is not served.

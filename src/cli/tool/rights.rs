@@ -5,14 +5,14 @@ use std::collections::BTreeSet;
 use anyhow::Context as _;
 use futures::{StreamExt as _, TryStreamExt as _};
 use k8s_openapi::api::authorization::v1::{ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec};
-use k8s_openapi::api::core::v1::{EnvVar, Pod};
 use kube::Client;
 use kube::api::{Api, ListParams, PostParams};
 
 use super::read;
 use crate::cli::Error;
 use crate::cli::diagnose::doctor::Finding;
-use crate::cli::diagnose::rights::{Component, LeaseName, Right, judge, needed};
+use crate::cli::diagnose::rights::{Component, LeaseName, Right, judge, needed, needed_for_reviews};
+use crate::cli::objects::{EnvVar, Pod};
 
 /// Label of the chart's pods.
 const PODS: &str = "app.kubernetes.io/part-of=drayman";
@@ -31,6 +31,8 @@ pub(super) struct Account {
     pub(super) user: String,
     /// The component's Lease, if it elects a leader.
     pub(super) lease: Option<LeaseName>,
+    /// Whether its metrics are for authenticated scrapers only.
+    pub(super) reviews: bool,
 }
 
 /// Lists the chart's pods.
@@ -115,6 +117,7 @@ fn account(pod: &Pod, driver: &str) -> Option<Account> {
         component,
         user: format!("system:serviceaccount:{namespace}:{name}"),
         lease,
+        reviews: flags.value("--metrics-cert-dir").is_some(),
     })
 }
 
@@ -128,8 +131,11 @@ pub(super) async fn look(client: &Client, account: &Account, mode_both: bool) ->
 pub(super) async fn check(
     client: &Client,
     account: &Account,
-    rights: Vec<Right>,
+    mut rights: Vec<Right>,
 ) -> Result<Vec<Finding>, Error> {
+    if account.reviews {
+        rights.extend(needed_for_reviews());
+    }
     let mut missing: Vec<Right> = futures::stream::iter(rights)
         .map(|right| async {
             let allowed = is_allowed(client, &account.user, &right).await?;

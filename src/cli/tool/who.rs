@@ -3,21 +3,28 @@
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
-use super::Cluster;
-use super::devices::{Namespace, api, read_all, state};
-use super::output::{Output, one_line};
-use crate::cli::Error;
-use crate::cli::diagnose::devices::{DeviceRow, DeviceState};
+use clap::builder::NonEmptyStringValueParser;
+use clap_complete::ArgValueCompleter;
+use schemars::JsonSchema;
+use serde::Serialize;
+
+use super::devices::{api, read_all, state};
+use super::read::Namespaces;
+use super::{Cluster, candidates};
+use crate::cli::diagnose::devices::{DeviceRow, DeviceState, DeviceTable};
+use crate::cli::output::{Answer, Output, Style, one_line};
+use crate::cli::{Error, value};
 
 /// Show the holder of a device
 #[derive(Clone, Debug, clap::Args)]
 pub(in crate::cli) struct Arguments {
     /// The device, as DEVICE or NODE/DEVICE
-    #[arg(value_name = "DEVICE")]
+    #[arg(value_name = "DEVICE", value_parser = NonEmptyStringValueParser::new(), add = ArgValueCompleter::new(candidates::devices))]
     device: String,
 
-    #[command(flatten)]
-    namespace: Namespace,
+    /// Namespace whose claims are read if you cannot read all namespaces. Default: the kubeconfig context's
+    #[arg(short, long, value_name = "NAME", value_parser = value::namespace)]
+    namespace: Option<String>,
 
     #[command(flatten)]
     cluster: Cluster,
@@ -29,21 +36,40 @@ pub(in crate::cli) struct Arguments {
 /// Prints the device; several rows if devices on several nodes share the name.
 pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     let (node, device) = split(&arguments.device);
-    let all = read_all(&arguments.cluster, &arguments.namespace)?.devices;
+    let namespace = arguments.namespace.clone();
+    let namespaces = |context| Namespaces::AllOr(namespace.unwrap_or(context));
+    let all = read_all(&arguments.cluster, namespaces)?.devices;
     let rows: Vec<_> = all
         .iter()
         .filter(|row| arguments.device == row.device || (node == Some(&row.node) && row.device == device))
+        .cloned()
         .collect();
     if rows.is_empty() {
         let driver = &arguments.cluster.driver.name;
         eprintln!("error: {}", no_such(driver, &all, &arguments.device));
         return Ok(ExitCode::FAILURE);
     }
-    arguments.output.print(&rows, |rows, _| {
-        let texts: Vec<_> = rows.iter().copied().map(text).collect();
-        texts.join("\n")
-    })?;
+    arguments.output.print(&Details { items: rows })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Devices, each with its holders and attributes.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+struct Details {
+    items: Vec<DeviceRow>,
+}
+
+impl Answer for Details {
+    const KIND: &'static str = DeviceTable::KIND;
+
+    fn text(&self, _: Style) -> String {
+        let texts: Vec<_> = self.items.iter().map(text).collect();
+        texts.join("\n")
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.items.iter().map(DeviceRow::name).collect()
+    }
 }
 
 /// Splits the argument into an optional node and a device. A path is reduced to its last component, which is often the

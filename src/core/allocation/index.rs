@@ -145,12 +145,6 @@ impl AllocationIndex {
                 || self.unreadable.contains_key(label_of_node(node_name).as_str()))
     }
 
-    /// Whether a claim other than the one with this uid holds the device.
-    pub fn held_by_another(&self, uid: &str, node_uid: &str, device: &str) -> bool {
-        let holders = self.nodes.get(node_uid).and_then(|devices| devices.get(device));
-        holders.is_some_and(|holders| holders.iter().any(|holder| **holder != *uid))
-    }
-
     /// The claims that hold a device in excess of its shares, in the order of their rank.
     pub fn conflicts(&self, place: &Place, shares: usize) -> Vec<Conflict> {
         let holders = self.nodes.get(&place.node_uid);

@@ -184,6 +184,7 @@ impl Checkpoint {
 #[cfg(test)]
 mod tests {
     use super::super::container_edits::{ContainerEdits, DeviceNode};
+    use super::super::device_metadata::DeviceMetadata;
     use super::super::prepared_claims::{HeldDevice, Progress, Structured};
     use super::*;
 
@@ -244,6 +245,7 @@ mod tests {
                 share_ids: vec!["s-1".into()],
                 admin_access: true,
                 container_edits: ContainerEdits::default(),
+                metadata: DeviceMetadata::new("node-a", "r/s", Some("camera")),
             });
         }
         let text = structured.encode().unwrap();

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::names::{ClaimDevice, ClaimUid, DriverName, device_of_environment_name, environment_name};
@@ -11,7 +12,7 @@ use super::prepared_claims::{Entry, HeldDevice, Progress, Structured};
 use crate::api::cdi;
 
 /// The edits to a container. None of them comes from an object that a user can write.
-#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ContainerEdits {
     /// Device nodes.
@@ -34,7 +35,7 @@ pub struct ContainerEdits {
 }
 
 /// A device node in a container.
-#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct DeviceNode {
     /// Absolute path on the node.
@@ -46,7 +47,7 @@ pub struct DeviceNode {
 }
 
 /// A file or directory of the node in a container.
-#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Mount {
     /// Absolute path on the node. It must stay valid for as long as the container may be restarted.
@@ -241,8 +242,23 @@ fn cdi_device(name: String, container_edits: &ContainerEdits) -> cdi::Device {
         host_path: node.host_path.clone(),
         permissions: node.permissions.clone(),
     };
-    // Mounted files grant no set-uid privileges and no further devices.
-    let mount = |mount: &Mount| cdi::Mount {
+    cdi::Device {
+        name,
+        container_edits: cdi::ContainerEdits {
+            env: container_edits
+                .environment
+                .iter()
+                .map(|(name, value)| format!("{name}={value}"))
+                .collect(),
+            device_nodes: container_edits.device_nodes.iter().map(node).collect(),
+            mounts: container_edits.mounts.iter().map(cdi_mount).collect(),
+        },
+    }
+}
+
+/// A mount in the form of CDI. Mounted files grant no set-uid privileges and no further devices.
+pub fn cdi_mount(mount: &Mount) -> cdi::Mount {
+    cdi::Mount {
         host_path: mount.host_path.clone(),
         container_path: mount.container_path.clone(),
         options: [
@@ -253,18 +269,6 @@ fn cdi_device(name: String, container_edits: &ContainerEdits) -> cdi::Device {
         ]
         .map(str::to_owned)
         .to_vec(),
-    };
-    cdi::Device {
-        name,
-        container_edits: cdi::ContainerEdits {
-            env: container_edits
-                .environment
-                .iter()
-                .map(|(name, value)| format!("{name}={value}"))
-                .collect(),
-            device_nodes: container_edits.device_nodes.iter().map(node).collect(),
-            mounts: container_edits.mounts.iter().map(mount).collect(),
-        },
     }
 }
 
@@ -324,6 +328,7 @@ fn structured_devices(uid: &ClaimUid, devices: &[cdi::Device]) -> Option<(Vec<He
                 share_ids: Vec::new(),
                 admin_access: name.admin_access,
                 container_edits,
+                ..Structured::default()
             }),
             ..HeldDevice::default()
         });
@@ -609,6 +614,7 @@ mod rendering_tests {
                 share_ids: Vec::new(),
                 admin_access,
                 container_edits: of(device, path),
+                ..Structured::default()
             }),
             ..HeldDevice::named(device)
         };

@@ -166,11 +166,6 @@ impl Containers {
             .map(|(device, hold)| (device.as_str(), hold.numbers.as_slice()))
     }
 
-    /// Whether containers hold no device.
-    pub fn is_empty(&self) -> bool {
-        self.holds.is_empty()
-    }
-
     /// Describes the container that holds a device under this name.
     pub fn holder(&self, device: &str) -> Option<String> {
         self.holds.get(device).map(Hold::describe)

@@ -1,11 +1,13 @@
 //! Decisions of the node: prepared claims, device holders, and container edits for both kubelet APIs.
 
 pub mod allocate;
+pub mod allocation_results;
 pub mod checkpoint;
 pub mod claims_api;
 pub mod container_edits;
 pub mod containers;
 pub mod device_manager;
+pub mod device_metadata;
 pub mod inventory;
 pub mod kubelet_apis;
 pub mod kubelet_state;

@@ -136,6 +136,11 @@ impl DriverName {
         format!("{}-claim_", self.0)
     }
 
+    /// The directory of the device metadata, beside the CDI files. Readers of CDI files ignore directories.
+    pub fn metadata_directory(&self) -> String {
+        format!("{}-metadata", self.0)
+    }
+
     /// The CDI kind of devices that the device plugin API passes by CDI name.
     pub fn cdi_device_kind(&self) -> String {
         format!("{}/device", self.0)

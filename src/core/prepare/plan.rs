@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::container_edits::ContainerEdits;
 use super::containers::Containers;
+use super::device_metadata::DeviceMetadata;
 use super::inventory::Devices;
 use super::names::{ClaimUid, ClaimUidError, is_dns_label, is_dns_subdomain};
 use super::prepared_claims::{Change, Entry, Explanation, HeldDevice, PreparedClaims, Progress, Structured};
@@ -114,6 +115,11 @@ pub fn of_results(results: &[DeviceResult], node_name: &str) -> Result<Vec<HeldD
                     share_ids: result.share_id.iter().cloned().collect(),
                     admin_access: result.admin_access,
                     container_edits: ContainerEdits::default(),
+                    metadata: DeviceMetadata::new(
+                        &result.pool,
+                        &result.request,
+                        result.pod_claim_name.as_deref(),
+                    ),
                 }),
                 ..HeldDevice::default()
             });
@@ -132,6 +138,7 @@ pub fn of_results(results: &[DeviceResult], node_name: &str) -> Result<Vec<HeldD
         }
         structured.share_ids.extend(result.share_id.clone());
         structured.admin_access &= result.admin_access;
+        structured.metadata.add_request(&result.request);
     }
     Ok(devices)
 }
@@ -257,6 +264,10 @@ fn prepared_before(
             named: list(now.iter().map(String::as_str)),
         });
     }
+    let lacks_metadata = entry.devices.iter().any(|held| {
+        let structured = held.structured.as_ref();
+        structured.is_some_and(|structured| structured.metadata.is_unknown())
+    });
     let mut steps = Vec::new();
     if !complete {
         for allocated in allocated.iter().filter(|device| !device.has_admin_access()) {
@@ -272,6 +283,8 @@ fn prepared_before(
                 allocated.shares(),
             )?;
         }
+    }
+    if !complete || lacks_metadata {
         let known = Explanation {
             namespace: claim.namespace.clone(),
             name: claim.name.clone(),
@@ -302,16 +315,20 @@ fn same_allocation(held: &[HeldDevice], allocated: &[HeldDevice]) -> bool {
     details(held) == details(allocated)
 }
 
-/// The record of an allocated device, with its kind and numbers. The kind is empty if the device is missing.
+/// The record of an allocated device, with its kind, numbers and attributes. These are empty if the device is missing.
 pub(super) fn described(inventory: &Devices, allocated: &HeldDevice) -> HeldDevice {
     let device = inventory.get(&allocated.device);
+    let mut structured = allocated.structured.clone();
+    if let (Some(structured), Some(device)) = (&mut structured, device) {
+        structured.metadata.describe(device);
+    }
     HeldDevice {
         device: allocated.device.clone(),
         kind: device.map(|device| device.kind.clone()).unwrap_or_default(),
         numbers: device
             .map(|device| device.device_numbers.to_vec())
             .unwrap_or_default(),
-        structured: allocated.structured.clone(),
+        structured,
     }
 }
 
@@ -372,7 +389,7 @@ impl Default for Allocation {
 /// A device that the scheduler allocated to a request of a claim.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceResult {
-    /// Name of the request, without a subrequest.
+    /// The request: its name, or `name/subrequest`.
     pub request: String,
     /// Name of the pool: the node's name, for a device of this driver.
     pub pool: String,
@@ -382,6 +399,8 @@ pub struct DeviceResult {
     pub share_id: Option<String>,
     /// Whether the claim may use the device beside its holder.
     pub admin_access: bool,
+    /// The name of the claim in its pod, if the claim was made from a template.
+    pub pod_claim_name: Option<String>,
 }
 
 /// A claim in kubelet's Unprepare request, unvalidated. The claim may no longer exist in the API.

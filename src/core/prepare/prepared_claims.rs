@@ -11,6 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use super::container_edits::ContainerEdits;
+use super::device_metadata::DeviceMetadata;
 use super::inventory::Devices;
 use super::names::{ClaimUid, environment_name};
 use crate::api::crd::{Device, DeviceNumber};
@@ -43,7 +44,7 @@ pub struct Entry {
 }
 
 /// A device that a claim holds.
-#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HeldDevice {
     /// The device's name in the inventory.
@@ -60,7 +61,7 @@ pub struct HeldDevice {
 }
 
 /// How the scheduler allocated a device, and the edits for the containers that name its request.
-#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Structured {
     /// The ids of the claim's shares of the device; empty for a device without shares.
@@ -72,6 +73,9 @@ pub struct Structured {
     /// The edits for this device; empty until the driver has made them.
     #[serde(default)]
     pub container_edits: ContainerEdits,
+    /// Metadata of the device for its containers. Unknown if the entry was rebuilt.
+    #[serde(default, skip_serializing_if = "DeviceMetadata::is_unknown")]
+    pub metadata: DeviceMetadata,
 }
 
 impl HeldDevice {

@@ -307,18 +307,6 @@ pub enum ReleaseRefusal {
     },
 }
 
-impl ReleaseRefusal {
-    /// CamelCase reason from a small fixed set.
-    pub fn reason(&self) -> &'static str {
-        match self {
-            Self::ClaimUid(_) => "InvalidClaim",
-            Self::NotHeld(_) => "NotHeld",
-            Self::Listed(_) => "InUse",
-            Self::KubeletUnknown { .. } => "KubeletUnknown",
-        }
-    }
-}
-
 /// Plans a manual release. Without `force`, only a claim that kubelet does not list is released.
 pub fn plan_release(
     prepared_claims: &PreparedClaims,
@@ -676,12 +664,8 @@ mod release_tests {
     #[test]
     fn what_kubelet_lists_or_may_list_is_released_by_force_only() {
         let listed = KubeletView::Lists(KubeletClaims::from([(uid(), KubeletClaim::default())]));
-        for (kubelet, reason) in [
-            (listed, "InUse"),
-            (KubeletView::Unknown("no such file".into()), "KubeletUnknown"),
-        ] {
+        for kubelet in [listed, KubeletView::Unknown("no such file".into())] {
             let refusal = plan_release(&prepared_claims("boot"), &kubelet, UID, false).unwrap_err();
-            assert_eq!(refusal.reason(), reason);
             assert!(refusal.to_string().contains("--force"), "{refusal}");
             plan_release(&prepared_claims("boot"), &kubelet, UID, true).unwrap();
         }
@@ -691,9 +675,8 @@ mod release_tests {
     fn releasing_an_unknown_or_invalid_uid_is_refused() {
         let kubelet = KubeletView::Lists(KubeletClaims::new());
         let other = UID.replace('7', "8");
-        for (uid, reason) in [(other.as_str(), "NotHeld"), ("../../etc", "InvalidClaim")] {
+        for uid in [other.as_str(), "../../etc"] {
             let refusal = plan_release(&prepared_claims("boot"), &kubelet, uid, true).unwrap_err();
-            assert_eq!(refusal.reason(), reason);
             assert!(refusal.to_string().contains(uid), "{refusal}");
         }
     }

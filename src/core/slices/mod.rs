@@ -19,6 +19,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference}
 
 use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::names::short_hash;
+pub(in crate::core) use render::metadata_attributes;
 pub use render::{KIND, Omission, Omitted, SHARES, UNHEALTHY};
 use render::{has_shares, render};
 

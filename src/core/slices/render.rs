@@ -9,7 +9,7 @@ use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use semver::Version;
 
 use super::Features;
-use crate::api::crd::{self, AttributeValue};
+use crate::api::crd::{self, AttributeValue, DeviceAttributes};
 use crate::core::discovery::attributes::{NUMA_NODE, importance};
 use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::names::is_dns_subdomain;
@@ -102,7 +102,11 @@ fn render_device(device: &crd::Device) -> Device {
     });
     Device {
         name: device.name.clone(),
-        attributes: Some(attributes(device, ATTRIBUTES_MAX - usize::from(shared))),
+        attributes: Some(attributes(
+            device,
+            ATTRIBUTES_MAX - usize::from(shared),
+            VALUE_MAX,
+        )),
         capacity: shared.then(|| BTreeMap::from([(SHARES.to_owned(), capacity(shares(device)))])),
         allow_multiple_allocations: shared.then_some(true),
         taints: taint.map(|taint| vec![taint]),
@@ -135,9 +139,30 @@ fn quantity(number: u32) -> Quantity {
     }
 }
 
-/// The attributes that v1 can store: the most important ones if there are too many. Values that are too long are left out, since a shortened
-/// one would match other devices.
-fn attributes(device: &crd::Device, room: usize) -> BTreeMap<String, DeviceAttribute> {
+/// The attributes of a device for its containers: those of its slice, and texts that are too long for a slice.
+pub(in crate::core) fn metadata_attributes(device: &crd::Device) -> DeviceAttributes {
+    let all = attributes(device, ATTRIBUTES_MAX, usize::MAX).into_iter();
+    all.map(|(name, value)| {
+        let DeviceAttribute {
+            string,
+            int,
+            bool,
+            version,
+        } = value;
+        let value = AttributeValue {
+            string,
+            int,
+            bool,
+            version,
+        };
+        (name, value)
+    })
+    .collect()
+}
+
+/// The attributes that v1 can store: the most important ones if there are too many. Texts of more than `longest` bytes are left out, since a
+/// shortened one would match other devices.
+fn attributes(device: &crd::Device, room: usize, longest: usize) -> BTreeMap<String, DeviceAttribute> {
     let mut attributes = BTreeMap::from([(KIND.to_owned(), text(&device.kind))]);
     if let Some(why) = &device.unhealthy {
         attributes.insert(UNHEALTHY.to_owned(), text(beginning(why)));
@@ -151,7 +176,7 @@ fn attributes(device: &crd::Device, room: usize) -> BTreeMap<String, DeviceAttri
         .attributes
         .iter()
         .filter(|(name, _)| is_attribute_name(name) && !attributes.contains_key(*name))
-        .filter_map(|(name, value)| Some((name, convert(value)?)))
+        .filter_map(|(name, value)| Some((name, convert(value, longest)?)))
         .collect();
     rest.sort_by_key(|(name, _)| importance(name));
     rest.truncate(room.saturating_sub(attributes.len()));
@@ -181,7 +206,7 @@ fn beginning(text: &str) -> &str {
 }
 
 /// An attribute in the form of v1; `None` if the API server would reject it, and with it the whole slice.
-fn convert(value: &AttributeValue) -> Option<DeviceAttribute> {
+fn convert(value: &AttributeValue, longest: usize) -> Option<DeviceAttribute> {
     let converted = DeviceAttribute {
         string: value.string.clone(),
         int: value.int,
@@ -194,7 +219,7 @@ fn convert(value: &AttributeValue) -> Option<DeviceAttribute> {
             int: None,
             bool: None,
             version: None,
-        } => text.len() <= VALUE_MAX,
+        } => text.len() <= longest,
         AttributeValue {
             string: None,
             int: None,
@@ -257,7 +282,11 @@ mod tests {
         let mut device = camera();
         device.unhealthy = Some("ü".repeat(200));
         let (rendered, omitted) = render(&one(device.clone()), ALL);
-        assert_eq!(rendered[0].taints.as_ref().unwrap()[0].key, UNHEALTHY);
+        let taint = &rendered[0].taints.as_ref().unwrap()[0];
+        assert_eq!(
+            (taint.key.as_str(), taint.effect.as_str()),
+            (UNHEALTHY, "NoSchedule")
+        );
         let why = &rendered[0].attributes.as_ref().unwrap()[UNHEALTHY];
         assert_eq!(why.string.as_ref().unwrap().len(), VALUE_MAX);
         assert!(omitted.is_empty());
@@ -316,6 +345,27 @@ mod tests {
     }
 
     #[test]
+    fn metadata_has_texts_that_are_too_long_for_a_slice() {
+        let mut device = camera();
+        let link = "x".repeat(VALUE_MAX + 1);
+        for (name, value) in [("drayman.dev/link", link.as_str()), ("bare", "x")] {
+            device
+                .attributes
+                .insert(name.to_owned(), AttributeValue::string(value));
+        }
+        let metadata = metadata_attributes(&device);
+        assert_eq!(
+            metadata,
+            [
+                (KIND.to_owned(), AttributeValue::string("cameras")),
+                ("drayman.dev/link".to_owned(), AttributeValue::string(link)),
+            ]
+            .into_iter()
+            .collect()
+        );
+    }
+
+    #[test]
     fn a_value_that_v1_rejects_is_left_out() {
         let version = |version: &str| AttributeValue {
             version: Some(version.into()),
@@ -335,7 +385,7 @@ mod tests {
             (AttributeValue::string("ü".repeat(VALUE_MAX / 2 + 1)), false),
             (AttributeValue::string(""), true),
         ] {
-            assert_eq!(convert(&value).is_some(), is_valid, "{value:?}");
+            assert_eq!(convert(&value, VALUE_MAX).is_some(), is_valid, "{value:?}");
         }
     }
 

@@ -1,3 +1,5 @@
+use std::collections::VecDeque;
+
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 use proptest::prelude::*;
@@ -52,8 +54,13 @@ struct Server {
     stored: BTreeMap<String, ResourceSlice>,
     version: u64,
     drops_taints: bool,
+    drops_shares: bool,
     /// Changes that the watch has not delivered yet; `false` for deletions.
-    events: Vec<(bool, ResourceSlice)>,
+    events: VecDeque<(bool, ResourceSlice)>,
+    /// The same for a second publisher.
+    events_of_second: VecDeque<(bool, ResourceSlice)>,
+    /// Somebody else, or a write that was executed late, may have put a device into two slices.
+    has_foreign_content: bool,
     writes: usize,
     conflicts: usize,
     /// Contents of the pool whenever it was complete.
@@ -114,6 +121,10 @@ impl Server {
             if self.drops_taints {
                 device.taints = None;
             }
+            if self.drops_shares {
+                device.allow_multiple_allocations = None;
+                device.capacity = None;
+            }
             for taint in device.taints.iter_mut().flatten() {
                 let now = Timestamp::from_second(self.version.try_into().unwrap()).unwrap();
                 taint.time_added.get_or_insert(Time(now));
@@ -121,7 +132,7 @@ impl Server {
         }
         self.stored
             .insert(slice.metadata.name.clone().unwrap(), slice.clone());
-        self.events.push((true, slice.clone()));
+        self.tell(true, &slice);
         self.record();
         slice
     }
@@ -129,9 +140,14 @@ impl Server {
     fn delete(&mut self, name: &str) {
         if let Some(slice) = self.stored.remove(name) {
             self.version += 1;
-            self.events.push((false, slice));
+            self.tell(false, &slice);
             self.record();
         }
+    }
+
+    fn tell(&mut self, exists: bool, slice: &ResourceSlice) {
+        self.events.push_back((exists, slice.clone()));
+        self.events_of_second.push_back((exists, slice.clone()));
     }
 
     /// Notes the devices of the pool if a scheduler takes it for complete.
@@ -149,18 +165,35 @@ impl Server {
             let devices = current.iter().flat_map(|slice| devices_of(slice));
             let names: Vec<String> = devices.map(|device| device.name.clone()).collect();
             let different: BTreeSet<&String> = names.iter().collect();
-            assert_eq!(different.len(), names.len(), "a device is in two slices");
+            let is_consistent = different.len() == names.len();
+            assert!(
+                is_consistent || self.has_foreign_content,
+                "a device is in two slices"
+            );
             self.complete.push(names);
         }
     }
 
     fn deliver(&mut self, slices: &mut Slices) {
-        for (exists, slice) in self.events.drain(..) {
-            if exists {
-                slices.applied(slice);
-            } else {
-                slices.deleted(&slice);
+        for event in std::mem::take(&mut self.events) {
+            observe(slices, event);
+        }
+    }
+
+    /// Executes a write and tells the publisher its answer. After a conflict the runtime reads the object.
+    fn write(&mut self, slices: &mut Slices, write: &Write) {
+        match self.execute(write) {
+            Ok(stored) => {
+                slices.written(write, stored);
             }
+            Err(Conflict) => self.read(slices, write.name()),
+        }
+    }
+
+    fn read(&self, slices: &mut Slices, name: &str) {
+        match self.stored.get(name) {
+            Some(slice) => slices.applied(slice.clone()),
+            None => slices.absent(name),
         }
     }
 
@@ -169,16 +202,7 @@ impl Server {
         let before = self.writes;
         while let Some(write) = slices.next() {
             assert!(self.writes - before < 200, "no end of writes: {write:?}");
-            match self.execute(&write) {
-                Ok(stored) => {
-                    slices.written(&write, stored);
-                }
-                // The runtime reads the object after a conflict.
-                Err(Conflict) => match self.stored.get(write.name()) {
-                    Some(slice) => slices.applied(slice.clone()),
-                    None => slices.absent(write.name()),
-                },
-            }
+            self.write(slices, &write);
         }
         self.writes - before
     }
@@ -192,6 +216,14 @@ impl Server {
             .collect();
         names.sort();
         names
+    }
+}
+
+fn observe(slices: &mut Slices, (exists, slice): (bool, ResourceSlice)) {
+    if exists {
+        slices.applied(slice);
+    } else {
+        slices.deleted(&slice);
     }
 }
 
@@ -528,6 +560,7 @@ fn names_fit_and_differ_for_long_node_names() {
 #[derive(Clone, Debug)]
 enum Step {
     Plug(u8),
+    Share(u8),
     Unplug(u8),
     Break(u8),
     /// Most devices are gone.
@@ -535,31 +568,264 @@ enum Step {
     Write,
     /// The write is executed, and its answer is lost.
     Lost,
+    /// The write has no answer, and is executed later.
+    Late,
+    /// The late write is executed.
+    Arrive,
     Deliver,
+    /// The watch delivers one event.
+    DeliverOne,
     Relist,
     Wipe,
     DeleteOne(u8),
     Edit(u8),
+    /// Somebody makes a slice for this node.
+    Stray(u8),
     Restart,
+    /// A rolling update: a second publisher begins beside the first.
+    Second,
+    WriteSecond,
+    DeliverSecond,
+    /// The first publisher ends.
+    Replace,
     NewNode,
 }
 
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         4 => any::<u8>().prop_map(Step::Plug),
+        1 => any::<u8>().prop_map(Step::Share),
         4 => any::<u8>().prop_map(Step::Unplug),
         2 => any::<u8>().prop_map(Step::Break),
         1 => Just(Step::Few),
         16 => Just(Step::Write),
         2 => Just(Step::Lost),
-        6 => Just(Step::Deliver),
+        2 => Just(Step::Late),
+        2 => Just(Step::Arrive),
+        5 => Just(Step::Deliver),
+        4 => Just(Step::DeliverOne),
         1 => Just(Step::Relist),
         1 => Just(Step::Wipe),
         2 => any::<u8>().prop_map(Step::DeleteOne),
         2 => any::<u8>().prop_map(Step::Edit),
+        1 => any::<u8>().prop_map(Step::Stray),
         1 => Just(Step::Restart),
+        1 => Just(Step::Second),
+        3 => Just(Step::WriteSecond),
+        1 => Just(Step::DeliverSecond),
+        1 => Just(Step::Replace),
         1 => Just(Step::NewNode),
     ]
+}
+
+/// A node with its publishers, and an API server.
+struct History {
+    server: Server,
+    features: Features,
+    devices: Devices,
+    node_uid: u32,
+    slices: Slices,
+    second: Option<Slices>,
+    /// A slice whose last write had no answer.
+    lost: Option<String>,
+    /// A write without an answer that is not executed yet.
+    late: Option<Write>,
+}
+
+impl History {
+    fn begin(server: Server, features: Features) -> Self {
+        let mut history = Self {
+            server,
+            features,
+            devices: (*devices(150)).clone(),
+            node_uid: 1,
+            slices: Slices::new(pool(), features),
+            second: None,
+            lost: None,
+            late: None,
+        };
+        history.slices = history.publisher();
+        history
+    }
+
+    /// A publisher that has just listed the slices.
+    fn publisher(&self) -> Slices {
+        let node_uid = format!("n-{}", self.node_uid);
+        let mut slices = Slices::new(Pool { node_uid, ..pool() }, self.features);
+        slices.set_devices(Arc::new(self.devices.clone()));
+        slices.listed(self.server.stored.values().cloned());
+        slices
+    }
+
+    fn pick(&self, index: u8) -> Option<ResourceSlice> {
+        let count = self.server.stored.len().max(1);
+        self.server
+            .stored
+            .values()
+            .nth(usize::from(index) % count)
+            .cloned()
+    }
+
+    fn arrive(&mut self) {
+        if let Some(write) = self.late.take() {
+            self.server.has_foreign_content = true;
+            drop(self.server.execute(&write));
+        }
+    }
+
+    fn step(&mut self, step: &Step) {
+        match step {
+            Step::Plug(index) => self.devices.extend([device(&format!("d{index:04}"), true)]),
+            Step::Share(index) => {
+                let (name, mut device) = device(&format!("d{index:04}"), true);
+                device.shares = Some(2);
+                self.devices.insert(name, device);
+            }
+            Step::Unplug(index) => {
+                self.devices.remove(&format!("d{index:04}"));
+            }
+            Step::Break(index) => self.devices.extend([device(&format!("d{index:04}"), false)]),
+            Step::Few => self.devices.retain(|name, _| name.ends_with('7')),
+            Step::Wipe => {
+                for name in self.server.stored.keys().cloned().collect::<Vec<_>>() {
+                    self.server.delete(&name);
+                }
+            }
+            Step::DeleteOne(index) => {
+                if let Some(slice) = self.pick(*index) {
+                    self.server.delete(&slice.metadata.name.unwrap());
+                }
+            }
+            Step::Edit(index) => {
+                if let Some(slice) = self.pick(*index) {
+                    self.edit(slice, *index);
+                }
+            }
+            Step::Stray(index) => {
+                let Some(mut slice) = self.pick(*index) else {
+                    return;
+                };
+                slice.metadata.name = Some(format!("stray-{index}"));
+                slice.metadata.uid = Some(format!("u-{}", self.server.version + 1));
+                if index % 2 == 0 {
+                    slice.spec.pool.name = "another".into();
+                }
+                slice.spec.pool.generation = [0, 1, 9, i64::MAX][usize::from(index / 2 % 4)];
+                self.server.has_foreign_content = true;
+                self.server.store(slice);
+            }
+            Step::NewNode => self.node_uid += 1,
+            _ => self.publish(step),
+        }
+        let devices = Arc::new(self.devices.clone());
+        for slices in [Some(&mut self.slices), self.second.as_mut()]
+            .into_iter()
+            .flatten()
+        {
+            slices.set_devices(devices.clone());
+            slices.set_node_uid(format!("n-{}", self.node_uid));
+        }
+    }
+
+    /// A step of a publisher.
+    fn publish(&mut self, step: &Step) {
+        match step {
+            // The runtime reads a slice whose write had no answer before it writes again.
+            Step::Write | Step::Lost | Step::Late if self.lost.is_some() => {
+                let name = self.lost.take().unwrap();
+                self.server.read(&mut self.slices, &name);
+            }
+            Step::Write => {
+                if let Some(write) = self.slices.next() {
+                    self.server.write(&mut self.slices, &write);
+                }
+            }
+            Step::Lost => {
+                if let Some(write) = self.slices.next() {
+                    drop(self.server.execute(&write));
+                    self.lost = Some(write.name().to_owned());
+                }
+            }
+            Step::Late => {
+                self.arrive();
+                self.late = self.slices.next();
+                self.lost = self.late.as_ref().map(|write| write.name().to_owned());
+            }
+            Step::Arrive => self.arrive(),
+            Step::Deliver => {
+                self.server.deliver(&mut self.slices);
+                let is_alone = self.second.is_none() && self.late.is_none();
+                if is_alone && self.lost.is_none() && self.slices.next().is_none() {
+                    self.server.has_foreign_content = false;
+                }
+            }
+            Step::DeliverOne => {
+                if let Some(event) = self.server.events.pop_front() {
+                    observe(&mut self.slices, event);
+                }
+            }
+            Step::Relist => {
+                self.slices.listed(self.server.stored.values().cloned());
+                self.server.events.clear();
+            }
+            Step::Restart => {
+                self.slices = self.publisher();
+                self.server.events.clear();
+                self.lost = None;
+            }
+            Step::Second => {
+                self.second = Some(self.publisher());
+                self.server.events_of_second.clear();
+                self.server.has_foreign_content = true;
+            }
+            Step::WriteSecond => {
+                if let Some(second) = &mut self.second
+                    && let Some(write) = second.next()
+                {
+                    self.server.write(second, &write);
+                }
+            }
+            Step::DeliverSecond => {
+                for event in std::mem::take(&mut self.server.events_of_second) {
+                    if let Some(second) = &mut self.second {
+                        observe(second, event);
+                    }
+                }
+            }
+            Step::Replace => {
+                if let Some(second) = self.second.take() {
+                    self.slices = second;
+                    self.server.events = std::mem::take(&mut self.server.events_of_second);
+                    self.lost = None;
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Somebody edits a slice by hand.
+    fn edit(&mut self, mut slice: ResourceSlice, index: u8) {
+        let pool = &mut slice.spec.pool;
+        pool.generation = pool.generation.saturating_add(i64::from(index % 3));
+        pool.resource_slice_count = i64::from(index % 5) + 1;
+        let devices = slice.spec.devices.get_or_insert_default();
+        match index % 4 {
+            0 => devices.truncate(usize::from(index)),
+            1 => devices.iter_mut().for_each(|device| device.attributes = None),
+            2 => {
+                let (_, mut device) = device("nonsense", true);
+                device.kind = "nonsense".into();
+                devices.extend(render(&Devices::from([("nonsense".into(), device)]), TAINTS).0);
+                devices.truncate(DEVICES_WITH_TAINTS_MAX);
+                // The API server refuses two devices of one name.
+                let mut names = BTreeSet::new();
+                devices.retain(|device| names.insert(device.name.clone()));
+            }
+            _ => pool.generation = i64::MAX,
+        }
+        self.server.has_foreign_content = true;
+        self.server.store(slice);
+    }
 }
 
 proptest! {
@@ -568,85 +834,38 @@ proptest! {
         steps in prop::collection::vec(step(), 0..120),
         taints in any::<bool>(),
         drops_taints in any::<bool>(),
+        drops_shares in any::<bool>(),
     ) {
         let features = if taints { TAINTS } else { NO_TAINTS };
-        let mut server = Server { drops_taints, ..Server::default() };
-        let mut wanted = (*devices(150)).clone();
-        let mut uid = 1;
-        let mut lost: Option<String> = None;
-        let mut slices = Slices::new(pool(), features);
-        slices.set_devices(Arc::new(wanted.clone()));
-        slices.listed([]);
-        let pick = |server: &Server, index: u8| {
-            let names: Vec<String> = server.stored.keys().cloned().collect();
-            names.get(usize::from(index) % names.len().max(1)).cloned()
-        };
+        let server = Server { drops_taints, drops_shares, ..Server::default() };
+        let mut history = History::begin(server, features);
         for step in steps {
-            match step {
-                Step::Plug(index) => wanted.extend([device(&format!("d{index:04}"), true)]),
-                Step::Unplug(index) => { wanted.remove(&format!("d{index:04}")); }
-                Step::Break(index) => wanted.extend([device(&format!("d{index:04}"), false)]),
-                Step::Few => wanted.retain(|name, _| name.ends_with('7')),
-                // The runtime reads a slice whose write had no answer before it writes again.
-                Step::Write | Step::Lost if lost.is_some() => {
-                    let name = lost.take().unwrap();
-                    match server.stored.get(&name) {
-                        Some(slice) => slices.applied(slice.clone()),
-                        None => slices.absent(&name),
-                    }
-                }
-                Step::Write => if let Some(write) = slices.next() {
-                    match server.execute(&write) {
-                        Ok(stored) => { slices.written(&write, stored); }
-                        Err(Conflict) => match server.stored.get(write.name()) {
-                            Some(slice) => slices.applied(slice.clone()),
-                            None => slices.absent(write.name()),
-                        },
-                    }
-                },
-                Step::Lost => if let Some(write) = slices.next() {
-                    drop(server.execute(&write));
-                    lost = Some(write.name().to_owned());
-                },
-                Step::Deliver => server.deliver(&mut slices),
-                Step::Relist => {
-                    slices.listed(server.stored.values().cloned());
-                    server.events.clear();
-                }
-                Step::Wipe => for name in server.stored.keys().cloned().collect::<Vec<_>>() { server.delete(&name); },
-                Step::DeleteOne(index) => if let Some(name) = pick(&server, index) { server.delete(&name); },
-                Step::Edit(index) => if let Some(name) = pick(&server, index) {
-                    let mut slice = server.stored[&name].clone();
-                    slice.spec.pool.generation += i64::from(index % 3);
-                    slice.spec.pool.resource_slice_count = i64::from(index % 5) + 1;
-                    if let Some(devices) = &mut slice.spec.devices { devices.truncate(usize::from(index)); }
-                    server.store(slice);
-                },
-                Step::Restart => {
-                    slices = Slices::new(Pool { node_uid: format!("n-{uid}"), ..pool() }, features);
-                    slices.listed(server.stored.values().cloned());
-                    server.events.clear();
-                    lost = None;
-                }
-                Step::NewNode => {
-                    uid += 1;
-                    slices.set_node_uid(format!("n-{uid}"));
-                }
-            }
-            slices.set_devices(Arc::new(wanted.clone()));
+            history.step(&step);
         }
+        history.arrive();
+        let History { mut server, mut slices, second, devices: wanted, node_uid, .. } = history;
         server.deliver(&mut slices);
         server.settle(&mut slices);
         server.deliver(&mut slices);
         prop_assert_eq!(slices.next(), None, "at rest nothing is written");
         let published: Vec<String> = slices.devices.iter().map(|device| device.name.clone()).collect();
-        prop_assert_eq!(server.names(), published, "each device is published once");
+        prop_assert_eq!(&server.names(), &published, "each device is published once");
         prop_assert!(!server.drops_taints || slices.devices.iter().all(|device| wanted[&device.name].unhealthy.is_none()) || !taints);
+        prop_assert!(!server.drops_shares || slices.devices.iter().all(|device| wanted[&device.name].shares.is_none()));
+        let omitted = |device: &crd::Device| slices.omitted().iter().any(|omitted| omitted.device == device.name);
+        prop_assert!(wanted.values().all(|device| published.contains(&device.name) || omitted(device)), "no device is lost");
         let generations: BTreeSet<i64> = server.stored.values().map(|slice| slice.spec.pool.generation).collect();
         prop_assert_eq!(generations.len(), 1);
         for slice in server.stored.values() {
             prop_assert_eq!(usize::try_from(slice.spec.pool.resource_slice_count).unwrap(), server.stored.len());
-            prop_assert_eq!(&slice.metadata.owner_references.as_ref().unwrap()[0].uid, &format!("n-{uid}"));
+            prop_assert_eq!(&slice.metadata.owner_references.as_ref().unwrap()[0].uid, &format!("n-{node_uid}"));
+        }
+        // A second publisher that has the same devices agrees.
+        if let Some(mut second) = second {
+            second.listed(server.stored.values().cloned());
+            server.settle(&mut second);
+            slices.listed(server.stored.values().cloned());
+            prop_assert_eq!(slices.next(), None, "two publishers do not fight");
         }
     }
 }

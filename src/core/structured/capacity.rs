@@ -58,7 +58,7 @@ fn amount(capacity: &DeviceCapacity, asked: Option<&Text>) -> Result<Text, Strin
                 Ok(if rounded == amount {
                     asked.clone()
                 } else {
-                    rounded.text()
+                    rounded.text_like(asked)
                 })
             }
         };

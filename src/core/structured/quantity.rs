@@ -46,8 +46,24 @@ impl Quantity {
         self.0.checked_add(missing).map(Self)
     }
 
-    /// The quantity as a text of an object.
-    pub(super) fn text(self) -> Text {
+    /// The quantity as a text of an object, with a binary suffix if `like` has one.
+    pub(super) fn text_like(self, like: &Text) -> Text {
+        if like.0.ends_with('i') {
+            let binary = [
+                (60, "Ei"),
+                (50, "Pi"),
+                (40, "Ti"),
+                (30, "Gi"),
+                (20, "Mi"),
+                (10, "Ki"),
+            ];
+            for (shift, suffix) in binary {
+                let unit = ONE << shift;
+                if self.0 != 0 && self.0 % unit == 0 {
+                    return Text(format!("{}{suffix}", self.0 / unit));
+                }
+            }
+        }
         Text(self.to_string())
     }
 }
@@ -171,5 +187,20 @@ mod tests {
         assert_eq!(rounded("6", "1", "2"), Some(quantity("7")));
         assert_eq!(rounded("1.2", "1", "0.5"), Some(quantity("1.5")));
         assert_eq!(rounded("6", "1", "0"), None);
+    }
+
+    #[test]
+    fn a_rounded_amount_keeps_its_sort_of_suffix() {
+        let text = |amount, like: &str| {
+            Quantity::parse(amount)
+                .unwrap()
+                .text_like(&Text(like.to_owned()))
+                .0
+        };
+        assert_eq!(text("2147483648", "1500Mi"), "2Gi");
+        assert_eq!(text("1536Mi", "1Gi"), "1536Mi");
+        assert_eq!(text("1500", "1Ki"), "1500");
+        assert_eq!(text("0", "1Ki"), "0");
+        assert_eq!(text("2Gi", "1500000000"), "2147483648");
     }
 }

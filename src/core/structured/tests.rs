@@ -551,7 +551,7 @@ fn capacity_requests_follow_the_policy_of_the_device() {
         (&range, json!({}), "1Gi"),
         (&range, json!({ "memory": "1Mi" }), "1Gi"),
         (&range, json!({ "memory": "3Gi" }), "3Gi"),
-        (&range, json!({ "memory": "1.5Gi" }), "2147483648"),
+        (&range, json!({ "memory": "1.5Gi" }), "2Gi"),
         (&values, json!({ "memory": "1.5Gi" }), "2Gi"),
         (&Value::Null, json!({}), "8Gi"),
         (&Value::Null, json!({ "memory": "1Gi" }), "1Gi"),

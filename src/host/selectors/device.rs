@@ -4,13 +4,13 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::api::resource::v1::Device;
 
-use super::{Compiled, Ground, STACK};
+use super::{Compiled, Environment, STACK};
 use crate::core::allocation::selectors::Match;
 
 /// Compiled selectors of structured mode. [`with_selectors`] provides the stack that they need.
 #[allow(missing_debug_implementations, reason = "the context of CEL has none")]
 pub struct DeviceSelectors {
-    ground: Ground,
+    environment: Environment,
     programs: BTreeMap<String, Result<Compiled, String>>,
 }
 
@@ -22,7 +22,7 @@ impl DeviceSelectors {
             self.programs.insert(expression.to_owned(), compiled);
         }
         match self.programs.get(expression) {
-            Some(Ok(compiled)) => compiled.evaluate_device(&self.ground, driver, device),
+            Some(Ok(compiled)) => compiled.evaluate_device(&self.environment, driver, device),
             Some(Err(error)) => Match::Failed(error.as_str().into()),
             None => Match::Failed("it was not compiled".into()),
         }
@@ -37,7 +37,7 @@ pub fn with_selectors<T: Send>(work: impl FnOnce(&mut DeviceSelectors) -> T + Se
             .stack_size(STACK);
         let run = || {
             let mut selectors = DeviceSelectors {
-                ground: Ground::new(""),
+                environment: Environment::new(""),
                 programs: BTreeMap::new(),
             };
             work(&mut selectors)

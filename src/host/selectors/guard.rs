@@ -37,7 +37,7 @@ pub(super) const FIELDS: [&str; 3] = ["driver", "attributes", "capacity"];
 pub(super) const STRUCTURED_FIELDS: [&str; 4] =
     ["driver", "attributes", "capacity", "allowMultipleAllocations"];
 /// Functions that an expression may call: those of a Kubernetes selector, except those that make large values from small ones.
-const FUNCTIONS: [&str; 31] = [
+const FUNCTIONS: [&str; 35] = [
     "add",
     "asApproximateFloat",
     "asInteger",
@@ -46,6 +46,7 @@ const FUNCTIONS: [&str; 31] = [
     "contains",
     "double",
     "endsWith",
+    "hasValue",
     "indexOf",
     "int",
     "isGreaterThan",
@@ -58,6 +59,8 @@ const FUNCTIONS: [&str; 31] = [
     "major",
     "matches",
     "minor",
+    "or",
+    "orValue",
     "patch",
     "quantity",
     "semver",
@@ -69,6 +72,7 @@ const FUNCTIONS: [&str; 31] = [
     "substring",
     "trim",
     "upperAscii",
+    "value",
 ];
 
 /// Rejects a text that must not be parsed.
@@ -134,21 +138,26 @@ impl<'f> Needs<'f> {
         })
     }
 
+    /// Rejects a field that `device` does not have.
+    fn check_field(&self, operand: &IdedExpr, field: &str) -> Result<(), String> {
+        if !matches!(&operand.expr, Expr::Ident(name) if name == "device") || self.fields.contains(&field) {
+            return Ok(());
+        }
+        let (last, others) = self.fields.split_last().unwrap_or((&"", &[]));
+        Err(format!(
+            "device has no {}, only {} and {last}",
+            cited(field),
+            others.join(", ")
+        ))
+    }
+
     fn steps(&mut self, expression: &IdedExpr) -> Result<usize, String> {
         let inner = match &expression.expr {
             Expr::Unspecified | Expr::Literal(_) => 0,
             Expr::Ident(name) if name == "device" || self.variables.contains(name) => 0,
             Expr::Ident(name) => return Err(format!("there is no variable {}, only device", cited(name))),
             Expr::Select(select) => {
-                let known = self.fields.contains(&&*select.field);
-                if matches!(&select.operand.expr, Expr::Ident(name) if name == "device") && !known {
-                    let (last, others) = self.fields.split_last().unwrap_or((&"", &[]));
-                    return Err(format!(
-                        "device has no {}, only {} and {last}",
-                        cited(&select.field),
-                        others.join(", ")
-                    ));
-                }
+                self.check_field(&select.operand, &select.field)?;
                 self.steps(&select.operand)?
             }
             Expr::Call(call) => {
@@ -157,10 +166,14 @@ impl<'f> Needs<'f> {
                 if !operator && !FUNCTIONS.contains(&name) {
                     return Err(format!("there is no function {} in selectors", cited(name)));
                 }
-                if let ("_[_]", Some(Expr::Literal(LiteralValue::String(key)))) =
-                    (name, call.args.get(1).map(|key| &key.expr))
+                if let [operand, key] = call.args.as_slice()
+                    && let Expr::Literal(LiteralValue::String(key)) = &key.expr
                 {
-                    self.keys.push(key.inner().to_owned());
+                    match name {
+                        "_[_]" | "_[?_]" => self.keys.push(key.inner().to_owned()),
+                        "_?._" => self.check_field(operand, key.inner())?,
+                        _ => {}
+                    }
                 }
                 let own = if name == "matches" { PATTERN_STEPS } else { 0 };
                 self.all(call.target.as_deref().into_iter().chain(&call.args))?

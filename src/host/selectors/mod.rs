@@ -15,7 +15,7 @@ use tokio::sync::oneshot;
 use crate::core::allocation::inventory::AttributeSet;
 use crate::core::allocation::selectors::Match;
 pub use device::{DeviceSelectors, with_selectors};
-pub use program::{Compiled, Ground};
+pub use program::{Compiled, Environment};
 
 /// Stack size in bytes of the thread that parses and evaluates expressions. The limits on expressions keep their stack usage well
 /// below it.
@@ -129,7 +129,7 @@ impl Evaluator {
 }
 
 fn run(driver: &str, jobs: &Receiver<Job>) {
-    let ground = Ground::new(driver);
+    let environment = Environment::new(driver);
     let mut programs: BTreeMap<Arc<str>, Result<Compiled, String>> = BTreeMap::new();
     let mut ages: VecDeque<Arc<str>> = VecDeque::new();
     while let Ok(job) = jobs.recv() {
@@ -153,7 +153,7 @@ fn run(driver: &str, jobs: &Receiver<Job>) {
                 if job.reply.is_closed() || (!evaluated.is_empty() && begun.elapsed() >= TURN) {
                     break;
                 }
-                let results = compiled.evaluate(&ground, &attributes);
+                let results = compiled.evaluate(&environment, &attributes);
                 evaluated.push((attributes, results));
             }
             evaluated

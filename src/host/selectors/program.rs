@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use k8s_openapi::api::resource::v1::{Device, DeviceAttribute};
 use kube_cel::KubeCelExt;
+use kube_cel::cel::common::ast::{EntryExpr, Expr, operators};
 use kube_cel::cel::objects::{Key, Map};
+use kube_cel::cel::parser::{Expression, Parser};
 use kube_cel::cel::{Context, ExecutionError, Program, Value};
 
 use crate::core::allocation::inventory::{Attribute, AttributeSet};
@@ -17,7 +19,7 @@ const ERROR_MAX: usize = 200;
 
 /// The environment of all evaluations.
 #[allow(missing_debug_implementations, reason = "the context of CEL has none")]
-pub struct Ground {
+pub struct Environment {
     context: Context<'static>,
     version: Option<Program>,
     quantity: Option<Program>,
@@ -36,11 +38,11 @@ struct Input<'a> {
 /// A compiled expression that passed all limits.
 #[allow(missing_debug_implementations, reason = "the program of CEL has none")]
 pub struct Compiled {
-    program: Program,
+    expression: Expression,
     keys: Vec<String>,
 }
 
-impl Ground {
+impl Environment {
     /// Returns the environment for the devices of one driver: attribute names without a domain belong to `driver`.
     pub fn new(driver: &str) -> Self {
         Self {
@@ -143,20 +145,25 @@ impl Compiled {
 
     fn with_fields(expression: &str, fields: &[&str]) -> Result<Self, String> {
         guard::text(expression)?;
-        let program = Program::compile(expression).map_err(|errors| shortened(&errors.to_string()))?;
-        let keys = Needs::of(program.expression(), fields)?.keys;
-        Ok(Self { program, keys })
+        // Kubernetes has optional values since 1.28.
+        let parser = Parser::default().enable_optional_syntax(true);
+        let mut expression = parser
+            .parse(expression)
+            .map_err(|errors| shortened(&errors.to_string()))?;
+        let keys = Needs::of(&expression, fields)?.keys;
+        index_optionally(&mut expression);
+        Ok(Self { expression, keys })
     }
 
     /// Evaluates the expression against a device's attributes. Needs the same stack.
-    pub fn evaluate(&self, ground: &Ground, attributes: &AttributeSet) -> Match {
+    pub fn evaluate(&self, environment: &Environment, attributes: &AttributeSet) -> Match {
         let values = attributes
             .iter()
-            .filter_map(|(name, value)| Some((&**name, ground.value(value)?)));
+            .filter_map(|(name, value)| Some((&**name, environment.value(value)?)));
         self.execute(
-            ground,
+            environment,
             Input {
-                driver: &ground.driver,
+                driver: &environment.driver,
                 attributes: values.collect(),
                 capacity: Vec::new(),
                 allow_multiple_allocations: None,
@@ -165,21 +172,21 @@ impl Compiled {
     }
 
     /// Evaluates the expression against a device of a ResourceSlice of `driver`. Needs the same stack.
-    pub fn evaluate_device(&self, ground: &Ground, driver: &str, device: &Device) -> Match {
+    pub fn evaluate_device(&self, environment: &Environment, driver: &str, device: &Device) -> Match {
         let attributes = device.attributes.iter().flatten();
         let capacity = device.capacity.iter().flatten();
         self.execute(
-            ground,
+            environment,
             Input {
                 driver,
                 attributes: attributes
-                    .filter_map(|(name, value)| Some((name.as_str(), ground.device_value(value)?)))
+                    .filter_map(|(name, value)| Some((name.as_str(), environment.device_value(value)?)))
                     .collect(),
                 capacity: capacity
                     .filter_map(|(name, of)| {
                         Some((
                             name.as_str(),
-                            ground.parse(ground.quantity.as_ref(), &of.value.0)?,
+                            environment.parse(environment.quantity.as_ref(), &of.value.0)?,
                         ))
                     })
                     .collect(),
@@ -188,15 +195,50 @@ impl Compiled {
         )
     }
 
-    fn execute(&self, ground: &Ground, input: Input<'_>) -> Match {
-        let mut context = ground.context.new_inner_scope();
-        context.add_variable_from_value("device", Ground::device(input, &self.keys));
-        match self.program.execute(&context) {
+    fn execute(&self, environment: &Environment, input: Input<'_>) -> Match {
+        let mut context = environment.context.new_inner_scope();
+        context.add_variable_from_value("device", Environment::device(input, &self.keys));
+        match Value::resolve(&self.expression, &context) {
             Ok(Value::Bool(true)) => Match::Yes,
             Ok(Value::Bool(false)) => Match::No,
             Ok(_) => Match::Failed("the result is neither true nor false".into()),
             Err(error) => Match::Failed(shortened(&told(&error)).into()),
         }
+    }
+}
+
+/// Replaces `map.?key` by `map[?"key"]`, which means the same: cel 0.13 fails on the former if the key is missing.
+fn index_optionally(expression: &mut Expression) {
+    match &mut expression.expr {
+        Expr::Call(call) => {
+            if call.func_name == operators::OPT_SELECT {
+                operators::OPT_INDEX.clone_into(&mut call.func_name);
+            }
+            call.target.as_deref_mut().into_iter().for_each(index_optionally);
+            call.args.iter_mut().for_each(index_optionally);
+        }
+        Expr::Select(select) => index_optionally(&mut select.operand),
+        Expr::List(list) => list.elements.iter_mut().for_each(index_optionally),
+        Expr::Map(map) => {
+            for entry in &mut map.entries {
+                if let EntryExpr::MapEntry(entry) = &mut entry.expr {
+                    index_optionally(&mut entry.key);
+                    index_optionally(&mut entry.value);
+                }
+            }
+        }
+        Expr::Comprehension(comprehension) => {
+            for part in [
+                &mut comprehension.iter_range,
+                &mut comprehension.accu_init,
+                &mut comprehension.loop_cond,
+                &mut comprehension.loop_step,
+                &mut comprehension.result,
+            ] {
+                index_optionally(part);
+            }
+        }
+        Expr::Unspecified | Expr::Literal(_) | Expr::Ident(_) | Expr::Struct(_) => {}
     }
 }
 
@@ -274,7 +316,7 @@ mod tests {
 
     fn evaluate(expression: &str) -> Match {
         let compiled = Compiled::new(expression).unwrap_or_else(|error| panic!("{expression}: {error}"));
-        compiled.evaluate(&Ground::new("drayman.dev"), &attributes())
+        compiled.evaluate(&Environment::new("drayman.dev"), &attributes())
     }
 
     #[test]

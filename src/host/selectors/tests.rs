@@ -71,6 +71,36 @@ async fn hostile_expressions_are_refused_and_others_go_on() {
 }
 
 #[tokio::test]
+async fn optional_values_are_those_of_kubernetes() {
+    let evaluator = Evaluator::new("drayman.dev");
+    for (expression, expected) in [
+        ("device.attributes['drayman.dev'].?x.orValue(0) == 1", Match::Yes),
+        ("device.attributes['drayman.dev'].?y.orValue(7) == 7", Match::Yes),
+        ("device.attributes['drayman.dev'].?y.hasValue()", Match::No),
+        (
+            "device.attributes['other.example'].?x.orValue(0) == 0",
+            Match::Yes,
+        ),
+        ("device.attributes['drayman.dev'][?'x'].value() == 1", Match::Yes),
+        (
+            "[7].exists(a, device.attributes['drayman.dev'].?y.orValue(7) == a)",
+            Match::Yes,
+        ),
+        (
+            "device.attributes['drayman.dev'].?y.or(device.attributes['drayman.dev'].?x).orValue(0) == 1",
+            Match::Yes,
+        ),
+    ] {
+        let results = evaluate(&evaluator, expression).await;
+        assert_eq!(results, Ok(vec![(attributes(1), expected)]), "{expression}");
+    }
+    let Err(Refusal::Wrong(error)) = evaluate(&evaluator, "device.?attribute.hasValue()").await else {
+        panic!("an unknown field")
+    };
+    assert!(error.contains("device has no \"attribute\""), "{error}");
+}
+
+#[tokio::test]
 async fn the_largest_selector_fits_the_stack_and_the_time_limit() {
     let evaluator = Evaluator::new("drayman.dev");
     for expression in [
@@ -171,11 +201,11 @@ proptest! {
         ]), 0..24)
     ) {
         let text = words.join(" ");
-        let ground = Ground::new("drayman.dev");
+        let environment = Environment::new("drayman.dev");
         let thread = std::thread::Builder::new().stack_size(STACK);
         let evaluated = thread.spawn(move || {
             if let Ok(compiled) = Compiled::new(&text) {
-                compiled.evaluate(&ground, &attributes(1));
+                compiled.evaluate(&environment, &attributes(1));
             }
         });
         prop_assert!(evaluated.unwrap().join().is_ok(), "{words:?}");

@@ -17,12 +17,12 @@ pub enum ConfigError {
         source: std::io::Error,
     },
     /// The content of the file is invalid.
-    #[error("{path}:{place}: {problem}", path = path.display())]
+    #[error("{path}:{position}: {problem}", path = path.display())]
     Content {
         /// The file.
         path: PathBuf,
         /// The position of the error.
-        place: Place,
+        position: Position,
         /// The problem and its remedy.
         problem: String,
     },
@@ -40,12 +40,12 @@ impl ConfigError {
 
 /// Line and column, both from 1; `1:1` for the whole file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct Position {
     pub(super) line: u64,
     pub(super) column: u64,
 }
 
-impl Place {
+impl Position {
     pub(super) const START: Self = Self { line: 1, column: 1 };
 
     pub(super) fn of(location: Location) -> Self {
@@ -56,7 +56,7 @@ impl Place {
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for Position {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}", self.line, self.column)
     }

@@ -2,23 +2,27 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 
 use super::pattern::PathPattern;
+use super::schema::{MountPath, SysfsFile};
 use super::source::Source;
 use super::{Refused, at, shown};
 use crate::core::prepare::container_edits::Mount;
 use crate::core::prepare::names::ENVIRONMENT_PREFIX;
 
 /// Maximum number of entries in a list or map.
-const ENTRIES_MAX: usize = 32;
+pub(super) const ENTRIES_MAX: usize = 32;
 /// Largest path, in bytes.
-const PATH_MAX: usize = 256;
+pub(super) const PATH_MAX: usize = 256;
 /// Largest value of a variable, in bytes.
-const VALUE_MAX: usize = 4096;
+pub(super) const VALUE_MAX: usize = 4096;
 /// Default number of consecutive good results that make a device healthy again.
 const RECOVER_AFTER: u32 = 3;
+/// Largest such number: a device is not healthy for as many probes.
+const RECOVER_AFTER_MAX: u32 = 100;
 
 /// Health probe of a kind's devices. It never runs a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,34 +72,53 @@ pub struct ProbeSysfs {
     pub values: BTreeSet<String>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub(super) struct RawMount {
+    /// Path on the host.
+    #[schemars(with = "MountPath")]
     host_path: Spanned<String>,
+    /// Path in the container; default: the host path.
     #[serde(default)]
+    #[schemars(with = "MountPath")]
     container_path: Option<Spanned<String>>,
+    /// Mount read-only; default: true.
     #[serde(default)]
+    #[schemars(with = "bool")]
     read_only: Option<bool>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub(super) struct RawHealth {
+    /// Open each node in this mode; requires a privileged companion.
     #[serde(default)]
+    #[schemars(with = "String", extend("enum" = ["read", "write", "readWrite"]))]
     open: Option<Spanned<String>>,
+    /// Files of the device in sysfs to check.
     #[serde(default)]
+    #[schemars(with = "Vec<RawSysfs>", length(max = ENTRIES_MAX))]
     sysfs: Option<Spanned<Vec<RawSysfs>>>,
+    /// Consecutive successes until the device is healthy again.
     #[serde(default)]
+    #[schemars(with = "u32", range(min = 1, max = RECOVER_AFTER_MAX))]
     recover_after: Option<Spanned<u32>>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[schemars(extend("oneOf" = [{ "required": ["equals"] }, { "required": ["in"] }]))]
 struct RawSysfs {
+    /// Path below the device's directory.
+    #[schemars(with = "SysfsFile")]
     file: Spanned<String>,
+    /// The value of a healthy device.
     #[serde(default)]
+    #[schemars(with = "String")]
     equals: Option<String>,
+    /// The values of a healthy device.
     #[serde(default, rename = "in")]
+    #[schemars(with = "Vec<String>", length(min = 1))]
     one_of: Option<Vec<String>>,
 }
 
@@ -260,9 +283,12 @@ pub(super) fn health(field: &str, raw: &RawHealth) -> Result<Probe, Refused> {
     }
     let recover_after = match &raw.recover_after {
         None => RECOVER_AFTER,
-        Some(raw) if (1..=100).contains(&raw.value) => raw.value,
+        Some(raw) if (1..=RECOVER_AFTER_MAX).contains(&raw.value) => raw.value,
         Some(raw) => {
-            let problem = format!("{field}.recoverAfter {} must be 1 to 100", raw.value);
+            let problem = format!(
+                "{field}.recoverAfter {} must be 1 to {RECOVER_AFTER_MAX}",
+                raw.value
+            );
             return Err(at(raw, problem));
         }
     };

@@ -2,63 +2,117 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 
 use super::extras::{self, Probe};
-use super::kubelet_apis::RawApis;
-use super::places::Places;
+use super::kubelet_apis::{MODES, NAMES_MAX, RawApis};
+use super::positions::Positions;
 use super::preset::{PRESETS, Preset};
+use super::schema;
 use super::source::{self, Source};
-use super::{DeviceKind, Place, Refused, at, shown};
+use super::{DeviceKind, Position, Refused, at, shown};
 use crate::core::prepare::names::is_dns_label;
 
 /// Maximum number of holders of a device.
 const SHARES_MAX: u32 = 1024;
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[schemars(extend(
+    "oneOf" = [
+        { "required": ["preset"] }, { "required": ["paths"] }, { "required": ["groups"] }, { "required": ["usb"] }, { "required": ["pci"] },
+    ],
+    "anyOf" = [{ "required": ["name"] }, { "required": ["preset"] }],
+    "if" = { "required": ["mode"], "properties": { "mode": { "enum": MODES[1..] } } },
+    "then" = { "required": ["resourceName"] },
+    "else" = { "not": { "anyOf": [
+        { "required": ["resourceName"] }, { "required": ["cdiDevices"] }, { "required": ["preStartCheck"] },
+    ] } },
+    "allOf" = schema::rules_of_modes()
+))]
 pub(super) struct RawKind {
+    /// Unique name that classes refer to; default: the preset's name.
     #[serde(default)]
+    #[schemars(with = "schema::Label")]
     pub(super) name: Option<Spanned<String>>,
+    /// Name of a predefined kind.
     #[serde(default)]
+    #[schemars(with = "String", extend("enum" = schema::presets()))]
     pub(super) preset: Option<Spanned<String>>,
+    /// claims: through ResourceClaims; extended-resource: through resources.limits; split: a fixed division; both: each device through the
+    /// API that requests it first.
     #[serde(default)]
+    #[schemars(with = "String", extend("enum" = MODES))]
     mode: Option<Spanned<String>>,
+    /// Unique name of the extended resource; for every mode but claims.
     #[serde(default)]
+    #[schemars(with = "schema::ResourceName")]
     pub(super) resource_name: Option<Spanned<String>>,
+    /// For mode split: names of the devices of the extended resource.
     #[serde(default)]
+    #[schemars(with = "Vec<schema::Label>", length(min = 1, max = NAMES_MAX))]
     extended_resource_devices: Option<Spanned<Vec<Spanned<String>>>>,
+    /// Give containers with the extended resource CDI names instead of device nodes.
     #[serde(default)]
+    #[schemars(with = "bool")]
     cdi_devices: Option<Spanned<bool>>,
+    /// Check a device of the extended resource before each start of its container.
     #[serde(default)]
+    #[schemars(with = "bool")]
     pre_start_check: Option<Spanned<bool>>,
+    /// Shell patterns below /dev/; each matching node is a device.
     #[serde(default)]
+    #[schemars(with = "Vec<schema::Pattern>", length(min = 1, max = source::ENTRIES_MAX))]
     paths: Option<Spanned<Vec<Spanned<String>>>>,
+    /// Patterns of nodes that form one device.
     #[serde(default)]
+    #[schemars(with = "Vec<source::RawGroup>", length(min = 1, max = source::ENTRIES_MAX))]
     groups: Option<Spanned<Vec<source::RawGroup>>>,
+    /// USB devices.
     #[serde(default)]
+    #[schemars(with = "source::RawUsb")]
     usb: Option<Spanned<source::RawUsb>>,
+    /// PCI devices.
     #[serde(default)]
+    #[schemars(with = "source::RawPci")]
     pci: Option<Spanned<source::RawPci>>,
+    /// Container access: r read, w write, m mknod.
     #[serde(default)]
+    #[schemars(with = "schema::Permissions")]
     pub(super) permissions: Option<Spanned<String>>,
+    /// Maximum number of holders of a device.
     #[serde(default)]
+    #[schemars(with = "u32", range(min = 1, max = SHARES_MAX))]
     shares: Option<Spanned<u32>>,
+    /// Container paths by pattern or subsystem.
     #[serde(default)]
+    #[schemars(with = "BTreeMap<String, schema::ContainerPath>", extend("maxProperties" = extras::ENTRIES_MAX))]
     container_paths: Option<Spanned<BTreeMap<String, Spanned<String>>>>,
+    /// Additional mounts.
     #[serde(default)]
+    #[schemars(with = "Vec<extras::RawMount>", length(max = extras::ENTRIES_MAX))]
     pub(super) mounts: Option<Spanned<Vec<extras::RawMount>>>,
+    /// Additional environment variables.
     #[serde(default)]
+    #[schemars(
+        with = "BTreeMap<String, schema::VariableValue>",
+        extend("maxProperties" = extras::ENTRIES_MAX, "propertyNames" = schema::variable_name())
+    )]
     environment: Option<Spanned<BTreeMap<String, Spanned<String>>>>,
+    /// Exact paths of dangerous devices to offer anyway.
     #[serde(default)]
+    #[schemars(with = "Vec<schema::DevicePath>", length(max = extras::ENTRIES_MAX))]
     dangerous_paths: Option<Spanned<Vec<Spanned<String>>>>,
+    /// Health probe.
     #[serde(default)]
+    #[schemars(with = "extras::RawHealth")]
     health: Option<extras::RawHealth>,
 }
 
 impl RawKind {
-    pub(super) fn check(self, field: &str, whole: Place) -> Result<DeviceKind, Refused> {
+    pub(super) fn check(self, field: &str, whole: Position) -> Result<DeviceKind, Refused> {
         let preset = self
             .preset
             .as_ref()
@@ -110,7 +164,7 @@ impl RawKind {
             .mounts
             .as_ref()
             .map_or_else(|| Ok(Vec::new()), |raw| extras::mounts(field, raw))?;
-        Places {
+        Positions {
             source: &source,
             paths: &container_paths,
             mounts: &mounts,
@@ -142,7 +196,7 @@ impl RawKind {
     }
 
     /// The kind's only source of devices.
-    fn source(&self, field: &str, whole: Place, preset: Option<&Preset>) -> Result<Source, Refused> {
+    fn source(&self, field: &str, whole: Position, preset: Option<&Preset>) -> Result<Source, Refused> {
         let given = [
             ("preset", self.preset.is_some()),
             ("paths", self.paths.is_some()),

@@ -8,7 +8,10 @@ use crate::core::prepare::names::{check_extended_resource, is_dns_label};
 use crate::core::prepare::plan::ExtendedResource;
 
 /// Maximum number of names in `extendedResourceDevices`.
-const NAMES_MAX: usize = 1024;
+pub(super) const NAMES_MAX: usize = 1024;
+
+/// The values of `mode`.
+pub(super) const MODES: [&str; 4] = ["claims", "extended-resource", "split", "both"];
 
 /// The APIs that offer a kind's devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -138,7 +141,7 @@ impl RawApis<'_> {
 
     fn check_mode(&self, field: &str) -> Result<KindMode, Refused> {
         let mode = self.mode.map_or("claims", |mode| mode.value.as_str());
-        if !["claims", "extended-resource", "split", "both"].contains(&mode) {
+        if !MODES.contains(&mode) {
             let raw = self.mode.unwrap_or(self.name);
             return Err(at(
                 raw,

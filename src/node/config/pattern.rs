@@ -5,7 +5,7 @@ use glob::Pattern;
 use crate::core::discovery::group::KEY;
 
 /// Largest pattern, in bytes.
-const LENGTH_MAX: usize = 1024;
+pub(super) const LENGTH_MAX: usize = 1024;
 
 /// An absolute shell pattern that cannot match outside `/dev`.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -10,19 +10,19 @@ use std::sync::Arc;
 use super::kind::RawKind;
 use super::pattern::PathPattern;
 use super::source::{NODE_VFIO, VFIO_CONTAINER};
-use super::{DeviceKind, KindMode, Place, Refused, Source};
+use super::{DeviceKind, KindMode, Position, Refused, Source};
 
 /// Positions of a kind's access fields in the file.
-pub(super) struct Places {
-    permissions: Place,
-    mounts: Place,
+pub(super) struct Positions {
+    permissions: Position,
+    mounts: Position,
 }
 
-impl Places {
+impl Positions {
     /// The fields' positions; the position of the kind for absent fields.
-    pub(super) fn of(raw: &RawKind, whole: Place) -> Self {
-        let permissions = raw.permissions.as_ref().map(|raw| Place::of(raw.referenced));
-        let mounts = raw.mounts.as_ref().map(|raw| Place::of(raw.referenced));
+    pub(super) fn of(raw: &RawKind, whole: Position) -> Self {
+        let permissions = raw.permissions.as_ref().map(|raw| Position::of(raw.referenced));
+        let mounts = raw.mounts.as_ref().map(|raw| Position::of(raw.referenced));
         Self {
             permissions: permissions.unwrap_or(whole),
             mounts: mounts.unwrap_or(whole),
@@ -36,14 +36,14 @@ pub(super) fn check(
     earlier: &[Arc<DeviceKind>],
     kind: &DeviceKind,
     field: &str,
-    places: &Places,
+    positions: &Positions,
 ) -> Result<(), Refused> {
     if !described_to_kubelet(kind) {
         return Ok(());
     }
     for other in earlier.iter().filter(|other| described_to_kubelet(other)) {
-        check_permissions(other, kind, field, places)?;
-        check_mounts(other, kind, field, places)?;
+        check_permissions(other, kind, field, positions)?;
+        check_mounts(other, kind, field, positions)?;
     }
     Ok(())
 }
@@ -57,21 +57,21 @@ fn check_permissions(
     other: &DeviceKind,
     kind: &DeviceKind,
     field: &str,
-    places: &Places,
+    positions: &Positions,
 ) -> Result<(), Refused> {
     if other.permissions == kind.permissions {
         return Ok(());
     }
     let theirs = nodes(other);
     // A node that is not shared belongs to the first kind alone.
-    let both = nodes(kind).into_iter().find(|(place, shared)| {
-        let other = theirs.get(place);
+    let both = nodes(kind).into_iter().find(|(position, shared)| {
+        let other = theirs.get(position);
         other.is_some_and(|other_shared| *shared || *other_shared)
     });
     match both {
         None => Ok(()),
         Some(((path, _), _)) => Err((
-            places.permissions,
+            positions.permissions,
             format!(
                 "{field}.permissions {:?}: kind {:?} gives /dev/{path} too, with {:?}, and of two extended resources of one container kubelet takes either; give both kinds the same permissions, or the node another path in containerPaths",
                 kind.permissions, other.name, other.permissions
@@ -80,7 +80,12 @@ fn check_permissions(
     }
 }
 
-fn check_mounts(other: &DeviceKind, kind: &DeviceKind, field: &str, places: &Places) -> Result<(), Refused> {
+fn check_mounts(
+    other: &DeviceKind,
+    kind: &DeviceKind,
+    field: &str,
+    positions: &Positions,
+) -> Result<(), Refused> {
     for (index, mount) in kind.mounts.iter().enumerate() {
         let differs = other.mounts.iter().any(|other| {
             (&other.host_path, &other.container_path) == (&mount.host_path, &mount.container_path)
@@ -88,7 +93,7 @@ fn check_mounts(other: &DeviceKind, kind: &DeviceKind, field: &str, places: &Pla
         });
         if differs {
             return Err((
-                places.mounts,
+                positions.mounts,
                 format!(
                     "{field}.mounts[{index}].readOnly {}: kind {:?} mounts {:?} with {}, and of two extended resources of one container kubelet takes either; write the same in both, or give one another containerPath",
                     mount.read_only, other.name, mount.host_path, !mount.read_only
@@ -159,7 +164,7 @@ mod tests {
         let text = format!("{header}{first}{second}");
         NodeConfiguration::parse(&text)
             .map(drop)
-            .map_err(|(place, problem)| format!("{}: {problem}", place.line))
+            .map_err(|(position, problem)| format!("{}: {problem}", position.line))
     }
 
     const READS: &str = "groups: [{required: [\"/dev/a{key}\"], shared: [/dev/control]}], permissions: r";

@@ -1,15 +1,17 @@
 //! Sources of devices: paths, groups of paths, USB and PCI.
 
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 
 use super::pattern::{PathPattern, PatternError};
+use super::schema::{Id, PatternOfGroup, PciAddress, PciClass, PciNode, Plain, UsbNode};
 use super::{Refused, at, shown};
 use crate::core::discovery::pci::PciMatch;
 use crate::core::discovery::usb::{UsbIdentity, UsbMatch};
 
 /// Maximum number of entries in a list.
-const ENTRIES_MAX: usize = 64;
+pub(super) const ENTRIES_MAX: usize = 64;
 /// The node of a USB device itself, `/dev/bus/usb/BBB/DDD`.
 pub const NODE_BUS: &str = "bus";
 /// The VFIO group of a PCI device, `/dev/vfio/<group>`, together with `/dev/vfio/vfio`.
@@ -89,67 +91,116 @@ fn strings<'a>(first: &'a [String], second: &'a [String]) -> Vec<&'a str> {
     first.iter().chain(second).map(String::as_str).collect()
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[schemars(extend(
+    "if" = { "properties": { "required": { "contains": { "pattern": r"\{key\}" } } } },
+    "then" = { "properties": { "required": { "items": [{ "pattern": r"\{key\}" }] } } },
+    "else" = { "properties": {
+        "optional": { "items": { "not": { "pattern": r"\{key\}" } } },
+        "shared": { "items": { "not": { "pattern": r"\{key\}" } } },
+    } }
+))]
 pub(super) struct RawGroup {
+    /// Nodes that must exist.
+    #[schemars(with = "Vec<PatternOfGroup>", length(min = 1, max = ENTRIES_MAX))]
     required: Spanned<Vec<Spanned<String>>>,
+    /// Nodes that are added if they exist.
     #[serde(default)]
+    #[schemars(with = "Vec<PatternOfGroup>", length(max = ENTRIES_MAX))]
     optional: Option<Spanned<Vec<Spanned<String>>>>,
+    /// Nodes that are added to each device and belong to none.
     #[serde(default)]
+    #[schemars(with = "Vec<PatternOfGroup>", length(max = ENTRIES_MAX))]
     shared: Option<Spanned<Vec<Spanned<String>>>>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub(super) struct RawUsb {
+    /// A device must match one entry.
     #[serde(rename = "match")]
+    #[schemars(with = "Vec<RawUsbMatch>", length(min = 1, max = ENTRIES_MAX))]
     matching: Spanned<Vec<Spanned<RawUsbMatch>>>,
+    /// Nodes that must exist; default: bus.
     #[serde(default)]
+    #[schemars(with = "Vec<UsbNode>", length(min = 1, max = ENTRIES_MAX), extend("uniqueItems" = true))]
     nodes: Option<Spanned<Vec<Spanned<String>>>>,
+    /// Nodes that are added if they exist.
     #[serde(default)]
+    #[schemars(with = "Vec<UsbNode>", length(max = ENTRIES_MAX), extend("uniqueItems" = true))]
     optional_nodes: Option<Spanned<Vec<Spanned<String>>>>,
+    /// Whether to include hubs.
     #[serde(default)]
     hubs: bool,
+    /// Identity of a device.
     #[serde(default)]
+    #[schemars(with = "String", extend("enum" = ["serial", "port"]))]
     identity: Option<Spanned<String>>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[schemars(extend("minProperties" = 1))]
 struct RawUsbMatch {
+    /// The vendor: four hexadecimal digits.
     #[serde(default)]
+    #[schemars(with = "Id")]
     vendor: Option<Spanned<String>>,
+    /// The product: four hexadecimal digits.
     #[serde(default)]
+    #[schemars(with = "Id")]
     product: Option<Spanned<String>>,
+    /// The serial number.
     #[serde(default)]
+    #[schemars(with = "Plain")]
     serial: Option<Spanned<String>>,
+    /// The port.
     #[serde(default)]
+    #[schemars(with = "Plain")]
     port: Option<Spanned<String>>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub(super) struct RawPci {
+    /// A function must match one entry.
     #[serde(rename = "match")]
+    #[schemars(with = "Vec<RawPciMatch>", length(min = 1, max = ENTRIES_MAX))]
     matching: Spanned<Vec<Spanned<RawPciMatch>>>,
+    /// Nodes that must exist; default: vfio.
     #[serde(default)]
+    #[schemars(with = "Vec<PciNode>", length(min = 1, max = ENTRIES_MAX), extend("uniqueItems" = true))]
     nodes: Option<Spanned<Vec<Spanned<String>>>>,
+    /// Nodes that are added if they exist.
     #[serde(default)]
+    #[schemars(with = "Vec<PciNode>", length(max = ENTRIES_MAX), extend("uniqueItems" = true))]
     optional_nodes: Option<Spanned<Vec<Spanned<String>>>>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[schemars(extend("minProperties" = 1))]
 struct RawPciMatch {
+    /// The vendor: four hexadecimal digits.
     #[serde(default)]
+    #[schemars(with = "Id")]
     vendor: Option<Spanned<String>>,
+    /// The device: four hexadecimal digits.
     #[serde(default)]
+    #[schemars(with = "Id")]
     device: Option<Spanned<String>>,
+    /// The class: two, four or six hexadecimal digits in lower case.
     #[serde(default)]
+    #[schemars(with = "PciClass")]
     class: Option<Spanned<String>>,
+    /// The kernel driver.
     #[serde(default)]
+    #[schemars(with = "Plain")]
     driver: Option<Spanned<String>>,
+    /// The address, such as 0000:65:00.0.
     #[serde(default)]
+    #[schemars(with = "PciAddress")]
     address: Option<Spanned<String>>,
 }
 

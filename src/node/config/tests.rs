@@ -107,7 +107,7 @@ fn a_missing_file_is_named() {
 
 #[test]
 fn a_wrong_value_is_refused_with_line_field_and_fix() {
-    for (kind, place, words) in [
+    for (kind, position, words) in [
         (
             "- {name: A, paths: [/dev/x]}",
             "4:10:",
@@ -201,7 +201,7 @@ fn a_wrong_value_is_refused_with_line_field_and_fix() {
         ),
     ] {
         let message = kind_refusal(kind);
-        assert!(message.starts_with(place), "{message}");
+        assert!(message.starts_with(position), "{message}");
         for word in words {
             assert!(message.contains(word), "{word} in {message}");
         }

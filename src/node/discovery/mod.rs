@@ -8,6 +8,7 @@ mod found;
 mod in_use;
 mod node;
 mod probe;
+mod proposal;
 mod report;
 mod scan;
 mod search;
@@ -30,9 +31,10 @@ use tokio_util::sync::CancellationToken;
 use self::found::Found;
 pub(in crate::node) use self::node::device_number;
 use self::node::{DevRoot, NodeError};
+pub use self::proposal::proposal;
 pub use self::report::Candidate;
 use self::search::Search;
-pub use self::search::{Caught, Cause};
+pub use self::search::{Cause, ChangeCounts};
 use crate::api::crd::Device;
 use crate::core::prepare::container_edits::ContainerEdits;
 use crate::core::prepare::inventory::Devices;
@@ -96,7 +98,7 @@ struct Shared {
     retired: Mutex<BTreeMap<String, Found>>,
     /// Requests a search after a device was found changed.
     look_again: Notify,
-    caught: Caught,
+    change_counts: ChangeCounts,
 }
 
 impl HostDevices {
@@ -111,7 +113,7 @@ impl HostDevices {
             found: Mutex::default(),
             retired: Mutex::default(),
             look_again: Notify::new(),
-            caught: Caught::default(),
+            change_counts: ChangeCounts::default(),
         });
         let (sender, devices) = value::channel(Arc::default());
         Search::start(shared.clone(), configuration, sender, shutdown).await;
@@ -124,8 +126,8 @@ impl HostDevices {
     }
 
     /// Number of changes detected by each cause.
-    pub fn caught(&self) -> &Caught {
-        &self.shared.caught
+    pub fn change_counts(&self) -> &ChangeCounts {
+        &self.shared.change_counts
     }
 }
 

@@ -1,9 +1,10 @@
 //! Candidates of a search and their outcome, for display.
 
+use schemars::JsonSchema;
 use serde::Serialize;
 
 /// A path, device or pattern that a kind may describe.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Candidate {
     /// Name of the kind.

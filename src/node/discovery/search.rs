@@ -74,9 +74,9 @@ impl Cause {
 
 /// Number of device changes detected by each cause. A cause that stays at zero on a machine with hotplugged devices is broken.
 #[derive(Debug, Default)]
-pub struct Caught([AtomicU64; Cause::ALL.len()]);
+pub struct ChangeCounts([AtomicU64; Cause::ALL.len()]);
 
-impl Caught {
+impl ChangeCounts {
     /// The number of changes that a cause has detected.
     pub fn count(&self, cause: Cause) -> u64 {
         self.0
@@ -184,7 +184,7 @@ impl Search {
                 unhealthy, noticed_by, "the devices of this node have changed"
             );
             if let Some(cause) = cause {
-                self.shared.caught.add(cause);
+                self.shared.change_counts.add(cause);
             }
             self.sender.send_replace(Arc::new(devices));
         }

@@ -201,6 +201,20 @@ fn a_device_of_two_kinds_is_the_firsts_and_the_second_is_told() {
 }
 
 #[test]
+fn of_two_devices_of_one_name_the_first_is_found() {
+    let Some(host) = Host::new() else { return };
+    // A name that is shortened, and a path that is the same.
+    let shortened = device_name("by-id/x");
+    host.character("by-id/x", 1);
+    host.character(&shortened, 2);
+    let scan = host.scan("- {name: all, paths: [\"/dev/by-id/*\", \"/dev/by-id-*\"]}");
+    assert_eq!(names(&scan), [&shortened]);
+    assert_eq!(&*scan.found[&shortened].nodes[0].path, "by-id/x");
+    let why = problem(&scan, &format!("/dev/{shortened}"));
+    assert!(why.contains("is taken by another device"), "{scan:?}");
+}
+
+#[test]
 fn memory_devices_and_system_disks_must_be_allowed_one_by_one() {
     let Some(host) = Host::new() else { return };
     for (name, minor) in [("mem", 1), ("kmem", 2), ("port", 4), ("null", 3)] {

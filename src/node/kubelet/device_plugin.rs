@@ -71,11 +71,11 @@ pub async fn serve(
     let ours = shutdown.child_token();
     let _end_with_this = ours.clone().drop_guard();
 
-    let place = match registration {
+    let location = match registration {
         PluginRegistration::KubeletSocket => paths.device_plugin_socket(&resource_name),
         PluginRegistration::PluginWatcher => paths.watched_device_plugin_socket(&driver_name, &resource_name),
     };
-    let path = place.path.clone();
+    let path = location.path.clone();
     let streams = watch::Sender::new(Streams::default());
     let calls = node.grpc_calls();
     let health = health::service(&[SERVICE_NAME], state.subscribe()).await;
@@ -92,7 +92,7 @@ pub async fn serve(
         .max_decoding_message_size(MAX_REQUEST)
         .max_encoding_message_size(MAX_LIST);
     let listening = listen(
-        place,
+        location,
         Routes::new(service).add_service(health),
         calls.clone(),
         ours.clone(),
@@ -124,7 +124,7 @@ pub async fn serve(
         }
         PluginRegistration::PluginWatcher => {
             WatchedPlugin {
-                place: paths.device_plugin_registration_socket(&driver_name, &resource_name),
+                location: paths.device_plugin_registration_socket(&driver_name, &resource_name),
                 endpoint: path.display().to_string(),
                 resource_name,
                 state: state.clone(),

@@ -1,10 +1,9 @@
 //! Claims: the DRA services that kubelet calls, and their registration.
 
 pub(crate) mod allocated_claims;
-pub(crate) mod claim_reader;
 mod classic;
 pub(crate) mod device_health;
-mod structured;
+pub(crate) mod structured;
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -15,15 +14,15 @@ use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use tonic::service::Routes;
 
-use self::claim_reader::ClaimReader;
 use self::device_health::DeviceHealth;
+use self::structured::ClaimReader;
 use super::registration::RegistrationService;
 use super::{KubeletApiError, KubeletApiState, KubeletPaths, health, is_served, refused, shown};
 use crate::api::proto::plugin_registration::PluginInfo;
 use crate::api::proto::plugin_registration::registration_server::RegistrationServer;
 use crate::api::proto::{MAX_CLAIMS, MAX_REQUEST};
 use crate::core::prepare::names::check_driver;
-use crate::node::kubelet::transport::listen;
+use crate::node::kubelet::transport::{SocketError, SocketPath, listen, remove_stale};
 use crate::node::service::NodeService;
 
 /// First and longest delay before a rejected registration is offered again.
@@ -66,10 +65,40 @@ impl DraApi {
     }
 }
 
+/// The sockets of the DRA service and of its registration. Two companions of a node alternate between the pairs.
+fn socket_pairs(paths: &KubeletPaths, driver_name: &str) -> [(SocketPath, SocketPath); 2] {
+    [
+        (
+            paths.service_socket(driver_name),
+            paths.registration_socket(driver_name),
+        ),
+        (
+            paths.second_service_socket(driver_name),
+            paths.second_registration_socket(driver_name),
+        ),
+    ]
+}
+
+/// Removes the sockets that killed companions have left, so that kubelet forgets them. Call it with the lock of the node's state.
+pub(in crate::node) async fn remove_stale_sockets(paths: &KubeletPaths, driver_name: &str) {
+    for (service, registration) in socket_pairs(paths, driver_name) {
+        for location in [registration, service] {
+            match remove_stale(&location).await {
+                Ok(()) | Err(SocketError::InUse { .. }) => {}
+                Err(error) => tracing::warn!(reason = error.reason(), "{error}"),
+            }
+        }
+    }
+}
+
 /// Serves the DRA API until the shutdown.
 ///
-/// The DRA service (`<root>/plugins/<driver>/dra.sock`) is served first; then the registration service (`<root>/plugins_registry/<driver>/reg.sock`). Both sockets are recreated whenever they are
-/// removed. A restarted kubelet walks its plugin directory and finds the registration again.
+/// The DRA service (`<root>/plugins/<driver>/dra.sock`) is served first; then the registration service
+/// (`<root>/plugins_registry/<driver>/reg.sock`). Both sockets are recreated whenever they are removed. A restarted kubelet walks its plugin
+/// directory and finds the registration again.
+///
+/// In structured mode, a companion that hands over to this one may still serve these sockets; this one then uses a second pair. Kubelet 1.33 and
+/// later keeps both and calls the one that registered last.
 ///
 /// `state` follows the registration; it is [`KubeletApiState::Waiting`] once both sockets are served. Dropping the future stops the
 /// endpoint like the shutdown does, without waiting for calls in flight. Errors are returned only before the endpoint is served.
@@ -85,21 +114,24 @@ pub async fn serve(
     let ours = shutdown.child_token();
     let _end_with_this = ours.clone().drop_guard();
 
-    let service_place = paths.service_socket(&driver_name);
-    let endpoint = service_place.path.display().to_string();
     let health = health::service(api.services(), state.subscribe()).await;
-    let service = listen(
-        service_place,
-        api.routes(&node, &ours).add_service(health),
-        node.grpc_calls(),
-        ours.clone(),
-    )
-    .await?;
+    let serve = |location: &SocketPath| {
+        let routes = api.routes(&node, &ours).add_service(health.clone());
+        listen(location.clone(), routes, node.grpc_calls(), ours.clone())
+    };
+    let [first, second] = socket_pairs(&paths, &driver_name);
+    let ((service_place, registration_place), service) = match serve(&first.0).await {
+        Err(SocketError::InUse { .. }) if matches!(api, DraApi::Structured { .. }) => {
+            let service = serve(&second.0).await?;
+            (second, service)
+        }
+        served => (first, served?),
+    };
     let mut verdicts = state.subscribe();
     let info = PluginInfo {
         r#type: "DRAPlugin".into(),
         name: driver_name.clone(),
-        endpoint,
+        endpoint: service_place.path.display().to_string(),
         supported_versions: api.supported_versions(),
     };
     let registration = RegistrationService {
@@ -108,14 +140,7 @@ pub async fn serve(
     };
     let registration =
         Routes::new(RegistrationServer::new(registration).max_decoding_message_size(MAX_REQUEST));
-    let registration = match listen(
-        paths.registration_socket(&driver_name),
-        registration,
-        node.grpc_calls(),
-        ours.clone(),
-    )
-    .await
-    {
+    let registration = match listen(registration_place, registration, node.grpc_calls(), ours.clone()).await {
         Ok(registration) => registration,
         Err(error) => {
             ours.cancel();
@@ -187,4 +212,74 @@ fn no_uid(namespace: &str, name: &str) -> Status {
         shown(name),
         shown(namespace)
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+    use std::path::Path;
+    use std::sync::Arc;
+
+    use tokio::task::JoinHandle;
+
+    use super::*;
+    use crate::core::prepare::names::DriverName;
+
+    const DRIVER: &str = "drayman.dev";
+
+    /// Serves the API of structured mode, and waits until it does.
+    async fn start(paths: &KubeletPaths) -> (CancellationToken, JoinHandle<Result<(), KubeletApiError>>) {
+        let (node, _backend) = NodeService::new(false, Arc::default());
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let server = kube::Config::new("http://127.0.0.1:9".parse().unwrap());
+        let client = kube::Client::try_from(server).unwrap();
+        let api = DraApi::Structured {
+            claims: ClaimReader::new(client, DriverName::parse(DRIVER).unwrap()),
+            health: DeviceHealth {
+                node_name: "node-a".into(),
+                devices: watch::channel(Arc::default()).1,
+            },
+        };
+        let (state, mut seen) = watch::channel(KubeletApiState::Starting);
+        let shutdown = CancellationToken::new();
+        let task = serve(node, paths.clone(), DRIVER.into(), api, state, shutdown.clone());
+        let task = tokio::spawn(task);
+        seen.wait_for(|state| *state == KubeletApiState::Waiting)
+            .await
+            .unwrap();
+        (shutdown, task)
+    }
+
+    fn exist(paths: &KubeletPaths) -> [bool; 4] {
+        let [(first, first_registration), (second, second_registration)] = socket_pairs(paths, DRIVER);
+        [first, first_registration, second, second_registration].map(|location| location.path.exists())
+    }
+
+    #[tokio::test]
+    async fn two_companions_alternate_between_the_sockets() {
+        let root = tempfile::tempdir().unwrap();
+        let paths = KubeletPaths {
+            root_dir: root.path().to_owned(),
+            ..KubeletPaths::default()
+        };
+        let (first, first_task) = start(&paths).await;
+        assert_eq!(exist(&paths), [true, true, false, false]);
+        let (second, second_task) = start(&paths).await;
+        assert_eq!(exist(&paths), [true; 4]);
+        remove_stale_sockets(&paths, DRIVER).await;
+        assert_eq!(exist(&paths), [true; 4], "both are served");
+        first.cancel();
+        first_task.await.unwrap().unwrap();
+        assert_eq!(exist(&paths), [false, false, true, true]);
+
+        // A killed companion leaves its sockets.
+        let leave = |path: &Path| drop(UnixListener::bind(path).unwrap());
+        leave(&paths.service_socket(DRIVER).path);
+        leave(&paths.registration_socket(DRIVER).path);
+        remove_stale_sockets(&paths, DRIVER).await;
+        assert_eq!(exist(&paths), [false, false, true, true]);
+        second.cancel();
+        second_task.await.unwrap().unwrap();
+        assert_eq!(exist(&paths), [false; 4]);
+    }
 }

@@ -67,6 +67,16 @@ impl KubeletPaths {
         self.below_root(format!("plugins/{driver_name}/dra.sock"))
     }
 
+    /// The registration socket of a companion that takes over while the other one still serves. No longer than that of the other one.
+    pub(crate) fn second_registration_socket(&self, driver_name: &str) -> SocketPath {
+        self.below_root(format!("plugins_registry/{driver_name}/reg-2"))
+    }
+
+    /// The socket of its DRA service.
+    pub(crate) fn second_service_socket(&self, driver_name: &str) -> SocketPath {
+        self.below_root(format!("plugins/{driver_name}/dra-2.sock"))
+    }
+
     /// The socket of a resource's device plugin: the last part of the resource name for readability, and a checksum of the whole
     /// name to keep it unique and short. Stable across restarts, so a stale socket is replaced.
     pub fn device_plugin_socket(&self, resource_name: &str) -> SocketPath {
@@ -213,7 +223,7 @@ mod tests {
     #[test]
     fn sockets_are_where_kubelet_looks() {
         let paths = KubeletPaths::default();
-        let path = |place: SocketPath| place.path.display().to_string();
+        let path = |location: SocketPath| location.path.display().to_string();
         assert_eq!(
             path(paths.registration_socket("drayman.dev")),
             "/var/lib/kubelet/plugins_registry/drayman.dev/reg.sock"
@@ -240,18 +250,20 @@ mod tests {
         let paths = KubeletPaths::default();
         let driver = "d".repeat(63);
         let resource = format!("{}/{}", "a".repeat(244), "x".repeat(63));
-        for place in [
+        for location in [
             paths.registration_socket(&driver),
             paths.service_socket(&driver),
+            paths.second_registration_socket(&driver),
+            paths.second_service_socket(&driver),
             paths.device_plugin_socket(&resource),
             paths.watched_device_plugin_socket(&driver, &resource),
             paths.device_plugin_registration_socket(&driver, &resource),
         ] {
             // One more byte for the dot of the hidden name.
             assert!(
-                place.path.as_os_str().len() < crate::node::kubelet::transport::MAX_PATH,
+                location.path.as_os_str().len() < crate::node::kubelet::transport::MAX_PATH,
                 "{}",
-                place.path.display()
+                location.path.display()
             );
         }
     }

@@ -10,7 +10,7 @@ use tracing::{info, warn};
 use super::call;
 use crate::core::discovery::events::DeviceEvent;
 use crate::core::prepare::names::DriverName;
-use crate::node::metrics::Figures;
+use crate::node::metrics::Metrics;
 
 /// Bytes of a note before the ellipsis (`events.k8s.io/v1` allows 1,024 in total).
 const NOTE_MAX: usize = 1000;
@@ -28,7 +28,7 @@ pub(super) struct NodeEvents<'a> {
     pub(super) driver_name: &'a DriverName,
     pub(super) node_name: &'a str,
     /// Counts the events.
-    pub(super) figures: &'a Figures,
+    pub(super) metrics: &'a Metrics,
 }
 
 impl NodeEvents<'_> {
@@ -37,7 +37,7 @@ impl NodeEvents<'_> {
         let api: Api<Event> = Api::namespaced(self.client.clone(), NAMESPACE);
         for told in events {
             info!(reason = told.reason, "{}", told.note);
-            self.figures.told(told.reason);
+            self.metrics.told(told.reason);
             let event = NodeEvent {
                 driver_name: self.driver_name,
                 node_name: self.node_name,

@@ -28,10 +28,10 @@ use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::kubelet_apis::ApisDown;
 use crate::core::prepare::names::DriverName;
-use crate::node::metrics::Figures;
+use crate::node::metrics::Metrics;
 use crate::node::service::Quarantine;
 use object::{inventory, object_name, status};
-use stored::{Counted, Stored, Told};
+use stored::{Counted, Stored, StoredDevices};
 
 /// Field manager of server-side apply.
 const FIELD_MANAGER: &str = "drayman-node";
@@ -42,7 +42,7 @@ const DOUBT_PAUSE: Duration = Duration::from_secs(10);
 
 /// The registration status with kubelet, for the companion's readiness and the inventory's condition `Ready`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Standing {
+pub struct RegistrationStatus {
     /// Whether all endpoints are served and kubelet has rejected none of them.
     pub ready: bool,
     /// Whether claims are served, or this cluster has no claims API. Devices may then be allocated to claims, even if other APIs
@@ -56,7 +56,7 @@ pub struct Standing {
     pub down: ApisDown,
 }
 
-impl Standing {
+impl RegistrationStatus {
     /// The status while another companion runs on the node. This one takes over when that one ends.
     pub fn standby() -> Self {
         Self {
@@ -90,15 +90,15 @@ pub struct Publisher {
     /// Publishes facts learned from the API server.
     pub cluster: watch::Sender<ClusterFacts>,
     /// The registration status with kubelet.
-    pub standing: watch::Receiver<Standing>,
+    pub registration_status: watch::Receiver<RegistrationStatus>,
     /// The claims in quarantine, whose devices are withheld.
-    pub(in crate::node) quarantine: watch::Receiver<Quarantine>,
+    pub quarantine: watch::Receiver<Quarantine>,
     /// Notified when the Node object may have been replaced.
     pub node_in_doubt: Arc<Notify>,
     /// Events besides those about devices; `None` if there is no source of them.
     pub notices: Option<mpsc::Receiver<DeviceEvent>>,
     /// Counts the events.
-    pub figures: Arc<Figures>,
+    pub metrics: Arc<Metrics>,
 }
 
 /// A [`kube::Client`] with a `Debug` implementation.
@@ -173,7 +173,7 @@ impl Publisher {
                 () = shutdown.cancelled() => break,
                 () = sleep(retry.unwrap_or_default()), if retry.is_some() => {}
                 Ok(()) = self.devices.changed(), if retry.is_none() => {}
-                Ok(()) = self.standing.changed(), if retry.is_none() => {}
+                Ok(()) = self.registration_status.changed(), if retry.is_none() => {}
                 // An event needs the Node: without it, the event waits in the queue.
                 Some(notice) = next_notice(self.notices.as_mut()), if node.is_some() => {
                     if let Some(node) = &node {
@@ -205,7 +205,7 @@ impl Publisher {
             client: &self.client.0,
             driver_name: &self.driver_name,
             node_name: &self.node_name,
-            figures: &self.figures,
+            metrics: &self.metrics,
         }
     }
 
@@ -235,15 +235,15 @@ impl Publisher {
             self.write_inventory(api, name, node, &devices, seen).await?;
         }
         // Read after the write of the inventory, which takes a while.
-        let standing = self.standing.borrow_and_update().clone();
+        let registration_status = self.registration_status.borrow_and_update().clone();
         self.quarantine.mark_unchanged();
         if !cluster.is_structured() {
-            self.write_status(api, name, &standing, seen).await?;
+            self.write_status(api, name, &registration_status, seen).await?;
         }
         let mut events = std::mem::take(&mut cluster.untold);
-        events.extend(standing.down.events_since(&seen.down));
+        events.extend(registration_status.down.events_since(&seen.down));
         events.extend(device_events(seen.told.as_ref().unwrap_or(&devices), &devices));
-        seen.down = standing.down;
+        seen.down = registration_status.down;
         self.events().tell(node.metadata.uid.as_deref(), &events).await;
         seen.told = Some(devices);
         Ok(())
@@ -259,9 +259,9 @@ impl Publisher {
     ) -> Result<(), PublishError> {
         if seen.told.is_none() {
             // Events of a previous process are not repeated.
-            let whole: Api<Stored<Told>> = Api::all(self.client.0.clone());
+            let whole: Api<Stored<StoredDevices>> = Api::all(self.client.0.clone());
             let stored = call(whole.get_opt(name)).await?;
-            let Told(earlier) = stored.map(|stored| stored.devices).unwrap_or_default();
+            let StoredDevices(earlier) = stored.map(|stored| stored.devices).unwrap_or_default();
             seen.told = Some(Arc::new(earlier));
         }
         let wanted = (node.metadata.uid.clone(), devices.clone());
@@ -290,14 +290,14 @@ impl Publisher {
         &self,
         api: &Inventories,
         name: &str,
-        standing: &Standing,
+        registration_status: &RegistrationStatus,
         seen: &mut Seen,
     ) -> Result<(), PublishError> {
         let Some(stored) = &seen.stored else {
             return Ok(());
         };
         let now = Timestamp::now();
-        let wanted = status(stored, standing, &self.quarantine.borrow(), now);
+        let wanted = status(stored, registration_status, &self.quarantine.borrow(), now);
         if stored.status.as_ref() == Some(&wanted) {
             return Ok(());
         }
@@ -312,12 +312,17 @@ impl Publisher {
             stored: seen.stored.clone(),
             ..Seen::default()
         };
-        let standing = Standing {
+        let registration_status = RegistrationStatus {
             reason: "Stopped".to_owned(),
             message: "the companion was stopped; running containers keep their devices".to_owned(),
-            ..Standing::default()
+            ..RegistrationStatus::default()
         };
-        match timeout(STOP_TIMEOUT, self.write_status(api, name, &standing, &mut seen)).await {
+        match timeout(
+            STOP_TIMEOUT,
+            self.write_status(api, name, &registration_status, &mut seen),
+        )
+        .await
+        {
             Ok(Ok(())) => debug!(
                 inventory = name,
                 "the inventory says that the companion has stopped"

@@ -61,7 +61,7 @@ impl PublishError {
 }
 
 /// Publishes devices and events until the token is cancelled.
-pub(in crate::node) async fn run(publisher: Publisher, shutdown: CancellationToken) {
+pub async fn run(publisher: Publisher, shutdown: CancellationToken) {
     let slices = SlicePublisher::beside(&publisher);
     tokio::join!(publisher.run(shutdown.clone()), slices.run(shutdown));
 }

@@ -32,7 +32,7 @@ use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::names::DriverName;
 use crate::core::slices::{Altered, Features, Omission, Omitted, Pool, Slices, Write};
-use crate::node::metrics::{Figures, SliceCounts};
+use crate::node::metrics::{Metrics, SliceCounts};
 
 /// Writes in one go, at most: enough for a new generation of the largest pool, which has 16 slices.
 const BURST: u32 = 20;
@@ -52,7 +52,7 @@ pub(super) struct SlicePublisher {
     /// Notified when the Node object was replaced.
     pub(super) node_in_doubt: Arc<Notify>,
     /// Counts slices, writes and events.
-    pub(super) figures: Arc<Figures>,
+    pub(super) metrics: Arc<Metrics>,
 }
 
 /// Why a slice is not published.
@@ -152,7 +152,7 @@ impl SlicePublisher {
             devices: publisher.devices.clone(),
             cluster: publisher.cluster.subscribe(),
             node_in_doubt: publisher.node_in_doubt.clone(),
-            figures: publisher.figures.clone(),
+            metrics: publisher.metrics.clone(),
         }
     }
 
@@ -176,7 +176,7 @@ impl SlicePublisher {
                 return;
             }
             info!("the cluster no longer serves resource.k8s.io/v1: slices are not published");
-            self.figures.sliced(SliceCounts::default());
+            self.metrics.sliced(SliceCounts::default());
         }
     }
 
@@ -312,7 +312,7 @@ impl<'a> Publication<'a> {
         if is_settled {
             self.reports.settled(counts.devices);
         }
-        self.publisher.figures.sliced(counts);
+        self.publisher.metrics.sliced(counts);
         self.reports.omitted(self.slices.omitted(), &self.node_uid).await;
     }
 
@@ -350,7 +350,7 @@ impl<'a> Publication<'a> {
     async fn write(&mut self, write: &Write) -> Result<(), SliceError> {
         self.budget.take();
         let written = execute(&self.api, &mut self.slices, write).await;
-        self.publisher.figures.slice_written(match &written {
+        self.publisher.metrics.slice_written(match &written {
             Ok(Written::Done(_)) => "Done",
             Ok(Written::Conflict) => "Conflict",
             Err(error) => error.result(),
@@ -564,7 +564,7 @@ impl<'a> Reports<'a> {
                 client: &publisher.client,
                 driver_name: &publisher.driver_name,
                 node_name: &publisher.node_name,
-                figures: &publisher.figures,
+                metrics: &publisher.metrics,
             },
             has_written: false,
             rejected: None,

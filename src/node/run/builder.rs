@@ -9,13 +9,17 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
 use tracing::{info, warn};
 
-use super::kubelet_apis::KubeletApis;
+use super::kubelet_apis::{ClaimsEndpoint, KubeletApis, ServedClaims};
 use super::mounted::mounted;
 use super::{NodeError, boot_id};
 use crate::core::discovery::events::DeviceEvent;
+use crate::core::prepare::checkpoint::ClusterFacts;
+use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::containers::WithdrawnDevices;
+use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::names::DriverName;
 use crate::core::prepare::orphans;
 use crate::core::prepare::plan::ExtendedResource;
@@ -23,26 +27,30 @@ use crate::core::prepare::recovery::running_claims;
 use crate::node::admin;
 use crate::node::container_runtime::{ContainerRuntime, CriClient};
 use crate::node::driver::NodeDriver;
+use crate::node::hand_over::{self, HandOver};
 use crate::node::kubelet::device_plugin::PluginRegistration;
 use crate::node::kubelet::dra::allocated_claims::ClaimWatch;
 use crate::node::kubelet::dra::device_health::DeviceHealth;
+use crate::node::kubelet::dra::structured::ClaimReader;
+use crate::node::kubelet::dra::{self, DraApi};
 use crate::node::kubelet::pod_resources::{
     Grants, HostNodes, KubeletGrants, PodResourcesClient, withdrawn_devices,
 };
 use crate::node::kubelet::{KubeletApiError, KubeletPaths};
-use crate::node::metrics::Figures;
-use crate::node::orphans::Caretaker;
+use crate::node::metrics::Metrics;
+use crate::node::orphans::OrphanCheck;
 use crate::node::publish;
-use crate::node::publish::inventory::{Publisher, PublisherClient, Standing};
+use crate::node::publish::inventory::{Publisher, PublisherClient, RegistrationStatus};
 use crate::node::reload::Resources;
+use crate::node::service::{Backend, NodeService};
 use crate::node::state::storage::disk::Disk;
-use crate::node::state::storage::{Opened, Places, Store, StoreError};
+use crate::node::state::storage::{Opened, Paths, Store, StoreError};
 use crate::node::state::{NodeState, NodeStateOptions};
 
 /// How long to wait for another companion on the node to end, as during an update, and for a checkpoint that cannot be read.
 const LOCK_PATIENCE: Duration = Duration::from_secs(30);
 /// Interval of the attempts.
-const LOCK_PAUSE: Duration = Duration::from_millis(500);
+const LOCK_PAUSE: Duration = Duration::from_millis(100);
 
 /// The companion of one node.
 ///
@@ -94,8 +102,8 @@ pub struct NodeBuilder<D> {
     /// Overrides `resources` with ones that change.
     changing: Option<watch::Receiver<Arc<Resources>>>,
     notices: Option<mpsc::Receiver<DeviceEvent>>,
-    standing: watch::Sender<Standing>,
-    figures: Arc<Figures>,
+    registration_status: watch::Sender<RegistrationStatus>,
+    metrics: Arc<Metrics>,
     disk: Disk,
 }
 
@@ -120,8 +128,8 @@ impl Node {
             resources: BTreeMap::new(),
             changing: None,
             notices: None,
-            standing: watch::Sender::new(Standing::starting()),
-            figures: Arc::default(),
+            registration_status: watch::Sender::new(RegistrationStatus::starting()),
+            metrics: Arc::default(),
             disk: Disk::default(),
         }
     }
@@ -200,15 +208,18 @@ impl<D: NodeDriver> NodeBuilder<D> {
     }
 
     /// Publishes the registration status with kubelet.
-    pub(super) fn standing(mut self, standing: watch::Sender<Standing>) -> Self {
-        self.standing = standing;
+    pub(super) fn registration_status(
+        mut self,
+        registration_status: watch::Sender<RegistrationStatus>,
+    ) -> Self {
+        self.registration_status = registration_status;
         self
     }
 
     /// The metrics. Keep a clone to read them.
     #[must_use]
-    pub fn figures(mut self, figures: Arc<Figures>) -> Self {
-        self.figures = figures;
+    pub fn metrics(mut self, metrics: Arc<Metrics>) -> Self {
+        self.metrics = metrics;
         self
     }
 
@@ -225,14 +236,94 @@ impl<D: NodeDriver> NodeBuilder<D> {
     /// stop, calls in flight have been answered, the sockets are removed and the inventory says "not ready".
     pub async fn run(self, shutdown: CancellationToken) -> Result<(), NodeError> {
         let driver_name = DriverName::parse(&self.driver_name)?;
+        let runtime = container_runtime(self.runtime_socket.as_deref(), &self.kubelet, &self.dev_root);
+        let (node, backend) = NodeService::new(runtime.is_some(), self.metrics.clone());
+        let (inventory, devices) = watch::channel(Arc::default());
+        let (cluster, _) = watch::channel(ClusterFacts::default());
+        let endpoint = ClaimsEndpoint {
+            node: node.clone(),
+            paths: self.kubelet.clone(),
+            structured: DraApi::Structured {
+                claims: ClaimReader::new(self.client.clone(), driver_name.clone()),
+                health: DeviceHealth {
+                    node_name: self.node_name.clone(),
+                    devices: devices.clone(),
+                },
+            },
+            driver_name: driver_name.clone(),
+            cluster: cluster.subscribe(),
+        };
+        let mut claims = endpoint.spawn();
+        let channels = Channels {
+            node,
+            backend,
+            inventory,
+            devices,
+            cluster,
+        };
+        let ended = self.run_with(driver_name, runtime, channels, &mut claims, shutdown);
+        let ended = ended.await;
+        claims.close().await;
+        ended
+    }
+
+    /// Opens the checkpoint, or takes over from the companion that has it. Publishes the stored facts about the cluster. `None` if the shutdown
+    /// comes first.
+    async fn opened(
+        &self,
+        paths: &Paths,
+        cluster: &watch::Sender<ClusterFacts>,
+        claims: &ServedClaims,
+        shutdown: &CancellationToken,
+    ) -> Result<Option<Opened>, NodeError> {
         let boot_id = boot_id().map_err(NodeError::BootId)?;
-        let places = Places::new(driver_name.clone(), &self.kubelet.root_dir, &self.cdi_dir);
-        let opened = open(&self.disk, &places, &boot_id, &self.standing, &shutdown);
-        let Some(mut opened) = opened.await? else {
+        let socket = admin::socket(&paths.state, &self.kubelet.root_dir).path;
+        let asked = CancellationToken::new();
+        let open = || {
+            open(
+                &self.disk,
+                paths,
+                &boot_id,
+                &self.registration_status,
+                &asked,
+                shutdown,
+            )
+        };
+        let opened = tokio::select! {
+            opened = open() => opened?,
+            () = take_over(&socket, &asked, cluster, claims) => open().await?,
+        };
+        let Some(mut opened) = opened else {
+            return Ok(None);
+        };
+        dra::remove_stale_sockets(&self.kubelet, paths.driver.as_str()).await;
+        ask_kubelet(&mut opened, &paths.driver, &self.kubelet).await;
+        cluster.send_modify(|facts| {
+            let handed_over = facts.claims;
+            facts.clone_from(&opened.cluster);
+            facts.claims = facts.claims.or(handed_over);
+        });
+        Ok(Some(opened))
+    }
+
+    async fn run_with(
+        self,
+        driver_name: DriverName,
+        runtime: Option<Arc<dyn ContainerRuntime>>,
+        Channels {
+            node,
+            backend,
+            inventory,
+            devices,
+            cluster,
+        }: Channels,
+        claims: &mut ServedClaims,
+        shutdown: CancellationToken,
+    ) -> Result<(), NodeError> {
+        let paths = Paths::new(driver_name.clone(), &self.kubelet.root_dir, &self.cdi_dir);
+        let Some(opened) = self.opened(&paths, &cluster, claims, &shutdown).await? else {
             return Ok(());
         };
-        ask_kubelet(&mut opened, &driver_name, &self.kubelet).await;
-        let (cluster, _) = watch::channel(opened.cluster.clone());
         let node_in_doubt = Arc::new(Notify::new());
         let resources = self
             .changing
@@ -242,8 +333,8 @@ impl<D: NodeDriver> NodeBuilder<D> {
         let nodes = HostNodes { dev, cdi_dir };
         let (grants, withdrawn) = kubelet_shows(&self.kubelet, &driver_name, nodes).await?;
         let starting = NodeState::start(NodeStateOptions {
-            runtime: container_runtime(self.runtime_socket.as_deref(), &self.kubelet, &self.dev_root),
-            places: places.clone(),
+            runtime,
+            paths: paths.clone(),
             orphan_grace: self.orphan_grace,
             node_name: self.node_name.clone(),
             resources: resources.clone(),
@@ -254,10 +345,12 @@ impl<D: NodeDriver> NodeBuilder<D> {
             grants: Some(grants),
             allocated,
             withdrawn,
-            metrics: self.figures.clone(),
+            metrics: self.metrics.clone(),
+            backend,
+            inventory,
         });
         // The driver's first list may take a while.
-        let (owner, node, devices) = tokio::select! {
+        let owner = tokio::select! {
             () = shutdown.cancelled() => return Ok(()),
             started = starting => started,
         };
@@ -265,53 +358,49 @@ impl<D: NodeDriver> NodeBuilder<D> {
         // These tasks have clones of the `NodeService` and end before it.
         let stop_care = CancellationToken::new();
         let _end_of_care = stop_care.clone().drop_guard();
-        let claims = ClaimWatch {
+        let claim_watch = ClaimWatch {
             client: self.client.clone(),
             driver_name: driver_name.clone(),
             node_name: self.node_name.clone(),
             cluster: cluster.subscribe(),
             sender,
         };
-        tokio::spawn(watch_claims(claims, resources.clone(), stop_care.clone()));
+        tokio::spawn(watch_claims(claim_watch, resources.clone(), stop_care.clone()));
 
         let (quarantine, in_quarantine) = watch::channel(BTreeMap::new());
-        let caretaker = Caretaker {
+        let orphan_check = OrphanCheck {
             client: self.client.clone(),
             driver_name: driver_name.clone(),
             node_name: self.node_name.clone(),
             node: node.clone(),
             cluster: cluster.subscribe(),
             quarantine,
-            figures: self.figures.clone(),
+            metrics: self.metrics.clone(),
         };
-        let caretaker = tokio::spawn(caretaker.run(stop_care.clone()));
-        let socket = admin::socket(&places.state, &self.kubelet.root_dir);
-        let records = admin::serve(socket, node.clone(), stop_care.clone());
+        let orphan_check = tokio::spawn(orphan_check.run(stop_care.clone()));
+        let hand_over = HandOver::new(shutdown.clone(), cluster.subscribe());
+        let socket = admin::socket(&paths.state, &self.kubelet.root_dir);
+        let records = admin::serve(socket, node.clone(), hand_over.clone(), stop_care.clone());
         let records = records.await.map_err(KubeletApiError::from)?;
+        let ending = AbortOnDropHandle::new(tokio::spawn(end_after(shutdown, hand_over, claims.end())));
 
-        let health = DeviceHealth {
-            node_name: self.node_name.clone(),
-            devices: devices.clone(),
-        };
         let publisher = Publisher {
             client: PublisherClient(self.client.clone()),
             driver_name: driver_name.clone(),
             node_name: self.node_name,
             devices,
             cluster: cluster.clone(),
-            standing: self.standing.subscribe(),
+            registration_status: self.registration_status.subscribe(),
             quarantine: in_quarantine,
             node_in_doubt,
             notices: self.notices,
-            figures: self.figures,
+            metrics: self.metrics,
         };
         let stop_publishing = CancellationToken::new();
         let publisher = tokio::spawn(publish::run(publisher, stop_publishing.clone()));
 
         let apis = KubeletApis {
-            client: self.client,
-            health,
-            mounted: mounted(&places, &self.kubelet),
+            mounted: mounted(&paths, &self.kubelet),
             paths: self.kubelet,
             plugin_registration: self.plugin_registration,
             driver_name,
@@ -319,15 +408,53 @@ impl<D: NodeDriver> NodeBuilder<D> {
             cluster: cluster.subscribe(),
         };
         // Drops the last `NodeService` when the endpoints end.
-        let served = apis.serve(node, self.standing, shutdown).await;
+        let served = apis.serve(node, self.registration_status, claims).await;
+        drop(ending);
+        // After an error, too: the state task ends with the last `NodeService`.
+        claims.close().await;
         stop_care.cancel();
         records.closed().await;
-        let caretaker = caretaker.await.map_err(NodeError::Broken);
+        let orphan_check = orphan_check.await.map_err(NodeError::Broken);
         let owner = owner.await.map_err(NodeError::Broken);
         stop_publishing.cancel();
         let publisher = publisher.await.map_err(NodeError::Broken);
-        served.and(caretaker).and(owner).and(publisher)
+        served.and(orphan_check).and(owner).and(publisher)
     }
+}
+
+/// Channels that the endpoints and the state task share.
+struct Channels {
+    node: NodeService,
+    backend: Backend,
+    inventory: watch::Sender<Arc<Devices>>,
+    devices: watch::Receiver<Arc<Devices>>,
+    cluster: watch::Sender<ClusterFacts>,
+}
+
+/// Waits until the companion that has the node's state hands over, and has kubelet call this one instead. The calls wait until this one has
+/// the state.
+async fn take_over(
+    socket: &Path,
+    asked: &CancellationToken,
+    cluster: &watch::Sender<ClusterFacts>,
+    claims: &ServedClaims,
+) {
+    let mut offer = hand_over::wait_for_offer(socket, asked).await;
+    info!("the other companion of this node ends; this one registers with kubelet");
+    // Only a companion of this mode hands over.
+    cluster.send_modify(|facts| facts.claims = Some(ClaimsApi::Structured));
+    claims.begin();
+    tokio::select! {
+        () = claims.registered() => {}
+        _ = offer.message() => {}
+    }
+}
+
+/// Ends the endpoints at the shutdown, after the hand-over to the next companion.
+async fn end_after(shutdown: CancellationToken, hand_over: HandOver, end: CancellationToken) {
+    shutdown.cancelled().await;
+    hand_over.complete().await;
+    end.cancel();
 }
 
 /// The devices that containers hold: a source for the current ones, and those of former extended resources.
@@ -380,25 +507,27 @@ async fn watch_claims(
 /// Opens the checkpoint. Waits for a limited time if another companion has the lock or a read fails. `None` if the shutdown comes
 /// first.
 ///
-/// A companion that waits for another one is ready, so that a rolling update with `maxSurge` ends the other one.
+/// A companion that waits for another one is ready once it has asked for the hand-over, so that a rolling update with `maxSurge` ends the other
+/// one.
 async fn open(
     disk: &Disk,
-    places: &Places,
+    paths: &Paths,
     boot_id: &str,
-    standing: &watch::Sender<Standing>,
+    registration_status: &watch::Sender<RegistrationStatus>,
+    asked: &CancellationToken,
     shutdown: &CancellationToken,
 ) -> Result<Option<Opened>, NodeError> {
     let until = Instant::now() + LOCK_PATIENCE;
     let mut told = false;
     loop {
-        let (disk, places, boot_id) = (disk.clone(), places.clone(), boot_id.to_owned());
-        let opened = spawn_blocking(move || Store::open_on(&disk, &places, &boot_id)).await;
+        let (disk, paths, boot_id) = (disk.clone(), paths.clone(), boot_id.to_owned());
+        let opened = spawn_blocking(move || Store::open_on(&disk, &paths, &boot_id)).await;
         match opened.map_err(NodeError::Broken)? {
             Err(StoreError::Locked(lock)) if Instant::now() < until => {
-                if !told {
+                if !told && asked.is_cancelled() {
                     told = true;
                     info!(lock = %lock.display(), "another companion runs on this node; waiting for its end");
-                    standing.send_replace(Standing::standby());
+                    registration_status.send_replace(RegistrationStatus::standby());
                 }
             }
             Err(error) if error.is_of_a_read() && Instant::now() < until => {
@@ -411,7 +540,7 @@ async fn open(
                 }
             }
             opened => {
-                standing.send_replace(Standing::starting());
+                registration_status.send_replace(RegistrationStatus::starting());
                 return Ok(Some(opened?));
             }
         }
@@ -462,21 +591,23 @@ mod tests {
     async fn a_companion_is_ready_while_it_waits_for_another() {
         let root = tempfile::tempdir().unwrap();
         let driver = DriverName::parse("drayman.dev").unwrap();
-        let places = Places::new(driver, root.path(), &root.path().join("cdi"));
-        let (standing, mut seen) = watch::channel(Standing::starting());
+        let paths = Paths::new(driver, root.path(), &root.path().join("cdi"));
+        let (registration_status, mut seen) = watch::channel(RegistrationStatus::starting());
         let shutdown = CancellationToken::new();
         let disk = Disk::default();
-        let first = open(&disk, &places, "boot", &standing, &shutdown);
+        let asked = CancellationToken::new();
+        let first = open(&disk, &paths, "boot", &registration_status, &asked, &shutdown);
         let first = first.await.unwrap().unwrap();
         let waiting = tokio::spawn(async move {
-            let opened = open(&disk, &places, "boot", &standing, &shutdown).await;
-            (opened, standing)
+            asked.cancel();
+            let opened = open(&disk, &paths, "boot", &registration_status, &asked, &shutdown).await;
+            (opened, registration_status)
         });
-        seen.wait_for(|standing| *standing == Standing::standby())
+        seen.wait_for(|registration_status| *registration_status == RegistrationStatus::standby())
             .await
             .unwrap();
         drop(first);
-        seen.wait_for(|standing| *standing == Standing::starting())
+        seen.wait_for(|registration_status| *registration_status == RegistrationStatus::starting())
             .await
             .unwrap();
         let (opened, _standing) = waiting.await.unwrap();

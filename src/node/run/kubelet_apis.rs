@@ -19,22 +19,87 @@ use crate::core::prepare::kubelet_apis::{ApiState, ApisDown, problems};
 use crate::core::prepare::names::DriverName;
 use crate::node::kubelet::device_plugin::PluginRegistration;
 use crate::node::kubelet::dra::DraApi;
-use crate::node::kubelet::dra::claim_reader::ClaimReader;
-use crate::node::kubelet::dra::device_health::DeviceHealth;
 use crate::node::kubelet::transport::check_path;
 use crate::node::kubelet::{self, KubeletApiError, KubeletApiState, KubeletPaths};
-use crate::node::publish::inventory::Standing;
+use crate::node::publish::inventory::RegistrationStatus;
 use crate::node::reload::Resources;
 use crate::node::service::NodeService;
 
 /// Name of the DRA API among the extended resources, whose names contain a slash.
 const CLAIMS: &str = "claims";
 
+/// The DRA endpoint of this companion. A companion that takes over from another one serves it before it has the node's state.
+pub(super) struct ClaimsEndpoint {
+    pub(super) node: NodeService,
+    pub(super) paths: KubeletPaths,
+    /// The API of structured mode.
+    pub(super) structured: DraApi,
+    pub(super) driver_name: DriverName,
+    pub(super) cluster: watch::Receiver<ClusterFacts>,
+}
+
+/// The task of a [`ClaimsEndpoint`].
+pub(super) struct ServedClaims {
+    state: watch::Receiver<KubeletApiState>,
+    /// Cancelled when the endpoint may serve.
+    begin: CancellationToken,
+    /// Cancelled when all endpoints end.
+    end: CancellationToken,
+    /// The tasks of all endpoints.
+    tasks: JoinSet<()>,
+}
+
+impl ClaimsEndpoint {
+    /// Spawns the endpoint, which does not serve before [`ServedClaims::begin`].
+    pub(super) fn spawn(self) -> ServedClaims {
+        let (state, seen) = watch::channel(KubeletApiState::Starting);
+        let (begin, end) = (CancellationToken::new(), CancellationToken::new());
+        let mut tasks = JoinSet::new();
+        let (may_serve, shutdown) = (begin.clone(), end.clone());
+        tasks.spawn(async move {
+            tokio::select! {
+                () = shutdown.cancelled() => {}
+                () = may_serve.cancelled() => self.serve(state, shutdown.clone()).await,
+            }
+        });
+        ServedClaims {
+            state: seen,
+            begin,
+            end,
+            tasks,
+        }
+    }
+}
+
+impl ServedClaims {
+    /// Serves from now on.
+    pub(super) fn begin(&self) {
+        self.begin.cancel();
+    }
+
+    /// Waits until kubelet has registered the endpoint.
+    pub(super) async fn registered(&self) {
+        let mut state = self.state.clone();
+        let registered = state.wait_for(|state| *state == KubeletApiState::Registered);
+        if registered.await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+
+    /// The token that ends all endpoints.
+    pub(super) fn end(&self) -> CancellationToken {
+        self.end.clone()
+    }
+
+    /// Ends all endpoints and waits until their sockets are removed.
+    pub(super) async fn close(&mut self) {
+        self.end.cancel();
+        while self.tasks.join_next().await.is_some() {}
+    }
+}
+
 /// The kubelet endpoints of this companion.
 pub(super) struct KubeletApis {
-    pub(super) client: kube::Client,
-    /// Sends the health of devices in structured mode.
-    pub(super) health: DeviceHealth,
     pub(super) paths: KubeletPaths,
     pub(super) plugin_registration: PluginRegistration,
     pub(super) driver_name: DriverName,
@@ -45,40 +110,31 @@ pub(super) struct KubeletApis {
 }
 
 impl KubeletApis {
-    /// Serves the endpoints until the shutdown. An endpoint that fails is retried while the others serve.
+    /// Serves the endpoints until their end. An endpoint that fails is retried while the others serve.
     pub(super) async fn serve(
         self,
         node: NodeService,
-        standing: watch::Sender<Standing>,
-        shutdown: CancellationToken,
+        registration_status: watch::Sender<RegistrationStatus>,
+        claims: &mut ServedClaims,
     ) -> Result<(), NodeError> {
         self.check_paths()?;
-        let ours = shutdown.child_token();
-        let _end_with_this = ours.clone().drop_guard();
-        let mut apis = JoinSet::new();
-        let (state, claims) = watch::channel(KubeletApiState::Starting);
+        let ServedClaims {
+            state,
+            begin,
+            end,
+            tasks: apis,
+        } = claims;
+        begin.cancel();
         let (states, resources) = watch::channel(Vec::new());
         let resource_apis = ResourceApis {
-            node: node.clone(),
-            paths: self.paths.clone(),
+            node,
+            paths: self.paths,
             plugin_registration: self.plugin_registration,
             driver_name: self.driver_name.to_string(),
             states,
         };
-        apis.spawn(resource_apis.serve(self.resources, ours.clone()));
-        let follow = follow(self.cluster.clone(), claims, resources, standing);
-        apis.spawn(serve_claims(
-            node,
-            self.paths,
-            DraApi::Structured {
-                claims: ClaimReader::new(self.client, self.driver_name.clone()),
-                health: self.health,
-            },
-            self.driver_name,
-            self.cluster,
-            state,
-            ours.clone(),
-        ));
+        apis.spawn(resource_apis.serve(self.resources, end.clone()));
+        let follow = follow(self.cluster, state.clone(), resources, registration_status);
         let lost = cut_off(self.mounted);
         tokio::pin!(follow, lost);
         let mut result = Ok(());
@@ -89,7 +145,7 @@ impl KubeletApis {
                 lost = &mut lost, if result.is_ok() => {
                     let lost = NodeError::CutOff(lost);
                     error!(reason = lost.reason(), "{lost}");
-                    ours.cancel();
+                    end.cancel();
                     result = Err(lost);
                 }
                 ended = apis.join_next() => match ended {
@@ -97,7 +153,7 @@ impl KubeletApis {
                     Some(Ok(())) => {}
                     Some(Err(broken)) => {
                         // The other endpoints finish their calls and close; then the companion ends.
-                        ours.cancel();
+                        end.cancel();
                         result = result.and(Err(NodeError::Broken(broken)));
                     }
                 },
@@ -108,12 +164,12 @@ impl KubeletApis {
     /// Rejects options whose socket paths can never be valid, since a retry would not help.
     fn check_paths(&self) -> Result<(), KubeletApiError> {
         let (paths, driver_name) = (&self.paths, self.driver_name.as_str());
-        let mut places = vec![
+        let mut locations = vec![
             paths.service_socket(driver_name),
             paths.registration_socket(driver_name),
         ];
         for name in self.resources.borrow().keys() {
-            places.extend(match self.plugin_registration {
+            locations.extend(match self.plugin_registration {
                 PluginRegistration::KubeletSocket => vec![paths.device_plugin_socket(name)],
                 PluginRegistration::PluginWatcher => vec![
                     paths.watched_device_plugin_socket(driver_name, name),
@@ -121,73 +177,69 @@ impl KubeletApis {
                 ],
             });
         }
-        places
+        locations
             .iter()
-            .try_for_each(|place| Ok(check_path(place).map(drop)?))
+            .try_for_each(|location| Ok(check_path(location).map(drop)?))
     }
 }
 
-/// Serves the DRA API of the cluster's mode, and changes it with the mode; an unreachable API server does not end it.
-async fn serve_claims(
-    node: NodeService,
-    paths: KubeletPaths,
-    structured: DraApi,
-    driver_name: DriverName,
-    mut cluster: watch::Receiver<ClusterFacts>,
-    state: watch::Sender<KubeletApiState>,
-    shutdown: CancellationToken,
-) {
-    let api_of = |facts: &ClusterFacts| match facts.claims {
-        Some(ClaimsApi::Classic) => Some(DraApi::Classic),
-        Some(ClaimsApi::Structured) => Some(structured.clone()),
-        Some(ClaimsApi::None) | None => None,
-    };
-    loop {
-        let served = tokio::select! {
-            () = shutdown.cancelled() => return,
-            served = cluster.wait_for(|facts| api_of(facts).is_some()) => match served {
-                Ok(facts) => facts.clone(),
-                Err(_) => return,
-            },
+impl ClaimsEndpoint {
+    /// Serves the DRA API of the cluster's mode, and changes it with the mode; an unreachable API server does not end it.
+    async fn serve(mut self, state: watch::Sender<KubeletApiState>, shutdown: CancellationToken) {
+        let structured = self.structured;
+        let api_of = |facts: &ClusterFacts| match facts.claims {
+            Some(ClaimsApi::Classic) => Some(DraApi::Classic),
+            Some(ClaimsApi::Structured) => Some(structured.clone()),
+            Some(ClaimsApi::None) | None => None,
         };
-        let Some(dra_api) = api_of(&served) else {
-            continue;
-        };
-        let open = shutdown.child_token();
-        let api = serve_again(CLAIMS, &state, &open, |state| {
-            kubelet::dra::serve(
-                node.clone(),
-                paths.clone(),
-                driver_name.to_string(),
-                dra_api.clone(),
-                state,
-                open.clone(),
-            )
-        });
-        tokio::pin!(api);
-        let mut prepared = node.prepared();
-        let changed = async {
-            loop {
-                match cluster.wait_for(|facts| facts.claims != served.claims).await {
-                    Ok(facts) if facts.serves(ClaimsApi::None) => {}
-                    Ok(_) => return true,
-                    Err(_) => return false,
+        let cluster = &mut self.cluster;
+        loop {
+            let served = tokio::select! {
+                () = shutdown.cancelled() => return,
+                served = cluster.wait_for(|facts| api_of(facts).is_some()) => match served {
+                    Ok(facts) => facts.clone(),
+                    Err(_) => return,
+                },
+            };
+            let Some(dra_api) = api_of(&served) else {
+                continue;
+            };
+            let open = shutdown.child_token();
+            let api = serve_again(CLAIMS, &state, &open, |state| {
+                kubelet::dra::serve(
+                    self.node.clone(),
+                    self.paths.clone(),
+                    self.driver_name.to_string(),
+                    dra_api.clone(),
+                    state,
+                    open.clone(),
+                )
+            });
+            tokio::pin!(api);
+            let mut prepared = self.node.prepared();
+            let changed = async {
+                loop {
+                    match cluster.wait_for(|facts| facts.claims != served.claims).await {
+                        Ok(facts) if facts.serves(ClaimsApi::None) => {}
+                        Ok(_) => return true,
+                        Err(_) => return false,
+                    }
+                    // Kubelet must be able to unprepare the claims of an API that is gone.
+                    tokio::select! {
+                        unprepared = prepared.wait_for(|count| *count == 0) => return unprepared.is_ok(),
+                        changed = cluster.changed() => if changed.is_err() { return false },
+                    }
                 }
-                // Kubelet must be able to unprepare the claims of an API that is gone.
-                tokio::select! {
-                    unprepared = prepared.wait_for(|count| *count == 0) => return unprepared.is_ok(),
-                    changed = cluster.changed() => if changed.is_err() { return false },
-                }
+            };
+            let changed = tokio::select! {
+                () = &mut api => return,
+                changed = changed => changed,
+            };
+            if changed {
+                open.cancel();
             }
-        };
-        let changed = tokio::select! {
-            () = &mut api => return,
-            changed = changed => changed,
-        };
-        if changed {
-            open.cancel();
+            api.await;
         }
-        api.await;
     }
 }
 
@@ -196,7 +248,7 @@ async fn follow(
     mut cluster: watch::Receiver<ClusterFacts>,
     mut claims: watch::Receiver<KubeletApiState>,
     mut resources: watch::Receiver<KubeletApiStates>,
-    standing: watch::Sender<Standing>,
+    registration_status: watch::Sender<RegistrationStatus>,
 ) {
     let mut warned = false;
     let mut down = ApisDown::default();
@@ -216,7 +268,7 @@ async fn follow(
         let claims_now = api_state(&claims.borrow_and_update());
         let of_claims = (!no_claims).then(|| (CLAIMS.to_owned(), claims_now));
         let now = judge(of_claims, of_resources, &mut down);
-        standing.send_if_modified(|published| {
+        registration_status.send_if_modified(|published| {
             let changed = *published != now;
             *published = now;
             changed
@@ -254,7 +306,7 @@ fn judge(
     claims: Option<(String, ApiState)>,
     resources: Vec<(String, ApiState)>,
     down: &mut ApisDown,
-) -> Standing {
+) -> RegistrationStatus {
     let no_claims = claims.is_none();
     let claims: Vec<_> = claims.into_iter().collect();
     let claims_ready = problems(&claims).is_none();
@@ -270,7 +322,7 @@ fn judge(
     };
     let ready = problem.is_none();
     let (reason, message) = problem.unwrap_or_else(|| ("Serving", served().to_owned()));
-    Standing {
+    RegistrationStatus {
         ready,
         claims_ready,
         reason: reason.to_owned(),
@@ -283,7 +335,7 @@ fn judge(
 mod tests {
     use super::*;
 
-    fn judged(claims: Option<ApiState>, resource: Option<ApiState>) -> Standing {
+    fn judged(claims: Option<ApiState>, resource: Option<ApiState>) -> RegistrationStatus {
         let claims = claims.map(|state| (CLAIMS.to_owned(), state));
         let resources = resource.map(|state| ("example.com/camera".to_owned(), state));
         let mut down = ApisDown::default();
@@ -301,11 +353,15 @@ mod tests {
             (rejected, false, "Rejected"),
             (failed, false, "Failed"),
         ] {
-            let standing = judged(Some(state), Some(ApiState::Registered));
+            let registration_status = judged(Some(state), Some(ApiState::Registered));
             assert_eq!(
-                (standing.ready, standing.claims_ready, standing.reason.as_str()),
+                (
+                    registration_status.ready,
+                    registration_status.claims_ready,
+                    registration_status.reason.as_str()
+                ),
                 (ready, ready, reason),
-                "{standing:?}"
+                "{registration_status:?}"
             );
         }
     }
@@ -313,23 +369,27 @@ mod tests {
     #[test]
     fn claims_go_on_when_an_extended_resource_is_down() {
         let failed = ApiState::Failed("read-only file system".into());
-        let standing = judged(Some(ApiState::Registered), Some(failed));
-        assert!(!standing.ready && standing.claims_ready, "{standing:?}");
+        let registration_status = judged(Some(ApiState::Registered), Some(failed));
         assert!(
-            standing.message.contains("example.com/camera") && standing.message.contains("read-only"),
-            "{standing:?}"
+            !registration_status.ready && registration_status.claims_ready,
+            "{registration_status:?}"
+        );
+        assert!(
+            registration_status.message.contains("example.com/camera")
+                && registration_status.message.contains("read-only"),
+            "{registration_status:?}"
         );
     }
 
     #[test]
     fn a_cluster_without_claims_is_named_in_the_message() {
-        let standing = judged(None, None);
+        let registration_status = judged(None, None);
         assert!(
-            standing.ready
-                && standing
+            registration_status.ready
+                && registration_status
                     .message
                     .contains("neither resource.k8s.io/v1 nor v1alpha2"),
-            "{standing:?}"
+            "{registration_status:?}"
         );
     }
 
@@ -346,11 +406,16 @@ mod tests {
             ..ClusterFacts::default()
         };
         let cluster = watch::Sender::new(facts(ClaimsApi::Classic));
-        let (state, mut seen) = watch::channel(KubeletApiState::Starting);
-        let driver = DriverName::parse("drayman.dev").unwrap();
-        let (known, shutdown) = (cluster.subscribe(), CancellationToken::new());
-        let served = serve_claims(node, paths, DraApi::Classic, driver, known, state, shutdown);
-        let served = tokio::spawn(served);
+        let endpoint = ClaimsEndpoint {
+            node,
+            paths,
+            structured: DraApi::Classic,
+            driver_name: DriverName::parse("drayman.dev").unwrap(),
+            cluster: cluster.subscribe(),
+        };
+        let mut served = endpoint.spawn();
+        served.begin();
+        let mut seen = served.state.clone();
         seen.wait_for(|state| *state == KubeletApiState::Waiting)
             .await
             .unwrap();
@@ -364,6 +429,6 @@ mod tests {
         seen.wait_for(|state| *state == KubeletApiState::Closed)
             .await
             .unwrap();
-        served.abort();
+        served.close().await;
     }
 }

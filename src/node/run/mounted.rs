@@ -13,7 +13,7 @@ use rustix::fs::{Mode, OFlags, StatVfsMountFlags, fstatvfs, open, statvfs};
 use tokio::time::sleep;
 
 use crate::node::kubelet::KubeletPaths;
-use crate::node::state::storage::Places;
+use crate::node::state::storage::Paths;
 
 /// Check interval. A check costs a few system calls and no disk access.
 const EVERY: Duration = Duration::from_secs(5);
@@ -32,14 +32,14 @@ struct Directory {
 }
 
 /// The directories that a pod mounts individually.
-pub(super) fn mounted(places: &Places, kubelet: &KubeletPaths) -> Vec<PathBuf> {
+pub(super) fn mounted(paths: &Paths, kubelet: &KubeletPaths) -> Vec<PathBuf> {
     let sockets = [
-        kubelet.registration_socket(places.driver.as_str()).path,
+        kubelet.registration_socket(paths.driver.as_str()).path,
         kubelet.pod_resources_socket(),
         kubelet.kubelet_socket(),
     ];
     let directories = sockets.iter().filter_map(|socket| socket.parent());
-    [places.state.as_path(), places.cdi.as_path()]
+    [paths.state.as_path(), paths.cdi.as_path()]
         .into_iter()
         .chain(directories)
         .map(Path::to_path_buf)

@@ -105,7 +105,7 @@ impl<D: NodeDriver> NodeState<D> {
 
     /// The CDI ids of a prepared claim: one in classic mode, one for each result in structured mode.
     fn cdi_ids(&self, uid: &ClaimUid, allocation: &Allocation) -> Vec<String> {
-        let driver = &self.places.driver;
+        let driver = &self.paths.driver;
         let Allocation::Results(results) = allocation else {
             return vec![driver.cdi_id(uid)];
         };
@@ -531,8 +531,8 @@ impl<D: NodeDriver> NodeState<D> {
     }
 
     async fn kubelet_claims(&self) -> KubeletView {
-        let places = self.places.clone();
-        spawn_blocking(move || places.kubelet())
+        let paths = self.paths.clone();
+        spawn_blocking(move || paths.kubelet())
             .await
             .unwrap_or_else(|error| KubeletView::Unknown(error.to_string()))
     }

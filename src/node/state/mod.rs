@@ -1,4 +1,4 @@
-//! The state task: it owns the node's state, and serves the requests of [`NodeService`].
+//! The state task: it owns the node's state, and serves the requests of [`NodeService`](crate::node::service::NodeService).
 //!
 //! Requests are served one at a time. If a caller disconnects, its request stays in the queue; when kubelet retries, the second request
 //! finds the work done. File access runs on a separate thread.
@@ -31,9 +31,9 @@ use crate::core::prepare::recovery::Retries;
 use crate::node::container_runtime::ContainerRuntime;
 use crate::node::driver::NodeDriver;
 use crate::node::kubelet::pod_resources::Grants;
-use crate::node::metrics::Figures;
-use crate::node::service::{Backend, NodeService, Request};
-use crate::node::state::storage::{Opened, Places, Store};
+use crate::node::metrics::Metrics;
+use crate::node::service::{Backend, Request};
+use crate::node::state::storage::{Opened, Paths, Store};
 
 use driver_client::DriverClient;
 use kubelet_query::{KubeletQuery, Waiting};
@@ -49,7 +49,7 @@ const QUERY_INTERVAL: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub struct NodeStateOptions<D> {
     /// The driver name, from which CDI ids derive, and the paths of the driver's and kubelet's files.
-    pub places: Places,
+    pub paths: Paths,
     /// How long a claim may be missing from kubelet's list before it is checked.
     pub orphan_grace: Duration,
     /// Name of the Node object.
@@ -74,7 +74,11 @@ pub struct NodeStateOptions<D> {
     /// queried for its containers; then no device is withheld for containers of withdrawn resources.
     pub withdrawn: Option<WithdrawnDevices>,
     /// The metrics.
-    pub metrics: Arc<Figures>,
+    pub metrics: Arc<Metrics>,
+    /// The requests.
+    pub backend: Backend,
+    /// Publishes the inventory.
+    pub inventory: watch::Sender<Arc<Devices>>,
 }
 
 /// Values that other tasks update.
@@ -92,12 +96,12 @@ struct Inputs {
 
 /// The state task, before it runs: the prepared claims and their storage, the extended resources, and what is published about both.
 pub struct NodeState<D> {
-    /// The requests, and the values that [`NodeService`] reads without one.
+    /// The requests, and the values that a service reads without one.
     backend: Backend,
     inputs: Inputs,
     driver: DriverClient<D>,
     node: NodeIdentity,
-    places: Places,
+    paths: Paths,
     store: Arc<Store>,
     /// Shared with the thread that accesses files, and never changed during such an access.
     prepared_claims: Versioned<Arc<PreparedClaims>>,
@@ -111,7 +115,7 @@ pub struct NodeState<D> {
     query: KubeletQuery,
     publisher: Publisher,
     started: Instant,
-    metrics: Arc<Figures>,
+    metrics: Arc<Metrics>,
 }
 
 impl<D> std::fmt::Debug for NodeState<D> {
@@ -124,8 +128,8 @@ impl<D> std::fmt::Debug for NodeState<D> {
 }
 
 impl<D: NodeDriver> NodeState<D> {
-    /// Recovers from the state of the last process. Returns the task, its service and the published inventory.
-    pub async fn start(options: NodeStateOptions<D>) -> (Self, NodeService, watch::Receiver<Arc<Devices>>) {
+    /// Recovers from the state of the last process. Requests wait until the task runs.
+    pub async fn start(options: NodeStateOptions<D>) -> Self {
         let Opened {
             store,
             prepared_claims,
@@ -134,8 +138,6 @@ impl<D: NodeDriver> NodeState<D> {
             rebuilt: _,
             complete: _,
         } = options.opened;
-        let (service, backend) = NodeService::new(options.runtime.is_some(), options.metrics.clone());
-        let (publish, published) = watch::channel(Arc::default());
         let mut orphans = Orphans::new(options.orphan_grace);
         if options.runtime.is_some() {
             orphans = orphans.with_runtime();
@@ -151,15 +153,15 @@ impl<D: NodeDriver> NodeState<D> {
         let allocated = inputs.allocated.borrow().as_ref().clone();
         let withdrawn = options.withdrawn.filter(|_| options.grants.is_some());
         let mut state = Self {
-            backend,
+            backend: options.backend,
             inputs,
             driver,
             node: NodeIdentity {
                 name: options.node_name,
                 uid: cluster.node_uid,
             },
-            runtime: RuntimeCheck::new(options.runtime, options.places.driver.clone()),
-            places: options.places,
+            runtime: RuntimeCheck::new(options.runtime, options.paths.driver.clone()),
+            paths: options.paths,
             store: Arc::new(store),
             prepared_claims: Versioned::new(Arc::new(prepared_claims)),
             retries: Retries::default(),
@@ -167,7 +169,7 @@ impl<D: NodeDriver> NodeState<D> {
             devices: Arc::default(),
             resources: ExtendedResources::new(allocated, withdrawn),
             query: KubeletQuery::new(options.grants),
-            publisher: Publisher::new(publish, options.metrics.clone()),
+            publisher: Publisher::new(options.inventory, options.metrics.clone()),
             started: Instant::now(),
             metrics: options.metrics,
         };
@@ -179,10 +181,10 @@ impl<D: NodeDriver> NodeState<D> {
         state.rebuild_inventory();
         state.refresh_named_devices().await;
         state.publish();
-        (state, service, published)
+        state
     }
 
-    /// Serves requests until the last [`NodeService`] is dropped.
+    /// Serves requests until the last service is dropped.
     pub async fn run(mut self) {
         loop {
             let retry = self.retries.next().map(|due| self.started + due);

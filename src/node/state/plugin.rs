@@ -71,7 +71,7 @@ impl<D: NodeDriver> NodeState<D> {
             for device in container.iter().map(|id| device_of_plugin_id(id)) {
                 let numbers = numbers_of(&inventory, device);
                 if !numbers.is_empty() {
-                    let name = self.places.driver.numbers_annotation(device);
+                    let name = self.paths.driver.numbers_annotation(device);
                     whole.annotations.insert(name, numbers_value(numbers));
                 }
             }
@@ -128,7 +128,7 @@ impl<D: NodeDriver> NodeState<D> {
     /// The edits to pass a device by CDI name: the CDI device, whose file contains the driver's edits, and only those edits that CDI does
     /// not support. The file is written before kubelet gets the response.
     async fn by_name(&self, device: &str, mut made: ContainerEdits) -> Result<ContainerEdits, ServiceError> {
-        let id = self.places.driver.cdi_device_id(device);
+        let id = self.paths.driver.cdi_device_id(device);
         let (annotations, mut cdi_devices) = (
             std::mem::take(&mut made.annotations),
             std::mem::take(&mut made.cdi_devices),

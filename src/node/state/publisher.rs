@@ -14,7 +14,7 @@ use crate::core::prepare::inventory::{
 };
 use crate::core::prepare::orphans::Orphans;
 use crate::core::prepare::prepared_claims::PreparedClaims;
-use crate::node::metrics::Figures;
+use crate::node::metrics::Metrics;
 
 /// A value with a count of its possible changes.
 #[derive(Debug, Default)]
@@ -64,13 +64,13 @@ pub(super) struct Publisher {
     inventory: Arc<Devices>,
     /// The inventory as published to the API server.
     published: watch::Sender<Arc<Devices>>,
-    metrics: Arc<Figures>,
+    metrics: Arc<Metrics>,
     inventory_from: Option<(Arc<Devices>, [u64; 4])>,
     lists_from: Option<(Arc<Devices>, [u64; 6])>,
 }
 
 impl Publisher {
-    pub(super) fn new(published: watch::Sender<Arc<Devices>>, metrics: Arc<Figures>) -> Self {
+    pub(super) fn new(published: watch::Sender<Arc<Devices>>, metrics: Arc<Metrics>) -> Self {
         Self {
             inventory: Arc::default(),
             published,

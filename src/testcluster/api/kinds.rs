@@ -57,6 +57,14 @@ pub(crate) struct Kind {
 }
 
 impl Kind {
+    /// Returns `Kind.group`, or the kind alone for the core group.
+    pub(crate) fn qualified(&self) -> String {
+        match self.group.as_str() {
+            "" => self.kind.clone(),
+            group => format!("{}.{group}", self.kind),
+        }
+    }
+
     /// Returns `group/version`, or the version alone for the core group.
     pub(crate) fn api_version(&self) -> String {
         match self.group.as_str() {

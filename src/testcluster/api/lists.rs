@@ -24,12 +24,20 @@ pub(crate) enum Asker {
     Apply,
 }
 
-/// Columns: kind (empty for all), path without indices, key (empty for a set), merged by strategic merge patches,
+/// Columns: kind (empty for all), path without indices, keys (empty for a set), merged by strategic merge patches,
 /// merged by server-side apply.
 const LISTS: &[(&str, &str, &str, bool, bool)] = &[
     ("", "metadata.finalizers", "", true, true),
     ("", "metadata.ownerReferences", "uid", true, true),
     ("ResourceClaim", "status.reservedFor", "uid", true, true),
+    (
+        "ResourceClaim",
+        "status.devices",
+        "driver,device,pool,shareID",
+        false,
+        true,
+    ),
+    ("ResourceClaim", "status.devices.conditions", "type", false, true),
     (
         "PodSchedulingContext",
         "status.resourceClaims",
@@ -74,7 +82,7 @@ pub(crate) fn list_kind(kind: &Kind, path: &[String], asker: Asker) -> ListKind 
         return match (merged, *key) {
             (false, _) => ListKind::Atomic,
             (true, "") => ListKind::Set,
-            (true, key) => ListKind::Map(vec![key.to_owned()]),
+            (true, keys) => ListKind::Map(keys.split(',').map(str::to_owned).collect()),
         };
     }
     kind.definition

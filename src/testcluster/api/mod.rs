@@ -1,7 +1,7 @@
 //! In-memory API server of the test cluster, for a [`kube::Client`] in this process and for kubectl over TCP.
 //!
 //! It serves only the kinds that the project needs, without authentication, admission or API aggregation.
-//! `docs/testcluster.md` lists its guarantees.
+//! `docs/dev/testcluster.md` lists its guarantees.
 
 mod apply;
 mod configuration;
@@ -20,7 +20,6 @@ mod patch;
 mod pods;
 mod query;
 mod refusal;
-mod remove;
 mod restrict;
 mod rules;
 mod selector;

@@ -158,6 +158,17 @@ impl Refusal {
         Self::new(409, "Conflict", message).about(kind, name)
     }
 
+    /// A precondition of a deletion does not hold. Unlike other conflicts, it names the kind.
+    pub(crate) fn precondition(kind: &Kind, name: &str, why: &str) -> Self {
+        let what = kind.qualified();
+        let message = format!("Operation cannot be fulfilled on {what} {name:?}: {why}");
+        let mut refusal = Self::new(409, "Conflict", message).about(kind, name);
+        if let Some(details) = &mut refusal.details {
+            details["kind"] = kind.kind.clone().into();
+        }
+        refusal
+    }
+
     /// The request is based on an older resource version.
     pub(crate) fn modified(kind: &Kind, name: &str) -> Self {
         let why =
@@ -174,11 +185,7 @@ impl Refusal {
 
     /// The object is invalid.
     pub(crate) fn invalid(kind: &Kind, name: &str, errors: &[FieldError]) -> Self {
-        let qualified = match kind.group.as_str() {
-            "" => kind.kind.clone(),
-            group => format!("{}.{group}", kind.kind),
-        };
-        let mut refusal = Self::of_fields(&format!("{qualified} {name:?}"), errors);
+        let mut refusal = Self::of_fields(&format!("{} {name:?}", kind.qualified()), errors);
         refusal.details = Some(json!({ "name": name, "kind": kind.kind, "causes": causes_of(errors) }));
         if let (false, Some(details)) = (kind.group.is_empty(), &mut refusal.details) {
             details["group"] = kind.group.clone().into();

@@ -323,7 +323,7 @@ fn claim_status(before: &Value, after: &Value) -> Vec<FieldError> {
         errors.extend(allocation_result(allocation));
     }
     let reserved = list(after, "/status/reservedFor");
-    errors.extend(consumers(reserved));
+    errors.extend(consumers(reserved, ".uid"));
     if reserved.len() > RESERVED_FOR_MAX {
         errors.push(FieldError::too_long("status.reservedFor", RESERVED_FOR_MAX));
     }
@@ -403,14 +403,15 @@ fn allocation_result(allocation: &Value) -> Vec<FieldError> {
 }
 
 /// Validates `status.reservedFor` except its length.
-pub(super) fn consumers(consumers: &[Value]) -> Vec<FieldError> {
+/// A duplicate is reported at the field `duplicate` of the entry.
+pub(super) fn consumers(consumers: &[Value], duplicate: &str) -> Vec<FieldError> {
     let mut errors = Vec::new();
     let mut uids = BTreeSet::new();
     for (index, consumer) in consumers.iter().enumerate() {
         let at = format!("status.reservedFor[{index}]");
         let uid = text(consumer, "/uid");
         if !uids.insert(uid) {
-            errors.push(FieldError::duplicate(format!("{at}.uid"), &json!(uid)));
+            errors.push(FieldError::duplicate(format!("{at}{duplicate}"), &json!(uid)));
             continue;
         }
         for key in ["resource", "name", "uid"] {

@@ -43,6 +43,7 @@ const ADMIN_LABEL: &str = "resource.kubernetes.io/admin-access";
 const LABEL: &str = "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and end with an alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?')";
 const IDENTIFIER: &str = "a valid C identifier must start with alphabetic character or '_', followed by a string of alphanumeric characters or '_' (e.g. 'my_name',  or 'MY_NAME',  or 'MyName', regex used for validation is '[A-Za-z_][A-Za-z0-9_]*')";
 const LABEL_KEY: &str = "name part must consist of alphanumeric characters, '-', '_' or '.', and must start and end with an alphanumeric character (e.g. 'MyName',  or 'my.name',  or '123-abc', regex used for validation is '([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]')";
+const LABEL_VALUE: &str = "a valid label must be an empty string or consist of alphanumeric characters, '-', '_' or '.', and must start and end with an alphanumeric character (e.g. 'MyValue',  or 'my_value',  or '12345', regex used for validation is '(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?')";
 const REQUEST_REFERENCE: &str =
     "must be the name of a request in the claim or the name of a request and a subrequest separated by '/'";
 
@@ -52,6 +53,12 @@ pub(crate) fn default(object: &mut Value) {
         if let Some(part) = object.get_mut(part) {
             omit_empty(part);
         }
+    }
+    // Go always writes this structure.
+    if let Some(spec) = object.get_mut("spec").filter(|spec| spec.get("spec").is_some())
+        && spec.get("metadata").is_none()
+    {
+        spec["metadata"] = json!({});
     }
     for pointer in ["/spec/devices/requests", "/spec/spec/devices/requests"] {
         let requests = object.pointer_mut(pointer).and_then(Value::as_array_mut);
@@ -383,6 +390,15 @@ fn slice(before: Option<&Value>, after: &Value) -> Vec<FieldError> {
     let detail =
         "exactly one of `nodeName`, `nodeSelector`, `allNodes`, `perDeviceNodeSelection` is required";
     errors.extend(place(&after["spec"], "spec", &places, detail));
+    if let Some(selector) = after.pointer("/spec/nodeSelector") {
+        let terms = list(selector, "/nodeSelectorTerms");
+        errors.extend(node_selector(selector, "spec.nodeSelector"));
+        if terms.len() != 1 {
+            let field = "spec.nodeSelector.nodeSelectorTerms";
+            let detail = "must have exactly one node selector term";
+            errors.push(FieldError::invalid(field, &json!(terms), detail));
+        }
+    }
     let devices = list(after, "/spec/devices");
     let counters = !list(after, "/spec/sharedCounters").is_empty();
     if counters && !devices.is_empty() {
@@ -402,6 +418,12 @@ fn slice(before: Option<&Value>, after: &Value) -> Vec<FieldError> {
         device(one, field, per_device)
     }));
     errors
+}
+
+fn node_selector(selector: &Value, field: &str) -> Option<FieldError> {
+    let detail = "must have at least one node selector term";
+    let is_empty = list(selector, "/nodeSelectorTerms").is_empty();
+    is_empty.then(|| FieldError::required(format!("{field}.nodeSelectorTerms"), detail))
 }
 
 /// Validates that exactly one of these fields selects the nodes.
@@ -453,16 +475,14 @@ fn device(device: &Value, field: &str, per_device: bool) -> Vec<FieldError> {
         errors.push(FieldError::invalid(field, &json!(count), &detail));
     }
     for (name, value) in map("attributes").into_iter().flatten() {
-        let at = format!("{field}.attributes[{name}]");
-        errors.extend(qualified_name(name, &at));
-        errors.extend(attribute(value, &at));
+        errors.extend(qualified_name(name, &format!("{field}.attributes")));
+        errors.extend(attribute(value, &format!("{field}.attributes[{name}]")));
     }
     let is_shared = device.get("allowMultipleAllocations") == Some(&Value::Bool(true));
     for (name, capacity) in map("capacity").into_iter().flatten() {
-        let at = format!("{field}.capacity[{name}]");
-        errors.extend(qualified_name(name, &at));
+        errors.extend(qualified_name(name, &format!("{field}.capacity")));
         if !is_shared && capacity.get("requestPolicy").is_some() {
-            let at = format!("{at}.requestPolicy");
+            let at = format!("{field}.capacity[{name}].requestPolicy");
             errors.push(FieldError::forbidden(at, "allowMultipleAllocations must be true"));
         }
     }
@@ -545,8 +565,16 @@ fn taint(taint: &Value, field: &str) -> Vec<FieldError> {
             LABEL_KEY,
         ));
     }
+    errors.extend(label_value(taint, field));
     errors.extend(effect(taint, field, true));
     errors
+}
+
+/// Validates the value of a taint or a toleration, which is empty or has the form of a label's value.
+fn label_value(object: &Value, field: &str) -> Option<FieldError> {
+    let value = text(object, "/value");
+    let is_invalid = !value.is_empty() && (value.contains('/') || !is_qualified(value));
+    is_invalid.then(|| FieldError::invalid(format!("{field}.value"), &json!(value), LABEL_VALUE))
 }
 
 fn effect(object: &Value, field: &str, required: bool) -> Vec<FieldError> {
@@ -660,14 +688,18 @@ fn request_names(devices: &Value) -> BTreeSet<String> {
 }
 
 fn references(object: &Value, names: &BTreeSet<String>, field: &str) -> Vec<FieldError> {
-    object::texts(object, "/requests")
-        .into_iter()
-        .enumerate()
-        .filter(|(_, name)| !names.contains(*name))
-        .map(|(index, name)| {
-            FieldError::invalid(format!("{field}[{index}]"), &json!(name), REQUEST_REFERENCE)
-        })
-        .collect()
+    let mut errors = Vec::new();
+    let mut seen = BTreeSet::new();
+    for (index, name) in object::texts(object, "/requests").into_iter().enumerate() {
+        let at = format!("{field}[{index}]");
+        if !names.contains(name) {
+            errors.push(FieldError::invalid(&at, &json!(name), REQUEST_REFERENCE));
+        }
+        if !seen.insert(name) {
+            errors.push(FieldError::duplicate(at, &json!(name)));
+        }
+    }
+    errors
 }
 
 fn constraint(constraint: &Value, names: &BTreeSet<String>, field: &str) -> Vec<FieldError> {
@@ -781,7 +813,8 @@ fn toleration(toleration: &Value, field: &str) -> Vec<FieldError> {
             &json!(value),
             "must be empty for operator `Exists`",
         )),
-        "Exists" | "Equal" => {}
+        "Exists" => {}
+        "Equal" => errors.extend(label_value(toleration, field)),
         operator => errors.push(FieldError::not_supported(
             format!("{field}.operator"),
             &json!(operator),
@@ -799,7 +832,7 @@ fn claim_status(before: &Value, after: &Value) -> Vec<FieldError> {
     let reserved = list(after, "/status/reservedFor");
     match length(reserved, RESERVED_FOR_MAX, field) {
         Err(long) => errors.extend(long),
-        Ok(()) => errors.extend(consumers(reserved)),
+        Ok(()) => errors.extend(consumers(reserved, "")),
     }
     let ours = allocated(after);
     for (index, device) in list(after, "/status/devices").iter().enumerate() {
@@ -867,15 +900,8 @@ fn allocation(allocation: &Value, names: &BTreeSet<String>) -> Vec<FieldError> {
         &format!("{field}.config"),
         2 * REQUESTS_MAX,
     ));
-    if allocation
-        .get("nodeSelector")
-        .is_some_and(|selector| list(selector, "/nodeSelectorTerms").is_empty())
-    {
-        errors.push(FieldError::required(
-            "status.allocation.nodeSelector.nodeSelectorTerms",
-            "must have at least one node selector term",
-        ));
-    }
+    let selector = allocation.get("nodeSelector").into_iter();
+    errors.extend(selector.filter_map(|selector| node_selector(selector, "status.allocation.nodeSelector")));
     errors
 }
 
@@ -886,13 +912,13 @@ mod tests {
     use super::super::selector::Selector;
     use super::super::{ApiServer, ListQuery, Mode, Target};
     use super::*;
-    use crate::testcluster::hand::Hand;
+    use crate::testcluster::client::ApiClient;
     use crate::testcluster::source::Source;
 
-    fn cluster() -> Hand {
+    fn cluster() -> ApiClient {
         let source = Source::new(Box::new(|| jiff::Timestamp::UNIX_EPOCH), 1);
         let server = ApiServer::with_mode(Arc::new(source), Mode::Structured);
-        Hand::new(&server, "test")
+        ApiClient::new(&server, "test")
     }
 
     fn device(number: usize) -> Value {
@@ -952,10 +978,12 @@ mod tests {
 
     #[test]
     fn a_request_is_for_one_device_by_default() {
-        let hand = cluster();
+        let client = cluster();
         let toleration = json!({ "key": "a" });
         let exactly = json!({ "exactly": { "deviceClassName": "cameras", "tolerations": [toleration] } });
-        let created = hand.create("resourceclaims", "default", claim(exactly)).unwrap();
+        let created = client
+            .create("resourceclaims", "default", claim(exactly))
+            .unwrap();
         let request = &created["spec"]["devices"]["requests"][0]["exactly"];
         assert_eq!(
             (&request["allocationMode"], &request["count"]),
@@ -966,7 +994,7 @@ mod tests {
         let one = json!({ "name": "b", "deviceClassName": "cameras" });
         let mut either = claim(json!({ "firstAvailable": [all, one] }));
         either["metadata"]["name"] = "either".into();
-        let created = hand.create("resourceclaims", "default", either).unwrap();
+        let created = client.create("resourceclaims", "default", either).unwrap();
         let alternatives = list(&created, "/spec/devices/requests/0/firstAvailable");
         assert_eq!(alternatives[0].get("count"), None);
         assert_eq!(alternatives[1]["count"], 1);
@@ -1036,19 +1064,21 @@ mod tests {
 
     #[test]
     fn the_spec_of_a_claim_is_immutable() {
-        let hand = cluster();
+        let client = cluster();
         let exactly = json!({ "exactly": { "deviceClassName": "cameras" } });
-        let created = hand.create("resourceclaims", "default", claim(exactly)).unwrap();
+        let created = client
+            .create("resourceclaims", "default", claim(exactly))
+            .unwrap();
         let patch = json!({ "spec": { "devices": { "requests": null } } });
-        let refusal = hand.merge("resourceclaims", &created, "", patch).unwrap_err();
+        let refusal = client.merge("resourceclaims", &created, "", patch).unwrap_err();
         assert!(refusal.message.contains("field is immutable"), "{refusal:?}");
     }
 
     #[test]
     fn the_number_of_devices_of_a_slice_is_limited() {
-        let hand = cluster();
+        let client = cluster();
         let mut full: Vec<Value> = (0..DEVICES_MAX).map(device).collect();
-        hand.create("resourceslices", "", slice(full.clone())).unwrap();
+        client.create("resourceslices", "", slice(full.clone())).unwrap();
         full.push(device(DEVICES_MAX));
         assert_eq!(
             errors_of(full.clone()),
@@ -1133,8 +1163,10 @@ mod tests {
 
     #[test]
     fn driver_pool_and_node_of_a_slice_are_immutable() {
-        let hand = cluster();
-        let created = hand.create("resourceslices", "", slice(vec![device(0)])).unwrap();
+        let client = cluster();
+        let created = client
+            .create("resourceslices", "", slice(vec![device(0)]))
+            .unwrap();
         assert_eq!(created["metadata"]["generation"], 1);
         for (patch, field) in [
             (json!({ "driver": "y.dev" }), "spec.driver"),
@@ -1142,12 +1174,12 @@ mod tests {
             (json!({ "pool": { "name": "node-b" } }), "spec.pool.name"),
             (json!({ "nodeName": null, "allNodes": true }), "spec.nodeName"),
         ] {
-            let refusal = hand
+            let refusal = client
                 .merge("resourceslices", &created, "", json!({ "spec": patch }))
                 .unwrap_err();
             assert_eq!(refusal.details.unwrap()["causes"][0]["field"], field);
         }
-        let none = hand
+        let none = client
             .merge(
                 "resourceslices",
                 &created,
@@ -1180,13 +1212,13 @@ mod tests {
 
     #[test]
     fn the_server_sets_the_time_of_a_taint() {
-        let hand = cluster();
+        let client = cluster();
         let mut tainted = device(0);
         tainted["taints"] = json!([
             { "key": "a", "effect": "NoSchedule" },
             { "key": "b", "effect": "None", "timeAdded": "2026-01-01T00:00:00Z" },
         ]);
-        let created = hand.create("resourceslices", "", slice(vec![tainted])).unwrap();
+        let created = client.create("resourceslices", "", slice(vec![tainted])).unwrap();
         let taints = list(&created, "/spec/devices/0/taints");
         assert_eq!(taints[0]["timeAdded"], "1970-01-01T00:00:00Z");
         assert_eq!(taints[1]["timeAdded"], "2026-01-01T00:00:00Z");
@@ -1194,7 +1226,7 @@ mod tests {
 
     #[test]
     fn slices_are_selected_by_driver_and_node() {
-        let hand = cluster();
+        let client = cluster();
         for (name, driver, node) in [
             ("a", "x.dev", "node-a"),
             ("b", "y.dev", "node-a"),
@@ -1204,9 +1236,9 @@ mod tests {
             slice["metadata"]["name"] = name.into();
             slice["spec"]["driver"] = driver.into();
             slice["spec"]["nodeName"] = node.into();
-            hand.create("resourceslices", "", slice).unwrap();
+            client.create("resourceslices", "", slice).unwrap();
         }
-        let kind = hand.server.kind_of("resourceslices").unwrap();
+        let kind = client.server.kind_of("resourceslices").unwrap();
         let names = |fields: &str| {
             let query = ListQuery {
                 selector: Selector::read(&kind, "", fields).unwrap(),
@@ -1218,7 +1250,7 @@ mod tests {
                 name: String::new(),
                 subresource: String::new(),
             };
-            let (_, items) = hand.server.list(&target, &query).unwrap();
+            let (_, items) = client.server.list(&target, &query).unwrap();
             items.iter().map(object::name).collect::<Vec<_>>().join(" ")
         };
         assert_eq!(names("spec.driver=x.dev"), "a c");
@@ -1228,32 +1260,36 @@ mod tests {
 
     #[test]
     fn admin_access_needs_a_labelled_namespace() {
-        let hand = cluster();
+        let client = cluster();
         let exactly = json!({ "exactly": { "deviceClassName": "cameras", "adminAccess": true } });
-        let refusal = hand
+        let refusal = client
             .create("resourceclaims", "default", claim(exactly.clone()))
             .unwrap_err();
         assert_eq!(
             refusal.details.unwrap()["causes"][0]["field"],
             "spec.devices.requests[0].adminAccess"
         );
-        let namespace = hand.get("namespaces", "", "default").unwrap();
+        let namespace = client.get("namespaces", "", "default").unwrap();
         let label = json!({ "metadata": { "labels": { (ADMIN_LABEL): "true" } } });
-        hand.merge("namespaces", &namespace, "", label).unwrap();
-        hand.create("resourceclaims", "default", claim(exactly)).unwrap();
+        client.merge("namespaces", &namespace, "", label).unwrap();
+        client
+            .create("resourceclaims", "default", claim(exactly))
+            .unwrap();
     }
 
     #[test]
     fn an_allocation_is_immutable_until_it_is_cleared() {
-        let hand = cluster();
+        let client = cluster();
         let exactly = json!({ "exactly": { "deviceClassName": "cameras" } });
-        let created = hand.create("resourceclaims", "default", claim(exactly)).unwrap();
+        let created = client
+            .create("resourceclaims", "default", claim(exactly))
+            .unwrap();
         let result = |request: &str, device: &str| {
             json!({ "devices": { "results": [
                 { "request": request, "driver": "x.dev", "pool": "node-a", "device": device }] } })
         };
         let write =
-            |status: Value| hand.merge("resourceclaims", &created, "status", json!({ "status": status }));
+            |status: Value| client.merge("resourceclaims", &created, "status", json!({ "status": status }));
         let refusal = write(json!({ "allocation": result("lens", "camera-1") })).unwrap_err();
         assert!(refusal.message.contains("results[0].request"), "{refusal:?}");
         let ours = json!({ "driver": "x.dev", "pool": "node-a", "device": "camera-1" });
@@ -1272,14 +1308,14 @@ mod tests {
 
     #[test]
     fn a_pod_names_its_claims_directly() {
-        let hand = cluster();
+        let client = cluster();
         let entries =
             json!([{ "name": "a", "resourceClaimName": "x", "source": { "resourceClaimName": "y" } }]);
         let pod = json!({
             "metadata": { "name": "p" },
             "spec": { "resourceClaims": entries, "containers": [{ "name": "c", "image": "i" }] },
         });
-        let created = hand.create("pods", "default", pod).unwrap();
+        let created = client.create("pods", "default", pod).unwrap();
         assert_eq!(
             created["spec"]["resourceClaims"],
             json!([{ "name": "a", "resourceClaimName": "x" }])

@@ -32,7 +32,7 @@ fn hosts(outfit: Option<Outfit>) -> Vec<String> {
 }
 
 fn is_told(demo: &Demo, pod: &str, words: &str) -> bool {
-    demo.hand
+    demo.client
         .list("events")
         .iter()
         .any(|event| text(event, "/involvedObject/name") == pod && text(event, "/message").contains(words))
@@ -40,7 +40,7 @@ fn is_told(demo: &Demo, pod: &str, words: &str) -> bool {
 
 pub(super) async fn both_apis(demo: &mut Demo) -> Result<(), Halt> {
     demo.expect("node-a has one allocatable camera", |demo| {
-        let node = demo.hand.get("nodes", "", "node-a").unwrap_or_default();
+        let node = demo.client.get("nodes", "", "node-a").unwrap_or_default();
         node["status"]["allocatable"][CAMERA] == "1"
     })
     .await?;
@@ -87,7 +87,7 @@ pub(super) async fn competing(demo: &mut Demo) -> Result<(), Halt> {
         "resourceClaimTemplateName: either",
     );
     demo.expect("node-b has one device of mode `both`", |demo| {
-        let node = demo.hand.get("nodes", "", "node-b").unwrap_or_default();
+        let node = demo.client.get("nodes", "", "node-b").unwrap_or_default();
         node["status"]["allocatable"][SHARED] == "1"
     })
     .await?;
@@ -117,7 +117,7 @@ pub(super) async fn competing(demo: &mut Demo) -> Result<(), Halt> {
     demo.tell_outfit("claiming");
     demo.check("with the same device", hosts(demo.outfit("claiming")) == device)?;
     demo.expect("the device plugin API no longer offers the device", |demo| {
-        let node = demo.hand.get("nodes", "", "node-b").unwrap_or_default();
+        let node = demo.client.get("nodes", "", "node-b").unwrap_or_default();
         node["status"]["allocatable"][SHARED] == "0"
     })
     .await?;

@@ -25,7 +25,7 @@ use tokio_util::sync::CancellationToken;
 use self::devices::Device;
 use self::narrator::Line;
 use super::api::{Mode, kubeconfig};
-use super::hand::Hand;
+use super::client::ApiClient;
 use super::kubelet::Kubelet;
 use super::source::Source;
 use super::stage::{Stage, StageError};
@@ -125,7 +125,7 @@ pub struct Demo {
     devices: BTreeMap<String, Vec<Device>>,
     /// The camera and the device in mode `both`.
     _others: [Device; 2],
-    hand: Hand,
+    client: ApiClient,
     shown: mpsc::UnboundedSender<Shown>,
     start: Instant,
     /// Stops with the demo.
@@ -148,11 +148,11 @@ impl Demo {
     ) -> Result<Self, StageError> {
         let start = Instant::now();
         let mut stage = Stage::with_mode(Source::system(), mode);
-        let hand = Hand::new(stage.server(), "user");
+        let client = ApiClient::new(stage.server(), "user");
         let first_allocation = Arc::default();
         let mut telling = JoinSet::new();
         telling.spawn(tell(
-            hand.clone(),
+            client.clone(),
             shown.clone(),
             start,
             Arc::clone(&first_allocation),
@@ -196,7 +196,7 @@ impl Demo {
             kubelets,
             devices,
             _others: others,
-            hand,
+            client,
             shown,
             start,
             _telling: telling,
@@ -219,7 +219,7 @@ impl Demo {
             Mode::Structured => demo.expect_slices().await,
             Mode::Classic => {
                 let ready = |demo: &Self| {
-                    let inventories = demo.hand.list("nodeinventories");
+                    let inventories = demo.client.list("nodeinventories");
                     inventories.iter().filter(|inventory| is_ready(inventory)).count()
                 };
                 let what = "the companions of all nodes are served by their kubelets";
@@ -355,16 +355,16 @@ fn configuration(own: &[Device], camera: Option<&Device>, either: Option<&Device
 
 /// Prints changes as they occur.
 async fn tell(
-    hand: Hand,
+    client: ApiClient,
     shown: mpsc::UnboundedSender<Shown>,
     start: Instant,
     first_allocation: Arc<OnceLock<Duration>>,
 ) {
-    let mut changes = hand.server.changes();
+    let mut changes = client.server.changes();
     let mut version = 1;
     loop {
         changes.borrow_and_update();
-        let (news, now) = hand.server.changes_after(version);
+        let (news, now) = client.server.changes_after(version);
         version = now;
         for change in &news {
             let is_claim = change.key.storage.starts_with("resourceclaims.");

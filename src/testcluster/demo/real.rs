@@ -35,7 +35,7 @@ fn class(kind: &str) -> String {
 /// Returns the healthy devices by kind.
 fn found(demo: &Demo) -> BTreeMap<String, Vec<String>> {
     let mut found: BTreeMap<String, Vec<String>> = BTreeMap::new();
-    for inventory in demo.hand.list("nodeinventories") {
+    for inventory in demo.client.list("nodeinventories") {
         if text(&inventory, "/spec/nodeName") != NODE {
             continue;
         }

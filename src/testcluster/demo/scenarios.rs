@@ -128,7 +128,7 @@ impl Demo {
     }
 
     fn pod(&self, name: &str) -> Option<Value> {
-        self.hand.get("pods", "default", name)
+        self.client.get("pods", "default", name)
     }
 
     pub(super) fn runs(&self, name: &str) -> bool {
@@ -195,12 +195,12 @@ impl Demo {
         if let Some(pod) = self.pod(name) {
             self.step("user", format!("deletes pod {name}"));
             // The pod may already be deleted.
-            let _ = self.hand.delete("pods", &pod, None);
+            let _ = self.client.delete("pods", &pod, None);
         }
     }
 
     pub(super) fn claim_of(&self, pod: &str) -> Option<Value> {
-        self.hand.list("resourceclaims").into_iter().find(|claim| {
+        self.client.list("resourceclaims").into_iter().find(|claim| {
             list(claim, "/metadata/ownerReferences")
                 .iter()
                 .any(|owner| owner["name"] == pod)
@@ -284,7 +284,7 @@ async fn waiting(demo: &mut Demo) -> Result<(), Halt> {
     demo.expect(
         "one more pod waits, and an event on it says how many devices are held",
         |demo| {
-            demo.hand.list("events").iter().any(|event| {
+            demo.client.list("events").iter().any(|event| {
                 text(event, "/involvedObject/name") == "late"
                     && text(event, "/message").contains("held")
                     && text(event, "/reportingComponent") == super::DRIVER
@@ -326,7 +326,7 @@ async fn unplugged(demo: &mut Demo) -> Result<(), Halt> {
         .and_then(|outfit| outfit.devices.first().map(|(_, host, _)| host.clone()))
         .unwrap_or_default();
     let unhealthy = |demo: &Demo| {
-        demo.hand.list("nodeinventories").iter().any(|inventory| {
+        demo.client.list("nodeinventories").iter().any(|inventory| {
             list(inventory, "/spec/devices")
                 .iter()
                 .any(|device| !text(device, "/unhealthy").is_empty())
@@ -349,7 +349,7 @@ async fn unplugged(demo: &mut Demo) -> Result<(), Halt> {
     demo.clear(&["plugged".to_owned()]).await?;
     plug(demo, &node, &path, false)?;
     let has = move |demo: &Demo, wanted: &str| {
-        demo.hand.list("nodeinventories").iter().any(|inventory| {
+        demo.client.list("nodeinventories").iter().any(|inventory| {
             list(inventory, "/spec/devices")
                 .iter()
                 .any(|device| device["attributes"]["drayman.dev/path"]["string"] == wanted)

@@ -63,7 +63,7 @@ impl Demo {
 
     /// Returns the devices in a node's ResourceSlices, and whether each has a taint.
     fn published(&self, node: &str) -> Vec<(String, bool)> {
-        let slices = self.hand.list("resourceslices");
+        let slices = self.client.list("resourceslices");
         let of_node = slices
             .iter()
             .filter(|slice| text(slice, "/spec/nodeName") == node);
@@ -116,7 +116,7 @@ async fn scheduled(demo: &mut Demo) -> Result<(), Halt> {
     .await?;
     demo.stage.apply(&pod("late"))?;
     demo.expect("one more pod waits, and an event says why", |demo| {
-        demo.hand.list("events").iter().any(|event| {
+        demo.client.list("events").iter().any(|event| {
             text(event, "/involvedObject/name") == "late"
                 && text(event, "/message").contains("cannot allocate all claims")
         })

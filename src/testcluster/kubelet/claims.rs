@@ -14,7 +14,7 @@ use super::wire::CallError;
 use crate::api::proto::{dra_v1, dra_v1alpha3};
 use crate::testcluster::api::Mode;
 use crate::testcluster::api::object::{self, list, text};
-use crate::testcluster::hand::{claims_of, is_reserved_for};
+use crate::testcluster::client::{claims_of, is_reserved_for};
 
 /// Deadline of a DRA call.
 const PREPARE: Duration = Duration::from_secs(45);
@@ -72,7 +72,7 @@ impl Kubelet {
     fn plugin(&self, driver: &str) -> Result<Plugin, String> {
         self.registry
             .with(|plugins| plugins.driver(driver).cloned())
-            .ok_or_else(|| match self.hand.server.mode() {
+            .ok_or_else(|| match self.client.server.mode() {
                 Mode::Classic => {
                     format!("plugin name {driver} not found in the list of registered DRA plugins")
                 }
@@ -98,7 +98,7 @@ impl Kubelet {
 
     /// Prepares the pod's claims.
     pub(super) async fn prepare_claims(&self, pod: &Value) -> Result<Prepared, Trouble> {
-        let used = match self.hand.server.mode() {
+        let used = match self.client.server.mode() {
             Mode::Classic => self.classic_claims(pod),
             Mode::Structured => self.structured_claims(pod),
         };
@@ -114,7 +114,7 @@ impl Kubelet {
                 }
             }
         }
-        if self.hand.server.mode() == Mode::Structured {
+        if self.client.server.mode() == Mode::Structured {
             // Unprepared at the end of the pod, even if a call fails.
             for held in batches.values().flatten() {
                 self.hold(pod, held.clone());
@@ -123,7 +123,7 @@ impl Kubelet {
         let mut ready = Vec::new();
         for (driver, claims) in batches {
             let (prepared, failure) = self.prepare(driver, claims).await.map_err(later)?;
-            match self.hand.server.mode() {
+            match self.client.server.mode() {
                 // Claims without an error count as prepared, even if others failed.
                 Mode::Classic => {
                     for held in prepared {
@@ -150,7 +150,7 @@ impl Kubelet {
     /// Returns the claims that the pod's containers use, once per driver and entry.
     fn classic_claims(&self, pod: &Value) -> Result<Vec<(String, Held)>, String> {
         let mut used = Vec::new();
-        for (entry, claim) in claims_of(&self.hand, pod) {
+        for (entry, claim) in claims_of(&self.client, pod) {
             let claim = claim.ok_or_else(|| format!("the resource claim of entry {entry} does not exist"))?;
             if !is_reserved_for(&claim, pod) {
                 let name = object::name(&claim);
@@ -171,7 +171,7 @@ impl Kubelet {
     /// Returns the claims of the pod, once per driver and entry. All their drivers must be registered.
     fn structured_claims(&self, pod: &Value) -> Result<Vec<(String, Held)>, String> {
         let mut used = Vec::new();
-        for (entry, claim) in claims_of(&self.hand, pod) {
+        for (entry, claim) in claims_of(&self.client, pod) {
             let claim = claim.ok_or_else(|| format!("the ResourceClaim of entry {entry} does not exist"))?;
             let (name, uid) = (object::name(&claim), object::uid(&claim));
             if !is_reserved_for(&claim, pod) {

@@ -1,17 +1,26 @@
 //! Pod lifecycle on a node: prepares claims, allocates devices, computes container edits, and releases everything at
-//! the end.
+//! the end. The PodResources API lists the devices.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
 use std::sync::PoisonError;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use tonic::Request;
+use tokio::net::UnixListener;
+use tokio_stream::wrappers::UnixListenerStream;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::Server;
+use tonic::{Request, Response, Status};
 
 use super::Kubelet;
 use super::claims::Held;
 use super::wire::CallError;
 use crate::api::proto::device_plugin_v1beta1::{AllocateRequest, ContainerAllocateRequest};
+use crate::api::proto::pod_resources_v1 as v1;
+use crate::api::proto::pod_resources_v1::pod_resources_lister_server::{
+    PodResourcesLister, PodResourcesListerServer,
+};
 use crate::testcluster::api::object::{self, list, text};
 use crate::testcluster::runtime::Outfit;
 
@@ -45,7 +54,7 @@ impl Kubelet {
                     .lock()
                     .unwrap_or_else(PoisonError::into_inner)
                     .insert(key, outfits);
-                let now = self.hand.server.now();
+                let now = self.client.server.now();
                 let statuses: Vec<Value> = list(pod, "/spec/containers")
                     .iter()
                     .map(|container| {
@@ -64,19 +73,19 @@ impl Kubelet {
                 conditions.push(ready);
                 let status = json!({ "phase": "Running", "startTime": now, "containerStatuses": statuses, "conditions": conditions });
                 self.write(pod, status);
-                self.hand
+                self.client
                     .event(pod, "Normal", "Started", "Started all containers");
             }
             Err(Trouble::Later(reason, message)) => {
                 if !self.is_told(pod, &message) {
-                    self.hand.event(pod, "Warning", reason, &message);
+                    self.client.event(pod, "Warning", reason, &message);
                 }
             }
             Err(Trouble::Never(message)) => {
                 let status =
                     json!({ "phase": "Failed", "reason": "UnexpectedAdmissionError", "message": message });
                 self.write(pod, status);
-                self.hand
+                self.client
                     .event(pod, "Warning", "UnexpectedAdmissionError", &message);
             }
         }
@@ -84,7 +93,7 @@ impl Kubelet {
 
     /// Returns whether the event exists: repeated attempts report the same message only once.
     fn is_told(&self, pod: &Value, message: &str) -> bool {
-        self.hand.list("events").iter().any(|event| {
+        self.client.list("events").iter().any(|event| {
             event["involvedObject"]["uid"] == pod["metadata"]["uid"] && event["message"] == message
         })
     }
@@ -92,7 +101,7 @@ impl Kubelet {
     fn write(&self, pod: &Value, status: Value) {
         // The next pass handles a pod deleted meanwhile.
         let _ = self
-            .hand
+            .client
             .merge("pods", pod, "status", json!({ "status": status }));
     }
 
@@ -241,7 +250,7 @@ impl Kubelet {
                 .unwrap_or_else(PoisonError::into_inner)
                 .remove(&key);
             // Another client may have deleted the pod already.
-            let _ = self.hand.delete("pods", pod, Some(0));
+            let _ = self.client.delete("pods", pod, Some(0));
         }
     }
 
@@ -258,5 +267,106 @@ impl Kubelet {
         for uid in missing {
             self.release(&uid).await;
         }
+    }
+}
+
+/// Serves the API below kubelet's root directory until shutdown.
+pub(super) async fn serve(
+    kubelet: Kubelet,
+    root: PathBuf,
+    shutdown: CancellationToken,
+) -> std::io::Result<()> {
+    let socket = root.join("pod-resources/kubelet.sock");
+    if let Some(directory) = socket.parent() {
+        std::fs::create_dir_all(directory)?;
+    }
+    remove(&socket)?;
+    let listener = UnixListener::bind(socket)?;
+    Server::builder()
+        .add_service(PodResourcesListerServer::new(kubelet))
+        .serve_with_incoming_shutdown(UnixListenerStream::new(listener), shutdown.cancelled_owned())
+        .await
+        .map_err(std::io::Error::other)
+}
+
+/// Removes a leftover socket of an earlier process.
+pub(super) fn remove(socket: &Path) -> std::io::Result<()> {
+    match std::fs::remove_file(socket) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+impl Kubelet {
+    /// Returns the node's pods in the PodResources format, with the devices of each container.
+    fn pod_resources(&self) -> Vec<v1::PodResources> {
+        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let pods = self.client.list("pods");
+        let mine = pods
+            .iter()
+            .filter(|pod| text(pod, "/spec/nodeName") == self.place.name);
+        mine.map(|pod| {
+            let devices = running.get(object::uid(pod)).map(|running| &running.devices);
+            let of = |container: &Value| {
+                let limits = container.pointer("/resources/limits").and_then(Value::as_object);
+                let has = |resource: &String| limits.is_some_and(|limits| limits.contains_key(resource));
+                let devices = devices
+                    .into_iter()
+                    .flatten()
+                    .filter(|(resource, _)| has(resource));
+                v1::ContainerResources {
+                    name: text(container, "/name").to_owned(),
+                    devices: devices
+                        .map(|(resource, ids)| v1::ContainerDevices {
+                            resource_name: resource.clone(),
+                            device_ids: ids.iter().cloned().collect(),
+                            topology: None,
+                        })
+                        .collect(),
+                    ..v1::ContainerResources::default()
+                }
+            };
+            v1::PodResources {
+                name: object::name(pod).to_owned(),
+                namespace: object::namespace(pod).to_owned(),
+                containers: list(pod, "/spec/containers").iter().map(of).collect(),
+            }
+        })
+        .collect()
+    }
+}
+
+#[tonic::async_trait]
+impl PodResourcesLister for Kubelet {
+    async fn list(
+        &self,
+        _: Request<v1::ListPodResourcesRequest>,
+    ) -> Result<Response<v1::ListPodResourcesResponse>, Status> {
+        let pod_resources = self.pod_resources();
+        Ok(Response::new(v1::ListPodResourcesResponse { pod_resources }))
+    }
+
+    async fn get_allocatable_resources(
+        &self,
+        _: Request<v1::AllocatableResourcesRequest>,
+    ) -> Result<Response<v1::AllocatableResourcesResponse>, Status> {
+        let devices = self.registry.with(|plugins| {
+            let one =
+                |(resource, (_, devices)): (&String, &(_, super::plugins::Devices))| v1::ContainerDevices {
+                    resource_name: resource.clone(),
+                    device_ids: devices.keys().cloned().collect(),
+                    topology: None,
+                };
+            plugins.resources.iter().map(one).collect()
+        });
+        Ok(Response::new(v1::AllocatableResourcesResponse { devices }))
+    }
+
+    async fn get(
+        &self,
+        _: Request<v1::GetPodResourcesRequest>,
+    ) -> Result<Response<v1::GetPodResourcesResponse>, Status> {
+        // Same as kubelet 1.30 with default feature gates.
+        Err(Status::unknown("PodResources API Get method disabled"))
     }
 }

@@ -3,7 +3,6 @@
 
 mod claims;
 mod containers;
-mod listing;
 mod plugins;
 mod wire;
 
@@ -18,8 +17,8 @@ use tokio_util::sync::CancellationToken;
 use self::containers::Running;
 use self::plugins::Registry;
 use self::wire::Calls;
+use super::client::ApiClient;
 use super::faults::Faults;
-use super::hand::Hand;
 use super::runtime::Outfit;
 use crate::node::run::NodeOptions;
 use crate::testcluster::api::{ApiServer, Mode, object};
@@ -82,7 +81,7 @@ pub type Outfits = BTreeMap<(String, String), BTreeMap<String, Outfit>>;
 #[derive(Clone, Debug)]
 pub struct Kubelet {
     place: NodePlace,
-    hand: Hand,
+    client: ApiClient,
     registry: Registry,
     calls: Calls,
     running: Arc<Mutex<BTreeMap<String, Running>>>,
@@ -102,7 +101,7 @@ impl Kubelet {
 
     fn calling(server: &ApiServer, place: NodePlace, calls: Calls) -> Self {
         Self {
-            hand: Hand::new(server, "kubelet"),
+            client: ApiClient::new(server, "kubelet"),
             registry: Registry::new(server.mode(), place.device_plugins.clone(), calls.clone()),
             calls,
             place,
@@ -128,13 +127,13 @@ impl Kubelet {
     pub async fn run(self, shutdown: CancellationToken) -> std::io::Result<()> {
         self.announce();
         let mut parts = JoinSet::new();
-        if self.hand.server.mode() == Mode::Structured {
+        if self.client.server.mode() == Mode::Structured {
             // Pods could otherwise be scheduled to drivers that never come back.
             self.wipe_slices(None);
             parts.spawn(self.clone().wipe(shutdown.clone()));
         }
         parts.spawn(self.registry.clone().serve(shutdown.clone()));
-        parts.spawn(listing::serve(
+        parts.spawn(containers::serve(
             self.clone(),
             self.place.root.clone(),
             shutdown.clone(),
@@ -145,7 +144,7 @@ impl Kubelet {
             watching.await;
             Ok(())
         });
-        let mut changes = self.hand.server.changes();
+        let mut changes = self.client.server.changes();
         let mut plugins = self.registry.changed.subscribe();
         loop {
             changes.borrow_and_update();
@@ -170,7 +169,7 @@ impl Kubelet {
         let name = &self.place.name;
         let node = json!({ "metadata": { "name": name, "labels": { "kubernetes.io/hostname": name } } });
         // It may exist from an earlier run.
-        let _ = self.hand.create("nodes", "", node);
+        let _ = self.client.create("nodes", "", node);
     }
 
     /// Deletes the ResourceSlices of drivers without a connected plugin until shutdown.
@@ -188,18 +187,18 @@ impl Kubelet {
 
     /// Deletes the node's ResourceSlices of a driver, or of all drivers.
     fn wipe_slices(&self, driver: Option<&str>) {
-        for slice in self.hand.list("resourceslices") {
+        for slice in self.client.list("resourceslices") {
             let is_of_driver = driver.is_none_or(|driver| object::text(&slice, "/spec/driver") == driver);
             if is_of_driver && object::text(&slice, "/spec/nodeName") == self.place.name {
                 // A slice that is deleted meanwhile needs no deletion.
-                let _ = self.hand.delete("resourceslices", &slice, None);
+                let _ = self.client.delete("resourceslices", &slice, None);
             }
         }
     }
 
     /// Updates the node's status if it has changed.
     fn report(&self) {
-        let Some(node) = self.hand.get("nodes", "", &self.place.name) else {
+        let Some(node) = self.client.get("nodes", "", &self.place.name) else {
             return;
         };
         let mut capacity = json!({ "cpu": "2", "memory": "4Gi", "pods": "110" });
@@ -215,13 +214,13 @@ impl Kubelet {
         let status = json!({
             "capacity": capacity, "allocatable": allocatable, "conditions": ready,
             "nodeInfo": {
-                "kubeletVersion": self.hand.server.mode().kubernetes(), "containerRuntimeVersion": "stage://0",
+                "kubeletVersion": self.client.server.mode().kubernetes(), "containerRuntimeVersion": "stage://0",
             },
         });
         if node.get("status") != Some(&status) {
             // A conflict means another change of the node, which triggers another pass.
             let _ = self
-                .hand
+                .client
                 .merge("nodes", &node, "status", json!({ "status": status }));
         }
     }
@@ -229,7 +228,7 @@ impl Kubelet {
     /// Starts and stops pods.
     async fn pass(&self) {
         let pods: Vec<Value> = self
-            .hand
+            .client
             .list("pods")
             .into_iter()
             .filter(|pod| object::text(pod, "/spec/nodeName") == self.place.name)
@@ -262,10 +261,10 @@ mod tests {
             let pool = json!({ "name": node, "generation": 1, "resourceSliceCount": 1 });
             let spec = json!({ "driver": driver, "nodeName": node, "pool": pool });
             let slice = json!({ "metadata": { "name": name }, "spec": spec });
-            kubelet.hand.create("resourceslices", "", slice).unwrap();
+            kubelet.client.create("resourceslices", "", slice).unwrap();
         }
         let names = || {
-            let slices = kubelet.hand.list("resourceslices");
+            let slices = kubelet.client.list("resourceslices");
             slices.iter().map(object::name).collect::<Vec<_>>().join(" ")
         };
         kubelet.wipe_slices(Some("x.dev"));

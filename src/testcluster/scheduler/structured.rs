@@ -11,37 +11,37 @@ use crate::host::selectors::with_selectors;
 use crate::testcluster::api::object::{self, list, text};
 use crate::testcluster::api::structured::FINALIZER;
 use crate::testcluster::claims::{consumer, may_reserve, versioned};
-use crate::testcluster::hand::{Hand, is_reserved_for};
+use crate::testcluster::client::{ApiClient, is_reserved_for};
 
 /// Allocates and reserves the claims of a pod on a node, and binds the pod. If no node fits, deallocates a claim that no
 /// other pod uses.
-pub(super) fn allocate(hand: &Hand, pod: &Value, claims: Vec<Value>) -> Result<(), Wait> {
+pub(super) fn allocate(client: &ApiClient, pod: &Value, claims: Vec<Value>) -> Result<(), Wait> {
     for claim in &claims {
         if is_allocated(claim) {
-            if !may_reserve(hand, claim) && !is_reserved_for(claim, pod) {
+            if !may_reserve(client, claim) && !is_reserved_for(claim, pod) {
                 return Err(Wait::Unschedulable("resourceclaim in use".to_owned()));
             }
-        } else if let Some(message) = missing_class(hand, claim) {
+        } else if let Some(message) = missing_class(client, claim) {
             return Err(Wait::Unschedulable(message));
         }
     }
-    let devices = Devices::read(hand, &claims).map_err(Wait::Unschedulable)?;
+    let devices = Devices::read(client, &claims).map_err(Wait::Unschedulable)?;
     let mut unavailable: Vec<&Value> = Vec::new();
-    let passing = suitable(hand, pod, |node| {
+    let passing = suitable(client, pod, |node| {
         let elsewhere = claims.iter().filter(|claim| !reaches(claim, node));
         let elsewhere: Vec<&Value> = elsewhere.collect();
         if !elsewhere.is_empty() {
             unavailable.extend(elsewhere);
             return Err("resourceclaim not available on the node".to_owned());
         }
-        devices.allocate(hand, node)
+        devices.allocate(client, node)
     });
     match passing {
         Ok(passing) => {
             let Some((node, allocations)) = passing.into_iter().next() else {
                 return Err(Wait::Pending);
             };
-            bind(hand, pod, claims, allocations, &node)
+            bind(client, pod, claims, allocations, &node)
         }
         Err(message) => {
             // PostFilter.
@@ -54,7 +54,7 @@ pub(super) fn allocate(hand: &Hand, pod: &Value, claims: Vec<Value>) -> Result<(
                 let status =
                     json!({ "status": { "allocation": null, "reservedFor": null, "devices": null } });
                 // A conflict means a concurrent change, which triggers another cycle.
-                let _ = hand.merge("resourceclaims", claim, "status", versioned(claim, status));
+                let _ = client.merge("resourceclaims", claim, "status", versioned(claim, status));
             }
             Err(Wait::Unschedulable(message))
         }
@@ -65,7 +65,7 @@ fn is_allocated(claim: &Value) -> bool {
     claim.pointer("/status/allocation").is_some()
 }
 
-fn missing_class(hand: &Hand, claim: &Value) -> Option<String> {
+fn missing_class(client: &ApiClient, claim: &Value) -> Option<String> {
     list(claim, "/spec/devices/requests").iter().find_map(|request| {
         let exactly = request.get("exactly").into_iter();
         let mut requests = exactly.chain(list(request, "/firstAvailable"));
@@ -75,7 +75,7 @@ fn missing_class(hand: &Hand, claim: &Value) -> Option<String> {
                 "" => text(request, "/name").to_owned(),
                 alternative => format!("{}/{alternative}", text(request, "/name")),
             };
-            let exists = hand.get("deviceclasses", "", class).is_some();
+            let exists = client.get("deviceclasses", "", class).is_some();
             (!exists).then(|| format!("request {name}: device class {class} does not exist"))
         })
     })
@@ -99,18 +99,18 @@ struct Devices {
 }
 
 impl Devices {
-    fn read(hand: &Hand, claims: &[Value]) -> Result<Self, String> {
+    fn read(client: &ApiClient, claims: &[Value]) -> Result<Self, String> {
         let wanted = claims.iter().filter(|claim| !is_allocated(claim));
         Ok(Self {
-            slices: typed(hand.list("resourceslices"))?,
-            classes: typed(hand.list("deviceclasses"))?,
-            claims: typed(hand.list("resourceclaims"))?,
+            slices: typed(client.list("resourceslices"))?,
+            classes: typed(client.list("deviceclasses"))?,
+            claims: typed(client.list("resourceclaims"))?,
             wanted: typed(wanted.cloned())?,
         })
     }
 
     /// Allocates the claims on a node.
-    fn allocate(&self, hand: &Hand, node: &Value) -> Result<Vec<AllocationResult>, String> {
+    fn allocate(&self, client: &ApiClient, node: &Value) -> Result<Vec<AllocationResult>, String> {
         if self.wanted.is_empty() {
             return Ok(Vec::new());
         }
@@ -128,7 +128,7 @@ impl Devices {
                 &node,
                 &wanted,
                 &mut |expression, driver, device| selectors.evaluate(expression, driver, device),
-                &mut || hand.server.source.uid(),
+                &mut || client.server.source.uid(),
             )
         })?;
         allocated.map_err(|refusal| refusal.to_string())
@@ -144,7 +144,7 @@ fn typed<T: DeserializeOwned>(objects: impl IntoIterator<Item = Value>) -> Resul
 
 /// Writes the allocation and the reservation of each claim in one request, and binds the pod.
 fn bind(
-    hand: &Hand,
+    client: &ApiClient,
     pod: &Value,
     claims: Vec<Value>,
     allocations: Vec<AllocationResult>,
@@ -158,13 +158,13 @@ fn bind(
             if !finalizers.contains(&FINALIZER) {
                 finalizers.push(FINALIZER);
                 let patch = versioned(&claim, json!({ "metadata": { "finalizers": finalizers } }));
-                claim = hand
+                claim = client
                     .merge("resourceclaims", &claim, "", patch)
                     .map_err(|_| Wait::Pending)?;
             }
             let allocation = allocations.next().ok_or(Wait::Pending)?;
             status["allocation"] = serde_json::to_value(allocation).map_err(|_| Wait::Pending)?;
-            status["allocation"]["allocationTimestamp"] = hand.server.now().into();
+            status["allocation"]["allocationTimestamp"] = client.server.now().into();
         }
         if !is_reserved_for(&claim, pod) {
             let mut consumers = list(&claim, "/status/reservedFor").to_vec();
@@ -174,9 +174,10 @@ fn bind(
         if status != json!({}) {
             let patch = versioned(&claim, json!({ "status": status }));
             // A conflict means a concurrent change, which triggers another cycle.
-            hand.merge("resourceclaims", &claim, "status", patch)
+            client
+                .merge("resourceclaims", &claim, "status", patch)
                 .map_err(|_| Wait::Pending)?;
         }
     }
-    assign(hand, pod, node)
+    assign(client, pod, node)
 }

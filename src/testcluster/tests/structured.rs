@@ -6,20 +6,20 @@ use serde_json::{Value, json};
 
 use crate::testcluster::api::structured::FINALIZER;
 use crate::testcluster::api::{ApiServer, Mode, object};
-use crate::testcluster::hand::Hand;
+use crate::testcluster::client::ApiClient;
 use crate::testcluster::source::Source;
 use crate::testcluster::{claims, scheduler};
 
 /// A cluster of two nodes with a camera each, and a template for one camera.
-fn cluster() -> Hand {
+fn cluster() -> ApiClient {
     let source = Source::new(Box::new(|| jiff::Timestamp::UNIX_EPOCH), 1);
-    let hand = Hand::new(&ApiServer::with_mode(Arc::new(source), Mode::Structured), "test");
+    let client = ApiClient::new(&ApiServer::with_mode(Arc::new(source), Mode::Structured), "test");
     for name in ["node-a", "node-b"] {
         let node = json!({
             "metadata": { "name": name },
             "status": { "conditions": [{ "type": "Ready", "status": "True" }] },
         });
-        hand.create("nodes", "", node).unwrap();
+        client.create("nodes", "", node).unwrap();
         let device =
             json!({ "name": "camera-1", "attributes": { "drayman.dev/kind": { "string": "cameras" } } });
         let slice = json!({
@@ -29,18 +29,19 @@ fn cluster() -> Hand {
                 "pool": { "name": name, "generation": 1, "resourceSliceCount": 1 },
             },
         });
-        hand.create("resourceslices", "", slice).unwrap();
+        client.create("resourceslices", "", slice).unwrap();
     }
     let expression =
         r#"device.driver == "drayman.dev" && device.attributes["drayman.dev"].kind == "cameras""#;
     let class = json!({
         "metadata": { "name": "cameras" }, "spec": { "selectors": [{ "cel": { "expression": expression } }] },
     });
-    hand.create("deviceclasses", "", class).unwrap();
+    client.create("deviceclasses", "", class).unwrap();
     let template = json!({ "metadata": { "name": "t" }, "spec": { "spec": spec() } });
-    hand.create("resourceclaimtemplates", "default", template)
+    client
+        .create("resourceclaimtemplates", "default", template)
         .unwrap();
-    hand
+    client
 }
 
 /// The spec of a claim for one camera.
@@ -48,54 +49,54 @@ fn spec() -> Value {
     json!({ "devices": { "requests": [{ "name": "camera", "exactly": { "deviceClassName": "cameras" } }] } })
 }
 
-fn pod(hand: &Hand, name: &str, entry: Value) -> Value {
+fn pod(client: &ApiClient, name: &str, entry: Value) -> Value {
     let mut entry = entry;
     entry["name"] = "device".into();
     let pod = json!({
         "metadata": { "name": name },
         "spec": { "resourceClaims": [entry], "containers": [{ "name": "main", "image": "i" }] },
     });
-    hand.create("pods", "default", pod).unwrap()
+    client.create("pods", "default", pod).unwrap()
 }
 
-fn of_template(hand: &Hand, name: &str) -> Value {
-    pod(hand, name, json!({ "resourceClaimTemplateName": "t" }))
+fn of_template(client: &ApiClient, name: &str) -> Value {
+    pod(client, name, json!({ "resourceClaimTemplateName": "t" }))
 }
 
-fn shared_claim(hand: &Hand) -> Value {
+fn shared_claim(client: &ApiClient) -> Value {
     let claim = json!({ "metadata": { "name": "shared" }, "spec": spec() });
-    hand.create("resourceclaims", "default", claim).unwrap()
+    client.create("resourceclaims", "default", claim).unwrap()
 }
 
-fn run(hand: &Hand) {
+fn run(client: &ApiClient) {
     for _ in 0..2 {
-        claims::pass(hand);
-        scheduler::pass(hand);
+        claims::pass(client);
+        scheduler::pass(client);
     }
 }
 
-fn node_of(hand: &Hand, pod: &Value) -> Value {
-    hand.get("pods", "default", object::name(pod)).unwrap()["spec"]["nodeName"].clone()
+fn node_of(client: &ApiClient, pod: &Value) -> Value {
+    client.get("pods", "default", object::name(pod)).unwrap()["spec"]["nodeName"].clone()
 }
 
-fn finish(hand: &Hand, pod: &Value) {
+fn finish(client: &ApiClient, pod: &Value) {
     let status = json!({ "status": { "phase": "Succeeded" } });
-    hand.merge("pods", pod, "status", status).unwrap();
+    client.merge("pods", pod, "status", status).unwrap();
 }
 
-fn messages(hand: &Hand) -> Vec<Value> {
-    let events = hand.list("events").into_iter();
+fn messages(client: &ApiClient) -> Vec<Value> {
+    let events = client.list("events").into_iter();
     let failed = events.filter(|event| event["reason"] == "FailedScheduling");
     failed.map(|event| event["message"].clone()).collect()
 }
 
 #[test]
 fn a_claim_is_allocated_and_reserved_for_its_pod() {
-    let hand = cluster();
-    let pod = of_template(&hand, "p");
-    run(&hand);
-    assert_eq!(node_of(&hand, &pod), "node-a");
-    let claim = hand.list("resourceclaims").remove(0);
+    let client = cluster();
+    let pod = of_template(&client, "p");
+    run(&client);
+    assert_eq!(node_of(&client, &pod), "node-a");
+    let claim = client.list("resourceclaims").remove(0);
     assert_eq!(claim["metadata"]["finalizers"], json!([FINALIZER]));
     assert_eq!(
         claim["status"]["reservedFor"],
@@ -114,10 +115,10 @@ fn a_claim_is_allocated_and_reserved_for_its_pod() {
 
 #[test]
 fn allocation_and_reservation_are_one_write() {
-    let hand = cluster();
-    of_template(&hand, "p");
-    run(&hand);
-    let statuses: Vec<(bool, bool)> = hand
+    let client = cluster();
+    of_template(&client, "p");
+    run(&client);
+    let statuses: Vec<(bool, bool)> = client
         .server
         .history(1)
         .into_iter()
@@ -134,92 +135,92 @@ fn allocation_and_reservation_are_one_write() {
 
 #[test]
 fn a_pod_waits_until_a_device_is_released() {
-    let hand = cluster();
-    let pods = ["a", "b", "c"].map(|name| of_template(&hand, name));
-    run(&hand);
+    let client = cluster();
+    let pods = ["a", "b", "c"].map(|name| of_template(&client, name));
+    run(&client);
     assert_eq!(
-        pods.each_ref().map(|pod| node_of(&hand, pod)),
+        pods.each_ref().map(|pod| node_of(&client, pod)),
         [json!("node-a"), json!("node-b"), Value::Null]
     );
     assert_eq!(
-        messages(&hand),
+        messages(&client),
         ["0/2 nodes are available: 2 cannot allocate all claims."]
     );
-    finish(&hand, &pods[1]);
-    run(&hand);
-    assert_eq!(node_of(&hand, &pods[2]), "node-b");
-    assert_eq!(hand.list("resourceclaims").len(), 2);
+    finish(&client, &pods[1]);
+    run(&client);
+    assert_eq!(node_of(&client, &pods[2]), "node-b");
+    assert_eq!(client.list("resourceclaims").len(), 2);
 }
 
 #[test]
 fn a_claim_is_deallocated_after_its_last_pod() {
-    let hand = cluster();
-    shared_claim(&hand);
+    let client = cluster();
+    shared_claim(&client);
     let named = json!({ "resourceClaimName": "shared" });
-    let pods = ["a", "b"].map(|name| pod(&hand, name, named.clone()));
-    run(&hand);
+    let pods = ["a", "b"].map(|name| pod(&client, name, named.clone()));
+    run(&client);
     assert_eq!(
-        pods.each_ref().map(|pod| node_of(&hand, pod)),
+        pods.each_ref().map(|pod| node_of(&client, pod)),
         ["node-a", "node-a"]
     );
-    finish(&hand, &pods[0]);
-    claims::pass(&hand);
-    let claim = hand.get("resourceclaims", "default", "shared").unwrap();
+    finish(&client, &pods[0]);
+    claims::pass(&client);
+    let claim = client.get("resourceclaims", "default", "shared").unwrap();
     assert_eq!(object::list(&claim, "/status/reservedFor").len(), 1);
     assert!(claim.pointer("/status/allocation").is_some());
-    finish(&hand, &pods[1]);
-    claims::pass(&hand);
-    let claim = hand.get("resourceclaims", "default", "shared").unwrap();
+    finish(&client, &pods[1]);
+    claims::pass(&client);
+    let claim = client.get("resourceclaims", "default", "shared").unwrap();
     assert_eq!(claim["status"], json!({}));
     assert_eq!(claim["metadata"].get("finalizers"), None);
 }
 
 #[test]
 fn a_deleted_claim_stays_until_its_pod_ends() {
-    let hand = cluster();
-    let claim = shared_claim(&hand);
-    let pod = pod(&hand, "p", json!({ "resourceClaimName": "shared" }));
-    run(&hand);
-    hand.delete("resourceclaims", &claim, None).unwrap();
-    claims::pass(&hand);
-    assert!(hand.get("resourceclaims", "default", "shared").is_some());
-    finish(&hand, &pod);
-    claims::pass(&hand);
-    assert!(hand.get("resourceclaims", "default", "shared").is_none());
+    let client = cluster();
+    let claim = shared_claim(&client);
+    let pod = pod(&client, "p", json!({ "resourceClaimName": "shared" }));
+    run(&client);
+    client.delete("resourceclaims", &claim, None).unwrap();
+    claims::pass(&client);
+    assert!(client.get("resourceclaims", "default", "shared").is_some());
+    finish(&client, &pod);
+    claims::pass(&client);
+    assert!(client.get("resourceclaims", "default", "shared").is_none());
 }
 
 #[test]
 fn an_unused_allocation_on_an_unsuitable_node_is_cleared() {
-    let hand = cluster();
-    let claim = shared_claim(&hand);
+    let client = cluster();
+    let claim = shared_claim(&client);
     let selector = json!({ "nodeSelectorTerms": [{ "matchFields": [
         { "key": "metadata.name", "operator": "In", "values": ["elsewhere"] }] }] });
     let result =
         json!({ "request": "camera", "driver": "drayman.dev", "pool": "elsewhere", "device": "camera-1" });
     let allocation = json!({ "nodeSelector": selector, "devices": { "results": [result] } });
     let status = json!({ "status": { "allocation": allocation } });
-    hand.merge("resourceclaims", &claim, "status", status).unwrap();
-    let pod = pod(&hand, "p", json!({ "resourceClaimName": "shared" }));
-    scheduler::pass(&hand);
+    client.merge("resourceclaims", &claim, "status", status).unwrap();
+    let pod = pod(&client, "p", json!({ "resourceClaimName": "shared" }));
+    scheduler::pass(&client);
     assert_eq!(
-        messages(&hand),
+        messages(&client),
         ["0/2 nodes are available: 2 resourceclaim not available on the node."]
     );
-    scheduler::pass(&hand);
-    assert_eq!(node_of(&hand, &pod), "node-a");
+    scheduler::pass(&client);
+    assert_eq!(node_of(&client, &pod), "node-a");
 }
 
 #[test]
 fn a_missing_class_is_reported() {
-    let hand = cluster();
+    let client = cluster();
     let mut spec = spec();
     spec["devices"]["requests"][0]["exactly"]["deviceClassName"] = "lenses".into();
     let claim = json!({ "metadata": { "name": "shared" }, "spec": spec });
-    hand.create("resourceclaims", "default", claim).unwrap();
-    pod(&hand, "p", json!({ "resourceClaimName": "shared" }));
-    run(&hand);
+    client.create("resourceclaims", "default", claim).unwrap();
+    pod(&client, "p", json!({ "resourceClaimName": "shared" }));
+    run(&client);
     assert_eq!(
-        messages(&hand),
+        messages(&client),
         ["request camera: device class lenses does not exist"]
     );
 }

@@ -19,6 +19,9 @@ disabled_plugins = ["io.containerd.internal.v1.opt", "io.containerd.nri.v1.nri",
   enable_cdi = true
   # Not /etc/cdi, where the machine may describe devices of its own.
   cdi_spec_dirs = ["/var/run/cdi"]
+  # Registries of a test: a file registries/<host>/hosts.toml counts at once.
+  [plugins."io.containerd.grpc.v1.cri".registry]
+    config_path = "$DIRECTORY/registries"
   [plugins."io.containerd.grpc.v1.cri".cni]
     bin_dir = "` + recipe.CNIPlugins + `"
     conf_dir = "$DIRECTORY/cni"

@@ -55,6 +55,8 @@ type Node struct {
 	// Init is the first process of the node's namespaces, in the numbers of the machine.
 	Init    int    `json:"init"`
 	Address string `json:"address"`
+	// Gateway is the machine's address on that link, the same for all nodes.
+	Gateway string `json:"gateway"`
 	// Link is the network interface on the machine's side.
 	Link string `json:"link"`
 	// Ctr is the command line client of containerd.

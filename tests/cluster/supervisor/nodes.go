@@ -209,7 +209,7 @@ func (n *node) ready(ctx context.Context, s *supervisor, since time.Time) error 
 
 func (n *node) describe(s *supervisor) protocol.Node {
 	return protocol.Node{
-		Name: n.name, Init: n.init.Load().PID, Link: s.slot.link(n.number), Address: s.slot.address(1 + n.number).String(),
+		Name: n.name, Init: n.init.Load().PID, Link: s.slot.link(n.number), Address: s.slot.address(1 + n.number).String(), Gateway: s.slot.address(0).String(),
 		Ctr: filepath.Join(s.programs.Containerd, "ctr"),
 	}
 }

@@ -20,6 +20,7 @@ import (
 	"drayman.dev/tests/cluster/image"
 	inside "drayman.dev/tests/cluster/node"
 	"drayman.dev/tests/cluster/process"
+	"drayman.dev/tests/cluster/progress"
 	"drayman.dev/tests/cluster/protocol"
 	"drayman.dev/tests/cluster/recipe"
 )
@@ -86,7 +87,10 @@ func Up(options Options) error {
 		return err
 	}
 	var err error
-	if s.programs, err = recipe.Build(ended, options.Target, s.version, options.Nodes > 0); err != nil {
+	end := s.progress("building Kubernetes " + s.version.String())
+	s.programs, err = recipe.Build(ended, options.Target, s.version, options.Nodes > 0)
+	end()
+	if err != nil {
 		if ended.Err() != nil {
 			return nil
 		}
@@ -99,11 +103,21 @@ func Up(options Options) error {
 	if errors.Is(err, errAsked) {
 		err = nil
 	}
+	end = s.progress("removing the cluster")
+	defer end()
 	return errors.Join(err, s.remove())
 }
 
 // errAsked ends a cluster in the ordinary way.
 var errAsked = errors.New("asked to end")
+
+// progress shows a person what takes long.
+func (s *supervisor) progress(name string) (end func()) {
+	if s.options.Requests {
+		return func() {}
+	}
+	return progress.Show(name)
+}
 
 func (s *supervisor) check() error {
 	var err error
@@ -155,7 +169,10 @@ func (s *supervisor) run(ended context.Context, requests <-chan protocol.Request
 	s.processes = process.NewGroup()
 	starting, cancel := context.WithTimeout(ended, startPatience)
 	defer cancel()
-	if err := s.startAll(starting); err != nil {
+	end := s.progress("starting Kubernetes " + s.version.String())
+	err := s.startAll(starting)
+	end()
+	if err != nil {
 		if ended.Err() != nil {
 			return context.Cause(ended)
 		}

@@ -43,7 +43,7 @@ fn differences(documented: &BTreeSet<String>, found: &BTreeMap<String, BTreeSet<
 fn the_keys_of_the_log_are_those_of_the_documentation() {
     let found = scan::log_keys();
     assert!(found.len() > 10, "{found:?}");
-    let wrong = differences(&words(&list("metrics.md", "keys")), &found);
+    let wrong = differences(&words(&list("reference/metrics.md", "keys")), &found);
     assert!(wrong.is_empty(), "{wrong:#?}");
     // Such a key would take the place of the text of the line, or the other way round.
     assert!(!found.contains_key("message"), "{:?}", found.get("message"));
@@ -53,7 +53,7 @@ fn the_keys_of_the_log_are_those_of_the_documentation() {
 fn the_reasons_of_events_are_those_of_the_documentation() {
     let found = scan::event_reasons();
     assert!(found.len() > 10, "{found:?}");
-    let wrong = differences(&words(&list("metrics.md", "events")), &found);
+    let wrong = differences(&words(&list("reference/metrics.md", "events")), &found);
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
@@ -61,6 +61,6 @@ fn the_reasons_of_events_are_those_of_the_documentation() {
 fn why_a_companion_refuses_is_documented() {
     let found = scan::refusal_reasons();
     assert!(found.len() > 10, "{found:?}");
-    let wrong = differences(&words(&list("metrics.md", "refusals")), &found);
+    let wrong = differences(&words(&list("reference/metrics.md", "refusals")), &found);
     assert!(wrong.is_empty(), "{wrong:#?}");
 }

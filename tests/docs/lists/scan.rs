@@ -269,9 +269,10 @@ pub(crate) fn event_reasons() -> Found {
 /// Why a companion refuses what kubelet asks for.
 pub(crate) fn refusal_reasons() -> Found {
     answered(&[
+        "core/prepare/allocation_results.rs",
         "core/prepare/plan.rs",
         "node/driver.rs",
-        "node/kubelet/dra/claim_reader.rs",
+        "node/kubelet/dra/structured.rs",
         "node/service.rs",
         "node/state/storage/mod.rs",
     ])

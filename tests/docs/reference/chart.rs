@@ -4,13 +4,14 @@ use serde_json::Value;
 
 use super::{cell, code};
 use crate::page::repository;
+use crate::schema::of_kind;
 
 /// The page.
 pub(super) fn text() -> String {
     let read = |path: &str| {
         std::fs::read_to_string(repository("charts/drayman").join(path)).expect("a file of the chart")
     };
-    let schema: Value = serde_json::from_str(&read("values.schema.json")).expect("JSON");
+    let schema: Value = serde_json::from_str(&schema()).expect("JSON");
     let values: Value = serde_saphyr::from_str(&read("values.yaml")).expect("YAML");
     let mut text = String::from(
         "# Values of the chart\n\nMade from the chart by `make generate`. \
@@ -19,6 +20,21 @@ pub(super) fn text() -> String {
     );
     describe(&schema, &schema, &values, "", &mut text);
     text
+}
+
+/// The chart's schema of values: the one written by hand, with those of a kind of devices and of a class from the program's types.
+pub(super) fn schema() -> String {
+    let text = std::fs::read_to_string(repository("hack/values.schema.json")).expect("the schema");
+    let mut schema: Value = serde_json::from_str(&text).expect("JSON");
+    schema["definitions"]["deviceKind"] = drayman::node::config::kind_schema().to_value();
+    let class = of_kind("DeviceClassParameters").expect("a kind of ours");
+    for (field, of_field) in class["properties"]["spec"]["properties"]
+        .as_object()
+        .expect("fields")
+    {
+        schema["properties"]["classes"]["items"]["properties"][field] = of_field.clone();
+    }
+    serde_json::to_string_pretty(&schema).expect("JSON") + "\n"
 }
 
 /// The schema behind a reference.

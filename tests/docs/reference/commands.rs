@@ -8,7 +8,9 @@ use super::{cell, code};
 pub(super) fn text() -> String {
     let mut text = String::from(
         "# Commands and flags\n\nMade from the program by `make generate`. A flag wins over its variable; `--help` of each command \
-         says the same. Exit codes: 0 for a clean end, 1 for a failure at run time, 2 for a wrong flag, file or environment.\n",
+         says the same. Exit codes: 0 for a clean end, 1 for a failure at run time, 2 for a wrong flag, file or environment. Commands that ask a \
+         question end with 1 if the answer is no, and with 3 if they could not ask. [output.schema.json](output.schema.json) is the schema of \
+         their JSON and YAML.\n",
     );
     let mut command = drayman::cli::command();
     command.build();

@@ -88,7 +88,7 @@ async fn two_releases_with_different_names_serve_one_pod() -> anyhow::Result<()>
     stage.cluster.stop().await
 }
 
-/// What docs/install.md says of `rbac.create=false`: roles that somebody has made are no other release.
+/// What docs/operator/install.md says of `rbac.create=false`: roles that somebody has made are no other release.
 async fn roles_made_by_hand(stage: &Stage) -> anyhow::Result<()> {
     stage.namespace("third", "privileged").await?;
     let (chart, name) = (chart(""), "--set=driverName=third.example.com");

@@ -192,23 +192,29 @@ fn the_program_accepts_flags_and_configuration_of_variants() {
     for variant in variants() {
         let rendered = render(Some(&variant), &[]);
         let directory = tempfile::tempdir().expect("a directory");
-        let file = directory.path().join("node.yaml");
         for owner in &rendered {
             // The other ConfigMap is the dashboard's.
             if let Some(configuration) = owner["data"]["node.yaml"].as_str() {
-                std::fs::write(&file, configuration).expect("written");
+                let name = owner["metadata"]["name"].as_str().expect("a name");
+                std::fs::write(directory.path().join(name), configuration).expect("written");
             }
         }
         for owner in &rendered {
             let Some(spec) = pod_spec(owner) else { continue };
-            let arguments = arguments(spec);
+            let mut arguments = arguments(spec);
+            // A file of the variant that is not on this machine.
+            arguments.retain(|argument| !argument.starts_with("--kubeconfig="));
             seen.insert(arguments[0].clone());
             if arguments[0] == "version" {
                 continue;
             }
             let mut environment = environment(spec);
-            for value in environment.values_mut() {
-                *value = value.replace("/etc/drayman/node.yaml", file.to_str().expect("UTF-8"));
+            if let Some(name) = spec["volumes"][0]["configMap"]["name"].as_str() {
+                let file = directory.path().join(name);
+                environment.insert(
+                    "DRAYMAN_CONFIG".to_owned(),
+                    file.to_str().expect("UTF-8").to_owned(),
+                );
             }
             // The file is read before the API server is looked for, so this is reached only if all is right.
             let said = program(&arguments, &environment);

@@ -14,7 +14,7 @@ use crate::harness;
 /// What an image of the tests is called: the name that the chart's default values give.
 pub(crate) const NAME: &str = concat!("localhost/drayman:", env!("CARGO_PKG_VERSION"));
 
-fn architecture() -> &'static str {
+pub(crate) fn architecture() -> &'static str {
     match std::env::consts::ARCH {
         "x86_64" => "amd64",
         "aarch64" => "arm64",
@@ -113,7 +113,7 @@ fn blob(layout: &Path, descriptor: &Value) -> PathBuf {
 }
 
 /// The program out of the archive, and the directory in which it lives as long as that is kept.
-fn program() -> (tempfile::TempDir, PathBuf) {
+pub(crate) fn program() -> (tempfile::TempDir, PathBuf) {
     let layout = unpack(archive());
     let index = json(&layout.path().join("index.json"));
     let manifest = json(&blob(layout.path(), &index["manifests"][0]));
@@ -281,30 +281,46 @@ fn a_release_must_not_contain_the_path_of_its_build() {
 }
 
 #[test]
-fn another_architecture_without_its_compiler_is_refused() {
+fn another_architecture_names_what_is_missing_for_it() {
     let output = tempfile::tempdir().expect("a directory");
-    let (other, variable, package) = if architecture() == "amd64" {
+    let (other, variable, named) = if architecture() == "amd64" {
         (
             "arm64",
             "CC_aarch64_unknown_linux_gnu",
-            "gcc-aarch64-linux-gnu with libc6-dev-arm64-cross",
+            [
+                "gcc-aarch64-linux-gnu libc6-dev-arm64-cross",
+                "rustup target add aarch64-unknown-linux-gnu",
+                "libstd-rust-dev:arm64",
+            ],
         )
     } else {
         (
             "amd64",
             "CC_x86_64_unknown_linux_gnu",
-            "gcc-x86-64-linux-gnu with libc6-dev-amd64-cross",
+            [
+                "gcc-x86-64-linux-gnu libc6-dev-amd64-cross",
+                "rustup target add x86_64-unknown-linux-gnu",
+                "libstd-rust-dev:amd64",
+            ],
         )
     };
     let missing = output.path().join("no-compiler");
+    // A Rust without a library for anything.
+    let rustc = output.path().join("rustc");
+    std::fs::write(&rustc, "#!/bin/sh\necho /nowhere\n").expect("written");
+    run("chmod", &["+x", rustc.to_str().expect("UTF-8")]);
     let made = Command::new(repository("hack/image"))
         .args(["--architecture", other])
+        .env("PATH", crate::shell::path_with(&[&rustc]))
         .env("CARGO_TARGET_DIR", output.path())
         .env(variable, &missing)
         .output()
         .expect("hack/image starts");
     let said = String::from_utf8(made.stderr).expect("UTF-8");
-    assert!(!made.status.success() && said.contains(package), "{said}");
+    assert!(!made.status.success(), "{said}");
+    for name in named {
+        assert!(said.contains(name), "{said}");
+    }
 }
 
 #[test]

@@ -7,7 +7,6 @@ use drayman::node::config::PRESETS;
 use serde_json::{Map, Value, json};
 
 use crate::chart::helm::template;
-use crate::chart::values::schema;
 
 /// Whether the chart takes a kind, and whether the program does, each with what it says.
 fn judged(directory: &Path, kind: &Value) -> ((bool, String), (bool, String)) {
@@ -220,7 +219,7 @@ fn a_shared_preset_serves_both_apis_with_one_share_only() {
     }
 }
 
-/// What only the program can tell, and what an operator then sees is in docs/troubleshooting.md.
+/// What only the program can tell, and what an operator then sees is in docs/operator/troubleshoot.md.
 #[test]
 fn what_only_the_program_can_tell_passes_the_chart() {
     let directory = tempfile::tempdir().expect("a directory");
@@ -246,18 +245,4 @@ fn what_only_the_program_can_tell_passes_the_chart() {
         );
         assert!(!program.0 && program.1.contains(word), "{kind}: {program:?}");
     }
-}
-
-#[test]
-fn the_schema_knows_every_preset_and_which_are_shared() {
-    let schema = schema();
-    let kinds = &schema["properties"]["deviceKinds"]["items"];
-    let names: Vec<&str> = PRESETS.iter().map(|preset| preset.name).collect();
-    assert_eq!(kinds["properties"]["preset"]["enum"], json!(names));
-    let shared = PRESETS.iter().filter(|preset| preset.shares.is_some());
-    let shared: Vec<&str> = shared.map(|preset| preset.name).collect();
-    assert_eq!(
-        kinds["allOf"][1]["then"]["if"]["properties"]["preset"]["enum"],
-        json!(shared)
-    );
 }

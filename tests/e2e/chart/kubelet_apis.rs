@@ -11,7 +11,7 @@ use crate::chart::life::{pod, template};
 use crate::chart::stage::Stage;
 use crate::harness::{Cluster, IMAGE};
 
-/// Longer than a device counts as held after an Allocate, whatever kubelet shows (docs/node.md).
+/// Longer than a device counts as held after an Allocate, whatever kubelet shows (docs/dev/architecture.md).
 const AFTER_ADMISSION: Duration = Duration::from_secs(40);
 
 /// One device for each kind.

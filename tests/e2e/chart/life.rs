@@ -235,7 +235,7 @@ async fn follow_the_configuration(stage: &Stage, companion: &Run) -> anyhow::Res
     Ok(())
 }
 
-/// What docs/node.md says of commands in the companion's pod, without a flag.
+/// What docs/operator/troubleshoot.md says of commands in the companion's pod, without a flag.
 async fn ask_in_the_companion_s_pod(stage: &Stage) -> anyhow::Result<()> {
     let ask = async |words: &[&str]| {
         let exec = [

@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::chart::life::{COMPANION, claims, pod, template};
 use crate::chart::stage::Stage;
 
-/// Both choices of docs/install.md that cost something, and patience for a test.
+/// Both choices of docs/operator/security.md that cost something, and patience for a test.
 const VALUES: &str = "\
 deviceKinds:
 - name: test
@@ -19,7 +19,7 @@ classes:
 node:
   privileged: true
   readKubeletState: true
-  env:
+  extraEnv:
   - name: DRAYMAN_ORPHAN_GRACE_PERIOD
     value: 1s
 ";
@@ -167,7 +167,7 @@ async fn bring_definitions_up_to_date(stage: &Stage, values: &std::path::Path) -
             .await?;
 
         if by_hand {
-            // What `drayman doctor` and docs/upgrade.md say.
+            // What `drayman doctor` and docs/operator/upgrade.md say.
             let printed = stage
                 .cluster
                 .command(env!("CARGO_BIN_EXE_drayman"))

@@ -129,6 +129,11 @@ fn a_combination_that_cannot_work_is_refused_with_one_sentence() {
             "enable the Service",
         ),
         (
+            vec!["--set=monitoring.authentication.enabled=true"],
+            "monitoring.authentication.secretName is empty",
+            "name a Secret",
+        ),
+        (
             vec![
                 "--set=monitoring.prometheusRule.enabled=true",
                 "--set=monitoring.service=false",
@@ -176,14 +181,58 @@ fn a_combination_that_cannot_work_is_refused_with_one_sentence() {
             "set it to auto",
         ),
         (
-            vec!["--set=node.env[0].name=DRAYMAN_CONFIG"],
-            "node.env has DRAYMAN_CONFIG, which the chart sets from deviceKinds",
+            vec!["--set=node.extraEnv[0].name=DRAYMAN_CONFIG"],
+            "node.extraEnv has DRAYMAN_CONFIG, which the chart sets from deviceKinds",
             "remove it",
         ),
         (
-            vec!["--set=controller.env[0].name=DRAYMAN_ORPHAN_GRACE_PERIOD"],
+            vec!["--set=controller.extraEnv[0].name=DRAYMAN_ORPHAN_GRACE_PERIOD"],
             "which the controller does not read",
             "correct it",
+        ),
+        (
+            vec!["--set=node.extraArgs={--driver-name=a.example.com}"],
+            "node.extraArgs has --driver-name, which the chart sets from driverName",
+            "remove it",
+        ),
+        (
+            vec!["--set=controller.extraArgs={--orphan-grace-period=1m}"],
+            "which the controller does not know",
+            "correct it",
+        ),
+        (
+            vec!["--set=namespaceOverride=default"],
+            "The namespace default",
+            "allowDefaultNamespace=true",
+        ),
+        (
+            vec![
+                "--set-json=nodePools=[{\"name\":\"a\",\"nodeSelector\":{\"x\":\"1\"}},{\"name\":\"b\",\"nodeSelector\":{\"y\":\"2\"}}]",
+            ],
+            "A node can match the nodeSelectors of both pools a and b",
+            "by the same label, with different values",
+        ),
+        (
+            vec![
+                "--set-json=nodePools=[{\"name\":\"a\",\"nodeSelector\":{\"x\":\"1\"}},{\"name\":\"a\",\"nodeSelector\":{\"x\":\"2\"}}]",
+            ],
+            "nodePools has two entries with the name a",
+            "give each pool its own name",
+        ),
+        (
+            vec![
+                "--set-json=nodePools=[{\"name\":\"a\",\"nodeSelector\":{\"x\":\"1\"},\"deviceKinds\":[{\"preset\":\"kvm\"},{\"preset\":\"kvm\"}]}]",
+            ],
+            "deviceKinds of the pool a has two entries with the name kvm",
+            "give each kind its own name",
+        ),
+        (
+            vec![
+                "--set-json=nodePools=[{\"name\":\"a\",\"nodeSelector\":{\"x\":\"1\"}}]",
+                "--set=node.enabled=false",
+            ],
+            "nodePools are set, but node.enabled is false",
+            "enable the node companion",
         ),
         (
             vec!["--set=node.updateStrategy.maxSurge=1"],
@@ -410,9 +459,9 @@ fn the_chart_and_the_program_take_the_same_durations() {
     }
 }
 
-/// Each variable that a program reads is either set by the chart, and then refused in `env`, or of use there.
+/// Each variable and flag of a program is either set by the chart, and then refused in `extraEnv` and `extraArgs`, or of use there.
 #[test]
-fn a_variable_is_refused_exactly_if_the_chart_sets_it() {
+fn a_flag_is_refused_exactly_if_the_chart_sets_it() {
     let free = [
         "DRAYMAN_KUBECONFIG",
         "DRAYMAN_ORPHAN_GRACE_PERIOD",
@@ -424,22 +473,22 @@ fn a_variable_is_refused_exactly_if_the_chart_sets_it() {
         let command = program.find_subcommand(component).expect("the command");
         let variables = command
             .get_arguments()
-            .filter_map(|flag| flag.get_env()?.to_str());
-        let variables: Vec<&str> = variables.collect();
+            .filter_map(|flag| Some((flag.get_env()?.to_str()?, flag.get_long()?)));
+        let variables: Vec<(&str, &str)> = variables.collect();
         assert!(variables.len() > 8, "{variables:?}");
-        for variable in variables {
-            let set = format!("--set={component}.env[0].name={variable}");
-            let output = template(None, &[&set]);
-            let said = String::from_utf8_lossy(&output.stderr).into_owned();
-            assert_eq!(
-                output.status.success(),
-                free.contains(&variable),
-                "{variable}: {said}"
-            );
-            assert!(
-                output.status.success() || said.contains("which the chart sets from"),
-                "{said}"
-            );
+        for (variable, flag) in variables {
+            for set in [
+                format!("--set={component}.extraEnv[0].name={variable}"),
+                format!("--set={component}.extraArgs[0]=--{flag}"),
+            ] {
+                let output = template(None, &[&set]);
+                let said = String::from_utf8_lossy(&output.stderr).into_owned();
+                assert_eq!(output.status.success(), free.contains(&variable), "{set}: {said}");
+                assert!(
+                    output.status.success() || said.contains("which the chart sets from"),
+                    "{said}"
+                );
+            }
         }
     }
 }

@@ -7,13 +7,13 @@ use std::process::Command;
 use anyhow::{Context as _, ensure};
 use drayman::core::allocation::inventory::{Attribute, AttributeSet};
 use drayman::core::allocation::selectors::Match;
-use drayman::host::selectors::{Compiled, Ground, STACK};
+use drayman::host::selectors::{Compiled, Environment, STACK};
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{ResourcePool, ResourceSlice, ResourceSliceSpec};
 use kube::api::{Api, DeleteParams, ListParams, ObjectMeta, PostParams};
 use serde_json::{Value, json};
 
-use crate::chart::admitted::token_client;
+use crate::chart::admitted::{token_client, validate_variants};
 use crate::chart::helm::{
     STRUCTURED, chart, helm, object, objects, one_kind, refusal, render, repository, structured, template,
     variants, yaml,
@@ -155,14 +155,17 @@ fn a_device_class_matches_its_driver_and_kind_only() {
             AttributeSet::from_iter([("drayman.dev/kind".into(), kind)])
         };
         let matched = |driver: &str, attributes: &AttributeSet| {
-            matches!(compiled.evaluate(&Ground::new(driver), attributes), Match::Yes)
+            matches!(
+                compiled.evaluate(&Environment::new(driver), attributes),
+                Match::Yes
+            )
         };
         assert!(matched("drayman.dev", &attributes("test")));
         assert!(!matched("drayman.dev", &attributes("other")));
         assert!(!matched("other.example.com", &attributes("test")));
         // A device of another driver lacks the attribute; the expression must not fail on it.
         let none = AttributeSet::from_iter([]);
-        let other = compiled.evaluate(&Ground::new("other.example.com"), &none);
+        let other = compiled.evaluate(&Environment::new("other.example.com"), &none);
         assert!(matches!(other, Match::No), "{other:?}");
     });
     evaluated.expect("a thread").join().expect("no panic");
@@ -610,6 +613,13 @@ async fn the_token_of_a_node_writes_only_its_own_slices() -> anyhow::Result<()> 
     admin
         .create(&post, &slice("other", "node-b", "other.example.com", "node-b"))
         .await?;
+    stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn the_api_server_accepts_every_variant_in_structured_mode() -> anyhow::Result<()> {
+    let stage = Stage::on(Cluster::structured().start().await?).await?;
+    validate_variants(&stage, &STRUCTURED.map(str::to_owned)).await?;
     stage.cluster.stop().await
 }
 

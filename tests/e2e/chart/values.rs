@@ -30,8 +30,9 @@ fn described(root: &Value) -> BTreeMap<String, Value> {
         let Some(properties) = schema["properties"].as_object() else {
             return;
         };
-        assert_eq!(
-            schema["additionalProperties"], false,
+        // A parent chart sets global for all its subcharts.
+        assert!(
+            schema["additionalProperties"] == false || path == "/global",
             "{path} takes unknown values"
         );
         for (name, property) in properties {
@@ -178,7 +179,7 @@ fn a_value_of_another_type_is_refused_by_name() {
     for path in known.keys() {
         // Of a group everything below is tried instead.
         let group = known.keys().any(|other| other.starts_with(&format!("{path}/")));
-        if group || path == "/global" {
+        if group {
             continue;
         }
         // No value is a list of lists.
@@ -198,7 +199,7 @@ fn an_unknown_value_is_refused_wherever_it_stands() {
         .keys()
         .filter_map(|path| path.rsplit_once('/').map(|(group, _)| group.to_owned()))
         .collect();
-    groups.retain(|group| !group.is_empty());
+    groups.retain(|group| !group.is_empty() && group != "/global");
     for group in &groups {
         put(&mut values, &format!("{group}/unknown"), json!(1));
     }
@@ -240,7 +241,7 @@ fn of_kubernetes() {
             "topologySpreadConstraints": [{
                 "maxSkew": 1, "topologyKey": "a", "whenUnsatisfiable": "DoNotSchedule", "labelSelector": { "matchLabel": {} },
             }],
-            "env": [
+            "extraEnv": [
                 { "name": "A", "valueFrom": { "feldRef": {} } },
                 { "name": "B", "value": "", "valueFrom": { "fieldRef": { "fieldPath": "spec.nodeName" } } },
                 { "name": "C", "valueFrom": { "secretKeyRef": { "name": "c", "key": "c" } } },
@@ -260,15 +261,20 @@ fn of_kubernetes() {
         format!("/controller/affinity/podAntiAffinity/{preferred}/0/weight"),
         format!("/controller/affinity/podAntiAffinity/{preferred}/0/podAffinityTerm"),
         "/controller/topologySpreadConstraints/0/labelSelector".to_owned(),
-        "/controller/env/0/valueFrom'".to_owned(),
-        "/controller/env/1'".to_owned(),
+        "/controller/extraEnv/0/valueFrom'".to_owned(),
+        "/controller/extraEnv/1'".to_owned(),
         format!("/node/affinity/nodeAffinity/{required}/nodeSelectorTerms/0/matchExpressions/0/operator"),
     ];
     assert_each_refused(&values, &wrong, "no word of Kubernetes");
     let file = tempfile::NamedTempFile::with_suffix(".json").expect("a file");
     std::fs::write(file.path(), values.to_string()).expect("written");
     let said = refusal(Some(file.path()), &[]);
-    for right in ["metricsFrom/4", "metricsFrom/5", "classes/2", "controller/env/2"] {
+    for right in [
+        "metricsFrom/4",
+        "metricsFrom/5",
+        "classes/2",
+        "controller/extraEnv/2",
+    ] {
         assert!(!said.contains(right), "{right} is refused: {said}");
     }
 }
@@ -296,7 +302,7 @@ fn values_invalid_for_program_or_kubernetes_are_refused() {
         ("/controller/driverCallTimeout", json!("30")),
         ("/controller/leaderElection/leaseDuration", json!("soon")),
         ("/controller/podDisruptionBudget/maxUnavailable", json!(0)),
-        ("/controller/env/0", json!([{ "value": "x" }])),
+        ("/controller/extraEnv/0", json!([{ "value": "x" }])),
         (
             "/controller/tolerations/0/operator",
             json!([{ "operator": "Like" }]),

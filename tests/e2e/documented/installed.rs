@@ -1,19 +1,79 @@
 //! Scripts that install the chart, on real nodes with the image.
 
-use std::os::unix::fs::symlink;
-use std::path::Path;
+use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
 
 use crate::chart::stage::Stage;
-use crate::harness::{self, IMAGE};
+use crate::documented::embedded;
+use crate::harness::{self, Builder, Cluster, IMAGE};
 use crate::page::{repository, script};
 use crate::shell;
 
+/// `drayman`; its commands for a node see the files of a node.
+const DRAYMAN: &str = r#"#!/bin/sh
+[ "$1" = node ] || exec "$DRAYMAN" "$@"
+exec nsenter --mount="$NODE" -- sh -c 'cd "$0" && exec "$DRAYMAN" "$@"' "$PWD" "$@"
+"#;
+
+/// `sudo`, which the pages use for commands on a node.
+const SUDO: &str = r#"#!/bin/sh
+exec nsenter --mount="$NODE" -- sh -c "$*"
+"#;
+
+/// A pod that holds a device of the class that `install` makes, and what the pages call `node.yaml`, `POD` and `UID`.
+const HOLDER: &str = r#"
+kubectl apply -f - <<EOF
+OBJECTS
+EOF
+kubectl wait --for=condition=Ready --timeout=180s pod/holder
+printf 'apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n- {name: serial, paths: [/dev/serial/by-id/*]}\n' >node.yaml
+POD=$(kubectl --namespace drayman get pods --selector app.kubernetes.io/component=node --output name)
+CLAIM=$(kubectl get resourceclaim held --output 'jsonpath={.metadata.uid}')
+refused() { if "$@"; then echo "not refused: $*"; exit 1; fi; }
+"#;
+
+/// The end of that pod.
+const NO_HOLDER: &str = "kubectl delete pod/holder resourceclaim/held\n";
+
+const STRUCTURED_OBJECTS: &str = "\
+apiVersion: resource.k8s.io/v1
+kind: ResourceClaim
+metadata: {name: held}
+spec: {devices: {requests: [{name: serial, exactly: {deviceClassName: serial}}]}}
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: holder}
+spec:
+  resourceClaims: [{name: serial, resourceClaimName: held}]
+  terminationGracePeriodSeconds: 1
+  containers: [{name: main, image: 'busybox:1', imagePullPolicy: Never, resources: {claims: [{name: serial}]}}]";
+
+const CLASSIC_OBJECTS: &str = "\
+apiVersion: resource.k8s.io/v1alpha2
+kind: ResourceClaim
+metadata: {name: held}
+spec: {resourceClassName: serial}
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: holder}
+spec:
+  resourceClaims: [{name: serial, source: {resourceClaimName: held}}]
+  terminationGracePeriodSeconds: 1
+  containers: [{name: main, image: 'busybox:1', imagePullPolicy: Never, resources: {claims: [{name: serial}]}}]";
+
+/// The working directory of scripts.
+pub(super) fn place(stage: &Stage) -> PathBuf {
+    stage.cluster.directory().join("place")
+}
+
 /// Types a script where the repository is, with kubectl, helm and drayman at hand. What it printed.
-async fn types(stage: &Stage, text: &str) -> anyhow::Result<String> {
+pub(super) async fn types(stage: &Stage, text: &str) -> anyhow::Result<String> {
     // What a script writes belongs to this cluster and not into the repository.
-    let place = stage.cluster.directory().join("place");
+    let place = place(stage);
     let programs = place.join("programs");
     std::fs::create_dir_all(&programs)?;
     for name in ["charts", "examples", "hack"] {
@@ -21,7 +81,11 @@ async fn types(stage: &Stage, text: &str) -> anyhow::Result<String> {
     }
     symlink(stage.cluster.kubectl_program(), programs.join("kubectl"))?;
     symlink(harness::helm()?, programs.join("helm"))?;
-    symlink(env!("CARGO_BIN_EXE_drayman"), programs.join("drayman"))?;
+    for (name, script) in [("drayman", DRAYMAN), ("sudo", SUDO)] {
+        let program = programs.join(name);
+        std::fs::write(&program, script)?;
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755))?;
+    }
     let output = stage
         .cluster
         .command("bash")
@@ -29,6 +93,8 @@ async fn types(stage: &Stage, text: &str) -> anyhow::Result<String> {
         .args(["-c", &shell::script(&text.replace("busybox:1", IMAGE))])
         .current_dir(&place)
         .env("PATH", shell::path_with(&[&programs.join("kubectl")]))
+        .env("DRAYMAN", env!("CARGO_BIN_EXE_drayman"))
+        .env("NODE", format!("/proc/{}/ns/mnt", stage.cluster.node(0).init().0))
         .env("KUBECONFIG", stage.cluster.kubeconfig())
         // kubectl and Helm keep there what they know.
         .env("HOME", &place)
@@ -51,15 +117,18 @@ async fn types(stage: &Stage, text: &str) -> anyhow::Result<String> {
 }
 
 /// A cluster as somebody has it who has followed no page yet: without the namespace.
-async fn cluster() -> anyhow::Result<Stage> {
-    let stage = Stage::start(1).await?;
+async fn cluster(builder: Builder) -> anyhow::Result<Stage> {
+    let stage = Stage::start_with(builder, 1).await?;
     stage.cluster.kubectl(&["delete", "namespace", "drayman"]).await?;
     Ok(stage)
 }
 
 #[tokio::test]
 async fn the_readme_alone_leads_from_nothing_to_a_device_in_a_pod() -> anyhow::Result<()> {
-    let stage = cluster().await?;
+    let stage = cluster(Cluster::structured()).await?;
+    for page in ["README.md", "docs/user/quickstart.md"] {
+        embedded::types(page, stage.cluster.kubectl_program())?;
+    }
     let node = stage.cluster.node(0);
     // A machine of the tests may lack it; the page says that most have it.
     if !node.path("/dev/fuse").exists() {
@@ -75,23 +144,59 @@ async fn the_readme_alone_leads_from_nothing_to_a_device_in_a_pod() -> anyhow::R
     stage.cluster.stop().await
 }
 
-#[tokio::test]
-async fn the_install_and_upgrade_pages_work_as_written() -> anyhow::Result<()> {
-    let stage = cluster().await?;
+/// The scripts of pages that ask about a node, with what a person writes in place of their words in capitals.
+fn about_node() -> String {
+    let pages =
+        ["devices", "troubleshoot"].map(|page| script(&format!("docs/operator/{page}.md"), "sh", "chart"));
+    let release = "kubectl --namespace drayman exec POD -- /drayman node release";
+    pages
+        .concat()
+        // Kubelet lists the claim.
+        .replace(release, &format!("refused {release}"))
+        .replace(" POD ", " \"$POD\" ")
+        .replace(" UID ", " \"$CLAIM\" ")
+}
+
+/// From the installation to the end of the release, page by page.
+async fn walk(builder: Builder, objects: &str) -> anyhow::Result<()> {
+    let stage = cluster(builder).await?;
     let node = stage.cluster.node(0);
     let directory = Path::new("/dev/serial/by-id");
     std::fs::create_dir_all(node.path(directory))?;
     node.make_device(directory.join("usb-a_serial_adapter"), 1, 5)?;
-    let upgrade = script("docs/upgrade.md", "sh", "chart");
-    let printed = types(
-        &stage,
-        &format!("{}{upgrade}", script("docs/install.md", "sh", "chart")),
-    )
-    .await?;
+    if !node.path("/dev/kvm").exists() {
+        node.make_device("/dev/kvm", 10, 232)?;
+    }
+    let page = |page: &str| script(&format!("docs/operator/{page}.md"), "sh", "chart");
+    let scripts = [
+        page("install"),
+        page("upgrade"),
+        HOLDER.replace("OBJECTS", objects),
+        about_node(),
+        NO_HOLDER.to_owned(),
+        page("leave"),
+    ];
+    let printed = types(&stage, &scripts.concat()).await?;
     println!("{printed}");
     ensure!(
         printed.contains("Phase:          Succeeded"),
         "the test of the release has passed: {printed}"
     );
+    ensure!(
+        printed.contains(" released: "),
+        "the claim has been released: {printed}"
+    );
+    let left = node.path("/var/lib/kubelet/plugins/drayman.dev");
+    ensure!(!left.exists(), "{} is left", left.display());
     stage.cluster.stop().await
+}
+
+#[tokio::test]
+async fn the_pages_for_operators_work_in_structured_mode() -> anyhow::Result<()> {
+    walk(Cluster::structured(), STRUCTURED_OBJECTS).await
+}
+
+#[tokio::test]
+async fn the_pages_for_operators_work_in_classic_mode() -> anyhow::Result<()> {
+    walk(Cluster::builder(), CLASSIC_OBJECTS).await
 }

@@ -5,27 +5,11 @@ use anyhow::Context as _;
 use crate::harness::Cluster;
 use crate::page::{pages, repository};
 
-/// Every object is taken by the server's own check, without a field that it does not know. Nothing is stored.
-#[tokio::test]
-async fn the_api_server_accepts_every_object_of_the_pages() -> anyhow::Result<()> {
-    let cluster = Cluster::builder().start().await?;
-    let definitions = repository("charts/drayman/crds");
-    let definitions = definitions.to_str().context("UTF-8")?;
-    cluster
-        .kubectl(&["apply", "--server-side", "--filename", definitions])
-        .await?;
-    cluster
-        .kubectl(&[
-            "wait",
-            "--for=condition=Established",
-            "--timeout=60s",
-            "--filename",
-            definitions,
-        ])
-        .await?;
+/// Every object of blocks with this mark is taken by the server's own check, without a field that it does not know. Nothing is stored.
+async fn check(cluster: &Cluster, mark: &str) -> anyhow::Result<usize> {
     let mut accepted = 0;
     for block in pages().into_iter().flat_map(|page| page.blocks) {
-        if block.language != "yaml" || block.mark != "object" {
+        if block.language != "yaml" || block.mark != mark {
             continue;
         }
         let file = cluster.directory().join("object.yaml");
@@ -44,6 +28,35 @@ async fn the_api_server_accepts_every_object_of_the_pages() -> anyhow::Result<()
         accepted += said.lines().filter(|line| line.contains("created")).count();
     }
     println!("{accepted} objects accepted");
-    assert!(accepted >= 8, "{accepted}");
+    Ok(accepted)
+}
+
+#[tokio::test]
+async fn the_api_server_accepts_every_object_of_classic_mode() -> anyhow::Result<()> {
+    let cluster = Cluster::builder().start().await?;
+    let definitions = repository("charts/drayman/crds");
+    let definitions = definitions.to_str().context("UTF-8")?;
+    cluster
+        .kubectl(&["apply", "--server-side", "--filename", definitions])
+        .await?;
+    cluster
+        .kubectl(&[
+            "wait",
+            "--for=condition=Established",
+            "--timeout=60s",
+            "--filename",
+            definitions,
+        ])
+        .await?;
+    let accepted = check(&cluster, "object").await?;
+    assert!(accepted >= 6, "{accepted}");
+    cluster.stop().await
+}
+
+#[tokio::test]
+async fn the_api_server_accepts_every_object_of_structured_mode() -> anyhow::Result<()> {
+    let cluster = Cluster::structured().start().await?;
+    let accepted = check(&cluster, "v1").await?;
+    assert!(accepted >= 4, "{accepted}");
     cluster.stop().await
 }

@@ -1,19 +1,22 @@
 //! The folders, one after the other, on one cluster.
 
+use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context as _, bail};
+use serde_json::json;
 
-use crate::examples::folder::{Folder, folders};
+use crate::examples::folder::{Folder, folders, structured_folder};
 use crate::examples::pattern::Names;
 use crate::examples::person::Person;
 use crate::harness::Cluster;
-use crate::stage::{Program, Stage, controller_rules, node_rules};
-use crate::{harness, sensors};
+use crate::page::script;
+use crate::stage::{Program, Stage, controller_rules, node_rules, structured_node_rules};
+use crate::{harness, sensors, shell};
 
 /// Set where the next function is the vendor's program of the folder `vendor`.
 const AS_PROGRAM: &str = "DRAYMAN_TEST_RUN_SENSORS";
-const VENDOR: &str = "sensors.example.com";
 
 /// This is also how the other test starts the vendor's companion: nothing else has to be built for it.
 #[test]
@@ -36,12 +39,25 @@ async fn every_example_does_what_its_readme_says() -> anyhow::Result<()> {
         .filter(|folder| only.as_ref().is_none_or(|only| *only == folder.name))
         .collect();
     anyhow::ensure!(!folders.is_empty(), "there is no folder {only:?}");
+    follow_all(
+        Stage::bare(Cluster::builder().nodes(2).start().await?).await?,
+        &folders,
+    )
+    .await
+}
+
+#[tokio::test]
+async fn every_example_of_structured_mode_does_what_its_readme_says() -> anyhow::Result<()> {
+    let cluster = Cluster::structured().nodes(2).start().await?;
+    follow_all(Stage::structured(cluster).await?, &[structured_folder()?]).await
+}
+
+async fn follow_all(stage: Stage, folders: &[Folder]) -> anyhow::Result<()> {
     let start = Instant::now();
-    let stage = Stage::bare(Cluster::builder().nodes(2).start().await?).await?;
     let programs = start_programs(&stage).await?;
-    println!("the cluster is ready after {:.1?}", start.elapsed());
+    println!("the programs are ready after {:.1?}", start.elapsed());
     let mut failed = Vec::new();
-    for folder in &folders {
+    for folder in folders {
         let start = Instant::now();
         let name = &folder.name;
         match follow(&stage, folder).await {
@@ -51,7 +67,7 @@ async fn every_example_does_what_its_readme_says() -> anyhow::Result<()> {
                 start.elapsed()
             ),
             Err(error) => {
-                let about = "get events,pods,resourceclaims,resourceclasses,podschedulingcontexts";
+                let about = "get events,pods,resourceclaims";
                 let arguments: Vec<&str> = about.split(' ').chain(["--namespace", name]).collect();
                 let more = stage.cluster.kubectl(&arguments).await.unwrap_or_default();
                 failed.push(format!("examples/{name}/README.md: {error:#}\n{more}"));
@@ -69,10 +85,21 @@ async fn every_example_does_what_its_readme_says() -> anyhow::Result<()> {
     stage.cluster.stop().await
 }
 
-/// Controller and companions, and those of the vendor on the first node.
+/// The companions, that of the vendor on the first node, and the controllers of classic mode.
 async fn start_programs(stage: &Stage) -> anyhow::Result<Vec<Program>> {
     let configuration = include_str!("../../../examples/node.yaml");
-    let mut programs = vec![stage.controller()?];
+    let is_classic = !stage.cluster.has_structured_mode();
+    let mut programs = Vec::new();
+    if is_classic {
+        programs.push(stage.controller()?);
+        let user = stage
+            .cluster
+            .user("vendor-controller", &controller_rules()?)
+            .await?;
+        let mut command = vendor(stage, "drayman controller")?;
+        command.env("KUBECONFIG", user);
+        programs.push(stage.program("vendor-controller", command)?);
+    }
     for number in 0..2 {
         let script = concat!(env!("CARGO_MANIFEST_DIR"), "/hack/pretend-devices");
         let made = stage.cluster.node(number).command(script).output().await?;
@@ -80,34 +107,61 @@ async fn start_programs(stage: &Stage) -> anyhow::Result<Vec<Program>> {
         anyhow::ensure!(made.status.success(), "{script}: {said}");
         programs.push(stage.companion(number, configuration)?);
     }
-    let user = stage
-        .cluster
-        .user("vendor-controller", &controller_rules()?)
-        .await?;
-    let mut command = stage.cluster.command(env!("CARGO_BIN_EXE_drayman"));
-    command
-        .args(["controller", "--driver-name", VENDOR, "--kubeconfig"])
-        .arg(user);
-    programs.push(stage.program("vendor-controller", command)?);
+    let node_rules = if is_classic {
+        node_rules()?
+    } else {
+        structured_node_rules()?
+    };
     let node = stage.cluster.node(0);
-    let user = stage.cluster.user("vendor-node", &node_rules()?).await?;
-    let mut command = node.command(std::env::current_exe()?);
+    let user = stage.cluster.user("vendor-node", &node_rules).await?;
+    let mut command = vendor(stage, "NODE_NAME=")?;
+    let nodes = json!({ "nodes": [{ "name": node.name(), "init": node.init().0 }] });
     command
-        .args(["--exact", "--nocapture"])
-        .arg("examples::run::the_vendors_companion_asks_for_the_name_of_its_node")
         .env(AS_PROGRAM, "1")
-        .env("NODE_NAME", node.name())
+        .env("CLUSTER", nodes.to_string())
         .env("KUBECONFIG", user);
     programs.push(stage.program("vendor-companion", command)?);
 
     let everybody = Person::new(&stage.cluster, "everybody").await?;
-    everybody
-        .until(
-            "kubectl get nodeinventories -o 'jsonpath={.items[*].status.conditions[?(@.type==\"Ready\")].status}'",
-            |printed| printed.split_whitespace().filter(|status| *status == "True").count() == 3,
-        )
-        .await?;
+    // One word for each driver and node that is ready.
+    let ready = if is_classic {
+        "kubectl get nodeinventories -o 'jsonpath={.items[*].status.conditions[?(@.type==\"Ready\")].status}'"
+    } else {
+        "kubectl get resourceslices -o 'jsonpath={.items[?(@.spec.devices)].spec.driver}'"
+    };
+    let count = |printed: &str| printed.split_whitespace().filter(|word| *word != "False").count();
+    everybody.until(ready, |printed| count(printed) == 3).await?;
     Ok(programs)
+}
+
+/// The line of the vendor's README that begins so, where the repository is. The vendor's program is this test.
+fn vendor(stage: &Stage, beginning: &str) -> anyhow::Result<tokio::process::Command> {
+    let text = script("examples/vendor/README.md", "sh", "vendor");
+    let line = text.lines().find(|line| line.starts_with(beginning));
+    let line = line.with_context(|| format!("no line begins with {beginning}"))?;
+    let place = stage.cluster.directory().join("place");
+    let sensors = place.join("target/debug/examples/sensors");
+    if !sensors.exists() {
+        std::fs::create_dir_all(place.join("target/debug/examples"))?;
+        symlink(harness::target().join("cluster"), place.join("target/cluster"))?;
+        let vendors = "examples::run::the_vendors_companion_asks_for_the_name_of_its_node";
+        let own = std::env::current_exe()?;
+        let program = format!(
+            "#!/bin/sh\nexec {} --exact --nocapture {vendors}\n",
+            own.display()
+        );
+        std::fs::write(&sensors, program)?;
+        std::fs::set_permissions(&sensors, std::fs::Permissions::from_mode(0o755))?;
+    }
+    let mut command = stage.cluster.command("bash");
+    command
+        .args(["-c", &format!("exec env {line}")])
+        .current_dir(place)
+        .env(
+            "PATH",
+            shell::path_with(&[Path::new(env!("CARGO_BIN_EXE_drayman"))]),
+        );
+    Ok(command)
 }
 
 async fn follow(stage: &Stage, folder: &Folder) -> anyhow::Result<()> {
@@ -116,8 +170,12 @@ async fn follow(stage: &Stage, folder: &Folder) -> anyhow::Result<()> {
     for step in &folder.steps {
         person.follow(step, &mut names).await?;
     }
-    let left = "kubectl get pods,resourceclaims,resourceclaimtemplates,deviceclaimparameters,jobs,statefulsets -o name; \
-                kubectl get resourceclasses,deviceclassparameters -o name";
+    let left = if stage.cluster.has_structured_mode() {
+        "kubectl get pods,resourceclaims,resourceclaimtemplates,deviceclasses -o name"
+    } else {
+        "kubectl get pods,resourceclaims,resourceclaimtemplates,deviceclaimparameters,jobs,statefulsets -o name; \
+         kubectl get resourceclasses,deviceclassparameters -o name"
+    };
     person
         .until(left, str::is_empty)
         .await
@@ -135,11 +193,13 @@ async fn follow(stage: &Stage, folder: &Folder) -> anyhow::Result<()> {
 async fn clean_up(stage: &Stage, namespace: &str) -> anyhow::Result<()> {
     let timeout = format!("--timeout={}s", harness::PATIENCE.as_secs());
     let cluster = &stage.cluster;
+    let classes = if cluster.has_structured_mode() {
+        "deviceclasses"
+    } else {
+        "resourceclasses,deviceclassparameters"
+    };
     cluster
         .kubectl(&["delete", "namespace", namespace, &timeout])
         .await?;
-    cluster
-        .kubectl(&["delete", "resourceclasses,deviceclassparameters", "--all"])
-        .await
-        .map(drop)
+    cluster.kubectl(&["delete", classes, "--all"]).await.map(drop)
 }

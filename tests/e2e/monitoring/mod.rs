@@ -1,7 +1,8 @@
 //! What is seen from outside, by those who look: a real Prometheus scrapes a controller and a companion at work, and runs each query
-//! of the dashboard and of the alerts that the chart brings.
+//! of the dashboard and of the alerts that the chart brings. `structured::metrics` does it for the other mode.
 
 mod prometheus;
+mod secure;
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -10,9 +11,10 @@ use anyhow::{Context as _, ensure};
 use kube::api::Api;
 use serde_json::{Value, json};
 
-use crate::harness::IMAGE;
+use crate::harness::{IMAGE, STRUCTURED_VERSION, VERSION};
 use crate::stage::{Stage, is_gone, is_running};
-use prometheus::{Prometheus, free_port, promtool, scraped};
+pub(crate) use prometheus::{Prometheus, free_port};
+use prometheus::{promtool, scraped};
 
 /// One kind for claims and one for extended resources.
 const CONFIGURATION: &str = "\
@@ -54,17 +56,18 @@ fn repository(path: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
 
-/// The groups of rules that the chart makes, written to a file.
-fn write_rules(directory: &Path) -> anyhow::Result<Value> {
+/// The groups of rules that the chart makes for a version of Kubernetes, written to a file.
+pub(crate) fn write_rules(directory: &Path, version: &str) -> anyhow::Result<Value> {
+    let api = if version == STRUCTURED_VERSION {
+        "v1"
+    } else {
+        "v1alpha2"
+    };
     let output = std::process::Command::new(crate::harness::helm()?)
         .args(["template", "drayman"])
         .arg(repository("charts/drayman"))
-        .args([
-            "--namespace",
-            "drayman",
-            "--kube-version",
-            crate::harness::VERSION,
-        ])
+        .args(["--namespace", "drayman", "--kube-version", version])
+        .arg(format!("--api-versions=resource.k8s.io/{api}"))
         .args(["--set", "monitoring.prometheusRule.enabled=true"])
         .args(["--show-only", "templates/monitoring/prometheusrule.yaml"])
         .output()?;
@@ -91,13 +94,16 @@ fn alerts(rules: &Value) -> Vec<(String, String)> {
         .collect()
 }
 
-/// The queries of the dashboard, with its variables filled in: title of the panel, expression.
+/// The queries of the dashboard, with its variables filled in: titles of the row and the panel, expression.
 fn queries() -> anyhow::Result<Vec<(String, String)>> {
     let text = std::fs::read_to_string(repository("charts/drayman/dashboards/drayman.json"))?;
     let dashboard: Value = serde_json::from_str(&text)?;
-    let mut queries = Vec::new();
+    let (mut queries, mut row) = (Vec::new(), "");
     for panel in dashboard["panels"].as_array().context("panels")? {
         let title = panel["title"].as_str().context("a panel has a title")?;
+        if panel["type"] == "row" {
+            row = title;
+        }
         for target in panel["targets"].as_array().into_iter().flatten() {
             let expression = target["expr"].as_str().context("a target has a query")?;
             let filled = expression
@@ -107,7 +113,7 @@ fn queries() -> anyhow::Result<Vec<(String, String)>> {
                 !filled.contains('$'),
                 "{title}: what is the variable in {filled}?"
             );
-            queries.push((title.to_owned(), filled));
+            queries.push((format!("{row}: {title}"), filled));
         }
     }
     Ok(queries)
@@ -129,9 +135,34 @@ fn selectors(expression: &str) -> Vec<String> {
     all
 }
 
+/// Prometheus finds series for each query of the dashboard whose titles meet a condition, and each series that an alert selects.
+pub(crate) fn assert_found(
+    prometheus: &Prometheus,
+    rules: &Value,
+    is_asked: fn(&str) -> bool,
+) -> anyhow::Result<()> {
+    for (titles, query) in queries()? {
+        if is_asked(&titles) {
+            assert!(!prometheus.ask(&query)?.is_empty(), "{titles}: {query}");
+        }
+    }
+    for (alert, expression) in alerts(rules) {
+        // An alert that does not fire has no series itself.
+        prometheus.ask(&expression)?;
+        for selector in selectors(&expression) {
+            // Nothing has gone wrong with a request, so not each code was seen.
+            if selector.contains("5..") {
+                continue;
+            }
+            assert!(!prometheus.ask(&selector)?.is_empty(), "{alert}: {selector}");
+        }
+    }
+    Ok(())
+}
+
 /// The names of the series of the metrics' own page.
 fn documented() -> anyhow::Result<BTreeSet<String>> {
-    let page = std::fs::read_to_string(repository("docs/metrics.md"))?;
+    let page = std::fs::read_to_string(repository("docs/reference/metrics.md"))?;
     let rows = page.lines().filter_map(|line| line.strip_prefix("| `"));
     Ok(rows
         .filter_map(|row| row.split(['{', '`']).next())
@@ -174,7 +205,7 @@ async fn what_kubectl_shows(stage: &Stage) -> anyhow::Result<()> {
 #[test]
 fn the_alerts_fire_when_they_shall_and_not_otherwise() -> anyhow::Result<()> {
     let directory = tempfile::tempdir()?;
-    let rules = write_rules(directory.path())?;
+    let rules = write_rules(directory.path(), VERSION)?;
     println!(
         "{}",
         promtool(directory.path(), &["check", "rules", "rules.json"], None)?
@@ -188,13 +219,13 @@ fn the_alerts_fire_when_they_shall_and_not_otherwise() -> anyhow::Result<()> {
         promtool(directory.path(), &["test", "rules", "alerts.yaml"], None)?
     );
     let tests = std::fs::read_to_string(repository("tests/e2e/monitoring/alerts.yaml"))?;
-    let page = std::fs::read_to_string(repository("docs/metrics.md"))?;
+    let page = std::fs::read_to_string(repository("docs/reference/metrics.md"))?;
     let documented = page.lines().filter(|line| line.starts_with("| `Drayman")).count();
     let alerts = alerts(&rules);
     assert_eq!(
         documented,
         alerts.len(),
-        "docs/metrics.md lists all alerts and no other"
+        "docs/reference/metrics.md lists all alerts and no other"
     );
     for (alert, _) in alerts {
         let fires = format!("alertname: {alert}\n    exp_alerts:\n    - ");
@@ -205,19 +236,19 @@ fn the_alerts_fire_when_they_shall_and_not_otherwise() -> anyhow::Result<()> {
         );
         assert!(
             page.contains(&format!("| `{alert}` |")),
-            "{alert} is not in docs/metrics.md"
+            "{alert} is not in docs/reference/metrics.md"
         );
     }
     Ok(())
 }
 
 #[test]
-fn what_dashboard_and_alerts_ask_for_is_documented() -> anyhow::Result<()> {
+fn the_dashboard_shows_each_series_and_asks_for_no_other() -> anyhow::Result<()> {
     let directory = tempfile::tempdir()?;
     let documented = documented()?;
     let all = queries()?
         .into_iter()
-        .chain(alerts(&write_rules(directory.path())?));
+        .chain(alerts(&write_rules(directory.path(), VERSION)?));
     for (what, expression) in all {
         let asked = selectors(&expression);
         assert!(!asked.is_empty(), "{what}: {expression}");
@@ -231,13 +262,24 @@ fn what_dashboard_and_alerts_ask_for_is_documented() -> anyhow::Result<()> {
             );
         }
     }
+    let shown: Vec<String> = queries()?
+        .iter()
+        .flat_map(|(_, query)| selectors(query))
+        .collect();
+    for series in documented.iter().filter(|name| name.starts_with("drayman_")) {
+        let is_shown = |selector: &String| {
+            let rest = selector.strip_prefix(series).unwrap_or_default();
+            rest.starts_with('{') || rest.starts_with("_bucket{")
+        };
+        assert!(shown.iter().any(is_shown), "no panel shows {series}");
+    }
     Ok(())
 }
 
 #[tokio::test]
 async fn every_query_finds_its_series() -> anyhow::Result<()> {
     let directory = tempfile::tempdir()?;
-    let rules = write_rules(directory.path())?;
+    let rules = write_rules(directory.path(), VERSION)?;
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
     for (name, minor) in [("test-0", 5), ("test-1", 7), ("plugged-0", 8)] {
@@ -279,21 +321,7 @@ async fn every_query_finds_its_series() -> anyhow::Result<()> {
         prometheus.until(expected).await?;
     }
 
-    for (title, query) in queries()? {
-        let found = prometheus.ask(&query)?;
-        assert!(!found.is_empty(), "{title}: {query}");
-    }
-    for (alert, expression) in alerts(&rules) {
-        // An alert that does not fire has no series itself.
-        prometheus.ask(&expression)?;
-        for selector in selectors(&expression) {
-            // Nothing has gone wrong with a request, so not each code was seen.
-            if selector.contains("5..") {
-                continue;
-            }
-            assert!(!prometheus.ask(&selector)?.is_empty(), "{alert}: {selector}");
-        }
-    }
+    assert_found(&prometheus, &rules, |_| true)?;
     // Everything that is documented is there, of both.
     for series in documented()?.iter().filter(|name| name.contains('_')) {
         let any = [series.clone(), format!("{series}_count")];

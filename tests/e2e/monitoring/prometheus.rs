@@ -68,6 +68,16 @@ pub(crate) struct Prometheus {
 impl Prometheus {
     /// Starts one that reads the metrics of these pods at these ports, with the labels that a ServiceMonitor gives them.
     pub(crate) fn start(stage: &Stage, directory: &Path, pods: &[(&str, u16)]) -> anyhow::Result<Self> {
+        Self::start_with(stage, directory, pods, "")
+    }
+
+    /// The same with further fields of the job, as lines of YAML.
+    pub(crate) fn start_with(
+        stage: &Stage,
+        directory: &Path,
+        pods: &[(&str, u16)],
+        more: &str,
+    ) -> anyhow::Result<Self> {
         let port = free_port()?;
         let targets: Vec<String> = pods
             .iter()
@@ -78,7 +88,7 @@ impl Prometheus {
             })
             .collect();
         let configuration = format!(
-            "global: {{scrape_interval: 1s, evaluation_interval: 1s}}\nrule_files: [rules.json]\nscrape_configs:\n- job_name: drayman-node-metrics\n  static_configs:\n{}",
+            "global: {{scrape_interval: 1s, evaluation_interval: 1s}}\nrule_files: [rules.json]\nscrape_configs:\n- job_name: drayman-node-metrics\n{more}  static_configs:\n{}",
             targets.concat()
         );
         let file = directory.join("prometheus.yaml");

@@ -1,11 +1,12 @@
 //! The two grounds on which a promise is tried, and the words in which both are asked.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::future::Future;
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-use drayman::testcluster::api::ApiServer;
+use drayman::testcluster::api::{ApiServer, Mode};
 use drayman::testcluster::source::Source;
 use futures::{AsyncBufReadExt as _, TryStreamExt as _};
 use http::{Method, Request};
@@ -21,6 +22,7 @@ use crate::parity::answers::same_form;
 
 pub(crate) const CLAIMS: &str = "/apis/resource.k8s.io/v1alpha2/namespaces/{ns}/resourceclaims";
 pub(crate) const CONTEXTS: &str = "/apis/resource.k8s.io/v1alpha2/namespaces/{ns}/podschedulingcontexts";
+pub(crate) const STRUCTURED_CLAIMS: &str = "/apis/resource.k8s.io/v1/namespaces/{ns}/resourceclaims";
 pub(crate) const PODS: &str = "/api/v1/namespaces/{ns}/pods";
 
 pub(crate) const JSON: &str = "application/json";
@@ -30,7 +32,8 @@ pub(crate) const JSON_PATCH: &str = "application/json-patch+json";
 pub(crate) const APPLY: &str = "application/apply-patch+yaml";
 
 static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| Runtime::new().expect("a runtime"));
-static CLUSTER: OnceCell<Cluster> = OnceCell::const_new();
+static CLASSIC: OnceCell<Cluster> = OnceCell::const_new();
+static STRUCTURED: OnceCell<Cluster> = OnceCell::const_new();
 
 /// Watches of one connection, at most: the real server lets a connection have 250 requests at once.
 const STREAMS: usize = 100;
@@ -42,31 +45,36 @@ pub(crate) struct Ground {
     transcript: Vec<Value>,
     /// The stage, unless it is the real server.
     stage: Option<ApiServer>,
+    mode: Mode,
 }
 
-/// The real control plane, which all promises share.
-pub(crate) async fn real() -> &'static Cluster {
-    CLUSTER
+/// The real control plane, which all promises of a mode share.
+pub(crate) async fn real(mode: Mode) -> &'static Cluster {
+    let (cluster, name, builder) = match mode {
+        Mode::Classic => (&CLASSIC, "parity", Cluster::builder()),
+        Mode::Structured => (&STRUCTURED, "parity-structured", Cluster::structured()),
+    };
+    cluster
         .get_or_try_init(|| {
             // The claim controller changes claims by itself. On the stage it is a program of its own, too.
-            Cluster::builder()
+            builder
                 .flag("controller-manager", "--controllers=*,-resourceclaim-controller")
                 // Nodes that exist in the API alone have no heartbeats.
                 .flag("controller-manager", "--node-monitor-grace-period=24h")
-                .share("parity", async |_| Ok(()))
+                .share(name, async |_| Ok(()))
         })
         .await
         .expect("a real control plane")
 }
 
 /// Locks the history of the real server: shared by tests that need an older version, exclusive to compact it.
-async fn history(operation: FlockOperation) -> anyhow::Result<File> {
-    lock(&real().await.directory().join("history.lock"), operation).await
+async fn history(mode: Mode, operation: FlockOperation) -> anyhow::Result<File> {
+    lock(&real(mode).await.directory().join("history.lock"), operation).await
 }
 
 /// A client of it with a connection of its own, which asks once and no more: an answer of 504 is one.
-async fn client() -> kube::Client {
-    let cluster = real().await;
+async fn client(mode: Mode) -> kube::Client {
+    let cluster = real(mode).await;
     let client = async {
         let file = Kubeconfig::read_from(cluster.kubeconfig())?;
         let mut config = Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await?;
@@ -83,36 +91,72 @@ pub(crate) fn run<T>(work: impl Future<Output = T>) -> T {
 
 /// Holds a conversation with both and compares what they said, and whose fields are whose.
 pub(crate) fn both(namespace: &str, conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>) {
-    hold(namespace, true, conversation);
+    hold(Mode::Classic, namespace, true, conversation);
+}
+
+/// The same in structured mode.
+pub(crate) fn both_structured(
+    namespace: &str,
+    conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>,
+) {
+    hold(Mode::Structured, namespace, true, conversation);
 }
 
 /// The same without whose fields are whose.
+pub(crate) fn both_structured_but_managers(
+    namespace: &str,
+    conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>,
+) {
+    hold(Mode::Structured, namespace, false, conversation);
+}
+
+/// The same in classic mode without whose fields are whose.
 pub(crate) fn both_but_managers(
     namespace: &str,
     conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>,
 ) {
-    hold(namespace, false, conversation);
+    hold(Mode::Classic, namespace, false, conversation);
 }
 
-fn hold(namespace: &str, managed: bool, conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>) {
+fn hold(
+    mode: Mode,
+    namespace: &str,
+    managed: bool,
+    conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>,
+) {
     RUNTIME.block_on(async {
-        let stage = ApiServer::new(Arc::new(Source::system()));
-        let played = converse(stage.client(), Some(stage), namespace, managed, &conversation).await;
-        let real = converse(client().await, None, namespace, managed, &conversation).await;
-        for (number, (played, real)) in played.iter().zip(&real).enumerate() {
-            assert_eq!(
-                format!("{played:#}"),
-                format!("{real:#}"),
-                "answer {number}: the stage (left) is not as the real server (right)"
-            );
-        }
-        assert_eq!(played.len(), real.len());
+        let stage = ApiServer::with_mode(Arc::new(Source::system()), mode);
+        let played = converse(
+            stage.client(),
+            Some(stage),
+            mode,
+            namespace,
+            managed,
+            &conversation,
+        )
+        .await;
+        let real = converse(client(mode).await, None, mode, namespace, managed, &conversation).await;
+        compare(&played, &real);
     });
+}
+
+/// Fails with every answer of the stage that differs from that of the real server.
+pub(crate) fn compare(played: &[Value], real: &[Value]) {
+    let pairs = played.iter().zip(real).enumerate();
+    let differing = pairs.filter(|(_, (played, real))| played != real);
+    let shown: Vec<String> = differing
+        .map(|(number, (played, real))| {
+            format!("answer {number} of the stage:\n{played:#}\nof the real server:\n{real:#}")
+        })
+        .collect();
+    assert!(shown.is_empty(), "{}", shown.join("\n"));
+    assert_eq!(played.len(), real.len());
 }
 
 async fn converse(
     client: kube::Client,
     stage: Option<ApiServer>,
+    mode: Mode,
     namespace: &str,
     managed: bool,
     conversation: &impl AsyncFn(&mut Ground) -> anyhow::Result<()>,
@@ -122,6 +166,7 @@ async fn converse(
         namespace: namespace.to_owned(),
         transcript: Vec::new(),
         stage,
+        mode,
     };
     let made = ground
         .ask(
@@ -156,6 +201,35 @@ impl Ground {
         let (code, answer) = self.send(method, path, content_type, body).await?;
         self.transcript
             .push(json!({ "asked": format!("{method} {path}"), "code": code, "answer": answer }));
+        Ok((code, answer))
+    }
+
+    /// Asks, and has the answer compared; of a refusal, the reasons and fields of its causes.
+    pub(crate) async fn ask_causes(
+        &mut self,
+        method: &str,
+        path: &str,
+        content_type: &str,
+        body: &Value,
+    ) -> anyhow::Result<(u16, Value)> {
+        let (code, answer) = self
+            .send(method, path, content_type, body.to_string().into_bytes())
+            .await?;
+        let causes = answer["details"]["causes"]
+            .as_array()
+            .cloned()
+            .unwrap_or_default();
+        let causes: BTreeSet<String> = causes
+            .iter()
+            .map(|cause| format!("{} {}", cause["reason"], cause["field"]))
+            .collect();
+        let compared = if code == 422 {
+            json!(causes)
+        } else {
+            answer.clone()
+        };
+        self.transcript
+            .push(json!({ "asked": format!("{method} {path} {body}"), "code": code, "answer": compared }));
         Ok((code, answer))
     }
 
@@ -205,6 +279,10 @@ impl Ground {
         Ok((code, serde_json::from_slice(&bytes)?, warnings))
     }
 
+    pub(crate) fn is_real(&self) -> bool {
+        self.stage.is_none()
+    }
+
     /// Has something compared that was seen otherwise.
     pub(crate) fn note(&mut self, what: Value) {
         self.transcript.push(what);
@@ -233,7 +311,7 @@ impl Ground {
 
     /// Keeps the history of the server, which all promises share, from being forgotten by another one.
     pub(crate) async fn remember(&self) -> anyhow::Result<File> {
-        history(FlockOperation::LockShared).await
+        history(self.mode, FlockOperation::LockShared).await
     }
 
     /// Has the server forget its history, as it does by itself every few minutes.
@@ -242,8 +320,8 @@ impl Ground {
             stage.compact();
             return Ok(());
         }
-        let _alone = history(FlockOperation::LockExclusive).await?;
-        real().await.compact().await
+        let _alone = history(self.mode, FlockOperation::LockExclusive).await?;
+        real(self.mode).await.compact().await
     }
 
     /// As many clients as are needed for so many watches at once, one for each of them.
@@ -252,7 +330,7 @@ impl Ground {
         while clients.len() < watches {
             let client = match &self.stage {
                 Some(stage) => stage.client(),
-                None => client().await,
+                None => client(self.mode).await,
             };
             clients.extend(std::iter::repeat_n(client, STREAMS.min(watches - clients.len())));
         }

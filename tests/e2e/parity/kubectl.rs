@@ -9,7 +9,7 @@ use std::process::Stdio;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use drayman::testcluster::api::{ApiServer, kubeconfig};
+use drayman::testcluster::api::{ApiServer, Mode, kubeconfig};
 use drayman::testcluster::source::Source;
 use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
@@ -139,7 +139,7 @@ fn both(namespace: &'static str, steps: &[Step]) {
         let directory = tempfile::tempdir().expect("a directory");
         let file = directory.path().join("kubeconfig");
         std::fs::write(&file, kubeconfig(address)).expect("a file");
-        let real = real().await;
+        let real = real(Mode::Classic).await;
         let kubectl = |kubeconfig: &Path, cache: &str| Kubectl {
             program: real.kubectl_program().to_owned(),
             kubeconfig: kubeconfig.to_owned(),

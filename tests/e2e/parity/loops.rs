@@ -2,7 +2,7 @@
 //! objects that no kubelet keeps, and the test is the driver. What is compared is what becomes of claims, contexts and pods, state
 //! after state of each.
 
-mod ground;
+pub(crate) mod ground;
 mod states;
 
 use std::time::Duration;

@@ -27,6 +27,15 @@ kinds:
 
 /// A cluster with one node, the class `test`, and a companion that serves these devices, each `(major, minor)`.
 pub(super) async fn start(configuration: &str, devices: &[(u32, u32)]) -> anyhow::Result<(Stage, Program)> {
+    start_with(configuration, devices, &[]).await
+}
+
+/// The same with more flags of the companion.
+pub(super) async fn start_with(
+    configuration: &str,
+    devices: &[(u32, u32)],
+    flags: &[&str],
+) -> anyhow::Result<(Stage, Program)> {
     let stage = Stage::structured(Cluster::structured().nodes(1).start().await?).await?;
     for (number, (major, minor)) in devices.iter().enumerate() {
         let path = format!("/dev/drayman-test-{number}");
@@ -34,7 +43,7 @@ pub(super) async fn start(configuration: &str, devices: &[(u32, u32)]) -> anyhow
     }
     make_class(&stage, "test", "test").await?;
     let mut slices = Slices::watch(&stage);
-    let companion = stage.companion(0, configuration)?;
+    let companion = stage.companion_with(0, configuration, flags)?;
     companion.logged("kubelet has registered the driver").await?;
     let names = (0..devices.len()).map(|number| format!("drayman-test-{number}"));
     slices.until_offered(&names.collect()).await?;

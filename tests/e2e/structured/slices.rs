@@ -22,7 +22,7 @@ const RESTARTS: usize = 4;
 const DEVICES: [(u32, u32); 2] = [(1, 5), (1, 7)];
 
 /// A kind whose devices are opened to see whether they are well.
-const PROBED: &str = "\
+pub(super) const PROBED: &str = "\
 apiVersion: drayman.dev/v1alpha1
 kind: NodeConfiguration
 kinds:

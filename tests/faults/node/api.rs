@@ -12,10 +12,12 @@ use tokio::sync::{mpsc, watch};
 use tonic::codegen::http::{Request, Response, StatusCode};
 use tonic::codegen::{Body as HttpBody, Service};
 
+const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
 const INVENTORIES: &str = "/apis/drayman.dev/v1alpha1/nodeinventories";
 
 const CLAIMS: &str = "/apis/resource.k8s.io/v1alpha2/resourceclaims";
 const NAMED_CLAIMS: &str = "/apis/resource.k8s.io/v1alpha2/namespaces/default/resourceclaims/";
+const NAMED_V1_CLAIMS: &str = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims/";
 
 /// What the server has and how it behaves.
 #[derive(Debug)]
@@ -24,6 +26,12 @@ pub(crate) struct State {
     pub(crate) away: bool,
     /// Serves `resource.k8s.io/v1alpha2`.
     pub(crate) claims: bool,
+    /// Serves `resource.k8s.io/v1` instead.
+    pub(crate) structured: bool,
+    /// The claim whose reads are never answered.
+    pub(crate) unanswered: Option<&'static str>,
+    /// ResourceSlices, by name.
+    pub(crate) slices: BTreeMap<String, Value>,
     /// The uid of `node-a`.
     pub(crate) node_uid: String,
     pub(crate) inventory: Option<Value>,
@@ -52,6 +60,9 @@ impl Api {
         let state = State {
             away: false,
             claims: true,
+            structured: false,
+            unanswered: None,
+            slices: BTreeMap::new(),
             node_uid: "n-1".into(),
             inventory: None,
             stored_claims: BTreeMap::new(),
@@ -167,8 +178,20 @@ impl State {
                     Answer::Json(json!({"apiVersion": "v1", "kind": "Node", "metadata": metadata})),
                 )
             }
+            ("GET", "/version") => {
+                let version = json!({
+                    "major": "1", "minor": "37", "gitVersion": "v1.37.2", "gitCommit": "", "gitTreeState": "",
+                    "buildDate": "", "goVersion": "", "compiler": "", "platform": "",
+                });
+                (StatusCode::OK, Answer::Json(version))
+            }
+            (_, path) if path.starts_with(SLICES) && self.structured => {
+                self.slices(method, path, query, body)
+            }
             ("GET", "/apis/resource.k8s.io") if self.claims => {
-                let version = json!({"groupVersion": "resource.k8s.io/v1alpha2", "version": "v1alpha2"});
+                let version = if self.structured { "v1" } else { "v1alpha2" };
+                let version =
+                    json!({"groupVersion": format!("resource.k8s.io/{version}"), "version": version});
                 let group = json!({
                     "kind": "APIGroup", "apiVersion": "v1", "name": "resource.k8s.io", "versions": [version]
                 });
@@ -182,8 +205,8 @@ impl State {
                 });
                 (StatusCode::OK, Answer::Json(list))
             }
-            ("GET", path) if path.starts_with(NAMED_CLAIMS) => {
-                let name = path.trim_start_matches(NAMED_CLAIMS);
+            ("GET", path) if path.starts_with(NAMED_CLAIMS) || path.starts_with(NAMED_V1_CLAIMS) => {
+                let name = path.rsplit('/').next().unwrap();
                 if let Some(claim) = self.stored_claims.get(name) {
                     (StatusCode::OK, Answer::Json(claim.clone()))
                 } else {
@@ -206,6 +229,43 @@ impl State {
                 .patch(path, query, body)
                 .map_or_else(not_found, |inventory| (StatusCode::OK, Answer::Json(inventory))),
             _ => not_found(),
+        }
+    }
+
+    fn slices(&mut self, method: &str, path: &str, query: &str, body: &[u8]) -> (StatusCode, Answer) {
+        let body: Value = serde_json::from_slice(body).unwrap_or_default();
+        let name = path.trim_start_matches(SLICES).trim_start_matches('/');
+        let name = body["metadata"]["name"].as_str().unwrap_or(name).to_owned();
+        let stored = |mut slice: Value, version: usize| {
+            slice["metadata"]["resourceVersion"] = json!(version.to_string());
+            slice["metadata"]["uid"] = json!(format!("s-{version}"));
+            slice
+        };
+        let version = self.requests.len();
+        match (method, self.slices.contains_key(&name)) {
+            ("GET", _) if query.contains("watch=true") => {
+                let (sender, receiver) = mpsc::unbounded_channel();
+                self.watchers.push(sender);
+                (StatusCode::OK, Answer::Watch(receiver))
+            }
+            ("GET", _) if path == SLICES => {
+                let items: Vec<&Value> = self.slices.values().collect();
+                let list = json!({"metadata": {"resourceVersion": "1"}, "items": items});
+                (StatusCode::OK, Answer::Json(list))
+            }
+            ("POST", false) | ("PUT", true) => {
+                let slice = stored(body, version);
+                self.slices.insert(name, slice.clone());
+                (StatusCode::CREATED, Answer::Json(slice))
+            }
+            ("DELETE", true) => {
+                self.slices.remove(&name);
+                (
+                    StatusCode::OK,
+                    Answer::Json(json!({"kind": "Status", "status": "Success"})),
+                )
+            }
+            _ => (StatusCode::NOT_FOUND, Answer::Json(status(404, "NotFound"))),
         }
     }
 
@@ -268,6 +328,10 @@ where
             let (head, body) = request.into_parts();
             let body = collect(body).await;
             let query = head.uri.query().unwrap_or_default();
+            let unanswered = api.state.lock().unwrap().unanswered;
+            if unanswered.is_some_and(|claim| head.uri.path() == format!("{NAMED_V1_CLAIMS}{claim}")) {
+                std::future::pending::<()>().await;
+            }
             let (code, answer) =
                 api.state
                     .lock()

@@ -8,12 +8,15 @@ use std::time::{Duration, Instant};
 use drayman::api::handle::{DeviceHandle, HandleDevice, VERSION};
 use drayman::api::proto::device_plugin_v1beta1::device_plugin_client::DevicePluginClient;
 use drayman::api::proto::device_plugin_v1beta1::{Empty, ListAndWatchResponse};
+use drayman::api::proto::dra_v1;
+use drayman::api::proto::dra_v1::dra_plugin_client::DraPluginClient;
 use drayman::api::proto::dra_v1alpha3::node_client::NodeClient;
 use drayman::api::proto::dra_v1alpha3::{Claim, NodePrepareResourcesRequest, NodeUnprepareResourcesRequest};
 use drayman::node::discovery::HostPaths;
 use drayman::node::kubelet::KubeletPaths;
 use drayman::node::run::{NodeError, NodeOptions, run};
 use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
+use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -29,6 +32,19 @@ pub(crate) struct Node {
     /// The configuration, if not `node.yaml`.
     pub(crate) config: Option<PathBuf>,
     url: tokio::sync::OnceCell<String>,
+}
+
+/// The directory of the claims' metadata files, below the CDI directory.
+const METADATA: &str = "drayman.dev-metadata";
+
+/// The names in a directory, sorted.
+fn names(directory: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(directory).unwrap();
+    let mut names: Vec<String> = entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
 }
 
 impl Node {
@@ -116,15 +132,15 @@ impl Node {
     /// Writes kubelet's own list of claims, as kubelet 1.30 does.
     pub(crate) fn kubelet_lists(&self, claims: &[(&str, &[&str])]) {
         let entry = |(uid, devices): &(&str, &[&str])| {
-            serde_json::json!({
+            json!({
                 "DriverName": "drayman.dev", "ClassName": "test", "ClaimUID": uid, "ClaimName": "claim",
                 "Namespace": "default", "PodUIDs": {"5b6e": {}},
                 "ResourceHandles": [{"driverName": "drayman.dev", "data": handle(uid, "n-1", devices)}],
                 "CDIDevices": {"drayman.dev": [format!("drayman.dev/claim={uid}")]},
             })
         };
-        let entries: Vec<serde_json::Value> = claims.iter().map(entry).collect();
-        let list = serde_json::json!({"version": "v1", "entries": entries, "checksum": 1});
+        let entries: Vec<Value> = claims.iter().map(entry).collect();
+        let list = json!({"version": "v1", "entries": entries, "checksum": 1});
         let path = self.path("kubelet/dra_manager_state");
         let temporary = self.path("kubelet/dra_manager_state.new");
         std::fs::write(&temporary, list.to_string()).unwrap();
@@ -168,18 +184,38 @@ impl Node {
         self.kubelet_at(&self.dra_socket()).await
     }
 
+    /// Kubelet's view of the companion in a cluster of structured mode.
+    pub(crate) async fn structured_kubelet(&self) -> StructuredKubelet {
+        self.structured_kubelet_at(&self.dra_socket()).await
+    }
+
+    /// The same through a socket at another path.
+    pub(crate) async fn structured_kubelet_at(&self, socket: &Path) -> StructuredKubelet {
+        let client = self.connected(socket, DraPluginClient::new).await;
+        StructuredKubelet { client }
+    }
+
+    /// A claim of structured mode in the API server, reserved for a pod.
+    pub(crate) fn allocate(&self, name: &str, uid: &str, devices: &[&str]) {
+        let claim = structured_claim(name, uid, devices);
+        self.api.set(|state| {
+            state.stored_claims.insert(name.into(), claim);
+        });
+    }
+
     /// The same through a socket at another path.
     pub(crate) async fn kubelet_at(&self, socket: &Path) -> Kubelet {
+        let client = self.connected(socket, NodeClient::new).await;
+        Kubelet { client }
+    }
+
+    async fn connected<T>(&self, socket: &Path, client: fn(Channel) -> T) -> T {
         let socket = Endpoint::from_shared(format!("unix://{}", socket.display())).unwrap();
         let start = Instant::now();
         loop {
             // A companion that was killed leaves its socket behind, as a real one does.
             match socket.connect().await {
-                Ok(channel) => {
-                    return Kubelet {
-                        client: NodeClient::new(channel),
-                    };
-                }
+                Ok(channel) => return client(channel),
                 Err(error) => assert!(start.elapsed() < Duration::from_secs(20), "no companion: {error}"),
             }
             tokio::time::sleep(Duration::from_millis(10)).await;
@@ -211,12 +247,19 @@ impl Node {
 
     /// The CDI files, sorted.
     pub(crate) fn cdi_files(&self) -> Vec<String> {
-        let entries = std::fs::read_dir(self.path("cdi")).unwrap();
-        let mut names: Vec<String> = entries
-            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-            .collect();
-        names.sort();
+        let mut names = names(&self.path("cdi"));
+        names.retain(|name| name != METADATA);
         names
+    }
+
+    /// The uids of the claims with metadata files, sorted.
+    pub(crate) fn claims_with_metadata(&self) -> Vec<String> {
+        let directory = self.path("cdi").join(METADATA);
+        if directory.exists() {
+            names(&directory)
+        } else {
+            Vec::new()
+        }
     }
 
     pub(crate) fn checkpoint(&self) -> String {
@@ -349,6 +392,78 @@ impl Kubelet {
         let error = entry.value.expect("a value").error;
         if error.is_empty() { Ok(()) } else { Err(error) }
     }
+}
+
+/// Kubelet in a cluster of structured mode.
+pub(crate) struct StructuredKubelet {
+    client: DraPluginClient<Channel>,
+}
+
+fn structured_request(name: &str, uid: &str) -> dra_v1::Claim {
+    dra_v1::Claim {
+        namespace: "default".into(),
+        uid: uid.into(),
+        name: name.into(),
+    }
+}
+
+impl StructuredKubelet {
+    /// The CDI ids, or the error for the claim.
+    pub(crate) async fn prepare(&mut self, name: &str, uid: &str) -> Result<Vec<String>, String> {
+        self.prepare_all(&[(name, uid)]).await?.remove(0)
+    }
+
+    /// The same for several claims of one call.
+    pub(crate) async fn prepare_all(
+        &mut self,
+        claims: &[(&str, &str)],
+    ) -> Result<Vec<Result<Vec<String>, String>>, String> {
+        let request = dra_v1::NodePrepareResourcesRequest {
+            claims: claims
+                .iter()
+                .map(|(name, uid)| structured_request(name, uid))
+                .collect(),
+        };
+        let answer = self.client.node_prepare_resources(request).await;
+        let answer = answer.map_err(|status| status.to_string())?.into_inner();
+        assert_eq!(answer.claims.len(), claims.len(), "an entry for each claim");
+        let entry = |uid: &str| {
+            let mut entries = answer.claims.iter();
+            let entry = entries.find(|entry| entry.key == uid).expect("an entry");
+            let value = entry.value.clone().expect("a value");
+            if value.error.is_empty() {
+                let devices = value.devices.into_iter();
+                Ok(devices.flat_map(|device| device.cdi_device_ids).collect())
+            } else {
+                Err(value.error)
+            }
+        };
+        Ok(claims.iter().map(|(_, uid)| entry(uid)).collect())
+    }
+
+    pub(crate) async fn unprepare(&mut self, name: &str, uid: &str) -> Result<(), String> {
+        let request = dra_v1::NodeUnprepareResourcesRequest {
+            claims: vec![structured_request(name, uid)],
+        };
+        let answer = self.client.node_unprepare_resources(request).await;
+        let mut answer = answer.map_err(|status| status.to_string())?.into_inner();
+        let error = answer.claims.remove(0).value.expect("a value").error;
+        if error.is_empty() { Ok(()) } else { Err(error) }
+    }
+}
+
+/// A claim as the scheduler leaves it.
+pub(crate) fn structured_claim(name: &str, uid: &str, devices: &[&str]) -> Value {
+    let result = |device: &&str| json!({"request": "device", "driver": "drayman.dev", "pool": "node-a", "device": device});
+    json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
+        "metadata": {"name": name, "namespace": "default", "uid": uid},
+        "spec": {"devices": {"requests": [{"name": "device", "exactly": {"deviceClassName": "test"}}]}},
+        "status": {
+            "allocation": {"devices": {"results": devices.iter().map(result).collect::<Vec<_>>()}},
+            "reservedFor": [{"resource": "pods", "name": "p", "uid": "p-1"}],
+        },
+    })
 }
 
 /// The resource handle as the controller writes it.

@@ -5,12 +5,44 @@ use std::time::Duration;
 use futures::StreamExt as _;
 use inotify::{Inotify, WatchMask};
 
-use super::fixture::Node;
+use super::fixture::{Kubelet, Node, StructuredKubelet};
 use super::process::Process;
+use super::structured::structured_node;
 
 const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
 const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
 const C: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0c";
+
+/// Kubelet in a cluster of either mode.
+enum Caller {
+    Classic(Kubelet),
+    Structured(StructuredKubelet),
+}
+
+impl Caller {
+    async fn of(node: &Node, structured: bool) -> Self {
+        if structured {
+            Self::Structured(node.structured_kubelet().await)
+        } else {
+            Self::Classic(node.kubelet().await)
+        }
+    }
+
+    /// In structured mode the claims have their devices in the API server.
+    async fn prepare(&mut self, uid: &str, devices: &[&str]) -> Result<Vec<String>, String> {
+        match self {
+            Self::Classic(kubelet) => kubelet.prepare(uid, devices).await,
+            Self::Structured(kubelet) => kubelet.prepare(uid, uid).await,
+        }
+    }
+
+    async fn unprepare(&mut self, uid: &str) -> Result<(), String> {
+        match self {
+            Self::Classic(kubelet) => kubelet.unprepare(uid).await,
+            Self::Structured(kubelet) => kubelet.unprepare(uid, uid).await,
+        }
+    }
+}
 
 /// Waits for the n-th change of a file below the checkpoint's and the CDI directory.
 async fn changes(node: &Node, n: usize) {
@@ -29,9 +61,9 @@ async fn changes(node: &Node, n: usize) {
 }
 
 /// The next process finds the node in order: kubelet's next calls succeed, nobody has lost anything and nothing is left.
-async fn check(node: &Node, answered: bool) {
+async fn check(node: &Node, structured: bool, answered: bool) {
     let process = Process::start(node).await;
-    let mut kubelet = node.kubelet().await;
+    let mut kubelet = Caller::of(node, structured).await;
     if answered {
         let refusal = kubelet.prepare(B, &["test-0"]).await.unwrap_err();
         assert!(
@@ -40,10 +72,19 @@ async fn check(node: &Node, answered: bool) {
         );
     }
     let ids = kubelet.prepare(A, &["test-0", "test-1"]).await.unwrap();
-    assert_eq!(ids, [format!("drayman.dev/claim={A}")]);
+    let id = format!("drayman.dev/claim={A}");
+    let expected = if structured {
+        vec![format!("{id}-test-0"), format!("{id}-test-1")]
+    } else {
+        vec![id]
+    };
+    assert_eq!(ids, expected);
     assert_eq!(node.cdi_files(), [format!("drayman.dev-claim_{A}.json")]);
+    let described = if structured { vec![A] } else { Vec::new() };
+    assert_eq!(node.claims_with_metadata(), described);
     kubelet.unprepare(A).await.unwrap();
     assert_eq!(node.cdi_files(), Vec::<String>::new());
+    assert_eq!(node.claims_with_metadata(), Vec::<String>::new());
     kubelet.prepare(B, &["test-0"]).await.unwrap();
     kubelet.unprepare(B).await.unwrap();
     let log = process.log();
@@ -63,18 +104,32 @@ enum Call {
 
 /// Kills a companion at the n-th change that a call makes on the disk, for each n that there is, and checks what the next one
 /// makes of it. Returns how many there were.
-async fn kill_at_every_change_of(call: Call) -> usize {
-    let Some(node) = Node::new() else {
+async fn kill_at_every_change_of(call: Call, structured: bool) -> usize {
+    let node = if structured {
+        structured_node()
+    } else {
+        Node::new()
+    };
+    let Some(node) = node else {
         return usize::MAX;
     };
+    if structured {
+        node.allocate(A, A, &["test-0", "test-1"]);
+        node.allocate(B, B, &["test-0"]);
+    }
     let mut kills = 0;
     for n in 1.. {
         let process = Process::start(&node).await;
-        let mut kubelet = node.kubelet().await;
+        let mut kubelet = Caller::of(&node, structured).await;
         // The directories are there, and at rest.
-        node.api.until_ready("True", "Serving").await;
-        node.until_checkpoint(|text| text.contains("\"servesClaims\":true"))
-            .await;
+        if structured {
+            node.until_checkpoint(|text| text.contains("nodeUid") && text.contains("servesStructuredClaims"))
+                .await;
+        } else {
+            node.api.until_ready("True", "Serving").await;
+            node.until_checkpoint(|text| text.contains("\"servesClaims\":true"))
+                .await;
+        }
         if call == Call::Unprepare {
             kubelet.prepare(A, &["test-0", "test-1"]).await.unwrap();
         }
@@ -102,7 +157,7 @@ async fn kill_at_every_change_of(call: Call) -> usize {
             }
         };
         let answered = answered.unwrap();
-        check(&node, answered && call == Call::Prepare).await;
+        check(&node, structured, answered && call == Call::Prepare).await;
         if !reached {
             break;
         }
@@ -114,13 +169,21 @@ async fn kill_at_every_change_of(call: Call) -> usize {
 
 #[tokio::test]
 async fn a_kill_after_each_disk_change_of_a_prepare_loses_nothing() {
-    let kills = kill_at_every_change_of(Call::Prepare).await;
+    let kills = kill_at_every_change_of(Call::Prepare, false).await;
     assert!(kills >= 6, "two checkpoints and a CDI file: {kills}");
 }
 
 #[tokio::test]
 async fn a_kill_after_each_disk_change_of_an_unprepare_loses_nothing() {
-    let kills = kill_at_every_change_of(Call::Unprepare).await;
+    let kills = kill_at_every_change_of(Call::Unprepare, false).await;
+    assert!(kills >= 3, "a CDI file and a checkpoint: {kills}");
+}
+
+#[tokio::test]
+async fn a_kill_after_each_disk_change_loses_no_structured_claim() {
+    let kills = kill_at_every_change_of(Call::Prepare, true).await;
+    assert!(kills >= 6, "two checkpoints and a CDI file: {kills}");
+    let kills = kill_at_every_change_of(Call::Unprepare, true).await;
     assert!(kills >= 3, "a CDI file and a checkpoint: {kills}");
 }
 

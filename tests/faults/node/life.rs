@@ -85,8 +85,18 @@ async fn the_inventory_is_written_only_when_something_changes() {
     node.api
         .until(|state| (state.inventory.as_ref()?["status"]["devices"] == 5).then_some(()))
         .await;
-    node.api
-        .set(|state| assert_eq!(state.requests.len(), 2, "spec and status: {:?}", state.requests));
+    node.api.set(|state| {
+        let is_status = |request: &&String| request.ends_with("/status");
+        let statuses = state.requests.iter().filter(is_status).count();
+        // On a busy machine, the last report of its APIs comes after the inventory is ready.
+        assert!((1..=2).contains(&statuses), "{:?}", state.requests);
+        assert_eq!(
+            state.requests.len() - statuses,
+            1,
+            "one spec: {:?}",
+            state.requests
+        );
+    });
     process.stop().await.unwrap();
 
     // A restart that finds all as it was applies once, and says that it is ready again.

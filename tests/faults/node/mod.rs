@@ -13,3 +13,4 @@ mod life;
 mod orphans;
 mod process;
 mod reload;
+mod structured;

@@ -46,6 +46,8 @@ fn a_wrong_argument_is_refused_by_name() {
             &["--cdi-root", "absolute"],
         ),
         (&["crds", "--output-directory"], &["--output-directory"]),
+        (&["node", "discver"], &["discover"]),
+        (&["config", "chek"], &["check"]),
     ] {
         assert_refused(drayman().args(arguments), parts);
     }

@@ -4,6 +4,7 @@
 
 mod arguments;
 mod connections;
+mod kubeconfigs;
 mod output;
 mod program;
 mod running;

@@ -124,9 +124,9 @@ fn files(directory: &Path) -> Vec<(String, String)> {
 fn crds_that_cannot_be_written_name_the_destination() {
     let output = run(&["crds", "--output-directory", "/proc/nowhere"]);
 
-    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(output.status.code(), Some(2));
     assert!(
-        text(&output.stderr).starts_with("error: cannot make /proc/nowhere: "),
+        text(&output.stderr).starts_with("error: --output-directory /proc/nowhere: "),
         "{}",
         text(&output.stderr)
     );

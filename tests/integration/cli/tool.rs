@@ -4,6 +4,7 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::TcpListener;
 use std::os::unix::fs::symlink;
 use std::process::Command;
+use std::time::Instant;
 
 use drayman::api::proto::cri_v1::runtime_service_server::{RuntimeService, RuntimeServiceServer};
 use drayman::api::proto::cri_v1::{
@@ -15,7 +16,7 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status};
 
-use crate::cli::program::{assert_refused, drayman, kubeconfig, run, text};
+use crate::cli::program::{PATIENCE, assert_refused, drayman, kubeconfig, run, text};
 
 /// An API server that knows its version and nothing else.
 fn server_without_the_api(version: &'static str) -> String {
@@ -82,12 +83,22 @@ fn a_command_without_an_api_server_says_how_to_give_one() {
         &mut drayman_with(&["drain", "--this-driver"]),
         &["`drayman leftovers`"],
     );
-    assert_refused(&mut drayman_with(&["explain", "node/a"]), &["pod/NAME"]);
+    for (object, part) in [
+        ("node/a", "pod/NAME"),
+        ("pod/", "DNS subdomain"),
+        ("../nodes", "pod/NAME"),
+    ] {
+        assert_refused(
+            &mut drayman_with(&["explain", object]),
+            &[object.trim_end_matches('/'), part],
+        );
+    }
     assert_refused(
         &mut drayman_with(&["devices", "--output", "xml"]),
         &["xml", "json", "yaml"],
     );
     assert_refused(&mut drayman_with(&["who"]), &["<DEVICE>"]);
+    assert_refused(&mut drayman_with(&["who", ""]), &["<DEVICE>"]);
     assert_refused(
         &mut drayman_with(&["devices", "--state", "Fre"]),
         &["'Fre'", "--state", "Free", "NotForClaims", "Unknown"],
@@ -126,12 +137,15 @@ fn colours_are_for_terminals_and_no_color_switches_them_off() {
 }
 
 #[test]
-fn each_shell_gets_a_script_that_knows_the_commands() {
+fn each_shell_gets_a_script_that_asks_the_program() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let output = run(&["completion", shell]);
         let script = text(&output.stdout);
         assert!(output.status.success(), "{shell}");
-        assert!(script.contains("explain") && script.contains("doctor"), "{shell}");
+        assert!(
+            script.contains("drayman") && script.contains("COMPLETE"),
+            "{shell}"
+        );
     }
     // bash is what runs this project's own scripts, so it is there to judge its script.
     let mut bash = Command::new("bash");
@@ -141,6 +155,11 @@ fn each_shell_gets_a_script_that_knows_the_commands() {
     std::fs::write(&file, script).expect("written");
     let output = bash.arg("-n").arg(&file).output().expect("bash runs");
     assert!(output.status.success(), "{}", text(&output.stderr));
+    // What the script asks when Tab is pressed after "drayman ex".
+    let mut program = drayman_with(&["--", "drayman", "ex"]);
+    program.env("COMPLETE", "bash").env("_CLAP_COMPLETE_INDEX", "1");
+    let output = program.output().expect("it runs");
+    assert_eq!(text(&output.stdout).trim(), "explain", "{}", text(&output.stderr));
 }
 
 #[test]
@@ -187,6 +206,82 @@ fn kubectl_is_told_what_could_stand_where_tab_is_pressed() {
         );
         assert_eq!(said.lines().last(), Some(directive), "{words:?}: {said}");
     }
+}
+
+/// An API server that accepts connections and never answers.
+fn silent_server() -> (TcpListener, String) {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let url = format!("http://{}", listener.local_addr().expect("an address"));
+    (listener, url)
+}
+
+#[test]
+fn a_cluster_that_cannot_be_asked_ends_with_3() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let (silent, url) = silent_server();
+    let file = kubeconfig(directory.path(), &url);
+    for command in [
+        &["devices"][..],
+        &["who", "a"],
+        &["explain", "pod/a"],
+        &["doctor"],
+        &["leftovers"],
+    ] {
+        let flags = ["--kubeconfig", &file, "--request-timeout", "1s"];
+        let began = Instant::now();
+        let output = run(&[command, &flags].concat());
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(3), "{command:?}: {error}");
+        assert!(
+            error.contains(&url) && error.contains("timed out"),
+            "{command:?}: {error}"
+        );
+        assert!(began.elapsed() < PATIENCE, "{command:?}: {:?}", began.elapsed());
+    }
+    drop(silent);
+    for command in [&["devices"][..], &["crds", "--apply"]] {
+        let output = run(&[command, &["--kubeconfig", &file]].concat());
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(3), "{command:?}: {error}");
+        assert!(
+            error.contains(&url) && error.contains("Connection refused"),
+            "{command:?}: {error}"
+        );
+    }
+}
+
+#[test]
+fn the_server_and_user_flags_win_over_the_kubeconfig() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let file = kubeconfig(directory.path(), "http://127.0.0.1:1");
+    let url = server_without_the_api("1.30");
+    let output = run(&["doctor", "--kubeconfig", &file, "-s", &url]);
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    for (flags, words) in [
+        (&["--cluster", "nowhere"][..], "nowhere"),
+        (&["--user", "nobody"], "nobody"),
+        (&["--server", "localhost"], "https://"),
+        (&["--as-group", "admins"], "--as"),
+        (&["--as", "a\nb"], "control characters"),
+        (&["--request-timeout", "0"], "100ms to 10m"),
+        (&["-v", "10"], "10"),
+    ] {
+        let mut command = drayman_with(&["doctor", "--kubeconfig", &file]);
+        assert_refused(command.args(flags), &[words]);
+    }
+}
+
+#[test]
+fn every_answer_is_an_object_with_kind_and_version() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let file = kubeconfig(directory.path(), &server_without_the_api("1.30"));
+    let output = run(&["doctor", "--kubeconfig", &file, "-o", "json"]);
+    let answer: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(answer["apiVersion"], "cli.drayman.dev/v1alpha1");
+    assert_eq!(answer["kind"], "FindingList");
+    assert!(answer["items"].as_array().is_some_and(|items| !items.is_empty()));
+    let names = text(&run(&["doctor", "--kubeconfig", &file, "-o", "name"]).stdout);
+    assert!(names.lines().any(|name| name == "api"), "{names}");
 }
 
 /// A container runtime that reports this name, version and configuration.

@@ -36,7 +36,7 @@ async fn kernel_events_are_seen_without_directory_changes() {
         "disappearance, from the unplugging to the list without it: {:?}",
         started.elapsed()
     );
-    assert_eq!(searching.driver.caught().count(Cause::Kernel), 1);
+    assert_eq!(searching.driver.change_counts().count(Cause::Kernel), 1);
     let started = Instant::now();
     host.plug(DESKTOP);
     poke_the_kernel();
@@ -96,12 +96,12 @@ async fn a_change_of_a_directory_is_caught_by_the_directory() {
             started.elapsed()
         );
     }
-    let caught = searching.driver.caught();
+    let change_counts = searching.driver.change_counts();
     let counts: Vec<(&str, u64)> = Cause::ALL
         .iter()
-        .map(|cause| (cause.as_str(), caught.count(*cause)))
+        .map(|cause| (cause.as_str(), change_counts.count(*cause)))
         .collect();
-    println!("caught by {counts:?}");
+    println!("change_counts by {counts:?}");
     assert_eq!(counts.iter().map(|(_, count)| count).sum::<u64>(), 10);
 }
 
@@ -156,13 +156,13 @@ async fn a_device_of_the_running_kernel_is_found_and_lost() {
     searching.until("it is gone", |devices| !has(devices)).await;
     println!("a real device: disappearance {:?}", started.elapsed());
     assert_eq!(searching.now().len(), before);
-    let caught = searching.driver.caught();
+    let change_counts = searching.driver.change_counts();
     println!(
-        "caught by the kernel's word: {}, by the directory: {}",
-        caught.count(Cause::Kernel),
-        caught.count(Cause::Directory)
+        "change_counts by the kernel's word: {}, by the directory: {}",
+        change_counts.count(Cause::Kernel),
+        change_counts.count(Cause::Directory)
     );
-    assert!(caught.count(Cause::Kernel) + caught.count(Cause::Directory) >= 2);
+    assert!(change_counts.count(Cause::Kernel) + change_counts.count(Cause::Directory) >= 2);
 }
 
 #[tokio::test]
@@ -185,7 +185,7 @@ async fn another_configuration_counts_at_once() {
         .await;
     assert_eq!(devices.len(), 1);
     assert_eq!(devices["test-b"].kind, "second");
-    assert_eq!(searching.driver.caught().count(Cause::Configuration), 1);
+    assert_eq!(searching.driver.change_counts().count(Cause::Configuration), 1);
     // A claim may hold what is no longer described, and keeps it as long as it is there.
     searching.driver.container_edits("test-a").await.unwrap();
     host.remove("test-a");

@@ -75,6 +75,41 @@ fn programs_get_everything_as_json_and_yaml() {
 }
 
 #[test]
+fn a_configuration_for_the_machine_is_proposed() {
+    let Some(host) = Host::with(DESKTOP) else { return };
+    host.character("kvm", 10, 232);
+    let path = |path: &str| host.path(path).to_str().unwrap().to_owned();
+    let (config, dev, sys) = (path("proposed.yaml"), path("dev"), path("sys"));
+    let roots = ["--dev-root", &dev, "--sysfs-root", &sys];
+    let output = drayman(&[&["node", "discover", "--propose"], &roots[..]].concat());
+    let proposed = text(&output.stdout);
+    println!("{proposed}");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    for part in [
+        "- preset: kvm\n",
+        "# FTDI FT232R_USB_UART (usb-0403-6001)\n# Devices: usb-0403-6001-a50285bi",
+        "- name: ftdi-ft232r-usb-uart\n",
+        "  usb:\n    match: [{vendor: \"0403\", product: \"6001\"}]\n    nodes: [tty]\n",
+        "nodes: [video4linux]",
+    ] {
+        assert!(proposed.contains(part), "{part}: {proposed}");
+    }
+    for absent in ["05e3", "fuse", "xHCI"] {
+        assert!(!proposed.contains(absent), "{absent}: {proposed}");
+    }
+    // The companion accepts the file and finds each device in it.
+    std::fs::write(&config, &proposed).unwrap();
+    let check = drayman(&["config", "check", &config]);
+    assert_eq!(check.status.code(), Some(0), "{}", text(&check.stderr));
+    let found = drayman(&[&["node", "discover", "--config", &config], &roots[..]].concat());
+    assert_eq!(found.status.code(), Some(0), "{}", text(&found.stderr));
+    let empty = host.path("nothing").to_str().unwrap().to_owned();
+    let roots = ["--dev-root", &empty, "--sysfs-root", &empty];
+    let nothing = drayman(&[&["node", "discover", "--propose"], &roots[..]].concat());
+    assert_eq!(nothing.status.code(), Some(1), "{}", text(&nothing.stdout));
+}
+
+#[test]
 fn a_ready_made_kind_is_tried_without_a_file() {
     let Some(host) = Host::new() else { return };
     host.character("kvm", 10, 232);

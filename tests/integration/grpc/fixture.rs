@@ -9,7 +9,7 @@ use drayman::core::prepare::plan::Refusal;
 use drayman::node::ExtendedResource;
 use drayman::node::kubelet::transport::GrpcCalls;
 use drayman::node::kubelet::{KubeletApiError, KubeletApiState, KubeletPaths, dra};
-use drayman::node::metrics::Figures;
+use drayman::node::metrics::Metrics;
 use drayman::node::service::{
     Allocation, NodeService, PluginDevice, Request as Call, ServedResource, ServiceError,
 };
@@ -60,7 +60,7 @@ pub(crate) struct Scripted {
 
 impl Scripted {
     pub(crate) fn new() -> Arc<Self> {
-        let metrics = Arc::<Figures>::default();
+        let metrics = Arc::<Metrics>::default();
         let (service, mut backend) = NodeService::new(false, Arc::clone(&metrics));
         let devices = watch::Sender::new(vec![device("a", true)]);
         let served = ServedResource {

@@ -3,33 +3,57 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use drayman::testkit::{Rule, node_conformance};
+use drayman::testkit::{Mode, Rule, node_conformance};
 
 use crate::testkit::found_out;
 use crate::testkit::rack::{Rack, left_over};
 
-async fn is_found(rule: Rule) {
+async fn is_found(rule: Rule, mode: Mode) {
     let hangs = matches!(rule, Rule::ReturnsInTime | Rule::FirstListComes);
     let outcome = node_conformance(move |environment| async move { Rack::new(&environment, Some(rule)) })
         .left_over(left_over)
         .only([rule])
+        .mode(mode)
         // To print a panic takes seconds on a machine with other work.
         .call_limit(Duration::from_secs(if hangs { 3 } else { 20 }))
         // A call that hangs is given up after ten seconds.
         .timeout(Duration::from_secs(if rule == Rule::NodeSurvivesSlowCall { 40 } else { 15 }))
         .run()
         .await;
-    found_out(rule, outcome);
+    let findings = found_out(rule, outcome);
+    if POD_RULES.contains(&rule) {
+        let name = match mode {
+            Mode::Classic => "classic mode",
+            Mode::Structured => "structured mode",
+        };
+        assert!(
+            findings.iter().all(|finding| finding.tried.contains(name)),
+            "{findings:?}"
+        );
+    }
 }
+
+/// Rules that pods show; the others are about calls alone.
+const POD_RULES: [Rule; 4] = [
+    Rule::ServesPods,
+    Rule::NodeSurvivesCrash,
+    Rule::NodeSurvivesSlowCall,
+    Rule::NodeSurvivesFailedCall,
+];
 
 macro_rules! defects {
     ($($name:ident: $rule:ident)*) => {
         $(
             #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {
-                is_found(Rule::$rule).await;
+                is_found(Rule::$rule, Mode::Classic).await;
             }
         )*
+
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn defects_that_pods_show_are_found_in_structured_mode() {
+            futures::future::join_all(POD_RULES.map(|rule| is_found(rule, Mode::Structured))).await;
+        }
 
         #[test]
         fn every_rule_of_a_nodes_driver_has_a_defect_that_breaks_it() {

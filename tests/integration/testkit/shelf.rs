@@ -14,7 +14,7 @@ use futures::{Stream, StreamExt as _};
 use tokio::sync::watch;
 use tokio_stream::wrappers::WatchStream;
 
-/// Places on each node.
+/// Paths on each node.
 const PLACES: usize = 2;
 
 pub(crate) struct Shelf {

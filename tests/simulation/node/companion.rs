@@ -13,7 +13,7 @@ use drayman::core::prepare::orphans::{ApiView, Decision, GRACE, Orphans, Questio
 use drayman::core::prepare::plan::{
     ClaimToPrepare, ClaimToUnprepare, NodeIdentity, Refusal, Step, plan_unprepare,
 };
-use drayman::core::prepare::prepared_claims::{Entry, PreparedClaims};
+use drayman::core::prepare::prepared_claims::{ClaimEdits, Entry, PreparedClaims};
 use drayman::core::prepare::recovery::{
     Missing, Retries, Start, plan_clearing, plan_explained, plan_free, plan_refresh, plan_release,
     plan_restoring, plan_restoring_one, plan_undo,
@@ -21,6 +21,7 @@ use drayman::core::prepare::recovery::{
 
 use super::disk::{Disk, Stop, driver_name};
 use super::kubelet_apis::Look;
+use crate::structured::shares_of;
 
 /// What all devices are.
 pub(super) const KIND: &str = "test";
@@ -47,6 +48,8 @@ pub(crate) struct Companion {
     /// What was found on the node, and what is gone but held.
     pub(super) inventory: Devices,
     mode: Mode,
+    /// Its cluster is in structured mode.
+    structured: bool,
     /// What it knows of the other API, since when it runs.
     pub(super) containers: Containers,
     pub(super) allocated_claims: AllocatedClaims,
@@ -70,12 +73,13 @@ fn container_edits_of_device(device: &str) -> ContainerEdits {
     ContainerEdits::of_device_node(device, node)
 }
 
-fn devices(found: &BTreeSet<String>, mode: Mode) -> Devices {
+fn devices(found: &BTreeSet<String>, mode: Mode, structured: bool) -> Devices {
     let device = |name: &String| {
         let device = Device {
             name: name.clone(),
             kind: KIND.to_owned(),
             mode,
+            shares: structured.then(|| shares_of(name)),
             ..Device::default()
         };
         (name.clone(), device)
@@ -110,7 +114,7 @@ impl Companion {
     pub(crate) fn start(
         place: &mut Place<'_>,
         (node, boot): (&str, u32),
-        (mode, since): (Mode, Duration),
+        (mode, structured, since): (Mode, bool, Duration),
         found: &BTreeSet<String>,
         kubelet: &KubeletView,
     ) -> Result<Self, Stop> {
@@ -124,8 +128,9 @@ impl Companion {
                 name: node.to_owned(),
                 uid: Some(format!("uid of {node}")),
             },
-            inventory: devices(found, mode),
+            inventory: devices(found, mode, structured),
             mode,
+            structured,
             containers: Containers::default(),
             allocated_claims: AllocatedClaims::default(),
             conflicting: Conflicting::default(),
@@ -144,7 +149,11 @@ impl Companion {
     }
 
     fn take_stock(&mut self, found: &BTreeSet<String>) {
-        self.inventory = inventory(&devices(found, self.mode), &self.inventory, &self.prepared_claims);
+        self.inventory = inventory(
+            &devices(found, self.mode, self.structured),
+            &self.inventory,
+            &self.prepared_claims,
+        );
     }
 
     /// The devices may not be what they were.
@@ -264,8 +273,8 @@ impl Companion {
     }
 
     /// What the driver makes for a claim. A device that is not there cannot be had.
-    fn inject(&self, uid: &ClaimUid) -> Result<ContainerEdits, Stop> {
-        let mut container_edits = ContainerEdits::default();
+    fn inject(&self, uid: &ClaimUid) -> Result<ClaimEdits, Stop> {
+        let mut made = ClaimEdits::default();
         for held in self
             .prepared_claims
             .entry(uid)
@@ -276,9 +285,11 @@ impl Companion {
             if known.is_none_or(|device| device.unhealthy.is_some()) {
                 return Err(Stop::Failed);
             }
-            container_edits.extend(container_edits_of_device(&held.device));
+            let container_edits = container_edits_of_device(&held.device);
+            made.devices.insert(held.device.clone(), container_edits.clone());
+            made.all.extend(container_edits);
         }
-        Ok(container_edits)
+        Ok(made)
     }
 
     /// Writes what could not be written before.

@@ -4,22 +4,26 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::resource::{Pod, ResourceClaim};
 use drayman::core::claims::ObjectKey;
-use drayman::core::prepare::kubelet_state::{KubeletClaim, KubeletView};
-use drayman::core::prepare::names::ClaimUid;
-use drayman::core::prepare::plan::Refusal;
+use drayman::core::prepare::kubelet_state::{self, KubeletClaim, KubeletView};
+use drayman::core::prepare::names::{ClaimDevice, ClaimUid};
+use drayman::core::prepare::plan::{DeviceResult, Refusal};
 use drayman::core::prepare::prepared_claims::HeldDevice;
+use serde_json::{Value, json};
 
 use super::companion::Failure;
-use super::{Doing, claim_uid, request};
-use crate::driver::{Hold, recorded_hold, uid_of};
+use super::{Doing, claim_uid, driver_name, request};
+use crate::driver::{DRIVER, Hold, recorded_hold, uid_of};
 use crate::faults::Fault;
 use crate::pods::uid_of_pod;
 use crate::stage::{MILLISECOND, SECOND, Stage};
+use crate::structured::{devices_of, results_of};
 
 /// A claim in kubelet's list (`dra_manager_state`), and the pods for which it is there.
 #[derive(Clone, Debug)]
 pub(super) struct Listed {
     claim: KubeletClaim,
+    /// The devices that the claim had when it was prepared.
+    pub(super) hold: Hold,
     pods: BTreeSet<String>,
     /// Not in the file: after a restart kubelet asks again.
     prepared: bool,
@@ -31,6 +35,8 @@ type Devices = BTreeMap<ClaimUid, BTreeSet<String>>;
 #[derive(Clone, Debug, Default)]
 pub(super) struct Kubelet {
     pub(super) up: bool,
+    /// It is one of structured mode.
+    pub(super) structured: bool,
     pub(super) listed: BTreeMap<ClaimUid, Listed>,
     /// Its file is not written yet: the disk is busy, or full.
     pub(super) writes_late: bool,
@@ -55,13 +61,60 @@ pub(super) enum Work {
 }
 
 impl Kubelet {
+    pub(super) fn new(structured: bool) -> Self {
+        Self {
+            structured,
+            ..Self::default()
+        }
+    }
+
     /// The list as the companion reads it.
     pub(super) fn view(&self) -> KubeletView {
+        if self.structured {
+            return self.file();
+        }
         let claims = self.listed.iter().filter(|_| !self.writes_late);
         KubeletView::Lists(
             claims
                 .map(|(uid, listed)| (uid.clone(), listed.claim.clone()))
                 .collect(),
+        )
+    }
+
+    /// `dra_manager_state` as kubelet writes it from 1.31 on.
+    fn file(&self) -> KubeletView {
+        let device = |uid: &ClaimUid, result: DeviceResult| {
+            let name = ClaimDevice {
+                uid: uid.clone(),
+                device: result.device.clone(),
+                admin_access: result.admin_access,
+            };
+            json!({
+                "PoolName": result.pool, "DeviceName": result.device, "ShareID": result.share_id,
+                "RequestNames": [result.request], "CDIDeviceIDs": [driver_name().cdi_id_of_claim_device(&name)],
+            })
+        };
+        let claim = |(uid, listed): (&ClaimUid, &Listed)| {
+            let devices: Vec<Value> = results_of(&listed.hold)
+                .into_iter()
+                .map(|result| device(uid, result))
+                .collect();
+            let pods: BTreeMap<&String, Value> = listed.pods.iter().map(|pod| (pod, json!({}))).collect();
+            json!({
+                "ClaimUID": uid.as_str(), "ClaimName": listed.claim.name, "Namespace": listed.claim.namespace,
+                "PodUIDs": pods, "DriverState": { DRIVER: { "Devices": devices } },
+            })
+        };
+        let claims = self.listed.iter().filter(|_| !self.writes_late);
+        let data = json!({
+            "kind": "DRACheckpoint", "apiVersion": "checkpoint.dra.kubelet.k8s.io/v1",
+            "ClaimInfoStateList": claims.map(claim).collect::<Vec<_>>(),
+        });
+        let file = json!({ "Data": data.to_string(), "Checksum": 0 });
+        let claims = kubelet_state::parse(file.to_string().as_bytes(), &driver_name());
+        claims.map_or_else(
+            |error| KubeletView::Unknown(error.to_string()),
+            KubeletView::Lists,
         )
     }
 
@@ -313,7 +366,18 @@ impl Stage {
             listed.pods.insert(pod.to_owned());
             return true;
         }
-        let request = request(claim, hold);
+        let request = if self.structured {
+            let key = ObjectKey::of(&claim.metadata);
+            match self.read_claim(&key, uid.as_str()) {
+                Ok(request) => request,
+                Err(problem) => {
+                    self.note(|| format!("{name}: prepare {uid}: {problem}"));
+                    return false;
+                }
+            }
+        } else {
+            request(claim, hold)
+        };
         let (look, now) = (self.show(name), self.time());
         let answer = self.ask_companion(name, |companion, place| {
             companion.prepare(place, &request, look.as_ref(), now)
@@ -349,6 +413,7 @@ impl Stage {
         if let Some(node) = self.nodes.all.get_mut(name) {
             let listed = node.kubelet.listed.entry(uid).or_insert_with(|| Listed {
                 claim,
+                hold: hold.clone(),
                 pods: BTreeSet::new(),
                 prepared: true,
             });
@@ -381,10 +446,18 @@ impl Stage {
             let had: BTreeSet<String> = nodes
                 .map(|node| node.path.trim_start_matches("/dev/").to_owned())
                 .collect();
-            if had != hold.devices || hold.node != name {
+            // A claim that was changed since keeps what was prepared.
+            let listed = node.kubelet.listed.get(&uid).filter(|_| self.structured);
+            let hold = listed.map_or(hold, |listed| &listed.hold);
+            let expected = if self.structured {
+                devices_of(hold)
+            } else {
+                hold.devices.clone()
+            };
+            if had != expected || hold.node != name {
                 other = Some((uid.clone(), had.clone(), hold.clone()));
             }
-            devices.insert(uid, had);
+            devices.insert(uid, hold.devices.clone());
         }
         if let Some((uid, had, hold)) = other {
             let name = name.to_owned();

@@ -27,7 +27,7 @@ use crate::rng::Rng;
 use crate::stage::{Action, SECOND, Stage};
 use companion::Companion;
 use disk::Disk;
-pub(crate) use disk::Trouble;
+pub(crate) use disk::{Trouble, driver_name};
 use kubelet::Kubelet;
 use manager::Manager;
 use plugin::Plug;
@@ -123,7 +123,7 @@ impl Nodes {
 }
 
 /// A claim's uid as the API server would have written it.
-fn claim_uid(uid: &str) -> ClaimUid {
+pub(crate) fn claim_uid(uid: &str) -> ClaimUid {
     let number: u64 = uid.trim_start_matches("uid-").parse().unwrap();
     ClaimUid::parse(&format!("00000000-0000-4000-8000-{number:012}")).unwrap()
 }
@@ -160,7 +160,7 @@ impl Stage {
                 boots: 0,
                 disk: Disk::default(),
                 companion: None,
-                kubelet: Kubelet::default(),
+                kubelet: Kubelet::new(self.structured),
                 driven: BTreeSet::new(),
                 look_at: 0,
                 due: false,

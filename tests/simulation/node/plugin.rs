@@ -365,7 +365,7 @@ impl Stage {
 
     // === promises ===
 
-    /// Why the devices of a container may be taken for free. Windows that remain: `docs/node.md`.
+    /// Why the devices of a container may be taken for free. Windows that remain: `docs/operator/devices.md`.
     pub(super) fn excuse(&self, name: &str, pod: &str) -> Option<Fault> {
         let manager = self.nodes.all.get(name).map(|node| &node.manager);
         let is_noted = manager.is_some_and(|manager| manager.file.contains_key(pod));

@@ -2,13 +2,16 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use drayman::core::prepare::prepared_claims::Entry;
+use drayman::core::prepare::names::ClaimUid;
+use drayman::core::prepare::plan::of_results;
+use drayman::core::prepare::prepared_claims::{Entry, HeldDevice};
 
 use super::companion::Companion;
 use super::{Doing, Node, claim_uid};
-use crate::driver::{recorded_hold, uid_of};
+use crate::driver::{Hold, recorded_hold, uid_of};
 use crate::pods::uid_of_pod;
 use crate::stage::{SECOND, Stage};
+use crate::structured::{devices_of, have_room, results_of, shares_taken};
 
 impl Stage {
     /// N1: no device in containers of two claims, or of a claim and of a pod that has it as an extended resource, or of two such. N2: nothing that containers have is forgotten, whatever comes next.
@@ -18,7 +21,21 @@ impl Stage {
         };
         let mut users = BTreeMap::new();
         let (mut broken, mut excused) = (None, Vec::new());
-        let claims = node.kubelet.running.values().flatten();
+        if self.structured {
+            let running: BTreeMap<&ClaimUid, &BTreeSet<String>> =
+                node.kubelet.running.values().flatten().collect();
+            if !have_room(&shares_taken(running.values().copied().flatten())) {
+                broken = Some(format!(
+                    "N1: containers on {name} have more than there is: {running:?}"
+                ));
+            }
+        }
+        let claims = node
+            .kubelet
+            .running
+            .values()
+            .flatten()
+            .filter(|_| !self.structured);
         let claims = claims.map(|(uid, devices)| (format!("claim {uid}"), devices, None));
         let plugged = node.manager.running.iter();
         let plugged = plugged.map(|(uid, devices)| (format!("pod {uid}"), devices, self.excuse(name, uid)));
@@ -149,6 +166,9 @@ impl Stage {
                 wanted.extend(needs.iter().map(|(claim, _)| claim_uid(&uid_of(claim))));
                 let could = needs.iter().all(|(claim, hold)| {
                     let own = claim_uid(&uid_of(claim));
+                    if self.structured {
+                        return self.could_be_prepared(node, companion, &own, hold);
+                    }
                     let there = self
                         .facts
                         .nodes
@@ -214,6 +234,37 @@ impl Stage {
         if let Some(text) = broken {
             self.violate(|| text);
         }
+    }
+
+    /// Whether nothing is in the way of a claim of structured mode.
+    fn could_be_prepared(&self, node: &Node, companion: &Companion, own: &ClaimUid, hold: &Hold) -> bool {
+        let devices = devices_of(hold);
+        let there = self.facts.nodes.get(&node.name);
+        // A claim that was changed since it was prepared waits for its Unprepare.
+        let own_entry = companion.prepared_claims.entry(own);
+        let changed = own_entry.is_some_and(|entry| {
+            let allocated = of_results(&results_of(hold), &hold.node).unwrap();
+            let is_known = |held: &HeldDevice| {
+                allocated.iter().any(|allocated| {
+                    allocated.device == held.device
+                        && allocated.has_admin_access() == held.has_admin_access()
+                        && (allocated.structured.as_ref().map(|details| &details.share_ids)
+                            == held.structured.as_ref().map(|details| &details.share_ids)
+                            || held.has_lost_shares(allocated))
+                })
+            };
+            entry.devices.len() != allocated.len() || !entry.devices.iter().all(is_known)
+        });
+        let listed = node.kubelet.listed.iter();
+        let mut others: BTreeMap<&ClaimUid, &BTreeSet<String>> =
+            listed.map(|(uid, listed)| (uid, &listed.hold.devices)).collect();
+        others.extend(node.kubelet.running.values().flatten());
+        others.remove(own);
+        let all = others.values().copied().flatten().chain(&hold.devices);
+        hold.node == node.name
+            && there.is_some_and(|there| devices.is_subset(there))
+            && have_room(&shares_taken(all))
+            && !changed
     }
 
     /// N6: every claim that containers have has its CDI file, as long as its devices are there, and no other claim has one.

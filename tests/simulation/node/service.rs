@@ -6,14 +6,16 @@ use drayman::api::crd::Mode;
 use drayman::core::prepare::kubelet_state::KubeletView;
 use drayman::core::prepare::names::ClaimUid;
 use drayman::core::prepare::orphans::ApiView;
+use drayman::core::prepare::plan::of_results;
 use drayman::core::prepare::prepared_claims::HeldDevice;
 
 use super::companion::{Companion, Failure, Place};
 use super::disk::{Stop, Trouble};
 use super::{Doing, Node, claim_uid};
-use crate::driver::{recorded_hold, uid_of};
+use crate::driver::{Hold, recorded_hold, uid_of};
 use crate::faults::Fault;
 use crate::stage::{MILLISECOND, SECOND, Stage};
+use crate::structured::results_of;
 
 /// More steps than any plan has on the disk: a kill after so many is one after the last step, before the answer.
 const STEPS: u64 = 16;
@@ -149,7 +151,7 @@ impl Stage {
 
     pub(super) fn start_companion(&mut self, name: &str) {
         let (found, (trouble, power)) = (self.found(name), self.draw_trouble());
-        let now = self.time();
+        let (now, structured) = (self.time(), self.structured);
         let damaged = self.strikes_node(Fault::CheckpointDamaged);
         let kubelet = self.kubelet_list(name);
         let Some(node) = self
@@ -160,7 +162,7 @@ impl Stage {
         else {
             return;
         };
-        // With neither checkpoint nor list, CDI files alone tell, and a claim whose device is unplugged has none: docs/node.md.
+        // With neither checkpoint nor list, CDI files alone tell, and a claim whose device is unplugged has none: docs/operator/troubleshoot.md.
         let files = node.disk.cdi_names();
         let all_have_files = node.kubelet.in_use().is_subset(&files);
         let kubelet = if damaged && !all_have_files {
@@ -178,7 +180,13 @@ impl Stage {
         let boots = node.boots;
         let mode = if node.both { Mode::Both } else { Mode::Claims };
         let (_, mut place) = node.hands();
-        let started = Companion::start(&mut place, (name, boots), (mode, now), &found, &kubelet);
+        let started = Companion::start(
+            &mut place,
+            (name, boots),
+            (mode, structured, now),
+            &found,
+            &kubelet,
+        );
         node.disk.begin(None);
         self.note(|| format!("{name}: the companion starts: {:?}", started.as_ref().map(|_| ())));
         match (trouble.is_some_and(Trouble::kills), started) {
@@ -207,8 +215,15 @@ impl Stage {
         };
         let hold = recorded_hold(claim).filter(|hold| hold.node == node);
         ApiView::Present {
-            devices: hold.map(|hold| hold.devices.into_iter().map(HeldDevice::named).collect()),
+            devices: hold.map(|hold| self.held_devices(hold)),
         }
+    }
+
+    fn held_devices(&self, hold: Hold) -> Vec<HeldDevice> {
+        if self.structured {
+            return of_results(&results_of(&hold), &hold.node).unwrap();
+        }
+        hold.devices.into_iter().map(HeldDevice::named).collect()
     }
 
     /// Kubelet's list, as far as it can be read.

@@ -10,6 +10,7 @@ mod moments;
 mod nodes;
 mod scale;
 mod several;
+mod structured;
 mod trouble;
 mod waking;
 

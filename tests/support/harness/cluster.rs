@@ -48,6 +48,11 @@ impl Builder {
         self
     }
 
+    /// The minor version: 27 to 37.
+    pub fn minor(&self) -> u32 {
+        minor_of(&self.version)
+    }
+
     /// How many nodes; any needs root.
     pub fn nodes(mut self, nodes: usize) -> Self {
         self.nodes = nodes;

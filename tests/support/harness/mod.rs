@@ -32,7 +32,7 @@ pub use audit::{Audit, Entry};
 pub use cluster::{Builder, Cluster};
 pub use node::Node;
 pub use pods::pod;
-pub use program::{build_go, helm, prometheus, prometheus_operator, target};
+pub use program::{build_go, helm, prometheus, prometheus_operator, registry, target};
 pub use shared::lock;
 pub use users::rule;
 

@@ -39,6 +39,11 @@ impl<'a> Node<'a> {
         (self.description().init, &self.description().link)
     }
 
+    /// The machine, as the node and its pods reach it.
+    pub fn gateway(&self) -> &'a str {
+        &self.description().gateway
+    }
+
     /// A command that runs in the node's mount namespace, as a node companion does: it sees the node's `/dev`, kubelet's
     /// sockets and the CDI directory. Its network and its processes are the machine's, so [`Cluster::kubeconfig`] and
     /// [`Cluster::user`] work, and a signal to the child reaches the program itself (nsenter replaces itself by it).

@@ -44,6 +44,12 @@ pub fn prometheus_operator() -> anyhow::Result<&'static Path> {
     )
 }
 
+/// The directory of `docker-registry`, which is fetched from Debian when it is not there; as is skopeo, which is in `PATH` then.
+pub fn registry() -> anyhow::Result<&'static Path> {
+    static REGISTRY: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    made(&REGISTRY, "registry", "docker-registry or skopeo cannot be had")
+}
+
 /// What the program makes and says where it is.
 fn made(
     known: &'static OnceLock<Result<PathBuf, String>>,

@@ -31,6 +31,7 @@ pub struct NodeDescription {
     pub name: String,
     pub init: u32,
     pub address: String,
+    pub gateway: String,
     pub link: String,
     pub ctr: PathBuf,
 }

@@ -21,7 +21,19 @@ const ON_SINCE: u32 = 36;
 pub struct Gate {
     /// Name of the gate.
     pub name: &'static str,
-    without: &'static str,
+    /// What companions do without it.
+    pub without: &'static str,
+}
+
+impl Gate {
+    /// Whether the gate is off by the API server's answer, or else by the default of its minor version.
+    pub fn is_off(self, answer: &Answer, minor: Option<u32>) -> bool {
+        match answer {
+            Answer::On => false,
+            Answer::Off => true,
+            Answer::Silent | Answer::NotAsked(_) => minor.is_some_and(|minor| minor < ON_SINCE),
+        }
+    }
 }
 
 /// The gates that companions make use of.
@@ -202,7 +214,7 @@ pub fn classes(
         findings.push(Finding::warning(
             check,
             format!("no DeviceClass selects the devices of kind {kind:?} in pool {}", some(&pools)),
-            "create one: the chart does for each kind, and docs/users.md shows how; until then no claim can ask for them",
+            "create one: the chart does for each kind, and docs/operator/devices.md shows how; until then no claim can ask for them",
         ));
     }
     if ours == 0 {

@@ -2,23 +2,23 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use k8s_openapi::api::core::v1::{Node, Pod, PodResourceClaim};
+use k8s_openapi::api::core::v1::{Node, PodResourceClaim};
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim};
 use kube::ResourceExt as _;
 
 use super::devices::pods;
+use super::doctor::Gate;
 use crate::cli::diagnose::explain::{
     DeviceVerdict, Explanation, NodeVerdict, Step, claim_missing, claim_not_owned, deleting, on_node,
 };
 use crate::cli::diagnose::qualified_name;
+use crate::cli::objects::Pod;
 use crate::core::structured::{
     Availability, Cluster, DeviceId, Evaluate, Refusal, Report, RequestReport, holdings, node_matches, report,
 };
 
 /// Number of pods that one claim serves, at most (`ResourceClaimReservedForMaxSize`).
 const RESERVED_FOR_MAX: usize = 256;
-/// First minor version of Kubernetes 1 with device taints and consumable capacity by default.
-const TAINTS_AND_SHARES: u32 = 36;
 
 /// The claim that a pod's entry refers to.
 #[derive(Clone, Copy, Debug)]
@@ -116,8 +116,8 @@ pub fn judge(
 pub struct Facts<'a> {
     /// Our driver's name.
     pub driver: &'a str,
-    /// Minor version of the API server, if it is known.
-    pub minor: Option<u32>,
+    /// The feature gates that are off.
+    pub gates_off: &'a [Gate],
     /// The pod, if the question concerns one.
     pub pod: Option<&'a Pod>,
     /// The pod's entry in `spec.resourceClaims`.
@@ -357,13 +357,8 @@ fn waiting(facts: &Facts<'_>) -> (Step, String, String) {
     }
     let (total, able) = (nodes.len(), outcomes().filter(|outcome| outcome.is_ok()).count());
     if able == 0 {
-        let gates = match facts.minor {
-            Some(minor) if minor < TAINTS_AND_SHARES => format!(
-                "; on Kubernetes 1.{minor} the gates DRADeviceTaints and DRAConsumableCapacity are off unless somebody set them: companions \
-                 then leave out unhealthy devices and devices with shares"
-            ),
-            _ => String::new(),
-        };
+        let gate = |gate: &Gate| format!("; the gate {} is off: {}", gate.name, gate.without);
+        let gates: String = facts.gates_off.iter().map(gate).collect();
         return (
             Step::WaitsForDevice,
             format!("none of {total} nodes can serve it now{gates}"),

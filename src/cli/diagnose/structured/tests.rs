@@ -1,6 +1,6 @@
 use std::collections::BTreeMap;
 
-use k8s_openapi::api::core::v1::{Node, Pod};
+use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
 use serde_json::{Value, json};
 
@@ -13,6 +13,7 @@ use crate::cli::diagnose::doctor::{Finding, Level};
 use crate::cli::diagnose::explain::{Explanation, Step};
 use crate::cli::diagnose::gates::Answer;
 use crate::cli::diagnose::nodes::NodeFacts;
+use crate::cli::objects::Pod;
 use crate::core::allocation::tests::fixture::inventory;
 use crate::core::structured::{Cluster, Holdings};
 use crate::host::selectors::with_selectors;
@@ -269,7 +270,7 @@ impl Question {
         for (entry, found) in entries.iter().zip(found) {
             explanations.push(explain(&Facts {
                 driver: DRIVER,
-                minor: Some(37),
+                gates_off: &[],
                 pod: Some(&pod),
                 entry: Some(entry),
                 found,
@@ -507,6 +508,17 @@ fn classes_and_devices_must_find_each_other() {
             (Level::Warning, "no DeviceClass is for driver drayman.dev"),
         ]
     );
+    let mut never = class("never");
+    never["spec"]["selectors"][0]["cel"]["expression"] =
+        json!("device.driver == \"drayman.dev\" && device.attributes[\"drayman.dev\"].kind == \"\"");
+    let findings = of_classes(vec![class("cameras"), never], slices());
+    assert_eq!(
+        messages(&findings),
+        [(
+            Level::Warning,
+            "DeviceClass never matches no device of driver drayman.dev"
+        )]
+    );
     let mut careless = class("careless");
     careless["spec"]["selectors"][0]["cel"]["expression"] =
         json!("device.attributes['other.example'].model == 'x'");
@@ -660,4 +672,7 @@ fn a_gate_that_is_off_is_expected_below_its_release() {
     assert_eq!(level(Answer::Off, 37), Level::Warning);
     assert_eq!(level(Answer::Off, 35), Level::Note);
     assert_eq!(level(Answer::NotAsked("no right".into()), 37), Level::Note);
+    let is_off = |answer: Answer, minor| GATES[0].is_off(&answer, Some(minor));
+    assert!(is_off(Answer::Off, 37) && !is_off(Answer::On, 35));
+    assert!(is_off(Answer::Silent, 35) && !is_off(Answer::Silent, 36));
 }

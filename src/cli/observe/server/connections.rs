@@ -12,12 +12,15 @@ use axum::serve::Listener;
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 
+use super::secure::Certificate;
+
 /// Maximum number of connections per listen address. Kubelet and each scraper need one each. With [`BUFFER`] and one
-/// task per connection, two addresses need less than 2 MB of memory.
+/// task per connection, two addresses need less than 2 MB of memory, and up to 4 MB more for unfinished handshakes over TLS.
 const CONNECTIONS_MAX: usize = 64;
 /// Maximum lifetime of a connection: the default `scrape_timeout` of Prometheus. The chart's probes wait for 5 s at
 /// most.
@@ -26,8 +29,13 @@ const LIFETIME: Duration = Duration::from_secs(10);
 /// Prometheus.
 const BUFFER: usize = 8 * 1024;
 
-/// Serves the connections of a listener until the token is cancelled, then waits for the open ones.
-pub(super) async fn serve(mut listener: TcpListener, router: Router, shutdown: CancellationToken) {
+/// Serves the connections of a listener, over TLS if there is a certificate, until the token is cancelled, then waits for the open ones.
+pub(super) async fn serve(
+    mut listener: TcpListener,
+    certificate: Option<Certificate>,
+    router: Router,
+    shutdown: CancellationToken,
+) {
     let mut tasks = JoinSet::new();
     let mut open: VecDeque<(IpAddr, AbortHandle)> = VecDeque::new();
     loop {
@@ -43,7 +51,7 @@ pub(super) async fn serve(mut listener: TcpListener, router: Router, shutdown: C
             tracing::debug!(peer = %evicted, "a connection is closed in favor of a newer one");
             task.abort();
         }
-        let task = tasks.spawn(one_request(stream, router.clone()));
+        let task = tasks.spawn(one_connection(stream, certificate.clone(), router.clone()));
         open.push_back((peer.ip().to_canonical(), task));
         // Accepted connections get their turn before the next one is accepted, so that a burst cannot evict them unserved.
         tokio::task::yield_now().await;
@@ -52,12 +60,14 @@ pub(super) async fn serve(mut listener: TcpListener, router: Router, shutdown: C
     while tasks.join_next().await.is_some() {}
 }
 
-/// Serves one request. Errors are caused by the client: invalid HTTP, an oversized request, or a closed connection.
-async fn one_request(stream: TcpStream, router: Router) {
-    let connection = http1::Builder::new()
-        .keep_alive(false)
-        .max_buf_size(BUFFER)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+/// Serves one request within the lifetime of a connection.
+async fn one_connection(stream: TcpStream, certificate: Option<Certificate>, router: Router) {
+    let connection = async {
+        match certificate {
+            None => one_request(stream, router).await,
+            Some(certificate) => one_request(certificate.acceptor().accept(stream).await?, router).await,
+        }
+    };
     match tokio::time::timeout(LIFETIME, connection).await {
         Ok(Ok(())) => {}
         Ok(Err(error)) => tracing::debug!(%error, "a connection of metrics or probes failed"),
@@ -65,6 +75,18 @@ async fn one_request(stream: TcpStream, router: Router) {
             "a connection of metrics or probes is closed: it is unfinished after {LIFETIME:?}"
         ),
     }
+}
+
+/// Serves one request. Errors are caused by the client: invalid HTTP, an oversized request, or a closed connection.
+async fn one_request(
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    router: Router,
+) -> Result<(), anyhow::Error> {
+    let connection = http1::Builder::new()
+        .keep_alive(false)
+        .max_buf_size(BUFFER)
+        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+    Ok(connection.await?)
 }
 
 /// Selects the connection to close: the oldest one of the peer with the most connections. `peers` lists the peers of
@@ -98,7 +120,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let (address, shutdown) = (listener.local_addr().unwrap(), CancellationToken::new());
         let router = Router::new().route("/", get(|| async { "ok" }));
-        let task = tokio::spawn(serve(listener, router, shutdown.clone()));
+        let task = tokio::spawn(serve(listener, None, router, shutdown.clone()));
         (address, task, shutdown)
     }
 
@@ -149,7 +171,7 @@ mod tests {
     #[tokio::test]
     async fn a_header_above_the_bound_is_refused() {
         let (address, _task, _shutdown) = server().await;
-        let request = format!("GET / HTTP/1.1\r\nx: {}", "a".repeat(BUFFER));
+        let request = format!("GET / HTTP/1.1\r\nhost: a\r\nx: {}\r\n\r\n", "a".repeat(BUFFER));
         let answer = ask(address, request.as_bytes()).await;
         assert!(
             answer.is_empty() || answer.starts_with("HTTP/1.1 431"),
@@ -169,6 +191,7 @@ mod tests {
     #[tokio::test]
     async fn a_new_connection_evicts_the_oldest_idle_one() {
         let (address, task, shutdown) = server().await;
+        let start = Instant::now();
         let mut idle = Vec::new();
         for _ in 0..=CONNECTIONS_MAX {
             idle.push(TcpStream::connect(address).await.unwrap());
@@ -182,6 +205,10 @@ mod tests {
             let mut evicted = evicted;
             assert_eq!(evicted.read(&mut [0]).await.unwrap(), 0);
         }
+        assert!(
+            start.elapsed() < LIFETIME,
+            "they are closed before their lifetime ends"
+        );
         shutdown.cancel();
         drop(idle);
         task.await.unwrap();

@@ -1,12 +1,15 @@
 //! `drayman doctor` in structured mode.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use k8s_openapi::api::core::v1::Node;
-use k8s_openapi::api::resource::v1::{DeviceClass, ResourceSlice};
-use kube::Client;
+use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
+use kube::{Client, ResourceExt as _};
 
 use crate::cli::Error;
 use crate::cli::diagnose::doctor::Finding;
 use crate::cli::diagnose::nodes::{NodeFacts, runtime_sockets};
+use crate::cli::diagnose::overlap;
 use crate::cli::diagnose::rights::{Component, needed_in_structured_mode};
 use crate::cli::diagnose::structured::doctor::{classes, dropped_fields, slices};
 use crate::cli::tool::rights::{self, Account};
@@ -33,9 +36,11 @@ pub(super) async fn look(
         Ok(found) => findings.extend(found),
         Err(error) => unread.push(Finding::unread(&error.to_string())),
     }
-    match of_devices(client, driver).await {
-        Ok(found) => findings.extend(found),
-        Err(error) => unread.push(Finding::unread(&error.to_string())),
+    for found in [of_devices(client, driver).await, of_drivers(client).await] {
+        match found {
+            Ok(found) => findings.extend(found),
+            Err(error) => unread.push(Finding::unread(&error.to_string())),
+        }
     }
     findings.extend(unread);
     findings
@@ -44,14 +49,20 @@ pub(super) async fn look(
 async fn of_accounts(client: &Client, driver: &str, node_user: Option<&str>) -> Result<Vec<Finding>, Error> {
     let pods = rights::pods(client).await?;
     let mut accounts = rights::accounts(&pods, driver);
+    let companions = accounts
+        .iter()
+        .filter(|account| account.component == Component::Node);
+    let shared = overlap::companions(driver, &companions.map(|account| account.user.as_str()).collect());
     accounts.extend(node_user.map(|user| Account {
         component: Component::Node,
         user: user.to_owned(),
         lease: None,
+        reviews: false,
     }));
     let mut findings: Vec<Finding> = runtime_sockets(&rights::companions_with_socket(&pods, driver))
         .into_iter()
         .collect();
+    findings.extend(shared);
     for account in &accounts {
         match account.component {
             Component::Node => {
@@ -67,6 +78,30 @@ async fn of_accounts(client: &Client, driver: &str, node_user: Option<&str>) -> 
         }
     }
     Ok(findings)
+}
+
+/// Checks for claims with devices of drivers that nothing serves.
+async fn of_drivers(client: &Client) -> Result<Vec<Finding>, Error> {
+    let slices: Vec<ResourceSlice> = read::all(client).await?;
+    let claims: Vec<ResourceClaim> = read::all(client).await?;
+    let mut held: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
+    for claim in &claims {
+        let allocation = claim
+            .status
+            .as_ref()
+            .and_then(|status| status.allocation.as_ref());
+        let devices = allocation.and_then(|allocation| allocation.devices.as_ref());
+        for result in devices
+            .and_then(|devices| devices.results.as_ref())
+            .into_iter()
+            .flatten()
+        {
+            let name = format!("{}/{}", claim.namespace().unwrap_or_default(), claim.name_any());
+            held.entry(&result.driver).or_default().insert(name);
+        }
+    }
+    let served = slices.iter().map(|slice| slice.spec.driver.as_str()).collect();
+    Ok(overlap::unserved(&held, &served))
 }
 
 async fn of_devices(client: &Client, driver: &str) -> Result<Vec<Finding>, Error> {
@@ -97,7 +132,7 @@ mod tests {
 
     use super::*;
     use crate::cli::diagnose::doctor::Level;
-    use crate::cli::diagnose::structured::tests::{camera, class, node, slice};
+    use crate::cli::diagnose::structured::tests::{camera, class, held, node, slice};
     use crate::cli::tool::mock::Server;
 
     async fn run(server: Server) -> Vec<(Level, String)> {
@@ -151,5 +186,53 @@ mod tests {
             *level == Level::Warning && message.contains("cannot list resourceslices")
         };
         assert!(findings.iter().any(warns), "{findings:?}");
+    }
+
+    /// A companion's pod.
+    fn companion(namespace: &str) -> serde_json::Value {
+        let labels = json!({ "app.kubernetes.io/part-of": "drayman", "app.kubernetes.io/component": "node" });
+        let variable = json!({ "name": "DRAYMAN_DRIVER_NAME", "value": "drayman.dev" });
+        json!({
+            "apiVersion": "v1", "kind": "Pod", "metadata": { "namespace": namespace, "name": "a", "labels": labels },
+            "spec": { "serviceAccountName": "node", "containers": [{ "name": "node", "env": [variable] }] },
+        })
+    }
+
+    #[tokio::test]
+    async fn a_shared_driver_name_is_found_without_helm() {
+        let says = |findings: &[(Level, String)], text: &str| {
+            let problem =
+                |(level, message): &(Level, String)| *level == Level::Problem && message.contains(text);
+            findings.iter().any(problem)
+        };
+        let one = run(server().with("/api/v1/pods", &[companion("drayman")])).await;
+        assert!(!says(&one, "several accounts"), "{one:?}");
+        let two = run(server().with("/api/v1/pods", &[companion("drayman"), companion("other")])).await;
+        assert!(
+            says(&two, "companions of driver drayman.dev run as several accounts"),
+            "{two:?}"
+        );
+    }
+
+    #[tokio::test]
+    async fn claims_of_a_former_driver_name_are_found_without_helm() {
+        let claims = "/apis/resource.k8s.io/v1/resourceclaims";
+        let mut former = held("till", "node-a", &["a"]);
+        let findings = run(server().with(claims, std::slice::from_ref(&former))).await;
+        assert!(
+            !findings
+                .iter()
+                .any(|(_, message)| message.contains("no node serves")),
+            "{findings:?}"
+        );
+        former["status"]["allocation"]["devices"]["results"][0]["driver"] = json!("old.example.com");
+        let findings = run(server().with(claims, &[former])).await;
+        let found = findings
+            .iter()
+            .find(|(_, message)| message.contains("no node serves driver old.example.com"));
+        assert!(
+            found.is_some_and(|(level, message)| *level == Level::Warning && message.contains("shop/till")),
+            "{findings:?}"
+        );
     }
 }

@@ -3,16 +3,18 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-use k8s_openapi::api::core::v1::{Event, Node, Pod, PodCondition};
+use k8s_openapi::api::core::v1::{Event, Node};
 use kube::api::{Api, ListParams};
 use kube::{Client, ResourceExt as _};
+use schemars::JsonSchema;
 use serde::Serialize;
 
-use crate::cli::Error;
 use crate::cli::diagnose::explain::{DeviceVerdict, Explanation, NodeVerdict, Step};
 use crate::cli::diagnose::limits::{self, Explanation as ByLimit};
-use crate::cli::tool::output::{Colour, coloured, one_line, row, table};
+use crate::cli::objects::{Condition, Pod};
+use crate::cli::output::{Answer, Colour, Style, coloured, columns, one_line, row};
 use crate::cli::tool::read;
+use crate::cli::{Error, value};
 
 /// Maximum number of events shown: the newest ones.
 const EVENTS_MAX: usize = 8;
@@ -32,26 +34,32 @@ impl Subject {
     pub(super) fn read(words: &[String]) -> Result<Self, Error> {
         let (kind, name) = match words {
             [one] => match one.split_once('/') {
-                Some((kind, name)) => (kind, name),
-                None => return Ok(Self::Either(one.clone())),
+                Some((kind, name)) => (Some(kind), name),
+                None => (None, one.as_str()),
             },
-            [kind, name] => (kind.as_str(), name.as_str()),
-            _ => ("", ""),
+            [kind, name] => (Some(kind.as_str()), name.as_str()),
+            _ => (Some(""), ""),
         };
-        match kind {
-            "pod" | "pods" | "po" => Ok(Self::Pod(name.to_owned())),
-            "claim" | "claims" | "resourceclaim" | "resourceclaims" => Ok(Self::Claim(name.to_owned())),
-            other => Err(Error::Configuration(format!(
-                "{other}/{name} cannot be explained: give pod/NAME or claim/NAME"
-            ))),
-        }
+        let subject = match kind {
+            None => Self::Either(name.to_owned()),
+            Some("pod" | "pods" | "po") => Self::Pod(name.to_owned()),
+            Some("claim" | "claims" | "resourceclaim" | "resourceclaims") => Self::Claim(name.to_owned()),
+            Some(other) => {
+                return Err(Error::Configuration(format!(
+                    "{other}/{name} cannot be explained: give pod/NAME or claim/NAME"
+                )));
+            }
+        };
+        value::object_name(name)
+            .map_err(|error| Error::Configuration(format!("{}: {error}", words.join("/"))))?;
+        Ok(subject)
     }
 }
 
-/// The complete answer.
-#[derive(Clone, Debug, Serialize)]
+/// A pod or claim with everything that is known about its step.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct Answer {
+pub(in crate::cli) struct Explained {
     /// The pod, if the question concerns one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) pod: Option<PodAnswer>,
@@ -64,9 +72,9 @@ pub(super) struct Answer {
     pub(super) events: Vec<EventAnswer>,
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct PodAnswer {
+pub(in crate::cli) struct PodAnswer {
     name: String,
     phase: String,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -76,9 +84,9 @@ pub(super) struct PodAnswer {
     scheduler: Option<String>,
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct EventAnswer {
+pub(in crate::cli) struct EventAnswer {
     about: String,
     reason: String,
     message: String,
@@ -138,7 +146,7 @@ pub(super) fn scheduler_says(pod: &Pod) -> Option<String> {
         return None;
     }
     let unscheduled =
-        |condition: &&PodCondition| condition.type_ == "PodScheduled" && condition.status == "False";
+        |condition: &&Condition| condition.type_ == "PodScheduled" && condition.status == "False";
     let mut conditions = pod
         .status
         .iter()
@@ -188,8 +196,23 @@ pub(super) fn unless_forbidden<T>(read: Result<T, Error>, what: &str) -> Result<
     }
 }
 
+impl Answer for Explained {
+    const KIND: &'static str = "Explanation";
+
+    fn text(&self, style: Style) -> String {
+        text(self, style.wide)
+    }
+
+    fn names(&self) -> Vec<String> {
+        let pod = self.pod.iter().map(|pod| format!("pod/{}", pod.name));
+        let claims = self.claims.iter().filter_map(|claim| claim.claim.as_ref());
+        pod.chain(claims.map(|claim| format!("resourceclaim/{claim}")))
+            .collect()
+    }
+}
+
 /// Formats the complete answer; `wide` gives each node its own line.
-pub(super) fn text(answer: &Answer, wide: bool) -> String {
+fn text(answer: &Explained, wide: bool) -> String {
     let mut text = String::new();
     if let Some(pod) = &answer.pod {
         let node = pod
@@ -232,7 +255,7 @@ pub(super) fn text(answer: &Answer, wide: bool) -> String {
                 ])
             })
             .collect();
-        text += &table(&rows);
+        text += &columns(&rows);
     }
     text
 }
@@ -311,7 +334,7 @@ fn nodes_text(verdicts: &[NodeVerdict], wide: bool) -> String {
     if rows.is_empty() {
         String::new()
     } else {
-        "  nodes:\n".to_owned() + &table(&rows)
+        "  nodes:\n".to_owned() + &columns(&rows)
     }
 }
 
@@ -339,7 +362,7 @@ fn devices_text(verdicts: &[DeviceVerdict], wide: bool) -> String {
     if rows.is_empty() {
         String::new()
     } else {
-        "  matching devices:\n".to_owned() + &table(&rows)
+        "  matching devices:\n".to_owned() + &columns(&rows)
     }
 }
 

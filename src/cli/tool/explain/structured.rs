@@ -1,19 +1,21 @@
 //! `drayman explain` in structured mode: the scheduler allocates, so its decision is computed from slices, classes and claims.
 
 use anyhow::Context as _;
-use k8s_openapi::api::core::v1::{Node, Pod};
+use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
 use kube::Client;
 use kube::api::{Api, ObjectMeta};
 
 use super::answer::{
-    Answer, Subject, about_claim, about_pod, events, explain_limits, pod_answer, scheduler_says,
+    Explained, Subject, about_claim, about_pod, events, explain_limits, pod_answer, scheduler_says,
     unless_forbidden,
 };
 use crate::cli::Error;
 use crate::cli::diagnose::qualified_name;
 use crate::cli::diagnose::structured::explain::{Facts, Found, Nodes, explain, find, is_waiting, judge};
-use crate::cli::tool::read;
+use crate::cli::objects::Pod;
+use crate::cli::tool::ask_for_gates;
+use crate::cli::tool::read::{self, Namespaces};
 use crate::core::structured::{Cluster, Holdings};
 use crate::host::selectors::with_selectors;
 
@@ -23,7 +25,7 @@ pub(super) async fn answer(
     namespace: &str,
     driver: &str,
     subject: &Subject,
-) -> Result<Option<Answer>, Error> {
+) -> Result<Option<Explained>, Error> {
     let pods = Api::<Pod>::namespaced(client.clone(), namespace);
     let pod = match subject {
         Subject::Pod(name) | Subject::Either(name) => {
@@ -31,7 +33,8 @@ pub(super) async fn answer(
         }
         Subject::Claim(_) => None,
     };
-    let claims = read::served_claims::<ResourceClaim>(client, namespace).await?;
+    let claims =
+        read::served_claims::<ResourceClaim>(client, &Namespaces::AllOr(namespace.to_owned())).await?;
     let named = |name: &String| {
         claims.items.iter().find(|claim| {
             claim.metadata.namespace.as_deref() == Some(namespace)
@@ -61,6 +64,7 @@ pub(super) async fn answer(
     }
     let mut classes = None;
     let mut nodes = None;
+    let mut gates_off = Vec::new();
     if own.iter().any(|claim| is_waiting(claim)) {
         classes = unless_forbidden(
             read::all::<DeviceClass>(client).await,
@@ -76,9 +80,9 @@ pub(super) async fn answer(
             }
             let all_nodes = read_nodes(client, slices).await?;
             nodes = Some(evaluate(slices, classes, &claims.items, &all_nodes, &own)?);
+            gates_off = ask_for_gates::off(client).await?;
         }
     }
-    let version = client.apiserver_version().await.map_err(anyhow::Error::from)?;
     let waiting: Vec<_> = own.iter().filter(|claim| is_waiting(claim)).collect();
     let mut explanations = Vec::new();
     for (entry, found) in &found {
@@ -88,7 +92,7 @@ pub(super) async fn answer(
             .position(|claim| Some(&claim.metadata.name) == name);
         explanations.push(explain(&Facts {
             driver,
-            minor: read::minor(&version.minor),
+            gates_off: &gates_off,
             pod: pod.as_ref(),
             entry: *entry,
             found: *found,
@@ -110,7 +114,7 @@ pub(super) async fn answer(
             scheduler_says(pod),
         )
     });
-    Ok(Some(Answer {
+    Ok(Some(Explained {
         pod: answered,
         claims: explanations,
         limits: match &pod {
@@ -170,9 +174,9 @@ fn evaluate(
 mod tests {
     use serde_json::{Value, json};
 
-    use super::super::answer::text;
     use super::*;
     use crate::cli::diagnose::structured::tests::{DRIVER, camera, claim, class, held, node, pod, slice};
+    use crate::cli::output::{Answer as _, Style};
     use crate::cli::tool::mock::Server;
 
     fn server() -> Server {
@@ -194,7 +198,7 @@ mod tests {
             )
     }
 
-    async fn ask(server: Server, subject: Subject) -> Option<Answer> {
+    async fn ask(server: Server, subject: Subject) -> Option<Explained> {
         answer(&server.client(), "shop", DRIVER, &subject).await.unwrap()
     }
 
@@ -202,7 +206,7 @@ mod tests {
     async fn a_waiting_pod_is_explained_as_by_the_scheduler() {
         let answer = ask(server(), Subject::Either("second".into())).await.unwrap();
         assert_eq!(
-            text(&answer, false),
+            answer.text(Style::default()),
             "Pod shop/second: Pending, no node yet\n  \
              scheduler says: 0/2 nodes are available: 2 cannot allocate all claims.\n\n\
              Claim waits (ResourceClaim shop/waits): WaitsForDevice\n  \

@@ -401,6 +401,7 @@ fn result(text: &str) -> DeviceResult {
         device: device.into(),
         share_id,
         admin_access,
+        pod_claim_name: None,
     }
 }
 
@@ -464,6 +465,14 @@ fn admin_access_neither_holds_nor_needs_a_free_device() {
     assert_eq!(before_holder.holder("x").unwrap().0.as_str(), B);
     let steps = plan_structured(&beside_holder, C, &["x!", "sick!"]).unwrap();
     assert_eq!(taken(&steps).count(), 0);
+}
+
+#[test]
+fn a_device_with_and_without_admin_access_is_held() {
+    for results in [&["x!", "x"], &["x", "x!"]] {
+        let both = prepared(&[(A, results)]);
+        assert_eq!(both.holder("x").unwrap().0.as_str(), A);
+    }
 }
 
 #[test]

@@ -188,7 +188,7 @@ impl Registrar {
 /// ends for another reason; the socket is then recreated.
 pub(super) struct WatchedPlugin {
     /// Its registration socket.
-    pub(super) place: SocketPath,
+    pub(super) location: SocketPath,
     /// The path of its service socket.
     pub(super) endpoint: String,
     pub(super) resource_name: String,
@@ -211,7 +211,7 @@ impl WatchedPlugin {
             state: self.state.clone(),
         };
         let routes = Routes::new(RegistrationServer::new(service).max_decoding_message_size(MAX_REQUEST));
-        let registration = listen(self.place, routes, self.calls, self.shutdown.clone()).await?;
+        let registration = listen(self.location, routes, self.calls, self.shutdown.clone()).await?;
         is_served(&self.state);
         let mut grace = WATCHER_GRACE.0;
         let mut alone_since = Instant::now();

@@ -60,14 +60,17 @@ struct Service {
 }
 
 impl Service {
-    /// The health of all devices: now, after each change, and again before it expires.
+    /// The health of all devices: once they are known, after each change, and again before it expires.
     fn responses(&self) -> impl Stream<Item = v1::NodeWatchResourcesResponse> + Send + use<> {
         let DeviceHealth { node_name, devices } = self.health.clone();
         let shutdown = self.shutdown.clone();
         let responses = stream::unfold((devices, true), move |(mut devices, first)| {
             let node_name = node_name.clone();
             async move {
-                if !first {
+                if first {
+                    // They are unknown until this companion has the node's state.
+                    devices.wait_for(|devices| !devices.is_empty()).await.ok()?;
+                } else {
                     tokio::select! {
                         changed = devices.changed() => changed.ok()?,
                         () = sleep_until(resync::next()) => {}

@@ -4,6 +4,8 @@
 use std::time::Duration;
 
 use futures::{StreamExt as _, stream};
+use k8s_openapi::api::resource::v1::ResourceClaim;
+use kube::Api;
 use tokio::time::{Instant, timeout_at};
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
@@ -11,10 +13,12 @@ use tracing::warn;
 
 use super::super::{shown, wrong_number_of_answers};
 use super::check_claims;
-use super::claim_reader::{ClaimError, ClaimReader};
 use super::device_health;
 use crate::api::proto::MAX_REQUEST;
 use crate::api::proto::{dra_v1 as v1, dra_v1beta1 as v1beta1};
+use crate::core::prepare::allocation_results::{ResultsError, results_of_claim};
+use crate::core::prepare::device_metadata::base_request;
+use crate::core::prepare::names::{DriverName, is_dns_label, is_dns_subdomain};
 use crate::node::service::{Allocation, ClaimToPrepare, ClaimToUnprepare, DeviceResult, NodeService};
 
 /// Reads in flight at once for one call, so that a pod with many claims does not flood the API server.
@@ -154,8 +158,10 @@ fn id(claim: &v1::Claim) -> (&str, &str, &str) {
 }
 
 fn device((result, cdi_id): (DeviceResult, String)) -> v1::Device {
+    // A container names the request, not the subrequest that the scheduler chose.
+    let request = base_request(&result.request).unwrap_or(&result.request);
     v1::Device {
-        request_names: vec![result.request],
+        request_names: vec![request.to_owned()],
         pool_name: result.pool,
         device_name: result.device,
         cdi_device_ids: vec![cdi_id],
@@ -272,6 +278,86 @@ fn newer(claim: v1beta1::Claim) -> v1::Claim {
     }
 }
 
+/// Reads claims.
+#[derive(Clone)]
+pub struct ClaimReader {
+    client: kube::Client,
+    driver: DriverName,
+}
+
+/// Why the allocation of a claim is not known. The message is for the pod's event.
+#[derive(Debug, thiserror::Error)]
+pub enum ClaimError {
+    /// The namespace or the name is invalid.
+    #[error("namespace {namespace} or name {name} of the claim is not a valid Kubernetes name")]
+    Name {
+        /// The namespace, quoted and truncated.
+        namespace: String,
+        /// The name, quoted and truncated.
+        name: String,
+    },
+    /// The API server cannot be asked, or it refuses.
+    #[error("the API server does not show the claim; kubelet asks again: {0}")]
+    Unreadable(kube::Error),
+    /// The API server does not answer.
+    #[error("the API server does not show the claim in time; kubelet asks again")]
+    Timeout,
+    /// The claim does not exist.
+    #[error("the claim does not exist (any more): delete the pod, or create the claim again")]
+    Gone,
+    /// It gives no devices.
+    #[error(transparent)]
+    Results(#[from] ResultsError),
+}
+
+impl ClaimError {
+    /// CamelCase, from a small fixed set: a metric label.
+    pub const fn reason(&self) -> &'static str {
+        match self {
+            Self::Name { .. } => "InvalidClaim",
+            Self::Unreadable(_) | Self::Timeout => "ClaimUnreadable",
+            Self::Gone => "ClaimGone",
+            Self::Results(error) => error.reason(),
+        }
+    }
+}
+
+impl std::fmt::Debug for ClaimReader {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ClaimReader")
+            .field("driver", &self.driver)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ClaimReader {
+    /// A reader of the allocations of a driver.
+    pub fn new(client: kube::Client, driver: DriverName) -> Self {
+        Self { client, driver }
+    }
+
+    /// The driver's results in the allocation of a claim: one read of the claim, without a deadline.
+    pub async fn read(
+        &self,
+        namespace: &str,
+        name: &str,
+        uid: &str,
+    ) -> Result<Vec<DeviceResult>, ClaimError> {
+        if !is_dns_label(namespace) || !is_dns_subdomain(name, 253) {
+            return Err(ClaimError::Name {
+                namespace: shown(namespace),
+                name: shown(name),
+            });
+        }
+        let api = Api::<ResourceClaim>::namespaced(self.client.clone(), namespace);
+        match api.get_opt(name).await {
+            Ok(Some(claim)) => Ok(results_of_claim(claim, uid, &self.driver)?),
+            Ok(None) => Err(ClaimError::Gone),
+            Err(error) => Err(ClaimError::Unreadable(error)),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use prost::Message;
@@ -281,11 +367,11 @@ mod tests {
     #[test]
     fn a_prepared_device_has_the_bytes_that_kubelet_reads() {
         let result = DeviceResult {
-            request: "r".into(),
+            request: "r/subrequest".into(),
             pool: "p".into(),
             device: "d".into(),
             share_id: Some("s".into()),
-            admin_access: false,
+            ..DeviceResult::default()
         };
         let entry = v1::NodePrepareResourcesEntry {
             key: "u".into(),

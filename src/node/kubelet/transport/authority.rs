@@ -45,7 +45,7 @@ pub enum AuthorityError {
     #[error("a frame of {0} bytes is larger than the {MAX_FRAME} that are allowed")]
     FrameTooLarge(usize),
     /// A CONTINUATION outside a header block, or another frame inside one.
-    #[error("a header block is interrupted or continued out of place")]
+    #[error("a header block is interrupted or continued out of location")]
     BrokenBlock,
     /// The padding or priority of a HEADERS frame exceeds the frame.
     #[error("the padding or priority of a HEADERS frame is longer than the frame")]

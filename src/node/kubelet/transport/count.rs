@@ -51,7 +51,7 @@ const OTHER: GrpcMethod = unary("other", "other");
 
 /// Metrics of one method.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct MethodFigures {
+pub struct MethodMetrics {
     /// Calls started.
     pub started: u64,
     /// Calls ended, by code name.
@@ -62,17 +62,17 @@ pub struct MethodFigures {
 
 /// Metrics of all methods.
 #[derive(Debug)]
-pub struct GrpcCalls(Mutex<BTreeMap<GrpcMethod, MethodFigures>>);
+pub struct GrpcCalls(Mutex<BTreeMap<GrpcMethod, MethodMetrics>>);
 
 impl Default for GrpcCalls {
     fn default() -> Self {
         let all = Self::METHODS.into_iter().map(|method| {
             let handled = Self::CODES.into_iter().map(|code| (code, 0)).collect();
-            let figures = MethodFigures {
+            let metrics = MethodMetrics {
                 handled,
-                ..MethodFigures::default()
+                ..MethodMetrics::default()
             };
-            (method, figures)
+            (method, metrics)
         });
         Self(Mutex::new(all.collect()))
     }
@@ -80,7 +80,7 @@ impl Default for GrpcCalls {
 
 impl GrpcCalls {
     /// Methods of kubelet's endpoints, of the admin socket and of the health service. Any other path counts as the last entry.
-    pub const METHODS: [GrpcMethod; 22] = [
+    pub const METHODS: [GrpcMethod; 23] = [
         unary("v1alpha2.Node", "NodePrepareResource"),
         unary("v1alpha2.Node", "NodeUnprepareResource"),
         unary("v1alpha3.Node", "NodePrepareResources"),
@@ -109,6 +109,7 @@ impl GrpcCalls {
         unary("v1beta1.DevicePlugin", "PreStartContainer"),
         unary("drayman.node.v1alpha1.Records", "Holdings"),
         unary("drayman.node.v1alpha1.Records", "Release"),
+        stream("drayman.node.v1alpha1.Records", "HandOver"),
         unary("grpc.health.v1.Health", "Check"),
         stream("grpc.health.v1.Health", "Watch"),
         OTHER,
@@ -118,11 +119,11 @@ impl GrpcCalls {
     pub const CODES: [&'static str; 4] = ["Canceled", "FailedPrecondition", "InvalidArgument", "OK"];
 
     /// A copy of the metrics so far.
-    pub fn counted(&self) -> BTreeMap<GrpcMethod, MethodFigures> {
+    pub fn counted(&self) -> BTreeMap<GrpcMethod, MethodMetrics> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn change(&self, method: GrpcMethod, change: impl FnOnce(&mut MethodFigures)) {
+    fn change(&self, method: GrpcMethod, change: impl FnOnce(&mut MethodMetrics)) {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         change(all.entry(method).or_default());
     }
@@ -217,7 +218,7 @@ struct Call {
 
 impl Call {
     fn begin(calls: Arc<GrpcCalls>, method: GrpcMethod) -> Self {
-        calls.change(method, |figures| figures.started += 1);
+        calls.change(method, |metrics| metrics.started += 1);
         Self {
             calls,
             method,
@@ -236,9 +237,9 @@ impl Call {
 impl Drop for Call {
     fn drop(&mut self) {
         let (code, took) = (name(self.code), self.since.elapsed());
-        self.calls.change(self.method, |figures| {
-            *figures.handled.entry(code).or_default() += 1;
-            figures.handling.observe(took);
+        self.calls.change(self.method, |metrics| {
+            *metrics.handled.entry(code).or_default() += 1;
+            metrics.handling.observe(took);
         });
     }
 }
@@ -328,9 +329,9 @@ mod tests {
 
     fn handled(calls: &GrpcCalls, path: &str) -> Vec<(&'static str, u64)> {
         let all = calls.counted();
-        let figures = &all[&method(path)];
-        assert_eq!(figures.handling.count(), figures.handled.values().sum::<u64>());
-        let some = figures.handled.iter().filter(|(_, count)| **count > 0);
+        let metrics = &all[&method(path)];
+        assert_eq!(metrics.handling.count(), metrics.handled.values().sum::<u64>());
+        let some = metrics.handled.iter().filter(|(_, count)| **count > 0);
         some.map(|(code, count)| (*code, *count)).collect()
     }
 
@@ -372,7 +373,7 @@ mod tests {
         use crate::api::proto::dra_v1alpha3::node_server::SERVICE_NAME as NEW;
         use crate::api::proto::node_records::records_server::SERVICE_NAME as RECORDS;
         use crate::api::proto::plugin_registration::registration_server::SERVICE_NAME as REGISTRATION;
-        for (service, methods) in [(OLD, 2), (NEW, 2), (REGISTRATION, 2), (PLUGIN, 5), (RECORDS, 2)] {
+        for (service, methods) in [(OLD, 2), (NEW, 2), (REGISTRATION, 2), (PLUGIN, 5), (RECORDS, 3)] {
             let known = GrpcCalls::METHODS.iter().filter(|known| known.service == service);
             assert_eq!(known.count(), methods, "{service}");
         }

@@ -77,14 +77,14 @@ impl Listening {
 
 /// Serves `routes` on a socket until the shutdown and counts the calls. On return, the socket is published and accepts connections.
 pub async fn listen(
-    place: SocketPath,
+    location: SocketPath,
     routes: Routes,
     calls: Arc<GrpcCalls>,
     shutdown: CancellationToken,
 ) -> Result<Listening, SocketError> {
-    check_path(&place)?;
-    let socket = Socket::bind(&place).await?;
-    let directory = place.path.parent().unwrap_or_else(|| Path::new("/"));
+    check_path(&location)?;
+    let socket = Socket::bind(&location).await?;
+    let directory = location.path.parent().unwrap_or_else(|| Path::new("/"));
     let watch = DirectoryWatch::new(directory);
     let cut = CancellationToken::new();
     let (connections, incoming) = mpsc::channel(1);
@@ -101,7 +101,7 @@ pub async fn listen(
         .add_routes(routes)
         .serve_with_incoming_shutdown(ReceiverStream::new(incoming), shutdown.clone().cancelled_owned());
     let mut keeper = Keeper {
-        place,
+        location,
         socket: None,
         relays: TaskTracker::new(),
         refusals: Refusals::default(),
@@ -151,7 +151,7 @@ pub async fn listen(
 
 /// Owns the socket and accepts its connections.
 struct Keeper {
-    place: SocketPath,
+    location: SocketPath,
     socket: Option<Socket>,
     /// A task per open connection.
     relays: TaskTracker,
@@ -188,7 +188,7 @@ impl Keeper {
             if self.socket.as_ref().is_some_and(Socket::is_published) {
                 continue;
             }
-            let path = self.place.path.display().to_string();
+            let path = self.location.path.display().to_string();
             self.forget();
             match self.again().await {
                 Ok(()) => {
@@ -208,7 +208,7 @@ impl Keeper {
     }
 
     async fn again(&mut self) -> Result<(), SocketError> {
-        let socket = Socket::bind(&self.place).await?;
+        let socket = Socket::bind(&self.location).await?;
         self.publish(socket)
     }
 
@@ -220,7 +220,7 @@ impl Keeper {
     }
 
     async fn admit(&mut self, accepted: io::Result<UnixStream>) {
-        let path = self.place.path.display();
+        let path = self.location.path.display();
         let stream = match accepted {
             Ok(stream) => stream,
             Err(error) => {

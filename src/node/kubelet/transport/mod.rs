@@ -12,7 +12,7 @@ mod count;
 mod listen;
 mod socket;
 
-pub use count::{GrpcCalls, GrpcMethod, MethodFigures};
+pub use count::{GrpcCalls, GrpcMethod, MethodMetrics};
 pub use listen::{Listening, MAX_CONNECTIONS, MAX_STREAMS, listen};
-pub(crate) use socket::{Identity, check_path};
+pub(crate) use socket::{Identity, check_path, remove_stale};
 pub use socket::{MAX_PATH, SocketError, SocketPath};

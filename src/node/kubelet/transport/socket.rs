@@ -139,7 +139,7 @@ impl Identity {
 /// A listening socket, under its hidden name until [`Socket::publish`].
 #[derive(Debug)]
 pub(super) struct Socket {
-    place: SocketPath,
+    location: SocketPath,
     hidden: PathBuf,
     pub(super) listener: UnixListener,
     /// Device and inode. The listener keeps the inode alive, so its number cannot be reused while this value exists.
@@ -149,11 +149,11 @@ pub(super) struct Socket {
 impl Socket {
     /// Binds under the hidden name: kubelet ignores names that begin with a dot. It may log a failed stat of that name if the
     /// rename comes first.
-    pub(super) async fn bind(place: &SocketPath) -> Result<Self, SocketError> {
-        let hidden = check_path(place)?;
-        make_directory(place)?;
-        clear(&place.path, place).await?;
-        clear(&hidden, place).await?;
+    pub(super) async fn bind(location: &SocketPath) -> Result<Self, SocketError> {
+        let hidden = check_path(location)?;
+        make_directory(location)?;
+        clear(&location.path, location).await?;
+        clear(&hidden, location).await?;
         match fs::remove_file(&hidden) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 return Err(SocketError::io("remove the stale socket", &hidden)(error));
@@ -171,7 +171,7 @@ impl Socket {
                 source: io::ErrorKind::NotFound.into(),
             })?;
         Ok(Self {
-            place: place.clone(),
+            location: location.clone(),
             hidden,
             listener,
             file,
@@ -180,17 +180,18 @@ impl Socket {
 
     /// Renames to the visible name, replacing a stale socket. Kubelet sees the complete socket or none.
     pub(super) fn publish(&self) -> Result<(), SocketError> {
-        fs::rename(&self.hidden, &self.place.path).map_err(SocketError::io("rename to", &self.place.path))
+        fs::rename(&self.hidden, &self.location.path)
+            .map_err(SocketError::io("rename to", &self.location.path))
     }
 
     /// Whether the visible name still refers to this socket.
     pub(super) fn is_published(&self) -> bool {
-        Identity::of(&self.place.path).is_some_and(|found| found.file == self.file)
+        Identity::of(&self.location.path).is_some_and(|found| found.file == self.file)
     }
 
     /// Removes its names if they still refer to this socket.
     pub(super) fn remove(&self) {
-        for path in [&self.place.path, &self.hidden] {
+        for path in [&self.location.path, &self.hidden] {
             if Identity::of(path).is_some_and(|found| found.file == self.file)
                 && let Err(error) = fs::remove_file(path)
             {
@@ -201,8 +202,8 @@ impl Socket {
 }
 
 /// Validates the socket path and returns its hidden name.
-pub(crate) fn check_path(place: &SocketPath) -> Result<PathBuf, SocketError> {
-    let (path, option) = (place.path.clone(), place.option);
+pub(crate) fn check_path(location: &SocketPath) -> Result<PathBuf, SocketError> {
+    let (path, option) = (location.path.clone(), location.option);
     let name = path.file_name().filter(|_| path.is_absolute());
     let Some(name) = name else {
         return Err(SocketError::NotAbsolute { path, option });
@@ -218,14 +219,14 @@ pub(crate) fn check_path(place: &SocketPath) -> Result<PathBuf, SocketError> {
     }
 }
 
-fn make_directory(place: &SocketPath) -> Result<(), SocketError> {
-    if !place.root.is_dir() {
+fn make_directory(location: &SocketPath) -> Result<(), SocketError> {
+    if !location.root.is_dir() {
         return Err(SocketError::NoRoot {
-            root: place.root.clone(),
-            option: place.option,
+            root: location.root.clone(),
+            option: location.option,
         });
     }
-    let Some(directory) = place.path.parent() else {
+    let Some(directory) = location.path.parent() else {
         return Ok(());
     };
     fs::DirBuilder::new()
@@ -236,7 +237,7 @@ fn make_directory(place: &SocketPath) -> Result<(), SocketError> {
 }
 
 /// Checks that the path is free or a stale socket, which nothing serves.
-async fn clear(path: &Path, place: &SocketPath) -> Result<(), SocketError> {
+async fn clear(path: &Path, location: &SocketPath) -> Result<(), SocketError> {
     let found = match fs::symlink_metadata(path) {
         Ok(found) => found,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -245,7 +246,7 @@ async fn clear(path: &Path, place: &SocketPath) -> Result<(), SocketError> {
     if !found.file_type().is_socket() {
         return Err(SocketError::NotASocket {
             path: path.to_owned(),
-            option: place.option,
+            option: location.option,
         });
     }
     match timeout(PROBE, UnixStream::connect(path)).await {
@@ -260,6 +261,17 @@ async fn clear(path: &Path, place: &SocketPath) -> Result<(), SocketError> {
         _ => Err(SocketError::InUse {
             path: path.to_owned(),
         }),
+    }
+}
+
+/// Removes a socket that a killed process has left. A socket on which a process listens stays.
+pub(crate) async fn remove_stale(location: &SocketPath) -> Result<(), SocketError> {
+    clear(&location.path, location).await?;
+    match fs::remove_file(&location.path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(SocketError::io("remove the stale socket", &location.path)(error))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -361,7 +373,7 @@ impl DirectoryWatch {
 mod tests {
     use super::*;
 
-    fn place(directory: &tempfile::TempDir, name: &str) -> SocketPath {
+    fn location(directory: &tempfile::TempDir, name: &str) -> SocketPath {
         SocketPath {
             path: directory.path().join(name),
             root: directory.path().into(),
@@ -372,27 +384,27 @@ mod tests {
     #[tokio::test]
     async fn a_socket_is_hidden_until_published_and_then_removable() {
         let directory = tempfile::tempdir().unwrap();
-        let place = place(&directory, "a/b/x.sock");
-        let socket = Socket::bind(&place).await.unwrap();
-        assert!(!place.path.exists() && !socket.is_published());
-        let hidden = fs::metadata(place.path.with_file_name(".x.sock")).unwrap();
+        let location = location(&directory, "a/b/x.sock");
+        let socket = Socket::bind(&location).await.unwrap();
+        assert!(!location.path.exists() && !socket.is_published());
+        let hidden = fs::metadata(location.path.with_file_name(".x.sock")).unwrap();
         assert_eq!(hidden.permissions().mode() & 0o777, 0o600);
         socket.publish().unwrap();
         assert!(socket.is_published());
-        UnixStream::connect(&place.path).await.unwrap();
+        UnixStream::connect(&location.path).await.unwrap();
         socket.remove();
-        assert_eq!(fs::read_dir(place.path.parent().unwrap()).unwrap().count(), 0);
+        assert_eq!(fs::read_dir(location.path.parent().unwrap()).unwrap().count(), 0);
     }
 
     #[tokio::test]
     async fn a_stale_socket_is_replaced_and_a_served_one_is_not() {
         let directory = tempfile::tempdir().unwrap();
-        let place = place(&directory, "x.sock");
-        drop(UnixListener::bind(&place.path).unwrap());
+        let location = location(&directory, "x.sock");
+        drop(UnixListener::bind(&location.path).unwrap());
         drop(UnixListener::bind(directory.path().join(".x.sock")).unwrap());
-        let first = Socket::bind(&place).await.unwrap();
+        let first = Socket::bind(&location).await.unwrap();
         first.publish().unwrap();
-        let refused = Socket::bind(&place).await.unwrap_err();
+        let refused = Socket::bind(&location).await.unwrap_err();
         assert!(matches!(refused, SocketError::InUse { .. }), "{refused}");
         assert!(first.is_published());
     }
@@ -402,13 +414,13 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         for name in ["file", ".hidden", "link", "directory"] {
             let visible = name.trim_start_matches('.');
-            let (place, other) = (place(&directory, visible), directory.path().join(name));
+            let (location, other) = (location(&directory, visible), directory.path().join(name));
             match name {
                 "link" => std::os::unix::fs::symlink("/dev/null", &other).unwrap(),
                 "directory" => fs::create_dir(&other).unwrap(),
                 _ => fs::write(&other, "precious").unwrap(),
             }
-            let refused = Socket::bind(&place).await.unwrap_err();
+            let refused = Socket::bind(&location).await.unwrap_err();
             assert_eq!(
                 refused.to_string(),
                 format!(
@@ -423,25 +435,25 @@ mod tests {
     #[tokio::test]
     async fn the_socket_of_another_is_not_removed() {
         let directory = tempfile::tempdir().unwrap();
-        let place = place(&directory, "x.sock");
-        let socket = Socket::bind(&place).await.unwrap();
+        let location = location(&directory, "x.sock");
+        let socket = Socket::bind(&location).await.unwrap();
         socket.publish().unwrap();
-        fs::remove_file(&place.path).unwrap();
-        let _other = UnixListener::bind(&place.path).unwrap();
+        fs::remove_file(&location.path).unwrap();
+        let _other = UnixListener::bind(&location.path).unwrap();
         assert!(!socket.is_published());
         socket.remove();
-        assert!(place.path.exists());
+        assert!(location.path.exists());
     }
 
     #[test]
     fn the_length_of_a_path_is_checked_with_its_hidden_name() {
-        let place = |length: usize| SocketPath {
+        let location = |length: usize| SocketPath {
             path: format!("/d/{}", "n".repeat(length - 3)).into(),
             root: "/d".into(),
             option: "--root-dir",
         };
-        assert_eq!(check_path(&place(106)).unwrap().as_os_str().len(), MAX_PATH);
-        let refused = check_path(&place(107)).unwrap_err().to_string();
+        assert_eq!(check_path(&location(106)).unwrap().as_os_str().len(), MAX_PATH);
+        let refused = check_path(&location(107)).unwrap_err().to_string();
         assert!(
             refused.contains("/d/nnn") && refused.contains("108 bytes") && refused.contains("--root-dir"),
             "{refused}"

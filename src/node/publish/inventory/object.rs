@@ -7,7 +7,7 @@ use kube::ResourceExt;
 use kube::api::ObjectMeta;
 
 use super::stored::{Counted, Stored};
-use super::{Quarantine, Standing};
+use super::{Quarantine, RegistrationStatus};
 use crate::api::crd::{Device, NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY};
 use crate::core::discovery::attributes::fit;
 use crate::core::prepare::inventory::Devices;
@@ -60,7 +60,7 @@ pub(super) fn inventory(
 /// The desired status for a stored inventory; equal to the stored one if nothing changes.
 pub(super) fn status(
     stored: &Stored<Counted>,
-    standing: &Standing,
+    registration_status: &RegistrationStatus,
     quarantine: &Quarantine,
     now: Timestamp,
 ) -> NodeInventoryStatus {
@@ -84,13 +84,13 @@ pub(super) fn status(
     };
     let mut conditions = vec![condition(
         READY,
-        standing.claims_ready,
-        if standing.claims_ready {
+        registration_status.claims_ready,
+        if registration_status.claims_ready {
             SERVING
         } else {
-            &standing.reason
+            &registration_status.reason
         },
-        standing.message.clone(),
+        registration_status.message.clone(),
     )];
     // Added only if needed: normally there is one condition.
     if !quarantine.is_empty() {
@@ -149,13 +149,13 @@ mod tests {
         inventory
     }
 
-    fn standing(ready: bool) -> Standing {
-        Standing {
+    fn registration_status(ready: bool) -> RegistrationStatus {
+        RegistrationStatus {
             ready,
             claims_ready: ready,
             reason: "Serving".into(),
             message: "all is well".into(),
-            ..Standing::default()
+            ..RegistrationStatus::default()
         }
     }
 
@@ -176,7 +176,7 @@ mod tests {
     fn status_of(stored: &NodeInventory, ready: bool, now: Timestamp) -> NodeInventoryStatus {
         let answer = serde_json::to_value(stored).unwrap();
         let stored = serde_json::from_value(answer).unwrap();
-        status(&stored, &standing(ready), &Quarantine::new(), now)
+        status(&stored, &registration_status(ready), &Quarantine::new(), now)
     }
 
     #[test]

@@ -33,7 +33,7 @@ pub(super) struct Counted {
 
 /// The devices of a stored inventory, reduced to kind and health: the fields that events report.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Told(pub(super) Devices);
+pub(super) struct StoredDevices(pub(super) Devices);
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -138,7 +138,7 @@ impl<'de> Deserialize<'de> for Counted {
     }
 }
 
-impl<'de> Deserialize<'de> for Told {
+impl<'de> Deserialize<'de> for StoredDevices {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
         struct Known {
@@ -190,7 +190,9 @@ mod tests {
 
     #[test]
     fn of_what_people_were_told_kind_and_health_are_known() {
-        let Told(devices) = serde_json::from_str::<Stored<Told>>(TEXT).unwrap().devices;
+        let StoredDevices(devices) = serde_json::from_str::<Stored<StoredDevices>>(TEXT)
+            .unwrap()
+            .devices;
         let shown = |name: &str| (devices[name].kind.as_str(), devices[name].unhealthy.as_deref());
         assert_eq!((shown("x"), shown("y")), (("k", None), ("k", Some("gone"))));
         assert!(devices.values().all(|device| device.attributes.is_empty()));

@@ -97,7 +97,7 @@ impl Server {
 fn publish(server: &Server, cluster: ClusterFacts) -> (watch::Receiver<ClusterFacts>, CancellationToken) {
     let (cluster, known) = watch::channel(cluster);
     let (devices, _) = watch::channel(Arc::default());
-    let (standing, _) = watch::channel(Standing::starting());
+    let (registration_status, _) = watch::channel(RegistrationStatus::starting());
     let (quarantine, _) = watch::channel(Quarantine::new());
     let publisher = Publisher {
         client: PublisherClient(server.client()),
@@ -105,11 +105,11 @@ fn publish(server: &Server, cluster: ClusterFacts) -> (watch::Receiver<ClusterFa
         node_name: "node-a".into(),
         devices: devices.subscribe(),
         cluster,
-        standing: standing.subscribe(),
+        registration_status: registration_status.subscribe(),
         quarantine: quarantine.subscribe(),
         node_in_doubt: Arc::default(),
         notices: None,
-        figures: Arc::default(),
+        metrics: Arc::default(),
     };
     let end = CancellationToken::new();
     tokio::spawn(publisher.run(end.clone()));

@@ -271,7 +271,7 @@ struct Running {
     devices: watch::Sender<Arc<Devices>>,
     cluster: watch::Sender<ClusterFacts>,
     node_in_doubt: Arc<Notify>,
-    figures: Arc<Figures>,
+    metrics: Arc<Metrics>,
     end: CancellationToken,
 }
 
@@ -315,7 +315,7 @@ fn publish(server: &Server, devices: Arc<Devices>) -> Running {
         devices,
         cluster,
         node_in_doubt: Arc::default(),
-        figures: Arc::default(),
+        metrics: Arc::default(),
         end: CancellationToken::new(),
     };
     let publisher = SlicePublisher {
@@ -325,7 +325,7 @@ fn publish(server: &Server, devices: Arc<Devices>) -> Running {
         devices: found,
         cluster: facts,
         node_in_doubt: running.node_in_doubt.clone(),
-        figures: running.figures.clone(),
+        metrics: running.metrics.clone(),
     };
     tokio::spawn(publisher.run(running.end.clone()));
     running
@@ -344,7 +344,7 @@ async fn wiped_slices_are_back_within_a_second() {
     server.wipe();
     after(1.0).await;
     assert_eq!((server.count("POST"), server.devices().len()), (4, 100));
-    let counted = running.figures.counted();
+    let counted = running.metrics.counted();
     assert_eq!((counted.slices.slices, counted.slices.devices), (2, 100));
     assert_eq!(counted.slice_writes["Done"], 4);
     assert_eq!(server.reasons(), Vec::<String>::new());
@@ -400,7 +400,7 @@ async fn a_conflict_is_resolved_by_a_read() {
     running.set(&[("a", true), ("b", true)]);
     after(1.0).await;
     assert_eq!((server.count("PUT"), server.devices().len()), (2, 2));
-    assert_eq!(running.figures.counted().slice_writes["Conflict"], 1);
+    assert_eq!(running.metrics.counted().slice_writes["Conflict"], 1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -420,7 +420,7 @@ async fn a_rejected_write_is_one_event_and_tried_again() {
     let pauses: Vec<Duration> = times.windows(2).map(|pair| pair[1] - pair[0]).collect();
     assert_eq!(pauses.len(), 5);
     assert!(pauses.is_sorted_by(|a, b| a < b), "{pauses:?}");
-    assert_eq!(running.figures.counted().slice_writes["Forbidden"], 5);
+    assert_eq!(running.metrics.counted().slice_writes["Forbidden"], 5);
 }
 
 #[tokio::test(start_paused = true)]
@@ -446,7 +446,7 @@ async fn nothing_is_written_in_another_mode() {
     server.wipe();
     after(10.0).await;
     assert_eq!(server.writes(), 1);
-    assert_eq!(running.figures.counted().slices, SliceCounts::default());
+    assert_eq!(running.metrics.counted().slices, SliceCounts::default());
     running.serve(ClaimsApi::Structured);
     after(1.0).await;
     assert_eq!(server.devices(), ["a", "b"]);
@@ -503,7 +503,7 @@ async fn dropped_taints_are_one_event() {
     assert_eq!(server.devices(), Vec::<String>::new());
     assert_eq!(server.reasons(), ["ResourceSliceAltered"]);
     assert!(server.state().events[0].1.contains("DRADeviceTaints"));
-    let counted = running.figures.counted();
+    let counted = running.metrics.counted();
     assert_eq!(counted.slices.omitted[&Omission::Unhealthy], 2);
 }
 

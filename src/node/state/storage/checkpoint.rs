@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use super::disk::{Disk, DiskStep};
-use super::{StoreError, files};
+use super::StoreError;
+use super::disk::{self, Disk, DiskStep};
 use crate::core::prepare::checkpoint::{Checkpoint, CheckpointError};
 use crate::node::kubelet::transport::Identity;
 
@@ -63,7 +63,7 @@ impl CheckpointFile {
     /// because a retry may succeed.
     pub fn load(&self) -> Result<Loaded, StoreError> {
         let unusable = |error: String, label| Ok(Loaded::Unusable(Unusable { error, label }));
-        match files::read(&self.path, SIZE_MAX) {
+        match disk::read(&self.path, SIZE_MAX) {
             Ok(None) => Ok(Loaded::Nothing),
             Ok(Some(text)) => match Checkpoint::decode(&text) {
                 Ok(checkpoint) => Ok(Loaded::Read(
@@ -73,7 +73,7 @@ impl CheckpointFile {
                 Err(error @ CheckpointError::Newer(_)) => unusable(error.to_string(), "newer"),
                 Err(error) => unusable(error.to_string(), "damaged"),
             },
-            Err(error) if files::is_no_file_of_ours(&error) => unusable(error.to_string(), "damaged"),
+            Err(error) if disk::is_no_file_of_ours(&error) => unusable(error.to_string(), "damaged"),
             Err(error) => Err(StoreError::io("read", &self.path)(error)),
         }
     }
@@ -90,7 +90,7 @@ impl CheckpointFile {
                 None
             }
         };
-        if let Err(error) = files::sync_directory(&self.disk, &self.directory) {
+        if let Err(error) = disk::sync_directory(&self.disk, &self.directory) {
             tracing::warn!(reason = error.reason(), "{error}");
         }
         kept_as
@@ -99,7 +99,7 @@ impl CheckpointFile {
     /// Replaces the checkpoint. On failure, the last checkpoint is still in place and as durable as before. On success, the new one is in
     /// place, and [`CheckpointFile::make_durable`] makes it survive a power loss.
     pub fn replace(&self, text: &str) -> Result<(), StoreError> {
-        files::replace(&self.disk, &self.path, text.as_bytes(), 0o600)
+        disk::replace(&self.disk, &self.path, text.as_bytes(), 0o600)
     }
 
     /// The identity of the file in place: device, inode and change time.
@@ -109,7 +109,7 @@ impl CheckpointFile {
 
     /// Makes the checkpoint in place survive a power loss.
     pub fn make_durable(&self) -> Result<(), StoreError> {
-        files::sync_directory(&self.disk, &self.directory)
+        disk::sync_directory(&self.disk, &self.directory)
     }
 
     fn free_name(&self, label: &str) -> PathBuf {

@@ -1,9 +1,15 @@
-//! The disk operations of the store, with a hook for each: a test can make one fail, or end the process there.
+//! Atomic file operations, and a hook before and after each step: a test can make one fail, or end the process there.
 
 use std::fmt;
-use std::io;
-use std::path::Path;
+use std::fs::{DirBuilder, File, OpenOptions, Permissions, TryLockError};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+use rustix::fs::OFlags;
+
+use super::StoreError;
 
 /// A disk operation. Between any two, the power may fail or the process may be killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -58,11 +64,184 @@ impl Disk {
     }
 }
 
+/// Suffix of incomplete files. Readers of CDI files accept only `.json` and `.yaml`.
+pub(super) const TEMPORARY: &str = ".tmp";
+
+/// Creates a directory and its parents, if missing, with `mode`.
+pub(super) fn make_directory(path: &Path, mode: u32) -> Result<(), StoreError> {
+    DirBuilder::new()
+        .recursive(true)
+        .mode(mode)
+        .create(path)
+        .map_err(StoreError::io("make directory", path))
+}
+
+/// The lock that excludes a second process. Dropping it or killing the process releases it.
+#[derive(Debug)]
+pub(super) struct Lock {
+    file: File,
+    path: PathBuf,
+}
+
+impl Lock {
+    /// Whether the next process would find this lock. False if the file or its directory was removed.
+    pub(super) fn is_in_place(&self) -> bool {
+        let same = |ours: std::fs::Metadata, found: std::fs::Metadata| {
+            (ours.dev(), ours.ino()) == (found.dev(), found.ino())
+        };
+        match (self.file.metadata(), self.path.symlink_metadata()) {
+            (Ok(ours), Ok(found)) => same(ours, found),
+            _ => false,
+        }
+    }
+}
+
+/// Acquires the lock.
+///
+/// The file is opened for reading, so that a companion can also start on a disk that has become read-only.
+pub(super) fn lock(path: &Path) -> Result<Lock, StoreError> {
+    let file = OpenOptions::new()
+        .read(true)
+        .mode(0o600)
+        .custom_flags(no_follow() | make())
+        .open(path)
+        .map_err(StoreError::io("open", path))?;
+    take(file, path)
+}
+
+/// Acquires the lock without creating the file, for read-only access. Returns `None` if the file does not exist.
+pub(super) fn lock_if_there(path: &Path) -> Result<Option<Lock>, StoreError> {
+    match OpenOptions::new().read(true).custom_flags(no_follow()).open(path) {
+        Ok(file) => take(file, path).map(Some),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(StoreError::io("open", path)(error)),
+    }
+}
+
+fn take(file: File, path: &Path) -> Result<Lock, StoreError> {
+    match file.try_lock() {
+        Ok(()) => Ok(Lock {
+            file,
+            path: path.to_owned(),
+        }),
+        Err(TryLockError::WouldBlock) => Err(StoreError::Locked(path.to_owned())),
+        Err(TryLockError::Error(source)) => Err(StoreError::Io {
+            action: "lock",
+            path: path.to_owned(),
+            source,
+        }),
+    }
+}
+
+/// Reads a file of at most `max` bytes, or returns `None` if it does not exist. Symbolic links are not followed.
+pub(super) fn read(path: &Path, max: u64) -> io::Result<Option<Vec<u8>>> {
+    let file = match OpenOptions::new().read(true).custom_flags(no_follow()).open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+    }
+    let mut content = Vec::new();
+    file.take(max + 1).read_to_end(&mut content)?;
+    if content.len() as u64 > max {
+        return Err(io::Error::new(
+            io::ErrorKind::FileTooLarge,
+            format!("more than {max} bytes"),
+        ));
+    }
+    Ok(Some(content))
+}
+
+/// Whether [`read`] failed because the path is not a valid file of this program: a symbolic link, a directory or an oversized file. Other
+/// errors are I/O errors and reveal nothing about the content.
+pub(super) fn is_no_file_of_ours(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::InvalidInput | io::ErrorKind::FileTooLarge
+    ) || error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error())
+}
+
+/// Atomically replaces a file or a symbolic link, which is not followed.
+///
+/// The content is written under another name in the same directory, flushed and then renamed. Readers see either the old or the new
+/// content, even after a power loss.
+pub(super) fn replace(disk: &Disk, path: &Path, content: &[u8], mode: u32) -> Result<(), StoreError> {
+    let temporary = temporary_of(path);
+    let rename = || disk.step(DiskStep::Rename, path, || std::fs::rename(&temporary, path));
+    let result = write_new(disk, &temporary, content, mode)
+        .and_then(|()| rename().map_err(StoreError::io("rename to", path)));
+    if result.is_err() {
+        // An incomplete file must not stay; a full disk needs the space.
+        let _ = disk.step(DiskStep::Remove, &temporary, || std::fs::remove_file(&temporary));
+    }
+    result
+}
+
+fn write_new(disk: &Disk, path: &Path, content: &[u8], mode: u32) -> Result<(), StoreError> {
+    if path.symlink_metadata().is_ok() {
+        remove(disk, path)?;
+    }
+    let mut options = OpenOptions::new();
+    options
+        .write(true)
+        .create_new(true)
+        .mode(mode)
+        .custom_flags(no_follow());
+    let mut file = disk
+        .step(DiskStep::Create, path, || options.open(path))
+        .map_err(StoreError::io("create", path))?;
+    disk.step(DiskStep::Write, path, || file.write_all(content))
+        // Set the mode again, because the umask may have reduced it.
+        .and_then(|()| file.set_permissions(Permissions::from_mode(mode)))
+        .and_then(|()| disk.step(DiskStep::Flush, path, || file.sync_all()))
+        .map_err(StoreError::io("write", path))
+}
+
+/// Removes a file or a symbolic link, if it exists.
+pub(super) fn remove(disk: &Disk, path: &Path) -> Result<(), StoreError> {
+    match disk.step(DiskStep::Remove, path, || std::fs::remove_file(path)) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(StoreError::io("remove", path)(error)),
+        _ => Ok(()),
+    }
+}
+
+/// Makes renames and removals in a directory survive a power loss.
+pub(super) fn sync_directory(disk: &Disk, path: &Path) -> Result<(), StoreError> {
+    let flush = || File::open(path).and_then(|directory| directory.sync_all());
+    disk.step(DiskStep::FlushDirectory, path, flush)
+        .map_err(StoreError::io("flush directory", path))
+}
+
+fn temporary_of(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(TEMPORARY);
+    name.into()
+}
+
+#[expect(
+    clippy::cast_possible_wrap,
+    reason = "open flags are bits; the standard library takes them as a signed integer"
+)]
+fn no_follow() -> i32 {
+    (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32
+}
+
+/// Creates a missing file although it is opened only for reading, which the standard library does not support.
+#[expect(
+    clippy::cast_possible_wrap,
+    reason = "open flags are bits; the standard library takes them as a signed integer"
+)]
+fn make() -> i32 {
+    OFlags::CREATE.bits() as i32
+}
+
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::symlink;
     use std::sync::Mutex;
 
-    use super::super::files;
     use super::*;
 
     /// Fails at one operation, and records all.
@@ -104,14 +283,14 @@ mod tests {
             let path = directory.path().join("file");
             std::fs::write(&path, "old").unwrap();
             let (watcher, disk) = failing(at, false);
-            files::replace(&disk, &path, b"new", 0o600).unwrap_err();
+            replace(&disk, &path, b"new", 0o600).unwrap_err();
             assert_eq!(std::fs::read_to_string(&path).unwrap(), "old", "{at:?}");
             assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1, "{at:?}");
             assert_eq!(watcher.seen.lock().unwrap().last(), Some(&Remove));
         }
         let (watcher, disk) = failing(DiskStep::FlushDirectory, false);
         let directory = tempfile::tempdir().unwrap();
-        files::replace(&disk, &directory.path().join("file"), b"new", 0o600).unwrap();
+        replace(&disk, &directory.path().join("file"), b"new", 0o600).unwrap();
         assert_eq!(*watcher.seen.lock().unwrap(), [Create, Write, Flush, Rename]);
     }
 
@@ -120,7 +299,68 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("file");
         let (_, disk) = failing(DiskStep::Rename, true);
-        files::replace(&disk, &path, b"new", 0o600).unwrap_err();
+        replace(&disk, &path, b"new", 0o600).unwrap_err();
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "new");
+    }
+
+    #[test]
+    fn a_planted_symbolic_link_is_replaced_and_not_followed() {
+        let directory = tempfile::tempdir().unwrap();
+        let victim = directory.path().join("victim");
+        std::fs::write(&victim, "precious").unwrap();
+        let path = directory.path().join("file.json");
+        symlink(&victim, &path).unwrap();
+        symlink(&victim, temporary_of(&path)).unwrap();
+        replace(&Disk::default(), &path, b"content", 0o644).unwrap();
+        assert_eq!(std::fs::read_to_string(&victim).unwrap(), "precious");
+        assert!(path.symlink_metadata().unwrap().is_file());
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "content");
+        assert!(!temporary_of(&path).exists());
+    }
+
+    #[test]
+    fn the_mode_is_what_was_asked_for() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("file");
+        replace(&Disk::default(), &path, b"", 0o644).unwrap();
+        assert_eq!(path.metadata().unwrap().permissions().mode() & 0o7777, 0o644);
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_put_in_place_leaves_nothing_behind() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("taken");
+        std::fs::create_dir_all(path.join("full")).unwrap();
+        let error = replace(&Disk::default(), &path, b"content", 0o644).unwrap_err();
+        assert!(error.to_string().contains("taken"), "{error}");
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn reading_follows_no_link_takes_no_pipe_and_knows_its_limit() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("file");
+        assert_eq!(read(&path, 10).unwrap(), None);
+        std::fs::write(&path, "0123456789").unwrap();
+        assert_eq!(read(&path, 10).unwrap().unwrap(), b"0123456789");
+        assert_eq!(read(&path, 9).unwrap_err().kind(), io::ErrorKind::FileTooLarge);
+        symlink(&path, directory.path().join("link")).unwrap();
+        assert!(read(&directory.path().join("link"), 10).is_err());
+        assert!(read(directory.path(), 10).is_err());
+    }
+
+    #[test]
+    fn a_second_lock_is_refused_until_the_first_is_let_go() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("lock");
+        let first = lock(&path).unwrap();
+        assert!(matches!(lock(&path), Err(StoreError::Locked(_))));
+        drop(first);
+        let again = lock(&path).unwrap();
+        assert!(again.is_in_place());
+        std::fs::remove_file(&path).unwrap();
+        assert!(!again.is_in_place());
+        let other = lock(&path).unwrap();
+        assert!(other.is_in_place() && !again.is_in_place());
     }
 }

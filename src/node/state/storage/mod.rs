@@ -1,10 +1,8 @@
 //! The companion's files on the node: the checkpoint and the CDI files.
 
 pub mod cdi;
-mod cdi_devices;
 pub mod checkpoint;
 pub mod disk;
-mod files;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -24,8 +22,7 @@ use crate::core::prepare::recovery::{Start, with_running};
 use crate::node::kubelet::transport::Identity;
 use cdi::CdiDirectory;
 use checkpoint::{CheckpointFile, Loaded, Unusable};
-use disk::Disk;
-use files::Lock;
+use disk::{Disk, Lock};
 
 /// Name of the lock file.
 const LOCK: &str = "lock";
@@ -101,7 +98,7 @@ struct Written {
 
 /// The paths of a driver's files and of kubelet's.
 #[derive(Clone, Debug)]
-pub struct Places {
+pub struct Paths {
     /// The driver name.
     pub driver: DriverName,
     /// The directory of the checkpoint.
@@ -112,7 +109,7 @@ pub struct Places {
     pub kubelet_state: PathBuf,
 }
 
-impl Places {
+impl Paths {
     /// The default paths below kubelet's root directory, and a CDI directory.
     pub fn new(driver: DriverName, kubelet_root: &Path, cdi: &Path) -> Self {
         Self {
@@ -126,7 +123,7 @@ impl Places {
     /// Reads kubelet's list of claims.
     pub fn kubelet(&self) -> KubeletView {
         let path = self.kubelet_state.display();
-        match files::read(&self.kubelet_state, KUBELET_STATE_MAX) {
+        match disk::read(&self.kubelet_state, KUBELET_STATE_MAX) {
             Ok(Some(text)) => match kubelet_state::parse(&text, &self.driver) {
                 Ok(claims) => KubeletView::Lists(claims),
                 Err(error) => KubeletView::Unknown(error.to_string()),
@@ -179,9 +176,9 @@ struct OnDisk {
 }
 
 impl OnDisk {
-    fn read(disk: &Disk, places: &Places) -> Result<Self, StoreError> {
-        let file = CheckpointFile::new(&places.state).on(disk.clone());
-        let cdi = CdiDirectory::new(places.driver.clone(), &places.cdi).on(disk.clone());
+    fn read(disk: &Disk, paths: &Paths) -> Result<Self, StoreError> {
+        let file = CheckpointFile::new(&paths.state).on(disk.clone());
+        let cdi = CdiDirectory::new(paths.driver.clone(), &paths.cdi).on(disk.clone());
         let files = cdi.claims()?;
         let (start, cluster, text, unusable) = match file.load()? {
             Loaded::Read(checkpoint, text) => {
@@ -207,8 +204,8 @@ impl OnDisk {
 
 impl Store {
     #[cfg(test)]
-    pub(crate) fn open(places: &Places, boot_id: &str) -> Result<Opened, StoreError> {
-        Self::open_on(&Disk::default(), places, boot_id)
+    pub(crate) fn open(paths: &Paths, boot_id: &str) -> Result<Opened, StoreError> {
+        Self::open_on(&Disk::default(), paths, boot_id)
     }
 
     /// Opens a driver's files for exclusive use by this process.
@@ -216,12 +213,12 @@ impl Store {
     /// An unusable checkpoint is renamed. If the checkpoint is unusable, or missing although claims have left CDI files or are in kubelet's
     /// list, the claims are rebuilt from these sources. A directory or lock that cannot be acquired is an error, and so is a failed read,
     /// because the content may be intact.
-    pub fn open_on(disk: &Disk, places: &Places, boot_id: &str) -> Result<Opened, StoreError> {
-        files::make_directory(&places.state, 0o750)?;
-        files::make_directory(&places.cdi, 0o755)?;
-        let lock = files::lock(&places.state.join(LOCK))?;
+    pub fn open_on(disk: &Disk, paths: &Paths, boot_id: &str) -> Result<Opened, StoreError> {
+        disk::make_directory(&paths.state, 0o750)?;
+        disk::make_directory(&paths.cdi, 0o755)?;
+        let lock = disk::lock(&paths.state.join(LOCK))?;
         // Everything is read before any change: after a failure here, the next attempt finds the same state.
-        let found = OnDisk::read(disk, places)?;
+        let found = OnDisk::read(disk, paths)?;
         let mut text = None;
         if let Some(read) = found.text {
             // The last process may have been killed between its rename and its flush.
@@ -237,7 +234,8 @@ impl Store {
         });
         found.cdi.remove_half_written()?;
         let (cluster, start) = (found.cluster, found.start);
-        let (prepared_claims, rebuilt, complete) = rebuild(start, unusable, &found.traces, places, boot_id);
+        let (prepared_claims, rebuilt, complete) = rebuild(start, unusable, &found.traces, paths, boot_id);
+        found.cdi.keep_metadata(prepared_claims.entries());
         let written = Mutex::new(Written {
             cluster: cluster.clone(),
             text,
@@ -248,7 +246,7 @@ impl Store {
                 checkpoint: found.file,
                 cdi: found.cdi,
                 written,
-                state: places.state.clone(),
+                state: paths.state.clone(),
             },
             prepared_claims,
             cluster,
@@ -259,11 +257,11 @@ impl Store {
     }
 
     /// Reads the prepared claims without changing the disk. A running companion is an error.
-    pub fn look(places: &Places, boot_id: &str) -> Result<PreparedClaims, StoreError> {
-        let _lock = files::lock_if_there(&places.state.join(LOCK))?;
-        let found = OnDisk::read(&Disk::default(), places)?;
+    pub fn look(paths: &Paths, boot_id: &str) -> Result<PreparedClaims, StoreError> {
+        let _lock = disk::lock_if_there(&paths.state.join(LOCK))?;
+        let found = OnDisk::read(&Disk::default(), paths)?;
         let unusable = found.unusable.map(|unusable| unusable.error);
-        Ok(rebuild(found.start, unusable, &found.traces, places, boot_id).0)
+        Ok(rebuild(found.start, unusable, &found.traces, paths, boot_id).0)
     }
 
     /// Ensures that the directory and the lock file are still those that were opened. A cleanup of kubelet's root directory removes both,
@@ -272,8 +270,8 @@ impl Store {
         if written.lock.as_ref().is_some_and(Lock::is_in_place) {
             return Ok(());
         }
-        files::make_directory(&self.state, 0o750)?;
-        written.lock = Some(files::lock(&self.state.join(LOCK))?);
+        disk::make_directory(&self.state, 0o750)?;
+        written.lock = Some(disk::lock(&self.state.join(LOCK))?);
         warn!(directory = %self.state.display(), "somebody has removed the lock of this companion; it is made again");
         Ok(())
     }
@@ -306,12 +304,12 @@ fn rebuild(
     start: Start,
     unusable: Option<String>,
     traces: &BTreeMap<ClaimUid, Option<Spec>>,
-    places: &Places,
+    paths: &Paths,
     boot_id: &str,
 ) -> (PreparedClaims, Option<String>, bool) {
     let read = matches!(start, Start::Checkpoint(_));
     let is_older = read && !traces.is_empty();
-    let entries = start.entries(&places.driver, boot_id, traces, || places.kubelet());
+    let entries = start.entries(&paths.driver, boot_id, traces, || paths.kubelet());
     let rebuilt = match unusable {
         None if is_older => Some("it does not have claims that have a CDI file".to_owned()),
         None if !read && !entries.is_empty() => Some("it is gone".to_owned()),

@@ -15,12 +15,12 @@ fn driver() -> DriverName {
     DriverName::parse("drayman.dev").unwrap()
 }
 
-fn places(root: &Path) -> Places {
-    Places::new(driver(), root, &root.join("cdi"))
+fn paths(root: &Path) -> Paths {
+    Paths::new(driver(), root, &root.join("cdi"))
 }
 
 fn open(root: &Path, boot_id: &str) -> Result<Opened, StoreError> {
-    Store::open(&places(root), boot_id)
+    Store::open(&paths(root), boot_id)
 }
 
 fn uid() -> ClaimUid {
@@ -164,7 +164,7 @@ fn everything(root: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
 #[test]
 fn a_look_changes_nothing_on_the_disk() {
     let root = directory();
-    let places = places(root.path());
+    let paths = paths(root.path());
     prepared(root.path());
     let path = root.path().join("plugins/drayman.dev/checkpoint.json");
     let good = std::fs::read(&path).unwrap();
@@ -178,7 +178,7 @@ fn a_look_changes_nothing_on_the_disk() {
     for content in [good, b"damaged".to_vec(), newer.into_bytes()] {
         std::fs::write(&path, &content).unwrap();
         let before = everything(root.path());
-        let prepared_claims = Store::look(&places, "boot").unwrap();
+        let prepared_claims = Store::look(&paths, "boot").unwrap();
         assert_eq!(
             prepared_claims.holder("kvm").map(|(holder, _)| holder),
             Some(&uid())
@@ -191,7 +191,7 @@ fn a_look_changes_nothing_on_the_disk() {
 fn a_look_beside_a_running_companion_is_refused() {
     let root = directory();
     let _companion = open(root.path(), "boot").unwrap();
-    let error = Store::look(&places(root.path()), "boot").unwrap_err();
+    let error = Store::look(&paths(root.path()), "boot").unwrap_err();
     assert!(matches!(error, StoreError::Locked(_)), "{error}");
 }
 
@@ -201,11 +201,11 @@ fn a_file_that_the_system_does_not_give_is_not_damaged() {
     prepared(root.path());
     let before = everything(root.path());
     // A file in place of the CDI directory simulates a failing disk.
-    let places = Places {
+    let paths = Paths {
         cdi: root.path().join("plugins/drayman.dev/checkpoint.json/cdi"),
-        ..places(root.path())
+        ..paths(root.path())
     };
-    let error = Store::look(&places, "boot").unwrap_err();
+    let error = Store::look(&paths, "boot").unwrap_err();
     assert!(matches!(error, StoreError::Io { .. }), "{error}");
     assert_eq!(everything(root.path()), before);
 }
@@ -250,7 +250,7 @@ fn an_older_checkpoint_costs_no_claim_its_device() {
 fn a_list_of_kubelets_that_cannot_be_read_is_said_to_be_unknown() {
     let root = directory();
     let path = root.path().join("dra_manager_state");
-    let reason = || match places(root.path()).kubelet() {
+    let reason = || match paths(root.path()).kubelet() {
         KubeletView::Unknown(why) => why,
         KubeletView::Lists(claims) => panic!("{claims:?}"),
     };

@@ -20,7 +20,7 @@ use crate::core::prepare::plan::{Allocation, ClaimToPrepare, ClaimToUnprepare};
 use crate::core::prepare::runtime_containers::RuntimeContainers;
 use crate::node::container_runtime::ContainerRuntime;
 use crate::node::driver::{NodeDriverError, PreparedClaim};
-use crate::node::service::ServiceError;
+use crate::node::service::{NodeService, ServiceError};
 
 pub(in crate::node::state) const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
 pub(in crate::node::state) const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
@@ -215,8 +215,8 @@ impl Grants for Kubelet {
     }
 }
 
-pub(in crate::node::state) fn places(root: &Path) -> Places {
-    Places {
+pub(in crate::node::state) fn paths(root: &Path) -> Paths {
+    Paths {
         driver: DriverName::parse("drayman.dev").unwrap(),
         state: root.join("state"),
         cdi: root.join("cdi"),
@@ -268,8 +268,8 @@ pub(in crate::node::state) async fn begin_with(
     kubelet: Option<Arc<Kubelet>>,
     runtime: Option<Arc<Runtime>>,
 ) -> (NodeState<FakeDriver>, Life) {
-    let places = places(root);
-    let opened = Store::open(&places, boot_id).unwrap();
+    let paths = paths(root);
+    let opened = Store::open(&paths, boot_id).unwrap();
     let (cluster, receiver) = watch::channel(ClusterFacts::default());
     let doubt = Arc::new(Notify::new());
     let (announcer, allocated) = watch::channel(Arc::default());
@@ -286,8 +286,10 @@ pub(in crate::node::state) async fn begin_with(
         ("example.com/camera".to_owned(), camera),
         ("example.com/serial".to_owned(), serial),
     ])));
-    let (owner, handle, inventory) = NodeState::start(NodeStateOptions {
-        places,
+    let (handle, backend) = NodeService::new(runtime.is_some(), Arc::default());
+    let (published, inventory) = watch::channel(Arc::default());
+    let owner = NodeState::start(NodeStateOptions {
+        paths,
         orphan_grace: Duration::ZERO,
         node_name: "node-a".into(),
         resources,
@@ -300,6 +302,8 @@ pub(in crate::node::state) async fn begin_with(
         allocated,
         withdrawn: Some(WithdrawnDevices::default()),
         metrics: Arc::default(),
+        backend,
+        inventory: published,
     })
     .await;
     let life = Life {

@@ -5,6 +5,7 @@ use super::fixture::*;
 use super::*;
 use crate::core::prepare::orphans::ApiView;
 use crate::core::prepare::runtime_containers::{Given, RuntimeContainer, RuntimeContainers, State};
+use crate::node::service::NodeService;
 
 fn container(minor: u32) -> RuntimeContainer {
     let number = format!("c120:{minor}").parse().unwrap();
@@ -54,7 +55,7 @@ async fn life(
         minor: None,
     });
     let service = life.handle.clone();
-    let caretaker = tokio::spawn(async move {
+    let orphan_check = tokio::spawn(async move {
         let begin = Instant::now();
         loop {
             service.check_due().await;
@@ -63,7 +64,7 @@ async fn life(
             }
         }
     });
-    (life, caretaker)
+    (life, orphan_check)
 }
 
 #[tokio::test(start_paused = true)]
@@ -71,7 +72,7 @@ async fn a_deleted_claim_gives_way_when_its_container_has_ended() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
     let runtime = Arc::new(Runtime::default());
-    let (life, caretaker) = life(root.path(), &driver, &runtime).await;
+    let (life, orphan_check) = life(root.path(), &driver, &runtime).await;
     life.prepare(A, &["x"]).await.unwrap();
     *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(6)]);
     let refused = life.prepare(B, &["x"]).await.unwrap_err();
@@ -88,8 +89,8 @@ async fn a_deleted_claim_gives_way_when_its_container_has_ended() {
         life.prepare(B, &["x"]).await.unwrap();
     }
     assert_eq!(files(root.path()), [file(B)]);
-    caretaker.abort();
-    let _ = caretaker.await;
+    orphan_check.abort();
+    let _ = orphan_check.await;
     life.end().await;
 }
 
@@ -98,7 +99,7 @@ async fn a_container_waits_until_another_no_longer_has_its_device() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say_numbered(&[("x", 6)], "camera", Mode::ExtendedResource);
     let runtime = Arc::new(Runtime::default());
-    let (life, caretaker) = life(root.path(), &driver, &runtime).await;
+    let (life, orphan_check) = life(root.path(), &driver, &runtime).await;
     let resource = "example.com/camera";
     assert!(life.handle.checks_start(resource), "each start is asked for");
     *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(6)]);
@@ -121,8 +122,8 @@ async fn a_container_waits_until_another_no_longer_has_its_device() {
         .check_start(resource, vec!["x".to_owned()])
         .await
         .unwrap();
-    caretaker.abort();
-    let _ = caretaker.await;
+    orphan_check.abort();
+    let _ = orphan_check.await;
     life.end().await;
 }
 
@@ -131,7 +132,7 @@ async fn a_claim_waits_until_no_container_has_its_device() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
     let runtime = Arc::new(Runtime::default());
-    let (life, caretaker) = life(root.path(), &driver, &runtime).await;
+    let (life, orphan_check) = life(root.path(), &driver, &runtime).await;
     *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(6)]);
     let refused = life.prepare(A, &["x"]).await.unwrap_err();
     assert_eq!(refused.reason(), "DeviceHeld");
@@ -139,8 +140,8 @@ async fn a_claim_waits_until_no_container_has_its_device() {
     assert_eq!(files(root.path()), Vec::<String>::new());
     *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(7)]);
     life.prepare(A, &["x"]).await.unwrap();
-    caretaker.abort();
-    let _ = caretaker.await;
+    orphan_check.abort();
+    let _ = orphan_check.await;
     life.end().await;
 }
 
@@ -168,7 +169,7 @@ async fn an_orphan_keeps_a_device_of_a_privileged_container() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
     let runtime = Arc::new(Runtime::default());
-    let (life, caretaker) = life(root.path(), &driver, &runtime).await;
+    let (life, orphan_check) = life(root.path(), &driver, &runtime).await;
     life.prepare(A, &["x"]).await.unwrap();
     let empty = r#"{"version":"v1","checksum":0}"#;
     std::fs::write(root.path().join("dra_manager_state"), empty).unwrap();
@@ -188,7 +189,7 @@ async fn an_orphan_keeps_a_device_of_a_privileged_container() {
     check_orphans(&life.handle, Instant::now()).await.unwrap();
     life.prepare(B, &["x"]).await.unwrap();
     assert_eq!(files(root.path()), [file(B)]);
-    caretaker.abort();
-    let _ = caretaker.await;
+    orphan_check.abort();
+    let _ = orphan_check.await;
     life.end().await;
 }

@@ -66,43 +66,34 @@ pub(crate) async fn send(
 
 async fn make_nodes(client: &kube::Client) -> anyhow::Result<()> {
     for (name, place) in NODES {
-        let node = json!({
-            "apiVersion": "v1", "kind": "Node",
-            "metadata": { "name": name, "labels": { "place": place, "kubernetes.io/hostname": name } },
-        });
-        send(client, "POST", "/api/v1/nodes", JSON, &node).await?;
-        let amounts = json!({ "cpu": "2", "memory": "4Gi", "pods": "110" });
-        let now = jiff::Timestamp::now().to_string();
-        let ready = json!({
-            "type": "Ready", "status": "True", "reason": "R", "message": "m", "lastHeartbeatTime": now, "lastTransitionTime": now,
-        });
-        let status =
-            json!({ "status": { "capacity": amounts, "allocatable": amounts, "conditions": [ready] } });
-        send(
-            client,
-            "PATCH",
-            &format!("/api/v1/nodes/{name}/status"),
-            MERGE,
-            &status,
-        )
-        .await?;
-        // The real server has it untolerated until a controller has seen that it is ready.
-        loop {
-            let node = send(
-                client,
-                "GET",
-                &format!("/api/v1/nodes/{name}"),
-                JSON,
-                &Value::Null,
-            )
-            .await?;
-            if !node["spec"]["taints"].is_array() {
-                break;
-            }
-            sleep(Duration::from_millis(100)).await;
-        }
+        make_node(client, name, place).await?;
     }
     Ok(())
+}
+
+/// Makes a node that exists in the API alone, and waits until pods can be bound to it.
+pub(crate) async fn make_node(client: &kube::Client, name: &str, place: &str) -> anyhow::Result<()> {
+    let node = json!({
+        "apiVersion": "v1", "kind": "Node",
+        "metadata": { "name": name, "labels": { "place": place, "kubernetes.io/hostname": name } },
+    });
+    send(client, "POST", "/api/v1/nodes", JSON, &node).await?;
+    let amounts = json!({ "cpu": "2", "memory": "4Gi", "pods": "110" });
+    let now = jiff::Timestamp::now().to_string();
+    let ready = json!({
+        "type": "Ready", "status": "True", "reason": "R", "message": "m", "lastHeartbeatTime": now, "lastTransitionTime": now,
+    });
+    let status = json!({ "status": { "capacity": amounts, "allocatable": amounts, "conditions": [ready] } });
+    let path = format!("/api/v1/nodes/{name}");
+    send(client, "PATCH", &format!("{path}/status"), MERGE, &status).await?;
+    // The real server has it untolerated until a controller has seen that it is ready.
+    loop {
+        let node = send(client, "GET", &path, JSON, &Value::Null).await?;
+        if !node["spec"]["taints"].is_array() {
+            return Ok(());
+        }
+        sleep(Duration::from_millis(100)).await;
+    }
 }
 
 /// A control plane, and what becomes of the objects of a namespace.

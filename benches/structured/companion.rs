@@ -1,0 +1,56 @@
+//! A companion on a real node.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+use crate::Options;
+use crate::fixture::{self, CONFIGURATION, Slices};
+use crate::harness::Cluster;
+use crate::stage::{Program, Stage};
+
+/// The user that the companion is.
+pub(crate) const USER: &str = "drayman-node";
+
+/// A cluster with one node, the class `test`, and a companion with so many devices of this class.
+pub(crate) async fn cluster(options: &Options, devices: u32) -> anyhow::Result<(Stage, Program)> {
+    let stage = Stage::structured(Cluster::structured().nodes(1).start().await?).await?;
+    make_devices(&stage, 0..devices)?;
+    fixture::make_class(&stage, "test", "test").await?;
+    let companion = start(&stage, options, &[])?;
+    Slices::watch(&stage).until_offered(&names(devices)).await?;
+    companion.logged("kubelet has registered the driver").await?;
+    Ok((stage, companion))
+}
+
+/// Makes devices whose numbers are of no driver: containers get them, and nothing opens them.
+pub(crate) fn make_devices(stage: &Stage, numbers: Range<u32>) -> anyhow::Result<()> {
+    let node = stage.cluster.node(0);
+    numbers
+        .into_iter()
+        .try_for_each(|number| node.make_device(format!("/dev/drayman-test-{number}"), 240, number))
+}
+
+/// The names of so many devices.
+pub(crate) fn names(devices: u32) -> BTreeSet<String> {
+    (0..devices)
+        .map(|number| format!("drayman-test-{number}"))
+        .collect()
+}
+
+/// Starts the program under test as the image does.
+pub(crate) fn start(stage: &Stage, options: &Options, flags: &[&str]) -> anyhow::Result<Program> {
+    let node = stage.cluster.node(0);
+    let file = stage.cluster.directory().join("node.yaml");
+    std::fs::write(&file, CONFIGURATION)?;
+    let mut command = node.command(&options.program);
+    command.env("MALLOC_ARENA_MAX", "1");
+    command.args(["node", "--node-name", node.name(), "--kubeconfig"]);
+    command
+        .arg(stage.node_kubeconfig())
+        .arg("--config")
+        .arg(file)
+        // Without it the companion recognizes kubelet's runtime by a running pod, which a real node always has.
+        .args(["--container-runtime-socket", "/run/containerd/containerd.sock"])
+        .args(flags);
+    stage.program("companion", command)
+}

@@ -1,0 +1,67 @@
+//! Durations in the metrics of a kubelet.
+
+use std::time::Duration;
+
+use http::Request;
+
+use crate::stage::Stage;
+
+/// The calls of one gRPC method of the driver, without kubelet's own part.
+pub(crate) const CALL: &str = "dra_grpc_operations_duration_seconds";
+/// Kubelet's operation on all claims of a pod, with its calls.
+pub(crate) const OPERATION: &str = "dra_operations_duration_seconds";
+
+/// Count and sum of a histogram.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Durations {
+    pub(crate) count: u32,
+    pub(crate) sum: Duration,
+}
+
+impl Durations {
+    pub(crate) fn since(self, earlier: Self) -> Self {
+        Self {
+            count: self.count - earlier.count,
+            sum: self.sum.saturating_sub(earlier.sum),
+        }
+    }
+
+    pub(crate) fn mean(self) -> Duration {
+        self.sum / self.count.max(1)
+    }
+}
+
+/// The metrics of the kubelet of the first node.
+#[derive(Debug)]
+pub(crate) struct KubeletMetrics(String);
+
+impl KubeletMetrics {
+    pub(crate) async fn read(stage: &Stage) -> anyhow::Result<Self> {
+        let path = format!("/api/v1/nodes/{}/proxy/metrics", stage.cluster.node(0).name());
+        let request = Request::get(path).body(Vec::new())?;
+        Ok(Self(stage.cluster.client().request_text(request).await?))
+    }
+
+    /// The durations of a histogram, summed over all series with this text in their labels.
+    pub(crate) fn durations(&self, histogram: &str, label: &str) -> Durations {
+        let total = |part: &str| -> f64 {
+            let series = format!("{histogram}_{part}{{");
+            let lines = self
+                .0
+                .lines()
+                .filter(|line| line.starts_with(&series) && line.contains(label));
+            let values = lines.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok());
+            values.sum()
+        };
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "Prometheus counts in floating point"
+        )]
+        let count = total("count") as u32;
+        Durations {
+            count,
+            sum: Duration::from_secs_f64(total("sum")),
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! Structured mode on a real cluster: `cargo bench --bench structured -- [SCENARIO]...`, as root.
+//!
+//! Each scenario starts a cluster of its own (see `tests/support/harness`): `publishers` and `burst` with nodes that exist in the API
+//! only, the others with a node that has a real kubelet. Prints each figure beside its goal. Request counts come from the API server's
+//! audit log, the durations of Prepare from kubelet's metrics.
+
+#[path = "../figures/mod.rs"]
+mod figures;
+#[path = "../../tests/e2e/structured/fixture.rs"]
+#[allow(dead_code, reason = "written for the tests, which use another part of it")]
+mod fixture;
+#[path = "../load/ground.rs"]
+#[allow(dead_code, reason = "written for classic mode, which uses another part of it")]
+mod ground;
+#[path = "../../tests/support/harness/mod.rs"]
+mod harness;
+#[path = "../load/requests.rs"]
+#[allow(dead_code, reason = "written for classic mode, which uses another part of it")]
+mod requests;
+#[path = "../../tests/e2e/stage.rs"]
+#[allow(
+    dead_code,
+    unreachable_pub,
+    clippy::single_match_else,
+    reason = "written for the tests, which use another part of it"
+)]
+mod stage;
+
+mod burst;
+mod companion;
+mod kubelet_metrics;
+mod life;
+mod memory;
+mod prepare;
+mod publishers;
+mod slices;
+
+use std::path::PathBuf;
+
+use anyhow::{Context as _, bail};
+
+const USAGE: &str =
+    "usage: cargo bench --bench structured -- [life|slices|prepare|publishers|burst|memory]...
+  --program PATH     measure this build of drayman instead of the one that cargo has just made (not for publishers and burst)
+  --publishers N     run so many publishers (5000)
+All scenarios are run if none is named.";
+
+/// The options.
+#[derive(Clone, Debug)]
+struct Options {
+    /// The program under test.
+    program: PathBuf,
+    /// How many publishers there are in the scenario `publishers`.
+    publishers: usize,
+}
+
+const SCENARIOS: [&str; 6] = ["life", "slices", "prepare", "publishers", "burst", "memory"];
+
+fn main() -> anyhow::Result<()> {
+    let mut options = Options {
+        program: env!("CARGO_BIN_EXE_drayman").into(),
+        publishers: 5_000,
+    };
+    let mut scenarios = Vec::new();
+    let mut arguments = std::env::args().skip(1);
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            // Cargo passes it to every benchmark.
+            "--bench" => {}
+            "--program" => options.program = arguments.next().context(USAGE)?.into(),
+            "--publishers" => options.publishers = arguments.next().context(USAGE)?.parse()?,
+            name if SCENARIOS.contains(&name) => scenarios.push(name.to_owned()),
+            _ => bail!("{USAGE}"),
+        }
+    }
+    if scenarios.is_empty() {
+        scenarios = SCENARIOS.map(str::to_owned).to_vec();
+    }
+    // The program runs in the node's directory `/`.
+    options.program = std::path::absolute(&options.program)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()?;
+    for scenario in scenarios {
+        figures::heading(&scenario);
+        println!("program: {}", options.program.display());
+        runtime.block_on(async {
+            match scenario.as_str() {
+                "life" => life::run(&options).await,
+                "slices" => slices::run(&options).await,
+                "prepare" => prepare::run(&options).await,
+                "publishers" => publishers::run(&options).await,
+                "burst" => burst::run().await,
+                _ => memory::run(&options).await,
+            }
+        })?;
+    }
+    Ok(())
+}

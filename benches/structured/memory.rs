@@ -1,0 +1,40 @@
+//! The memory of a companion at rest on a real node.
+
+use std::time::Duration;
+
+use tokio::time::sleep;
+
+use crate::Options;
+use crate::companion;
+use crate::figures::{Goal, figure, resident_kib_of};
+use crate::fixture::Slices;
+use crate::stage::{Program, Stage};
+
+/// Devices of a large node.
+const MANY: u32 = 1_000;
+const REST: Duration = Duration::from_secs(10);
+
+pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
+    let (stage, companion) = companion::cluster(options, 4).await?;
+    at_rest(&stage, companion, 4, 12).await?;
+    companion::make_devices(&stage, 4..MANY)?;
+    let companion = companion::start(&stage, options, &[])?;
+    companion.logged("kubelet has registered the driver").await?;
+    at_rest(&stage, companion, MANY, 20).await?;
+    stage.cluster.stop().await
+}
+
+async fn at_rest(stage: &Stage, companion: Program, devices: u32, megabytes: u64) -> anyhow::Result<()> {
+    Slices::watch(stage)
+        .until_offered(&companion::names(devices))
+        .await?;
+    sleep(REST).await;
+    let id = companion.id()?.to_string();
+    let kib = resident_kib_of(&id, "VmRSS:");
+    figure(
+        &format!("resident memory of the companion at rest with {devices} devices (goal {megabytes} MB)"),
+        &format!("{kib} KiB, {} KiB at most", resident_kib_of(&id, "VmHWM:")),
+        Goal::below(kib, megabytes * 1_000_000 / 1024),
+    );
+    companion.end().await.map(drop)
+}

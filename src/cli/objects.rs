@@ -1,0 +1,149 @@
+//! Pods and CustomResourceDefinitions with the fields that the commands read. Code to read the whole types would be in the memory of
+//! every companion.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::{self, PodResourceClaim, PodResourceClaimStatus};
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1 as extensions;
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use kube::Resource;
+use kube::api::ObjectMeta;
+use serde::{Deserialize, Serialize};
+
+/// A pod.
+#[derive(Clone, Debug, Default, Resource, Serialize, Deserialize)]
+#[resource(inherit = v1::Pod)]
+pub struct Pod {
+    /// Standard object metadata.
+    pub metadata: ObjectMeta,
+    /// The spec.
+    pub spec: Option<PodSpec>,
+    /// The status.
+    pub status: Option<PodStatus>,
+}
+
+/// Its spec.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PodSpec {
+    /// The node to which the pod is bound.
+    pub node_name: Option<String>,
+    /// The account of the pod.
+    pub service_account_name: Option<String>,
+    /// The claims of the pod.
+    pub resource_claims: Option<Vec<PodResourceClaim>>,
+    /// The init containers.
+    pub init_containers: Option<Vec<Container>>,
+    /// The containers.
+    #[serde(default)]
+    pub containers: Vec<Container>,
+}
+
+/// A container of a pod.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Container {
+    /// The arguments.
+    pub args: Option<Vec<String>>,
+    /// The variables.
+    pub env: Option<Vec<EnvVar>>,
+    /// The resources.
+    pub resources: Option<Resources>,
+    /// `Always` for an init container that stays.
+    pub restart_policy: Option<String>,
+}
+
+/// A variable of a container.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct EnvVar {
+    /// The name.
+    pub name: String,
+    /// The value, unless it comes from elsewhere.
+    pub value: Option<String>,
+}
+
+/// The resources of a container.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Resources {
+    /// The limits by resource.
+    pub limits: Option<BTreeMap<String, Quantity>>,
+}
+
+/// The status of a pod.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PodStatus {
+    /// The phase.
+    pub phase: Option<String>,
+    /// Why the pod is in this phase.
+    pub reason: Option<String>,
+    /// The same as text.
+    pub message: Option<String>,
+    /// The conditions.
+    pub conditions: Option<Vec<Condition>>,
+    /// The names of the claims made from templates.
+    pub resource_claim_statuses: Option<Vec<PodResourceClaimStatus>>,
+}
+
+/// A condition of a pod or a definition.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Condition {
+    /// The type.
+    #[serde(rename = "type")]
+    pub type_: String,
+    /// `True`, `False` or `Unknown`.
+    pub status: String,
+    /// Why, as text.
+    pub message: Option<String>,
+}
+
+/// A CustomResourceDefinition.
+#[derive(Clone, Debug, Default, Resource, Serialize, Deserialize)]
+#[resource(inherit = extensions::CustomResourceDefinition)]
+pub struct Definition {
+    /// Standard object metadata.
+    pub metadata: ObjectMeta,
+    /// The spec.
+    #[serde(default)]
+    pub spec: DefinitionSpec,
+    /// The status.
+    pub status: Option<DefinitionStatus>,
+}
+
+/// Its spec.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct DefinitionSpec {
+    /// The versions.
+    #[serde(default)]
+    pub versions: Vec<DefinitionVersion>,
+}
+
+/// A version of a definition.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct DefinitionVersion {
+    /// The name.
+    pub name: String,
+    /// Whether the API server serves it.
+    #[serde(default)]
+    pub served: bool,
+}
+
+/// Its status.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct DefinitionStatus {
+    /// The conditions.
+    pub conditions: Option<Vec<Condition>>,
+}
+
+impl Definition {
+    /// Whether the API server serves it.
+    pub fn is_established(&self) -> bool {
+        let conditions = self
+            .status
+            .iter()
+            .flat_map(|status| status.conditions.iter().flatten());
+        conditions
+            .clone()
+            .any(|condition| condition.type_ == "Established" && condition.status == "True")
+    }
+}

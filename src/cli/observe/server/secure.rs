@@ -1,0 +1,203 @@
+//! Metrics over HTTPS for accounts with the right to read them, as at the secure ports of Kubernetes' components.
+//!
+//! A request has a bearer token. The API server says whose it is (TokenReview), and whether that account may get the path `/metrics`
+//! (SubjectAccessReview). A token is sent over TLS only, with a certificate that the scraper can verify: there is no self-signed one,
+//! because a scraper that accepts any certificate gives its token to anyone.
+
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use axum::http::header::AUTHORIZATION;
+use axum::http::{HeaderMap, StatusCode};
+use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, UserInfo};
+use k8s_openapi::api::authorization::v1::{
+    NonResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec,
+};
+use kube::Client;
+use kube::api::{Api, PostParams};
+use rustls::ServerConfig;
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, timeout};
+use tokio_rustls::TlsAcceptor;
+
+/// How long an answer of the API server counts: as for kubelet's metrics.
+const ALLOWED_FOR: Duration = Duration::from_secs(120);
+/// Maximum number of tokens that are remembered. A cluster has one or two scrapers.
+const ALLOWED_MAX: usize = 8;
+/// Longest token in bytes. The tokens of service accounts have about 1,000.
+const TOKEN_MAX: usize = 6 * 1024;
+/// Time limit of the two reviews, below the lifetime of a connection.
+const REVIEW_TIMEOUT: Duration = Duration::from_secs(8);
+/// How often the certificate is read again. Kubelet updates a mounted Secret within two minutes.
+const RELOAD: Duration = Duration::from_secs(60);
+
+/// The certificate in a directory, as in a Secret of type `kubernetes.io/tls`.
+#[derive(Clone)]
+pub(super) struct Certificate {
+    directory: Arc<Path>,
+    read: Arc<Mutex<(Instant, TlsAcceptor)>>,
+}
+
+impl Certificate {
+    pub(super) fn read(directory: &Path) -> Result<Self, anyhow::Error> {
+        Ok(Self {
+            directory: directory.into(),
+            read: Arc::new(Mutex::new((Instant::now(), acceptor(directory)?))),
+        })
+    }
+
+    /// Returns the acceptor of connections. Keeps the last valid certificate if the files are damaged.
+    pub(super) fn acceptor(&self) -> TlsAcceptor {
+        let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
+        let (at, current) = &mut *read;
+        if at.elapsed() >= RELOAD {
+            *at = Instant::now();
+            match acceptor(&self.directory) {
+                Ok(newer) => *current = newer,
+                Err(error) => tracing::warn!(
+                    reason = "CertificateInvalid",
+                    "the earlier certificate of the metrics stays in use: {error:#}"
+                ),
+            }
+        }
+        current.clone()
+    }
+}
+
+fn acceptor(directory: &Path) -> Result<TlsAcceptor, anyhow::Error> {
+    let path = |name: &str| -> PathBuf { directory.join(name) };
+    let (chain, key) = (path("tls.crt"), path("tls.key"));
+    let of = |path: &Path| format!("--metrics-cert-dir: cannot read {}", path.display());
+    let certificates: Vec<CertificateDer<'static>> = CertificateDer::pem_file_iter(&chain)
+        .and_then(Iterator::collect)
+        .with_context(|| of(&chain))?;
+    let private = PrivateKeyDer::from_pem_file(&key).with_context(|| of(&key))?;
+    let config = ServerConfig::builder()
+        .with_no_client_auth()
+        .with_single_cert(certificates, private)
+        .with_context(|| {
+            format!(
+                "--metrics-cert-dir: {} and {} do not belong together",
+                chain.display(),
+                key.display()
+            )
+        })?;
+    Ok(TlsAcceptor::from(Arc::new(config)))
+}
+
+/// Admits accounts with the right to read the metrics, by the answer of the API server.
+pub(super) struct Guard {
+    client: Client,
+    /// Tokens that may, each with the time of the answer; oldest first.
+    allowed: Mutex<VecDeque<(String, Instant)>>,
+    /// One review at a time: a peer with many tokens must not crowd out the component's own requests.
+    turn: Semaphore,
+    /// Whether the last review failed; the log says it once.
+    failed: AtomicBool,
+}
+
+impl Guard {
+    pub(super) fn new(client: Client) -> Self {
+        Self {
+            client,
+            allowed: Mutex::default(),
+            turn: Semaphore::new(1),
+            failed: AtomicBool::new(false),
+        }
+    }
+
+    /// Returns why a request is refused: 401 without a valid token, 403 without the right, 503 if the API server does not say.
+    pub(super) async fn check(&self, headers: &HeaderMap) -> Result<(), StatusCode> {
+        let token = bearer(headers).ok_or(StatusCode::UNAUTHORIZED)?;
+        if self.is_allowed(token) {
+            return Ok(());
+        }
+        let reviewed = timeout(REVIEW_TIMEOUT, async {
+            let _turn = self.turn.acquire().await?;
+            // Another request may have had the same token.
+            if self.is_allowed(token) {
+                return Ok(None);
+            }
+            self.review(token).await
+        });
+        let error = match reviewed.await {
+            Ok(Ok(refusal)) => {
+                self.failed.store(false, Ordering::Relaxed);
+                return refusal.map_or(Ok(()), Err);
+            }
+            Ok(Err(error)) => error,
+            Err(elapsed) => elapsed.into(),
+        };
+        if !self.failed.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                reason = "ReviewFailed",
+                "the API server does not say who may read the metrics: {error:#}"
+            );
+        }
+        Err(StatusCode::SERVICE_UNAVAILABLE)
+    }
+
+    fn is_allowed(&self, token: &str) -> bool {
+        let mut allowed = self.allowed.lock().unwrap_or_else(PoisonError::into_inner);
+        allowed.retain(|(_, at)| at.elapsed() < ALLOWED_FOR);
+        allowed.iter().any(|(known, _)| known == token)
+    }
+
+    /// Returns why the token is refused; `None` if it is not.
+    async fn review(&self, token: &str) -> Result<Option<StatusCode>, anyhow::Error> {
+        let review = TokenReview {
+            spec: TokenReviewSpec {
+                token: Some(token.to_owned()),
+                audiences: None,
+            },
+            ..TokenReview::default()
+        };
+        let post = PostParams::default();
+        let reviews = Api::<TokenReview>::all(self.client.clone());
+        let status = reviews.create(&post, &review).await?.status.unwrap_or_default();
+        let Some(user) = status.user.filter(|_| status.authenticated == Some(true)) else {
+            return Ok(Some(StatusCode::UNAUTHORIZED));
+        };
+        let reviews = Api::<SubjectAccessReview>::all(self.client.clone());
+        let answer = reviews.create(&post, &access(user)).await?.status;
+        if !answer.is_some_and(|status| status.allowed) {
+            return Ok(Some(StatusCode::FORBIDDEN));
+        }
+        let mut allowed = self.allowed.lock().unwrap_or_else(PoisonError::into_inner);
+        if allowed.len() >= ALLOWED_MAX {
+            allowed.pop_front();
+        }
+        allowed.push_back((token.to_owned(), Instant::now()));
+        Ok(None)
+    }
+}
+
+fn access(user: UserInfo) -> SubjectAccessReview {
+    SubjectAccessReview {
+        spec: SubjectAccessReviewSpec {
+            user: user.username,
+            uid: user.uid,
+            groups: user.groups,
+            extra: user.extra,
+            non_resource_attributes: Some(NonResourceAttributes {
+                path: Some("/metrics".to_owned()),
+                verb: Some("get".to_owned()),
+            }),
+            resource_attributes: None,
+        },
+        ..SubjectAccessReview::default()
+    }
+}
+
+fn bearer(headers: &HeaderMap) -> Option<&str> {
+    let value = headers.get(AUTHORIZATION)?.to_str().ok()?;
+    let (scheme, token) = value.split_once(' ')?;
+    let token = token.trim();
+    (scheme.eq_ignore_ascii_case("bearer") && !token.is_empty() && token.len() <= TOKEN_MAX).then_some(token)
+}

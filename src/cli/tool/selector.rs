@@ -1,0 +1,118 @@
+//! Selectors of devices by attribute, in the syntax of kubectl's `--selector`.
+
+use std::collections::BTreeMap;
+use std::str::FromStr;
+
+/// Maximum number of requirements; each is compared with every device.
+const REQUIREMENTS_MAX: usize = 32;
+
+/// Requirements on the attributes of a device; all must hold.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Selector(Vec<Requirement>);
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Requirement {
+    Equals(String, String),
+    /// Also holds without the attribute, as for labels.
+    Differs(String, String),
+    Exists(String),
+    Missing(String),
+}
+
+impl FromStr for Selector {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let requirements: Vec<Requirement> =
+            text.split(',').map(Requirement::read).collect::<Result<_, _>>()?;
+        if requirements.len() > REQUIREMENTS_MAX {
+            return Err(format!("more than {REQUIREMENTS_MAX} requirements"));
+        }
+        Ok(Self(requirements))
+    }
+}
+
+impl Selector {
+    /// Returns whether the attributes of a device of `driver` match. A name without a domain is an attribute of the driver.
+    pub(super) fn matches(&self, driver: &str, attributes: &BTreeMap<String, String>) -> bool {
+        let value = |name: &str| {
+            let qualified = || attributes.get(&format!("{driver}/{name}"));
+            let unqualified = || attributes.get(name.strip_prefix(driver)?.strip_prefix('/')?);
+            attributes.get(name).or_else(qualified).or_else(unqualified)
+        };
+        self.0.iter().all(|requirement| match requirement {
+            Requirement::Equals(name, wanted) => value(name) == Some(wanted),
+            Requirement::Differs(name, unwanted) => value(name) != Some(unwanted),
+            Requirement::Exists(name) => value(name).is_some(),
+            Requirement::Missing(name) => value(name).is_none(),
+        })
+    }
+}
+
+impl Requirement {
+    fn read(text: &str) -> Result<Self, String> {
+        let wrong =
+            || format!("{text:?} is none of NAME=VALUE, NAME!=VALUE, NAME and !NAME, separated by commas");
+        let (name, requirement): (&str, fn(String, String) -> Self) =
+            match (text.split_once("!="), text.split_once('=')) {
+                (Some((name, _)), _) => (name, Self::Differs),
+                (None, Some((name, _))) => (name, Self::Equals),
+                (None, None) => match text.trim().strip_prefix('!') {
+                    Some(name) => (name, |name, _| Self::Missing(name)),
+                    None => (text, |name, _| Self::Exists(name)),
+                },
+            };
+        let value = text.get(name.len()..).unwrap_or_default();
+        let value = value.trim_start_matches(['!', '=']).trim().to_owned();
+        let name = name.trim();
+        let is_part_of_name = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | '/');
+        if name.is_empty() || !name.chars().all(is_part_of_name) {
+            return Err(wrong());
+        }
+        Ok(requirement(name.to_owned(), value))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn selectors_of_attributes_match_as_those_of_labels() {
+        let attributes = BTreeMap::from([
+            ("a.example/vendorId".to_owned(), "046d".to_owned()),
+            ("serial".to_owned(), "x=1".to_owned()),
+        ]);
+        for (text, expected) in [
+            ("vendorId=046d", true),
+            ("vendorId==046d", true),
+            ("a.example/vendorId = 046d", true),
+            ("vendorId=046d,serial=x=1", true),
+            ("a.example/serial", true),
+            ("vendorId=046d,serial=other", false),
+            ("vendorId!=046d", false),
+            ("productId!=1", true),
+            ("productId", false),
+            ("!productId,vendorId", true),
+            ("!vendorId", false),
+        ] {
+            let selector: Selector = text.parse().unwrap();
+            assert_eq!(selector.matches("a.example", &attributes), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn an_invalid_selector_is_refused_with_its_part() {
+        for invalid in ["", "a=b,", "=b", "a b=c", "!", "a in (b)"] {
+            let error = invalid.parse::<Selector>().unwrap_err();
+            assert!(error.contains("NAME!=VALUE"), "{invalid}: {error}");
+        }
+        assert!(
+            vec!["a"; 33]
+                .join(",")
+                .parse::<Selector>()
+                .unwrap_err()
+                .contains("32")
+        );
+    }
+}

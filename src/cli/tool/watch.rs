@@ -1,0 +1,109 @@
+//! Follows the devices of a cluster.
+
+use std::fmt::Debug;
+
+use futures::{FutureExt as _, Stream, StreamExt as _};
+use k8s_openapi::NamespaceResourceScope;
+use k8s_openapi::api::resource::v1;
+use kube::runtime::reflector::{self, Store};
+use kube::runtime::{WatchStreamExt as _, watcher};
+use kube::{Api, Client, Resource};
+use serde::de::DeserializeOwned;
+
+use super::read;
+use crate::api::crd::NodeInventory;
+use crate::api::resource::ResourceClaim;
+use crate::cli::Error;
+use crate::cli::diagnose::devices::{DeviceTable, devices as of_inventories};
+use crate::cli::diagnose::structured;
+
+/// Calls `changed` with all devices of the driver after each change, until it fails. Reads claims in all namespaces, or in one.
+pub(super) async fn devices(
+    client: &Client,
+    driver: &str,
+    namespace: Option<&str>,
+    mut changed: impl FnMut(DeviceTable) -> Result<(), Error>,
+) -> Result<(), Error> {
+    let mut changed = |table: DeviceTable| {
+        changed(match namespace {
+            Some(namespace) => table.of_namespace(namespace),
+            None => table,
+        })
+    };
+    match read::api(client).await? {
+        read::Api::Structured => {
+            let inventories = read::inventories_of_structured_mode(client).await?;
+            let unclaimed = of_inventories(driver, &inventories, &[]);
+            let slices = Api::<v1::ResourceSlice>::all(client.clone());
+            both(slices, claims(client, namespace), |slices, claims| {
+                let table = structured::devices::devices(driver, &slices, &claims);
+                changed(structured::devices::with_inventories(table, unclaimed.clone()))
+            })
+            .await
+        }
+        read::Api::Classic => {
+            let inventories = Api::<NodeInventory>::all(client.clone());
+            let claims = claims::<ResourceClaim>(client, namespace);
+            both(inventories, claims, |inventories, claims| {
+                changed(of_inventories(driver, &inventories, &claims))
+            })
+            .await
+        }
+    }
+}
+
+fn claims<K>(client: &Client, namespace: Option<&str>) -> Api<K>
+where
+    K: Resource<DynamicType = (), Scope = NamespaceResourceScope>,
+{
+    match namespace {
+        Some(namespace) => Api::namespaced(client.clone(), namespace),
+        None => Api::all(client.clone()),
+    }
+}
+
+/// Calls `changed` with the objects of two kinds, once both have been listed, and after each change.
+async fn both<A, B>(
+    of_a: Api<A>,
+    of_b: Api<B>,
+    mut changed: impl FnMut(Vec<A>, Vec<B>) -> Result<(), Error>,
+) -> Result<(), Error>
+where
+    A: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
+    B: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
+{
+    let (a, a_changes) = followed(of_a);
+    let (b, b_changes) = followed(of_b);
+    // What arrives together is one change.
+    let mut events = std::pin::pin!(futures::stream::select(a_changes, b_changes).ready_chunks(1000));
+    while let Some(chunk) = events.next().await {
+        for error in chunk.into_iter().filter_map(Result::err) {
+            eprintln!("note: {error}; trying again");
+        }
+        if let (Some(a), Some(b)) = (listed(&a), listed(&b)) {
+            changed(a, b)?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns the objects of a kind, and a stream that keeps them current.
+fn followed<K>(api: Api<K>) -> (Store<K>, impl Stream<Item = Result<(), watcher::Error>>)
+where
+    K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
+{
+    let (store, writer) = reflector::store();
+    let changes = watcher(api, watcher::Config::default())
+        .default_backoff()
+        .reflect(writer);
+    (store, changes.map(|change| change.map(drop)))
+}
+
+/// Returns all objects, or none before they have been listed.
+fn listed<K>(store: &Store<K>) -> Option<Vec<K>>
+where
+    K: Resource<DynamicType = ()> + Clone + 'static,
+{
+    store.wait_until_ready().now_or_never()?.ok()?;
+    Some(store.state().iter().map(|object| (**object).clone()).collect())
+}

@@ -1,0 +1,136 @@
+//! Rejects container paths that collide for every device of a kind.
+
+use std::collections::BTreeMap;
+
+use serde_saphyr::Spanned;
+
+use super::extras::RawMount;
+use super::pattern::PathPattern;
+use super::source::Source;
+use super::{Position, Refused, at};
+use crate::core::prepare::container_edits::Mount;
+
+/// The source, container paths and mounts of a kind, with their positions in the file.
+pub(super) struct Positions<'a> {
+    pub(super) source: &'a Source,
+    /// Container paths by entry; other nodes keep their own path.
+    pub(super) paths: &'a BTreeMap<String, String>,
+    pub(super) mounts: &'a [Mount],
+    pub(super) raw_paths: Option<&'a Spanned<BTreeMap<String, Spanned<String>>>>,
+    pub(super) raw_mounts: Option<&'a Spanned<Vec<RawMount>>>,
+}
+
+impl Positions<'_> {
+    /// Rejects two nodes of the same device, or a node and a mount, with the same container path. Collisions that depend on the
+    /// discovered devices or on the number of devices per container are rejected later.
+    pub(super) fn check(&self, field: &str, whole: Position) -> Result<(), Refused> {
+        for entries in together(self.source) {
+            let mut taken: BTreeMap<&str, &str> = BTreeMap::new();
+            for (entry, own_path) in entries {
+                let Some(path) = self.paths.get(entry).map(String::as_str).or(own_path) else {
+                    continue;
+                };
+                if let Some(other) = taken.insert(path, entry) {
+                    let problem = format!(
+                        "{field}.containerPaths: {other} and {entry} would both be {path} in a container; give each its own path"
+                    );
+                    return Err(self.of_entry(&[entry, other], whole, problem));
+                }
+                let mount = self.mounts.iter().position(|mount| mount.container_path == path);
+                if let Some(index) = mount {
+                    let problem = format!(
+                        "{field}.mounts[{index}].containerPath {path:?} is where a container sees {entry}; give one of them another path"
+                    );
+                    return Err(match self.raw_mounts {
+                        Some(raw) => at(raw, problem),
+                        None => (whole, problem),
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The error at the position of the first entry with a container path in the file.
+    fn of_entry(&self, entries: &[&str], whole: Position, problem: String) -> Refused {
+        let given = entries.iter().find_map(|entry| self.raw_paths?.value.get(*entry));
+        match given {
+            Some(raw) => at(raw, problem),
+            None => (whole, problem),
+        }
+    }
+}
+
+/// Entries that every device of a source has, each with its host path if that is literal.
+fn together(source: &Source) -> Vec<Vec<(&str, Option<&str>)>> {
+    fn pattern(pattern: &PathPattern) -> (&str, Option<&str>) {
+        (pattern.text(), pattern.is_literal().then(|| pattern.text()))
+    }
+    match source {
+        Source::Paths(paths) => paths.iter().map(|path| vec![pattern(path)]).collect(),
+        Source::Groups(groups) => groups
+            .iter()
+            .map(|group| group.required.iter().map(pattern).collect())
+            .collect(),
+        Source::Usb(usb) => vec![usb.nodes.iter().map(|node| (node.as_str(), None)).collect()],
+        Source::Pci(pci) => vec![pci.nodes.iter().map(|node| (node.as_str(), None)).collect()],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::NodeConfiguration;
+
+    fn read(kind: &str) -> Result<(), String> {
+        let text = format!(
+            "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n- {{name: a, {kind}}}\n"
+        );
+        NodeConfiguration::parse(&text)
+            .map(drop)
+            .map_err(|(position, problem)| format!("{}: {problem}", position.line))
+    }
+
+    #[test]
+    fn two_devices_at_one_path_are_refused_with_a_fix() {
+        for (kind, words) in [
+            (
+                "paths: [/dev/a], mounts: [{hostPath: /opt/a, containerPath: /dev/a}]",
+                ["kinds[0].mounts[0].containerPath \"/dev/a\"", "another path"],
+            ),
+            (
+                "paths: [\"/dev/a*\"], containerPaths: {\"/dev/a*\": /dev/x}, mounts: [{hostPath: /opt/a, containerPath: /dev/x}]",
+                ["where a container sees /dev/a*", "another path"],
+            ),
+            (
+                "groups: [{required: [/dev/a, /dev/b]}], containerPaths: {/dev/a: /dev/x, /dev/b: /dev/x}",
+                ["kinds[0].containerPaths: /dev/a and /dev/b", "be /dev/x in"],
+            ),
+            (
+                "groups: [{required: [/dev/a, /dev/b]}], containerPaths: {/dev/b: /dev/a}",
+                ["/dev/a and /dev/b would both be /dev/a", "its own path"],
+            ),
+            (
+                "usb: {match: [{vendor: \"0403\"}], nodes: [bus, tty]}, containerPaths: {bus: \"/dev/x{n}\", tty: \"/dev/x{n}\"}",
+                ["bus and tty would both be /dev/x{n}", "its own path"],
+            ),
+        ] {
+            let message = read(kind).unwrap_err();
+            assert!(message.starts_with("4: "), "{message}");
+            for word in words {
+                assert!(message.contains(word), "{word} in {message}");
+            }
+        }
+    }
+
+    #[test]
+    fn one_path_for_what_need_not_be_in_one_device_is_taken() {
+        for kind in [
+            "paths: [/dev/a, /dev/b], containerPaths: {/dev/a: /dev/x, /dev/b: /dev/x}",
+            "paths: [\"/dev/a*\"], containerPaths: {\"/dev/a*\": /dev/x}",
+            "groups: [{required: [/dev/a]}, {required: [/dev/b]}], containerPaths: {/dev/a: /dev/x, /dev/b: /dev/x}",
+            "groups: [{required: [/dev/a], optional: [/dev/b, /dev/c]}], containerPaths: {/dev/b: /dev/x, /dev/c: /dev/x}",
+        ] {
+            read(kind).unwrap();
+        }
+    }
+}

@@ -1,0 +1,305 @@
+//! Pools of nodes with kinds of their own in one release.
+
+use std::collections::BTreeMap;
+
+use anyhow::ensure;
+use serde_json::{Value, json};
+
+use crate::chart::helm::{MODES, chart, object, pod_spec, render, structured, variants};
+use crate::chart::rights::allowed;
+use crate::chart::stage::Stage;
+use crate::harness::{Cluster, IMAGE};
+
+const POOLS: &str = "ci/node-pools-values.yaml";
+
+/// Whether a requirement of a node affinity matches.
+fn meets(labels: &BTreeMap<&str, &str>, requirement: &Value) -> bool {
+    let value = labels.get(requirement["key"].as_str().expect("a key"));
+    let is_among = value.is_some_and(|value| {
+        let mut values = requirement["values"].as_array().into_iter().flatten();
+        values.any(|one| one == value)
+    });
+    match requirement["operator"].as_str() {
+        Some("In") => is_among,
+        Some("NotIn") => !is_among,
+        other => unreachable!("{other:?}"),
+    }
+}
+
+/// Whether the pods of a DaemonSet run on a node with these labels.
+fn runs_on(owner: &Value, labels: &BTreeMap<&str, &str>) -> bool {
+    let spec = pod_spec(owner).expect("pods");
+    let mut selector = spec["nodeSelector"].as_object().into_iter().flatten();
+    let terms = &spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"];
+    selector.all(|(key, value)| labels.get(key.as_str()).is_some_and(|label| value == label))
+        && terms.as_array().is_none_or(|terms| {
+            terms.iter().any(|term| {
+                let requirements = term["matchExpressions"].as_array().expect("requirements");
+                requirements.iter().all(|requirement| meets(labels, requirement))
+            })
+        })
+}
+
+#[test]
+fn each_node_has_the_companion_of_one_pool() {
+    let rendered = structured(POOLS, &[]);
+    let owners: Vec<&Value> = rendered
+        .iter()
+        .filter(|object| object["kind"] == "DaemonSet")
+        .collect();
+    assert_eq!(owners.len(), 4);
+    for (pool, arch, expected) in [
+        ("", "amd64", "drayman-node"),
+        ("other", "arm64", "drayman-node"),
+        ("cameras", "amd64", "drayman-node-cameras"),
+        ("cameras", "arm64", "drayman-node-cameras"),
+        // The pool has two labels, and this node has one of them.
+        ("radios", "amd64", "drayman-node"),
+        ("radios", "arm64", "drayman-node-radios"),
+        ("plain", "amd64", "drayman-node-plain"),
+    ] {
+        let mut labels = BTreeMap::from([("kubernetes.io/os", "linux"), ("kubernetes.io/arch", arch)]);
+        if !pool.is_empty() {
+            labels.insert("example.com/pool", pool);
+        }
+        let names: Vec<&Value> = owners
+            .iter()
+            .filter(|owner| runs_on(owner, &labels))
+            .map(|owner| &owner["metadata"]["name"])
+            .collect();
+        assert_eq!(names, [expected], "{labels:?}");
+    }
+    // The operator's own terms remain.
+    let affinity = "--set-json=node.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms=[{\"matchExpressions\":[{\"key\":\"a\",\"operator\":\"In\",\"values\":[\"b\"]}]}]";
+    let rendered = structured(POOLS, &[affinity]);
+    let owner = object(&rendered, "DaemonSet", "drayman-node");
+    let linux = BTreeMap::from([("kubernetes.io/os", "linux")]);
+    assert!(!runs_on(owner, &linux));
+    let mut with_label = linux;
+    with_label.insert("a", "b");
+    assert!(runs_on(owner, &with_label));
+    with_label.insert("example.com/pool", "cameras");
+    assert!(!runs_on(owner, &with_label));
+}
+
+#[test]
+fn a_pool_has_its_own_kinds_and_shares_the_rest() {
+    let rendered = structured(POOLS, &[]);
+    let kinds = |name: &str| -> Vec<String> {
+        let text = object(&rendered, "ConfigMap", name)["data"]["node.yaml"].clone();
+        let configuration: Value = serde_saphyr::from_str(text.as_str().expect("a text")).expect("YAML");
+        let kinds = configuration["kinds"].as_array().expect("kinds").iter();
+        kinds
+            .map(|kind| {
+                let name = kind["name"].as_str().or_else(|| kind["preset"].as_str());
+                name.expect("a name").to_owned()
+            })
+            .collect()
+    };
+    assert_eq!(kinds("drayman-node"), ["kvm"]);
+    assert_eq!(kinds("drayman-node-cameras"), ["kvm", "camera"]);
+    assert_eq!(kinds("drayman-node-radios"), ["radio"]);
+    assert_eq!(kinds("drayman-node-plain"), ["kvm"], "those of the release");
+    let pool = object(&rendered, "DaemonSet", "drayman-node-cameras");
+    let spec = pod_spec(pool).expect("pods");
+    assert_eq!(spec["volumes"][0]["configMap"]["name"], "drayman-node-cameras");
+    assert_eq!(spec["serviceAccountName"], "drayman-node");
+    assert_eq!(
+        spec["tolerations"],
+        json!([{ "key": "example.com/pool", "operator": "Exists" }])
+    );
+    let resources = &spec["containers"][0]["resources"];
+    assert_eq!(
+        resources,
+        &json!({ "requests": { "cpu": "10m", "memory": "16Mi" }, "limits": { "memory": "128Mi" } })
+    );
+    // One Service, policy and role serve all pools.
+    let labels = &pool["spec"]["template"]["metadata"]["labels"];
+    for (kind, name, selector) in [
+        ("Service", "drayman-node-metrics", "/spec/selector"),
+        ("NetworkPolicy", "drayman-node", "/spec/podSelector/matchLabels"),
+    ] {
+        let selector = object(&rendered, kind, name).pointer(selector);
+        for (key, value) in selector.and_then(Value::as_object).expect("labels") {
+            assert_eq!(&labels[key], value, "{kind}");
+        }
+    }
+    let mounts =
+        |name: &str| pod_spec(object(&rendered, "DaemonSet", name)).expect("pods")["volumes"].to_string();
+    assert!(mounts("drayman-node-radios").contains("/pods\""), "mode both");
+    assert!(!mounts("drayman-node").contains("/pods\""));
+    let classic = render(Some(&chart(POOLS)), &[]);
+    let role = object(&classic, "ClusterRole", "drayman-node.drayman");
+    assert!(allowed(role).contains("watch resourceclaims.resource.k8s.io []"));
+}
+
+/// An upgrade can change neither: the selector of a DaemonSet is immutable, and its name is what operators' tools know.
+#[test]
+fn pools_leave_the_first_daemon_set_as_it_is() {
+    let of_first = |more: &[&str]| {
+        let rendered = structured("ci/one-kind-values.yaml", more);
+        let mut owner = object(&rendered, "DaemonSet", "drayman-node").clone();
+        owner["spec"]["template"]["spec"]["affinity"] = Value::Null;
+        owner
+    };
+    let pool = "--set-json=nodePools=[{\"name\":\"a\",\"nodeSelector\":{\"example.com/pool\":\"a\"}}]";
+    assert_eq!(of_first(&[]), of_first(&[pool]));
+}
+
+#[test]
+fn a_namespace_and_a_registry_hold_for_all_objects() {
+    for mode in MODES {
+        for variant in variants() {
+            let more = [
+                mode,
+                &["--set=namespaceOverride=elsewhere,global.imageRegistry=mirror.example.com"],
+            ]
+            .concat();
+            let rendered = render(Some(&variant), &more);
+            for object in &rendered {
+                let namespace = &object["metadata"]["namespace"];
+                assert!(
+                    namespace.is_null()
+                        || namespace == "elsewhere"
+                        || object["kind"]
+                            .as_str()
+                            .is_some_and(|kind| kind.starts_with("Role")),
+                    "{} {}: {namespace}",
+                    object["kind"],
+                    object["metadata"]["name"]
+                );
+                let image = pod_spec(object).map(|spec| spec["containers"][0]["image"].to_string());
+                assert!(
+                    image
+                        .as_ref()
+                        .is_none_or(|image| image.starts_with("\"mirror.example.com/drayman")),
+                    "{image:?}"
+                );
+            }
+        }
+    }
+}
+
+/// A pod with a device of the class `test` on a node.
+fn pod(name: &str, node: &str) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": { "name": name, "namespace": "default" },
+        "spec": {
+            "automountServiceAccountToken": false,
+            "nodeSelector": { "kubernetes.io/hostname": node },
+            "resourceClaims": [{ "name": "device", "resourceClaimTemplateName": "test" }],
+            "containers": [{
+                "name": "main", "image": IMAGE, "imagePullPolicy": "Never",
+                "resources": { "claims": [{ "name": "device" }] },
+            }],
+            "dnsPolicy": "Default",
+            "terminationGracePeriodSeconds": 1,
+        },
+    })
+}
+
+/// The number of devices that a node offers.
+async fn offered(stage: &Stage, node: &str) -> anyhow::Result<usize> {
+    let of_node = format!("--field-selector=spec.nodeName={node}");
+    let names = stage
+        .field(&["resourceslices", &of_node], ".items[*].spec.devices[*].name")
+        .await?;
+    Ok(names.split_whitespace().count())
+}
+
+#[tokio::test]
+async fn a_running_release_is_divided_into_pools() -> anyhow::Result<()> {
+    let stage = Stage::start_with(Cluster::structured(), 2).await?;
+    let (chart, values) = (chart(""), chart("ci/one-kind-values.yaml"));
+    let deploy = async |verb: &str, more: &[&str]| {
+        let mut words = vec![
+            verb,
+            "drayman",
+            chart.to_str().unwrap_or_default(),
+            "--namespace=drayman",
+        ];
+        words.extend(["--values", values.to_str().unwrap_or_default()]);
+        words.extend(more);
+        stage.helm(&words).await
+    };
+    let rolled_out = async |name: &str| {
+        let object = format!("daemonset/{name}");
+        let status = ["rollout", "status", &object, "--namespace=drayman"];
+        stage.cluster.kubectl(&status).await
+    };
+    deploy("install", &[]).await?;
+    rolled_out("drayman-node").await?;
+    let template = json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate",
+        "metadata": { "name": "test", "namespace": "default" },
+        "spec": { "spec": { "devices": { "requests": [
+            { "name": "device", "exactly": { "deviceClassName": "test" } },
+        ] } } },
+    });
+    stage.apply(&template).await?;
+    for (name, node) in [("first", "node-0"), ("second", "node-1")] {
+        stage.apply(&pod(name, node)).await?;
+        stage.running(name).await?;
+        ensure!(stage.devices(name).await?.len() == 1, "{name}");
+    }
+    let before = (
+        stage.run_of_pod("first").await?,
+        stage.run_of_pod("second").await?,
+    );
+
+    let label = ["label", "node", "node-1", "example.com/pool=special"];
+    stage.cluster.kubectl(&label).await?;
+    let pool = "--set-json=nodePools=[{\"name\":\"special\",\"nodeSelector\":{\"example.com/pool\":\"special\"},\
+                \"deviceKinds\":[{\"name\":\"test\",\"paths\":[\"/dev/drayman-test-[01]\"]}]}]";
+    deploy("upgrade", &[pool]).await?;
+    for name in ["drayman-node", "drayman-node-special"] {
+        rolled_out(name).await?;
+        let pods = stage
+            .field(&["daemonset", name, "--namespace=drayman"], ".status.numberReady")
+            .await?;
+        ensure!(pods == "1", "{name} has {pods} pods");
+    }
+    stage
+        .until(
+            "the node of the pool offers the devices of its kinds",
+            async || Ok(offered(&stage, "node-1").await? == 2 && offered(&stage, "node-0").await? == 3),
+        )
+        .await?;
+    stage.doctor().await?;
+    let after = (
+        stage.run_of_pod("first").await?,
+        stage.run_of_pod("second").await?,
+    );
+    ensure!(before == after, "{before:?} {after:?}");
+
+    // The companion of the pool knows what the first one gave away.
+    stage.apply(&pod("third", "node-1")).await?;
+    let delete = ["delete", "pod", "second"];
+    stage.cluster.kubectl(&delete).await?;
+    stage.running("third").await?;
+    ensure!(stage.devices("third").await?.len() == 1);
+
+    // And back.
+    deploy("upgrade", &[]).await?;
+    rolled_out("drayman-node").await?;
+    stage
+        .until("the first companion serves both nodes", async || {
+            let pods = stage
+                .field(
+                    &["daemonset", "drayman-node", "--namespace=drayman"],
+                    ".status.numberReady",
+                )
+                .await?;
+            Ok(pods == "2" && offered(&stage, "node-1").await? == 3)
+        })
+        .await?;
+    let delete = ["delete", "pod", "first", "third"];
+    stage.cluster.kubectl(&delete).await?;
+    stage
+        .until("the claims are gone", async || {
+            let claims = ["get", "resourceclaims", "--all-namespaces", "--output=name"];
+            Ok(stage.cluster.kubectl(&claims).await?.is_empty())
+        })
+        .await?;
+    stage.cluster.stop().await
+}

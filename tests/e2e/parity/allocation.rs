@@ -1,0 +1,687 @@
+//! Allocation in structured mode: the scheduler and the claim controller of the stage beside the real ones. The nodes are objects
+//! that no kubelet keeps, and the slices are made by hand. What is compared is what claims get, and which pods wait.
+
+use std::collections::BTreeSet;
+
+use anyhow::Context as _;
+use drayman::testcluster::api::Mode;
+use drayman::testcluster::source::Source;
+use drayman::testcluster::stage::Stage;
+use serde_json::{Value, json};
+use tokio::sync::OnceCell;
+use tokio::time::{Duration, sleep, timeout};
+
+use crate::harness::Cluster;
+use crate::parity::answers::same_form;
+use crate::parity::ground::{JSON, MERGE, compare, run};
+use crate::parity::loops::ground::{PATIENCE, make_node, send};
+
+const RESOURCE: &str = "/apis/resource.k8s.io/v1";
+
+/// With all controllers, other than that of the conversations.
+static CLUSTER: OnceCell<Cluster> = OnceCell::const_new();
+
+async fn real() -> kube::Client {
+    let cluster = CLUSTER
+        .get_or_try_init(|| {
+            // Nodes that exist in the API alone have no heartbeats.
+            Cluster::structured()
+                .flag("controller-manager", "--node-monitor-grace-period=24h")
+                .share("allocation", async |_| Ok(()))
+        })
+        .await
+        .expect("a real control plane");
+    cluster.client()
+}
+
+/// A cluster with a namespace, a node, a driver and a class of one name.
+struct Ground {
+    client: kube::Client,
+    name: String,
+}
+
+/// Plays a story with both, and compares the claims and pods at its end.
+fn both(name: &str, story: impl AsyncFn(&Ground) -> anyhow::Result<()>) {
+    run(async {
+        let stage = Stage::with_mode(Source::system(), Mode::Structured);
+        let played = play(stage.server().client(), name, &story).await;
+        let played = played.expect("the story goes to its end on the stage");
+        stage.stop().await;
+        let meant = play(real().await, name, &story).await;
+        let meant = meant.expect("the story goes to its end in a real cluster");
+        compare(&played, &meant);
+    });
+}
+
+async fn play(
+    client: kube::Client,
+    name: &str,
+    story: &impl AsyncFn(&Ground) -> anyhow::Result<()>,
+) -> anyhow::Result<Vec<Value>> {
+    let name = name.to_owned();
+    let ground = Ground { client, name };
+    ground.begin().await?;
+    let played = story(&ground).await;
+    let told = same_form(ground.end().await?, false);
+    played.with_context(|| format!("{told:#?}"))?;
+    Ok(told)
+}
+
+/// A request for devices of the class of the story.
+fn request(name: &str, class: &str, fields: &Value) -> Value {
+    json!({ "name": name, "exactly": merged(json!({ "deviceClassName": class }), fields) })
+}
+
+fn merged(mut object: Value, fields: &Value) -> Value {
+    for (key, value) in fields.as_object().into_iter().flatten() {
+        object[key] = value.clone();
+    }
+    object
+}
+
+fn device(name: &str, fields: &Value) -> Value {
+    merged(json!({ "name": name }), fields)
+}
+
+/// Devices of these names with an attribute; without it if the value is 0.
+fn numbered(devices: &[(&str, i64)]) -> Vec<Value> {
+    let one = |(name, number): &(&str, i64)| match number {
+        0 => device(name, &json!({})),
+        number => device(
+            name,
+            &json!({ "attributes": { "x.dev/number": { "int": number } } }),
+        ),
+    };
+    devices.iter().map(one).collect()
+}
+
+impl Ground {
+    fn driver(&self) -> String {
+        format!("{}.example.com", self.name)
+    }
+
+    fn path(&self, plural: &str, name: &str) -> String {
+        let base = match plural {
+            "pods" => format!("/api/v1/namespaces/{}/pods", self.name),
+            "resourceslices" | "deviceclasses" => format!("{RESOURCE}/{plural}"),
+            _ => format!("{RESOURCE}/namespaces/{}/{plural}", self.name),
+        };
+        if name.is_empty() {
+            base
+        } else {
+            format!("{base}/{name}")
+        }
+    }
+
+    async fn create(&self, plural: &str, object: &Value) -> anyhow::Result<()> {
+        let path = self.path(plural, "");
+        send(&self.client, "POST", &path, JSON, object).await.map(drop)
+    }
+
+    async fn get(&self, plural: &str, name: &str) -> anyhow::Result<Value> {
+        let path = self.path(plural, name);
+        send(&self.client, "GET", &path, JSON, &Value::Null).await
+    }
+
+    async fn patch(&self, plural: &str, name: &str, patch: &Value) -> anyhow::Result<()> {
+        let path = self.path(plural, name);
+        send(&self.client, "PATCH", &path, MERGE, patch).await.map(drop)
+    }
+
+    async fn delete(&self, plural: &str, name: &str) -> anyhow::Result<()> {
+        let path = self.path(plural, name);
+        let options = json!({ "gracePeriodSeconds": 0 });
+        send(&self.client, "DELETE", &path, JSON, &options)
+            .await
+            .map(drop)
+    }
+
+    async fn begin(&self) -> anyhow::Result<()> {
+        let labels = json!({ "resource.kubernetes.io/admin-access": "true" });
+        let namespace = json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": self.name, "labels": labels } });
+        send(&self.client, "POST", "/api/v1/namespaces", JSON, &namespace).await?;
+        make_node(&self.client, &self.name, &self.name).await?;
+        self.class(&self.name, &json!({})).await
+    }
+
+    /// Makes a class of all devices of the driver.
+    async fn class(&self, name: &str, fields: &Value) -> anyhow::Result<()> {
+        let expression = format!("device.driver == \"{}\"", self.driver());
+        let spec = merged(
+            json!({ "selectors": [{ "cel": { "expression": expression } }] }),
+            fields,
+        );
+        let class = json!({
+            "apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": { "name": name }, "spec": spec,
+        });
+        self.create("deviceclasses", &class).await
+    }
+
+    /// Makes a slice of the node, in a pool of one slice unless the fields say otherwise.
+    async fn slice(&self, suffix: &str, devices: &[Value], fields: &Value) -> anyhow::Result<()> {
+        let plain = json!({
+            "driver": self.driver(), "nodeName": self.name, "devices": devices,
+            "pool": { "name": self.name, "generation": 1, "resourceSliceCount": 1 },
+        });
+        let slice = json!({
+            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice",
+            "metadata": { "name": format!("{}-{suffix}", self.name) }, "spec": merged(plain, fields),
+        });
+        self.create("resourceslices", &slice).await
+    }
+
+    fn pool(&self, name: &str, generation: i64, count: i64) -> Value {
+        json!({ "pool": { "name": format!("{}{name}", self.name), "generation": generation, "resourceSliceCount": count } })
+    }
+
+    /// Requests of the class with these fields, named `a`, `b` and so on.
+    fn requests(&self, fields: &[Value]) -> Value {
+        let one = |(name, fields)| request(name, &self.name, fields);
+        let requests: Vec<Value> = ["a", "b", "c"].into_iter().zip(fields).map(one).collect();
+        json!({ "requests": requests })
+    }
+
+    async fn claim(&self, name: &str, devices: &Value) -> anyhow::Result<()> {
+        let claim = json!({
+            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
+            "metadata": { "name": name }, "spec": { "devices": devices },
+        });
+        self.create("resourceclaims", &claim).await
+    }
+
+    async fn pod(&self, name: &str, claims: &[&str]) -> anyhow::Result<()> {
+        let entry = |claim: &&str| json!({ "name": claim, "resourceClaimName": claim });
+        self.pod_of(name, &claims.iter().map(entry).collect()).await
+    }
+
+    async fn pod_of(&self, name: &str, entries: &Value) -> anyhow::Result<()> {
+        let pod = json!({
+            "apiVersion": "v1", "kind": "Pod", "metadata": { "name": name },
+            "spec": {
+                "nodeSelector": { "place": self.name }, "resourceClaims": entries,
+                "containers": [{ "name": "main", "image": "none" }],
+            },
+        });
+        self.create("pods", &pod).await
+    }
+
+    /// Makes a claim and a pod that uses it, and waits until the pod is bound.
+    async fn runs(&self, name: &str, devices: &Value) -> anyhow::Result<()> {
+        self.claim(name, devices).await?;
+        self.pod(name, &[name]).await?;
+        self.until_bound(name).await
+    }
+
+    /// Makes a claim and a pod that uses it, and waits until the pod has been found to fit nowhere.
+    async fn waits(&self, name: &str, devices: &Value) -> anyhow::Result<()> {
+        self.claim(name, devices).await?;
+        self.pod(name, &[name]).await?;
+        self.until_unschedulable(name).await
+    }
+
+    async fn until(&self, what: &str, plural: &str, holds: impl Fn(&Value) -> bool) -> anyhow::Result<()> {
+        let waiting = async {
+            loop {
+                if holds(&self.get(plural, "").await?) {
+                    return anyhow::Ok(());
+                }
+                sleep(Duration::from_millis(20)).await;
+            }
+        };
+        timeout(PATIENCE, waiting)
+            .await
+            .with_context(|| format!("never: {what}"))?
+    }
+
+    async fn until_pod(&self, what: &str, pod: &str, holds: impl Fn(&Value) -> bool) -> anyhow::Result<()> {
+        let of_pod = |pods: &Value| {
+            let mut pods = pods["items"].as_array().into_iter().flatten();
+            pods.any(|one| one["metadata"]["name"] == pod && holds(one))
+        };
+        self.until(&format!("pod {pod} is {what}"), "pods", of_pod).await
+    }
+
+    async fn until_bound(&self, pod: &str) -> anyhow::Result<()> {
+        self.until_pod("bound", pod, |pod| pod["spec"]["nodeName"].is_string())
+            .await
+    }
+
+    async fn until_unschedulable(&self, pod: &str) -> anyhow::Result<()> {
+        let is_unschedulable =
+            |pod: &Value| scheduled(pod).is_some_and(|condition| condition["status"] == "False");
+        self.until_pod("unschedulable", pod, is_unschedulable).await
+    }
+
+    /// What the claims have, and which pods wait for what.
+    async fn end(&self) -> anyhow::Result<Vec<Value>> {
+        let mut told = Vec::new();
+        for claim in self.get("resourceclaims", "").await?["items"]
+            .as_array()
+            .into_iter()
+            .flatten()
+        {
+            told.push(json!({
+                "claim": claim["metadata"]["name"], "finalizers": claim["metadata"]["finalizers"], "status": claim["status"],
+            }));
+        }
+        for pod in self.get("pods", "").await?["items"]
+            .as_array()
+            .into_iter()
+            .flatten()
+        {
+            let waits = scheduled(pod).filter(|_| !pod["spec"]["nodeName"].is_string());
+            told.push(json!({
+                "pod": pod["metadata"]["name"], "node": pod["spec"]["nodeName"],
+                "waits": waits.map(|condition| json!([condition["reason"], reasons(&condition["message"])])),
+            }));
+        }
+        Ok(told)
+    }
+}
+
+fn scheduled(pod: &Value) -> Option<&Value> {
+    let conditions = pod["status"]["conditions"].as_array()?;
+    conditions
+        .iter()
+        .find(|condition| condition["type"] == "PodScheduled")
+}
+
+/// Why no node fits, without the numbers of nodes, which depend on other stories.
+fn reasons(message: &Value) -> BTreeSet<String> {
+    let message = message.as_str().unwrap_or_default();
+    let message = message
+        .split_once(" nodes are available: ")
+        .map_or(message, |(_, rest)| rest);
+    let message = message.split_once(". ").map_or(message, |(first, _)| first);
+    let reasons = message.trim_end_matches('.').split(", ").map(|reason| {
+        let counted = reason
+            .split_once(' ')
+            .filter(|(count, _)| count.parse::<usize>().is_ok());
+        counted.map_or(reason, |(_, reason)| reason).to_owned()
+    });
+    // Nodes of other stories: each new one has a taint until a controller has seen that it is ready.
+    let elsewhere = [
+        "node(s) didn't match Pod's node affinity/selector",
+        "node(s) had untolerated taint(s)",
+    ];
+    reasons
+        .filter(|reason| !elsewhere.iter().any(|other| reason.contains(other)))
+        .collect()
+}
+
+#[test]
+fn devices_are_allocated_in_the_order_of_slices_and_lists() {
+    both("allocation-order", async |ground| {
+        let two = ground.pool("", 1, 2);
+        ground.slice("b", &numbered(&[("z", 1), ("a", 1)]), &two).await?;
+        ground.slice("a", &numbered(&[("y", 1)]), &two).await?;
+        let one = ground.requests(&[json!({})]);
+        for pod in ["first", "second", "third"] {
+            ground.runs(pod, &one).await?;
+        }
+        ground.waits("fourth", &one).await
+    });
+}
+
+#[test]
+fn pools_are_used_in_the_order_of_their_names() {
+    both("allocation-pools", async |ground| {
+        ground
+            .slice("a", &numbered(&[("x", 1)]), &ground.pool("-2", 1, 1))
+            .await?;
+        ground
+            .slice("b", &numbered(&[("y", 1)]), &ground.pool("-1", 1, 1))
+            .await?;
+        ground
+            .slice("c", &numbered(&[("z", 1)]), &ground.pool("-3", 1, 1))
+            .await?;
+        // All three are seen.
+        ground
+            .runs("all", &ground.requests(&[json!({ "count": 3 })]))
+            .await?;
+        ground.delete("pods", "all").await?;
+        ground.delete("resourceclaims", "all").await?;
+        let one = ground.requests(&[json!({})]);
+        ground.runs("first", &one).await?;
+        ground.runs("second", &one).await
+    });
+}
+
+#[test]
+fn requests_and_claims_of_a_pod_get_different_devices() {
+    both("allocation-requests", async |ground| {
+        let devices = [("a", 1), ("b", 2), ("c", 3), ("d", 4), ("e", 5)];
+        ground.slice("a", &numbered(&devices), &json!({})).await?;
+        let selector = |number: i64| {
+            let expression = format!(
+                "has(device.attributes[\"x.dev\"].number) && device.attributes[\"x.dev\"].number == {number}"
+            );
+            json!({ "selectors": [{ "cel": { "expression": expression } }] })
+        };
+        // The first device that matches request a is the only one for request b.
+        ground
+            .claim("one", &ground.requests(&[json!({ "count": 2 }), selector(1)]))
+            .await?;
+        ground.claim("two", &ground.requests(&[selector(4)])).await?;
+        ground.pod("pod", &["one", "two"]).await?;
+        ground.until_bound("pod").await?;
+        ground.waits("same", &ground.requests(&[selector(4)])).await?;
+        ground
+            .waits("many", &ground.requests(&[json!({ "count": 2 })]))
+            .await?;
+        ground.waits("none", &ground.requests(&[selector(9)])).await
+    });
+}
+
+#[test]
+fn constraints_select_devices_by_an_attribute() {
+    both("allocation-constraints", async |ground| {
+        let devices = [
+            ("a", 1),
+            ("b", 2),
+            ("c", 0),
+            ("d", 2),
+            ("e", 3),
+            ("f", 1),
+            ("g", 4),
+        ];
+        ground.slice("a", &numbered(&devices), &json!({})).await?;
+        let with = |requests: Value, constraint: &str| {
+            merged(
+                requests,
+                &json!({ "constraints": [{ constraint: "x.dev/number" }] }),
+            )
+        };
+        let pair = ground.requests(&[json!({ "count": 2 })]);
+        // The only device with this value is held.
+        let third = json!({ "selectors": [{ "cel": { "expression": "has(device.attributes[\"x.dev\"].number) && device.attributes[\"x.dev\"].number == 3" } }] });
+        ground.runs("holder", &ground.requests(&[third])).await?;
+        ground
+            .runs("match", &with(pair.clone(), "matchAttribute"))
+            .await?;
+        ground
+            .waits(
+                "match-three",
+                &with(ground.requests(&[json!({ "count": 3 })]), "matchAttribute"),
+            )
+            .await?;
+        ground
+            .runs(
+                "distinct",
+                &with(ground.requests(&[json!({}), json!({})]), "distinctAttribute"),
+            )
+            .await?;
+        ground
+            .waits("distinct-again", &with(pair, "distinctAttribute"))
+            .await
+    });
+}
+
+#[test]
+fn the_first_alternative_that_fits_is_taken() {
+    both("allocation-alternatives", async |ground| {
+        ground
+            .slice("a", &numbered(&[("a", 1), ("b", 2), ("c", 2)]), &json!({}))
+            .await?;
+        let number = |number: i64| json!([{ "cel": { "expression": format!("device.attributes[\"x.dev\"].number == {number}") } }]);
+        let alternative = |name: &str, fields: Value| {
+            merged(json!({ "name": name, "deviceClassName": ground.name }), &fields)
+        };
+        let either = json!({ "requests": [{ "name": "r", "firstAvailable": [
+            alternative("two", json!({ "count": 2, "selectors": number(1) })),
+            alternative("one", json!({ "selectors": number(2) })),
+            alternative("any", json!({})),
+        ] }] });
+        for pod in ["first", "second", "third"] {
+            ground.runs(pod, &either).await?;
+        }
+        ground.waits("fourth", &either).await
+    });
+}
+
+#[test]
+fn all_devices_means_all_that_are_free() {
+    both("allocation-all", async |ground| {
+        ground
+            .slice("a", &numbered(&[("a", 1), ("b", 2)]), &json!({}))
+            .await?;
+        let all = ground.requests(&[json!({ "allocationMode": "All" })]);
+        ground.runs("all", &all).await?;
+        ground.waits("again", &all).await?;
+        let one = ground.requests(&[json!({})]);
+        ground.waits("one", &one).await?;
+        ground.delete("pods", "again").await?;
+        ground.delete("pods", "all").await?;
+        ground.until_bound("one").await?;
+        // One device is held.
+        ground.waits("part", &all).await
+    });
+}
+
+#[test]
+fn admin_access_takes_held_devices_and_holds_none() {
+    both("allocation-admin", async |ground| {
+        ground
+            .slice("a", &numbered(&[("a", 1), ("b", 2)]), &json!({}))
+            .await?;
+        let one = ground.requests(&[json!({})]);
+        ground.runs("holder", &one).await?;
+        let all = ground.requests(&[json!({ "allocationMode": "All", "adminAccess": true })]);
+        ground.runs("admin", &all).await?;
+        ground.runs("beside", &one).await?;
+        ground.waits("none", &one).await?;
+        ground
+            .runs("another", &ground.requests(&[json!({ "adminAccess": true })]))
+            .await
+    });
+}
+
+#[test]
+fn tainted_devices_go_to_claims_that_tolerate_them() {
+    both("allocation-taints", async |ground| {
+        let tainted = |name: &str, effect: &str| {
+            let taint = json!({ "key": "x.dev/bad", "value": "v", "effect": effect, "timeAdded": "2026-01-01T00:00:00Z" });
+            device(name, &json!({ "taints": [taint] }))
+        };
+        let devices = [
+            tainted("a", "NoSchedule"),
+            tainted("b", "NoExecute"),
+            tainted("c", "None"),
+            device("d", &json!({})),
+        ];
+        ground.slice("a", &devices, &json!({})).await?;
+        let one = ground.requests(&[json!({})]);
+        ground.runs("first", &one).await?;
+        ground.runs("second", &one).await?;
+        ground.waits("third", &one).await?;
+        let tolerates = |toleration: Value| ground.requests(&[json!({ "tolerations": [toleration] })]);
+        ground
+            .waits(
+                "other-value",
+                &tolerates(json!({ "key": "x.dev/bad", "value": "w" })),
+            )
+            .await?;
+        ground
+            .runs(
+                "effect",
+                &tolerates(json!({ "key": "x.dev/bad", "operator": "Exists", "effect": "NoExecute" })),
+            )
+            .await?;
+        ground
+            .runs("value", &tolerates(json!({ "key": "x.dev/bad", "value": "v" })))
+            .await
+    });
+}
+
+#[test]
+fn a_device_with_shares_serves_as_many_claims_as_it_has() {
+    both("allocation-shares", async |ground| {
+        let policy = json!({ "default": "1", "validRange": { "min": "1", "max": "1" } });
+        let memory = json!({ "default": "1Gi", "validRange": { "min": "1Gi", "step": "1Gi" } });
+        let devices = [
+            device(
+                "a",
+                &json!({ "allowMultipleAllocations": true, "capacity": {
+                "x.dev/shares": { "value": "3", "requestPolicy": policy } } }),
+            ),
+            device(
+                "b",
+                &json!({ "allowMultipleAllocations": true, "capacity": {
+                "x.dev/memory": { "value": "4Gi", "requestPolicy": memory } } }),
+            ),
+        ];
+        ground.slice("a", &devices, &json!({})).await?;
+        let one = ground.requests(&[json!({})]);
+        ground.runs("one", &one).await?;
+        // Two requests of one claim can get one device.
+        ground
+            .runs("two", &ground.requests(&[json!({}), json!({})]))
+            .await?;
+        let memory = |amount: &str| {
+            ground.requests(&[json!({ "capacity": { "requests": { "x.dev/memory": amount } } })])
+        };
+        ground.waits("too-much", &memory("5Gi")).await?;
+        // Rounded up to a step.
+        ground.runs("some", &memory("1500Mi")).await?;
+        ground.waits("more", &memory("3Gi")).await?;
+        ground.runs("rest", &memory("2Gi")).await?;
+        ground.waits("none", &one).await
+    });
+}
+
+#[test]
+fn pools_that_are_not_complete_are_not_used() {
+    both("allocation-incomplete", async |ground| {
+        let pool = |generation, count| ground.pool("", generation, count);
+        ground.slice("a", &numbered(&[("old", 1)]), &pool(1, 1)).await?;
+        let one = ground.requests(&[json!({})]);
+        ground.runs("first", &one).await?;
+        ground
+            .slice("b", &numbered(&[("new", 1), ("newer", 1)]), &pool(2, 2))
+            .await?;
+        ground.delete("pods", "first").await?;
+        ground.delete("resourceclaims", "first").await?;
+        ground.waits("second", &one).await?;
+        ground
+            .slice("c", &numbered(&[("newest", 1)]), &pool(2, 2))
+            .await?;
+        ground.until_bound("second").await
+    });
+}
+
+#[test]
+fn an_allocation_names_the_nodes_that_reach_its_devices() {
+    both("allocation-nodes", async |ground| {
+        let everywhere = json!({ "nodeName": null, "allNodes": true });
+        let expression = json!({ "key": "place", "operator": "In", "values": [ground.name] });
+        let labelled = json!({ "nodeName": null, "nodeSelector": { "nodeSelectorTerms": [{ "matchExpressions": [expression] }] } });
+        for (suffix, fields) in [("all", everywhere), ("labelled", labelled), ("local", json!({}))] {
+            let fields = merged(fields, &ground.pool(&format!("-{suffix}"), 1, 1));
+            ground.slice(suffix, &numbered(&[(suffix, 1)]), &fields).await?;
+        }
+        ground
+            .runs("three", &ground.requests(&[json!({ "count": 3 })]))
+            .await?;
+        ground.delete("pods", "three").await?;
+        ground.delete("resourceclaims", "three").await?;
+        let one = ground.requests(&[json!({})]);
+        for pod in ["first", "second", "third"] {
+            ground.runs(pod, &one).await?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn configurations_of_class_and_claim_reach_the_allocation() {
+    both("allocation-config", async |ground| {
+        ground
+            .slice("a", &numbered(&[("a", 1), ("b", 1)]), &json!({}))
+            .await?;
+        let opaque = |value: &str| json!({ "driver": ground.driver(), "parameters": { "of": value } });
+        let class = format!("{}-configured", ground.name);
+        ground
+            .class(&class, &json!({ "config": [{ "opaque": opaque("class") }] }))
+            .await?;
+        let requests = json!([
+            request("a", &class, &json!({})),
+            request("b", &ground.name, &json!({}))
+        ]);
+        let config = json!([{ "opaque": opaque("claim") }, { "requests": ["b"], "opaque": opaque("b") }]);
+        ground
+            .runs("pod", &json!({ "requests": requests, "config": config }))
+            .await
+    });
+}
+
+#[test]
+fn a_claim_waits_for_its_class() {
+    both("allocation-class", async |ground| {
+        ground.slice("a", &numbered(&[("a", 1)]), &json!({})).await?;
+        let later = format!("{}-later", ground.name);
+        ground
+            .waits("pod", &json!({ "requests": [request("a", &later, &json!({}))] }))
+            .await?;
+        ground
+            .waits(
+                "stays",
+                &json!({ "requests": [request("a", "allocation-class-never", &json!({}))] }),
+            )
+            .await?;
+        ground.class(&later, &json!({})).await?;
+        ground.until_bound("pod").await
+    });
+}
+
+#[test]
+fn claims_live_as_long_as_their_pods_or_longer() {
+    both("allocation-life", async |ground| {
+        ground
+            .slice("a", &numbered(&[("a", 1), ("b", 1)]), &json!({}))
+            .await?;
+        let one = ground.requests(&[json!({})]);
+        let template = json!({
+            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate",
+            "metadata": { "name": "t" }, "spec": { "spec": { "devices": one } },
+        });
+        ground.create("resourceclaimtemplates", &template).await?;
+        // Two pods use one claim.
+        ground.claim("shared", &one).await?;
+        ground.pod("first", &["shared"]).await?;
+        ground.until_bound("first").await?;
+        ground.pod("second", &["shared"]).await?;
+        ground.until_bound("second").await?;
+        ground.delete("pods", "first").await?;
+        let reserved = |count: usize| {
+            move |claims: &Value| {
+                let reserved = &claims["items"][0]["status"]["reservedFor"];
+                reserved.as_array().map_or(0, Vec::len) == count
+            }
+        };
+        ground
+            .until("reserved for one", "resourceclaims", reserved(1))
+            .await?;
+        // The claim of a template goes with its pod.
+        let entries = json!([{ "name": "made", "resourceClaimTemplateName": "t" }]);
+        ground.pod_of("third", &entries).await?;
+        ground.until_bound("third").await?;
+        ground
+            .patch(
+                "pods",
+                "third/status",
+                &json!({ "status": { "phase": "Succeeded" } }),
+            )
+            .await?;
+        let is_alone = |claims: &Value| claims["items"].as_array().is_some_and(|items| items.len() == 1);
+        ground
+            .until("the claim of the template is gone", "resourceclaims", is_alone)
+            .await?;
+        // A claim of a user stays, without its allocation.
+        ground.delete("pods", "second").await?;
+        let is_free = |claims: &Value| {
+            let claim = &claims["items"][0];
+            claim["status"]["allocation"].is_null() && claim["metadata"]["finalizers"].is_null()
+        };
+        ground.until("deallocated", "resourceclaims", is_free).await
+    });
+}

@@ -1,0 +1,231 @@
+//! The commands that answer questions about a cluster, in structured mode on a real control plane.
+
+use k8s_openapi::api::resource::v1::ResourceSlice;
+use kube::api::{Api, PostParams};
+use serde_json::{Value, json};
+
+use super::fixture::{
+    Slices, allocated, make_claim, make_class, make_pod, make_pod_with_claim, offered, one_device, waits,
+};
+use crate::commands::{answer, json as ask};
+use crate::harness::Cluster;
+use crate::stage::{DRIVER, Stage, is_bound};
+
+/// The first minor version with device taints and consumable capacity by default.
+const ON_SINCE: u32 = 36;
+
+/// A cluster of two nodes that exist in the API alone: the first has a slice by hand.
+async fn start() -> anyhow::Result<Stage> {
+    let cluster = Cluster::structured()
+        // Nodes that exist in the API alone have no heartbeats.
+        .flag("controller-manager", "--node-monitor-grace-period=24h")
+        .start()
+        .await?;
+    let stage = Stage::structured(cluster).await?;
+    for node in ["node-a", "node-b"] {
+        stage.pretend_node(node).await?;
+    }
+    make_class(&stage, "test", "test").await?;
+    Ok(stage)
+}
+
+fn device(name: &str, kind: &str) -> Value {
+    json!({ "name": name, "attributes": { "drayman.dev/kind": { "string": kind } } })
+}
+
+/// Makes a slice of a node.
+async fn make_slice(stage: &Stage, name: &str, pool: &Value, devices: &[Value]) -> anyhow::Result<()> {
+    let slice: ResourceSlice = serde_json::from_value(json!({
+        "metadata": { "name": name },
+        "spec": { "driver": DRIVER, "nodeName": "node-a", "pool": pool, "devices": devices },
+    }))?;
+    let api = Api::all(stage.cluster.client());
+    api.create(&PostParams::default(), &slice).await?;
+    Ok(())
+}
+
+fn pool(name: &str, generation: i64, count: i64) -> Value {
+    json!({ "name": name, "generation": generation, "resourceSliceCount": count })
+}
+
+#[tokio::test]
+async fn the_commands_tell_who_has_what_and_who_waits_for_what() -> anyhow::Result<()> {
+    let stage = start().await?;
+    if stage
+        .cluster
+        .is_before(ON_SINCE, "device taints are off by default")
+    {
+        return stage.cluster.stop().await;
+    }
+    let mut tainted = device("test-1", "test");
+    tainted["attributes"]["drayman.dev/unhealthy"] = json!({ "string": "it does not open" });
+    tainted["taints"] = json!([{ "key": "drayman.dev/unhealthy", "effect": "NoSchedule" }]);
+    let devices = [device("test-0", "test"), tainted];
+    make_slice(&stage, "node-a-1", &pool("node-a", 1, 1), &devices).await?;
+    make_pod_with_claim(&stage, "first", &one_device()).await?;
+    stage.wait(stage.pods(), "first", "bound", is_bound()).await?;
+    allocated(&stage, "first").await?;
+    make_pod_with_claim(&stage, "second", &one_device()).await?;
+    waits(&stage, "second", "cannot allocate all claims").await?;
+
+    let (code, table, _) = answer(&stage, &["devices"]).await?;
+    println!("{table}");
+    assert_eq!(code, Some(0));
+    let lines: Vec<Vec<&str>> = table
+        .lines()
+        .map(|line| line.split_whitespace().collect())
+        .collect();
+    assert_eq!(lines[0], ["NODE", "DEVICE", "KIND", "STATE", "HELD", "BY"]);
+    assert_eq!(lines[1], ["node-a", "test-0", "test", "Held", "default/first"]);
+    assert_eq!(lines[2][..4], ["node-a", "test-1", "test", "Unhealthy"]);
+    let (code, text, _) = answer(&stage, &["who", "node-a/test-0"]).await?;
+    println!("{text}");
+    assert_eq!(code, Some(0));
+    assert!(
+        text.contains("ResourceClaim default/first (request device), used by first"),
+        "{text}"
+    );
+
+    let (_, text, _) = answer(&stage, &["explain", "pod/second"]).await?;
+    println!("{text}");
+    let told = ask(&stage, &["explain", "pod/second"]).await?;
+    let claim = &told["claims"][0];
+    assert_eq!(claim["step"], "WaitsForDevice");
+    // Every gate is on.
+    assert_eq!(claim["because"], "none of 2 nodes can serve it now");
+    let mut nodes = claim["nodes"].as_array().cloned().unwrap_or_default();
+    nodes.sort_by_key(|node| node["node"].to_string());
+    assert_eq!(
+        nodes,
+        [
+            json!({ "node": "node-a", "reason": "request device: 0 of 2 matching devices free, 1 needed (1 held, 1 tainted)" }),
+            json!({ "node": "node-b", "reason": "no ResourceSlice lists devices of this node: no driver runs here" }),
+        ]
+    );
+    let reasons: Vec<&str> = claim["devices"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter_map(|device| device["reason"].as_str())
+        .collect();
+    assert_eq!(reasons[0], "held by default/first");
+    assert!(reasons[1].contains("drayman.dev/unhealthy"), "{reasons:?}");
+    stage.cluster.stop().await
+}
+
+/// The doctor's messages of a level.
+async fn doctor(stage: &Stage, level: &str) -> anyhow::Result<Vec<String>> {
+    let findings = ask(stage, &["doctor"]).await?;
+    let findings = findings["items"].as_array().into_iter().flatten();
+    let of_level = findings.filter(|finding| finding["level"] == level);
+    Ok(of_level
+        .map(|finding| finding["message"].as_str().unwrap_or_default().to_owned())
+        .collect())
+}
+
+fn has(messages: &[String], text: &str) {
+    assert!(
+        messages.iter().any(|message| message.contains(text)),
+        "{text}: {messages:?}"
+    );
+}
+
+#[tokio::test]
+async fn the_doctor_names_classes_and_slices_that_do_not_fit() -> anyhow::Result<()> {
+    let stage = start().await?;
+    make_class(&stage, "nothing", "nothing").await?;
+    let devices = [device("test-0", "test"), device("other-0", "other")];
+    make_slice(&stage, "node-a-1", &pool("node-a", 2, 1), &devices).await?;
+    assert_eq!(doctor(&stage, "Problem").await?, Vec::<String>::new());
+    let warnings = doctor(&stage, "Warning").await?;
+    has(&warnings, "DeviceClass nothing matches no device");
+    has(
+        &warnings,
+        "no DeviceClass selects the devices of kind \"other\" in pool node-a",
+    );
+
+    // A slice that was left behind, and one of a second driver of that name.
+    make_slice(&stage, "node-a-0", &pool("node-a", 1, 1), &[]).await?;
+    make_slice(&stage, "another", &pool("another", 1, 2), &[]).await?;
+    has(
+        &doctor(&stage, "Warning").await?,
+        "pool node-a is at generation 2, and older slices remain: node-a-0",
+    );
+    let problems = doctor(&stage, "Problem").await?;
+    has(
+        &problems,
+        "slices of node node-a are in more than one pool: another, node-a",
+    );
+    has(&problems, "pool another is");
+    stage.cluster.stop().await
+}
+
+/// Two kinds, each of which needs a gate.
+const CONFIGURATION: &str = "\
+apiVersion: drayman.dev/v1alpha1
+kind: NodeConfiguration
+kinds:
+- name: test
+  paths: [\"/dev/drayman-test-*\"]
+  health: {open: read, recoverAfter: 1}
+- name: shared
+  paths: [/dev/drayman-shared]
+  shares: 2
+";
+
+/// The gates are off by default before 1.36. They are not locked on 1.37.
+#[tokio::test]
+async fn the_commands_name_the_gates_that_are_off() -> anyhow::Result<()> {
+    const OFF: &str =
+        "--feature-gates=DRAConsumableCapacity=false,DRADeviceTaints=false,DRADeviceTaintRules=false";
+    let mut builder = Cluster::structured().nodes(1);
+    if builder.minor() >= ON_SINCE {
+        for component in ["apiserver", "scheduler", "controller-manager"] {
+            builder = builder.flag(component, OFF);
+        }
+    }
+    let stage = Stage::structured(builder.start().await?).await?;
+    let node = stage.cluster.node(0);
+    node.make_device("/dev/drayman-test-0", 1, 5)?;
+    // The numbers of no driver: it does not open.
+    node.make_device("/dev/drayman-test-1", 240, 250)?;
+    node.make_device("/dev/drayman-shared", 1, 7)?;
+    make_class(&stage, "test", "test").await?;
+    make_class(&stage, "shared", "shared").await?;
+    let mut slices = Slices::watch(&stage);
+    let companion = stage.companion(0, CONFIGURATION)?;
+    let offers_one =
+        |slices: &_| offered(slices).is_some_and(|devices| devices.keys().eq(["drayman-test-0"]));
+    slices
+        .until("without the devices that need a gate", offers_one)
+        .await?;
+
+    let (_, text, _) = answer(&stage, &["doctor"]).await?;
+    println!("{text}");
+    let expected = if stage.cluster.minor() < ON_SINCE {
+        "Note"
+    } else {
+        "Warning"
+    };
+    let messages = doctor(&stage, expected).await?;
+    has(&messages, "kube-apiserver has DRADeviceTaints off");
+    has(&messages, "kube-apiserver has DRAConsumableCapacity off");
+    let devices = json!({ "requests": [{ "name": "device", "exactly": { "deviceClassName": "shared" } }] });
+    make_claim(&stage, "pod", &json!({ "devices": devices })).await?;
+    make_pod(&stage, "pod").await?;
+    waits(&stage, "pod", "cannot allocate all claims").await?;
+    let told = ask(&stage, &["explain", "pod/pod"]).await?;
+    let claim = &told["claims"][0];
+    let because = claim["because"].as_str().unwrap_or_default();
+    println!("{because}");
+    assert!(
+        because.contains("the gate DRAConsumableCapacity is off: companions leave out devices with shares"),
+        "{because}"
+    );
+    assert_eq!(
+        claim["nodes"][0]["reason"],
+        "request device: no device matches DeviceClass shared"
+    );
+    companion.end().await?;
+    stage.cluster.stop().await
+}

@@ -1,0 +1,105 @@
+//! The companion is replaced as by a rolling update with `maxSurge`, while pods come and go.
+
+use std::collections::BTreeSet;
+use std::convert::Infallible;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use k8s_openapi::api::resource::v1::ResourceSlice;
+use kube::api::{Api, ListParams};
+use tokio::sync::watch;
+use tokio::time::timeout;
+
+use super::fixture::{
+    CONFIGURATION, delete, devices_of, make_pod_with_claim, names, one_device, print_times, start,
+};
+use crate::harness::PATIENCE;
+use crate::stage::Stage;
+
+/// An even number returns to the sockets of the first companion.
+const UPDATES: usize = 4;
+const DEVICES: [(u32, u32); 4] = [(1, 3), (1, 5), (1, 7), (1, 9)];
+
+/// Makes pods, one after the other, and notes how long each takes until it runs.
+async fn pods(stage: &Stage, name: &str, times: &watch::Sender<Vec<Duration>>) -> anyhow::Result<Infallible> {
+    for number in 0.. {
+        let pod = format!("{name}-{number}");
+        let began = Instant::now();
+        make_pod_with_claim(stage, &pod, &one_device()).await?;
+        ensure!(devices_of(stage, &pod).await?.len() == 1);
+        times.send_modify(|times| times.push(began.elapsed()));
+        delete(stage, &pod).await?;
+    }
+    unreachable!("the numbers end");
+}
+
+/// Kubelet's calls of the driver that failed, and the number of all calls.
+async fn calls(stage: &Stage) -> anyhow::Result<(Vec<String>, usize)> {
+    let path = format!("/api/v1/nodes/{}/proxy/metrics", stage.cluster.node(0).name());
+    let metrics = stage.cluster.kubectl(&["get", "--raw", &path]).await?;
+    let calls: Vec<&str> = metrics
+        .lines()
+        .filter(|line| line.starts_with("dra_grpc_operations_duration_seconds_count"))
+        .collect();
+    let failed = calls.iter().filter(|line| !line.contains("\"OK\""));
+    Ok((failed.map(|line| (*line).to_owned()).collect(), calls.len()))
+}
+
+async fn slices(stage: &Stage) -> anyhow::Result<BTreeSet<String>> {
+    let slices = Api::<ResourceSlice>::all(stage.cluster.client());
+    let slices = slices.list(&ListParams::default()).await?;
+    Ok(slices
+        .into_iter()
+        .filter_map(|slice| slice.metadata.uid)
+        .collect())
+}
+
+#[tokio::test]
+async fn an_update_with_surge_fails_no_call_of_kubelet() -> anyhow::Result<()> {
+    let (stage, mut companion) = start(CONFIGURATION, &DEVICES).await?;
+    make_pod_with_claim(&stage, "before", &one_device()).await?;
+    let before = devices_of(&stage, "before").await?;
+    let published = slices(&stage).await?;
+    let times = watch::Sender::new(Vec::new());
+    let mut ran = times.subscribe();
+    let updates = async {
+        for _ in 0..UPDATES {
+            let next = stage.companion(0, CONFIGURATION)?;
+            next.logged("waiting for its end").await?;
+            let before = ran.borrow().len();
+            companion.end().await?;
+            next.logged("this one registers with kubelet").await?;
+            next.logged("kubelet has registered the driver").await?;
+            companion = next;
+            let more = ran.wait_for(|times| times.len() > before + 1);
+            timeout(PATIENCE, more).await.context("pods run")??;
+        }
+        anyhow::Ok(companion)
+    };
+    let companion = tokio::select! {
+        ended = updates => ended?,
+        ended = pods(&stage, "first", &times) => match ended? {},
+        ended = pods(&stage, "second", &times) => match ended? {},
+        ended = pods(&stage, "third", &times) => match ended? {},
+    };
+    print_times(
+        "from the pod to its running, during updates of the companion",
+        times.borrow().clone(),
+    );
+
+    let (failed, all) = calls(&stage).await?;
+    ensure!(all >= 2, "kubelet counts Prepare and Unprepare");
+    ensure!(failed.is_empty(), "{failed:?}");
+    let log = stage.cluster.log("node-0-kubelet")?;
+    let unregistered: Vec<&str> = log
+        .lines()
+        .filter(|line| line.contains("DRA driver drayman.dev is not registered"))
+        .collect();
+    ensure!(unregistered.is_empty(), "{unregistered:?}");
+    assert_eq!(slices(&stage).await?, published, "the slices were not wiped");
+    assert_eq!(devices_of(&stage, "before").await?, before);
+    assert!(before.is_subset(&names(&[0, 1, 2, 3])));
+    delete(&stage, "before").await?;
+    companion.end().await?;
+    stage.cluster.stop().await
+}

@@ -1,0 +1,263 @@
+//! Claims of structured mode: read at Prepare, and held by the records of the node alone.
+
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use super::fixture::{Node, structured_claim};
+use super::process::{Process, Start, person};
+
+const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
+const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
+
+/// A node in a cluster of structured mode.
+pub(super) fn structured_node() -> Option<Node> {
+    let node = Node::new()?;
+    node.api.set(|state| state.structured = true);
+    Some(node)
+}
+
+fn reads(node: &Node) -> usize {
+    let mut reads = 0;
+    node.api.set(|state| {
+        let requests = state.requests.iter();
+        reads = requests
+            .filter(|request| request.contains("/resourceclaims/"))
+            .count();
+    });
+    reads
+}
+
+fn id(uid: &str, device: &str) -> String {
+    format!("drayman.dev/claim={uid}-{device}")
+}
+
+#[tokio::test]
+async fn a_prepare_waits_for_the_api_server_and_an_unprepare_does_not() {
+    let Some(node) = structured_node() else { return };
+    let process = node.start();
+    let mut kubelet = node.structured_kubelet().await;
+    node.allocate("a", A, &["test-0"]);
+    node.allocate("b", B, &["test-1"]);
+    assert_eq!(kubelet.prepare("a", A).await.unwrap(), [id(A, "test-0")]);
+    assert_eq!(reads(&node), 1);
+    node.api.set(|state| state.away = true);
+    for (name, uid) in [("b", B), ("a", A)] {
+        let error = kubelet.prepare(name, uid).await.unwrap_err();
+        assert!(
+            error.contains("the API server does not show the claim; kubelet asks again"),
+            "{error}"
+        );
+    }
+    assert!(!node.checkpoint().contains(B), "nothing is held");
+    kubelet.unprepare("a", A).await.unwrap();
+    assert_eq!(node.cdi_files(), Vec::<String>::new());
+    process.kill();
+
+    // The mode is known from the checkpoint.
+    let process = node.start();
+    let mut kubelet = node.structured_kubelet().await;
+    kubelet.prepare("b", B).await.unwrap_err();
+    kubelet.unprepare("b", B).await.unwrap();
+    node.api.set(|state| state.away = false);
+    kubelet.prepare("b", B).await.unwrap();
+    process.stop().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_claim_that_is_not_shown_in_time_delays_no_other() {
+    let Some(node) = structured_node() else { return };
+    let process = node.start();
+    let mut kubelet = node.structured_kubelet().await;
+    let mut waiting = node.structured_kubelet().await;
+    node.allocate("a", A, &["test-0"]);
+    node.allocate("b", B, &["test-1"]);
+    node.api.set(|state| state.unanswered = Some("a"));
+    let start = Instant::now();
+    let both = tokio::spawn(async move { waiting.prepare_all(&[("a", A), ("b", B)]).await });
+    kubelet.prepare("b", B).await.unwrap();
+    kubelet.unprepare("b", B).await.unwrap();
+    assert!(!both.is_finished());
+    let answers = both.await.unwrap().unwrap();
+    // Kubelet waits 45 s.
+    assert!(start.elapsed() < Duration::from_secs(40));
+    let error = answers[0].clone().unwrap_err();
+    assert!(error.contains("in time; kubelet asks again"), "{error}");
+    assert_eq!(answers[1], Ok(vec![id(B, "test-1")]));
+    node.api.set(|state| state.unanswered = None);
+    kubelet.prepare("a", A).await.unwrap();
+    process.stop().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_device_allocated_twice_stays_with_the_first_claim() {
+    let Some(node) = structured_node() else { return };
+    let process = node.start();
+    let mut kubelet = node.structured_kubelet().await;
+    node.allocate("a", A, &["test-0"]);
+    node.allocate("b", B, &["test-1", "test-0"]);
+    kubelet.prepare("a", A).await.unwrap();
+    let refused = format!("device \"test-0\" is held by claim default/a (uid {A}) until it is unprepared");
+    let answers = kubelet.prepare_all(&[("b", B), ("a", A)]).await.unwrap();
+    assert_eq!(answers, [Err(refused), Ok(vec![id(A, "test-0")])]);
+    assert!(
+        !node.checkpoint().contains(B),
+        "not even the other device is held"
+    );
+    kubelet.unprepare("a", A).await.unwrap();
+    let ids = kubelet.prepare("b", B).await.unwrap();
+    assert_eq!(ids, [id(B, "test-1"), id(B, "test-0")]);
+    process.stop().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_claim_that_cannot_be_meant_is_refused() {
+    let Some(node) = structured_node() else { return };
+    let process = node.start();
+    let mut kubelet = node.structured_kubelet().await;
+    let with = |pointer: &str, value: Value| {
+        let mut claim = structured_claim("a", A, &["test-0"]);
+        *claim.pointer_mut(pointer).unwrap() = value;
+        claim
+    };
+    let result = "/status/allocation/devices/results/0";
+    let opaque = |parameters: Value| {
+        let config =
+            json!([{"source": "FromClaim", "opaque": {"driver": "drayman.dev", "parameters": parameters}}]);
+        let results =
+            structured_claim("a", A, &["test-0"])["status"]["allocation"]["devices"]["results"].clone();
+        with(
+            "/status/allocation/devices",
+            json!({"results": results, "config": config}),
+        )
+    };
+    for (claim, word) in [
+        (
+            with(&format!("{result}/pool"), json!("node-b")),
+            "of pool \"node-b\"",
+        ),
+        (
+            with(&format!("{result}/driver"), json!("gpu.example.com")),
+            "no device of driver",
+        ),
+        (
+            with(&format!("{result}/device"), json!("test-9")),
+            "is not on this node",
+        ),
+        (
+            with(&format!("{result}/device"), json!("../../etc/passwd")),
+            "is not on this node",
+        ),
+        (
+            with(&format!("{result}/device"), json!("camera-0")),
+            "extended resource",
+        ),
+        (
+            with("/status/allocation/devices/results", json!([])),
+            "no device of driver",
+        ),
+        (
+            with("/status/allocation", Value::Null),
+            "not allocated (any more)",
+        ),
+        (with("/status/reservedFor", json!([])), "reserved for no pod"),
+        (with("/metadata/uid", json!(B)), "another of this name"),
+        (
+            opaque(json!({"apiVersion": "drayman.dev/v9"})),
+            "opaque parameters",
+        ),
+        (
+            opaque(json!({"nonsense": "x".repeat(10 * 1024)})),
+            "opaque parameters",
+        ),
+    ] {
+        node.api.set(|state| {
+            state.stored_claims.insert("a".into(), claim);
+        });
+        let error = kubelet.prepare("a", A).await.unwrap_err();
+        assert!(error.contains(word), "{word}: {error}");
+        assert!(error.len() < 1_000, "{error}");
+    }
+    node.api.set(|state| state.stored_claims.clear());
+    let error = kubelet.prepare("a", A).await.unwrap_err();
+    assert!(error.contains("does not exist"), "{error}");
+    assert!(!node.checkpoint().contains(A), "nothing is held");
+    assert_eq!(node.cdi_files(), Vec::<String>::new());
+    process.stop().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_prepared_claim_keeps_its_devices_when_it_changes() {
+    let Some(node) = structured_node() else { return };
+    let process = node.start();
+    let mut kubelet = node.structured_kubelet().await;
+    node.allocate("a", A, &["test-0"]);
+    kubelet.prepare("a", A).await.unwrap();
+    node.allocate("a", A, &["test-1"]);
+    let error = kubelet.prepare("a", A).await.unwrap_err();
+    assert!(error.contains("it must be unprepared first"), "{error}");
+    // The claim was deleted, and another pod has one of the same name.
+    node.allocate("a", B, &["test-0"]);
+    let error = kubelet.prepare("a", B).await.unwrap_err();
+    assert!(
+        error.contains(&format!("is held by claim default/a (uid {A})")),
+        "{error}"
+    );
+    kubelet.unprepare("a", A).await.unwrap();
+    kubelet.prepare("a", B).await.unwrap();
+    process.stop().await.unwrap();
+}
+
+#[tokio::test]
+async fn the_next_companion_of_an_update_has_all_claims() {
+    let Some(node) = structured_node() else { return };
+    let first = Process::start(&node).await;
+    let mut kubelet = node.structured_kubelet().await;
+    node.allocate("a", A, &["test-0"]);
+    node.allocate("b", B, &["test-0"]);
+    kubelet.prepare("a", A).await.unwrap();
+    let second = Process::start(&node).await;
+    second.logged("another companion runs on this node").await;
+    kubelet.prepare("a", A).await.unwrap();
+    let slices = node
+        .api
+        .until(|state| (!state.slices.is_empty()).then(|| state.slices.clone()))
+        .await;
+    assert!(first.stop().await.success());
+    second.logged("the DRA service is ready").await;
+    let mut kubelet = node
+        .structured_kubelet_at(&node.path("kubelet/plugins/drayman.dev/dra-2.sock"))
+        .await;
+    let error = kubelet.prepare("b", B).await.unwrap_err();
+    assert!(error.contains("held by claim default/a"), "{error}");
+    kubelet.unprepare("a", A).await.unwrap();
+    kubelet.prepare("b", B).await.unwrap();
+    assert!(second.stop().await.success());
+    node.api
+        .set(|state| assert_eq!(state.slices, slices, "the pool is the same throughout"));
+}
+
+#[tokio::test]
+async fn a_boot_brings_cdi_files_back_and_frees_what_no_pod_uses() {
+    let Some(node) = structured_node() else { return };
+    let process = Start::new().boot(&node, "boot-1").run(&node).await;
+    let mut kubelet = node.structured_kubelet().await;
+    node.allocate("a", A, &["test-0", "test-1"]);
+    kubelet.prepare("a", A).await.unwrap();
+    let file = node.path("cdi").join(&node.cdi_files()[0]);
+    let before = std::fs::read_to_string(&file).unwrap();
+    assert!(before.contains(&format!("{A}-test-0")), "{before}");
+    process.kill();
+    std::fs::remove_dir_all(node.path("cdi")).unwrap();
+    node.api.set(|state| state.away = true);
+    let process = Start::new().boot(&node, "boot-2").run(&node).await;
+    let mut kubelet = node.structured_kubelet().await;
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), before);
+    let (_, shown) = person(&node, &["holdings"]);
+    assert_eq!(shown.matches("EarlierBoot").count(), 1, "{shown}");
+    node.api.set(|state| state.away = false);
+    node.allocate("b", B, &["test-1"]);
+    kubelet.prepare("b", B).await.unwrap();
+    assert!(!node.checkpoint().contains(A));
+    assert!(process.stop().await.success());
+}
