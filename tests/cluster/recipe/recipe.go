@@ -189,7 +189,8 @@ func lock(ctx context.Context, root, name string) (func(), error) {
 	if err != nil {
 		return nil, err
 	}
-	for waited := false; ; waited = true {
+	start, said := time.Now(), false
+	for {
 		err := syscall.Flock(int(file.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
 		if err == nil {
 			break
@@ -198,8 +199,10 @@ func lock(ctx context.Context, root, name string) (func(), error) {
 			file.Close()
 			return nil, err
 		}
-		if !waited {
+		// A lock held for a moment only is nothing to report.
+		if !said && time.Since(start) > time.Second {
 			fmt.Fprintf(os.Stderr, "another process prepares %s, waiting for it\n", name)
+			said = true
 		}
 		select {
 		case <-ctx.Done():

@@ -57,9 +57,11 @@ fn the_cluster_shows_progress_on_a_terminal_only() -> anyhow::Result<()> {
     );
     ensure!(!printed.contains('\r') && said.is_empty(), "{said:?}");
 
-    // `script` of util-linux gives the command a terminal, and passes Ctrl-C on.
+    // `script` of util-linux gives the command a terminal, and passes Ctrl-C on. It runs the command with $SHELL or sh, and
+    // only bash returns the command's own status after Ctrl-C.
     let mut terminal = shell(place.path(), "script")
         .args(["--quiet", "--return", "--command", last, "/dev/null"])
+        .env("SHELL", "/bin/bash")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()

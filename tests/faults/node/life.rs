@@ -59,8 +59,16 @@ async fn prepare_and_unprepare_need_no_api_server() {
     assert_eq!(node.cdi_files(), Vec::<String>::new());
     assert!(!node.checkpoint().contains(A) && !node.checkpoint().contains(B));
 
-    node.api
-        .set(|state| assert_eq!(state.requests.len(), 0, "{:?}", state.requests));
+    node.api.set(|state| {
+        // On a busy machine, the last report of its APIs comes after the inventory is ready.
+        let is_status = |request: &&String| request.starts_with("PATCH") && request.ends_with("/status");
+        let statuses = state.requests.iter().filter(is_status).count();
+        assert!(
+            statuses <= 1 && state.requests.len() == statuses,
+            "{:?}",
+            state.requests
+        );
+    });
     process.stop().await.unwrap();
     node.api.until_ready("False", "Stopped").await;
     assert!(!node.dra_socket().exists());
