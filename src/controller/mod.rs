@@ -12,7 +12,7 @@
 //!
 //! async fn serve(driver: impl Driver, shutdown: CancellationToken) -> Result<(), Box<dyn std::error::Error>> {
 //!     let mut config = kube::Config::infer().await?;
-//!     // The controller decides what is sent again, and when.
+//!     // The controller has its own retries.
 //!     config.default_retry = false;
 //!     let pod_name = std::env::var("HOSTNAME").ok();
 //!     let election = LeaderElection::new("kube-system", driver.name(), pod_name.as_deref().unwrap_or("driver"));

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::BoxFuture;
@@ -38,7 +39,7 @@ const CONTAINER_NAME: &str = "io.kubernetes.container.name";
 /// Source of the devices that containers have: the container runtime, or a fake in tests.
 pub trait ContainerRuntime: std::fmt::Debug + Send + Sync + 'static {
     /// All containers now. The error is a message for the user.
-    fn look(&self) -> BoxFuture<'_, Result<RuntimeContainers, String>>;
+    fn look(&self) -> BoxFuture<'_, Result<Arc<RuntimeContainers>, String>>;
 }
 
 /// The container runtime behind a CRI socket.
@@ -60,6 +61,8 @@ pub struct CriClient {
 struct Connection {
     channel: Option<(PathBuf, Channel)>,
     given: Known,
+    /// The containers of the last query, and when it began.
+    last: Option<(Instant, Arc<RuntimeContainers>)>,
 }
 
 /// The devices of each container, which never change, and when this process first saw it.
@@ -83,8 +86,22 @@ impl CriClient {
         })
     }
 
-    async fn ask(&self) -> Result<RuntimeContainers, String> {
+    async fn ask(&self) -> Result<Arc<RuntimeContainers>, String> {
+        let asked = Instant::now();
         let mut state = self.state.lock().await;
+        // Callers that waited for the lock share the first query that began after their calls.
+        if let Some((began, seen)) = &state.last
+            && *began >= asked
+        {
+            return Ok(seen.clone());
+        }
+        let began = Instant::now();
+        let seen = Arc::new(self.query(&mut state).await?);
+        state.last = Some((began, seen.clone()));
+        Ok(seen)
+    }
+
+    async fn query(&self, state: &mut Connection) -> Result<RuntimeContainers, String> {
         if let Some((_, channel)) = state.channel.clone() {
             let looked = self.containers(&mut state.given, channel).await;
             // The next query opens a new connection.
@@ -168,7 +185,7 @@ impl CriClient {
 }
 
 impl ContainerRuntime for CriClient {
-    fn look(&self) -> BoxFuture<'_, Result<RuntimeContainers, String>> {
+    fn look(&self) -> BoxFuture<'_, Result<Arc<RuntimeContainers>, String>> {
         Box::pin(async {
             timeout(LIMIT, self.ask())
                 .await
@@ -222,7 +239,6 @@ fn state_of(container: &Container) -> State {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use tokio::net::UnixListener;
@@ -238,8 +254,11 @@ mod tests {
     };
 
     /// A runtime with a running container, an exited one, one removed after the list, and one not started yet.
-    #[derive(Default)]
-    struct Runtime(Arc<AtomicUsize>);
+    #[derive(Clone, Default)]
+    struct Runtime {
+        lists: Arc<AtomicUsize>,
+        statuses: Arc<AtomicUsize>,
+    }
 
     #[tonic::async_trait]
     impl RuntimeService for Runtime {
@@ -255,6 +274,7 @@ mod tests {
             &self,
             _: Request<ListContainersRequest>,
         ) -> Result<Response<ListContainersResponse>, Status> {
+            self.lists.fetch_add(1, Ordering::SeqCst);
             let container = |id: &str, state: ContainerState| Container {
                 id: id.into(),
                 state: state.into(),
@@ -281,7 +301,7 @@ mod tests {
             &self,
             request: Request<ContainerStatusRequest>,
         ) -> Result<Response<ContainerStatusResponse>, Status> {
-            self.0.fetch_add(1, Ordering::SeqCst);
+            self.statuses.fetch_add(1, Ordering::SeqCst);
             let request = request.into_inner();
             let minor = match request.container_id.as_str() {
                 "runs" if request.verbose => 6,
@@ -303,9 +323,10 @@ mod tests {
             ..KubeletPaths::default()
         };
         let socket = root.path().join("cri.sock");
-        let asked = Arc::new(AtomicUsize::new(0));
+        let runtime = Runtime::default();
+        let (listed, asked) = (runtime.lists.clone(), runtime.statuses.clone());
         let listener = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());
-        let server = Server::builder().add_service(RuntimeServiceServer::new(Runtime(asked.clone())));
+        let server = Server::builder().add_service(RuntimeServiceServer::new(runtime));
         let server = tokio::spawn(server.serve_with_incoming(listener));
         let witness = CriClient::find(Some(&socket), &kubelet, Path::new("/dev")).unwrap();
         for _ in 0..2 {
@@ -326,6 +347,12 @@ mod tests {
             4,
             "what a container was given is kept"
         );
+
+        // Those who call during a query share the next one.
+        let before = listed.load(Ordering::SeqCst);
+        let all = futures::future::join_all((0..10).map(|_| witness.look())).await;
+        assert!(all.iter().all(Result::is_ok));
+        assert_eq!(listed.load(Ordering::SeqCst) - before, 2);
 
         // A socket that was not configured may belong to a runtime that kubelet does not use.
         let found = || CriClient {

@@ -155,7 +155,7 @@ mod tests {
         let told = asked.clone();
         let successor = tokio::spawn(async move { wait_for_offer(&path, &told).await });
         let hand_over = hand_over(ClaimsApi::Structured);
-        let (node, _backend) = NodeService::new(false, Arc::default());
+        let (node, _backend) = NodeService::new(None, Arc::default());
         let _served = admin::serve(socket, node, hand_over.clone(), CancellationToken::new())
             .await
             .unwrap();

@@ -20,6 +20,8 @@ pub use crate::core::prepare::plan::{
 };
 use crate::core::prepare::plan::{ExtendedResource, Refusal};
 use crate::core::prepare::recovery::{Holding, ReleaseRefusal};
+use crate::core::prepare::runtime_containers::RuntimeContainers;
+use crate::node::container_runtime::ContainerRuntime;
 use crate::node::driver::NodeDriverError;
 use crate::node::kubelet::transport::GrpcCalls;
 use crate::node::metrics::Metrics;
@@ -34,6 +36,8 @@ const HELD: &str = "DeviceHeld";
 /// How long Prepare waits for the release of a device that another claim holds: for its Unprepare, or for the check whether the holder still
 /// uses it, which queries the API server and the container runtime. Kubelet waits 45 s.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(8);
+/// How long a list of containers counts: a container without a claim may get a device at any time.
+const LIST_MAX_AGE: Duration = Duration::from_secs(1);
 
 /// Why a request failed. The message names the problem and its remedy; kubelet shows it in the pod's events.
 #[derive(Debug, thiserror::Error)]
@@ -148,12 +152,31 @@ pub struct OrphanReport {
     pub again: Option<Duration>,
 }
 
+/// The containers of this node, listed before a Prepare was queued.
+#[derive(Clone, Debug)]
+pub struct ListedContainers {
+    /// The containers, or the container runtime's error.
+    pub containers: Result<Arc<RuntimeContainers>, String>,
+    /// The count of releases when the list was requested.
+    released: u64,
+    at: Instant,
+}
+
+impl ListedContainers {
+    /// Whether the list shows every container with a device that is free now. After a release it may not: the container that had the
+    /// device may have started after the list was made.
+    pub fn is_current(&self, released: u64) -> bool {
+        self.released == released && self.at.elapsed() < LIST_MAX_AGE
+    }
+}
+
 /// A request to the task that owns the node's state, with the channel for its answer.
 #[derive(Debug)]
 pub enum Request {
     /// See [`NodeService::prepare`].
     Prepare(
         Vec<ClaimToPrepare>,
+        Option<ListedContainers>,
         oneshot::Sender<Vec<Result<Vec<String>, ServiceError>>>,
     ),
     /// See [`NodeService::unprepare`].
@@ -194,7 +217,7 @@ pub struct ServedResource {
     pub devices: watch::Receiver<Vec<PluginDevice>>,
 }
 
-/// The other end of [`NodeService`]: answers its requests and publishes what it reads without a request.
+/// The other end of [`NodeService`]: answers its requests, and publishes the values that it reads without a request.
 #[derive(Debug)]
 pub struct Backend {
     /// The queued requests.
@@ -207,7 +230,7 @@ pub struct Backend {
     pub check_due: Arc<Notify>,
     /// Counts the completed checks of claims whose devices another claim needs.
     pub checks: watch::Sender<u64>,
-    /// Counts the claims that were unprepared.
+    /// Counts the claims whose devices were released.
     pub released: watch::Sender<u64>,
 }
 
@@ -221,14 +244,14 @@ pub struct NodeService {
     check_due: Arc<Notify>,
     checks: watch::Receiver<u64>,
     released: watch::Receiver<u64>,
-    /// Whether the container runtime reports the devices of its containers.
-    has_runtime: bool,
+    /// The container runtime, if it reports the devices of its containers.
+    runtime: Option<Arc<dyn ContainerRuntime>>,
     metrics: Arc<Metrics>,
 }
 
 impl NodeService {
     /// A service and the end that answers it.
-    pub fn new(has_runtime: bool, metrics: Arc<Metrics>) -> (Self, Backend) {
+    pub fn new(runtime: Option<Arc<dyn ContainerRuntime>>, metrics: Arc<Metrics>) -> (Self, Backend) {
         let (sender, requests) = mpsc::channel(QUEUE);
         let (resources, served) = watch::channel(Arc::default());
         let (prepared, count) = watch::channel(0);
@@ -242,7 +265,7 @@ impl NodeService {
             check_due: check_due.clone(),
             checks: completed,
             released: unprepared,
-            has_runtime,
+            runtime,
             metrics,
         };
         let backend = Backend {
@@ -266,17 +289,33 @@ impl NodeService {
         self.metrics.handled("prepare", Some(reason));
     }
 
+    /// Lists this node's containers for a Prepare. `None` if the container runtime does not report their devices.
+    pub async fn list_containers(&self) -> Option<ListedContainers> {
+        let runtime = self.runtime.as_ref()?;
+        let (released, at) = (*self.released.borrow(), Instant::now());
+        Some(ListedContainers {
+            containers: runtime.look().await,
+            released,
+            at,
+        })
+    }
+
     /// Prepares claims. Afterwards a container with the returned CDI device ids gets the allocated devices: one id for a classic claim, one for
     /// each result in structured mode.
     ///
     /// Idempotent. The answer has one entry per request, in order. An error is a message for the pod's event, and kubelet retries.
-    pub async fn prepare(&self, claims: Vec<ClaimToPrepare>) -> Vec<Result<Vec<String>, ServiceError>> {
+    /// `containers` spare the state task a query of the container runtime.
+    pub async fn prepare(
+        &self,
+        claims: Vec<ClaimToPrepare>,
+        containers: Option<ListedContainers>,
+    ) -> Vec<Result<Vec<String>, ServiceError>> {
         let mut checks = self.checks.clone();
         let mut released = self.released.clone();
         checks.mark_unchanged();
         released.mark_unchanged();
-        let mut answers = self.prepare_once(claims.clone()).await;
-        if !self.has_runtime {
+        let mut answers = self.prepare_once(claims.clone(), containers).await;
+        if self.runtime.is_none() {
             return answers;
         }
         // Without this wait, kubelet retries only after up to 90 s.
@@ -296,7 +335,7 @@ impl NodeService {
                 () = sleep_until(deadline) => return answers,
             }
             let again = held.iter().filter_map(|index| claims.get(*index).cloned());
-            for (index, answer) in held.iter().zip(self.prepare_once(again.collect()).await) {
+            for (index, answer) in held.iter().zip(self.prepare_once(again.collect(), None).await) {
                 if let Some(first) = answers.get_mut(*index) {
                     *first = answer;
                 }
@@ -304,9 +343,15 @@ impl NodeService {
         }
     }
 
-    async fn prepare_once(&self, claims: Vec<ClaimToPrepare>) -> Vec<Result<Vec<String>, ServiceError>> {
+    async fn prepare_once(
+        &self,
+        claims: Vec<ClaimToPrepare>,
+        containers: Option<ListedContainers>,
+    ) -> Vec<Result<Vec<String>, ServiceError>> {
         let count = claims.len();
-        let answers = self.send(|sender| Request::Prepare(claims, sender)).await;
+        let answers = self
+            .send(|sender| Request::Prepare(claims, containers, sender))
+            .await;
         answers.unwrap_or_else(|| stopping(count))
     }
 
@@ -329,7 +374,7 @@ impl NodeService {
     pub fn checks_start(&self, resource_name: &str) -> bool {
         let resources = self.resources.borrow();
         let served = resources.get(resource_name);
-        served.is_some_and(|served| self.has_runtime || served.resource.pre_start_check)
+        served.is_some_and(|served| self.runtime.is_some() || served.resource.pre_start_check)
     }
 
     /// Chooses devices of an extended resource: one preferred allocation request and one list of device ids per container.
@@ -439,6 +484,8 @@ fn stopping<T>(count: usize) -> Vec<Result<T, ServiceError>> {
 
 #[cfg(test)]
 mod tests {
+    use futures::future::BoxFuture;
+
     use super::*;
 
     fn claim() -> ClaimToPrepare {
@@ -455,9 +502,18 @@ mod tests {
         }))
     }
 
+    #[derive(Debug)]
+    struct NoContainers;
+
+    impl ContainerRuntime for NoContainers {
+        fn look(&self) -> BoxFuture<'_, Result<Arc<RuntimeContainers>, String>> {
+            Box::pin(async { Ok(Arc::default()) })
+        }
+    }
+
     /// Answers one Prepare.
     async fn answer(backend: &mut Backend, answer: Result<Vec<String>, ServiceError>) {
-        let Some(Request::Prepare(_, sender)) = backend.requests.recv().await else {
+        let Some(Request::Prepare(_, _, sender)) = backend.requests.recv().await else {
             panic!("a Prepare");
         };
         sender.send(vec![answer]).unwrap();
@@ -465,8 +521,8 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_waiting_prepare_sees_the_check_and_the_unprepare() {
-        let (service, mut backend) = NodeService::new(true, Arc::default());
-        let prepare = tokio::spawn(async move { service.prepare(vec![claim()]).await });
+        let (service, mut backend) = NodeService::new(Some(Arc::new(NoContainers)), Arc::default());
+        let prepare = tokio::spawn(async move { service.prepare(vec![claim()], None).await });
         answer(&mut backend, held()).await;
         backend.checks.send_replace(1);
         answer(&mut backend, held()).await;
@@ -477,9 +533,9 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_prepare_waits_for_a_held_device_for_a_limited_time() {
-        let (service, mut backend) = NodeService::new(true, Arc::default());
+        let (service, mut backend) = NodeService::new(Some(Arc::new(NoContainers)), Arc::default());
         let begin = Instant::now();
-        let prepare = tokio::spawn(async move { service.prepare(vec![claim()]).await });
+        let prepare = tokio::spawn(async move { service.prepare(vec![claim()], None).await });
         answer(&mut backend, held()).await;
         assert_eq!(prepare.await.unwrap()[0].as_ref().unwrap_err().reason(), HELD);
         assert_eq!(begin.elapsed(), CHECK_TIMEOUT);

@@ -277,7 +277,7 @@ fn first_of_each(steps: &[String]) -> Vec<(Sort, usize, &String)> {
     numbered(steps).into_iter().filter(is_first).collect()
 }
 
-/// Returns a class for the driver's devices of a kind, and what the class needs.
+/// Returns a class for the driver's devices of a kind, with the objects that the class refers to.
 fn setup(mode: Mode, kind: &str) -> Done<Setup> {
     let mut objects = Vec::new();
     match mode {

@@ -1,6 +1,6 @@
 //! `drayman explain POD|CLAIM`: shows the current step, per node what blocks it, and the fix. The driver evaluates the
 //! nodes with the controller's code on objects that this command reads; it reserves and writes nothing. In structured mode,
-//! [`structured`] does what the scheduler does.
+//! [`structured`] evaluates them as the scheduler does.
 
 pub(in crate::cli) mod answer;
 mod structured;

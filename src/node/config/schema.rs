@@ -1,5 +1,5 @@
-//! JSON schema of a kind, of which the chart's schema is made. The chart rejects what the file would, except for what depends on other
-//! fields or on the host.
+//! JSON schema of a kind. The chart's schema is generated from it, so the chart rejects the same configuration as the companion, except for
+//! rules that depend on other fields or on the host.
 #![expect(dead_code, reason = "types of the schema, whose values the parser checks")]
 
 use schemars::generate::SchemaSettings;

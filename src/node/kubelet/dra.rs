@@ -229,7 +229,7 @@ mod tests {
 
     /// Serves the API of structured mode, and waits until it does.
     async fn start(paths: &KubeletPaths) -> (CancellationToken, JoinHandle<Result<(), KubeletApiError>>) {
-        let (node, _backend) = NodeService::new(false, Arc::default());
+        let (node, _backend) = NodeService::new(None, Arc::default());
         let _ = rustls::crypto::ring::default_provider().install_default();
         let server = kube::Config::new("http://127.0.0.1:9".parse().unwrap());
         let client = kube::Client::try_from(server).unwrap();

@@ -237,7 +237,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
     pub async fn run(self, shutdown: CancellationToken) -> Result<(), NodeError> {
         let driver_name = DriverName::parse(&self.driver_name)?;
         let runtime = container_runtime(self.runtime_socket.as_deref(), &self.kubelet, &self.dev_root);
-        let (node, backend) = NodeService::new(runtime.is_some(), self.metrics.clone());
+        let (node, backend) = NodeService::new(runtime.clone(), self.metrics.clone());
         let (inventory, devices) = watch::channel(Arc::default());
         let (cluster, _) = watch::channel(ClusterFacts::default());
         let endpoint = ClaimsEndpoint {

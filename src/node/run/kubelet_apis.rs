@@ -400,7 +400,7 @@ mod tests {
             root_dir: root.path().to_owned(),
             ..KubeletPaths::default()
         };
-        let (node, backend) = NodeService::new(false, Arc::default());
+        let (node, backend) = NodeService::new(None, Arc::default());
         let facts = |api| ClusterFacts {
             claims: Some(api),
             ..ClusterFacts::default()

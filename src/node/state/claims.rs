@@ -24,18 +24,21 @@ use crate::core::prepare::recovery::{
     plan_restoring, plan_restoring_one, plan_undo,
 };
 use crate::node::driver::{NodeDriver, PreparedClaim};
-use crate::node::service::{OrphanReport, Quarantine, Quarantined, ReleaseError, ServiceError, Suspects};
+use crate::node::service::{
+    ListedContainers, OrphanReport, Quarantine, Quarantined, ReleaseError, ServiceError, Suspects,
+};
 
 /// Maximum length of a logged name, in characters: valid Kubernetes names are no longer.
 const SHOWN_MAX: usize = 253;
 
 impl<D: NodeDriver> NodeState<D> {
-    /// Prepares claims and answers for each. `updated` is the result of the query that they waited for.
+    /// Prepares claims and answers for each. `updated` is the result of the query that they waited for, `containers` those listed before.
     pub(super) async fn prepare_all(
         &mut self,
         claims: &[ClaimToPrepare],
         withdrawn: &BTreeSet<String>,
         updated: Option<&Result<(), String>>,
+        containers: Option<&ListedContainers>,
         answer: PrepareAnswer,
     ) {
         let mut answers = Vec::with_capacity(claims.len());
@@ -46,7 +49,7 @@ impl<D: NodeDriver> NodeState<D> {
                     problem: "the claim was to be unprepared before kubelet had answered".to_owned(),
                 }))
             } else {
-                self.prepare(claim, updated).await
+                self.prepare(claim, updated, containers).await
             };
             self.count("prepare", result.as_ref().err());
             log(
@@ -64,6 +67,7 @@ impl<D: NodeDriver> NodeState<D> {
         &mut self,
         claim: &ClaimToPrepare,
         updated: Option<&Result<(), String>>,
+        containers: Option<&ListedContainers>,
     ) -> Result<Vec<String>, ServiceError> {
         let planned = self.plan(claim, updated);
         match &planned {
@@ -91,7 +95,9 @@ impl<D: NodeDriver> NodeState<D> {
             }
         };
         self.orphans.change().forget(&uid);
-        self.check_containers_lack(taken(&steps)).await?;
+        let released = *self.backend.released.borrow();
+        let containers = containers.filter(|listed| listed.is_current(released));
+        self.check_containers_lack(taken(&steps), containers).await?;
         for device in taken(&steps) {
             self.driver.check_unused(device).await?;
         }
@@ -189,10 +195,6 @@ impl<D: NodeDriver> NodeState<D> {
                 Ok(steps) => self.perform(&steps).await,
                 Err(refusal) => Err(refusal.into()),
             };
-            if result.is_ok() {
-                let released = &self.backend.released;
-                released.send_modify(|count| *count = count.wrapping_add(1));
-            }
             self.count("unprepare", result.as_ref().err());
             log(
                 "unprepare",
@@ -230,6 +232,11 @@ impl<D: NodeDriver> NodeState<D> {
                 (step.clone(), self.prepared_claims.clone(), self.store.clone());
             let performed = spawn_blocking(move || step.perform(&prepared_claims, &*store)).await;
             if let Some(changed) = performed.map_err(|_| ServiceError::Stopping)?? {
+                let mut before = self.prepared_claims.entries().keys();
+                if before.any(|uid| changed.entry(uid).is_none()) {
+                    let released = &self.backend.released;
+                    released.send_modify(|count| *count = count.wrapping_add(1));
+                }
                 *self.prepared_claims.change() = Arc::new(changed);
             }
         }
@@ -348,13 +355,15 @@ impl<D: NodeDriver> NodeState<D> {
         }
     }
 
-    /// Refuses devices that containers still have.
+    /// Refuses devices that containers still have. `listed` are the containers, if the caller has listed them.
     pub(super) async fn check_containers_lack<'a>(
         &self,
         names: impl Iterator<Item = &'a str>,
+        listed: Option<&ListedContainers>,
     ) -> Result<(), ServiceError> {
         let devices: Vec<_> = names.filter_map(|name| self.device(name)).collect();
-        Ok(self.runtime.check_unused(&devices).await?)
+        let listed = listed.map(|listed| listed.containers.clone());
+        Ok(self.runtime.check_unused(&devices, listed).await?)
     }
 
     /// Schedules a check of a device's holders, because another claim needs it: they are about to end, or kubelet has lost them.

@@ -218,7 +218,7 @@ impl<D: NodeDriver> NodeState<D> {
     async fn serve(&mut self, request: Request) {
         // If the caller is gone, the work is still done; only the response is dropped.
         match request {
-            Request::Prepare(claims, answer) => {
+            Request::Prepare(claims, containers, answer) => {
                 let withdrawn = BTreeSet::new();
                 if claims.iter().any(|claim| self.needs_query(claim)) {
                     self.wait_for_query(Waiting::Prepare {
@@ -227,7 +227,8 @@ impl<D: NodeDriver> NodeState<D> {
                         answer,
                     });
                 } else {
-                    self.prepare_all(&claims, &withdrawn, None, answer).await;
+                    self.prepare_all(&claims, &withdrawn, None, containers.as_ref(), answer)
+                        .await;
                 }
             }
             Request::Unprepare(claims, answer) => {

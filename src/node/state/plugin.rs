@@ -94,7 +94,7 @@ impl<D: NodeDriver> NodeState<D> {
         };
         let is_health_checked = config.pre_start_check;
         let names: BTreeSet<&str> = devices.iter().map(|id| device_of_plugin_id(id)).collect();
-        self.check_containers_lack(names.iter().copied()).await?;
+        self.check_containers_lack(names.iter().copied(), None).await?;
         if !is_health_checked {
             return Ok(());
         }
@@ -280,7 +280,7 @@ impl<D: NodeDriver> NodeState<D> {
                     withdrawn,
                     answer,
                 } => {
-                    self.prepare_all(&claims, &withdrawn, Some(&updated), answer)
+                    self.prepare_all(&claims, &withdrawn, Some(&updated), None, answer)
                         .await;
                 }
                 Waiting::InContainers(answer) => {

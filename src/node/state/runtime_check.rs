@@ -57,7 +57,7 @@ impl RuntimeCheck {
         self.runtime.is_some()
     }
 
-    async fn containers(&self) -> Option<Result<RuntimeContainers, String>> {
+    async fn containers(&self) -> Option<Result<Arc<RuntimeContainers>, String>> {
         match &self.runtime {
             Some(runtime) => Some(runtime.look().await),
             None => None,
@@ -93,9 +93,18 @@ impl RuntimeCheck {
     }
 
     /// Refuses a starting container or a claim a device that another container still has: kubelet forgets pods deleted by force while their
-    /// containers are ending. A runtime failure does not block: kubelet needs the runtime to start the container, too.
-    pub(super) async fn check_unused(&self, devices: &[&Device]) -> Result<(), Refusal> {
-        let containers = match self.containers().await {
+    /// containers are ending. A runtime failure does not block: kubelet needs the runtime to start the container, too. `listed` are the
+    /// containers, if the caller has listed them.
+    pub(super) async fn check_unused(
+        &self,
+        devices: &[&Device],
+        listed: Option<Result<Arc<RuntimeContainers>, String>>,
+    ) -> Result<(), Refusal> {
+        let containers = match listed {
+            Some(listed) => Some(listed),
+            None => self.containers().await,
+        };
+        let containers = match containers {
             None => return Ok(()),
             Some(Ok(containers)) => containers,
             Some(Err(problem)) => {

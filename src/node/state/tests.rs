@@ -42,12 +42,10 @@ async fn answers_keep_the_order_and_one_refusal_stops_nobody() {
     };
     let answers = life
         .handle
-        .prepare(vec![
-            claim(A, &["x"]),
-            hostile,
-            claim(B, &["x"]),
-            claim(B, &["y"]),
-        ])
+        .prepare(
+            vec![claim(A, &["x"]), hostile, claim(B, &["x"]), claim(B, &["y"])],
+            None,
+        )
         .await;
     assert!(answers[0].is_ok() && answers[3].is_ok(), "{answers:?}");
     let refused = answers[1].as_ref().unwrap_err();
@@ -70,7 +68,7 @@ async fn work_continues_without_its_caller_and_unprepare_follows() {
     let asked = driver.asked.load(Ordering::SeqCst);
     let caller = {
         let handle = life.handle.clone();
-        tokio::spawn(async move { handle.prepare(vec![claim(A, &["x"])]).await })
+        tokio::spawn(async move { handle.prepare(vec![claim(A, &["x"])], None).await })
     };
     while driver.asked.load(Ordering::SeqCst) == asked {
         tokio::task::yield_now().await;
@@ -78,7 +76,7 @@ async fn work_continues_without_its_caller_and_unprepare_follows() {
     caller.abort();
     assert!(caller.await.unwrap_err().is_cancelled());
     // A repeat joins the request in progress, and an Unprepare waits for both.
-    let (repeat, undone) = tokio::join!(life.handle.prepare(vec![claim(A, &["x"])]), async {
+    let (repeat, undone) = tokio::join!(life.handle.prepare(vec![claim(A, &["x"])], None), async {
         tokio::task::yield_now().await;
         let undone = life.unprepare(A);
         tokio::pin!(undone);
@@ -265,7 +263,7 @@ async fn who_asks_a_companion_that_has_ended_is_told_so() {
     let _ = life.task.await;
     let answers = life
         .handle
-        .prepare(vec![claim(A, &["x"]), claim(B, &["x"])])
+        .prepare(vec![claim(A, &["x"]), claim(B, &["x"])], None)
         .await;
     assert_eq!(
         answers

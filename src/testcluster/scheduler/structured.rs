@@ -88,7 +88,7 @@ fn reaches(claim: &Value, node: &Value) -> bool {
         .is_none_or(|selector| selects(selector, node))
 }
 
-/// What the allocation of a pod's claims depends on.
+/// The objects that decide the allocation of a pod's claims.
 struct Devices {
     slices: Vec<ResourceSlice>,
     classes: Vec<DeviceClass>,

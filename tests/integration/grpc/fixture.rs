@@ -61,7 +61,7 @@ pub(crate) struct Scripted {
 impl Scripted {
     pub(crate) fn new() -> Arc<Self> {
         let metrics = Arc::<Metrics>::default();
-        let (service, mut backend) = NodeService::new(false, Arc::clone(&metrics));
+        let (service, mut backend) = NodeService::new(None, Arc::clone(&metrics));
         let devices = watch::Sender::new(vec![device("a", true)]);
         let served = ServedResource {
             resource: ExtendedResource {
@@ -100,7 +100,7 @@ struct Script(Arc<Mutex<Vec<String>>>);
 impl Script {
     async fn serve(self, request: Call) {
         match request {
-            Call::Prepare(claims, sender) => {
+            Call::Prepare(claims, _, sender) => {
                 let mut answers = Vec::new();
                 for claim in claims {
                     let handle = match &claim.allocation {

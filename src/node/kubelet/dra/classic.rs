@@ -56,7 +56,7 @@ impl v1alpha3::node_server::Node for DraService {
         let answers = if asked == 0 {
             Vec::new()
         } else {
-            self.0.prepare(classic).await
+            self.0.prepare(classic, self.0.list_containers().await).await
         };
         if answers.len() != asked {
             return Err(wrong_number_of_answers(asked, answers.len()));
@@ -141,7 +141,7 @@ impl v1alpha2::node_server::Node for DraService {
             uid: request.claim_uid,
             allocation: Allocation::Handle(request.resource_handle),
         };
-        let cdi_devices = only(self.0.prepare(vec![claim]).await)?;
+        let cdi_devices = only(self.0.prepare(vec![claim], self.0.list_containers().await).await)?;
         Ok(Response::new(v1alpha2::NodePrepareResourceResponse {
             cdi_devices,
         }))

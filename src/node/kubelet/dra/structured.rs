@@ -83,7 +83,8 @@ impl DraPlugin {
                     .unwrap_or(Err(ClaimError::Timeout))
             }
         });
-        let read: Vec<_> = stream::iter(reads).buffered(READS).collect().await;
+        let read = stream::iter(reads).buffered(READS).collect::<Vec<_>>();
+        let (read, containers) = tokio::join!(read, self.node.list_containers());
         let mut to_prepare = Vec::new();
         for (claim, read) in claims.iter().zip(&read) {
             match read {
@@ -109,7 +110,7 @@ impl DraPlugin {
         let answers = if asked == 0 {
             Vec::new()
         } else {
-            self.node.prepare(to_prepare).await
+            self.node.prepare(to_prepare, containers).await
         };
         if answers.len() != asked {
             return Err(wrong_number_of_answers(asked, answers.len()));

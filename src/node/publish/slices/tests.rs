@@ -39,7 +39,7 @@ impl http_body::Body for Reply {
     }
 }
 
-/// What the server does with the next write instead of executing it.
+/// The server's response to the next write, which it does not execute.
 #[derive(Clone)]
 enum Fault {
     /// Answers with this code and message, and `Retry-After` for 429.

@@ -39,7 +39,7 @@ async fn allocate_and_prepare_copy_none_of_a_thousand_devices() {
     });
     owner.learn().await;
     let before = owner.publisher.inventory().clone();
-    owner.prepare(&claim(A, &["port-7"]), None).await.unwrap();
+    owner.prepare(&claim(A, &["port-7"]), None, None).await.unwrap();
     assert!(
         owner.rebuild_inventory() && owner.publish(),
         "the prepared claims have changed"

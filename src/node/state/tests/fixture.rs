@@ -255,9 +255,9 @@ pub(in crate::node::state) async fn begin(
 pub(in crate::node::state) struct Runtime(pub(in crate::node::state) Mutex<RuntimeContainers>);
 
 impl ContainerRuntime for Runtime {
-    fn look(&self) -> BoxFuture<'_, Result<RuntimeContainers, String>> {
+    fn look(&self) -> BoxFuture<'_, Result<Arc<RuntimeContainers>, String>> {
         let seen = self.0.lock().unwrap().clone();
-        Box::pin(async { Ok(seen) })
+        Box::pin(async { Ok(Arc::new(seen)) })
     }
 }
 
@@ -286,7 +286,12 @@ pub(in crate::node::state) async fn begin_with(
         ("example.com/camera".to_owned(), camera),
         ("example.com/serial".to_owned(), serial),
     ])));
-    let (handle, backend) = NodeService::new(runtime.is_some(), Arc::default());
+    let (handle, backend) = NodeService::new(
+        runtime
+            .clone()
+            .map(|runtime| runtime as Arc<dyn ContainerRuntime>),
+        Arc::default(),
+    );
     let (published, inventory) = watch::channel(Arc::default());
     let owner = NodeState::start(NodeStateOptions {
         paths,
@@ -343,7 +348,8 @@ impl Life {
         uid: &str,
         devices: &[&str],
     ) -> Result<Vec<String>, ServiceError> {
-        let mut answers = self.handle.prepare(vec![claim(uid, devices)]).await;
+        let containers = self.handle.list_containers().await;
+        let mut answers = self.handle.prepare(vec![claim(uid, devices)], containers).await;
         assert_eq!(answers.len(), 1);
         answers.remove(0)
     }

@@ -146,6 +146,39 @@ async fn a_claim_waits_until_no_container_has_its_device() {
 }
 
 #[tokio::test]
+async fn a_list_of_containers_counts_until_a_claim_is_released() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
+    driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
+    let runtime = Arc::new(Runtime::default());
+    let (life, orphan_check) = life(root.path(), &driver, &runtime).await;
+    let show = |containers| *runtime.0.lock().unwrap() = RuntimeContainers(containers);
+    life.prepare(A, &["x"]).await.unwrap();
+    let early = life.handle.list_containers().await;
+    show(vec![container(6)]);
+    life.unprepare(A).await.unwrap();
+    let with = async |containers| {
+        let mut answers = life.handle.prepare(vec![claim(B, &["x"])], containers).await;
+        answers.remove(0).map_err(|error| error.to_string())
+    };
+    let refused = with(early).await.unwrap_err();
+    assert!(
+        refused.contains("pod default/forced"),
+        "the list is outdated: {refused}"
+    );
+    let recent = life.handle.list_containers().await;
+    show(Vec::new());
+    let refused = with(recent).await.unwrap_err();
+    assert!(
+        refused.contains("pod default/forced"),
+        "the list counts: {refused}"
+    );
+    with(life.handle.list_containers().await).await.unwrap();
+    orphan_check.abort();
+    let _ = orphan_check.await;
+    life.end().await;
+}
+
+#[tokio::test]
 async fn a_claim_of_an_earlier_boot_keeps_nothing_from_containers() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say_numbered(&[("x", 6)], "test", Mode::Claims);

@@ -31,7 +31,7 @@ async fn waits(life: &Life, kubelet: &Kubelet) -> JoinHandle<Result<Vec<String>,
     kubelet.hangs.store(true, Ordering::SeqCst);
     let looks = kubelet.looks.load(Ordering::SeqCst);
     let handle = life.handle.clone();
-    let prepared = tokio::spawn(async move { handle.prepare(vec![claim(A, &["x"])]).await.remove(0) });
+    let prepared = tokio::spawn(async move { handle.prepare(vec![claim(A, &["x"])], None).await.remove(0) });
     soon(async {
         while kubelet.looks.load(Ordering::SeqCst) == looks {
             tokio::time::sleep(Duration::from_millis(5)).await;
