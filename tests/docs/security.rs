@@ -24,7 +24,7 @@ fn each_point_of_the_checklist_has_a_test_or_a_reason() {
     assert_eq!(numbers, expected.iter().collect::<Vec<_>>());
     for row in checklist {
         assert!(
-            row.len() == 3 && row.iter().all(|cell| !cell.is_empty()),
+            row.len() == 2 && row.iter().all(|cell| !cell.is_empty()),
             "{row:?}"
         );
     }

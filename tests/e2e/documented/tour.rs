@@ -24,14 +24,14 @@ kill "$runner"
 wait "$runner"
 "#;
 
-/// A cluster with drayman in it, as `make cluster` starts it, and a script typed there. What it printed.
-fn on_a_cluster(text: &str) -> anyhow::Result<String> {
+/// A cluster of this version with drayman in it, as `make cluster` starts it, and a script typed there. Returns its output.
+fn on_a_cluster(version: &str, text: &str) -> anyhow::Result<String> {
     let out = tempfile::tempdir()?;
     let program = Path::new(env!("CARGO_BIN_EXE_drayman"));
     std::fs::write(out.path().join("script"), shell::script(text))?;
     std::fs::write(out.path().join("hook"), HOOK)?;
     let mut cluster = Command::new(harness::build_go("tests/cluster", "cluster")?)
-        .args(["up", "--requests", "--nodes", "1", "--version", harness::VERSION, "--target"])
+        .args(["up", "--requests", "--nodes", "1", "--version", version, "--target"])
         .arg(harness::target())
         .args(["--hook", "exec bash \"$OUT/hook\""])
         .current_dir(repository(""))
@@ -60,7 +60,7 @@ fn on_a_cluster(text: &str) -> anyhow::Result<String> {
 
 #[test]
 fn the_quickstart_shows_one_device_of_three_in_the_pod() -> anyhow::Result<()> {
-    let printed = on_a_cluster(&script(QUICKSTART, "sh", "cluster"))?;
+    let printed = on_a_cluster(harness::STRUCTURED_VERSION, &script(QUICKSTART, "sh", "cluster"))?;
     println!("{printed}");
     let seen = printed
         .lines()
@@ -88,6 +88,6 @@ fn other_scripts_for_the_same_cluster_succeed_there() -> anyhow::Result<()> {
         .map(|block| block.text)
         .collect();
     ensure!(!blocks.is_empty(), "no other page has any");
-    println!("{}", on_a_cluster(&blocks.concat())?);
+    println!("{}", on_a_cluster(harness::VERSION, &blocks.concat())?);
     Ok(())
 }
