@@ -28,9 +28,9 @@ mod stage;
 
 mod burst;
 mod companion;
-mod kubelet_metrics;
 mod life;
 mod memory;
+mod metrics;
 mod prepare;
 mod publishers;
 mod slices;

@@ -4,7 +4,6 @@ use std::net::TcpListener;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use http::Request;
 
 use crate::Options;
 use crate::companion;
@@ -12,7 +11,7 @@ use crate::figures::{Goal, Times, figure};
 use crate::fixture::{Slices, delete, make_pod_with_claim, one_device};
 use crate::ground;
 use crate::harness::PATIENCE;
-use crate::kubelet_metrics::{CALL, KubeletMetrics, OPERATION};
+use crate::metrics::{CALL, Metrics, OPERATION};
 use crate::stage::{Stage, is_running};
 
 /// Pods one after the other, so that kubelet's metrics show each call.
@@ -20,6 +19,7 @@ const LONE: usize = 30;
 /// Pods at once: as many as a kubelet takes by default, without some.
 const AT_ONCE: u32 = 100;
 
+const READ: &str = "rest_client_request_duration_seconds";
 const PREPARE: &str = "NodePrepareResources";
 const UNPREPARE: &str = "NodeUnprepareResources";
 
@@ -33,22 +33,23 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     Slices::watch(&stage)
         .until_offered(&companion::names(AT_ONCE))
         .await?;
-    lone(&stage).await?;
+    lone(&stage, &address).await?;
     at_once(&stage, &address).await?;
     companion.end().await?;
     stage.cluster.stop().await
 }
 
-async fn lone(stage: &Stage) -> anyhow::Result<()> {
+async fn lone(stage: &Stage, address: &str) -> anyhow::Result<()> {
     let (mut prepares, mut unprepares) = (Times::default(), Times::default());
-    let mut before = KubeletMetrics::read(stage).await?;
+    let mut before = Metrics::of_kubelet(stage).await?;
     let first = before.durations(OPERATION, "\"PrepareResources\"");
+    let ours = Metrics::of_companion(address).await?;
     for number in 0..LONE {
         let name = format!("lone-{number}");
         make_pod_with_claim(stage, &name, &one_device()).await?;
         stage.wait(stage.pods(), &name, "running", is_running()).await?;
         delete(stage, &name).await?;
-        let after = KubeletMetrics::read(stage).await?;
+        let after = Metrics::of_kubelet(stage).await?;
         for (method, times) in [(PREPARE, &mut prepares), (UNPREPARE, &mut unprepares)] {
             let call = after
                 .durations(CALL, method)
@@ -68,6 +69,15 @@ async fn lone(stage: &Stage) -> anyhow::Result<()> {
             Goal::is(mean <= mean_goal && times.quantile(99) <= p99_goal),
         );
     }
+    let reads = Metrics::of_companion(address)
+        .await?
+        .durations(READ, "\"GET\"")
+        .since(ours.durations(READ, "\"GET\""));
+    figure(
+        &format!("the read of the claim in them, by the companion's {READ}"),
+        &format!("mean {:.2?}, n={}", reads.mean(), reads.count),
+        Goal::none(),
+    );
     let operations = before.durations(OPERATION, "\"PrepareResources\"").since(first);
     figure(
         &format!("the same with kubelet's own part, by {OPERATION}"),
@@ -78,15 +88,15 @@ async fn lone(stage: &Stage) -> anyhow::Result<()> {
 }
 
 async fn at_once(stage: &Stage, address: &str) -> anyhow::Result<()> {
-    let before = KubeletMetrics::read(stage).await?;
-    let ours_before = OwnMetrics::read(address).await?;
+    let before = Metrics::of_kubelet(stage).await?;
+    let ours_before = Metrics::of_companion(address).await?;
     ground::each(0..AT_ONCE, |number| async move {
         make_pod_with_claim(stage, &format!("pod-{number}"), &one_device()).await
     })
     .await?;
     // The node authorizer refuses kubelet some claims that it does not know of yet, and kubelet tries their pods again much later.
     ground::until("all claims are prepared", PATIENCE, || async {
-        let now = KubeletMetrics::read(stage).await?;
+        let now = Metrics::of_kubelet(stage).await?;
         Ok(now
             .durations(CALL, PREPARE)
             .since(before.durations(CALL, PREPARE))
@@ -94,7 +104,7 @@ async fn at_once(stage: &Stage, address: &str) -> anyhow::Result<()> {
             >= AT_ONCE)
     })
     .await?;
-    let after = KubeletMetrics::read(stage).await?;
+    let after = Metrics::of_kubelet(stage).await?;
     let calls = after
         .durations(CALL, PREPARE)
         .since(before.durations(CALL, PREPARE));
@@ -102,7 +112,7 @@ async fn at_once(stage: &Stage, address: &str) -> anyhow::Result<()> {
     let operations = after
         .durations(OPERATION, label)
         .since(before.durations(OPERATION, label));
-    let ours = OwnMetrics::read(address).await?;
+    let ours = Metrics::of_companion(address).await?;
     figure(
         &format!("Prepare of {AT_ONCE} pods at once by the companion's grpc_server_handling_seconds"),
         &format!(
@@ -123,17 +133,7 @@ async fn at_once(stage: &Stage, address: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The metrics of the companion.
-struct OwnMetrics(String);
-
-impl OwnMetrics {
-    async fn read(address: &str) -> anyhow::Result<Self> {
-        let server = kube::Config::new(format!("http://{address}").parse()?);
-        let client = kube::Client::try_from(server)?;
-        let request = Request::get("/metrics").body(Vec::new())?;
-        Ok(Self(client.request_text(request).await?))
-    }
-
+impl Metrics {
     /// Upper bound and cumulated count of each bucket of a method, of all services that have it.
     fn buckets(&self, method: &str) -> Vec<(String, u64)> {
         let lines = self.0.lines().filter(|line| {

@@ -36,7 +36,7 @@ use crate::harness::{Cluster, Entry};
 use crate::requests;
 use crate::stage::{DRIVER, Stage, structured_node_rules};
 
-/// In which the publishers start, evenly.
+/// In which the publishers start, and in which their devices change, evenly.
 const START: Duration = Duration::from_secs(60);
 /// How long the last slices may take after the last start or change.
 const LIMIT: Duration = Duration::from_secs(90);
@@ -83,7 +83,9 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     throttling.print();
 
     let mut changed = Vec::new();
+    let mut pace = interval(START / u32::try_from(count)?);
     for publisher in &publishers {
+        pace.tick().await;
         changed.push(Instant::now());
         publisher.send_replace(Arc::new(devices(DEVICES - 1)));
     }
@@ -98,7 +100,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
         .filter(is_write)
         .partition(|entry| entry.code < 300);
     figure(
-        &format!("a change of each of {count} nodes at once: change -> stored"),
+        &format!("a change of each of {count} nodes within {START:?}: change -> stored"),
         &format!("{times}, {} writes stored, {} refused", done.len(), refused.len()),
         Goal::is(times.len() == count && done.len() == count),
     );

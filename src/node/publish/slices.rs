@@ -232,6 +232,7 @@ impl SlicePublisher {
 /// The slices, while the cluster is in structured mode.
 struct Publication<'a> {
     publisher: &'a SlicePublisher,
+    client: kube::Client,
     api: Api<ResourceSlice>,
     throttled: Throttled,
     slices: Slices,
@@ -255,10 +256,11 @@ impl<'a> Publication<'a> {
             node_name: publisher.node_name.clone(),
             node_uid: node_uid.clone(),
         };
-        let (client, throttled) = with_retry_after(&publisher.client);
+        let (client, throttled) = with_retry_after(&publisher.client, &publisher.node_name);
         Self {
             publisher,
-            api: Api::all(client),
+            api: Api::all(client.clone()),
+            client,
             throttled,
             slices: Slices::new(pool, features(facts.minor)),
             listed: Vec::new(),
@@ -273,7 +275,7 @@ impl<'a> Publication<'a> {
 
     /// When the next write may be sent.
     fn due(&self) -> Instant {
-        self.retry.due.max(self.budget.due())
+        self.retry.due.max(self.budget.due()).max(self.throttled.until())
     }
 
     fn learn(&mut self, facts: ClusterFacts) {
@@ -328,14 +330,14 @@ impl<'a> Publication<'a> {
             self.write(write).await
         };
         if let Err(error) = result {
-            self.retry.later(self.throttled.take());
+            self.retry.later();
             self.reports.failed(&error, &self.node_uid).await;
         }
     }
 
     async fn confirm_node(&mut self) -> Result<(), PublishError> {
         let name = &self.publisher.node_name;
-        let nodes: Api<Node> = Api::all(self.publisher.client.clone());
+        let nodes: Api<Node> = Api::all(self.client.clone());
         let node = call(nodes.get_metadata_opt(name)).await?;
         let uid = node
             .and_then(|node| node.metadata.uid)
@@ -359,7 +361,7 @@ impl<'a> Publication<'a> {
             Ok(Written::Done(altered)) => {
                 self.reports.has_written = true;
                 if altered.contains(&Altered::Otherwise) {
-                    self.retry.later(None);
+                    self.retry.later();
                 } else {
                     self.retry.reset();
                 }
@@ -499,46 +501,49 @@ impl<'a> Retry<'a> {
         self.pause = RETRY.0;
     }
 
-    /// Waits for a growing pause, and at least as long as the API server asks for.
-    fn later(&mut self, requested: Option<Duration>) {
-        let pause = self.pause.max(requested.unwrap_or_default());
-        self.due = Instant::now() + spread(pause, self.node_name);
+    /// Waits for a growing pause.
+    fn later(&mut self) {
+        self.due = Instant::now() + spread(self.pause, self.node_name);
         self.pause = (self.pause * 2).min(RETRY.1);
     }
 }
 
-/// The pause that the API server asked for with the last answer. API Priority and Fairness sends it only as a header.
-#[derive(Clone, Default)]
-struct Throttled(Arc<Mutex<Option<Duration>>>);
+/// When the next request may be sent, by the answers of the API server. API Priority and Fairness sends the pause only as a header.
+#[derive(Clone)]
+struct Throttled(Arc<Mutex<Instant>>);
 
 impl Throttled {
-    fn take(&self) -> Option<Duration> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    fn until(&self) -> Instant {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn observe<B>(&self, response: &Response<B>) {
+    fn observe<B>(&self, response: &Response<B>, node_name: &str) {
         if response.status() == StatusCode::TOO_MANY_REQUESTS {
             let header = response.headers().get(RETRY_AFTER);
             let seconds = header.and_then(|value| value.to_str().ok()?.trim().parse().ok());
-            let pause = seconds.map(|seconds| Duration::from_secs(seconds).min(RETRY_AFTER_MAX));
-            *self.0.lock().unwrap_or_else(PoisonError::into_inner) = pause;
+            let pause = Duration::from_secs(seconds.unwrap_or_default()).min(RETRY_AFTER_MAX);
+            let mut until = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            *until = (*until).max(Instant::now() + spread(pause, node_name));
         }
     }
 }
 
-/// Wraps the client so that it keeps the pauses that the API server asks for. Must be called within a runtime.
-fn with_retry_after(client: &kube::Client) -> (kube::Client, Throttled) {
-    let throttled = Throttled::default();
+/// Wraps the client so that all its requests, those of watches included, wait for as long as the API server asks. Must be called within a
+/// runtime.
+fn with_retry_after(client: &kube::Client, node_name: &str) -> (kube::Client, Throttled) {
+    let throttled = Throttled(Arc::new(Mutex::new(Instant::now())));
+    let node_name: Arc<str> = node_name.into();
     let (namespace, client, seen) = (
         client.default_namespace().to_owned(),
         client.clone(),
         throttled.clone(),
     );
     let service = tower::service_fn(move |request: Request<Body>| {
-        let (client, seen) = (client.clone(), seen.clone());
+        let (client, seen, node_name) = (client.clone(), seen.clone(), node_name.clone());
         async move {
+            sleep_until(seen.until()).await;
             let response = client.send(request).await?;
-            seen.observe(&response);
+            seen.observe(&response, &node_name);
             Ok::<_, kube::Error>(response)
         }
     });

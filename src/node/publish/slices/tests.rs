@@ -428,9 +428,15 @@ async fn a_busy_api_server_is_given_the_time_it_asks_for() {
     let server = Server::new();
     server.state().faults = VecDeque::from([Fault::Reject(429, "too many requests")]);
     let _running = publish(&server, named(&[("a", true)]));
-    after(29.0).await;
-    assert_eq!(server.writes(), 1);
+    after(1.0).await;
+    let reads = server.reads();
+    // The watch begins anew.
+    server.state().watches.clear();
+    after(28.0).await;
+    assert_eq!((server.writes(), server.reads()), (1, reads));
+    assert!(server.state().watches.is_empty());
     after(20.0).await;
+    assert!(!server.state().watches.is_empty());
     assert_eq!((server.writes(), server.devices().len()), (2, 1));
     assert_eq!(server.reasons(), Vec::<String>::new());
 }

@@ -1,4 +1,4 @@
-//! Durations in the metrics of a kubelet.
+//! Durations in the metrics of kubelet and companion.
 
 use std::time::Duration;
 
@@ -31,15 +31,24 @@ impl Durations {
     }
 }
 
-/// The metrics of the kubelet of the first node.
+/// The text of a metrics page.
 #[derive(Debug)]
-pub(crate) struct KubeletMetrics(String);
+pub(crate) struct Metrics(pub(crate) String);
 
-impl KubeletMetrics {
-    pub(crate) async fn read(stage: &Stage) -> anyhow::Result<Self> {
+impl Metrics {
+    /// The metrics of the kubelet of the first node.
+    pub(crate) async fn of_kubelet(stage: &Stage) -> anyhow::Result<Self> {
         let path = format!("/api/v1/nodes/{}/proxy/metrics", stage.cluster.node(0).name());
         let request = Request::get(path).body(Vec::new())?;
         Ok(Self(stage.cluster.client().request_text(request).await?))
+    }
+
+    /// The metrics of a companion at this address.
+    pub(crate) async fn of_companion(address: &str) -> anyhow::Result<Self> {
+        let server = kube::Config::new(format!("http://{address}").parse()?);
+        let client = kube::Client::try_from(server)?;
+        let request = Request::get("/metrics").body(Vec::new())?;
+        Ok(Self(client.request_text(request).await?))
     }
 
     /// The durations of a histogram, summed over all series with this text in their labels.
