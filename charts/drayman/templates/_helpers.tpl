@@ -250,8 +250,13 @@ automountServiceAccountToken: false
 enableServiceLinks: false
 nodeSelector:
   {{- toYaml .Values.node.nodeSelector | nindent 2 }}
+{{- /* The device may be on a node of any pool. */}}
+{{- $tolerations := .Values.node.tolerations }}
+{{- range .Values.nodePools }}
+{{- $tolerations = concat $tolerations (default list .tolerations) }}
+{{- end }}
 tolerations:
-  {{- toYaml .Values.node.tolerations | nindent 2 }}
+  {{- toYaml (uniq $tolerations) | nindent 2 }}
 securityContext:
   {{- include "drayman.restrictedPod" . | nindent 2 }}
 {{- end }}

@@ -65,15 +65,15 @@ pub fn judge(driver: &str, sharers: Sharers<'_>) -> Vec<Finding> {
     findings
 }
 
-/// Reports companions of `driver` with several accounts, which belong to several releases.
-pub fn companions(driver: &str, accounts: &BTreeSet<&str>) -> Option<Finding> {
-    (accounts.len() > 1).then(|| {
-        let accounts: Vec<&str> = accounts.iter().copied().collect();
+/// Reports companions of `driver` of several releases.
+pub fn companions(driver: &str, releases: &BTreeSet<String>) -> Option<Finding> {
+    (releases.len() > 1).then(|| {
+        let releases: Vec<&str> = releases.iter().map(String::as_str).collect();
         Finding::problem(
             CHECK,
             format!(
-                "companions of driver {driver} run as several accounts: {}",
-                some(&accounts)
+                "companions of driver {driver} belong to several releases: {}",
+                some(&releases)
             ),
             FIX,
         )
@@ -167,16 +167,13 @@ mod tests {
 
     #[test]
     fn companions_of_two_releases_are_named() {
-        let one = BTreeSet::from(["system:serviceaccount:a:drayman-node"]);
+        let one = BTreeSet::from(["a/drayman".to_owned()]);
         assert_eq!(companions("drayman.dev", &one), None);
-        let two = BTreeSet::from([
-            "system:serviceaccount:a:drayman-node",
-            "system:serviceaccount:b:drayman-node",
-        ]);
+        let two = BTreeSet::from(["a/drayman".to_owned(), "b/drayman".to_owned()]);
         let finding = companions("drayman.dev", &two).unwrap();
         assert_eq!(finding.level, Level::Problem);
         assert!(
-            two.iter().all(|account| finding.message.contains(account)),
+            two.iter().all(|release| finding.message.contains(release)),
             "{finding:?}"
         );
     }

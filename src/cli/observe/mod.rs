@@ -181,8 +181,8 @@ impl Observer {
         self.requests.clone()
     }
 
-    /// Serves the configured addresses until the token is cancelled. Returns as soon as the addresses are bound. The client asks who may
-    /// read metrics that are served over HTTPS.
+    /// Serves the configured addresses until the token is cancelled. Returns as soon as the addresses are bound. Metrics over
+    /// HTTPS are served to accounts that may read them, which `client` asks the API server.
     pub(super) async fn serve(
         self,
         flags: Flags,

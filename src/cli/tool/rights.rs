@@ -46,6 +46,20 @@ pub(super) fn accounts(pods: &[Pod], driver: &str) -> BTreeSet<Account> {
     pods.iter().filter_map(|pod| account(pod, driver)).collect()
 }
 
+/// Returns the releases of this driver's companions, as `NAMESPACE/RELEASE`. Companions that no release labels count by their account. During an
+/// update, the companions of one release may have two accounts.
+pub(super) fn releases(pods: &[Pod], driver: &str) -> BTreeSet<String> {
+    let release = |pod: &Pod| {
+        let account = account(pod, driver).filter(|account| account.component == Component::Node)?;
+        let labels = pod.metadata.labels.iter().flatten();
+        let mut instances = labels.filter(|(name, _)| *name == "app.kubernetes.io/instance");
+        let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
+        let named = |(_, instance)| format!("{namespace}/{instance}");
+        Some(instances.next().map_or(account.user, named))
+    };
+    pods.iter().filter_map(release).collect()
+}
+
 /// Returns for each companion of this driver whether it has the container runtime's socket.
 pub(super) fn companions_with_socket(pods: &[Pod], driver: &str) -> Vec<bool> {
     let companions = pods

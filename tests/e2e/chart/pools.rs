@@ -147,6 +147,19 @@ fn pools_leave_the_first_daemon_set_as_it_is() {
 }
 
 #[test]
+fn the_test_pods_tolerate_the_taints_of_every_pool() {
+    let pool = "--set-json=nodePools=[{\"name\":\"a\",\"nodeSelector\":{\"example.com/pool\":\"a\"},\
+                \"tolerations\":[{\"key\":\"example.com/a\",\"operator\":\"Exists\"}]}]";
+    let rendered = structured("ci/one-kind-values.yaml", &[pool]);
+    let tolerations = &object(&rendered, "Pod", "drayman-test")["spec"]["tolerations"];
+    let expected = json!({ "key": "example.com/a", "operator": "Exists" });
+    assert!(
+        tolerations.as_array().is_some_and(|all| all.contains(&expected)),
+        "{tolerations}"
+    );
+}
+
+#[test]
 fn a_namespace_and_a_registry_hold_for_all_objects() {
     for mode in MODES {
         for variant in variants() {

@@ -22,8 +22,7 @@ use kube::api::{Api, PostParams};
 use rustls::ServerConfig;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use tokio::sync::Semaphore;
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, sleep_until, timeout};
 use tokio_rustls::TlsAcceptor;
 
 /// How long an answer of the API server counts: as for kubelet's metrics.
@@ -34,6 +33,9 @@ const ALLOWED_MAX: usize = 8;
 const TOKEN_MAX: usize = 6 * 1024;
 /// Time limit of the two reviews, below the lifetime of a connection.
 const REVIEW_TIMEOUT: Duration = Duration::from_secs(8);
+/// Pause between a review that admits nobody and the next one, so that a peer with wrong tokens causes ten requests a second at most. A scraper
+/// waits for those of all other connections (64), for less than [`REVIEW_TIMEOUT`].
+const REFUSAL_PAUSE: Duration = Duration::from_millis(100);
 /// How often the certificate is read again. Kubelet updates a mounted Secret within two minutes.
 const RELOAD: Duration = Duration::from_secs(60);
 
@@ -96,8 +98,8 @@ pub(super) struct Guard {
     client: Client,
     /// Tokens that may, each with the time of the answer; oldest first.
     allowed: Mutex<VecDeque<(String, Instant)>>,
-    /// One review at a time: a peer with many tokens must not crowd out the component's own requests.
-    turn: Semaphore,
+    /// When the next review may begin. One at a time: a peer with many tokens must not crowd out the component's own requests.
+    turn: tokio::sync::Mutex<Instant>,
     /// Whether the last review failed; the log says it once.
     failed: AtomicBool,
 }
@@ -107,7 +109,7 @@ impl Guard {
         Self {
             client,
             allowed: Mutex::default(),
-            turn: Semaphore::new(1),
+            turn: tokio::sync::Mutex::new(Instant::now()),
             failed: AtomicBool::new(false),
         }
     }
@@ -119,12 +121,19 @@ impl Guard {
             return Ok(());
         }
         let reviewed = timeout(REVIEW_TIMEOUT, async {
-            let _turn = self.turn.acquire().await?;
+            let mut turn = self.turn.lock().await;
+            sleep_until(*turn).await;
             // Another request may have had the same token.
             if self.is_allowed(token) {
                 return Ok(None);
             }
-            self.review(token).await
+            // Set before the review, whose caller may go away.
+            *turn = Instant::now() + REFUSAL_PAUSE;
+            let refusal = self.review(token).await?;
+            if refusal.is_none() {
+                *turn = Instant::now();
+            }
+            Ok::<_, anyhow::Error>(refusal)
         });
         let error = match reviewed.await {
             Ok(Ok(refusal)) => {
@@ -200,4 +209,55 @@ fn bearer(headers: &HeaderMap) -> Option<&str> {
     let (scheme, token) = value.split_once(' ')?;
     let token = token.trim();
     (scheme.eq_ignore_ascii_case("bearer") && !token.is_empty() && token.len() <= TOKEN_MAX).then_some(token)
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::HeaderValue;
+    use kube::client::Body;
+    use serde_json::json;
+
+    use super::*;
+
+    /// An API server that knows one token.
+    fn guard() -> Guard {
+        let service = tower::service_fn(|request: http::Request<Body>| async move {
+            let is_access = request.uri().path().ends_with("/subjectaccessreviews");
+            let body = request.into_body().collect_bytes().await.unwrap_or_default();
+            let is_known = String::from_utf8_lossy(&body).contains("known");
+            let status = if is_access {
+                json!({ "allowed": true })
+            } else {
+                json!({ "authenticated": is_known, "user": { "username": "known" } })
+            };
+            let answer = json!({ "spec": {}, "status": status }).to_string();
+            Ok::<_, kube::Error>(http::Response::new(Body::from(answer.into_bytes())))
+        });
+        Guard::new(Client::new(service, "default"))
+    }
+
+    fn bearer(token: &str) -> HeaderMap {
+        let value = HeaderValue::from_str(&format!("Bearer {token}")).unwrap();
+        HeaderMap::from_iter([(AUTHORIZATION, value)])
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn wrong_tokens_cause_ten_reviews_a_second_at_most() {
+        let guard = guard();
+        let start = Instant::now();
+        for number in 0..20 {
+            let refused = guard.check(&bearer(&format!("wrong-{number}"))).await;
+            assert_eq!(refused, Err(StatusCode::UNAUTHORIZED));
+        }
+        let expected = 19 * REFUSAL_PAUSE;
+        assert!(
+            (expected..expected * 11 / 10).contains(&start.elapsed()),
+            "{:?}",
+            start.elapsed()
+        );
+        guard.check(&bearer("known")).await.unwrap();
+        let start = Instant::now();
+        guard.check(&bearer("known")).await.unwrap();
+        assert_eq!(start.elapsed(), Duration::ZERO, "a known token waits for nothing");
+    }
 }

@@ -49,10 +49,7 @@ pub(super) async fn look(
 async fn of_accounts(client: &Client, driver: &str, node_user: Option<&str>) -> Result<Vec<Finding>, Error> {
     let pods = rights::pods(client).await?;
     let mut accounts = rights::accounts(&pods, driver);
-    let companions = accounts
-        .iter()
-        .filter(|account| account.component == Component::Node);
-    let shared = overlap::companions(driver, &companions.map(|account| account.user.as_str()).collect());
+    let shared = overlap::companions(driver, &rights::releases(&pods, driver));
     accounts.extend(node_user.map(|user| Account {
         component: Component::Node,
         user: user.to_owned(),
@@ -206,10 +203,21 @@ mod tests {
             findings.iter().any(problem)
         };
         let one = run(server().with("/api/v1/pods", &[companion("drayman")])).await;
-        assert!(!says(&one, "several accounts"), "{one:?}");
+        assert!(!says(&one, "several releases"), "{one:?}");
+        let mut updated = [companion("drayman"), companion("drayman")];
+        for (pod, account) in updated.iter_mut().zip(["old", "new"]) {
+            pod["metadata"]["name"] = json!(account);
+            pod["metadata"]["labels"]["app.kubernetes.io/instance"] = json!("drayman");
+            pod["spec"]["serviceAccountName"] = json!(account);
+        }
+        let updated = run(server().with("/api/v1/pods", &updated)).await;
+        assert!(!says(&updated, "several releases"), "{updated:?}");
         let two = run(server().with("/api/v1/pods", &[companion("drayman"), companion("other")])).await;
         assert!(
-            says(&two, "companions of driver drayman.dev run as several accounts"),
+            says(
+                &two,
+                "companions of driver drayman.dev belong to several releases"
+            ),
             "{two:?}"
         );
     }
