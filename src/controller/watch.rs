@@ -18,10 +18,10 @@ use kube::runtime::{WatchStreamExt as _, watcher};
 use kube::{Resource, ResourceExt as _};
 use serde::{Deserialize, Deserializer};
 
-use crate::api::resource::label::NODE_LABEL;
 use crate::api::resource::{
-    FINALIZER_SUFFIX, POD_CLAIM_NAME_ANNOTATION, Pod, PodSchedulingContext, PodSchedulingContextSpec,
-    PodSchedulingContextStatus, ResourceClaim, ResourceClaimSpec, ResourceClaimStatus, ResourceClass,
+    FINALIZER_SUFFIX, NODE_LABEL, POD_CLAIM_NAME_ANNOTATION, Pod, PodSchedulingContext,
+    PodSchedulingContextSpec, PodSchedulingContextStatus, ResourceClaim, ResourceClaimSpec,
+    ResourceClaimStatus, ResourceClass,
 };
 use crate::core::claims::{Event, ObjectKey};
 

@@ -18,9 +18,8 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::api::resource::label::NODE_LABEL;
 use crate::api::resource::{
-    GROUP, PodSchedulingContext, ResourceClaim, ResourceClaimSchedulingStatus, VERSION,
+    GROUP, NODE_LABEL, PodSchedulingContext, ResourceClaim, ResourceClaimSchedulingStatus, VERSION,
 };
 use crate::core::claims::{ClaimWrite, Moment, ObjectKey, Outcome};
 use crate::core::lease::Lease;

@@ -2,8 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use drayman::api::resource::label::LABEL_OF_ANY_NODE;
-use drayman::api::resource::{AllocationMode, Pod, ResourceClaim, ResourceClaimConsumerReference};
+use drayman::api::resource::{
+    AllocationMode, LABEL_OF_ANY_NODE, Pod, ResourceClaim, ResourceClaimConsumerReference,
+};
 use drayman::core::claims::ObjectKey;
 
 use crate::driver::{DRIVER, FINALIZER, Hold, OTHER_FINALIZER, recorded_hold, uid_of};

@@ -7,8 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use crate::api::handle::HandleError;
-use crate::api::resource::label::label_of_node;
-use crate::api::resource::{AllocationResult, ResourceClaim};
+use crate::api::resource::{AllocationResult, ResourceClaim, label_of_node};
 use crate::core::allocation::evaluate::{NodeFit, NodeSnapshot, RequestedClaim, Shortage, Unsuitable};
 use crate::core::allocation::index::{
     self, AllocationIndex, Change, Conflict, Grant, Holder, Place, State, claim_name, suits,

@@ -11,8 +11,10 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{NodeSelector, NodeSelectorRequirement};
 
 use crate::api::handle::{DeviceHandle, HandleDevice, HandleError, VERSION};
-use crate::api::resource::label::{LABEL_OF_ANY_NODE, NODE_LABEL, label_of_node};
-use crate::api::resource::{AllocationResult, NODE_NAME_FIELD, ResourceClaim, ResourceHandle};
+use crate::api::resource::{
+    AllocationResult, LABEL_OF_ANY_NODE, NODE_LABEL, NODE_NAME_FIELD, ResourceClaim, ResourceHandle,
+    label_of_node,
+};
 
 /// The devices of one node that one claim holds.
 #[derive(Clone, Debug, PartialEq, Eq)]

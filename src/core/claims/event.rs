@@ -6,9 +6,8 @@ use std::time::Duration;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
-use crate::api::resource::label::NODE_LABEL;
 use crate::api::resource::{
-    AllocationResult, Pod, PodSchedulingContext, ResourceClaim, ResourceClaimConsumerReference,
+    AllocationResult, NODE_LABEL, Pod, PodSchedulingContext, ResourceClaim, ResourceClaimConsumerReference,
     ResourceClaimSchedulingStatus, ResourceClass, finalizer_of,
 };
 use crate::driver::{CapacityChange, DriverErrorKind, Finding, Observation, UnsuitableNodes};

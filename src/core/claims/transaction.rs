@@ -12,8 +12,10 @@
 
 use std::sync::Arc;
 
-use crate::api::resource::label::{LABEL_OF_ANY_NODE, label_of_node};
-use crate::api::resource::{AllocationResult, ResourceClaim, ResourceClaimConsumerReference, ResourceClass};
+use crate::api::resource::{
+    AllocationResult, LABEL_OF_ANY_NODE, ResourceClaim, ResourceClaimConsumerReference, ResourceClass,
+    label_of_node,
+};
 
 use super::claim::{Claim, ClaimAction, Claims};
 use super::event::{

@@ -13,8 +13,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use crate::api::resource::ResourceClaim;
-use crate::api::resource::label::{LABEL_OF_ANY_NODE, NODE_LABEL, label_of_node};
+use crate::api::resource::{LABEL_OF_ANY_NODE, NODE_LABEL, ResourceClaim, label_of_node};
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::containers::AllocatedClaims;
