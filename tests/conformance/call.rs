@@ -1,22 +1,22 @@
-//! What a driver was asked.
+//! Calls that a driver received.
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use drayman::api::resource::{AllocationResult, ResourceClaim, ResourceClass};
 
-/// What the driver was asked.
+/// Arguments of a driver call.
 #[derive(Clone, Debug)]
-pub(crate) enum What {
+pub(crate) enum Request {
     Class(Arc<ResourceClass>),
     Claim(Arc<ResourceClaim>),
-    Judge {
+    Evaluate {
         pod: String,
-        claims: Vec<Asked>,
+        claims: Vec<RequestedClaim>,
         nodes: Vec<String>,
     },
     Allocate {
-        claims: Vec<Asked>,
+        claims: Vec<RequestedClaim>,
         node: Option<String>,
     },
     Deallocate {
@@ -25,52 +25,52 @@ pub(crate) enum What {
     },
 }
 
-/// A claim that the driver was asked about.
+/// A claim in a driver call.
 #[derive(Clone, Debug)]
-pub(crate) struct Asked {
+pub(crate) struct RequestedClaim {
     pub(crate) entry: String,
     pub(crate) claim: Arc<ResourceClaim>,
     pub(crate) class: Arc<ResourceClass>,
 }
 
-/// A call, from its begin to its end or to when it was given up.
+/// A driver call; `ended` is set when it returns or is cancelled.
 #[derive(Clone, Debug)]
 pub(crate) struct Call {
-    pub(crate) what: What,
+    pub(crate) request: Request,
     pub(crate) began: Instant,
     pub(crate) ended: Option<Instant>,
 }
 
-/// The calls as words, without questions about parameters.
-pub(crate) fn story(calls: &[Call]) -> Vec<String> {
-    calls.iter().filter_map(|call| call.what.word()).collect()
+/// Verb and claim names of each call, without parameter calls.
+pub(crate) fn summaries(calls: &[Call]) -> Vec<String> {
+    calls.iter().filter_map(|call| call.request.summary()).collect()
 }
 
-/// How many of the calls are so.
-pub(crate) fn count(calls: &[Call], which: impl Fn(&What) -> bool) -> usize {
-    calls.iter().filter(|call| which(&call.what)).count()
+/// The number of matching calls.
+pub(crate) fn count(calls: &[Call], which: impl Fn(&Request) -> bool) -> usize {
+    calls.iter().filter(|call| which(&call.request)).count()
 }
 
 pub(crate) fn name(claim: &ResourceClaim) -> &str {
     claim.metadata.name.as_deref().unwrap_or_default()
 }
 
-impl What {
-    fn word(&self) -> Option<String> {
-        let names = |claims: &[Asked]| {
-            let names: Vec<&str> = claims.iter().map(|asked| name(&asked.claim)).collect();
+impl Request {
+    fn summary(&self) -> Option<String> {
+        let names = |claims: &[RequestedClaim]| {
+            let names: Vec<&str> = claims.iter().map(|requested| name(&requested.claim)).collect();
             names.join(" ")
         };
         match self {
             Self::Class(_) | Self::Claim(_) => None,
-            Self::Judge { claims, .. } => Some(format!("judge {}", names(claims))),
+            Self::Evaluate { claims, .. } => Some(format!("evaluate {}", names(claims))),
             Self::Allocate { claims, .. } => Some(format!("allocate {}", names(claims))),
             Self::Deallocate { claim, .. } => Some(format!("deallocate {}", name(claim))),
         }
     }
 
-    pub(crate) fn is_judge(&self) -> bool {
-        matches!(self, Self::Judge { .. })
+    pub(crate) fn is_evaluate(&self) -> bool {
+        matches!(self, Self::Evaluate { .. })
     }
 
     pub(crate) fn is_allocate(&self) -> bool {
@@ -81,18 +81,18 @@ impl What {
         matches!(self, Self::Deallocate { .. })
     }
 
-    /// Whether this claim is among those asked about.
+    /// Whether the request names this claim.
     pub(crate) fn is_about(&self, wanted: &str) -> bool {
         match self {
             Self::Class(_) => false,
             Self::Claim(claim) | Self::Deallocate { claim, .. } => name(claim) == wanted,
-            Self::Judge { claims, .. } | Self::Allocate { claims, .. } => {
-                claims.iter().any(|asked| name(&asked.claim) == wanted)
+            Self::Evaluate { claims, .. } | Self::Allocate { claims, .. } => {
+                claims.iter().any(|requested| name(&requested.claim) == wanted)
             }
         }
     }
 
-    /// The claims that a test makes to learn that everything before them has been seen are nobody's business.
+    /// Whether the request is for a claim of [`Fixture::fence`](crate::fixture::Fixture::fence).
     pub(crate) fn is_fence(&self) -> bool {
         match self {
             Self::Class(class) => class
@@ -101,14 +101,14 @@ impl What {
                 .as_deref()
                 .is_some_and(|name| name.starts_with("fence-")),
             Self::Claim(claim) | Self::Deallocate { claim, .. } => is_fence(claim),
-            Self::Judge { claims, .. } | Self::Allocate { claims, .. } => {
-                claims.iter().any(|asked| is_fence(&asked.claim))
+            Self::Evaluate { claims, .. } | Self::Allocate { claims, .. } => {
+                claims.iter().any(|requested| is_fence(&requested.claim))
             }
         }
     }
 }
 
-/// Whether a claim is made by a fence.
+/// Whether a claim was created by [`Fixture::fence`](crate::fixture::Fixture::fence).
 pub(crate) fn is_fence(claim: &ResourceClaim) -> bool {
     name(claim).starts_with("fence-")
 }

@@ -4,236 +4,263 @@ use drayman::driver::{CapacityCause, DriverError};
 use kube::api::{Patch, PatchParams};
 use serde_json::json;
 
-use crate::call::{What, count};
-use crate::objects::From;
-use crate::script::Act;
-use crate::stage::{finalizers, is_allocated, names, on_stage, verdicts};
+use crate::call::{Request, count};
+use crate::fake_driver::Action;
+use crate::fixture::{finalizers, is_allocated, names, unsuitable_nodes, with_fixture};
+use crate::objects::ClaimSource;
 
 #[test]
 fn a_missing_class_is_named_and_blocks_its_whole_pod() -> anyhow::Result<()> {
-    on_stage("missing-class", async |stage| {
-        let controller = stage.start().await?;
-        stage.claim("one").await?;
-        stage
+    with_fixture("missing-class", async |fixture| {
+        let controller = fixture.start().await?;
+        fixture.claim("one").await?;
+        fixture
             .claim_of("two", json!({ "resourceClassName": "missing-class-later" }))
             .await?;
-        stage
+        fixture
             .claim_of("three", json!({ "resourceClassName": "missing-class-too" }))
             .await?;
-        let entries = ["one", "two", "three"].map(|name| (name, From::Claim(name)));
-        let pod = stage.pod("pod", &entries).await?;
-        stage.context(&pod, "node", &names(["node"])).await?;
-        // The context may be seen before the last claim; then a first event names one class only.
-        let event = stage
-            .event("pod", "ResourceClassMissing", "missing-class-too")
+        let entries = ["one", "two", "three"].map(|name| (name, ClaimSource::Claim(name)));
+        let pod = fixture.pod("pod", &entries).await?;
+        fixture.context(&pod, "node", &names(["node"])).await?;
+        // The context may arrive before the last claim; then a first event names one class only.
+        let event = fixture
+            .wait_for_event("pod", "ResourceClassMissing", "missing-class-too")
             .await?;
         let text = event.message.unwrap_or_default();
         assert!(
             text.contains("missing-class-later"),
             "every problem is named: {text}"
         );
-        stage.fence().await?;
-        assert_eq!(stage.driver.story(), Vec::<String>::new());
-        stage.make_class("missing-class-later", json!({})).await?;
-        stage.fence().await?;
-        assert_eq!(stage.driver.story(), Vec::<String>::new(), "one is missing");
-        stage.make_class("missing-class-too", json!({})).await?;
+        fixture.fence().await?;
+        assert_eq!(fixture.driver.call_summaries(), Vec::<String>::new());
+        fixture.make_class("missing-class-later", json!({})).await?;
+        fixture.fence().await?;
+        assert_eq!(
+            fixture.driver.call_summaries(),
+            Vec::<String>::new(),
+            "one is missing"
+        );
+        fixture.make_class("missing-class-too", json!({})).await?;
         for name in ["one", "two", "three"] {
-            stage.until_claim(name, "allocated", is_allocated).await?;
+            fixture.wait_for_claim(name, "allocated", is_allocated).await?;
         }
-        controller.end().await
+        controller.stop().await
     })
 }
 
 #[test]
 fn a_class_with_structured_parameters_is_left_to_the_scheduler() -> anyhow::Result<()> {
-    on_stage("structured", async |stage| {
-        if stage.cluster.is_before(30, "a class has no structuredParameters") {
+    with_fixture("structured", async |fixture| {
+        if fixture
+            .cluster
+            .is_before(30, "a class has no structuredParameters")
+        {
             return Ok(());
         }
-        let controller = stage.start().await?;
-        stage
+        let controller = fixture.start().await?;
+        fixture
             .make_class("structured-class", json!({ "structuredParameters": true }))
             .await?;
-        stage
+        fixture
             .claim_of("theirs", json!({ "resourceClassName": "structured-class" }))
             .await?;
-        stage
+        fixture
             .claim_of(
                 "at-once",
                 json!({ "resourceClassName": "structured-class", "allocationMode": "Immediate" }),
             )
             .await?;
-        stage.claim("ours").await?;
-        let entries = ["theirs", "at-once", "ours"].map(|name| (name, From::Claim(name)));
-        let pod = stage.pod("pod", &entries).await?;
-        stage.context(&pod, "", &names(["node"])).await?;
-        let context = stage
-            .until_context("pod", "judged", |context| {
+        fixture.claim("ours").await?;
+        let entries = ["theirs", "at-once", "ours"].map(|name| (name, ClaimSource::Claim(name)));
+        let pod = fixture.pod("pod", &entries).await?;
+        fixture.context(&pod, "", &names(["node"])).await?;
+        let context = fixture
+            .wait_for_context("pod", "evaluated", |context| {
                 !context.status.resource_claims.is_empty()
             })
             .await?;
-        assert_eq!(verdicts(&context).into_keys().collect::<Vec<_>>(), ["ours"]);
-        stage.reschedule("pod", json!({ "selectedNode": "node" })).await?;
-        stage.until_claim("ours", "allocated", is_allocated).await?;
-        stage.fence().await?;
+        assert_eq!(
+            unsuitable_nodes(&context).into_keys().collect::<Vec<_>>(),
+            ["ours"]
+        );
+        fixture
+            .reschedule("pod", json!({ "selectedNode": "node" }))
+            .await?;
+        fixture.wait_for_claim("ours", "allocated", is_allocated).await?;
+        fixture.fence().await?;
         for name in ["theirs", "at-once"] {
-            assert_eq!(count(&stage.driver.calls(), |what| what.is_about(name)), 0);
-            assert_eq!(stage.versions(name).await?.len(), 1, "{name} was written to");
-            assert_eq!(stage.events(name).await?, []);
+            assert_eq!(
+                count(&fixture.driver.calls(), |request| request.is_about(name)),
+                0
+            );
+            assert_eq!(fixture.versions(name).await?.len(), 1, "{name} was written to");
+            assert_eq!(fixture.events(name).await?, []);
         }
-        controller.end().await
+        controller.stop().await
     })
 }
 
 #[test]
 fn wrong_parameters_are_reported_and_a_fix_helps_at_once() -> anyhow::Result<()> {
-    on_stage("parameters", async |stage| {
-        stage.driver.rule(|what| match what {
-            What::Class(class) if class.parameters_ref.is_none() => Act::Fail(DriverError::invalid(
+    with_fixture("parameters", async |fixture| {
+        fixture.driver.rule(|request| match request {
+            Request::Class(class) if class.parameters_ref.is_none() => Action::Fail(DriverError::invalid(
                 "ParametersInvalid",
                 "parametersRef is missing",
             )),
-            What::Claim(claim) if claim.metadata.labels.is_none() => Act::Fail(DriverError::invalid(
+            Request::Claim(claim) if claim.metadata.labels.is_none() => Action::Fail(DriverError::invalid(
                 "ParametersInvalid",
                 "the claim asks for nonsense",
             )),
-            _ => Act::Go,
+            _ => Action::Proceed,
         });
-        let controller = stage.start().await?;
-        stage.claim("one").await?;
-        let pod = stage.pod("pod", &[("device", From::Claim("one"))]).await?;
-        stage.context(&pod, "node", &names(["node"])).await?;
+        let controller = fixture.start().await?;
+        fixture.claim("one").await?;
+        let pod = fixture
+            .pod("pod", &[("device", ClaimSource::Claim("one"))])
+            .await?;
+        fixture.context(&pod, "node", &names(["node"])).await?;
         let kind = |event: k8s_openapi::api::core::v1::Event| event.involved_object.kind.unwrap_or_default();
-        let event = stage
-            .event(&stage.name, "ParametersInvalid", "parametersRef is missing")
+        let event = fixture
+            .wait_for_event(&fixture.name, "ParametersInvalid", "parametersRef is missing")
             .await?;
         assert_eq!(kind(event), "ResourceClass");
-        let told = format!("resource class \"{}\": parametersRef is missing", stage.name);
-        let event = stage.event("pod", "ParametersInvalid", &told).await?;
+        let message = format!("resource class \"{}\": parametersRef is missing", fixture.name);
+        let event = fixture
+            .wait_for_event("pod", "ParametersInvalid", &message)
+            .await?;
         assert_eq!(kind(event), "Pod");
         assert_eq!(
-            stage.events("one").await?,
+            fixture.events("one").await?,
             [],
-            "the class is wrong, not the claim"
+            "the class is invalid, not the claim"
         );
-        let reference = json!({ "kind": "ConfigMap", "name": "parameters", "namespace": stage.name });
-        stage
-            .patch_class(&stage.name, json!({ "parametersRef": reference }))
+        let reference = json!({ "kind": "ConfigMap", "name": "parameters", "namespace": fixture.name });
+        fixture
+            .patch_class(&fixture.name, json!({ "parametersRef": reference }))
             .await?;
-        let event = stage.event("one", "ParametersInvalid", "nonsense").await?;
+        let event = fixture
+            .wait_for_event("one", "ParametersInvalid", "nonsense")
+            .await?;
         assert_eq!(kind(event), "ResourceClaim");
-        let event = stage
-            .event("pod", "ParametersInvalid", "/one: the claim asks for nonsense")
+        let event = fixture
+            .wait_for_event("pod", "ParametersInvalid", "/one: the claim asks for nonsense")
             .await?;
         assert_eq!(kind(event), "Pod");
-        // Nothing but what may have mended it leads to another question.
-        let before = stage.driver.calls().len();
-        stage.fence().await?;
-        assert_eq!(stage.driver.calls().len(), before);
-        stage.driver.behave();
-        stage.driver.announce(CapacityCause::Parameters);
-        stage.until_claim("one", "allocated", is_allocated).await?;
-        // The context has the pod's name: these are all that name either.
-        assert_eq!(stage.events("pod").await?.len(), 2);
-        assert_eq!(stage.events("one").await?.len(), 1);
-        assert_eq!(stage.events(&stage.name).await?.len(), 1);
-        controller.end().await
+        // Only a change that may fix the problem triggers another call.
+        let before = fixture.driver.calls().len();
+        fixture.fence().await?;
+        assert_eq!(fixture.driver.calls().len(), before);
+        fixture.driver.clear_rule();
+        fixture.driver.report_capacity(CapacityCause::Parameters);
+        fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        // The context has the name of the pod, so this covers Events about the context too.
+        assert_eq!(fixture.events("pod").await?.len(), 2);
+        assert_eq!(fixture.events("one").await?.len(), 1);
+        assert_eq!(fixture.events(&fixture.name).await?.len(), 1);
+        controller.stop().await
     })
 }
 
 #[test]
 fn a_changed_class_is_evaluated_again_before_allocation_only() -> anyhow::Result<()> {
-    on_stage("changed-class", async |stage| {
-        let controller = stage.start().await?;
-        stage.claim("one").await?;
-        let pod = stage.pod("pod", &[("device", From::Claim("one"))]).await?;
-        stage.context(&pod, "", &names(["node"])).await?;
-        stage
-            .until_context("pod", "judged", |context| {
+    with_fixture("changed-class", async |fixture| {
+        let controller = fixture.start().await?;
+        fixture.claim("one").await?;
+        let pod = fixture
+            .pod("pod", &[("device", ClaimSource::Claim("one"))])
+            .await?;
+        fixture.context(&pod, "", &names(["node"])).await?;
+        fixture
+            .wait_for_context("pod", "evaluated", |context| {
                 !context.status.resource_claims.is_empty()
             })
             .await?;
-        stage.driver.rule(|what| match what {
-            What::Judge { claims, .. } if claims[0].class.parameters_ref.is_some() => {
-                Act::Unsuitable(vec![("one", names(["node"]).to_vec())])
+        fixture.driver.rule(|request| match request {
+            Request::Evaluate { claims, .. } if claims[0].class.parameters_ref.is_some() => {
+                Action::Unsuitable(vec![("one", names(["node"]).to_vec())])
             }
-            _ => Act::Go,
+            _ => Action::Proceed,
         });
-        stage
+        fixture
             .patch_class(
-                &stage.name,
+                &fixture.name,
                 json!({ "parametersRef": { "kind": "ConfigMap", "name": "new" } }),
             )
             .await?;
-        stage
-            .until_context("pod", "judged anew", |context| {
-                verdicts(context)
+        fixture
+            .wait_for_context("pod", "evaluated again", |context| {
+                unsuitable_nodes(context)
                     .get("device")
                     .is_some_and(|nodes| nodes == &["node"])
             })
             .await?;
-        stage
-            .patch_class(&stage.name, json!({ "parametersRef": null }))
+        fixture
+            .patch_class(&fixture.name, json!({ "parametersRef": null }))
             .await?;
-        stage
-            .until_context("pod", "free again", |context| {
-                verdicts(context).get("device").is_some_and(Vec::is_empty)
+        fixture
+            .wait_for_context("pod", "suitable again", |context| {
+                unsuitable_nodes(context).get("device").is_some_and(Vec::is_empty)
             })
             .await?;
-        stage.reschedule("pod", json!({ "selectedNode": "node" })).await?;
-        let claim = stage.until_claim("one", "allocated", is_allocated).await?;
-        stage
+        fixture
+            .reschedule("pod", json!({ "selectedNode": "node" }))
+            .await?;
+        let claim = fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        fixture
             .patch_class(
-                &stage.name,
+                &fixture.name,
                 json!({ "parametersRef": { "kind": "ConfigMap", "name": "newer" } }),
             )
             .await?;
-        stage.fence().await?;
-        assert_eq!(stage.claims().get("one").await?.status, claim.status);
-        controller.end().await
+        fixture.fence().await?;
+        assert_eq!(fixture.claims().get("one").await?.status, claim.status);
+        controller.stop().await
     })
 }
 
 #[test]
 fn a_driver_name_in_upper_case_is_reported_and_not_served() -> anyhow::Result<()> {
-    on_stage("upper-case", async |stage| {
-        let controller = stage.start().await?;
-        let name = stage.driver_name().replace("example", "Example");
-        stage
+    with_fixture("upper-case", async |fixture| {
+        let controller = fixture.start().await?;
+        let name = fixture.driver_name().replace("example", "Example");
+        fixture
             .make_class("shouting", json!({ "driverName": name }))
             .await?;
-        stage
-            .event("shouting", "DriverNameNotLowerCase", &stage.driver_name())
+        fixture
+            .wait_for_event("shouting", "DriverNameNotLowerCase", &fixture.driver_name())
             .await?;
-        stage
+        fixture
             .claim_of(
                 "at-once",
                 json!({ "resourceClassName": "shouting", "allocationMode": "Immediate" }),
             )
             .await?;
-        stage
+        fixture
             .claim_of("one", json!({ "resourceClassName": "shouting" }))
             .await?;
-        let pod = stage.pod("pod", &[("device", From::Claim("one"))]).await?;
-        stage.context(&pod, "node", &names(["node"])).await?;
+        let pod = fixture
+            .pod("pod", &[("device", ClaimSource::Claim("one"))])
+            .await?;
+        fixture.context(&pod, "node", &names(["node"])).await?;
         let labels = Patch::Merge(json!({ "metadata": { "labels": { "touched": "yes" } } }));
-        stage
+        fixture
             .classes()
             .patch("shouting", &PatchParams::default(), &labels)
             .await?;
-        stage.fence().await?;
-        assert_eq!(stage.driver.story(), Vec::<String>::new());
+        fixture.fence().await?;
+        assert_eq!(fixture.driver.call_summaries(), Vec::<String>::new());
         for name in ["one", "at-once"] {
-            assert_eq!(finalizers(&stage.claims().get(name).await?), Vec::<&str>::new());
+            assert_eq!(finalizers(&fixture.claims().get(name).await?), Vec::<&str>::new());
         }
-        assert_eq!(stage.events("shouting").await?.len(), 1, "told once");
-        stage
-            .patch_class("shouting", json!({ "driverName": stage.driver_name() }))
+        assert_eq!(fixture.events("shouting").await?.len(), 1, "reported once");
+        fixture
+            .patch_class("shouting", json!({ "driverName": fixture.driver_name() }))
             .await?;
         for name in ["one", "at-once"] {
-            stage.until_claim(name, "allocated", is_allocated).await?;
+            fixture.wait_for_claim(name, "allocated", is_allocated).await?;
         }
-        controller.end().await
+        controller.stop().await
     })
 }

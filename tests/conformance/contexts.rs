@@ -1,98 +1,101 @@
-//! What the controller makes of a PodSchedulingContext. The test is the scheduler.
+//! How the controller processes PodSchedulingContexts. The test acts as the scheduler.
 
 use drayman::api::resource::PodSchedulingContext;
 use drayman::driver::DriverError;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
 use serde_json::json;
 
-use crate::call::{Call, What, count};
-use crate::objects::From;
-use crate::script::Act;
-use crate::stage::{Stage, is_allocated, names, on_stage, verdicts};
+use crate::call::{Call, Request, count};
+use crate::fake_driver::Action;
+use crate::fixture::{Fixture, is_allocated, names, unsuitable_nodes, with_fixture};
+use crate::objects::ClaimSource;
 
-/// A pod with one claim, both by this name.
-async fn pod(stage: &Stage, name: &str) -> anyhow::Result<drayman::api::resource::Pod> {
-    stage.claim(name).await?;
-    stage.pod(name, &[("device", From::Claim(name))]).await
+/// Creates a claim and a pod of this name.
+async fn pod(fixture: &Fixture, name: &str) -> anyhow::Result<drayman::api::resource::Pod> {
+    fixture.claim(name).await?;
+    fixture.pod(name, &[("device", ClaimSource::Claim(name))]).await
 }
 
 #[test]
 fn an_empty_or_foreign_context_is_left_alone() -> anyhow::Result<()> {
-    on_stage("left-alone", async |stage| {
-        let controller = stage.start().await?;
-        let empty = pod(stage, "empty").await?;
-        stage.context(&empty, "", &[]).await?;
-        let going = pod(stage, "going").await?;
+    with_fixture("left-alone", async |fixture| {
+        let controller = fixture.start().await?;
+        let empty = pod(fixture, "empty").await?;
+        fixture.context(&empty, "", &[]).await?;
+        let going = pod(fixture, "going").await?;
         let finalizer = json!({ "finalizers": ["example.com/keep"] });
-        stage.context_with(&going, finalizer, "", &[]).await?;
-        stage.contexts().delete("going", &DeleteParams::default()).await?;
-        stage
+        fixture.context_with(&going, finalizer, "", &[]).await?;
+        fixture
+            .contexts()
+            .delete("going", &DeleteParams::default())
+            .await?;
+        fixture
             .reschedule("going", json!({ "selectedNode": "node" }))
             .await?;
-        let orphan = pod(stage, "orphan").await?;
-        stage
+        let orphan = pod(fixture, "orphan").await?;
+        fixture
             .context_with(&orphan, json!({}), "node", &names(["node"]))
             .await?;
-        stage.fence().await?;
+        fixture.fence().await?;
         assert_eq!(
-            stage.requests(&controller).await?,
+            fixture.requests(&controller).await?,
             Vec::<String>::new(),
             "not even the pod is read"
         );
 
-        // Owned by another pod than the one that is there now.
-        stage.claim("stranger").await?;
-        stage
-            .pod("stranger", &[("device", From::Claim("stranger"))])
+        // Owned by an earlier pod of the same name.
+        fixture.claim("stranger").await?;
+        fixture
+            .pod("stranger", &[("device", ClaimSource::Claim("stranger"))])
             .await?;
-        stage.context_with(&orphan, json!({ "name": "stranger", "ownerReferences": [{
+        fixture.context_with(&orphan, json!({ "name": "stranger", "ownerReferences": [{
             "apiVersion": "v1", "kind": "Pod", "name": "orphan", "uid": orphan.metadata.uid, "controller": true,
         }] }), "node", &names(["node"])).await?;
-        stage.fence().await?;
-        assert_eq!(stage.requests(&controller).await?, ["get pods 200"]);
-        assert_eq!(stage.driver.story(), Vec::<String>::new());
-        assert_eq!(stage.events("stranger").await?, []);
-        controller.end().await
+        fixture.fence().await?;
+        assert_eq!(fixture.requests(&controller).await?, ["get pods 200"]);
+        assert_eq!(fixture.driver.call_summaries(), Vec::<String>::new());
+        assert_eq!(fixture.events("stranger").await?, []);
+        controller.stop().await
     })
 }
 
 #[test]
 fn a_pod_that_ends_has_ended_or_is_not_there_is_not_served() -> anyhow::Result<()> {
-    on_stage("not-served", async |stage| {
-        let controller = stage.start().await?;
-        stage.claim("going").await?;
-        let going = stage
+    with_fixture("not-served", async |fixture| {
+        let controller = fixture.start().await?;
+        fixture.claim("going").await?;
+        let going = fixture
             .pod_with(
                 "going",
-                &[("device", From::Claim("going"))],
+                &[("device", ClaimSource::Claim("going"))],
                 json!({ "schedulerName": "the-test" }),
             )
             .await?;
         let keep = Patch::Merge(json!({ "metadata": { "finalizers": ["example.com/keep"] } }));
-        stage
+        fixture
             .pods()
             .patch("going", &PatchParams::default(), &keep)
             .await?;
-        stage.pods().delete("going", &DeleteParams::default()).await?;
-        stage.context(&going, "node", &names(["node"])).await?;
-        let over = pod(stage, "over").await?;
+        fixture.pods().delete("going", &DeleteParams::default()).await?;
+        fixture.context(&going, "node", &names(["node"])).await?;
+        let over = pod(fixture, "over").await?;
         let failed = Patch::Merge(json!({ "status": { "phase": "Failed" } }));
-        stage
+        fixture
             .pods()
             .patch_status("over", &PatchParams::default(), &failed)
             .await?;
-        stage.context(&over, "node", &names(["node"])).await?;
-        // The collector needs a moment to find that the owner is gone; until then the context names a pod that does not exist.
-        let gone = pod(stage, "gone").await?;
-        stage.remove_pod("gone").await?;
+        fixture.context(&over, "node", &names(["node"])).await?;
+        // Until the garbage collector notices the missing owner, the context refers to a pod that does not exist.
+        let gone = pod(fixture, "gone").await?;
+        fixture.remove_pod("gone").await?;
         let finalizer = json!({ "finalizers": ["example.com/keep"], "ownerReferences": [{
             "apiVersion": "v1", "kind": "Pod", "name": "gone", "uid": gone.metadata.uid, "controller": true }] });
-        stage
+        fixture
             .context_with(&gone, finalizer, "node", &names(["node"]))
             .await?;
-        stage.fence().await?;
-        assert_eq!(stage.driver.story(), Vec::<String>::new());
-        let requests = stage.requests(&controller).await?;
+        fixture.fence().await?;
+        assert_eq!(fixture.driver.call_summaries(), Vec::<String>::new());
+        let requests = fixture.requests(&controller).await?;
         assert!(
             requests.len() <= 3,
             "each pod is read once at most, found or not: {requests:?}"
@@ -102,40 +105,40 @@ fn a_pod_that_ends_has_ended_or_is_not_there_is_not_served() -> anyhow::Result<(
             "{requests:?}"
         );
         for name in ["going", "over", "gone"] {
-            assert_eq!(stage.events(name).await?, []);
+            assert_eq!(fixture.events(name).await?, []);
         }
         let free = Patch::Merge(json!({ "metadata": { "finalizers": null } }));
-        stage
+        fixture
             .pods()
             .patch("going", &PatchParams::default(), &free)
             .await?;
-        controller.end().await
+        controller.stop().await
     })
 }
 
 #[test]
 fn potential_and_selected_nodes_are_evaluated_before_allocation() -> anyhow::Result<()> {
-    on_stage("nodes", async |stage| {
-        stage.driver.nodes([("good", 1), ("fine", 1)]);
-        let controller = stage.start().await?;
-        let one = pod(stage, "one").await?;
-        stage
+    with_fixture("nodes", async |fixture| {
+        fixture.driver.nodes([("good", 1), ("fine", 1)]);
+        let controller = fixture.start().await?;
+        let one = pod(fixture, "one").await?;
+        fixture
             .context(&one, "bad", &names(["good", "fine", "worse"]))
             .await?;
-        let context = stage
-            .until_context("one", "judged", |context| {
+        let context = fixture
+            .wait_for_context("one", "evaluated", |context| {
                 !context.status.resource_claims.is_empty()
             })
             .await?;
         assert_eq!(
-            verdicts(&context)["device"],
+            unsuitable_nodes(&context)["device"],
             ["bad", "worse"],
-            "the selected node is judged though it is not potential"
+            "the selected node is evaluated although it is not a potential node"
         );
-        let calls = stage.driver.calls();
-        let asked_about = |calls: &[Call]| -> Vec<Vec<String>> {
-            let nodes = calls.iter().filter_map(|call| match &call.what {
-                What::Judge { nodes, pod, .. } if pod == "one" => Some(nodes.clone()),
+        let calls = fixture.driver.calls();
+        let evaluated_nodes = |calls: &[Call]| -> Vec<Vec<String>> {
+            let nodes = calls.iter().filter_map(|call| match &call.request {
+                Request::Evaluate { nodes, pod, .. } if pod == "one" => Some(nodes.clone()),
                 _ => None,
             });
             nodes.collect()
@@ -145,77 +148,86 @@ fn potential_and_selected_nodes_are_evaluated_before_allocation() -> anyhow::Res
             nodes.sort();
             nodes
         };
-        let asked = asked_about(&calls);
-        assert_eq!(asked.len(), 1);
-        assert_eq!(asked[0][0], "bad", "the selected node comes first");
-        assert_eq!(sorted(&asked[0]), ["bad", "fine", "good", "worse"]);
-        assert_eq!(count(&calls, What::is_allocate), 0);
-        // The scheduler lists no longer what was found bad. It is asked about all the same, and stays in the answer.
-        stage
+        let evaluated = evaluated_nodes(&calls);
+        assert_eq!(evaluated.len(), 1);
+        assert_eq!(evaluated[0][0], "bad", "the selected node comes first");
+        assert_eq!(sorted(&evaluated[0]), ["bad", "fine", "good", "worse"]);
+        assert_eq!(count(&calls, Request::is_allocate), 0);
+        // Nodes found unsuitable are evaluated again and stay in the answer although the scheduler no longer lists them.
+        fixture
             .reschedule(
                 "one",
                 json!({ "selectedNode": "", "potentialNodes": ["fine", "new"] }),
             )
             .await?;
-        let context = stage
-            .until_context("one", "judged anew", |context| {
-                verdicts(context)["device"].contains(&"new".to_owned())
+        let context = fixture
+            .wait_for_context("one", "evaluated again", |context| {
+                unsuitable_nodes(context)["device"].contains(&"new".to_owned())
             })
             .await?;
-        assert_eq!(sorted(&verdicts(&context)["device"]), ["bad", "new", "worse"]);
-        let asked = asked_about(&stage.driver.calls());
-        assert_eq!(sorted(&asked[1]), ["bad", "fine", "new", "worse"]);
-        // Unsuitable for one of two claims is unsuitable for the pod.
-        stage.driver.rule(|what| match what {
-            What::Judge { .. } => Act::Unsuitable(vec![("three", vec!["good".to_owned()])]),
-            _ => Act::Go,
+        assert_eq!(
+            sorted(&unsuitable_nodes(&context)["device"]),
+            ["bad", "new", "worse"]
+        );
+        let evaluated = evaluated_nodes(&fixture.driver.calls());
+        assert_eq!(sorted(&evaluated[1]), ["bad", "fine", "new", "worse"]);
+        // A node that is unsuitable for one of two claims is unsuitable for the pod.
+        fixture.driver.rule(|request| match request {
+            Request::Evaluate { .. } => Action::Unsuitable(vec![("three", vec!["good".to_owned()])]),
+            _ => Action::Proceed,
         });
-        stage.claim("two").await?;
-        stage.claim("three").await?;
-        let both = stage
+        fixture.claim("two").await?;
+        fixture.claim("three").await?;
+        let both = fixture
             .pod(
                 "both",
-                &[("two", From::Claim("two")), ("three", From::Claim("three"))],
+                &[
+                    ("two", ClaimSource::Claim("two")),
+                    ("three", ClaimSource::Claim("three")),
+                ],
             )
             .await?;
-        stage.context(&both, "good", &names(["good", "fine"])).await?;
-        let context = stage
-            .until_context("both", "judged", |context| {
+        fixture.context(&both, "good", &names(["good", "fine"])).await?;
+        let context = fixture
+            .wait_for_context("both", "evaluated", |context| {
                 context.status.resource_claims.len() == 2
             })
             .await?;
-        assert_eq!(verdicts(&context)["three"], ["good"]);
+        assert_eq!(unsuitable_nodes(&context)["three"], ["good"]);
         assert_eq!(
-            verdicts(&context)["two"],
+            unsuitable_nodes(&context)["two"],
             Vec::<String>::new(),
-            "an entry for each claim, even an empty one"
+            "an entry for each claim, even if empty"
         );
-        stage.fence().await?;
-        assert_eq!(count(&stage.driver.calls(), What::is_allocate), 0);
-        controller.end().await
+        fixture.fence().await?;
+        assert_eq!(count(&fixture.driver.calls(), Request::is_allocate), 0);
+        controller.stop().await
     })
 }
 
 #[test]
 fn a_node_that_another_driver_refuses_is_not_allocated_on() -> anyhow::Result<()> {
-    on_stage("other-refuses", async |stage| {
-        let controller = stage.start().await?;
-        stage.claim("ours").await?;
-        stage
-            .make_class("refusing", json!({ "driverName": "somebody.example.com" }))
+    with_fixture("other-refuses", async |fixture| {
+        let controller = fixture.start().await?;
+        fixture.claim("ours").await?;
+        fixture
+            .make_class("refusing", json!({ "driverName": "other.example.com" }))
             .await?;
-        stage
+        fixture
             .claim_of("theirs", json!({ "resourceClassName": "refusing" }))
             .await?;
-        let pod = stage
+        let pod = fixture
             .pod(
                 "pod",
-                &[("ours", From::Claim("ours")), ("theirs", From::Claim("theirs"))],
+                &[
+                    ("ours", ClaimSource::Claim("ours")),
+                    ("theirs", ClaimSource::Claim("theirs")),
+                ],
             )
             .await?;
-        stage.context(&pod, "", &names(["good", "bad"])).await?;
-        let judged = |context: &PodSchedulingContext| verdicts(context).contains_key("ours");
-        let context = stage.until_context("pod", "judged", judged).await?;
+        fixture.context(&pod, "", &names(["good", "bad"])).await?;
+        let evaluated = |context: &PodSchedulingContext| unsuitable_nodes(context).contains_key("ours");
+        let context = fixture.wait_for_context("pod", "evaluated", evaluated).await?;
         let answer = async |context: &PodSchedulingContext, nodes: &[&str]| {
             let mut context = context.clone();
             context
@@ -227,234 +239,265 @@ fn a_node_that_another_driver_refuses_is_not_allocated_on() -> anyhow::Result<()
                 .status
                 .resource_claims
                 .push(serde_json::from_value(entry)?);
-            stage
+            fixture
                 .contexts()
                 .replace_status("pod", &PostParams::default(), &context)
                 .await?;
             anyhow::Ok(())
         };
         answer(&context, &["bad"]).await?;
-        stage.reschedule("pod", json!({ "selectedNode": "bad" })).await?;
-        stage.fence().await?;
-        assert_eq!(count(&stage.driver.calls(), What::is_allocate), 0);
-        // The other driver takes it back.
-        answer(&stage.contexts().get("pod").await?, &[]).await?;
-        stage.until_claim("ours", "allocated", is_allocated).await?;
-        controller.end().await
+        fixture
+            .reschedule("pod", json!({ "selectedNode": "bad" }))
+            .await?;
+        fixture.fence().await?;
+        assert_eq!(count(&fixture.driver.calls(), Request::is_allocate), 0);
+        // The other driver withdraws its refusal.
+        answer(&fixture.contexts().get("pod").await?, &[]).await?;
+        fixture.wait_for_claim("ours", "allocated", is_allocated).await?;
+        controller.stop().await
     })
 }
 
 #[test]
 fn a_selected_node_alone_is_evaluated_and_allocated() -> anyhow::Result<()> {
-    on_stage("selected-alone", async |stage| {
-        stage.driver.nodes([("good", 1)]);
-        let controller = stage.start().await?;
-        let one = pod(stage, "one").await?;
-        stage.context(&one, "good", &[]).await?;
-        stage.until_claim("one", "allocated", is_allocated).await?;
-        let two = pod(stage, "two").await?;
-        stage.context(&two, "good", &[]).await?;
-        stage.event("two", "NoSuitableDevice", "good: full").await?;
-        assert_eq!(stage.driver.story(), ["judge one", "allocate one", "judge two"]);
-        // It is served as soon as the first has gone.
-        stage.remove_pod("one").await?;
-        stage.give_up("one").await?;
-        stage.until_claim("two", "allocated", is_allocated).await?;
-        controller.end().await
+    with_fixture("selected-alone", async |fixture| {
+        fixture.driver.nodes([("good", 1)]);
+        let controller = fixture.start().await?;
+        let one = pod(fixture, "one").await?;
+        fixture.context(&one, "good", &[]).await?;
+        fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        let two = pod(fixture, "two").await?;
+        fixture.context(&two, "good", &[]).await?;
+        fixture
+            .wait_for_event("two", "NoSuitableDevice", "good: full")
+            .await?;
+        assert_eq!(
+            fixture.driver.call_summaries(),
+            ["evaluate one", "allocate one", "evaluate two"]
+        );
+        // It is served as soon as the first pod ends.
+        fixture.remove_pod("one").await?;
+        fixture.request_deallocation("one").await?;
+        fixture.wait_for_claim("two", "allocated", is_allocated).await?;
+        controller.stop().await
     })
 }
 
 #[test]
 fn a_driver_that_cannot_evaluate_is_asked_again() -> anyhow::Result<()> {
-    on_stage("cannot-judge", async |stage| {
+    with_fixture("cannot-evaluate", async |fixture| {
         let broken = DriverError::retry("Broken", "the inventory is not there");
-        stage.driver.rule(move |what| {
-            if what.is_judge() {
-                Act::Fail(broken.clone())
+        fixture.driver.rule(move |request| {
+            if request.is_evaluate() {
+                Action::Fail(broken.clone())
             } else {
-                Act::Go
+                Action::Proceed
             }
         });
-        let controller = stage.start().await?;
-        let one = pod(stage, "one").await?;
-        stage.context(&one, "node", &names(["node"])).await?;
-        stage.event("one", "Broken", "the inventory is not there").await?;
-        stage
-            .driver
-            .until("judge thrice", |calls| count(calls, What::is_judge) >= 3)
+        let controller = fixture.start().await?;
+        let one = pod(fixture, "one").await?;
+        fixture.context(&one, "node", &names(["node"])).await?;
+        fixture
+            .wait_for_event("one", "Broken", "the inventory is not there")
             .await?;
-        assert_eq!(stage.requests(&controller).await?, ["get pods 200"]);
-        stage
+        fixture
             .driver
-            .rule(|what| if what.is_judge() { Act::Short } else { Act::Go });
-        stage
-            .event("one", "DriverMisbehaved", "the driver answered for 0 of 1 claims")
+            .wait_for("evaluate three times", |calls| {
+                count(calls, Request::is_evaluate) >= 3
+            })
             .await?;
-        assert_eq!(count(&stage.driver.calls(), What::is_allocate), 0);
-        stage.driver.behave();
-        stage.until_claim("one", "allocated", is_allocated).await?;
-        controller.end().await
+        assert_eq!(fixture.requests(&controller).await?, ["get pods 200"]);
+        fixture.driver.rule(|request| {
+            if request.is_evaluate() {
+                Action::AnswerForNone
+            } else {
+                Action::Proceed
+            }
+        });
+        fixture
+            .wait_for_event("one", "DriverMisbehaved", "the driver answered for 0 of 1 claims")
+            .await?;
+        assert_eq!(count(&fixture.driver.calls(), Request::is_allocate), 0);
+        fixture.driver.clear_rule();
+        fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        controller.stop().await
     })
 }
 
 #[test]
 fn entries_of_other_drivers_stay_and_answers_are_written_once() -> anyhow::Result<()> {
-    on_stage("other-entries", async |stage| {
-        stage.driver.nodes([("good", 1)]);
-        let controller = stage.start().await?;
-        stage.claim("ours").await?;
-        stage
-            .make_class("others-class", json!({ "driverName": "somebody.example.com" }))
+    with_fixture("other-entries", async |fixture| {
+        fixture.driver.nodes([("good", 1)]);
+        let controller = fixture.start().await?;
+        fixture.claim("ours").await?;
+        fixture
+            .make_class("others-class", json!({ "driverName": "other.example.com" }))
             .await?;
-        stage
+        fixture
             .claim_of("theirs", json!({ "resourceClassName": "others-class" }))
             .await?;
-        let pod = stage
+        let pod = fixture
             .pod(
                 "pod",
-                &[("ours", From::Claim("ours")), ("theirs", From::Claim("theirs"))],
+                &[
+                    ("ours", ClaimSource::Claim("ours")),
+                    ("theirs", ClaimSource::Claim("theirs")),
+                ],
             )
             .await?;
-        stage.context(&pod, "", &names(["good", "bad"])).await?;
-        // The other driver as the Go library does it: a full update of the status.
-        let mut context = stage
-            .until_context("pod", "judged", |context| {
+        fixture.context(&pod, "", &names(["good", "bad"])).await?;
+        // The other driver replaces the full status, as the Go library does.
+        let mut context = fixture
+            .wait_for_context("pod", "evaluated", |context| {
                 !context.status.resource_claims.is_empty()
             })
             .await?;
         context.status.resource_claims.push(serde_json::from_value(
             json!({ "name": "theirs", "unsuitableNodes": ["good"] }),
         )?);
-        stage
+        fixture
             .contexts()
             .replace_status("pod", &PostParams::default(), &context)
             .await?;
-        stage
+        fixture
             .reschedule("pod", json!({ "potentialNodes": ["good", "bad", "worse"] }))
             .await?;
-        let context = stage
-            .until_context("pod", "judged again", |context| {
-                verdicts(context)
+        let context = fixture
+            .wait_for_context("pod", "evaluated again", |context| {
+                unsuitable_nodes(context)
                     .get("ours")
                     .is_some_and(|nodes| nodes.len() == 2)
             })
             .await?;
-        assert_eq!(verdicts(&context)["theirs"], ["good"]);
-        // The same answer again, whatever its order, is no write.
-        stage.driver.rule(|what| match what {
-            What::Judge { .. } => Act::Unsuitable(vec![("ours", names(["worse", "bad"]).to_vec())]),
-            _ => Act::Go,
+        assert_eq!(unsuitable_nodes(&context)["theirs"], ["good"]);
+        // The same nodes in another order do not cause a write.
+        fixture.driver.rule(|request| match request {
+            Request::Evaluate { .. } => Action::Unsuitable(vec![("ours", names(["worse", "bad"]).to_vec())]),
+            _ => Action::Proceed,
         });
-        stage
+        fixture
             .reschedule("pod", json!({ "potentialNodes": ["worse", "bad", "good"] }))
             .await?;
-        stage
+        fixture
             .driver
-            .until("judge thrice", |calls| count(calls, What::is_judge) == 3)
+            .wait_for("evaluate three times", |calls| {
+                count(calls, Request::is_evaluate) == 3
+            })
             .await?;
-        stage.fence().await?;
-        let requests = stage.requests(&controller).await?;
+        fixture.fence().await?;
+        let requests = fixture.requests(&controller).await?;
         let writes = requests
             .iter()
             .filter(|request| request.starts_with("patch"))
             .count();
         assert_eq!(writes, 2, "{requests:?}");
-        assert_eq!(count(&stage.driver.calls(), |what| what.is_about("theirs")), 0);
-        controller.end().await
+        assert_eq!(
+            count(&fixture.driver.calls(), |request| request.is_about("theirs")),
+            0
+        );
+        controller.stop().await
     })
 }
 
 #[test]
 fn an_unwritten_answer_is_written_later_without_a_new_call() -> anyhow::Result<()> {
-    on_stage("cannot-write", async |stage| {
-        stage.driver.nodes([("good", 1)]);
-        let rules = crate::stage::rules_without("podschedulingcontexts/status", "patch");
-        let controller = stage
-            .start_as("", &stage.driver, &rules, |builder| builder)
+    with_fixture("cannot-write", async |fixture| {
+        fixture.driver.nodes([("good", 1)]);
+        let rules = crate::fixture::rules_without("podschedulingcontexts/status", "patch");
+        let controller = fixture
+            .start_as("", &fixture.driver, &rules, |builder| builder)
             .await?;
-        let one = pod(stage, "one").await?;
-        stage.context(&one, "", &names(["good", "bad"])).await?;
-        stage
-            .until_entries(&controller, "refuses the answer twice", |entries| {
+        let one = pod(fixture, "one").await?;
+        fixture.context(&one, "", &names(["good", "bad"])).await?;
+        fixture
+            .wait_for_entries(&controller, "refuses the answer twice", |entries| {
                 entries.iter().filter(|entry| entry.code == 403).count() >= 2
             })
             .await?;
-        stage.allow(&controller).await?;
-        let context = stage
-            .until_context("one", "judged", |context| {
+        fixture.allow(&controller).await?;
+        let context = fixture
+            .wait_for_context("one", "evaluated", |context| {
                 !context.status.resource_claims.is_empty()
             })
             .await?;
-        assert_eq!(verdicts(&context)["device"], ["bad"]);
-        assert_eq!(stage.driver.story(), ["judge one"]);
-        controller.end().await
+        assert_eq!(unsuitable_nodes(&context)["device"], ["bad"]);
+        assert_eq!(fixture.driver.call_summaries(), ["evaluate one"]);
+        controller.stop().await
     })
 }
 
 #[test]
 fn a_pod_that_goes_while_it_waits_leaves_nothing_behind() -> anyhow::Result<()> {
-    on_stage("goes-waiting", async |stage| {
-        stage.driver.nodes([("good", 0)]);
-        let controller = stage.start().await?;
-        let one = pod(stage, "one").await?;
-        stage.context(&one, "", &names(["good"])).await?;
-        stage.event("one", "NoSuitableDevice", "full").await?;
-        // The event and the answer are written side by side.
-        let answered = |context: &_| !verdicts(context).is_empty();
-        stage.until_context("one", "judged", answered).await?;
-        stage.remove_pod("one").await?;
-        stage
-            .until(stage.contexts(), "one", "gone", |context: Option<&_>| {
+    with_fixture("goes-waiting", async |fixture| {
+        fixture.driver.nodes([("good", 0)]);
+        let controller = fixture.start().await?;
+        let one = pod(fixture, "one").await?;
+        fixture.context(&one, "", &names(["good"])).await?;
+        fixture.wait_for_event("one", "NoSuitableDevice", "full").await?;
+        // The event and the answer are written concurrently.
+        let answered = |context: &_| !unsuitable_nodes(context).is_empty();
+        fixture.wait_for_context("one", "evaluated", answered).await?;
+        fixture.remove_pod("one").await?;
+        fixture
+            .wait_for(fixture.contexts(), "one", "gone", |context: Option<&_>| {
                 context.is_none()
             })
             .await?;
-        // The controller has seen it, too. Whatever becomes possible now, it is no longer asked about.
-        stage.fence().await?;
-        stage.driver.nodes([("good", 1)]);
-        stage.driver.announce(drayman::driver::CapacityCause::Inventory);
-        stage.fence().await?;
-        assert_eq!(stage.driver.story(), ["judge one"]);
-        stage.delete_claim("one").await?;
-        stage.until_gone("one").await?;
+        // The controller has processed the deletion. Later capacity changes do not evaluate the pod.
+        fixture.fence().await?;
+        fixture.driver.nodes([("good", 1)]);
+        fixture
+            .driver
+            .report_capacity(drayman::driver::CapacityCause::Inventory);
+        fixture.fence().await?;
+        assert_eq!(fixture.driver.call_summaries(), ["evaluate one"]);
+        fixture.delete_claim("one").await?;
+        fixture.wait_until_gone("one").await?;
         assert_eq!(
-            stage.requests(&controller).await?,
+            fixture.requests(&controller).await?,
             ["get pods 200", "patch podschedulingcontexts/status 200"]
         );
-        controller.end().await
+        controller.stop().await
     })
 }
 
 #[test]
 fn a_claim_that_is_being_deleted_is_not_allocated_for_a_pod() -> anyhow::Result<()> {
-    on_stage("deleting", async |stage| {
-        let controller = stage.start().await?;
+    with_fixture("deleting", async |fixture| {
+        let controller = fixture.start().await?;
         let keep = json!({ "name": "one", "finalizers": ["example.com/keep"] });
-        stage.create_claim(json!({ "metadata": keep })).await?;
-        stage.claim("two").await?;
-        let pod = stage
-            .pod("pod", &[("one", From::Claim("one")), ("two", From::Claim("two"))])
+        fixture.create_claim(json!({ "metadata": keep })).await?;
+        fixture.claim("two").await?;
+        let pod = fixture
+            .pod(
+                "pod",
+                &[
+                    ("one", ClaimSource::Claim("one")),
+                    ("two", ClaimSource::Claim("two")),
+                ],
+            )
             .await?;
-        stage.delete_claim("one").await?;
-        stage.context(&pod, "node", &names(["node"])).await?;
-        stage.fence().await?;
+        fixture.delete_claim("one").await?;
+        fixture.context(&pod, "node", &names(["node"])).await?;
+        fixture.fence().await?;
         assert_eq!(
-            stage.driver.story(),
+            fixture.driver.call_summaries(),
             Vec::<String>::new(),
             "nor the other claim of the pod"
         );
-        let requests = stage.requests(&controller).await?;
+        let requests = fixture.requests(&controller).await?;
         assert!(
             requests.iter().all(|request| request == "get pods 200"),
             "{requests:?}"
         );
-        stage
+        fixture
             .patch_claim("one", json!({ "metadata": { "finalizers": null } }))
             .await?;
-        stage.until_gone("one").await?;
-        stage.claim("one").await?;
+        fixture.wait_until_gone("one").await?;
+        fixture.claim("one").await?;
         for name in ["one", "two"] {
-            stage.until_claim(name, "allocated", is_allocated).await?;
+            fixture.wait_for_claim(name, "allocated", is_allocated).await?;
         }
-        controller.end().await
+        controller.stop().await
     })
 }

@@ -1,4 +1,4 @@
-//! Claims that are allocated as soon as they exist.
+//! Claims with allocation mode `Immediate`.
 
 use std::time::{Duration, Instant};
 
@@ -6,239 +6,251 @@ use drayman::api::resource::ResourceClaimConsumerReference;
 use drayman::driver::{CapacityCause, DriverError};
 use serde_json::json;
 
-use crate::call::{What, count};
-use crate::script::Act;
-use crate::stage::{finalizers, is_allocated, on_stage};
+use crate::call::{Request, count};
+use crate::fake_driver::Action;
+use crate::fixture::{finalizers, is_allocated, with_fixture};
 
 #[test]
 fn an_immediate_claim_is_allocated_without_node_and_pod() -> anyhow::Result<()> {
-    on_stage("immediate-life", async |stage| {
-        stage
+    with_fixture("immediate-life", async |fixture| {
+        fixture
             .patch_class(
-                &stage.name,
+                &fixture.name,
                 json!({ "suitableNodes": { "nodeSelectorTerms": [
                 { "matchExpressions": [{ "key": "special", "operator": "Exists" }] }] } }),
             )
             .await?;
-        let controller = stage.start().await?;
-        stage.immediate("one").await?;
-        let claim = stage.until_claim("one", "allocated", is_allocated).await?;
-        stage.fence().await?;
+        let controller = fixture.start().await?;
+        fixture.immediate("one").await?;
+        let claim = fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        fixture.fence().await?;
 
-        let calls = stage.driver.calls();
+        let calls = fixture.driver.calls();
         let [class, parameters, allocate] = calls.as_slice() else {
-            anyhow::bail!("three calls are expected, not {calls:#?}")
+            anyhow::bail!("expected three calls, found {calls:#?}")
         };
         assert!(
-            matches!(&class.what, What::Class(class) if class.metadata.name.as_ref() == Some(&stage.name))
+            matches!(&class.request, Request::Class(class) if class.metadata.name.as_ref() == Some(&fixture.name))
         );
         assert!(
-            matches!(&parameters.what, What::Claim(claim) if claim.metadata.name.as_deref() == Some("one"))
+            matches!(&parameters.request, Request::Claim(claim) if claim.metadata.name.as_deref() == Some("one"))
         );
-        let What::Allocate { claims, node: None } = &allocate.what else {
+        let Request::Allocate { claims, node: None } = &allocate.request else {
             anyhow::bail!("{allocate:?}")
         };
         assert_eq!(claims[0].entry, "");
         assert!(
             claims[0].class.suitable_nodes.is_some(),
-            "the driver can see which nodes the class allows: nobody else looks at them for an immediate claim"
+            "the driver receives the suitable nodes of the class: for an immediate claim only the driver evaluates them"
         );
         assert_eq!(
             finalizers(&claims[0].claim),
-            [stage.finalizer()],
-            "secured before the driver is asked"
+            [fixture.finalizer()],
+            "the finalizer is stored before the driver call"
         );
 
-        assert_eq!(claim.status.driver_name, Some(stage.driver_name()));
+        assert_eq!(claim.status.driver_name, Some(fixture.driver_name()));
         assert_eq!(
             claim.status.reserved_for,
             Vec::<ResourceClaimConsumerReference>::new()
         );
         assert_eq!(
-            stage.requests(&controller).await?,
+            fixture.requests(&controller).await?,
             ["patch resourceclaims 200", "patch resourceclaims/status 200"]
         );
-        assert_eq!(stage.events("one").await?, []);
-        controller.end().await
+        assert_eq!(fixture.events("one").await?, []);
+        controller.stop().await
     })
 }
 
 #[test]
 fn a_class_that_comes_late_serves_its_claims_at_once() -> anyhow::Result<()> {
-    on_stage("late-class", async |stage| {
-        let controller = stage.start().await?;
-        stage
+    with_fixture("late-class", async |fixture| {
+        let controller = fixture.start().await?;
+        fixture
             .claim_of(
                 "early",
                 json!({ "resourceClassName": "later", "allocationMode": "Immediate" }),
             )
             .await?;
-        stage
-            .event("early", "ResourceClassMissing", "create the class")
+        fixture
+            .wait_for_event("early", "ResourceClassMissing", "create the class")
             .await?;
-        let made = Instant::now();
-        stage.make_class("later", json!({})).await?;
-        stage.until_claim("early", "allocated", is_allocated).await?;
-        assert!(made.elapsed() < Duration::from_secs(60), "{:?}", made.elapsed());
-        assert_eq!(stage.events("early").await?.len(), 1, "told once");
-        controller.end().await
+        let created = Instant::now();
+        fixture.make_class("later", json!({})).await?;
+        fixture.wait_for_claim("early", "allocated", is_allocated).await?;
+        assert!(
+            created.elapsed() < Duration::from_secs(60),
+            "{:?}",
+            created.elapsed()
+        );
+        assert_eq!(fixture.events("early").await?.len(), 1, "reported once");
+        controller.stop().await
     })
 }
 
 #[test]
 fn a_foreign_claim_costs_nothing_until_its_class_is_ours() -> anyhow::Result<()> {
-    on_stage("repointed-class", async |stage| {
-        let controller = stage.start().await?;
+    with_fixture("repointed-class", async |fixture| {
+        let controller = fixture.start().await?;
         let class = "repointed";
-        stage
-            .make_class(class, json!({ "driverName": "somebody.example.com" }))
+        fixture
+            .make_class(class, json!({ "driverName": "other.example.com" }))
             .await?;
         let spec = json!({ "resourceClassName": class, "allocationMode": "Immediate" });
-        stage.claim_of("theirs", spec).await?;
-        stage.fence().await?;
-        assert_eq!(stage.driver.story(), Vec::<String>::new());
-        assert_eq!(stage.requests(&controller).await?, Vec::<String>::new());
-        assert_eq!(stage.events("theirs").await?, []);
+        fixture.claim_of("theirs", spec).await?;
+        fixture.fence().await?;
+        assert_eq!(fixture.driver.call_summaries(), Vec::<String>::new());
+        assert_eq!(fixture.requests(&controller).await?, Vec::<String>::new());
+        assert_eq!(fixture.events("theirs").await?, []);
 
-        stage
-            .patch_class(class, json!({ "driverName": stage.driver_name() }))
+        fixture
+            .patch_class(class, json!({ "driverName": fixture.driver_name() }))
             .await?;
-        stage.until_claim("theirs", "allocated", is_allocated).await?;
-        controller.end().await
+        fixture
+            .wait_for_claim("theirs", "allocated", is_allocated)
+            .await?;
+        controller.stop().await
     })
 }
 
 #[test]
 fn wrong_parameters_of_a_class_are_reported_on_class_and_claim() -> anyhow::Result<()> {
-    on_stage("immediate-parameters", async |stage| {
-        stage.driver.rule(|what| match what {
-            What::Class(class) if class.parameters_ref.is_none() => Act::Fail(DriverError::invalid(
+    with_fixture("immediate-parameters", async |fixture| {
+        fixture.driver.rule(|request| match request {
+            Request::Class(class) if class.parameters_ref.is_none() => Action::Fail(DriverError::invalid(
                 "ParametersInvalid",
                 "parametersRef is missing",
             )),
-            What::Claim(claim) if claim.metadata.name.as_deref() == Some("bad") => Act::Fail(
+            Request::Claim(claim) if claim.metadata.name.as_deref() == Some("bad") => Action::Fail(
                 DriverError::invalid("ParametersInvalid", "the claim asks for nonsense"),
             ),
-            _ => Act::Go,
+            _ => Action::Proceed,
         });
-        let controller = stage.start().await?;
-        stage.immediate("good").await?;
-        stage
-            .event("good", "ParametersInvalid", "parametersRef is missing")
+        let controller = fixture.start().await?;
+        fixture.immediate("good").await?;
+        fixture
+            .wait_for_event("good", "ParametersInvalid", "parametersRef is missing")
             .await?;
-        stage
-            .event(&stage.name, "ParametersInvalid", "parametersRef is missing")
+        fixture
+            .wait_for_event(&fixture.name, "ParametersInvalid", "parametersRef is missing")
             .await?;
-        let reference = json!({ "kind": "ConfigMap", "name": "parameters", "namespace": stage.name });
-        stage
-            .patch_class(&stage.name, json!({ "parametersRef": reference }))
+        let reference = json!({ "kind": "ConfigMap", "name": "parameters", "namespace": fixture.name });
+        fixture
+            .patch_class(&fixture.name, json!({ "parametersRef": reference }))
             .await?;
-        stage.until_claim("good", "allocated", is_allocated).await?;
+        fixture.wait_for_claim("good", "allocated", is_allocated).await?;
 
-        stage.immediate("bad").await?;
-        stage.event("bad", "ParametersInvalid", "nonsense").await?;
+        fixture.immediate("bad").await?;
+        fixture
+            .wait_for_event("bad", "ParametersInvalid", "nonsense")
+            .await?;
         assert_eq!(
-            stage.events(&stage.name).await?.len(),
+            fixture.events(&fixture.name).await?.len(),
             1,
             "the class is not at fault for the claim"
         );
-        // What only a person can mend is not tried again by itself, but when something may have been mended.
-        stage.fence().await?;
-        let before = stage.driver.calls().len();
-        stage.fence().await?;
-        assert_eq!(stage.driver.calls().len(), before);
-        stage.driver.behave();
-        stage.driver.announce(CapacityCause::Parameters);
-        stage.until_claim("bad", "allocated", is_allocated).await?;
-        controller.end().await
+        // Errors that only users can fix are not retried periodically, only after a change that may fix them.
+        fixture.fence().await?;
+        let before = fixture.driver.calls().len();
+        fixture.fence().await?;
+        assert_eq!(fixture.driver.calls().len(), before);
+        fixture.driver.clear_rule();
+        fixture.driver.report_capacity(CapacityCause::Parameters);
+        fixture.wait_for_claim("bad", "allocated", is_allocated).await?;
+        controller.stop().await
     })
 }
 
 #[test]
 fn a_failed_allocation_is_an_event_and_keeps_the_finalizer() -> anyhow::Result<()> {
-    on_stage("immediate-failure", async |stage| {
-        stage.driver.rule(|what| match what {
-            What::Allocate { .. } => {
-                Act::Fail(DriverError::retry("Broken", "the device box does not answer"))
+    with_fixture("immediate-failure", async |fixture| {
+        fixture.driver.rule(|request| match request {
+            Request::Allocate { .. } => {
+                Action::Fail(DriverError::retry("Broken", "the device does not respond"))
             }
-            _ => Act::Go,
+            _ => Action::Proceed,
         });
-        let controller = stage.start().await?;
-        stage.immediate("one").await?;
-        stage
-            .event("one", "Broken", "the device box does not answer")
+        let controller = fixture.start().await?;
+        fixture.immediate("one").await?;
+        fixture
+            .wait_for_event("one", "Broken", "the device does not respond")
             .await?;
-        stage
+        fixture
             .driver
-            .until("allocate thrice", |calls| count(calls, What::is_allocate) >= 3)
+            .wait_for("allocate three times", |calls| {
+                count(calls, Request::is_allocate) >= 3
+            })
             .await?;
-        let claim = stage.claims().get("one").await?;
-        assert_eq!(finalizers(&claim), [stage.finalizer()]);
+        let claim = fixture.claims().get("one").await?;
+        assert_eq!(finalizers(&claim), [fixture.finalizer()]);
         assert!(!is_allocated(&claim));
-        stage.driver.behave();
-        stage.until_claim("one", "allocated", is_allocated).await?;
+        fixture.driver.clear_rule();
+        fixture.wait_for_claim("one", "allocated", is_allocated).await?;
         assert_eq!(
-            stage.events("one").await?.len(),
+            fixture.events("one").await?.len(),
             1,
-            "told once, not for each attempt"
+            "reported once, not for each attempt"
         );
-        controller.end().await
+        controller.stop().await
     })
 }
 
 #[test]
 fn what_changes_while_the_driver_is_asked_is_not_lost() -> anyhow::Result<()> {
-    on_stage("immediate-change", async |stage| {
-        let refuse = |what: &What| match what {
-            What::Claim(_) => Act::Fail(DriverError::invalid("ParametersInvalid", "nothing is there")),
-            _ => Act::Wait,
+    with_fixture("immediate-change", async |fixture| {
+        let refuse = |request: &Request| match request {
+            Request::Claim(_) => Action::Fail(DriverError::invalid("ParametersInvalid", "nothing is there")),
+            _ => Action::Wait,
         };
-        // By the driver's announcement, and by the class: both while the very first call, about the class, waits.
-        stage.driver.rule(refuse);
-        let controller = stage.start().await?;
-        stage.immediate("announced").await?;
-        stage
+        // A capacity change of the driver, then a change of the class: both during the first call, which is about the class.
+        fixture.driver.rule(refuse);
+        let controller = fixture.start().await?;
+        fixture.immediate("announced").await?;
+        fixture
             .driver
-            .until("read the class", |calls| !calls.is_empty())
+            .wait_for("read the class", |calls| !calls.is_empty())
             .await?;
-        stage.driver.announce(CapacityCause::Parameters);
-        stage.fence().await?;
-        stage.driver.open();
-        stage
+        fixture.driver.report_capacity(CapacityCause::Parameters);
+        fixture.fence().await?;
+        fixture.driver.resume_calls();
+        fixture
             .driver
-            .until("read the claim again", |calls| {
-                count(calls, |what| matches!(what, What::Claim(_))) >= 2
+            .wait_for("read the claim again", |calls| {
+                count(calls, |request| matches!(request, Request::Claim(_))) >= 2
             })
             .await?;
-        stage.driver.behave();
-        stage.driver.announce(CapacityCause::Parameters);
-        stage.until_claim("announced", "allocated", is_allocated).await?;
-
-        stage.driver.close();
-        stage.driver.rule(refuse);
-        let before = stage.driver.calls().len();
-        stage.immediate("changed").await?;
-        stage
-            .driver
-            .until("read the class", move |calls| calls.len() > before)
+        fixture.driver.clear_rule();
+        fixture.driver.report_capacity(CapacityCause::Parameters);
+        fixture
+            .wait_for_claim("announced", "allocated", is_allocated)
             .await?;
-        stage
+
+        fixture.driver.hold_calls();
+        fixture.driver.rule(refuse);
+        let before = fixture.driver.calls().len();
+        fixture.immediate("changed").await?;
+        fixture
+            .driver
+            .wait_for("read the class", move |calls| calls.len() > before)
+            .await?;
+        fixture
             .patch_class(
-                &stage.name,
+                &fixture.name,
                 json!({ "parametersRef": { "kind": "ConfigMap", "name": "new" } }),
             )
             .await?;
-        stage.fence().await?;
-        stage.driver.open();
-        stage
+        fixture.fence().await?;
+        fixture.driver.resume_calls();
+        fixture
             .driver
-            .until("read the changed class", |calls| {
+            .wait_for("read the changed class", |calls| {
                 count(
                     calls,
-                    |what| matches!(what, What::Class(class) if class.parameters_ref.is_some()),
+                    |request| matches!(request, Request::Class(class) if class.parameters_ref.is_some()),
                 ) >= 1
             })
             .await?;
-        controller.end().await
+        controller.stop().await
     })
 }

@@ -1,4 +1,4 @@
-//! The objects of users and of the scheduler, as a test makes and changes them.
+//! Creates and changes the objects of users and of the scheduler.
 
 use drayman::api::resource::{
     Pod, PodSchedulingContext, ResourceClaim, ResourceClaimTemplate, ResourceClass,
@@ -7,20 +7,20 @@ use k8s_openapi::api::core::v1::Node;
 use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 
+use crate::fixture::Fixture;
 use crate::harness::IMAGE;
-use crate::stage::Stage;
 
-/// The name of a scheduler that does not exist: pods that name it are scheduled by the test.
+/// A scheduler that does not exist: the test schedules pods that name it.
 const TEST_SCHEDULER: &str = "the-test";
 
-/// Where a pod's claim comes from.
+/// The source of a claim of a pod.
 #[derive(Clone, Copy)]
-pub(crate) enum From<'a> {
+pub(crate) enum ClaimSource<'a> {
     Claim(&'a str),
     Template(&'a str),
 }
 
-impl Stage {
+impl Fixture {
     pub(crate) fn claims(&self) -> Api<ResourceClaim> {
         Api::namespaced(self.cluster.client(), &self.name)
     }
@@ -37,7 +37,7 @@ impl Stage {
         Api::namespaced(self.cluster.client(), &self.name)
     }
 
-    /// Makes a class of the stage's driver; `fields` wins.
+    /// Creates a class of the driver; `fields` override the defaults.
     pub(crate) async fn make_class(&self, name: &str, fields: Value) -> anyhow::Result<ResourceClass> {
         let mut class = json!({ "metadata": { "name": name }, "driverName": self.driver_name() });
         merge(&mut class, fields);
@@ -45,7 +45,6 @@ impl Stage {
         Ok(self.classes().create(&PostParams::default(), &class).await?)
     }
 
-    /// Changes a class.
     pub(crate) async fn patch_class(&self, name: &str, fields: Value) -> anyhow::Result<()> {
         let patch = Patch::Merge(fields);
         self.classes()
@@ -55,35 +54,33 @@ impl Stage {
         Ok(())
     }
 
-    /// Makes a claim of the stage's class that waits for a pod.
+    /// Creates a claim of the class with delayed allocation.
     pub(crate) async fn claim(&self, name: &str) -> anyhow::Result<ResourceClaim> {
         self.claim_of(name, json!({ "resourceClassName": self.name }))
             .await
     }
 
-    /// Makes a claim of the stage's class that is to be allocated at once.
+    /// Creates a claim of the class with immediate allocation.
     pub(crate) async fn immediate(&self, name: &str) -> anyhow::Result<ResourceClaim> {
         let spec = json!({ "resourceClassName": self.name, "allocationMode": "Immediate" });
         self.claim_of(name, spec).await
     }
 
-    /// Makes a claim.
     pub(crate) async fn claim_of(&self, name: &str, spec: Value) -> anyhow::Result<ResourceClaim> {
         self.create_claim(json!({ "metadata": { "name": name }, "spec": spec }))
             .await
     }
 
-    /// Makes a claim of the stage's class unless it says otherwise.
+    /// Creates a claim of the class; `claim` overrides the defaults.
     pub(crate) async fn create_claim(&self, claim: Value) -> anyhow::Result<ResourceClaim> {
-        let mut whole = json!({ "spec": { "resourceClassName": self.name } });
-        merge(&mut whole, claim);
+        let mut object = json!({ "spec": { "resourceClassName": self.name } });
+        merge(&mut object, claim);
         Ok(self
             .claims()
-            .create(&PostParams::default(), &serde_json::from_value(whole)?)
+            .create(&PostParams::default(), &serde_json::from_value(object)?)
             .await?)
     }
 
-    /// Makes a template of claims of a class.
     pub(crate) async fn template(&self, name: &str, class: &str) -> anyhow::Result<()> {
         let api = Api::<ResourceClaimTemplate>::namespaced(self.cluster.client(), &self.name);
         let template =
@@ -93,28 +90,32 @@ impl Stage {
         Ok(())
     }
 
-    /// Makes a pod that the test schedules itself.
-    pub(crate) async fn pod(&self, name: &str, claims: &[(&str, From<'_>)]) -> anyhow::Result<Pod> {
+    /// Creates a pod that the test schedules.
+    pub(crate) async fn pod(&self, name: &str, claims: &[(&str, ClaimSource<'_>)]) -> anyhow::Result<Pod> {
         self.pod_with(name, claims, json!({ "schedulerName": TEST_SCHEDULER }))
             .await
     }
 
-    /// Makes a pod that the scheduler places on one of the stage's nodes.
-    pub(crate) async fn scheduled_pod(&self, name: &str, claims: &[(&str, From<'_>)]) -> anyhow::Result<Pod> {
-        self.pod_with(name, claims, json!({ "nodeSelector": { "stage": self.name } }))
+    /// Creates a pod that the scheduler places on a node of the fixture.
+    pub(crate) async fn scheduled_pod(
+        &self,
+        name: &str,
+        claims: &[(&str, ClaimSource<'_>)],
+    ) -> anyhow::Result<Pod> {
+        self.pod_with(name, claims, json!({ "nodeSelector": { "fixture": self.name } }))
             .await
     }
 
-    /// Makes a pod with these fields in its spec.
+    /// Creates a pod with these fields in its spec.
     pub(crate) async fn pod_with(
         &self,
         name: &str,
-        claims: &[(&str, From<'_>)],
+        claims: &[(&str, ClaimSource<'_>)],
         fields: Value,
     ) -> anyhow::Result<Pod> {
-        let source = |from: From<'_>| match from {
-            From::Claim(name) => json!({ "resourceClaimName": name }),
-            From::Template(name) => json!({ "resourceClaimTemplateName": name }),
+        let source = |from: ClaimSource<'_>| match from {
+            ClaimSource::Claim(name) => json!({ "resourceClaimName": name }),
+            ClaimSource::Template(name) => json!({ "resourceClaimTemplateName": name }),
         };
         let claims: Vec<Value> = claims
             .iter()
@@ -132,7 +133,7 @@ impl Stage {
             .await?)
     }
 
-    /// Deletes a pod at once, as a kubelet does at the end.
+    /// Deletes a pod immediately, as a kubelet does after the containers ended.
     pub(crate) async fn remove_pod(&self, name: &str) -> anyhow::Result<()> {
         self.pods()
             .delete(name, &DeleteParams::default().grace_period(0))
@@ -141,18 +142,18 @@ impl Stage {
         Ok(())
     }
 
-    /// Asks for the deallocation of a claim that nobody uses any more, as the claim controller does since 1.28.
-    pub(crate) async fn give_up(&self, claim: &str) -> anyhow::Result<()> {
+    /// Requests the deallocation of an unused claim, which the claim controller does itself since 1.28.
+    pub(crate) async fn request_deallocation(&self, claim: &str) -> anyhow::Result<()> {
         if self.cluster.minor() < 28 {
             let unused = |claim: &ResourceClaim| claim.status.reserved_for.is_empty();
-            self.until_claim(claim, "unused", unused).await?;
+            self.wait_for_claim(claim, "unused", unused).await?;
             self.patch_claim_status(claim, json!({ "deallocationRequested": true }))
                 .await?;
         }
         Ok(())
     }
 
-    /// Makes the context of a pod, as the scheduler does.
+    /// Creates the context of a pod, as the scheduler does.
     pub(crate) async fn context(
         &self,
         pod: &Pod,
@@ -166,7 +167,7 @@ impl Stage {
         self.context_with(pod, metadata, selected, potential).await
     }
 
-    /// Makes a context by the name of a pod with other metadata.
+    /// Creates a context with the name of a pod and other metadata.
     pub(crate) async fn context_with(
         &self,
         pod: &Pod,
@@ -183,7 +184,7 @@ impl Stage {
         Ok(self.contexts().create(&PostParams::default(), &context).await?)
     }
 
-    /// Changes what the scheduler says.
+    /// Patches the spec of a context as the scheduler.
     pub(crate) async fn reschedule(&self, pod: &str, spec: Value) -> anyhow::Result<()> {
         let patch = Patch::Merge(json!({ "spec": spec }));
         self.contexts()
@@ -193,11 +194,11 @@ impl Stage {
         Ok(())
     }
 
-    /// Makes a node that exists in the API only, with the stage's label. The scheduler binds pods to it; nothing runs there.
+    /// Creates a fake node with the label of the fixture. The scheduler binds pods to it, but no kubelet runs.
     pub(crate) async fn node(&self, name: &str) -> anyhow::Result<String> {
         let name = format!("{}-{name}", self.name);
         let api = Api::<Node>::all(self.cluster.client());
-        let node = json!({ "metadata": { "name": name, "labels": { "stage": self.name } } });
+        let node = json!({ "metadata": { "name": name, "labels": { "fixture": self.name } } });
         api.create(&PostParams::default(), &serde_json::from_value(node)?)
             .await?;
         let resources = json!({ "cpu": "64", "memory": "64Gi", "pods": "1000" });
@@ -208,12 +209,12 @@ impl Stage {
         } });
         api.patch_status(&name, &PatchParams::default(), &Patch::Merge(status))
             .await?;
-        // Until then it is tainted as not ready, and the scheduler chooses among the others.
+        // While the node has the not-ready taint, the scheduler ignores it.
         let untainted = |node: Option<&Node>| {
             let spec = node.and_then(|node| node.spec.as_ref());
             spec.is_some_and(|spec| spec.taints.as_ref().is_none_or(Vec::is_empty))
         };
-        self.until(api, &name, "without a taint", untainted).await?;
+        self.wait_for(api, &name, "without a taint", untainted).await?;
         Ok(name)
     }
 }

@@ -1,22 +1,25 @@
-//! Claims that somebody owns. A pod may name any claim of its namespace: whose it is matters for claims from templates only.
+//! Claims with owners. A pod may name any claim of its namespace; the owner matters for template claims only.
 
 use drayman::api::resource::{Pod, ResourceClaim};
 use k8s_openapi::api::batch::v1::Job;
 use kube::api::{Api, PostParams};
 use serde_json::json;
 
+use crate::fixture::{Fixture, with_fixture};
 use crate::harness::IMAGE;
-use crate::objects::From;
-use crate::stage::{Stage, on_stage};
+use crate::objects::ClaimSource;
 
-/// The name of the claim that was made for a pod with the one entry `device`.
-async fn generated_for(stage: &Stage, pod: &str) -> anyhow::Result<String> {
-    if stage.cluster.minor() < 28 {
+/// The name of the claim generated for a pod with the single entry `device`.
+async fn generated_for(fixture: &Fixture, pod: &str) -> anyhow::Result<String> {
+    if fixture.cluster.minor() < 28 {
         let name = format!("{pod}-device");
-        stage
-            .until(stage.claims(), &name, "made", |claim: Option<&ResourceClaim>| {
-                claim.is_some()
-            })
+        fixture
+            .wait_for(
+                fixture.claims(),
+                &name,
+                "made",
+                |claim: Option<&ResourceClaim>| claim.is_some(),
+            )
             .await?;
         return Ok(name);
     }
@@ -25,75 +28,77 @@ async fn generated_for(stage: &Stage, pod: &str) -> anyhow::Result<String> {
         status.resource_claim_name.clone()
     };
     let named = move |pod: Option<&Pod>| name(pod).is_some();
-    let pod = stage.until(stage.pods(), pod, "given a claim", named).await?;
+    let pod = fixture
+        .wait_for(fixture.pods(), pod, "given a claim", named)
+        .await?;
     name(pod.as_ref()).ok_or_else(|| anyhow::anyhow!("the pod has a claim"))
 }
 
 #[test]
 fn a_claim_that_a_job_owns_serves_any_pod_that_names_it() -> anyhow::Result<()> {
-    on_stage("owned-by-job", async |stage| {
-        stage.node("a").await?;
-        let controller = stage.start().await?;
-        // It makes no pods, and as long as it is there nobody collects what it owns.
+    with_fixture("owned-by-job", async |fixture| {
+        fixture.node("a").await?;
+        let controller = fixture.start().await?;
+        // The suspended job creates no pods, and its existence protects its dependents from garbage collection.
         let container = json!({ "name": "main", "image": IMAGE });
         let job: Job = serde_json::from_value(json!({ "metadata": { "name": "operator" }, "spec": {
             "suspend": true,
             "template": { "spec": { "restartPolicy": "Never", "containers": [container] } } } }))?;
-        let jobs = Api::<Job>::namespaced(stage.cluster.client(), &stage.name);
+        let jobs = Api::<Job>::namespaced(fixture.cluster.client(), &fixture.name);
         let job = jobs.create(&PostParams::default(), &job).await?;
         let owner = json!({ "apiVersion": "batch/v1", "kind": "Job", "name": "operator", "uid": job.metadata.uid,
             "controller": true, "blockOwnerDeletion": true });
         for (claim, pod) in [("one", "first"), ("two", "second")] {
-            stage
+            fixture
                 .create_claim(json!({ "metadata": { "name": claim, "ownerReferences": [owner] } }))
                 .await?;
-            stage
-                .scheduled_pod(pod, &[("device", From::Claim(claim))])
+            fixture
+                .scheduled_pod(pod, &[("device", ClaimSource::Claim(claim))])
                 .await?;
-            stage.until_bound(pod).await?;
+            fixture.wait_until_bound(pod).await?;
         }
-        assert_eq!(stage.driver.counts(), (2, 0));
-        controller.end().await
+        assert_eq!(fixture.driver.counts(), (2, 0));
+        controller.stop().await
     })
 }
 
 #[test]
 fn a_claim_owned_but_unused_serves_the_pod_that_names_it() -> anyhow::Result<()> {
-    on_stage("owned-by-pod", async |stage| {
-        stage.node("a").await?;
-        let controller = stage.start().await?;
-        // One that makes claims for others, as a launcher does.
-        let launcher = stage.scheduled_pod("launcher", &[]).await?;
-        stage.until_bound("launcher").await?;
+    with_fixture("owned-by-pod", async |fixture| {
+        fixture.node("a").await?;
+        let controller = fixture.start().await?;
+        // A pod that creates claims for other pods, such as a launcher.
+        let launcher = fixture.scheduled_pod("launcher", &[]).await?;
+        fixture.wait_until_bound("launcher").await?;
         let owner = json!({ "apiVersion": "v1", "kind": "Pod", "name": "launcher", "uid": launcher.metadata.uid,
             "controller": true });
-        stage
+        fixture
             .create_claim(json!({ "metadata": { "name": "one", "ownerReferences": [owner] } }))
             .await?;
-        stage
-            .scheduled_pod("worker", &[("device", From::Claim("one"))])
+        fixture
+            .scheduled_pod("worker", &[("device", ClaimSource::Claim("one"))])
             .await?;
-        stage.until_bound("worker").await?;
-        controller.end().await
+        fixture.wait_until_bound("worker").await?;
+        controller.stop().await
     })
 }
 
 #[test]
 fn a_claim_of_an_unscheduled_pod_serves_another_pod() -> anyhow::Result<()> {
-    on_stage("made-for-another", async |stage| {
-        stage.node("a").await?;
-        let controller = stage.start().await?;
-        stage.template("template", &stage.name).await?;
-        // Nobody schedules this one.
-        stage
-            .pod("owner", &[("device", From::Template("template"))])
+    with_fixture("made-for-another", async |fixture| {
+        fixture.node("a").await?;
+        let controller = fixture.start().await?;
+        fixture.template("template", &fixture.name).await?;
+        // This pod is not scheduled.
+        fixture
+            .pod("owner", &[("device", ClaimSource::Template("template"))])
             .await?;
-        let claim = generated_for(stage, "owner").await?;
-        stage
-            .scheduled_pod("user", &[("device", From::Claim(&claim))])
+        let claim = generated_for(fixture, "owner").await?;
+        fixture
+            .scheduled_pod("user", &[("device", ClaimSource::Claim(&claim))])
             .await?;
-        stage.until_bound("user").await?;
-        let claim = stage.claims().get(&claim).await?;
+        fixture.wait_until_bound("user").await?;
+        let claim = fixture.claims().get(&claim).await?;
         let users: Vec<&str> = claim
             .status
             .reserved_for
@@ -101,11 +106,11 @@ fn a_claim_of_an_unscheduled_pod_serves_another_pod() -> anyhow::Result<()> {
             .map(|user| user.name.as_str())
             .collect();
         assert_eq!(users, ["user"]);
-        let entries = stage.entries(&controller).await?;
+        let entries = fixture.audit_entries(&controller).await?;
         let reads = entries
             .iter()
             .filter(|entry| entry.resource == "pods" && entry.name == "user");
         assert_eq!(reads.count(), 1, "it is read once");
-        controller.end().await
+        controller.stop().await
     })
 }

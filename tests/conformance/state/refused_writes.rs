@@ -1,4 +1,4 @@
-//! Writes that the server refuses or fails to store for as long as a policy or a webhook is in the way.
+//! Writes that the server persistently refuses or fails to store, for example because of an admission policy or webhook.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use drayman::api::resource::ResourceClaim;
 use drayman::core::claims::{Answer, ClaimWrite, Command, DriverRequest, Event, Moment, Outcome};
 use serde_json::{Value, json};
 
-use super::{DRIVER, object, world};
+use super::{DRIVER, object, started};
 
 const TEN_MINUTES: Duration = Duration::from_secs(600);
 
@@ -28,11 +28,11 @@ fn claim(metadata: &Value, status: &Value) -> Arc<ResourceClaim> {
     }))
 }
 
-fn waiting() -> Arc<ResourceClaim> {
+fn pending_claim() -> Arc<ResourceClaim> {
     claim(&json!({}), &json!({}))
 }
 
-fn going() -> Arc<ResourceClaim> {
+fn deleted_claim() -> Arc<ResourceClaim> {
     let finalizer = format!("{DRIVER}/deletion-protection");
     claim(
         &json!({ "finalizers": [finalizer], "deletionTimestamp": "2026-01-01T00:00:00Z" }),
@@ -40,21 +40,21 @@ fn going() -> Arc<ResourceClaim> {
     )
 }
 
-/// Answers each write with this outcome, each read with the claim, and each call of the driver with success, for ten minutes. The writes,
-/// and the reports as reason and text.
+/// For ten minutes, answers each write with this outcome, each read with the claim, and each driver call with success. Returns the number
+/// of writes and the reports as reason and message.
 fn ten_minutes(
     claim: &Arc<ResourceClaim>,
     outcome: &Outcome<Arc<ResourceClaim>>,
 ) -> (usize, Vec<(String, String)>) {
     let mut now = Moment::default();
-    let (mut world, commands) = world(Vec::new(), Vec::new(), now);
+    let (mut state, commands) = started(Vec::new(), Vec::new(), now);
     assert_eq!(commands, []);
-    world.apply(Event::Claim(claim.clone()), now);
+    state.apply(Event::Claim(claim.clone()), now);
     let (mut writes, mut reports) = (0, Vec::new());
     while now.since_start() < TEN_MINUTES {
-        let commands = world.decide(now);
+        let commands = state.decide(now);
         if commands.is_empty() {
-            let Some(next) = world.next_deadline() else { break };
+            let Some(next) = state.next_deadline() else { break };
             now = next;
         }
         for command in commands {
@@ -83,16 +83,19 @@ fn ten_minutes(
                     continue;
                 }
             };
-            world.apply(Event::Answer { id, answer }, now);
+            state.apply(Event::Answer { id, answer }, now);
         }
     }
     (writes, reports)
 }
 
 #[test]
-fn a_write_that_is_always_refused_is_tried_rarely_and_told_once() {
+fn an_always_refused_write_is_retried_rarely_and_reported_once() {
     let refused = Outcome::Refused("by a policy".to_owned());
-    for (claim, reason) in [(waiting(), "AllocationNotRecorded"), (going(), "ReleaseRefused")] {
+    for (claim, reason) in [
+        (pending_claim(), "AllocationNotRecorded"),
+        (deleted_claim(), "ReleaseRefused"),
+    ] {
         let (writes, reports) = ten_minutes(&claim, &refused);
         assert!(
             (5..40).contains(&writes),
@@ -107,18 +110,21 @@ fn a_write_that_is_always_refused_is_tried_rarely_and_told_once() {
 }
 
 #[test]
-fn a_write_that_always_fails_is_tried_rarely_and_told_once() {
+fn an_always_failing_write_is_retried_rarely_and_reported_once() {
     let failed = Outcome::Unknown("failed calling webhook".to_owned());
-    for (claim, reason) in [(waiting(), "AllocationNotRecorded"), (going(), "ReleaseRefused")] {
+    for (claim, reason) in [
+        (pending_claim(), "AllocationNotRecorded"),
+        (deleted_claim(), "ReleaseRefused"),
+    ] {
         let (writes, reports) = ten_minutes(&claim, &failed);
         assert!(
             (5..40).contains(&writes),
             "{reason}: {writes} writes in ten minutes"
         );
         assert_eq!(reports.len(), 1, "{reports:?}");
-        let (told, text) = &reports[0];
+        let (reported_reason, text) = &reports[0];
         assert!(
-            told == reason && text.ends_with("failed calling webhook"),
+            reported_reason == reason && text.ends_with("failed calling webhook"),
             "{reports:?}"
         );
     }

@@ -1,4 +1,4 @@
-//! What comes of it: waited for, and looked up afterwards.
+//! Waits for objects, and reads of objects, versions and Events.
 
 use std::fmt::Debug;
 use std::pin::pin;
@@ -16,12 +16,12 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::time::{sleep, timeout};
 
+use crate::fixture::Fixture;
 use crate::harness::PATIENCE;
-use crate::stage::Stage;
 
-impl Stage {
-    /// Waits for a condition; the error says what was waited for and how the object is.
-    pub(crate) async fn until<K>(
+impl Fixture {
+    /// Waits for a condition; the error has the expected and the found object.
+    pub(crate) async fn wait_for<K>(
         &self,
         api: Api<K>,
         name: &str,
@@ -34,54 +34,51 @@ impl Stage {
         match timeout(PATIENCE, await_condition(api.clone(), name, condition)).await {
             Ok(found) => Ok(found?),
             Err(_) => bail!(
-                "{} {name} is not {what}, but {:?}",
+                "{} {name} is not {what}: {:?}",
                 K::kind(&()),
                 api.get_opt(name).await
             ),
         }
     }
 
-    /// Waits until a claim meets a condition.
-    pub(crate) async fn until_claim(
+    pub(crate) async fn wait_for_claim(
         &self,
         name: &str,
         what: &str,
         met: impl Fn(&ResourceClaim) -> bool,
     ) -> anyhow::Result<ResourceClaim> {
         let met = |claim: Option<&ResourceClaim>| claim.is_some_and(&met);
-        self.until(self.claims(), name, what, met)
+        self.wait_for(self.claims(), name, what, met)
             .await?
-            .context("the claim is there")
+            .context("the claim exists")
     }
 
-    /// Waits until a context meets a condition.
-    pub(crate) async fn until_context(
+    pub(crate) async fn wait_for_context(
         &self,
         name: &str,
         what: &str,
         met: impl Fn(&PodSchedulingContext) -> bool,
     ) -> anyhow::Result<PodSchedulingContext> {
         let met = |context: Option<&PodSchedulingContext>| context.is_some_and(&met);
-        self.until(self.contexts(), name, what, met)
+        self.wait_for(self.contexts(), name, what, met)
             .await?
-            .context("the context is there")
+            .context("the context exists")
     }
 
     /// Waits until a pod is bound, and returns its node.
-    pub(crate) async fn until_bound(&self, name: &str) -> anyhow::Result<String> {
+    pub(crate) async fn wait_until_bound(&self, name: &str) -> anyhow::Result<String> {
         let met = |pod: Option<&Pod>| pod.is_some_and(|pod| pod.spec.node_name.is_some());
-        let pod = self.until(self.pods(), name, "bound", met).await?;
+        let pod = self.wait_for(self.pods(), name, "bound", met).await?;
         pod.and_then(|pod| pod.spec.node_name)
             .context("a bound pod has a node")
     }
 
-    /// Waits until a claim is gone.
-    pub(crate) async fn until_gone(&self, name: &str) -> anyhow::Result<()> {
+    /// Waits until a claim is deleted.
+    pub(crate) async fn wait_until_gone(&self, name: &str) -> anyhow::Result<()> {
         let met = |claim: Option<&ResourceClaim>| claim.is_none();
-        self.until(self.claims(), name, "gone", met).await.map(drop)
+        self.wait_for(self.claims(), name, "gone", met).await.map(drop)
     }
 
-    /// Deletes a claim.
     pub(crate) async fn delete_claim(&self, name: &str) -> anyhow::Result<()> {
         self.claims()
             .delete(name, &DeleteParams::default())
@@ -90,7 +87,7 @@ impl Stage {
         Ok(())
     }
 
-    /// Changes a claim by hand.
+    /// Patches a claim as a user.
     pub(crate) async fn patch_claim(&self, name: &str, change: Value) -> anyhow::Result<ResourceClaim> {
         Ok(self
             .claims()
@@ -98,7 +95,7 @@ impl Stage {
             .await?)
     }
 
-    /// Changes the status of a claim by hand.
+    /// Patches the status of a claim as a user.
     pub(crate) async fn patch_claim_status(
         &self,
         name: &str,
@@ -111,12 +108,11 @@ impl Stage {
             .await?)
     }
 
-    /// Every version of a claim so far.
     pub(crate) async fn versions(&self, name: &str) -> anyhow::Result<Vec<ResourceClaim>> {
         versions(&self.history.claims, self.claims(), name).await
     }
 
-    /// The Events of the stage's driver about objects by this name: reason and text.
+    /// Reason and message of the Events of the driver about objects of this name.
     pub(crate) async fn events(&self, name: &str) -> anyhow::Result<Vec<(String, String)>> {
         let events = Api::<Event>::all(self.cluster.client());
         let about = ListParams::default().fields(&format!("involvedObject.name={name}"));
@@ -132,8 +128,8 @@ impl Stage {
             .collect())
     }
 
-    /// Waits for an Event about an object with this reason and this in its text.
-    pub(crate) async fn event(&self, name: &str, reason: &str, text: &str) -> anyhow::Result<Event> {
+    /// Waits for an Event about an object of this name with this reason and text.
+    pub(crate) async fn wait_for_event(&self, name: &str, reason: &str, text: &str) -> anyhow::Result<Event> {
         let api = Api::<Event>::all(self.cluster.client());
         let about = watcher::Config::default().fields(&format!("involvedObject.name={name},reason={reason}"));
         let found = async {
@@ -153,7 +149,7 @@ impl Stage {
         match timeout(PATIENCE, found).await {
             Ok(found) => found,
             Err(_) => bail!(
-                "no event {reason} on {name} with {text:?}, but {:#?}",
+                "no event {reason} on {name} with {text:?}, found {:#?}",
                 self.events(name).await?
             ),
         }
@@ -168,7 +164,7 @@ where
     let seen = async {
         loop {
             let versions: Vec<K> = {
-                let all = history.lock().expect("no panic with it");
+                let all = history.lock().expect("the lock is not poisoned");
                 all.iter()
                     .filter(|object| object.meta().name.as_deref() == Some(name))
                     .cloned()
@@ -184,5 +180,5 @@ where
             sleep(Duration::from_millis(5)).await;
         }
     };
-    timeout(PATIENCE, seen).await.context("every version is seen")
+    timeout(PATIENCE, seen).await.context("waiting for every version")
 }

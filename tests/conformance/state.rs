@@ -1,10 +1,10 @@
-//! What a real control plane cannot be made to show in a test's time: long waits, news that were missed, objects that its own
-//! checks refuse. The pure core, with a clock of the test's.
+//! Unit tests of the pure core with a virtual clock, for cases that a real control plane cannot produce on demand: long waits, missed watch
+//! events, objects that its validation rejects.
 
-mod early;
-mod late;
+mod late_writes;
 mod owners;
-mod refused;
+mod pod_reads;
+mod refused_writes;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -52,40 +52,40 @@ fn pod(source: &Value) -> Arc<Pod> {
     }))
 }
 
-/// A world that has listed these and whose driver is ready, and what it does first.
-fn world(
+/// A started [`ControllerState`] that has listed these objects and whose driver is ready, and its first commands.
+fn started(
     claims: Vec<Arc<ResourceClaim>>,
     contexts: Vec<Arc<PodSchedulingContext>>,
     now: Moment,
 ) -> (ControllerState, Vec<Command>) {
-    let mut world = ControllerState::new(Settings::new(DRIVER));
-    world.apply(Event::Classes(vec![class()]), now);
-    world.apply(Event::Claims(claims), now);
-    world.apply(Event::Contexts(contexts), now);
-    let commands = world.decide(now);
+    let mut state = ControllerState::new(Settings::new(DRIVER));
+    state.apply(Event::Classes(vec![class()]), now);
+    state.apply(Event::Claims(claims), now);
+    state.apply(Event::Contexts(contexts), now);
+    let commands = state.decide(now);
     assert!(matches!(
         commands.as_slice(),
         [Command::Observe(Observation::All(_)), Command::AwaitDriver]
     ));
-    world.apply(Event::DriverReady, now);
-    let commands = world.decide(now);
-    (world, commands)
+    state.apply(Event::DriverReady, now);
+    let commands = state.decide(now);
+    (state, commands)
 }
 
-fn answer(world: &mut ControllerState, id: CallId, answer: Answer, now: Moment) -> Vec<Command> {
-    world.apply(Event::Answer { id, answer }, now);
-    world.decide(now)
+fn answer(state: &mut ControllerState, id: CallId, answer: Answer, now: Moment) -> Vec<Command> {
+    state.apply(Event::Answer { id, answer }, now);
+    state.decide(now)
 }
 
 #[test]
 fn a_waiting_pod_costs_nothing_for_five_minutes() {
     let mut now = Moment::default();
-    let (mut world, commands) = world(vec![claim(&[])], vec![context("3", &json!({}))], now);
+    let (mut state, commands) = started(vec![claim(&[])], vec![context("3", &json!({}))], now);
     let [Command::ReadPod { id, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
     let commands = answer(
-        &mut world,
+        &mut state,
         *id,
         Answer::PodRead(Ok(Some(pod(&json!({ "resourceClaimName": "claim" }))))),
         now,
@@ -100,7 +100,7 @@ fn a_waiting_pod_costs_nothing_for_five_minutes() {
         panic!("{commands:?}")
     };
     let full = UnsuitableNodes::from(["a", "b"].map(|node| (node.to_owned(), "full".to_owned())));
-    let commands = answer(&mut world, *id, Answer::Evaluated(Ok(vec![full.clone()])), now);
+    let commands = answer(&mut state, *id, Answer::Evaluated(Ok(vec![full.clone()])), now);
     let [Command::Report(_), Command::WriteContext { id, entries, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
@@ -110,21 +110,21 @@ fn a_waiting_pod_costs_nothing_for_five_minutes() {
         &json!({ "resourceClaims": [{ "name": "device", "unsuitableNodes": ["a", "b"] }] }),
     );
     let commands = answer(
-        &mut world,
+        &mut state,
         *id,
         Answer::ContextWritten(Outcome::Done(written)),
         now,
     );
     assert_eq!(commands, []);
     for _ in 0..3 {
-        let next = world.next_deadline().expect("the slow recheck");
+        let next = state.next_deadline().expect("the slow recheck");
         let wait = next.since_start().saturating_sub(now.since_start());
         assert!(
             wait >= Duration::from_secs(300) && wait <= Duration::from_secs(420),
             "{wait:?}"
         );
         now = next;
-        let commands = world.decide(now);
+        let commands = state.decide(now);
         let [
             Command::CallDriver {
                 id,
@@ -135,77 +135,77 @@ fn a_waiting_pod_costs_nothing_for_five_minutes() {
             panic!("{commands:?}")
         };
         assert_eq!(
-            answer(&mut world, *id, Answer::Evaluated(Ok(vec![full.clone()])), now),
+            answer(&mut state, *id, Answer::Evaluated(Ok(vec![full.clone()])), now),
             [],
             "an unchanged answer"
         );
     }
-    assert_eq!(world.statistics().caught_by_recheck, 0);
+    assert_eq!(state.statistics().caught_by_recheck, 0);
 }
 
 #[test]
 fn reasons_of_waiting_pods_and_wake_up_times_are_counted() {
     let start = Moment::default();
-    let (mut world, commands) = world(vec![claim(&[])], vec![context("3", &json!({}))], start);
+    let (mut state, commands) = started(vec![claim(&[])], vec![context("3", &json!({}))], start);
     let [Command::ReadPod { id, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
-    let queue = |world: &ControllerState, name| world.statistics().queues[name];
-    assert_eq!(queue(&world, "context").under_way, 1);
+    let queue = |state: &ControllerState, name| state.statistics().queues[name];
+    assert_eq!(queue(&state, "context").under_way, 1);
     let read = Answer::PodRead(Ok(Some(pod(&json!({ "resourceClaimName": "claim" })))));
-    let commands = answer(&mut world, *id, read, start.after(Duration::from_secs(2)));
+    let commands = answer(&mut state, *id, read, start.after(Duration::from_secs(2)));
     let [Command::CallDriver { id, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
-    assert_eq!(queue(&world, "context").worked.sum(), Duration::from_secs(2));
-    let waiting = |world: &ControllerState| -> Vec<(&'static str, u64)> {
-        let all = world.statistics().waiting;
+    assert_eq!(queue(&state, "context").worked.sum(), Duration::from_secs(2));
+    let waiting = |state: &ControllerState| -> Vec<(&'static str, u64)> {
+        let all = state.statistics().waiting;
         all.into_iter().filter(|(_, count)| *count > 0).collect()
     };
     let full = |nodes: &[&str]| {
         let unsuitable_nodes = nodes.iter().map(|node| ((*node).to_owned(), "full".to_owned()));
         Answer::Evaluated(Ok(vec![unsuitable_nodes.collect()]))
     };
-    assert_eq!(waiting(&world), []);
-    let commands = answer(&mut world, *id, full(&["a", "b"]), start);
+    assert_eq!(waiting(&state), []);
+    let commands = answer(&mut state, *id, full(&["a", "b"]), start);
     let [Command::Report(_), Command::WriteContext { id, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
-    assert_eq!(waiting(&world), [("NoSuitableDevice", 1)]);
-    assert_eq!(world.statistics().reports["NoSuitableDevice"], 1);
+    assert_eq!(waiting(&state), [("NoSuitableDevice", 1)]);
+    assert_eq!(state.statistics().reports["NoSuitableDevice"], 1);
     let entry =
         |nodes: &[&str]| json!({ "resourceClaims": [{ "name": "device", "unsuitableNodes": nodes }] });
     let written = Answer::ContextWritten(Outcome::Done(context("4", &entry(&["a", "b"]))));
-    answer(&mut world, *id, written, start);
+    answer(&mut state, *id, written, start);
 
-    // Something becomes free, and the scheduler is told of the node three seconds later.
+    // A device becomes free; the scheduler receives the node three seconds later.
     let now = start.after(Duration::from_secs(60));
     let change = CapacityChange::new(CapacityCause::Freed).for_pods(1);
-    world.apply(Event::Capacity(change), now);
-    let commands = world.decide(now);
+    state.apply(Event::Capacity(change), now);
+    let commands = state.decide(now);
     let [Command::CallDriver { id, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
-    let commands = answer(&mut world, *id, full(&["b"]), now);
+    let commands = answer(&mut state, *id, full(&["b"]), now);
     let [Command::WriteContext { id, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
-    assert_eq!(waiting(&world), [("SomeNodesUnsuitable", 1)]);
+    assert_eq!(waiting(&state), [("SomeNodesUnsuitable", 1)]);
     assert_eq!(
-        world.statistics().wake_ups.count(),
+        state.statistics().wake_ups.count(),
         0,
-        "nobody has heard of it yet"
+        "the answer is not written yet"
     );
     let written = Answer::ContextWritten(Outcome::Done(context("5", &entry(&["b"]))));
-    answer(&mut world, *id, written, now.after(Duration::from_secs(3)));
-    let woken = world.statistics().wake_ups;
+    answer(&mut state, *id, written, now.after(Duration::from_secs(3)));
+    let woken = state.statistics().wake_ups;
     assert_eq!((woken.count(), woken.sum()), (1, Duration::from_secs(3)));
 
-    // The pod is gone, and waits for nothing any more.
+    // A deleted pod no longer counts as waiting.
     let (key, uid) = (ObjectKey::new("default", "pod"), "context".to_owned());
-    world.apply(Event::ContextGone { key, uid }, now);
-    assert_eq!(waiting(&world), []);
-    let counted = world.statistics();
+    state.apply(Event::ContextGone { key, uid }, now);
+    assert_eq!(waiting(&state), []);
+    let counted = state.statistics();
     assert_eq!(counted.calls[&("UnsuitableNodes", "Done")], 2);
     assert_eq!(
         (
@@ -219,17 +219,17 @@ fn reasons_of_waiting_pods_and_wake_up_times_are_counted() {
 #[test]
 fn own_writes_stand_until_the_watch_shows_them() {
     let now = Moment::default();
-    let (mut world, commands) = world(vec![claim(&[])], vec![context("3", &json!({}))], now);
+    let (mut state, commands) = started(vec![claim(&[])], vec![context("3", &json!({}))], now);
     let [Command::ReadPod { id, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
     let read = Answer::PodRead(Ok(Some(pod(&json!({ "resourceClaimName": "claim" })))));
-    let commands = answer(&mut world, *id, read, now);
+    let commands = answer(&mut state, *id, read, now);
     let [Command::CallDriver { id, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
     let commands = answer(
-        &mut world,
+        &mut state,
         *id,
         Answer::Evaluated(Ok(vec![UnsuitableNodes::new()])),
         now,
@@ -239,17 +239,17 @@ fn own_writes_stand_until_the_watch_shows_them() {
     };
     let answered = json!({ "resourceClaims": [{ "name": "device" }] });
     let written = Answer::ContextWritten(Outcome::Done(context("5", &answered)));
-    assert_eq!(answer(&mut world, *id, written, now), []);
-    // The watch is behind: what it shows is older than the answer that was stored, which is not written again.
-    world.apply(Event::Context(context("4", &json!({}))), now);
-    assert_eq!(world.decide(now), []);
+    assert_eq!(answer(&mut state, *id, written, now), []);
+    // The watch lags: its version is older than the stored answer, which is not written again.
+    state.apply(Event::Context(context("4", &json!({}))), now);
+    assert_eq!(state.decide(now), []);
 
-    // The same for a claim: its finalizer is stored once.
+    // Likewise, the finalizer of a claim is stored once.
     let mut selected = (*context("6", &answered)).clone();
     selected.spec.selected_node = "a".to_owned();
-    world.apply(Event::Context(Arc::new(selected)), now);
-    let mut commands = world.decide(now);
-    // It is asked about the node first if it likes to be sure.
+    state.apply(Event::Context(Arc::new(selected)), now);
+    let mut commands = state.decide(now);
+    // The core may evaluate the node first.
     if let [
         Command::CallDriver {
             id,
@@ -258,7 +258,7 @@ fn own_writes_stand_until_the_watch_shows_them() {
     ] = commands.as_slice()
     {
         commands = answer(
-            &mut world,
+            &mut state,
             *id,
             Answer::Evaluated(Ok(vec![UnsuitableNodes::new()])),
             now,
@@ -270,7 +270,7 @@ fn own_writes_stand_until_the_watch_shows_them() {
     let mut secured = (*claim(&[&format!("{DRIVER}/deletion-protection")])).clone();
     secured.metadata.resource_version = Some("8".to_owned());
     let written = Answer::ClaimWritten(Outcome::Done(Arc::new(secured)));
-    let commands = answer(&mut world, *id, written, now);
+    let commands = answer(&mut state, *id, written, now);
     let [
         Command::Observe(_),
         Command::CallDriver {
@@ -283,48 +283,48 @@ fn own_writes_stand_until_the_watch_shows_them() {
     };
     let mut older = (*claim(&[])).clone();
     older.metadata.resource_version = Some("7".to_owned());
-    world.apply(Event::Claim(Arc::new(older)), now);
-    assert_eq!(world.decide(now), []);
+    state.apply(Event::Claim(Arc::new(older)), now);
+    assert_eq!(state.decide(now), []);
 }
 
 #[test]
 fn a_context_that_is_not_about_us_is_never_looked_at_again() {
     let now = Moment::default();
-    let (world, commands) = world(Vec::new(), vec![context("3", &json!({}))], now);
-    assert_eq!((commands, world.next_deadline()), (Vec::new(), None));
+    let (state, commands) = started(Vec::new(), vec![context("3", &json!({}))], now);
+    assert_eq!((commands, state.next_deadline()), (Vec::new(), None));
 }
 
 #[test]
 fn an_entry_of_a_pod_without_any_source_is_waited_for() {
     let now = Moment::default();
-    let (mut world, commands) = world(vec![claim(&[])], vec![context("3", &json!({}))], now);
+    let (mut state, commands) = started(vec![claim(&[])], vec![context("3", &json!({}))], now);
     let [Command::ReadPod { id, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
-    let commands = answer(&mut world, *id, Answer::PodRead(Ok(Some(pod(&json!({}))))), now);
-    assert_eq!((commands, world.next_deadline()), (Vec::new(), None));
+    let commands = answer(&mut state, *id, Answer::PodRead(Ok(Some(pod(&json!({}))))), now);
+    assert_eq!((commands, state.next_deadline()), (Vec::new(), None));
 }
 
 #[test]
 fn a_claim_whose_deletion_was_missed_is_gone_with_the_next_list() {
     let now = Moment::default();
     let finalizer = format!("{DRIVER}/deletion-protection");
-    let (mut world, commands) = world(vec![claim(&[&finalizer])], Vec::new(), now);
+    let (mut state, commands) = started(vec![claim(&[&finalizer])], Vec::new(), now);
     assert!(
         matches!(commands.as_slice(), [Command::CallDriver { .. }]),
-        "what was left half done is given back"
+        "partial work is rolled back"
     );
     let [Command::CallDriver { id, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
-    world.apply(Event::Claims(Vec::new()), now);
+    state.apply(Event::Claims(Vec::new()), now);
     let gone = Command::Observe(Observation::Gone {
         uid: "claim".to_owned(),
     });
-    assert_eq!(world.decide(now), [gone]);
-    // Nothing of it is left: neither the answer that is still to come nor time leads to anything.
-    assert_eq!(answer(&mut world, *id, Answer::Deallocated(Ok(())), now), []);
-    assert_eq!(world.next_deadline(), None);
+    assert_eq!(state.decide(now), [gone]);
+    // No state is left: neither the pending answer nor time has an effect.
+    assert_eq!(answer(&mut state, *id, Answer::Deallocated(Ok(())), now), []);
+    assert_eq!(state.next_deadline(), None);
 }
 
 #[test]
@@ -338,10 +338,10 @@ fn a_driver_silent_for_a_minute_is_named_once() {
         "spec": { "resourceClassName": "theirs" },
     }));
     let ours = json!({ "resourceClaims": [{ "name": "device" }] });
-    let (mut world, _) = world(vec![claim(&[]), other_claim], Vec::new(), start);
-    world.apply(Event::Class(other_class), start);
-    world.apply(Event::Context(context("3", &ours)), start);
-    let commands = world.decide(start);
+    let (mut state, _) = started(vec![claim(&[]), other_claim], Vec::new(), start);
+    state.apply(Event::Class(other_class), start);
+    state.apply(Event::Context(context("3", &ours)), start);
+    let commands = state.decide(start);
     let [Command::ReadPod { id, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
@@ -352,39 +352,39 @@ fn a_driver_silent_for_a_minute_is_named_once() {
             { "name": "more", "source": { "resourceClaimName": "other" } },
         ] },
     }));
-    let commands = answer(&mut world, *id, Answer::PodRead(Ok(Some(pod))), start);
+    let commands = answer(&mut state, *id, Answer::PodRead(Ok(Some(pod))), start);
     let [Command::CallDriver { id, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
-    let judged = Answer::Evaluated(Ok(vec![UnsuitableNodes::new()]));
+    let evaluated = Answer::Evaluated(Ok(vec![UnsuitableNodes::new()]));
     assert_eq!(
-        answer(&mut world, *id, judged, start),
+        answer(&mut state, *id, evaluated, start),
         [],
         "our own answer stands"
     );
     assert_eq!(
-        world.next_deadline(),
+        state.next_deadline(),
         Some(start.after(Settings::OTHER_DRIVER_WAIT))
     );
 
-    // It answers in time, and then it is asked to allocate and does not.
+    // The other driver answers in time; later it does not allocate on the selected node.
     let now = start.after(Duration::from_secs(59));
     let answered =
         json!({ "resourceClaims": [{ "name": "device" }, { "name": "more", "unsuitableNodes": ["b"] }] });
-    world.apply(Event::Context(context("4", &answered)), now);
-    assert_eq!(world.decide(now), []);
-    assert_eq!(world.decide(now.after(Duration::from_secs(3600))), []);
+    state.apply(Event::Context(context("4", &answered)), now);
+    assert_eq!(state.decide(now), []);
+    assert_eq!(state.decide(now.after(Duration::from_secs(3600))), []);
     let now = now.after(Duration::from_secs(3600));
     let allocated = json!({
         "metadata": { "namespace": "default", "name": "claim", "uid": "claim", "resourceVersion": "5" },
         "spec": { "resourceClassName": "class" },
         "status": { "driverName": DRIVER, "allocation": {} },
     });
-    world.apply(Event::Claim(object(allocated)), now);
+    state.apply(Event::Claim(object(allocated)), now);
     let mut chosen = (*context("5", &answered)).clone();
     chosen.spec.selected_node = "a".to_owned();
-    world.apply(Event::Context(Arc::new(chosen)), now);
-    world.decide(now);
+    state.apply(Event::Context(Arc::new(chosen)), now);
+    state.decide(now);
     let reports = |commands: Vec<Command>| -> Vec<String> {
         let reports = commands.into_iter().filter_map(|command| match command {
             Command::Report(report) => Some(report.message),
@@ -393,22 +393,22 @@ fn a_driver_silent_for_a_minute_is_named_once() {
         reports.collect()
     };
     assert_eq!(
-        reports(world.decide(now.after(Duration::from_secs(59)))),
+        reports(state.decide(now.after(Duration::from_secs(59)))),
         Vec::<String>::new()
     );
-    let told = reports(world.decide(now.after(Duration::from_secs(60))));
-    let [text] = told.as_slice() else {
-        panic!("{told:?}")
+    let reported = reports(state.decide(now.after(Duration::from_secs(60))));
+    let [text] = reported.as_slice() else {
+        panic!("{reported:?}")
     };
     assert!(
         text.contains("\"other.example.com\"") && text.contains("\"theirs\""),
         "{text}"
     );
-    // Nothing more of it, whatever happens.
-    world.apply(Event::Context(context("6", &ours)), now);
-    world.decide(now.after(Duration::from_secs(100)));
+    // It is not reported again.
+    state.apply(Event::Context(context("6", &ours)), now);
+    state.decide(now.after(Duration::from_secs(100)));
     assert_eq!(
-        reports(world.decide(now.after(Duration::from_secs(300)))),
+        reports(state.decide(now.after(Duration::from_secs(300)))),
         Vec::<String>::new()
     );
 }
@@ -429,7 +429,7 @@ fn a_report_that_was_not_written_is_made_again() {
         "spec": { "resourceClassName": "missing", "allocationMode": "Immediate" },
     }));
     let claims = vec![claim(&[]), immediate];
-    let (mut world, commands) = world(claims, vec![context("3", &json!({}))], start);
+    let (mut state, commands) = started(claims, vec![context("3", &json!({}))], start);
     let of_claim = commands.iter().find_map(|command| match command {
         Command::Report(report) => Some(report.clone()),
         _ => None,
@@ -439,28 +439,32 @@ fn a_report_that_was_not_written_is_made_again() {
         Command::ReadPod { id, .. } => Some(*id),
         _ => None,
     });
-    world.apply(Event::ClassGone("class".to_owned()), start);
+    state.apply(Event::ClassGone("class".to_owned()), start);
     let pod = Answer::PodRead(Ok(Some(pod(&json!({ "resourceClaimName": "claim" })))));
-    let told = reports(answer(&mut world, read.expect("the pod is read"), pod, start));
-    let [of_pod] = told.as_slice() else {
-        panic!("{told:?}")
+    let reported = reports(answer(&mut state, read.expect("the pod is read"), pod, start));
+    let [of_pod] = reported.as_slice() else {
+        panic!("{reported:?}")
     };
-    assert_eq!(reports(world.decide(minute)), [], "what was told is not repeated");
+    assert_eq!(reports(state.decide(minute)), [], "a report is not repeated");
 
     let mut unwritten = vec![of_claim, of_pod.clone()];
     for report in &unwritten {
-        world.apply(Event::ReportFailed(report.clone()), minute);
+        state.apply(Event::ReportFailed(report.clone()), minute);
     }
-    assert_eq!(reports(world.decide(minute)), [], "there is no room yet");
-    let mut again = reports(world.decide(minute.after(Duration::from_secs(60))));
+    assert_eq!(
+        reports(state.decide(minute)),
+        [],
+        "the report was dropped, but its retry is not due"
+    );
+    let mut again = reports(state.decide(minute.after(Duration::from_secs(60))));
     for all in [&mut unwritten, &mut again] {
         all.sort_by(|left, right| left.regarding.cmp(&right.regarding));
     }
     assert_eq!(again, unwritten);
-    // A text that was replaced meanwhile, or is about another object of that name, changes nothing.
+    // An outdated message, or a report about another object of that name, changes nothing.
     let mut old = of_pod.clone();
     old.message = "older".to_owned();
-    world.apply(Event::ReportFailed(old), minute);
+    state.apply(Event::ReportFailed(old), minute);
     let far = minute.after(Duration::from_secs(180));
-    assert_eq!(reports(world.decide(far)), []);
+    assert_eq!(reports(state.decide(far)), []);
 }

@@ -1,4 +1,4 @@
-//! One cluster for all tests, and what each test has of it: a namespace, a class, a driver, a user.
+//! The shared cluster, and the namespace, class, driver and user of each test.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -29,22 +29,22 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::AbortOnDropHandle;
 use tower::service_fn;
 
+use crate::fake_driver::FakeDriver;
 use crate::harness::{Cluster, Entry, PATIENCE, rule};
-use crate::objects::From;
-use crate::script::Script;
+use crate::objects::ClaimSource;
 
-/// The tests of a process run on one runtime, since they share the cluster's connections.
+/// All tests run on one runtime because they share the connections of the cluster.
 static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| Runtime::new().expect("a runtime"));
 static CLUSTER: OnceCell<Cluster> = OnceCell::const_new();
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
-/// What a test has of the cluster.
-pub(crate) struct Stage {
+/// The part of the cluster that belongs to one test.
+pub(crate) struct Fixture {
     pub(crate) cluster: &'static Cluster,
-    /// The namespace; its name is also that of the class and the first label of the driver's name.
+    /// Name of the namespace and of the class, and first label of the driver name.
     pub(crate) name: String,
-    /// The scripted driver of the class.
-    pub(crate) driver: Script,
+    /// The driver of the class.
+    pub(crate) driver: FakeDriver,
     pub(crate) history: History,
     _recorders: [AbortOnDropHandle<()>; 2],
 }
@@ -56,30 +56,30 @@ pub(crate) struct History {
     pub(crate) contexts: Arc<Mutex<Vec<PodSchedulingContext>>>,
 }
 
-/// A controller that runs. It is stopped when this is dropped.
-pub(crate) struct Running {
-    /// Its user.
+/// A running controller. Stops on drop.
+pub(crate) struct RunningController {
+    /// The user of its kubeconfig.
     pub(crate) user: String,
     task: JoinHandle<Result<(), drayman::controller::ControllerError>>,
     stop: DropGuard,
 }
 
-/// Runs a test on a stage of its own, named after it. If it fails, what there is in the namespace is printed.
-pub(crate) fn on_stage(
+/// Runs a test with its own fixture of this name. Prints the objects of the namespace on failure.
+pub(crate) fn with_fixture(
     name: &str,
-    test: impl AsyncFnOnce(&Stage) -> anyhow::Result<()>,
+    test: impl AsyncFnOnce(&Fixture) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
     RUNTIME.block_on(async {
-        let stage = Stage::new(name).await?;
-        let result = AssertUnwindSafe(Box::pin(test(&stage))).catch_unwind().await;
+        let fixture = Fixture::new(name).await?;
+        let result = AssertUnwindSafe(Box::pin(test(&fixture))).catch_unwind().await;
         if !matches!(result, Ok(Ok(()))) {
-            stage.explain().await;
+            fixture.dump().await;
         }
         result.unwrap_or_else(|panic| resume_unwind(panic))
     })
 }
 
-/// What a controller needs to be allowed, as its documentation says.
+/// The permissions that a controller needs according to its documentation.
 pub(crate) fn rules() -> Vec<PolicyRule> {
     let group = &["resource.k8s.io"];
     let read = ["get", "list", "watch"];
@@ -95,7 +95,7 @@ pub(crate) fn rules() -> Vec<PolicyRule> {
     ]
 }
 
-/// The rights of a controller but for a verb on a resource.
+/// [`rules`] without a verb on a resource.
 pub(crate) fn rules_without(resource: &str, verb: &str) -> Vec<PolicyRule> {
     let mut rules = rules();
     for rule in &mut rules {
@@ -111,11 +111,11 @@ pub(crate) fn rules_without(resource: &str, verb: &str) -> Vec<PolicyRule> {
     rules
 }
 
-impl Stage {
+impl Fixture {
     async fn new(name: &str) -> anyhow::Result<Self> {
         let cluster = CLUSTER
             .get_or_try_init(|| {
-                // Nodes that exist in the API alone have no heartbeats.
+                // Fake nodes have no heartbeats.
                 let builder = Cluster::builder().flag("controller-manager", "--node-monitor-grace-period=1h");
                 builder.share("conformance", async |_| Ok(()))
             })
@@ -131,76 +131,74 @@ impl Stage {
             record(Api::namespaced(client.clone(), name), history.claims.clone()).await?,
             record(Api::namespaced(client, name), history.contexts.clone()).await?,
         ];
-        let driver = Script::new(&format!("{name}.example.com"));
-        let stage = Self {
+        let driver = FakeDriver::new(&format!("{name}.example.com"));
+        let fixture = Self {
             cluster,
             name: name.to_owned(),
             driver,
             history,
             _recorders: recorders,
         };
-        stage.make_class(name, json!({})).await?;
-        stage.make_class(&format!("fence-{name}"), json!({})).await?;
-        Ok(stage)
+        fixture.make_class(name, json!({})).await?;
+        fixture.make_class(&format!("fence-{name}"), json!({})).await?;
+        Ok(fixture)
     }
 
-    /// The driver's name.
     pub(crate) fn driver_name(&self) -> String {
         format!("{}.example.com", self.name)
     }
 
-    /// The finalizer of the driver's claims.
     pub(crate) fn finalizer(&self) -> String {
         format!("{}/deletion-protection", self.driver_name())
     }
 
     // === the controller ===
 
-    /// Starts the controller of the stage's driver.
-    pub(crate) async fn start(&self) -> anyhow::Result<Running> {
+    /// Starts a controller of the driver of the fixture.
+    pub(crate) async fn start(&self) -> anyhow::Result<RunningController> {
         self.start_as("", &self.driver, &rules(), |builder| builder).await
     }
 
-    /// Starts a controller of a driver: as the stage's user, or another one by that name, with these rights and options.
+    /// Starts a controller of `driver` with these permissions and options. Its user is the fixture name followed by `name`.
     pub(crate) async fn start_as(
         &self,
         name: &str,
-        driver: &Script,
+        driver: &FakeDriver,
         rules: &[PolicyRule],
-        options: impl FnOnce(Builder<Script>) -> Builder<Script>,
-    ) -> anyhow::Result<Running> {
+        options: impl FnOnce(Builder<FakeDriver>) -> Builder<FakeDriver>,
+    ) -> anyhow::Result<RunningController> {
         let user = format!("{}{name}", self.name);
         let kubeconfig = self.cluster.user(&user, rules).await?;
         let client = self.cluster.client_of(&kubeconfig).await?;
         run(user, client, driver, options)
     }
 
-    /// The same for the stage's driver, and `before` is awaited before each of its requests goes out.
-    pub(crate) async fn start_behind<F>(
+    /// Starts a controller of the driver of the fixture that awaits `before` before each of its requests.
+    pub(crate) async fn start_intercepted<F>(
         &self,
         rules: &[PolicyRule],
         before: impl Fn(String) -> F + Clone + Send + 'static,
-    ) -> anyhow::Result<Running>
+    ) -> anyhow::Result<RunningController>
     where
         F: Future<Output = ()> + Send + 'static,
     {
         let kubeconfig = self.cluster.user(&self.name, rules).await?;
         let client = self.cluster.client_of(&kubeconfig).await?;
-        let watched = service_fn(move |request: Request<Body>| {
+        let intercepted = service_fn(move |request: Request<Body>| {
             let (client, before) = (client.clone(), before.clone());
             async move {
-                before(words(&request)).await;
+                before(describe(&request)).await;
                 client.send(request).await
             }
         });
-        let client = kube::Client::new(watched, "default");
+        let client = kube::Client::new(intercepted, "default");
         run(self.name.clone(), client, &self.driver, |builder| builder)
     }
 
-    /// Takes a right away from a controller and returns when the server knows.
+    /// Removes a permission of a controller and waits until the API server enforces that.
     pub(crate) async fn forbid(
         &self,
-        controller: &Running,
+        controller: &RunningController,
         resource: &str,
         verb: &str,
     ) -> anyhow::Result<()> {
@@ -241,34 +239,34 @@ impl Stage {
         timeout(PATIENCE, forbidden).await?
     }
 
-    /// Gives a controller all its rights back.
-    pub(crate) async fn allow(&self, controller: &Running) -> anyhow::Result<()> {
+    /// Restores all permissions of a controller.
+    pub(crate) async fn allow(&self, controller: &RunningController) -> anyhow::Result<()> {
         self.cluster.user(&controller.user, &rules()).await.map(drop)
     }
 
-    /// What a controller has asked of the API server about this test's objects, but for Events: `verb resource/subresource code`.
-    pub(crate) async fn requests(&self, controller: &Running) -> anyhow::Result<Vec<String>> {
-        let entries = self.entries(controller).await?;
-        let of_test = entries.into_iter().filter(|entry| {
+    /// Requests of a controller for objects of this test, except Events, as `verb resource/subresource code`.
+    pub(crate) async fn requests(&self, controller: &RunningController) -> anyhow::Result<Vec<String>> {
+        let entries = self.audit_entries(controller).await?;
+        let own = entries.into_iter().filter(|entry| {
             entry.namespace == self.name && entry.resource != "events" && !entry.name.starts_with("fence-")
         });
-        Ok(of_test.map(|entry| request(&entry)).collect())
+        Ok(own.map(|entry| request(&entry)).collect())
     }
 
-    /// All that a controller has asked of the API server.
-    pub(crate) async fn entries(&self, controller: &Running) -> anyhow::Result<Vec<Entry>> {
+    /// All audit log entries of a controller.
+    pub(crate) async fn audit_entries(&self, controller: &RunningController) -> anyhow::Result<Vec<Entry>> {
         self.cluster.audit().of_user(&controller.user).await
     }
 
-    /// Returns when what a controller has asked of the API server shows something.
-    pub(crate) async fn until_entries(
+    /// Waits until the audit log entries of a controller meet a condition.
+    pub(crate) async fn wait_for_entries(
         &self,
-        controller: &Running,
+        controller: &RunningController,
         what: &str,
         condition: impl Fn(&[Entry]) -> bool,
     ) -> anyhow::Result<()> {
         let met = async {
-            while !condition(&self.entries(controller).await?) {}
+            while !condition(&self.audit_entries(controller).await?) {}
             anyhow::Ok(())
         };
         timeout(PATIENCE, met)
@@ -276,34 +274,40 @@ impl Stage {
             .with_context(|| format!("the API server never {what}"))?
     }
 
-    /// Returns when the controller of the stage's driver has seen everything that was there before, and done what it could: it
-    /// has served a pod that came last.
+    /// Waits until the controller has processed every earlier event: until a claim created now is allocated.
     pub(crate) async fn fence(&self) -> anyhow::Result<()> {
         self.fence_in(&format!("fence-{}", self.name)).await
     }
 
-    /// The same for the driver of another class, whose name begins with `fence-`.
+    /// Like [`Self::fence`] for another class, whose name begins with `fence-`.
     pub(crate) async fn fence_in(&self, class: &str) -> anyhow::Result<()> {
         let name = format!("fence-{}", NEXT.fetch_add(1, Ordering::Relaxed));
         self.claim_of(&name, json!({ "resourceClassName": class }))
             .await?;
-        let pod = self.pod(&name, &[("fence", From::Claim(&name))]).await?;
+        let pod = self.pod(&name, &[("fence", ClaimSource::Claim(&name))]).await?;
         self.context(&pod, "fence", &[]).await?;
-        self.until_claim(&name, "allocated", is_allocated).await.map(drop)
+        self.wait_for_claim(&name, "allocated", is_allocated)
+            .await
+            .map(drop)
     }
 
-    async fn explain(&self) {
-        let contexts = self.history.contexts.lock().expect("no panic with it").clone();
+    async fn dump(&self) {
+        let contexts = self
+            .history
+            .contexts
+            .lock()
+            .expect("the lock is not poisoned")
+            .clone();
         for context in contexts {
             let name = context.metadata.name.as_deref().unwrap_or_default();
-            let bad: Vec<usize> = verdicts(&context).values().map(Vec::len).collect();
+            let unsuitable: Vec<usize> = unsuitable_nodes(&context).values().map(Vec::len).collect();
             let (selected, potential) = (&context.spec.selected_node, context.spec.potential_nodes.len());
-            eprintln!("--- context {name}: selected {selected:?} of {potential}, bad {bad:?}");
+            eprintln!("--- context {name}: selected {selected:?} of {potential}, unsuitable {unsuitable:?}");
         }
         for entry in self.cluster.audit().of_user(&self.name).await.unwrap_or_default() {
             eprintln!("--- {} {}", request(&entry), entry.name);
         }
-        eprintln!("--- the driver was asked: {:#?}", self.driver.story());
+        eprintln!("--- driver calls: {:#?}", self.driver.call_summaries());
         let kinds = "pods,resourceclaims,podschedulingcontexts,events";
         let text = self
             .cluster
@@ -319,32 +323,30 @@ impl Stage {
     }
 }
 
-impl Running {
-    /// Stops it and waits for its end.
-    pub(crate) async fn end(self) -> anyhow::Result<()> {
+impl RunningController {
+    /// Stops the controller and waits for its task.
+    pub(crate) async fn stop(self) -> anyhow::Result<()> {
         drop(self.stop);
         Ok(timeout(PATIENCE, self.task).await???)
     }
 }
 
-/// Starts a controller with a client of its own.
 fn run(
     user: String,
     client: kube::Client,
-    driver: &Script,
-    options: impl FnOnce(Builder<Script>) -> Builder<Script>,
-) -> anyhow::Result<Running> {
+    driver: &FakeDriver,
+    options: impl FnOnce(Builder<FakeDriver>) -> Builder<FakeDriver>,
+) -> anyhow::Result<RunningController> {
     let controller = options(Controller::builder(driver.clone())).build(client)?;
     let stop = CancellationToken::new();
     let task = tokio::spawn(controller.run(stop.clone()));
-    Ok(Running {
+    Ok(RunningController {
         user,
         task,
         stop: stop.drop_guard(),
     })
 }
 
-/// What a claim's finalizers are.
 pub(crate) fn finalizers(claim: &ResourceClaim) -> Vec<&str> {
     claim
         .metadata
@@ -355,26 +357,24 @@ pub(crate) fn finalizers(claim: &ResourceClaim) -> Vec<&str> {
         .collect()
 }
 
-/// Whether a claim is allocated.
 pub(crate) fn is_allocated(claim: &ResourceClaim) -> bool {
     claim.status.allocation.is_some()
 }
 
-/// The verdicts in a context, by entry.
-pub(crate) fn verdicts(context: &PodSchedulingContext) -> BTreeMap<String, Vec<String>> {
+/// The unsuitable nodes of a context by entry.
+pub(crate) fn unsuitable_nodes(context: &PodSchedulingContext) -> BTreeMap<String, Vec<String>> {
     let entries = context.status.resource_claims.iter();
     entries
         .map(|entry| (entry.name.clone(), entry.unsuitable_nodes.clone()))
         .collect()
 }
 
-/// Owned names.
 pub(crate) fn names<const N: usize>(names: [&str; N]) -> [String; N] {
     names.map(str::to_owned)
 }
 
-/// A request as words: method, path and, for a patch, of which kind it is.
-fn words(request: &Request<Body>) -> String {
+/// Method, path and content type of a request.
+fn describe(request: &Request<Body>) -> String {
     let header = request.headers().get(CONTENT_TYPE);
     let kind = header.and_then(|kind| kind.to_str().ok()).unwrap_or_default();
     format!("{} {} {kind}", request.method(), request.uri().path())
@@ -388,7 +388,7 @@ fn request(entry: &Entry) -> String {
     )
 }
 
-/// Keeps every version from now on.
+/// Records every version from now on.
 async fn record<K>(api: Api<K>, into: Arc<Mutex<Vec<K>>>) -> anyhow::Result<AbortOnDropHandle<()>>
 where
     K: kube::Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + 'static,
@@ -406,7 +406,7 @@ where
             if let WatchEvent::Added(object) | WatchEvent::Modified(object) | WatchEvent::Deleted(object) =
                 event
             {
-                into.lock().expect("no panic with it").push(object);
+                into.lock().expect("the lock is not poisoned").push(object);
             }
         }
     })))

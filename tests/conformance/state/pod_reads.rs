@@ -1,4 +1,4 @@
-//! A pod is read when the claim that was made for it is seen, and then not once more for its context.
+//! Pods are read when their template claim appears, and not again for their context.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,14 +7,14 @@ use drayman::api::resource::{Pod, ResourceClaim};
 use drayman::core::claims::{Answer, CallId, Command, ControllerState, Event, Moment};
 use serde_json::{Value, json};
 
-use super::{DRIVER, answer, context, object, world};
+use super::{DRIVER, answer, context, object, started};
 
-/// The claim that was made for the pod.
+/// The claim generated for the pod.
 fn claim(version: &str) -> Arc<ResourceClaim> {
     changed(version, |_| {})
 }
 
-/// The same with a difference.
+/// The same claim after `change`.
 fn changed(version: &str, change: impl FnOnce(&mut Value)) -> Arc<ResourceClaim> {
     let mut claim = json!({
         "metadata": { "namespace": "default", "name": "pod-device-x7k2p", "uid": "claim", "resourceVersion": version,
@@ -26,7 +26,7 @@ fn changed(version: &str, change: impl FnOnce(&mut Value)) -> Arc<ResourceClaim>
     object(claim)
 }
 
-/// The pod, with these entries from templates, before its status names a claim.
+/// The pod with these template entries, before its status names a claim.
 fn pod(uid: &str, entries: &[&str]) -> Arc<Pod> {
     let entry = |name: &&str| json!({ "name": name, "source": { "resourceClaimTemplateName": "template" } });
     object(json!({
@@ -37,14 +37,14 @@ fn pod(uid: &str, entries: &[&str]) -> Arc<Pod> {
 
 fn ready() -> (ControllerState, Moment) {
     let now = Moment::default();
-    let (world, commands) = world(Vec::new(), Vec::new(), now);
+    let (state, commands) = started(Vec::new(), Vec::new(), now);
     assert_eq!(commands, []);
-    (world, now)
+    (state, now)
 }
 
-fn see(world: &mut ControllerState, event: Event, now: Moment) -> Vec<Command> {
-    world.apply(event, now);
-    world.decide(now)
+fn apply(state: &mut ControllerState, event: Event, now: Moment) -> Vec<Command> {
+    state.apply(event, now);
+    state.decide(now)
 }
 
 #[track_caller]
@@ -58,66 +58,69 @@ fn only_read(commands: &[Command]) -> CallId {
 }
 
 #[track_caller]
-fn only_question(commands: &[Command]) {
+fn only_driver_call(commands: &[Command]) {
     assert!(matches!(commands, [Command::CallDriver { .. }]), "{commands:?}");
 }
 
 #[test]
 fn the_claim_announces_the_pod_and_its_context_need_not_read_it() {
-    let (mut world, now) = ready();
-    let commands = see(&mut world, Event::Claim(claim("2")), now);
+    let (mut state, now) = ready();
+    let commands = apply(&mut state, Event::Claim(claim("2")), now);
     let read = Answer::PodRead(Ok(Some(pod("pod", &["device"]))));
-    assert_eq!(answer(&mut world, only_read(&commands), read, now), []);
-    // A change of the claim is no news of the pod.
+    assert_eq!(answer(&mut state, only_read(&commands), read, now), []);
+    // A change of the claim does not trigger a read of the pod.
     let labelled = changed("3", |claim| claim["metadata"]["labels"] = json!({ "a": "b" }));
-    assert_eq!(see(&mut world, Event::Claim(labelled), now), []);
-    only_question(&see(&mut world, Event::Context(context("4", &json!({}))), now));
+    assert_eq!(apply(&mut state, Event::Claim(labelled), now), []);
+    only_driver_call(&apply(&mut state, Event::Context(context("4", &json!({}))), now));
 }
 
 #[test]
 fn a_context_waits_for_the_read_of_its_pod() {
-    let (mut world, now) = ready();
-    let commands = see(&mut world, Event::Claim(claim("2")), now);
+    let (mut state, now) = ready();
+    let commands = apply(&mut state, Event::Claim(claim("2")), now);
     let id = only_read(&commands);
-    assert_eq!(see(&mut world, Event::Context(context("4", &json!({}))), now), []);
+    assert_eq!(
+        apply(&mut state, Event::Context(context("4", &json!({}))), now),
+        []
+    );
     let read = Answer::PodRead(Ok(Some(pod("pod", &["device"]))));
-    only_question(&answer(&mut world, id, read, now));
+    only_driver_call(&answer(&mut state, id, read, now));
 }
 
 #[test]
 fn a_pod_that_was_read_long_before_its_context_is_read_again() {
-    let (mut world, now) = ready();
-    let commands = see(&mut world, Event::Claim(claim("2")), now);
+    let (mut state, now) = ready();
+    let commands = apply(&mut state, Event::Claim(claim("2")), now);
     let read = Answer::PodRead(Ok(Some(pod("pod", &["device"]))));
-    answer(&mut world, only_read(&commands), read, now);
+    answer(&mut state, only_read(&commands), read, now);
     let later = now.after(Duration::from_secs(11));
-    let commands = see(&mut world, Event::Context(context("4", &json!({}))), later);
+    let commands = apply(&mut state, Event::Context(context("4", &json!({}))), later);
     only_read(&commands);
 }
 
 #[test]
 fn a_pod_read_before_all_its_claims_is_read_again() {
     for at_once in [true, false] {
-        let (mut world, now) = ready();
-        let commands = see(&mut world, Event::Claim(claim("2")), now);
+        let (mut state, now) = ready();
+        let commands = apply(&mut state, Event::Claim(claim("2")), now);
         let id = only_read(&commands);
         let read = Answer::PodRead(Ok(Some(pod("pod", &["device", "another"]))));
         let context = Event::Context(context("4", &json!({})));
         let commands = if at_once {
-            assert_eq!(answer(&mut world, id, read, now), []);
-            see(&mut world, context, now)
+            assert_eq!(answer(&mut state, id, read, now), []);
+            apply(&mut state, context, now)
         } else {
-            assert_eq!(see(&mut world, context, now), []);
-            answer(&mut world, id, read, now)
+            assert_eq!(apply(&mut state, context, now), []);
+            answer(&mut state, id, read, now)
         };
-        // Now its status says that no claim is needed for the other entry.
+        // Now the status of the pod shows that the other entry needs no claim.
         let mut complete = (*pod("pod", &["device", "another"])).clone();
         complete.status = serde_json::from_value(json!({ "resourceClaimStatuses": [
             { "name": "device", "resourceClaimName": "pod-device-x7k2p" }, { "name": "another" },
         ] }))
         .expect("a status");
         let read = Answer::PodRead(Ok(Some(Arc::new(complete))));
-        only_question(&answer(&mut world, only_read(&commands), read, now));
+        only_driver_call(&answer(&mut state, only_read(&commands), read, now));
     }
 }
 
@@ -129,25 +132,25 @@ fn a_failed_early_read_is_left_to_the_context() {
         Answer::PodRead(Ok(None)),
         other,
     ] {
-        let (mut world, now) = ready();
-        let commands = see(&mut world, Event::Claim(claim("2")), now);
-        assert_eq!(answer(&mut world, only_read(&commands), bad, now), []);
-        only_read(&see(&mut world, Event::Context(context("4", &json!({}))), now));
+        let (mut state, now) = ready();
+        let commands = apply(&mut state, Event::Claim(claim("2")), now);
+        assert_eq!(answer(&mut state, only_read(&commands), bad, now), []);
+        only_read(&apply(&mut state, Event::Context(context("4", &json!({}))), now));
     }
 }
 
 #[test]
 fn no_pod_is_read_for_claims_that_need_no_allocation() {
-    let (mut world, now) = ready();
+    let (mut state, now) = ready();
     let foreign = changed("2", |claim| claim["spec"]["resourceClassName"] = json!("another"));
-    assert_eq!(see(&mut world, Event::Claim(foreign), now), []);
+    assert_eq!(apply(&mut state, Event::Claim(foreign), now), []);
     let owned_by_no_pod = changed("2", |claim| {
         claim["metadata"]["uid"] = json!("other");
         claim["metadata"]["name"] = json!("other");
         claim["metadata"]["ownerReferences"][0]["kind"] = json!("Job");
     });
-    assert_eq!(see(&mut world, Event::Claim(owned_by_no_pod), now), []);
-    // The end of an allocation makes a claim one that is not allocated, and its pod has ended.
+    assert_eq!(apply(&mut state, Event::Claim(owned_by_no_pod), now), []);
+    // A deallocated claim is unallocated too, but its pod has ended.
     let held = |version: &str, allocation: Value| {
         changed(version, |claim| {
             claim["metadata"]["uid"] = json!("held");
@@ -157,8 +160,8 @@ fn no_pod_is_read_for_claims_that_need_no_allocation() {
         })
     };
     let allocated = held("5", json!({ "driverName": DRIVER, "allocation": {} }));
-    see(&mut world, Event::Claim(allocated), now);
-    let commands = see(&mut world, Event::Claim(held("6", json!({}))), now);
+    apply(&mut state, Event::Claim(allocated), now);
+    let commands = apply(&mut state, Event::Claim(held("6", json!({}))), now);
     assert!(
         !commands
             .iter()
@@ -169,16 +172,19 @@ fn no_pod_is_read_for_claims_that_need_no_allocation() {
 
 #[test]
 fn what_was_read_for_a_claim_that_is_gone_is_forgotten() {
-    let (mut world, now) = ready();
-    let commands = see(&mut world, Event::Claim(claim("2")), now);
+    let (mut state, now) = ready();
+    let commands = apply(&mut state, Event::Claim(claim("2")), now);
     let read = Answer::PodRead(Ok(Some(pod("pod", &["device"]))));
-    answer(&mut world, only_read(&commands), read, now);
+    answer(&mut state, only_read(&commands), read, now);
     let gone = Event::ClaimGone {
         key: drayman::core::claims::ObjectKey::new("default", "pod-device-x7k2p"),
         uid: "claim".to_owned(),
     };
-    assert_eq!(see(&mut world, gone, now), []);
-    assert_eq!(see(&mut world, Event::Context(context("4", &json!({}))), now), []);
-    let commands = see(&mut world, Event::Claim(claim("7")), now);
+    assert_eq!(apply(&mut state, gone, now), []);
+    assert_eq!(
+        apply(&mut state, Event::Context(context("4", &json!({}))), now),
+        []
+    );
+    let commands = apply(&mut state, Event::Claim(claim("7")), now);
     only_read(&commands);
 }

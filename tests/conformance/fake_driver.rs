@@ -1,6 +1,6 @@
-//! A driver that does what a test says and remembers what it was asked.
+//! A configurable driver that records its calls.
 //!
-//! By itself it behaves as the test driver of upstream's end-to-end tests does: so many claims per node, idempotent by uid.
+//! By default it behaves like the test driver of the upstream e2e tests: a number of claims per node, idempotent by UID.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -18,40 +18,40 @@ use tokio::sync::watch;
 use tokio::time::timeout;
 use tokio_stream::wrappers::WatchStream;
 
-use crate::call::{Asked, Call, What, is_fence, name, story};
+use crate::call::{Call, Request, RequestedClaim, is_fence, name, summaries};
 use crate::harness::PATIENCE;
 
-/// What the driver shall do.
-pub(crate) enum Act {
-    /// What it was asked.
-    Go,
-    /// What it was asked, when the script is opened.
+/// The reaction of the driver to a call.
+pub(crate) enum Action {
+    /// Performs the request.
+    Proceed,
+    /// Performs the request after [`FakeDriver::resume_calls`].
     Wait,
-    /// Nothing, ever.
+    /// Never answers.
     Hang,
     Panic,
     Fail(DriverError),
-    /// Allocate all but the claim of this name.
+    /// Allocates all claims except the one of this name.
     FailOne(&'static str, DriverError),
-    /// Find these nodes unsuitable for the claims of these names.
+    /// Reports these nodes as unsuitable for the claims of these names.
     Unsuitable(Vec<(&'static str, Vec<String>)>),
-    /// Answer for no claim at all.
-    Short,
-    /// Allocate with this as the data of the handle of the claim of this name.
-    Data(&'static str, String),
+    /// Returns no results.
+    AnswerForNone,
+    /// Uses this handle data for the claim of this name.
+    HandleData(&'static str, String),
 }
 
-type Rule = Arc<dyn Fn(&What) -> Act + Send + Sync>;
+type Rule = Arc<dyn Fn(&Request) -> Action + Send + Sync>;
 
-/// The driver. Clones are the same driver.
+/// A driver under test control. Clones share their state.
 #[derive(Clone)]
-pub(crate) struct Script(Arc<Inner>);
+pub(crate) struct FakeDriver(Arc<Inner>);
 
 struct Inner {
     name: String,
     state: Mutex<State>,
     changed: watch::Sender<()>,
-    open: watch::Sender<bool>,
+    resumed: watch::Sender<bool>,
     ready: watch::Sender<bool>,
     capacity: watch::Sender<CapacityCause>,
 }
@@ -71,111 +71,110 @@ struct State {
 struct Held {
     node: String,
     recorded: bool,
-    /// Whether it counts: fences do not.
+    /// False for claims of [`Fixture::fence`](crate::fixture::Fixture::fence).
     counts: bool,
 }
 
-impl Script {
-    /// A driver for which every node suits and nothing is ever full.
+impl FakeDriver {
+    /// A driver without node limits.
     pub(crate) fn new(name: &str) -> Self {
         Self(Arc::new(Inner {
             name: name.to_owned(),
             state: Mutex::default(),
             changed: watch::Sender::default(),
-            open: watch::Sender::new(false),
+            resumed: watch::Sender::new(false),
             ready: watch::Sender::new(true),
             capacity: watch::Sender::new(CapacityCause::Freed),
         }))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.state.lock().expect("no test panics with it")
+        self.0.state.lock().expect("the lock is not poisoned")
     }
 
-    /// From now on, so many claims fit on these nodes and none on others.
+    /// Limits the number of claims per node; other nodes have no capacity.
     pub(crate) fn nodes(&self, nodes: impl IntoIterator<Item = (impl Into<String>, usize)>) {
         let nodes = nodes.into_iter().map(|(name, count)| (name.into(), count));
         self.state().nodes = Some(nodes.collect());
     }
 
-    /// What is allocated from now on can be used by several pods at once.
+    /// Makes later allocations shareable.
     pub(crate) fn shareable(&self) {
         self.state().shareable = true;
     }
 
-    /// What to do from now on.
-    pub(crate) fn rule(&self, rule: impl Fn(&What) -> Act + Send + Sync + 'static) {
+    /// Sets the reaction to later calls.
+    pub(crate) fn rule(&self, rule: impl Fn(&Request) -> Action + Send + Sync + 'static) {
         self.state().rule = Some(Arc::new(rule));
     }
 
-    /// Back to doing what is asked.
-    pub(crate) fn behave(&self) {
+    /// Restores the default behaviour.
+    pub(crate) fn clear_rule(&self) {
         self.state().rule = None;
     }
 
-    /// Lets the calls go on that wait.
-    pub(crate) fn open(&self) {
-        self.0.open.send_replace(true);
+    /// Lets calls in [`Action::Wait`] continue.
+    pub(crate) fn resume_calls(&self) {
+        self.0.resumed.send_replace(true);
     }
 
-    /// Makes later calls wait again.
-    pub(crate) fn close(&self) {
-        self.0.open.send_replace(false);
+    /// Makes later calls in [`Action::Wait`] wait again.
+    pub(crate) fn hold_calls(&self) {
+        self.0.resumed.send_replace(false);
     }
 
-    /// From now on it is not ready.
-    pub(crate) fn start_unready(&self) {
+    /// Makes the driver unready.
+    pub(crate) fn set_unready(&self) {
         self.0.ready.send_replace(false);
     }
 
-    /// It is ready.
-    pub(crate) fn get_ready(&self) {
+    /// Makes the driver ready.
+    pub(crate) fn set_ready(&self) {
         self.0.ready.send_replace(true);
     }
 
-    /// The nodes for which it still holds something, fences aside.
+    /// The node of each allocation that the driver holds, without fences.
     pub(crate) fn held(&self) -> Vec<String> {
         let state = self.state();
         let held = state.held.values().filter(|held| held.counts);
         held.map(|held| held.node.clone()).collect()
     }
 
-    /// Says that something has become possible.
-    pub(crate) fn announce(&self, cause: CapacityCause) {
+    /// Sends a capacity change.
+    pub(crate) fn report_capacity(&self, cause: CapacityCause) {
         self.0.capacity.send_replace(cause);
     }
 
-    /// The calls so far.
     pub(crate) fn calls(&self) -> Vec<Call> {
         self.state().calls.clone()
     }
 
-    /// What it was asked so far: one word and the names of the claims for each call, without questions about parameters.
-    pub(crate) fn story(&self) -> Vec<String> {
-        story(&self.state().calls)
+    /// The calls so far as verb and claim names, without parameter calls.
+    pub(crate) fn call_summaries(&self) -> Vec<String> {
+        summaries(&self.state().calls)
     }
 
-    /// What it was told so far.
     pub(crate) fn observed(&self) -> Vec<Observation> {
         self.state().observed.clone()
     }
 
-    /// How many claims were really allocated and really given back.
+    /// The numbers of allocations and deallocations that had an effect.
     pub(crate) fn counts(&self) -> (usize, usize) {
         let state = self.state();
         (state.allocations, state.deallocations)
     }
 
-    /// Waits until so many claims were really allocated and really given back.
-    pub(crate) async fn until_counts(&self, counts: (usize, usize)) -> anyhow::Result<()> {
-        let what = format!("allocate and give back {counts:?} claims");
-        self.until(&what, |_| self.counts() == counts).await.map(drop)
+    /// Waits for these numbers of allocations and deallocations.
+    pub(crate) async fn wait_for_counts(&self, counts: (usize, usize)) -> anyhow::Result<()> {
+        let expected = format!("allocate and release {counts:?} claims");
+        self.wait_for(&expected, |_| self.counts() == counts)
+            .await
+            .map(drop)
     }
 
-    /// Waits until the calls meet a condition.
-    pub(crate) async fn until(
+    pub(crate) async fn wait_for(
         &self,
-        what: &str,
+        expected: &str,
         condition: impl Fn(&[Call]) -> bool,
     ) -> anyhow::Result<Vec<Call>> {
         let mut changed = self.0.changed.subscribe();
@@ -193,47 +192,50 @@ impl Script {
         };
         match timeout(PATIENCE, met).await {
             Ok(calls) => Ok(calls),
-            Err(_) => bail!("the driver was not asked to {what}, but: {:#?}", self.story()),
+            Err(_) => bail!(
+                "expected the driver to be asked to {expected}, found: {:#?}",
+                self.call_summaries()
+            ),
         }
     }
 
-    /// Waits until this is the end of the story.
-    pub(crate) async fn until_story(&self, end: &[&str]) -> anyhow::Result<Vec<Call>> {
-        self.until(&format!("{end:?}"), |calls| {
-            let story = story(calls);
-            story.len() >= end.len() && story[story.len() - end.len()..] == *end
+    /// Waits until the call summaries end with these.
+    pub(crate) async fn wait_for_last_calls(&self, end: &[&str]) -> anyhow::Result<Vec<Call>> {
+        self.wait_for(&format!("{end:?}"), |calls| {
+            let summaries = summaries(calls);
+            summaries.len() >= end.len() && summaries[summaries.len() - end.len()..] == *end
         })
         .await
     }
 
-    #[expect(clippy::panic, reason = "a driver that panics is what is tested")]
-    async fn begin(&self, what: What) -> Result<(Ended, Act), DriverError> {
-        if what.is_fence() {
-            return Ok((Ended(None), Act::Go));
+    #[expect(clippy::panic, reason = "tests need a panicking driver")]
+    async fn begin(&self, request: Request) -> Result<(Ended, Action), DriverError> {
+        if request.is_fence() {
+            return Ok((Ended(None), Action::Proceed));
         }
-        let (act, number) = {
+        let (action, number) = {
             let mut state = self.state();
-            let act = state.rule.as_ref().map_or(Act::Go, |rule| rule(&what));
+            let action = state.rule.as_ref().map_or(Action::Proceed, |rule| rule(&request));
             state.calls.push(Call {
-                what,
+                request,
                 began: Instant::now(),
                 ended: None,
             });
-            // Before another call can begin.
-            (act, state.calls.len() - 1)
+            // Under the same lock, so that no other call begins in between.
+            (action, state.calls.len() - 1)
         };
         let ended = Ended(Some((self.clone(), number)));
         self.0.changed.send_replace(());
-        match act {
-            Act::Fail(error) => Err(error),
-            Act::Hang => std::future::pending().await,
-            Act::Panic => panic!("as the script says"),
-            Act::Wait => {
-                let mut open = self.0.open.subscribe();
-                let _ = open.wait_for(|open| *open).await;
-                Ok((ended, Act::Go))
+        match action {
+            Action::Fail(error) => Err(error),
+            Action::Hang => std::future::pending().await,
+            Action::Panic => panic!("requested by the test"),
+            Action::Wait => {
+                let mut resumed = self.0.resumed.subscribe();
+                let _ = resumed.wait_for(|resumed| *resumed).await;
+                Ok((ended, Action::Proceed))
             }
-            act => Ok((ended, act)),
+            action => Ok((ended, action)),
         }
     }
 
@@ -245,30 +247,30 @@ impl Script {
             freed.is_some()
         };
         if freed {
-            self.announce(CapacityCause::Freed);
+            self.report_capacity(CapacityCause::Freed);
             self.0.changed.send_replace(());
         }
     }
 }
 
-/// Notes the end of a call when it is dropped.
-struct Ended(Option<(Script, usize)>);
+/// Records the end of a call on drop.
+struct Ended(Option<(FakeDriver, usize)>);
 
 impl Drop for Ended {
     fn drop(&mut self) {
-        if let Some((script, index)) = &self.0 {
-            if let Some(call) = script.state().calls.get_mut(*index) {
+        if let Some((driver, index)) = &self.0 {
+            if let Some(call) = driver.state().calls.get_mut(*index) {
                 call.ended = Some(Instant::now());
             }
-            script.0.changed.send_replace(());
+            driver.0.changed.send_replace(());
         }
     }
 }
 
-fn asked(claims: &[ClaimRequest<Script>]) -> Vec<Asked> {
+fn requested(claims: &[ClaimRequest<FakeDriver>]) -> Vec<RequestedClaim> {
     claims
         .iter()
-        .map(|request| Asked {
+        .map(|request| RequestedClaim {
             entry: request.pod_claim_name.clone(),
             claim: request.claim.clone(),
             class: request.class.clone(),
@@ -343,7 +345,7 @@ impl State {
     }
 }
 
-impl Driver for Script {
+impl Driver for FakeDriver {
     type ClassParameters = ();
     type ClaimParameters = ();
 
@@ -358,7 +360,9 @@ impl Driver for Script {
     }
 
     async fn class_parameters(&self, class: &ResourceClass) -> Result<(), DriverError> {
-        self.begin(What::Class(Arc::new(class.clone()))).await.map(drop)
+        self.begin(Request::Class(Arc::new(class.clone())))
+            .await
+            .map(drop)
     }
 
     async fn claim_parameters(
@@ -367,7 +371,9 @@ impl Driver for Script {
         _: &ResourceClass,
         (): &(),
     ) -> Result<(), DriverError> {
-        self.begin(What::Claim(Arc::new(claim.clone()))).await.map(drop)
+        self.begin(Request::Claim(Arc::new(claim.clone())))
+            .await
+            .map(drop)
     }
 
     async fn unsuitable_nodes(
@@ -376,31 +382,33 @@ impl Driver for Script {
         claims: &[ClaimRequest<Self>],
         nodes: &[String],
     ) -> Result<Vec<UnsuitableNodes>, DriverError> {
-        let what = What::Judge {
+        let request = Request::Evaluate {
             pod: pod.metadata.name.clone().unwrap_or_default(),
-            claims: asked(claims),
+            claims: requested(claims),
             nodes: nodes.to_vec(),
         };
-        let (_ended, act) = self.begin(what).await?;
-        let bad: Vec<(&str, Vec<String>)> = match act {
-            Act::Short => return Ok(Vec::new()),
-            Act::Unsuitable(bad) => bad,
+        let (_ended, action) = self.begin(request).await?;
+        let unsuitable: Vec<(&str, Vec<String>)> = match action {
+            Action::AnswerForNone => return Ok(Vec::new()),
+            Action::Unsuitable(unsuitable) => unsuitable,
             _ => {
                 let state = self.state();
-                let bad = nodes.iter().filter(|node| !state.has_room(node, claims.len()));
-                let bad: Vec<String> = bad.cloned().collect();
+                let unsuitable = nodes.iter().filter(|node| !state.has_room(node, claims.len()));
+                let unsuitable: Vec<String> = unsuitable.cloned().collect();
                 claims
                     .iter()
-                    .map(|request| (name(&request.claim), bad.clone()))
+                    .map(|request| (name(&request.claim), unsuitable.clone()))
                     .collect()
             }
         };
-        let unsuitable = |request: &ClaimRequest<Self>| {
-            let of_claim = bad.iter().filter(|(claim, _)| *claim == name(&request.claim));
+        let of_request = |request: &ClaimRequest<Self>| {
+            let of_claim = unsuitable
+                .iter()
+                .filter(|(claim, _)| *claim == name(&request.claim));
             let nodes = of_claim.flat_map(|(_, nodes)| nodes);
             nodes.map(|node| (node.clone(), "full".to_owned())).collect()
         };
-        Ok(claims.iter().map(unsuitable).collect())
+        Ok(claims.iter().map(of_request).collect())
     }
 
     async fn allocate(
@@ -408,41 +416,41 @@ impl Driver for Script {
         claims: &[ClaimRequest<Self>],
         node: Option<&str>,
     ) -> Result<Vec<AllocationResult>, DriverError> {
-        let what = What::Allocate {
-            claims: asked(claims),
+        let request = Request::Allocate {
+            claims: requested(claims),
             node: node.map(str::to_owned),
         };
-        let (_ended, act) = self.begin(what).await?;
+        let (_ended, action) = self.begin(request).await?;
         let mut state = self.state();
         let allocate = |request: &ClaimRequest<Self>| {
             let claim = &request.claim;
-            match &act {
-                Act::FailOne(which, error) if *which == name(claim) => {
+            match &action {
+                Action::FailOne(which, error) if *which == name(claim) => {
                     return Err(error.clone().for_claim(request.uid()));
                 }
                 _ => {}
             }
             let mut allocation = state.allocate(&self.0.name, claim, node)?;
-            if let Act::Data(which, data) = &act
+            if let Action::HandleData(which, data) = &action
                 && *which == name(claim)
             {
                 allocation.resource_handles[0].data = Some(data.clone());
             }
             Ok(allocation)
         };
-        match &act {
-            Act::Short => Ok(Vec::new()),
+        match &action {
+            Action::AnswerForNone => Ok(Vec::new()),
             _ => claims.iter().map(allocate).collect(),
         }
     }
 
     async fn deallocate(&self, deallocation: Deallocation<'_>) -> Result<(), DriverError> {
         let claim = deallocation.claim;
-        let what = What::Deallocate {
+        let request = Request::Deallocate {
             claim: Arc::new(claim.clone()),
             allocation: deallocation.allocation.cloned(),
         };
-        let (_ended, _) = self.begin(what).await?;
+        let (_ended, _) = self.begin(request).await?;
         let recorded = self
             .state()
             .held
