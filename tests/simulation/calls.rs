@@ -1,18 +1,18 @@
-//! What the controller asks for on its way there and back: requests to the server, calls of the driver, and their faults.
+//! Requests to the server and driver calls in flight, with their faults.
 
 use drayman::core::claims::{
     Answer, CallError, CallErrorKind, CallId, Command, DriverRequest, Event, Outcome, Subject,
 };
 use drayman::driver::{CapacityCause, CapacityChange};
 
+use crate::cluster::{Action, Cluster, MILLISECOND, SECOND};
 use crate::describe::describe_command;
 use crate::faults::Fault;
-use crate::stage::{Action, MILLISECOND, SECOND, Stage};
 
-/// How long the API server works on a request at the longest, also when nobody waits for its answer any more.
+/// Maximum duration of a request in the API server, even if the client has timed out.
 const SERVER_LIMIT: u64 = 60 * SECOND;
 
-/// A request on its way.
+/// A request in flight.
 #[derive(Clone, Debug)]
 pub(crate) struct Request {
     pub(crate) generation: u32,
@@ -21,17 +21,17 @@ pub(crate) struct Request {
     pub(crate) fault: Option<Fault>,
 }
 
-/// A call of the driver.
+/// A driver call in progress.
 #[derive(Clone, Debug)]
 pub(crate) struct Call {
     pub(crate) id: CallId,
     pub(crate) request: DriverRequest,
     pub(crate) fault: Option<Fault>,
-    /// It is done at once, and takes long to be told.
+    /// The call is executed immediately and answered late.
     pub(crate) slow_answer: bool,
 }
 
-impl Stage {
+impl Cluster {
     // === requests ===
 
     pub(crate) fn send(&mut self, command: Command, fault: Option<Fault>) {
@@ -41,34 +41,34 @@ impl Stage {
             | Command::WriteContext { id, .. } => *id,
             Command::WriteClaim { id, uid, .. } => {
                 let (id, uid) = (*id, uid.clone());
-                self.take_off(id, vec![uid]);
+                self.mark_in_flight(id, vec![uid]);
                 id
             }
             _ => return,
         };
         let generation = self.generation;
         let timeout = self.rng.between(2 * SECOND, 10 * SECOND);
-        let mut way = self.delay();
+        let mut latency = self.delay();
         match fault {
             Some(Fault::RequestLost) => {
                 self.answer_later(generation, timeout, id, unknown(&command, "no answer in time"));
                 return;
             }
             Some(Fault::ServerError) => {
-                self.answer_later(generation, way, id, unknown(&command, "500"));
+                self.answer_later(generation, latency, id, unknown(&command, "500"));
                 return;
             }
             Some(Fault::Conflict) => {
-                self.answer_later(generation, way, id, failed(&command, Fault::Conflict));
+                self.answer_later(generation, latency, id, failed(&command, Fault::Conflict));
                 return;
             }
             Some(Fault::Refused) => {
-                self.answer_later(generation, way, id, failed(&command, Fault::Refused));
+                self.answer_later(generation, latency, id, failed(&command, Fault::Refused));
                 return;
             }
             Some(Fault::RefusedLast) => {
-                way = self.rng.between(10 * MILLISECOND, 200 * MILLISECOND);
-                self.answer_later(generation, way, id, failed(&command, Fault::Refused));
+                latency = self.rng.between(10 * MILLISECOND, 200 * MILLISECOND);
+                self.answer_later(generation, latency, id, failed(&command, Fault::Refused));
                 return;
             }
             Some(Fault::ReplyLost) => {
@@ -76,15 +76,15 @@ impl Stage {
             }
             Some(Fault::Late) => {
                 self.answer_later(generation, timeout, id, unknown(&command, "no answer in time"));
-                way = self.rng.between(timeout, SERVER_LIMIT);
+                latency = self.rng.between(timeout, SERVER_LIMIT);
             }
-            Some(Fault::Slow) => way = self.rng.between(SECOND, 8 * SECOND),
+            Some(Fault::Slow) => latency = self.rng.between(SECOND, 8 * SECOND),
             _ => {}
         }
         if matches!(command, Command::WriteClaim { .. } | Command::WriteContext { .. })
-            && self.faults.strikes(Fault::SecondWriter, &mut self.rng)
+            && self.faults.occurs(Fault::SecondWriter, &mut self.rng)
         {
-            self.bump(&command);
+            self.write_concurrently(&command);
         }
         self.requests_sent += 1;
         let number = self.requests_sent;
@@ -97,18 +97,18 @@ impl Stage {
                 fault,
             },
         );
-        self.after(way, Action::Arrive(number));
+        self.after(latency, Action::Arrive(number));
     }
 
     pub(crate) fn arrive(&mut self, number: u64) {
         let Some(request) = self.network.remove(&number) else {
             return;
         };
-        self.note(|| format!("     carried out: {}", describe_command(&request.command)));
+        self.trace(|| format!("     served: {}", describe_command(&request.command)));
         let answer = if request.fault == Some(Fault::Late) {
-            self.carry_out_late(&request.command)
+            self.serve_late(&request.command)
         } else {
-            self.carry_out(&request.command)
+            self.serve(&request.command)
         };
         match request.fault {
             Some(Fault::CrashAfter) if request.generation == self.generation => self.crash(),
@@ -134,13 +134,13 @@ impl Stage {
                 .collect(),
             DriverRequest::Deallocate { claim, .. } => vec![crate::driver::uid_of(claim)],
         };
-        self.judgements += u64::from(matches!(request, DriverRequest::UnsuitableNodes { .. }));
-        self.take_off(id, uids);
+        self.evaluations += u64::from(matches!(request, DriverRequest::UnsuitableNodes { .. }));
+        self.mark_in_flight(id, uids);
         let error = |kind, reason| CallError {
             kind,
             subject: Subject::Call,
             reason,
-            message: "the driver failed, since a fault was asked for".to_owned(),
+            message: "the driver failed: injected fault".to_owned(),
         };
         let delay = self.delay();
         let timed_out = driver_failed(&request, error(CallErrorKind::TimedOut, "DriverTimedOut"));
@@ -153,9 +153,9 @@ impl Stage {
             Some(Fault::DriverInvalid) => {
                 let answer = driver_failed(&request, error(CallErrorKind::Invalid, "DriverRefused"));
                 self.answer_later(generation, delay, id, answer);
-                // A person acts, in the end.
+                // A user fixes the parameters later.
                 let later = self.rng.between(SECOND, 20 * SECOND);
-                self.announce_change(CapacityCause::Parameters, None, later);
+                self.report_capacity(CapacityCause::Parameters, None, later);
                 return;
             }
             Some(Fault::DriverHungBefore) => {
@@ -165,15 +165,15 @@ impl Stage {
             Some(Fault::DriverHungAfter) => self.answer_later(generation, 30 * SECOND, id, timed_out),
             _ => {}
         }
-        // What a slow driver says may be old or new.
-        let says_what_was = self.rng.chance(500);
-        let way = if fault == Some(Fault::Slow) && !says_what_was {
+        // A slow driver reads its state either early or late.
+        let reads_early = self.rng.chance(500);
+        let latency = if fault == Some(Fault::Slow) && !reads_early {
             self.rng.between(SECOND, 25 * SECOND)
         } else {
             delay
         };
         let call = id.0;
-        let slow_answer = fault == Some(Fault::Slow) && says_what_was;
+        let slow_answer = fault == Some(Fault::Slow) && reads_early;
         let state = Call {
             id,
             request,
@@ -181,7 +181,7 @@ impl Stage {
             slow_answer,
         };
         self.calls.insert(call, state);
-        self.after(way, Action::Work { generation, call });
+        self.after(latency, Action::Work { generation, call });
     }
 
     pub(crate) fn work(&mut self, generation: u32, call: u64) {
@@ -193,14 +193,14 @@ impl Stage {
         };
         let mut answer = match &call.request {
             DriverRequest::UnsuitableNodes { claims, nodes, .. } => {
-                Answer::Evaluated(self.driver.unsuitable_nodes(&self.facts, claims, nodes))
+                Answer::Evaluated(self.driver.unsuitable_nodes(&self.environment, claims, nodes))
             }
             DriverRequest::Allocate { claims, node } => {
-                Answer::Allocated(self.driver.allocate(&self.facts, claims, node.as_deref()))
+                Answer::Allocated(self.driver.allocate(&self.environment, claims, node.as_deref()))
             }
             DriverRequest::Deallocate { claim, .. } => {
                 let freed = self.driver.deallocate(&crate::driver::uid_of(claim));
-                self.announce(freed);
+                self.report_freed(freed);
                 Answer::Deallocated(Ok(()))
             }
         };
@@ -224,15 +224,15 @@ impl Stage {
         }
     }
 
-    /// The driver says that devices became free.
-    pub(crate) fn announce(&mut self, freed: usize) {
+    /// Sends a capacity change for freed devices.
+    pub(crate) fn report_freed(&mut self, freed: usize) {
         if freed > 0 {
             let delay = self.delay();
-            self.announce_change(CapacityCause::Freed, Some(freed), delay);
+            self.report_capacity(CapacityCause::Freed, Some(freed), delay);
         }
     }
 
-    pub(crate) fn announce_change(&mut self, cause: CapacityCause, pods: Option<usize>, delay: u64) {
+    pub(crate) fn report_capacity(&mut self, cause: CapacityCause, pods: Option<usize>, delay: u64) {
         let mut change = CapacityChange::new(cause);
         change.pods = pods;
         let event = Event::Capacity(change);
@@ -260,7 +260,7 @@ fn unknown(command: &Command, text: &str) -> Answer {
 
 fn failed(command: &Command, fault: Fault) -> Answer {
     let refused = fault == Fault::Refused;
-    let text = "a fault was asked for".to_owned();
+    let text = "injected fault".to_owned();
     match command {
         Command::WriteContext { .. } if refused => Answer::ContextWritten(Outcome::Refused(text)),
         Command::WriteContext { .. } => Answer::ContextWritten(Outcome::Conflict(text)),

@@ -1,365 +1,401 @@
-//! The cluster's other controllers: the claim controller, the garbage collector, kubelets and another driver. Whatever one of
-//! them could do now is listed; one thing at a time is picked and done.
+//! The simulated cluster: a virtual clock, an event queue and all components. One thread, one seed.
 
-use drayman::api::resource::{
-    AllocationMode, AllocationResult, POD_CLAIM_NAME_ANNOTATION, Pod, PodResourceClaimStatus,
-    PodSchedulingContext, ResourceClaim, ResourceClaimConsumerReference, ResourceClaimSchedulingStatus,
-    ResourceClaimStatus, ResourceHandle, controller_of,
-};
-use drayman::core::claims::ObjectKey;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
-use crate::driver::{OTHER_DRIVER, OTHER_FINALIZER};
-use crate::pods::uid_of_pod;
-use crate::stage::{Action, Stage};
-use crate::store::Endpoint;
+use drayman::core::claims::{Answer, Command, Event, ObjectKey, Report, Statistics};
 
-/// Something that one of them could do now.
+use crate::calls::{Call, Request};
+use crate::driver::{Environment, MemoryDriver};
+use crate::faults::Faults;
+use crate::node::{NodeAction, Nodes};
+use crate::rng::Rng;
+use crate::runtime::Process;
+use crate::scheduler::Plan;
+use crate::store::{Kind, Store};
+
+pub(crate) const MILLISECOND: u64 = 1_000;
+pub(crate) const SECOND: u64 = 1_000_000;
+/// More steps than this in ten seconds are a hot loop.
+const HOT: u64 = 10_000;
+
+/// A watch, identified by its kind and the number of its restarts. Events of earlier rounds are dropped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Watch {
+    pub(crate) kind: Kind,
+    pub(crate) round: u32,
+}
+
+/// A scheduled action.
 #[derive(Clone, Debug)]
-enum Chore {
-    CreateClaim {
-        pod: ObjectKey,
-        entry: String,
+pub(crate) enum Action {
+    /// An event reaches the controller; `from` is the watch that delivers it, if any.
+    Deliver {
+        generation: u32,
+        event: Event,
+        from: Option<Watch>,
     },
-    NameClaim {
-        pod: ObjectKey,
-        entry: String,
-        claim: String,
+    /// A watch starts or restarts with a list.
+    List {
+        generation: u32,
+        watch: Watch,
     },
-    TellNode {
-        pod: ObjectKey,
+    /// A watch delivers its next event.
+    Watch {
+        generation: u32,
+        watch: Watch,
     },
-    ReserveFor {
-        pod: ObjectKey,
-        claim: ObjectKey,
+    /// The controller decides.
+    Decide {
+        generation: u32,
     },
-    Trim {
-        claim: ObjectKey,
-        uids: Vec<String>,
+    /// A request reaches the API server.
+    Arrive(u64),
+    /// The driver executes a call.
+    Work {
+        generation: u32,
+        call: u64,
     },
-    DeleteUnused {
-        claim: ObjectKey,
+    /// A paused former leader sends its pending command.
+    LateWrite(Command),
+    /// The controller process starts.
+    Start,
+    /// The scheduler runs a cycle for a pod.
+    Cycle(ObjectKey),
+    /// The scheduler writes its decision.
+    ApplyPlan(Plan),
+    /// One of the other controllers performs a task.
+    Housekeep,
+    /// A user acts.
+    User,
+    Node {
+        node: String,
+        action: NodeAction,
     },
-    CollectClaim(ObjectKey),
-    CollectContext(ObjectKey),
-    StopPod(ObjectKey),
-    OtherEntry {
-        context: ObjectKey,
-        entry: String,
-    },
-    OtherFinalizer(ObjectKey),
-    OtherAllocate {
-        claim: ObjectKey,
-        pod: ObjectKey,
-        uid: String,
-    },
-    OtherClear(ObjectKey),
-    OtherLeave(ObjectKey),
 }
 
-fn is_done(pod: &Pod) -> bool {
-    pod.status.phase.is_some() || (pod.metadata.deletion_timestamp.is_some() && pod.spec.node_name.is_none())
+/// The state of the cluster and of the run.
+#[expect(clippy::struct_excessive_bools, reason = "independent switches")]
+pub(crate) struct Cluster {
+    /// Virtual time in microseconds.
+    pub(crate) now: u64,
+    queue: BTreeMap<(u64, u64), Action>,
+    sequence: u64,
+    pub(crate) rng: Rng,
+    pub(crate) store: Store,
+    pub(crate) environment: Environment,
+    pub(crate) faults: Faults,
+    pub(crate) driver: MemoryDriver,
+    /// The driver state survives a restart of the controller, as for network-attached devices.
+    pub(crate) durable_driver: bool,
+    pub(crate) process: Option<Process>,
+    pub(crate) generation: u32,
+    /// Requests in flight, including those of dead processes.
+    pub(crate) network: BTreeMap<u64, Request>,
+    pub(crate) calls: BTreeMap<u64, Call>,
+    pub(crate) requests_sent: u64,
+    /// Number of commands sent to the server or the driver.
+    pub(crate) commands: u64,
+    /// The commands as text if `record` is set.
+    pub(crate) command_log: Vec<String>,
+    pub(crate) record: bool,
+    /// Prints a trace.
+    pub(crate) verbose: bool,
+    /// The server refuses every allocation of claims with this name prefix.
+    pub(crate) refuse_allocations: Option<&'static str>,
+    pub(crate) reports: Vec<Report>,
+    /// Number of writes and reads that reached the server.
+    pub(crate) writes: u64,
+    pub(crate) reads: u64,
+    pub(crate) evaluations: u64,
+    /// Statistics of ended processes.
+    pub(crate) statistics: Statistics,
+    /// UIDs of pods with a scheduled or running cycle.
+    pub(crate) cycles: BTreeSet<String>,
+    pub(crate) attempts: BTreeMap<String, u32>,
+    /// The scheduler waits at least a second before it retries a pod, as the real one does.
+    pub(crate) slow_scheduler: bool,
+    /// By pod UID, the nodes that the pod can run on apart from devices; all nodes if absent.
+    pub(crate) pod_nodes: BTreeMap<String, BTreeSet<String>>,
+    pub(crate) housekeeping: bool,
+    /// The store version at which the other controllers were idle.
+    pub(crate) idle_version: Option<u64>,
+    pub(crate) user_actions: u64,
+    /// Maximum delay until the other controllers observe a change.
+    pub(crate) lag: u64,
+    /// UIDs of claims whose allocation a former leader recorded late.
+    pub(crate) late_allocations: BTreeSet<String>,
+    /// UIDs of pods without a node at the last read by the controller.
+    pub(crate) read_without_node: BTreeSet<String>,
+    /// UIDs of claims that a former leader labelled late.
+    pub(crate) late_labels: BTreeSet<String>,
+    /// The request being served was sent by a former leader.
+    pub(crate) late: bool,
+    /// Pairs of claims that shared a device because of late allocations.
+    pub(crate) double_allocations: BTreeSet<(String, String)>,
+    /// Structured mode: the cluster serves `resource.k8s.io/v1`, and the scheduler allocates instead of our controller.
+    pub(crate) structured: bool,
+    /// Number of shares that the scheduler allocated.
+    pub(crate) shares_given: u64,
+    /// Kubelets and companions, if any.
+    pub(crate) nodes: Nodes,
+    pub(crate) violation: Option<String>,
+    pub(crate) hash: u64,
+    pub(crate) steps: u64,
+    /// Start time and first step of the current ten-second window.
+    window: (u64, u64),
+    pub(crate) last_change: u64,
+    seen_version: u64,
 }
 
-impl Stage {
-    pub(crate) fn start_housekeeping(&mut self) {
-        if self.housekeeping || self.tidy_at == Some(self.store.version()) {
-            return;
+impl Cluster {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self {
+            now: 0,
+            queue: BTreeMap::new(),
+            sequence: 0,
+            rng: Rng::new(seed),
+            store: Store::default(),
+            environment: Environment::default(),
+            faults: Faults::default(),
+            driver: MemoryDriver::default(),
+            durable_driver: false,
+            process: None,
+            generation: 0,
+            network: BTreeMap::new(),
+            calls: BTreeMap::new(),
+            requests_sent: 0,
+            commands: 0,
+            command_log: Vec::new(),
+            record: false,
+            verbose: false,
+            refuse_allocations: None,
+            reports: Vec::new(),
+            writes: 0,
+            reads: 0,
+            evaluations: 0,
+            statistics: Statistics::default(),
+            cycles: BTreeSet::new(),
+            attempts: BTreeMap::new(),
+            slow_scheduler: false,
+            pod_nodes: BTreeMap::new(),
+            housekeeping: false,
+            idle_version: None,
+            user_actions: 0,
+            lag: 20 * MILLISECOND,
+            late_allocations: BTreeSet::new(),
+            read_without_node: BTreeSet::new(),
+            late_labels: BTreeSet::new(),
+            late: false,
+            double_allocations: BTreeSet::new(),
+            structured: false,
+            shares_given: 0,
+            nodes: Nodes::default(),
+            violation: None,
+            hash: 0,
+            steps: 0,
+            window: (0, 0),
+            last_change: 0,
+            seen_version: 0,
         }
-        if self.chores().is_empty() {
-            self.tidy_at = Some(self.store.version());
+    }
+
+    // === time ===
+
+    pub(crate) fn at(&mut self, when: u64, action: Action) {
+        self.sequence += 1;
+        self.queue.insert((when.max(self.now), self.sequence), action);
+    }
+
+    pub(crate) fn after(&mut self, delay: u64, action: Action) {
+        self.at(self.now + delay, action);
+    }
+
+    /// A network latency: usually short, occasionally long.
+    pub(crate) fn delay(&mut self) -> u64 {
+        if self.rng.chance(30) {
+            self.rng.between(0, 500 * MILLISECOND)
         } else {
-            self.housekeeping = true;
-            let longest = if self.rng.chance(50) {
-                30 * self.lag
-            } else {
-                self.lag
-            };
-            let delay = self.rng.between(0, longest);
-            self.after(delay, Action::Housekeep);
+            self.rng.between(100, 5 * MILLISECOND)
         }
     }
 
-    pub(crate) fn housekeep(&mut self) {
-        self.housekeeping = false;
-        let chores = self.chores();
-        if let Some(chore) = self.rng.pick(&chores) {
-            self.note(|| format!("cluster: {chore:?}"));
-            self.do_chore(chore);
+    pub(crate) fn trace(&self, text: impl FnOnce() -> String) {
+        if self.verbose {
+            let (seconds, micros) = (self.now / SECOND, self.now % SECOND);
+            println!("[{seconds:>5}.{micros:06}] {}", text());
         }
     }
 
-    fn chores(&self) -> Vec<Chore> {
-        let mut chores = Vec::new();
-        for (key, pod) in &self.store.pods {
-            self.chores_of_pod(key, pod, &mut chores);
+    /// Records a violated invariant. The first one ends the run.
+    pub(crate) fn violate(&mut self, text: impl FnOnce() -> String) {
+        if self.violation.is_none() {
+            let text = text();
+            self.trace(|| format!("VIOLATION {text}"));
+            self.violation = Some(text);
         }
-        for (key, claim) in &self.store.claims {
-            self.chores_of_claim(key, claim, &mut chores);
-        }
-        for (key, context) in &self.store.contexts {
-            self.chores_of_context(key, context, &mut chores);
-        }
-        chores
     }
 
-    fn chores_of_pod(&self, key: &ObjectKey, pod: &Pod, chores: &mut Vec<Chore>) {
-        if pod.metadata.deletion_timestamp.is_some() {
-            if self.nodes.is_empty() {
-                chores.push(Chore::StopPod(key.clone()));
-            }
-            return;
+    fn mix(&mut self, value: u64) {
+        self.hash = (self.hash ^ value).wrapping_mul(0x0100_0000_01b3).rotate_left(23);
+    }
+
+    /// Executes the next action if it is due by `end`. Returns whether there was one.
+    pub(crate) fn step(&mut self, end: u64) -> bool {
+        if self.violation.is_some() {
+            return false;
         }
-        if pod.status.phase.is_some() {
-            return;
-        }
-        for entry in &pod.spec.resource_claims {
-            if entry.source.resource_claim_template_name.is_some()
-                && self.claim_of_entry(key, &entry.name).is_none()
-            {
-                let (pod, entry) = (key.clone(), entry.name.clone());
-                chores.push(match self.orphan(&pod, &entry) {
-                    Some(claim) => Chore::NameClaim { pod, entry, claim },
-                    None => Chore::CreateClaim { pod, entry },
-                });
-            }
-        }
-        let Some(node) = pod.spec.node_name.as_ref().filter(|_| !self.structured) else {
-            return;
+        // A scenario may have changed the store between two steps.
+        self.follow_up();
+        let Some((&(when, number), _)) = self.queue.first_key_value() else {
+            return false;
         };
-        // A user has chosen the node: the claim controller stands in for the scheduler.
-        let Some(claims) = self.claims_of(key) else { return };
-        let uid = uid_of_pod(pod);
-        for (_, claim) in claims {
-            let status = &claim.status;
-            let reserved = status.reserved_for.iter().any(|consumer| consumer.uid == uid);
-            match &status.allocation {
-                None if self
-                    .store
-                    .contexts
-                    .get(key)
-                    .is_none_or(|context| context.spec.selected_node != *node) =>
-                {
-                    chores.push(Chore::TellNode { pod: key.clone() });
+        if when > end {
+            return false;
+        }
+        let action = self.queue.remove(&(when, number)).unwrap();
+        self.now = when;
+        self.steps += 1;
+        if when > self.window.0 + 10 * SECOND {
+            self.window = (when, self.steps);
+        } else if self.steps > self.window.1 + HOT {
+            self.violate(|| format!("a hot loop: more than {HOT} steps in ten seconds"));
+            return false;
+        }
+        self.act(action);
+        let (version, probe) = (self.store.version(), self.rng.clone().next());
+        self.mix(when);
+        self.mix(version);
+        self.mix(probe);
+        self.mix(self.commands);
+        self.follow_up();
+        true
+    }
+
+    /// Notifies all components of store changes.
+    fn follow_up(&mut self) {
+        let version = self.store.version();
+        if version != self.seen_version {
+            self.seen_version = version;
+            self.last_change = self.now;
+            self.check_store();
+            self.feed_watches();
+            self.wake_scheduler();
+            self.wake_kubelets();
+        }
+        self.start_housekeeping();
+    }
+
+    fn act(&mut self, action: Action) {
+        match action {
+            Action::Deliver {
+                generation,
+                event,
+                from,
+            } => self.deliver(generation, event, from),
+            Action::List { generation, watch } => self.take_list(generation, watch),
+            Action::Watch { generation, watch } => self.show_next(generation, watch),
+            Action::Decide { generation } => {
+                if generation == self.generation {
+                    self.decide();
                 }
-                Some(allocation)
-                    if !reserved
-                        && !status.deallocation_requested
-                        && (status.reserved_for.is_empty() || allocation.shareable) =>
-                {
-                    chores.push(Chore::ReserveFor {
-                        pod: key.clone(),
-                        claim: ObjectKey::of(&claim.metadata),
-                    });
-                }
-                _ => {}
+            }
+            Action::Arrive(number) => self.arrive(number),
+            Action::Work { generation, call } => self.work(generation, call),
+            Action::LateWrite(command) => self.send_late_write(&command),
+            Action::Start => self.start(),
+            Action::Cycle(pod) => self.cycle(&pod),
+            Action::ApplyPlan(plan) => self.apply_plan(plan),
+            Action::Housekeep => self.housekeep(),
+            Action::User => self.user_acts(),
+            Action::Node { node, action } => self.act_on_node(&node, action),
+        }
+    }
+
+    // === running ===
+
+    /// Runs for `duration`.
+    pub(crate) fn run_for(&mut self, duration: u64) {
+        let end = self.now + duration;
+        while self.step(end) {}
+        if self.violation.is_none() {
+            self.now = end;
+        }
+    }
+
+    /// Runs until `done`; a violation after ten minutes.
+    pub(crate) fn run_until(&mut self, what: &str, mut done: impl FnMut(&Self) -> bool) {
+        let end = self.now + 600 * SECOND;
+        while !done(self) {
+            if !self.step(end) {
+                self.violate(|| format!("timeout: {what}"));
+                return;
             }
         }
     }
 
-    /// A claim that was made for an entry but is not named in the pod's status yet.
-    fn orphan(&self, pod: &ObjectKey, entry: &str) -> Option<String> {
-        let uid = self.store.pods.get(pod)?.metadata.uid.clone();
-        self.store.claims.values().find_map(|claim| {
-            let annotations = claim.metadata.annotations.as_ref()?;
-            let of_entry = annotations.get(POD_CLAIM_NAME_ANNOTATION)? == entry;
-            let of_pod = Self::owner_of(claim) == uid.as_deref();
-            (of_entry && of_pod).then(|| claim.metadata.name.clone())?
-        })
-    }
-
-    fn chores_of_claim(&self, key: &ObjectKey, claim: &ResourceClaim, chores: &mut Vec<Chore>) {
-        let stale: Vec<String> = claim
-            .status
-            .reserved_for
-            .iter()
-            .filter(|consumer| {
-                let pod = ObjectKey::new(key.namespace.clone(), consumer.name.clone());
-                let pod = self.store.pods.get(&pod);
-                pod.is_none_or(|pod| uid_of_pod(pod) != consumer.uid || is_done(pod))
-            })
-            .map(|consumer| consumer.uid.clone())
-            .collect();
-        if !stale.is_empty() {
-            chores.push(Chore::Trim {
-                claim: key.clone(),
-                uids: stale,
-            });
-        }
-        let going = claim.metadata.deletion_timestamp.is_some();
-        if let Some(owner) = controller_of(&claim.metadata)
-            && !going
-        {
-            let pod = self
-                .store
-                .pods
-                .get(&ObjectKey::new(key.namespace.clone(), owner.name.clone()));
-            if !self.store.pods.values().any(|pod| uid_of_pod(pod) == owner.uid) {
-                chores.push(Chore::CollectClaim(key.clone()));
-            } else if claim.status.reserved_for.is_empty() && pod.is_some_and(|pod| is_done(pod)) {
-                chores.push(Chore::DeleteUnused { claim: key.clone() });
-            }
-        }
-        let others = claim
-            .metadata
-            .finalizers
-            .iter()
-            .flatten()
-            .any(|name| name == OTHER_FINALIZER);
-        if others && claim.status.reserved_for.is_empty() && (going || claim.status.deallocation_requested) {
-            chores.push(if claim.status.driver_name.as_deref() == Some(OTHER_DRIVER) {
-                Chore::OtherClear(key.clone())
-            } else {
-                Chore::OtherLeave(key.clone())
-            });
-        }
-    }
-
-    fn chores_of_context(&self, key: &ObjectKey, context: &PodSchedulingContext, chores: &mut Vec<Chore>) {
-        let owner = controller_of(&context.metadata)
-            .map(|owner| owner.uid.clone())
-            .unwrap_or_default();
-        let Some(pod) = self.store.pods.get(key).filter(|pod| uid_of_pod(pod) == owner) else {
-            chores.push(Chore::CollectContext(key.clone()));
-            return;
-        };
-        // The other driver is no fool either: the claim controller would take back at once what it gave to such a pod.
-        if is_done(pod) {
-            return;
-        }
-        for (entry, claim) in self.claims_of(key).unwrap_or_default() {
-            let class = self.store.classes.get(&claim.spec.resource_class_name);
-            let delayed = claim.spec.allocation_mode == Some(AllocationMode::WaitForFirstConsumer);
-            if class.is_none_or(|class| class.driver_name != OTHER_DRIVER)
-                || claim.status.allocation.is_some()
-                || !delayed
+    /// Runs until the store is unchanged for two minutes. More than `limit` steps are a hot loop.
+    pub(crate) fn run_until_quiet(&mut self, limit: u64) {
+        let last_step = self.steps + limit;
+        let end = self.now + 7200 * SECOND;
+        self.follow_up();
+        loop {
+            let quiet_until = self.last_change + 120 * SECOND;
+            if self
+                .queue
+                .first_key_value()
+                .is_none_or(|((when, _), _)| *when > quiet_until)
+                && self.network.is_empty()
+                && (self.process.is_some() || self.structured)
             {
-                continue;
+                self.now = self.now.max(quiet_until);
+                return;
             }
-            let finalizers = claim.metadata.finalizers.as_ref();
-            if !context.spec.selected_node.is_empty() {
-                let claim_key = ObjectKey::of(&claim.metadata);
-                chores.push(
-                    if finalizers.is_some_and(|all| all.iter().any(|name| name == OTHER_FINALIZER)) {
-                        Chore::OtherAllocate {
-                            claim: claim_key,
-                            pod: key.clone(),
-                            uid: uid_of_pod(pod),
-                        }
-                    } else {
-                        Chore::OtherFinalizer(claim_key)
-                    },
-                );
-            } else if !says_nothing_against(context, &entry) {
-                chores.push(Chore::OtherEntry {
-                    context: key.clone(),
-                    entry,
-                });
+            if !self.step(end) {
+                self.violate(|| "the cluster does not become idle".to_owned());
+                return;
+            }
+            if self.steps > last_step {
+                self.violate(|| format!("more than {limit} steps without becoming idle"));
+                return;
             }
         }
     }
 
-    fn do_chore(&mut self, chore: Chore) {
-        let store = &mut self.store;
-        match chore {
-            Chore::CreateClaim { pod, entry } => {
-                let suffix = self.rng.below(100_000);
-                self.create_claim_for(&pod, &entry, suffix);
-            }
-            Chore::NameClaim { pod, entry, claim } => store.update_pod(&pod, |pod| {
-                let statuses = &mut pod.status.resource_claim_statuses;
-                statuses.retain(|status| status.name != entry);
-                statuses.push(PodResourceClaimStatus {
-                    name: entry,
-                    resource_claim_name: Some(claim),
-                });
-            }),
-            Chore::TellNode { pod } => self.tell_node(&pod),
-            Chore::ReserveFor { pod, claim } => {
-                let uid = store
-                    .pods
-                    .get(&pod)
-                    .map(|pod| uid_of_pod(pod))
-                    .unwrap_or_default();
-                let _ = store.update_claim(&claim, None, Endpoint::Status, |claim| {
-                    let consumer = ResourceClaimConsumerReference::pod(&pod.name, &uid);
-                    claim.status.reserved_for.push(consumer);
-                    Ok(())
-                });
-            }
-            Chore::Trim { claim, uids } => {
-                let structured = self.structured;
-                let _ = store.update_claim(&claim, None, Endpoint::Status, |claim| {
-                    let status = &mut claim.status;
-                    status
-                        .reserved_for
-                        .retain(|consumer| !uids.contains(&consumer.uid));
-                    let delayed = claim.spec.allocation_mode == Some(AllocationMode::WaitForFirstConsumer);
-                    if status.reserved_for.is_empty() && structured {
-                        *status = ResourceClaimStatus::default();
-                    } else if status.reserved_for.is_empty() && delayed {
-                        status.deallocation_requested = true;
-                    }
-                    Ok(())
-                });
-            }
-            Chore::DeleteUnused { claim } | Chore::CollectClaim(claim) => store.delete_claim(&claim),
-            Chore::CollectContext(context) => store.delete_context(&context),
-            Chore::StopPod(pod) => store.remove_pod(&pod),
-            Chore::OtherEntry { context, entry } => {
-                let _ = store.update_context(&context, None, |context| {
-                    let entry = ResourceClaimSchedulingStatus {
-                        name: entry,
-                        unsuitable_nodes: Vec::new(),
-                    };
-                    let entries = &mut context.status.resource_claims;
-                    entries.retain(|known| known.name != entry.name);
-                    entries.push(entry);
-                });
-            }
-            Chore::OtherFinalizer(claim) => {
-                let _ = store.update_claim(&claim, None, Endpoint::Main, |claim| {
-                    let finalizers = claim.metadata.finalizers.get_or_insert_default();
-                    finalizers.push(OTHER_FINALIZER.to_owned());
-                    Ok(())
-                });
-            }
-            Chore::OtherAllocate { claim, pod, uid } => {
-                let _ = store.update_claim(&claim, None, Endpoint::Status, |claim| {
-                    claim.status.allocation = Some(AllocationResult {
-                        resource_handles: vec![ResourceHandle {
-                            driver_name: Some(OTHER_DRIVER.to_owned()),
-                            ..ResourceHandle::default()
-                        }],
-                        ..AllocationResult::default()
-                    });
-                    claim.status.driver_name = Some(OTHER_DRIVER.to_owned());
-                    claim.status.reserved_for = vec![ResourceClaimConsumerReference::pod(&pod.name, &uid)];
-                    Ok(())
-                });
-            }
-            Chore::OtherClear(claim) => {
-                let _ = store.update_claim(&claim, None, Endpoint::Status, |claim| {
-                    claim.status = ResourceClaimStatus::default();
-                    Ok(())
-                });
-                self.do_chore(Chore::OtherLeave(claim));
-            }
-            Chore::OtherLeave(claim) => {
-                let _ = store.update_claim(&claim, None, Endpoint::Main, |claim| {
-                    if let Some(finalizers) = &mut claim.metadata.finalizers {
-                        finalizers.retain(|name| name != OTHER_FINALIZER);
-                    }
-                    Ok(())
-                });
-            }
+    /// Statistics of all controller processes.
+    pub(crate) fn counted(&self) -> Statistics {
+        let mut sum = self.statistics.clone();
+        if let Some(process) = &self.process {
+            add(&mut sum, &process.state.statistics());
         }
+        sum
+    }
+
+    pub(crate) fn answer_later(
+        &mut self,
+        generation: u32,
+        delay: u64,
+        id: drayman::core::claims::CallId,
+        answer: Answer,
+    ) {
+        let event = Event::Answer { id, answer };
+        self.after(
+            delay,
+            Action::Deliver {
+                generation,
+                event,
+                from: None,
+            },
+        );
+    }
+
+    pub(crate) fn claim(&self, name: &str) -> Option<Arc<drayman::api::resource::ResourceClaim>> {
+        self.store.claims.get(&ObjectKey::new("default", name)).cloned()
     }
 }
 
-/// Whether an entry is there, with no node against it. The other driver replaces what an earlier driver of the class has left.
-fn says_nothing_against(context: &PodSchedulingContext, entry: &str) -> bool {
-    let entries = &context.status.resource_claims;
-    entries
-        .iter()
-        .any(|known| known.name == entry && known.unsuitable_nodes.is_empty())
+pub(crate) fn add(sum: &mut Statistics, more: &Statistics) {
+    sum.allocations += more.allocations;
+    sum.deallocations += more.deallocations;
+    sum.caught_by_recheck += more.caught_by_recheck;
 }

@@ -1,4 +1,4 @@
-//! One readable line for everything that passes between the controller and the rest.
+//! One-line descriptions of events and commands.
 
 use std::fmt::Write as _;
 
@@ -41,7 +41,7 @@ pub(crate) fn describe_context(context: &PodSchedulingContext) -> String {
         .status
         .resource_claims
         .iter()
-        .map(|entry| format!("{} not {:?}", entry.name, entry.unsuitable_nodes))
+        .map(|entry| format!("{} unsuitable {:?}", entry.name, entry.unsuitable_nodes))
         .collect();
     format!(
         "context {} ({}, version {}) selected {:?} potential {:?} entries {entries:?}",
@@ -113,7 +113,7 @@ pub(crate) fn describe_command(command: &Command) -> String {
             ClaimWrite::AddFinalizer { node } => format!("add finalizer to {} for {node}", key.name),
             ClaimWrite::RemoveFinalizer { .. } => format!("remove finalizer of {}", key.name),
             ClaimWrite::ClearAllocation { .. } => format!("clear allocation of {}", key.name),
-            ClaimWrite::RollBackAllocation { .. } => format!("take back {}", key.name),
+            ClaimWrite::RollBackAllocation { .. } => format!("roll back {}", key.name),
             ClaimWrite::Allocate {
                 allocation,
                 reserved_for,
@@ -122,7 +122,7 @@ pub(crate) fn describe_command(command: &Command) -> String {
                 let hold = hold_of(allocation);
                 let consumer = reserved_for
                     .as_ref()
-                    .map_or("nobody", |consumer| consumer.name.as_str());
+                    .map_or("no pod", |consumer| consumer.name.as_str());
                 let devices: Vec<String> = hold.devices.into_iter().collect();
                 format!(
                     "record {}:{} in {} for {consumer}",
@@ -135,14 +135,14 @@ pub(crate) fn describe_command(command: &Command) -> String {
         Command::WriteContext { key, entries, .. } => {
             let entries: Vec<String> = entries
                 .iter()
-                .map(|entry| format!("{} not {:?}", entry.name, entry.unsuitable_nodes))
+                .map(|entry| format!("{} unsuitable {:?}", entry.name, entry.unsuitable_nodes))
                 .collect();
-            format!("tell {} {}", key.name, entries.join("; "))
+            format!("answer {} {}", key.name, entries.join("; "))
         }
         Command::CallDriver { request, .. } => match request {
             DriverRequest::UnsuitableNodes { claims, nodes, .. } => {
                 let claims: Vec<String> = claims.iter().map(|claim| claim_name(&claim.claim)).collect();
-                format!("judge {} on {}", claims.join(","), nodes.join(","))
+                format!("evaluate {} on {}", claims.join(","), nodes.join(","))
             }
             DriverRequest::Allocate { claims, node } => {
                 let claims: Vec<String> = claims.iter().map(|claim| claim_name(&claim.claim)).collect();

@@ -1,4 +1,4 @@
-//! A driver of our trait's contract that answers from memory, written apart from the built-in one.
+//! An in-memory driver that follows the contract of our trait, independent of the built-in one.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,21 +8,18 @@ use drayman::driver::{Holding, Observation, UnsuitableNodes};
 
 /// The name of the driver under test.
 pub(crate) const DRIVER: &str = "sim.drayman.dev";
-/// Its finalizer.
 pub(crate) const FINALIZER: &str = "sim.drayman.dev/deletion-protection";
-/// The other driver of the cluster.
 pub(crate) const OTHER_DRIVER: &str = "other.example.com";
-/// The other driver's finalizer.
 pub(crate) const OTHER_FINALIZER: &str = "other.example.com/deletion-protection";
 
-/// Devices on a node.
+/// Devices of one node that a claim holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Hold {
     pub(crate) node: String,
     pub(crate) devices: BTreeSet<String>,
 }
 
-/// What a parameter object says.
+/// The content of a parameter object.
 #[derive(Clone, Debug)]
 pub(crate) struct Parameters {
     pub(crate) count: usize,
@@ -30,15 +27,15 @@ pub(crate) struct Parameters {
     pub(crate) shareable: bool,
 }
 
-/// The world outside: inventories and parameter objects. It outlives the controller.
+/// State outside of the controller: inventories and parameter objects.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Facts {
+pub(crate) struct Environment {
     pub(crate) nodes: BTreeMap<String, BTreeSet<String>>,
     pub(crate) parameters: BTreeMap<String, Parameters>,
 }
 
-impl Facts {
-    /// The parameters of a claim, or what is wrong with them.
+impl Environment {
+    /// The parameters of a claim, or the problem with them.
     pub(crate) fn parameters_of(&self, claim: &ResourceClaim) -> Result<Parameters, String> {
         let Some(reference) = &claim.spec.parameters_ref else {
             return Ok(Parameters {
@@ -55,16 +52,16 @@ impl Facts {
     }
 }
 
-/// The driver's books.
+/// The driver with its allocations.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct MemoryDriver {
-    /// What the claims record, as observed.
+    /// Observed recorded allocations, by claim UID.
     pub(crate) recorded: BTreeMap<String, Hold>,
-    /// What was handed out and is not seen in a claim yet.
+    /// Allocations that are not observed in a claim yet, by claim UID.
     pub(crate) pending: BTreeMap<String, Hold>,
-    /// Uids of claims that hold what an older one holds, since it was last asked, and what is wrong.
+    /// Double allocations since the last query: UID of the younger claim and message.
     pub(crate) problems: Vec<(String, String)>,
-    /// Whether everything has been shown to it.
+    /// Whether it received the initial observation.
     pub(crate) observed_all: bool,
 }
 
@@ -81,7 +78,7 @@ pub(crate) fn allocation_of(hold: &Hold, shareable: bool) -> AllocationResult {
     }
 }
 
-/// What an allocation holds, whoever made it.
+/// The devices of an allocation of any driver.
 pub(crate) fn hold_of(allocation: &AllocationResult) -> Hold {
     let data = allocation
         .resource_handles
@@ -96,7 +93,7 @@ pub(crate) fn hold_of(allocation: &AllocationResult) -> Hold {
     }
 }
 
-/// What a claim records as this driver's.
+/// The recorded allocation of this driver in a claim.
 pub(crate) fn recorded_hold(claim: &ResourceClaim) -> Option<Hold> {
     let status = &claim.status;
     let allocation = status.allocation.as_ref()?;
@@ -117,21 +114,21 @@ impl MemoryDriver {
             .collect()
     }
 
-    fn free(&self, facts: &Facts, node: &str, except: &[String]) -> Vec<String> {
+    fn free(&self, environment: &Environment, node: &str, except: &[String]) -> Vec<String> {
         let held = self.held(node, except);
-        let all = facts.nodes.get(node).into_iter().flatten();
+        let all = environment.nodes.get(node).into_iter().flatten();
         all.filter(|device| !held.contains(*device)).cloned().collect()
     }
 
     pub(crate) fn unsuitable_nodes(
         &self,
-        facts: &Facts,
+        environment: &Environment,
         claims: &[ClaimToAllocate],
         nodes: &[String],
     ) -> Result<Vec<UnsuitableNodes>, CallError> {
         let mut wanted = 0;
         for claim in claims {
-            wanted += facts
+            wanted += environment
                 .parameters_of(&claim.claim)
                 .map_err(|message| wrong(claim, message))?
                 .count;
@@ -139,9 +136,9 @@ impl MemoryDriver {
         let own: Vec<String> = claims.iter().map(|claim| uid_of(&claim.claim)).collect();
         let mut unsuitable = UnsuitableNodes::new();
         for node in nodes {
-            let free = self.free(facts, node, &own).len();
+            let free = self.free(environment, node, &own).len();
             if free < wanted {
-                let all = facts.nodes.get(node).map_or(0, BTreeSet::len);
+                let all = environment.nodes.get(node).map_or(0, BTreeSet::len);
                 let reason = format!("{} of {all} held", all.saturating_sub(free));
                 unsuitable.insert(node.clone(), reason);
             }
@@ -149,25 +146,25 @@ impl MemoryDriver {
         Ok(vec![unsuitable; claims.len()])
     }
 
-    /// Idempotent by uid. What is held without being recorded moves to the node that is asked for now.
+    /// Idempotent by UID. An unrecorded allocation moves to the requested node.
     pub(crate) fn allocate(
         &mut self,
-        facts: &Facts,
+        environment: &Environment,
         claims: &[ClaimToAllocate],
         node: Option<&str>,
     ) -> Result<Vec<AllocationResult>, CallError> {
-        let allocate = |claim| self.allocate_one(facts, claim, node);
+        let allocate = |claim| self.allocate_one(environment, claim, node);
         claims.iter().map(allocate).collect()
     }
 
     fn allocate_one(
         &mut self,
-        facts: &Facts,
+        environment: &Environment,
         claim: &ClaimToAllocate,
         node: Option<&str>,
     ) -> Result<AllocationResult, CallError> {
         let uid = uid_of(&claim.claim);
-        let parameters = facts
+        let parameters = environment
             .parameters_of(&claim.claim)
             .map_err(|message| wrong(claim, message))?;
         if let Some(hold) = self.recorded.get(&uid) {
@@ -184,10 +181,10 @@ impl MemoryDriver {
         }
         let candidates: Vec<String> = match node {
             Some(node) => vec![node.to_owned()],
-            None => facts.nodes.keys().cloned().collect(),
+            None => environment.nodes.keys().cloned().collect(),
         };
         for node in candidates {
-            let free = self.free(facts, &node, &[]);
+            let free = self.free(environment, &node, &[]);
             if free.len() >= parameters.count {
                 let devices = free.into_iter().take(parameters.count).collect();
                 let hold = Hold { node, devices };
@@ -204,12 +201,12 @@ impl MemoryDriver {
         })
     }
 
-    /// The answer is how many devices became free.
+    /// Returns the number of freed devices.
     pub(crate) fn deallocate(&mut self, uid: &str) -> usize {
         self.pending.remove(uid).map_or(0, |hold| hold.devices.len())
     }
 
-    /// The answer is how many devices became free.
+    /// Returns the number of freed devices.
     pub(crate) fn observe(&mut self, observation: &Observation) -> usize {
         match observation {
             Observation::All(holdings) => {
@@ -224,8 +221,8 @@ impl MemoryDriver {
         }
     }
 
-    /// What is recorded comes before what is not, then the older claim.
-    fn find_doubles(&mut self, uid: &str, hold: &Hold) {
+    /// A recorded allocation wins over an unrecorded one, then the older claim.
+    fn find_double_allocations(&mut self, uid: &str, hold: &Hold) {
         let shares = |other: &Hold| other.node == hold.node && !other.devices.is_disjoint(&hold.devices);
         let recorded = self.recorded.iter().filter(|(_, other)| shares(other));
         let recorded = recorded.map(|(other, _)| other.as_str().max(uid).to_owned());
@@ -241,7 +238,7 @@ impl MemoryDriver {
             Some(allocation) => {
                 let hold = hold_of(allocation);
                 if self.pending.remove(&uid).as_ref() != Some(&hold) && !self.recorded.contains_key(&uid) {
-                    self.find_doubles(&uid, &hold);
+                    self.find_double_allocations(&uid, &hold);
                 }
                 self.recorded.insert(uid, hold);
                 0

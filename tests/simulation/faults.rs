@@ -1,112 +1,113 @@
-//! What can go wrong, how often, and how often it did.
+//! Faults, their rates, and their hits.
 
 use std::collections::BTreeMap;
 
 use crate::rng::Rng;
 
-/// Something that goes wrong with one command of the controller, with a watch, or with the controller itself.
+/// A fault of a controller command, a watch, the controller process or a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Fault {
-    /// The controller is killed when it is about to send the command.
+    /// The controller is killed before it sends the command.
     CrashBefore,
-    /// The controller is killed when the command has had its effect; it never hears of it.
+    /// The controller is killed after the command took effect, before the reply.
     CrashAfter,
-    /// The request never reaches the server; the client gives up.
+    /// The request never reaches the server; the client times out.
     RequestLost,
-    /// The request is carried out; the client gives up waiting.
+    /// The request is served; the client times out.
     ReplyLost,
-    /// The client gives up, and only then the request is carried out.
+    /// The request is served after the client timed out.
     Late,
-    /// The server answers 500 and has done nothing.
+    /// The server answers 500 without effect.
     ServerError,
     /// The server answers 409.
     Conflict,
     /// The server answers 422.
     Refused,
-    /// The server refuses an allocation, after it has stored those that were sent with it.
+    /// The server refuses an allocation after it stored those sent with it.
     RefusedLast,
     /// Request and reply take seconds.
     Slow,
-    /// The driver fails and says "try again".
+    /// The driver fails with a retriable error.
     DriverRetry,
-    /// The driver fails and says "a person must act".
+    /// The driver fails with an error that a user must fix.
     DriverInvalid,
-    /// The driver has done it, but does not answer in time.
+    /// The driver executes the call but does not answer in time.
     DriverHungAfter,
-    /// The driver does nothing and does not answer in time.
+    /// The driver neither executes the call nor answers in time.
     DriverHungBefore,
-    /// The driver answers for too few claims.
+    /// The driver returns too few results.
     DriverMiscounts,
-    /// A watch shows an event twice.
+    /// A watch delivers an event twice.
     WatchDuplicate,
-    /// A watch loses events and starts over with a list.
+    /// A watch loses events and restarts with a list.
     WatchRelist,
-    /// A watch stands still for up to a minute.
+    /// A watch stalls for up to a minute.
     WatchStall,
-    /// Events queue up in the controller before it decides.
+    /// Several events arrive before the controller decides.
     Coalesced,
     /// The controller is killed at any time.
     CrashAnytime,
-    /// The controller is paused when it is about to write, and writes when another one leads.
+    /// The controller is paused before a write and sends it after another leader took over.
     PausedLeader,
-    /// A device was in two claims for that.
+    /// Effect of a paused leader: two claims had the same device.
     DoubleAllocation,
-    /// Somebody else changes an object that the controller is about to write.
+    /// Another client changes an object just before a write of the controller.
     SecondWriter,
-    /// A companion is killed at a step of an operation, or before its answer.
+    /// A companion is killed at a step of an operation or before its answer.
     CompanionKilled,
-    /// A node loses its power at a step of an operation, or before its answer.
+    /// A node loses power at a step of an operation or before the answer.
     PowerLost,
-    /// Steps on a node's disk fail.
+    /// Disk operations of a node fail.
     DiskFails,
-    /// A checkpoint cannot be read any more.
+    /// A checkpoint becomes unreadable.
     CheckpointDamaged,
     /// A kubelet is killed.
     KubeletKilled,
-    /// A kubelet is killed after an answer of the companion, before it has noted that.
+    /// A kubelet is killed before it records an answer of the companion.
     KubeletForgets,
-    /// An answer of the companion is lost, and kubelet asks again.
-    KubeletAsksTwice,
-    /// A pod is deleted without waiting for its kubelet.
+    /// An answer of the companion is lost, and kubelet retries.
+    KubeletRetries,
+    /// A pod is force-deleted.
     ForcedDeletion,
-    /// The API server does not tell a companion of a claim that kubelet has forgotten.
+    /// The API server does not answer a companion about a claim that kubelet no longer lists.
     ApiSilent,
-    /// Kubelet's list of prepared claims cannot be read.
+    /// The claim checkpoint of kubelet cannot be read.
     KubeletListUnreadable,
-    /// Kubelet does not show what its containers have.
+    /// The PodResources API does not answer.
     PodResourcesSilent,
-    /// Kubelet has just started, and shows its file before it knows its pods.
+    /// Kubelet has just started and serves its checkpoint before it knows its pods.
     PodResourcesEarly,
-    /// A list of devices reaches kubelet late.
-    OfferLate,
-    /// A companion hears late of claims.
-    AnnouncementLate,
-    /// A kubelet is killed after an answer to Allocate, before it has noted that.
+    /// A device list reaches kubelet late.
+    DeviceListLate,
+    /// The claim watch of a companion is delayed.
+    ClaimWatchLate,
+    /// A kubelet is killed before it records an answer to Allocate.
     GrantForgotten,
-    /// Kubelet notes an answer to Allocate late: another plugin of the container takes its time.
+    /// Kubelet records an answer to Allocate late because another plugin of the container is slow.
     GrantLate,
-    /// A claim wanted a device that a container has as an extended resource.
+    /// Effect: a claim requested a device that a container has as an extended resource.
     ClaimOfContainer,
-    /// Kubelet wanted a device for a container that a claim has.
+    /// Effect: kubelet requested a device for a container that a claim has.
     GrantOfClaim,
-    /// A container got a device that was free for a companion which began after its predecessor's answer, and before kubelet's note.
+    /// Effect: a container got a device that a new companion considered free because kubelet had not recorded the answer of the previous
+    /// one.
     GrantMissed,
-    /// The API server does not show a claim to a companion that prepares it.
+    /// A companion cannot read the claim that it prepares.
     ClaimUnreadable,
-    /// A claim loses its devices, is deleted or is replaced while a companion prepares it.
+    /// A claim is deallocated, deleted or replaced while a companion prepares it.
     ClaimChanges,
-    /// The scheduler allocates devices that other claims have.
+    /// The scheduler allocates devices of other claims.
     ScheduledTwice,
-    /// A container of a pod that was deleted by force still has a device that kubelet itself takes for free.
+    /// Effect: a container of a force-deleted pod still has a device that kubelet considers free.
     LeftOver,
 }
 
-/// Faults of runs with nodes whose devices leave through both APIs.
+/// Faults of runs with devices in mode `both`.
 pub(crate) const OF_APIS: [Fault; 6] = [
     Fault::PodResourcesSilent,
     Fault::PodResourcesEarly,
-    Fault::OfferLate,
-    Fault::AnnouncementLate,
+    Fault::DeviceListLate,
+    Fault::ClaimWatchLate,
     Fault::GrantForgotten,
     Fault::GrantLate,
 ];
@@ -115,7 +116,7 @@ pub(crate) const OF_APIS: [Fault; 6] = [
 pub(crate) const OF_STRUCTURED: [Fault; 3] =
     [Fault::ClaimUnreadable, Fault::ClaimChanges, Fault::ScheduledTwice];
 
-/// What comes of faults in such runs.
+/// Effects of faults in such runs.
 pub(crate) const BETWEEN_APIS: [Fault; 3] = [Fault::ClaimOfContainer, Fault::GrantOfClaim, Fault::LeftOver];
 
 /// Faults of runs with nodes.
@@ -126,7 +127,7 @@ pub(crate) const OF_NODES: [Fault; 10] = [
     Fault::CheckpointDamaged,
     Fault::KubeletKilled,
     Fault::KubeletForgets,
-    Fault::KubeletAsksTwice,
+    Fault::KubeletRetries,
     Fault::ForcedDeletion,
     Fault::ApiSilent,
     Fault::KubeletListUnreadable,
@@ -185,12 +186,12 @@ const OF_CALLS: [Fault; 8] = [
     Fault::DriverMiscounts,
 ];
 
-/// What a command is, as far as faults are concerned.
+/// The category of a command, which determines its possible faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Target {
     Read,
     Write,
-    /// The write of an allocation.
+    /// A write of an allocation.
     Record,
     Call,
 }
@@ -215,22 +216,22 @@ impl Fault {
     }
 }
 
-/// Which faults a run has.
+/// The faults of a run.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Faults {
-    /// At the n-th command, by plan.
+    /// Planned faults by command number.
     pub(crate) plan: BTreeMap<u64, Fault>,
-    /// Per thousand commands, watch events or steps, by chance.
+    /// Random faults per thousand commands, watch events or steps.
     pub(crate) rates: BTreeMap<Fault, u64>,
-    /// How often each was hit.
+    /// Occurrences of each fault.
     pub(crate) hits: BTreeMap<Fault, u64>,
 }
 
 impl Faults {
-    /// Each seed has a temper of its own: some are calm, some storm, most have a few kinds of trouble.
+    /// Random rates: some seeds have hardly any faults, some very many, most a few kinds.
     pub(crate) fn by_seed(rng: &mut Rng) -> Self {
         let mut rates = BTreeMap::new();
-        let storm = rng.between(0, 3) * 25;
+        let extra = rng.between(0, 3) * 25;
         for fault in ALL {
             if rng.chance(400) {
                 let rate = match fault {
@@ -239,7 +240,7 @@ impl Faults {
                     Fault::PausedLeader => rng.between(0, 100),
                     Fault::WatchDuplicate | Fault::Coalesced => rng.between(0, 300),
                     Fault::SecondWriter => rng.between(0, 400),
-                    _ => rng.between(0, 20 + storm),
+                    _ => rng.between(0, 20 + extra),
                 };
                 rates.insert(fault, rate);
             }
@@ -247,9 +248,7 @@ impl Faults {
         for fault in OF_NODES {
             if rng.chance(500) {
                 let rate = match fault {
-                    Fault::CompanionKilled | Fault::DiskFails | Fault::KubeletAsksTwice => {
-                        rng.between(0, 200)
-                    }
+                    Fault::CompanionKilled | Fault::DiskFails | Fault::KubeletRetries => rng.between(0, 200),
                     Fault::ForcedDeletion
                     | Fault::CheckpointDamaged
                     | Fault::ApiSilent
@@ -261,7 +260,7 @@ impl Faults {
         }
         for fault in OF_APIS {
             if rng.chance(500) {
-                let most = if fault == Fault::OfferLate { 800 } else { 300 };
+                let most = if fault == Fault::DeviceListLate { 800 } else { 300 };
                 rates.insert(fault, rng.between(0, most));
             }
         }
@@ -285,17 +284,17 @@ impl Faults {
         *self.hits.entry(fault).or_default() += 1;
     }
 
-    /// Whether this fault happens now.
-    pub(crate) fn strikes(&mut self, fault: Fault, rng: &mut Rng) -> bool {
+    /// Whether this random fault occurs now.
+    pub(crate) fn occurs(&mut self, fault: Fault, rng: &mut Rng) -> bool {
         let rate = self.rates.get(&fault).copied().unwrap_or_default();
-        let strikes = rng.chance(rate);
-        if strikes {
+        let occurs = rng.chance(rate);
+        if occurs {
             self.hit(fault);
         }
-        strikes
+        occurs
     }
 
-    /// What goes wrong with the `index`-th command.
+    /// The fault of the `index`-th command.
     pub(crate) fn of_command(&mut self, index: u64, target: Target, rng: &mut Rng) -> Option<Fault> {
         if let Some(fault) = self
             .plan
@@ -312,7 +311,7 @@ impl Faults {
             &OF_REQUESTS
         };
         for fault in kinds {
-            if fault.applies_to(target) && self.strikes(*fault, rng) {
+            if fault.applies_to(target) && self.occurs(*fault, rng) {
                 return Some(*fault);
             }
         }

@@ -1,4 +1,4 @@
-//! What the claim controller makes: claims from templates, and contexts for pods whose user has chosen the node.
+//! Objects of the claim controller: template claims, and contexts for pods with a node name.
 
 use drayman::api::resource::{
     AllocationMode, POD_CLAIM_NAME_ANNOTATION, PodSchedulingContext, PodSchedulingContextSpec, ResourceClaim,
@@ -7,10 +7,10 @@ use drayman::api::resource::{
 use drayman::core::claims::ObjectKey;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
+use crate::cluster::Cluster;
 use crate::pods::owned_by;
-use crate::stage::Stage;
 
-/// The name of a template says what is in it: the class, and the parameters after a dot.
+/// The name of a template encodes its spec: the class, then optional parameters after a dot.
 pub(crate) fn template_spec(name: &str) -> ResourceClaimSpec {
     let (class, parameters) = name
         .split_once('.')
@@ -26,7 +26,7 @@ pub(crate) fn template_spec(name: &str) -> ResourceClaimSpec {
     }
 }
 
-impl Stage {
+impl Cluster {
     pub(crate) fn create_claim_for(&mut self, key: &ObjectKey, entry: &str, suffix: u64) {
         let Some(pod) = self.store.pods.get(key).cloned() else {
             return;
@@ -50,7 +50,7 @@ impl Stage {
         });
     }
 
-    pub(crate) fn tell_node(&mut self, key: &ObjectKey) {
+    pub(crate) fn select_node(&mut self, key: &ObjectKey) {
         let Some(pod) = self.store.pods.get(key).cloned() else {
             return;
         };

@@ -1,18 +1,18 @@
-//! The promises that must hold after every step.
+//! Invariants that hold after every step.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::resource::{AllocationMode, NODE_LIST_MAX, Pod, controller_of};
 use drayman::core::claims::{ClaimToAllocate, ClaimWrite, Command, DriverRequest, ObjectKey};
 
+use crate::cluster::Cluster;
 use crate::driver::{DRIVER, FINALIZER, hold_of, recorded_hold, uid_of};
 use crate::pods::uid_of_pod;
-use crate::stage::Stage;
 
-impl Stage {
-    /// I1: no device in two claims, counting writes that may still land.
+impl Cluster {
+    /// I1: no device in two claims, including writes in flight.
     pub(crate) fn check_store(&mut self) {
-        // The scheduler allocates, which is not under test.
+        // In structured mode the scheduler allocates, which is not under test.
         if self.structured {
             return;
         }
@@ -37,7 +37,7 @@ impl Stage {
                     ..
                 } => {
                     let claim = self.store.claims.get(key)?;
-                    // What is being deleted or is allocated already takes no new allocation.
+                    // Deleted and allocated claims accept no allocation.
                     let open = uid_of(claim) == *uid
                         && claim.status.allocation.is_none()
                         && claim.metadata.deletion_timestamp.is_none()
@@ -48,23 +48,23 @@ impl Stage {
             });
         for (uid, hold) in recorded.chain(on_the_way) {
             for device in hold.devices {
-                let place = (hold.node.clone(), device);
-                if let Some(other) = holders.insert(place.clone(), uid.clone())
+                let device = (hold.node.clone(), device);
+                if let Some(other) = holders.insert(device.clone(), uid.clone())
                     && other != uid
                 {
-                    twice.push((place, other, uid.clone()));
+                    twice.push((device, other, uid.clone()));
                 }
             }
         }
-        for (place, one, other) in twice {
-            if self.excuse_double(&one, &other) {
+        for (device, one, other) in twice {
+            if self.is_expected_double(&one, &other) {
                 continue;
             }
-            self.violate(|| format!("I1: device {place:?} is in claims {one} and {other}"));
+            self.violate(|| format!("I1: device {device:?} is in claims {one} and {other}"));
         }
     }
 
-    /// What the controller may ask for at all.
+    /// Checks a command before it is executed.
     pub(crate) fn check_command(&mut self, command: &Command) {
         match command {
             Command::WriteClaim { key, uid, write, .. } => self.check_write(key, uid, write),
@@ -138,7 +138,7 @@ impl Stage {
             .get(&pod)
             .is_some_and(|uids| uids.contains(&consumer.uid));
         if !existed {
-            self.violate(|| format!("I16: {key} is reserved for a pod {pod} that never was"));
+            self.violate(|| format!("I16: {key} is reserved for a pod {pod} that never existed"));
         }
         if !self.store.context_owners_ever.contains(&consumer.uid) {
             self.violate(|| format!("I16: {key} is reserved for {pod} by the context of another pod"));
@@ -148,7 +148,9 @@ impl Stage {
             && uid_of_pod(pod) == consumer.uid
             && !names(pod, &key.name)
         {
-            self.violate(|| format!("I16: {key} is nobody's, and reserved for a pod that does not name it"));
+            self.violate(|| {
+                format!("I16: {key} has no owner and is reserved for a pod that does not name it")
+            });
         }
         if let Some(owner) = Self::owner_of(&claim)
             && owner != consumer.uid
@@ -187,7 +189,7 @@ impl Stage {
                     .flat_map(|entry| &entry.unsuitable_nodes),
             );
             if let Some(node) = nodes.iter().find(|node| !known.contains(node)) {
-                self.violate(|| format!("I13: {key} was not asked about node {node} for {name}"));
+                self.violate(|| format!("I13: {key} does not list node {node} for {name}"));
             }
             let chosen = &seen.spec.selected_node;
             if nodes.len() == NODE_LIST_MAX && !chosen.is_empty() && !nodes.contains(chosen) {
@@ -206,7 +208,7 @@ impl Stage {
 
     fn check_call(&mut self, request: &DriverRequest) {
         if !self.driver.observed_all {
-            self.violate(|| "the driver is asked before it was told what is held".to_owned());
+            self.violate(|| "the driver is called before its initial observation".to_owned());
         }
         match request {
             DriverRequest::Allocate { claims, node } => self.check_allocate(claims, node.as_deref()),
@@ -215,14 +217,14 @@ impl Stage {
                 let context = seen.and_then(|seen| seen.get(&ObjectKey::of(&pod.metadata)));
                 let owner = context.and_then(|context| controller_of(&context.metadata));
                 if owner.map(|owner| &owner.uid) != pod.metadata.uid.as_ref() {
-                    self.violate(|| "I16: a pod is judged by the context of another one".to_owned());
+                    self.violate(|| "I16: a pod is evaluated with the context of another one".to_owned());
                 }
                 if claims.is_empty() {
-                    self.violate(|| "the driver is asked about no claim".to_owned());
+                    self.violate(|| "the driver is called without claims".to_owned());
                 }
             }
             DriverRequest::Deallocate { claim, .. } => {
-                // What somebody has removed by force, finalizers and all, is in nobody's use.
+                // A claim that a user removed by force is not in use.
                 let stored = self.store.claims.get(&ObjectKey::of(&claim.metadata));
                 let is_there = stored.is_some_and(|stored| uid_of(stored) == uid_of(claim));
                 if is_there && !claim.status.reserved_for.is_empty() && recorded_hold(claim).is_some() {
@@ -232,7 +234,7 @@ impl Stage {
         }
     }
 
-    /// All claims of a pod that are still to be allocated go together.
+    /// All unallocated claims of a pod are allocated together.
     fn check_together(&mut self, claims: &[ClaimToAllocate]) {
         let names: BTreeSet<String> = claims.iter().map(|claim| uid_of(&claim.claim)).collect();
         let mut left_out = None;
@@ -246,7 +248,7 @@ impl Stage {
                 continue;
             }
             left_out = all.into_iter().map(|(_, claim)| claim).find(|claim| {
-                // What another driver may have had meanwhile does not count.
+                // Claims whose class named another driver at any time do not count.
                 let class = &claim.spec.resource_class_name;
                 let always_ours = self
                     .store
@@ -257,8 +259,8 @@ impl Stage {
                     && always_ours
                     && claim.spec.allocation_mode == Some(AllocationMode::WaitForFirstConsumer)
                     && claim.status.allocation.is_none()
-                    // Taken back since, because an old leader had recorded it.
-                    && !self.ghosts.contains(&uid_of(claim))
+                    // Rolled back since, because a former leader had recorded it.
+                    && !self.late_allocations.contains(&uid_of(claim))
                     && !names.contains(&uid_of(claim))
             });
         }
@@ -283,7 +285,7 @@ impl Stage {
             let process = self.process.as_ref();
             if process.is_some_and(|process| process.inherited.contains(&uid)) {
                 self.violate(|| {
-                    format!("I4: {key} is allocated before what an earlier process held for it is given back")
+                    format!("I4: {key} is allocated before the allocation of an earlier process is released")
                 });
             }
             if let Some(stored) = self.store.claims.get(&key)
@@ -313,7 +315,7 @@ impl Stage {
     }
 }
 
-/// Whether a pod uses the claim of this name because its author said so.
+/// Whether the spec of a pod names this claim.
 fn names(pod: &Pod, claim: &str) -> bool {
     let entries = &pod.spec.resource_claims;
     entries
@@ -321,11 +323,11 @@ fn names(pod: &Pod, claim: &str) -> bool {
         .any(|entry| entry.source.resource_claim_name.as_deref() == Some(claim))
 }
 
-/// Whether all claims can be those of a context's pod.
+/// Whether all claims can belong to the pod of a context.
 fn concerns(context: &drayman::api::resource::PodSchedulingContext, claims: &[ClaimToAllocate]) -> bool {
     let owner = drayman::api::resource::controller_of(&context.metadata).map(|owner| owner.uid.clone());
     claims.iter().all(|claim| {
-        let of = Stage::owner_of(&claim.claim);
+        let of = Cluster::owner_of(&claim.claim);
         of.is_none() || of == owner.as_deref()
     })
 }

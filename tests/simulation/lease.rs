@@ -1,6 +1,6 @@
-//! Several controllers and one lease: clocks that run differently, requests that are lost or late, processes that are paused or
-//! die. Some are started again with the identities of their earlier lives, which have ended: they take their own lease over without
-//! waiting for its end. Whoever is awake keeps the promise of one leader; what only a pause can break is counted.
+//! Leader election with several controllers: clocks of different rates, lost and late requests, paused and killed processes. Some restarted
+//! processes know the identities of their predecessors and take over their own lease without waiting for its expiry. At most one controller
+//! leads, except that a paused process may send a late write; these are counted.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -11,8 +11,8 @@ use drayman::core::lease::{Lease, LeaseAnswer, LeaseRecord, LeaseSettings, Lease
 use crate::rng::Rng;
 
 const SECOND: u64 = 1_000_000;
-/// Real time until which things go wrong, and then until the end.
-const TROUBLE: u64 = 600 * SECOND;
+/// Real time until which faults occur, then the end of the run.
+const FAULTS_END: u64 = 600 * SECOND;
 const END: u64 = 700 * SECOND;
 const KINDS: [&str; 10] = [
     "lease out of reach",
@@ -23,7 +23,7 @@ const KINDS: [&str; 10] = [
     "answer lost",
     "request late",
     "pause",
-    "death",
+    "kill",
     "write of a paused leader",
 ];
 
@@ -38,27 +38,27 @@ fn settings(identity: String, ended: BTreeSet<String>) -> LeaseSettings {
     }
 }
 
-/// A controller, as far as the lease is concerned.
+/// A controller that competes for the lease.
 struct Candidate {
     lease: Lease,
-    /// How fast its clock runs, in thousandths of the real speed, and when it was started.
+    /// Rate of its clock in thousandths, and its real start time.
     rate: u64,
     started: u64,
-    /// Tells its lives apart.
+    /// Number of its restarts.
     life: u64,
-    /// Whether a life knows the identities of the earlier ones, as a container does whose pod has a state directory.
+    /// Whether a restarted process knows earlier identities, as a container in a pod with a state directory does.
     remembers: bool,
     paused_until: u64,
-    /// Its requests about the lease are lost until then.
+    /// Its lease requests are lost until then.
     cut_until: u64,
-    /// When it was first seen to lead, in real time.
+    /// The real time at which it was first observed leading.
     leads_since: Option<u64>,
 }
 
-enum Happening {
-    /// It looks what to do about the lease.
+enum Event {
+    /// The candidate processes the lease.
     Turn,
-    /// Its request reaches the server, and the answer comes back at this time unless it is lost.
+    /// A lease request reaches the server; the reply arrives at `answer_at` unless it is lost.
     Request {
         step: LeaseStep,
         sent: Moment,
@@ -68,9 +68,9 @@ enum Happening {
         answer: LeaseAnswer,
         sent: Moment,
     },
-    /// It writes to a claim, if it may.
+    /// The candidate writes to a claim if it leads.
     Work,
-    /// That write reaches the server.
+    /// A claim write reaches the server.
     Written {
         led_since: u64,
         paused: bool,
@@ -78,11 +78,11 @@ enum Happening {
 }
 
 impl Candidate {
-    fn new(who: usize, life: u64, started: u64, rate: u64, remembers: bool) -> Self {
+    fn new(index: usize, life: u64, started: u64, rate: u64, remembers: bool) -> Self {
         let earlier = (0..life).filter(|_| remembers);
-        let ended = earlier.map(|life| identity(who, life)).collect();
+        let ended = earlier.map(|life| identity(index, life)).collect();
         Self {
-            lease: Lease::new(settings(identity(who, life), ended)),
+            lease: Lease::new(settings(identity(index, life), ended)),
             rate,
             started,
             life,
@@ -94,17 +94,17 @@ impl Candidate {
     }
 }
 
-fn identity(who: usize, life: u64) -> String {
-    format!("{who}-{life}")
+fn identity(index: usize, life: u64) -> String {
+    format!("{index}-{life}")
 }
 
 struct Cluster {
     now: u64,
     rng: Rng,
-    queue: BTreeMap<(u64, u64), (usize, u64, Happening)>,
+    queue: BTreeMap<(u64, u64), (usize, u64, Event)>,
     number: u64,
     record: Option<LeaseRecord>,
-    /// When that was stored.
+    /// The time at which `record` was stored.
     stored: u64,
     versions: u64,
     all: Vec<Candidate>,
@@ -132,126 +132,126 @@ impl Cluster {
             leaders: 0,
             violation: None,
         };
-        for who in 0..count as usize {
+        for index in 0..count as usize {
             let rate = cluster.rng.pick(rates).unwrap();
             let remembers = cluster.rng.chance(500);
-            cluster.all.push(Candidate::new(who, 0, 0, rate, remembers));
-            cluster.at(0, who, Happening::Turn);
-            cluster.at(0, who, Happening::Work);
+            cluster.all.push(Candidate::new(index, 0, 0, rate, remembers));
+            cluster.at(0, index, Event::Turn);
+            cluster.at(0, index, Event::Work);
         }
         cluster
     }
 
-    fn at(&mut self, when: u64, who: usize, happening: Happening) {
+    fn at(&mut self, when: u64, index: usize, event: Event) {
         self.number += 1;
-        let life = self.all[who].life;
-        self.queue.insert((when, self.number), (who, life, happening));
+        let life = self.all[index].life;
+        self.queue.insert((when, self.number), (index, life, event));
     }
 
     fn strikes(&mut self, kind: &'static str, per_thousand: u64) -> bool {
-        let strikes = self.now < TROUBLE && self.rng.chance(per_thousand);
+        let strikes = self.now < FAULTS_END && self.rng.chance(per_thousand);
         if strikes {
             *self.hits.entry(kind).or_default() += 1;
         }
         strikes
     }
 
-    fn clock(&self, who: usize) -> Moment {
-        let candidate = &self.all[who];
+    fn clock(&self, index: usize) -> Moment {
+        let candidate = &self.all[index];
         Moment::new(Duration::from_micros(
             (self.now - candidate.started) * candidate.rate / 1000,
         ))
     }
 
-    /// How long this many microseconds of its clock take.
-    fn real(&self, who: usize, micros: u64) -> u64 {
-        micros * 1000 / self.all[who].rate + 1
+    /// Converts microseconds of its clock to real time.
+    fn real(&self, index: usize, micros: u64) -> u64 {
+        micros * 1000 / self.all[index].rate + 1
     }
 
     fn run(&mut self) {
         while self.violation.is_none()
-            && let Some(((when, _), (who, life, happening))) = self.queue.pop_first()
+            && let Some(((when, _), (index, life, event))) = self.queue.pop_first()
             && when < END
         {
             self.now = when;
-            let paused_until = self.all[who].paused_until;
-            // What is on its way is not stopped by a pause or a death; whoever it is for finds it later, or never.
-            match happening {
-                Happening::Request {
+            let paused_until = self.all[index].paused_until;
+            // Requests in flight survive a pause or the end of their process; a paused process receives replies later.
+            match event {
+                Event::Request {
                     step,
                     sent,
                     answer_at,
                 } => {
-                    let answer = self.serve(&step, who, life);
-                    if let Some(when) = answer_at.filter(|_| life == self.all[who].life) {
-                        self.at(when, who, Happening::Answer { answer, sent });
+                    let answer = self.serve(&step, index, life);
+                    if let Some(when) = answer_at.filter(|_| life == self.all[index].life) {
+                        self.at(when, index, Event::Answer { answer, sent });
                     }
                 }
-                Happening::Written { led_since, paused } => self.written((who, life), led_since, paused),
-                _ if life != self.all[who].life => {}
-                happening if paused_until > when => self.at(paused_until, who, happening),
-                Happening::Turn => self.turn(who),
-                Happening::Answer { answer, sent } => {
-                    let now = self.clock(who);
-                    self.all[who].lease.answered(answer, sent, now);
-                    self.at(self.now, who, Happening::Turn);
+                Event::Written { led_since, paused } => self.written((index, life), led_since, paused),
+                _ if life != self.all[index].life => {}
+                event if paused_until > when => self.at(paused_until, index, event),
+                Event::Turn => self.turn(index),
+                Event::Answer { answer, sent } => {
+                    let now = self.clock(index);
+                    self.all[index].lease.answered(answer, sent, now);
+                    self.at(self.now, index, Event::Turn);
                 }
-                Happening::Work => self.work(who),
+                Event::Work => self.work(index),
             }
         }
     }
 
-    /// The shell's loop around the lease, in the words of `controller/leader.rs`.
-    fn turn(&mut self, who: usize) {
+    /// The leader election loop of `controller/leader.rs`.
+    fn turn(&mut self, index: usize) {
         if self.strikes("pause", 10) {
             let pause = self.rng.between(SECOND, 40 * SECOND);
-            self.all[who].paused_until = self.now + pause;
-        } else if self.strikes("death", 5) {
-            self.die(who);
+            self.all[index].paused_until = self.now + pause;
+        } else if self.strikes("kill", 5) {
+            self.restart(index);
             return;
         }
-        let now = self.clock(who);
-        let step = self.all[who].lease.step(now);
+        let now = self.clock(index);
+        let step = self.all[index].lease.step(now);
         match &step {
-            LeaseStep::Lost => self.die(who),
+            LeaseStep::Lost => self.restart(index),
             LeaseStep::Wait(until) => {
                 let wait = until.since_start().saturating_sub(now.since_start()).as_micros() as u64;
-                let when = self.now + self.real(who, wait.max(1000));
-                self.at(when, who, Happening::Turn);
+                let when = self.now + self.real(index, wait.max(1000));
+                self.at(when, index, Event::Turn);
             }
             LeaseStep::Read | LeaseStep::Write { .. } => {
-                self.all[who].lease.sent(&step, now);
-                self.request(who, step, now);
+                self.all[index].lease.sent(&step, now);
+                self.request(index, step, now);
             }
         }
     }
 
-    fn request(&mut self, who: usize, step: LeaseStep, sent: Moment) {
-        let timeout = self.real(who, 5 * SECOND);
-        // Sent after the pause, if there is one.
-        let start = self.now.max(self.all[who].paused_until);
+    fn request(&mut self, index: usize, step: LeaseStep, sent: Moment) {
+        let timeout = self.real(index, 5 * SECOND);
+        // The request is sent after the current pause.
+        let start = self.now.max(self.all[index].paused_until);
         let late = self.strikes("request late", 50);
-        let way = if late {
+        let latency = if late {
             self.rng.between(0, timeout)
         } else {
             self.rng.between(100, 20_000)
         };
         let back = self.rng.between(100, 20_000);
         if self.strikes("lease out of reach", 10) {
-            self.all[who].cut_until = self.now + self.rng.between(10 * SECOND, 20 * SECOND);
+            self.all[index].cut_until = self.now + self.rng.between(10 * SECOND, 20 * SECOND);
         }
-        let lost = start < self.all[who].cut_until || self.strikes("request lost", 50);
-        let unheard = lost || way + back >= timeout || self.strikes("answer lost", 50);
-        if unheard {
+        let lost = start < self.all[index].cut_until || self.strikes("request lost", 50);
+        let unanswered = lost || latency + back >= timeout || self.strikes("answer lost", 50);
+        if unanswered {
             let answer = LeaseAnswer::Unclear;
-            self.at(start + timeout, who, Happening::Answer { answer, sent });
+            self.at(start + timeout, index, Event::Answer { answer, sent });
         }
         if !lost {
-            let answer_at = (!unheard).then_some(start + way + back);
+            let answer_at = (!unanswered).then_some(start + latency + back);
             self.at(
-                start + way,
-                who,
-                Happening::Request {
+                start + latency,
+                index,
+                Event::Request {
                     step,
                     sent,
                     answer_at,
@@ -260,7 +260,7 @@ impl Cluster {
         }
     }
 
-    fn serve(&mut self, step: &LeaseStep, who: usize, life: u64) -> LeaseAnswer {
+    fn serve(&mut self, step: &LeaseStep, index: usize, life: u64) -> LeaseAnswer {
         let LeaseStep::Write {
             version, transitions, ..
         } = step
@@ -271,20 +271,23 @@ impl Cluster {
             return LeaseAnswer::Unclear;
         }
         let earlier = self.record.as_ref().map(|record| record.holder.as_str());
-        if life > 0 && earlier.is_some_and(|holder| (0..life).any(|life| identity(who, life) == holder)) {
+        if life > 0 && earlier.is_some_and(|holder| (0..life).any(|life| identity(index, life) == holder)) {
             *self.hits.entry("own lease taken over").or_default() += 1;
         }
-        let by_itself = earlier.is_some_and(|holder| (0..=life).any(|life| identity(who, life) == holder));
-        // As early as by the fastest clock.
+        let by_itself = earlier.is_some_and(|holder| (0..=life).any(|life| identity(index, life) == holder));
+        // The earliest expiry by the fastest clock.
         let ran_out = self.stored + 15 * SECOND * 1000 / 1040;
         if earlier.is_some() && !by_itself && self.now < ran_out {
             let now = self.now;
-            self.violation = Some(format!("at {now}: {who} takes a lease stored at {}", self.stored));
+            self.violation = Some(format!(
+                "at {now}: {index} takes a lease stored at {}",
+                self.stored
+            ));
         }
         self.stored = self.now;
         self.versions += 1;
         let record = LeaseRecord {
-            holder: identity(who, life),
+            holder: identity(index, life),
             duration: Duration::from_secs(15),
             transitions: *transitions,
             version: self.versions.to_string(),
@@ -293,61 +296,65 @@ impl Cluster {
         LeaseAnswer::Written(record)
     }
 
-    fn die(&mut self, who: usize) {
-        let old = &self.all[who];
-        // Paused or not: nothing is started before its predecessor has ended. What that has sent is still on its way.
-        self.all[who] = Candidate::new(who, old.life + 1, self.now, old.rate, old.remembers);
+    fn restart(&mut self, index: usize) {
+        let old = &self.all[index];
+        // A process starts only after its predecessor has ended, even if paused. Requests of the predecessor are still in flight.
+        self.all[index] = Candidate::new(index, old.life + 1, self.now, old.rate, old.remembers);
         let when = self.now + self.rng.between(0, 3 * SECOND);
-        self.at(when, who, Happening::Turn);
-        self.at(when, who, Happening::Work);
+        self.at(when, index, Event::Turn);
+        self.at(when, index, Event::Work);
     }
 
-    fn work(&mut self, who: usize) {
-        let now = self.clock(who);
-        if self.all[who].lease.holds(now) {
-            if self.all[who].leads_since.is_none() {
+    fn work(&mut self, index: usize) {
+        let now = self.clock(index);
+        if self.all[index].lease.holds(now) {
+            if self.all[index].leads_since.is_none() {
                 self.leaders += 1;
-                self.all[who].leads_since = Some(self.now);
+                self.all[index].leads_since = Some(self.now);
             }
-            let led_since = self.all[who].leads_since.unwrap_or_default();
-            // Between its last look at the clock and the write.
+            let led_since = self.all[index].leads_since.unwrap_or_default();
+            // A pause between the check of the lease and the write.
             let paused = self.strikes("pause", 2);
             if paused {
                 let pause = self.rng.between(SECOND, 40 * SECOND);
-                self.all[who].paused_until = self.now + pause;
+                self.all[index].paused_until = self.now + pause;
             }
-            let limit = self.real(who, 5 * SECOND);
-            // A server that does not answer about the lease is slow with claims too.
-            let is_cut = self.now < self.all[who].cut_until;
-            let way = if is_cut && self.rng.chance(500) {
+            let limit = self.real(index, 5 * SECOND);
+            // If lease requests are lost, claim writes are slow too.
+            let is_cut = self.now < self.all[index].cut_until;
+            let latency = if is_cut && self.rng.chance(500) {
                 self.rng.between(limit * 9 / 10, limit)
             } else if self.rng.chance(100) {
                 self.rng.between(0, limit)
             } else {
                 self.rng.between(100, 20_000)
             };
-            let start = self.now.max(self.all[who].paused_until);
-            self.at(start + way, who, Happening::Written { led_since, paused });
+            let start = self.now.max(self.all[index].paused_until);
+            self.at(start + latency, index, Event::Written { led_since, paused });
         }
-        let pace = if self.now < self.all[who].cut_until { 5 } else { 1 };
+        let pace = if self.now < self.all[index].cut_until {
+            5
+        } else {
+            1
+        };
         let when = self.now + self.rng.between(10_000, SECOND / pace);
-        self.at(when, who, Happening::Work);
+        self.at(when, index, Event::Work);
     }
 
-    /// Nobody else may have begun to lead after this leader and before its write arrives.
-    fn written(&mut self, (who, life): (usize, u64), led_since: u64, paused: bool) {
+    /// No other process may have started to lead after this leader and before its write arrives.
+    fn written(&mut self, (index, life): (usize, u64), led_since: u64, paused: bool) {
         self.writes += 1;
-        if self.all[who].life != life {
+        if self.all[index].life != life {
             *self.hits.entry("write of an ended process").or_default() += 1;
             let holder = self.record.as_ref().map(|record| record.holder.as_str());
-            if holder == Some(&identity(who, self.all[who].life)) {
+            if holder == Some(&identity(index, self.all[index].life)) {
                 let kind = "write of an ended process while its lease is taken over";
                 *self.hits.entry(kind).or_default() += 1;
             }
         }
         let now = self.now;
         let successor = self.all.iter().enumerate().any(|(other, candidate)| {
-            (other, candidate.life) != (who, life)
+            (other, candidate.life) != (index, life)
                 && candidate
                     .leads_since
                     .is_some_and(|since| since > led_since && since < now)
@@ -357,7 +364,7 @@ impl Cluster {
         } else if successor {
             self.violation = Some(format!(
                 "at {now}: a write of {} arrives when another one leads",
-                identity(who, life)
+                identity(index, life)
             ));
         }
     }
@@ -374,18 +381,15 @@ fn one_leads_with_any_clocks_and_only_a_pause_breaks_it() {
     let mut hits: BTreeMap<&str, u64> = BTreeMap::new();
     let (mut writes, mut leaders) = (0, 0);
     for seed in 0..400 {
-        // Clocks that differ by almost a tenth: machines differ by far less.
+        // Clock rates that differ by almost 10 %: real machines differ far less.
         let cluster = run(seed, &[950, 975, 1000, 1020, 1040]);
         assert_eq!(cluster.violation, None, "seed {seed}");
-        let leads = |who: usize| {
-            let candidate = &cluster.all[who];
-            candidate.lease.holds(cluster.clock(who))
+        let leads = |index: usize| {
+            let candidate = &cluster.all[index];
+            candidate.lease.holds(cluster.clock(index))
         };
-        let now_leading = (0..cluster.all.len()).filter(|who| leads(*who)).count();
-        assert_eq!(
-            now_leading, 1,
-            "seed {seed}: when all is well again, exactly one leads"
-        );
+        let now_leading = (0..cluster.all.len()).filter(|index| leads(*index)).count();
+        assert_eq!(now_leading, 1, "seed {seed}: exactly one leads after the faults");
         for (kind, count) in cluster.hits {
             *hits.entry(kind).or_default() += count;
         }
@@ -405,5 +409,5 @@ fn one_leads_with_any_clocks_and_only_a_pause_breaks_it() {
 #[test]
 fn a_clock_half_as_fast_again_exceeds_what_a_lease_bears() {
     let broken = (0..400).find_map(|seed| run(seed, &[800, 1300]).violation);
-    assert!(broken.is_some(), "the model above would not notice two leaders");
+    assert!(broken.is_some(), "the model does not detect two leaders");
 }

@@ -1,11 +1,11 @@
-//! The pure core of the controller on a stage whose time, order and faults we own.
+//! Deterministic simulation of the pure core of the controller.
 //!
-//! A model of the API server, the scheduler, the claim controller, the garbage collector, kubelets, another driver and people
-//! surrounds [`drayman::core::claims::ControllerState`]. One seed decides everything; the same seed is the same run. The promises are
-//! checked after every step; when faults have stopped and all is at rest, a reference says what must have been served.
+//! Models of the API server, the scheduler, the claim controller, the garbage collector, kubelets, another driver and users surround
+//! [`drayman::core::claims::ControllerState`]. The seed determines time, order and faults, so a run can be repeated. Invariants are checked
+//! after every step; when faults have stopped and the cluster is idle, a reference model checks that every pod that can run does run.
 //!
-//! A failure prints its seed and the command that replays it. `SEEDS` says how many seeds are run, `FIRST` where they begin;
-//! `VERBOSE=1` prints everything that happens in the named stories.
+//! A failure prints its seed and the command that replays it. `SEEDS` is the number of seeds, `FIRST` the first one; `VERBOSE=1` traces the
+//! scenarios.
 
 #![allow(
     clippy::unwrap_used,
@@ -15,29 +15,29 @@
     clippy::unnecessary_wraps,
     clippy::match_same_arms,
     clippy::struct_excessive_bools,
-    reason = "a model for tests: it may end at once where it is wrong, and keeps the shape of what it models"
+    reason = "a model for tests: it may panic, and it keeps the structure of the modelled components"
 )]
 
 mod calls;
 mod cluster;
+mod controllers;
 mod describe;
 mod driver;
 mod faults;
+mod final_checks;
 mod generate;
 mod invariants;
 mod lease;
 mod node;
-mod paused;
+mod paused_leader;
 mod pods;
 mod requests;
 mod rng;
 mod rules;
+mod runtime;
 mod scenarios;
 mod scheduler;
 mod seeds;
-mod shell;
-mod stage;
 mod store;
 mod structured;
 mod users;
-mod verdict;

@@ -1,4 +1,4 @@
-//! Which claims and nodes a pod is about, as every part of the cluster sees it.
+//! Claims and nodes of a pod, as all components determine them.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -7,14 +7,14 @@ use drayman::api::resource::{Pod, ResourceClaim};
 use drayman::core::claims::ObjectKey;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 
+use crate::cluster::Cluster;
 use crate::driver::hold_of;
-use crate::stage::Stage;
 
 pub(crate) fn uid_of_pod(pod: &Pod) -> String {
     pod.metadata.uid.clone().unwrap_or_default()
 }
 
-/// The owner reference of what belongs to a pod.
+/// The owner reference of objects of a pod.
 pub(crate) fn owned_by(pod: &Pod) -> OwnerReference {
     OwnerReference {
         api_version: "v1".to_owned(),
@@ -26,8 +26,8 @@ pub(crate) fn owned_by(pod: &Pod) -> OwnerReference {
     }
 }
 
-impl Stage {
-    /// The claim of a pod's entry, if it is there and belongs to the pod.
+impl Cluster {
+    /// The claim of a pod entry, if it exists and belongs to the pod.
     pub(crate) fn claim_of_entry(&self, key: &ObjectKey, entry: &str) -> Option<Arc<ResourceClaim>> {
         let pod = self.store.pods.get(key)?;
         let source = &pod
@@ -56,7 +56,7 @@ impl Stage {
         (Self::owner_of(claim) == pod.metadata.uid.as_deref()).then(|| claim.clone())
     }
 
-    /// All claims of a pod by entry; `None` while one is missing or going.
+    /// All claims of a pod by entry; `None` while one is missing or being deleted.
     pub(crate) fn claims_of(&self, key: &ObjectKey) -> Option<Vec<(String, Arc<ResourceClaim>)>> {
         let pod = self.store.pods.get(key)?;
         pod.spec
@@ -74,7 +74,7 @@ impl Stage {
     }
 
     pub(crate) fn nodes_of(&self, uid: &str) -> BTreeSet<String> {
-        let all: BTreeSet<String> = self.facts.nodes.keys().cloned().collect();
+        let all: BTreeSet<String> = self.environment.nodes.keys().cloned().collect();
         match self.pod_nodes.get(uid) {
             Some(nodes) => nodes.intersection(&all).cloned().collect(),
             None => all,
@@ -82,7 +82,7 @@ impl Stage {
     }
 }
 
-/// Whether what is allocated can be used on a node. The other driver's is not bound to one.
+/// Whether an allocation is usable on a node. Allocations of the other driver are usable on any node.
 pub(crate) fn reaches(allocation: &drayman::api::resource::AllocationResult, node: &str) -> bool {
     let hold = hold_of(allocation);
     hold.node.is_empty() || hold.node == node

@@ -1,15 +1,15 @@
-//! What each write of the controller means to the server, and which promises it must keep when it lands.
+//! Serves the requests of the controller and checks invariants of stored writes.
 
 use drayman::api::resource::{ResourceClaim, controller_of};
 use drayman::core::claims::{Answer, ClaimWrite, Command, ObjectKey, Outcome};
 
+use crate::cluster::Cluster;
 use crate::driver::{DRIVER, FINALIZER, recorded_hold, uid_of};
-use crate::stage::Stage;
 use crate::store::{ApiError, Endpoint};
 
-impl Stage {
-    /// Carries a request out at the server.
-    pub(crate) fn carry_out(&mut self, command: &Command) -> Answer {
+impl Cluster {
+    /// Serves a request.
+    pub(crate) fn serve(&mut self, command: &Command) -> Answer {
         match command {
             Command::ReadPod { key, .. } => {
                 self.reads += 1;
@@ -44,7 +44,7 @@ impl Stage {
                     .cloned();
                 let result = self.write_claim(key, uid, write);
                 if let (Some(before), Ok(_)) = (before, &result) {
-                    self.check_landed(&before, write);
+                    self.check_stored(&before, write);
                 }
                 Answer::ClaimWritten(outcome(result))
             }
@@ -131,8 +131,8 @@ impl Stage {
         }
     }
 
-    /// I3, I4, I5 at the moment at which a write is stored.
-    fn check_landed(&mut self, before: &ResourceClaim, write: &ClaimWrite) {
+    /// I3, I4 and I5 when a write is stored.
+    fn check_stored(&mut self, before: &ResourceClaim, write: &ClaimWrite) {
         let uid = uid_of(before);
         let name = before.metadata.name.clone().unwrap_or_default();
         let finalizers = before.metadata.finalizers.clone().unwrap_or_default();
@@ -140,7 +140,7 @@ impl Stage {
         let goes = before.metadata.deletion_timestamp.is_some() && finalizers.len() == 1;
         match write {
             ClaimWrite::Allocate { .. } => {
-                if !has_finalizer && !self.ghosts.contains(&uid) {
+                if !has_finalizer && !self.late_allocations.contains(&uid) {
                     self.violate(|| format!("I3: {name} is allocated without our finalizer"));
                 }
             }
@@ -149,10 +149,10 @@ impl Stage {
                     self.violate(|| format!("I5: {name} is cleared while it is reserved"));
                 }
                 if before.metadata.deletion_timestamp.is_none() && !before.status.deallocation_requested {
-                    self.violate(|| format!("{name} is cleared although nobody asked for it"));
+                    self.violate(|| format!("{name} is cleared without a request"));
                 }
             }
-            ClaimWrite::RollBackAllocation { .. } => self.check_undone(before),
+            ClaimWrite::RollBackAllocation { .. } => self.check_rolled_back(before),
             ClaimWrite::RemoveFinalizer { .. } if has_finalizer => {
                 if recorded_hold(before).is_some() && !goes {
                     self.violate(|| format!("I4: our finalizer leaves {name}, which records an allocation"));
@@ -170,19 +170,19 @@ impl Stage {
         }
     }
 
-    /// I5 for a claim that is taken back together with its reservation: no pod can be using it.
-    fn check_undone(&mut self, before: &ResourceClaim) {
-        // Another claim of the pod may have been recorded since, which this claim's version does not show. The node still has what
-        // it prepared for the pod, and gives it to nobody else.
+    /// I5 for a rollback that clears the reservation: no pod can be using the claim.
+    fn check_rolled_back(&mut self, before: &ResourceClaim) {
+        // Another claim of the pod may have been recorded since, which the version of this claim does not reveal. The node keeps the
+        // devices prepared for the pod.
         if self.late {
             return;
         }
         let name = before.metadata.name.clone().unwrap_or_default();
         if recorded_hold(before).is_none() {
-            self.violate(|| format!("I6: the allocation of {name} is not ours to take back"));
+            self.violate(|| format!("I6: the allocation of {name} is not ours to roll back"));
         }
         if before.status.reserved_for.len() > 1 {
-            self.violate(|| format!("I5: {name} is taken back from several pods"));
+            self.violate(|| format!("I5: {name} is rolled back from several pods"));
         }
         for consumer in &before.status.reserved_for {
             let key = ObjectKey::new(
@@ -196,19 +196,18 @@ impl Stage {
             let all = self.claims_of(&key);
             let can_run =
                 all.is_some_and(|all| all.iter().all(|(_, claim)| claim.status.allocation.is_some()));
-            // A device in two claims, one of them written by an old leader: the pod may get a node while the rollback is on its way.
-            // Its node gives the device to no other claim while the pod runs.
-            // Each rollback needs a read of its own.
+            // With a double allocation by a former leader, the pod may get a node while the rollback is in flight. Its node does not give
+            // the device to another claim while the pod runs. Each rollback needs its own read.
             let was_unbound = self.read_without_node.remove(&consumer.uid);
-            let bound_meanwhile = was_unbound && self.ghosts.contains(&uid_of(before));
+            let bound_meanwhile = was_unbound && self.late_allocations.contains(&uid_of(before));
             if (is_bound && !bound_meanwhile) || can_run {
-                self.violate(|| format!("I5: {name} is taken back from pod {key}, which can run"));
+                self.violate(|| format!("I5: {name} is rolled back from pod {key}, which can run"));
             }
         }
     }
 
-    /// Somebody else changes the object that a command is about to change.
-    pub(crate) fn bump(&mut self, command: &Command) {
+    /// Another client changes the object of a command.
+    pub(crate) fn write_concurrently(&mut self, command: &Command) {
         let tick = self.store.version().to_string();
         match command {
             Command::WriteClaim { key, .. } => {
@@ -228,7 +227,7 @@ impl Stage {
         }
     }
 
-    /// The pod that a claim was made for, by uid.
+    /// The UID of the pod that owns a template claim.
     pub(crate) fn owner_of(claim: &ResourceClaim) -> Option<&str> {
         controller_of(&claim.metadata).map(|owner| owner.uid.as_str())
     }

@@ -1,6 +1,5 @@
-//! The one source of chance: splitmix64, so that a seed is a run.
+//! The only source of randomness: splitmix64, so that a seed determines a run.
 
-/// A stream of numbers that depends on its seed alone.
 #[derive(Clone, Debug)]
 pub(crate) struct Rng(u64);
 
@@ -17,12 +16,12 @@ impl Rng {
         z ^ (z >> 31)
     }
 
-    /// A number below `bound`; 0 if there is none.
+    /// A number below `bound`; 0 if `bound` is 0.
     pub(crate) fn below(&mut self, bound: u64) -> u64 {
         if bound == 0 { 0 } else { self.next() % bound }
     }
 
-    /// A number from `from` to `to`, both included.
+    /// A number from `from` to `to`, inclusive.
     pub(crate) fn between(&mut self, from: u64, to: u64) -> u64 {
         from + self.below(to - from + 1)
     }

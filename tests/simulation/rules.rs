@@ -1,4 +1,4 @@
-//! What the API server refuses: `ValidateClaimStatusUpdate`, the strategies, and the limits of `resource.k8s.io/v1alpha2` at 1.30.
+//! Validation of the API server: `ValidateClaimStatusUpdate`, the strategies, and the limits of `resource.k8s.io/v1alpha2` in 1.30.
 
 use std::collections::BTreeSet;
 
@@ -12,7 +12,7 @@ fn invalid(message: &str) -> Result<(), ApiError> {
     Err(ApiError::Invalid(message.to_owned()))
 }
 
-/// Checks a claim's new state against its old one.
+/// Validates a claim update.
 pub(crate) fn claim_update(old: &ResourceClaim, new: &ResourceClaim) -> Result<(), ApiError> {
     let (was, is) = (&old.status, &new.status);
     if let (Some(before), Some(after)) = (&was.allocation, &is.allocation)
@@ -76,7 +76,7 @@ pub(crate) fn claim_update(old: &ResourceClaim, new: &ResourceClaim) -> Result<(
     Ok(())
 }
 
-/// Checks a context.
+/// Validates a context.
 pub(crate) fn context(context: &PodSchedulingContext) -> Result<(), ApiError> {
     let too_long = |nodes: &Vec<String>| {
         nodes.len() > NODE_LIST_MAX || nodes.iter().collect::<BTreeSet<_>>().len() < nodes.len()

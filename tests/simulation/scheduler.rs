@@ -1,4 +1,4 @@
-//! The scheduler: the dynamicresources plugin of 1.30. What a cycle decides is written a little later, as in PreBind.
+//! The dynamicresources plugin of the scheduler 1.30. The decision of a cycle is written with a delay, as in PreBind.
 
 use std::sync::Arc;
 
@@ -9,27 +9,27 @@ use drayman::api::resource::{
 use drayman::core::claims::ObjectKey;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
+use crate::cluster::{Action, Cluster, MILLISECOND, SECOND};
 use crate::driver::{Hold, uid_of};
 use crate::pods::{owned_by, reaches, uid_of_pod};
-use crate::stage::{Action, MILLISECOND, SECOND, Stage};
 use crate::store::{ApiError, Endpoint};
 
-/// What a cycle wants to be written.
+/// The decision of a cycle for a pod.
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
     pub(crate) pod: ObjectKey,
     pub(crate) uid: String,
-    pub(crate) act: Act,
+    pub(crate) decision: Decision,
 }
 
 #[derive(Clone, Debug)]
-pub(crate) enum Act {
-    /// Publish, then take the pod back out of `reservedFor`.
+pub(crate) enum Decision {
+    /// Publish, then remove the pod from `reservedFor`.
     Publish {
         potential: Option<Vec<String>>,
         selected: Option<String>,
     },
-    /// Ask for the deallocation of a claim that is in the way.
+    /// Request the deallocation of a claim that excludes all nodes.
     Deallocate { claim: ObjectKey, uid: String },
     /// Reserve and bind.
     Bind { node: String },
@@ -40,8 +40,8 @@ pub(crate) enum Act {
     },
 }
 
-impl Stage {
-    /// Something has changed: pods without a node are looked at again, later and later.
+impl Cluster {
+    /// Schedules cycles for pending pods with exponential backoff.
     pub(crate) fn wake_scheduler(&mut self) {
         let pending: Vec<(ObjectKey, String)> = self
             .store
@@ -53,11 +53,7 @@ impl Stage {
             .collect();
         for (key, uid) in pending {
             let attempts = self.attempts.entry(uid.clone()).or_default();
-            let first = if self.patient_scheduler {
-                SECOND
-            } else {
-                MILLISECOND
-            };
+            let first = if self.slow_scheduler { SECOND } else { MILLISECOND };
             let longest = (first << (*attempts).min(14)).min(10 * SECOND);
             let longest = if *attempts == 0 { MILLISECOND } else { longest };
             *attempts += 1;
@@ -81,21 +77,21 @@ impl Stage {
         } else {
             self.decide_for(key, &pod)
         };
-        if let Some(act) = decided {
-            self.note(|| format!("scheduler: {} {act:?}", key.name));
-            // Until it is written there is no other cycle.
+        if let Some(decision) = decided {
+            self.trace(|| format!("scheduler: {} {decision:?}", key.name));
+            // The pod gets no other cycle until the decision is written.
             self.cycles.insert(uid.clone());
             let delay = self.delay();
             let plan = Plan {
                 pod: key.clone(),
                 uid,
-                act,
+                decision,
             };
-            self.after(delay, Action::Carry(plan));
+            self.after(delay, Action::ApplyPlan(plan));
         }
     }
 
-    fn decide_for(&mut self, key: &ObjectKey, pod: &Pod) -> Option<Act> {
+    fn decide_for(&mut self, key: &ObjectKey, pod: &Pod) -> Option<Decision> {
         let uid = uid_of_pod(pod);
         let claims = self.claims_of(key)?;
         let context = self.store.contexts.get(key).cloned();
@@ -133,13 +129,13 @@ impl Stage {
             })
         };
         let mut passing = Vec::new();
-        let mut in_the_way: Vec<(ObjectKey, String)> = Vec::new();
+        let mut blocking: Vec<(ObjectKey, String)> = Vec::new();
         for node in self.nodes_of(&uid) {
             let mut passes = true;
             for (entry, claim) in &claims {
                 match &claim.status.allocation {
                     Some(allocation) if !reaches(allocation, &node) => {
-                        in_the_way.push((ObjectKey::of(&claim.metadata), uid_of(claim)));
+                        blocking.push((ObjectKey::of(&claim.metadata), uid_of(claim)));
                         passes = false;
                     }
                     None if unsuitable(entry, &node) => {
@@ -154,15 +150,15 @@ impl Stage {
             }
         }
         if passing.is_empty() {
-            in_the_way.retain(|(key, _)| {
+            blocking.retain(|(key, _)| {
                 self.store.claims.get(key).is_some_and(|claim| {
                     let reserved = &claim.status.reserved_for;
                     claim.spec.allocation_mode != Some(drayman::api::resource::AllocationMode::Immediate)
                         && reserved.iter().all(|consumer| consumer.uid == uid)
                 })
             });
-            let (claim, uid) = self.rng.pick(&in_the_way)?;
-            return Some(Act::Deallocate { claim, uid });
+            let (claim, uid) = self.rng.pick(&blocking)?;
+            return Some(Decision::Deallocate { claim, uid });
         }
         self.reserve(&claims, context.as_deref(), &passing)
     }
@@ -172,7 +168,7 @@ impl Stage {
         claims: &[(String, Arc<ResourceClaim>)],
         context: Option<&PodSchedulingContext>,
         passing: &[String],
-    ) -> Option<Act> {
+    ) -> Option<Decision> {
         let pending: Vec<&String> = claims
             .iter()
             .filter(|(_, claim)| claim.status.allocation.is_none())
@@ -184,7 +180,7 @@ impl Stage {
             node.clone_from(&spec.selected_node);
         }
         if pending.is_empty() {
-            return Some(Act::Bind { node });
+            return Some(Decision::Bind { node });
         }
         let mut potential = None;
         if passing.len() > 1 && !passing.iter().all(|node| spec.potential_nodes.contains(node)) {
@@ -210,10 +206,10 @@ impl Stage {
             selected = Some(node);
         }
         let dirty = potential.is_some() || selected.is_some();
-        dirty.then_some(Act::Publish { potential, selected })
+        dirty.then_some(Decision::Publish { potential, selected })
     }
 
-    pub(crate) fn carry(&mut self, plan: Plan) {
+    pub(crate) fn apply_plan(&mut self, plan: Plan) {
         self.cycles.remove(&plan.uid);
         let Some(pod) = self
             .store
@@ -224,12 +220,12 @@ impl Stage {
         else {
             return;
         };
-        match plan.act {
-            Act::Publish { potential, selected } => {
+        match plan.decision {
+            Decision::Publish { potential, selected } => {
                 self.publish(&plan.pod, &pod, potential, selected);
                 self.unreserve(&plan.pod, &plan.uid);
             }
-            Act::Deallocate { claim, uid } => {
+            Decision::Deallocate { claim, uid } => {
                 let selects = self
                     .store
                     .contexts
@@ -254,12 +250,12 @@ impl Stage {
                         Ok(())
                     });
             }
-            Act::Bind { node } => self.bind(&plan.pod, &pod, &node),
-            Act::Allocate { node, allocations } => {
+            Decision::Bind { node } => self.bind(&plan.pod, &pod, &node),
+            Decision::Allocate { node, allocations } => {
                 self.bind_with_allocations(&plan.pod, &pod, &node, &allocations);
             }
         }
-        // Somebody may have changed something while this cycle was under way.
+        // The store may have changed during this cycle.
         self.wake_scheduler();
     }
 
@@ -351,7 +347,7 @@ impl Stage {
                 return;
             }
         }
-        self.note(|| format!("scheduler: {} is bound to {node}", key.name));
+        self.trace(|| format!("scheduler: {} is bound to {node}", key.name));
         self.store
             .update_pod(key, |pod| pod.spec.node_name = Some(node.to_owned()));
         self.store.delete_context(key);

@@ -1,11 +1,11 @@
-//! Runs by seed.
+//! Randomized runs.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::cluster::Cluster;
 use crate::faults::{ALL, BETWEEN_APIS, Fault, Faults, OF_APIS, OF_NODES, OF_STRUCTURED};
-use crate::stage::Stage;
 
 pub(crate) struct Run {
     pub(crate) hash: u64,
@@ -17,43 +17,43 @@ pub(crate) struct Run {
 }
 
 pub(crate) fn run(seed: u64, verbose: bool) -> Run {
-    let mut stage = Stage::new(seed);
-    stage.verbose = verbose;
-    let mut tempers = crate::rng::Rng::new(!seed);
-    stage.faults = Faults::by_seed(&mut tempers);
-    stage.structured = seed % 8 == 5;
-    stage.set_up_by_seed();
-    // The others are faster, and have pods that end at once.
+    let mut cluster = Cluster::new(seed);
+    cluster.verbose = verbose;
+    let mut fault_rng = crate::rng::Rng::new(!seed);
+    cluster.faults = Faults::by_seed(&mut fault_rng);
+    cluster.structured = seed % 8 == 5;
+    cluster.set_up_by_seed();
+    // Runs without nodes are faster; their pods end immediately.
     if !seed.is_multiple_of(2) {
-        stage.set_up_nodes(seed);
+        cluster.set_up_nodes(seed);
     }
-    // Every second of these has devices that containers may have as an extended resource, too.
+    // In half of these, devices are also available as an extended resource.
     if seed % 4 == 3 {
-        stage.open_both_apis();
+        cluster.open_both_apis();
     }
-    while stage.violation.is_none()
-        && (stage.user_actions > 0 || (stage.generation == 0 && !stage.structured))
+    while cluster.violation.is_none()
+        && (cluster.user_actions > 0 || (cluster.generation == 0 && !cluster.structured))
     {
-        let end = stage.now + 600 * crate::stage::SECOND;
-        if !stage.step(end) {
+        let end = cluster.now + 600 * crate::cluster::SECOND;
+        if !cluster.step(end) {
             break;
         }
     }
-    let linger = stage.rng.between(0, 60 * crate::stage::SECOND);
-    stage.run_for(linger);
-    if stage.structured {
-        stage.conclude_structured();
+    let linger = cluster.rng.between(0, 60 * crate::cluster::SECOND);
+    cluster.run_for(linger);
+    if cluster.structured {
+        cluster.conclude_structured();
     } else {
-        stage.conclude();
+        cluster.conclude();
     }
-    stage.conclude_nodes();
+    cluster.conclude_nodes();
     Run {
-        hash: stage.hash,
-        hits: stage.faults.hits.clone(),
-        allocations: stage.counted().allocations,
-        granted: stage.nodes.granted,
-        steps: stage.steps,
-        violation: stage.violation,
+        hash: cluster.hash,
+        hits: cluster.faults.hits.clone(),
+        allocations: cluster.counted().allocations,
+        granted: cluster.nodes.granted,
+        steps: cluster.steps,
+        violation: cluster.violation,
     }
 }
 
@@ -61,7 +61,7 @@ fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |text| text.parse().unwrap())
 }
 
-/// Prints which seed a thread is at when it panics.
+/// Prints the current seed on panic.
 struct Guard(u64);
 
 impl Drop for Guard {
@@ -76,7 +76,7 @@ fn command(seed: u64) -> String {
     format!("SEED={seed} cargo test --test simulation replay -- --nocapture")
 }
 
-/// `SEEDS` says how many, `FIRST` where to begin.
+/// `SEEDS` is the number of seeds, `FIRST` the first one.
 #[test]
 fn every_seed_holds_every_invariant_and_meets_every_fault() {
     let (first, count) = (number("FIRST", 0), number("SEEDS", 5000));
@@ -97,7 +97,7 @@ fn every_seed_holds_every_invariant_and_meets_every_fault() {
                         assert_eq!(
                             result.hash,
                             run(seed, false).hash,
-                            "seed {seed} does not repeat itself"
+                            "seed {seed} is not reproducible"
                         );
                     }
                     if let Some(text) = result.violation {
@@ -129,17 +129,17 @@ fn every_seed_holds_every_invariant_and_meets_every_fault() {
         for fault in caused.chain(OF_NODES).chain(OF_APIS).chain(OF_STRUCTURED) {
             assert!(hits.contains_key(&fault), "{fault:?} was never hit");
         }
-        // What comes of faults comes less often.
+        // Effects of faults are rarer.
         let effects = BETWEEN_APIS.into_iter().chain([Fault::DoubleAllocation]);
         for fault in effects.filter(|_| count >= 2400) {
-            assert!(hits.contains_key(&fault), "{fault:?} has never come of anything");
+            assert!(hits.contains_key(&fault), "{fault:?} never occurred");
         }
         assert!(allocations > 0, "nothing was ever allocated");
         assert!(granted > 0, "nothing was ever granted");
     }
 }
 
-/// Runs the seed `SEED` again and prints everything that happens.
+/// Runs the seed `SEED` with a trace.
 #[test]
 fn replay() {
     let seed = number("SEED", 1);

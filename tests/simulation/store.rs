@@ -1,4 +1,4 @@
-//! The API server: objects with versions and uids, and a history for the watches. What it refuses is in `rules`.
+//! The API server: objects with versions and UIDs, and the event history for watches. Its validation is in `rules`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub(crate) enum Kind {
 
 pub(crate) const KINDS: [Kind; 3] = [Kind::Class, Kind::Claim, Kind::Context];
 
-/// Why a request was not carried out.
+/// Why a request failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum ApiError {
     NotFound(String),
@@ -29,7 +29,7 @@ pub(crate) enum ApiError {
     Invalid(String),
 }
 
-/// Which half of a claim a request can change.
+/// The endpoint of a claim update.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Endpoint {
     Main,
@@ -44,17 +44,17 @@ pub(crate) struct Store {
     pub(crate) claims: BTreeMap<ObjectKey, Arc<ResourceClaim>>,
     pub(crate) contexts: BTreeMap<ObjectKey, Arc<PodSchedulingContext>>,
     pub(crate) pods: BTreeMap<ObjectKey, Arc<Pod>>,
-    /// What the watches show, by kind.
+    /// The watch events by kind.
     history: [Vec<Event>; 3],
-    /// By context uid: the entries that our field manager has applied.
+    /// By context UID, the entries applied by our field manager.
     applied: BTreeMap<String, BTreeSet<String>>,
-    /// By context uid: every node that was ever selected, and every node ever asked about.
+    /// By context UID, every node that was ever selected.
     pub(crate) selected_ever: BTreeMap<String, BTreeSet<String>>,
-    /// By class name: every driver that it has named.
+    /// By class name, every driver that it ever named.
     pub(crate) drivers_ever: BTreeMap<String, BTreeSet<String>>,
-    /// Uids of the pods for which there was a context.
+    /// UIDs of pods that ever had a context.
     pub(crate) context_owners_ever: BTreeSet<String>,
-    /// Uids of pods by the key that they had.
+    /// UIDs of all pods that ever existed, by key.
     pub(crate) pods_ever: BTreeMap<ObjectKey, BTreeSet<String>>,
 }
 
@@ -63,7 +63,7 @@ fn deletion_time() -> Time {
 }
 
 impl Store {
-    /// Counts every stored change.
+    /// The number of stored changes.
     pub(crate) fn version(&self) -> u64 {
         self.version
     }
@@ -87,7 +87,7 @@ impl Store {
         self.history[kind as usize].push(event);
     }
 
-    /// Everything of a kind, as a list answers it.
+    /// The list event of a kind.
     pub(crate) fn list(&self, kind: Kind) -> Event {
         match kind {
             Kind::Class => Event::Classes(self.classes.values().cloned().collect()),
@@ -147,7 +147,7 @@ impl Store {
         }
     }
 
-    /// A pod that runs goes when the kubelet has stopped it; any other goes at once.
+    /// A running pod is removed after the kubelet has stopped it, any other pod immediately.
     pub(crate) fn delete_pod(&mut self, key: &ObjectKey) {
         let runs = self
             .pods
@@ -183,7 +183,7 @@ impl Store {
         Ok(claim)
     }
 
-    /// Changes one half of a claim; the other half stays as it is stored, whatever `change` does to it.
+    /// Updates a claim through an endpoint; changes by `change` to fields of the other endpoint are ignored.
     pub(crate) fn update_claim(
         &mut self,
         key: &ObjectKey,
@@ -215,7 +215,7 @@ impl Store {
         }
         if claim.metadata.deletion_timestamp.is_some() && claim.metadata.finalizers.is_none() {
             self.remove_claim(key);
-            // The answer is the object of the request, with the version that it had.
+            // The response has the object of the request with its old version.
             return Ok(Arc::new(claim));
         }
         claim.metadata.resource_version = Some(self.next_version());

@@ -1,7 +1,7 @@
-//! Structured mode: the scheduler allocates the devices of the nodes and writes them into claims, which companions read at Prepare.
+//! Structured mode: the scheduler allocates devices in claims, which companions read at prepare.
 //!
-//! The store keeps a claim in the form of the classic mode. Its allocation lists results: `d0`, `d1#7` (share 7 of a device with shares)
-//! and `d0!` (admin access).
+//! The store keeps claims in classic form. The allocation lists results: `d0`, `d1#7` (share 7 of a device with shares) and `d0!` (admin
+//! access).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -12,26 +12,26 @@ use drayman::core::prepare::allocation_results::results_of_claim;
 use drayman::core::prepare::plan::{Allocation, ClaimToPrepare, DeviceResult};
 use k8s_openapi::api::resource::v1;
 
+use crate::cluster::Cluster;
 use crate::driver::{DRIVER, Hold, OTHER_DRIVER, allocation_of, recorded_hold, uid_of};
 use crate::faults::Fault;
 use crate::node::{claim_uid, driver_name};
 use crate::pods::{reaches, uid_of_pod};
-use crate::scheduler::Act;
-use crate::stage::Stage;
+use crate::scheduler::Decision;
 use crate::store::Endpoint;
 use crate::users::Use;
 
-/// The devices that a claim gets, by the template that it is from.
+/// The device request of a claim, encoded in its parameters.
 #[derive(Clone, Copy)]
-struct Wish {
+struct DeviceRequest {
     count: usize,
     admin_access: bool,
 }
 
-fn wish(claim: &ResourceClaim) -> Wish {
+fn device_request(claim: &ResourceClaim) -> DeviceRequest {
     let parameters = claim.spec.parameters_ref.as_ref();
     let name = parameters.map_or("", |reference| reference.name.as_str());
-    Wish {
+    DeviceRequest {
         count: if name == "pair" { 2 } else { 1 },
         admin_access: name == "admin",
     }
@@ -52,7 +52,7 @@ pub(crate) fn shares_of(device: &str) -> u32 {
     1 + number % 2
 }
 
-/// How many shares of each device these results take.
+/// The shares that these results use, by device.
 pub(crate) fn shares_taken<'a>(results: impl Iterator<Item = &'a String>) -> BTreeMap<String, u32> {
     let mut taken = BTreeMap::new();
     for result in results.filter(|result| !has_admin_access(result)) {
@@ -61,7 +61,7 @@ pub(crate) fn shares_taken<'a>(results: impl Iterator<Item = &'a String>) -> BTr
     taken
 }
 
-/// Whether devices have shares for all these claims.
+/// Whether no device is over-allocated.
 pub(crate) fn have_room(taken: &BTreeMap<String, u32>) -> bool {
     taken.iter().all(|(device, count)| *count <= shares_of(device))
 }
@@ -72,7 +72,6 @@ pub(crate) fn devices_of(hold: &Hold) -> BTreeSet<String> {
     names.collect()
 }
 
-/// The results of an allocation as a companion reads them.
 pub(crate) fn results_of(hold: &Hold) -> Vec<DeviceResult> {
     let result = |result: &String| DeviceResult {
         request: "device".to_owned(),
@@ -85,8 +84,8 @@ pub(crate) fn results_of(hold: &Hold) -> Vec<DeviceResult> {
     hold.devices.iter().map(result).collect()
 }
 
-/// The claim as the API server shows it in `resource.k8s.io/v1`, with a result of another driver.
-fn shown(claim: &ResourceClaim) -> v1::ResourceClaim {
+/// The claim in `resource.k8s.io/v1`, with an additional result of another driver.
+fn v1_claim(claim: &ResourceClaim) -> v1::ResourceClaim {
     let result = |result: DeviceResult| v1::DeviceRequestAllocationResult {
         request: result.request,
         driver: DRIVER.to_owned(),
@@ -134,16 +133,16 @@ fn shown(claim: &ResourceClaim) -> v1::ResourceClaim {
     }
 }
 
-impl Stage {
-    /// What the scheduler decides for a pod: a node with devices for all its claims.
-    pub(crate) fn schedule(&mut self, key: &ObjectKey, pod: &Pod) -> Option<Act> {
+impl Cluster {
+    /// Schedules a pod: picks a node with devices for all its claims.
+    pub(crate) fn schedule(&mut self, key: &ObjectKey, pod: &Pod) -> Option<Decision> {
         let claims = self.claims_of(key)?;
         let mut nodes: Vec<String> = self.nodes_of(&uid_of_pod(pod)).into_iter().collect();
         while !nodes.is_empty() {
             let index = self.rng.below(nodes.len() as u64) as usize;
             let node = nodes.swap_remove(index);
             if let Some(allocations) = self.devices_on(&node, &claims) {
-                return Some(Act::Allocate { node, allocations });
+                return Some(Decision::Allocate { node, allocations });
             }
         }
         None
@@ -163,11 +162,11 @@ impl Stage {
             .filter(|hold| hold.node == node)
             .flat_map(|hold| hold.devices)
             .collect();
-        if self.strikes_node(Fault::ScheduledTwice) {
+        if self.occurs_on_node(Fault::ScheduledTwice) {
             held.clear();
         }
         let all: Vec<String> = self
-            .facts
+            .environment
             .nodes
             .get(node)
             .into_iter()
@@ -181,18 +180,18 @@ impl Stage {
                 Some(_) => continue,
                 None => {}
             }
-            let wish = wish(claim);
+            let request = device_request(claim);
             let taken = shares_taken(held.iter());
             let mut free: Vec<String> = all.clone();
-            if !wish.admin_access {
+            if !request.admin_access {
                 free.retain(|device| taken.get(device).copied().unwrap_or_default() < shares_of(device));
             }
             let mut devices = BTreeSet::new();
-            for _ in 0..wish.count {
+            for _ in 0..request.count {
                 let device = self.rng.pick(&free)?;
                 free.retain(|other| *other != device);
                 self.shares_given += 1;
-                devices.insert(match (wish.admin_access, shares_of(&device)) {
+                devices.insert(match (request.admin_access, shares_of(&device)) {
                     (true, _) => format!("{device}!"),
                     (false, 1) => device,
                     (false, _) => format!("{device}#{}", self.shares_given),
@@ -205,7 +204,7 @@ impl Stage {
         Some(allocations)
     }
 
-    /// The scheduler writes each claim once, with its reservation, and binds the pod.
+    /// Writes each claim with its reservation in one request and binds the pod.
     pub(crate) fn bind_with_allocations(
         &mut self,
         key: &ObjectKey,
@@ -228,13 +227,13 @@ impl Stage {
         self.bind(key, pod, node);
     }
 
-    /// What a companion asks of kubelet's claim: one read, which may fail.
+    /// Reads a claim for a companion; may fail.
     pub(crate) fn read_claim(&mut self, key: &ObjectKey, uid: &str) -> Result<ClaimToPrepare, String> {
-        if self.strikes_node(Fault::ClaimUnreadable) {
-            return Err("the API server is away".to_owned());
+        if self.occurs_on_node(Fault::ClaimUnreadable) {
+            return Err("the API server is unavailable".to_owned());
         }
-        let changes = self.strikes_node(Fault::ClaimChanges);
-        // Before the read, or after it.
+        let changes = self.occurs_on_node(Fault::ClaimChanges);
+        // The change happens before or after the read.
         let before = changes && self.rng.chance(500);
         if before {
             self.change_claim(key);
@@ -244,7 +243,7 @@ impl Stage {
             self.change_claim(key);
         }
         let claim = claim.ok_or("the claim is gone")?;
-        let results = results_of_claim(shown(&claim), uid, &driver_name());
+        let results = results_of_claim(v1_claim(&claim), uid, &driver_name());
         Ok(ClaimToPrepare {
             namespace: key.namespace.clone(),
             name: key.name.clone(),
@@ -253,10 +252,10 @@ impl Stage {
         })
     }
 
-    /// Somebody takes a claim's devices away, deletes it, or replaces it.
+    /// A user deallocates, deletes or replaces a claim.
     pub(crate) fn change_claim(&mut self, key: &ObjectKey) {
         let what = self.rng.below(3);
-        self.note(|| format!("somebody changes claim {key}: {what}"));
+        self.trace(|| format!("user: changes claim {key}: {what}"));
         if what == 0 {
             let _ = self.store.update_claim(key, None, Endpoint::Status, |claim| {
                 claim.status = ResourceClaimStatus::default();
@@ -271,7 +270,7 @@ impl Stage {
                 "gpu",
                 drayman::api::resource::AllocationMode::WaitForFirstConsumer,
             );
-            let nodes: Vec<String> = self.facts.nodes.keys().cloned().collect();
+            let nodes: Vec<String> = self.environment.nodes.keys().cloned().collect();
             let node = self.rng.pick(&nodes);
             let claim = self.store.claims.get(key).cloned();
             if let (Some(node), Some(claim)) = (node, claim) {
@@ -289,7 +288,7 @@ impl Stage {
         }
     }
 
-    /// A pod with one to three claims of structured mode.
+    /// Creates a pod with one to three claims.
     pub(crate) fn user_creates_structured_pod(&mut self, key: &ObjectKey) {
         let kinds = [
             Use::Template("gpu"),
@@ -304,22 +303,22 @@ impl Stage {
         self.create_pod(key, &uses, None);
     }
 
-    /// Somebody changes a claim, or removes a node's CDI files.
-    pub(crate) fn user_disturbs(&mut self) {
+    /// A user changes a claim or removes the CDI files of a node.
+    pub(crate) fn user_interferes(&mut self) {
         if self.rng.chance(300) {
-            let nodes: Vec<String> = self.facts.nodes.keys().cloned().collect();
+            let nodes: Vec<String> = self.environment.nodes.keys().cloned().collect();
             if let Some(node) = self.rng.pick(&nodes) {
-                self.lose_files(&node);
+                self.remove_cdi_files(&node);
             }
         } else if let Some(claim) = self.any_claim() {
             self.change_claim(&claim);
         }
     }
 
-    /// Lets everything come to rest.
+    /// Stops faults and runs until idle.
     pub(crate) fn conclude_structured(&mut self) {
         self.faults.stop();
-        self.users_rest();
+        self.stop_users();
         self.last_change = self.now;
         self.run_until_quiet(60_000);
     }

@@ -1,4 +1,4 @@
-//! People: they make, delete, rename, repoint and edit.
+//! Users: they create, delete, replace and edit objects.
 
 use drayman::api::resource::{
     AllocationMode, ClaimSource, Pod, PodResourceClaim, PodSpec, ResourceClaim, ResourceClass,
@@ -7,13 +7,13 @@ use drayman::core::claims::ObjectKey;
 use drayman::driver::CapacityCause;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
+use crate::cluster::{Action, Cluster, MILLISECOND, SECOND};
 use crate::driver::{DRIVER, OTHER_DRIVER, Parameters};
 use crate::faults::Fault;
 use crate::generate::template_spec;
-use crate::stage::{Action, MILLISECOND, SECOND, Stage};
 use crate::store::Endpoint;
 
-/// A finalizer that somebody puts on a claim and forgets.
+/// A finalizer that a user adds to a claim and does not remove.
 pub(crate) const STRANGE_FINALIZER: &str = "example.com/hold";
 
 /// How a pod names a claim.
@@ -23,7 +23,7 @@ pub(crate) enum Use<'a> {
     Named(&'a str),
 }
 
-impl Stage {
+impl Cluster {
     pub(crate) fn set_class(&mut self, name: &str, driver: &str) {
         self.store.put_class(ResourceClass {
             metadata: ObjectMeta {
@@ -41,19 +41,19 @@ impl Stage {
             valid,
             shareable,
         };
-        self.facts.parameters.insert(name.to_owned(), parameters);
+        self.environment.parameters.insert(name.to_owned(), parameters);
         let delay = self.delay();
-        self.announce_change(CapacityCause::Parameters, None, delay);
+        self.report_capacity(CapacityCause::Parameters, None, delay);
     }
 
     pub(crate) fn set_devices(&mut self, node: &str, count: usize) {
         let devices = (0..count).map(|n| format!("d{n}")).collect();
-        self.facts.nodes.insert(node.to_owned(), devices);
+        self.environment.nodes.insert(node.to_owned(), devices);
         let delay = self.delay();
-        self.announce_change(CapacityCause::Inventory, None, delay);
+        self.report_capacity(CapacityCause::Inventory, None, delay);
     }
 
-    /// Makes a pod with entries `c0`, `c1`, …
+    /// Creates a pod with the entries `c0`, `c1`, …
     pub(crate) fn create_pod(&mut self, key: &ObjectKey, uses: &[Use<'_>], node: Option<&str>) -> String {
         let resource_claims = uses
             .iter()
@@ -86,7 +86,7 @@ impl Stage {
             },
             ..Pod::default()
         });
-        self.note(|| format!("user: pod {key} {uses:?}"));
+        self.trace(|| format!("user: pod {key} {uses:?}"));
         pod.metadata.uid.clone().unwrap()
     }
 
@@ -102,12 +102,12 @@ impl Stage {
             spec,
             ..ResourceClaim::default()
         });
-        self.note(|| format!("user: claim {key} {template} {mode:?}"));
+        self.trace(|| format!("user: claim {key} {template} {mode:?}"));
     }
 
-    /// A cluster for a seed.
+    /// Creates random nodes, classes and parameters.
     pub(crate) fn set_up_by_seed(&mut self) {
-        self.lasting_driver = self.rng.chance(300);
+        self.durable_driver = self.rng.chance(300);
         self.lag = self.rng.between(2, 200) * MILLISECOND;
         for index in 0..self.rng.between(1, 4) {
             let count = self.rng.pick(&[0, 1, 2, 3]).unwrap();
@@ -159,12 +159,12 @@ impl Stage {
             0..=6 => self.user_creates_pod(),
             7 | 8 => {
                 if let Some(pod) = self.any_pod() {
-                    self.note(|| format!("user: deletes pod {pod}"));
-                    if self.strikes_node(Fault::ForcedDeletion) {
+                    self.trace(|| format!("user: deletes pod {pod}"));
+                    if self.occurs_on_node(Fault::ForcedDeletion) {
                         self.store.remove_pod(&pod);
                     }
                     self.store.delete_pod(&pod);
-                    // Under the same name, at once.
+                    // Recreates a pod of the same name immediately.
                     if self.rng.chance(300) && !self.store.pods.contains_key(&pod) {
                         self.create_pod(&pod, &[Use::Template("gpu")], None);
                     }
@@ -174,7 +174,7 @@ impl Stage {
                 if let Some(pod) = self.any_pod()
                     && self.store.pods[&pod].spec.node_name.is_some()
                 {
-                    self.note(|| format!("pod {pod} ends"));
+                    self.trace(|| format!("pod {pod} ends"));
                     self.containers_end(&pod);
                 }
             }
@@ -194,7 +194,7 @@ impl Stage {
             }
             12 => {
                 if let Some(claim) = self.any_claim() {
-                    self.note(|| format!("user: deletes claim {claim}"));
+                    self.trace(|| format!("user: deletes claim {claim}"));
                     self.store.delete_claim(&claim);
                 }
             }
@@ -210,18 +210,18 @@ impl Stage {
                     });
                 }
             }
-            14..=16 if self.structured => self.user_disturbs(),
+            14..=16 if self.structured => self.user_interferes(),
             14 => {
                 let repointed = self
                     .store
                     .classes
                     .get("flip")
                     .is_some_and(|class| class.driver_name == OTHER_DRIVER);
-                self.note(|| "user: repoints class flip".to_owned());
+                self.trace(|| "user: repoints class flip".to_owned());
                 self.set_class("flip", if repointed { DRIVER } else { OTHER_DRIVER });
             }
             15 => {
-                self.note(|| "user: class late comes or goes".to_owned());
+                self.trace(|| "user: class late comes or goes".to_owned());
                 if self.store.classes.contains_key("late") {
                     self.store.delete_class("late");
                 } else {
@@ -230,13 +230,13 @@ impl Stage {
             }
             16 => {
                 let valid = self.rng.chance(500);
-                self.note(|| format!("user: parameters odd are now valid: {valid}"));
+                self.trace(|| format!("user: parameters odd are now valid: {valid}"));
                 self.set_parameters("odd", 1, valid, false);
             }
             17 => self.user_changes_inventory(),
             18 => {
                 if let Some(key) = self.store.contexts.keys().next().cloned() {
-                    self.note(|| format!("user: deletes context {key}"));
+                    self.trace(|| format!("user: deletes context {key}"));
                     self.store.delete_context(&key);
                 }
             }
@@ -253,7 +253,7 @@ impl Stage {
         }
     }
 
-    /// The containers of a pod have done what they were to do. Where there is a kubelet, it says so when all is given back.
+    /// The containers of a pod succeed. With a kubelet, the pod status changes after its claims are unprepared.
     fn containers_end(&mut self, key: &ObjectKey) {
         if self.nodes.is_empty() {
             self.store
@@ -288,7 +288,7 @@ impl Stage {
         ];
         let count = *self.rng.pick(&[1, 1, 1, 2, 2, 3]).as_ref().unwrap();
         let uses: Vec<Use<'_>> = (0..count).filter_map(|_| self.rng.pick(&kinds)).collect();
-        let nodes: Vec<String> = self.facts.nodes.keys().cloned().collect();
+        let nodes: Vec<String> = self.environment.nodes.keys().cloned().collect();
         let node = self.rng.pick(&nodes);
         let bound = node.clone().filter(|_| self.rng.chance(70));
         let uid = self.create_pod(&key, &uses, bound.as_deref());
@@ -298,20 +298,20 @@ impl Stage {
     }
 
     fn user_changes_inventory(&mut self) {
-        let nodes: Vec<String> = self.facts.nodes.keys().cloned().collect();
+        let nodes: Vec<String> = self.environment.nodes.keys().cloned().collect();
         let Some(node) = self.rng.pick(&nodes) else { return };
         let name = format!("d{}", self.rng.below(5));
-        let devices = self.facts.nodes.entry(node.clone()).or_default();
+        let devices = self.environment.nodes.entry(node.clone()).or_default();
         if !devices.remove(&name) {
             devices.insert(name.clone());
         }
-        self.note(|| format!("user: device {name} of {node} comes or goes"));
+        self.trace(|| format!("user: device {name} of {node} comes or goes"));
         let delay = self.delay();
-        self.announce_change(CapacityCause::Inventory, None, delay);
+        self.report_capacity(CapacityCause::Inventory, None, delay);
     }
 
-    /// Puts right what people have left wrong, so that what can be served can be told.
-    pub(crate) fn users_rest(&mut self) {
+    /// Stops user actions and removes the finalizers of users, so that the final state is determined.
+    pub(crate) fn stop_users(&mut self) {
         self.user_actions = 0;
         let held: Vec<ObjectKey> = self.store.claims.keys().cloned().collect();
         for key in held {

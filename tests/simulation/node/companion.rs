@@ -1,4 +1,4 @@
-//! The companion of a node: the plans of `core::prepare`, carried out one after the other as `src/node/state.rs` does it.
+//! The companion of a node: executes the plans of `core::prepare` sequentially, like `src/node/state.rs`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -20,13 +20,13 @@ use drayman::core::prepare::recovery::{
 };
 
 use super::disk::{Disk, Stop, driver_name};
-use super::kubelet_apis::Look;
+use super::kubelet_apis::PodResources;
 use crate::structured::shares_of;
 
-/// What all devices are.
+/// The kind of all devices.
 pub(super) const KIND: &str = "test";
 
-/// Why a call was not answered with success.
+/// Why a call failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Failure {
     Refused(Refusal),
@@ -39,27 +39,27 @@ impl From<Stop> for Failure {
     }
 }
 
-/// A life of the companion.
+/// A companion process.
 #[derive(Clone, Debug)]
 pub(crate) struct Companion {
     pub(crate) prepared_claims: PreparedClaims,
     pub(crate) orphans: Orphans,
     pub(super) identity: NodeIdentity,
-    /// What was found on the node, and what is gone but held.
+    /// Found devices, and missing devices that claims hold.
     pub(super) inventory: Devices,
     mode: Mode,
-    /// Its cluster is in structured mode.
+    /// Structured mode.
     structured: bool,
-    /// What it knows of the other API, since when it runs.
+    /// State of the device plugin API since the start of the process.
     pub(super) containers: Containers,
     pub(super) allocated_claims: AllocatedClaims,
     pub(super) conflicting: Conflicting,
     pub(super) since: Duration,
-    /// A claim is to be looked into at once.
-    pub(crate) look_due: bool,
-    /// CDI files that could not be written.
+    /// An orphan check is due immediately.
+    pub(crate) orphan_check_due: bool,
+    /// Failed CDI writes.
     pub(super) retries: Retries,
-    /// The time of what it does now.
+    /// The time of the current operation.
     pub(super) now: Duration,
 }
 
@@ -87,14 +87,14 @@ fn devices(found: &BTreeSet<String>, mode: Mode, structured: bool) -> Devices {
     found.iter().map(device).collect()
 }
 
-/// Where the companion works: the disk, and what its driver has done on the node.
-pub(crate) struct Place<'a> {
+/// Access to the node: the disk, and the claims for which the driver did work.
+pub(crate) struct NodeAccess<'a> {
     pub(crate) disk: &'a Disk,
-    pub(crate) driven: &'a mut BTreeSet<ClaimUid>,
+    pub(crate) driver_claims: &'a mut BTreeSet<ClaimUid>,
 }
 
 impl Companion {
-    /// What a process begins with, from what the last one left.
+    /// The initial entries of a process.
     pub(crate) fn begin(
         disk: &Disk,
         checkpoint: Option<BTreeMap<ClaimUid, Entry>>,
@@ -110,17 +110,17 @@ impl Companion {
         begin.entries(&driver_name(), boot, &read.collect(), || kubelet.clone())
     }
 
-    /// Puts the node right from what the last process left.
+    /// Starts a process and repairs the state that the previous process left.
     pub(crate) fn start(
-        place: &mut Place<'_>,
+        access: &mut NodeAccess<'_>,
         (node, boot): (&str, u32),
         (mode, structured, since): (Mode, bool, Duration),
         found: &BTreeSet<String>,
         kubelet: &KubeletView,
     ) -> Result<Self, Stop> {
         let boot = format!("boot-{boot}");
-        let entries = Self::begin(place.disk, place.disk.load(), &boot, kubelet);
-        let files = place.disk.cdi_names();
+        let entries = Self::begin(access.disk, access.disk.load(), &boot, kubelet);
+        let files = access.disk.cdi_names();
         let mut companion = Self {
             prepared_claims: PreparedClaims::new(boot, entries),
             orphans: Orphans::new(GRACE),
@@ -135,20 +135,20 @@ impl Companion {
             allocated_claims: AllocatedClaims::default(),
             conflicting: Conflicting::default(),
             since,
-            look_due: true,
+            orphan_check_due: true,
             retries: Retries::default(),
             now: since,
         };
-        companion.clear(place, &files)?;
+        companion.clear(access, &files)?;
         for (uid, steps) in plan_restoring(&companion.prepared_claims) {
-            companion.carry_out_or_undo(place, &uid, &steps)?;
+            companion.execute_or_undo(access, &uid, &steps)?;
         }
-        companion.try_to(place, &[Step::Save(Vec::new())])?;
-        companion.take_stock(found);
+        companion.try_execute(access, &[Step::Save(Vec::new())])?;
+        companion.rebuild_inventory(found);
         Ok(companion)
     }
 
-    fn take_stock(&mut self, found: &BTreeSet<String>) {
+    fn rebuild_inventory(&mut self, found: &BTreeSet<String>) {
         self.inventory = inventory(
             &devices(found, self.mode, self.structured),
             &self.inventory,
@@ -156,35 +156,39 @@ impl Companion {
         );
     }
 
-    /// The devices may not be what they were.
-    pub(crate) fn refresh(&mut self, place: &mut Place<'_>, found: &BTreeSet<String>) -> Result<(), Stop> {
+    /// Updates the inventory.
+    pub(crate) fn refresh(
+        &mut self,
+        access: &mut NodeAccess<'_>,
+        found: &BTreeSet<String>,
+    ) -> Result<(), Stop> {
         let before = self.inventory.clone();
-        self.take_stock(found);
+        self.rebuild_inventory(found);
         for (uid, steps) in plan_refresh(&self.prepared_claims, &before, &self.inventory) {
-            self.carry_out_or_undo(place, &uid, &steps)?;
+            self.execute_or_undo(access, &uid, &steps)?;
         }
         Ok(())
     }
 
     pub(crate) fn prepare(
         &mut self,
-        place: &mut Place<'_>,
+        access: &mut NodeAccess<'_>,
         claim: &ClaimToPrepare,
-        look: Option<&Look>,
+        pod_resources: Option<&PodResources>,
         now: Duration,
     ) -> Result<ClaimUid, Failure> {
-        let planned = self.plan(claim, look, now);
+        let planned = self.plan(claim, pod_resources, now);
         if let Err(Refusal::Held { device, .. }) = &planned
             && let Some((uid, _)) = self.prepared_claims.holder(device)
         {
             let uid = uid.clone();
-            self.look_due |= self.orphans.contest(&uid);
+            self.orphan_check_due |= self.orphans.contest(&uid);
         }
         let (uid, steps) = planned.map_err(Failure::Refused)?;
         self.orphans.forget(&uid);
-        if let Err(stop) = self.carry_out(place, &steps) {
+        if let Err(stop) = self.execute(access, &steps) {
             if stop == Stop::Failed {
-                self.undo(place, &uid)?;
+                self.undo(access, &uid)?;
             }
             return Err(stop.into());
         }
@@ -192,32 +196,36 @@ impl Companion {
         Ok(uid)
     }
 
-    pub(crate) fn unprepare(&mut self, place: &mut Place<'_>, uid: &ClaimUid) -> Result<(), Failure> {
+    pub(crate) fn unprepare(&mut self, access: &mut NodeAccess<'_>, uid: &ClaimUid) -> Result<(), Failure> {
         let request = ClaimToUnprepare {
             uid: uid.to_string(),
             ..ClaimToUnprepare::default()
         };
         let steps = plan_unprepare(&self.prepared_claims, &request).map_err(Failure::Refused)?;
-        Ok(self.carry_out(place, &steps)?)
+        Ok(self.execute(access, &steps)?)
     }
 
-    /// Clears away what attempts that failed have left.
-    pub(crate) fn clear(&mut self, place: &mut Place<'_>, files: &BTreeSet<ClaimUid>) -> Result<(), Stop> {
+    /// Cleans up after failed attempts.
+    pub(crate) fn clear(
+        &mut self,
+        access: &mut NodeAccess<'_>,
+        files: &BTreeSet<ClaimUid>,
+    ) -> Result<(), Stop> {
         for steps in plan_clearing(&self.prepared_claims, files) {
-            self.try_to(place, &steps)?;
+            self.try_execute(access, &steps)?;
         }
         Ok(())
     }
 
-    /// Looks for claims that kubelet has forgotten.
-    pub(crate) fn look(&mut self, kubelet: &KubeletView, now: Duration) -> Vec<Question> {
-        self.look_due = false;
+    /// Finds claims that kubelet no longer lists.
+    pub(crate) fn find_orphans(&mut self, kubelet: &KubeletView, now: Duration) -> Vec<Question> {
+        self.orphan_check_due = false;
         self.orphans.find(&self.prepared_claims, kubelet, now)
     }
 
-    pub(crate) fn judge(
+    pub(crate) fn resolve_orphans(
         &mut self,
-        place: &mut Place<'_>,
+        access: &mut NodeAccess<'_>,
         kubelet: &KubeletView,
         answers: &BTreeMap<ClaimUid, ApiView>,
         now: Duration,
@@ -229,41 +237,41 @@ impl Companion {
                     plan_explained(&self.prepared_claims, &self.inventory, &uid, &devices)
                 }
             };
-            self.try_to(place, &steps)?;
+            self.try_execute(access, &steps)?;
         }
         Ok(())
     }
 
-    /// A person ends what is in quarantine, having seen that no container uses it.
+    /// A user releases a quarantined claim that no container uses.
     pub(crate) fn release(
         &mut self,
-        place: &mut Place<'_>,
+        access: &mut NodeAccess<'_>,
         kubelet: &KubeletView,
         uid: &ClaimUid,
     ) -> Result<(), Stop> {
         let force = kubelet.lists(uid) != Some(false);
         let (uid, steps) = plan_release(&self.prepared_claims, kubelet, uid.as_str(), force).unwrap();
-        self.try_to(place, &steps)?;
+        self.try_execute(access, &steps)?;
         self.orphans.forget(&uid);
         Ok(())
     }
 
-    fn carry_out(&mut self, place: &mut Place<'_>, steps: &[Step]) -> Result<(), Stop> {
+    fn execute(&mut self, access: &mut NodeAccess<'_>, steps: &[Step]) -> Result<(), Stop> {
         for step in steps {
             match step {
                 Step::Prepare(uid) => {
-                    place.disk.pass()?;
-                    let container_edits = self.inject(uid)?;
+                    access.disk.external_step()?;
+                    let container_edits = self.container_edits(uid)?;
                     self.prepared_claims
                         .set_container_edits(uid, container_edits, &self.inventory);
-                    place.driven.insert(uid.clone());
+                    access.driver_claims.insert(uid.clone());
                 }
                 Step::Unprepare(uid) => {
-                    place.disk.pass()?;
-                    place.driven.remove(uid);
+                    access.disk.external_step()?;
+                    access.driver_claims.remove(uid);
                 }
                 Step::Save(_) | Step::WriteCdi(_) | Step::RemoveCdi(_) => {
-                    if let Some(changed) = step.perform(&self.prepared_claims, place.disk)? {
+                    if let Some(changed) = step.perform(&self.prepared_claims, access.disk)? {
                         self.prepared_claims = changed;
                     }
                 }
@@ -272,8 +280,8 @@ impl Companion {
         Ok(())
     }
 
-    /// What the driver makes for a claim. A device that is not there cannot be had.
-    fn inject(&self, uid: &ClaimUid) -> Result<ClaimEdits, Stop> {
+    /// The container edits of a claim. Fails if a device is missing.
+    fn container_edits(&self, uid: &ClaimUid) -> Result<ClaimEdits, Stop> {
         let mut made = ClaimEdits::default();
         for held in self
             .prepared_claims
@@ -292,34 +300,34 @@ impl Companion {
         Ok(made)
     }
 
-    /// Writes what could not be written before.
-    pub(crate) fn try_again(&mut self, place: &mut Place<'_>) -> Result<(), Stop> {
+    /// Retries failed writes.
+    pub(crate) fn retry(&mut self, access: &mut NodeAccess<'_>) -> Result<(), Stop> {
         for missing in self.retries.due(self.now) {
             let Missing::OfClaim(uid) = &missing else { continue };
             match plan_restoring_one(&self.prepared_claims, uid) {
-                Some(steps) => self.carry_out_or_undo(place, uid, &steps)?,
+                Some(steps) => self.execute_or_undo(access, uid, &steps)?,
                 None => drop(self.retries.done(&missing)),
             }
         }
         Ok(())
     }
 
-    fn undo(&mut self, place: &mut Place<'_>, uid: &ClaimUid) -> Result<(), Stop> {
+    fn undo(&mut self, access: &mut NodeAccess<'_>, uid: &ClaimUid) -> Result<(), Stop> {
         if plan_restoring_one(&self.prepared_claims, uid).is_some() {
             self.retries.failed(Missing::OfClaim(uid.clone()), self.now);
         }
         let steps = plan_undo(&self.prepared_claims, uid);
-        self.try_to(place, &steps)
+        self.try_execute(access, &steps)
     }
 
-    fn carry_out_or_undo(
+    fn execute_or_undo(
         &mut self,
-        place: &mut Place<'_>,
+        access: &mut NodeAccess<'_>,
         uid: &ClaimUid,
         steps: &[Step],
     ) -> Result<(), Stop> {
-        match self.carry_out(place, steps) {
-            Err(Stop::Failed) => self.undo(place, uid),
+        match self.execute(access, steps) {
+            Err(Stop::Failed) => self.undo(access, uid),
             Err(Stop::Killed) => Err(Stop::Killed),
             Ok(()) => {
                 self.retries.done(&Missing::OfClaim(uid.clone()));
@@ -328,9 +336,9 @@ impl Companion {
         }
     }
 
-    /// What fails now is done later.
-    fn try_to(&mut self, place: &mut Place<'_>, steps: &[Step]) -> Result<(), Stop> {
-        match self.carry_out(place, steps) {
+    /// Executes steps; a failure is repaired later.
+    fn try_execute(&mut self, access: &mut NodeAccess<'_>, steps: &[Step]) -> Result<(), Stop> {
+        match self.execute(access, steps) {
             Err(Stop::Failed) => Ok(()),
             other => other,
         }

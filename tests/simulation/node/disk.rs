@@ -1,7 +1,7 @@
-//! The disk of a node: what a process sees, and what is left of it after a kill or a power loss at any step.
+//! The disk of a node, including its state after a kill or a power loss at any step.
 //!
-//! A kill leaves everything as it is between two steps. A power loss takes what was not flushed: content of files, and the latest
-//! changes of names in a directory. CDI files are on a file system in memory, which a boot empties.
+//! A kill preserves everything up to the current step. A power loss discards unflushed file content and the latest directory changes. CDI
+//! files are on a tmpfs, which is empty after a boot.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,32 +19,32 @@ use crate::rng::Rng;
 const CHECKPOINT: &str = "checkpoint.json";
 const TEMPORARY: &str = "checkpoint.json.tmp";
 
-/// Why an operation did not come to its end.
+/// Why an operation was incomplete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stop {
-    /// The process was killed, or the node lost its power.
+    /// The process was killed or the node lost power.
     Killed,
-    /// A step failed, and the process goes on.
+    /// A step failed; the process continues.
     Failed,
 }
 
-/// What goes wrong with an operation, at which of its steps.
+/// A fault of an operation, with its steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Trouble {
+pub(crate) enum OperationFault {
     Kill(u32),
     Fail {
         from: u32,
         steps: u32,
     },
-    /// One step fails, and while that is made good, the process is killed.
+    /// One step fails, and the process is killed during the repair.
     FailAndKill {
         fail: u32,
         kill: u32,
     },
 }
 
-impl Trouble {
-    /// Whether the process does not live to answer.
+impl OperationFault {
+    /// Whether the process is killed before its answer.
     pub(super) fn kills(self) -> bool {
         !matches!(self, Self::Fail { .. })
     }
@@ -59,18 +59,18 @@ struct File {
 #[derive(Clone, Debug, Default)]
 struct State {
     files: Vec<File>,
-    /// The names that a process sees, each with the number of its file.
+    /// The names that processes see, with their file numbers.
     names: BTreeMap<String, usize>,
-    /// Those that outlive a power loss in any case.
+    /// The names that survive a power loss.
     durable: BTreeMap<String, usize>,
-    /// What has changed since, in order.
+    /// Name changes since the last flush, in order.
     changes: Vec<(String, Option<usize>)>,
     cdi: BTreeMap<ClaimUid, Spec>,
-    /// The text that this process knows to be durable.
+    /// The text that this process has durably written.
     written: Option<String>,
-    trouble: Option<Trouble>,
+    fault: Option<OperationFault>,
     step: u32,
-    /// Of the longest operation so far.
+    /// Number of steps of the longest operation so far.
     longest: u32,
 }
 
@@ -86,10 +86,14 @@ impl State {
         let now = self.step;
         self.step += 1;
         self.longest = self.longest.max(self.step);
-        match self.trouble {
-            Some(Trouble::Kill(at) | Trouble::FailAndKill { kill: at, .. }) if now >= at => Err(Stop::Killed),
-            Some(Trouble::FailAndKill { fail, .. }) if now == fail => Err(Stop::Failed),
-            Some(Trouble::Fail { from, steps }) if (from..from + steps).contains(&now) => Err(Stop::Failed),
+        match self.fault {
+            Some(OperationFault::Kill(at) | OperationFault::FailAndKill { kill: at, .. }) if now >= at => {
+                Err(Stop::Killed)
+            }
+            Some(OperationFault::FailAndKill { fail, .. }) if now == fail => Err(Stop::Failed),
+            Some(OperationFault::Fail { from, steps }) if (from..from + steps).contains(&now) => {
+                Err(Stop::Failed)
+            }
             _ => Ok(()),
         }
     }
@@ -107,7 +111,7 @@ impl State {
         self.changes.clear();
     }
 
-    /// Create, write, flush, rename: as `src/node/state/storage/files.rs` does it.
+    /// Create, write, flush, rename, like `src/node/state/storage/files.rs`.
     fn replace(&mut self, text: &str) -> Result<(), Stop> {
         let written = self.write_temporary(text);
         let result = written.and_then(|file| {
@@ -136,24 +140,24 @@ impl State {
 }
 
 impl Disk {
-    /// From now on this goes wrong.
-    pub(crate) fn begin(&self, trouble: Option<Trouble>) {
+    /// Starts an operation with this fault.
+    pub(crate) fn begin(&self, fault: Option<OperationFault>) {
         let mut state = self.0.borrow_mut();
-        state.trouble = trouble;
+        state.fault = fault;
         state.step = 0;
     }
 
-    /// A step that is not the disk's own, at which the process may be killed too.
-    pub(crate) fn pass(&self) -> Result<(), Stop> {
+    /// A step outside of the disk at which the process may be killed.
+    pub(crate) fn external_step(&self) -> Result<(), Stop> {
         self.0.borrow_mut().step()
     }
 
-    /// How many steps the longest operation had so far.
+    /// The number of steps of the longest operation so far.
     pub(super) fn longest(&self) -> u32 {
         self.0.borrow().longest
     }
 
-    /// The checkpoint as a process finds it when it starts; what cannot be read is put aside.
+    /// Loads the checkpoint at process start; an unreadable one is moved away.
     pub(crate) fn load(&self) -> Option<BTreeMap<ClaimUid, Entry>> {
         let mut state = self.0.borrow_mut();
         state.written = None;
@@ -164,13 +168,13 @@ impl Disk {
             state.flush_directory();
             return None;
         };
-        // The process before may have been killed between its rename and its flush.
+        // The previous process may have been killed between rename and flush.
         state.flush_directory();
         state.written = Some(text);
         Some(checkpoint.entries)
     }
 
-    /// Something has happened to the checkpoint while no process ran.
+    /// Damages the checkpoint while no process runs.
     pub(crate) fn damage(&self) {
         let mut state = self.0.borrow_mut();
         if let Some(file) = state.names.get(CHECKPOINT).copied() {
@@ -182,24 +186,24 @@ impl Disk {
         self.0.borrow().cdi.keys().cloned().collect()
     }
 
-    /// Somebody removes all files that the container runtime reads.
-    pub(crate) fn lose_cdi(&self) {
+    /// Removes all CDI files.
+    pub(crate) fn remove_all_cdi(&self) {
         self.0.borrow_mut().cdi.clear();
     }
 
-    /// What the container runtime reads.
+    /// The CDI file of a claim.
     pub(crate) fn cdi(&self, uid: &ClaimUid) -> Option<Spec> {
         self.0.borrow().cdi.get(uid).cloned()
     }
 
-    /// The checkpoint that the next process would find after a kill at this moment.
+    /// The checkpoint that a process would find after a kill at this point.
     pub(crate) fn entries(&self) -> Option<BTreeMap<ClaimUid, Entry>> {
         let state = self.0.borrow();
         let file = &state.files[*state.names.get(CHECKPOINT)?];
         Some(Checkpoint::decode(file.text.as_bytes()).ok()?.entries)
     }
 
-    /// The power is gone: so is what was not flushed, and everything in memory.
+    /// Loses power: discards unflushed and in-memory data.
     pub(crate) fn lose_power(&self, rng: &mut Rng) {
         let mut state = self.0.borrow_mut();
         let kept = rng.between(0, state.changes.len() as u64) as usize;
@@ -246,7 +250,7 @@ impl Records for Disk {
         };
         let mut state = self.0.borrow_mut();
         if state.cdi.get(uid) != Some(&spec) {
-            // Under another name, and then renamed.
+            // Written to a temporary name and renamed.
             state.step()?;
             state.step()?;
             state.cdi.insert(uid.clone(), spec);

@@ -1,4 +1,4 @@
-//! A kubelet: it has its pods' claims prepared, starts and ends their containers, and keeps a list that outlives it.
+//! A kubelet: prepares the claims of its pods, starts and stops their containers, and keeps a checkpoint.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,52 +11,52 @@ use drayman::core::prepare::prepared_claims::HeldDevice;
 use serde_json::{Value, json};
 
 use super::companion::Failure;
-use super::{Doing, claim_uid, driver_name, request};
+use super::{NodeAction, claim_uid, driver_name, request};
+use crate::cluster::{Cluster, MILLISECOND, SECOND};
 use crate::driver::{DRIVER, Hold, recorded_hold, uid_of};
 use crate::faults::Fault;
 use crate::pods::uid_of_pod;
-use crate::stage::{MILLISECOND, SECOND, Stage};
 use crate::structured::{devices_of, results_of};
 
-/// A claim in kubelet's list (`dra_manager_state`), and the pods for which it is there.
+/// A claim in `dra_manager_state` with its pods.
 #[derive(Clone, Debug)]
 pub(super) struct Listed {
     claim: KubeletClaim,
-    /// The devices that the claim had when it was prepared.
+    /// The devices of the claim when it was prepared.
     pub(super) hold: Hold,
     pods: BTreeSet<String>,
-    /// Not in the file: after a restart kubelet asks again.
+    /// Not persistent: after a restart kubelet prepares again.
     prepared: bool,
 }
 
-/// By claim, the devices that containers have.
+/// Devices of containers, by claim.
 type Devices = BTreeMap<ClaimUid, BTreeSet<String>>;
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct Kubelet {
     pub(super) up: bool,
-    /// It is one of structured mode.
+    /// Structured mode.
     pub(super) structured: bool,
     pub(super) listed: BTreeMap<ClaimUid, Listed>,
-    /// Its file is not written yet: the disk is busy, or full.
-    pub(super) writes_late: bool,
-    /// Pods that it has taken on.
+    /// The file is not written yet because the disk is busy or full.
+    pub(super) file_delayed: bool,
+    /// Accepted pods.
     pods: BTreeMap<String, ObjectKey>,
-    /// Containers, by the uid of their pod. They outlive kubelet, and not the node.
+    /// Containers by pod UID. They survive a kubelet restart but not a reboot.
     pub(super) running: BTreeMap<String, Devices>,
     failures: u32,
 }
 
-/// What kubelet has to do.
+/// A pending task of kubelet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Work {
-    /// The pod is to end, or has gone.
+    /// Stops the pod: it terminates or no longer exists.
     End { pod: String },
-    /// Its containers are to start.
+    /// Starts the containers.
     Start { key: ObjectKey, pod: String },
-    /// Containers of a pod that nobody knows.
+    /// Stops containers of an unknown pod.
     Kill { pod: String },
-    /// A directory of a pod that is gone.
+    /// Removes the directory of a deleted pod.
     Clean { pod: String },
 }
 
@@ -68,12 +68,12 @@ impl Kubelet {
         }
     }
 
-    /// The list as the companion reads it.
+    /// The checkpoint as the companion reads it.
     pub(super) fn view(&self) -> KubeletView {
         if self.structured {
             return self.file();
         }
-        let claims = self.listed.iter().filter(|_| !self.writes_late);
+        let claims = self.listed.iter().filter(|_| !self.file_delayed);
         KubeletView::Lists(
             claims
                 .map(|(uid, listed)| (uid.clone(), listed.claim.clone()))
@@ -81,7 +81,7 @@ impl Kubelet {
         )
     }
 
-    /// `dra_manager_state` as kubelet writes it from 1.31 on.
+    /// `dra_manager_state` in the format since 1.31.
     fn file(&self) -> KubeletView {
         let device = |uid: &ClaimUid, result: DeviceResult| {
             let name = ClaimDevice {
@@ -105,7 +105,7 @@ impl Kubelet {
                 "PodUIDs": pods, "DriverState": { DRIVER: { "Devices": devices } },
             })
         };
-        let claims = self.listed.iter().filter(|_| !self.writes_late);
+        let claims = self.listed.iter().filter(|_| !self.file_delayed);
         let data = json!({
             "kind": "DRACheckpoint", "apiVersion": "checkpoint.dra.kubelet.k8s.io/v1",
             "ClaimInfoStateList": claims.map(claim).collect::<Vec<_>>(),
@@ -118,12 +118,12 @@ impl Kubelet {
         )
     }
 
-    /// The claims that containers have.
+    /// Claims in use by containers.
     pub(super) fn in_use(&self) -> BTreeSet<ClaimUid> {
         self.running.values().flat_map(BTreeMap::keys).cloned().collect()
     }
 
-    /// The process ends, and the containers go on.
+    /// Stops the process; containers keep running.
     fn stop(&mut self) {
         self.up = false;
         self.pods.clear();
@@ -132,7 +132,7 @@ impl Kubelet {
         }
     }
 
-    /// The pod was not let in.
+    /// Rejects a pod.
     pub(super) fn forget(&mut self, pod: &str) {
         self.pods.remove(pod);
     }
@@ -143,7 +143,7 @@ impl Kubelet {
     }
 }
 
-impl Stage {
+impl Cluster {
     pub(super) fn start_kubelet(&mut self, name: &str) {
         if let Some(node) = self.nodes.all.get_mut(name) {
             node.kubelet.up = true;
@@ -154,15 +154,15 @@ impl Stage {
     }
 
     pub(super) fn kill_kubelet(&mut self, name: &str) {
-        self.note(|| format!("{name}: kubelet is killed"));
+        self.trace(|| format!("{name}: kubelet is killed"));
         if let Some(node) = self.nodes.all.get_mut(name) {
             node.kubelet.stop();
             node.manager.stop();
         }
-        self.on_node(name, 100 * MILLISECOND, 10 * SECOND, Doing::StartKubelet);
+        self.on_node(name, 100 * MILLISECOND, 10 * SECOND, NodeAction::StartKubelet);
     }
 
-    /// The pods of a node that the API server has.
+    /// The pods of a node in the API server.
     pub(super) fn pods_on(&self, name: &str) -> Vec<(ObjectKey, std::sync::Arc<Pod>)> {
         let pods = self.store.pods.iter();
         pods.filter(|(_, pod)| pod.spec.node_name.as_deref() == Some(name) && pod.status.phase.is_none())
@@ -174,7 +174,7 @@ impl Stage {
         pod.metadata.deletion_timestamp.is_some() || self.nodes.ending.contains(&uid_of_pod(pod))
     }
 
-    /// Everything that the kubelet of a node could do now.
+    /// All tasks that the kubelet of a node could perform now.
     fn all_work_of(&self, name: &str) -> Vec<Work> {
         let Some(node) = self.nodes.all.get(name).filter(|node| node.kubelet.up) else {
             return Vec::new();
@@ -186,7 +186,7 @@ impl Stage {
             let uid = uid_of_pod(&pod);
             if self.is_to_end(&pod) {
                 work.push(Work::End { pod: uid.clone() });
-            } else if !runs(&uid) && !manager.is_asking(&uid) {
+            } else if !runs(&uid) && !manager.is_admitting(&uid) {
                 let pod = uid.clone();
                 work.push(Work::Start { key, pod });
             }
@@ -194,9 +194,9 @@ impl Stage {
         }
         let gone = kubelet.pods.keys().filter(|pod| !known.contains(*pod));
         work.extend(gone.map(|pod| Work::End { pod: pod.clone() }));
-        let strange = kubelet.running.keys().chain(manager.running.keys());
-        let strange = strange.filter(|pod| !known.contains(*pod) && !kubelet.pods.contains_key(*pod));
-        work.extend(strange.map(|pod| Work::Kill { pod: pod.clone() }));
+        let unknown = kubelet.running.keys().chain(manager.running.keys());
+        let unknown = unknown.filter(|pod| !known.contains(*pod) && !kubelet.pods.contains_key(*pod));
+        work.extend(unknown.map(|pod| Work::Kill { pod: pod.clone() }));
         let empty = manager.directories.iter().filter(|pod| !runs(pod));
         let empty = empty.filter(|pod| !known.contains(*pod) && !kubelet.pods.contains_key(*pod));
         work.extend(empty.map(|pod| Work::Clean { pod: pod.clone() }));
@@ -213,40 +213,40 @@ impl Stage {
         self.all_work_of(name).into_iter().next()
     }
 
-    /// Kubelet does one thing.
+    /// Kubelet performs one task.
     pub(super) fn sync(&mut self, name: &str) {
         if let Some(node) = self.nodes.all.get_mut(name) {
             node.due = false;
         }
-        if self.strikes_node(Fault::KubeletKilled) {
+        if self.occurs_on_node(Fault::KubeletKilled) {
             self.kill_kubelet(name);
             return;
         }
         let work = self.all_work_of(name);
-        // Every pod has a worker of its own: a container whose time is over does not wait for other pods.
+        // Each pod has its own worker: stopping a container does not wait for other pods.
         let over = work.iter().find(|work| match work {
-            Work::End { pod } | Work::Kill { pod } => self.nodes.plugging.contains_key(pod),
+            Work::End { pod } | Work::Kill { pod } => self.nodes.extended_resource_pods.contains_key(pod),
             Work::Start { .. } | Work::Clean { .. } => false,
         });
         let Some(work) = over.cloned().or_else(|| self.nodes.rng().pick(&work)) else {
             return;
         };
         let done = match &work {
-            Work::End { pod } | Work::Kill { pod } if !self.tell_to_end(name, pod) => true,
+            Work::End { pod } | Work::Kill { pod } if !self.terminate(name, pod) => true,
             Work::Kill { pod } => {
                 self.stop_containers(name, pod);
                 true
             }
             Work::Clean { pod } => {
                 if let Some(node) = self.nodes.all.get_mut(name) {
-                    node.manager.let_go(pod);
+                    node.manager.remove_pod(pod);
                 }
                 true
             }
             Work::End { pod } => self.end(name, pod),
             Work::Start { key, pod } => self.start_pod(name, key, pod),
         };
-        self.note(|| format!("{name}: kubelet: {work:?}: {done}"));
+        self.trace(|| format!("{name}: kubelet: {work:?}: {done}"));
         let Some(node) = self.nodes.all.get_mut(name).filter(|node| node.kubelet.up) else {
             return;
         };
@@ -264,7 +264,7 @@ impl Stage {
         }
     }
 
-    /// Stops the containers, has the claims unprepared that no other pod has, and tells the API server.
+    /// Stops the containers, unprepares claims without other pods, and updates the API server.
     fn end(&mut self, name: &str, pod: &str) -> bool {
         self.stop_containers(name, pod);
         let Some(node) = self.nodes.all.get_mut(name) else {
@@ -277,11 +277,11 @@ impl Stage {
             .collect();
         for (uid, pods) in own {
             if pods == 1 {
-                let answer = self.ask_companion(name, |companion, place| companion.unprepare(place, &uid));
-                if !matches!(answer, Some(Ok(()))) || self.strikes_node(Fault::KubeletAsksTwice) {
+                let answer = self.ask_companion(name, |companion, access| companion.unprepare(access, &uid));
+                if !matches!(answer, Some(Ok(()))) || self.occurs_on_node(Fault::KubeletRetries) {
                     return false;
                 }
-                if self.strikes_node(Fault::KubeletForgets) {
+                if self.occurs_on_node(Fault::KubeletForgets) {
                     self.kill_kubelet(name);
                     return false;
                 }
@@ -299,7 +299,7 @@ impl Stage {
         }
         if let Some(node) = self.nodes.all.get_mut(name) {
             node.kubelet.pods.remove(pod);
-            node.manager.let_go(pod);
+            node.manager.remove_pod(pod);
         }
         let key = self
             .pods_on(name)
@@ -317,7 +317,7 @@ impl Stage {
         true
     }
 
-    /// The claims that a pod's containers need from us, if all its claims are there for it.
+    /// Our claims that the containers of a pod need, if all claims of the pod are allocated and reserved.
     pub(super) fn needs(
         &self,
         key: &ObjectKey,
@@ -341,8 +341,8 @@ impl Stage {
         if let Some(node) = self.nodes.all.get_mut(name) {
             node.kubelet.pods.insert(pod.to_owned(), key.clone());
         }
-        if let Some(plug) = self.nodes.plugging.get(pod).copied() {
-            return self.start_plugged(name, key, pod, plug);
+        if let Some(wanted) = self.nodes.extended_resource_pods.get(pod).copied() {
+            return self.start_extended_resource_pod(name, key, pod, wanted);
         }
         let Some(needs) = self.needs(key, pod) else {
             return false;
@@ -371,19 +371,19 @@ impl Stage {
             match self.read_claim(&key, uid.as_str()) {
                 Ok(request) => request,
                 Err(problem) => {
-                    self.note(|| format!("{name}: prepare {uid}: {problem}"));
+                    self.trace(|| format!("{name}: prepare {uid}: {problem}"));
                     return false;
                 }
             }
         } else {
             request(claim, hold)
         };
-        let (look, now) = (self.show(name), self.time());
-        let answer = self.ask_companion(name, |companion, place| {
-            companion.prepare(place, &request, look.as_ref(), now)
+        let (pod_resources, now) = (self.pod_resources(name), self.time());
+        let answer = self.ask_companion(name, |companion, access| {
+            companion.prepare(access, &request, pod_resources.as_ref(), now)
         });
         if let Some(Err(failure)) = &answer {
-            self.note(|| format!("{name}: prepare {uid}: {failure:?}"));
+            self.trace(|| format!("{name}: prepare {uid}: {failure:?}"));
         }
         if let Some(Err(Failure::Refused(Refusal::InContainer { .. }))) = &answer {
             self.faults.hit(Fault::ClaimOfContainer);
@@ -394,13 +394,13 @@ impl Stage {
         if let Some(Err(Failure::Refused(Refusal::OtherNode { .. }))) = &answer {
             self.nodes.misdirected += 1;
         }
-        // The answer is lost, and kubelet asks again.
-        if !matches!(answer, Some(Ok(_))) || self.strikes_node(Fault::KubeletAsksTwice) {
+        // The answer may be lost; kubelet then retries.
+        if !matches!(answer, Some(Ok(_))) || self.occurs_on_node(Fault::KubeletRetries) {
             return false;
         }
         self.nodes.prepared += 1;
-        if self.strikes_node(Fault::KubeletForgets) {
-            // It was answered, and is killed before it has noted that.
+        if self.occurs_on_node(Fault::KubeletForgets) {
+            // Kubelet is killed before it records the answer.
             self.kill_kubelet(name);
             return false;
         }
@@ -423,7 +423,7 @@ impl Stage {
         true
     }
 
-    /// The container runtime finds in the CDI files what the containers get.
+    /// Starts the containers with the devices of their CDI files.
     fn start_containers(
         &mut self,
         name: &str,
@@ -446,7 +446,7 @@ impl Stage {
             let had: BTreeSet<String> = nodes
                 .map(|node| node.path.trim_start_matches("/dev/").to_owned())
                 .collect();
-            // A claim that was changed since keeps what was prepared.
+            // A claim that changed since keeps its prepared devices.
             let listed = node.kubelet.listed.get(&uid).filter(|_| self.structured);
             let hold = listed.map_or(hold, |listed| &listed.hold);
             let expected = if self.structured {

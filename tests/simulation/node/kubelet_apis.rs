@@ -1,4 +1,4 @@
-//! The companion's other API: devices of a kind in mode `both`, as `src/node/state/resources.rs` hands them out.
+//! The device plugin API of the companion: devices of a kind in mode `both`, like `src/node/state/resources.rs`.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -17,8 +17,8 @@ use crate::driver::DRIVER;
 
 const RESOURCE: &str = "example.com/test";
 
-/// What kubelet has shown of its containers, or why it does not.
-pub(super) type Look = Result<Shown, String>;
+/// The container devices according to kubelet, or an error.
+pub(super) type PodResources = Result<Shown, String>;
 
 impl Companion {
     fn handed_out(&self) -> HandedOut<'_> {
@@ -29,12 +29,12 @@ impl Companion {
         }
     }
 
-    /// The devices as kubelet is told of them.
-    pub(super) fn offers(&self) -> Vec<PluginDevice> {
+    /// The devices of the ListAndWatch response.
+    pub(super) fn plugin_devices(&self) -> Vec<PluginDevice> {
         plugin_devices(&self.inventory, self.handed_out(), KIND)
     }
 
-    /// Kubelet wants these for a container.
+    /// Serves an Allocate call.
     pub(super) fn allocate(&mut self, ids: &[String], now: Duration) -> Result<(), Failure> {
         check_allocate(
             self.handed_out(),
@@ -49,15 +49,17 @@ impl Companion {
         Ok(())
     }
 
-    /// Plans a Prepare. If it is about a device that containers could have, kubelet is asked first.
+    /// Plans a Prepare. If a device may be in a container, PodResources is read first.
     pub(super) fn plan(
         &mut self,
         claim: &ClaimToPrepare,
-        look: Option<&Look>,
+        pod_resources: Option<&PodResources>,
         now: Duration,
     ) -> Result<(ClaimUid, Vec<Step>), Refusal> {
-        let planned = self.plan_from_what_is_known(claim);
-        let Some(look) = look else { return planned };
+        let planned = self.plan_from_known_state(claim);
+        let Some(pod_resources) = pod_resources else {
+            return planned;
+        };
         let device = match &planned {
             Ok((_, steps)) => takes_from_both(steps, &self.inventory),
             Err(Refusal::InContainer { device, .. } | Refusal::ContainersUnknown { device, .. }) => {
@@ -66,17 +68,17 @@ impl Companion {
             Err(_) => None,
         };
         let Some(device) = device else { return planned };
-        if let Err(problem) = self.see(look, now) {
+        if let Err(problem) = self.read_pod_resources(pod_resources, now) {
             return Err(Refusal::ContainersUnknown { device, problem });
         }
-        let planned = self.plan_from_what_is_known(claim);
+        let planned = self.plan_from_known_state(claim);
         if let Err(Refusal::InContainer { device, .. }) = &planned {
             self.conflicting.claimed(device, &self.containers);
         }
         planned
     }
 
-    fn plan_from_what_is_known(&self, claim: &ClaimToPrepare) -> Result<(ClaimUid, Vec<Step>), Refusal> {
+    fn plan_from_known_state(&self, claim: &ClaimToPrepare) -> Result<(ClaimUid, Vec<Step>), Refusal> {
         plan_prepare(
             &self.prepared_claims,
             &self.containers,
@@ -86,28 +88,32 @@ impl Companion {
         )
     }
 
-    /// Takes up what kubelet shows.
-    pub(super) fn see(&mut self, look: &Look, now: Duration) -> Result<(), String> {
-        let shown = look.as_ref().map_err(Clone::clone)?;
+    /// Updates the container state from PodResources.
+    pub(super) fn read_pod_resources(
+        &mut self,
+        pod_resources: &PodResources,
+        now: Duration,
+    ) -> Result<(), String> {
+        let shown = pod_resources.as_ref().map_err(Clone::clone)?;
         self.containers.seen(shown, now.saturating_sub(self.since));
         self.conflicting.settle(&self.containers);
         Ok(())
     }
 
-    /// Takes up which claims the API server has. The answer is whether kubelet is to be asked for one of their devices.
-    pub(super) fn hear(&mut self, claims: &[ResourceClaim], node: &str) -> bool {
+    /// Updates the allocated claims from the API server. Returns whether a container has one of their devices.
+    pub(super) fn observe_claims(&mut self, claims: &[ResourceClaim], node: &str) -> bool {
         self.allocated_claims.replace(claims, DRIVER, node);
-        !self.announced_in_containers().is_empty()
+        !self.claimed_in_containers().is_empty()
     }
 
-    /// Notes which devices a claim and a container were both given.
-    pub(super) fn contest(&mut self) {
-        for device in self.announced_in_containers() {
+    /// Records devices that both a claim and a container have.
+    pub(super) fn record_conflicts(&mut self) {
+        for device in self.claimed_in_containers() {
             self.conflicting.claimed(&device, &self.containers);
         }
     }
 
-    fn announced_in_containers(&self) -> BTreeSet<String> {
+    fn claimed_in_containers(&self) -> BTreeSet<String> {
         let devices = self.allocated_claims.devices();
         devices
             .filter(|device| self.containers.hold(device))
@@ -115,24 +121,24 @@ impl Companion {
             .collect()
     }
 
-    /// Whether kubelet is to be asked again although nobody wants anything.
-    pub(super) fn looks_again(&self) -> bool {
+    /// Whether a periodic read of PodResources is needed.
+    pub(super) fn needs_recheck(&self) -> bool {
         !self.containers.known() || !self.conflicting.devices().is_empty()
     }
 
-    /// Who has what, as far as this companion knows.
+    /// The device users known to this companion.
     pub(super) fn known(&self) -> String {
         format!(
-            "{:?}, announced {:?}, contested {:?}",
+            "{:?}, allocated {:?}, conflicting {:?}",
             self.containers,
             self.allocated_claims,
             self.conflicting.devices()
         )
     }
 
-    /// What of the other API is not free, though no container has anything.
+    /// Devices not available through the device plugin API.
     pub(super) fn withheld(&self) -> Vec<String> {
-        let unhealthy = self.offers().into_iter().filter(|device| !device.healthy);
+        let unhealthy = self.plugin_devices().into_iter().filter(|device| !device.healthy);
         let conflicting = self.conflicting.devices().iter().cloned();
         let all = self
             .inventory

@@ -1,15 +1,15 @@
-//! The node's half: a kubelet and a companion on each node, on a disk that forgets, with everything that can be killed killed.
+//! Simulated nodes: a kubelet and a companion on each node, with a disk that can lose unflushed data, and kills of each.
 //!
-//! The companion is the real one's plans (`core::prepare`), carried out by a few lines as the shell does it; the kubelet does what
-//! `pkg/kubelet/cm/dra/manager.go` of 1.30 does. Chance on nodes has a stream of its own.
+//! The companion executes the real plans of `core::prepare`; the kubelet behaves like `pkg/kubelet/cm/dra/manager.go` of 1.30. Nodes have
+//! their own random stream.
 
 mod companion;
+mod device_manager;
+mod device_plugin;
 mod disk;
+mod invariants;
 mod kubelet;
 mod kubelet_apis;
-mod manager;
-mod plugin;
-mod promises;
 mod service;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,16 +21,16 @@ use drayman::core::claims::ObjectKey;
 use drayman::core::prepare::names::ClaimUid;
 use drayman::core::prepare::plan::{Allocation, ClaimToPrepare};
 
+use crate::cluster::{Action, Cluster, SECOND};
 use crate::driver::{Hold, uid_of};
 use crate::pods::uid_of_pod;
 use crate::rng::Rng;
-use crate::stage::{Action, SECOND, Stage};
 use companion::Companion;
+use device_manager::DeviceManager;
+use device_plugin::ExtendedResourcePod;
 use disk::Disk;
-pub(crate) use disk::{Trouble, driver_name};
+pub(crate) use disk::{OperationFault, driver_name};
 use kubelet::Kubelet;
-use manager::Manager;
-use plugin::Plug;
 
 /// A node of the cluster.
 #[derive(Clone, Debug)]
@@ -40,70 +40,68 @@ pub(crate) struct Node {
     disk: Disk,
     companion: Option<Companion>,
     kubelet: Kubelet,
-    /// Claims for which the companion's driver has done something that it has not undone.
-    driven: BTreeSet<ClaimUid>,
-    /// When the claims are looked into again.
-    look_at: u64,
-    /// Something of this node's is on its way to happen.
+    /// Claims for which the driver has done work that is not undone.
+    driver_claims: BTreeSet<ClaimUid>,
+    /// The time of the next orphan check.
+    orphan_check_at: u64,
+    /// A kubelet sync is scheduled.
     due: bool,
-    /// Its devices leave through both APIs.
+    /// Devices are in mode `both`.
     both: bool,
-    manager: Manager,
-    /// The companion is to ask kubelet again, and is to hear of claims.
-    see_due: bool,
-    hear_due: bool,
+    manager: DeviceManager,
+    /// A read of PodResources and an update of claims are scheduled.
+    pod_resources_due: bool,
+    claims_due: bool,
 }
 
-/// All nodes, if the run has any.
+/// All nodes, if any.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Nodes {
     pub(crate) all: BTreeMap<String, Node>,
     rng: Option<Rng>,
-    /// By the number of an operation of a companion: what goes wrong with it, and whether the node loses its power with that.
-    pub(crate) plan: BTreeMap<u64, (Trouble, bool)>,
-    /// Operations of companions.
+    /// Planned faults by companion operation, and whether the node loses power.
+    pub(crate) plan: BTreeMap<u64, (OperationFault, bool)>,
+    /// Number of companion operations.
     pub(crate) operations: u64,
-    /// Pods whose containers have ended, or are to end, and whose kubelet has not said so yet.
+    /// UIDs of pods whose containers have ended or terminate, and whose status is not updated yet.
     pub(crate) ending: BTreeSet<String>,
-    /// Pods whose containers cannot be killed: one waits for a device, and for no signal.
+    /// UIDs of pods with containers in uninterruptible sleep.
     pub(crate) stuck: BTreeSet<String>,
-    /// Calls that led to a prepared claim.
+    /// Number of successful prepare calls.
     pub(crate) prepared: u64,
-    /// Claims of a device that another claim had.
+    /// Number of prepare calls for a device of another claim.
     pub(crate) refused: u64,
-    /// Claims of another node's devices.
+    /// Number of prepare calls for devices of another node.
     pub(crate) misdirected: u64,
-    /// Pods that want devices as an extended resource, by uid.
-    plugging: BTreeMap<String, Plug>,
-    /// Calls of Allocate that were granted.
+    /// Pods with extended resources, by UID.
+    extended_resource_pods: BTreeMap<String, ExtendedResourcePod>,
+    /// Number of successful Allocate calls.
     pub(crate) granted: u64,
-    /// Files that could not be written at first, and were tried again.
-    pub(crate) tried_again: usize,
+    /// Number of retried writes.
+    pub(crate) retried: usize,
 }
 
-/// Something that happens on a node.
+/// A scheduled action of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Doing {
-    /// The companion's process starts.
+pub(crate) enum NodeAction {
     StartCompanion,
-    /// Kubelet's process starts.
     StartKubelet,
-    /// Kubelet does one thing, and comes again.
+    /// Kubelet performs one task and reschedules itself.
     Sync,
-    /// The companion looks for claims that kubelet has forgotten.
-    Look,
-    /// People make, end or delete a pod that wants an extended resource.
-    Plug,
-    /// The companion writes what it could not write before.
-    TryAgain,
-    /// A list of devices reaches kubelet.
-    Offer,
-    /// Kubelet notes what was granted.
+    /// The companion finds claims that kubelet no longer lists.
+    CheckOrphans,
+    /// Users create, complete or delete a pod with extended resources.
+    ExtendedResourcePod,
+    /// The companion retries failed writes.
+    Retry,
+    /// A device list reaches kubelet.
+    ReceiveDevices,
+    /// Kubelet records grants.
     Record,
-    /// The companion asks kubelet what containers have.
-    See,
-    /// The companion hears which claims there are.
-    Hear,
+    /// The companion reads PodResources.
+    ReadPodResources,
+    /// The companion observes claims.
+    ObserveClaims,
 }
 
 impl Nodes {
@@ -111,7 +109,7 @@ impl Nodes {
         self.all.is_empty()
     }
 
-    /// How many steps the longest operation of a companion had.
+    /// The number of steps of the longest companion operation.
     pub(crate) fn longest_operation(&self) -> u32 {
         let disks = self.all.values().map(|node| node.disk.longest());
         disks.max().unwrap_or_default()
@@ -122,13 +120,13 @@ impl Nodes {
     }
 }
 
-/// A claim's uid as the API server would have written it.
+/// A claim UID in the format of the API server.
 pub(crate) fn claim_uid(uid: &str) -> ClaimUid {
     let number: u64 = uid.trim_start_matches("uid-").parse().unwrap();
     ClaimUid::parse(&format!("00000000-0000-4000-8000-{number:012}")).unwrap()
 }
 
-/// What kubelet passes on of a claim.
+/// The prepare request of kubelet for a claim.
 fn request(claim: &ResourceClaim, hold: &Hold) -> ClaimToPrepare {
     let uid = claim_uid(&uid_of(claim)).to_string();
     let device = |name: &String| HandleDevice {
@@ -150,43 +148,43 @@ fn request(claim: &ResourceClaim, hold: &Hold) -> ClaimToPrepare {
     }
 }
 
-impl Stage {
-    /// Gives every node of the cluster a kubelet and a companion.
+impl Cluster {
+    /// Adds a kubelet and a companion to each node.
     pub(crate) fn set_up_nodes(&mut self, seed: u64) {
         self.nodes.rng = Some(Rng::new(seed ^ 0x6e6f_6465));
-        for name in self.facts.nodes.keys().cloned().collect::<Vec<_>>() {
+        for name in self.environment.nodes.keys().cloned().collect::<Vec<_>>() {
             let node = Node {
                 name: name.clone(),
                 boots: 0,
                 disk: Disk::default(),
                 companion: None,
                 kubelet: Kubelet::new(self.structured),
-                driven: BTreeSet::new(),
-                look_at: 0,
+                driver_claims: BTreeSet::new(),
+                orphan_check_at: 0,
                 due: false,
                 both: false,
-                manager: Manager::default(),
-                see_due: false,
-                hear_due: false,
+                manager: DeviceManager::default(),
+                pod_resources_due: false,
+                claims_due: false,
             };
             self.nodes.all.insert(name.clone(), node);
-            self.on_node(&name, 0, 3 * SECOND, Doing::StartKubelet);
-            self.on_node(&name, 0, 3 * SECOND, Doing::StartCompanion);
+            self.on_node(&name, 0, 3 * SECOND, NodeAction::StartKubelet);
+            self.on_node(&name, 0, 3 * SECOND, NodeAction::StartCompanion);
         }
     }
 
-    /// Something is to happen on a node, after a while.
-    fn on_node(&mut self, node: &str, from: u64, to: u64, doing: Doing) {
+    /// Schedules an action on a node after a random delay.
+    fn on_node(&mut self, node: &str, from: u64, to: u64, action: NodeAction) {
         let delay = self.nodes.rng().between(from, to);
         let node = node.to_owned();
-        self.after(delay, Action::Node { node, doing });
+        self.after(delay, Action::Node { node, action });
     }
 
-    /// Something has been stored: kubelets look at their pods.
+    /// Notifies kubelets of store changes.
     pub(crate) fn wake_kubelets(&mut self) {
         let listening = self.nodes.all.values().filter(|node| node.both);
         for name in listening.map(|node| node.name.clone()).collect::<Vec<_>>() {
-            self.hear_later(&name);
+            self.observe_claims_later(&name);
         }
         let idle: Vec<String> = self
             .nodes
@@ -207,35 +205,38 @@ impl Stage {
             && !node.due
         {
             node.due = true;
-            self.on_node(name, 0, within, Doing::Sync);
+            self.on_node(name, 0, within, NodeAction::Sync);
         }
     }
 
-    pub(crate) fn act_on_node(&mut self, name: &str, doing: Doing) {
-        match doing {
-            Doing::StartCompanion => self.start_companion(name),
-            Doing::StartKubelet => self.start_kubelet(name),
-            Doing::Sync => self.sync(name),
-            Doing::Look => self.look_for_orphans(name),
-            Doing::TryAgain => self.try_again(name),
-            Doing::Plug => self.plug(name),
-            Doing::Offer => self.take_offer(name),
-            Doing::Record => self.record_grants(name),
-            Doing::See => self.see(name),
-            Doing::Hear => self.hear(name),
+    pub(crate) fn act_on_node(&mut self, name: &str, action: NodeAction) {
+        match action {
+            NodeAction::StartCompanion => self.start_companion(name),
+            NodeAction::StartKubelet => self.start_kubelet(name),
+            NodeAction::Sync => self.sync(name),
+            NodeAction::CheckOrphans => self.check_orphans(name),
+            NodeAction::Retry => self.retry(name),
+            NodeAction::ExtendedResourcePod => self.user_changes_extended_resource_pods(name),
+            NodeAction::ReceiveDevices => self.receive_devices(name),
+            NodeAction::Record => self.record_grants(name),
+            NodeAction::ReadPodResources => self.read_pod_resources(name),
+            NodeAction::ObserveClaims => self.observe_claims(name),
         }
-        self.offer(name);
-        self.look_again(name);
-        // Words alone change neither containers nor the disk.
+        self.send_devices(name);
+        self.recheck_pod_resources(name);
+        // These actions change neither containers nor the disk.
         if !matches!(
-            doing,
-            Doing::Plug | Doing::Offer | Doing::Record | Doing::See | Doing::Hear
+            action,
+            NodeAction::ExtendedResourcePod
+                | NodeAction::ReceiveDevices
+                | NodeAction::Record
+                | NodeAction::ReadPodResources
+                | NodeAction::ObserveClaims
         ) {
             self.check_node(name);
         }
     }
 
-    /// Whether containers of a pod run.
     pub(crate) fn has_containers(&self, pod: &ObjectKey) -> bool {
         let uid = self
             .store
@@ -247,17 +248,17 @@ impl Stage {
         nodes.any(|node| node.kubelet.running.contains_key(&uid) || node.manager.running.contains_key(&uid))
     }
 
-    /// Whether a kubelet's list of claims has still to be written.
-    pub(crate) fn let_kubelet_write_late(&mut self, name: &str, late: bool) {
+    /// Delays writes of the claim checkpoint of kubelet.
+    pub(crate) fn delay_kubelet_file(&mut self, name: &str, late: bool) {
         if let Some(node) = self.nodes.all.get_mut(name) {
-            node.kubelet.writes_late = late;
+            node.kubelet.file_delayed = late;
         }
     }
 
-    /// Somebody empties the directory of CDI files, and the companion is killed.
-    pub(crate) fn lose_files(&mut self, name: &str) {
+    /// Removes all CDI files of a node and kills its companion.
+    pub(crate) fn remove_cdi_files(&mut self, name: &str) {
         if let Some(node) = self.nodes.all.get(name) {
-            node.disk.lose_cdi();
+            node.disk.remove_all_cdi();
         }
         self.kill_companion(name);
     }

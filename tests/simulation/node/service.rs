@@ -1,4 +1,4 @@
-//! How a companion is run: started, asked, killed, and sent to look for what kubelet has forgotten.
+//! Runs companions: starts, calls and kills them, and schedules orphan checks.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,83 +9,83 @@ use drayman::core::prepare::orphans::ApiView;
 use drayman::core::prepare::plan::of_results;
 use drayman::core::prepare::prepared_claims::HeldDevice;
 
-use super::companion::{Companion, Failure, Place};
-use super::disk::{Stop, Trouble};
-use super::{Doing, Node, claim_uid};
+use super::companion::{Companion, Failure, NodeAccess};
+use super::disk::{OperationFault, Stop};
+use super::{Node, NodeAction, claim_uid};
+use crate::cluster::{Cluster, MILLISECOND, SECOND};
 use crate::driver::{Hold, recorded_hold, uid_of};
 use crate::faults::Fault;
-use crate::stage::{MILLISECOND, SECOND, Stage};
 use crate::structured::results_of;
 
-/// More steps than any plan has on the disk: a kill after so many is one after the last step, before the answer.
+/// More disk steps than any plan has: a kill at such a step happens after the last step, before the answer.
 const STEPS: u64 = 16;
 
 impl Node {
-    /// The companion's hands on this node.
-    pub(super) fn hands(&mut self) -> (Option<&mut Companion>, Place<'_>) {
-        let place = Place {
+    /// The companion and its access to the node.
+    pub(super) fn access(&mut self) -> (Option<&mut Companion>, NodeAccess<'_>) {
+        let access = NodeAccess {
             disk: &self.disk,
-            driven: &mut self.driven,
+            driver_claims: &mut self.driver_claims,
         };
-        (self.companion.as_mut(), place)
+        (self.companion.as_mut(), access)
     }
 }
 
-impl Stage {
+impl Cluster {
     fn found(&self, name: &str) -> BTreeSet<String> {
-        self.facts.nodes.get(name).cloned().unwrap_or_default()
+        self.environment.nodes.get(name).cloned().unwrap_or_default()
     }
 
-    /// Whether this happens now, if there are nodes at all.
-    pub(crate) fn strikes_node(&mut self, fault: Fault) -> bool {
+    /// Whether this random fault occurs now; never without nodes.
+    pub(crate) fn occurs_on_node(&mut self, fault: Fault) -> bool {
         let Some(rng) = self.nodes.rng.as_mut() else {
             return false;
         };
-        self.faults.strikes(fault, rng)
+        self.faults.occurs(fault, rng)
     }
 
-    /// What goes wrong with the next operation of a companion, and whether the whole node goes with it.
-    fn draw_trouble(&mut self) -> (Option<Trouble>, bool) {
+    /// The fault of the next operation, and whether the node loses power.
+    fn next_operation_fault(&mut self) -> (Option<OperationFault>, bool) {
         self.nodes.operations += 1;
-        if let Some((trouble, power)) = self.nodes.plan.get(&self.nodes.operations) {
-            return (Some(*trouble), *power);
+        if let Some((fault, power)) = self.nodes.plan.get(&self.nodes.operations) {
+            return (Some(*fault), *power);
         }
         let step = self.nodes.rng().between(0, STEPS) as u32;
-        if self.strikes_node(Fault::CompanionKilled) {
-            return (Some(Trouble::Kill(step)), false);
+        if self.occurs_on_node(Fault::CompanionKilled) {
+            return (Some(OperationFault::Kill(step)), false);
         }
-        if self.strikes_node(Fault::PowerLost) {
-            return (Some(Trouble::Kill(step)), true);
+        if self.occurs_on_node(Fault::PowerLost) {
+            return (Some(OperationFault::Kill(step)), true);
         }
-        if self.strikes_node(Fault::DiskFails) {
+        if self.occurs_on_node(Fault::DiskFails) {
             let steps = self.nodes.rng().between(1, 4) as u32;
-            return (Some(Trouble::Fail { from: step, steps }), false);
+            return (Some(OperationFault::Fail { from: step, steps }), false);
         }
         (None, false)
     }
 
-    /// Has the companion do something, with whatever goes wrong with it. `None` if it is not there, or not any more.
+    /// Runs an operation of the companion with its fault. `None` if the companion is not running or is killed.
     pub(super) fn ask_companion<T>(
         &mut self,
         name: &str,
-        ask: impl FnOnce(&mut Companion, &mut Place<'_>) -> Result<T, Failure>,
+        ask: impl FnOnce(&mut Companion, &mut NodeAccess<'_>) -> Result<T, Failure>,
     ) -> Option<Result<T, Failure>> {
         let (found, now) = (self.found(name), self.time());
-        let (trouble, power) = self.draw_trouble();
+        let (fault, power) = self.next_operation_fault();
         let node = self.nodes.all.get_mut(name)?;
         node.companion.as_ref()?;
-        node.disk.begin(trouble);
-        let (companion, mut place) = node.hands();
+        node.disk.begin(fault);
+        let (companion, mut access) = node.access();
         let companion = companion?;
         companion.now = now;
-        let refreshed = companion.refresh(&mut place, &found);
+        let refreshed = companion.refresh(&mut access, &found);
         let result = refreshed
             .map_err(Failure::from)
-            .and_then(|()| ask(companion, &mut place));
-        let killed = trouble.is_some_and(Trouble::kills);
+            .and_then(|()| ask(companion, &mut access));
+        let killed = fault.is_some_and(OperationFault::kills);
         node.disk.begin(None);
         if killed {
-            self.note(|| format!("{name}: the companion is killed, with the node: {power}, by {trouble:?}"));
+            self.trace(|| format!("{name}: the companion is killed, with the node: {power}, by {fault:?}"));
             if power {
                 self.lose_power(name);
             } else {
@@ -97,31 +97,31 @@ impl Stage {
             && node
                 .companion
                 .as_ref()
-                .is_some_and(|companion| companion.look_due)
+                .is_some_and(|companion| companion.orphan_check_due)
         {
-            self.on_node(name, 0, 100 * MILLISECOND, Doing::Look);
+            self.on_node(name, 0, 100 * MILLISECOND, NodeAction::CheckOrphans);
         }
-        self.try_again_later(name);
+        self.retry_later(name);
         Some(result)
     }
 
-    /// What could not be written is tried again when that is due. Of several that are on their way all but the first find nothing.
-    fn try_again_later(&mut self, name: &str) {
+    /// Schedules a retry of failed writes. If several are scheduled, all but the first find nothing.
+    fn retry_later(&mut self, name: &str) {
         let companion = self.nodes.all.get(name).and_then(|node| node.companion.as_ref());
         if let Some(due) = companion.and_then(|companion| companion.retries.next()) {
             let delay = due.saturating_sub(self.time()).as_micros() as u64;
-            self.on_node(name, delay, delay, Doing::TryAgain);
+            self.on_node(name, delay, delay, NodeAction::Retry);
         }
     }
 
-    pub(super) fn try_again(&mut self, name: &str) {
+    pub(super) fn retry(&mut self, name: &str) {
         let now = self.time();
         let node = self.nodes.all.get(name);
         let companion = node.and_then(|node| node.companion.as_ref());
         let due = companion.map_or(0, |companion| companion.retries.due(now).len());
         if due > 0 {
-            self.nodes.tried_again += due;
-            self.ask_companion(name, |companion, place| Ok(companion.try_again(place)?));
+            self.nodes.retried += due;
+            self.ask_companion(name, |companion, access| Ok(companion.retry(access)?));
         }
     }
 
@@ -129,7 +129,7 @@ impl Stage {
         if let Some(node) = self.nodes.all.get_mut(name) {
             node.companion = None;
             node.manager.disconnect();
-            self.on_node(name, 10 * MILLISECOND, 5 * SECOND, Doing::StartCompanion);
+            self.on_node(name, 10 * MILLISECOND, 5 * SECOND, NodeAction::StartCompanion);
         }
     }
 
@@ -139,20 +139,20 @@ impl Stage {
             node.boots += 1;
             node.companion = None;
             node.disk.lose_power(&mut rng);
-            node.driven.clear();
+            node.driver_claims.clear();
             node.kubelet.lose_power();
             node.manager.stop();
             node.manager.lose_power();
             self.nodes.rng = Some(rng);
-            self.on_node(name, SECOND, 20 * SECOND, Doing::StartCompanion);
-            self.on_node(name, SECOND, 20 * SECOND, Doing::StartKubelet);
+            self.on_node(name, SECOND, 20 * SECOND, NodeAction::StartCompanion);
+            self.on_node(name, SECOND, 20 * SECOND, NodeAction::StartKubelet);
         }
     }
 
     pub(super) fn start_companion(&mut self, name: &str) {
-        let (found, (trouble, power)) = (self.found(name), self.draw_trouble());
+        let (found, (fault, power)) = (self.found(name), self.next_operation_fault());
         let (now, structured) = (self.time(), self.structured);
-        let damaged = self.strikes_node(Fault::CheckpointDamaged);
+        let damaged = self.occurs_on_node(Fault::CheckpointDamaged);
         let kubelet = self.kubelet_list(name);
         let Some(node) = self
             .nodes
@@ -162,7 +162,8 @@ impl Stage {
         else {
             return;
         };
-        // With neither checkpoint nor list, CDI files alone tell, and a claim whose device is unplugged has none: docs/operator/troubleshoot.md.
+        // Without checkpoint and kubelet list, only CDI files remain, and a claim with a missing device has none:
+        // docs/operator/troubleshoot.md.
         let files = node.disk.cdi_names();
         let all_have_files = node.kubelet.in_use().is_subset(&files);
         let kubelet = if damaged && !all_have_files {
@@ -172,38 +173,38 @@ impl Stage {
         };
         if damaged {
             node.disk.damage();
-            // That a driver was about to begin is in the checkpoint alone.
-            node.driven
+            // Intents of a driver are in the checkpoint only.
+            node.driver_claims
                 .retain(|uid| files.contains(uid) || kubelet.lists(uid) == Some(true));
         }
-        node.disk.begin(trouble);
+        node.disk.begin(fault);
         let boots = node.boots;
         let mode = if node.both { Mode::Both } else { Mode::Claims };
-        let (_, mut place) = node.hands();
+        let (_, mut access) = node.access();
         let started = Companion::start(
-            &mut place,
+            &mut access,
             (name, boots),
             (mode, structured, now),
             &found,
             &kubelet,
         );
         node.disk.begin(None);
-        self.note(|| format!("{name}: the companion starts: {:?}", started.as_ref().map(|_| ())));
-        match (trouble.is_some_and(Trouble::kills), started) {
+        self.trace(|| format!("{name}: the companion starts: {:?}", started.as_ref().map(|_| ())));
+        match (fault.is_some_and(OperationFault::kills), started) {
             (true, _) | (_, Err(Stop::Killed)) if power => self.lose_power(name),
             (true, _) | (_, Err(_)) => self.kill_companion(name),
             (false, Ok(companion)) => {
                 if let Some(node) = self.nodes.all.get_mut(name) {
                     node.companion = Some(companion);
                 }
-                self.on_node(name, 0, 100 * MILLISECOND, Doing::Look);
-                self.try_again_later(name);
-                self.hear_later(name);
+                self.on_node(name, 0, 100 * MILLISECOND, NodeAction::CheckOrphans);
+                self.retry_later(name);
+                self.observe_claims_later(name);
             }
         }
     }
 
-    /// What the API server says of a claim, by its uid.
+    /// The state of a claim in the API server, by UID.
     fn api_view(&self, uid: &ClaimUid, node: &str) -> ApiView {
         let claim = self
             .store
@@ -226,10 +227,10 @@ impl Stage {
         hold.devices.into_iter().map(HeldDevice::named).collect()
     }
 
-    /// Kubelet's list, as far as it can be read.
+    /// The claim list of kubelet, if readable.
     fn kubelet_list(&mut self, name: &str) -> KubeletView {
-        if self.strikes_node(Fault::KubeletListUnreadable) {
-            return KubeletView::Unknown("it is no list".to_owned());
+        if self.occurs_on_node(Fault::KubeletListUnreadable) {
+            return KubeletView::Unknown("not a list".to_owned());
         }
         let node = self.nodes.all.get(name);
         node.map_or_else(
@@ -238,10 +239,10 @@ impl Stage {
         )
     }
 
-    /// Looks for claims that kubelet has forgotten, and comes again when that is due.
-    pub(super) fn look_for_orphans(&mut self, name: &str) {
+    /// Finds claims that kubelet no longer lists, and schedules the next check.
+    pub(super) fn check_orphans(&mut self, name: &str) {
         let now = self.time();
-        let silent = self.strikes_node(Fault::ApiSilent);
+        let silent = self.occurs_on_node(Fault::ApiSilent);
         let kubelet = self.kubelet_list(name);
         let Some(node) = self.nodes.all.get_mut(name) else {
             return;
@@ -249,7 +250,7 @@ impl Stage {
         let Some(companion) = node.companion.as_mut() else {
             return;
         };
-        let questions = companion.look(&kubelet, now);
+        let questions = companion.find_orphans(&kubelet, now);
         let answers: BTreeMap<ClaimUid, ApiView> = questions
             .into_iter()
             .map(|question| {
@@ -261,11 +262,11 @@ impl Stage {
                 (question.uid, answer)
             })
             .collect();
-        let judged = self.ask_companion(name, |companion, place| {
-            companion.clear(place, &BTreeSet::new())?;
-            Ok(companion.judge(place, &kubelet, &answers, now)?)
+        let resolved = self.ask_companion(name, |companion, access| {
+            companion.clear(access, &BTreeSet::new())?;
+            Ok(companion.resolve_orphans(access, &kubelet, &answers, now)?)
         });
-        if judged.is_none() {
+        if resolved.is_none() {
             return;
         }
         if let Some(node) = self.nodes.all.get_mut(name)
@@ -273,23 +274,23 @@ impl Stage {
         {
             let next = companion.orphans.next_check(now).as_micros() as u64;
             let at = self.now + next.max(SECOND);
-            // Of several that are on their way the earliest counts.
-            if node.look_at <= self.now || at < node.look_at {
-                node.look_at = at;
-                self.on_node(name, next.max(SECOND), next.max(SECOND), Doing::Look);
+            // The earliest of several scheduled checks counts.
+            if node.orphan_check_at <= self.now || at < node.orphan_check_at {
+                node.orphan_check_at = at;
+                self.on_node(name, next.max(SECOND), next.max(SECOND), NodeAction::CheckOrphans);
             }
         }
     }
 
-    /// A person looks at what is in quarantine, and ends it.
-    pub(super) fn person_releases(&mut self, name: &str, forgotten: bool) {
+    /// A user releases quarantined claims.
+    pub(super) fn user_releases(&mut self, name: &str, forgotten: bool) {
         let Some(node) = self.nodes.all.get_mut(name) else {
             return;
         };
         let kubelet: KubeletView = node.kubelet.view();
         let in_use = node.kubelet.in_use();
         let listed: BTreeSet<ClaimUid> = node.kubelet.listed.keys().cloned().collect();
-        let (companion, mut place) = node.hands();
+        let (companion, mut access) = node.access();
         let Some(companion) = companion else { return };
         let mut over: BTreeSet<ClaimUid> = companion.orphans.quarantine().into_keys().collect();
         if forgotten {
@@ -297,7 +298,7 @@ impl Stage {
             over.extend(held.filter(|uid| listed.contains(*uid)).cloned());
         }
         for uid in over.difference(&in_use) {
-            let released = companion.release(&mut place, &kubelet, uid);
+            let released = companion.release(&mut access, &kubelet, uid);
             assert_eq!(released, Ok(()), "faults have stopped");
         }
     }

@@ -1,135 +1,161 @@
-//! What an old leader, paused past its lease, does to what the new one has decided.
+//! Late writes of a former leader that was paused beyond its lease.
 
 use drayman::api::resource::AllocationMode;
 
-use super::{calm, expect_well, is_bound, key, plain, until_bound};
+use super::{expect_no_violation, healthy_cluster, is_bound, key, until_bound, without_suffixes};
+use crate::cluster::{Cluster, SECOND};
 use crate::faults::Fault;
-use crate::stage::{SECOND, Stage};
 use crate::store::Kind;
 use crate::users::Use;
 
-/// The one device is about to be recorded for `younger` when the leader is paused; the new one gives it to `older`.
-pub(super) fn conflicting() -> Stage {
-    let mut stage = calm(&[("node-a", 1)]);
+/// The leader is paused before it records the only device for `younger`; the new leader allocates it to `older`.
+pub(super) fn conflicting() -> Cluster {
+    let mut cluster = healthy_cluster(&[("node-a", 1)]);
     for name in ["older", "younger"] {
-        stage.create_claim(&key(name), "gpu", AllocationMode::WaitForFirstConsumer);
+        cluster.create_claim(&key(name), "gpu", AllocationMode::WaitForFirstConsumer);
     }
-    // Read, judge, finalizer, allocate, record.
-    stage.faults.plan.insert(stage.commands + 5, Fault::PausedLeader);
-    stage.create_pod(&key("late"), &[Use::Named("younger")], None);
-    stage.run_until("the leader is paused", |stage| stage.process.is_none());
-    stage.store.delete_context(&key("late"));
-    stage.create_pod(&key("quick"), &[Use::Named("older")], Some("node-a"));
-    stage.run_until("the new leader has allocated", |stage| {
-        is_allocated(stage, "older")
+    // Read, evaluate, finalizer, allocate, record.
+    cluster
+        .faults
+        .plan
+        .insert(cluster.commands + 5, Fault::PausedLeader);
+    cluster.create_pod(&key("late"), &[Use::Named("younger")], None);
+    cluster.run_until("the leader is paused", |cluster| cluster.process.is_none());
+    cluster.store.delete_context(&key("late"));
+    cluster.create_pod(&key("quick"), &[Use::Named("older")], Some("node-a"));
+    cluster.run_until("the new leader has allocated", |cluster| {
+        is_allocated(cluster, "older")
     });
-    assert!(!is_allocated(&stage, "younger"), "the old one sleeps still");
-    stage.command_log.clear();
-    stage
+    assert!(
+        !is_allocated(&cluster, "younger"),
+        "the former leader is still paused"
+    );
+    cluster.command_log.clear();
+    cluster
 }
 
-fn is_allocated(stage: &Stage, name: &str) -> bool {
-    stage
+fn is_allocated(cluster: &Cluster, name: &str) -> bool {
+    cluster
         .claim(name)
         .is_some_and(|claim| claim.status.allocation.is_some())
 }
 
 #[test]
 fn the_older_of_two_allocations_stands() {
-    let mut stage = conflicting();
-    stage.run_until("the old leader has written", |stage| !stage.ghosts.is_empty());
-    assert!(is_allocated(&stage, "younger") && is_allocated(&stage, "older"));
-    stage.run_for(SECOND / 2);
-    assert!(!is_allocated(&stage, "younger") && is_allocated(&stage, "older"));
-    let log = plain(&stage.command_log);
-    let repair = ["read pod late", "take back younger", "deallocate younger"];
+    let mut cluster = conflicting();
+    cluster.run_until("the old leader has written", |cluster| {
+        !cluster.late_allocations.is_empty()
+    });
+    assert!(is_allocated(&cluster, "younger") && is_allocated(&cluster, "older"));
+    cluster.run_for(SECOND / 2);
+    assert!(!is_allocated(&cluster, "younger") && is_allocated(&cluster, "older"));
+    let log = without_suffixes(&cluster.command_log);
+    let repair = ["read pod late", "roll back younger", "deallocate younger"];
     assert!(log.windows(3).any(|steps| steps == repair), "{log:?}");
-    let told: Vec<String> = stage
+    let reports: Vec<String> = cluster
         .reports
         .iter()
         .filter(|report| report.reason == "DeviceHeldTwice")
         .map(|report| format!("{:?}", report.regarding))
         .collect();
-    assert_eq!(told.len(), 2, "on the claim and on its pod: {told:?}");
+    assert_eq!(reports.len(), 2, "on the claim and on its pod: {reports:?}");
     assert!(
-        told.iter()
+        reports
+            .iter()
             .all(|about| about.contains("younger") || about.contains("late")),
-        "{told:?}"
+        "{reports:?}"
     );
-    // It is served when its turn comes.
-    stage.store.delete_pod(&key("quick"));
-    until_bound(&mut stage, "late");
-    expect_well(stage);
+    // The pod is served when the device is free.
+    cluster.store.delete_pod(&key("quick"));
+    until_bound(&mut cluster, "late");
+    expect_no_violation(cluster);
 }
 
 #[test]
 fn a_younger_allocation_of_a_bound_pod_is_not_rolled_back() {
-    let mut stage = conflicting();
-    stage.hold_watch(Kind::Claim);
-    stage.run_until("the old leader has written", |stage| !stage.ghosts.is_empty());
-    until_bound(&mut stage, "late");
-    stage.let_watch_go(Kind::Claim);
-    stage.run_for(60 * SECOND);
-    assert!(is_bound(&stage, "late") && is_allocated(&stage, "younger") && is_allocated(&stage, "older"));
+    let mut cluster = conflicting();
+    cluster.pause_watch(Kind::Claim);
+    cluster.run_until("the old leader has written", |cluster| {
+        !cluster.late_allocations.is_empty()
+    });
+    until_bound(&mut cluster, "late");
+    cluster.resume_watch(Kind::Claim);
+    cluster.run_for(60 * SECOND);
     assert!(
-        stage
+        is_bound(&cluster, "late") && is_allocated(&cluster, "younger") && is_allocated(&cluster, "older")
+    );
+    assert!(
+        cluster
             .reports
             .iter()
             .any(|report| report.reason == "DeviceHeldTwice")
     );
-    let log = plain(&stage.command_log);
-    // Once for its context, and once to learn that it has a node.
+    let log = without_suffixes(&cluster.command_log);
+    // Once for its context, and once to find that it has a node.
     let reads = log.iter().filter(|line| *line == "read pod late").count();
     assert_eq!(
-        (reads, log.contains(&"take back younger".to_owned())),
+        (reads, log.contains(&"roll back younger".to_owned())),
         (2, false),
         "{log:?}"
     );
-    // It ends as every pod does.
-    stage.store.delete_pod(&key("late"));
-    stage.run_until("its claim is given back", |stage| !is_allocated(stage, "younger"));
-    assert!(is_allocated(&stage, "older"));
-    expect_well(stage);
+    // The pod ends normally.
+    cluster.store.delete_pod(&key("late"));
+    cluster.run_until("its claim is released", |cluster| {
+        !is_allocated(cluster, "younger")
+    });
+    assert!(is_allocated(&cluster, "older"));
+    expect_no_violation(cluster);
 }
 
 #[test]
 fn an_old_leaders_allocation_after_the_release_is_returned() {
-    let mut stage = calm(&[("node-a", 1)]);
-    stage.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
-    stage.faults.plan.insert(stage.commands + 5, Fault::PausedLeader);
-    stage.create_pod(&key("p"), &[Use::Named("named")], None);
-    stage.run_until("the leader is paused", |stage| stage.process.is_none());
-    // Meanwhile the claim is allocated, used and released, and has no finalizer any more.
-    until_bound(&mut stage, "p");
-    stage.store.delete_pod(&key("p"));
-    stage.run_until("it is released", |stage| {
-        stage
+    let mut cluster = healthy_cluster(&[("node-a", 1)]);
+    cluster.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
+    cluster
+        .faults
+        .plan
+        .insert(cluster.commands + 5, Fault::PausedLeader);
+    cluster.create_pod(&key("p"), &[Use::Named("named")], None);
+    cluster.run_until("the leader is paused", |cluster| cluster.process.is_none());
+    // Meanwhile the claim is allocated, used and released, and has no finalizer.
+    until_bound(&mut cluster, "p");
+    cluster.store.delete_pod(&key("p"));
+    cluster.run_until("it is released", |cluster| {
+        cluster
             .claim("named")
             .is_some_and(|claim| claim.metadata.finalizers.is_none())
     });
-    assert!(stage.ghosts.is_empty(), "the old leader sleeps still");
-    stage.run_until("the old leader has written", |stage| !stage.ghosts.is_empty());
-    assert!(is_allocated(&stage, "named"));
-    stage.run_until("it is given back", |stage| !is_allocated(stage, "named"));
-    expect_well(stage);
+    assert!(
+        cluster.late_allocations.is_empty(),
+        "the former leader is still paused"
+    );
+    cluster.run_until("the old leader has written", |cluster| {
+        !cluster.late_allocations.is_empty()
+    });
+    assert!(is_allocated(&cluster, "named"));
+    cluster.run_until("the claim is released", |cluster| !is_allocated(cluster, "named"));
+    expect_no_violation(cluster);
 }
 
 #[test]
 fn an_old_leaders_late_finalizer_removal_does_not_count() {
-    let mut stage = calm(&[("node-a", 1)]);
-    stage.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
-    stage.create_pod(&key("p"), &[Use::Named("named")], None);
-    until_bound(&mut stage, "p");
-    // Deallocate, clear, and then the finalizer.
-    stage.faults.plan.insert(stage.commands + 3, Fault::PausedLeader);
-    stage.store.delete_pod(&key("p"));
-    stage.run_until("the leader is paused", |stage| stage.process.is_none());
-    let log = plain(&stage.command_log);
+    let mut cluster = healthy_cluster(&[("node-a", 1)]);
+    cluster.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
+    cluster.create_pod(&key("p"), &[Use::Named("named")], None);
+    until_bound(&mut cluster, "p");
+    // Deallocate, clear, remove the finalizer.
+    cluster
+        .faults
+        .plan
+        .insert(cluster.commands + 3, Fault::PausedLeader);
+    cluster.store.delete_pod(&key("p"));
+    cluster.run_until("the leader is paused", |cluster| cluster.process.is_none());
+    let log = without_suffixes(&cluster.command_log);
     assert_eq!(log.last().unwrap(), "remove finalizer of named");
-    stage.create_pod(&key("next"), &[Use::Named("named")], None);
-    until_bound(&mut stage, "next");
-    stage.run_for(120 * SECOND);
-    let claim = stage.claim("named").unwrap();
+    cluster.create_pod(&key("next"), &[Use::Named("named")], None);
+    until_bound(&mut cluster, "next");
+    cluster.run_for(120 * SECOND);
+    let claim = cluster.claim("named").unwrap();
     assert!(claim.status.allocation.is_some() && claim.metadata.finalizers.is_some());
-    expect_well(stage);
+    expect_no_violation(cluster);
 }

@@ -1,88 +1,88 @@
-//! Named stories. The seeds find what nobody thought of; these keep what was thought of.
+//! Named scenarios. Seeds find unexpected cases; scenarios keep the known ones.
 
+mod crashes;
 mod deletion;
 mod every_fault;
-mod halves;
 mod kubelet_apis;
 mod leaders;
-mod life;
-mod moments;
+mod lifecycle;
 mod nodes;
+mod partial_allocations;
+mod persistent_faults;
 mod scale;
 mod several;
 mod structured;
-mod trouble;
-mod waking;
+mod wake_ups;
 
 use drayman::core::claims::ObjectKey;
 
+use crate::cluster::{Action, Cluster};
 use crate::driver::{DRIVER, OTHER_DRIVER};
-use crate::stage::{Action, Stage};
 use crate::users::Use;
 
-/// A cluster in which nothing goes wrong, with a controller that is ready.
-fn calm(nodes: &[(&str, usize)]) -> Stage {
-    let mut stage = Stage::new(7);
-    stage.verbose = std::env::var("VERBOSE").is_ok();
-    stage.record = true;
-    stage.patient_scheduler = true;
+/// A cluster without faults and with a ready controller.
+fn healthy_cluster(nodes: &[(&str, usize)]) -> Cluster {
+    let mut cluster = Cluster::new(7);
+    cluster.verbose = std::env::var("VERBOSE").is_ok();
+    cluster.record = true;
+    cluster.slow_scheduler = true;
     for (node, count) in nodes {
-        stage.set_devices(node, *count);
+        cluster.set_devices(node, *count);
     }
-    stage.set_class("gpu", DRIVER);
-    stage.set_class("other", OTHER_DRIVER);
-    stage.set_parameters("pair", 2, true, false);
-    stage.set_parameters("shared", 1, true, true);
-    stage.after(0, Action::Start);
-    stage.run_until("the controller is ready", |stage| {
-        stage
+    cluster.set_class("gpu", DRIVER);
+    cluster.set_class("other", OTHER_DRIVER);
+    cluster.set_parameters("pair", 2, true, false);
+    cluster.set_parameters("shared", 1, true, true);
+    cluster.after(0, Action::Start);
+    cluster.run_until("the controller is ready", |cluster| {
+        cluster
             .process
             .as_ref()
-            .is_some_and(|process| process.world.is_ready())
+            .is_some_and(|process| process.state.is_ready())
     });
-    stage.run_for(crate::stage::SECOND);
-    stage.command_log.clear();
-    stage
+    cluster.run_for(crate::cluster::SECOND);
+    cluster.command_log.clear();
+    cluster
 }
 
 fn key(name: &str) -> ObjectKey {
     ObjectKey::new("default", name)
 }
 
-fn is_bound(stage: &Stage, name: &str) -> bool {
-    let pod = stage.store.pods.get(&key(name));
+fn is_bound(cluster: &Cluster, name: &str) -> bool {
+    let pod = cluster.store.pods.get(&key(name));
     pod.is_some_and(|pod| pod.spec.node_name.is_some())
 }
 
-/// Makes a pod with one claim from a template and waits until it is bound.
-fn bound_pod(stage: &mut Stage, name: &str) {
-    stage.create_pod(&key(name), &[Use::Template("gpu")], None);
-    until_bound(stage, name);
+/// Creates a pod with one template claim and waits until it is bound.
+fn bound_pod(cluster: &mut Cluster, name: &str) {
+    cluster.create_pod(&key(name), &[Use::Template("gpu")], None);
+    until_bound(cluster, name);
 }
 
-fn until_bound(stage: &mut Stage, name: &str) {
+fn until_bound(cluster: &mut Cluster, name: &str) {
     let text = format!("{name} is bound");
-    stage.run_until(&text, |stage| is_bound(stage, name));
+    cluster.run_until(&text, |cluster| is_bound(cluster, name));
 }
 
-/// The pod's containers have ended.
-fn end_pod(stage: &mut Stage, name: &str) {
-    stage
+/// Completes a pod.
+fn end_pod(cluster: &mut Cluster, name: &str) {
+    cluster
         .store
         .update_pod(&key(name), |pod| pod.status.phase = Some("Succeeded".to_owned()));
 }
 
-/// All promises are kept to the end.
-fn expect_well(mut stage: Stage) -> Stage {
-    if stage.violation.is_none() {
-        stage.conclude();
+/// Checks all invariants to the end.
+fn expect_no_violation(mut cluster: Cluster) -> Cluster {
+    if cluster.violation.is_none() {
+        cluster.conclude();
     }
-    assert_eq!(stage.violation, None);
-    stage
+    assert_eq!(cluster.violation, None);
+    cluster
 }
 
-/// The names of generated claims end in a number; the stories do not care.
-fn plain(log: &[String]) -> Vec<String> {
+/// Removes the random suffix of template claim names.
+fn without_suffixes(log: &[String]) -> Vec<String> {
     log.iter()
         .map(|line| {
             let words = line.split(' ').map(|word| {

@@ -1,143 +1,145 @@
-//! Both halves together: what the controller allocates, a companion prepares, on a disk that forgets.
+//! Controller and nodes together: companions prepare the allocations of the controller.
 
 use drayman::api::resource::AllocationMode;
 
-use super::every_fault::LEFT_OPEN;
+use super::every_fault::INTERRUPTING_FAULTS;
 use super::leaders::conflicting;
-use super::{calm, key, until_bound};
+use super::{healthy_cluster, key, until_bound};
+use crate::cluster::{Cluster, SECOND};
 use crate::faults::Fault;
-use crate::node::Trouble;
-use crate::stage::{SECOND, Stage};
+use crate::node::OperationFault;
 use crate::store::Kind;
 use crate::users::Use;
 
-/// At least as many as a start has that finds one claim.
+/// At least the number of steps of a start with one claim.
 const STEPS_OF_A_START: u32 = 8;
 
-/// What befalls an operation of a companion: its number, the trouble, and whether the power goes with it.
-pub(super) type Planned = (u64, Trouble, bool);
+/// A fault of a companion operation: operation number, fault, and whether the node loses power.
+pub(super) type Planned = (u64, OperationFault, bool);
 
-/// What a story without trouble had: operations of the companion, the steps of the longest of them, and commands of the controller.
+/// Counts of a scenario without faults: companion operations, steps of the longest one, and controller commands.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Told {
+pub(super) struct Counts {
     operations: u64,
     steps: u32,
     commands: u64,
 }
 
-impl Told {
-    pub(super) fn by(stage: &Stage) -> Self {
+impl Counts {
+    pub(super) fn by(cluster: &Cluster) -> Self {
         Self {
-            operations: stage.nodes.operations,
-            steps: stage.nodes.longest_operation(),
-            commands: stage.commands,
+            operations: cluster.nodes.operations,
+            steps: cluster.nodes.longest_operation(),
+            commands: cluster.commands,
         }
     }
 }
 
-pub(super) fn until_it_runs(stage: &mut Stage, name: &str) {
+pub(super) fn until_it_runs(cluster: &mut Cluster, name: &str) {
     let text = format!("{name} has containers");
-    stage.run_until(&text, |stage| stage.has_containers(&key(name)));
+    cluster.run_until(&text, |cluster| cluster.has_containers(&key(name)));
 }
 
-pub(super) fn until_it_is_gone(stage: &mut Stage, name: &str) {
-    stage.store.delete_pod(&key(name));
-    stage.run_until("it has ended", |stage| !stage.store.pods.contains_key(&key(name)));
+pub(super) fn until_it_is_gone(cluster: &mut Cluster, name: &str) {
+    cluster.store.delete_pod(&key(name));
+    cluster.run_until("it has ended", |cluster| {
+        !cluster.store.pods.contains_key(&key(name))
+    });
 }
 
-/// Everything is deleted, and everything is free.
-pub(super) fn expect_all_free(mut stage: Stage, what: &str) {
-    if stage.violation.is_none() {
-        stage.conclude();
-        stage.conclude_nodes();
+/// Deletes everything and checks that everything is free.
+pub(super) fn expect_all_free(mut cluster: Cluster, what: &str) {
+    if cluster.violation.is_none() {
+        cluster.conclude();
+        cluster.conclude_nodes();
     }
-    assert_eq!(stage.violation, None, "{what}");
+    assert_eq!(cluster.violation, None, "{what}");
 }
 
-/// A cluster of one node with one device, whose companion has these troubles.
-pub(super) fn troubled(planned: &[Planned]) -> Stage {
-    let mut stage = calm(&[("node-a", 1)]);
-    for (operation, trouble, power) in planned {
-        stage.nodes.plan.insert(*operation, (*trouble, *power));
+/// A cluster of one node with one device and these companion faults.
+pub(super) fn cluster_with_faults(planned: &[Planned]) -> Cluster {
+    let mut cluster = healthy_cluster(&[("node-a", 1)]);
+    for (operation, fault, power) in planned {
+        cluster.nodes.plan.insert(*operation, (*fault, *power));
     }
-    stage.set_up_nodes(7);
-    stage
+    cluster.set_up_nodes(7);
+    cluster
 }
 
-/// Every trouble at every step of an operation. A kill at the last is one before the answer.
-fn troubles(operation: u64, steps: u32) -> impl Iterator<Item = Planned> {
+/// Every fault at every step of an operation. A kill at the last step happens before the answer.
+fn operation_faults(operation: u64, steps: u32) -> impl Iterator<Item = Planned> {
     (0..=steps).flat_map(move |step| {
-        let fail = Trouble::Fail { from: step, steps: 3 };
+        let fail = OperationFault::Fail { from: step, steps: 3 };
         [
-            (operation, Trouble::Kill(step), false),
-            (operation, Trouble::Kill(step), true),
+            (operation, OperationFault::Kill(step), false),
+            (operation, OperationFault::Kill(step), true),
             (operation, fail, false),
         ]
     })
 }
 
-/// Tells a story once without trouble, then with every trouble at every step of each operation.
-pub(super) fn with_every_trouble(at_least: u64, story: impl Fn(&[Planned]) -> Told) {
-    let calm = story(&[]);
-    assert!(calm.operations >= at_least, "{calm:?}");
-    for operation in 1..=calm.operations {
-        for planned in troubles(operation, calm.steps) {
-            story(&[planned]);
+/// Runs a scenario without faults, then with every fault at every step of each operation.
+pub(super) fn with_every_fault(at_least: u64, scenario: impl Fn(&[Planned]) -> Counts) {
+    let baseline = scenario(&[]);
+    assert!(baseline.operations >= at_least, "{baseline:?}");
+    for operation in 1..=baseline.operations {
+        for planned in operation_faults(operation, baseline.steps) {
+            scenario(&[planned]);
         }
     }
 }
 
-/// Tells a story with each of these, and with a kill at every step of the operation that follows, which makes the first good.
-pub(super) fn with_every_pair(story: impl Fn(&[Planned]) -> Told) {
-    let calm = story(&[]);
+/// Runs a scenario with each of these faults and a kill at every step of the next operation, which repairs the first fault.
+pub(super) fn with_every_pair(scenario: impl Fn(&[Planned]) -> Counts) {
+    let baseline = scenario(&[]);
     let mut pairs = 0;
-    for operation in 1..=calm.operations {
-        for first in troubles(operation, calm.steps) {
-            for step in 0..=calm.steps {
-                story(&[first, (operation + 1, Trouble::Kill(step), false)]);
+    for operation in 1..=baseline.operations {
+        for first in operation_faults(operation, baseline.steps) {
+            for step in 0..=baseline.steps {
+                scenario(&[first, (operation + 1, OperationFault::Kill(step), false)]);
                 pairs += 1;
             }
         }
     }
-    println!("{calm:?}, {pairs} pairs");
+    println!("{baseline:?}, {pairs} pairs");
 }
 
-/// One pod after the other has the only device.
-fn two_lives(planned: &[Planned]) -> Told {
-    two_lives_with(planned, None)
+/// Two pods use the only device one after the other.
+fn two_pods(planned: &[Planned]) -> Counts {
+    two_pods_with(planned, None)
 }
 
-/// The fault is at a command of the controller.
-fn two_lives_with(planned: &[Planned], fault: Option<(u64, Fault)>) -> Told {
-    let mut stage = troubled(planned);
-    stage.faults.plan.extend(fault);
+/// Like [`two_pods`], with a fault at a controller command.
+fn two_pods_with(planned: &[Planned], fault: Option<(u64, Fault)>) -> Counts {
+    let mut cluster = cluster_with_faults(planned);
+    cluster.faults.plan.extend(fault);
     for name in ["p", "q"] {
-        stage.create_pod(&key(name), &[Use::Template("gpu")], None);
-        until_bound(&mut stage, name);
-        until_it_runs(&mut stage, name);
-        until_it_is_gone(&mut stage, name);
+        cluster.create_pod(&key(name), &[Use::Template("gpu")], None);
+        until_bound(&mut cluster, name);
+        until_it_runs(&mut cluster, name);
+        until_it_is_gone(&mut cluster, name);
     }
-    let told = Told::by(&stage);
-    assert!(stage.nodes.prepared >= 2 || stage.violation.is_some());
-    expect_all_free(stage, &format!("{planned:?} {fault:?}"));
-    told
+    let counts = Counts::by(&cluster);
+    assert!(cluster.nodes.prepared >= 2 || cluster.violation.is_some());
+    expect_all_free(cluster, &format!("{planned:?} {fault:?}"));
+    counts
 }
 
 #[test]
 fn every_fault_at_every_step_of_a_companion_is_survived() {
-    // A start and two of each call.
-    with_every_trouble(5, two_lives);
+    // A start and two calls of each kind.
+    with_every_fault(5, two_pods);
 }
 
 #[test]
 fn a_kill_at_every_step_of_a_repair_is_survived() {
-    let calm = two_lives(&[]);
-    for operation in 1..=calm.operations {
-        for fail in 0..calm.steps {
-            // What is undone has fewer steps than what was to be done.
-            for kill in fail + 1..=fail + calm.steps {
+    let baseline = two_pods(&[]);
+    for operation in 1..=baseline.operations {
+        for fail in 0..baseline.steps {
+            // The repair has fewer steps than the operation.
+            for kill in fail + 1..=fail + baseline.steps {
                 for power in [false, true] {
-                    two_lives(&[(operation, Trouble::FailAndKill { fail, kill }, power)]);
+                    two_pods(&[(operation, OperationFault::FailAndKill { fail, kill }, power)]);
                 }
             }
         }
@@ -146,117 +148,122 @@ fn a_kill_at_every_step_of_a_repair_is_survived() {
 
 #[test]
 fn every_pair_of_a_companion_fault_and_a_companion_kill() {
-    with_every_pair(two_lives);
+    with_every_pair(two_pods);
 }
 
 #[test]
 fn every_pair_of_a_controller_fault_and_a_companion_kill() {
-    let (start, calm) = (troubled(&[]).commands, two_lives(&[]));
-    assert!(calm.commands >= start + 10, "{calm:?}");
+    let (start, baseline) = (cluster_with_faults(&[]).commands, two_pods(&[]));
+    assert!(baseline.commands >= start + 10, "{baseline:?}");
     let mut pairs = 0;
-    for command in start + 1..=calm.commands {
-        for fault in LEFT_OPEN {
-            for operation in 1..=calm.operations {
-                for step in [0, calm.steps / 2, calm.steps] {
-                    let kill = (operation, Trouble::Kill(step), false);
-                    two_lives_with(&[kill], Some((command, fault)));
+    for command in start + 1..=baseline.commands {
+        for fault in INTERRUPTING_FAULTS {
+            for operation in 1..=baseline.operations {
+                for step in [0, baseline.steps / 2, baseline.steps] {
+                    let kill = (operation, OperationFault::Kill(step), false);
+                    two_pods_with(&[kill], Some((command, fault)));
                     pairs += 1;
                 }
             }
         }
     }
-    println!("{calm:?}, {pairs} pairs");
+    println!("{baseline:?}, {pairs} pairs");
 }
 
 #[test]
 fn removed_files_are_back_as_soon_as_they_can_be_written() {
     let mut failures = 0;
     for from in 0..STEPS_OF_A_START {
-        let mut stage = troubled(&[]);
-        stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
-        until_it_runs(&mut stage, "p");
-        let fail = Trouble::Fail { from, steps: 3 };
-        stage.nodes.plan.insert(stage.nodes.operations + 1, (fail, false));
-        stage.lose_files("node-a");
-        stage.run_for(10 * SECOND);
-        failures += stage.nodes.tried_again;
-        expect_all_free(stage, "files that are gone");
+        let mut cluster = cluster_with_faults(&[]);
+        cluster.create_pod(&key("p"), &[Use::Template("gpu")], None);
+        until_it_runs(&mut cluster, "p");
+        let fail = OperationFault::Fail { from, steps: 3 };
+        cluster
+            .nodes
+            .plan
+            .insert(cluster.nodes.operations + 1, (fail, false));
+        cluster.remove_cdi_files("node-a");
+        cluster.run_for(10 * SECOND);
+        failures += cluster.nodes.retried;
+        expect_all_free(cluster, "files that are gone");
     }
     assert!(failures > 0, "no start has failed to write the file");
 }
 
 #[test]
 fn a_claim_with_devices_of_another_node_is_not_prepared() {
-    let mut stage = calm(&[("node-a", 1), ("node-b", 1)]);
-    stage.set_up_nodes(7);
-    stage.create_claim(&key("named"), "gpu.shared", AllocationMode::WaitForFirstConsumer);
-    stage.create_pod(&key("p"), &[Use::Named("named")], None);
-    until_it_runs(&mut stage, "p");
-    let node = stage.store.pods[&key("p")].spec.node_name.clone();
+    let mut cluster = healthy_cluster(&[("node-a", 1), ("node-b", 1)]);
+    cluster.set_up_nodes(7);
+    cluster.create_claim(&key("named"), "gpu.shared", AllocationMode::WaitForFirstConsumer);
+    cluster.create_pod(&key("p"), &[Use::Named("named")], None);
+    until_it_runs(&mut cluster, "p");
+    let node = cluster.store.pods[&key("p")].spec.node_name.clone();
     let other = if node.as_deref() == Some("node-a") {
         "node-b"
     } else {
         "node-a"
     };
-    // Its user has not asked the scheduler.
-    stage.create_pod(&key("q"), &[Use::Named("named")], Some(other));
-    stage.run_for(120 * SECOND);
-    assert!(stage.nodes.misdirected > 0, "the companion was asked");
-    assert!(stage.has_containers(&key("p")) && !stage.has_containers(&key("q")));
-    expect_all_free(stage, "a claim of another node");
+    // The user set the node without the scheduler.
+    cluster.create_pod(&key("q"), &[Use::Named("named")], Some(other));
+    cluster.run_for(120 * SECOND);
+    assert!(cluster.nodes.misdirected > 0, "the companion was called");
+    assert!(cluster.has_containers(&key("p")) && !cluster.has_containers(&key("q")));
+    expect_all_free(cluster, "a claim of another node");
 }
 
 #[test]
 fn an_unkillable_container_keeps_its_device() {
-    let mut stage = troubled(&[]);
-    let stuck = stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
-    until_it_runs(&mut stage, "p");
-    stage.nodes.stuck.insert(stuck);
-    // By force; the claim goes with it, and its device is free for the controller.
-    stage.store.remove_pod(&key("p"));
-    stage.create_pod(&key("q"), &[Use::Template("gpu")], None);
-    until_bound(&mut stage, "q");
-    stage.run_for(900 * SECOND);
-    assert!(stage.nodes.refused > 0, "the companion was asked");
-    assert!(!stage.has_containers(&key("q")));
-    stage.nodes.stuck.clear();
-    stage.wake_kubelets();
-    until_it_runs(&mut stage, "q");
-    expect_all_free(stage, "a container that could not be killed");
+    let mut cluster = cluster_with_faults(&[]);
+    let stuck = cluster.create_pod(&key("p"), &[Use::Template("gpu")], None);
+    until_it_runs(&mut cluster, "p");
+    cluster.nodes.stuck.insert(stuck);
+    // Force deletion; the claim is deleted too, so the controller considers its device free.
+    cluster.store.remove_pod(&key("p"));
+    cluster.create_pod(&key("q"), &[Use::Template("gpu")], None);
+    until_bound(&mut cluster, "q");
+    cluster.run_for(900 * SECOND);
+    assert!(cluster.nodes.refused > 0, "the companion was called");
+    assert!(!cluster.has_containers(&key("q")));
+    cluster.nodes.stuck.clear();
+    cluster.wake_kubelets();
+    until_it_runs(&mut cluster, "q");
+    expect_all_free(cluster, "a container that could not be killed");
 }
 
 #[test]
 fn a_claim_that_kubelet_lists_late_is_not_forgotten() {
-    let mut stage = troubled(&[]);
-    stage.let_kubelet_write_late("node-a", true);
-    let stuck = stage.create_pod(&key("p"), &[Use::Template("gpu")], None);
-    until_it_runs(&mut stage, "p");
-    // By force, with its claim; kubelet has not got as far as its containers.
-    stage.nodes.stuck.insert(stuck);
-    stage.store.remove_pod(&key("p"));
-    // A companion that starts looks at once.
-    stage.lose_files("node-a");
-    stage.run_for(90 * SECOND);
-    stage.let_kubelet_write_late("node-a", false);
-    stage.run_for(300 * SECOND);
-    stage.nodes.stuck.clear();
-    stage.wake_kubelets();
-    expect_all_free(stage, "a list that comes late");
+    let mut cluster = cluster_with_faults(&[]);
+    cluster.delay_kubelet_file("node-a", true);
+    let stuck = cluster.create_pod(&key("p"), &[Use::Template("gpu")], None);
+    until_it_runs(&mut cluster, "p");
+    // Force deletion with its claim; kubelet has not stopped the containers yet.
+    cluster.nodes.stuck.insert(stuck);
+    cluster.store.remove_pod(&key("p"));
+    // A starting companion checks orphans immediately.
+    cluster.remove_cdi_files("node-a");
+    cluster.run_for(90 * SECOND);
+    cluster.delay_kubelet_file("node-a", false);
+    cluster.run_for(300 * SECOND);
+    cluster.nodes.stuck.clear();
+    cluster.wake_kubelets();
+    expect_all_free(cluster, "a list that comes late");
 }
 
 #[test]
 fn of_two_claims_with_one_device_the_second_is_prepared_later() {
-    let mut stage = conflicting();
-    stage.set_up_nodes(7);
-    until_it_runs(&mut stage, "quick");
-    stage.hold_watch(Kind::Claim);
-    stage.run_until("the old leader has written", |stage| !stage.ghosts.is_empty());
-    until_bound(&mut stage, "late");
-    stage.let_watch_go(Kind::Claim);
-    stage.run_for(60 * SECOND);
-    assert!(stage.has_containers(&key("quick")) && !stage.has_containers(&key("late")));
-    assert!(stage.nodes.refused > 0, "the companion was asked");
-    stage.store.delete_pod(&key("quick"));
-    until_it_runs(&mut stage, "late");
-    expect_all_free(stage, "two claims");
+    let mut cluster = conflicting();
+    cluster.set_up_nodes(7);
+    until_it_runs(&mut cluster, "quick");
+    cluster.pause_watch(Kind::Claim);
+    cluster.run_until("the old leader has written", |cluster| {
+        !cluster.late_allocations.is_empty()
+    });
+    until_bound(&mut cluster, "late");
+    cluster.resume_watch(Kind::Claim);
+    cluster.run_for(60 * SECOND);
+    assert!(cluster.has_containers(&key("quick")) && !cluster.has_containers(&key("late")));
+    assert!(cluster.nodes.refused > 0, "the companion was called");
+    cluster.store.delete_pod(&key("quick"));
+    until_it_runs(&mut cluster, "late");
+    expect_all_free(cluster, "two claims");
 }

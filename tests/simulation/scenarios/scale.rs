@@ -1,4 +1,4 @@
-//! The core alone with a large cluster: its own work, without server, scheduler or driver.
+//! CPU time of the core alone in a large cluster, without server, scheduler and driver.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -58,22 +58,22 @@ fn pod(name: &str) -> Pod {
     }
 }
 
-/// A shell that answers everything at once: every node is full while `full`, every write is stored.
-struct Echo {
-    world: ControllerState,
+/// A runtime that answers every command immediately: every node is full while `full`, every write is stored.
+struct InstantRuntime {
+    state: ControllerState,
     now: Moment,
     version: u64,
     full: bool,
     decisions: u64,
 }
 
-impl Echo {
+impl InstantRuntime {
     fn feed(&mut self, event: Event) {
         let mut events = vec![event];
         while let Some(event) = events.pop() {
-            self.world.apply(event, self.now);
+            self.state.apply(event, self.now);
             self.decisions += 1;
-            for command in self.world.decide(self.now) {
+            for command in self.state.decide(self.now) {
                 events.extend(self.answer(command));
             }
         }
@@ -139,16 +139,16 @@ fn context(pod_name: &str, version: u64) -> PodSchedulingContext {
     }
 }
 
-/// How long this thread has worked, whatever else the machine does.
-fn worked() -> Duration {
+/// CPU time of this thread.
+fn cpu_time() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     Duration::try_from(time).unwrap()
 }
 
-/// How long the core works beside `held` allocated claims for `count` pods that wait, are woken by freed devices and allocated.
-fn work(held: u64, count: u64) -> Duration {
-    let mut echo = Echo {
-        world: ControllerState::new(Settings::new(DRIVER)),
+/// CPU time of the core for `count` pods that wait, are woken by freed devices and are allocated, with `held` allocated claims.
+fn cpu_time_for(held: u64, count: u64) -> Duration {
+    let mut runtime = InstantRuntime {
+        state: ControllerState::new(Settings::new(DRIVER)),
         now: Moment::default(),
         version: 1_000_000,
         full: true,
@@ -172,49 +172,52 @@ fn work(held: u64, count: u64) -> Duration {
         Arc::new(claim)
     });
     let held: Vec<Arc<ResourceClaim>> = held.collect();
-    echo.feed(Event::Classes(vec![Arc::new(class)]));
-    echo.feed(Event::Claims(held.clone()));
-    echo.feed(Event::Contexts(Vec::new()));
-    // What is listed at the start costs the same for any number of pods, and would hide what they cost.
-    let start = worked();
+    runtime.feed(Event::Classes(vec![Arc::new(class)]));
+    runtime.feed(Event::Claims(held.clone()));
+    runtime.feed(Event::Contexts(Vec::new()));
+    // The initial lists cost the same for any number of pods and would hide the cost of pods.
+    let start = cpu_time();
     for n in 0..count {
-        echo.version += 1;
+        runtime.version += 1;
         let claim = ResourceClaim {
-            metadata: named(&format!("p{n}-c"), echo.version),
+            metadata: named(&format!("p{n}-c"), runtime.version),
             spec: template_spec("gpu"),
             ..ResourceClaim::default()
         };
-        echo.feed(Event::Claim(Arc::new(claim)));
-        echo.feed(Event::Context(Arc::new(context(&format!("p{n}"), echo.version))));
+        runtime.feed(Event::Claim(Arc::new(claim)));
+        runtime.feed(Event::Context(Arc::new(context(
+            &format!("p{n}"),
+            runtime.version,
+        ))));
     }
-    assert_eq!(echo.world.statistics().allocations, 0);
-    echo.full = false;
+    assert_eq!(runtime.state.statistics().allocations, 0);
+    runtime.full = false;
     for _ in 0..count {
-        echo.feed(Event::Capacity(
+        runtime.feed(Event::Capacity(
             CapacityChange::new(CapacityCause::Freed).for_pods(1),
         ));
     }
-    assert_eq!(echo.world.statistics().allocations, count);
+    assert_eq!(runtime.state.statistics().allocations, count);
     for n in 0..count {
         let uid = format!("uid-of-p{n}");
         let key = super::key(&format!("p{n}"));
-        echo.feed(Event::ContextGone { key, uid });
+        runtime.feed(Event::ContextGone { key, uid });
     }
-    let took = worked().saturating_sub(start);
+    let took = cpu_time().saturating_sub(start);
     println!(
         "{count} pods beside {} claims: {took:?} for {} decisions",
         held.len(),
-        echo.decisions
+        runtime.decisions
     );
     took
 }
 
 #[test]
 fn the_work_grows_with_the_pods_and_not_with_their_square() {
-    let (few, many) = (work(1_000, 500), work(1_000, 2_000));
-    // Four times the pods. The square would be 16 times; sorted maps that grow may show, a scan of all pods per event may not.
+    let (few, many) = (cpu_time_for(1_000, 500), cpu_time_for(1_000, 2_000));
+    // Four times the pods: quadratic work would be 16 times. The growth of sorted maps may show, a scan of all pods per event may not.
     assert!(many < few * 6, "{few:?} for 500 pods, {many:?} for 2000");
-    let (beside_few, beside_many) = (work(1_000, 200), work(20_000, 200));
+    let (beside_few, beside_many) = (cpu_time_for(1_000, 200), cpu_time_for(20_000, 200));
     assert!(
         beside_many < beside_few * 3,
         "{beside_few:?} beside 1000 claims, {beside_many:?} beside 20000"

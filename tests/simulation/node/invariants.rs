@@ -1,4 +1,4 @@
-//! What must hold on a node after every step, and at the end over both halves.
+//! Invariants of a node after every step, and of the whole cluster at the end.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,26 +7,28 @@ use drayman::core::prepare::plan::of_results;
 use drayman::core::prepare::prepared_claims::{Entry, HeldDevice};
 
 use super::companion::Companion;
-use super::{Doing, Node, claim_uid};
+use super::{Node, NodeAction, claim_uid};
+use crate::cluster::{Cluster, SECOND};
 use crate::driver::{Hold, recorded_hold, uid_of};
 use crate::pods::uid_of_pod;
-use crate::stage::{SECOND, Stage};
 use crate::structured::{devices_of, have_room, results_of, shares_taken};
 
-impl Stage {
-    /// N1: no device in containers of two claims, or of a claim and of a pod that has it as an extended resource, or of two such. N2: nothing that containers have is forgotten, whatever comes next.
+impl Cluster {
+    /// N1: no device is in containers of two claims, of a claim and an extended resource pod, or of two such pods.
+    ///
+    /// N2: claims and devices of containers survive every restart.
     pub(super) fn check_node(&mut self, name: &str) {
         let Some(node) = self.nodes.all.get(name) else {
             return;
         };
         let mut users = BTreeMap::new();
-        let (mut broken, mut excused) = (None, Vec::new());
+        let (mut broken, mut races) = (None, Vec::new());
         if self.structured {
             let running: BTreeMap<&ClaimUid, &BTreeSet<String>> =
                 node.kubelet.running.values().flatten().collect();
             if !have_room(&shares_taken(running.values().copied().flatten())) {
                 broken = Some(format!(
-                    "N1: containers on {name} have more than there is: {running:?}"
+                    "N1: containers on {name} exceed the available shares: {running:?}"
                 ));
             }
         }
@@ -37,15 +39,16 @@ impl Stage {
             .flatten()
             .filter(|_| !self.structured);
         let claims = claims.map(|(uid, devices)| (format!("claim {uid}"), devices, None));
-        let plugged = node.manager.running.iter();
-        let plugged = plugged.map(|(uid, devices)| (format!("pod {uid}"), devices, self.excuse(name, uid)));
-        let mut all: Vec<_> = claims.chain(plugged).collect();
-        // Those with an excuse come last.
-        all.sort_by_key(|(_, _, excuse)| *excuse);
-        for (user, devices, excuse) in all {
+        let extended = node.manager.running.iter();
+        let extended =
+            extended.map(|(uid, devices)| (format!("pod {uid}"), devices, self.known_race(name, uid)));
+        let mut all: Vec<_> = claims.chain(extended).collect();
+        // Users with a known race come last.
+        all.sort_by_key(|(_, _, race)| *race);
+        for (user, devices, race) in all {
             for device in devices {
-                match (users.get(device), excuse) {
-                    (Some(other), Some(window)) if *other != user => excused.push(window),
+                match (users.get(device), race) {
+                    (Some(other), Some(window)) if *other != user => races.push(window),
                     (Some(other), None) if *other != user => {
                         broken = Some(format!(
                             "N1: device {device} of {name} is in containers of {other} and {user}"
@@ -63,9 +66,7 @@ impl Stage {
                 entry.is_none_or(|entry| !prepared_claims.may_be_in_use(entry) || entry.devices.is_empty())
             });
             if let Some(uid) = lacking {
-                broken = Some(format!(
-                    "N2: {name} has forgotten claim {uid}, which containers have"
-                ));
+                broken = Some(format!("N2: {name} lost claim {uid}, which is in use"));
             }
             let next = Companion::begin(
                 &node.disk,
@@ -78,16 +79,16 @@ impl Stage {
                 .find(|uid| !next.get(*uid).is_some_and(Entry::is_done));
             if let Some(uid) = lacking {
                 broken = Some(format!(
-                    "N2: {name} would forget claim {uid} with a kill, and containers have it"
+                    "N2: {name} would lose claim {uid} in a kill, which is in use"
                 ));
             }
-            if let Some(uid) = node.driven.iter().find(|uid| !next.contains_key(*uid)) {
+            if let Some(uid) = node.driver_claims.iter().find(|uid| !next.contains_key(*uid)) {
                 broken = Some(format!(
                     "N2: what the driver of {name} did for claim {uid} would never be undone"
                 ));
             }
         }
-        for window in excused {
+        for window in races {
             self.faults.hit(window);
         }
         if let Some(text) = broken {
@@ -95,17 +96,17 @@ impl Stage {
         }
     }
 
-    /// The end of both halves: what can run runs, and when all pods and claims are gone, so is everything that was held for them.
+    /// Final checks of nodes: every pod that can run does, and after the deletion of all pods and claims every device is free.
     pub(crate) fn conclude_nodes(&mut self) {
         if self.nodes.is_empty() || self.violation.is_some() {
             return;
         }
-        // A refusal names one device: a claim of several may be in the way of as many forgotten ones.
+        // A refusal names one device: a claim may conflict with several quarantined claims.
         for _ in 0..3 {
-            self.people_release(false);
+            self.users_release(false);
             self.run_for(300 * SECOND);
         }
-        // What has come back since is seen.
+        // Refreshes the inventories.
         for name in self.nodes.all.keys().cloned().collect::<Vec<_>>() {
             self.ask_companion(&name, |_, _| Ok(()));
         }
@@ -122,22 +123,22 @@ impl Stage {
         self.last_change = self.now;
         self.run_until_quiet(60_000);
         self.run_for(900 * SECOND);
-        self.people_release(true);
+        self.users_release(true);
         self.run_for(60 * SECOND);
-        // Nobody asks kubelet what its containers have before somebody wants something.
+        // PodResources is read on demand only.
         for name in self.nodes.all.keys().cloned().collect::<Vec<_>>() {
-            self.act_on_node(&name, Doing::See);
+            self.act_on_node(&name, NodeAction::ReadPodResources);
         }
         self.run_for(60 * SECOND);
         self.check_all_is_free();
     }
 
-    /// A person sees what is in quarantine and ends it, and at the end also what a kubelet will list for ever: it was away when the pod
-    /// was deleted by force.
-    fn people_release(&mut self, forgotten: bool) {
+    /// Users release quarantined claims, and at the end also claims that a kubelet lists forever because it was down when their pod was
+    /// force-deleted.
+    fn users_release(&mut self, forgotten: bool) {
         let names: Vec<String> = self.nodes.all.keys().cloned().collect();
         for name in names {
-            self.person_releases(&name, forgotten);
+            self.user_releases(&name, forgotten);
             self.check_node(&name);
         }
     }
@@ -152,10 +153,10 @@ impl Stage {
             let mut wanted = BTreeSet::new();
             for (key, pod) in self.pods_on(name) {
                 let uid = uid_of_pod(&pod);
-                if self.nodes.plugging.contains_key(&uid) {
+                if self.nodes.extended_resource_pods.contains_key(&uid) {
                     if !node.manager.running.contains_key(&uid) {
                         broken = Some(format!(
-                            "N3: pod {key} on {name} was neither let in nor turned away"
+                            "N3: pod {key} on {name} was neither admitted nor rejected"
                         ));
                     }
                     continue;
@@ -170,7 +171,7 @@ impl Stage {
                         return self.could_be_prepared(node, companion, &own, hold);
                     }
                     let there = self
-                        .facts
+                        .environment
                         .nodes
                         .get(name)
                         .is_some_and(|all| hold.devices.is_subset(all));
@@ -180,7 +181,7 @@ impl Stage {
                         .values()
                         .flatten()
                         .any(|(other, devices)| *other != own && !devices.is_disjoint(&hold.devices));
-                    // Two claims were given one device, and kubelet has had the other prepared: its pod waits for something else.
+                    // Of two claims with one device, the other one is prepared, and its pod waits for something else.
                     let listed = |other| node.kubelet.listed.contains_key(other);
                     let mut entries = companion.prepared_claims.entries().iter();
                     let taken = taken
@@ -191,14 +192,12 @@ impl Stage {
                                 && listed(other)
                                 && held.any(|device| hold.devices.contains(device))
                         });
-                    let mut plugged = node.manager.running.values();
-                    let taken = taken || plugged.any(|devices| !devices.is_disjoint(&hold.devices));
+                    let mut extended = node.manager.running.values();
+                    let taken = taken || extended.any(|devices| !devices.is_disjoint(&hold.devices));
                     hold.node == *name && there && !taken
                 });
                 if could && !node.kubelet.running.contains_key(&uid) {
-                    broken = Some(format!(
-                        "N3: pod {key} has all that it needs on {name}, and does not run"
-                    ));
+                    broken = Some(format!("N3: pod {key} can run on {name} but does not"));
                 }
             }
             let holds = self
@@ -209,26 +208,24 @@ impl Stage {
             let mut allocated = holds
                 .filter(|hold| hold.node == *name)
                 .flat_map(|hold| hold.devices);
-            if let Some(device) = allocated.find(|device| node.manager.offers(device)) {
+            if let Some(device) = allocated.find(|device| node.manager.advertises(device)) {
                 broken = Some(format!(
-                    "N5: device {device} of {name} was allocated to a claim, and is offered to containers"
+                    "N5: device {device} of {name} is allocated to a claim and advertised to containers"
                 ));
             }
             let prepared_claims = &companion.prepared_claims;
             let in_use = node.kubelet.in_use();
             let listed = &node.kubelet.listed;
             broken = self.check_files(name, node).or(broken);
-            // What was prepared before a boot gives way to whoever asks for the device.
+            // Claims prepared before a boot give way to other claims.
             let is_in_the_way = |entry: &Entry| prepared_claims.may_be_in_use(entry) || !entry.is_done();
-            let for_nobody = prepared_claims.entries().iter().find(|(uid, entry)| {
-                let is_for_nobody =
+            let unused = prepared_claims.entries().iter().find(|(uid, entry)| {
+                let is_unused =
                     !wanted.contains(*uid) && !in_use.contains(*uid) && !listed.contains_key(*uid);
-                is_for_nobody && is_in_the_way(entry)
+                is_unused && is_in_the_way(entry)
             });
-            if let Some((uid, _)) = for_nobody {
-                broken = Some(format!(
-                    "N3: {name} holds devices for claim {uid}, which no pod on it has"
-                ));
+            if let Some((uid, _)) = unused {
+                broken = Some(format!("N3: {name} holds devices for claim {uid} without a pod"));
             }
         }
         if let Some(text) = broken {
@@ -236,11 +233,11 @@ impl Stage {
         }
     }
 
-    /// Whether nothing is in the way of a claim of structured mode.
+    /// Whether a claim of structured mode can be prepared.
     fn could_be_prepared(&self, node: &Node, companion: &Companion, own: &ClaimUid, hold: &Hold) -> bool {
         let devices = devices_of(hold);
-        let there = self.facts.nodes.get(&node.name);
-        // A claim that was changed since it was prepared waits for its Unprepare.
+        let there = self.environment.nodes.get(&node.name);
+        // A claim that changed since it was prepared waits for its Unprepare.
         let own_entry = companion.prepared_claims.entry(own);
         let changed = own_entry.is_some_and(|entry| {
             let allocated = of_results(&results_of(hold), &hold.node).unwrap();
@@ -267,10 +264,10 @@ impl Stage {
             && !changed
     }
 
-    /// N6: every claim that containers have has its CDI file, as long as its devices are there, and no other claim has one.
+    /// N6: every claim in use has a CDI file while its devices exist, and no other claim has one.
     fn check_files(&self, name: &str, node: &Node) -> Option<String> {
         let prepared_claims = &node.companion.as_ref()?.prepared_claims;
-        let there = self.facts.nodes.get(name);
+        let there = self.environment.nodes.get(name);
         let in_use = node.kubelet.in_use();
         let without_file = in_use.iter().find(|uid| {
             let devices = prepared_claims.entry(uid).map(|entry| &entry.devices);
@@ -300,21 +297,21 @@ impl Stage {
             left.push(format!("pod {key} is not gone"));
         }
         if !self.driver.recorded.is_empty() || !self.driver.pending.is_empty() {
-            left.push("the driver of the controller still holds something".to_owned());
+            left.push("the driver of the controller still holds devices".to_owned());
         }
         for (name, node) in &self.nodes.all {
             let prepared_claims = node
                 .companion
                 .as_ref()
                 .map(|companion| companion.prepared_claims.entries().len());
-            // What was begun and never done, the next start clears away.
+            // Incomplete entries are removed at the next start.
             let durable = node.disk.entries().into_iter().flatten();
             let durable = durable.filter(|(_, entry)| entry.is_done()).count();
             let (files, running) = (node.disk.cdi_names().len(), node.kubelet.running.len());
-            if (prepared_claims, durable, files, running, node.driven.len()) != (Some(0), 0, 0, 0, 0) {
+            if (prepared_claims, durable, files, running, node.driver_claims.len()) != (Some(0), 0, 0, 0, 0) {
                 left.push(format!(
                     "{name}: {prepared_claims:?} entries, {durable} in the checkpoint, {files} files, {running} pods with containers, {:?} not undone",
-                    node.driven
+                    node.driver_claims
                 ));
             }
         }
@@ -324,8 +321,8 @@ impl Stage {
                 .as_ref()
                 .map(Companion::withheld)
                 .unwrap_or_default();
-            // One that is not there is nobody's.
-            let there = self.facts.nodes.get(name);
+            // Missing devices do not count.
+            let there = self.environment.nodes.get(name);
             let withheld: Vec<String> = withheld
                 .into_iter()
                 .filter(|device| there.is_some_and(|there| there.contains(device)))
@@ -333,14 +330,14 @@ impl Stage {
             if !node.manager.is_empty(&BTreeSet::new()) || !withheld.is_empty() {
                 let known = node.companion.as_ref().map(Companion::known);
                 left.push(format!(
-                    "{name}: {withheld:?} at the other API, {known:?}, {:?}",
+                    "{name}: {withheld:?} withheld from kubelet, {known:?}, {:?}",
                     node.manager
                 ));
             }
         }
         if !left.is_empty() {
             let left = left.join("; ");
-            self.violate(|| format!("N4: everything is deleted, and something is not free: {left}"));
+            self.violate(|| format!("N4: not free after everything is deleted: {left}"));
         }
     }
 }

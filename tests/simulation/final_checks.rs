@@ -1,4 +1,4 @@
-//! What must be true when faults have stopped and nobody changes anything: the reference by which a run is judged.
+//! Checks of the idle cluster after faults have stopped: the reference model of a run.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,20 +7,20 @@ use drayman::api::resource::{
 };
 use drayman::core::claims::ObjectKey;
 
+use crate::cluster::{Cluster, SECOND};
 use crate::driver::{DRIVER, FINALIZER, Hold, OTHER_FINALIZER, recorded_hold, uid_of};
 use crate::pods::uid_of_pod;
-use crate::stage::{SECOND, Stage};
 
-impl Stage {
-    /// Lets everything come to rest and judges what came of it.
+impl Cluster {
+    /// Stops faults, runs until idle and checks the result.
     pub(crate) fn conclude(&mut self) {
         self.faults.stop();
-        self.users_rest();
+        self.stop_users();
         self.last_change = self.now;
         self.run_until_quiet(60_000);
-        // An immediate claim for which there is no device is asked for twice a minute, perhaps just now.
+        // The driver is called for an unsatisfiable immediate claim twice a minute, possibly right now.
         for _ in 0..100 {
-            if !self.is_under_way() {
+            if !self.is_busy() {
                 break;
             }
             self.run_for(SECOND / 10);
@@ -30,28 +30,28 @@ impl Stage {
         }
         self.check_rest();
         self.check_liveness();
-        // The slow recheck may find that a place it had named has been taken.
+        // The slow recheck may find that a node with free devices is now full.
         self.run_for(450 * SECOND);
-        let (writes, version, judgements) = (self.writes, self.store.version(), self.judgements);
+        let (writes, version, evaluations) = (self.writes, self.store.version(), self.evaluations);
         self.run_for(900 * SECOND);
         let waiting = self.store.contexts.len() as u64;
-        if self.judgements > judgements + 3 * waiting {
-            let more = self.judgements - judgements;
-            self.violate(|| format!("I12: {more} judgements of {waiting} contexts in 15 minutes of rest"));
+        if self.evaluations > evaluations + 3 * waiting {
+            let more = self.evaluations - evaluations;
+            self.violate(|| format!("I12: {more} evaluations of {waiting} contexts in 15 idle minutes"));
         }
         if self.writes != writes || self.store.version() != version {
-            self.violate(|| "I12: something is written although nothing changes".to_owned());
+            self.violate(|| "I12: the store changes although the cluster is idle".to_owned());
         }
         if self.counted().caught_by_recheck > 0 {
             self.violate(|| {
-                "a wake-up was lost: the slow recheck found a place that nothing had announced".to_owned()
+                "a wake-up was lost: the slow recheck found capacity without a capacity change".to_owned()
             });
         }
     }
 
-    fn is_under_way(&self) -> bool {
+    fn is_busy(&self) -> bool {
         let process = self.process.as_ref();
-        process.is_some_and(|process| process.world.is_busy() || !process.in_flight.is_empty())
+        process.is_some_and(|process| process.state.is_busy() || !process.in_flight.is_empty())
     }
 
     fn recorded(&self) -> BTreeMap<String, Hold> {
@@ -62,23 +62,23 @@ impl Stage {
             .collect()
     }
 
-    /// I8, I9, I11: the books are those of the claims, and nothing is left to do.
+    /// I8, I9, I11: the driver state matches the claims, and no work is left.
     pub(crate) fn check_rest(&mut self) {
         let recorded = self.recorded();
         if self.driver.recorded != recorded {
-            let (books, claims) = (self.driver.recorded.clone(), recorded);
-            self.violate(|| format!("I9: the driver's books say {books:?}, the claims {claims:?}"));
+            let (driver, claims) = (self.driver.recorded.clone(), recorded);
+            self.violate(|| format!("I9: the driver holds {driver:?}, the claims record {claims:?}"));
         }
         if !self.driver.pending.is_empty() {
             let pending = self.driver.pending.clone();
-            self.violate(|| format!("I8: the driver still holds {pending:?} for nobody"));
+            self.violate(|| format!("I8: the driver still holds unrecorded devices {pending:?}"));
         }
         if self.process.is_none() {
             self.violate(|| "the controller does not run".to_owned());
             return;
         }
-        if self.is_under_way() {
-            self.violate(|| "something is still under way".to_owned());
+        if self.is_busy() {
+            self.violate(|| "the controller is still busy".to_owned());
         }
         let mut left = Vec::new();
         for (key, claim) in &self.store.claims {
@@ -103,9 +103,9 @@ impl Stage {
             if let (Some(hold), Some(named)) = (recorded_hold(claim), named)
                 && hold.node != *named
                 && named != LABEL_OF_ANY_NODE
-                // A window that remains: docs/dev/architecture.md.
+                // Known race: docs/dev/architecture.md.
                 && !self.late_labels.contains(&uid_of(claim))
-                && !self.ghosts.contains(&uid_of(claim))
+                && !self.late_allocations.contains(&uid_of(claim))
             {
                 left.push(format!(
                     "claim {key} holds devices of {}, and its label says {named}",
@@ -117,11 +117,11 @@ impl Stage {
             self.violate(|| text);
         }
         self.check_all_or_nothing();
-        self.check_doubles();
+        self.check_double_allocations();
     }
 
-    /// Nobody keeps half of what a pod needs, whatever led to that. A claim of immediate mode is allocated for itself and not for a
-    /// pod, so it is no half: the pod waits for it as for a claim that does not exist.
+    /// No pod keeps some of its claims without the others. Immediate claims are allocated independently of pods, so they do not count: the
+    /// pod waits for them as for missing claims.
     fn check_all_or_nothing(&mut self) {
         let mut half = None;
         for (key, pod) in &self.store.pods {
@@ -132,7 +132,7 @@ impl Stage {
                 .map(|(_, claim)| claim)
                 .filter(|claim| self.is_ours_now(claim));
             let (held, missing): (Vec<_>, Vec<_>) = ours.partition(|claim| recorded_hold(claim).is_some());
-            // Until a person makes the class again, nothing is decided about the pod.
+            // Until a user recreates the class, the pod is not evaluated.
             let classes = &self.store.classes;
             let waits_for_class = |claim: &ResourceClaim| {
                 claim.status.allocation.is_none() && !classes.contains_key(&claim.spec.resource_class_name)
@@ -170,11 +170,11 @@ impl Stage {
             .filter(|(uid, hold)| hold.node == node && !except.contains(uid))
             .flat_map(|(_, hold)| hold.devices)
             .collect();
-        let all = self.facts.nodes.get(node).into_iter().flatten();
+        let all = self.environment.nodes.get(node).into_iter().flatten();
         all.filter(|device| !held.contains(*device)).count()
     }
 
-    /// I10: whatever could be served is served.
+    /// I10: every satisfiable pod and claim is served.
     pub(crate) fn check_liveness(&mut self) {
         let pods: Vec<(ObjectKey, std::sync::Arc<Pod>)> = self
             .store
@@ -187,7 +187,7 @@ impl Stage {
                 && pod.metadata.deletion_timestamp.is_none()
                 && let Some(node) = self.could_run(&key, &pod)
             {
-                self.violate(|| format!("I10: pod {key} could run on {node}, and waits"));
+                self.violate(|| format!("I10: pod {key} could run on {node} but waits"));
             }
         }
         let claims: Vec<_> = self.store.claims.values().cloned().collect();
@@ -196,9 +196,9 @@ impl Stage {
                 && claim.status.allocation.is_none()
                 && claim.metadata.deletion_timestamp.is_none()
                 && self.is_ours_now(&claim)
-                && let Ok(parameters) = self.facts.parameters_of(&claim)
+                && let Ok(parameters) = self.environment.parameters_of(&claim)
                 && let Some(node) = self
-                    .facts
+                    .environment
                     .nodes
                     .keys()
                     .find(|node| self.free(node, &BTreeSet::new()) >= parameters.count)
@@ -214,7 +214,7 @@ impl Stage {
         class.is_some_and(|class| class.driver_name == DRIVER)
     }
 
-    /// A node on which a pod could run that does not.
+    /// A node on which a waiting pod could run.
     fn could_run(&self, key: &ObjectKey, pod: &Pod) -> Option<String> {
         let uid = uid_of_pod(pod);
         let claims = self.claims_of(key)?;
@@ -242,7 +242,7 @@ impl Stage {
             match (&claim.status.allocation, recorded_hold(claim)) {
                 (Some(allocation), _) if others && !allocation.shareable => return None,
                 (Some(_), None) => {}
-                // It stays where it is: others use it, or nobody takes it away.
+                // The allocation stays: others use it, or it is immediate.
                 (Some(_), Some(hold)) if others || immediate => bound_to.push(hold.node),
                 (None, _) if immediate => return None,
                 (None, _) if !self.is_ours_now(claim) => {
@@ -251,7 +251,7 @@ impl Stage {
                 (allocation, _) => {
                     let count = match allocation {
                         Some(_) => recorded_hold(claim)?.devices.len(),
-                        None => self.facts.parameters_of(claim).ok()?.count,
+                        None => self.environment.parameters_of(claim).ok()?.count,
                     };
                     if own.insert(uid_of(claim)) {
                         needs.push(count);

@@ -1,6 +1,5 @@
-//! Kubelet's device manager (`pkg/kubelet/cm/devicemanager` of 1.30) for a kind that leaves through both APIs: lists that come late
-//! or end with either process, grants that are noted after the answer and forgotten with their pod, a file that outlives all of it,
-//! and what of that the PodResources API shows.
+//! Device plugin API between companion and kubelet (`pkg/kubelet/cm/devicemanager` of 1.30) for kinds in mode `both`: delayed device lists,
+//! grants recorded after the answer and dropped with their pod, a checkpoint, and the PodResources API.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,75 +10,83 @@ use drayman::core::prepare::containers::{Container, Shown};
 use drayman::core::prepare::plan::{Allocation, Refusal};
 
 use super::companion::{Companion, Failure};
-use super::kubelet_apis::Look;
-use super::{Doing, request};
+use super::kubelet_apis::PodResources;
+use super::{NodeAction, request};
+use crate::cluster::{Cluster, MILLISECOND, SECOND};
 use crate::driver::{DRIVER, recorded_hold};
 use crate::faults::Fault;
 use crate::pods::uid_of_pod;
-use crate::stage::{MILLISECOND, SECOND, Stage};
 
-/// How long after its start kubelet may not know its pods yet.
+/// How long after its start kubelet may not know its pods.
 const EARLY: u64 = 5 * SECOND;
-/// How often the companion asks kubelet again (`src/node/state/resources.rs`).
-const LOOK_AGAIN: u64 = 2 * SECOND;
+/// Interval of PodResources reads by the companion (`src/node/state/resources.rs`).
+const RECHECK_INTERVAL: u64 = 2 * SECOND;
 
-/// How long a container may take to end when it is told to. Kubelet gives it 30 s, unless the pod says otherwise.
+/// Termination grace period of containers. The default of kubelet is 30 s.
 const GRACE: u64 = 20 * SECOND;
 
-/// How long the admission of a pod may take after our answer.
+/// How long admission may take after our answer.
 const ADMISSION: u64 = 20 * SECOND;
 
-/// A pod whose container wants devices as an extended resource.
+/// A pod with devices as an extended resource.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Plug {
+pub(crate) struct ExtendedResourcePod {
     count: usize,
-    /// An init container has them: PodResources does not show it.
+    /// The devices belong to an init container, which PodResources does not list.
     hidden: bool,
 }
 
-impl Stage {
+impl Cluster {
     pub(super) fn is_both(&self, name: &str) -> bool {
         self.nodes.all.get(name).is_some_and(|node| node.both)
     }
 
-    /// Gives the devices of all nodes two APIs.
+    /// Sets all devices to mode `both`.
     pub(crate) fn open_both_apis(&mut self) {
         for node in self.nodes.all.values_mut() {
             node.both = true;
         }
         for name in self.nodes.all.keys().cloned().collect::<Vec<_>>() {
-            self.on_node(&name, 0, 10 * SECOND, Doing::Plug);
+            self.on_node(&name, 0, 10 * SECOND, NodeAction::ExtendedResourcePod);
         }
     }
 
-    /// Makes a pod that wants devices of a node as an extended resource.
-    pub(crate) fn plug_pod(&mut self, key: &ObjectKey, node: &str, count: usize, hidden: bool) {
+    /// Creates a pod with extended resources on a node.
+    pub(crate) fn create_extended_resource_pod(
+        &mut self,
+        key: &ObjectKey,
+        node: &str,
+        count: usize,
+        hidden: bool,
+    ) {
         let uid = self.create_pod(key, &[], Some(node));
-        self.nodes.plugging.insert(uid, Plug { count, hidden });
+        self.nodes
+            .extended_resource_pods
+            .insert(uid, ExtendedResourcePod { count, hidden });
         self.wake_kubelets();
     }
 
-    /// People make, end and delete such pods.
-    pub(super) fn plug(&mut self, name: &str) {
+    /// Users create, complete and delete such pods.
+    pub(super) fn user_changes_extended_resource_pods(&mut self, name: &str) {
         if self.user_actions == 0 {
             return;
         }
-        let plugged: Vec<(ObjectKey, String)> = self
+        let pods: Vec<(ObjectKey, String)> = self
             .pods_on(name)
             .into_iter()
             .map(|(key, pod)| (key, uid_of_pod(&pod)))
-            .filter(|(_, uid)| self.nodes.plugging.contains_key(uid))
+            .filter(|(_, uid)| self.nodes.extended_resource_pods.contains_key(uid))
             .collect();
-        let (what, of) = (self.nodes.rng().below(10), self.nodes.rng().pick(&plugged));
+        let (what, of) = (self.nodes.rng().below(10), self.nodes.rng().pick(&pods));
         match (what, of) {
             (7 | 8, Some((key, uid))) => {
-                self.note(|| format!("{name}: the plugged pod {key} ends"));
+                self.trace(|| format!("{name}: user: extended resource pod {key} completes"));
                 self.nodes.ending.insert(uid);
                 self.wake_kubelets();
             }
             (9, Some((key, _))) => {
-                self.note(|| format!("{name}: the plugged pod {key} is deleted"));
-                if self.strikes_node(Fault::ForcedDeletion) {
+                self.trace(|| format!("{name}: user: deletes extended resource pod {key}"));
+                if self.occurs_on_node(Fault::ForcedDeletion) {
                     self.store.remove_pod(&key);
                 }
                 self.store.delete_pod(&key);
@@ -88,16 +95,16 @@ impl Stage {
                 let rng = self.nodes.rng();
                 let key = ObjectKey::new("default", format!("p{}", rng.below(8)));
                 let (count, hidden) = (1 + usize::from(rng.chance(200)), rng.chance(200));
-                // The scheduler sends few pods to a node that has nothing for them.
+                // The scheduler rarely selects a node without free devices.
                 let manager = self.nodes.all.get(name).map(|node| node.manager.free().len());
                 let fits = manager >= Some(count) || self.nodes.rng().chance(100);
                 if fits && !self.store.pods.contains_key(&key) {
-                    self.note(|| format!("{name}: the pod {key} is plugged"));
-                    self.plug_pod(&key, name, count, hidden);
+                    self.trace(|| format!("{name}: user: extended resource pod {key}"));
+                    self.create_extended_resource_pod(&key, name, count, hidden);
                 }
             }
         }
-        self.on_node(name, 0, 4 * SECOND, Doing::Plug);
+        self.on_node(name, 0, 4 * SECOND, NodeAction::ExtendedResourcePod);
     }
 
     fn active(&self, name: &str) -> BTreeSet<String> {
@@ -105,10 +112,10 @@ impl Stage {
         pods.map(|(_, pod)| uid_of_pod(&pod)).collect()
     }
 
-    // === what the companion tells ===
+    // === device lists ===
 
-    /// Sends the list to kubelet, if there is news.
-    pub(super) fn offer(&mut self, name: &str) {
+    /// Sends the device list to kubelet if it changed.
+    pub(super) fn send_devices(&mut self, name: &str) {
         let Some(node) = self
             .nodes
             .all
@@ -118,50 +125,50 @@ impl Stage {
             return;
         };
         let Some(companion) = &node.companion else { return };
-        let offers = companion.offers();
+        let devices = companion.plugin_devices();
         let manager = &mut node.manager;
-        if manager.on_its_way || manager.sent.as_ref() == Some(&offers) {
+        if manager.in_flight || manager.sent.as_ref() == Some(&devices) {
             return;
         }
-        manager.sent = Some(offers);
-        manager.on_its_way = true;
-        let late = self.strikes_node(Fault::OfferLate);
+        manager.sent = Some(devices);
+        manager.in_flight = true;
+        let late = self.occurs_on_node(Fault::DeviceListLate);
         let (from, to) = if late {
             (SECOND, 30 * SECOND)
         } else {
             (0, 50 * MILLISECOND)
         };
-        self.on_node(name, from, to, Doing::Offer);
+        self.on_node(name, from, to, NodeAction::ReceiveDevices);
     }
 
-    /// The list has come. If the stream has ended meanwhile, nothing has.
-    pub(super) fn take_offer(&mut self, name: &str) {
+    /// Receives the device list unless the stream has ended.
+    pub(super) fn receive_devices(&mut self, name: &str) {
         if let Some(node) = self.nodes.all.get_mut(name) {
-            node.manager.on_its_way = false;
-            if let Some(offers) = &node.manager.sent {
-                let offered = offers.iter().map(|device| (device.id.clone(), device.healthy));
-                node.manager.offered = offered.collect();
+            node.manager.in_flight = false;
+            if let Some(devices) = &node.manager.sent {
+                let advertised = devices.iter().map(|device| (device.id.clone(), device.healthy));
+                node.manager.advertised = advertised.collect();
             }
         }
     }
 
-    // === what kubelet shows ===
+    // === PodResources ===
 
-    /// What the PodResources API and the file show now, if somebody asks for it.
-    pub(super) fn show(&mut self, name: &str) -> Option<Look> {
+    /// The current PodResources response and checkpoint, if devices are in mode `both`.
+    pub(super) fn pod_resources(&mut self, name: &str) -> Option<PodResources> {
         if !self.is_both(name) {
             return None;
         }
-        let silent = self.strikes_node(Fault::PodResourcesSilent);
+        let silent = self.occurs_on_node(Fault::PodResourcesSilent);
         let node = self.nodes.all.get(name)?;
         if silent || !node.kubelet.up {
             return Some(Err("kubelet does not answer".to_owned()));
         }
-        let early = self.now < node.manager.since + EARLY && self.strikes_node(Fault::PodResourcesEarly);
+        let early = self.now < node.manager.since + EARLY && self.occurs_on_node(Fault::PodResourcesEarly);
         let pods = if early { Vec::new() } else { self.pods_on(name) };
         let active = self.active(name);
         let mut shown = Shown::default();
-        let plugging = &self.nodes.plugging;
+        let extended_resource_pods = &self.nodes.extended_resource_pods;
         let manager = &mut self.nodes.all.get_mut(name)?.manager;
         if !early {
             manager.forget_others(&active);
@@ -169,7 +176,10 @@ impl Stage {
         for (key, pod) in pods {
             let uid = uid_of_pod(&pod);
             shown.pods.insert((key.namespace.clone(), key.name.clone()));
-            if plugging.get(&uid).is_some_and(|plug| plug.hidden) {
+            if extended_resource_pods
+                .get(&uid)
+                .is_some_and(|wanted| wanted.hidden)
+            {
                 continue;
             }
             for device in manager.granted.get(&uid).into_iter().flatten() {
@@ -187,77 +197,82 @@ impl Stage {
         Some(Ok(shown))
     }
 
-    /// The companion asks kubelet again.
-    pub(super) fn see(&mut self, name: &str) {
-        let (now, look) = (self.time(), self.show(name));
+    /// The companion reads PodResources.
+    pub(super) fn read_pod_resources(&mut self, name: &str) {
+        let (now, pod_resources) = (self.time(), self.pod_resources(name));
         if let Some(node) = self.nodes.all.get_mut(name) {
-            node.see_due = false;
-            if let (Some(companion), Some(look)) = (&mut node.companion, &look) {
-                // It asks again.
-                let _ = companion.see(look, now);
+            node.pod_resources_due = false;
+            if let (Some(companion), Some(pod_resources)) = (&mut node.companion, &pod_resources) {
+                // A failed read is repeated.
+                let _ = companion.read_pod_resources(pod_resources, now);
             }
         }
     }
 
-    pub(super) fn look_again(&mut self, name: &str) {
+    pub(super) fn recheck_pod_resources(&mut self, name: &str) {
         let Some(node) = self.nodes.all.get_mut(name).filter(|node| node.both) else {
             return;
         };
-        let wanted = node.companion.as_ref().is_some_and(Companion::looks_again);
-        if wanted && !node.see_due {
-            node.see_due = true;
-            self.on_node(name, LOOK_AGAIN / 2, LOOK_AGAIN, Doing::See);
+        let wanted = node.companion.as_ref().is_some_and(Companion::needs_recheck);
+        if wanted && !node.pod_resources_due {
+            node.pod_resources_due = true;
+            self.on_node(
+                name,
+                RECHECK_INTERVAL / 2,
+                RECHECK_INTERVAL,
+                NodeAction::ReadPodResources,
+            );
         }
     }
 
-    // === what the API server announces ===
+    // === claims ===
 
-    pub(super) fn hear_later(&mut self, name: &str) {
+    pub(super) fn observe_claims_later(&mut self, name: &str) {
         let Some(node) = self
             .nodes
             .all
             .get_mut(name)
-            .filter(|node| node.both && !node.hear_due)
+            .filter(|node| node.both && !node.claims_due)
         else {
             return;
         };
-        node.hear_due = true;
-        let late = self.strikes_node(Fault::AnnouncementLate);
+        node.claims_due = true;
+        let late = self.occurs_on_node(Fault::ClaimWatchLate);
         let (from, to) = if late {
             (SECOND, 60 * SECOND)
         } else {
             (0, 100 * MILLISECOND)
         };
-        self.on_node(name, from, to, Doing::Hear);
+        self.on_node(name, from, to, NodeAction::ObserveClaims);
     }
 
-    /// The companion hears of the claims as they are.
-    pub(super) fn hear(&mut self, name: &str) {
+    /// The companion observes the current claims.
+    pub(super) fn observe_claims(&mut self, name: &str) {
         let claims: Vec<ResourceClaim> = self
             .store
             .claims
             .values()
-            .filter_map(|claim| told(claim, name))
+            .filter_map(|claim| claim_for_companion(claim, name))
             .collect();
         let Some(node) = self.nodes.all.get_mut(name) else {
             return;
         };
-        node.hear_due = false;
+        node.claims_due = false;
         let Some(companion) = node.companion.as_mut() else {
             return;
         };
-        if companion.hear(&claims, name) {
-            self.see(name);
+        if companion.observe_claims(&claims, name) {
+            self.read_pod_resources(name);
             if let Some(node) = self.nodes.all.get_mut(name)
                 && let Some(companion) = node.companion.as_mut()
             {
-                companion.contest();
+                companion.record_conflicts();
             }
         }
     }
 
-    /// Tells a container to end. The answer is whether it has.
-    pub(super) fn tell_to_end(&mut self, name: &str, pod: &str) -> bool {
+    /// Terminates a container. Returns whether it has ended.
+    pub(super) fn terminate(&mut self, name: &str, pod: &str) -> bool {
         let now = self.now;
         let known = self.nodes.all.get(name).map(|node| &node.manager);
         if known.is_none_or(|manager| !manager.running.contains_key(pod) || manager.ends.contains_key(pod)) {
@@ -272,23 +287,29 @@ impl Stage {
             node.manager.ends.insert(pod.to_owned(), now + takes);
         }
         if takes > 0 {
-            self.on_node(name, takes, takes, Doing::Sync);
+            self.on_node(name, takes, takes, NodeAction::Sync);
         }
         takes == 0
     }
 
-    // === what kubelet grants ===
+    // === grants ===
 
-    /// Lets a pod in that wants devices, or starts its container.
-    pub(super) fn start_plugged(&mut self, name: &str, key: &ObjectKey, pod: &str, plug: Plug) -> bool {
+    /// Admits a pod with extended resources, or starts its container.
+    pub(super) fn start_extended_resource_pod(
+        &mut self,
+        name: &str,
+        key: &ObjectKey,
+        pod: &str,
+        wanted: ExtendedResourcePod,
+    ) -> bool {
         let active = self.active(name);
         let Some(node) = self.nodes.all.get_mut(name) else {
             return false;
         };
         let manager = &mut node.manager;
         if let Some(grant) = manager.granted.get(pod).cloned() {
-            // After a restart of kubelet it is let in anew, by what it has.
-            let healthy = |device: &String| manager.offered.get(device) == Some(&true);
+            // After a kubelet restart the pod is admitted again with its grant.
+            let healthy = |device: &String| manager.advertised.get(device) == Some(&true);
             if !manager.admitted.contains(pod) && !grant.iter().all(healthy) {
                 self.fail_pod(name, key, pod);
                 return true;
@@ -300,13 +321,13 @@ impl Stage {
         }
         manager.forget_others(&active);
         let available = manager.free();
-        let wish = Preference {
+        let preference = Preference {
             available,
             must_include: Vec::new(),
-            size: plug.count,
+            size: wanted.count,
         };
-        let ids = preferred(&wish, &BTreeMap::new(), End::Back);
-        if ids.len() < plug.count {
+        let ids = preferred(&preference, &BTreeMap::new(), End::Back);
+        if ids.len() < wanted.count {
             self.fail_pod(name, key, pod);
             return true;
         }
@@ -320,31 +341,31 @@ impl Stage {
             return true;
         }
         self.nodes.granted += 1;
-        if self.strikes_node(Fault::GrantForgotten) {
+        if self.occurs_on_node(Fault::GrantForgotten) {
             self.kill_kubelet(name);
             return false;
         }
         if let Some(node) = self.nodes.all.get_mut(name) {
             node.manager
-                .asked
+                .unrecorded
                 .insert(pod.to_owned(), ids.into_iter().collect());
         }
-        let (from, to) = if self.strikes_node(Fault::GrantLate) {
+        let (from, to) = if self.occurs_on_node(Fault::GrantLate) {
             (SECOND, ADMISSION)
         } else {
             (0, 5 * MILLISECOND)
         };
-        self.on_node(name, from, to, Doing::Record);
+        self.on_node(name, from, to, NodeAction::Record);
         true
     }
 
-    /// Kubelet notes what it was answered, in memory and in its file, and makes the pods' directories.
+    /// Kubelet records answers in memory and in its checkpoint, and creates pod directories.
     pub(super) fn record_grants(&mut self, name: &str) {
         let Some(node) = self.nodes.all.get_mut(name).filter(|node| node.kubelet.up) else {
             return;
         };
         let manager = &mut node.manager;
-        for (pod, devices) in std::mem::take(&mut manager.asked) {
+        for (pod, devices) in std::mem::take(&mut manager.unrecorded) {
             manager.directories.insert(pod.clone());
             manager.admitted.insert(pod.clone());
             manager.granted.insert(pod, devices);
@@ -353,24 +374,24 @@ impl Stage {
         self.sync_later(name, 50 * MILLISECOND);
     }
 
-    /// `UnexpectedAdmissionError`: for good.
+    /// Fails a pod permanently, as after an `UnexpectedAdmissionError`.
     fn fail_pod(&mut self, name: &str, key: &ObjectKey, pod: &str) {
         if let Some(node) = self.nodes.all.get_mut(name) {
             node.kubelet.forget(pod);
-            node.manager.let_go(pod);
+            node.manager.remove_pod(pod);
         }
         self.store
             .update_pod(key, |pod| pod.status.phase = Some("Failed".to_owned()));
     }
 
-    // === promises ===
+    // === invariants ===
 
-    /// Why the devices of a container may be taken for free. Windows that remain: `docs/operator/devices.md`.
-    pub(super) fn excuse(&self, name: &str, pod: &str) -> Option<Fault> {
+    /// The known race by which container devices may be considered free: `docs/operator/devices.md`.
+    pub(super) fn known_race(&self, name: &str, pod: &str) -> Option<Fault> {
         let manager = self.nodes.all.get(name).map(|node| &node.manager);
         let is_noted = manager.is_some_and(|manager| manager.file.contains_key(pod));
         if !self.active(name).contains(pod) && !is_noted {
-            // Kubelet itself has it nowhere any more: its pod was deleted by force, and a later grant has replaced the file.
+            // Kubelet has no record of the pod: it was force-deleted, and a later grant replaced the file.
             return Some(Fault::LeftOver);
         }
         let is_missed = manager.is_some_and(|manager| manager.missed.contains(pod));
@@ -378,10 +399,10 @@ impl Stage {
     }
 }
 
-/// A claim with devices of a node as the API server would show it to the companion.
-fn told(claim: &ResourceClaim, node: &str) -> Option<ResourceClaim> {
+/// A claim with devices of this node, as the API server returns it.
+fn claim_for_companion(claim: &ResourceClaim, node: &str) -> Option<ResourceClaim> {
     let hold = recorded_hold(claim).filter(|hold| hold.node == node)?;
-    let mut told = claim.clone();
+    let mut sent = claim.clone();
     let Allocation::Handle(data) = request(claim, &hold).allocation else {
         return None;
     };
@@ -390,9 +411,9 @@ fn told(claim: &ResourceClaim, node: &str) -> Option<ResourceClaim> {
         data: Some(data),
         ..ResourceHandle::default()
     };
-    told.status.allocation = Some(AllocationResult {
+    sent.status.allocation = Some(AllocationResult {
         resource_handles: vec![handle],
         ..AllocationResult::default()
     });
-    Some(told)
+    Some(sent)
 }

@@ -1,4 +1,4 @@
-//! The controller's process as it will be: watches in, commands out, with everything that can go wrong between.
+//! The runtime of the controller: watches in, commands out, with injected faults.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -9,43 +9,43 @@ use drayman::core::claims::{
 };
 use drayman::driver::{Holding, Observation};
 
+use crate::cluster::{Action, Cluster, MILLISECOND, SECOND, Watch, add};
 use crate::describe::{describe_command, describe_event};
 use crate::driver::{DRIVER, FINALIZER, MemoryDriver};
 use crate::faults::{Fault, Target};
-use crate::stage::{Action, MILLISECOND, SECOND, Stage, Way, add};
 use crate::store::{KINDS, Kind};
 
-/// A life of the controller.
+/// A controller process.
 pub(crate) struct Process {
-    pub(crate) world: ControllerState,
+    pub(crate) state: ControllerState,
     started: u64,
-    /// How far each watch has come.
+    /// Position of each watch in the history.
     cursors: [usize; 3],
-    /// Whether something is on its way by a watch; a watch that is not listed yet counts.
+    /// Whether a watch delivery is pending; true until the first list.
     busy: [bool; 3],
-    /// How often each watch has started over.
+    /// Number of restarts of each watch.
     rounds: [u32; 3],
     decide_at: Option<u64>,
-    /// By claim uid: the write or call under way.
+    /// The write or call in progress, by claim UID.
     pub(crate) in_flight: BTreeMap<String, CallId>,
     pub(crate) uids: BTreeMap<CallId, Vec<String>>,
-    /// Uids of claims for which an earlier process may have allocated something, until the driver has given that back.
+    /// UIDs of claims that an earlier process may have allocated and the driver has not deallocated yet.
     pub(crate) inherited: BTreeSet<String>,
-    /// The contexts as the controller has been shown them.
+    /// The contexts as delivered to the controller.
     pub(crate) seen: BTreeMap<ObjectKey, Arc<PodSchedulingContext>>,
 }
 
 impl Process {
-    fn note_contexts(&mut self, event: &Event) {
+    fn track_contexts(&mut self, event: &Event) {
         match event {
             Event::Contexts(all) => {
                 self.seen
                     .retain(|key, _| all.iter().any(|context| ObjectKey::of(&context.metadata) == *key));
                 for context in all {
-                    self.note_context(context);
+                    self.track_context(context);
                 }
             }
-            Event::Context(context) => self.note_context(context),
+            Event::Context(context) => self.track_context(context),
             Event::ContextGone { key, uid } => {
                 self.seen
                     .retain(|known, context| known != key || context.metadata.uid.as_ref() != Some(uid));
@@ -60,14 +60,14 @@ impl Process {
                     .get(&key)
                     .is_some_and(|known| known.metadata.uid == context.metadata.uid)
                 {
-                    self.note_context(context);
+                    self.track_context(context);
                 }
             }
             _ => {}
         }
     }
 
-    fn note_context(&mut self, context: &Arc<PodSchedulingContext>) {
+    fn track_context(&mut self, context: &Arc<PodSchedulingContext>) {
         let version = |context: &PodSchedulingContext| -> u64 {
             let text = context.metadata.resource_version.as_deref().unwrap_or_default();
             text.parse().unwrap_or_default()
@@ -83,18 +83,18 @@ impl Process {
     }
 }
 
-impl Stage {
-    /// Starts the controller, when nothing that its predecessor sent can still arrive.
+impl Cluster {
+    /// Starts the controller after all requests of its predecessor have arrived.
     pub(crate) fn start(&mut self) {
         if !self.network.is_empty() {
             self.after(SECOND, Action::Start);
             return;
         }
-        self.note(|| "the controller starts".to_owned());
+        self.trace(|| "the controller starts".to_owned());
         self.generation += 1;
         let generation = self.generation;
         self.process = Some(Process {
-            world: ControllerState::new(Settings::new(DRIVER)),
+            state: ControllerState::new(Settings::new(DRIVER)),
             started: self.now,
             cursors: [0; 3],
             busy: [true; 3],
@@ -107,18 +107,18 @@ impl Stage {
         });
         for kind in KINDS {
             let delay = self.delay();
-            let way = Way { kind, round: 0 };
-            self.after(delay, Action::List { generation, way });
+            let watch = Watch { kind, round: 0 };
+            self.after(delay, Action::List { generation, watch });
         }
     }
 
-    /// Kills the controller. What it has sent may still arrive, or not.
+    /// Kills the controller. Each of its requests in flight still arrives or is lost.
     pub(crate) fn crash(&mut self) {
         let Some(process) = self.process.take() else {
             return;
         };
-        self.note(|| "the controller is killed".to_owned());
-        add(&mut self.statistics, &process.world.statistics());
+        self.trace(|| "the controller is killed".to_owned());
+        add(&mut self.statistics, &process.state.statistics());
         self.generation += 1;
         let sent: Vec<u64> = self.network.keys().copied().collect();
         for number in sent {
@@ -127,7 +127,7 @@ impl Stage {
             }
         }
         self.calls.clear();
-        if self.lasting_driver {
+        if self.durable_driver {
             self.driver.observed_all = false;
             self.driver.recorded.clear();
         } else {
@@ -139,23 +139,23 @@ impl Stage {
 
     // === watches ===
 
-    /// The process, if it still is the one that this watch belongs to.
-    fn listener(&mut self, generation: u32, way: Way) -> Option<&mut Process> {
+    /// The process, if the watch belongs to it.
+    fn listener(&mut self, generation: u32, watch: Watch) -> Option<&mut Process> {
         let current = generation == self.generation;
         self.process
             .as_mut()
-            .filter(|process| current && process.rounds[way.kind as usize] == way.round)
+            .filter(|process| current && process.rounds[watch.kind as usize] == watch.round)
     }
 
-    pub(crate) fn take_list(&mut self, generation: u32, way: Way) {
-        let event = self.store.list(way.kind);
-        let end = self.store.history(way.kind).len();
-        let Some(process) = self.listener(generation, way) else {
+    pub(crate) fn take_list(&mut self, generation: u32, watch: Watch) {
+        let event = self.store.list(watch.kind);
+        let end = self.store.history(watch.kind).len();
+        let Some(process) = self.listener(generation, watch) else {
             return;
         };
-        process.cursors[way.kind as usize] = end;
+        process.cursors[watch.kind as usize] = end;
         let delay = self.delay();
-        let from = Some(way);
+        let from = Some(watch);
         self.after(
             delay,
             Action::Deliver {
@@ -177,55 +177,55 @@ impl Stage {
                 process.busy[index] = true;
                 let round = process.rounds[index];
                 let mut delay = self.delay();
-                if self.faults.strikes(Fault::WatchStall, &mut self.rng) {
+                if self.faults.occurs(Fault::WatchStall, &mut self.rng) {
                     delay = self.rng.between(SECOND, 60 * SECOND);
                 }
-                let way = Way { kind, round };
-                self.after(delay, Action::Watch { generation, way });
+                let watch = Watch { kind, round };
+                self.after(delay, Action::Watch { generation, watch });
             }
         }
     }
 
-    pub(crate) fn show_next(&mut self, generation: u32, way: Way) {
-        if self.listener(generation, way).is_none() {
+    pub(crate) fn show_next(&mut self, generation: u32, watch: Watch) {
+        if self.listener(generation, watch).is_none() {
             return;
         }
-        if self.faults.strikes(Fault::WatchRelist, &mut self.rng) {
+        if self.faults.occurs(Fault::WatchRelist, &mut self.rng) {
             let delay = self.delay();
-            self.after(delay, Action::List { generation, way });
+            self.after(delay, Action::List { generation, watch });
             return;
         }
         let Some(process) = self.process.as_mut() else {
             return;
         };
-        let cursor = &mut process.cursors[way.kind as usize];
-        let Some(event) = self.store.history(way.kind).get(*cursor).cloned() else {
-            process.busy[way.kind as usize] = false;
+        let cursor = &mut process.cursors[watch.kind as usize];
+        let Some(event) = self.store.history(watch.kind).get(*cursor).cloned() else {
+            process.busy[watch.kind as usize] = false;
             return;
         };
         *cursor += 1;
-        if self.faults.strikes(Fault::WatchDuplicate, &mut self.rng) {
+        if self.faults.occurs(Fault::WatchDuplicate, &mut self.rng) {
             self.deliver(generation, event.clone(), None);
         }
-        self.deliver(generation, event, Some(way));
+        self.deliver(generation, event, Some(watch));
     }
 
-    /// A watch stands still until it is let go. What is on its way by it waits too.
-    pub(crate) fn hold_watch(&mut self, kind: Kind) {
+    /// Pauses a watch, including events in flight.
+    pub(crate) fn pause_watch(&mut self, kind: Kind) {
         if let Some(process) = self.process.as_mut() {
             process.busy[kind as usize] = true;
             process.rounds[kind as usize] += 1;
         }
     }
 
-    pub(crate) fn let_watch_go(&mut self, kind: Kind) {
+    pub(crate) fn resume_watch(&mut self, kind: Kind) {
         if let Some(process) = self.process.as_mut() {
             process.busy[kind as usize] = false;
         }
         self.feed_watches();
     }
 
-    /// A watch starts over with a list.
+    /// Restarts a watch with a list.
     pub(crate) fn relist(&mut self, kind: Kind) {
         let generation = self.generation;
         if let Some(process) = self.process.as_mut() {
@@ -233,8 +233,8 @@ impl Stage {
             process.busy[index] = true;
             process.rounds[index] += 1;
             let round = process.rounds[index];
-            let way = Way { kind, round };
-            self.after(0, Action::List { generation, way });
+            let watch = Watch { kind, round };
+            self.after(0, Action::List { generation, watch });
         }
     }
 
@@ -245,18 +245,18 @@ impl Stage {
         Moment::new(std::time::Duration::from_micros(self.now - started))
     }
 
-    pub(crate) fn deliver(&mut self, generation: u32, event: Event, from: Option<Way>) {
-        let dropped = from.is_some_and(|way| self.listener(generation, way).is_none());
+    pub(crate) fn deliver(&mut self, generation: u32, event: Event, from: Option<Watch>) {
+        let dropped = from.is_some_and(|watch| self.listener(generation, watch).is_none());
         if dropped || generation != self.generation || self.process.is_none() {
             return;
         }
-        self.note(|| format!("  -> {}", describe_event(&event)));
+        self.trace(|| format!("  -> {}", describe_event(&event)));
         let now = self.moment();
         let Some(process) = self.process.as_mut() else {
             return;
         };
-        if let Some(way) = from {
-            process.busy[way.kind as usize] = false;
+        if let Some(watch) = from {
+            process.busy[watch.kind as usize] = false;
         }
         if let Event::Answer { id, answer } = &event {
             for uid in process.uids.remove(id).unwrap_or_default() {
@@ -266,12 +266,12 @@ impl Stage {
                 }
             }
         }
-        process.note_contexts(&event);
-        process.world.apply(event, now);
+        process.track_contexts(&event);
+        process.state.apply(event, now);
         self.feed_watches();
-        if self.faults.strikes(Fault::CrashAnytime, &mut self.rng) {
+        if self.faults.occurs(Fault::CrashAnytime, &mut self.rng) {
             self.crash();
-        } else if self.faults.strikes(Fault::Coalesced, &mut self.rng) {
+        } else if self.faults.occurs(Fault::Coalesced, &mut self.rng) {
             let delay = self.rng.between(0, 20 * MILLISECOND);
             self.after(delay, Action::Decide { generation });
         } else {
@@ -288,7 +288,7 @@ impl Stage {
         if process.decide_at.is_some_and(|at| at <= self.now) {
             process.decide_at = None;
         }
-        let commands = process.world.decide(now);
+        let commands = process.state.decide(now);
         for command in commands {
             if generation != self.generation || self.violation.is_some() {
                 return;
@@ -298,11 +298,11 @@ impl Stage {
         let Some(process) = self.process.as_mut().filter(|_| generation == self.generation) else {
             return;
         };
-        if let Some(deadline) = process.world.next_deadline() {
+        if let Some(deadline) = process.state.next_deadline() {
             let nanos = deadline.since_start().as_nanos();
             let at = process.started + u64::try_from(nanos.div_ceil(1000)).unwrap();
             if at <= self.now {
-                self.violate(|| "a deadline that has passed is still due after deciding".to_owned());
+                self.violate(|| "the deadline after a decision is in the past".to_owned());
             } else if process.decide_at.is_none_or(|known| at < known) {
                 process.decide_at = Some(at);
                 self.at(at, Action::Decide { generation });
@@ -311,7 +311,7 @@ impl Stage {
     }
 
     fn execute(&mut self, command: Command) {
-        self.note(|| format!("  <- {}", describe_command(&command)));
+        self.trace(|| format!("  <- {}", describe_command(&command)));
         match &command {
             Command::Observe(observation) => {
                 if let (Observation::All(holdings), Some(process)) = (observation, &mut self.process) {
@@ -324,8 +324,8 @@ impl Stage {
                     process.inherited = holdings.map(|holding| holding.uid().to_owned()).collect();
                 }
                 let freed = self.driver.observe(observation);
-                self.announce(freed);
-                self.tell_problems();
+                self.report_freed(freed);
+                self.report_problems();
                 return;
             }
             Command::AwaitDriver => {
@@ -374,7 +374,7 @@ impl Stage {
             fault = Some(Fault::RefusedLast);
         }
         if let Some(fault) = fault {
-            self.note(|| format!("     fault: {fault:?}"));
+            self.trace(|| format!("     fault: {fault:?}"));
         }
         if fault == Some(Fault::CrashBefore) {
             self.crash();
@@ -390,8 +390,8 @@ impl Stage {
         }
     }
 
-    /// Notes that a write or call for these claims is under way.
-    pub(crate) fn take_off(&mut self, id: CallId, uids: Vec<String>) {
+    /// Marks a write or call for these claims as in progress.
+    pub(crate) fn mark_in_flight(&mut self, id: CallId, uids: Vec<String>) {
         let Some(process) = self.process.as_mut() else {
             return;
         };
@@ -403,7 +403,7 @@ impl Stage {
         }
         process.uids.insert(id, uids);
         if let Some(uid) = doubled {
-            self.violate(|| format!("two writes or calls at once for claim {uid}"));
+            self.violate(|| format!("concurrent writes or calls for claim {uid}"));
         }
     }
 }

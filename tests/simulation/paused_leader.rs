@@ -1,42 +1,42 @@
-//! A leader that is paused between its last look at the clock and its write: what it sends arrives when another one leads.
+//! A leader that is paused between the lease check and its write, which then arrives under another leader.
 //!
-//! No lease can prevent that (`lease.rs` shows what a lease does prevent), so a device may end up in two claims. The older
-//! allocation stands; the younger is taken back, unless its pod has a node.
+//! A lease cannot prevent that (see `lease.rs`), so a device may be allocated to two claims. The older allocation stands; the younger one
+//! is rolled back unless its pod has a node.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::core::claims::{Answer, ClaimWrite, Command, Event, ObjectKey};
 use drayman::driver::Finding;
 
+use crate::cluster::{Action, Cluster, SECOND};
 use crate::describe::describe_command;
 use crate::driver::{recorded_hold, uid_of};
 use crate::faults::Fault;
-use crate::stage::{Action, SECOND, Stage};
 
-impl Stage {
-    /// The controller stops just before this write, loses its lease, and comes back only to send it.
+impl Cluster {
+    /// Pauses the controller before this write. It loses its lease and later sends only this write.
     pub(crate) fn pause_before(&mut self, command: Command) {
-        self.note(|| "the leader is paused".to_owned());
+        self.trace(|| "the leader is paused".to_owned());
         self.crash();
         let delay = self.rng.between(SECOND, 60 * SECOND);
-        self.after(delay, Action::Ghost(command));
+        self.after(delay, Action::LateWrite(command));
     }
 
-    pub(crate) fn ghost_writes(&mut self, command: &Command) {
-        self.note(|| format!("the old leader wakes up: {}", describe_command(command)));
+    pub(crate) fn send_late_write(&mut self, command: &Command) {
+        self.trace(|| format!("late write of a former leader: {}", describe_command(command)));
         if let Command::WriteClaim {
             uid,
             write: ClaimWrite::Allocate { .. },
             ..
         } = command
         {
-            self.ghosts.insert(uid.clone());
+            self.late_allocations.insert(uid.clone());
         }
-        self.carry_out_late(command);
+        self.serve_late(command);
     }
 
-    /// Carries out what its sender no longer waits for.
-    pub(crate) fn carry_out_late(&mut self, command: &Command) -> Answer {
+    /// Serves a request whose sender has timed out or lost the lease.
+    pub(crate) fn serve_late(&mut self, command: &Command) -> Answer {
         if let Command::WriteClaim {
             uid,
             write: ClaimWrite::AddFinalizer { .. },
@@ -46,13 +46,13 @@ impl Stage {
             self.late_labels.insert(uid.clone());
         }
         self.late = true;
-        let answer = self.carry_out(command);
+        let answer = self.serve(command);
         self.late = false;
         answer
     }
 
-    /// What the driver has noticed on its own reaches the controller.
-    pub(crate) fn tell_problems(&mut self) {
+    /// Delivers double allocations found by the driver to the controller.
+    pub(crate) fn report_problems(&mut self) {
         for (uid, message) in std::mem::take(&mut self.driver.problems) {
             let mut claims = self.store.claims.values();
             let Some(claim) = claims.find(|claim| uid_of(claim) == uid) else {
@@ -72,30 +72,30 @@ impl Stage {
         }
     }
 
-    /// A device in two claims, one of which an old leader has written, is not the controller's doing.
-    pub(crate) fn excuse_double(&mut self, one: &str, other: &str) -> bool {
-        let excused = self.ghosts.contains(one) || self.ghosts.contains(other);
-        if excused && self.doubles.insert((one.to_owned(), other.to_owned())) {
-            self.note(|| format!("claims {one} and {other} have the same device"));
+    /// Whether a double allocation is the effect of a late write by a former leader.
+    pub(crate) fn is_expected_double(&mut self, one: &str, other: &str) -> bool {
+        let excused = self.late_allocations.contains(one) || self.late_allocations.contains(other);
+        if excused && self.double_allocations.insert((one.to_owned(), other.to_owned())) {
+            self.trace(|| format!("claims {one} and {other} have the same device"));
             self.faults.hit(Fault::DoubleAllocation);
         }
         excused
     }
 
-    /// I1 at rest: of two claims with one device the younger has a pod with a node, where it is not prepared.
-    pub(crate) fn check_doubles(&mut self) {
+    /// I1 when idle: of two claims with one device, the younger one has a pod with a node, which does not prepare it.
+    pub(crate) fn check_double_allocations(&mut self) {
         let mut holders: BTreeMap<(String, String), BTreeSet<(String, ObjectKey)>> = BTreeMap::new();
         for (key, claim) in &self.store.claims {
             let Some(hold) = recorded_hold(claim) else {
                 continue;
             };
             for device in hold.devices {
-                let place = (hold.node.clone(), device);
+                let device = (hold.node.clone(), device);
                 let holder = (uid_of(claim), key.clone());
-                holders.entry(place).or_default().insert(holder);
+                holders.entry(device).or_default().insert(holder);
             }
         }
-        for (place, holders) in holders {
+        for (device, holders) in holders {
             for (uid, key) in holders.into_iter().skip(1) {
                 let users = self.store.claims[&key].status.reserved_for.clone();
                 let has_node = users.iter().any(|user| {
@@ -108,7 +108,7 @@ impl Stage {
                     })
                 });
                 if !has_node && users.len() < 2 {
-                    self.violate(|| format!("I1: {place:?} is still in claim {uid}, whose pod has no node"));
+                    self.violate(|| format!("I1: {device:?} is still in claim {uid}, whose pod has no node"));
                 }
             }
         }

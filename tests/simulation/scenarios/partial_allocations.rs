@@ -1,0 +1,173 @@
+//! Pods with only some of their claims allocated: no pod keeps a partial allocation.
+
+use drayman::api::resource::ResourceClaimStatus;
+
+use super::{expect_no_violation, healthy_cluster, is_bound, key, until_bound, without_suffixes};
+use crate::cluster::{Cluster, SECOND};
+use crate::driver::{DRIVER, OTHER_DRIVER, recorded_hold};
+use crate::faults::Fault;
+use crate::store::Kind;
+use crate::users::Use;
+
+fn recorded(cluster: &Cluster) -> usize {
+    let claims = cluster.store.claims.values();
+    claims.filter(|claim| recorded_hold(claim).is_some()).count()
+}
+
+/// The number of rollbacks that the controller requested.
+fn rolled_back(cluster: &Cluster) -> usize {
+    let log = without_suffixes(&cluster.command_log);
+    log.iter().filter(|line| line.starts_with("roll back")).count()
+}
+
+/// The controller is killed after it recorded the first of two claims of a pod, and the device of the other one disappears.
+fn partially_allocated_pod(second: &str) -> Cluster {
+    let mut cluster = healthy_cluster(&[("node-a", 2)]);
+    cluster.set_class("flip", DRIVER);
+    cluster.run_for(SECOND);
+    cluster.command_log.clear();
+    cluster.create_pod(&key("p"), &[Use::Template("gpu"), Use::Template(second)], None);
+    cluster.run_until("the driver is asked", |cluster| {
+        let last = cluster.command_log.last();
+        last.is_some_and(|line| line.starts_with("allocate"))
+    });
+    cluster
+        .faults
+        .plan
+        .insert(cluster.commands + 2, Fault::RequestLost);
+    cluster.run_until("one of two is recorded", |cluster| recorded(cluster) == 1);
+    cluster.crash();
+    let held = cluster
+        .store
+        .claims
+        .values()
+        .find_map(|claim| recorded_hold(claim));
+    let devices = held.unwrap().devices;
+    cluster.environment.nodes.insert("node-a".to_owned(), devices);
+    cluster
+}
+
+#[test]
+fn a_partial_allocation_is_rolled_back_after_a_kill_if_not() {
+    let mut cluster = partially_allocated_pod("gpu");
+    cluster.run_for(30 * SECOND);
+    assert_eq!((recorded(&cluster), rolled_back(&cluster)), (0, 1));
+    let statuses = cluster.store.claims.values().map(|claim| &claim.status);
+    assert!(
+        statuses
+            .clone()
+            .all(|status| *status == ResourceClaimStatus::default())
+    );
+    // The remaining device is available to another pod.
+    cluster.create_pod(&key("q"), &[Use::Template("gpu")], None);
+    until_bound(&mut cluster, "q");
+    cluster.set_devices("node-a", 3);
+    until_bound(&mut cluster, "p");
+    expect_no_violation(cluster);
+}
+
+#[test]
+fn a_partial_allocation_is_kept_after_a_kill_if_possible() {
+    let mut cluster = partially_allocated_pod("gpu");
+    cluster.set_devices("node-a", 2);
+    until_bound(&mut cluster, "p");
+    assert_eq!(rolled_back(&cluster), 0);
+    expect_no_violation(cluster);
+}
+
+#[test]
+fn a_claim_is_not_rolled_back_while_its_pod_gets_the_rest() {
+    let mut cluster = partially_allocated_pod("flip");
+    cluster.run_until("the rest is evaluated as unsuitable", |cluster| {
+        let last = cluster.command_log.last();
+        last.is_some_and(|line| line.starts_with("evaluate"))
+    });
+    // The pod is read again before the rollback, and the reply takes seconds.
+    cluster.faults.plan.insert(cluster.commands + 1, Fault::Slow);
+    cluster.run_until("the pod is read", |cluster| {
+        let last = cluster.command_log.last();
+        last.is_some_and(|line| line.starts_with("read pod"))
+    });
+    cluster.pause_watch(Kind::Context);
+    cluster.set_class("flip", OTHER_DRIVER);
+    cluster.run_for(60 * SECOND);
+    assert_eq!(
+        (recorded(&cluster), rolled_back(&cluster)),
+        (1, 0),
+        "{:?}",
+        cluster.command_log
+    );
+    cluster.resume_watch(Kind::Context);
+    until_bound(&mut cluster, "p");
+    expect_no_violation(cluster);
+}
+
+#[test]
+fn a_claim_is_not_rolled_back_from_a_pod_that_can_run_now() {
+    let mut cluster = healthy_cluster(&[("node-a", 2)]);
+    cluster.set_class("flip", DRIVER);
+    cluster.run_for(SECOND);
+    cluster.refuse_allocations = Some("p-c1");
+    cluster.create_pod(&key("p"), &[Use::Template("gpu"), Use::Template("flip")], None);
+    cluster.run_until("the refused claim is read", |cluster| {
+        let last = cluster.command_log.last();
+        last.is_some_and(|line| line.starts_with("read claim p-c1"))
+    });
+    // The rollback request is lost, and its sender waits for the reply.
+    cluster
+        .faults
+        .plan
+        .insert(cluster.commands + 1, Fault::RequestLost);
+    cluster.run_until("the other claim is rolled back", |cluster| {
+        rolled_back(cluster) == 1
+    });
+    // Meanwhile another driver serves the refused claim. The controller observes that, but not that the pod is bound.
+    cluster.pause_watch(Kind::Context);
+    cluster.refuse_allocations = None;
+    cluster.set_class("flip", OTHER_DRIVER);
+    until_bound(&mut cluster, "p");
+    assert_eq!(recorded(&cluster), 1);
+    cluster.run_for(60 * SECOND);
+    assert_eq!(
+        (recorded(&cluster), rolled_back(&cluster)),
+        (1, 1),
+        "{:?}",
+        cluster.command_log
+    );
+    cluster.resume_watch(Kind::Context);
+    assert!(is_bound(&cluster, "p"));
+    expect_no_violation(cluster);
+}
+
+#[test]
+fn a_pod_is_evaluated_again_when_a_late_write_succeeds() {
+    let mut cluster = healthy_cluster(&[("node-a", 2)]);
+    cluster.create_pod(&key("p"), &[Use::Template("gpu"), Use::Template("gpu")], None);
+    cluster.run_until("the driver is asked", |cluster| {
+        let last = cluster.command_log.last();
+        last.is_some_and(|line| line.starts_with("allocate"))
+    });
+    cluster
+        .faults
+        .plan
+        .insert(cluster.commands + 1, Fault::PausedLeader);
+    cluster.run_until("the leader is paused", |cluster| cluster.process.is_none());
+    // The other claim of the pod no longer fits on any node.
+    cluster.set_devices("node-a", 1);
+    // The former leader records the claim that the next leader tries to release while the driver hangs.
+    cluster
+        .faults
+        .plan
+        .insert(cluster.commands + 1, Fault::DriverHungBefore);
+    cluster.run_until("the old leader has written", |cluster| {
+        !cluster.late_allocations.is_empty()
+    });
+    cluster.run_for(120 * SECOND);
+    assert_eq!(
+        (recorded(&cluster), rolled_back(&cluster)),
+        (0, 1),
+        "{:?}",
+        cluster.command_log
+    );
+    expect_no_violation(cluster);
+}
