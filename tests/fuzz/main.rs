@@ -1,9 +1,8 @@
-//! Every parser of text or bytes that others write, fed with what others might write.
+//! Fuzz tests of every parser of external input.
 //!
-//! Each target takes bytes, must not panic, and checks what it knows of the result (what is accepted reads back as it was
-//! written). The inputs are the files of `corpus/<target>` and mutations of them. `make test` replays the corpus and tries some
-//! mutations that are always the same; `make fuzz` tries others for a minute for each target (`FUZZ_SECONDS`, `FUZZ_SEED`). An input that
-//! fails is written into the corpus and so is replayed from then on.
+//! A target takes bytes, must not panic, and checks properties of the result, such as round trips. The inputs are the files of
+//! `corpus/<target>` and mutations of them. `make test` replays the corpus with a fixed set of mutations; `make fuzz` tries random
+//! mutations for a minute per target (`FUZZ_SECONDS`, `FUZZ_SEED`). A failing input is added to the corpus and replayed from then on.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test may fail")]
 
@@ -16,8 +15,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use mutation::Mutator;
 
-/// Mutations of each target in an ordinary test run.
-const FEW: usize = 3_000;
+/// Mutations per target in a test run.
+const DEFAULT_MUTATIONS: usize = 3_000;
 
 type Target = fn(&[u8]);
 
@@ -48,12 +47,12 @@ fn fuzz(directory: &Path, target: Target) {
             let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
             let now = u64::try_from(now.as_nanos() & u128::from(u64::MAX)).unwrap();
             let seed = std::env::var("FUZZ_SEED").map_or(now, |text| text.parse().unwrap());
-            // Told before: an input that ends the process is kept by nobody, and the same seed comes to it again.
+            // Printed first: if an input ends the process, it is not stored, but the seed reproduces it.
             println!("{name}: FUZZ_SEED={seed}");
             (Instant::now() + Duration::from_secs(seconds), usize::MAX, seed)
         }
-        // Not bounded by time: a slow machine tries the same.
-        None => (Instant::now() + Duration::from_secs(600), FEW, 1),
+        // Not limited by time, so that slow machines run the same inputs.
+        None => (Instant::now() + Duration::from_secs(600), DEFAULT_MUTATIONS, 1),
     };
     let mut mutator = Mutator::new(seeds, seed);
     let mut tried = 0;
@@ -113,7 +112,7 @@ targets!(
 
 #[test]
 fn an_input_that_fails_is_found_and_kept() {
-    // A parser with a fault that only a mutation meets.
+    // A parser with a fault that only a mutation triggers.
     let directory = tempfile::tempdir().unwrap();
     std::fs::write(directory.path().join("seed"), "a good input").unwrap();
     let fails: Target = |bytes| assert!(!bytes.contains(&0xff), "no such byte is in the corpus");

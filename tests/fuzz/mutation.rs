@@ -1,7 +1,7 @@
-//! Inputs that are nearly right: most faults of parsers lie close to what they accept.
+//! Mutations of valid inputs: most parser faults are close to valid input.
 
-/// Pieces that mean something to one parser or another.
-const WORDS: [&[u8]; 40] = [
+/// Tokens with a meaning in some input format.
+const TOKENS: [&[u8]; 40] = [
     b"\0",
     b"\xff",
     b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",
@@ -43,10 +43,10 @@ const WORDS: [&[u8]; 40] = [
     b"[!a]",
     b"**",
 ];
-/// Bytes of an input, at most.
-const MOST: usize = 20_000;
+/// Maximum size of an input.
+const MAX_INPUT_BYTES: usize = 20_000;
 
-/// Makes inputs from others.
+/// Creates inputs by mutation of seeds.
 pub(crate) struct Mutator {
     seeds: Vec<Vec<u8>>,
     state: u64,
@@ -56,18 +56,17 @@ impl Mutator {
     pub(crate) fn new(seeds: Vec<Vec<u8>>, seed: u64) -> Self {
         Self {
             seeds,
-            // Never zero, which this generator never leaves.
+            // Never zero, which is a fixed point of this generator.
             state: seed | 1 << 63,
         }
     }
 
-    /// The next input.
     pub(crate) fn next(&mut self) -> Vec<u8> {
         let mut bytes = self.seed();
         for _ in 0..=self.below(6) {
             self.change(&mut bytes);
         }
-        bytes.truncate(MOST);
+        bytes.truncate(MAX_INPUT_BYTES);
         bytes
     }
 
@@ -91,8 +90,8 @@ impl Mutator {
                 bytes.splice(at..at, piece.repeat(times));
             }
             5 | 6 => {
-                let word = WORDS[self.below(WORDS.len())];
-                bytes.splice(at..at, word.iter().copied());
+                let token = TOKENS[self.below(TOKENS.len())];
+                bytes.splice(at..at, token.iter().copied());
             }
             7 => {
                 let other = self.seed();
@@ -108,7 +107,7 @@ impl Mutator {
         u8::try_from(self.below(256)).unwrap()
     }
 
-    /// A number below a limit (0 if that is 0).
+    /// A number below `limit`; 0 if `limit` is 0.
     fn below(&mut self, limit: usize) -> usize {
         self.state ^= self.state << 13;
         self.state ^= self.state >> 7;

@@ -1,4 +1,4 @@
-//! The parsers, and what must be true of what they accept.
+//! The parsers, and the properties of their results.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -35,7 +35,7 @@ fn driver() -> DriverName {
     DriverName::parse("drayman.dev").unwrap()
 }
 
-/// An error is for a person: it neither floods the log nor breaks its lines.
+/// Checks that an error message is neither empty nor excessively long.
 fn check_error(text: &str) {
     assert!(!text.is_empty() && text.len() < 2_000, "{} bytes", text.len());
 }
@@ -64,7 +64,7 @@ pub(crate) fn checkpoint(bytes: &[u8]) {
         Err(error) => assert!(!error.to_string().is_empty()),
     };
     check(bytes);
-    // The same as content with a right checksum, or nothing behind the checksum would ever be reached.
+    // Also tries the input as content with a valid checksum, which it rarely has otherwise.
     if let Ok(data) = std::str::from_utf8(bytes) {
         let mut hasher = crc32fast::Hasher::new();
         hasher.update(&1_u32.to_le_bytes());
@@ -105,7 +105,7 @@ pub(crate) fn kubelet_state(bytes: &[u8]) {
 }
 
 thread_local! {
-    /// One file for all inputs of a thread, in memory where there is such.
+    /// One file for all inputs of a thread, in memory if possible.
     static FILE: RefCell<tempfile::NamedTempFile> = RefCell::new(
         tempfile::NamedTempFile::new_in("/dev/shm").or_else(|_| tempfile::NamedTempFile::new()).unwrap(),
     );
@@ -121,7 +121,7 @@ pub(crate) fn config(bytes: &[u8]) {
     });
 }
 
-/// Frames as they come from a client: the same output for every way to cut them, and never much of it.
+/// HTTP/2 frames of a client: the output does not depend on how the input is split, and is bounded.
 pub(crate) fn authority(bytes: &[u8]) {
     const LIMIT: usize = 64 * 1024;
     let run = |size: usize| {
@@ -145,7 +145,7 @@ pub(crate) fn authority(bytes: &[u8]) {
     for size in [1, 7, 100] {
         let (cut, same) = run(size);
         assert_eq!(error, same);
-        // What comes before an error may have been given out or not.
+        // Output before an error may be incomplete.
         assert!(whole.starts_with(&cut) || cut.starts_with(&whole));
         assert!(error.is_some() || whole == cut);
     }
@@ -164,7 +164,7 @@ pub(crate) fn requests(bytes: &[u8]) {
     let _ = node_records::ReleaseRequest::decode(bytes);
 }
 
-/// A whole request for a claim, in lines: namespace, name, uid, and the resource handle in the rest.
+/// A prepare request in lines: namespace, name, UID, and the resource handle in the rest.
 pub(crate) fn prepare(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return;
@@ -217,7 +217,7 @@ pub(crate) fn prepare(bytes: &[u8]) {
     }
 }
 
-/// A message of the kernel.
+/// A uevent of the kernel.
 pub(crate) fn uevent(bytes: &[u8]) {
     if let Some(event) = drayman::core::discovery::uevent::parse(bytes) {
         let _ = event.concerns_devices();
@@ -225,7 +225,7 @@ pub(crate) fn uevent(bytes: &[u8]) {
     }
 }
 
-/// Values of sysfs, one in a line: whatever a device calls itself, its attributes fit into an inventory and its name is one.
+/// Sysfs values, one per line: for any values, attributes fit into an inventory and names are valid.
 pub(crate) fn sysfs(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     let mut lines = text.lines().map(str::to_owned);
@@ -272,7 +272,7 @@ pub(crate) fn sysfs(bytes: &[u8]) {
     let _ = fit(std::slice::from_mut(&mut device));
 }
 
-/// The record of kubelet's device manager: what is granted, by whomever, is either told or an error.
+/// The checkpoint of the device manager of kubelet: every grant is either returned or an error.
 pub(crate) fn device_manager(bytes: &[u8]) {
     match device_manager::parse(bytes) {
         Ok(grants) => {
@@ -280,7 +280,7 @@ pub(crate) fn device_manager(bytes: &[u8]) {
                 grants.iter().map(|grant| grant.resource_name.clone()).collect();
             let all = device_manager::recorded(&grants, &resources, |_| true);
             for grant in &grants {
-                // What is asked of one pod is no more than what is asked of all.
+                // The devices of one pod are a subset of all devices.
                 let of_pod = device_manager::recorded(&grants, &resources, |uid| uid == grant.pod_uid);
                 assert!(of_pod.is_subset(&all));
                 let ids = grant.device_ids.iter().flat_map(BTreeMap::values).flatten();
@@ -294,8 +294,7 @@ pub(crate) fn device_manager(bytes: &[u8]) {
     }
 }
 
-/// The kernel's tables of mounts and of swap areas: a line tells the same whatever stands in the others, and so no junk in one hides
-/// the disk in another.
+/// The mount and swap tables of the kernel: each line is parsed independently, so that an invalid line cannot hide a disk in another.
 pub(crate) fn mounts(bytes: &[u8]) {
     const DISK: &[u8] = b"\n22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n";
     let whole = read_mounts(bytes);
@@ -316,14 +315,14 @@ pub(crate) fn mounts(bytes: &[u8]) {
     }
 }
 
-/// A selector as users write it, on the thread that it has in the controller: there is an answer, it is for a person, and it is the
-/// same for the same facts, because it is kept by them.
+/// A selector on a thread with the stack size of the controller: the evaluation terminates with a deterministic result, because results are
+/// cached by attributes.
 pub(crate) fn selector(bytes: &[u8]) {
     let Ok(text) = String::from_utf8(bytes.to_vec()) else {
         return;
     };
     let thread = std::thread::Builder::new().stack_size(STACK);
-    let judged = thread.spawn(move || {
+    let evaluation = thread.spawn(move || {
         let compiled = match Compiled::new(&text) {
             Ok(compiled) => compiled,
             Err(error) => return check_error(&error),
@@ -336,12 +335,12 @@ pub(crate) fn selector(bytes: &[u8]) {
             ("drayman.dev/vendor".into(), Attribute::String("0403".into())),
         ];
         for facts in [AttributeSet::from_iter([]), AttributeSet::from_iter(known)] {
-            let said = compiled.evaluate(&environment, &facts);
-            assert_eq!(compiled.evaluate(&environment, &facts), said);
-            if let Match::Failed(why) = said {
+            let result = compiled.evaluate(&environment, &facts);
+            assert_eq!(compiled.evaluate(&environment, &facts), result);
+            if let Match::Failed(why) = result {
                 check_error(&why);
             }
         }
     });
-    assert!(judged.unwrap().join().is_ok());
+    assert!(evaluation.unwrap().join().is_ok());
 }

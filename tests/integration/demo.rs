@@ -1,13 +1,13 @@
-//! `drayman demo` as a new user runs it: everything that it expects comes true.
+//! Tests of `drayman demo`.
 
 use std::process::{Command, Output};
 use std::sync::{Mutex, PoisonError};
 
-/// One demonstration at a time: each opens terminals, and the number of one that is unplugged must stay free.
-static ALONE: Mutex<()> = Mutex::new(());
+/// Serializes demos: each opens pseudo-terminals, and the number of an unplugged one must stay free.
+static DEMO_LOCK: Mutex<()> = Mutex::new(());
 
 fn demo(arguments: &[&str]) -> Output {
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _lock = DEMO_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
     Command::new(env!("CARGO_BIN_EXE_drayman"))
         .arg("demo")
         .args(arguments)
@@ -39,7 +39,7 @@ fn every_expectation_of_the_demonstration_holds() {
         matches!(counts.as_slice(), [9, expected, held] if expected == held && *held > 30),
         "{summary}"
     );
-    assert!(!shown.contains('\u{1b}'), "colour although this is no terminal");
+    assert!(!shown.contains('\u{1b}'), "colour without a terminal");
 }
 
 #[test]
@@ -77,7 +77,7 @@ fn the_scenarios_are_listed_and_no_other_is_played() {
     assert_eq!(demo(&["--scenario", "none"]).status.code(), Some(2));
 }
 
-/// The path of a socket has at most 107 bytes: in so deep a directory no companion can serve.
+/// The path of a socket has at most 107 bytes, so no companion can serve in this directory.
 #[test]
 fn a_demonstration_whose_cluster_breaks_down_fails_and_says_why() {
     let base = tempfile::tempdir().expect("a directory");
@@ -89,11 +89,11 @@ fn a_demonstration_whose_cluster_breaks_down_fails_and_says_why() {
         .env("TMPDIR", &deep)
         .output()
         .expect("the program runs");
-    let told = String::from_utf8_lossy(&output.stderr).into_owned();
-    println!("{:?}: {told}", begin.elapsed());
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    println!("{:?}: {stderr}", begin.elapsed());
 
-    assert_eq!(output.status.code(), Some(1), "{told}");
-    assert_eq!(told.matches("path").count(), 1, "said once: {told}");
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert_eq!(stderr.matches("path").count(), 1, "reported once: {stderr}");
 }
 
 #[test]
@@ -107,7 +107,7 @@ fn the_devices_of_this_machine_can_join() {
         stdout(&demo(&["--scenario", "real"])).contains("on this-machine")
             || !shown.contains("on this-machine")
     );
-    // What there is differs from machine to machine; that there is nothing is said.
+    // The devices depend on the machine; the demo reports if there are none.
     let served = shown.contains("runs on this-machine with a device of this machine");
     assert!(
         served || shown.contains("no device of a ready-made kind"),

@@ -1,4 +1,4 @@
-//! Whole modules of the library and the program itself, without a cluster.
+//! Integration tests of library modules and of the program, without a cluster.
 
 mod allocation_model;
 mod cli;

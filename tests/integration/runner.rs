@@ -1,8 +1,8 @@
-//! `hack/test` on a package of a few tests that end well, badly, by a signal, or without having shown anything.
+//! Runs `hack/test` on a small package whose tests pass, fail, are killed or skip themselves.
 #![allow(
     clippy::unwrap_used,
     clippy::panic,
-    reason = "a test may end at once where it is wrong"
+    reason = "a failing helper fails the test"
 )]
 
 use std::path::{Path, PathBuf};
@@ -14,13 +14,13 @@ const MANIFEST: &str =
     "[package]\nname = \"fixture\"\nversion = \"0.0.0\"\nedition = \"2024\"\n[workspace]\n";
 const LOCK: &str = "version = 4\n[[package]]\nname = \"fixture\"\nversion = \"0.0.0\"\n";
 const PASSES: &str = "#[test] fn passes() {}\n";
-/// Ends its process by SIGKILL.
+/// Kills its process with SIGKILL.
 const DIES: &str = "#[test] fn dies() {
     let pid = std::process::id().to_string();
     std::process::Command::new(\"kill\").args([\"-KILL\", &pid]).status().unwrap();
     std::thread::park();
 }\n";
-/// Fails unless it has been run before.
+/// Fails in its first run.
 const FLAKY: &str = "#[test] fn flaky() {
     let seen = concat!(env!(\"CARGO_TARGET_TMPDIR\"), \"/seen\");
     let before = std::path::Path::new(seen).exists();
@@ -37,7 +37,7 @@ fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
 
-/// Where `make` has installed cargo-nextest.
+/// The cargo-nextest that `make` installed.
 fn nextest() -> Option<PathBuf> {
     let named = std::env::var_os("CARGO_NEXTEST").map(PathBuf::from);
     let found = named.filter(|program| program.exists());
@@ -60,7 +60,7 @@ impl Package {
             let text = format!("#[path = \"support/not_run.rs\"] mod not_run;\n{tests}");
             package.write(&format!("tests/{name}.rs"), &text);
         }
-        // Sections about our own programs are refused where these are not.
+        // nextest rejects sections for test programs that the package does not have.
         let configuration = std::fs::read_to_string(repository(".config/nextest.toml")).unwrap();
         let sections = configuration.split("\n[");
         let general: Vec<_> = sections.filter(|section| !section.contains("binary(=")).collect();
@@ -80,7 +80,7 @@ impl Package {
         std::fs::write(path, text).unwrap();
     }
 
-    /// Runs all tests: whether that succeeds, and what is printed.
+    /// Runs all tests. Returns whether the run succeeds, and its output.
     fn run(&self, nextest: &Path) -> (bool, String) {
         let mut command = Command::new(self.path("hack/test"));
         for (name, _) in std::env::vars_os() {
@@ -101,14 +101,14 @@ impl Package {
     }
 }
 
-/// Runs the programs and compares whether all is well, the last lines of the summary, and what else it names.
+/// Runs the test programs and checks the result, the last line of the summary, and other parts of it.
 #[track_caller]
-fn check(programs: &[(&str, &str)], well: bool, last: &str, named: &[&str]) {
+fn check(programs: &[(&str, &str)], success: bool, last: &str, named: &[&str]) {
     let Some(nextest) = nextest() else { return };
     let package = Package::new(programs);
     let (succeeded, printed) = package.run(&nextest);
     let summary = std::fs::read_to_string(package.path("target/test-summary")).unwrap_or_default();
-    assert_eq!(succeeded, well, "{printed}");
+    assert_eq!(succeeded, success, "{printed}");
     assert_eq!(summary.lines().last(), Some(last), "{printed}");
     for text in named {
         assert!(summary.contains(text), "{text} is not in:\n{summary}");
@@ -187,7 +187,7 @@ fn the_soak_shows_progress_on_a_terminal_only() {
         );
         text
     };
-    // `script` of util-linux gives the command a terminal.
+    // `script` of util-linux provides a terminal.
     let on_terminal = ["--quiet", "--return", "--command", &soak, "/dev/null"];
     assert!(shown("script", &on_terminal, "xterm").contains("1000 of 3000 seeds"));
     assert_eq!(shown("script", &on_terminal, "dumb").lines().count(), 1);

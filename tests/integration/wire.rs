@@ -1,7 +1,7 @@
-//! The hand-written types of `resource.k8s.io/v1alpha2` against objects as a real apiserver 1.30 wrote them, with every field
-//! that the API has: what is read and written again must be the same.
+//! Round-trip tests of the hand-written `resource.k8s.io/v1alpha2` types with objects stored by kube-apiserver 1.30, which have every field
+//! of the API.
 
-#![expect(clippy::unwrap_used, reason = "a helper of a test fails the test")]
+#![expect(clippy::unwrap_used, reason = "a failing helper fails the test")]
 
 use std::path::Path;
 
@@ -19,8 +19,8 @@ fn fixture(name: &str) -> Value {
     serde_json::from_str(&text).unwrap()
 }
 
-/// Reads a fixture and checks that nothing of it is lost. The type itself carries `apiVersion` and `kind`, and a time that is
-/// not set, which Go writes as null, is left out.
+/// Checks that a fixture survives a round trip. `apiVersion` and `kind` come from the type, and an unset time, which Go writes as null, is
+/// omitted.
 fn same<T: Serialize + DeserializeOwned>(name: &str) -> T {
     let mut original = fixture(name);
     let template = original
@@ -110,7 +110,7 @@ fn scheduling_contexts_are_exact_on_the_wire() {
     );
 }
 
-/// Of a pod's status only what concerns claims is read; everything else of a pod is kept.
+/// Only the claim-related fields of a pod status are read; all other fields of a pod are kept.
 #[test]
 fn pods_keep_everything_but_the_rest_of_their_status() {
     let mut original = fixture("pod");

@@ -18,7 +18,7 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use fixture::{DRIVER, DraEndpoint, RESOURCE, Scripted, paths, soon, until_exists, until_state};
+use fixture::{DRIVER, DraEndpoint, FakeCompanion, RESOURCE, paths, soon, until_exists, until_state};
 
 /// Calls an API, or decodes a file of messages, and returns the lines of the answers.
 async fn call(api: &str, socket: &Path) -> BTreeSet<String> {
@@ -87,7 +87,7 @@ impl PluginEndpoint {
         let directory = tempfile::tempdir().unwrap();
         let shutdown = CancellationToken::new();
         let (sender, mut state) = watch::channel(KubeletApiState::Starting);
-        let companion = Scripted::new();
+        let companion = FakeCompanion::new();
         companion.devices.send_modify(|devices| {
             devices.push(fixture::device("b", false));
             devices[0].numa_nodes = vec![0, 1];

@@ -1,4 +1,4 @@
-//! Inventory objects for the test.
+//! Inventory objects.
 
 use std::collections::BTreeMap;
 
@@ -9,20 +9,19 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use crate::allocation_model::DRIVER;
 
 /// The kind of each device of a node, and whether it is healthy.
-pub(crate) type Known = BTreeMap<String, (&'static str, bool)>;
+pub(crate) type KnownDevices = BTreeMap<String, (&'static str, bool)>;
 
-/// The name of a node.
 pub(crate) fn name(node: usize) -> String {
     format!("node-{node}")
 }
 
-/// A node as the allocator read it from its inventory object.
-pub(crate) fn read(name: &str, uid: &str, ready: bool, devices: &Known) -> Node {
+/// A node as the allocator reads it from its inventory object.
+pub(crate) fn read(name: &str, uid: &str, ready: bool, devices: &KnownDevices) -> Node {
     let device = |(name, (kind, healthy)): (&String, &(&str, bool))| Device {
         name: name.clone(),
         kind: (*kind).to_owned(),
         mode: Mode::Claims,
-        unhealthy: (!healthy).then(|| "it smokes".to_owned()),
+        unhealthy: (!healthy).then(|| "broken".to_owned()),
         ..Device::default()
     };
     let spec = NodeInventorySpec {

@@ -1,7 +1,7 @@
-//! The allocator of the built-in driver against a reference that is nothing but sets and maps: random sequences of everything
-//! that can happen to inventories, claims and the process itself.
+//! Property test of the allocator of the built-in driver against a reference model of sets and maps: random sequences of inventory, claim
+//! and process events.
 
-#![expect(clippy::unwrap_used, reason = "a helper of a test fails the test")]
+#![expect(clippy::unwrap_used, reason = "a failing helper fails the test")]
 
 mod inventory;
 mod reference;
@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 
 use proptest::prelude::*;
 
-use self::reference::Pair;
+use self::reference::Comparison;
 
 const DRIVER: &str = "devices.example";
 const NODES: usize = 3;
@@ -18,10 +18,10 @@ const DEVICES: usize = 4;
 const CLAIMS: usize = 6;
 const KINDS: [&str; 2] = ["gpu", "nic"];
 
-/// What can happen. Claims and nodes are numbers.
+/// An event. Claims and nodes are numbers.
 #[derive(Clone, Debug)]
 enum Step {
-    /// A node says what it has: its uid, whether it is ready, and of each device the kind and whether it is healthy.
+    /// A node publishes its inventory: UID, readiness, and kind and health of each device.
     Inventory {
         node: usize,
         uid: u8,
@@ -30,22 +30,22 @@ enum Step {
     },
     /// A node's inventory is deleted.
     NoInventory { node: usize },
-    /// These claims are allocated together, on a node or anywhere.
+    /// Allocates these claims together, on a node or on any node.
     Allocate {
         claims: BTreeSet<usize>,
         node: Option<usize>,
     },
-    /// The status write of a granted claim succeeds, and is observed.
+    /// The allocation of a claim is recorded and observed.
     Record { claim: usize },
     /// The claim is observed without a change.
     Observe { claim: usize },
-    /// The driver is asked to give back what the claim holds.
+    /// The driver deallocates the claim.
     Deallocate { claim: usize },
-    /// The allocation is cleared, and that is observed.
+    /// The recorded allocation is cleared, which is observed.
     Clear { claim: usize },
-    /// The claim is deleted, and another of its name made.
+    /// The claim is deleted and recreated.
     Delete { claim: usize },
-    /// The process is killed and starts anew from the claims.
+    /// The process restarts from the claims.
     Restart,
 }
 
@@ -86,18 +86,18 @@ proptest! {
 
     #[test]
     fn the_allocator_agrees_with_sets_and_maps(steps in prop::collection::vec(step(), 1..60)) {
-        let mut pair = Pair::new();
+        let mut comparison = Comparison::new();
         for step in &steps {
-            pair.run(step);
-            pair.check();
+            comparison.run(step);
+            comparison.check();
         }
         for claim in 0..CLAIMS {
-            pair.run(&Step::Delete { claim });
+            comparison.run(&Step::Delete { claim });
         }
-        pair.check();
-        prop_assert_eq!(pair.allocator.holdings().uids().count(), 0);
+        comparison.check();
+        prop_assert_eq!(comparison.allocator.holdings().uids().count(), 0);
         for uid in (0..NODES).flat_map(|node| [format!("node-{node}-0"), format!("node-{node}-1")]) {
-            prop_assert!(pair.allocator.holdings().on_node(&uid).is_none(), "nothing is left");
+            prop_assert!(comparison.allocator.holdings().on_node(&uid).is_none(), "no allocation is left");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What the allocator should say, in sets and maps, and the check that they say it.
+//! The reference model in sets and maps, and the comparison with the allocator.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,14 +11,14 @@ use drayman::core::allocation::evaluate::RequestedClaim;
 use drayman::core::allocation::parameters::{ClassParameters, DeviceRequests};
 
 use super::{CLAIMS, DRIVER, KINDS, NODES, Step};
-use crate::allocation_model::inventory::{Known, name, read};
+use crate::allocation_model::inventory::{KnownDevices, name, read};
 
-type Place = (String, String, String);
+type DeviceKey = (String, String, String);
 
-/// What a node has, as the reference knows it: its uid, whether it is ready, and the kind and health of each device.
-type ReferenceNode = (String, bool, Known);
+/// A node of the reference model: UID, readiness, and kind and health of each device.
+type ReferenceNode = (String, bool, KnownDevices);
 
-/// One claim, as the reference knows it.
+/// A claim of the reference model.
 #[derive(Clone, Debug)]
 struct ReferenceClaim {
     generation: usize,
@@ -71,7 +71,7 @@ fn handle(allocation: &AllocationResult) -> DeviceHandle {
     DeviceHandle::parse(allocation.resource_handles[0].data.as_deref().unwrap()).unwrap()
 }
 
-fn places(allocation: &AllocationResult) -> Vec<Place> {
+fn device_keys(allocation: &AllocationResult) -> Vec<DeviceKey> {
     let DeviceHandle {
         node_name,
         node_uid,
@@ -84,14 +84,14 @@ fn places(allocation: &AllocationResult) -> Vec<Place> {
         .collect()
 }
 
-/// The reference and the allocator, side by side.
-pub(crate) struct Pair {
+/// The reference model and the allocator.
+pub(crate) struct Comparison {
     pub(crate) allocator: DeviceAllocator,
     nodes: BTreeMap<String, ReferenceNode>,
     claims: Vec<ReferenceClaim>,
 }
 
-impl Pair {
+impl Comparison {
     pub(crate) fn new() -> Self {
         let shapes: [(usize, &[u32]); CLAIMS] = [
             (0, &[1]),
@@ -115,33 +115,33 @@ impl Pair {
         }
     }
 
-    fn held(&self, except: &BTreeSet<usize>) -> BTreeSet<Place> {
+    fn held(&self, except: &BTreeSet<usize>) -> BTreeSet<DeviceKey> {
         let others = self.claims.iter().enumerate().filter(|(number, claim)| {
-            // What the asked claims were granted may be given anew; what is recorded is theirs for good.
+            // Unrecorded allocations of these claims may be replaced; recorded ones are final.
             !except.contains(number) || claim.recorded.is_some()
         });
         others
             .filter_map(|(_, claim)| claim.holds())
-            .flat_map(places)
+            .flat_map(device_keys)
             .collect()
     }
 
-    /// Devices that could be given now.
-    fn available(&self, except: &BTreeSet<usize>) -> BTreeSet<(Place, &'static str)> {
+    /// Devices that can be allocated now.
+    fn available(&self, except: &BTreeSet<usize>) -> BTreeSet<(DeviceKey, &'static str)> {
         let held = self.held(except);
         let mut available = BTreeSet::new();
         for (name, (uid, ready, devices)) in &self.nodes {
             for (device, &(kind, healthy)) in devices {
-                let place = (name.clone(), uid.clone(), device.clone());
-                if *ready && healthy && !held.contains(&place) {
-                    available.insert((place, kind));
+                let key = (name.clone(), uid.clone(), device.clone());
+                if *ready && healthy && !held.contains(&key) {
+                    available.insert((key, kind));
                 }
             }
         }
         available
     }
 
-    /// Whether these claims can be had together on a node.
+    /// Whether these claims can be allocated together on a node.
     fn fits(&self, claims: &BTreeSet<usize>, node: &str) -> bool {
         let available = self.available(claims);
         let mut wanted: BTreeMap<&str, usize> = BTreeMap::new();
@@ -166,8 +166,8 @@ impl Pair {
     }
 
     pub(crate) fn run(&mut self, step: &Step) {
-        let nobody = BTreeSet::new();
-        let before = self.available(&nobody);
+        let none = BTreeSet::new();
+        let before = self.available(&none);
         let freed = match step {
             Step::Inventory {
                 node,
@@ -207,16 +207,16 @@ impl Pair {
             }
             Step::Restart => return self.restart(),
         };
-        let now = self.available(&nobody);
+        let now = self.available(&none);
         let new = now.difference(&before).count();
-        // A device that is made unhealthy and another kind at once counts as changed, never as fewer.
+        // A device that becomes unhealthy and changes its kind at once counts as changed.
         assert!(
             freed >= new,
-            "{step:?}: {new} devices have become available, {freed} were reported"
+            "{step:?}: {new} devices became available, {freed} were reported"
         );
         assert!(
             new > 0 || freed == 0 || matches!(step, Step::Inventory { .. }),
-            "{step:?}: a false alarm"
+            "{step:?}: freed devices reported without cause"
         );
     }
 
@@ -227,7 +227,7 @@ impl Pair {
             .iter()
             .enumerate()
             .filter_map(|(index, device)| Some((index, (*device)?)));
-        let devices: Known = known
+        let devices: KnownDevices = known
             .map(|(index, (kind, healthy))| (format!("d{index}"), (KINDS[kind], healthy)))
             .collect();
         let before = self.available(&BTreeSet::new());
@@ -237,11 +237,7 @@ impl Pair {
             .allocator
             .set_inventory(&name, Some(read(&name, &uid, ready, &devices)));
         let now = self.available(&BTreeSet::new());
-        assert_eq!(
-            freed,
-            now.difference(&before).count(),
-            "exactly what has become available"
-        );
+        assert_eq!(freed, now.difference(&before).count(), "freed devices");
         freed
     }
 
@@ -299,7 +295,7 @@ impl Pair {
             };
             let handle = handle(&allocation);
             if let Some(recorded) = &claim.recorded {
-                assert_eq!(recorded, &allocation, "what is recorded is never changed");
+                assert_eq!(recorded, &allocation, "a recorded allocation is never changed");
                 continue;
             }
             assert_eq!(
@@ -307,10 +303,10 @@ impl Pair {
                 claim.object(number).metadata.uid.as_deref()
             );
             assert!(node.as_ref().is_none_or(|node| *node == handle.node_name));
-            for place in places(&allocation) {
+            for key in device_keys(&allocation) {
                 assert!(
-                    available.contains(&(place, claim.kind)),
-                    "{handle:?} is not to be had"
+                    available.contains(&(key, claim.kind)),
+                    "{handle:?} is not available"
                 );
             }
             for (index, &count) in claim.counts.iter().enumerate() {
@@ -344,16 +340,16 @@ impl Pair {
         assert_eq!(available, self.available(&BTreeSet::new()).len());
     }
 
-    /// No exclusive device is in two claims, and the allocator hold exactly what the claims hold.
+    /// No exclusive device is in two claims, and the allocator holds exactly the devices of the claims.
     pub(crate) fn check(&self) {
         let mut held = BTreeSet::new();
-        for place in self
+        for key in self
             .claims
             .iter()
             .filter_map(ReferenceClaim::holds)
-            .flat_map(places)
+            .flat_map(device_keys)
         {
-            assert!(held.insert(place.clone()), "{place:?} is held twice");
+            assert!(held.insert(key.clone()), "{key:?} is held twice");
         }
         let known: BTreeSet<String> = self.allocator.holdings().uids().map(str::to_owned).collect();
         let claims = self
@@ -364,7 +360,7 @@ impl Pair {
         let expected = claims
             .map(|(number, claim)| claim.object(number).metadata.uid.unwrap())
             .collect();
-        assert_eq!(known, expected, "a leak, or a loss");
+        assert_eq!(known, expected, "a leaked or lost allocation");
         for (name, uid, device) in &held {
             let holders = self
                 .allocator

@@ -1,4 +1,4 @@
-//! What is refused, and how.
+//! Refused arguments and configurations.
 
 use crate::cli::program::{assert_refused, companion, drayman, text};
 
@@ -67,7 +67,7 @@ fn a_wrong_variable_is_refused_and_a_flag_wins_over_it() {
         drayman().arg("node").env("NODE_NAME", "../x"),
         &["../x", "--node-name"],
     );
-    // The flag is right, so that only the missing cluster is left to complain about.
+    // The flag is valid, so that the missing cluster is the only problem.
     assert_refused(
         drayman()
             .args(["controller", "--driver-name", "a.example"])
@@ -127,7 +127,7 @@ fn an_invalid_node_configuration_is_refused_with_its_line() {
     ] {
         let mut arguments = companion(directory.path(), "http://127.0.0.1:1", kinds);
         assert_refused(drayman().args(&arguments), &parts);
-        // Without a cluster too: a file can be checked on any machine.
+        // A file can be checked without a cluster too.
         let kubeconfig = arguments
             .iter()
             .position(|argument| argument == "--kubeconfig")

@@ -1,4 +1,4 @@
-//! Metrics and probes of the real program under connections that never finish a request.
+//! Metrics and probes of the program while connections send unfinished requests.
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -6,29 +6,29 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, getrlimit, setrlimit};
 
-use crate::cli::program::{PATIENCE, Running, companion, drayman, silent_server};
+use crate::cli::program::{RunningProgram, TIMEOUT, companion, drayman, silent_server};
 
-/// Connections that are opened.
+/// Number of connections.
 const CONNECTIONS: usize = 1_000;
-/// Bytes of the header that each sends and never finishes.
+/// Bytes of the unfinished header of each connection.
 const HEADER: usize = 380 * 1024;
-/// Resident memory that the program may need more, in kB. The program has two addresses with 64 connections each, and a debug build.
+/// Maximum growth of resident memory in kB: two addresses with 64 connections each, in a debug build.
 const GROWTH_MAX: u64 = 4 * 1024;
-/// How soon a probe is answered, also on a loaded machine.
+/// Maximum latency of a probe on a loaded machine.
 const ANSWER_MAX: Duration = Duration::from_secs(1);
 
-/// An address at which nothing listens now.
-fn free() -> SocketAddr {
+/// A free address.
+fn free_address() -> SocketAddr {
     TcpListener::bind("127.0.0.1:0")
         .and_then(|listener| listener.local_addr())
         .expect("a port")
 }
 
-/// Asks once, and gives the answer with the time that it took.
-fn ask(address: SocketAddr, path: &str) -> std::io::Result<(String, Duration)> {
+/// Sends a request. Returns the response and its latency.
+fn get(address: SocketAddr, path: &str) -> std::io::Result<(String, Duration)> {
     let start = Instant::now();
     let mut stream = TcpStream::connect(address)?;
-    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_read_timeout(Some(TIMEOUT))?;
     write!(
         stream,
         "GET {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
@@ -46,7 +46,7 @@ fn resident(process: u32) -> u64 {
         .expect("a number")
 }
 
-/// The sockets that a process has open.
+/// The number of open sockets of a process.
 fn sockets(process: u32) -> usize {
     let all = std::fs::read_dir(format!("/proc/{process}/fd")).expect("it runs");
     all.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok())
@@ -54,7 +54,7 @@ fn sockets(process: u32) -> usize {
         .count()
 }
 
-/// Sends as much of an unfinished header as the program takes at once.
+/// Sends an unfinished header until the program stops reading.
 fn unfinished(address: SocketAddr) -> TcpStream {
     let mut stream = TcpStream::connect(address).expect("connected");
     stream.set_nonblocking(true).expect("a socket");
@@ -63,7 +63,7 @@ fn unfinished(address: SocketAddr) -> TcpStream {
     while !rest.is_empty() {
         match stream.write(rest) {
             Ok(sent) => rest = &rest[sent..],
-            // The program is slower, or has closed the connection.
+            // The program does not read, or has closed the connection.
             Err(error)
                 if matches!(
                     error.kind(),
@@ -86,10 +86,10 @@ fn unfinished_requests_neither_silence_it_nor_fill_memory() {
 
     let directory = tempfile::tempdir().expect("a directory");
     let (_server, url) = silent_server();
-    let (metrics, probes) = (free(), free());
-    // The companion listens on every address of its node, in 64 MiB of memory; the controller has the same server.
+    let (metrics, probes) = (free_address(), free_address());
+    // The companion listens on every address of its node with 64 MiB of memory; the controller uses the same server.
     let kinds = "\n- {name: a, paths: [/dev/drayman-none-*]}";
-    let mut program = Running::start(
+    let mut program = RunningProgram::start(
         drayman()
             .args(companion(directory.path(), &url, kinds))
             .args(["--driver-name", "test.example"])
@@ -97,21 +97,21 @@ fn unfinished_requests_neither_silence_it_nor_fill_memory() {
             .arg(format!("--health-probe-bind-address={probes}")),
     );
     program.line("drayman node starts");
-    let deadline = Instant::now() + PATIENCE;
-    while ask(probes, "/livez").is_err() {
-        assert!(Instant::now() < deadline, "never answers: {:#?}", program.seen);
+    let deadline = Instant::now() + TIMEOUT;
+    while get(probes, "/livez").is_err() {
+        assert!(Instant::now() < deadline, "no response: {:#?}", program.seen);
         std::thread::yield_now();
     }
-    // What is allocated once, at the first answer, does not count.
-    ask(metrics, "/metrics").expect("an answer");
+    // Excludes memory that the first response allocates once.
+    get(metrics, "/metrics").expect("an answer");
     let process = program.child.id();
     let (memory, open) = (resident(process), sockets(process));
 
     let mut connections = Vec::new();
     let mut longest = Duration::ZERO;
-    let mut look = || {
+    let mut check = || {
         for (address, path) in [(probes, "/livez"), (metrics, "/metrics")] {
-            let (answer, time) = ask(address, path).expect(path);
+            let (answer, time) = get(address, path).expect(path);
             assert!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
             assert!(time < ANSWER_MAX, "{path} answered after {time:?}");
             longest = longest.max(time);
@@ -120,17 +120,17 @@ fn unfinished_requests_neither_silence_it_nor_fill_memory() {
     for number in 0..CONNECTIONS {
         connections.push(unfinished(if number % 2 == 0 { metrics } else { probes }));
         if number % 100 == 0 {
-            look();
+            check();
         }
     }
-    look();
-    // Short ones stay until the bound evicts them.
+    check();
+    // Connections with short headers stay until the limit evicts them.
     for _ in 0..CONNECTIONS {
         let mut stream = TcpStream::connect(metrics).expect("connected");
         stream.write_all(b"GET /metrics HTTP/1.1\r\nx: ").expect("sent");
         connections.push(stream);
     }
-    look();
+    check();
     let growth = resident(process).saturating_sub(memory);
     let more = sockets(process).saturating_sub(open);
     println!(

@@ -1,4 +1,4 @@
-//! Kubeconfigs that cannot be used, and API servers that refuse: each error names the file or the server, and the fix.
+//! Unusable kubeconfigs and API servers that refuse: each error names the file or server, and the fix.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -8,10 +8,9 @@ use std::process::Output;
 
 use crate::cli::program::{drayman, kubeconfig, run, text};
 
-/// Larger than any kubeconfig.
 const LARGE: u64 = 100 << 20;
 
-/// Runs `drayman devices` with a file that the flag, `KUBECONFIG` or the home directory names.
+/// Runs `drayman devices` with a kubeconfig from the flag, `KUBECONFIG` or the home directory.
 fn devices(file: &Path, how: &str) -> Output {
     let mut command = drayman();
     command.arg("devices");
@@ -29,7 +28,7 @@ fn assert_refused(file: &Path, parts: &[&str]) {
         assert_eq!(output.status.code(), Some(2), "{how}: {error}");
         assert!(error.starts_with("error: "), "{how}: {error}");
         for part in parts {
-            assert!(error.contains(part), "{how} does not say {part:?}: {error}");
+            assert!(error.contains(part), "{how} does not print {part:?}: {error}");
         }
     }
 }
@@ -93,10 +92,10 @@ fn a_context_may_have_no_user() {
     let good = fs::read_to_string(&file).expect("UTF-8");
     assert!(good.contains("user: me"));
     fs::write(&file, good.replace("user: me", "user: \"\"")).expect("written");
-    let asked = devices(Path::new(&file), "KUBECONFIG");
+    let output = devices(Path::new(&file), "KUBECONFIG");
     // The server cannot be reached.
-    assert_eq!(asked.status.code(), Some(3), "{}", text(&asked.stderr));
-    assert!(text(&asked.stderr).contains("127.0.0.1:1"));
+    assert_eq!(output.status.code(), Some(3), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("127.0.0.1:1"));
 }
 
 #[test]
@@ -122,14 +121,14 @@ fn a_missing_file_in_a_list_is_skipped_and_a_pipe_is_read() {
     assert_eq!(piped.status.code(), Some(3), "{}", text(&piped.stderr));
 }
 
-/// An API server that answers each request with this status.
+/// Starts an API server that answers each request with this status.
 fn refusing_server(code: u16, reason: &'static str, message: &'static str) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let url = format!("http://{}", listener.local_addr().expect("an address"));
     std::thread::spawn(move || {
         for mut stream in listener.incoming().map_while(Result::ok) {
             let lines = BufReader::new(stream.try_clone().expect("a stream")).lines();
-            // Up to the end of the request's head.
+            // Reads the request header.
             lines
                 .map_while(Result::ok)
                 .take_while(|line| !line.is_empty())

@@ -1,11 +1,11 @@
-//! The program as its users meet it: the real binary, its output and its exit codes.
+//! Tests of the program: output and exit codes of the binary.
 
-#![expect(clippy::panic, reason = "a helper of a test fails the test")]
+#![expect(clippy::panic, reason = "a failing helper fails the test")]
 
 mod arguments;
+mod commands;
 mod connections;
 mod kubeconfigs;
+mod lifecycle;
 mod output;
 mod program;
-mod running;
-mod tool;

@@ -1,4 +1,4 @@
-//! Help, version and definitions.
+//! Help, version and CRDs.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ fn help_lists_every_subcommand() {
             );
         }
     }
-    assert_eq!(run(&[]).status.code(), Some(2), "no subcommand is no command");
+    assert_eq!(run(&[]).status.code(), Some(2), "a subcommand is required");
 }
 
 #[test]
@@ -44,14 +44,14 @@ fn the_help_lists_flags_by_section_with_their_variables() {
         "--cdi-root",
     ];
     for (name, own) in [("controller", &controller[..]), ("node", &node[..])] {
-        // Secrets and accidents of the environment have no place in a help text.
+        // The help does not show values of variables, which may be secret.
         let output = drayman()
             .args([name, "--help"])
             .env("DRAYMAN_KUBECONFIG", "from-variable")
             .output();
         let help = text(&output.expect("the program starts").stdout);
         for part in common.iter().chain(own) {
-            assert!(help.contains(part), "{name} --help does not say {part}: {help}");
+            assert!(help.contains(part), "{name} --help does not print {part}: {help}");
         }
         assert!(!help.contains("from-variable"), "{help}");
     }
@@ -70,7 +70,7 @@ fn both_forms_of_version_print_the_package_version_first() {
 #[test]
 fn crds_prints_what_the_crds_directory_holds() {
     let directory = tempfile::tempdir().expect("a directory");
-    let target = directory.path().join("made/on/the/way");
+    let target = directory.path().join("new/nested/directory");
     let written = drayman()
         .args(["crds", "--output-directory"])
         .arg(&target)
@@ -89,12 +89,12 @@ fn crds_prints_what_the_crds_directory_holds() {
         let difference = lines.find(|((kept, made), _)| kept != made);
         assert_eq!(
             difference, None,
-            "crds/{name} is not what the types say; run `make generate`"
+            "crds/{name} differs from the types; run `make generate`"
         );
         assert_eq!(
             kept.len(),
             made.len(),
-            "crds/{name} is not what the types say; run `make generate`"
+            "crds/{name} differs from the types; run `make generate`"
         );
     }
 
@@ -105,7 +105,7 @@ fn crds_prints_what_the_crds_directory_holds() {
     }
 }
 
-/// The files of a directory, by name.
+/// The files of a directory, sorted by name.
 fn files(directory: &Path) -> Vec<(String, String)> {
     let entries =
         std::fs::read_dir(directory).unwrap_or_else(|error| panic!("{}: {error}", directory.display()));

@@ -1,4 +1,4 @@
-//! The program, run to its end or in the background, and what it is given.
+//! Runs the program, in the foreground or background, with its inputs.
 
 use std::io::{BufRead as _, BufReader};
 use std::net::TcpListener;
@@ -7,8 +7,8 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-/// Nothing that is waited for here may take longer, on a loaded machine too.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+/// Maximum duration of every wait, also on a loaded machine.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(20);
 
 pub(crate) fn drayman() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_drayman"));
@@ -34,12 +34,12 @@ pub(crate) fn assert_refused(command: &mut Command, parts: &[&str]) {
     for part in parts {
         assert!(
             stderr.contains(part),
-            "{command:?} does not say {part:?}: {stderr}"
+            "{command:?} does not print {part:?}: {stderr}"
         );
     }
 }
 
-/// A kubeconfig whose API server is `server`.
+/// Writes a kubeconfig for the API server `server`.
 pub(crate) fn kubeconfig(directory: &Path, server: &str) -> String {
     let content = format!(
         "apiVersion: v1\nkind: Config\ncurrent-context: here\n\
@@ -52,14 +52,14 @@ pub(crate) fn kubeconfig(directory: &Path, server: &str) -> String {
     file.to_str().expect("UTF-8").to_owned()
 }
 
-/// A started program, of which each line on stderr can be waited for. It is killed if the test fails.
-pub(crate) struct Running {
+/// A program in the background whose stderr lines can be awaited. Killed on drop.
+pub(crate) struct RunningProgram {
     pub(crate) child: Child,
     lines: mpsc::Receiver<String>,
     pub(crate) seen: Vec<String>,
 }
 
-impl Running {
+impl RunningProgram {
     pub(crate) fn start(command: &mut Command) -> Self {
         let mut child = command
             .stdout(Stdio::piped())
@@ -85,7 +85,7 @@ impl Running {
     /// Waits for a line that contains `part`.
     pub(crate) fn line(&mut self, part: &str) -> String {
         loop {
-            match self.lines.recv_timeout(PATIENCE) {
+            match self.lines.recv_timeout(TIMEOUT) {
                 Ok(line) => {
                     self.seen.push(line.clone());
                     if line.contains(part) {
@@ -97,9 +97,9 @@ impl Running {
         }
     }
 
-    /// Waits so long for a line that contains `part`.
-    pub(crate) fn line_within(&mut self, part: &str, patience: Duration) -> Option<String> {
-        let deadline = Instant::now() + patience;
+    /// Like [`Self::line`] with a timeout; `None` if it expires.
+    pub(crate) fn line_within(&mut self, part: &str, timeout: Duration) -> Option<String> {
+        let deadline = Instant::now() + timeout;
         while let Ok(line) = self
             .lines
             .recv_timeout(deadline.saturating_duration_since(Instant::now()))
@@ -120,7 +120,7 @@ impl Running {
         rustix::process::kill_process(pid, signal).expect("sent");
     }
 
-    /// Waits until no signal is on its way to the program.
+    /// Waits until no signal is pending.
     pub(crate) fn await_delivery(&self) {
         let pending = || {
             let status =
@@ -134,16 +134,16 @@ impl Running {
                         .is_some_and(|mask| mask.bytes().any(|digit| digit != b'0'))
                 })
         };
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while pending() {
-            assert!(Instant::now() < deadline, "the signal is never taken");
+            assert!(Instant::now() < deadline, "the signal stays pending");
             std::thread::yield_now();
         }
     }
 
-    /// Sends a signal until the program ends, and gives the exit code.
+    /// Sends a signal repeatedly until the program ends. Returns the exit code.
     pub(crate) fn end_by(&mut self, signal: rustix::process::Signal) -> Option<i32> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while Instant::now() < deadline && self.child.try_wait().expect("our child").is_none() {
             self.signal(signal);
             std::thread::sleep(Duration::from_millis(100));
@@ -151,35 +151,35 @@ impl Running {
         self.end()
     }
 
-    /// Waits for the end and gives the exit code.
+    /// Waits for the program to end. Returns the exit code.
     pub(crate) fn end(&mut self) -> Option<i32> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while Instant::now() < deadline {
             if let Some(status) = self.child.try_wait().expect("our child") {
                 return status.code();
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        panic!("still running; it said {:#?}", self.seen);
+        panic!("still running; output: {:#?}", self.seen);
     }
 }
 
-impl Drop for Running {
+impl Drop for RunningProgram {
     fn drop(&mut self) {
-        // Errors mean that it has ended already.
+        // Errors mean that the program has ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// An API server that takes connections and never answers.
+/// An API server that accepts connections and never answers.
 pub(crate) fn silent_server() -> (TcpListener, String) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let url = format!("http://{}", listener.local_addr().expect("an address"));
     (listener, url)
 }
 
-/// The arguments of a companion that meets nothing of this machine but `/dev`.
+/// The arguments of a companion that uses only `/dev` of this machine.
 pub(crate) fn companion(directory: &Path, server: &str, kinds: &str) -> Vec<String> {
     let path = |name: &str| directory.join(name).to_str().expect("UTF-8").to_owned();
     let config = path("node.yaml");

@@ -1,4 +1,4 @@
-//! Groups of nodes, and what a container gets.
+//! Groups of device nodes, and their container edits.
 
 use crate::discovery::host::{Host, text};
 
@@ -49,7 +49,11 @@ async fn nodes_with_one_key_are_one_device_with_shared_nodes() {
     let device = found.device(&first);
     assert_eq!(device.shares, Some(2));
     assert_eq!(text(device, "drayman.dev/nodes"), "/dev/video0,/dev/media0");
-    assert_eq!(found.nodes(found.names()[1]).len(), 2, "without what is optional");
+    assert_eq!(
+        found.nodes(found.names()[1]).len(),
+        2,
+        "without the optional node"
+    );
 }
 
 #[tokio::test]
@@ -123,12 +127,12 @@ async fn a_thousand_devices_are_told_with_what_there_is_room_for() {
             .iter()
             .any(|one| one.why.contains("1024 devices already"))
     );
-    let searching = crate::discovery::host::Searching::start(
+    let discovery = crate::discovery::host::RunningDiscovery::start(
         host.configuration("- {name: port, paths: [\"/dev/port-*\"]}"),
         host.paths(),
     )
     .await;
-    let devices = searching.now();
+    let devices = discovery.now();
     let size = serde_json::to_vec(&devices.values().collect::<Vec<_>>())
         .unwrap()
         .len();

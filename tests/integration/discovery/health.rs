@@ -1,6 +1,6 @@
-//! Devices that are there and not well.
+//! Unhealthy devices.
 
-use crate::discovery::host::{Host, Searching};
+use crate::discovery::host::{Host, RunningDiscovery};
 
 fn cause(devices: &drayman::core::prepare::inventory::Devices, name: &str) -> Option<String> {
     devices.get(name).and_then(|device| device.unhealthy.clone())
@@ -9,11 +9,11 @@ fn cause(devices: &drayman::core::prepare::inventory::Devices, name: &str) -> Op
 #[tokio::test]
 async fn a_node_that_cannot_be_opened_is_unhealthy_with_a_reason() {
     let Some(host) = Host::new() else { return };
-    // The numbers of no driver, of the null device and of the watchdog, which must not be opened.
+    // The device numbers of no driver, of the null device, and of the watchdog, which must not be opened.
     host.character("test-broken", 240, 250);
     host.character("test-good", 1, 3);
     host.character("test-watchdog", 10, 130);
-    // The second watchdog's major number is one that the kernel has chosen. No driver has it here.
+    // The second watchdog has a dynamic major number without a driver.
     host.character("test-watchdog1", 240, 251);
     let directory = host.path("sys").join("dev/char/240:251");
     std::fs::create_dir_all(&directory).unwrap();
@@ -50,17 +50,17 @@ async fn a_sysfs_value_decides_the_health_of_a_device() {
     let device = "devices/pci0000:00/0000:00:14.0/usb1/1-8";
     host.write_sysfs(&format!("{device}/authorized"), "1");
     let kind = "- {name: camera, usb: {match: [{vendor: 046d}]}, health: {sysfs: [{file: authorized, equals: \"1\"}], recoverAfter: 2}}";
-    let mut searching = Searching::start(host.configuration(kind), host.paths()).await;
-    let name = searching.now().keys().next().unwrap().clone();
-    assert_eq!(cause(&searching.now(), &name), None);
+    let mut discovery = RunningDiscovery::start(host.configuration(kind), host.paths()).await;
+    let name = discovery.now().keys().next().unwrap().clone();
+    assert_eq!(cause(&discovery.now(), &name), None);
     host.write_sysfs(&format!("{device}/authorized"), "0");
-    // Any change makes a search; the file itself is looked at then.
+    // Any kernel event triggers a search, which reads the file.
     host.character("bus/usb/001/099", 189, 98);
-    let poked = std::fs::write("/sys/class/mem/null/uevent", "change").is_ok();
-    if !poked {
-        return crate::not_run::not_run("this machine does not let its kernel be poked");
+    let triggered = std::fs::write("/sys/class/mem/null/uevent", "change").is_ok();
+    if !triggered {
+        return crate::not_run::not_run("kernel events cannot be triggered on this machine");
     }
-    let devices = searching
+    let devices = discovery
         .until("it is unhealthy", |devices| cause(devices, &name).is_some())
         .await;
     assert_eq!(
@@ -69,8 +69,8 @@ async fn a_sysfs_value_decides_the_health_of_a_device() {
     );
     host.write_sysfs(&format!("{device}/authorized"), "1");
     let began = std::time::Instant::now();
-    searching
-        .until("it is well again", |devices| cause(devices, &name).is_none())
+    discovery
+        .until("it is healthy again", |devices| cause(devices, &name).is_none())
         .await;
     println!("two good results took {:?}", began.elapsed());
     assert!(began.elapsed().as_secs() >= 4, "one good result is not enough");

@@ -1,4 +1,4 @@
-//! A machine with a `/dev` and a `/sys` of its own.
+//! A test machine with its own `/dev` and `/sys`.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::symlink;
@@ -21,7 +21,7 @@ pub(crate) struct Host {
 }
 
 impl Host {
-    /// A machine without devices. `None`, and a word, without root, who alone can make device nodes.
+    /// A machine without devices. Returns `None` and prints the reason without root, which device nodes require.
     pub(crate) fn new() -> Option<Self> {
         if !is_root() {
             return None;
@@ -42,7 +42,6 @@ impl Host {
         Some(host)
     }
 
-    /// A machine with the devices of a listing.
     pub(crate) fn with(listing: &str) -> Option<Self> {
         let host = Self::new()?;
         host.plug(listing);
@@ -94,8 +93,8 @@ impl Host {
         std::fs::write(self.path("sys").join(path), format!("{value}\n")).unwrap();
     }
 
-    /// Adds devices. A line is a directory of sysfs and what is in it: attributes, `subsystem`, `driver` and `iommu_group`, which
-    /// are links, and `node=c189:3:bus/usb/001/004`, the device node.
+    /// Adds devices. A line is a sysfs directory with its content: attributes, the links `subsystem`, `driver` and `iommu_group`, and a
+    /// device node such as `node=c189:3:bus/usb/001/004`.
     pub(crate) fn plug(&self, listing: &str) {
         let sys = self.path("sys");
         for line in listing.lines().map(str::trim).filter(|line| !line.is_empty()) {
@@ -148,7 +147,7 @@ impl Host {
         symlink(device, link).unwrap();
     }
 
-    /// Takes away a device with all that hangs below it, as the kernel does: nodes and links too.
+    /// Removes a device with its children, nodes and links, as the kernel does.
     pub(crate) fn unplug(&self, device: &str) {
         let directory = self.path("sys").join(device.trim_start_matches('/'));
         let mut below = vec![directory.clone()];
@@ -184,12 +183,12 @@ impl Host {
     }
 }
 
-/// A file with these kinds.
+/// A configuration file with these kinds.
 pub(crate) fn file(kinds: &str) -> String {
     format!("apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n{kinds}")
 }
 
-/// What was found.
+/// The result of a search.
 pub(crate) struct Found(pub(crate) Survey);
 
 impl Found {
@@ -211,7 +210,7 @@ impl Found {
         &self.0.container_edits_of[name]
     }
 
-    /// The nodes of a device as a container gets them.
+    /// Host and container paths of the nodes of a device.
     pub(crate) fn nodes(&self, name: &str) -> Vec<(&str, &str)> {
         let nodes = self.container_edits(name).device_nodes.iter();
         nodes
@@ -219,7 +218,7 @@ impl Found {
             .collect()
     }
 
-    /// Why a candidate whose description contains a text was not taken.
+    /// Why a candidate was not used; `candidate` is a part of its description.
     pub(crate) fn why(&self, candidate: &str) -> &str {
         let found = self
             .0
@@ -227,13 +226,13 @@ impl Found {
             .iter()
             .find(|one| one.candidate.contains(candidate) && one.device.is_none());
         found.map_or_else(
-            || panic!("no word about {candidate} in {:#?}", self.0.candidates),
+            || panic!("no candidate {candidate} in {:#?}", self.0.candidates),
             |one| one.why.as_str(),
         )
     }
 }
 
-/// The text attribute of a device.
+/// A string attribute of a device.
 pub(crate) fn text<'a>(device: &'a Device, name: &str) -> &'a str {
     device
         .attributes
@@ -242,20 +241,20 @@ pub(crate) fn text<'a>(device: &'a Device, name: &str) -> &'a str {
         .unwrap_or_default()
 }
 
-/// The number attribute of a device.
+/// An integer attribute of a device.
 pub(crate) fn int(device: &Device, name: &str) -> Option<i64> {
     device.attributes.get(name).and_then(|value| value.int)
 }
 
-/// A search that goes on.
-pub(crate) struct Searching {
+/// A running discovery.
+pub(crate) struct RunningDiscovery {
     pub(crate) driver: HostDevices,
     pub(crate) configuration: watch::Sender<Arc<NodeConfiguration>>,
     devices: watch::Receiver<Arc<Devices>>,
     _end: tokio_util::sync::DropGuard,
 }
 
-impl Searching {
+impl RunningDiscovery {
     pub(crate) async fn start(configuration: NodeConfiguration, paths: HostPaths) -> Self {
         let shutdown = tokio_util::sync::CancellationToken::new();
         let (configuration, receiver) = watch::channel(Arc::new(configuration));
@@ -268,14 +267,12 @@ impl Searching {
         }
     }
 
-    /// Waits until the devices are as wanted.
-    pub(crate) async fn until(&mut self, what: &str, wanted: impl Fn(&Devices) -> bool) -> Arc<Devices> {
-        let met = self.devices.wait_for(|devices| wanted(devices));
-        // Below the time after which a search is made anyway.
+    /// Waits until the devices meet a condition.
+    pub(crate) async fn until(&mut self, what: &str, condition: impl Fn(&Devices) -> bool) -> Arc<Devices> {
+        let met = self.devices.wait_for(|devices| condition(devices));
+        // Less than the interval of periodic searches.
         let met = tokio::time::timeout(Duration::from_secs(45), met).await;
-        met.unwrap_or_else(|_| panic!("never so: {what}"))
-            .unwrap()
-            .clone()
+        met.unwrap_or_else(|_| panic!("timeout: {what}")).unwrap().clone()
     }
 
     pub(crate) fn now(&self) -> Arc<Devices> {

@@ -1,4 +1,4 @@
-//! Devices that come and go while the search goes on, and the three nets that catch it.
+//! Devices that appear and disappear during discovery, detected by kernel events, directory changes and periodic searches.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -7,53 +7,53 @@ use std::time::Instant;
 use drayman::node::discovery::{Cause, HostPaths};
 use drayman::node::driver::NodeDriver;
 
-use crate::discovery::host::{Host, Searching};
+use crate::discovery::host::{Host, RunningDiscovery};
 use crate::discovery::usb::DESKTOP;
 use crate::not_run::not_run;
 
 const ADAPTERS: &str = "- {name: serial, usb: {match: [{vendor: \"0403\"}], nodes: [tty]}}";
 
-/// Makes the kernel say something of a device that is always there and stays as it is.
-fn poke_the_kernel() -> bool {
+/// Triggers a kernel event of a device that is always present and does not change.
+fn trigger_kernel_event() -> bool {
     std::fs::write("/sys/class/mem/null/uevent", "change").is_ok()
 }
 
 #[tokio::test]
 async fn kernel_events_are_seen_without_directory_changes() {
     let Some(host) = Host::with(DESKTOP) else { return };
-    let mut searching = Searching::start(host.configuration(ADAPTERS), host.paths()).await;
-    assert_eq!(searching.now().len(), 1);
-    // Only sysfs changes, which inotify does not tell of.
+    let mut discovery = RunningDiscovery::start(host.configuration(ADAPTERS), host.paths()).await;
+    assert_eq!(discovery.now().len(), 1);
+    // Only sysfs changes, which inotify does not report.
     let started = Instant::now();
     host.unplug("/devices/pci0000:00/0000:00:14.0/usb1/1-1");
-    if !poke_the_kernel() {
-        return not_run("this machine does not let its kernel be poked");
+    if !trigger_kernel_event() {
+        return not_run("kernel events cannot be triggered on this machine");
     }
-    searching
+    discovery
         .until("the adapter is gone", std::collections::BTreeMap::is_empty)
         .await;
     println!(
         "disappearance, from the unplugging to the list without it: {:?}",
         started.elapsed()
     );
-    assert_eq!(searching.driver.change_counts().count(Cause::Kernel), 1);
+    assert_eq!(discovery.driver.change_counts().count(Cause::Kernel), 1);
     let started = Instant::now();
     host.plug(DESKTOP);
-    poke_the_kernel();
-    searching
+    trigger_kernel_event();
+    discovery
         .until("the adapter is back", |devices| devices.len() == 1)
         .await;
     println!(
         "appearance, from the plugging to the list with it: {:?}",
         started.elapsed()
     );
-    let before = searching.now();
+    let before = discovery.now();
     let name = before.keys().next().unwrap();
     assert_eq!(
-        searching.driver.container_edits(name).await.unwrap().device_nodes[0].host_path,
+        discovery.driver.container_edits(name).await.unwrap().device_nodes[0].host_path,
         "/dev/ttyUSB0"
     );
-    // Replugged into the same port: other numbers, the same device.
+    // Replugged into the same port: new numbers, the same device.
     host.unplug("/devices/pci0000:00/0000:00:14.0/usb1/1-1");
     host.plug(
         &DESKTOP
@@ -61,14 +61,14 @@ async fn kernel_events_are_seen_without_directory_changes() {
             .replace("c188:0:", "c188:5:")
             .replace("001/005", "001/042"),
     );
-    poke_the_kernel();
-    searching
+    trigger_kernel_event();
+    discovery
         .until("the adapter has another number", |devices| {
             *devices != *before && devices.len() == 1
         })
         .await;
     assert_eq!(
-        searching.driver.container_edits(name).await.unwrap().device_nodes[0].host_path,
+        discovery.driver.container_edits(name).await.unwrap().device_nodes[0].host_path,
         "/dev/ttyUSB5"
     );
 }
@@ -76,7 +76,7 @@ async fn kernel_events_are_seen_without_directory_changes() {
 #[tokio::test]
 async fn a_change_of_a_directory_is_caught_by_the_directory() {
     let Some(host) = Host::new() else { return };
-    let mut searching = Searching::start(
+    let mut discovery = RunningDiscovery::start(
         host.configuration("- {name: test, paths: [\"/dev/test-*\"]}"),
         host.paths(),
     )
@@ -84,11 +84,11 @@ async fn a_change_of_a_directory_is_caught_by_the_directory() {
     for round in 0..5 {
         let started = Instant::now();
         host.character("test-a", 240, 1);
-        searching.until("it is there", |devices| devices.len() == 1).await;
+        discovery.until("it appears", |devices| devices.len() == 1).await;
         let appeared = started.elapsed();
         let started = Instant::now();
         host.remove("test-a");
-        searching
+        discovery
             .until("it is gone", std::collections::BTreeMap::is_empty)
             .await;
         println!(
@@ -96,16 +96,16 @@ async fn a_change_of_a_directory_is_caught_by_the_directory() {
             started.elapsed()
         );
     }
-    let change_counts = searching.driver.change_counts();
+    let change_counts = discovery.driver.change_counts();
     let counts: Vec<(&str, u64)> = Cause::ALL
         .iter()
         .map(|cause| (cause.as_str(), change_counts.count(*cause)))
         .collect();
-    println!("change_counts by {counts:?}");
+    println!("change counts by {counts:?}");
     assert_eq!(counts.iter().map(|(_, count)| count).sum::<u64>(), 10);
 }
 
-/// A block device that the kernel makes and takes away.
+/// A block device that the kernel can add and remove.
 struct Zram(Option<String>);
 
 impl Zram {
@@ -137,8 +137,8 @@ impl Drop for Zram {
 async fn a_device_of_the_running_kernel_is_found_and_lost() {
     let Some(host) = Host::new() else { return };
     let kinds = "- {name: ram, paths: [\"/dev/zram[0-9]*\"]}";
-    let mut searching = Searching::start(host.configuration(kinds), HostPaths::default()).await;
-    let before = searching.now().len();
+    let mut discovery = RunningDiscovery::start(host.configuration(kinds), HostPaths::default()).await;
+    let before = discovery.now().len();
     let started = Instant::now();
     let Some(mut zram) = Zram::add() else {
         return not_run("this kernel makes no zram devices");
@@ -149,16 +149,16 @@ async fn a_device_of_the_running_kernel_is_found_and_lost() {
             .values()
             .any(|device| crate::discovery::host::text(device, "drayman.dev/path") == node.to_str().unwrap())
     };
-    searching.until("it is there", &has).await;
+    discovery.until("it appears", &has).await;
     println!("a real device: appearance {:?}", started.elapsed());
     let started = Instant::now();
     zram.remove();
-    searching.until("it is gone", |devices| !has(devices)).await;
+    discovery.until("it is gone", |devices| !has(devices)).await;
     println!("a real device: disappearance {:?}", started.elapsed());
-    assert_eq!(searching.now().len(), before);
-    let change_counts = searching.driver.change_counts();
+    assert_eq!(discovery.now().len(), before);
+    let change_counts = discovery.driver.change_counts();
     println!(
-        "change_counts by the kernel's word: {}, by the directory: {}",
+        "change counts by kernel events: {}, by directory changes: {}",
         change_counts.count(Cause::Kernel),
         change_counts.count(Cause::Directory)
     );
@@ -170,25 +170,23 @@ async fn another_configuration_counts_at_once() {
     let Some(host) = Host::new() else { return };
     host.character("test-a", 240, 1);
     host.character("test-b", 240, 2);
-    let mut searching = Searching::start(
+    let mut discovery = RunningDiscovery::start(
         host.configuration("- {name: first, paths: [/dev/test-a]}"),
         host.paths(),
     )
     .await;
-    assert_eq!(searching.now().keys().collect::<Vec<_>>(), ["test-a"]);
+    assert_eq!(discovery.now().keys().collect::<Vec<_>>(), ["test-a"]);
     let second = host.configuration("- {name: second, paths: [/dev/test-b]}");
-    searching.configuration.send_replace(Arc::new(second));
-    let devices = searching
-        .until("the other kind is there", |devices| {
-            devices.contains_key("test-b")
-        })
+    discovery.configuration.send_replace(Arc::new(second));
+    let devices = discovery
+        .until("the other kind appears", |devices| devices.contains_key("test-b"))
         .await;
     assert_eq!(devices.len(), 1);
     assert_eq!(devices["test-b"].kind, "second");
-    assert_eq!(searching.driver.change_counts().count(Cause::Configuration), 1);
-    // A claim may hold what is no longer described, and keeps it as long as it is there.
-    searching.driver.container_edits("test-a").await.unwrap();
+    assert_eq!(discovery.driver.change_counts().count(Cause::Configuration), 1);
+    // A claim may hold a device that is no longer configured, and keeps it while it exists.
+    discovery.driver.container_edits("test-a").await.unwrap();
     host.remove("test-a");
-    let gone = searching.driver.container_edits("test-a").await.unwrap_err();
+    let gone = discovery.driver.container_edits("test-a").await.unwrap_err();
     assert_eq!(gone.reason(), "DeviceGone");
 }

@@ -1,5 +1,4 @@
-//! What is found on machines of all sorts: trees of `/dev` and `/sys` that are built from listings of real hardware, and what
-//! this machine itself can show.
+//! Discovery on test machines: `/dev` and `/sys` trees built from listings of real hardware, and the devices of this machine.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test may fail")]
 

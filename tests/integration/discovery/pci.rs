@@ -1,9 +1,8 @@
-//! PCI devices: by their ids and classes, and as VFIO units.
+//! PCI devices, by IDs and classes and as VFIO groups.
 
 use crate::discovery::host::{Host, int, text};
 
-/// From a server: a graphics card with its audio function in one IOMMU group, a card of two functions that are bound to VFIO,
-/// and an NVMe disk.
+/// A server: a graphics card with its audio function in one IOMMU group, a card with two functions bound to VFIO, and an NVMe disk.
 const SERVER: &str = "
 /devices/pci0000:16/0000:16:00.0 subsystem=pci vendor=0x8086 device=0x347a class=0x060400 driver=pcieport numa_node=0 iommu_group=20
 /devices/pci0000:16/0000:16:00.0/0000:17:00.0 subsystem=pci vendor=0x10de device=0x1eb8 class=0x030000 driver=nouveau numa_node=0 iommu_group=40 current_link_width=16
@@ -146,10 +145,10 @@ async fn the_functions_of_this_machine_are_read() {
     let survey =
         drayman::node::discovery::survey(kinds, drayman::node::discovery::HostPaths::default()).await;
     let functions = std::fs::read_dir("/sys/bus/pci/devices").map_or(0, Iterator::count);
-    let told = survey
+    let listed = survey
         .candidates
         .iter()
         .filter(|one| one.candidate.starts_with("PCI device"))
         .count();
-    assert_eq!(told, functions, "{:#?}", survey.candidates);
+    assert_eq!(listed, functions, "{:#?}", survey.candidates);
 }

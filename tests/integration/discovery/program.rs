@@ -1,4 +1,4 @@
-//! The commands that need no cluster.
+//! Commands for discovery, which need no cluster.
 
 use std::process::{Command, Output};
 

@@ -1,9 +1,9 @@
-//! USB devices on a desktop machine: hubs, adapters, a camera and a modem.
+//! USB devices of a desktop machine: hubs, serial adapters, a camera and a modem.
 
 use crate::discovery::host::{Host, int, text};
 
-/// From a machine with one xHCI controller: two root hubs, a hub of four ports with two serial adapters on it, a camera that is
-/// also a microphone, and a modem with three serial ports.
+/// A machine with one xHCI controller: two root hubs, a four-port hub with two serial adapters, a camera with a microphone, and a modem
+/// with three serial ports.
 pub(crate) const DESKTOP: &str = "
 /devices/pci0000:00/0000:00:14.0 subsystem=pci vendor=0x8086 device=0xa36d class=0x0c0330 driver=xhci_hcd numa_node=-1
 /devices/pci0000:00/0000:00:14.0/usb1 subsystem=usb idVendor=1d6b idProduct=0002 bDeviceClass=09 version=2.00 speed=480 serial=0000:00:14.0 product=xHCI_Host_Controller node=c189:0:bus/usb/001/001
@@ -33,7 +33,7 @@ pub(crate) const DESKTOP: &str = "
 /devices/pci0000:00/0000:00:14.0/usb1/1-2/1-2:1.2/ttyUSB4/tty/ttyUSB4 subsystem=tty node=c188:4:ttyUSB4
 ";
 
-/// The adapter at another port of a machine that was booted again: everything has another number.
+/// The same adapters after a reboot, one at another port: all numbers differ.
 const RENUMBERED: &str = "
 /devices/pci0000:00/0000:00:14.0 subsystem=pci vendor=0x8086 device=0xa36d class=0x0c0330
 /devices/pci0000:00/0000:00:14.0/usb3 subsystem=usb idVendor=1d6b idProduct=0002 bDeviceClass=09 version=2.00 speed=480 node=c189:256:bus/usb/003/001
@@ -116,7 +116,7 @@ async fn hubs_and_what_is_plugged_into_them_are_different_devices() {
     assert_eq!(found.names(), Vec::<&str>::new());
     assert!(found.why("1-1 ").contains("hubs: true"));
     let found = host.survey(&kind("true")).await;
-    // Both root hubs have the same controller as their serial number, and are different products.
+    // Both root hubs have the serial number of their controller but different product IDs.
     assert_eq!(found.names().len(), 3, "{:#?}", found.0.candidates);
     assert!(
         found
@@ -244,7 +244,7 @@ async fn the_first_of_two_matching_kinds_gets_the_device() {
     assert_eq!(
         text(port, "drayman.dev/serial"),
         "A50285BI",
-        "a path has the facts of its device, too"
+        "a path has the attributes of its device"
     );
     assert_eq!(text(port, "drayman.dev/driver"), "ftdi_sio");
 }

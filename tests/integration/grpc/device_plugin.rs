@@ -24,12 +24,12 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use crate::grpc::fixture::{
-    DRIVER, REFUSED, RESOURCE, RawClient, Scripted, channel, device, paths, soon, until_state,
+    DRIVER, FakeCompanion, REFUSED, RESOURCE, RawClient, channel, device, paths, soon, until_state,
 };
 
 type Devices = Streaming<ListAndWatchResponse>;
 
-/// kubelet as its device manager behaves: within Register it dials the plugin and asks its options, then it watches.
+/// The device manager of kubelet: within Register it connects to the plugin and reads its options, then it watches the devices.
 #[derive(Clone)]
 struct Kubelet {
     directory: PathBuf,
@@ -55,15 +55,14 @@ impl Registration for Kubelet {
     }
 }
 
-/// A running [`Kubelet`].
-struct Running {
+struct RunningKubelet {
     kubelet: Kubelet,
     registrations: mpsc::UnboundedReceiver<Devices>,
     server: JoinHandle<()>,
 }
 
-impl Running {
-    /// As kubelet starts: every socket in the directory is removed, then its own is made.
+impl RunningKubelet {
+    /// Starts like kubelet: removes every socket in the directory and creates its own.
     fn start(directory: &Path) -> Self {
         fs::create_dir_all(directory).unwrap();
         for entry in fs::read_dir(directory).unwrap() {
@@ -96,7 +95,7 @@ impl Running {
 
 struct PluginEndpoint {
     directory: tempfile::TempDir,
-    companion: Arc<Scripted>,
+    companion: Arc<FakeCompanion>,
     state: watch::Receiver<KubeletApiState>,
     shutdown: CancellationToken,
     task: JoinHandle<Result<(), KubeletApiError>>,
@@ -109,7 +108,7 @@ impl PluginEndpoint {
 
     fn open_by(registration: PluginRegistration) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let (companion, shutdown) = (Scripted::new(), CancellationToken::new());
+        let (companion, shutdown) = (FakeCompanion::new(), CancellationToken::new());
         let (sender, state) = watch::channel(KubeletApiState::Starting);
         let serve = device_plugin::serve(
             companion.service.clone(),
@@ -149,7 +148,7 @@ impl PluginEndpoint {
     }
 }
 
-/// The next list: ids, those that are unhealthy with a question mark.
+/// The next device list as IDs; unhealthy ones have a question mark.
 async fn list(devices: &mut Devices) -> String {
     let message = soon(devices.message())
         .await
@@ -166,7 +165,7 @@ async fn list(devices: &mut Devices) -> String {
 #[tokio::test]
 async fn a_resource_is_registered_and_its_list_is_sent_on_change_only() {
     let mut plugin = PluginEndpoint::open();
-    let mut kubelet = Running::start(&plugin.kubelet_directory());
+    let mut kubelet = RunningKubelet::start(&plugin.kubelet_directory());
     let mut devices = kubelet.registration().await;
     until_state(&mut plugin.state, &KubeletApiState::Registered).await;
     let request = kubelet.kubelet.requests.lock().unwrap().remove(0);
@@ -174,11 +173,11 @@ async fn a_resource_is_registered_and_its_list_is_sent_on_change_only() {
         (request.version.as_str(), request.resource_name.as_str()),
         ("v1beta1", RESOURCE)
     );
-    let offered = DevicePluginOptions {
+    let expected = DevicePluginOptions {
         pre_start_required: true,
         get_preferred_allocation_available: true,
     };
-    assert_eq!(request.options, Some(offered));
+    assert_eq!(request.options, Some(expected));
 
     assert_eq!(list(&mut devices).await, "a");
     plugin
@@ -194,12 +193,12 @@ async fn a_resource_is_registered_and_its_list_is_sent_on_change_only() {
         timeout(Duration::from_millis(300), devices.message())
             .await
             .is_err(),
-        "nothing has changed"
+        "no message without a change"
     );
     plugin.companion.devices.send_replace(vec![]);
     assert_eq!(list(&mut devices).await, "");
 
-    // The end of the API ends the stream, and with it the resource.
+    // The end of the API closes the stream, and kubelet drops the resource.
     let ended = tokio::spawn(async move { devices.message().await });
     plugin.close().await;
     assert!(!matches!(soon(ended).await.unwrap(), Ok(Some(_))));
@@ -207,9 +206,9 @@ async fn a_resource_is_registered_and_its_list_is_sent_on_change_only() {
 }
 
 #[tokio::test]
-async fn allocate_hands_out_one_injection_per_container() {
+async fn allocate_returns_edits_for_each_container() {
     let plugin = PluginEndpoint::open();
-    let _kubelet = Running::start(&plugin.kubelet_directory());
+    let _kubelet = RunningKubelet::start(&plugin.kubelet_directory());
     crate::grpc::fixture::until_exists(&plugin.socket(), true).await;
     let mut client = plugin.client().await;
     let containers = |lists: &[&[&str]]| {
@@ -262,7 +261,7 @@ async fn allocate_hands_out_one_injection_per_container() {
 #[tokio::test]
 async fn preferences_and_checks_before_a_start_are_answered() {
     let plugin = PluginEndpoint::open();
-    let _kubelet = Running::start(&plugin.kubelet_directory());
+    let _kubelet = RunningKubelet::start(&plugin.kubelet_directory());
     crate::grpc::fixture::until_exists(&plugin.socket(), true).await;
     let mut client = plugin.client().await;
     let options = client
@@ -273,14 +272,14 @@ async fn preferences_and_checks_before_a_start_are_answered() {
     assert!(options.pre_start_required && options.get_preferred_allocation_available);
 
     let ids = |ids: &[&str]| ids.iter().map(|id| (*id).to_owned()).collect::<Vec<String>>();
-    let wish = ContainerPreferredAllocationRequest {
+    let request = ContainerPreferredAllocationRequest {
         available_device_i_ds: ids(&["a", "b", "c"]),
         must_include_device_i_ds: ids(&["b"]),
         allocation_size: 2,
     };
-    let wishes = |container_requests| PreferredAllocationRequest { container_requests };
+    let requests = |container_requests| PreferredAllocationRequest { container_requests };
     let answer = client
-        .get_preferred_allocation(wishes(vec![wish.clone(), wish.clone()]))
+        .get_preferred_allocation(requests(vec![request.clone(), request.clone()]))
         .await
         .unwrap()
         .into_inner();
@@ -292,14 +291,14 @@ async fn preferences_and_checks_before_a_start_are_answered() {
     assert_eq!(choices, [["b", "a"], ["b", "a"]]);
     let negative = ContainerPreferredAllocationRequest {
         allocation_size: -1,
-        ..wish.clone()
+        ..request.clone()
     };
-    let crowd = ContainerPreferredAllocationRequest {
+    let oversized = ContainerPreferredAllocationRequest {
         available_device_i_ds: vec![String::new(); 5_000],
-        ..wish.clone()
+        ..request.clone()
     };
-    for hostile in [vec![negative], vec![crowd], vec![wish; 65]] {
-        let refused = client.get_preferred_allocation(wishes(hostile)).await;
+    for hostile in [vec![negative], vec![oversized], vec![request; 65]] {
+        let refused = client.get_preferred_allocation(requests(hostile)).await;
         assert_eq!(refused.unwrap_err().code(), Code::InvalidArgument);
     }
 
@@ -325,8 +324,8 @@ async fn preferences_and_checks_before_a_start_are_answered() {
     plugin.close().await;
 }
 
-/// kubelet as its plugin watcher behaves: it dials the socket that it finds with the path as authority, asks, and then watches the
-/// devices at the endpoint that it was told.
+/// The plugin watcher of kubelet: connects to a registration socket with its path as authority, reads the endpoint, and watches the devices
+/// there.
 #[tokio::test]
 async fn a_plugin_watcher_finds_the_resource_again_after_its_stream() {
     let mut served = PluginEndpoint::open_by(PluginRegistration::PluginWatcher);
@@ -354,18 +353,18 @@ async fn a_plugin_watcher_finds_the_resource_again_after_its_stream() {
         client.get_device_plugin_options(Empty {}).await.unwrap();
         let mut devices = client.list_and_watch(Empty {}).await.unwrap().into_inner();
         assert_eq!(list(&mut devices).await, "a");
-        // Who comes too late for the first one has another now.
+        // The socket may have been renewed before the watcher connected.
         let found = inode();
-        let told = watcher
+        let notified = watcher
             .call(
                 &authority,
                 "/pluginregistration.Registration/NotifyRegistrationStatus",
                 b"\x08\x01",
             )
             .await;
-        assert_eq!(told.status, "0");
+        assert_eq!(notified.status, "0");
         until_state(&mut served.state, &KubeletApiState::Registered).await;
-        // While it watches nothing is renewed; when it does no more, there is a new socket for it to find.
+        // The socket is not renewed during a watch; after the watch a new socket is created.
         assert_eq!(inode(), found);
         drop(devices);
         soon(async {
@@ -384,9 +383,9 @@ async fn a_plugin_watcher_finds_the_resource_again_after_its_stream() {
 async fn a_kubelet_that_restarts_gets_the_resource_again() {
     let mut plugin = PluginEndpoint::open();
     let directory = plugin.kubelet_directory();
-    // There is none at first.
+    // At first there is no kubelet.
     until_state(&mut plugin.state, &KubeletApiState::Waiting).await;
-    let mut kubelet = Running::start(&directory);
+    let mut kubelet = RunningKubelet::start(&directory);
     for _ in 0..3 {
         let mut devices = kubelet.registration().await;
         assert_eq!(list(&mut devices).await, "a");
@@ -394,14 +393,14 @@ async fn a_kubelet_that_restarts_gets_the_resource_again() {
         kubelet.server.abort();
         let _ = kubelet.server.await;
         drop(devices);
-        kubelet = Running::start(&directory);
+        kubelet = RunningKubelet::start(&directory);
     }
     let mut devices = kubelet.registration().await;
     assert_eq!(list(&mut devices).await, "a");
-    // The directory is replaced as a whole.
+    // The whole directory is replaced.
     kubelet.server.abort();
     fs::rename(&directory, plugin.directory.path().join("away")).unwrap();
-    kubelet = Running::start(&directory);
+    kubelet = RunningKubelet::start(&directory);
     assert_eq!(list(&mut kubelet.registration().await).await, "a");
     plugin.close().await;
 }
@@ -409,14 +408,14 @@ async fn a_kubelet_that_restarts_gets_the_resource_again() {
 #[tokio::test]
 async fn a_stream_that_kubelet_drops_leads_to_a_new_registration() {
     let plugin = PluginEndpoint::open();
-    let mut kubelet = Running::start(&plugin.kubelet_directory());
+    let mut kubelet = RunningKubelet::start(&plugin.kubelet_directory());
     drop(kubelet.registration().await);
     let devices = kubelet.registration().await;
     assert!(
         timeout(Duration::from_secs(4), kubelet.registrations.recv())
             .await
             .is_err(),
-        "one is enough"
+        "one registration only"
     );
     drop(devices);
     plugin.close().await;
@@ -426,9 +425,9 @@ async fn a_stream_that_kubelet_drops_leads_to_a_new_registration() {
 async fn a_refusal_is_a_state_and_is_tried_again() {
     let mut plugin = PluginEndpoint::open();
     let directory = plugin.kubelet_directory();
-    let mut kubelet = Running::start(&directory);
+    let mut kubelet = RunningKubelet::start(&directory);
     kubelet.kubelet.refuse.store(true, Ordering::SeqCst);
-    // It may have been registered before the refusals began: a new socket makes it come again.
+    // The plugin may have been registered before; a new socket triggers another registration.
     let _ = fs::remove_file(plugin.socket());
     until_state(
         &mut plugin.state,
@@ -453,7 +452,7 @@ async fn a_resource_that_does_not_exist_or_has_no_name_is_refused() {
         let state = watch::Sender::new(KubeletApiState::Starting);
         let shutdown = CancellationToken::new();
         let error = device_plugin::serve(
-            Scripted::new().service.clone(),
+            FakeCompanion::new().service.clone(),
             paths(&directory),
             PluginRegistration::KubeletSocket,
             DRIVER.into(),

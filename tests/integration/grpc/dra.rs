@@ -42,9 +42,13 @@ async fn kubelet_registers_and_prepares_with_a_path_as_authority() {
             if escape { path.replace('/', "%2F") } else { path }
         };
         let mut kubelet = RawClient::connect(&dra.registration()).await;
-        let who = authority(&dra.registration());
+        let authority_of_socket = authority(&dra.registration());
         let info = kubelet
-            .call(&who, "/pluginregistration.Registration/GetInfo", &[])
+            .call(
+                &authority_of_socket,
+                "/pluginregistration.Registration/GetInfo",
+                &[],
+            )
             .await;
         let endpoint = dra.service().display().to_string();
         let golden = [
@@ -58,19 +62,27 @@ async fn kubelet_registers_and_prepares_with_a_path_as_authority() {
         ];
         assert_eq!((info.status.as_str(), info.body), ("0", golden.concat()));
         let notify = "/pluginregistration.Registration/NotifyRegistrationStatus";
-        assert_eq!(kubelet.call(&who, notify, &[0x08, 1]).await.status, "0");
+        assert_eq!(
+            kubelet
+                .call(&authority_of_socket, notify, &[0x08, 1])
+                .await
+                .status,
+            "0"
+        );
         until_state(&mut dra.state, &KubeletApiState::Registered).await;
 
         let mut kubelet = RawClient::connect(&dra.service()).await;
-        let who = authority(&dra.service());
-        let prepared = kubelet.call(&who, PREPARE, &claims(&["a"]).encode_to_vec()).await;
+        let authority_of_socket = authority(&dra.service());
+        let prepared = kubelet
+            .call(&authority_of_socket, PREPARE, &claims(&["a"]).encode_to_vec())
+            .await;
         assert_eq!(prepared.body, b"\x0a\x14\x0a\x05uid-a\x12\x0b\x0a\x09v/c=uid-a");
         let unprepared = kubelet
-            .call(&who, UNPREPARE, &claims(&["a"]).encode_to_vec())
+            .call(&authority_of_socket, UNPREPARE, &claims(&["a"]).encode_to_vec())
             .await;
         assert_eq!(
             unprepared.body, b"\x0a\x09\x0a\x05uid-a\x12\x00",
-            "a value although it is empty"
+            "a present but empty value"
         );
         let old = dra_v1alpha2::NodePrepareResourceRequest {
             namespace: "ns".into(),
@@ -80,7 +92,11 @@ async fn kubelet_registers_and_prepares_with_a_path_as_authority() {
             structured_resource_handle: None,
         };
         let prepared = kubelet
-            .call(&who, "/v1alpha2.Node/NodePrepareResource", &old.encode_to_vec())
+            .call(
+                &authority_of_socket,
+                "/v1alpha2.Node/NodePrepareResource",
+                &old.encode_to_vec(),
+            )
             .await;
         assert_eq!(
             (prepared.status.as_str(), prepared.body.as_slice()),
@@ -88,7 +104,7 @@ async fn kubelet_registers_and_prepares_with_a_path_as_authority() {
         );
         let unprepared = kubelet
             .call(
-                &who,
+                &authority_of_socket,
                 "/v1alpha2.Node/NodeUnprepareResource",
                 b"\x12\x01u\x1a\x01b",
             )
@@ -200,7 +216,7 @@ async fn each_claim_has_its_own_outcome() {
     assert_eq!(
         error.code(),
         Code::Internal,
-        "a missing answer is never given to another claim"
+        "a missing answer is not assigned to another claim"
     );
 
     let mut old = dra_v1alpha2::node_client::NodeClient::new(channel(&dra.service()).await);

@@ -1,4 +1,4 @@
-//! A companion that answers by script, and a gRPC client that may send any authority.
+//! A fake companion, and a gRPC client that can send any authority.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -24,22 +24,22 @@ use tonic::transport::{Channel, Endpoint};
 
 pub(crate) const DRIVER: &str = "test.drayman.dev";
 pub(crate) const RESOURCE: &str = "test.drayman.dev/port";
-/// The error for the name `refuse`.
 pub(crate) const REFUSED: &str = "the driver took more than 10 s for refuse; it is tried again";
 
-/// Waits for what must come soon.
+/// Awaits a future with a timeout.
 pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
-    timeout(Duration::from_secs(20), future).await.expect("in time")
+    timeout(Duration::from_secs(20), future)
+        .await
+        .expect("no timeout")
 }
 
-/// Waits until the state is the wanted one.
 pub(crate) async fn until_state(state: &mut watch::Receiver<KubeletApiState>, wanted: &KubeletApiState) {
     soon(state.wait_for(|now| now == wanted))
         .await
-        .expect("the dra lives");
+        .expect("the endpoint is running");
 }
 
-/// Waits until a file is there, or is not.
+/// Waits until a file exists or not.
 pub(crate) async fn until_exists(path: &Path, wanted: bool) {
     soon(async {
         while path.exists() != wanted {
@@ -49,16 +49,16 @@ pub(crate) async fn until_exists(path: &Path, wanted: bool) {
     .await;
 }
 
-/// Answers the requests of a [`NodeService`] by the name of the claim or device: `refuse`, `invalid`, `forgotten` and `slow` do as they
-/// say, all others succeed.
-pub(crate) struct Scripted {
+/// A companion that answers requests of a [`NodeService`] depending on the name of the claim or device: `refuse` and `invalid` fail,
+/// `forgotten` gets no answer, `slow` never ends, all others succeed.
+pub(crate) struct FakeCompanion {
     pub(crate) service: NodeService,
     pub(crate) devices: watch::Sender<Vec<PluginDevice>>,
     pub(crate) counted: Arc<GrpcCalls>,
     calls: Arc<Mutex<Vec<String>>>,
 }
 
-impl Scripted {
+impl FakeCompanion {
     pub(crate) fn new() -> Arc<Self> {
         let metrics = Arc::<Metrics>::default();
         let (service, mut backend) = NodeService::new(None, Arc::clone(&metrics));
@@ -74,10 +74,10 @@ impl Scripted {
             .resources
             .send_replace(Arc::new([(RESOURCE.to_owned(), served)].into()));
         let calls = Arc::<Mutex<Vec<String>>>::default();
-        let script = Script(Arc::clone(&calls));
+        let handler = RequestHandler(Arc::clone(&calls));
         tokio::spawn(async move {
             while let Some(request) = backend.requests.recv().await {
-                tokio::spawn(script.clone().serve(request));
+                tokio::spawn(handler.clone().serve(request));
             }
         });
         Arc::new(Self {
@@ -93,11 +93,11 @@ impl Scripted {
     }
 }
 
-/// The answers, and the calls that got one.
+/// Answers requests and records the calls.
 #[derive(Clone)]
-struct Script(Arc<Mutex<Vec<String>>>);
+struct RequestHandler(Arc<Mutex<Vec<String>>>);
 
-impl Script {
+impl RequestHandler {
     async fn serve(self, request: Call) {
         match request {
             Call::Prepare(claims, _, sender) => {
@@ -132,7 +132,7 @@ impl Script {
             Call::Allocate(resource_name, containers, sender) => {
                 let _ = sender.send(self.allocate(&resource_name, containers).await);
             }
-            other => panic!("kubelet's APIs do not ask for {other:?}"),
+            other => panic!("unexpected request {other:?}"),
         }
     }
 
@@ -189,10 +189,10 @@ pub(crate) fn device(id: &str, healthy: bool) -> PluginDevice {
     }
 }
 
-/// A kubelet root directory with the dra for claims open in it.
+/// A kubelet root directory with a running DRA endpoint.
 pub(crate) struct DraEndpoint {
     pub(crate) directory: tempfile::TempDir,
-    pub(crate) companion: Arc<Scripted>,
+    pub(crate) companion: Arc<FakeCompanion>,
     pub(crate) state: watch::Receiver<KubeletApiState>,
     pub(crate) shutdown: CancellationToken,
     pub(crate) task: JoinHandle<Result<(), KubeletApiError>>,
@@ -201,7 +201,7 @@ pub(crate) struct DraEndpoint {
 impl DraEndpoint {
     pub(crate) async fn open() -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let (companion, shutdown) = (Scripted::new(), CancellationToken::new());
+        let (companion, shutdown) = (FakeCompanion::new(), CancellationToken::new());
         let (sender, mut state) = watch::channel(KubeletApiState::Starting);
         let serve = dra::serve(
             companion.service.clone(),
@@ -245,7 +245,7 @@ pub(crate) fn paths(directory: &tempfile::TempDir) -> KubeletPaths {
     }
 }
 
-/// A tonic client of a socket.
+/// A tonic channel to a socket.
 pub(crate) async fn channel(socket: &Path) -> Channel {
     Endpoint::from_shared(format!("unix://{}", socket.display()))
         .unwrap()
@@ -254,7 +254,7 @@ pub(crate) async fn channel(socket: &Path) -> Channel {
         .unwrap()
 }
 
-/// A gRPC client of bytes, with one connection.
+/// A gRPC client that sends raw frames on one connection.
 pub(crate) struct RawClient {
     stream: UnixStream,
     encoder: Encoder<'static>,
@@ -262,7 +262,7 @@ pub(crate) struct RawClient {
     next_stream: u32,
 }
 
-/// The end of a call: `grpc-status`, `grpc-message` and the message's bytes.
+/// The result of a call: `grpc-status`, `grpc-message` and the message.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct RawAnswer {
     pub(crate) status: String,
@@ -287,19 +287,19 @@ impl RawClient {
         client
     }
 
-    /// Its connection alone, without the tables of header compression, which would be most of what many clients cost.
+    /// The connection without the header compression tables, which would dominate the memory of many clients.
     pub(crate) fn into_connection(self) -> UnixStream {
         self.stream
     }
 
-    /// Sends a frame. A server that has closed the connection is noticed when its answer is read.
+    /// Sends a frame. A closed connection is detected when the answer is read.
     pub(crate) async fn frame(&mut self, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
         let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
         let head = [&length[1..], &[kind, flags], &stream.to_be_bytes()].concat();
         let _ = self.stream.write_all(&[&head, payload].concat()).await;
     }
 
-    /// Begins a call and sends the message's bytes, with gRPC's own prefix.
+    /// Starts a call and sends the message with the gRPC prefix.
     pub(crate) async fn begin(&mut self, authority: &str, path: &str, body: &[u8]) {
         let stream = self.next_stream;
         self.next_stream += 2;
@@ -323,7 +323,7 @@ impl RawClient {
         }
     }
 
-    /// Reads until the end of the call that was begun last; `None` if the server closes the connection.
+    /// Reads until the end of the last started call; `None` if the server closes the connection.
     pub(crate) async fn answer(&mut self) -> Option<RawAnswer> {
         let stream = self.next_stream - 2;
         let mut answer = RawAnswer {
@@ -365,8 +365,8 @@ impl RawClient {
         }
     }
 
-    /// Reads the first message of the call that was begun last, which need not end.
-    #[allow(dead_code, reason = "for the test with kubelet's own types")]
+    /// Reads the first message of the last started call, which need not end.
+    #[allow(dead_code, reason = "used by the test with the types of kubelet")]
     pub(crate) async fn first_message(&mut self) -> Option<Vec<u8>> {
         let (stream, mut message) = (self.next_stream - 2, Vec::new());
         loop {
@@ -382,7 +382,7 @@ impl RawClient {
                 3 | 7 => return None,
                 _ => {}
             }
-            // gRPC's own prefix: whether it is compressed, and the length.
+            // The gRPC prefix: compression flag and length.
             if let Some(size) = message.get(1..5) {
                 let size = u32::from_be_bytes(size.try_into().unwrap()) as usize;
                 if message.len() >= size + 5 {
@@ -392,7 +392,7 @@ impl RawClient {
         }
     }
 
-    /// A whole call.
+    /// Sends a call and returns its result.
     pub(crate) async fn call(&mut self, authority: &str, path: &str, body: &[u8]) -> RawAnswer {
         self.begin(authority, path, body).await;
         soon(self.answer()).await.expect("an answer")

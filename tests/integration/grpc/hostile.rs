@@ -29,7 +29,7 @@ fn claims(claims: Vec<Claim>) -> NodePrepareResourcesRequest {
     NodePrepareResourcesRequest { claims }
 }
 
-/// A request whose answer takes for ever.
+/// A request that is never answered.
 fn slow(uid: &str) -> Vec<u8> {
     let claim = Claim {
         name: "slow".into(),
@@ -38,7 +38,7 @@ fn slow(uid: &str) -> Vec<u8> {
     claims(vec![claim]).encode_to_vec()
 }
 
-/// The dra still serves, on a connection of its own.
+/// Checks that the endpoint serves a new connection.
 async fn assert_alive(dra: &DraEndpoint) {
     let mut client = NodeClient::new(channel(&dra.service()).await);
     let answer = soon(client.node_prepare_resources(claims(vec![claim("alive")])))
@@ -48,15 +48,15 @@ async fn assert_alive(dra: &DraEndpoint) {
     assert_eq!(answer.claims.len(), 1);
 }
 
-/// A value of this process's `/proc/self/status`, in KiB.
+/// A value of `/proc/self/status` in KiB.
 fn memory(field: &str) -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with(field)).unwrap();
     line.split_whitespace().nth(1).unwrap().parse().unwrap()
 }
 
-/// Whether this process runs only the test of this name. Otherwise runs it in such a process: memory is a process's, and other tests
-/// of this one take some too.
+/// Whether this process runs only the test of this name; otherwise runs it in a separate process. Memory is measured per process, and other
+/// tests allocate too.
 async fn is_alone(name: &str) -> bool {
     const ALONE: &str = "DRAYMAN_TEST_ALONE";
     if std::env::var_os(ALONE).is_some() {
@@ -97,9 +97,9 @@ async fn an_invalid_message_is_refused_and_the_connection_lives() {
         let answer = client.call("localhost", PREPARE, &body).await;
         assert_eq!(answer.status, status, "{answer:?}");
         assert!(answer.message.replace("%20", " ").contains(text), "{answer:?}");
-        assert!(dra.companion.calls().is_empty(), "nothing reaches the companion");
+        assert!(dra.companion.calls().is_empty(), "no call reaches the companion");
     }
-    // A uid with dots is the companion's to refuse; here it must only come back as it was.
+    // The companion rejects such a UID; the endpoint returns it unchanged.
     let answer = client
         .call("localhost", PREPARE, &list(vec![claim("../../etc")]))
         .await;
@@ -124,7 +124,7 @@ async fn more_claims_than_the_limit_are_refused() {
             "1025 claims in one call, 1024 are possible"
         )
     );
-    assert!(dra.companion.calls().is_empty(), "nothing reaches the companion");
+    assert!(dra.companion.calls().is_empty(), "no call reaches the companion");
     let answer = soon(client.node_prepare_resources(claims(most.collect())))
         .await
         .unwrap()
@@ -141,7 +141,7 @@ async fn decoding_the_worst_request_costs_less_than_32_mib() {
     let dra = DraEndpoint::open().await;
     let mut client = RawClient::connect(&dra.service()).await;
     assert_eq!(client.call("localhost", PREPARE, &[]).await.status, "0");
-    // Elements without content take two bytes each, and up to 104 bytes in memory.
+    // Empty elements take two bytes each, and up to 104 bytes in memory.
     let worst = b"\x0a\x00".repeat(MAX_REQUEST / 2);
     let before = memory("VmHWM:");
     let answer = client.call("localhost", PREPARE, &worst).await;
@@ -169,7 +169,7 @@ async fn a_message_above_the_limit_is_refused_by_its_length() {
 #[tokio::test]
 async fn a_connection_that_breaks_the_protocol_ends_alone() {
     let dra = DraEndpoint::open().await;
-    let mut bystander = RawClient::connect(&dra.service()).await;
+    let mut other = RawClient::connect(&dra.service()).await;
     let interrupted: &[(u8, u8, u32, &[u8])] = &[(1, 0, 1, &[]), (0, 0, 1, b"x")];
     let table = [&[0x40, 1, b'x', 0x7f, 0xa1, 0x1e][..], &[b'v'; 4000]].concat();
     let bomb: &[(u8, u8, u32, &[u8])] = &[(1, 4, 1, &table), (1, 4, 3, &[0xbe; 16_000])];
@@ -188,11 +188,11 @@ async fn a_connection_that_breaks_the_protocol_ends_alone() {
     let mut stream = UnixStream::connect(dra.service()).await.unwrap();
     stream.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
     soon(async { while !matches!(stream.read(&mut [0; 100]).await, Ok(0) | Err(_)) {} }).await;
-    assert_eq!(bystander.call("localhost", PREPARE, &[]).await.status, "0");
+    assert_eq!(other.call("localhost", PREPARE, &[]).await.status, "0");
     dra.close().await;
 }
 
-/// A connection on which one call was answered.
+/// A connection after one call.
 async fn one_call(dra: &DraEndpoint) -> UnixStream {
     let mut client = RawClient::connect(&dra.service()).await;
     assert_eq!(client.call("localhost", PREPARE, &[]).await.status, "0");
@@ -220,7 +220,7 @@ async fn is_served(client: &mut UnixStream) -> bool {
     }
 }
 
-/// Whether the server closes the connection without having sent anything but HTTP/2's own frames.
+/// Waits until the server closes the connection.
 async fn is_closed(mut client: UnixStream) -> bool {
     soon(async { while !matches!(client.read(&mut [0; 100]).await, Ok(0) | Err(_)) {} }).await;
     true
@@ -232,13 +232,13 @@ async fn connections_above_the_limit_are_closed_at_once() {
         return;
     }
     let dra = DraEndpoint::open().await;
-    // A call that takes long, as a ListAndWatch does.
+    // A long call, such as ListAndWatch.
     let mut waiting = RawClient::connect(&dra.service()).await;
     waiting.begin("localhost", PREPARE, &slow("u")).await;
     while dra.companion.calls().is_empty() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    // The first is what one costs that the program has never had before: pages of code, and what the allocator sets aside.
+    // The first connection is excluded: it allocates memory once per process.
     let mut clients = vec![one_call(&dra).await];
     let before = memory("VmRSS:");
     for _ in 2..MAX_CONNECTIONS {
@@ -251,19 +251,19 @@ async fn connections_above_the_limit_are_closed_at_once() {
     for client in further {
         assert!(is_closed(client).await);
     }
-    // Of this process, so the clients' own part is in it.
+    // The memory of this process, including the clients.
     let cost = memory("VmRSS:").saturating_sub(before);
     println!("{cost} KiB for {MAX_CONNECTIONS} connections and a thousand refused ones");
     assert!(cost < 4 * 1024, "{cost} KiB");
     for client in &mut clients {
-        assert!(soon(is_served(client)).await, "the connections from before live");
+        assert!(soon(is_served(client)).await, "earlier connections stay open");
     }
     assert!(
         tokio::time::timeout(Duration::from_millis(50), waiting.answer())
             .await
             .is_err()
     );
-    // One that is closed makes room.
+    // A closed connection frees its slot.
     drop(clients.pop());
     soon(async {
         loop {
@@ -322,7 +322,7 @@ async fn a_connection_has_a_limit_of_calls_at_a_time() {
             .begin("localhost", PREPARE, &slow(&number.to_string()))
             .await;
     }
-    // 7: REFUSED_STREAM.
+    // RST_STREAM code 7 is REFUSED_STREAM.
     assert_eq!(soon(client.answer()).await.unwrap().status, "RST_STREAM 7");
     assert_alive(&dra).await;
     drop(client);
@@ -341,21 +341,21 @@ async fn sockets_are_for_their_owner_alone() {
     dra.close().await;
 }
 
-/// Set in the process that connects as another user.
-const AS_STRANGER: &str = "DRAYMAN_TEST_CONNECT_AS_STRANGER";
+/// Variable of the process that connects as another user.
+const AS_OTHER_USER: &str = "DRAYMAN_TEST_CONNECT_AS_OTHER_USER";
 
 #[test]
-fn the_connection_of_a_stranger() {
-    let Ok(socket) = std::env::var(AS_STRANGER) else {
+fn the_connection_of_another_user() {
+    let Ok(socket) = std::env::var(AS_OTHER_USER) else {
         return;
     };
-    let mut stream = std::os::unix::net::UnixStream::connect(socket).expect("the mode lets everybody in");
+    let mut stream = std::os::unix::net::UnixStream::connect(socket).expect("the mode allows all users");
     let _ = stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
     stream.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
     match stream.read(&mut [0; 1]) {
         Ok(0) => {}
         Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => {}
-        other => panic!("the server has answered: {other:?}"),
+        other => panic!("the server answered: {other:?}"),
     }
 }
 
@@ -372,15 +372,15 @@ async fn another_user_is_refused_even_if_the_mode_would_let_him_in() {
     open_to_all(dra.service().parent().unwrap(), 0o777);
     open_to_all(&dra.service(), 0o777);
     let program = dra.directory.path().join("program");
-    // By another process: what this one has open for writing, even in a child that is not yet another program, cannot be run.
+    // Copied by another process: a file that this one, or a forked child, has open for writing cannot be executed.
     let mut copy = std::process::Command::new("cp");
     let copied = copy.arg(std::env::current_exe().unwrap()).arg(&program).status();
     assert!(copied.unwrap().success());
     open_to_all(&program, 0o755);
     let mut command = std::process::Command::new(&program);
     command
-        .args(["--exact", "grpc::hostile::the_connection_of_a_stranger"])
-        .env(AS_STRANGER, dra.service());
+        .args(["--exact", "grpc::hostile::the_connection_of_another_user"])
+        .env(AS_OTHER_USER, dra.service());
     command.current_dir("/").uid(65534).gid(65534);
     let mut command = tokio::process::Command::from(command);
     let output = soon(command.output()).await.unwrap();

@@ -1,4 +1,4 @@
-//! The endpoints over real sockets: called by tonic's clients, and by bytes as kubelet's gRPC library sends them.
+//! gRPC endpoints on real sockets, called by tonic clients and with raw frames like those of the gRPC library of kubelet.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test may fail")]
 
@@ -6,6 +6,6 @@ mod device_plugin;
 mod dra;
 mod fixture;
 mod hostile;
+mod monitoring;
 mod pod_resources;
-mod seen;
 mod sockets;

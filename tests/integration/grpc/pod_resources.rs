@@ -1,4 +1,4 @@
-//! The client of PodResources against a kubelet that is played.
+//! The PodResources client with a fake kubelet.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use tonic::{Request, Response, Status};
 
 use crate::grpc::fixture::{paths, soon};
 
-/// Answers as kubelet 1.30 does: `Get` is switched off unless told otherwise, and the first `busy` calls are too many.
+/// Behaves like kubelet 1.30: `Get` is disabled by default, and the first `busy` calls are rate-limited.
 #[derive(Clone, Default)]
 struct Kubelet {
     busy: Arc<AtomicUsize>,
@@ -95,10 +95,10 @@ impl PodResourcesLister for Kubelet {
     }
 }
 
-/// Runs a kubelet until it is stopped, connections and all.
-struct Running(Option<Runtime>);
+/// Runs a kubelet with its connections until it is dropped.
+struct RunningKubelet(Option<Runtime>);
 
-impl Running {
+impl RunningKubelet {
     fn start(kubelet: Kubelet, socket: &Path) -> Self {
         let _ = std::fs::remove_file(socket);
         std::fs::create_dir_all(socket.parent().unwrap()).unwrap();
@@ -119,7 +119,7 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for RunningKubelet {
     fn drop(&mut self) {
         if let Some(runtime) = self.0.take() {
             runtime.shutdown_background();
@@ -139,11 +139,11 @@ async fn what_kubelet_lists_is_read_again_after_it_was_away() {
             devices,
             ..Kubelet::default()
         };
-        let server = Running::start(kubelet.clone(), &paths.pod_resources_socket());
+        let server = RunningKubelet::start(kubelet.clone(), &paths.pod_resources_socket());
         assert_eq!(soon(client.list()).await.unwrap(), [kubelet.pod()]);
         assert_eq!(soon(client.allocatable()).await.unwrap(), [kubelet.some()]);
         drop(server);
-        // A connection may outlive its server for a moment.
+        // A connection may briefly outlive its server.
         soon(async { while client.list().await.is_ok() {} }).await;
     }
 }
@@ -152,7 +152,7 @@ async fn what_kubelet_lists_is_read_again_after_it_was_away() {
 async fn a_rate_limited_call_is_repeated() {
     let directory = tempfile::tempdir().unwrap();
     let kubelet = Kubelet::default();
-    let _server = Running::start(kubelet.clone(), &paths(&directory).pod_resources_socket());
+    let _server = RunningKubelet::start(kubelet.clone(), &paths(&directory).pod_resources_socket());
     let client = PodResourcesClient::new(&paths(&directory));
     kubelet.busy.store(2, Ordering::SeqCst);
     soon(client.list()).await.unwrap();
@@ -165,7 +165,7 @@ async fn a_single_pod_is_read_if_kubelet_supports_it() {
     let directory = tempfile::tempdir().unwrap();
     let socket = paths(&directory).pod_resources_socket();
     let client = PodResourcesClient::new(&paths(&directory));
-    let server = Running::start(Kubelet::default(), &socket);
+    let server = RunningKubelet::start(Kubelet::default(), &socket);
     let off = soon(client.get("default", "p")).await.unwrap_err();
     assert_eq!(off.reason(), "PodResourcesUnsupported");
     drop(server);
@@ -173,8 +173,8 @@ async fn a_single_pod_is_read_if_kubelet_supports_it() {
         get_is_on: true,
         ..Kubelet::default()
     };
-    let _server = Running::start(kubelet.clone(), &socket);
-    // The first call may still find the connection to the kubelet from before.
+    let _server = RunningKubelet::start(kubelet.clone(), &socket);
+    // The first call may use the connection to the previous kubelet.
     let _ = soon(client.get("default", "p")).await;
     assert_eq!(soon(client.get("default", "p")).await, Ok(Some(kubelet.pod())));
     assert_eq!(soon(client.get("default", "q")).await, Ok(None));
@@ -187,7 +187,7 @@ async fn the_list_of_a_large_node_is_read() {
         devices: 100_000,
         ..Kubelet::default()
     };
-    let _server = Running::start(kubelet, &paths(&directory).pod_resources_socket());
+    let _server = RunningKubelet::start(kubelet, &paths(&directory).pod_resources_socket());
     let list = soon(PodResourcesClient::new(&paths(&directory)).list())
         .await
         .unwrap();

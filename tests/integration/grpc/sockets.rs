@@ -10,7 +10,9 @@ use tokio::net::UnixListener;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use crate::grpc::fixture::{DRIVER, DraEndpoint, Scripted, channel, paths, soon, until_exists, until_state};
+use crate::grpc::fixture::{
+    DRIVER, DraEndpoint, FakeCompanion, channel, paths, soon, until_exists, until_state,
+};
 
 fn claims(name: &str) -> Vec<Claim> {
     vec![Claim {
@@ -39,7 +41,7 @@ async fn removed_sockets_come_back_and_the_state_reports_it() {
     let mut again = RegistrationClient::new(channel(&dra.registration()).await);
     again.notify_registration_status(registered).await.unwrap();
     until_state(&mut dra.state, &KubeletApiState::Registered).await;
-    // The connection from before still lives.
+    // The earlier connection still works.
     kubelet.get_info(InfoRequest {}).await.unwrap();
 
     // The whole directory is replaced.
@@ -93,7 +95,7 @@ async fn what_stands_in_the_way_is_named() {
         };
         let state = watch::Sender::new(KubeletApiState::Starting);
         soon(dra::serve(
-            Scripted::new().service.clone(),
+            FakeCompanion::new().service.clone(),
             paths,
             driver.into(),
             dra::DraApi::Classic,
@@ -130,28 +132,25 @@ async fn what_stands_in_the_way_is_named() {
             && error.to_string().contains(registration.to_str().unwrap())
     );
     assert_eq!(fs::read(&registration).unwrap(), b"precious");
-    assert!(
-        !service.exists(),
-        "the service that was open already is closed again"
-    );
+    assert!(!service.exists(), "the opened service is closed again");
     fs::remove_file(&registration).unwrap();
 
     let other = UnixListener::bind(&registration).unwrap();
     assert_eq!(refused(DRIVER, root()).await.reason(), "SocketInUse");
     drop(other);
-    // A program that another test has just forked may have it open until it is executed.
+    // A child process of another test may hold it open until exec.
     soon(async {
         while std::os::unix::net::UnixStream::connect(&registration).is_ok() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     })
     .await;
-    // Now it is stale, as after a crash.
+    // The socket is now stale, as after a crash.
     assert!(registration.exists());
     let (sender, mut state) = watch::channel(KubeletApiState::Starting);
     let shutdown = CancellationToken::new();
     let task = tokio::spawn(dra::serve(
-        Scripted::new().service.clone(),
+        FakeCompanion::new().service.clone(),
         paths(&directory),
         DRIVER.into(),
         dra::DraApi::Classic,

@@ -1,8 +1,8 @@
-//! The conformance kit for vendors: our own drivers and those of the examples conform, and a driver that breaks a rule is found out.
+//! The conformance kit for vendors: our drivers and those of the examples conform, and a driver that breaks a rule is detected.
 #![expect(
     clippy::panic,
     clippy::case_sensitive_file_extension_comparisons,
-    reason = "a helper of a test fails the test; the names of files are the tests' own"
+    reason = "a failing helper fails the test; the tests choose the file names"
 )]
 
 #[path = "../../../examples/network_attached.rs"]
@@ -13,17 +13,17 @@ mod network_attached;
 mod sensors;
 
 mod defects;
+mod driver;
 mod node_defects;
-mod ours;
-mod rack;
-mod shelf;
+mod node_driver;
+mod own_drivers;
 
 use drayman::testkit::{Broken, Finding, Report, Rule};
 
-/// The findings of the kit on a driver that breaks a rule: the rule is among them, and what is said of it is complete.
-fn found_out(rule: Rule, outcome: Result<Report, Broken>) -> Vec<Finding> {
+/// Checks that the findings of the kit include the rule, and that the finding is complete.
+fn expect_finding(rule: Rule, outcome: Result<Report, Broken>) -> Vec<Finding> {
     let findings = match outcome {
-        Ok(report) => panic!("{rule} is broken, and the kit says\n{report}"),
+        Ok(report) => panic!("{rule} is broken, but the kit reports\n{report}"),
         Err(Broken::Rules(findings)) => findings,
         Err(error) => panic!("{rule}: {error}"),
     };
@@ -32,8 +32,8 @@ fn found_out(rule: Rule, outcome: Result<Report, Broken>) -> Vec<Finding> {
     }
     let found: Vec<Rule> = findings.iter().map(|finding| finding.rule).collect();
     let finding = findings.iter().find(|finding| finding.rule == rule);
-    assert!(finding.is_some(), "{rule} is broken, and found were {found:?}");
-    let finding = finding.expect("it was found");
+    assert!(finding.is_some(), "{rule} is broken, but the kit found {found:?}");
+    let finding = finding.expect("checked");
     assert!(!finding.expected.is_empty() && !finding.found.is_empty() && !finding.tried.is_empty());
     findings
 }

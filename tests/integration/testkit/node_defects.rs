@@ -1,26 +1,26 @@
-//! The kit for a node's driver can fail: one that breaks a rule is found out.
+//! Tests that the kit detects a node driver that breaks a rule.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
 
 use drayman::testkit::{Mode, Rule, node_conformance};
 
-use crate::testkit::found_out;
-use crate::testkit::rack::{Rack, left_over};
+use crate::testkit::expect_finding;
+use crate::testkit::node_driver::{TestNodeDriver, left_over};
 
 async fn is_found(rule: Rule, mode: Mode) {
     let hangs = matches!(rule, Rule::ReturnsInTime | Rule::FirstListComes);
-    let outcome = node_conformance(move |environment| async move { Rack::new(&environment, Some(rule)) })
+    let outcome = node_conformance(move |environment| async move { TestNodeDriver::new(&environment, Some(rule)) })
         .left_over(left_over)
         .only([rule])
         .mode(mode)
-        // To print a panic takes seconds on a machine with other work.
+        // Printing a panic takes seconds on a loaded machine.
         .call_limit(Duration::from_secs(if hangs { 3 } else { 20 }))
-        // A call that hangs is given up after ten seconds.
+        // A hanging call is cancelled after ten seconds.
         .timeout(Duration::from_secs(if rule == Rule::NodeSurvivesSlowCall { 40 } else { 15 }))
         .run()
         .await;
-    let findings = found_out(rule, outcome);
+    let findings = expect_finding(rule, outcome);
     if POD_RULES.contains(&rule) {
         let name = match mode {
             Mode::Classic => "classic mode",
@@ -33,7 +33,7 @@ async fn is_found(rule: Rule, mode: Mode) {
     }
 }
 
-/// Rules that pods show; the others are about calls alone.
+/// Rules that are tested with pods; the others are tested with calls only.
 const POD_RULES: [Rule; 4] = [
     Rule::ServesPods,
     Rule::NodeSurvivesCrash,
@@ -65,17 +65,17 @@ macro_rules! defects {
 
 defects! {
     a_list_that_does_not_come_is_found: FirstListComes
-    a_name_that_is_none_is_found: ServableDevices
+    an_invalid_name_is_found: ServableDevices
     names_that_change_with_each_process_are_found: StableDevices
-    permissions_that_are_none_are_found: UsableContainerEdits
-    an_injection_that_changes_is_found: ContainerEditsAreStable
+    invalid_permissions_are_found: UsableContainerEdits
+    container_edits_that_change_are_found: ContainerEditsAreStable
     a_device_in_place_of_another_is_found: UnknownDeviceIsRefused
     an_error_for_a_claim_that_is_prepared_is_found: PrepareIsIdempotent
     an_error_for_a_claim_that_is_not_prepared_is_found: UnprepareIsIdempotent
-    what_is_undone_for_another_claim_is_found: UnprepareIsForOneClaim
-    what_a_failed_prepare_leaves_is_found: FailedPrepareCanBeUndone
-    what_a_dropped_prepare_leaves_is_found: DroppedPrepareCanBeUndone
-    what_an_unprepare_leaves_is_found: NothingIsLeft
+    an_unprepare_of_another_claim_is_found: UnprepareIsForOneClaim
+    a_failed_prepare_that_cannot_be_undone_is_found: FailedPrepareCanBeUndone
+    a_dropped_prepare_that_cannot_be_undone_is_found: DroppedPrepareCanBeUndone
+    an_unprepare_that_leaks_is_found: NothingIsLeft
     a_call_that_does_not_return_is_found: ReturnsInTime
     a_panic_is_found: NoPanic
     a_driver_that_serves_the_kit_and_no_pods_is_found: ServesPods
@@ -86,7 +86,7 @@ defects! {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_same_driver_without_a_defect_conforms() {
-    let report = node_conformance(|environment| async move { Rack::new(&environment, None) })
+    let report = node_conformance(|environment| async move { TestNodeDriver::new(&environment, None) })
         .left_over(left_over)
         .run()
         .await

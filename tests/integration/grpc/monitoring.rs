@@ -1,4 +1,4 @@
-//! What is seen of a dra from outside: its health, and how many calls it had.
+//! Health service and call counts of a DRA endpoint.
 
 use drayman::api::proto::dra_v1alpha3::node_client::NodeClient;
 use drayman::api::proto::dra_v1alpha3::{Claim, NodePrepareResourcesRequest};
@@ -40,18 +40,18 @@ async fn the_health_service_of_a_socket_follows_its_registration() {
         .into_inner();
     let first = soon(changes.message()).await.unwrap().unwrap();
     assert_eq!(first.status(), ServingStatus::Serving);
-    let verdict = |plugin_registered| RegistrationStatus {
+    let status = |plugin_registered| RegistrationStatus {
         plugin_registered,
         error: "no handler registered".to_owned(),
     };
     registration
-        .notify_registration_status(verdict(false))
+        .notify_registration_status(status(false))
         .await
         .unwrap();
     let refused = soon(changes.message()).await.unwrap().unwrap();
     assert_eq!(refused.status(), ServingStatus::NotServing);
     registration
-        .notify_registration_status(verdict(true))
+        .notify_registration_status(status(true))
         .await
         .unwrap();
     until_state(&mut dra.state, &KubeletApiState::Registered).await;
@@ -61,7 +61,7 @@ async fn the_health_service_of_a_socket_follows_its_registration() {
     dra.close().await;
 }
 
-/// Calls of a method, by code, that have ended.
+/// Completed calls of a method, by code.
 fn handled(calls: &GrpcCalls, method: &str) -> Vec<(&'static str, u64)> {
     let all = calls.counted();
     let of_method = all.iter().filter(|(known, _)| known.method == method);
@@ -90,7 +90,7 @@ async fn calls_are_counted_by_method_and_code() {
     client.node_prepare_resources(claims("uid")).await.unwrap();
     let refusal = client.node_prepare_resources(claims("")).await.unwrap_err();
     assert_eq!(refusal.code(), Code::InvalidArgument);
-    // The answer is here before its body was let go of on the other side.
+    // The client receives the response before the server drops its body.
     soon(async {
         while handled(&calls, "NodePrepareResources") != [("InvalidArgument", 1), ("OK", 2)] {
             tokio::task::yield_now().await;

@@ -1,8 +1,8 @@
-//! Controller and companion from their start to their end.
+//! Start and shutdown of controller and companion.
 
 use std::io::{Read as _, Write as _};
 
-use crate::cli::program::{Running, companion, drayman, kubeconfig, run, silent_server, text};
+use crate::cli::program::{RunningProgram, companion, drayman, kubeconfig, run, silent_server, text};
 
 #[test]
 fn the_controller_ends_cleanly_on_sigterm_and_sigint() {
@@ -10,7 +10,7 @@ fn the_controller_ends_cleanly_on_sigterm_and_sigint() {
         let directory = tempfile::tempdir().expect("a directory");
         let (_server, url) = silent_server();
         let file = kubeconfig(directory.path(), &url);
-        let mut controller = Running::start(
+        let mut controller = RunningProgram::start(
             drayman()
                 .args([
                     "controller",
@@ -38,7 +38,7 @@ fn the_controller_ends_cleanly_on_sigterm_and_sigint() {
         assert!(!configuration.contains("secret"), "{configuration}");
         assert!(
             !configuration.contains('\u{1b}'),
-            "no colours where nobody looks: {configuration}"
+            "no colours without a terminal: {configuration}"
         );
         controller.signal(signal);
 
@@ -65,7 +65,7 @@ fn the_companion_ends_cleanly_although_the_server_is_silent() {
         "\n- {name: a, paths: [/dev/drayman-none-*]}",
     );
     arguments.extend(["--driver-name", "test.example", "--logging-format", "json"].map(str::to_owned));
-    let mut companion = Running::start(drayman().args(&arguments));
+    let mut companion = RunningProgram::start(drayman().args(&arguments));
 
     let configuration: serde_json::Value =
         serde_json::from_str(&companion.line("drayman node starts")).expect("JSON");
@@ -132,8 +132,8 @@ fn a_second_signal_ends_a_program_that_hangs() {
     let fifo = directory.path().join("kubeconfig");
     let mode = rustix::fs::Mode::from_raw_mode(0o600);
     rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, mode, 0).expect("a FIFO");
-    let mut controller = Running::start(drayman().args(["controller", "--kubeconfig"]).arg(&fifo));
-    // Opening waits for the program to open its end; there it waits for a content that never comes.
+    let mut controller = RunningProgram::start(drayman().args(["controller", "--kubeconfig"]).arg(&fifo));
+    // Opening blocks until the program opens the FIFO; it then waits for content.
     let _content = std::fs::OpenOptions::new()
         .write(true)
         .open(&fifo)
@@ -144,13 +144,13 @@ fn a_second_signal_ends_a_program_that_hangs() {
     assert_eq!(
         controller.child.try_wait().expect("our child"),
         None,
-        "one signal asks, it does not force"
+        "the first signal does not force an exit"
     );
-    // Taken is not yet handled: of two that come together the program sees one.
+    // A delivered signal may not be handled yet: two signals in quick succession count as one.
     assert_eq!(
         controller.end_by(rustix::process::Signal::TERM),
         Some(1),
-        "not by the signal itself"
+        "the program exits by itself"
     );
 }
 
@@ -159,7 +159,7 @@ fn each_line_of_the_json_log_is_an_object_with_common_keys() {
     let directory = tempfile::tempdir().expect("a directory");
     let (_server, url) = silent_server();
     let file = kubeconfig(directory.path(), &url);
-    let mut controller = Running::start(drayman().args([
+    let mut controller = RunningProgram::start(drayman().args([
         "controller",
         "--logging-format=json",
         "-v9",
@@ -193,16 +193,16 @@ fn a_configuration_at_a_relative_path_is_followed() {
     );
     let config = arguments.get_mut(4).expect("the value of --config");
     let file = std::mem::replace(config, "node.yaml".to_owned());
-    let mut companion = Running::start(
+    let mut companion = RunningProgram::start(
         drayman()
             .current_dir(directory.path())
             .args(&arguments)
             .args(["--driver-name", "test.example"]),
     );
     companion.line("drayman node starts");
-    // Written until it is seen: the first time may come before the companion watches.
+    // Writes repeatedly, because the first write may precede the watch.
     let text = std::fs::read_to_string(&file).expect("the configuration");
-    let deadline = std::time::Instant::now() + crate::cli::program::PATIENCE;
+    let deadline = std::time::Instant::now() + crate::cli::program::TIMEOUT;
     for number in 0.. {
         assert!(std::time::Instant::now() < deadline, "{:#?}", companion.seen);
         std::fs::write(&file, text.replace("name: a", &format!("name: a{number}"))).expect("written");

@@ -1,4 +1,4 @@
-//! A small driver of a node that conforms, and can be told to break one rule. Its devices lie in files: who has one is written there.
+//! A small conforming node driver that can break one rule. A file per device holds the UID of its claim.
 
 use std::fs;
 use std::io;
@@ -10,10 +10,10 @@ use drayman::testkit::{Environment, Rule};
 use futures::Stream;
 use futures::stream::{self, StreamExt as _};
 
-pub(crate) struct Rack {
+pub(crate) struct TestNodeDriver {
     broken: Option<Rule>,
     directory: PathBuf,
-    /// How many instances there were before.
+    /// The number of earlier instances.
     number: usize,
     state: Mutex<State>,
 }
@@ -21,13 +21,13 @@ pub(crate) struct Rack {
 #[derive(Default)]
 struct State {
     calls: usize,
-    /// What this process has prepared.
+    /// UIDs of claims prepared by this process.
     prepared: Vec<String>,
 }
 
 const DEVICES: [&str; 2] = ["first", "second"];
 
-impl Rack {
+impl TestNodeDriver {
     pub(crate) fn new(environment: &Environment, broken: Option<Rule>) -> Self {
         let directory = environment.directory().to_owned();
         let instances = directory.join("instances");
@@ -57,7 +57,7 @@ impl Rack {
     }
 }
 
-/// What is prepared in a directory.
+/// The devices prepared in a directory.
 pub(crate) fn left_over(directory: &Path) -> Vec<String> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     entries
@@ -71,7 +71,7 @@ fn failed(device: &str, problem: String) -> NodeDriverError {
     NodeDriverError::Failed { device, problem }
 }
 
-impl NodeDriver for Rack {
+impl NodeDriver for TestNodeDriver {
     fn devices(&self) -> impl Stream<Item = Vec<Device>> + Send + 'static {
         let name = |name: &str| match self.broken {
             Some(Rule::StableDevices) => format!("{name}-{}", self.number),
@@ -82,7 +82,7 @@ impl NodeDriver for Rack {
             .iter()
             .map(|device| Device {
                 name: name(device),
-                kind: "shelf".to_owned(),
+                kind: "test".to_owned(),
                 ..Device::default()
             })
             .collect();
@@ -102,7 +102,7 @@ impl NodeDriver for Rack {
         };
         let known = DEVICES.contains(&device) || device.starts_with("first") || device.starts_with("second");
         if !known && !self.breaks(Rule::UnknownDeviceIsRefused) {
-            let (device, problem) = (device.to_owned(), "nobody has plugged it in".to_owned());
+            let (device, problem) = (device.to_owned(), "it is not plugged in".to_owned());
             return Err(NodeDriverError::Gone { device, problem });
         }
         let permissions = if self.breaks(Rule::UsableContainerEdits) {
@@ -128,8 +128,8 @@ impl NodeDriver for Rack {
     async fn prepare(&self, claim: &PreparedClaim) -> Result<ContainerEdits, NodeDriverError> {
         match self.broken {
             Some(Rule::ReturnsInTime) => std::future::pending().await,
-            Some(Rule::NoPanic) => panic!("a defect of the test"),
-            // Only the kit asks for claims of these names.
+            Some(Rule::NoPanic) => panic!("injected defect"),
+            // Only the kit uses claims of these names.
             Some(Rule::ServesPods) if !claim.name.starts_with("claim-") => {
                 return Err(failed("first", "not for pods".to_owned()));
             }
@@ -181,8 +181,8 @@ impl NodeDriver for Rack {
         for device in &claim.devices {
             if self.breaks(Rule::UnprepareIsForOneClaim) {
                 for file in left_over(&self.directory) {
-                    // The defect: whatever there is.
-                    let _ = fs::write(self.directory.join(file), "nobody");
+                    // The defect: changes all claims.
+                    let _ = fs::write(self.directory.join(file), "none");
                 }
                 continue;
             }

@@ -1,4 +1,4 @@
-//! Our own drivers, and those of the examples.
+//! Our drivers and those of the examples conform.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -90,7 +90,7 @@ parametersRef: { kind: ConfigMap, namespace: default, name: dongles }
     print(&report);
 }
 
-/// What a node's driver is tried with: the exercises and the stories, with nothing left out.
+/// Prints a report of a node driver and checks that every rule was tested.
 fn print_node(report: &Report) {
     println!("{report}");
     assert!(report.not_tried.is_empty(), "{report}");
@@ -104,11 +104,11 @@ async fn the_built_in_discovery_conforms() {
         let yaml = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n- name: test\n  paths: [/dev/zero, /dev/full]\n";
         std::fs::write(&file, yaml).expect("a file");
         let configuration = Arc::new(NodeConfiguration::read(&file).expect("a configuration"));
-        // Nobody changes it.
+        // The configuration does not change.
         let followed = watch::channel(configuration).1;
         HostDevices::start(followed, HostPaths::default(), CancellationToken::new()).await
     })
-    // It does nothing to a device, so nothing can be left.
+    // The driver changes no device state.
     .left_over(|_| Vec::new())
     .run()
     .await

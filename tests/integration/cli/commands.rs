@@ -1,4 +1,4 @@
-//! What a person types, as far as it needs no cluster.
+//! Commands for users that need no cluster.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::TcpListener;
@@ -16,9 +16,9 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status};
 
-use crate::cli::program::{PATIENCE, assert_refused, drayman, kubeconfig, run, text};
+use crate::cli::program::{TIMEOUT, assert_refused, drayman, kubeconfig, run, text};
 
-/// An API server that knows its version and nothing else.
+/// Starts an API server that serves only its version.
 fn server_without_the_api(version: &'static str) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let url = format!("http://{}", listener.local_addr().expect("an address"));
@@ -70,7 +70,7 @@ fn a_server_without_classic_dra_is_reported_with_a_fix() {
     assert!(answer.contains("Kubernetes 1.33 does not have"), "{answer}");
     assert!(
         answer.contains("device plugin"),
-        "what still works is said: {answer}"
+        "the remaining features are named: {answer}"
     );
 }
 
@@ -115,8 +115,8 @@ fn drayman_with(arguments: &[&str]) -> Command {
 fn colours_are_for_terminals_and_no_color_switches_them_off() {
     let directory = tempfile::tempdir().expect("a directory");
     let file = kubeconfig(directory.path(), &server_without_the_api("1.30"));
-    let said = |no_color: Option<&str>| {
-        // `script` of util-linux gives the command a terminal.
+    let output_with = |no_color: Option<&str>| {
+        // `script` of util-linux provides a terminal.
         let mut command = Command::new("script");
         let words = format!("{} doctor --kubeconfig {file}", env!("CARGO_BIN_EXE_drayman"));
         command.args(["--quiet", "--return", "--command", &words, "/dev/null"]);
@@ -125,13 +125,16 @@ fn colours_are_for_terminals_and_no_color_switches_them_off() {
             command.env("NO_COLOR", value);
         }
         let output = command.output().expect("script, of util-linux");
-        let said = text(&output.stdout);
-        assert!(said.contains("problem"), "{said} {}", text(&output.stderr));
-        said
+        let stdout = text(&output.stdout);
+        assert!(stdout.contains("problem"), "{stdout} {}", text(&output.stderr));
+        stdout
     };
-    assert!(said(None).contains("\u{1b}[31mproblem\u{1b}[0m"));
-    assert!(said(Some("")).contains('\u{1b}'), "an empty value is none");
-    assert!(!said(Some("1")).contains('\u{1b}'));
+    assert!(output_with(None).contains("\u{1b}[31mproblem\u{1b}[0m"));
+    assert!(
+        output_with(Some("")).contains('\u{1b}'),
+        "an empty value does not count"
+    );
+    assert!(!output_with(Some("1")).contains('\u{1b}'));
     let piped = text(&run(&["doctor", "--kubeconfig", &file]).stdout);
     assert!(piped.contains("problem") && !piped.contains('\u{1b}'), "{piped}");
 }
@@ -147,7 +150,7 @@ fn each_shell_gets_a_script_that_asks_the_program() {
             "{shell}"
         );
     }
-    // bash is what runs this project's own scripts, so it is there to judge its script.
+    // bash is always available because the scripts of this project need it.
     let mut bash = Command::new("bash");
     let script = text(&run(&["completion", "bash"]).stdout);
     let directory = tempfile::tempdir().expect("a directory");
@@ -155,7 +158,7 @@ fn each_shell_gets_a_script_that_asks_the_program() {
     std::fs::write(&file, script).expect("written");
     let output = bash.arg("-n").arg(&file).output().expect("bash runs");
     assert!(output.status.success(), "{}", text(&output.stderr));
-    // What the script asks when Tab is pressed after "drayman ex".
+    // The call of the script when Tab is pressed after "drayman ex".
     let mut program = drayman_with(&["--", "drayman", "ex"]);
     program.env("COMPLETE", "bash").env("_CLAP_COMPLETE_INDEX", "1");
     let output = program.output().expect("it runs");
@@ -198,13 +201,13 @@ fn kubectl_is_told_what_could_stand_where_tab_is_pressed() {
             .current_dir(directory.path())
             .output()
             .expect("it runs");
-        let said = text(&output.stdout);
+        let stdout = text(&output.stdout);
         assert!(output.status.success(), "{words:?}: {}", text(&output.stderr));
         assert!(
-            said.lines().any(|line| line.starts_with(expected)),
-            "{words:?}: {said}"
+            stdout.lines().any(|line| line.starts_with(expected)),
+            "{words:?}: {stdout}"
         );
-        assert_eq!(said.lines().last(), Some(directive), "{words:?}: {said}");
+        assert_eq!(stdout.lines().last(), Some(directive), "{words:?}: {stdout}");
     }
 }
 
@@ -236,7 +239,7 @@ fn a_cluster_that_cannot_be_asked_ends_with_3() {
             error.contains(&url) && error.contains("timed out"),
             "{command:?}: {error}"
         );
-        assert!(began.elapsed() < PATIENCE, "{command:?}: {:?}", began.elapsed());
+        assert!(began.elapsed() < TIMEOUT, "{command:?}: {:?}", began.elapsed());
     }
     drop(silent);
     for command in [&["devices"][..], &["crds", "--apply"]] {
@@ -284,7 +287,7 @@ fn every_answer_is_an_object_with_kind_and_version() {
     assert!(names.lines().any(|name| name == "api"), "{names}");
 }
 
-/// A container runtime that reports this name, version and configuration.
+/// A container runtime with this name, version and configuration.
 struct Runtime(&'static str, &'static str, &'static str);
 
 #[tonic::async_trait]
@@ -317,7 +320,7 @@ impl RuntimeService for Runtime {
     }
 }
 
-/// The doctor's output on a machine whose kubelet never ran, with this container runtime.
+/// The output of `doctor` on a node whose kubelet never ran, with this container runtime.
 fn this_node(runtime: Option<Runtime>) -> (Option<i32>, String) {
     let directory = tempfile::tempdir().expect("a directory");
     let (root, socket) = (

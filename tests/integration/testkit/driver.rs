@@ -1,4 +1,4 @@
-//! A small driver that conforms, and can be told to break one rule.
+//! A small conforming driver that can break one rule.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -14,12 +14,12 @@ use futures::{Stream, StreamExt as _};
 use tokio::sync::watch;
 use tokio_stream::wrappers::WatchStream;
 
-/// Paths on each node.
-const PLACES: usize = 2;
+/// Number of devices on each node.
+const DEVICES: usize = 2;
 
-pub(crate) struct Shelf {
+pub(crate) struct TestDriver {
     broken: Option<Rule>,
-    /// Survives the process.
+    /// A directory that survives the process.
     directory: PathBuf,
     number: usize,
     state: Mutex<State>,
@@ -29,10 +29,10 @@ pub(crate) struct Shelf {
 #[derive(Default)]
 struct State {
     held: BTreeMap<String, Held>,
-    /// What is lost by one defect or another.
+    /// Number of devices leaked by defects.
     leaked: usize,
     read: usize,
-    given_back: BTreeSet<String>,
+    released: BTreeSet<String>,
 }
 
 struct Held {
@@ -40,9 +40,9 @@ struct Held {
     recorded: bool,
 }
 
-type Request = ClaimRequest<Shelf>;
+type Request = ClaimRequest<TestDriver>;
 
-impl Shelf {
+impl TestDriver {
     pub(crate) fn new(environment: &Environment, broken: Option<Rule>) -> Self {
         let directory = environment.directory().to_owned();
         let number = std::fs::read_dir(&directory).map_or(0, Iterator::count);
@@ -87,8 +87,8 @@ impl Shelf {
         node: Option<&str>,
     ) -> Result<AllocationResult, DriverError> {
         let uid = request.uid();
-        let places = PLACES - usize::from(self.breaks(Rule::SuitableIsAllocatable));
-        if self.breaks(Rule::SurvivesSlowCall) && state.given_back.contains(uid) {
+        let devices = DEVICES - usize::from(self.breaks(Rule::SuitableIsAllocatable));
+        if self.breaks(Rule::SurvivesSlowCall) && state.released.contains(uid) {
             return Err(DriverError::invalid("GivenBack", "this claim was given back"));
         }
         if self.breaks(Rule::SurvivesCrash)
@@ -102,7 +102,7 @@ impl Shelf {
         }
         if !state.held.contains_key(uid) {
             let candidates = node.map_or_else(|| vec!["node-a", "node-b"], |node| vec![node]);
-            let free = candidates.into_iter().find(|node| state.on(node) < places);
+            let free = candidates.into_iter().find(|node| state.on(node) < devices);
             let Some(node) = free else {
                 if self.breaks(Rule::FailedAllocateIsReleased) {
                     state.leaked += 1;
@@ -117,7 +117,7 @@ impl Shelf {
                 } else {
                     DriverError::retry
                 };
-                return Err(make(reason, "all places are held".to_owned()));
+                return Err(make(reason, "all devices are held".to_owned()));
             };
             let (node, recorded) = (node.to_owned(), false);
             state.held.insert(uid.to_owned(), Held { node, recorded });
@@ -148,7 +148,7 @@ impl Shelf {
 impl State {
     fn on(&self, node: &str) -> usize {
         let held = self.held.values().filter(|held| held.node == node).count();
-        // What is lost is lost on the first node.
+        // Leaked devices are on the first node.
         held + if node == "node-a" { self.leaked } else { 0 }
     }
 }
@@ -160,15 +160,15 @@ fn files(directory: &PathBuf) -> BTreeSet<String> {
         .collect()
 }
 
-impl Driver for Shelf {
+impl Driver for TestDriver {
     type ClassParameters = ();
     type ClaimParameters = ();
 
     fn name(&self) -> &'static str {
         if self.breaks(Rule::StableName) && self.number % 2 == 1 {
-            "cupboard.example.com"
+            "renamed.example.com"
         } else {
-            "shelf.example.com"
+            "driver.example.com"
         }
     }
 
@@ -200,7 +200,7 @@ impl Driver for Shelf {
         if self.breaks(Rule::ServesPods) && claim.metadata.owner_references.is_some() {
             return Err(DriverError::invalid(
                 "OfATemplate",
-                "claims are to be made by hand",
+                "template claims are not supported",
             ));
         }
         Ok(())
@@ -219,8 +219,8 @@ impl Driver for Shelf {
         let mut unsuitable = UnsuitableNodes::new();
         for node in nodes {
             let held = state.on(node);
-            if held + claims.len() > PLACES || !node.starts_with("node-") {
-                let reason = format!("{held} of {PLACES} held");
+            if held + claims.len() > DEVICES || !node.starts_with("node-") {
+                let reason = format!("{held} of {DEVICES} held");
                 let reason = if self.breaks(Rule::FullIsUnsuitable) {
                     String::new()
                 } else {
@@ -244,10 +244,10 @@ impl Driver for Shelf {
     ) -> Result<Vec<AllocationResult>, DriverError> {
         match self.broken {
             Some(Rule::ReturnsInTime) => std::future::pending().await,
-            Some(Rule::NoPanic) => panic!("a defect of the test"),
+            Some(Rule::NoPanic) => panic!("injected defect"),
             Some(Rule::CapacityIsKept) => {
-                let free = node.is_some_and(|node| self.state().on(node) < PLACES);
-                // The other calls of the round look at the state now.
+                let free = node.is_some_and(|node| self.state().on(node) < DEVICES);
+                // Concurrent calls read the state meanwhile.
                 tokio::time::sleep(std::time::Duration::from_millis(20)).await;
                 if let (true, Some(node), [request]) = (free, node, claims) {
                     let (node, recorded) = (node.to_owned(), false);
@@ -281,7 +281,7 @@ impl Driver for Shelf {
         if self.breaks(Rule::DeallocateIsIdempotent) && recorded.is_none() {
             return Err(DriverError::retry("NeverAllocated", "this claim holds nothing"));
         }
-        if self.breaks(Rule::SurvivesFailedCall) && !state.given_back.insert(uid.to_owned()) {
+        if self.breaks(Rule::SurvivesFailedCall) && !state.released.insert(uid.to_owned()) {
             return Err(DriverError::retry("GivenBackAlready", "it was given back before"));
         }
         if self.breaks(Rule::LostAllocationIsReleased) && self.number > 0 {
@@ -292,7 +292,7 @@ impl Driver for Shelf {
             || (recorded == Some(true) && self.breaks(Rule::RecordedIsHeld))
         {
             state.held.remove(uid);
-            state.given_back.insert(uid.to_owned());
+            state.released.insert(uid.to_owned());
             if self.keeps_files() {
                 let _ = std::fs::remove_file(self.directory.join(uid));
             }
@@ -320,7 +320,7 @@ impl Driver for Shelf {
                     let (node, recorded) = (node.unwrap_or_default().to_owned(), true);
                     state.held.insert(uid.to_owned(), Held { node, recorded });
                     if self.breaks(Rule::NoFalseFinding) {
-                        findings.push(Finding::new(&holding.claim, "HoldingUnreadable", "nobody knows"));
+                        findings.push(Finding::new(&holding.claim, "HoldingUnreadable", "unknown"));
                     }
                 }
                 None if state.held.get(uid).is_some_and(|held| held.recorded)
