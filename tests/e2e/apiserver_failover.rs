@@ -1,4 +1,4 @@
-//! API servers behind one address: one of two dies, and history is forgotten.
+//! Failover between two API servers behind one address, and watches that restart after an etcd compaction.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -24,15 +24,15 @@ use crate::reboot::REGISTERED;
 use crate::stage::{Stage, controller_rules, is_allocated, is_bound, is_gone, node_rules};
 use crate::stored_claims::CONTROLLER;
 
-/// An API server as the balancer sees it.
+/// An API server behind the balancer.
 #[derive(Clone, Debug)]
 struct Backend {
     address: SocketAddr,
-    /// Connections that are open now.
+    /// Number of open connections.
     open: Arc<AtomicUsize>,
 }
 
-/// A TCP load balancer: each connection goes to the next server in turn that takes it.
+/// A TCP load balancer. It gives each connection to the next backend that accepts it.
 struct Balancer {
     address: SocketAddr,
     backends: Vec<Backend>,
@@ -64,7 +64,7 @@ impl Balancer {
                     };
                     let passed = async move {
                         backend.open.fetch_add(1, Ordering::Relaxed);
-                        // A server that dies ends its connections.
+                        // A connection ends when its backend dies.
                         let _ = copy_bidirectional(&mut client, &mut server).await;
                         backend.open.fetch_sub(1, Ordering::Relaxed);
                     };
@@ -87,7 +87,7 @@ impl Balancer {
         connections.abort_all();
     }
 
-    /// Has controller and companion reach the API server through this.
+    /// Points the kubeconfigs of controller and companion at the balancer.
     async fn lead(&self, stage: &Stage) -> anyhow::Result<()> {
         for (user, rules) in [(CONTROLLER, controller_rules()?), ("drayman-node", node_rules()?)] {
             let kubeconfig = stage.cluster.user(user, &rules).await?;
@@ -110,7 +110,7 @@ fn port(stage: &Stage) -> anyhow::Result<u16> {
     server.port_u16().context("a port")
 }
 
-/// Starts another API server on the same etcd: the command line of the first one, with a port and an audit log of its own.
+/// Starts a second API server on the same etcd, with the flags of the first, but its own port and audit log.
 async fn second_server(stage: &Stage, port: u16) -> anyhow::Result<Child> {
     let first = stage.cluster.component_pid("apiserver").await?;
     let line = std::fs::read(format!("/proc/{first}/cmdline"))?;
@@ -139,7 +139,7 @@ async fn second_server(stage: &Stage, port: u16) -> anyhow::Result<Child> {
     Ok(child)
 }
 
-/// Waits until an API server answers.
+/// Waits until an API server answers through the balancer.
 async fn until_ready(stage: &Stage, server: &Balancer) -> anyhow::Result<kube::Client> {
     let kubeconfig = stage.cluster.directory().join("behind-balancer.kubeconfig");
     server.rewrite(stage, stage.cluster.kubeconfig(), &kubeconfig)?;
@@ -160,7 +160,7 @@ async fn either_of_two_api_servers_may_die() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     make_devices(stage.cluster.node(0), "drayman-test", &MINORS)?;
     stage.make_template(None).await?;
-    // The ports of a test cluster are next to each other, and the last is not used (`tests/cluster/supervisor/slot.go`).
+    // The ports of a test cluster are consecutive, and the last one is unused (`tests/cluster/supervisor/slot.go`).
     let (first, second) = (port(&stage)?, port(&stage)? + 7);
     let mut other = second_server(&stage, second).await?;
     let only_second = Balancer::start(&[second]).await?;
@@ -176,12 +176,12 @@ async fn either_of_two_api_servers_may_die() -> anyhow::Result<()> {
     for backend in &balancer.backends {
         ensure!(
             backend.open.load(Ordering::Relaxed) > 0,
-            "nobody talks to {}",
+            "no connections to {}",
             backend.address
         );
     }
 
-    // The second one dies. The scheduler and kubelet have the first.
+    // Kills the second server. The scheduler and kubelet use the first.
     other.kill().await?;
     let begun = Instant::now();
     stage.make_pod("one-left").await?;
@@ -190,7 +190,7 @@ async fn either_of_two_api_servers_may_die() -> anyhow::Result<()> {
     stage.cluster.kubectl(&["delete", "pod", "before"]).await?;
     wait_for_claims(&stage, 1).await?;
 
-    // The first one dies. Only drayman knows of the other.
+    // Kills the first server. Only drayman can reach the other one.
     let mut other = second_server(&stage, second).await?;
     let client = until_ready(&stage, &only_second).await?;
     stage.cluster.stop_component("apiserver", 9).await?;
@@ -225,7 +225,7 @@ async fn either_of_two_api_servers_may_die() -> anyhow::Result<()> {
     stage.cluster.stop().await
 }
 
-/// Waits until so many claims are left.
+/// Waits until `count` claims are left.
 async fn wait_for_claims(stage: &Stage, count: usize) -> anyhow::Result<()> {
     let until = Instant::now() + PATIENCE;
     loop {
@@ -240,7 +240,7 @@ async fn wait_for_claims(stage: &Stage, count: usize) -> anyhow::Result<()> {
 
 #[tokio::test]
 async fn after_a_compaction_everything_is_listed_anew() -> anyhow::Result<()> {
-    // Without the server's own memory of changes each watch is one of etcd.
+    // Without the watch cache of the API server, each watch reads from etcd.
     let cluster = Cluster::builder()
         .flag("apiserver", "--watch-cache=false")
         .flag("controller-manager", "--node-monitor-grace-period=1h");
@@ -255,7 +255,7 @@ async fn after_a_compaction_everything_is_listed_anew() -> anyhow::Result<()> {
     let first = stage.claim_of("first", "allocated", is_allocated).await?;
     let first = first.metadata.name.context("a name")?;
 
-    // All of this is in no watch of the controller's.
+    // The controller is stopped and misses all of these changes.
     controller.signal(Signal::STOP)?;
     balancer.cut();
     stage.remove_pod("first").await?;
@@ -281,7 +281,7 @@ async fn after_a_compaction_everything_is_listed_anew() -> anyhow::Result<()> {
     stage.wait(stage.pods(), "third", "bound", is_bound()).await?;
     println!("all is served {:?} after the pause", begun.elapsed());
     let log = controller.log()?;
-    // Classes, contexts, claims, inventories, and the parameters of classes and claims.
+    // Classes, contexts, claims, inventories, class parameters and claim parameters.
     let told = log
         .matches("The resourceVersion for the provided watch is too old")
         .count();

@@ -1,4 +1,4 @@
-//! A node without its API server, and a device that answers more than a read.
+//! A node whose API server is down, and ioctls on a device inside a container.
 
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ async fn a_pod_ending_without_an_api_server_frees_its_device() -> anyhow::Result
     let claim = stage.claim_of("first", "allocated", is_allocated).await?;
     let uid = claim.metadata.uid.clone().unwrap_or_default();
     assert_eq!(traces(node, &uid)?.len(), 2, "a CDI file and an entry");
-    // It ends by itself after the API server has.
+    // The container exits five seconds later, after the API server has stopped.
     let end = [
         "exec",
         "first",
@@ -47,13 +47,13 @@ async fn a_pod_ending_without_an_api_server_frees_its_device() -> anyhow::Result
     if stage.cluster.minor() >= 28 {
         until_traces(node, &uid, 0).await?;
         stage.cluster.start_component("apiserver").await?;
-        // The next pod gets it without anybody's help.
+        // The next pod gets the device without any intervention.
         stage.make_pod("second").await?;
         let second = look_inside(&stage, "second").await?;
         assert_eq!(second.only_device(), first.only_device());
         assert_eq!(traces(node, &uid)?, Vec::<String>::new());
     } else {
-        // Kubelet 1.27 asks the API server for the claim before it calls Unprepare: it does so when that is back.
+        // Kubelet 1.27 reads the claim from the API server before it calls Unprepare, so it calls once the server is back.
         let asked_in_vain = async {
             while !stage
                 .cluster
@@ -81,13 +81,13 @@ async fn kvm_answers_containers_as_it_answers_the_node() -> anyhow::Result<()> {
     let asks = tokio::task::spawn_blocking(|| build_go("tests/e2e/kvm", "kvm")).await??;
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
-    // A node has it if the machine has; where the kernel has none, both are told the same.
+    // The node has /dev/kvm only if the machine has it. If the kernel lacks KVM, node and container get the same error.
     if !node.path("/dev/kvm").exists() {
         node.make_device("/dev/kvm", 10, 232)?;
     }
     let output = node.command(&asks).output().await?;
     let answer = String::from_utf8(output.stdout)?;
-    println!("the node is answered {}", answer.trim());
+    println!("the answer on the node is {}", answer.trim());
     let configuration = format!(
         "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n- name: test\n  mode: both\n  \
          resourceName: drayman.dev/plugged\n  paths: [/dev/kvm]\n  mounts:\n  \

@@ -1,4 +1,4 @@
-//! An API server that refuses our writes or has no time for us: an admission policy, a webhook that is down, Priority and Fairness.
+//! An API server that rejects our writes or throttles our requests: an admission policy, a failing webhook, API Priority and Fairness.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -24,17 +24,17 @@ use crate::stage::{
 };
 use crate::stored_claims::CONTROLLER;
 
-/// The user as whom the companion runs.
+/// The user name of the companion.
 const NODE: &str = "drayman-node";
-/// What the policy of these tests says.
+/// The message of the admission policy.
 const WHY: &str = "change freeze until Monday, ask the platform team";
-/// For how long requests are counted while nothing can succeed.
+/// How long requests are counted while none can succeed.
 const COUNTED: Duration = Duration::from_secs(5);
-/// How many writes to one object are fair in about that time. A delay that doubles from 100 ms on leaves room for seven, and a pod has
-/// two of them: one for its claims, one for what the scheduler is told.
+/// Limit for writes to one object in that time. A delay that doubles from 100 ms allows seven, and a pod has two written objects: its claim
+/// and its scheduling context.
 const WRITES: usize = 20;
 
-/// What a policy or a webhook is about: API groups, and resources with their subresources.
+/// `matchConstraints` of a policy or `rules` of a webhook: pairs of API group and resource or subresource.
 fn rules(resources: &[(&str, &str)]) -> Value {
     let rule = |(group, resource): &(&str, &str)| json!({ "apiGroups": [group], "apiVersions": ["*"], "operations": ["CREATE", "UPDATE"], "resources": [resource] });
     resources.iter().map(rule).collect()
@@ -52,7 +52,7 @@ async fn create(api: &Api<DynamicObject>, object: Value) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Has a policy refuse these writes to controller and companion.
+/// Creates a policy that denies these writes to controller and companion.
 async fn forbid(stage: &Stage, resources: &[(&str, &str)]) -> anyhow::Result<()> {
     let policy = json!({
         "apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingAdmissionPolicy",
@@ -84,8 +84,8 @@ async fn allow(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Waits until the controller's user is refused a write to a claim, or is not any more. The API server learns of policies and webhooks by
-/// watches of its own, which nobody else can see; so it is asked until it knows. Nothing is stored.
+/// Waits until a claim write by the controller's user is refused (or allowed again). The API server learns of policies and webhooks through
+/// its own watches, so this polls with a dry run.
 async fn until_refused(
     stage: &Stage,
     subresource: Option<&str>,
@@ -114,7 +114,7 @@ async fn until_refused(
     }
 }
 
-/// The requests of a user that were answered since then, without those of watches.
+/// Requests of a user that were answered after `since`, without watches.
 async fn since(stage: &Stage, user: &str, since: Timestamp) -> anyhow::Result<Vec<Entry>> {
     let mut entries = stage.cluster.audit().of_user(user).await?;
     entries.retain(|entry| {
@@ -127,9 +127,9 @@ async fn since(stage: &Stage, user: &str, since: Timestamp) -> anyhow::Result<Ve
     Ok(entries)
 }
 
-/// A control plane with two pretended nodes of two devices each, and a real node with a companion.
+/// A control plane with two fake nodes of two devices each, and a real node with a companion.
 async fn stage() -> anyhow::Result<(Stage, Program, Program)> {
-    // Nobody says for pretended nodes that they are alive.
+    // Fake nodes have no heartbeats.
     let cluster = Cluster::builder()
         .nodes(1)
         .flag("controller-manager", "--node-monitor-grace-period=1h");
@@ -140,7 +140,7 @@ async fn stage() -> anyhow::Result<(Stage, Program, Program)> {
     let companion = stage.companion(0, CONFIGURATION)?;
     wait_for_inventory(&stage, 0, 1).await?;
     companion.logged(REGISTERED).await?;
-    // Pods are bound to them, and nothing runs there.
+    // The scheduler binds pods to these nodes; nothing runs there.
     for node in ["node-a", "node-b"] {
         stage.pretend_devices(node, 2).await?;
     }
@@ -148,7 +148,7 @@ async fn stage() -> anyhow::Result<(Stage, Program, Program)> {
     Ok((stage, controller, companion))
 }
 
-/// A pod with two claims: the scheduler chooses its node when it has been told of both.
+/// A pod with two claims. The scheduler selects a node only after it has the unsuitable nodes of both.
 fn pod_with_two_claims(name: &str) -> anyhow::Result<Pod> {
     let source = json!({ "resourceClaimTemplateName": "test" });
     pod_from(json!({ "metadata": { "name": name }, "spec": {
@@ -158,7 +158,7 @@ fn pod_with_two_claims(name: &str) -> anyhow::Result<Pod> {
         "dnsPolicy": "Default", "terminationGracePeriodSeconds": 1 } }))
 }
 
-/// Has a webhook that is down judge the controller's writes to claims, and fail them.
+/// Registers an unreachable webhook for the controller's writes to claims, so that they fail.
 async fn break_webhook(stage: &Stage) -> anyhow::Result<()> {
     let webhook = json!({
         "apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingWebhookConfiguration",
@@ -166,7 +166,7 @@ async fn break_webhook(stage: &Stage) -> anyhow::Result<()> {
         "webhooks": [{
             "name": "down.example.com", "failurePolicy": "Fail", "sideEffects": "None", "admissionReviewVersions": ["v1"],
             "timeoutSeconds": 1,
-            // Nobody listens there.
+            // No server listens there.
             "clientConfig": { "url": "https://127.0.0.1:1/" },
             "rules": rules(&[("resource.k8s.io", "resourceclaims"), ("resource.k8s.io", "resourceclaims/status")]),
             "matchConditions": [{ "name": "user", "expression": format!("request.userInfo.username == '{CONTROLLER}'") }],
@@ -175,7 +175,7 @@ async fn break_webhook(stage: &Stage) -> anyhow::Result<()> {
     create(&admission(stage, "ValidatingWebhookConfiguration"), webhook).await
 }
 
-/// How often each object was written to since then.
+/// Number of writes to each object after `since`.
 async fn writes_since(
     stage: &Stage,
     user: &str,
@@ -203,7 +203,7 @@ async fn refused_writes_are_told_and_made_when_the_policy_goes() -> anyhow::Resu
     let claim = stage.claim_of("held", "allocated", is_allocated).await?;
     let claim = claim.metadata.name.context("a name")?;
 
-    // Finalizers, answers to the scheduler, and inventories.
+    // Finalizers, scheduling contexts and inventories.
     forbid(
         &stage,
         &[
@@ -244,7 +244,7 @@ async fn refused_writes_are_told_and_made_when_the_policy_goes() -> anyhow::Resu
     stage.wait(stage.claims(), &claim, "gone", is_gone()).await?;
     wait_for_inventory(&stage, 0, 2).await?;
 
-    // Allocations: the finalizer is stored, and the device is given back.
+    // Allocations: the finalizer is stored, and the device is freed again.
     until_refused(&stage, None, false, WHY).await?;
     forbid(&stage, &[("resource.k8s.io", "resourceclaims/status")]).await?;
     until_refused(&stage, Some("status"), true, WHY).await?;
@@ -255,7 +255,7 @@ async fn refused_writes_are_told_and_made_when_the_policy_goes() -> anyhow::Resu
     allow(&stage).await?;
     stage.wait(stage.pods(), "three", "bound", is_bound()).await?;
 
-    // A webhook that is down fails writes and gives no verdict.
+    // An unreachable webhook fails writes without a denial.
     until_refused(&stage, Some("status"), false, WHY).await?;
     let claim = stage.claim_of("three", "allocated", is_allocated).await?;
     let claim = claim.metadata.name.context("a name")?;
@@ -280,7 +280,7 @@ async fn refused_writes_are_told_and_made_when_the_policy_goes() -> anyhow::Resu
     stage.cluster.stop().await
 }
 
-/// Gives users a priority level of their own without any seat: the server serves one request of theirs at a time, and refuses the others.
+/// Gives users a priority level without seats: the server handles one request at a time and rejects the others.
 async fn starve(stage: &Stage, users: &[&str]) -> anyhow::Result<()> {
     let subjects: Vec<Value> = users
         .iter()
@@ -312,7 +312,7 @@ async fn starve(stage: &Stage, users: &[&str]) -> anyhow::Result<()> {
         .await
 }
 
-/// Waits until the API server counts a user's requests to the level `starved`.
+/// Waits until the API server assigns a user's requests to the level `starved`.
 async fn until_starved(stage: &Stage, user: &str) -> anyhow::Result<()> {
     let schema = [
         "get",
@@ -343,7 +343,7 @@ async fn feed(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A user of the same priority level whose requests never rest and take ten seconds each, since a webhook does not answer.
+/// A client of the same priority level that sends requests continuously. Each takes ten seconds because a webhook does not answer.
 struct Crowd {
     _webhook: TcpListener,
     _requests: JoinSet<()>,
@@ -377,7 +377,7 @@ impl Crowd {
             let map: ConfigMap = serde_json::from_value(map)?;
             requests.spawn(async move {
                 loop {
-                    // Refused, or failed by the webhook.
+                    // The request is rejected, or fails in the webhook.
                     let _ = maps.create(&PostParams::default(), &map).await;
                     sleep(Duration::from_millis(20)).await;
                 }
@@ -390,12 +390,12 @@ impl Crowd {
     }
 }
 
-/// An address for probes.
+/// A free address for the probes.
 async fn free_address() -> anyhow::Result<String> {
     Ok(TcpListener::bind("127.0.0.1:0").await?.local_addr()?.to_string())
 }
 
-/// Whether a program says that it lives, within a second.
+/// Whether `/livez` succeeds within a second.
 async fn lives(address: &str) -> anyhow::Result<bool> {
     let answer = async {
         let mut connection = TcpStream::connect(address).await?;
@@ -441,12 +441,12 @@ async fn programs_starved_by_priority_and_fairness_live_and_recover() -> anyhow:
     starve(&stage, &[LEADER, NODE, Crowd::USER]).await?;
     until_starved(&stage, LEADER).await?;
 
-    // The leader gives up its lease in time, and the companion goes on.
+    // The leader gives up its lease in time; the companion keeps running.
     let crowd = Crowd::begin(&stage).await?;
     let (begun, when) = (Instant::now(), Timestamp::now());
     let probed = async {
         while lives(&leads).await.is_ok_and(|lives| lives) {
-            ensure!(lives(&serves).await?, "the companion lives");
+            ensure!(lives(&serves).await?, "the companion is alive");
             sleep(Duration::from_millis(200)).await;
         }
         anyhow::Ok(())
@@ -468,7 +468,7 @@ async fn programs_starved_by_priority_and_fairness_live_and_recover() -> anyhow:
     let counted = Timestamp::now();
     let end = Instant::now() + COUNTED;
     while Instant::now() < end {
-        ensure!(lives(&serves).await?, "the companion lives");
+        ensure!(lives(&serves).await?, "the companion is alive");
         sleep(Duration::from_millis(200)).await;
     }
     let entries = since(&stage, NODE, counted).await?;

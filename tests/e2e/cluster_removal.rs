@@ -1,4 +1,4 @@
-//! Nothing is left of a cluster, however the test that used it ends.
+//! Nothing is left of a cluster, regardless of how its test ends.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -12,10 +12,10 @@ use anyhow::{Context, bail, ensure};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use serde::{Deserialize, Serialize};
 
-/// Set in the process that is to be killed; says which test is the victim.
+/// Set in the process that will be killed; names the test that runs as the victim.
 const VICTIM: &str = "DRAYMAN_TEST_VICTIM";
 
-/// What a victim says about its cluster, so that it can be looked for afterwards.
+/// Output of a victim about its cluster, for the search afterwards.
 #[derive(Debug, Deserialize, Serialize)]
 struct Traces {
     supervisor: u32,
@@ -23,12 +23,11 @@ struct Traces {
     link: String,
     /// PID, mount and network namespace of the node.
     namespaces: BTreeSet<String>,
-    /// When this was said, in clock ticks since boot. A process that was born later is not of these namespaces though it is in one of
-    /// such a number: the kernel gives the numbers again.
+    /// When the victim printed this, in clock ticks since boot. The kernel reuses namespace numbers, so younger processes do not count.
     said: u64,
 }
 
-/// Not a test but the victim of those below: it starts what a test starts, tells, and waits for its end.
+/// Not a test, but the victim of the tests below: starts a cluster, prints its traces, and waits.
 #[tokio::test]
 async fn victim() -> anyhow::Result<()> {
     if std::env::var_os(VICTIM).is_none() {
@@ -40,7 +39,7 @@ async fn victim() -> anyhow::Result<()> {
     let outside = cluster.command("sleep").arg("1000").spawn()?;
     let inside = node.command("sleep").arg("1000").spawn()?;
     let (init, link) = node.init();
-    // nsenter has become the program when it has joined the namespace.
+    // nsenter has joined the namespace once it has become the program.
     for pid in [outside.id(), inside.id()].into_iter().flatten() {
         while fs::read_to_string(format!("/proc/{pid}/comm"))? != "sleep\n" {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -73,14 +72,14 @@ fn now() -> anyhow::Result<u64> {
     Ok(hundredths * rustix::param::clock_ticks_per_second() / 100)
 }
 
-/// When a process was born, in clock ticks since boot: field 22 of `/proc/PID/stat` (proc(5)), counted behind the name.
+/// Start time of a process in clock ticks since boot: field 22 of `/proc/PID/stat` (proc(5)), counted from the end of the name.
 fn birth(process: &Path) -> Option<u64> {
     let stat = fs::read_to_string(process.join("stat")).ok()?;
     let (_, behind_name) = stat.rsplit_once(')')?;
     behind_name.split_whitespace().nth(19)?.parse().ok()
 }
 
-/// Starts a victim and returns it with its traces when its cluster is complete.
+/// Starts a victim. Returns it with its traces once its cluster is complete.
 fn start_victim() -> anyhow::Result<(Child, Traces)> {
     let mut child = Command::new(std::env::current_exe()?)
         .args(["--exact", "cluster_removal::victim", "--nocapture"])
@@ -105,7 +104,7 @@ fn kill(pid: u32, signal: Signal) -> anyhow::Result<()> {
     Ok(kill_process(pid, signal)?)
 }
 
-/// Waits for the end of a process that is nobody's child here.
+/// Waits for the end of a process that is not a child.
 fn wait_for_end(pid: u32) -> anyhow::Result<()> {
     let pid = i32::try_from(pid)
         .ok()
@@ -126,7 +125,7 @@ fn wait_for_end(pid: u32) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Everything of a cluster that can be found now; empty when nothing is left.
+/// Remains of a cluster; empty if nothing is left.
 fn remains(traces: &Traces) -> anyhow::Result<Vec<String>> {
     let mut found = processes(traces)?;
     if traces.directory.exists() {
@@ -139,7 +138,7 @@ fn remains(traces: &Traces) -> anyhow::Result<Vec<String>> {
     Ok(found)
 }
 
-/// Processes of the cluster, by the directory they name, their namespaces and their cgroups; and mounts in any namespace.
+/// Processes of the cluster, by directory in the command line, namespace and cgroup; and mounts in any namespace.
 fn processes(traces: &Traces) -> anyhow::Result<Vec<String>> {
     let directory = traces.directory.to_string_lossy();
     let name = traces.directory.file_name().context("a name")?.to_string_lossy();
@@ -191,7 +190,7 @@ fn cgroups(traces: &Traces) -> anyhow::Result<Vec<String>> {
         .collect())
 }
 
-/// Where components of Kubernetes write unless they are told otherwise, as far as it exists on the machine itself.
+/// Default directories of Kubernetes components that exist on this machine.
 fn usual_places() -> Vec<&'static str> {
     let mut places = vec![
         "/etc/cni",
@@ -218,7 +217,7 @@ fn nothing_is_left_when_the_test_is_killed() -> anyhow::Result<()> {
     let before = remains(&traces)?;
     ensure!(
         before.len() > 15,
-        "the search finds a living cluster: {before:#?}"
+        "the search finds a running cluster: {before:#?}"
     );
     for namespace in &traces.namespaces {
         ensure!(
@@ -249,11 +248,11 @@ fn nothing_is_left_when_the_test_is_interrupted() -> anyhow::Result<()> {
 #[tokio::test]
 async fn a_killed_supervisor_leaves_nothing_after_the_next_start() -> anyhow::Result<()> {
     let (mut child, traces) = start_victim()?;
-    // Test and supervisor at once, as when a whole container or session is killed.
+    // Kills test and supervisor together, as at the end of a container or a session.
     kill(traces.supervisor, Signal::KILL)?;
     kill(child.id(), Signal::KILL)?;
     child.wait()?;
-    // The kernel ends the cluster's processes by itself, some time after. The programs of the test are not its children.
+    // The kernel ends the cluster's processes with some delay. The test's own programs are not among them.
     let of_cluster = || -> anyhow::Result<Vec<String>> {
         Ok(processes(&traces)?
             .into_iter()
@@ -265,7 +264,7 @@ async fn a_killed_supervisor_leaves_nothing_after_the_next_start() -> anyhow::Re
         std::thread::sleep(Duration::from_millis(20));
     }
     assert_eq!(of_cluster()?, Vec::<String>::new());
-    assert!(traces.directory.exists(), "nobody was there to remove it");
+    assert!(traces.directory.exists(), "no process was left to remove it");
     Cluster::builder().start().await?.stop().await?;
     assert_eq!(remains(&traces)?, Vec::<String>::new());
     Ok(())
@@ -287,7 +286,7 @@ async fn nothing_is_left_when_a_component_cannot_start() -> anyhow::Result<()> {
         text.contains("apiserver") && text.contains("no-such-flag"),
         "the error says what and why: {text}"
     );
-    // Other tests have clusters meanwhile: only what is abandoned counts.
+    // Other tests run clusters at the same time, so only abandoned directories count.
     let after: Vec<_> = directories()?
         .difference(&before)
         .filter(|path| !in_use(path))
@@ -306,7 +305,7 @@ fn directories() -> anyhow::Result<BTreeSet<PathBuf>> {
         .collect())
 }
 
-/// A supervisor holds the lock of its directory as long as it lives.
+/// A supervisor locks its directory.
 fn in_use(directory: &Path) -> bool {
     let Ok(directory) = fs::File::open(directory) else {
         return true;

@@ -1,4 +1,4 @@
-//! The harness itself: what it promises to the tests that stand on it.
+//! Tests of the harness itself.
 
 use std::collections::BTreeSet;
 
@@ -44,7 +44,7 @@ async fn a_control_plane_serves_classic_dra_and_audits_requests() -> anyhow::Res
     classes.patch("first", &PatchParams::default(), &patch).await?;
     classes.delete("first", &DeleteParams::default()).await?;
     assert!(classes.get_opt("first").await?.is_none());
-    // What was not granted is refused.
+    // Other requests are denied.
     let Err(kube::Error::Api(status)) = classes.list(&ListParams::default()).await else {
         anyhow::bail!("a list without the right to list");
     };
@@ -128,7 +128,7 @@ async fn a_command_in_a_node_sees_the_sockets_of_its_kubelet() -> anyhow::Result
         "the device plugin socket of kubelet is seen in the node"
     );
     assert!(!std::path::Path::new(socket).exists(), "and not outside of it");
-    // The container outlives the kubelet, and the new one runs others.
+    // The container keeps running across the kubelet restart, and the new kubelet starts others.
     assert_eq!(cluster.exec(&running, &["echo", "alive"]).await?.trim(), "alive");
     cluster.run_pod(&pod("new")).await?;
     cluster.stop().await

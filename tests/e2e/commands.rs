@@ -1,4 +1,4 @@
-//! What a person types: the commands that answer questions about a cluster, on a real control plane.
+//! The user commands that answer questions about a cluster, on a real control plane.
 
 use std::path::Path;
 use std::process::{Output, Stdio};
@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::harness::{Cluster, rule};
 use crate::stage::{DRIVER, Stage, is_allocated, is_bound, is_gone};
 
-/// Runs the program as a person does, and returns what it printed.
+/// Runs the program as administrator and returns its stdout.
 pub(crate) async fn drayman(
     cluster: &Cluster,
     kubeconfig: &Path,
@@ -23,7 +23,7 @@ pub(crate) async fn drayman(
     Ok(command.output().await?)
 }
 
-/// The same, with the exit code and both outputs as text.
+/// Runs the program with this kubeconfig. Returns exit code, stdout and stderr.
 pub(crate) async fn told(
     cluster: &Cluster,
     kubeconfig: &Path,
@@ -37,7 +37,7 @@ pub(crate) async fn told(
     ))
 }
 
-/// The same as administrator, with the exit code and both outputs.
+/// Runs the program as administrator. Returns exit code, stdout and stderr.
 pub(crate) async fn answer(
     stage: &Stage,
     arguments: &[&str],
@@ -54,7 +54,7 @@ pub(crate) async fn json(stage: &Stage, arguments: &[&str]) -> anyhow::Result<Va
     Ok(serde_json::from_str(&stdout)?)
 }
 
-/// One device, one pod that has it, and one that waits for it.
+/// Two pods and one device: the first pod holds it, the second waits for it.
 pub(crate) async fn one_of_two_pods_waits() -> anyhow::Result<(Stage, crate::stage::Program)> {
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 1).await?;
@@ -145,7 +145,7 @@ async fn a_waiting_pod_is_explained_node_by_node() -> anyhow::Result<()> {
         "nothing runs on a pretended node"
     );
 
-    // Mended, it says something else.
+    // Another output after the fix.
     stage.remove_pod("first").await?;
     stage.wait(stage.pods(), "second", "bound", is_bound()).await?;
     assert_eq!(
@@ -254,7 +254,7 @@ async fn leftovers_lists_all_objects_of_classic_dra() -> anyhow::Result<()> {
     stage.cluster.stop().await
 }
 
-/// An answer in a form for programs, with the exit code.
+/// Output in a machine-readable format, with the exit code.
 async fn answer_in(stage: &Stage, arguments: &[&str], form: &str) -> anyhow::Result<(Option<i32>, Value)> {
     let (code, stdout, stderr) = answer(stage, &[arguments, &["--output", form]].concat()).await?;
     let parsed: anyhow::Result<Value> = match form {
@@ -280,7 +280,7 @@ async fn yaml_says_what_json_says() -> anyhow::Result<()> {
         &["leftovers"],
         &["leftovers", "--this-driver"],
     ] {
-        // The cluster goes on meanwhile: what it says is compared with what it said before and says after.
+        // The cluster changes meanwhile, so the output is compared with an earlier and a later one.
         let mut tries = 0;
         let (json, yaml) = loop {
             let before = answer_in(&stage, arguments, "json").await?;
@@ -309,7 +309,7 @@ async fn kubectl_runs_the_program_as_its_plugin() -> anyhow::Result<()> {
     let kubectl = |arguments: &[&str]| {
         let mut command = stage.cluster.command(stage.cluster.kubectl_program());
         command.args(arguments).env("PATH", &plugins);
-        // A plugin gets no flag that stands before its name.
+        // kubectl passes no flags that precede the plugin's name.
         command.env("KUBECONFIG", stage.cluster.kubeconfig());
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         command
@@ -328,7 +328,7 @@ async fn kubectl_runs_the_program_as_its_plugin() -> anyhow::Result<()> {
     assert_eq!(lines[0], ["NODE", "DEVICE", "KIND", "STATE", "HELD", "BY"]);
     assert_eq!(lines[1], ["node-a", "drayman-test-0", "test", "Free"]);
 
-    // What kubectl's script for a shell asks when TAB is pressed.
+    // kubectl's shell completion runs this command on TAB.
     let output = kubectl(&["__complete", "drayman", "ex"]).output().await?;
     let offered = String::from_utf8(output.stdout)?;
     ensure!(
@@ -336,7 +336,7 @@ async fn kubectl_runs_the_program_as_its_plugin() -> anyhow::Result<()> {
         "{offered}"
     );
 
-    // The exit code and what is said on stderr come through too.
+    // Exit code and stderr pass through too.
     let output = kubectl(&["drayman", "who", "nothing"]).output().await?;
     let error = String::from_utf8(output.stderr)?;
     assert_eq!(output.status.code(), Some(1), "{error}");

@@ -1,4 +1,4 @@
-//! The controller on a real control plane. The nodes are pretended: the scheduler binds pods to them, nothing runs there.
+//! The controller on a real control plane. The nodes are fake: the scheduler binds pods to them, but nothing runs there.
 
 use std::collections::BTreeSet;
 
@@ -33,10 +33,7 @@ async fn a_pod_with_one_claim_costs_three_writes_and_one_read() -> anyhow::Resul
     stage.make_pod("first").await?;
     stage.wait(stage.pods(), "first", "bound", is_bound()).await?;
     let claim = stage.claim_of("first", "allocated", is_allocated).await?;
-    assert!(
-        has_finalizer(&claim),
-        "the finalizer is there before the allocation"
-    );
+    assert!(has_finalizer(&claim), "the finalizer precedes the allocation");
     assert_eq!(claim.status.driver_name.as_deref(), Some(DRIVER));
     let reserved: Vec<&str> = claim
         .status
@@ -122,7 +119,7 @@ async fn each_freed_device_lets_exactly_one_waiting_pod_in() -> anyhow::Result<(
         assert_eq!(
             allocated.iter().filter(|claim| is_allocated(claim)).count(),
             3,
-            "no more than there are"
+            "no more pods than devices"
         );
         stage.remove_pod(bound[expected - 3]).await?;
     }
@@ -144,7 +141,7 @@ async fn first_bound<'a>(stage: &Stage, names: &BTreeSet<&'a str>) -> anyhow::Re
     name
 }
 
-/// No device is in the allocations of two claims.
+/// Asserts that no device is in the allocations of two claims.
 pub(crate) async fn assert_distinct(stage: &Stage) -> anyhow::Result<()> {
     let mut seen = BTreeSet::new();
     for claim in stage
@@ -176,14 +173,14 @@ async fn a_claim_that_is_deleted_at_any_moment_leaves_nothing_behind() -> anyhow
             json!({ "metadata": { "name": name }, "spec": { "resourceClassName": "test" } }),
         )?)
     };
-    // Before any pod.
+    // Before any pod exists.
     stage
         .claims()
         .create(&PostParams::default(), &claim("unused")?)
         .await?;
     stage.claims().delete("unused", &DeleteParams::default()).await?;
     stage.wait(stage.claims(), "unused", "gone", is_gone()).await?;
-    // While it is being allocated, again and again: whatever the moment, the one device is free afterwards.
+    // During the allocation, repeatedly: the only device must be free afterwards.
     for round in 0..10 {
         let name = format!("round-{round}");
         stage
@@ -220,7 +217,7 @@ async fn a_claim_that_is_deleted_at_any_moment_leaves_nothing_behind() -> anyhow
     stage.cluster.stop().await
 }
 
-/// A pod that names a claim that exists on its own.
+/// A pod that references an existing claim.
 fn pod_naming_claim(name: &str, claim: &str) -> anyhow::Result<Pod> {
     let mut pod = pod_with_claim(name)?;
     pod.spec.resource_claims[0].source.resource_claim_template_name = None;
@@ -270,7 +267,7 @@ async fn a_missing_class_is_named_and_its_creation_helps_at_once() -> anyhow::Re
     let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
     stage.wait(stage.claims(), "early", "allocated", met).await?;
 
-    // For a pod, the scheduler itself says so and asks no driver.
+    // For a pod, the scheduler reports the missing class itself and does not ask the driver.
     let delayed: ResourceClaim = serde_json::from_value(json!({
         "metadata": { "name": "delayed" }, "spec": { "resourceClassName": "later" },
     }))?;
@@ -304,7 +301,7 @@ async fn wrong_parameters_are_named_and_a_fix_helps_at_once() -> anyhow::Result<
         message.contains("DeviceClaimParameters") && message.contains("two"),
         "{message}"
     );
-    // The schema refuses nonsense before the controller ever sees it.
+    // The schema rejects invalid counts before the controller sees them.
     for (count, hint) in [
         (json!(0), "greater than or equal to 1"),
         (json!(1_000_000_000), "less than or equal to 64"),
@@ -321,7 +318,7 @@ async fn wrong_parameters_are_named_and_a_fix_helps_at_once() -> anyhow::Result<
     let claim = stage.claim_of("missing", "allocated", is_allocated).await?;
     assert_eq!(handle(&claim)?.devices.len(), 2);
 
-    // More than any node has: said with counts, and no other claim is held up by it.
+    // More devices than any node has: reported with counts, and does not block other claims.
     Api::<DeviceClaimParameters>::namespaced(stage.cluster.client(), "default")
         .patch(
             "two",
@@ -382,7 +379,7 @@ async fn a_controller_killed_at_any_step_leaves_the_same_end_state() -> anyhow::
     stage.pretend_devices("node-a", 1).await?;
     stage.make_template(None).await?;
 
-    // After the finalizer: the status write is forbidden, so that the allocation cannot follow.
+    // After the finalizer: without the right to write the status, the allocation fails.
     let mut rules = crate::stage::controller_rules()?;
     for resources in rules.iter_mut().filter_map(|rule| rule.resources.as_mut()) {
         resources.retain(|resource| resource != "resourceclaims/status");
@@ -405,7 +402,7 @@ async fn a_controller_killed_at_any_step_leaves_the_same_end_state() -> anyhow::
     controller.kill().await?;
     let mut controller = stage.controller()?;
     stage.wait(stage.pods(), "pod", "bound", is_bound()).await?;
-    // Before the release: the pod goes while nobody watches.
+    // Before the release: the pod is deleted while no controller runs.
     controller.kill().await?;
     let claim = stage.claim_of("pod", "allocated", is_allocated).await?;
     stage.remove_pod("pod").await?;
@@ -416,7 +413,7 @@ async fn a_controller_killed_at_any_step_leaves_the_same_end_state() -> anyhow::
     stage.wait(stage.claims(), &name, "asked back", released).await?;
     let controller = stage.controller()?;
     stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
-    // The only device is free again, and everything else is as if nothing had happened.
+    // The only device is free again, and all other state is unaffected.
     stage.make_pod("next").await?;
     stage.wait(stage.pods(), "next", "bound", is_bound()).await?;
     assert_distinct(&stage).await?;

@@ -1,4 +1,4 @@
-//! The companion is killed where it hurts, and restarted: same end state, no leak.
+//! The companion is killed during its calls and restarted: same end state, no leak.
 
 use std::path::PathBuf;
 
@@ -9,10 +9,10 @@ use crate::harness::PATIENCE;
 use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, traces, wait_for_inventory};
 use crate::stage::{Stage, is_allocated, is_gone};
 
-/// What the companion logs when kubelet knows it.
+/// Log message of the companion after its registration.
 const REGISTERED: &str = "kubelet has registered the driver";
 
-/// Returns at the first change in a directory.
+/// Resolves at the first change in a directory.
 pub(crate) struct Change(inotify::EventStream<[u8; 4096]>);
 
 impl Change {
@@ -31,7 +31,7 @@ impl Change {
     }
 }
 
-/// What kubelet does when the companion dies within its calls. `tests/faults` has every step on the disk.
+/// Kubelet's reaction to a companion that dies during a call. `tests/faults` kills it at every step on the disk.
 #[tokio::test]
 async fn kubelet_repeats_calls_in_which_a_companion_is_killed() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
@@ -42,7 +42,7 @@ async fn kubelet_repeats_calls_in_which_a_companion_is_killed() -> anyhow::Resul
     let mut companion = stage.companion(0, CONFIGURATION)?;
     wait_for_inventory(&stage, 0, 1).await?;
 
-    // Killed while it writes the checkpoint of a Prepare.
+    // Killed while it writes the checkpoint in Prepare.
     let change = Change::expect(node.path("/var/lib/kubelet/plugins/drayman.dev"))?;
     stage.make_pod("pod").await?;
     change.seen().await?;
@@ -59,7 +59,7 @@ async fn kubelet_repeats_calls_in_which_a_companion_is_killed() -> anyhow::Resul
         traces(node, &uid)?
     );
 
-    // Killed while it removes the CDI file of an Unprepare.
+    // Killed while it removes the CDI file in Unprepare.
     let change = Change::expect(node.path("/run/cdi"))?;
     stage
         .cluster
@@ -95,7 +95,7 @@ async fn a_companion_killed_after_prepare_knows_its_claims() -> anyhow::Result<(
     stage.make_pod("first").await?;
     let first = look_inside(&stage, "first").await?;
     companion.kill().await?;
-    // The pod ends while nobody is there to unprepare; it stays until somebody is.
+    // The pod is deleted while no companion runs; it terminates once there is one to unprepare its claim.
     stage
         .cluster
         .kubectl(&["delete", "pod", "first", "--wait=false"])
@@ -113,7 +113,7 @@ async fn a_companion_killed_after_prepare_knows_its_claims() -> anyhow::Result<(
     assert_ne!(second.only_device(), third.only_device());
     assert!(
         [second.only_device(), third.only_device()].contains(&first.only_device()),
-        "the device came back"
+        "the device is free again"
     );
     companion.end().await?;
     controller.end().await?;

@@ -1,4 +1,4 @@
-//! Nodes, inventories, definitions and claims that go: while the controller watches, and while it is away.
+//! Deleted nodes, inventories, CRDs and claims, with the controller running and not running.
 
 use drayman::api::crd::{NodeInventory, definitions};
 use drayman::api::resource::{Pod, ResourceClaim};
@@ -20,7 +20,7 @@ fn inventories(stage: &Stage) -> Api<NodeInventory> {
     Api::all(stage.cluster.client())
 }
 
-/// Takes a node away, with its inventory: the API server's garbage collector would do the latter.
+/// Deletes a node and its inventory. In production, the garbage collector deletes the inventory.
 async fn remove_node(stage: &Stage, name: &str) -> anyhow::Result<()> {
     let nodes = Api::<Node>::all(stage.cluster.client());
     nodes.delete(name, &DeleteParams::default()).await?;
@@ -35,7 +35,7 @@ async fn remove_node(stage: &Stage, name: &str) -> anyhow::Result<()> {
         .map(drop)
 }
 
-/// Waits until a claim is asked back.
+/// Waits until deallocation of a claim is requested.
 async fn asked_back(stage: &Stage, name: &str) -> anyhow::Result<()> {
     let met =
         |claim: Option<&ResourceClaim>| claim.is_none_or(|claim| claim.metadata.deletion_timestamp.is_some());
@@ -67,7 +67,7 @@ async fn a_node_that_is_made_again_under_its_name_is_another_node() -> anyhow::R
     stage.pretend_devices("node-a", 1).await?;
     let second = stage.node_uid("node-a").await?;
     assert_ne!(first, second);
-    // The device of that name on the new node is another one, and nobody holds it.
+    // The new node's device of the same name is a different one, and free.
     stage.wait(stage.pods(), "waits", "bound", is_bound()).await?;
     let claim = stage.claim_of("waits", "allocated", is_allocated).await?;
     let text = serde_json::to_string(&claim.status)?;
@@ -75,9 +75,9 @@ async fn a_node_that_is_made_again_under_its_name_is_another_node() -> anyhow::R
     assert_eq!(
         stage.claims().get("kept").await?.status,
         kept.status,
-        "what was allocated stays as it is"
+        "the allocation stays as it is"
     );
-    // The claim on the node that no longer exists can be deleted, which frees nothing of the new node.
+    // The claim on the deleted node can be deleted, which does not affect the new node.
     stage.delete_claim("kept").await?;
     stage.make_pod("next").await?;
     stage
@@ -97,7 +97,7 @@ async fn an_inventory_of_a_former_node_does_not_count() -> anyhow::Result<()> {
     let controller = stage.controller()?;
     let first = stage.node_uid("node-a").await?;
     assert_eq!(stage.serve("before").await?, ["node-a/drayman-test-0"]);
-    // The companion of the new node writes the same object anew, with the new uid.
+    // The companion of the new node replaces the inventory, with the new node's uid.
     let nodes = Api::<Node>::all(stage.cluster.client());
     nodes.delete("node-a", &DeleteParams::default()).await?;
     stage.wait(nodes, "node-a", "gone", is_gone()).await?;
@@ -147,7 +147,7 @@ async fn a_controller_catches_up_after_an_absence_and_rests() -> anyhow::Result<
     let (shrunk_before, stays_before) = (claim_of(&shrunk).await?, claim_of(&stays).await?);
 
     controller.kill().await?;
-    // A node vanishes and its pod with it, a pod ends, and an inventory loses a device that a claim holds.
+    // A node and its pod are deleted, another pod ends, and an inventory loses a device that a claim holds.
     remove_node(&stage, "node-c").await?;
     for pod in [&gone, &deleted] {
         stage.remove_pod(pod).await?;
@@ -175,7 +175,7 @@ async fn a_controller_catches_up_after_an_absence_and_rests() -> anyhow::Result<
         );
     }
     assert_distinct(&stage).await?;
-    // The device that is gone is given to nobody: not while it is held, and not when it is given back.
+    // The lost device is not allocated again, neither while it is held nor after its release.
     stage.make_pod("more").await?;
     stage
         .wait_for_event("more", "NoSuitableDevice", "1 of 1 held")
@@ -185,13 +185,13 @@ async fn a_controller_catches_up_after_an_absence_and_rests() -> anyhow::Result<
         .wait(stage.claims(), &name_of(&shrunk_before), "gone", is_gone())
         .await?;
     let rested = stage.controller_writes().await?.len();
-    // It comes back.
+    // The device returns.
     stage
         .write_inventory("node-a", &stage.node_uid("node-a").await?, 2)
         .await?;
     stage.wait(stage.pods(), "more", "bound", is_bound()).await?;
     assert_eq!(devices(&claim_of("more").await?)?, ["node-a/drayman-test-1"]);
-    // Two writes for the claim, and before or between them answers to the scheduler, as often as it asks.
+    // Two writes for the claim, and any number of context updates before or between them.
     let writes = stage.controller_writes().await?.split_off(rested);
     let more = name_of(&claim_of("more").await?);
     let of_claim = writes
@@ -219,13 +219,13 @@ async fn without_our_crds_claims_are_released_and_later_served() -> anyhow::Resu
         api.delete(&name, &DeleteParams::default()).await?;
         stage.wait(api.clone(), &name, "gone", is_gone()).await?;
     }
-    // With them went what they described; what is allocated stays, and can be given back.
+    // The described objects are deleted with the CRDs; allocated claims stay and can be released.
     stage.remove_pod("goes").await?;
     let name = goes.metadata.name.clone().unwrap_or_default();
     stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
     stage.make_pod("waits").await?;
 
-    // One that starts without them says what to do, does nothing, and asks at growing distances.
+    // A controller that starts without the CRDs logs the fix, does nothing else, and retries with backoff.
     controller.kill().await?;
     let controller = stage.controller()?;
     controller.logged("install the definitions").await?;
@@ -236,7 +236,7 @@ async fn without_our_crds_claims_are_released_and_later_served() -> anyhow::Resu
             .count()
     };
     let refused = asked(stage.cluster.audit().of_user(CONTROLLER).await?);
-    assert!(refused < 100, "{refused} requests for what is not there");
+    assert!(refused < 100, "{refused} requests for missing APIs");
     let claim = stays.metadata.name.clone().unwrap_or_default();
     assert_eq!(stage.claims().get(&claim).await?.status, stays.status);
 
@@ -264,7 +264,7 @@ async fn without_our_crds_claims_are_released_and_later_served() -> anyhow::Resu
 async fn a_claim_with_our_finalizer_only_can_be_deleted_and_used() -> anyhow::Result<()> {
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 1).await?;
-    // Left half done by an earlier process: the finalizer is there and nothing else.
+    // Left by a crashed process: the finalizer is set and nothing else.
     for name in ["used", "deleted"] {
         stage.make_claim(name, "WaitForFirstConsumer", true).await?;
     }
@@ -275,7 +275,7 @@ async fn a_claim_with_our_finalizer_only_can_be_deleted_and_used() -> anyhow::Re
     stage.wait(stage.pods(), "pod", "bound", is_bound()).await?;
     let claim = stage.claims().get("used").await?;
     assert!(has_finalizer(&claim) && is_allocated(&claim));
-    // A finalizer that somebody takes off an allocated claim in use does not free its device.
+    // Removing the finalizer from an allocated claim in use does not free its device.
     let off = Patch::Merge(json!({ "metadata": { "finalizers": null } }));
     stage
         .claims()
@@ -334,7 +334,7 @@ async fn a_namespace_deleted_with_claims_in_use_goes_and_frees_all() -> anyhow::
     ] {
         stage.apply(&object).await?;
     }
-    // A claim of its own, one claim of two pods, and a pod that waits.
+    // A standalone claim, a claim shared by two pods, and a waiting pod.
     let pods = Api::<Pod>::namespaced(client.clone(), TENANT);
     for (name, claims) in [("own", 1), ("shares", 0), ("shares-too", 0), ("waits", 3)] {
         let mut pod = pod_with_claim(name)?;

@@ -1,4 +1,4 @@
-//! Devices that go while a claim or a container has them, and devices that come back under another number.
+//! Devices that disappear while a claim or a container holds them, and devices that return with another device number.
 
 use anyhow::{Context as _, ensure};
 use drayman::api::crd::NodeInventory;
@@ -12,17 +12,17 @@ use crate::reboot::{REGISTERED, look_again, lose_power, stage, was_restarted};
 use crate::stage::{Program, Stage, is_allocated, is_gone, is_running};
 use crate::stored_claims::devices;
 
-/// The number of a device of `make_devices` and its minor number.
+/// The index of a device of `make_devices` and its minor number.
 fn number_of(device: &str) -> anyhow::Result<(usize, u32)> {
     let number: usize = device
         .rsplit('-')
         .next()
-        .context("a name of several parts")?
+        .context("a name with a number")?
         .parse()?;
     Ok((number, *MINORS.get(number).context("one of ours")?))
 }
 
-/// Waits until the companion says of a device in the inventory that it is gone (`true`), or that it is well.
+/// Waits until the companion reports a device as gone (`true`) or healthy.
 async fn until_gone(stage: &Stage, device: &str, gone: bool) -> anyhow::Result<()> {
     let inventory = format!("{}.drayman.dev", stage.cluster.node(0).name());
     let name = device.to_owned();
@@ -36,7 +36,7 @@ async fn until_gone(stage: &Stage, device: &str, gone: bool) -> anyhow::Result<(
                 == gone
         })
     };
-    let what = if gone { "told to be gone" } else { "back" };
+    let what = if gone { "gone" } else { "back" };
     stage
         .wait(Api::all(stage.cluster.client()), &inventory, what, met)
         .await
@@ -52,7 +52,7 @@ async fn a_device_gone_before_prepare_is_refused_and_not_replaced() -> anyhow::R
     let early = stage
         .wait(stage.claims(), "early", "allocated", met)
         .await?
-        .context("it is there")?;
+        .context("the device exists")?;
     let uid = early.metadata.uid.clone().context("a uid")?;
     let allocated = devices(&early)?.concat();
     let (number, minor) = number_of(&allocated)?;
@@ -60,7 +60,7 @@ async fn a_device_gone_before_prepare_is_refused_and_not_replaced() -> anyhow::R
     node.remove(&path)?;
     wait_for_inventory(&stage, 0, 1).await?;
 
-    // Kubelet asks for what was allocated, and there is another device that nobody has.
+    // Kubelet requests the allocated device although another one is free.
     stage.make_pod_with("user", "early").await?;
     companion.logged("is not on this node").await?;
     if stage.cluster.minor() >= 28 {
@@ -71,12 +71,12 @@ async fn a_device_gone_before_prepare_is_refused_and_not_replaced() -> anyhow::R
             .await?;
     }
     assert_eq!(traces(node, &uid)?, Vec::<String>::new());
-    // Nobody else is stopped by it, and the other device goes to whoever is allocated it.
+    // Other pods are not blocked; the other device can be allocated.
     stage.make_pod("other").await?;
     let other = look_inside(&stage, "other").await?;
     assert_ne!(other.only_device(), path);
 
-    // It is plugged in again: the pod needs nothing but kubelet's next attempt.
+    // The device is plugged in again: kubelet's next attempt succeeds.
     node.make_device(&path, 1, minor)?;
     assert_eq!(look_inside(&stage, "user").await?.only_device(), path);
     assert_eq!(look_inside(&stage, "other").await?, other);
@@ -90,7 +90,7 @@ async fn a_device_gone_before_prepare_is_refused_and_not_replaced() -> anyhow::R
     stage.cluster.stop().await
 }
 
-/// Ends a container behind kubelet's back, as a crash does.
+/// Kills a container without kubelet, as a crash would.
 async fn crash(node: Node<'_>, pod: &Pod) -> anyhow::Result<()> {
     let statuses = pod
         .status
@@ -103,7 +103,7 @@ async fn crash(node: Node<'_>, pod: &Pod) -> anyhow::Result<()> {
     node.ctr(&["task", "kill", "--signal", "9", id]).await.map(drop)
 }
 
-/// The container runtime says that it has no such device.
+/// Whether the container runtime reports a missing device.
 fn lacks_its_device(pod: Option<&Pod>) -> bool {
     let statuses = pod.and_then(|pod| pod.status.as_ref()?.container_statuses.as_ref());
     statuses.into_iter().flatten().any(|status| {
@@ -132,10 +132,10 @@ async fn a_device_gone_under_a_pod_stays_allocated_to_it() -> anyhow::Result<()>
 
     node.remove(&path)?;
     until_gone(&stage, &device, true).await?;
-    // The checkpoint alone: no container can be started with what may be another's node by then.
+    // Only the checkpoint is left: no container can start with a device node that may belong to another device by then.
     assert_eq!(traces(node, &uid)?, ["checkpoint.json"]);
     stage.wait(stage.pods(), "first", "running", is_running()).await?;
-    // The next companion begins with a claim whose device is not there.
+    // The next companion starts with a claim whose device is missing.
     companion.kill().await?;
     let companion = stage.companion(0, CONFIGURATION)?;
     companion.logged(REGISTERED).await?;
@@ -171,7 +171,7 @@ async fn a_device_gone_under_a_pod_stays_allocated_to_it() -> anyhow::Result<()>
     stage.cluster.stop().await
 }
 
-/// Two serial adapters that only their own numbers tell apart, as a machine lists them; `{a}` and `{b}` are their nodes.
+/// Two serial adapters that differ only in their serial number, as fake sysfs; `{a}` and `{b}` are their device nodes.
 const ADAPTERS: &str = "
 /devices/pci0000:00/0000:00:14.0/usb1 subsystem=usb idVendor=1d6b idProduct=0002 bDeviceClass=09 version=2.00
 /devices/pci0000:00/0000:00:14.0/usb1/1-1 subsystem=usb idVendor=0403 idProduct=6001 bDeviceClass=00 serial=A
@@ -179,7 +179,7 @@ const ADAPTERS: &str = "
 /devices/pci0000:00/0000:00:14.0/usb1/1-2 subsystem=usb idVendor=0403 idProduct=6001 bDeviceClass=00 serial=B
 /devices/pci0000:00/0000:00:14.0/usb1/1-2/1-2:1.0/tty/{b}
 ";
-/// What a container sees is called as the device is, whatever the kernel calls it.
+/// Path in the container: derived from the device name, not from the kernel's name.
 const SERIAL: &str = "\
 apiVersion: drayman.dev/v1alpha1
 kind: NodeConfiguration
@@ -189,10 +189,10 @@ kinds:
   containerPaths: {tty: \"/dev/drayman-{device}\"}
 ";
 
-/// A machine with both adapters at these minor numbers: its own `/sys`, and the nodes in the `/dev` of the test's node.
+/// A machine with both adapters at these minor numbers: a fake `/sys`, and the device nodes in the `/dev` of the test node.
 fn plug(node: Node<'_>, a: u32, b: u32) -> anyhow::Result<crate::host::Host> {
     let host = crate::host::Host::new().context("root makes device nodes")?;
-    // The kernel numbers as it finds them: the first is ttyUSB0, whichever it is.
+    // The kernel numbers devices in discovery order: the first one is ttyUSB0.
     let name = |minor: u32| format!("ttyUSB{}", u32::from(minor != a.min(b)));
     let line = |minor: u32| format!("{} subsystem=tty node=c1:{minor}:{}", name(minor), name(minor));
     host.plug(&ADAPTERS.replace("{a}", &line(a)).replace("{b}", &line(b)));
@@ -207,7 +207,7 @@ fn companion_on(stage: &Stage, host: &crate::host::Host) -> anyhow::Result<Progr
     stage.companion_with(0, SERIAL, &[&flag])
 }
 
-/// The letter of the adapter that a pod was given, by the name that it has there, and the minor number of the node behind that.
+/// The letter of the adapter in a pod, from the path in its container, and the minor number of the device node.
 async fn adapter(stage: &Stage, pod: &str, inside: &Inside) -> anyhow::Result<(char, u32)> {
     let path = inside.only_device();
     let letter = match path.split("6001-").nth(1) {
@@ -242,7 +242,7 @@ async fn after_a_renumbering_boot_each_pod_has_its_adapter() -> anyhow::Result<(
     }
     companion.kill().await?;
     lose_power(&stage, node).await?;
-    // Now B comes first: it is what A was, by its name and by its number, and A has a number that nobody had.
+    // Now B comes first: it has A's former name and number, and A has a new number.
     for name in ["ttyUSB0", "ttyUSB1"] {
         node.remove(format!("/dev/{name}"))?;
     }

@@ -1,4 +1,4 @@
-//! What the configuration describes, from the file to the container: devices of several nodes, health, another file.
+//! Kinds of the configuration on real nodes: devices with several device nodes, health, and configuration reloads.
 
 use std::time::Instant;
 
@@ -12,7 +12,7 @@ use crate::harness::{IMAGE, Node};
 use crate::pods::{look_inside, wait_for_inventory};
 use crate::stage::{Stage, is_allocated, is_gone, is_running};
 
-/// A device of two nodes, one of which may be missing, and a control node that all of them share.
+/// A device with two device nodes, one of them optional, and a shared control node.
 const GROUPS: &str = "\
 apiVersion: drayman.dev/v1alpha1
 kind: NodeConfiguration
@@ -30,7 +30,7 @@ kinds:
   - {hostPath: /etc/hostname, containerPath: /etc/of-the-node}
 ";
 
-/// A kind whose devices are opened to see whether they are well.
+/// A kind whose devices are probed by opening them.
 const PROBED: &str = "\
 apiVersion: drayman.dev/v1alpha1
 kind: NodeConfiguration
@@ -85,14 +85,14 @@ async fn grouped_nodes_are_one_device_up_to_the_container() -> anyhow::Result<()
     }
     assert_ne!(
         seen[0], seen[1],
-        "each has its own device, and both have the shared node"
+        "each pod has its own device, and both have the shared node"
     );
     companion.end().await?;
     controller.end().await?;
     stage.cluster.stop().await
 }
 
-/// Two kinds of one control node, which the one may read and the other also write.
+/// Two kinds with one control node: read-only for one, writable for the other.
 const SHARING: &str = "\
 apiVersion: drayman.dev/v1alpha1
 kind: NodeConfiguration
@@ -108,7 +108,7 @@ kinds:
 async fn a_node_of_two_claims_has_the_union_of_permissions() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
-    // What is written to without harm, containers may always; they may not KVM.
+    // Containers may always use the standard memory devices, but not KVM.
     for (name, major, minor) in [("read", 1, 5), ("write", 1, 8), ("control", 10, 232)] {
         node.make_device(format!("/dev/drayman-{name}"), major, minor)?;
     }
@@ -170,7 +170,7 @@ async fn a_node_of_two_claims_has_the_union_of_permissions() -> anyhow::Result<(
     stage.cluster.stop().await
 }
 
-/// Puts a device of other numbers at the place of one.
+/// Replaces a device node by one with other numbers.
 fn replace(node: Node<'_>, name: &str, major: u32, minor: u32) -> anyhow::Result<()> {
     let path = format!("/dev/{name}");
     node.remove(&path)?;
@@ -182,7 +182,7 @@ async fn an_unhealthy_device_stays_with_its_pod_and_is_reported() -> anyhow::Res
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
     node.make_device("/dev/drayman-test-0", 1, 5)?;
-    // The numbers of no driver: it does not open.
+    // Numbers without a driver: the device cannot be opened.
     node.make_device("/dev/drayman-test-1", 240, 250)?;
     stage.make_template(None).await?;
     let controller = stage.controller()?;
@@ -206,7 +206,7 @@ async fn an_unhealthy_device_stays_with_its_pod_and_is_reported() -> anyhow::Res
         .wait_for_event("second", "NoSuitableDevice", "1 unhealthy")
         .await?;
 
-    // What is in use becomes unhealthy: its pod keeps it, and nobody else gets it.
+    // A device in use becomes unhealthy: its pod keeps it, and no other pod gets it.
     replace(node, "drayman-test-0", 240, 251)?;
     stage
         .wait_for_event(
@@ -242,7 +242,7 @@ async fn an_unhealthy_device_stays_with_its_pod_and_is_reported() -> anyhow::Res
     stage.cluster.stop().await
 }
 
-/// Two resources of one node, by the name of the first.
+/// Configuration with two resources; `resource` is the name of the first.
 fn plugged(resource: &str) -> String {
     format!(
         "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n\
@@ -298,7 +298,7 @@ async fn a_renamed_resource_is_zero_and_the_new_one_counts() -> anyhow::Result<(
         "from the new file to the new count on the Node: {:?}",
         began.elapsed()
     );
-    // A file that is wrong changes nothing and is told.
+    // An invalid file changes nothing and is reported.
     stage.rewrite_configuration(0, "kinds: 7\n")?;
     stage
         .wait_for_event(

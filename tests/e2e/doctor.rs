@@ -1,4 +1,4 @@
-//! `drayman doctor` on a real control plane: what is wrong is named with its fix.
+//! `drayman doctor` on a real control plane: problems are reported with their fix.
 
 use std::process::Stdio;
 
@@ -13,7 +13,7 @@ use crate::commands::{answer, drayman, json};
 use crate::harness::Cluster;
 use crate::stage::{DRIVER, Stage, controller_rules};
 
-/// What the doctor calls a problem under this heading.
+/// Messages of the problems under this heading.
 async fn problems(stage: &Stage, check: &str, arguments: &[&str]) -> anyhow::Result<Vec<String>> {
     let findings = json(stage, &[&["doctor"], arguments].concat()).await?;
     let findings = findings["items"].as_array().into_iter().flatten();
@@ -43,7 +43,7 @@ async fn the_doctor_names_faults_and_is_content_when_fixed() -> anyhow::Result<(
     assert_eq!(code, Some(0), "{text}");
     assert!(text.contains("0 warnings, 0 problems"), "{text}");
 
-    // A node that was made again, and a class that names nothing.
+    // A node that was recreated, and a class with dangling parameters.
     stage
         .write_inventory("node-a", "another-uid", 2)
         .await
@@ -65,7 +65,7 @@ async fn the_doctor_names_faults_and_is_content_when_fixed() -> anyhow::Result<(
     );
     assert!(messages[1].contains("earlier node"), "{messages:?}");
 
-    // Who may read nothing is told which right is missing.
+    // For a user without rights, the missing right is named.
     let nobody = stage.cluster.user("nobody", &[]).await?;
     let output = drayman(&stage.cluster, &nobody, &["doctor"]).await?;
     let text = String::from_utf8(output.stdout)?;
@@ -100,7 +100,7 @@ async fn a_right_that_a_component_lacks_is_named_by_verb_and_resource() -> anyho
     }
     rules.retain(|rule| !rule.verbs.is_empty());
     stage.cluster.user("drayman-controller", &rules).await?;
-    // The API server hears of it by its own watch.
+    // The API server learns of it through its own watch.
     let deadline = std::time::Instant::now() + crate::harness::PATIENCE;
     let missing = loop {
         let missing = problems(&stage, "rights", &users).await?;
@@ -122,7 +122,7 @@ async fn a_right_that_a_component_lacks_is_named_by_verb_and_resource() -> anyho
         "{text}"
     );
 
-    // Who may not ask that is told so.
+    // If that is forbidden, the missing right is named.
     let nobody = stage.cluster.user("nobody", &[]).await?;
     let output = drayman(&stage.cluster, &nobody, &[&["doctor"], &users[..]].concat()).await?;
     let text = String::from_utf8(output.stdout)?;
@@ -154,7 +154,7 @@ async fn another_driver_of_the_same_name_is_found() -> anyhow::Result<()> {
             }))
             .await?;
     }
-    // Nobody of ours would write such a handle.
+    // Our driver would never write this handle.
     let claim: ResourceClaim = serde_json::from_value(serde_json::json!({
         "metadata": { "name": "foreign" }, "spec": { "resourceClassName": "test", "allocationMode": "Immediate" } }))?;
     stage.claims().create(&PostParams::default(), &claim).await?;
@@ -197,7 +197,7 @@ async fn kinds_that_are_not_defined_are_named_with_the_fix() -> anyhow::Result<(
     cluster.stop().await
 }
 
-/// What the doctor says of the gates, with the level.
+/// Findings about feature gates, with their level.
 async fn gates(stage: &Stage) -> anyhow::Result<Vec<(String, String)>> {
     let findings = json(stage, &["doctor"]).await?;
     let findings = findings["items"].as_array().into_iter().flatten();
@@ -250,7 +250,7 @@ async fn the_doctor_reports_the_gates_or_why_it_cannot() -> anyhow::Result<()> {
     assert_said(&said, "Note", "kube-scheduler cannot be asked");
     assert_said(&said, "Note", "kube-controller-manager cannot be asked");
 
-    // A pod that waits for its allocation shows both.
+    // A pod that waits for its allocation proves both.
     stage.make_template(None).await?;
     stage.make_pod("waits").await?;
     stage
@@ -263,7 +263,7 @@ async fn the_doctor_reports_the_gates_or_why_it_cannot() -> anyhow::Result<()> {
     assert_said(&said, "Fine", "kube-scheduler allocates for pods");
     assert_said(&said, "Fine", "kube-controller-manager makes claims");
 
-    // Who may not ask is told which right that needs.
+    // If that is forbidden, the missing right is named.
     let read = ["get", "list"];
     let rules = [crate::harness::rule(
         &["", "resource.k8s.io", DRIVER, "apiextensions.k8s.io"],
@@ -315,7 +315,7 @@ async fn a_disabled_gate_is_found_in_scheduler_and_kubelet() -> anyhow::Result<(
     stage.cluster.stop().await
 }
 
-/// A cluster without classic Dynamic Resource Allocation is in order as long as no device needs it.
+/// A cluster without classic DRA is fine as long as all devices are extended resources.
 #[tokio::test]
 async fn extended_resources_need_no_claims_api_and_no_controller() -> anyhow::Result<()> {
     let mut cluster = Cluster::builder().flag("apiserver", "--runtime-config=resource.k8s.io/v1alpha2=false");
@@ -345,7 +345,7 @@ async fn extended_resources_need_no_claims_api_and_no_controller() -> anyhow::Re
     stage.cluster.stop().await
 }
 
-/// What `drayman doctor --this-node` says on the first node.
+/// Output of `drayman doctor --this-node` on the first node.
 async fn of_node(cluster: &Cluster) -> anyhow::Result<(Option<i32>, Vec<Value>)> {
     let node = cluster.node(0);
     let mut command = node.command(env!("CARGO_BIN_EXE_drayman"));
@@ -359,7 +359,7 @@ async fn of_node(cluster: &Cluster) -> anyhow::Result<(Option<i32>, Vec<Value>)>
     Ok((output.status.code(), findings))
 }
 
-/// The messages of one level.
+/// Messages of one level.
 fn of_level<'a>(findings: &'a [Value], level: &str) -> Vec<&'a str> {
     let found = findings.iter().filter(|finding| finding["level"] == level);
     found.filter_map(|finding| finding["message"].as_str()).collect()

@@ -1,4 +1,4 @@
-//! What users and administrators write and should not: a clear event, once, and nobody else notices.
+//! Invalid objects of users and administrators: one clear event each, and no effect on others.
 
 use kube::api::{DeleteParams, Patch, PatchParams};
 use serde_json::{Value, json};
@@ -7,7 +7,7 @@ use crate::harness::Entry;
 use crate::stage::{DRIVER, Stage, is_allocated, is_bound, is_gone};
 use crate::stored_claims::{CONTROLLER, kind, open_definitions, write};
 
-/// Makes a claim with these parameters, and a pod that names it.
+/// Creates a claim with these parameters, and a pod that uses it.
 async fn make_pod(stage: &Stage, name: &str) -> anyhow::Result<()> {
     let reference = json!({ "apiGroup": DRIVER, "kind": "DeviceClaimParameters", "name": name });
     stage
@@ -22,11 +22,11 @@ fn wish(name: &str, request: &Value) -> Value {
         "spec": { "requests": [request] } })
 }
 
-/// Everything that the controller was up to about these objects, after it has served a pod that came last: no more than a few requests
-/// for each, of which each event is one.
+/// Asserts that the controller has finished with these objects: after it has served one more pod, it has sent only a few requests for each,
+/// including events.
 async fn assert_at_rest(stage: &Stage, names: &[&str], reason: &str) -> anyhow::Result<()> {
     for name in names {
-        // On the pod and on its claim, which have one name here.
+        // On the pod and on its claim, which have the same name here.
         assert_eq!(stage.times_said(name, reason).await?, 2, "{name}: {reason}");
     }
     let entries: Vec<Entry> = stage.cluster.audit().of_user(CONTROLLER).await?;
@@ -73,7 +73,7 @@ async fn hostile_selectors_are_reported_once_and_delay_nobody() -> anyhow::Resul
         stage.apply(&wish(name, &request)).await?;
         make_pod(&stage, name).await?;
     }
-    // Served while the others are judged and after.
+    // Served during and after the evaluation of the others.
     assert_eq!(stage.serve("first").await?, ["node-a/drayman-test-0"]);
     for (name, _) in &hostile {
         let event = stage
@@ -88,7 +88,7 @@ async fn hostile_selectors_are_reported_once_and_delay_nobody() -> anyhow::Resul
     assert_eq!(stage.serve("second").await?, ["node-a/drayman-test-1"]);
     let names: Vec<&str> = hostile.iter().map(|(name, _)| *name).collect();
     assert_at_rest(&stage, &names, "SelectorInvalid").await?;
-    // Put right, it is served.
+    // After the fix, the pod is served.
     stage.apply(&wish("endless", &json!({ "name": "good" }))).await?;
     stage.remove_pod("first").await?;
     stage.wait(stage.pods(), "endless", "bound", is_bound()).await?;
@@ -120,7 +120,7 @@ async fn impossible_counts_are_refused_by_server_and_controller() -> anyhow::Res
     for (name, count) in &counts {
         let mut wish = wish(name, &json!({ "name": "device", "count": count }));
         wish["spec"]["requests"][0]["name"] = json!("device");
-        // Kept by the open definition, and understood by nobody.
+        // Kept by the open schema, but unknown to the controller.
         wish["kept"] = json!(true);
         write(&wishes, name, &wish, "/kept").await?;
         make_pod(&stage, name).await?;
@@ -167,7 +167,7 @@ async fn parameters_deleted_after_the_allocation_are_not_missed() -> anyhow::Res
     stage.remove_pod("two").await?;
     let _ = stage.claims().delete("two", &DeleteParams::default()).await?;
     stage.wait(stage.claims(), "two", "gone", is_gone()).await?;
-    // Both are free, and a new claim that names what is gone says so once.
+    // Both devices are free, and a new claim with missing parameters gets one event.
     assert_eq!(stage.serve("later").await?, ["node-a/drayman-test-0"]);
     make_pod(&stage, "missing").await?;
     stage
@@ -191,7 +191,7 @@ async fn inventories_and_classes_edited_to_nonsense_harm_nobody_else() -> anyhow
     let controller = stage.controller()?;
     assert!(stage.serve("before").await?[0].starts_with("node-"));
     let name = |node: &str| format!("{node}.{DRIVER}");
-    // Not an inventory any more; and three that never were: of no node, of a node that has one, of devices that are none.
+    // An invalid inventory, and three that never were valid: without a node, with the node of another inventory, and with invalid devices.
     let broken = Patch::Merge(json!({ "spec": { "devices": "many", "kept": true } }));
     inventories
         .patch(&name("node-b"), &PatchParams::default(), &broken)
@@ -212,7 +212,7 @@ async fn inventories_and_classes_edited_to_nonsense_harm_nobody_else() -> anyhow
             "metadata": { "name": object }, "spec": spec });
         write(&inventories, object, &inventory, "/spec/kept").await?;
     }
-    // A class of ours whose parameters are another kind of thing, and one that names nothing.
+    // Two of our classes: the parameters of one are of another kind, those of the other are missing.
     for (class, reference) in [
         (
             "wrong-kind",
@@ -233,7 +233,7 @@ async fn inventories_and_classes_edited_to_nonsense_harm_nobody_else() -> anyhow
             .wait_for_event(class, "ParametersReferenceInvalid", class)
             .await?;
     }
-    // Two devices are left, those of node-a, of which the first pod may have one.
+    // The two devices of node-a are left; the first pod may hold one.
     let mut got = stage.serve("after").await?;
     stage.make_pod("last").await?;
     stage.remove_pod("before").await?;

@@ -1,5 +1,4 @@
-//! Companions that end within kubelet's calls, companions that are there twice, answers that nobody waits for any more, and callers
-//! that are in kubelet's way.
+//! Companions that exit during kubelet's calls, two companions on one node, abandoned calls, and other clients that block the sockets.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -20,14 +19,14 @@ use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, traces, wait
 use crate::stage::{Program, Stage, is_allocated, is_gone};
 
 const REGISTERED: &str = "kubelet has registered the driver";
-/// Where the companion writes for a claim, and its sockets.
+/// Directories that the companion writes to for claims, with its sockets.
 const STATE: &str = "/var/lib/kubelet/plugins/drayman.dev";
 const CDI: &str = "/run/cdi";
 const FAILED: &str = "FailedPrepareDynamicResources";
-/// Set by `make test-all`: the companion is ended after each change, not after every fourth.
+/// Set by `make test-all`: ends the companion after each change instead of every fourth.
 const EVERY_CHANGE: &str = "DRAYMAN_TEST_EVERY_CHANGE";
 
-/// A node with so many devices for claims, and nobody who hands them out.
+/// A node with this many devices for claims, without a controller.
 async fn stage(devices: usize) -> anyhow::Result<(Stage, Program)> {
     let stage = Stage::start(1).await?;
     make_devices(stage.cluster.node(0), "drayman-test", &MINORS[..devices])?;
@@ -36,7 +35,7 @@ async fn stage(devices: usize) -> anyhow::Result<(Stage, Program)> {
     Ok((stage, controller))
 }
 
-/// Waits until a companion serves kubelet and has written what it writes by itself.
+/// Waits until a companion serves kubelet and has finished its own writes.
 async fn settled(stage: &Stage, companion: &Program, devices: usize) -> anyhow::Result<()> {
     wait_for_inventory(stage, 0, u32::try_from(devices)?).await?;
     companion.logged(REGISTERED).await?;
@@ -47,7 +46,7 @@ async fn settled(stage: &Stage, companion: &Program, devices: usize) -> anyhow::
         ensure!(Instant::now() < until, "{:?}", written());
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    // The checkpoint of the companion before it may say the same: nothing is written for a second.
+    // The previous companion's checkpoint may look the same, so this waits until nothing was written for a second.
     let node = stage.cluster.node(0);
     let mut changes = Written::expect([node.path(STATE), node.path(CDI)])?;
     while timeout(Duration::from_secs(1), changes.0.next()).await.is_ok() {
@@ -56,8 +55,8 @@ async fn settled(stage: &Stage, companion: &Program, devices: usize) -> anyhow::
     Ok(())
 }
 
-/// What kubelet tells of prepares that failed, other than because it may not read the claim yet: the API server's authorizer for nodes
-/// (`plugin/pkg/auth/authorizer/node`) can hear of a pod after the node does.
+/// Prepare failures that kubelet reports, except those because it may not read the claim yet: the API server's node authorizer
+/// (`plugin/pkg/auth/authorizer/node`) may learn of a pod after the node does.
 async fn failed_prepares(stage: &Stage, pod: &str) -> anyhow::Result<Vec<String>> {
     let mut said = stage.said(pod, FAILED).await?;
     said.retain(|text| {
@@ -66,7 +65,7 @@ async fn failed_prepares(stage: &Stage, pod: &str) -> anyhow::Result<Vec<String>
     Ok(said)
 }
 
-/// The sockets that a companion has left.
+/// Sockets left by a companion.
 fn sockets(node: Node<'_>) -> Vec<String> {
     ["/var/lib/kubelet/plugins_registry/drayman.dev", STATE]
         .into_iter()
@@ -75,7 +74,7 @@ fn sockets(node: Node<'_>) -> Vec<String> {
         .collect()
 }
 
-/// Watches what a companion writes for claims.
+/// Watches the companion's writes for claims.
 struct Written(inotify::EventStream<[u8; 4096]>);
 
 impl Written {
@@ -88,9 +87,9 @@ impl Written {
         Ok(Self(inotify.into_event_stream([0; 4096])?))
     }
 
-    /// Waits for the n-th change. False if nothing more is written before that.
+    /// Waits for the n-th change. False if the writes end before it.
     async fn reaches(&mut self, n: usize) -> anyhow::Result<bool> {
-        // Kubelet's first call comes when the scheduler has done its part; what belongs to one call comes at once.
+        // Kubelet's first call comes after the scheduler's decision; the changes of one call follow immediately.
         let mut patience = PATIENCE;
         for seen in 0..n {
             match timeout(patience, self.0.next()).await {
@@ -111,7 +110,7 @@ async fn a_sigterm_within_a_call_fails_no_call_and_loses_nothing() -> anyhow::Re
     let written = || Written::expect([node.path(STATE), node.path(CDI)]);
     let mut companion = stage.companion(0, CONFIGURATION)?;
     let mut moments = [0, 0];
-    // `tests/faults` has a SIGTERM at every change; here kubelet is real, and a few are enough for every day.
+    // `tests/faults` sends SIGTERM at every change; with a real kubelet, a few suffice by default.
     let every = std::env::var_os(EVERY_CHANGE).is_some();
     settled(&stage, &companion, 1).await?;
     for n in (1..).step_by(if every { 1 } else { 4 }) {
@@ -128,7 +127,7 @@ async fn a_sigterm_within_a_call_fails_no_call_and_loses_nothing() -> anyhow::Re
         companion = stage.companion(0, CONFIGURATION)?;
         settled(&stage, &companion, 1).await?;
         look_inside(&stage, &pod).await?.only_device();
-        // What was under way was answered.
+        // The call in progress was answered.
         assert_eq!(
             failed_prepares(&stage, &pod).await?,
             Vec::<String>::new(),
@@ -154,7 +153,7 @@ async fn a_sigterm_within_a_call_fails_no_call_and_loses_nothing() -> anyhow::Re
         companion = stage.companion(0, CONFIGURATION)?;
         stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
         assert_eq!(traces(node, &uid)?, Vec::<String>::new());
-        // Only what has come up can be asked to end.
+        // A companion can be ended only after its start.
         settled(&stage, &companion, 1).await?;
         for (moment, within) in moments.iter_mut().zip([within_prepare, within_unprepare]) {
             *moment += usize::from(within);
@@ -176,12 +175,12 @@ async fn a_sigterm_within_a_call_fails_no_call_and_loses_nothing() -> anyhow::Re
     stage.cluster.stop().await
 }
 
-/// Waits until a companion has found another in its way.
+/// Waits until a companion reports that another one runs.
 async fn waits(second: &Program) -> anyhow::Result<()> {
     second.logged("another companion runs on this node").await
 }
 
-/// The same companion or, if its patience has ended meanwhile, the next one, as whoever looks after it would start it.
+/// The same companion or, if it has timed out meanwhile, a restarted one.
 async fn still_waits(stage: &Stage, mut second: Program) -> anyhow::Result<Program> {
     if second.has_ended()? {
         second = stage.companion(0, CONFIGURATION)?;
@@ -204,7 +203,7 @@ async fn of_two_companions_one_serves_and_the_other_takes_over() -> anyhow::Resu
     stage.make_pod("before").await?;
     serve("before").await?;
 
-    // As in an update that starts the next one before the last has ended.
+    // As in an update with maxSurge, where the next one starts before the last has ended.
     let second = stage.companion(0, CONFIGURATION)?;
     waits(&second).await?;
     stage.make_pod("between").await?;
@@ -221,7 +220,7 @@ async fn of_two_companions_one_serves_and_the_other_takes_over() -> anyhow::Resu
     stage.make_pod("after").await?;
     serve("after").await?;
 
-    // The one that serves dies within a Prepare, and the other is there already.
+    // The serving companion dies during a Prepare while the other one waits.
     let mut second = second;
     let third = stage.companion(0, CONFIGURATION)?;
     waits(&third).await?;
@@ -249,8 +248,8 @@ async fn of_two_companions_one_serves_and_the_other_takes_over() -> anyhow::Resu
     stage.cluster.stop().await
 }
 
-/// How many pods kubelet has done with at their first try, whatever came of it. Of a Prepare that has failed kubelet 1.27 says nothing,
-/// neither in its log nor in an event: it goes on with something else, and comes back to the pod a minute later.
+/// Number of pods that kubelet has synced once, with any result. Kubelet 1.27 reports a failed Prepare neither in its log nor as an event,
+/// and retries the pod a minute later.
 async fn first_tries(stage: &Stage) -> anyhow::Result<u64> {
     let path = format!("/api/v1/nodes/{}/proxy/metrics", stage.cluster.node(0).name());
     let metrics = stage.cluster.kubectl(&["get", "--raw", &path]).await?;
@@ -259,7 +258,7 @@ async fn first_tries(stage: &Stage) -> anyhow::Result<u64> {
     Ok(count.map_or(Ok(0), str::parse)?)
 }
 
-/// Waits until a claim has left so many files.
+/// Waits until `count` files of a claim are left.
 pub(crate) async fn until_traces(node: Node<'_>, uid: &str, count: usize) -> anyhow::Result<()> {
     let until = Instant::now() + PATIENCE;
     while traces(node, uid)?.len() != count {
@@ -269,8 +268,7 @@ pub(crate) async fn until_traces(node: Node<'_>, uid: &str, count: usize) -> any
     Ok(())
 }
 
-/// Stops a companion where it stands as soon as it changes something in a directory. From a thread of its own: what is to be stopped
-/// takes milliseconds.
+/// Sends SIGSTOP to a companion at its first change in a directory. Runs in its own thread because the call takes only milliseconds.
 fn stop_at_first_change(companion: &Program, directory: PathBuf) -> anyhow::Result<oneshot::Receiver<()>> {
     let mut inotify = Inotify::init()?;
     inotify
@@ -296,10 +294,10 @@ async fn claim_of(stage: &Stage, pod: &str) -> anyhow::Result<(String, String)> 
     Ok((uid.unwrap_or_default(), name.unwrap_or_default()))
 }
 
-/// How often a companion that is to be stopped may be quicker.
+/// Attempts to stop a companion during its call.
 const ATTEMPTS: usize = 20;
 
-/// Makes a pod and stops the companion within its Prepare. The pod, and the uid of its claim.
+/// Creates a pod and stops the companion during its Prepare. Returns the pod and the uid of its claim.
 async fn stopped_within_prepare(stage: &Stage, companion: &Program) -> anyhow::Result<(String, String)> {
     let node = stage.cluster.node(0);
     for attempt in 0..ATTEMPTS {
@@ -316,7 +314,7 @@ async fn stopped_within_prepare(stage: &Stage, companion: &Program) -> anyhow::R
         stage.cluster.kubectl(&["delete", "pod", &pod]).await?;
         stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
     }
-    anyhow::bail!("the companion was always quicker")
+    anyhow::bail!("the companion was always faster")
 }
 
 #[tokio::test]
@@ -325,7 +323,7 @@ async fn an_abandoned_call_is_done_and_found_done_later() -> anyhow::Result<()> 
     let node = stage.cluster.node(0);
     let companion = stage.companion(0, CONFIGURATION)?;
     settled(&stage, &companion, 1).await?;
-    // The companion stands still until kubelet has given up, which takes it 45 s, and 10 s before 1.28.
+    // The companion is stopped until kubelet gives up, after 45 s (10 s before 1.28).
     let (mut pod, mut uid) = stopped_within_prepare(&stage, &companion).await?;
     let began = Instant::now();
     let told = stage.cluster.minor() >= 28;
@@ -339,7 +337,7 @@ async fn an_abandoned_call_is_done_and_found_done_later() -> anyhow::Result<()> 
         }
     }
     println!("kubelet gave up after {:?}", began.elapsed());
-    // What follows comes of the call that was given up: nobody is there to make another.
+    // The rest comes from the abandoned call: no kubelet runs to make another one.
     node.stop("kubelet", 9).await?;
     companion.signal(Signal::CONT)?;
     until_traces(node, &uid, 2).await?;
@@ -348,7 +346,7 @@ async fn an_abandoned_call_is_done_and_found_done_later() -> anyhow::Result<()> 
     let failed = failed_prepares(&stage, &pod).await?;
     assert_eq!(failed.len(), usize::from(told), "{failed:?}");
 
-    // It stands still within an Unprepare until kubelet is gone, and the next kubelet asks for what is done already.
+    // The companion is stopped during an Unprepare until kubelet is dead. The next kubelet requests the same Unprepare again.
     let mut within = false;
     for attempt in 0..ATTEMPTS {
         let stopped = stop_at_first_change(&companion, node.path(CDI))?;
@@ -365,7 +363,7 @@ async fn an_abandoned_call_is_done_and_found_done_later() -> anyhow::Result<()> 
         look_inside(&stage, &pod).await?;
         uid = claim_of(&stage, &pod).await?.0;
     }
-    assert!(within, "the companion was always quicker");
+    assert!(within, "the companion was always faster");
     let (_, name) = claim_of(&stage, &pod).await?;
     node.stop("kubelet", 9).await?;
     companion.signal(Signal::CONT)?;
@@ -381,7 +379,7 @@ async fn an_abandoned_call_is_done_and_found_done_later() -> anyhow::Result<()> 
     stage.cluster.stop().await
 }
 
-/// Bytes of a process in memory.
+/// Resident memory of a process in bytes.
 fn memory(companion: &Program) -> anyhow::Result<u64> {
     let status = std::fs::read_to_string(format!("/proc/{}/statm", companion.id()?))?;
     let pages: u64 = status.split(' ').nth(1).unwrap_or_default().parse()?;
@@ -390,13 +388,13 @@ fn memory(companion: &Program) -> anyhow::Result<u64> {
 
 #[tokio::test]
 async fn silent_callers_and_garbage_do_not_keep_kubelet_out() -> anyhow::Result<()> {
-    /// What a client of HTTP/2 says first.
+    /// Connection preface of an HTTP/2 client.
     const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
-    /// A header block of 8 KiB that begins and is never ended.
+    /// A header block of 8 KiB that is never completed.
     const HEADERS: &[u8] = b"\0\x20\0\x01\0\0\0\0\x01";
-    /// At each socket.
+    /// Per socket.
     const CALLERS: usize = 1000;
-    /// That a socket has at a time, and files that a companion has open besides, at most.
+    /// Upper limits: connections per socket, and other open files of a companion.
     const CONNECTIONS: usize = 64;
     const OTHER_FILES: usize = 50;
     let (stage, controller) = stage(2).await?;
@@ -435,7 +433,7 @@ async fn silent_callers_and_garbage_do_not_keep_kubelet_out() -> anyhow::Result<
             callers.push(caller);
         }
     }
-    // They are taken in the order in which they came. Kubelet comes when all have been heard, and not in their midst.
+    // Connections are accepted in order. Kubelet connects after all of them, not in between.
     for last in callers.iter_mut().skip(CALLERS - 1).step_by(CALLERS) {
         timeout(PATIENCE, last.read_u8())
             .await
@@ -447,7 +445,7 @@ async fn silent_callers_and_garbage_do_not_keep_kubelet_out() -> anyhow::Result<
         callers.len(),
         memory(&companion)?.saturating_sub(rest) / 1024
     );
-    // Kubelet's own connection is not closed for others.
+    // Kubelet's own connection is not closed in favour of others.
     stage.make_pod("among-them").await?;
     let among = look_inside(&stage, "among-them").await?;
     assert_ne!(among.only_device(), before.only_device());
@@ -458,7 +456,7 @@ async fn silent_callers_and_garbage_do_not_keep_kubelet_out() -> anyhow::Result<
     stage.cluster.kubectl(&["delete", "pod", "before"]).await?;
     stage.make_pod("after").await?;
     assert_eq!(look_inside(&stage, "after").await?, before);
-    // A kubelet that starts gets in when the callers are closed, after ten seconds.
+    // A restarted kubelet connects once the others are closed, after ten seconds.
     node.restart_kubelet().await?;
     let patience = format!("--timeout={}s", PATIENCE.as_secs());
     for pod in ["among-them", "after"] {

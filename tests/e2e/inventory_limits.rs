@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::stage::Stage;
 
-/// A driver that lists what the test says.
+/// A driver that lists the devices of the test.
 struct Listed(Mutex<Option<mpsc::UnboundedReceiver<Vec<Device>>>>);
 
 impl NodeDriver for Listed {
@@ -30,7 +30,7 @@ impl NodeDriver for Listed {
     }
 }
 
-/// As many devices as a node can have, with the longest names and so many attributes of the longest names.
+/// The maximum number of devices per node, with names of maximum length and this many attributes.
 fn devices(attributes: usize, value: &str, unhealthy: &str) -> Vec<Device> {
     let attribute = |index: usize| {
         let name = format!("example.com/{index:a>width$}", width = ATTRIBUTE_NAME_MAX - 12);

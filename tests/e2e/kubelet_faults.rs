@@ -1,4 +1,4 @@
-//! What a real kubelet does to the companion, and what becomes of the devices.
+//! Faults of a real kubelet and their effect on devices.
 
 use std::io::ErrorKind;
 use std::path::Path;
@@ -20,7 +20,7 @@ use crate::stage::{Program, Stage, is_allocated, is_gone};
 const REGISTERED: &str = "kubelet has registered the driver";
 const SOON: &[&str] = &["--orphan-grace-period=2s"];
 
-/// A node with so many devices for claims.
+/// A node with this many devices for claims.
 async fn stage(devices: usize) -> anyhow::Result<(Stage, Program, Program)> {
     let stage = Stage::start(1).await?;
     make_devices(stage.cluster.node(0), "drayman-test", &MINORS[..devices])?;
@@ -37,7 +37,7 @@ async fn uid_of_claim(stage: &Stage, pod: &str) -> anyhow::Result<String> {
     Ok(claim.metadata.uid.unwrap_or_default())
 }
 
-/// `drayman node …` on the node, and what it says.
+/// Runs `drayman node …` on the node. Returns success and output.
 async fn person(node: Node<'_>, arguments: &[&str]) -> anyhow::Result<(bool, String)> {
     let output = node
         .command(env!("CARGO_BIN_EXE_drayman"))
@@ -49,8 +49,8 @@ async fn person(node: Node<'_>, arguments: &[&str]) -> anyhow::Result<(bool, Str
     Ok((output.status.success(), String::from_utf8(said)?))
 }
 
-/// Waits until a pod runs that gets the device of a claim which is gone. Kubelet gives that claim back after all, or keeps it in its
-/// list for ever: then it comes into quarantine, and a person says that its containers have ended.
+/// Waits until a pod runs that gets the device of a deleted claim. Kubelet either unprepares that claim after all, or lists it forever. In
+/// the latter case, the device is quarantined and released by hand.
 async fn runs_after(stage: &Stage, companion: &Program, pod: &str, uid: &str) -> anyhow::Result<Inside> {
     let node = stage.cluster.node(0);
     let quarantined = async {
@@ -90,7 +90,7 @@ async fn a_pod_deleted_by_force_gives_its_device_to_the_next_one() -> anyhow::Re
     let uid = uid_of_claim(&stage, "first").await?;
     stage.make_pod("second").await?;
     stage.remove_pod("first").await?;
-    // 1.27 asks the API server for the claim before it calls Unprepare; the claim is gone, and so it never does.
+    // Kubelet 1.27 reads the claim from the API server before Unprepare. The claim is deleted, so it never calls.
     let second = if stage.cluster.minor() < 28 {
         runs_after(&stage, &companion, "second", &uid).await?
     } else {
@@ -123,7 +123,7 @@ async fn a_force_deleted_pods_device_is_free_or_quarantined() -> anyhow::Result<
         .await?;
     stage.make_pod("second").await?;
     node.start("kubelet").await?;
-    // Either kubelet gives the claim back after all, or it keeps it in its list for ever.
+    // Kubelet either unprepares the claim after all, or lists it forever.
     let list = node.read("/var/lib/kubelet/dra_manager_state")?;
     println!(
         "kubelet lists the claim of the pod that is gone: {}",
@@ -137,15 +137,15 @@ async fn a_force_deleted_pods_device_is_free_or_quarantined() -> anyhow::Result<
     stage.cluster.stop().await
 }
 
-/// Kills kubelet between Prepare and the answer, and deletes the pod by force before the next kubelet comes. True if that kubelet
-/// does not list the claim; kubelet may have been quicker.
+/// Kills kubelet between Prepare and the answer, and force-deletes the pod before the next kubelet starts. Returns true if that kubelet
+/// does not list the claim; it does if the answer was faster.
 async fn kubelet_forgets(stage: &Stage, companion: &Program, pod: &str) -> anyhow::Result<bool> {
     let node = stage.cluster.node(0);
-    // The first thing that is written; two more are before the answer.
+    // The first of three writes before the answer.
     let begun = Change::expect(node.path("/var/lib/kubelet/plugins/drayman.dev"))?;
     stage.make_pod(pod).await?;
     begun.seen().await?;
-    // The companion stands still before it can answer.
+    // The companion is stopped before it can answer.
     companion.signal(rustix::process::Signal::STOP)?;
     node.stop("kubelet", 9).await?;
     companion.signal(rustix::process::Signal::CONT)?;
@@ -171,7 +171,7 @@ async fn kubelet_forgets(stage: &Stage, companion: &Program, pod: &str) -> anyho
             .contains(&format!("claim_uid={uid} reason=\"OrphanFreed\"")),
         "{uid}"
     );
-    // It is said when it is decided, and then carried out.
+    // The companion logs the decision before it acts.
     until_traces(node, &uid, 0).await?;
     Ok(true)
 }
@@ -187,7 +187,7 @@ async fn a_prepare_that_a_killed_kubelet_forgot_is_freed() -> anyhow::Result<()>
             break;
         }
     }
-    assert!(forgotten, "kubelet was always quicker");
+    assert!(forgotten, "kubelet was always faster");
     stage.make_pod("second").await?;
     look_inside(&stage, "second").await?.only_device();
     companion.end().await?;
@@ -195,7 +195,7 @@ async fn a_prepare_that_a_killed_kubelet_forgot_is_freed() -> anyhow::Result<()>
     stage.cluster.stop().await
 }
 
-/// Removes a directory although the companion makes its files in it again meanwhile.
+/// Removes a directory while the companion may recreate its files.
 fn wipe(directory: &Path) -> std::io::Result<()> {
     for _ in 0..100 {
         match std::fs::remove_dir_all(directory) {
@@ -219,7 +219,7 @@ async fn wiped_directories_cost_no_pod_its_device() -> anyhow::Result<()> {
     for directory in ["plugins", "plugins_registry", "device-plugins"] {
         wipe(&node.path(format!("/var/lib/kubelet/{directory}")))?;
     }
-    // One companion lives through it; the next one finds neither checkpoint nor lock of the first.
+    // One companion keeps running; the next one finds neither checkpoint nor lock of the first.
     node.start("kubelet").await?;
     wait_for_allocatable(&stage, 0, "2").await?;
     companion.kill().await?;
@@ -248,8 +248,8 @@ async fn wiped_directories_cost_no_pod_its_device() -> anyhow::Result<()> {
     stage.cluster.stop().await
 }
 
-/// Checkpoint, CDI file and kubelet's own list are gone; the container runs. What kubelet shows of it and the API server together
-/// tell which device it has.
+/// Checkpoint, CDI file and kubelet's checkpoint are lost while the container runs. PodResources and the API server together identify its
+/// device.
 #[tokio::test]
 async fn a_claim_known_only_by_its_container_keeps_its_device() -> anyhow::Result<()> {
     let (stage, controller, mut companion) = stage(1).await?;
@@ -269,7 +269,7 @@ async fn a_claim_known_only_by_its_container_keeps_its_device() -> anyhow::Resul
     companion.logged("CheckpointLost").await?;
     companion.logged("HoldingExplained").await?;
     companion.logged(REGISTERED).await?;
-    // What explains the claim is said when it is decided, and then carried out.
+    // The companion logs the recovered claim before it acts.
     until_traces(node, &uid, 2).await?;
     let (done, said) = person(node, &["holdings"]).await?;
     let line = said.lines().find(|line| line.contains(&uid)).unwrap_or_default();
@@ -287,7 +287,7 @@ async fn a_claim_known_only_by_its_container_keeps_its_device() -> anyhow::Resul
     stage.cluster.stop().await
 }
 
-/// A checkpoint of a release that does not exist yet, with nothing else wrong about it.
+/// A valid checkpoint with a future version.
 fn checkpoint_of_a_newer_release() -> Vec<u8> {
     let mut checksum = crc32fast::Hasher::new();
     checksum.update(&9_u32.to_le_bytes());
@@ -317,12 +317,12 @@ async fn a_damaged_checkpoint_is_rebuilt_from_kubelet_and_api() -> anyhow::Resul
     ] {
         companion.kill().await?;
         std::fs::write(&path, content)?;
-        // Nor does the claim's file tell which device it has.
+        // The claim's CDI file does not identify the device either.
         std::fs::write(node.path(format!("/run/cdi/drayman.dev-claim_{uid}.json")), "{")?;
         companion = stage.companion_with(0, CONFIGURATION, SOON)?;
         companion.logged("CheckpointLost").await?;
         companion.logged(REGISTERED).await?;
-        // 1.27 keeps no resource handles: the API server is asked, and kubelet is served before it has answered.
+        // Kubelet 1.27 stores no resource handles, so the companion asks the API server, and serves kubelet before the answer.
         let until = Instant::now() + PATIENCE;
         loop {
             let (done, said) = person(node, &["holdings"]).await?;
@@ -366,7 +366,7 @@ async fn replacing_a_companion_costs_no_starting_pod() -> anyhow::Result<()> {
         let name = format!("pod-{round}");
         stage.make_pod(&name).await?;
         all.push(name);
-        // As a DaemonSet does it with maxSurge 0: first the end, then the beginning.
+        // As a DaemonSet update with maxSurge 0: stop, then start.
         tokio::time::sleep(Duration::from_millis(150 * u64::try_from(round)?)).await;
         companion.end().await?;
         let sockets: Vec<String> = [

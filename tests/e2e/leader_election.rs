@@ -1,4 +1,4 @@
-//! Several controllers: one leads, and no two ever write for it at once.
+//! Several controllers: one leads, and never two write at once.
 
 use std::collections::BTreeSet;
 use std::pin::pin;
@@ -22,10 +22,10 @@ use crate::controller::assert_distinct;
 use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, wait_for_inventory};
 use crate::stage::{DRIVER, FINALIZER, Stage, has_finalizer, is_allocated, is_bound, pod_from};
 
-/// How long the lease of [`Stage::replica`] must be left alone.
+/// Time without renewal after which the lease of [`Stage::replica`] expires.
 const LEASE_DURATION: Duration = Duration::from_secs(7);
 
-/// Who holds the lease, once it is not `other`.
+/// Waits until `other` does not hold the lease, and returns the holder.
 async fn holder(stage: &Stage, other: &str) -> anyhow::Result<String> {
     let api = Api::<Lease>::namespaced(stage.cluster.client(), "kube-system");
     let of = |lease: Option<&Lease>| lease.and_then(|lease| lease.spec.as_ref()?.holder_identity.clone());
@@ -36,7 +36,7 @@ async fn holder(stage: &Stage, other: &str) -> anyhow::Result<String> {
     Ok(of(lease.as_ref()).unwrap_or_default())
 }
 
-/// The writes to claims and contexts of one controller so far.
+/// Number of writes of one controller to claims and contexts.
 async fn writes(stage: &Stage, user: &str) -> anyhow::Result<usize> {
     let entries = stage.cluster.audit().of_user(user).await?;
     Ok(entries
@@ -45,11 +45,10 @@ async fn writes(stage: &Stage, user: &str) -> anyhow::Result<usize> {
         .count())
 }
 
-/// The writes to the status of claims and contexts of one controller that the API server got at `since` or later, and stored.
+/// Status writes of one controller to claims and contexts that the API server received at `since` or later and stored.
 ///
-/// A request that was on its way out of the process when it was paused goes out when it goes on: no lease can keep it back. If it
-/// allocates, the server refuses it, since the claim has changed meanwhile. Finalizer and label may be stored: what comes of that is
-/// tried in `tests/simulation`.
+/// A request that is already on the wire when the process is paused is sent when it resumes, regardless of the lease. The server refuses an
+/// allocation, because the claim has changed meanwhile. It may store a finalizer and a label; `tests/simulation` covers their effect.
 async fn stored_since(stage: &Stage, user: &str, since: Timestamp) -> anyhow::Result<Vec<String>> {
     let mut late = Vec::new();
     for entry in stage.cluster.audit().of_user(user).await? {
@@ -71,7 +70,7 @@ async fn stored_since(stage: &Stage, user: &str, since: Timestamp) -> anyhow::Re
     Ok(late)
 }
 
-/// Until when the lease was one controller's: its duration after the last time that the API server took a renewal.
+/// The end of a controller's lease: the last renewal that the API server accepted, plus the duration.
 async fn lease_ended(stage: &Stage, user: &str) -> anyhow::Result<Timestamp> {
     let entries = stage.cluster.audit().of_user(user).await?;
     let renewals = entries
@@ -82,7 +81,7 @@ async fn lease_ended(stage: &Stage, user: &str) -> anyhow::Result<Timestamp> {
     Ok(last + LEASE_DURATION)
 }
 
-/// Returns as soon as so many claims have our finalizer.
+/// Waits until `count` claims have our finalizer.
 async fn until_secured(stage: &Stage, count: usize) -> anyhow::Result<()> {
     let mut secured = BTreeSet::new();
     let mut claims = pin!(watcher(stage.claims(), watcher::Config::default()).applied_objects());
@@ -111,7 +110,7 @@ async fn a_paused_leader_stores_nothing_when_it_comes_back() -> anyhow::Result<(
     let leader = holder(&stage, "").await?;
     let second = stage.replica("controller-b").await?;
 
-    // In the middle of its work: of some claims it waits for an answer, of others the news come while it cannot read them.
+    // In the middle of its work: it waits for answers about some claims, and misses events of others while it is stopped.
     let made = async {
         for name in &names {
             stage.make_pod_with(name, name).await?;
@@ -133,7 +132,7 @@ async fn a_paused_leader_stores_nothing_when_it_comes_back() -> anyhow::Result<(
         stage.wait(stage.pods(), name, "bound", is_bound()).await?;
     }
     let end = lease_ended(&stage, "controller-a").await?;
-    assert!(end < Timestamp::now(), "the other one has led since");
+    assert!(end < Timestamp::now(), "the other one leads since then");
     first.signal(Signal::CONT)?;
     let status = first.ended().await?;
     assert_eq!(
@@ -183,14 +182,14 @@ async fn a_leader_hands_over_under_load_without_double_allocation() -> anyhow::R
     for name in &names {
         stage.wait(stage.pods(), name, "bound", is_bound()).await?;
     }
-    // Exactly enough devices: one that was given twice or lost would leave a pod without.
+    // Exactly enough devices: a device that is allocated twice or lost would leave a pod without one.
     assert_distinct(&stage).await?;
     assert!(writes(&stage, "controller-b").await? > 0);
     second.end().await?;
     stage.cluster.stop().await
 }
 
-/// A pod that no scheduler looks at, with a claim of the same name that our finalizer protects already.
+/// A pod that no scheduler handles, with a claim of the same name that already has our finalizer.
 async fn unscheduled(stage: &Stage, name: &str) -> anyhow::Result<Pod> {
     let claim = json!({
         "metadata": { "name": name, "finalizers": [FINALIZER] },
@@ -213,7 +212,7 @@ async fn unscheduled(stage: &Stage, name: &str) -> anyhow::Result<Pod> {
     Ok(stage.pods().create(&PostParams::default(), &pod).await?)
 }
 
-/// Writes what an earlier leader would that was paused just before: the allocation of another claim, for this pod's.
+/// Makes the delayed write of an earlier, paused leader: the allocation of another claim, for this pod's claim.
 async fn late_write(stage: &Stage, pod: &Pod, first: &ResourceClaim) -> anyhow::Result<()> {
     let name = pod.metadata.name.as_deref().context("a name")?;
     let claim = stage.claims().get(name).await?;
@@ -246,7 +245,7 @@ async fn a_double_allocation_is_rolled_back_or_refused_at_the_node() -> anyhow::
     look_inside(&stage, "first").await?;
     let first = stage.claim_of("first", "allocated", is_allocated).await?;
 
-    // A pod without a node: it cannot be using it yet, and loses it together with its reservation.
+    // A pod without a node cannot be using the claim yet; the allocation and the reservation are removed.
     let unbound = unscheduled(&stage, "unbound").await?;
     late_write(&stage, &unbound, &first).await?;
     let taken_back = |claim: Option<&ResourceClaim>| {
@@ -262,7 +261,7 @@ async fn a_double_allocation_is_rolled_back_or_refused_at_the_node() -> anyhow::
     }
     assert_distinct(&stage).await?;
 
-    // A pod that got its node before anybody noticed: the node does not prepare it.
+    // A pod that was bound before the conflict was noticed: the node does not prepare its claim.
     controller.kill().await?;
     let bound = unscheduled(&stage, "bound").await?;
     late_write(&stage, &bound, &first).await?;
@@ -276,7 +275,7 @@ async fn a_double_allocation_is_rolled_back_or_refused_at_the_node() -> anyhow::
         .await?;
     companion.logged("is held by").await?;
     if stage.cluster.minor() >= 28 {
-        // kubelet says it on the pod since then.
+        // Since 1.28, kubelet reports it as an event of the pod.
         stage
             .wait_for_event("bound", "FailedPrepareDynamicResources", "is held by")
             .await?;
@@ -284,10 +283,7 @@ async fn a_double_allocation_is_rolled_back_or_refused_at_the_node() -> anyhow::
     let controller = stage.controller()?;
     stage.wait_for_event("bound", "DeviceHeldTwice", name).await?;
     let claim = stage.claims().get("bound").await?;
-    assert!(
-        is_allocated(&claim),
-        "nothing is taken from under a pod that has a node"
-    );
+    assert!(is_allocated(&claim), "a bound pod keeps its allocation");
     look_inside(&stage, "first").await?;
     stage.remove_pod("bound").await?;
     stage
@@ -295,7 +291,7 @@ async fn a_double_allocation_is_rolled_back_or_refused_at_the_node() -> anyhow::
         .await?;
     assert!(
         is_allocated(&stage.claims().get(name).await?),
-        "the older one stands"
+        "the older allocation is kept"
     );
     controller.end().await?;
     companion.end().await?;

@@ -1,4 +1,4 @@
-//! A standby has seen everything but the claims when it takes over, and a container that is started again takes its own lease over.
+//! A standby has watched everything but claims when it takes over; a restarted container takes over its own lease.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use crate::stage::{Stage, is_allocated, is_bound};
 
 const STANDBY: &str = "controller-b";
 
-/// How often the standby has listed what, and what it asked for when it listed claims.
+/// Number of list requests of the standby by resource, and the query of its list of claims.
 async fn lists(stage: &Stage) -> anyhow::Result<(BTreeMap<String, usize>, Option<String>)> {
     let mut lists = BTreeMap::new();
     let mut claims = None;
@@ -51,7 +51,7 @@ async fn a_takeover_lists_claims_anew_and_knows_waiting_pods() -> anyhow::Result
         ensure!(Instant::now() < deadline, "{:?} are listed", lists(&stage).await?);
         sleep(Duration::from_millis(100)).await;
     }
-    // The standby learns of this one by its watch alone, while another leads.
+    // The standby learns of this pod only through its watch, while another controller leads.
     stage.make_pod("waiting").await?;
     let asked = |context: Option<&drayman::api::resource::PodSchedulingContext>| {
         context.is_some_and(|context| !context.status.resource_claims.is_empty())
@@ -66,18 +66,18 @@ async fn a_takeover_lists_claims_anew_and_knows_waiting_pods() -> anyhow::Result
     let claims = claims.context("the claims are listed")?;
     assert!(
         !claims.contains("resourceVersion="),
-        "a list that is not the latest could lack what the last leader gave away: {claims}"
+        "a stale list could lack allocations of the last leader: {claims}"
     );
     assert_eq!(after.remove("resourceclaims"), Some(1));
-    // The leader looks for another release with its driver's name.
+    // The leader searches for another release with its driver's name.
     assert!(after.remove("leases").unwrap_or_default() <= 2);
     assert_eq!(after, warm, "nothing else is listed a second time");
     second.end().await?;
     stage.cluster.stop().await
 }
 
-/// What one takeover with the chart's lease may take: a container that is started again waits for 5 s, and a standby for the lease of 15 s,
-/// a tenth of it and one look every 2 s. The rest is for a loaded machine.
+/// Limits for a takeover with the chart's lease: a restarted container waits for 5 s, a standby for the lease of 15 s, a tenth of it and a
+/// poll every 2 s. The rest is a margin for slow machines.
 const CONTAINER: Duration = Duration::from_secs(10);
 const REPLICA: Duration = Duration::from_secs(25);
 
@@ -103,7 +103,7 @@ async fn a_restarted_container_takes_its_own_lease_over() -> anyhow::Result<()> 
     assert_eq!(
         locked.ended().await?.code(),
         Some(1),
-        "the directory is the first one's"
+        "the same directory as that of the first"
     );
     first.kill().await?;
     let mut again = stage.replica_with("controller-a", &flags).await?;
@@ -115,7 +115,7 @@ async fn a_restarted_container_takes_its_own_lease_over() -> anyhow::Result<()> 
     assert!(container < CONTAINER, "{container:?}");
     assert!(
         container > Duration::from_secs(4),
-        "{container:?}: a request of the dead one could still arrive"
+        "{container:?}: a request of the killed one could still arrive"
     );
 
     let standby = stage.replica_with("controller-b", &[]).await?;

@@ -1,6 +1,6 @@
-//! drayman on real Kubernetes: the programs as they are shipped, each a user of its own with exactly its rights.
+//! End-to-end tests on real Kubernetes: the programs run as released, each as its own user with exactly its rights.
 //!
-//! Most tests start a cluster of their own: a control plane, with nodes that run containers where kubelet matters (as root).
+//! Most tests start their own cluster: a control plane, with nodes that run containers if the test needs kubelet (requires root).
 
 #[path = "../support/harness/mod.rs"]
 mod harness;
@@ -9,7 +9,7 @@ mod harness;
     dead_code,
     clippy::unwrap_used,
     clippy::panic,
-    reason = "shared with another target, which uses more of it and may fail so"
+    reason = "shared with another target, which uses more of it and may panic"
 )]
 mod host;
 #[path = "../docs/page.rs"]

@@ -1,4 +1,4 @@
-//! Somebody with the role `edit` in one namespace and nothing else, after an installation with the chart.
+//! A user with the role `edit` in one namespace and no other rights, after an installation with the chart.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -14,7 +14,7 @@ use crate::stage::{DRIVER, Stage, is_allocated, is_bound, pod_with_claim};
 const NAMESPACE: &str = "team";
 const USER: &str = "developer";
 
-/// The roles that the chart makes for users, as it renders them by default.
+/// Creates the chart's roles for users, rendered with the defaults.
 async fn roles_of_the_chart(stage: &Stage) -> anyhow::Result<()> {
     let helm = tokio::task::spawn_blocking(harness::helm).await??;
     let chart = Path::new(env!("CARGO_MANIFEST_DIR")).join("charts/drayman");
@@ -39,7 +39,7 @@ async fn roles_of_the_chart(stage: &Stage) -> anyhow::Result<()> {
         .map(drop)
 }
 
-/// kubectl as the user; the error is what it says.
+/// Runs kubectl as the user; the error contains its stderr.
 async fn kubectl(stage: &Stage, kubeconfig: &Path, arguments: &[&str]) -> anyhow::Result<String> {
     let mut command = stage.cluster.command(stage.cluster.kubectl_program());
     command.arg("--kubeconfig").arg(kubeconfig).arg("--cache-dir");
@@ -55,7 +55,7 @@ async fn kubectl(stage: &Stage, kubeconfig: &Path, arguments: &[&str]) -> anyhow
     Ok(String::from_utf8(output.stdout)?)
 }
 
-/// A user who has a RoleBinding of `edit` in one namespace, once the API server knows that.
+/// Creates a user with a RoleBinding of `edit` in one namespace, and waits until the API server knows the rights.
 async fn editor(stage: &Stage) -> anyhow::Result<PathBuf> {
     roles_of_the_chart(stage).await?;
     // As with the chart's value rbac.readInventoriesByAuthenticated.
@@ -88,7 +88,7 @@ async fn editor(stage: &Stage) -> anyhow::Result<PathBuf> {
     Ok(kubeconfig)
 }
 
-/// What the user makes: parameters, a template that names them, and a pod.
+/// The user's objects: parameters, a template that references them, and a pod.
 fn objects() -> anyhow::Result<Value> {
     let mut pod = serde_json::to_value(pod_with_claim("mine")?)?;
     pod["apiVersion"] = json!("v1");
@@ -111,7 +111,7 @@ async fn a_namespace_editor_claims_a_device_and_sees_why_pods_wait() -> anyhow::
     stage.pretend_devices("node-a", 1).await?;
     stage.make_template(None).await?;
     let _controller = stage.controller()?;
-    // Somebody else has the only device.
+    // Another user's pod has the only device.
     stage.make_pod("first").await?;
     stage.wait(stage.pods(), "first", "bound", is_bound()).await?;
     stage.claim_of("first", "allocated", is_allocated).await?;
@@ -154,7 +154,7 @@ async fn a_namespace_editor_claims_a_device_and_sees_why_pods_wait() -> anyhow::
             sleep(std::time::Duration::from_millis(200)).await;
         }
     };
-    // That the device is held is nothing that this user may read; the controller says that the node will not do.
+    // This user may not read who holds the device; the controller reports the node as unsuitable.
     let claim = until("WaitsForDevice").await?;
     println!("{claim:#}");
     assert_eq!(claim["wants"], "1 of kind test");
@@ -178,7 +178,7 @@ async fn a_namespace_editor_claims_a_device_and_sees_why_pods_wait() -> anyhow::
     let device = ask(&["devices", "--state=held"]).await?["items"][0].clone();
     assert_eq!(device["holders"][0]["pods"], json!(["mine"]));
 
-    // In another namespace nothing of this is to be had.
+    // Other namespaces are not accessible.
     for (arguments, words) in [
         (["explain", "first"], "cannot get resource \"pods\""),
         (

@@ -1,4 +1,4 @@
-//! `examples/network_attached.rs`, as a process of its own: what a vendor starts from works.
+//! Runs `examples/network_attached.rs`, the starting point for vendors, as its own process.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use crate::stage::{DRIVER, Program, Stage, controller_rules, is_allocated, is_bo
 
 const USER: &str = "network-attached";
 
-/// Builds the example beside the tests, with the cargo that runs them, and says where it is.
+/// Builds the example with the cargo that runs the tests, and returns its path.
 async fn build() -> anyhow::Result<PathBuf> {
     let status = tokio::process::Command::new(env!("CARGO"))
         .args(["build", "--locked", "--quiet", "--example", "network_attached"])
@@ -27,7 +27,7 @@ async fn build() -> anyhow::Result<PathBuf> {
     Ok(profile.join("examples/network_attached"))
 }
 
-/// Starts the driver as a user who may do what every controller must, and get ConfigMaps.
+/// Starts the driver as a user with the rights of every controller and the right to get ConfigMaps.
 async fn start(stage: &Stage, program: &PathBuf) -> anyhow::Result<Program> {
     let ours = |group: &String| group == DRIVER;
     let mut rules = controller_rules()?;
@@ -52,7 +52,7 @@ async fn make_pod(stage: &Stage, name: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The nodes from which a claim can be used.
+/// The nodes that can use a claim.
 fn nodes(claim: &ResourceClaim) -> Vec<String> {
     let allocation = claim.status.allocation.iter();
     let selectors = allocation.filter_map(|allocation| allocation.available_on_nodes.as_ref());
@@ -88,7 +88,7 @@ async fn the_network_example_serves_nodes_and_survives_a_crash() -> anyhow::Resu
         .await?;
     stage.apply(&pool("three")).await?;
 
-    // A parameter that makes no sense is told on the pod; the pod is served once it is put right and somebody says so.
+    // An invalid parameter is reported on the pod; the pod is served once the parameter is fixed.
     let mut driver = start(&stage, &program).await?;
     make_pod(&stage, "wrong").await?;
     stage
@@ -124,7 +124,7 @@ async fn the_network_example_serves_nodes_and_survives_a_crash() -> anyhow::Resu
         .wait_for_event("late", "NoSuitableDevice", "3 of 3 held")
         .await?;
 
-    // Killed, and started again: the books are those of the claims, and nothing is written.
+    // After a crash, the driver's state comes from the claims, and nothing is written.
     driver.kill().await?;
     let writes = writes(&stage).await?;
     let mut driver = start(&stage, &program).await?;
@@ -148,7 +148,7 @@ async fn the_network_example_serves_nodes_and_survives_a_crash() -> anyhow::Resu
         "no claim is written: {after:?}"
     );
 
-    // Two pods go, one while nobody is there; both devices find their way to those that wait.
+    // Two pods are deleted, one of them while no driver runs; waiting pods get both devices.
     driver.kill().await?;
     let claim = stage.claim_of("pod-0", "allocated", is_allocated).await?;
     stage.remove_pod("pod-0").await?;
@@ -159,13 +159,17 @@ async fn the_network_example_serves_nodes_and_survives_a_crash() -> anyhow::Resu
     for name in ["late", "later"] {
         stage.wait(stage.pods(), name, "bound", is_bound()).await?;
     }
-    assert_eq!(allocated(&stage).await?.len(), 3, "never more than there are");
+    assert_eq!(
+        allocated(&stage).await?.len(),
+        3,
+        "never more claims than devices"
+    );
     let status = driver.end().await?;
     assert!(status.success());
     stage.cluster.stop().await
 }
 
-/// The driver's writes so far, but for events.
+/// The driver's writes so far, without events.
 async fn writes(stage: &Stage) -> anyhow::Result<Vec<String>> {
     let entries = stage.cluster.audit().of_user(USER).await?;
     let writes = entries

@@ -1,5 +1,5 @@
-//! What the companion needs of every kubelet, whichever mode of claims its cluster has: registration and the device plugin.
-//! `DRAYMAN_TEST_KUBERNETES=1.36.3 cargo test --test e2e newer_kubelets` runs it on another one.
+//! The companion's requirements for every kubelet, in any mode of the cluster: registration and the device plugin. To run it on another
+//! version: `DRAYMAN_TEST_KUBERNETES=1.36.3 cargo test --test e2e newer_kubelets`.
 
 use drayman::api::crd::NodeInventory;
 use kube::api::{Api, PostParams};
@@ -9,7 +9,7 @@ use crate::harness::Cluster;
 use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, pod_with_limit, wait_for_allocatable};
 use crate::stage::Stage;
 
-/// A cluster with one node and what the companion needs in the mode of that cluster.
+/// A cluster with one node and the companion's objects for the mode of that cluster.
 async fn stage() -> anyhow::Result<Stage> {
     let cluster = Cluster::builder().nodes(1).start().await?;
     if cluster.has_structured_mode() {
@@ -55,7 +55,7 @@ async fn every_kubelet_registers_the_plugin_again_after_a_restart() -> anyhow::R
     stage.cluster.stop().await
 }
 
-/// Without structured mode, the inventory and the tools say what there is.
+/// Without structured mode, checks the inventory and the commands.
 async fn check_inventory(stage: &Stage) -> anyhow::Result<()> {
     let inventories = Api::<NodeInventory>::all(stage.cluster.client());
     let name = format!("{}.drayman.dev", stage.cluster.node(0).name());
@@ -67,14 +67,14 @@ async fn check_inventory(stage: &Stage) -> anyhow::Result<()> {
     let minor = stage.cluster.minor();
     let ready = conditions.iter().find(|condition| condition.type_ == "Ready");
     let ready = ready.map(|condition| (condition.status.as_str(), condition.message.as_str()));
-    // 1.31 has moved claims to a version that we do not speak, and says so.
+    // 1.31 serves claims in a version that drayman does not support; the inventory says so.
     assert!(
         ready.is_some_and(|(status, message)| status == "True"
             && (minor <= 30 || message.contains("neither resource.k8s.io/v1 nor v1alpha2"))),
         "{ready:?}"
     );
 
-    // The tools say what they can where there are no claims.
+    // The commands work without a claims API, and say so.
     let explained = json(stage, &["explain", "pod/after"]).await?;
     let limit = &explained["limits"][0];
     assert_eq!(

@@ -1,4 +1,4 @@
-//! Pods on real nodes: real scheduler, real kubelet, real containerd, devices that open.
+//! Pods on real nodes with a real scheduler, kubelet and containerd. Containers open their devices.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,11 +24,11 @@ kinds:
   paths: [\"/dev/drayman-plugged-*\"]
 ";
 
-/// Memory devices that can always be read, by minor number: zero, full, random, urandom. Nodes of the same number would be one
-/// device to the companion.
+/// Minor numbers of memory devices that are always readable: zero, full, random, urandom. The companion treats device nodes with equal
+/// numbers as one device.
 pub(crate) const MINORS: [u32; 4] = [5, 7, 8, 9];
 
-/// Makes device nodes with these minor numbers.
+/// Creates device nodes with these minor numbers.
 pub(crate) fn make_devices(node: Node<'_>, prefix: &str, minors: &[u32]) -> anyhow::Result<()> {
     minors
         .iter()
@@ -36,7 +36,7 @@ pub(crate) fn make_devices(node: Node<'_>, prefix: &str, minors: &[u32]) -> anyh
         .try_for_each(|(number, minor)| node.make_device(format!("/dev/{prefix}-{number}"), 1, *minor))
 }
 
-/// Waits until the node's inventory counts so many devices and is ready.
+/// Waits until the node's inventory is ready and has `count` devices.
 pub(crate) async fn wait_for_inventory(stage: &Stage, number: usize, count: u32) -> anyhow::Result<()> {
     let name = format!("{}.drayman.dev", stage.cluster.node(number).name());
     let met = move |inventory: Option<&NodeInventory>| {
@@ -56,7 +56,7 @@ pub(crate) async fn wait_for_inventory(stage: &Stage, number: usize, count: u32)
         .map(drop)
 }
 
-/// Waits until the pod runs, and returns what its container sees: the granted devices by the environment, and those that exist.
+/// Waits until the pod runs, and returns the devices in its container: those in environment variables, and the existing device nodes.
 pub(crate) async fn look_inside(stage: &Stage, name: &str) -> anyhow::Result<Inside> {
     stage.wait(stage.pods(), name, "running", is_running()).await?;
     let environment = stage.cluster.kubectl(&["exec", name, "--", "env"]).await?;
@@ -75,17 +75,17 @@ pub(crate) async fn look_inside(stage: &Stage, name: &str) -> anyhow::Result<Ins
     Ok(Inside { granted, present })
 }
 
-/// What a container sees of devices.
+/// Devices in a container.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Inside {
-    /// The variables that name devices, with the paths in them.
+    /// Variables with the paths of devices.
     pub(crate) granted: BTreeMap<String, String>,
-    /// The device nodes of this test that exist.
+    /// Existing device nodes of this test.
     pub(crate) present: BTreeSet<String>,
 }
 
 impl Inside {
-    /// The one device: the variable names it, and no other is there.
+    /// The only device, which must be the one in the variable.
     pub(crate) fn only_device(&self) -> &str {
         assert_eq!((self.granted.len(), self.present.len()), (1, 1), "{self:?}");
         let path = self
@@ -103,7 +103,7 @@ impl Inside {
     }
 }
 
-/// Files that the companion has left on a node for claims: CDI files and entries of the checkpoint.
+/// Files of the companion for a claim on a node: CDI files and checkpoint entries.
 pub(crate) fn traces(node: Node<'_>, uid: &str) -> anyhow::Result<Vec<String>> {
     let mut traces: Vec<String> = node
         .list("/run/cdi")?
@@ -182,7 +182,7 @@ async fn three_devices_serve_five_pods_one_after_the_other() -> anyhow::Result<(
     for name in &waiting {
         stage.make_pod(name).await?;
     }
-    // Which pod has which device.
+    // The holder of each device.
     let mut holders: BTreeMap<String, String> = BTreeMap::new();
     for round in 0..3 {
         while holders.len() < 3 {
@@ -225,7 +225,7 @@ pub(crate) async fn first_running(stage: &Stage, names: &BTreeSet<String>) -> an
     futures::future::select_all(waits).await.0
 }
 
-/// A pod that asks for a device of the kind `plugged` in its limits.
+/// A pod that requests a device of the kind `plugged` in its limits.
 pub(crate) fn pod_with_limit(name: &str) -> anyhow::Result<Pod> {
     pod_from(json!({
         "metadata": { "name": name },
@@ -238,7 +238,7 @@ pub(crate) fn pod_with_limit(name: &str) -> anyhow::Result<Pod> {
     }))
 }
 
-/// Waits until the node offers so many devices of the kind `plugged`.
+/// Waits until the node's allocatable count of the kind `plugged` is `count`.
 pub(crate) async fn wait_for_allocatable(stage: &Stage, number: usize, count: &str) -> anyhow::Result<()> {
     use k8s_openapi::api::core::v1::Node;
     let count = count.to_owned();
@@ -264,7 +264,7 @@ async fn a_pod_with_a_limit_gets_its_device_through_the_device_plugin() -> anyho
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
     make_devices(node, "drayman-plugged", &MINORS[..2])?;
-    // The controller has no part in it.
+    // No controller is needed.
     let companion = stage.companion(0, CONFIGURATION)?;
     wait_for_allocatable(&stage, 0, "2").await?;
     stage
@@ -286,7 +286,7 @@ async fn a_pod_with_a_limit_gets_its_device_through_the_device_plugin() -> anyho
             "count=1",
         ])
         .await?;
-    // A device that is unplugged is withdrawn, one that is plugged in is offered.
+    // An unplugged device is withdrawn; a new one is added.
     node.make_device("/dev/drayman-plugged-2", 1, MINORS[2])?;
     wait_for_allocatable(&stage, 0, "3").await?;
     node.remove("/dev/drayman-plugged-2")?;

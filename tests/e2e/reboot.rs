@@ -1,4 +1,4 @@
-//! A node that boots, and a kubelet that is away for minutes.
+//! A node that reboots, and a kubelet that is down for minutes.
 
 use std::time::{Duration, Instant};
 
@@ -10,12 +10,12 @@ use crate::harness::{Node, PATIENCE};
 use crate::pods::{CONFIGURATION, Inside, MINORS, look_inside, make_devices, traces, wait_for_inventory};
 use crate::stage::{Program, Stage, is_allocated};
 
-/// Of the boot that a node goes through here.
+/// The boot id after the reboot.
 const BOOT_ID: &str = "0f8c1f5e-52a7-4a3c-9c3e-000000000002";
-/// What the companion logs when kubelet knows it.
+/// Log message of the companion after its registration.
 pub(crate) const REGISTERED: &str = "kubelet has registered the driver";
 
-/// A node with so many devices for claims, with a controller and a companion that serves kubelet.
+/// A node with this many devices for claims, a controller, and a registered companion.
 pub(crate) async fn stage(devices: usize) -> anyhow::Result<(Stage, Program, Program)> {
     let stage = Stage::start(1).await?;
     make_devices(stage.cluster.node(0), "drayman-test", &MINORS[..devices])?;
@@ -27,13 +27,13 @@ pub(crate) async fn stage(devices: usize) -> anyhow::Result<(Stage, Program, Pro
     Ok((stage, controller, companion))
 }
 
-/// What a boot leaves of a node: no process, nothing on file systems in memory, another boot id. Kubelet's and containerd's own
-/// directories are on disk.
+/// Simulates a power loss: ends all processes, clears in-memory file systems and changes the boot id. The directories of kubelet and
+/// containerd are on disk.
 pub(crate) async fn lose_power(stage: &Stage, node: Node<'_>) -> anyhow::Result<()> {
     for process in ["kubelet", "containerd"] {
         node.stop(process, 9).await?;
     }
-    // Containers and what watches over them: everything in the node's PID namespace but its first process.
+    // Containers and their shims: everything in the node's PID namespace except its first process.
     let (init, _) = node.init();
     let killed = stage
         .cluster
@@ -49,13 +49,13 @@ pub(crate) async fn lose_power(stage: &Stage, node: Node<'_>) -> anyhow::Result<
     let in_memory =
         |path: &&str| path.starts_with("/run/containerd/") || path.starts_with("/var/lib/kubelet/pods/");
     let mounts = mounts.lines().filter_map(|line| line.split(' ').nth(4));
-    // Those within others last in the list, so first from behind.
+    // Nested mounts come last in the list, so this goes backwards.
     let mounts: Vec<&str> = mounts.filter(in_memory).collect();
     let script = r#"
         mount --bind "$0" /proc/sys/kernel/random/boot_id
         for path; do umount -l "$path"; done
         rm -rf /run/containerd/* /run/cdi/* /run/runc/*"#;
-    // umount looks into the /proc of its own process, so it must be one of the node's.
+    // umount reads /proc of its own process, so it must run in the node's namespaces.
     let output = stage
         .cluster
         .command("nsenter")
@@ -74,11 +74,11 @@ pub(crate) async fn lose_power(stage: &Stage, node: Node<'_>) -> anyhow::Result<
     Ok(())
 }
 
-/// What a pod's container sees once it has been started again.
+/// The devices in a pod's container after its restart.
 pub(crate) async fn look_again(stage: &Stage, pod: &str) -> anyhow::Result<Inside> {
     let until = Instant::now() + 2 * PATIENCE;
     loop {
-        // The status is of before the boot for a while, and nothing can be executed.
+        // For a while the status dates from before the reboot, and exec fails.
         match look_inside(stage, pod).await {
             Ok(inside) => return Ok(inside),
             Err(error) if Instant::now() > until => return Err(error),
@@ -115,14 +115,14 @@ async fn after_a_boot_each_pod_has_the_device_that_it_had() -> anyhow::Result<()
     companion.logged(REGISTERED).await?;
     for (name, before) in ["first", "second"].into_iter().zip(&before) {
         assert_eq!(&look_again(&stage, name).await?, before, "{name}");
-        // The status follows the container after a moment.
+        // The status follows the container with some delay.
         stage.wait(pods(), name, "started again", was_restarted).await?;
     }
     let checkpoint = node.read("/var/lib/kubelet/plugins/drayman.dev/checkpoint.json")?;
-    // Kubelet 1.27 starts containers again without asking for what is in its own list.
+    // Kubelet 1.27 restarts containers without another Prepare.
     let asked_again = stage.cluster.minor() >= 28;
     assert_eq!(checkpoint.contains(BOOT_ID), asked_again, "{checkpoint}");
-    // Whoever comes next gets the one that is left, and after it everything is free again.
+    // The next pod gets the remaining device; then everything is free again.
     stage.make_pod("third").await?;
     let third = look_inside(&stage, "third").await?;
     for earlier in &before {
@@ -147,7 +147,7 @@ async fn a_kubelet_that_was_away_finds_everything_as_it_was() -> anyhow::Result<
     let first = look_inside(&stage, "first").await?;
     let claim = stage.claim_of("first", "allocated", is_allocated).await?;
     node.stop("kubelet", 15).await?;
-    // Long enough for the node to be taken for lost (40 s), and too short for its pods to be evicted (300 s).
+    // Long enough for the node to become NotReady (40 s), too short for the eviction of its pods (300 s).
     tokio::time::sleep(Duration::from_secs(50)).await;
     assert_eq!(
         traces(node, claim.metadata.uid.as_deref().context("a uid")?)?.len(),

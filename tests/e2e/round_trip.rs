@@ -1,4 +1,4 @@
-//! Objects of the real API server, read by our types and written back.
+//! Objects of the real API server are deserialized into our types and serialized again.
 
 use crate::stage::{FINALIZER, Stage, is_allocated, is_bound, pod_from};
 
@@ -29,7 +29,7 @@ async fn an_object_that_is_read_and_written_back_is_the_same() -> anyhow::Result
         let raw = stage.cluster.kubectl(&["get", "--raw", &path]).await?;
         let mut raw: serde_json::Value = serde_json::from_str(&raw)?;
         let ours = read.round_trip(&raw)?;
-        // The kind is known, a null says nothing, and a pod's status is read only as far as claims are concerned.
+        // The kind is implied, nulls are equivalent to missing fields, and our Pod has only the claim-related status.
         drop_nulls(&mut raw);
         for field in ["kind", "apiVersion"] {
             raw.as_object_mut().and_then(|object| object.remove(field));

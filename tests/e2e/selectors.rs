@@ -1,4 +1,4 @@
-//! Two kinds of devices of one class, told apart by what is known about them, on a real control plane.
+//! Two kinds in one class, distinguished by attributes, on a real control plane.
 
 use drayman::api::crd::NodeInventory;
 use drayman::api::handle::DeviceHandle;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::stage::{DRIVER, Stage, is_allocated, is_bound};
 
-/// The devices of a claim, in the order of their names.
+/// The devices of a claim in name order.
 fn devices(claim: &ResourceClaim) -> anyhow::Result<Vec<String>> {
     let handles = claim
         .status
@@ -20,7 +20,7 @@ fn devices(claim: &ResourceClaim) -> anyhow::Result<Vec<String>> {
     Ok(handle.devices.into_iter().map(|device| device.device).collect())
 }
 
-/// Writes what is known about the devices of a pretended node: vendor and NUMA node of each.
+/// Sets the attributes of a fake node's devices: vendor and NUMA node.
 async fn describe(stage: &Stage, node: &str, known: &[(&str, i64)]) -> anyhow::Result<()> {
     let device = |(number, (vendor, numa)): (usize, &(&str, i64))| {
         json!({ "name": format!("drayman-test-{number}"), "kind": "test", "mode": "claims", "attributes": {
@@ -38,7 +38,7 @@ async fn describe(stage: &Stage, node: &str, known: &[(&str, i64)]) -> anyhow::R
     Ok(())
 }
 
-/// Makes a pod whose claim has these parameters.
+/// Creates a pod whose claim has these parameters.
 async fn make_pod(stage: &Stage, name: &str, spec: Value) -> anyhow::Result<()> {
     stage
         .apply(
@@ -46,7 +46,7 @@ async fn make_pod(stage: &Stage, name: &str, spec: Value) -> anyhow::Result<()> 
             "metadata": { "name": name }, "spec": spec }),
         )
         .await?;
-    // A template is copied when the claim is made, and cannot be changed.
+    // Templates are immutable and are copied into the claim.
     let template = json!({
         "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim", "metadata": { "name": name },
         "spec": { "resourceClassName": "test",
@@ -106,7 +106,7 @@ async fn devices_of_one_kind_are_told_apart_by_their_attributes() -> anyhow::Res
     let together = allocated(&stage, "together").await?;
     assert_eq!(together, ["drayman-test-3", "drayman-test-4", "drayman-test-2"]);
 
-    // Both that are left are of this vendor, on different NUMA nodes.
+    // The two remaining devices have this vendor and different NUMA nodes.
     make_pod(
         &stage,
         "apart",
@@ -119,7 +119,7 @@ async fn devices_of_one_kind_are_told_apart_by_their_attributes() -> anyhow::Res
     let said = "4 of 6 held, 2 of 6 do not match selector 1 of request one";
     stage.wait_for_event("other", "NoSuitableDevice", said).await?;
 
-    // Refused with the object and the selector, and nobody else is held up.
+    // Rejected with the object and the selector; others are not blocked.
     let chain = format!("device{} == 1", ".b".repeat(5000 / 2));
     for (name, expression, said) in [
         ("syntax", "device.driver ==", "selector 1 of request bad"),
@@ -133,7 +133,7 @@ async fn devices_of_one_kind_are_told_apart_by_their_attributes() -> anyhow::Res
         assert!(message.contains(&object), "{message}");
     }
 
-    // What is known about a device changes, and the pod that waits for that gets it.
+    // An attribute changes, and the waiting pod gets the device.
     let known = [
         ("0403", 0),
         ("10de", 0),

@@ -1,4 +1,4 @@
-//! What the tests stand on: a cluster with drayman's kinds in it, the programs, and the objects of users.
+//! Test environment: a cluster with drayman's CRDs, the programs, and the objects of users.
 
 #[path = "stage/objects.rs"]
 mod objects;
@@ -35,21 +35,20 @@ use crate::harness::{Cluster, PATIENCE, rule};
 
 /// The driver name of the built-in driver.
 pub(crate) const DRIVER: &str = "drayman.dev";
-/// The finalizer that the controller puts on claims.
+/// The controller's finalizer on claims.
 pub(crate) const FINALIZER: &str = "drayman.dev/deletion-protection";
 /// The program of this build.
 pub(crate) const OURS: &str = env!("CARGO_BIN_EXE_drayman");
 
-/// A cluster with drayman's kinds and one class, `test`, in it.
+/// A cluster with drayman's CRDs and a class `test`.
 #[allow(missing_debug_implementations, reason = "a kube::Client has none")]
 pub(crate) struct Stage {
-    /// The cluster.
     pub(crate) cluster: Cluster,
     controller: PathBuf,
     node: PathBuf,
 }
 
-/// The rules of a role in `hack/rbac.yaml`, by kind and name.
+/// The rules of a role in `hack/rbac.yaml`.
 fn rules_of(kind: &str, name: &str) -> anyhow::Result<Vec<PolicyRule>> {
     let text = include_str!("../../hack/rbac.yaml");
     let documents: Vec<Value> = serde_saphyr::from_multiple(text)?;
@@ -60,27 +59,27 @@ fn rules_of(kind: &str, name: &str) -> anyhow::Result<Vec<PolicyRule>> {
     Ok(serde_json::from_value(role["rules"].clone())?)
 }
 
-/// What the controller may do.
+/// Rights of the controller.
 pub(crate) fn controller_rules() -> anyhow::Result<Vec<PolicyRule>> {
     rules_of("ClusterRole", "drayman-controller")
 }
 
-/// What one of several controllers may do: the same, and hold the lease.
+/// Rights of a controller with leader election: also those on the lease.
 pub(crate) fn replica_rules() -> anyhow::Result<Vec<PolicyRule>> {
     let mut rules = controller_rules()?;
     rules.extend(rules_of("Role", "drayman-controller")?);
     Ok(rules)
 }
 
-/// What the companion may do. The rights of its Role, which is in the namespace `default`, are given in all namespaces here; the tests of
-/// the chart show the namespace.
+/// Rights of the companion. Its Role in the namespace `default` is granted in all namespaces here; the tests of the chart cover the
+/// namespace.
 pub(crate) fn node_rules() -> anyhow::Result<Vec<PolicyRule>> {
     let mut rules = rules_of("ClusterRole", "drayman-node")?;
     rules.extend(rules_of("Role", "drayman-node")?);
     Ok(rules)
 }
 
-/// What the companion may do in structured mode.
+/// Rights of the companion in structured mode.
 pub(crate) fn structured_node_rules() -> anyhow::Result<Vec<PolicyRule>> {
     let slices = ["get", "list", "watch", "create", "update", "delete"];
     let mut rules = vec![
@@ -93,11 +92,11 @@ pub(crate) fn structured_node_rules() -> anyhow::Result<Vec<PolicyRule>> {
 }
 
 impl Stage {
-    /// Starts a cluster with so many real nodes.
+    /// Starts a cluster with this many real nodes.
     pub(crate) async fn start(nodes: usize) -> anyhow::Result<Self> {
         let mut builder = Cluster::builder().nodes(nodes);
         if nodes == 0 {
-            // Nobody says for pretended nodes that they are alive, and a loaded machine makes a test last.
+            // Fake nodes have no heartbeats, and tests can take long on a slow machine.
             builder = builder.flag("controller-manager", "--node-monitor-grace-period=1h");
         }
         Self::on(builder.start().await?).await
@@ -110,7 +109,7 @@ impl Stage {
         Ok(stage)
     }
 
-    /// The same for a cluster that may have no classes of our version.
+    /// Prepares a cluster that may not serve classes of classic DRA.
     pub(crate) async fn without_class(cluster: Cluster) -> anyhow::Result<Self> {
         let stage = Self::bare(cluster).await?;
         let parameters = DeviceClassParameters::new(
@@ -126,7 +125,7 @@ impl Stage {
         Ok(stage)
     }
 
-    /// The same with nothing but the definitions and the users.
+    /// Prepares a cluster with CRDs and users only.
     pub(crate) async fn bare(cluster: Cluster) -> anyhow::Result<Self> {
         let definitions_api = Api::<CustomResourceDefinition>::all(cluster.client());
         for definition in definitions() {
@@ -148,7 +147,7 @@ impl Stage {
         Self::with_users(cluster, &node_rules()?).await
     }
 
-    /// Prepares a cluster of structured mode. It gets no definitions of ours: that mode needs none.
+    /// Prepares a cluster of structured mode, which requires no CRDs.
     pub(crate) async fn structured(cluster: Cluster) -> anyhow::Result<Self> {
         Self::with_users(cluster, &structured_node_rules()?).await
     }
@@ -168,7 +167,7 @@ impl Stage {
         &self.node
     }
 
-    /// Makes a class of ours whose parameters are the DeviceClassParameters `test`.
+    /// Creates a class with the DeviceClassParameters `test`.
     pub(crate) async fn make_class(&self, name: &str) -> anyhow::Result<()> {
         self.apply(&json!({
             "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": name },
@@ -178,7 +177,7 @@ impl Stage {
         .await
     }
 
-    /// Makes a template named `test` for claims of the class `test`, with the parameters of that name, if any.
+    /// Creates a template named `test` for claims of the class `test`, with these parameters, if any.
     pub(crate) async fn make_template(&self, parameters: Option<&str>) -> anyhow::Result<()> {
         let reference = parameters
             .map(|name| json!({ "apiGroup": DRIVER, "kind": "DeviceClaimParameters", "name": name }));
@@ -189,7 +188,7 @@ impl Stage {
         .await
     }
 
-    /// Applies an object as kubectl does.
+    /// Applies an object with kubectl.
     pub(crate) async fn apply(&self, object: &Value) -> anyhow::Result<()> {
         let name = object["metadata"]["name"].as_str().unwrap_or("object");
         let kind = object["kind"].as_str().unwrap_or("kind");
@@ -207,7 +206,6 @@ impl Stage {
         Api::namespaced(self.cluster.client(), "default")
     }
 
-    /// Classes.
     pub(crate) fn classes(&self) -> Api<ResourceClass> {
         Api::all(self.cluster.client())
     }
@@ -222,7 +220,7 @@ impl Stage {
         Api::namespaced(self.cluster.client(), "default")
     }
 
-    /// Makes a pod with one claim from the template `test`.
+    /// Creates a pod with one claim from the template `test`.
     pub(crate) async fn make_pod(&self, name: &str) -> anyhow::Result<Pod> {
         Ok(self
             .pods()
@@ -230,7 +228,7 @@ impl Stage {
             .await?)
     }
 
-    /// Deletes a pod at once, as a kubelet does at the end.
+    /// Deletes a pod without a grace period, as kubelet does once the containers have ended.
     pub(crate) async fn remove_pod(&self, name: &str) -> anyhow::Result<()> {
         self.pods()
             .delete(name, &DeleteParams::default().grace_period(0))
@@ -239,7 +237,7 @@ impl Stage {
         Ok(())
     }
 
-    /// Waits for a condition; the error says what was waited for and how the object is.
+    /// Waits for a condition; the error contains the condition and the current object.
     pub(crate) async fn wait<K>(
         &self,
         api: Api<K>,
@@ -262,7 +260,7 @@ impl Stage {
         bail!("{} {name} is not {what}, but {now:?}", K::kind(&()))
     }
 
-    /// The claim that was made for a pod, once it meets a condition.
+    /// The claim created for a pod, once it meets a condition.
     pub(crate) async fn claim_of(
         &self,
         pod: &str,
@@ -270,7 +268,7 @@ impl Stage {
         condition: fn(&ResourceClaim) -> bool,
     ) -> anyhow::Result<ResourceClaim> {
         let name = if self.cluster.minor() < 28 {
-            // The name is a rule there, and not told.
+            // Before 1.28, the name follows from a rule and is not in the status.
             let pod = self.pods().get(pod).await?;
             let entry = pod.spec.resource_claims.first().context("the pod has a claim")?;
             let name = pod.metadata.name.as_deref().unwrap_or_default();
@@ -286,10 +284,10 @@ impl Stage {
         let met = move |claim: Option<&ResourceClaim>| claim.is_some_and(condition);
         self.wait(self.claims(), &name, what, met)
             .await?
-            .context("the claim is there")
+            .context("the claim exists")
     }
 
-    /// Waits for an Event of this reason about an object whose text contains `text`.
+    /// Waits for an Event of an object with this reason and a message that contains `text`.
     pub(crate) async fn wait_for_event(&self, name: &str, reason: &str, text: &str) -> anyhow::Result<Event> {
         use futures::TryStreamExt as _;
         use kube::runtime::{WatchStreamExt as _, watcher};
@@ -332,7 +330,7 @@ impl Stage {
         self.controller_with(&[])
     }
 
-    /// The same with more flags.
+    /// Starts the controller with more flags.
     pub(crate) fn controller_with(&self, flags: &[&str]) -> anyhow::Result<Program> {
         let mut command = self.cluster.command(OURS);
         command
@@ -342,12 +340,12 @@ impl Stage {
         self.program("controller", command)
     }
 
-    /// Starts one of several controllers, as a user of its own, so that the audit log tells them apart.
+    /// Starts a controller with leader election as its own user, so that the audit log distinguishes the replicas.
     pub(crate) async fn replica(&self, name: &str) -> anyhow::Result<Program> {
         self.replica_of(OURS.as_ref(), name).await
     }
 
-    /// The same of another build.
+    /// As [`Environment::replica`], with the program of another build.
     pub(crate) async fn replica_of(&self, program: &Path, name: &str) -> anyhow::Result<Program> {
         let flags = [
             "--leader-elect-lease-duration=7s",
@@ -357,7 +355,7 @@ impl Stage {
         self.start_replica(program, name, &flags).await
     }
 
-    /// The same with other flags of the lease.
+    /// As [`Environment::replica`], with other flags for the lease.
     pub(crate) async fn replica_with(&self, name: &str, flags: &[&str]) -> anyhow::Result<Program> {
         self.start_replica(OURS.as_ref(), name, flags).await
     }
@@ -370,12 +368,12 @@ impl Stage {
         self.program(name, command)
     }
 
-    /// Starts the companion on a real node, with a configuration of device kinds.
+    /// Starts the companion on a real node with these kinds.
     pub(crate) fn companion(&self, number: usize, configuration: &str) -> anyhow::Result<Program> {
         self.companion_with(number, configuration, &[])
     }
 
-    /// The same with more flags.
+    /// As [`Environment::companion`], with more flags.
     pub(crate) fn companion_with(
         &self,
         number: usize,
@@ -385,7 +383,7 @@ impl Stage {
         self.companion_of(OURS.as_ref(), number, configuration, flags)
     }
 
-    /// The same of another build.
+    /// As [`Environment::companion`], with the program of another build.
     pub(crate) fn companion_of(
         &self,
         program: &Path,
@@ -404,15 +402,15 @@ impl Stage {
         self.program(&format!("companion-{number}"), command)
     }
 
-    /// Writes the file of a node's companion anew.
+    /// Replaces the configuration file of a node's companion.
     pub(crate) fn rewrite_configuration(&self, number: usize, configuration: &str) -> anyhow::Result<()> {
         let file = self.cluster.directory().join(format!("node-{number}.yaml"));
         std::fs::write(file, configuration).map_err(Into::into)
     }
 
-    /// Starts a program with a log of its own.
+    /// Starts a program with its own log.
     pub(crate) fn program(&self, name: &str, command: tokio::process::Command) -> anyhow::Result<Program> {
-        // A log of its own for each start.
+        // Each start has its own log.
         let log = (0..1000)
             .map(|start| self.cluster.directory().join(format!("{name}-{start}.log")))
             .find(|log| !log.exists())
@@ -420,7 +418,7 @@ impl Stage {
         Program::start(name, command, log)
     }
 
-    /// Makes a node that exists in the API only. The scheduler binds pods to it; nothing runs there.
+    /// Creates a node that exists only in the API. The scheduler binds pods to it, but nothing runs there.
     pub(crate) async fn pretend_node(&self, name: &str) -> anyhow::Result<Node> {
         let api = Api::<Node>::all(self.cluster.client());
         let node: Node = serde_json::from_value(json!({ "metadata": { "name": name } }))?;
@@ -436,7 +434,7 @@ impl Stage {
             .await?)
     }
 
-    /// Makes a pretended node with its inventory, as a companion writes it: `count` devices of the kind `test`.
+    /// Creates a fake node with its inventory: `count` devices of the kind `test`.
     pub(crate) async fn pretend_devices(&self, node: &str, count: usize) -> anyhow::Result<()> {
         let uid = self
             .pretend_node(node)
@@ -447,7 +445,7 @@ impl Stage {
         self.write_inventory(node, &uid, count).await
     }
 
-    /// Writes the inventory of a pretended node anew.
+    /// Replaces the inventory of a fake node.
     pub(crate) async fn write_inventory(&self, node: &str, uid: &str, count: usize) -> anyhow::Result<()> {
         let device = |number| Device {
             name: format!("drayman-test-{number}"),

@@ -1,4 +1,4 @@
-//! Claims as an earlier process, another release or a person has left them, and what is said about them.
+//! Claims of an earlier process, another release or a user, and the events about them.
 
 use anyhow::Context as _;
 use drayman::api::crd::definitions;
@@ -15,11 +15,11 @@ use serde_json::{Value, json};
 use crate::harness::Entry;
 use crate::stage::{DRIVER, FINALIZER, Stage, is_bound, is_gone, pod_from};
 
-/// The user as whom the controller runs.
+/// The user name of the controller.
 pub(crate) const CONTROLLER: &str = "drayman-controller";
 
 impl Stage {
-    /// Makes a claim of the class `test` that waits for a pod, or not (`Immediate`), with our finalizer or without.
+    /// Creates a claim of the class `test` in this allocation mode, with or without our finalizer.
     pub(crate) async fn make_claim(&self, name: &str, mode: &str, secured: bool) -> anyhow::Result<String> {
         let finalizers = if secured { json!([FINALIZER]) } else { json!([]) };
         let claim: ResourceClaim = serde_json::from_value(json!({
@@ -30,7 +30,7 @@ impl Stage {
         stored.metadata.uid.context("a claim has a uid")
     }
 
-    /// Makes a claim with our finalizer and an allocation on a node that was recorded in our name. `handle` gets the claim's uid.
+    /// Creates a claim with our finalizer and an allocation on a node with our driver name. `handle` receives the claim's uid.
     pub(crate) async fn record(
         &self,
         name: &str,
@@ -42,7 +42,7 @@ impl Stage {
         self.write_allocation(name, Some(node), &handles).await
     }
 
-    /// Writes an allocation into a claim, in our name.
+    /// Writes an allocation with our driver name into a claim.
     pub(crate) async fn write_allocation(
         &self,
         claim: &str,
@@ -68,7 +68,7 @@ impl Stage {
         node.metadata.uid.context("a node has a uid")
     }
 
-    /// Makes a pod that names a claim.
+    /// Creates a pod that uses an existing claim.
     pub(crate) async fn make_pod_with(&self, name: &str, claim: &str) -> anyhow::Result<()> {
         let pod = pod_from(json!({ "metadata": { "name": name }, "spec": {
             "resourceClaims": [{ "name": "device", "source": { "resourceClaimName": claim } }],
@@ -79,7 +79,7 @@ impl Stage {
         Ok(())
     }
 
-    /// Makes a pod with a claim of the template `test`, waits until it is bound, and returns its devices with the node before each.
+    /// Creates a pod with a claim from the template `test`, waits until it is bound, and returns its devices as `node/device`.
     pub(crate) async fn serve(&self, name: &str) -> anyhow::Result<Vec<String>> {
         self.make_pod(name).await?;
         self.wait(self.pods(), name, "bound", is_bound()).await?;
@@ -95,7 +95,7 @@ impl Stage {
         self.wait(self.claims(), name, "gone", is_gone()).await.map(drop)
     }
 
-    /// How often something was said about an object.
+    /// Number of events with this reason, including repetitions.
     pub(crate) async fn times_said(&self, name: &str, reason: &str) -> anyhow::Result<usize> {
         let said = self.events_of(name, reason).await?;
         Ok(said
@@ -104,7 +104,7 @@ impl Stage {
             .sum())
     }
 
-    /// The texts of what was said about an object.
+    /// Messages of the events with this reason.
     pub(crate) async fn said(&self, name: &str, reason: &str) -> anyhow::Result<Vec<String>> {
         let said = self.events_of(name, reason).await?;
         Ok(said.into_iter().filter_map(|event| event.message).collect())
@@ -146,14 +146,14 @@ pub(crate) fn devices(claim: &ResourceClaim) -> anyhow::Result<Vec<String>> {
         .collect())
 }
 
-/// A handle as release 0.1 writes it. This text never changes: claims that hold it outlive the process that wrote it.
+/// A handle as written by release 0.1. This text never changes: claims with it outlive the process that wrote it.
 pub(crate) fn first_handle(claim_uid: &str, node: &str, node_uid: &str, device: &str) -> String {
     format!(
         r#"{{"version":1,"claimUid":"{claim_uid}","nodeName":"{node}","nodeUid":"{node_uid}","devices":[{{"request":"device","device":"{device}"}}]}}"#
     )
 }
 
-/// Replaces our definitions by such as take any field, as those of a later release take its fields.
+/// Replaces our CRDs by versions that accept any field, as a later release accepts its own fields.
 pub(crate) async fn open_definitions(stage: &Stage) -> anyhow::Result<()> {
     let api = Api::<CustomResourceDefinition>::all(stage.cluster.client());
     let open: JSONSchemaProps =
@@ -172,7 +172,7 @@ pub(crate) async fn open_definitions(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Our kinds as anybody may write them.
+/// Our kinds as dynamic objects.
 pub(crate) fn kind(stage: &Stage, kind: &str, namespaced: bool) -> Api<DynamicObject> {
     let plural = if kind == "NodeInventory" {
         "nodeinventories".to_owned()
@@ -189,7 +189,7 @@ pub(crate) fn kind(stage: &Stage, kind: &str, namespaced: bool) -> Api<DynamicOb
     }
 }
 
-/// Writes an object until the server's definition takes it: a new one needs a moment.
+/// Writes an object until the CRD's new schema accepts it.
 pub(crate) async fn write(
     api: &Api<DynamicObject>,
     name: &str,

@@ -1,4 +1,4 @@
-//! Records of other releases, and of nobody's: what can be read counts, what cannot is told and never guessed at.
+//! Objects of other releases: readable ones count, unreadable ones are reported and never guessed.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ async fn a_handle_of_another_release_counts_until_its_claim_is_gone() -> anyhow:
             first_handle(uid, "node-a", &node_uid, "drayman-test-0")
         })
         .await?;
-    // Fields that were added do not change what the others mean: the version says when they do.
+    // Additional fields do not change the meaning of the others; for that, the version changes.
     stage
         .record("later", "node-a", |uid| {
             let handle = first_handle(uid, "node-a", &node_uid, "drayman-test-1");
@@ -35,7 +35,7 @@ async fn a_handle_of_another_release_counts_until_its_claim_is_gone() -> anyhow:
     assert_eq!(
         stage.serve("one").await?,
         ["node-a/drayman-test-2"],
-        "the only one that is free"
+        "the only free device"
     );
     stage.make_pod("two").await?;
     stage
@@ -48,7 +48,7 @@ async fn a_handle_of_another_release_counts_until_its_claim_is_gone() -> anyhow:
     stage.wait(stage.pods(), "two", "bound", is_bound()).await?;
     let claim = stage.claim_of("two", "allocated", is_allocated).await?;
     assert_eq!(devices(&claim)?, ["node-a/drayman-test-0"]);
-    // A claim that was allocated by an earlier release serves its pod.
+    // A claim that an earlier release allocated serves its pod.
     stage.make_pod_with("three", "later").await?;
     stage.wait(stage.pods(), "three", "bound", is_bound()).await?;
     controller.end().await?;
@@ -65,7 +65,7 @@ async fn unreadable_allocations_are_reported_and_block_their_node() -> anyhow::R
         first_handle(uid, "node-a", &node_uid, "drayman-test-0").replace("\"version\":1", "\"version\":2")
     };
     let ours = |data: &str| json!({ "driverName": DRIVER, "data": data });
-    // Each on its own is enough.
+    // Each of them alone blocks the node.
     stage.record("newer", "node-a", newer).await?;
     stage.record("nonsense", "node-a", |_| "{{{".to_owned()).await?;
     for (name, handles) in [
@@ -98,7 +98,7 @@ async fn unreadable_allocations_are_reported_and_block_their_node() -> anyhow::R
     stage
         .wait_for_event("waits", "NoSuitableDevice", "cannot read")
         .await?;
-    // Others are served, on other nodes.
+    // Other pods get devices of other nodes.
     stage.pretend_devices("node-b", 3).await?;
     stage.wait(stage.pods(), "waits", "bound", is_bound()).await?;
     let claim = stage.claim_of("waits", "allocated", is_allocated).await?;
@@ -112,13 +112,13 @@ async fn unreadable_allocations_are_reported_and_block_their_node() -> anyhow::R
         written.iter().all(|write| !unreadable
             .iter()
             .any(|(name, _)| write.name == *name && touched(name))),
-        "what cannot be read is left as it is: {written:?}"
+        "unreadable allocations stay unchanged: {written:?}"
     );
     // A restart makes no difference.
     controller.kill().await?;
     let controller = stage.controller()?;
     assert_eq!(stage.serve("second").await?, ["node-b/drayman-test-1"]);
-    // As long as one is left, nothing is given away there.
+    // As long as one of them exists, nothing is allocated there.
     for (name, _) in &unreadable[..3] {
         stage.delete_claim(name).await?;
     }
@@ -140,7 +140,7 @@ async fn a_copied_allocation_is_reported_and_frees_nothing() -> anyhow::Result<(
     let stage = Stage::start(0).await?;
     stage.pretend_devices("node-a", 2).await?;
     stage.make_template(None).await?;
-    // The claim that gets the copy may be the older one: what tells then is not the age.
+    // The claim with the copy may be the older one; the age does not decide.
     stage
         .make_claim("older-copy", "WaitForFirstConsumer", true)
         .await?;
@@ -165,7 +165,7 @@ async fn a_copied_allocation_is_reported_and_frees_nothing() -> anyhow::Result<(
     let name = original.metadata.name.clone().unwrap_or_default();
     for copy in ["older-copy", "younger-copy"] {
         stage.write_allocation(copy, Some("node-a"), &handles).await?;
-        // Both are said in one go, the one about the device last.
+        // Both events are sent together, the one about the device last.
         stage
             .wait_for_event(copy, "AllocationMadeForAnother", &uid)
             .await?;
@@ -176,7 +176,7 @@ async fn a_copied_allocation_is_reported_and_frees_nothing() -> anyhow::Result<(
         stage.wait(stage.claims(), copy, "taken back", taken_back).await?;
         assert_eq!(stage.times_said(&name, "DeviceHeldTwice").await?, 0);
     }
-    // Nor does it matter what a controller sees first after a start, all at once.
+    // The order of a new controller's initial list does not matter either.
     controller.kill().await?;
     stage
         .write_allocation("older-copy", Some("node-a"), &handles)
@@ -231,7 +231,7 @@ async fn an_allocation_with_a_renamed_driver_keeps_its_device() -> anyhow::Resul
         let claim = stage.claims().get(claim).await?;
         assert!(is_allocated(&claim), "{claim:?}");
     }
-    // Each pod ends, and its device is free. What is asked back is given back under whatever name.
+    // Each pod ends, and its device is free. A requested deallocation works under either driver name.
     stage.remove_pod("made").await?;
     stage.wait(stage.claims(), &made, "gone", is_gone()).await?;
     stage.remove_pod("names").await?;
@@ -266,11 +266,11 @@ async fn kinds_of_other_releases_are_read_as_far_as_understood() -> anyhow::Resu
         json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory", "metadata": { "name": format!("{node}.{DRIVER}") },
             "spec": { "driverName": DRIVER, "nodeName": node, "nodeUid": uid, "devices": devices, "zone": { "future": 1 } } })
     };
-    // Older: nothing but what was there from the beginning.
+    // Older: only the original fields.
     let old = json!([{ "name": "plain", "kind": "test" }]);
     let old = inventory("old", &stage.node_uid("old").await?, old);
     write(&inventories, "old.drayman.dev", &old, "/spec/zone").await?;
-    // Newer: a field and a type of attribute that this release does not know, and a device that leaves the node in another way.
+    // Newer: an unknown field, an unknown attribute type, and a device in an unknown mode.
     let new = json!([
         { "name": "more", "kind": "test", "capacity": { "memory": "1Gi" }, "attributes": {
             "drayman.dev/known": { "string": "x" }, "drayman.dev/quantity": { "quantity": "1Gi" } } },
@@ -286,7 +286,7 @@ async fn kinds_of_other_releases_are_read_as_far_as_understood() -> anyhow::Resu
     stage.make_pod("third").await?;
     stage.wait_for_event("third", "NoSuitableDevice", "held").await?;
 
-    // A wish with a field that this release does not know may mean less than was asked: it is refused, with the field's name.
+    // A request with an unknown field could be too permissive, so it is rejected with the field's name.
     let wish = json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClaimParameters", "metadata": { "name": "wish" },
         "spec": { "requests": [{ "name": "device", "bandwidth": "1G" }] } });
     let wishes = kind(&stage, "DeviceClaimParameters", true);
@@ -304,14 +304,14 @@ async fn kinds_of_other_releases_are_read_as_far_as_understood() -> anyhow::Resu
         message.contains("DeviceClaimParameters default/wish"),
         "{message}"
     );
-    // Without it, it is served as soon as there is something.
+    // Without the field, the claim is served once a device is free.
     let plain = json!([{ "op": "remove", "path": "/spec/requests/0/bandwidth" }]);
     let plain = Patch::Json::<()>(serde_json::from_value(plain)?);
     wishes.patch("wish", &PatchParams::default(), &plain).await?;
     stage.remove_pod("third").await?;
     stage.remove_pod("first").await?;
     stage.wait(stage.pods(), "wish", "bound", is_bound()).await?;
-    // Nobody has overwritten what the other release wrote.
+    // The other release's fields were not overwritten.
     let kept = Api::<NodeInventory>::all(stage.cluster.client())
         .get("new.drayman.dev")
         .await?;
@@ -330,7 +330,7 @@ async fn changes_after_an_allocation_do_not_change_it() -> anyhow::Result<()> {
     let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
     let before = stage.wait(stage.claims(), "early", "allocated", met).await?;
     let before = before.unwrap_or_default().status.allocation;
-    // Another kind, then no parameters at all, then another driver's class, then none.
+    // Another kind, then no parameters, then a class of another driver, then no class.
     let parameters = kind(&stage, "DeviceClassParameters", false);
     let other = Patch::Merge(json!({ "spec": { "kind": "other" } }));
     parameters.patch("test", &PatchParams::default(), &other).await?;
@@ -349,7 +349,7 @@ async fn changes_after_an_allocation_do_not_change_it() -> anyhow::Result<()> {
     stage.classes().delete("test", &DeleteParams::default()).await?;
     let after = stage.claims().get("early").await?.status.allocation;
     assert_eq!(after, before);
-    // It is given back all the same, and what it held is free.
+    // The claim is released anyway, and its device is free.
     stage.delete_claim("early").await?;
     controller.end().await?;
     stage.cluster.stop().await
@@ -368,7 +368,7 @@ async fn a_node_prepares_allocations_made_before_a_class_changed() -> anyhow::Re
     let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
     let early = stage.wait(stage.claims(), "early", "allocated", met).await?;
     let device = devices(&early.unwrap_or_default())?.concat();
-    // Another kind, and then no class at all; the pod comes after that.
+    // Another kind, and then no class at all; the pod is created after that.
     let other = Patch::Merge(json!({ "spec": { "kind": "plugged" } }));
     kind(&stage, "DeviceClassParameters", false)
         .patch("test", &PatchParams::default(), &other)
@@ -379,7 +379,7 @@ async fn a_node_prepares_allocations_made_before_a_class_changed() -> anyhow::Re
     let path = inside.only_device();
     assert_eq!(path.rsplit('/').next(), device.rsplit('/').next(), "{device}");
 
-    // A handle of a later release, for the device that is free: nobody guesses what it means.
+    // A handle of a later release for the free device: it is never guessed.
     let free = if device.ends_with("-0") {
         "drayman-test-1"
     } else {
@@ -394,7 +394,7 @@ async fn a_node_prepares_allocations_made_before_a_class_changed() -> anyhow::Re
     stage.make_pod_with("later", "newer").await?;
     companion.logged("has version 2").await?;
     if stage.cluster.minor() >= 28 {
-        // kubelet says it on the pod since then.
+        // Since 1.28, kubelet reports it as an event of the pod.
         stage
             .wait_for_event(
                 "later",

@@ -1,4 +1,4 @@
-//! What a real API server says to what is rendered, and what it lets the tokens of the components do.
+//! A real API server validates the rendered manifests and authorizes the tokens of the components.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -17,7 +17,7 @@ async fn with_definitions(stage: &Stage) -> anyhow::Result<()> {
     define(stage, &chart("crds")).await
 }
 
-/// Makes definitions of kinds known to the API server.
+/// Creates the CRDs in a file or directory and waits until they are established.
 async fn define(stage: &Stage, files: &Path) -> anyhow::Result<()> {
     let files = files.to_str().context("UTF-8")?;
     let apply = ["apply", "--server-side", "--filename", files];
@@ -32,7 +32,7 @@ async fn define(stage: &Stage, files: &Path) -> anyhow::Result<()> {
     stage.cluster.kubectl(&wait).await.map(drop)
 }
 
-/// The kinds of the Prometheus operator that the chart has something for, as the operator itself defines them.
+/// The Prometheus operator's own CRDs for the kinds that the chart renders.
 async fn with_definitions_of_the_operator(stage: &Stage) -> anyhow::Result<()> {
     let directory = tokio::task::spawn_blocking(prometheus_operator).await??;
     for kind in ["servicemonitors", "prometheusrules"] {
@@ -45,7 +45,7 @@ async fn with_definitions_of_the_operator(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Has the API server validate the objects of every variant with these arguments.
+/// Validates the objects of every variant on the API server, rendered with these arguments.
 pub(crate) async fn validate_variants(stage: &Stage, arguments: &[String]) -> anyhow::Result<()> {
     with_definitions_of_the_operator(stage).await?;
     let mut of_operator = BTreeSet::new();
@@ -96,7 +96,7 @@ pub(crate) async fn validate_variants(stage: &Stage, arguments: &[String]) -> an
 async fn the_api_server_accepts_every_variant_of_the_chart() -> anyhow::Result<()> {
     let stage = Stage::on(Cluster::builder().start().await?).await?;
     with_definitions(&stage).await?;
-    // What a chart makes depends on what the server has.
+    // The rendered objects depend on the Kubernetes version.
     let version = format!("--kube-version=1.{}.0", stage.cluster.minor());
     validate_variants(&stage, &[version]).await?;
     stage.cluster.stop().await
@@ -160,11 +160,11 @@ async fn the_controller_is_restricted_and_the_companion_privileged() -> anyhow::
         owners.len() == 5,
         "controller, companion, definitions, test, uninstall"
     );
-    // Of our own, because that of k8s-openapi no longer knows how a pod of that time names a claim.
+    // Our own type: the Pod of k8s-openapi lacks the claim fields of classic DRA.
     let pods = Api::<drayman::api::resource::Pod>::namespaced(stage.cluster.client(), "restricted");
     for owner in owners {
         let mut spec = pod_spec(owner).cloned().unwrap_or_default();
-        // The account is not there, and whether it is has nothing to do with the standard.
+        // The account does not exist in this namespace; the Pod Security Standard does not depend on it.
         spec["serviceAccountName"] = Value::Null;
         let pod = serde_json::from_value(json!({ "metadata": { "name": "a" }, "spec": spec }))?;
         let dry = PostParams {
@@ -178,7 +178,7 @@ async fn the_controller_is_restricted_and_the_companion_privileged() -> anyhow::
                 refusal.contains("hostPath") && refusal.contains("runAsNonRoot"),
                 "{refusal}"
             );
-            // And nothing else is objected to.
+            // There are no other violations.
             for other in [
                 "privileged",
                 "capabilities",
@@ -200,7 +200,7 @@ async fn the_controller_is_restricted_and_the_companion_privileged() -> anyhow::
     stage.cluster.stop().await
 }
 
-/// A client with the token that a pod of this account on this node has.
+/// A client with the token that a pod of this account on this node gets.
 pub(crate) async fn token_client(
     stage: &Stage,
     account: &str,
@@ -250,7 +250,7 @@ async fn the_token_of_a_node_writes_only_its_own_inventory() -> anyhow::Result<(
         return stage.cluster.stop().await;
     }
     let chart = chart("");
-    // Nothing can run here, so nothing is waited for; the definitions are installed by Helm itself.
+    // Nothing can run here, so Helm does not wait. Helm installs the CRDs.
     let arguments = [
         "install",
         "drayman",
@@ -266,7 +266,7 @@ async fn the_token_of_a_node_writes_only_its_own_inventory() -> anyhow::Result<(
             .create(&PostParams::default(), &node)
             .await?;
     }
-    // More rights than the companion has: so it is the policy that answers, and not RBAC.
+    // More rights than the companion has, so that the policy answers and not RBAC.
     let rights = [
         "create",
         "clusterrole",
@@ -299,7 +299,7 @@ async fn the_token_of_a_node_writes_only_its_own_inventory() -> anyhow::Result<(
                 .map_err(|error| error.to_string())
         }
     };
-    // The API server learns of policies and roles by its own watch.
+    // The API server learns of policies and roles through its own watches.
     stage
         .until("the policy is in force", async || {
             let foreign = write("node-z", "drayman.dev").await;
@@ -315,7 +315,7 @@ async fn the_token_of_a_node_writes_only_its_own_inventory() -> anyhow::Result<(
         );
     };
     let status = json!({ "status": { "devices": 1 } });
-    // Its own: made, changed, its status too, and deleted.
+    // Its own inventory: create, update, update of the status, delete.
     write("node-a", "drayman.dev").await.map_err(anyhow::Error::msg)?;
     write("node-a", "drayman.dev").await.map_err(anyhow::Error::msg)?;
     ours.patch_status(
@@ -326,7 +326,7 @@ async fn the_token_of_a_node_writes_only_its_own_inventory() -> anyhow::Result<(
     .await?;
     ours.delete("node-a.drayman.dev", &DeleteParams::default())
         .await?;
-    // Another node's, and one of another driver, whether it exists or not.
+    // The inventory of another node, and of another driver, whether or not it exists.
     refused(write("node-b", "drayman.dev").await, "create another node's");
     refused(
         write("node-a", "other.example.com").await,
@@ -346,7 +346,7 @@ async fn the_token_of_a_node_writes_only_its_own_inventory() -> anyhow::Result<(
         let deleted = ours.delete(&name, &DeleteParams::default()).await;
         refused(deleted.map(drop).map_err(text), "delete");
     }
-    // Its own name, but saying that it is another node.
+    // Its own name, but with the name of another node in the spec.
     let mut disguised = inventory("node-b", "drayman.dev");
     disguised.metadata.name = Some("node-a.drayman.dev".to_owned());
     let disguised = ours
@@ -356,7 +356,7 @@ async fn the_token_of_a_node_writes_only_its_own_inventory() -> anyhow::Result<(
         disguised.map(drop).map_err(|error| error.to_string()),
         "say that it is another node",
     );
-    // A token of the account that is no pod's, such as whoever may make tokens can make.
+    // A token of the account that is not bound to a pod, as `kubectl create token` returns it.
     let unbound = token_client(&stage, "drayman-node", None).await?;
     let unbound = Api::<drayman::api::crd::NodeInventory>::all(unbound);
     let made = unbound
@@ -367,7 +367,7 @@ async fn the_token_of_a_node_writes_only_its_own_inventory() -> anyhow::Result<(
         refusal.contains("this token is not that of a pod on a node"),
         "{refusal}"
     );
-    // Others are not held to it.
+    // Other users are not restricted.
     admin
         .create(&PostParams::default(), &inventory("node-c", "drayman.dev"))
         .await?;
@@ -376,7 +376,7 @@ async fn the_token_of_a_node_writes_only_its_own_inventory() -> anyhow::Result<(
     stage.cluster.stop().await
 }
 
-/// What the server itself says that the accounts may do.
+/// Checks the rights of both accounts by SelfSubjectAccessReview.
 async fn may_do_what_it_should_and_no_more(stage: &Stage) -> anyhow::Result<()> {
     stage
         .cluster
@@ -425,7 +425,7 @@ async fn may_do_what_it_should_and_no_more(stage: &Stage) -> anyhow::Result<()> 
             }
         }
     }
-    // The Lease of its driver, there, and no other.
+    // The Lease of its own driver in the release namespace, and no other Lease.
     for (lease, namespace, expected) in [
         ("leases/drayman.dev", "drayman", true),
         ("leases/other.example.com", "drayman", false),
@@ -489,7 +489,7 @@ async fn a_cluster_without_classic_dra_is_told_what_still_works_there() -> anyho
         refusal.contains("does not have the kinds of the Prometheus operator"),
         "{refusal}"
     );
-    // Somebody who applies what Helm rendered knows best.
+    // A user who applies rendered manifests is not stopped.
     let rendered = objects(&tokio::task::spawn_blocking(|| text(None, &[])).await?);
     object(&rendered, "Deployment", "drayman-controller");
     stage.cluster.stop().await

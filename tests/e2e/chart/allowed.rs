@@ -1,4 +1,4 @@
-//! What a real API server lets the accounts of the chart do.
+//! The rights of the chart's accounts, as a real API server reports them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,7 +12,7 @@ use crate::harness::Cluster;
 /// Verbs by resource, such as `resourceclaims.resource.k8s.io/status`.
 type Rights = BTreeMap<String, BTreeSet<String>>;
 
-/// What an account may do in a namespace, by the server's own account of it.
+/// Rights of an account in a namespace, from a SelfSubjectRulesReview.
 async fn rights(stage: &Stage, account: &str, namespace: &str) -> anyhow::Result<Rights> {
     let user = format!("--as=system:serviceaccount:drayman:{account}");
     let said = stage
@@ -34,9 +34,9 @@ async fn rights(stage: &Stage, account: &str, namespace: &str) -> anyhow::Result
     for line in said.lines() {
         let (resource, rest) = line.split_once(' ').context("columns")?;
         let (_, verbs) = rest.rsplit_once('[').context("verbs")?;
-        // Paths that are no resources have a line without a first column.
+        // Non-resource paths have no first column.
         let resource = if resource.is_empty() {
-            // How wide a column is depends on the others.
+            // Column widths depend on the other rows.
             let path = rest.split_whitespace().next();
             path.context("a path")?
         } else {
@@ -52,7 +52,7 @@ async fn rights(stage: &Stage, account: &str, namespace: &str) -> anyhow::Result
     Ok(rights)
 }
 
-/// What a role of hack/rbac.yaml says.
+/// Rules of a role in hack/rbac.yaml.
 fn role(kind: &str, name: &str) -> anyhow::Result<Rights> {
     let text = std::fs::read_to_string(repository("hack/rbac.yaml"))?;
     let role = objects(&text)
@@ -93,16 +93,16 @@ async fn each_account_may_do_exactly_what_its_role_grants() -> anyhow::Result<()
         chart.to_str().context("UTF-8")?,
         "--namespace=drayman",
         "--set=crds.upgrade=false",
-        // With a kind of mode `both` the companion's role is the whole of what it can ever be.
+        // With a kind of mode `both`, the companion's role has all rights that it can ever have.
         "--set=deviceKinds[0].name=camera",
         "--set=deviceKinds[0].mode=both",
         "--set=deviceKinds[0].resourceName=example.com/camera",
         "--set=deviceKinds[0].paths[0]=/dev/video0",
     ];
     stage.helm(&arguments).await?;
-    // What everybody may read counts for everybody, once the server has heard of it.
+    // Every user has the read rights of system:authenticated, once the server knows the role.
     stage
-        .until("the rights of everybody", async || {
+        .until("the rights of all users", async || {
             let rights = rights(&stage, "nobody", "default").await?;
             Ok(rights.contains_key("deviceclassparameters.drayman.dev"))
         })
@@ -134,7 +134,7 @@ async fn each_account_may_do_exactly_what_its_role_grants() -> anyhow::Result<()
                 expected.entry(resource).or_default().extend(verbs);
             }
         }
-        // The server learns of roles by its own watch.
+        // The server learns of roles through its own watch.
         stage
             .until(&format!("the rights of {account}"), async || {
                 Ok(rights(&stage, account, namespace).await?.len() >= expected.len())

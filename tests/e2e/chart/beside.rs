@@ -13,7 +13,7 @@ use crate::harness;
 #[tokio::test]
 async fn two_releases_with_different_names_serve_one_pod() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
-    // The last of the devices belongs to the second release.
+    // The last device belongs to the second release.
     let node = stage.cluster.node(0);
     node.remove("/dev/drayman-test-2")?;
     node.make_device("/dev/drayman-other", 1, 9)?;
@@ -69,7 +69,7 @@ async fn two_releases_with_different_names_serve_one_pod() -> anyhow::Result<()>
         })
         .await?;
 
-    // One goes, and the other does not notice.
+    // One release is uninstalled, and the other is not affected.
     let before = (
         stage.run_of("drayman", CONTROLLER).await?,
         stage.run_of("drayman", COMPANION).await?,
@@ -88,7 +88,7 @@ async fn two_releases_with_different_names_serve_one_pod() -> anyhow::Result<()>
     stage.cluster.stop().await
 }
 
-/// What docs/operator/install.md says of `rbac.create=false`: roles that somebody has made are no other release.
+/// `rbac.create=false` as in docs/operator/install.md: roles created by hand do not count as another release.
 async fn roles_made_by_hand(stage: &Stage) -> anyhow::Result<()> {
     stage.namespace("third", "privileged").await?;
     let (chart, name) = (chart(""), "--set=driverName=third.example.com");

@@ -1,4 +1,4 @@
-//! What the containers of the rendered pods are given: image, mounts, variables, flags, ports, the configuration.
+//! The containers of the rendered pods: image, mounts, variables, flags, ports and the configuration.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::chart::helm::{arguments, chart, object, one_kind, pod_spec, render, variants};
 
-/// Paths of the host in the companion's pods, with whether they can be written.
+/// Host paths in the companion's pods, and whether they are writable.
 fn host_paths(daemon_set: &Value) -> BTreeSet<String> {
     let spec = pod_spec(daemon_set).expect("pods");
     let mounts = spec["containers"][0]["volumeMounts"].as_array().expect("mounts");
@@ -41,7 +41,7 @@ fn dev_is_recursively_read_only_where_the_field_exists() {
         let spec = pod_spec(object(&rendered, "DaemonSet", "drayman-node")).expect("pods");
         let mounts = spec["containers"][0]["volumeMounts"].as_array().expect("mounts");
         let dev = mounts.iter().find(|mount| mount["name"] == "dev").expect("/dev");
-        // The API server refuses the field beside a propagation.
+        // The API server rejects the field together with a mount propagation.
         assert!(dev["mountPropagation"].is_null() && dev["readOnly"] == true);
         dev["recursiveReadOnly"].clone()
     };
@@ -61,7 +61,8 @@ fn mounts_and_flags_follow_from_one_root_of_kubelet() {
         [
             "read /dev at /host/dev",
             "read /proc/1/mountinfo at /host/mountinfo",
-            // Whatever the kinds are: the first extended resource may come without an upgrade, and the last may have left devices.
+            // These do not depend on the kinds: an extended resource can be added without an upgrade, and the last one can leave devices in
+            // use.
             "read /var/lib/kubelet/pod-resources at /var/lib/kubelet/pod-resources",
             "write /var/lib/kubelet/device-plugins at /var/lib/kubelet/device-plugins",
             "write /var/lib/kubelet/plugins/drayman.dev at /var/lib/kubelet/plugins/drayman.dev",
@@ -90,7 +91,7 @@ fn mounts_and_flags_follow_from_one_root_of_kubelet() {
             "write /etc/cdi at /etc/cdi",
             "write /var/lib/k0s/kubelet/plugins/other.example.com at /var/lib/k0s/kubelet/plugins/other.example.com",
             "write /var/lib/k0s/kubelet/plugins_registry/other.example.com at /var/lib/k0s/kubelet/plugins_registry/other.example.com",
-            // It does not move with the root.
+            // This directory does not follow the kubelet root.
             "write /var/lib/kubelet/device-plugins at /var/lib/kubelet/device-plugins",
         ]
         .map(str::to_owned)
@@ -114,12 +115,12 @@ fn mounts_and_flags_follow_from_one_root_of_kubelet() {
     );
     let trusted = "--set=node.readKubeletState=true";
     assert_eq!(more(&[trusted]), ["read /var/lib/kubelet at /var/lib/kubelet"]);
-    // Which has the directory of the pods in it.
+    // This directory contains the pods' directory.
     assert_eq!(
         more(&[&both[..], &[trusted]].concat()),
         ["read /var/lib/kubelet at /var/lib/kubelet"]
     );
-    // As variables, so that whatever else runs in the container has them too.
+    // As variables, so that other commands in the container use them too.
     let variables = environment(pod_spec(moved).expect("pods"));
     for (name, value) in [
         ("DRAYMAN_DRIVER_NAME", "other.example.com"),
@@ -134,7 +135,7 @@ fn mounts_and_flags_follow_from_one_root_of_kubelet() {
     }
 }
 
-/// A mount of the directory in which kubelet mounts volumes, made once and for all, would hold those of pods that have gone.
+/// A mount of kubelet's volume directory without propagation would keep volumes of deleted pods mounted.
 #[test]
 fn what_is_unmounted_on_the_node_is_unmounted_in_the_companion() {
     for (arguments, name) in [
@@ -159,7 +160,7 @@ fn what_is_unmounted_on_the_node_is_unmounted_in_the_companion() {
     }
 }
 
-/// The variables of the only container that have a value.
+/// The variables of the only container that have a literal value.
 fn environment(spec: &Value) -> BTreeMap<String, String> {
     let variables = spec["containers"][0]["env"]
         .as_array()
@@ -172,14 +173,14 @@ fn environment(spec: &Value) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// Runs the program as a container would, but where there is no cluster, and returns what it says.
+/// Runs the program with these arguments and variables, without a cluster, and returns its output.
 fn program(arguments: &[String], environment: &BTreeMap<String, String>) -> String {
     let output = Command::new(env!("CARGO_BIN_EXE_drayman"))
         .args(arguments)
         .env_clear()
         .envs(environment.iter().filter(|(name, _)| !name.starts_with("KUBERNETES_")))
         .env("NODE_NAME", "node")
-        // What a person has at home is none of the container's.
+        // A kubeconfig in the home directory must not be found.
         .env("HOME", "/nonexistent")
         .output()
         .expect("the program starts");
@@ -193,7 +194,7 @@ fn the_program_accepts_flags_and_configuration_of_variants() {
         let rendered = render(Some(&variant), &[]);
         let directory = tempfile::tempdir().expect("a directory");
         for owner in &rendered {
-            // The other ConfigMap is the dashboard's.
+            // The other ConfigMap contains the dashboard.
             if let Some(configuration) = owner["data"]["node.yaml"].as_str() {
                 let name = owner["metadata"]["name"].as_str().expect("a name");
                 std::fs::write(directory.path().join(name), configuration).expect("written");
@@ -202,7 +203,7 @@ fn the_program_accepts_flags_and_configuration_of_variants() {
         for owner in &rendered {
             let Some(spec) = pod_spec(owner) else { continue };
             let mut arguments = arguments(spec);
-            // A file of the variant that is not on this machine.
+            // A file of the variant that does not exist on this machine.
             arguments.retain(|argument| !argument.starts_with("--kubeconfig="));
             seen.insert(arguments[0].clone());
             if arguments[0] == "version" {
@@ -216,7 +217,7 @@ fn the_program_accepts_flags_and_configuration_of_variants() {
                     file.to_str().expect("UTF-8").to_owned(),
                 );
             }
-            // The file is read before the API server is looked for, so this is reached only if all is right.
+            // The program reads the configuration before it looks for the API server, so this error means that the configuration is valid.
             let said = program(&arguments, &environment);
             assert!(
                 said.starts_with("error: no API server"),
@@ -247,7 +248,7 @@ fn a_new_configuration_restarts_companions_only_for_mounts() {
     };
     let before = with(&[]);
     let other = with(&["--set=deviceKinds[0].permissions=r"]);
-    assert_eq!(other.0, before.0, "the companion follows its file");
+    assert_eq!(other.0, before.0, "the companion reloads its file");
     assert_ne!(other.1, before.1);
     let other_api = with(&[
         "--set=deviceKinds[0].mode=both",
@@ -337,7 +338,7 @@ fn port_0_is_nowhere_and_other_ports_are_consistent() {
     }
 }
 
-/// YAML takes some words for truths and numbers.
+/// YAML reads some words as booleans or numbers.
 #[test]
 fn a_name_that_yaml_would_take_for_something_else_stays_a_name() {
     let rendered = render(

@@ -1,7 +1,7 @@
 //! The chart, rendered by Helm.
 #![expect(
     clippy::panic,
-    reason = "what every test of the chart stands on: its failure is the test's"
+    reason = "helpers of every chart test: a failure fails the test"
 )]
 
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::harness;
 
-/// The namespace that releases of these tests are in.
+/// The namespace of the releases in these tests.
 pub(crate) const NAMESPACE: &str = "drayman";
 
 /// Arguments for a cluster of each mode: the defaults of [`template`] are classic.
@@ -30,7 +30,7 @@ pub(crate) fn chart(path: &str) -> PathBuf {
     repository("charts/drayman").join(path)
 }
 
-/// The files of values that come with the chart: each is a variant that must work.
+/// Value files in the chart's `ci` directory. Each must render a working release.
 pub(crate) fn variants() -> Vec<PathBuf> {
     let mut files: Vec<PathBuf> = std::fs::read_dir(chart("ci"))
         .expect("the directory ci")
@@ -42,20 +42,20 @@ pub(crate) fn variants() -> Vec<PathBuf> {
     files
 }
 
-/// Helm, which keeps nothing outside of a directory.
+/// Helm with its files in one directory.
 pub(crate) fn helm(home: &Path) -> Command {
     let mut command = Command::new(harness::helm().expect("Helm"));
     for variable in ["HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"] {
         command.env(variable, home);
     }
-    // Whatever cluster the shell points at is none of ours.
+    // The shell's own cluster must not be used.
     command
         .env_remove("KUBECONFIG")
         .env_remove("KUBERNETES_SERVICE_HOST");
     command
 }
 
-/// Runs `helm template` with a file of values and further arguments.
+/// Runs `helm template` with a value file and further arguments.
 pub(crate) fn template(values: Option<&Path>, arguments: &[&str]) -> Output {
     let home = tempfile::tempdir().expect("a directory");
     let mut command = helm(home.path());
@@ -75,7 +75,7 @@ pub(crate) fn template(values: Option<&Path>, arguments: &[&str]) -> Output {
     command.args(arguments).output().expect("Helm runs")
 }
 
-/// The same, as text of YAML; panics with what Helm says if it refuses.
+/// Renders the chart as YAML text; panics with Helm's error.
 pub(crate) fn text(values: Option<&Path>, arguments: &[&str]) -> String {
     let output = template(values, arguments);
     let refusal = String::from_utf8_lossy(&output.stderr);
@@ -83,7 +83,7 @@ pub(crate) fn text(values: Option<&Path>, arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).expect("UTF-8")
 }
 
-/// The same, as objects.
+/// Renders the chart as objects.
 pub(crate) fn render(values: Option<&Path>, arguments: &[&str]) -> Vec<Value> {
     objects(&text(values, arguments))
 }
@@ -93,12 +93,12 @@ pub(crate) fn structured(values: &str, arguments: &[&str]) -> Vec<Value> {
     render(Some(&chart(values)), &[&STRUCTURED, arguments].concat())
 }
 
-/// What is rendered of the defaults and one kind of device.
+/// Renders the defaults with one kind.
 pub(crate) fn one_kind() -> Vec<Value> {
     render(Some(&chart("ci/one-kind-values.yaml")), &[])
 }
 
-/// What Helm says when it refuses; panics if it does not.
+/// The error of `helm template`; panics if rendering succeeds.
 pub(crate) fn refusal(values: Option<&Path>, arguments: &[&str]) -> String {
     let output = template(values, arguments);
     assert!(
@@ -118,7 +118,7 @@ pub(crate) fn objects(text: &str) -> Vec<Value> {
         .collect()
 }
 
-/// A file of YAML with one document.
+/// A YAML file with one document.
 pub(crate) fn yaml(path: &Path) -> Value {
     let text = std::fs::read_to_string(path).expect("a file");
     serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
@@ -134,7 +134,7 @@ pub(crate) fn object<'a>(objects: &'a [Value], kind: &str, name: &str) -> &'a Va
     first
 }
 
-/// The spec of the pods that an object makes or is.
+/// The pod spec in a workload object.
 pub(crate) fn pod_spec(object: &Value) -> Option<&Value> {
     match object["kind"].as_str()? {
         "Pod" => Some(&object["spec"]),

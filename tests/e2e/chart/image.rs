@@ -1,4 +1,4 @@
-//! The image: `hack/image` makes it from a static program, the same bytes each time.
+//! The image: `hack/image` builds it reproducibly from a static program.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read as _, Seek as _, Write as _};
@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::chart::helm::repository;
 use crate::harness;
 
-/// What an image of the tests is called: the name that the chart's default values give.
+/// The image name in the tests, as in the chart's default values.
 pub(crate) const NAME: &str = concat!("localhost/drayman:", env!("CARGO_PKG_VERSION"));
 
 pub(crate) fn architecture() -> &'static str {
@@ -22,7 +22,7 @@ pub(crate) fn architecture() -> &'static str {
     }
 }
 
-/// Runs `hack/image` as if the sources had been written at one moment, whenever the test runs.
+/// Runs `hack/image` with a fixed SOURCE_DATE_EPOCH.
 fn make(output: &Path, arguments: &[&str]) -> Output {
     Command::new(repository("hack/image"))
         .arg("--output")
@@ -34,13 +34,13 @@ fn make(output: &Path, arguments: &[&str]) -> Output {
         .expect("hack/image starts")
 }
 
-/// The archive with the program of this build, made once in a run of the tests, whose processes share it.
+/// The archive with the program of this build. It is built once in a test run and shared by its processes.
 pub(crate) fn archive() -> &'static Path {
     static ARCHIVE: OnceLock<PathBuf> = OnceLock::new();
     ARCHIVE.get_or_init(|| {
         let output = harness::target().join("image-of-tests");
         std::fs::create_dir_all(&output).expect("a directory");
-        // Closing the file unlocks it.
+        // The lock is released when the file is closed.
         let mut made_for = std::fs::File::options()
             .read(true)
             .write(true)
@@ -85,7 +85,7 @@ fn json(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).expect("a file")).expect("JSON")
 }
 
-/// An archive, unpacked; what was in it is as old as now.
+/// An unpacked archive. All files have the current time.
 fn unpack(archive: &Path) -> tempfile::TempDir {
     let directory = tempfile::tempdir().expect("a directory");
     let (from, to) = (
@@ -99,7 +99,7 @@ fn unpack(archive: &Path) -> tempfile::TempDir {
     directory
 }
 
-/// The file that a descriptor means, which must have the digest and the size that it says.
+/// The blob of a descriptor; its digest and size must match.
 fn blob(layout: &Path, descriptor: &Value) -> PathBuf {
     let digest = descriptor["digest"].as_str().expect("a digest");
     let digest = digest.strip_prefix("sha256:").expect("sha256");
@@ -112,7 +112,7 @@ fn blob(layout: &Path, descriptor: &Value) -> PathBuf {
     path
 }
 
-/// The program out of the archive, and the directory in which it lives as long as that is kept.
+/// The program from the archive, and the directory that contains it until it is dropped.
 pub(crate) fn program() -> (tempfile::TempDir, PathBuf) {
     let layout = unpack(archive());
     let index = json(&layout.path().join("index.json"));
@@ -132,10 +132,7 @@ fn an_image_is_the_program_and_its_licence_and_nothing_else() {
     assert_eq!(named["platform"]["architecture"], architecture());
     let manifest = json(&blob(layout, named));
     let config = json(&blob(layout, &manifest["config"]));
-    assert_eq!(
-        config["config"]["User"], "65532:65532",
-        "not root unless somebody says so"
-    );
+    assert_eq!(config["config"]["User"], "65532:65532", "not root by default");
     assert_eq!(config["config"]["Entrypoint"], serde_json::json!(["/drayman"]));
     assert_eq!(config["config"]["Env"], serde_json::json!(["MALLOC_ARENA_MAX=1"]));
     assert_eq!(config["created"], "2023-11-14T22:13:20Z");
@@ -168,7 +165,7 @@ fn an_image_is_the_program_and_its_licence_and_nothing_else() {
         files,
         [file("-rwxr-xr-x", "drayman"), file("-rw-r--r--", "LICENSE")].into()
     );
-    // Nothing more than these files in the layout, either.
+    // The layout has no other blobs.
     let blobs = std::fs::read_dir(layout.join("blobs/sha256"))
         .expect("blobs")
         .count();
@@ -218,7 +215,7 @@ fn the_whole_recipe_run_again_makes_the_same_image() {
     assert!(std::fs::read(archive()).expect("first") == std::fs::read(second).expect("second"));
 }
 
-/// No test has a container engine: this is what can be said without.
+/// The tests have no container engine, so this compares the Containerfile with the script.
 #[test]
 fn the_containerfile_builds_what_the_script_builds() {
     let file = std::fs::read_to_string(repository("Containerfile")).expect("a file");
@@ -247,8 +244,8 @@ fn the_containerfile_builds_what_the_script_builds() {
     );
 }
 
-/// Panics name source files. What `cargo build` makes has them as they are here, and `hack/image` must see that; of the program that
-/// it makes itself, it asks the same each time.
+/// Panic messages contain paths of source files. A program made by `cargo build` contains the local ones, which `hack/image` must detect.
+/// It checks the program that it builds in the same way.
 #[test]
 fn a_release_must_not_contain_the_path_of_its_build() {
     let (_root, program) = program();
@@ -263,7 +260,7 @@ fn a_release_must_not_contain_the_path_of_its_build() {
     );
     assert_eq!(std::fs::read_dir(output.path()).expect("a directory").count(), 0);
 
-    // The same program if it had been built elsewhere.
+    // The same program, as if built in another directory.
     let cargo = std::env::var("CARGO_HOME")
         .unwrap_or_else(|_| format!("{}/.cargo", std::env::var("HOME").expect("HOME")));
     let rust = run("rustc", &["--print", "sysroot"]);
@@ -305,7 +302,7 @@ fn another_architecture_names_what_is_missing_for_it() {
         )
     };
     let missing = output.path().join("no-compiler");
-    // A Rust without a library for anything.
+    // A Rust toolchain without any target library.
     let rustc = output.path().join("rustc");
     std::fs::write(&rustc, "#!/bin/sh\necho /nowhere\n").expect("written");
     run("chmod", &["+x", rustc.to_str().expect("UTF-8")]);
@@ -349,7 +346,7 @@ fn the_bill_of_materials_has_each_crate_with_its_checksum() {
     for package in packages {
         let text = |field: &str| package[field].as_str().expect("a text").to_owned();
         let (name, version) = (text("name"), text("versionInfo"));
-        assert!(names.insert(text("SPDXID")), "{name} {version} stands twice");
+        assert!(names.insert(text("SPDXID")), "{name} {version} is listed twice");
         assert_ne!(text("licenseDeclared"), "NOASSERTION", "{name}");
         let sum = package["checksums"][0]["checksumValue"]
             .as_str()
@@ -367,7 +364,7 @@ fn the_bill_of_materials_has_each_crate_with_its_checksum() {
     ] {
         assert!(names.iter().any(|name| name.starts_with(linked)), "{linked}");
     }
-    // What only builds or tests it is not in it.
+    // Build and test dependencies are not included.
     for tool in ["SPDXRef-protox-", "SPDXRef-proptest-"] {
         assert!(!names.iter().any(|name| name.starts_with(tool)), "{tool}");
     }
@@ -389,7 +386,7 @@ fn a_program_that_could_not_run_in_the_image_is_refused() {
         assert!(made.stdout.is_empty());
         String::from_utf8(made.stderr).expect("UTF-8")
     };
-    // Every Linux has a shell, and none of Debian's is static.
+    // Every Linux has a shell, and Debian's shells are not static.
     assert!(refused(&["--program", "/bin/bash"]).contains("is not static"));
     assert!(refused(&["--program", "/etc/passwd"]).contains("is not a program"));
     let other = if architecture() == "amd64" {

@@ -1,4 +1,4 @@
-//! The program in its image, which has no file besides: names are looked up and certificates are checked all the same.
+//! The program in its image, which contains no other file: DNS lookups and certificate checks work.
 
 use std::collections::BTreeSet;
 use std::net::Ipv4Addr;
@@ -11,12 +11,12 @@ use tokio::net::UdpSocket;
 use crate::chart::life::pod;
 use crate::chart::stage::Stage;
 
-/// The service of the API server.
+/// The cluster IP of the API server.
 const SERVICE: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 1);
 /// A name in the API server's certificate.
 const NAME: &str = "kubernetes.default.svc";
 
-/// The reply to a question for an address, which is that of the API server for the one name, and the name that was asked for.
+/// A DNS reply with the API server's address if the query is for its name, and the queried name.
 fn reply(query: &[u8]) -> Option<(Vec<u8>, String)> {
     let (mut at, mut labels) = (12, Vec::new());
     loop {
@@ -33,7 +33,7 @@ fn reply(query: &[u8]) -> Option<(Vec<u8>, String)> {
     let is_address = query.get(at..at + 2)? == [0, 1];
     let found = name == NAME;
     let answers = u8::from(found && is_address);
-    // A reply from who knows best; 3 is "no such name".
+    // An authoritative reply; code 3 is NXDOMAIN.
     let mut reply = [
         query.get(..2)?,
         &[
@@ -52,14 +52,14 @@ fn reply(query: &[u8]) -> Option<(Vec<u8>, String)> {
     ]
     .concat();
     if answers > 0 {
-        // The name of the question; an address of the internet, for five seconds, in four bytes.
+        // A pointer to the queried name, type A, class IN, TTL 5 s, length 4.
         reply.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 5, 0, 4]);
         reply.extend(SERVICE.octets());
     }
     Some((reply, name))
 }
 
-/// A name server on an address of this machine that pods can reach, and what it has been asked.
+/// A DNS server on an address of this machine that pods can reach, and the names queried so far.
 async fn name_server(
     address: &str,
 ) -> anyhow::Result<(tokio::task::JoinHandle<()>, Arc<Mutex<BTreeSet<String>>>)> {
@@ -80,7 +80,7 @@ async fn name_server(
     Ok((task, asked))
 }
 
-/// Runs `drayman crds --apply` in the image, with the API server by its name, and returns how it ended and what it said.
+/// Runs `drayman crds --apply` in the image against the API server's DNS name. Returns the exit state and the log.
 async fn run(
     stage: &Stage,
     name: &str,
@@ -124,11 +124,11 @@ async fn the_image_resolves_the_name_of_the_api_server() -> anyhow::Result<()> {
                   deviceclaimparameters.drayman.dev is served\n";
     let went_well = ("Succeeded".to_owned(), served.to_owned());
 
-    // A static program looks names up with what of the C library is in it: in the file that kubelet gives each pod, ...
+    // A static program resolves names with its own part of the C library: first from the hosts file that kubelet writes, ...
     let aliases = ("hostAliases", json!([{ "ip": SERVICE, "hostnames": [NAME] }]));
     assert_eq!(run(&stage, "by-file", NAME, &[aliases]).await?, went_well);
 
-    // ... and at a name server.
+    // ... then from a DNS server.
     let address = stage
         .field(&["endpoints", "kubernetes"], ".subsets[0].addresses[0].ip")
         .await?;
@@ -141,7 +141,7 @@ async fn the_image_resolves_the_name_of_the_api_server() -> anyhow::Result<()> {
     assert_eq!(by_server, went_well, "the name server was asked for {asked:?}");
     ensure!(asked.contains(NAME), "{asked:?}");
 
-    // Whoever answers must have a certificate for the name.
+    // The server must have a certificate for this name.
     let aliases = (
         "hostAliases",
         json!([{ "ip": SERVICE, "hostnames": ["other.example"] }]),

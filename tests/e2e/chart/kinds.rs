@@ -1,4 +1,4 @@
-//! Of a kind of devices the chart takes what the program takes, and refuses what it refuses.
+//! The chart's schema and the program accept and reject the same kinds.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 use crate::chart::helm::template;
 
-/// Whether the chart takes a kind, and whether the program does, each with what it says.
+/// Validates a kind with the chart and with the program. Each result has the error output.
 fn judged(directory: &Path, kind: &Value) -> ((bool, String), (bool, String)) {
     let (values, file) = (directory.join("values.json"), directory.join("node.yaml"));
     std::fs::write(&values, json!({ "deviceKinds": [kind] }).to_string()).expect("written");
@@ -39,7 +39,7 @@ fn with(more: &Value) -> Value {
     kind
 }
 
-/// Fields of a kind with one device node, all of which are right.
+/// Valid fields for a kind with one device node.
 fn right() -> Vec<Value> {
     vec![
         json!({ "paths": ["/dev/x[!a]", "/dev/[]]", "/dev/[a-z]b/c?", "/dev/{x}", "/dev/x]"] }),
@@ -52,7 +52,7 @@ fn right() -> Vec<Value> {
     ]
 }
 
-/// The same, each wrong.
+/// Invalid fields for a kind with one device node.
 fn wrong() -> Vec<Value> {
     let long = "x".repeat(129);
     let (label, domain) = ("n".repeat(64), "d".repeat(245));
@@ -97,7 +97,7 @@ fn wrong() -> Vec<Value> {
     ]
 }
 
-/// Kinds with devices from elsewhere; each says itself whether it is right.
+/// Kinds with other sources of devices; each entry says whether it is valid.
 fn elsewhere() -> Vec<Value> {
     let usb = |one: Value| json!({ "name": "a", "usb": { "match": [one] } });
     let pci = |one: Value| json!({ "name": "a", "pci": { "match": [one] } });
@@ -196,7 +196,7 @@ fn the_chart_and_the_program_draw_the_same_line_around_a_kind() {
     assert!(differ.is_empty(), "{differ:#?}");
 }
 
-/// A preset that many can share has to be made exclusive by hand for mode `both`.
+/// A shareable preset must be made exclusive for mode `both`.
 #[test]
 fn a_shared_preset_serves_both_apis_with_one_share_only() {
     let directory = tempfile::tempdir().expect("a directory");
@@ -219,7 +219,7 @@ fn a_shared_preset_serves_both_apis_with_one_share_only() {
     }
 }
 
-/// What only the program can tell, and what an operator then sees is in docs/operator/troubleshoot.md.
+/// Errors that only the program detects; docs/operator/troubleshoot.md describes how operators see them.
 #[test]
 fn what_only_the_program_can_tell_passes_the_chart() {
     let directory = tempfile::tempdir().expect("a directory");

@@ -1,5 +1,4 @@
-//! Kinds of the other modes than `claims`, installed by the chart: devices that leave a real node as an extended resource, alone and
-//! beside claims.
+//! Kinds of modes `extended-resource` and `both`, installed by the chart on a real node.
 
 use anyhow::ensure;
 use k8s_openapi::api::core::v1::Event;
@@ -11,10 +10,10 @@ use crate::chart::life::{pod, template};
 use crate::chart::stage::Stage;
 use crate::harness::{Cluster, IMAGE};
 
-/// Longer than a device counts as held after an Allocate, whatever kubelet shows (docs/dev/architecture.md).
+/// Longer than the companion counts a device as held after an Allocate, regardless of PodResources (docs/dev/architecture.md).
 const AFTER_ADMISSION: Duration = Duration::from_secs(40);
 
-/// One device for each kind.
+/// One device per kind.
 const VALUES: &str = "\
 deviceKinds:
 - name: both
@@ -30,7 +29,7 @@ classes:
   kind: both
 ";
 
-/// A pod whose container has one of an extended resource; with a command, its first init container has it instead.
+/// A pod whose container requests one extended resource. With `init`, an init container that runs this command requests it instead.
 fn pod_with_limit(name: &str, resource: &str, init: Option<&str>) -> Value {
     let limits = json!({ "limits": { resource: "1" } });
     let mut pod = pod(name, &[]);
@@ -45,13 +44,13 @@ fn pod_with_limit(name: &str, resource: &str, init: Option<&str>) -> Value {
     pod
 }
 
-/// How many of an extended resource the node can give to pods.
+/// Allocatable count of an extended resource on the node.
 async fn allocatable(stage: &Stage, resource: &str) -> anyhow::Result<String> {
     let field = format!(".status.allocatable.{}", resource.replace('.', "\\."));
     stage.field(&["node", "node-0"], &field).await
 }
 
-/// What the events of a pod say.
+/// Messages of a pod's events.
 async fn events(stage: &Stage, pod: &str) -> anyhow::Result<Vec<String>> {
     let about = ListParams::default().fields(&format!("involvedObject.name={pod}"));
     let events = Api::<Event>::namespaced(stage.cluster.client(), "default");
@@ -74,7 +73,7 @@ async fn a_device_of_an_init_container_is_given_to_no_claim() -> anyhow::Result<
             .await?;
     }
 
-    // What `helm test` asks for by a limit. The other pod of the test would claim the device of mode `both`.
+    // `helm test` requests this resource by a limit. Its other pod would claim the device of mode `both`.
     let test = [
         "test",
         "drayman",
@@ -84,7 +83,7 @@ async fn a_device_of_an_init_container_is_given_to_no_claim() -> anyhow::Result<
     let said = stage.helm(&test).await?;
     ensure!(said.contains("Phase:          Succeeded"), "{said}");
 
-    // One API alone.
+    // A device of mode `extended-resource`.
     stage
         .apply(&pod_with_limit("plugged", "drayman.dev/plugged", None))
         .await?;
@@ -95,7 +94,7 @@ async fn a_device_of_an_init_container_is_given_to_no_claim() -> anyhow::Result<
         "the pod has {devices:?}"
     );
 
-    // Of an init container kubelet's PodResources API says nothing.
+    // Kubelet's PodResources API does not list init containers.
     let command = "test -c /dev/drayman-test-0 && sleep 3600";
     stage
         .apply(&pod_with_limit("init", "drayman.dev/both", Some(command)))
@@ -120,7 +119,7 @@ async fn a_device_of_an_init_container_is_given_to_no_claim() -> anyhow::Result<
             Ok(refused)
         })
         .await?;
-    // Nor is it given to any other claim meanwhile.
+    // Nor is the device allocated to another claim.
     stage
         .until("the inventory says why", async || {
             let unhealthy = ".spec.devices[?(@.name==\"drayman-test-0\")].unhealthy";
@@ -136,7 +135,7 @@ async fn a_device_of_an_init_container_is_given_to_no_claim() -> anyhow::Result<
     stage.cluster.stop().await
 }
 
-/// What the tool says of devices that containers have.
+/// Output of `drayman devices` and `drayman node` about devices that containers hold.
 async fn look_with_the_tool(stage: &Stage) -> anyhow::Result<()> {
     let ask = async |words: &[&str]| anyhow::Ok(String::from_utf8(stage.ask(words).await?.stdout)?);
     let said = ask(&["who", "drayman-test-1"]).await?;
@@ -151,7 +150,7 @@ async fn look_with_the_tool(stage: &Stage) -> anyhow::Result<()> {
         said.contains("Unhealthy") && said.contains("a container has it as an extended resource"),
         "{said}"
     );
-    // Kubelet names no init container; its device is all that is known.
+    // Kubelet does not name the init container; only the device is known.
     let exec = ["--namespace=drayman", "exec", "daemonset/drayman-node", "--"];
     let command = ["/drayman", "node", "holdings"];
     let said = stage.cluster.kubectl(&[&exec[..], &command].concat()).await?;
@@ -165,7 +164,7 @@ async fn look_with_the_tool(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Where neither kubelet nor the chart would look of itself. The directory of device plugins does not follow kubelet's root directory.
+/// Directories that neither kubelet nor the chart uses by default. The device plugin directory does not follow the kubelet root.
 const KUBELET_ROOT: &str = "/var/lib/kubelet/elsewhere";
 const CDI_ROOT: &str = "/run/cdi";
 
@@ -198,7 +197,7 @@ async fn a_kubelet_with_another_root_directory_is_served() -> anyhow::Result<()>
         let devices = stage.devices(name).await?;
         ensure!(devices.values().eq([device]), "{name} has {devices:?}");
     }
-    // Nothing of ours is where a kubelet has its things by default.
+    // Nothing is written below kubelet's default directories.
     let node = stage.cluster.node(0);
     let plugins = node.list(format!("{KUBELET_ROOT}/plugins"))?;
     assert_eq!(plugins, ["drayman.dev"]);

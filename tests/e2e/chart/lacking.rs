@@ -1,4 +1,4 @@
-//! What an installed program says when somebody has taken a right from its account.
+//! Log messages of an installed program whose account has lost a right.
 
 use anyhow::{Context as _, ensure};
 use serde_json::{Value, json};
@@ -7,7 +7,7 @@ use crate::chart::helm::chart;
 use crate::chart::life::{COMPANION, CONTROLLER};
 use crate::chart::stage::Stage;
 
-/// Takes a verb on NodeInventories from a role, and replaces the pods of those who have it.
+/// Removes a verb on NodeInventories from a role, and deletes the pods that use the role.
 async fn take(stage: &Stage, role: &str, verb: &str, pods: &str) -> anyhow::Result<()> {
     let get = ["get", "clusterrole", role, "--output=json"];
     let mut object: Value = serde_json::from_str(&stage.cluster.kubectl(&get).await?)?;
@@ -26,7 +26,7 @@ async fn take(stage: &Stage, role: &str, verb: &str, pods: &str) -> anyhow::Resu
             let mut part = rule.clone();
             part["verbs"] = verbs.filter(|verb| *verb != taken).cloned().collect();
             part["resources"] = resources;
-            // A rule without resources is refused.
+            // The API server rejects a rule without resources.
             if part["resources"] != json!([]) {
                 split.push(part);
             }
@@ -46,7 +46,7 @@ async fn take(stage: &Stage, role: &str, verb: &str, pods: &str) -> anyhow::Resu
 #[tokio::test]
 async fn a_missing_right_is_named_in_the_log() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
-    // What everybody may read, no role has to give.
+    // Otherwise all authenticated users have the right.
     let own = ["--set=rbac.readByAuthenticated=false"];
     stage
         .deploy("install", &chart("ci/one-kind-values.yaml"), &own)
@@ -62,9 +62,9 @@ async fn a_missing_right_is_named_in_the_log() -> anyhow::Result<()> {
         let lacks = format!("cannot {verb} resource \"nodeinventories\" in API group \"drayman.dev\"");
         stage
             .until(&format!("{role} says that it {lacks}"), async || {
-                // Of a pod that is not there yet there is no log.
+                // A pod that does not run yet has no log.
                 let log = stage.cluster.kubectl(&logs).await.unwrap_or_default();
-                // In a message the quotes may be escaped.
+                // Quotes in the message may be escaped.
                 let told = log.replace('\\', "").contains(&lacks);
                 if told {
                     println!("{log}");

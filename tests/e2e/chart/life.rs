@@ -1,4 +1,4 @@
-//! The life of a release on real nodes: installed, used, upgraded, rolled back, its node drained, uninstalled.
+//! The lifecycle of a release on real nodes: install, use, upgrade, rollback, node drain, uninstall.
 
 use std::collections::BTreeSet;
 
@@ -42,7 +42,7 @@ pub(crate) fn template(name: &str, class: &str) -> Value {
     })
 }
 
-/// The claims that exist, with what was allocated.
+/// The existing claims with their allocation.
 pub(crate) async fn claims(stage: &Stage) -> anyhow::Result<String> {
     stage
         .field(
@@ -81,7 +81,7 @@ async fn a_release_is_upgraded_rolled_back_and_removed_safely() -> anyhow::Resul
         stage.helm(&["test", "drayman", "--namespace", "drayman"]).await?
     );
 
-    // The example of the documentation, on what the chart has installed.
+    // The example of the documentation, with the installed classes.
     stage
         .apply(&yaml(&repository("examples/basic/claim-template.yaml")))
         .await?;
@@ -96,7 +96,7 @@ async fn a_release_is_upgraded_rolled_back_and_removed_safely() -> anyhow::Resul
     ask_the_doctor(&stage).await?;
     ask_in_the_companion_s_pod(&stage).await?;
 
-    // An upgrade that replaces both programs, with the claim in use.
+    // An upgrade that replaces both programs while the claim is in use.
     stage
         .deploy("upgrade", &values, &["--set=logging.verbosity=4"])
         .await?;
@@ -105,7 +105,7 @@ async fn a_release_is_upgraded_rolled_back_and_removed_safely() -> anyhow::Resul
     assert_eq!((stage.run_of_pod("basic").await?, claims(&stage).await?), before);
     assert_eq!(stage.devices("basic").await?, devices);
     stage.ready("node-0.drayman.dev").await?;
-    // The new programs know what the old ones gave away.
+    // The new programs know the allocated devices.
     stage.apply(&pod("after-upgrade", &["test"])).await?;
     stage.running("after-upgrade").await?;
     let other = stage.devices("after-upgrade").await?;
@@ -133,7 +133,7 @@ async fn a_release_is_upgraded_rolled_back_and_removed_safely() -> anyhow::Resul
     stage.cluster.stop().await
 }
 
-/// First what uses devices goes, then the release, and nothing is left.
+/// Deletes first the pods and claims, then the release. Nothing is left.
 async fn leave_in_the_right_order(stage: &Stage) -> anyhow::Result<()> {
     stage.cluster.kubectl(&["delete", "pod", "basic"]).await?;
     stage
@@ -162,7 +162,7 @@ async fn leave_in_the_right_order(stage: &Stage) -> anyhow::Result<()> {
             "--all-namespaces",
         ),
     ] {
-        // Servers before 1.30 do not have them.
+        // API servers before 1.30 do not serve this kind.
         if kinds.starts_with("validating") && stage.cluster.minor() < 30 {
             continue;
         }
@@ -196,7 +196,7 @@ async fn leave_in_the_right_order(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Another path of the kind reaches the companion, which is the same as before.
+/// A changed path of a kind reaches the running companion.
 async fn follow_the_configuration(stage: &Stage, companion: &Run) -> anyhow::Result<()> {
     stage.cluster.node(0).make_device("/dev/drayman-more-0", 1, 7)?;
     let more = [
@@ -211,7 +211,7 @@ async fn follow_the_configuration(stage: &Stage, companion: &Run) -> anyhow::Res
             &[&more[..], &kind].concat(),
         )
         .await?;
-    // A pod that changes is looked at by kubelet at once, its volumes included; otherwise within a minute and a half.
+    // Kubelet syncs a changed pod and its volumes at once; otherwise within 90 seconds.
     let selector = format!("--selector={COMPANION}");
     stage
         .cluster
@@ -235,7 +235,7 @@ async fn follow_the_configuration(stage: &Stage, companion: &Run) -> anyhow::Res
     Ok(())
 }
 
-/// What docs/operator/troubleshoot.md says of commands in the companion's pod, without a flag.
+/// Runs commands in the companion's pod without flags, as in docs/operator/troubleshoot.md.
 async fn ask_in_the_companion_s_pod(stage: &Stage) -> anyhow::Result<()> {
     let ask = async |words: &[&str]| {
         let exec = [
@@ -254,7 +254,7 @@ async fn ask_in_the_companion_s_pod(stage: &Stage) -> anyhow::Result<()> {
         holdings.lines().count() == 2 && holdings.contains("basic") && holdings.contains("drayman-test-"),
         "{holdings}"
     );
-    // The devices of the node, by the companion's own file.
+    // The devices of the node, from the companion's own configuration.
     let found = ask(&["discover"]).await?;
     println!("{found}");
     let devices = found.lines().filter(|line| line.starts_with("test "));
@@ -271,7 +271,7 @@ async fn ask_in_the_companion_s_pod(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Of a release that serves pods the doctor finds no problem, and that both accounts may do what they need.
+/// `drayman doctor` finds no problem on a working release, and all rights of both accounts.
 async fn ask_the_doctor(stage: &Stage) -> anyhow::Result<()> {
     let said = stage.doctor().await?;
     for account in ["drayman-controller", "drayman-node"] {
@@ -281,7 +281,7 @@ async fn ask_the_doctor(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Reads metrics and probes of both programs, as a neighbour in the cluster does.
+/// Reads metrics and probes of both programs from outside the pods.
 async fn look_from_outside(stage: &Stage) -> anyhow::Result<()> {
     for (labels, lines) in [
         (
@@ -336,7 +336,7 @@ async fn a_release_removed_too_early_is_installed_again() -> anyhow::Result<()> 
     stage.running("left").await?;
     let devices = stage.devices("left").await?;
 
-    // Helm is told no, with the claim and the pod, and has deleted nothing.
+    // The pre-delete hook refuses because of the claim and the pod; Helm deletes nothing.
     let uninstall = ["uninstall", "drayman", "--namespace", "drayman", "--wait"];
     let refusal = stage
         .helm(&uninstall)
@@ -352,7 +352,7 @@ async fn a_release_removed_too_early_is_installed_again() -> anyhow::Result<()> 
         "{said}"
     );
     ensure!(said.contains("Then uninstall driver drayman.dev"), "{said}");
-    // Helm calls the release "uninstalling" from then on. Who wants to keep it rolls back to what is there.
+    // The release now has the status "uninstalling". A rollback to the deployed revision keeps it.
     let companion = stage.run_of("drayman", COMPANION).await?;
     stage
         .helm(&["rollback", "drayman", "1", "--namespace", "drayman"])
@@ -363,9 +363,9 @@ async fn a_release_removed_too_early_is_installed_again() -> anyhow::Result<()> 
     ensure!(status.contains("STATUS: deployed"), "{status}");
     assert_eq!(stage.run_of("drayman", COMPANION).await?, companion);
 
-    // Who insists can.
+    // `--no-hooks` skips the check.
     stage.helm(&[&uninstall[..], &["--no-hooks"]].concat()).await?;
-    // The pod runs on with its device. It only cannot end.
+    // The pod keeps running with its device, but cannot terminate.
     assert_eq!(stage.devices("left").await?, devices);
     stage
         .cluster
@@ -388,7 +388,7 @@ async fn a_release_removed_too_early_is_installed_again() -> anyhow::Result<()> 
         "{finalizers}"
     );
 
-    // The way out: what is missing is put back.
+    // The fix: install the release again.
     stage.deploy("install", &values, &[]).await?;
     stage
         .until("the pod has ended", async || {
@@ -407,7 +407,7 @@ async fn a_release_removed_too_early_is_installed_again() -> anyhow::Result<()> 
         "{:?}",
         files(&stage, 0)?
     );
-    // And its device is free: three pods find three devices.
+    // The device is free: three pods get three devices.
     for name in ["a", "b", "c"] {
         stage.apply(&pod(name, &["test"])).await?;
     }
@@ -423,7 +423,7 @@ async fn a_release_removed_too_early_is_installed_again() -> anyhow::Result<()> 
 #[tokio::test]
 async fn a_drained_node_returns_its_devices_and_serves_again() -> anyhow::Result<()> {
     let stage = Stage::start(2).await?;
-    // Three controllers on two nodes, and one of them at a time may be away.
+    // Three controllers on two nodes; at most one may be unavailable.
     let ha = chart("values-ha.yaml");
     let more = ["--values", ha.to_str().unwrap_or_default()];
     stage
@@ -480,7 +480,7 @@ async fn a_drained_node_returns_its_devices_and_serves_again() -> anyhow::Result
             Ok(claims(&stage).await?.lines().count() == 1)
         })
         .await?;
-    // The companion stayed: it had to take back what pods on the node held.
+    // The companion was not evicted: it had to unprepare the claims of the evicted pods.
     stage.ready(&format!("{drained}.drayman.dev")).await?;
     let number = usize::from(drained == "node-1");
     ensure!(files(&stage, number)?.iter().all(|file| !file.contains("claim_")));

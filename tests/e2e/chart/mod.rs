@@ -1,7 +1,7 @@
-//! The chart: its values and what is rendered from them, what the API server says to that, and releases that are installed,
-//! upgraded, rolled back and removed on real nodes, with the image that `hack/image` makes.
+//! Tests of the Helm chart: values, rendered manifests, their validation by a real API server, and releases on real nodes (install,
+//! upgrade, rollback, uninstall) with the image of `hack/image`.
 //!
-//! Helm itself is what renders and installs; the harness builds it.
+//! The harness builds Helm itself.
 
 mod admitted;
 mod allowed;

@@ -1,5 +1,4 @@
-//! What an operator can choose besides: a companion that opens devices and reads kubelet's list, definitions that are brought up to date,
-//! and a driver name that stays.
+//! Optional settings: a companion that opens devices and reads kubelet's checkpoint, CRD updates, and an immutable driver name.
 
 use anyhow::{Context as _, ensure};
 use serde_json::Value;
@@ -7,7 +6,7 @@ use serde_json::Value;
 use crate::chart::life::{COMPANION, claims, pod, template};
 use crate::chart::stage::Stage;
 
-/// Both choices of docs/operator/security.md that cost something, and patience for a test.
+/// Both settings of docs/operator/security.md that grant more rights, with short periods.
 const VALUES: &str = "\
 deviceKinds:
 - name: test
@@ -30,7 +29,7 @@ const INVENTORY: &str = "node-0.drayman.dev";
 async fn a_companion_with_more_rights_frees_forgotten_devices() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
     let node = stage.cluster.node(0);
-    // Of a number that no driver of the kernel has.
+    // A major number without a driver.
     node.make_device("/dev/drayman-test-9", 120, 99)?;
     let values = stage.cluster.directory().join("options.yaml");
     std::fs::write(&values, VALUES)?;
@@ -61,7 +60,7 @@ async fn a_companion_with_more_rights_frees_forgotten_devices() -> anyhow::Resul
     stage.running("left").await?;
     assert_eq!(stage.devices("left").await?.len(), 1);
 
-    // Kubelet is down, and loses its list; meanwhile the pod goes, and its claim with it.
+    // Kubelet is down and loses its checkpoint; the pod and its claim are deleted meanwhile.
     let companion = stage.run_of("drayman", COMPANION).await?;
     node.stop("kubelet", 9).await?;
     node.remove("/var/lib/kubelet/dra_manager_state")?;
@@ -75,7 +74,7 @@ async fn a_companion_with_more_rights_frees_forgotten_devices() -> anyhow::Resul
     let logs = ["logs", "--namespace=drayman", &selector, "--tail=-1"];
     stage
         .until("what the claim held is free without a person", async || {
-            // Kubelet serves logs some time after its start.
+            // Kubelet serves logs only some time after its start.
             let log = stage.cluster.kubectl(&logs).await.unwrap_or_default();
             Ok(log.contains("OrphanFreed"))
         })
@@ -88,8 +87,8 @@ async fn a_companion_with_more_rights_frees_forgotten_devices() -> anyhow::Resul
     stage.cluster.stop().await
 }
 
-/// A pod's mounts stay on directories that the host has removed, so the companion ends and its container is made anew. What a running pod
-/// has stays its own.
+/// A pod's mounts refer to directories that the host has removed, so the companion exits and its container is recreated. Running pods keep
+/// their devices.
 async fn make_directories_anew(stage: &Stage) -> anyhow::Result<()> {
     let node = stage.cluster.node(0);
     stage.apply(&pod("holder", &["test"])).await?;
@@ -97,7 +96,7 @@ async fn make_directories_anew(stage: &Stage) -> anyhow::Result<()> {
     let held = stage.devices("holder").await?;
     for directory in ["/var/lib/kubelet/plugins/drayman.dev", "/run/cdi"] {
         let before = stage.run_of("drayman", COMPANION).await?;
-        // The companion may put a file back meanwhile.
+        // The companion may write a file meanwhile.
         while std::fs::remove_dir_all(node.path(directory)).is_err() {
             tokio::task::yield_now().await;
         }
@@ -110,7 +109,7 @@ async fn make_directories_anew(stage: &Stage) -> anyhow::Result<()> {
             .await?;
         stage.ready(INVENTORY).await?;
     }
-    // Of three devices that can be opened one is held.
+    // One of three usable devices is held.
     for name in ["next-a", "next-b"] {
         stage.apply(&pod(name, &["test"])).await?;
         stage.running(name).await?;
@@ -126,7 +125,7 @@ async fn make_directories_anew(stage: &Stage) -> anyhow::Result<()> {
         .await
 }
 
-/// Another driver name would leave what the old one has handed out to nobody.
+/// A changed driver name would orphan the allocations of the old one.
 async fn keep_the_driver_s_name(stage: &Stage, values: &std::path::Path) -> anyhow::Result<()> {
     let refused = stage
         .deploy("upgrade", values, &["--set=driverName=other.example.com"])
@@ -142,7 +141,7 @@ async fn keep_the_driver_s_name(stage: &Stage, values: &std::path::Path) -> anyh
     Ok(())
 }
 
-/// One definition of an earlier release, one that somebody has deleted, and what becomes of them by an upgrade and by hand.
+/// One CRD of an earlier release and one deleted CRD, restored by an upgrade and by hand.
 async fn bring_definitions_up_to_date(stage: &Stage, values: &std::path::Path) -> anyhow::Result<()> {
     let older = ["customresourcedefinition", "nodeinventories.drayman.dev"];
     let deleted = ["customresourcedefinition", "deviceclaimparameters.drayman.dev"];
@@ -167,7 +166,7 @@ async fn bring_definitions_up_to_date(stage: &Stage, values: &std::path::Path) -
             .await?;
 
         if by_hand {
-            // What `drayman doctor` and docs/operator/upgrade.md say.
+            // As `drayman doctor` and docs/operator/upgrade.md recommend.
             let printed = stage
                 .cluster
                 .command(env!("CARGO_BIN_EXE_drayman"))

@@ -1,4 +1,4 @@
-//! Pools of nodes with kinds of their own in one release.
+//! Node pools with their own kinds in one release.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use crate::harness::{Cluster, IMAGE};
 
 const POOLS: &str = "ci/node-pools-values.yaml";
 
-/// Whether a requirement of a node affinity matches.
+/// Whether the labels match a node selector requirement.
 fn meets(labels: &BTreeMap<&str, &str>, requirement: &Value) -> bool {
     let value = labels.get(requirement["key"].as_str().expect("a key"));
     let is_among = value.is_some_and(|value| {
@@ -26,7 +26,7 @@ fn meets(labels: &BTreeMap<&str, &str>, requirement: &Value) -> bool {
     }
 }
 
-/// Whether the pods of a DaemonSet run on a node with these labels.
+/// Whether the pods of a DaemonSet can run on a node with these labels.
 fn runs_on(owner: &Value, labels: &BTreeMap<&str, &str>) -> bool {
     let spec = pod_spec(owner).expect("pods");
     let mut selector = spec["nodeSelector"].as_object().into_iter().flatten();
@@ -53,7 +53,7 @@ fn each_node_has_the_companion_of_one_pool() {
         ("other", "arm64", "drayman-node"),
         ("cameras", "amd64", "drayman-node-cameras"),
         ("cameras", "arm64", "drayman-node-cameras"),
-        // The pool has two labels, and this node has one of them.
+        // This node has one of the pool's two labels.
         ("radios", "amd64", "drayman-node"),
         ("radios", "arm64", "drayman-node-radios"),
         ("plain", "amd64", "drayman-node-plain"),
@@ -69,7 +69,7 @@ fn each_node_has_the_companion_of_one_pool() {
             .collect();
         assert_eq!(names, [expected], "{labels:?}");
     }
-    // The operator's own terms remain.
+    // The operator's own affinity terms are kept.
     let affinity = "--set-json=node.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms=[{\"matchExpressions\":[{\"key\":\"a\",\"operator\":\"In\",\"values\":[\"b\"]}]}]";
     let rendered = structured(POOLS, &[affinity]);
     let owner = object(&rendered, "DaemonSet", "drayman-node");
@@ -113,7 +113,7 @@ fn a_pool_has_its_own_kinds_and_shares_the_rest() {
         resources,
         &json!({ "requests": { "cpu": "10m", "memory": "16Mi" }, "limits": { "memory": "128Mi" } })
     );
-    // One Service, policy and role serve all pools.
+    // One Service, policy and role cover all pools.
     let labels = &pool["spec"]["template"]["metadata"]["labels"];
     for (kind, name, selector) in [
         ("Service", "drayman-node-metrics", "/spec/selector"),
@@ -133,7 +133,7 @@ fn a_pool_has_its_own_kinds_and_shares_the_rest() {
     assert!(allowed(role).contains("watch resourceclaims.resource.k8s.io []"));
 }
 
-/// An upgrade can change neither: the selector of a DaemonSet is immutable, and its name is what operators' tools know.
+/// An upgrade cannot change the DaemonSet's immutable selector, and operators' tools depend on its name.
 #[test]
 fn pools_leave_the_first_daemon_set_as_it_is() {
     let of_first = |more: &[&str]| {
@@ -193,7 +193,7 @@ fn a_namespace_and_a_registry_hold_for_all_objects() {
     }
 }
 
-/// A pod with a device of the class `test` on a node.
+/// A pod with a claim of class `test` on a node.
 fn pod(name: &str, node: &str) -> Value {
     json!({
         "apiVersion": "v1", "kind": "Pod", "metadata": { "name": name, "namespace": "default" },
@@ -211,7 +211,7 @@ fn pod(name: &str, node: &str) -> Value {
     })
 }
 
-/// The number of devices that a node offers.
+/// Number of devices that a node publishes.
 async fn offered(stage: &Stage, node: &str) -> anyhow::Result<usize> {
     let of_node = format!("--field-selector=spec.nodeName={node}");
     let names = stage
@@ -285,14 +285,14 @@ async fn a_running_release_is_divided_into_pools() -> anyhow::Result<()> {
     );
     ensure!(before == after, "{before:?} {after:?}");
 
-    // The companion of the pool knows what the first one gave away.
+    // The pool's companion knows the devices that the first companion prepared.
     stage.apply(&pod("third", "node-1")).await?;
     let delete = ["delete", "pod", "second"];
     stage.cluster.kubectl(&delete).await?;
     stage.running("third").await?;
     ensure!(stage.devices("third").await?.len() == 1);
 
-    // And back.
+    // Back to one pool.
     deploy("upgrade", &[]).await?;
     rolled_out("drayman-node").await?;
     stage

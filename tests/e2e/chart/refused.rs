@@ -1,4 +1,4 @@
-//! Combinations that cannot work are refused with one sentence that says the way out.
+//! Invalid combinations of values are rejected with one sentence that names the fix.
 
 use crate::chart::helm::{STRUCTURED, chart, helm, refusal, template};
 use crate::harness;
@@ -8,7 +8,7 @@ const KIND: [&str; 2] = [
     "--set=deviceKinds[0].paths[0]=/dev/a",
 ];
 
-/// One byte more than what a socket's path can have, with the default driver name, and in a directory of device plugins.
+/// One byte more than the limit for a socket path, with the default driver name, and in a device plugin directory.
 const LONG_ROOT: &str =
     "--set=node.kubeletRoot=/aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa";
 const LONG_DIRECTORY: &str = "--set=node.devicePluginDir=/aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa";
@@ -321,7 +321,7 @@ Use --debug")
     }
 }
 
-/// A Service's name is more than the name of a release may be.
+/// The suffix of a Service makes its name longer than that of the release.
 #[test]
 fn a_release_after_whom_no_service_can_be_called_is_refused() {
     for (release, ours) in [("3com", "3com-drayman"), ("a.b", "a.b-drayman")] {
@@ -357,7 +357,7 @@ fn a_release_after_whom_no_service_can_be_called_is_refused() {
     }
 }
 
-/// Kubernetes takes the keys of annotations in any case, and those of labels in lower case before the slash.
+/// Kubernetes allows capitals in annotation keys, but not in the prefix of label keys.
 #[test]
 fn an_annotation_may_have_capitals_where_a_label_may_not() {
     let capital = "node.podAnnotations.Example\\.com/Name=x";
@@ -376,7 +376,7 @@ fn an_annotation_may_have_capitals_where_a_label_may_not() {
 
 #[test]
 fn what_the_server_cannot_do_is_refused_if_it_is_demanded() {
-    // Helm without a cluster says that it has all API groups that Helm knows, so the version has to say it.
+    // Without a cluster, Helm reports all API groups that it knows, so the version decides.
     let output = template(None, &["--kube-version", "1.26.0"]);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success() && said.contains("kubeVersion"), "{said}");
@@ -387,7 +387,7 @@ fn what_the_server_cannot_do_is_refused_if_it_is_demanded() {
     assert!(fine.status.success(), "{}", String::from_utf8_lossy(&fine.stderr));
 }
 
-/// What the chart takes of durations the program takes, and the other way round.
+/// The chart and the program accept the same durations.
 #[test]
 fn the_chart_and_the_program_take_the_same_durations() {
     use drayman::core::lease::LeaseSettings;
@@ -429,7 +429,7 @@ fn the_chart_and_the_program_take_the_same_durations() {
             .output()
             .expect("the program starts");
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        // Flags come first; what they say together is looked at when there is an API server.
+        // Flags are parsed first; their combination is checked once there is an API server.
         let parsed = said.contains("no API server");
         let duration = |text: &str| {
             let signed: Option<jiff::SignedDuration> = text.parse().ok();
@@ -445,7 +445,7 @@ fn the_chart_and_the_program_take_the_same_durations() {
             retry_period: duration(retry),
             request_timeout: Duration::from_secs(5),
         };
-        // "007s" is a duration to the program, and to YAML and people hardly one.
+        // "007s" is a valid duration for the program, but not for the chart.
         if lease == "007s" {
             assert!(parsed && !chart.status.success());
             continue;
@@ -459,7 +459,7 @@ fn the_chart_and_the_program_take_the_same_durations() {
     }
 }
 
-/// Each variable and flag of a program is either set by the chart, and then refused in `extraEnv` and `extraArgs`, or of use there.
+/// The chart sets a program's variable or flag and rejects it in `extraEnv` and `extraArgs`, or it accepts it there.
 #[test]
 fn a_flag_is_refused_exactly_if_the_chart_sets_it() {
     let free = [

@@ -1,4 +1,4 @@
-//! What is rendered: names, labels, parts that are switched on and off, definitions, alerts and the dashboard.
+//! Rendered manifests: names, labels, optional parts, CRDs, alerts and the dashboard.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -65,7 +65,7 @@ fn every_object_belongs_to_its_release_and_namespace() {
             assert_eq!(labels["app.kubernetes.io/managed-by"], "Helm", "{what}");
             let kind = object["kind"].as_str().expect("a kind");
             let namespace = object["metadata"]["namespace"].as_str();
-            // Events of Nodes are in the namespace default, and so is the right to write them.
+            // Events of Nodes are in the namespace default, and so is the Role to write them.
             let of_events = matches!(kind, "Role" | "RoleBinding")
                 && object["metadata"]["name"]
                     .as_str()
@@ -129,7 +129,7 @@ fn the_definitions_that_helm_installs_are_those_of_the_program() {
         .iter()
         .filter_map(|definition| definition["metadata"]["name"].as_str())
         .collect();
-    // The Job that brings them up to date may touch these and no other.
+    // The Job that updates the CRDs has rights for these only.
     let rendered = one_kind();
     let role = object(&rendered, "ClusterRole", "drayman-crds.drayman");
     let rules = role["rules"].as_array().expect("rules");
@@ -177,7 +177,7 @@ fn alerts_select_series_of_their_release_only() {
     );
 }
 
-/// Label selectors that select nothing are refused by nobody.
+/// The API server accepts label selectors that match nothing.
 #[test]
 fn what_selects_pods_selects_those_of_its_component() {
     for (variant, mode) in variants()
@@ -213,7 +213,7 @@ fn what_selects_pods_selects_those_of_its_component() {
                         );
                     }
                     let hook = |object: &Value| object["metadata"]["annotations"]["helm.sh/hook"].clone();
-                    assert_eq!(hook(owner), hook(jobs[0]), "it is there when the pod is");
+                    assert_eq!(hook(owner), hook(jobs[0]), "it exists before the pod");
                 }
                 Some("NetworkPolicy") => {
                     assert_eq!(
@@ -242,7 +242,7 @@ fn what_selects_pods_selects_those_of_its_component() {
             "{constraint}"
         );
     }
-    // One that an operator gave stays as it is.
+    // A setting of the operator is kept.
     let rendered = render(Some(&chart("ci/everything-values.yaml")), &[]);
     let controller = object(&rendered, "Deployment", "devices-controller");
     let spread = &pod_spec(controller).expect("pods")["topologySpreadConstraints"];
@@ -397,7 +397,7 @@ fn the_dashboard_is_shipped_as_it_is_where_grafana_looks_for_it() {
         parsed(shipped["data"]["drayman.json"].as_str().expect("a text")),
         ours
     );
-    // What Grafana refuses, or shows wrongly without a word.
+    // Errors that Grafana rejects or displays wrongly.
     let panels = ours["panels"].as_array().expect("panels");
     let ids: BTreeSet<u64> = panels.iter().filter_map(|panel| panel["id"].as_u64()).collect();
     assert_eq!(ids.len(), panels.len(), "each panel has a number of its own");

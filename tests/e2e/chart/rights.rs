@@ -1,4 +1,4 @@
-//! What is rendered of rights: roles, accounts, the privileges of pods, the admission policy.
+//! Rendered privileges: roles, service accounts, security contexts and the admission policy.
 
 use std::collections::BTreeSet;
 
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::chart::helm::{MODES, chart, object, objects, one_kind, pod_spec, render, repository, variants};
 
-/// Rules with lists in one order, one verb and resource each: what they allow, however it is written.
+/// A role's rules in canonical form, with one verb and one resource each.
 pub(crate) fn allowed(role: &Value) -> BTreeSet<String> {
     let mut allowed = BTreeSet::new();
     let list = |value: &Value| -> Vec<String> {
@@ -35,7 +35,7 @@ pub(crate) fn allowed(role: &Value) -> BTreeSet<String> {
 
 #[test]
 fn the_roles_are_those_with_which_the_programs_are_tested() {
-    // The programs are tested with devices of mode `both`, which need one right more.
+    // The programs are tested with mode `both`, which requires one more right.
     let installed = of_mode_both();
     let tested = objects(&std::fs::read_to_string(repository("hack/rbac.yaml")).expect("hack/rbac.yaml"));
     for (kind, ours, theirs) in [
@@ -52,7 +52,7 @@ fn the_roles_are_those_with_which_the_programs_are_tested() {
     }
 }
 
-/// What is rendered with a kind of mode `both`.
+/// Renders the chart with a kind of mode `both`.
 fn of_mode_both() -> Vec<Value> {
     let more = [
         "--set=deviceKinds[0].mode=both",
@@ -84,7 +84,7 @@ fn the_companion_writes_events_in_the_namespace_of_nodes_only() {
     }
 }
 
-/// `drayman doctor` asks for these rights.
+/// `drayman doctor` checks these rights.
 #[test]
 fn the_doctor_knows_what_the_roles_allow() {
     use drayman::cli::diagnose::rights::{Component, LeaseName, needed};
@@ -155,13 +155,13 @@ fn no_role_has_wildcards_secrets_or_users_own_objects() {
                     || right.contains("events.")
                     || right.contains("nodeinventories.")
                     || right.contains("resourceslices.")
-                    // Questions, which change nothing.
+                    // Reviews do not change anything.
                     || right.contains("tokenreviews.")
                     || right.contains("subjectaccessreviews.")
-                    // Our own definitions alone, by their names.
+                    // Only our own CRDs, by name.
                     || right.contains("customresourcedefinitions.apiextensions.k8s.io [\"device");
                 assert!(of_users || !writes || harmless, "{name} of {variant:?}: {right}");
-                // Somebody who may bind or escalate may do everything.
+                // A user who may bind or escalate can get every right.
                 for verb in ["bind ", "escalate ", "impersonate "] {
                     assert!(!right.starts_with(verb), "{name} of {variant:?}: {right}");
                 }
@@ -170,7 +170,7 @@ fn no_role_has_wildcards_secrets_or_users_own_objects() {
     }
 }
 
-/// Every account of a pod is in that group too: what it reads, whoever takes over any container reads.
+/// Every service account is in that group too, so any compromised container can read as much.
 #[test]
 fn everybody_reads_classes_and_their_parameters_at_most() {
     let to_everybody = |rendered: &[Value]| -> Vec<String> {
@@ -195,7 +195,7 @@ fn everybody_reads_classes_and_their_parameters_at_most() {
     .flat_map(|resource| ["get", "list", "watch"].map(|verb| format!("{verb} {resource} []")))
     .collect();
     assert_eq!(allowed(object(&usual, "ClusterRole", &role)), expected);
-    // Inventories have serial numbers, so that only an operator's choice opens them.
+    // Inventories contain serial numbers, so reading them is opt-in.
     let open = render(
         Some(&chart("ci/one-kind-values.yaml")),
         &["--set=rbac.readInventoriesByAuthenticated=true"],
@@ -267,7 +267,7 @@ fn no_pod_has_more_privileges_than_it_needs() {
                 let security = &container["securityContext"];
                 assert_eq!(security["readOnlyRootFilesystem"], true, "{what}");
                 if *variant == chart("ci/everything-values.yaml") && owner["kind"] == "DaemonSet" {
-                    // The one variant that asks for it.
+                    // The one variant that sets it.
                     assert_eq!(security["privileged"], true);
                     continue;
                 }
@@ -280,7 +280,7 @@ fn no_pod_has_more_privileges_than_it_needs() {
                 assert_eq!(pod["runAsUser"], 0, "{what}");
             } else {
                 assert_eq!(pod["runAsNonRoot"], true, "{what}");
-                // Nothing of the host, no secret but the certificate of the metrics, and no volume that outlives the pod.
+                // No host paths, no secret except the metrics certificate, and no volume that outlives the pod.
                 let own = volumes
                     .iter()
                     .all(|volume| volume["emptyDir"].is_object() || volume["name"] == "metrics-certificate");

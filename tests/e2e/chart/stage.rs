@@ -1,4 +1,4 @@
-//! A real cluster into which releases are installed, with the image on every node.
+//! A real cluster for releases, with the image on every node.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use crate::chart::helm::chart;
 use crate::chart::image;
 use crate::harness::{self, Builder, Cluster, PATIENCE};
 
-/// Memory devices that can always be read, by minor number: zero, random, urandom.
+/// Minor numbers of memory devices that are always readable: zero, random, urandom.
 const MINORS: [u32; 3] = [5, 8, 9];
 
 /// A cluster and Helm.
@@ -24,7 +24,7 @@ pub(crate) struct Stage {
     home: PathBuf,
 }
 
-/// What tells one run of a pod's container from another.
+/// Identity of one run of a pod's container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Run {
     pub(crate) uid: String,
@@ -33,12 +33,12 @@ pub(crate) struct Run {
 }
 
 impl Stage {
-    /// A cluster with service accounts as in life, the image on its nodes and three devices `/dev/drayman-test-*` on each.
+    /// Starts a cluster with service accounts, the image on its nodes and three devices `/dev/drayman-test-*` on each.
     pub(crate) async fn start(nodes: usize) -> anyhow::Result<Self> {
         Self::start_with(Cluster::builder(), nodes).await
     }
 
-    /// The same of a cluster that is special otherwise.
+    /// Starts a cluster from a customized builder.
     pub(crate) async fn start_with(builder: Builder, nodes: usize) -> anyhow::Result<Self> {
         let archive = tokio::task::spawn_blocking(image::archive).await?;
         let cluster = builder.nodes(nodes).service_accounts().start().await?;
@@ -53,7 +53,7 @@ impl Stage {
         Self::on(cluster).await
     }
 
-    /// A cluster as it is.
+    /// Wraps a cluster as it is.
     pub(crate) async fn on(cluster: Cluster) -> anyhow::Result<Self> {
         tokio::task::spawn_blocking(harness::helm).await??;
         let home = cluster.directory().join("helm");
@@ -62,7 +62,7 @@ impl Stage {
         Ok(stage)
     }
 
-    /// Makes a namespace that admits pods of this Pod Security Standard.
+    /// Creates a namespace that enforces this Pod Security Standard.
     pub(crate) async fn namespace(&self, name: &str, standard: &str) -> anyhow::Result<()> {
         self.cluster.kubectl(&["create", "namespace", name]).await?;
         let label = format!("pod-security.kubernetes.io/enforce={standard}");
@@ -72,7 +72,7 @@ impl Stage {
             .map(drop)
     }
 
-    /// Runs Helm as an administrator, and returns what it printed.
+    /// Runs Helm as administrator and returns its output.
     pub(crate) async fn helm(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let mut command = self.cluster.command(harness::helm()?);
         for variable in ["HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"] {
@@ -101,7 +101,7 @@ impl Stage {
         String::from_utf8(output.stdout).context("what Helm printed")
     }
 
-    /// Asks the cluster something with the program, as an administrator.
+    /// Runs `drayman` as administrator.
     pub(crate) async fn ask(&self, words: &[&str]) -> anyhow::Result<Output> {
         let mut command = self.cluster.command(env!("CARGO_BIN_EXE_drayman"));
         let kubeconfig = self.cluster.kubeconfig();
@@ -109,7 +109,7 @@ impl Stage {
         command.output().await.context("running drayman")
     }
 
-    /// What the doctor says, who must find no problem.
+    /// Output of `drayman doctor`, which must find no problem.
     pub(crate) async fn doctor(&self) -> anyhow::Result<String> {
         let output = self.ask(&["doctor"]).await?;
         let said = String::from_utf8(output.stdout)?;
@@ -117,7 +117,7 @@ impl Stage {
         Ok(said)
     }
 
-    /// Installs or upgrades the release `drayman` in the namespace `drayman`, and waits until all of it runs.
+    /// Installs or upgrades the release `drayman` in the namespace `drayman`, and waits until it is ready.
     pub(crate) async fn deploy(&self, verb: &str, values: &Path, more: &[&str]) -> anyhow::Result<()> {
         let (values, chart) = (values.to_str().context("UTF-8")?.to_owned(), chart(""));
         let chart = chart.to_str().context("UTF-8")?;
@@ -135,7 +135,7 @@ impl Stage {
         self.rolled_out("drayman", "drayman").await
     }
 
-    /// Waits until controller and companions of a release run as they should.
+    /// Waits for the rollout of a release's controller and companions.
     pub(crate) async fn rolled_out(&self, namespace: &str, fullname: &str) -> anyhow::Result<()> {
         let timeout = format!("--timeout={}s", PATIENCE.as_secs());
         for object in [
@@ -154,7 +154,7 @@ impl Stage {
         Ok(())
     }
 
-    /// Waits until the inventory of a node says that its companion serves kubelet.
+    /// Waits until the inventory of a node is ready.
     pub(crate) async fn ready(&self, inventory: &str) -> anyhow::Result<()> {
         let timeout = format!("--timeout={}s", PATIENCE.as_secs());
         let name = format!("nodeinventory/{inventory}");
@@ -168,7 +168,7 @@ impl Stage {
             .map(drop)
     }
 
-    /// Applies objects of a manifest.
+    /// Applies a manifest.
     pub(crate) async fn apply(&self, manifest: &Value) -> anyhow::Result<()> {
         let name = manifest["metadata"]["name"].as_str().unwrap_or("object");
         let file = self.cluster.directory().join(format!("{name}.json"));
@@ -195,7 +195,7 @@ impl Stage {
         Ok(())
     }
 
-    /// The devices that a running pod was given, which it must be able to read: paths by variable.
+    /// The devices of a running pod, which must be readable: paths by variable.
     pub(crate) async fn devices(&self, pod: &str) -> anyhow::Result<BTreeMap<String, String>> {
         let environment = self.cluster.kubectl(&["exec", pod, "--", "env"]).await?;
         let devices: BTreeMap<String, String> = environment
@@ -215,7 +215,7 @@ impl Stage {
         Ok(devices)
     }
 
-    /// The one run of the pods that have these labels.
+    /// The run of the only pod with these labels.
     pub(crate) async fn run_of(&self, namespace: &str, labels: &str) -> anyhow::Result<Run> {
         let pods = Api::<Pod>::namespaced(self.cluster.client(), namespace)
             .list(&ListParams::default().labels(labels))
@@ -238,7 +238,7 @@ impl Stage {
             .await?)
     }
 
-    /// A field of an object, as kubectl's jsonpath has it.
+    /// A field of an object by jsonpath.
     pub(crate) async fn field(&self, object: &[&str], path: &str) -> anyhow::Result<String> {
         let output = format!("--output=jsonpath={{{path}}}");
         self.cluster
@@ -246,7 +246,7 @@ impl Stage {
             .await
     }
 
-    /// Waits until something holds; looked at now and then, since what is waited for is not always an object.
+    /// Polls until a condition holds that need not be about one object.
     pub(crate) async fn until(
         &self,
         what: &str,

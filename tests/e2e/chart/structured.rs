@@ -32,7 +32,7 @@ fn the_version_and_the_served_apis_choose_the_mode() {
     let v1 = "--api-versions=resource.k8s.io/v1";
     for (version, apis, expected) in [
         ("1.30.14", &[][..], "ResourceClass"),
-        // Helm without a cluster lists the APIs of its own version.
+        // Without a cluster, Helm lists the APIs of its own version.
         ("1.30.14", &[v1], "ResourceClass"),
         ("1.33.1", &[v1], "ResourceClass"),
         ("1.34.0", &[v1], "DeviceClass"),
@@ -55,7 +55,7 @@ fn the_version_and_the_served_apis_choose_the_mode() {
         &["--kube-version=1.37.2"],
     );
     assert!(said.contains("add --api-versions=resource.k8s.io/v1"), "{said}");
-    // Extended resources need no claims.
+    // Extended resources do not require a claims API.
     let extended = template(
         Some(&chart("ci/extended-resources-values.yaml")),
         &["--kube-version=1.37.2"],
@@ -317,7 +317,7 @@ fn an_update_surges_only_if_an_operator_says_so() {
     );
 }
 
-/// The notes of a release. Helm prints them for a cluster only, so a copy of the chart has them as an object.
+/// The notes of a release. Helm prints them only with a cluster, so a copy of the chart renders them into an object.
 fn notes(values: &str, mode: &[&str]) -> String {
     let copy = tempfile::tempdir().expect("a directory");
     let ours = Command::new("cp")
@@ -452,7 +452,7 @@ fn slice(name: &str, node: &str, driver: &str, pool: &str) -> ResourceSlice {
     }
 }
 
-/// A client of the companion on node-a that has more rights than the companion, so that the policy answers and not RBAC.
+/// A client as the companion on node-a with more rights than the companion, so that the policy answers and not RBAC.
 async fn companion(stage: &Stage) -> anyhow::Result<Api<ResourceSlice>> {
     let rights = [
         "create",
@@ -489,7 +489,7 @@ async fn the_token_of_a_node_writes_only_its_own_slices() -> anyhow::Result<()> 
     let (chart, values) = (chart(""), chart("ci/one-kind-values.yaml"));
     let values = values.to_str().context("UTF-8")?;
     let chart = chart.to_str().context("UTF-8")?;
-    // Nothing can run here, so nothing is waited for.
+    // Nothing can run here, so Helm does not wait.
     let install = [
         "install",
         "drayman",
@@ -513,7 +513,7 @@ async fn the_token_of_a_node_writes_only_its_own_slices() -> anyhow::Result<()> 
             created.map_err(|error| error.to_string())
         }
     };
-    // The API server learns of policies and roles by its own watch.
+    // The API server learns of policies and roles through its own watches.
     let of_node = "the companion of node node-a may write ResourceSlices of this node and of the driver drayman.dev only";
     stage
         .until("the policy is in force", async || {
@@ -526,7 +526,7 @@ async fn the_token_of_a_node_writes_only_its_own_slices() -> anyhow::Result<()> 
         .delete("node-b.drayman.dev-99", &DeleteParams::default())
         .await;
 
-    // Its own: created, replaced, deleted.
+    // Its own slice: create, replace, delete.
     let mut own = create("node-a.drayman.dev-00", "node-a", "drayman.dev", "node-a")
         .await
         .map_err(anyhow::Error::msg)?;

@@ -1,4 +1,4 @@
-//! Every value of the chart as every type that JSON has.
+//! Rejects every value of the chart that has a wrong JSON type.
 
 use std::collections::BTreeSet;
 
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::chart::helm::{chart, yaml};
 use crate::chart::values::{assert_each_refused, resolve, schema};
 
-/// What a schema takes, as JSON has types.
+/// The JSON types that a schema accepts.
 fn types(root: &Value, schema: &Value) -> BTreeSet<String> {
     let schema = resolve(root, schema);
     let name = |value: &Value| match value {
@@ -32,7 +32,7 @@ fn types(root: &Value, schema: &Value) -> BTreeSet<String> {
     }
 }
 
-/// The schema at a place within what a variant gives; nothing where Kubernetes' own schema holds (an affinity, a toleration).
+/// The schema of a path in a variant; `None` below Kubernetes' own types (an affinity, a toleration).
 fn within<'a>(root: &'a Value, schema: &'a Value, name: &str) -> Option<&'a Value> {
     let schema = resolve(root, schema);
     let property = &schema["properties"][name];
@@ -47,7 +47,7 @@ fn within<'a>(root: &'a Value, schema: &'a Value, name: &str) -> Option<&'a Valu
     inner.is_object().then_some(inner)
 }
 
-/// The leaves of what a variant gives, each with its schema.
+/// The leaves of a variant's values, each with its schema.
 fn leaves<'a>(
     root: &'a Value,
     schema: &'a Value,
@@ -71,14 +71,14 @@ fn leaves<'a>(
     };
     for (name, child) in children {
         if let Some(schema) = within(root, schema, &name) {
-            // As a JSON pointer has it.
+            // Escaped for a JSON pointer.
             let name = name.replace('~', "~0").replace('/', "~1");
             leaves(root, schema, child, &format!("{path}/{name}"), found);
         }
     }
 }
 
-/// Whatever a variant gives, down to the last entry of a list, is refused as any other type that JSON has.
+/// Replaces each value of a variant, down to list entries, by each other JSON type; all are rejected.
 #[test]
 fn a_value_of_each_other_type_is_refused_by_its_place() {
     let root = schema();
@@ -99,7 +99,7 @@ fn a_value_of_each_other_type_is_refused_by_its_place() {
         let mut paths = Vec::new();
         for (path, schema) in &found {
             let taken = types(&root, schema);
-            // What is more than its type is the business of other tests.
+            // Other tests cover restrictions beyond the type.
             if taken.contains(kind) {
                 continue;
             }

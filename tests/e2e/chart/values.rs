@@ -1,4 +1,4 @@
-//! values.yaml, its schema and its documentation say the same, and a wrong value is refused by its name.
+//! values.yaml, its schema and its documentation agree, and the error for an invalid value names it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +11,7 @@ pub(crate) fn schema() -> Value {
     serde_json::from_str(&text).expect("JSON")
 }
 
-/// The schema behind a reference.
+/// Resolves a `$ref`.
 pub(crate) fn resolve<'a>(root: &'a Value, schema: &'a Value) -> &'a Value {
     let reference = schema["allOf"][0]["$ref"]
         .as_str()
@@ -24,13 +24,13 @@ pub(crate) fn resolve<'a>(root: &'a Value, schema: &'a Value) -> &'a Value {
     })
 }
 
-/// Every value with its schema, by its path (`node/cdiRoot`).
+/// Every value with its schema, by path (`node/cdiRoot`).
 fn described(root: &Value) -> BTreeMap<String, Value> {
     fn walk(root: &Value, schema: &Value, path: &str, found: &mut BTreeMap<String, Value>) {
         let Some(properties) = schema["properties"].as_object() else {
             return;
         };
-        // A parent chart sets global for all its subcharts.
+        // A parent chart sets `global` for all its subcharts.
         assert!(
             schema["additionalProperties"] == false || path == "/global",
             "{path} takes unknown values"
@@ -40,7 +40,7 @@ fn described(root: &Value) -> BTreeMap<String, Value> {
             let description = property["description"].as_str().unwrap_or_default();
             assert!(description.ends_with('.'), "{path} has no description");
             found.insert(path.clone(), property.clone());
-            // What is below a type of Kubernetes' own is Kubernetes' to say.
+            // Kubernetes defines the fields of its own types.
             if resolve(root, property)["$comment"].is_null() {
                 walk(root, resolve(root, property), &path, found);
             }
@@ -51,7 +51,7 @@ fn described(root: &Value) -> BTreeMap<String, Value> {
     found
 }
 
-/// Every value of a file by its path. Where the schema knows no names, the value counts as a whole.
+/// Every value of a file by path. A map with arbitrary keys counts as one value.
 fn given(values: &Value, known: &BTreeMap<String, Value>) -> BTreeMap<String, Value> {
     fn walk(
         values: &Value,
@@ -81,7 +81,7 @@ fn every_value_has_a_default_a_schema_and_an_explanation() {
     let root = schema();
     let known = described(&root);
     let mut given: BTreeSet<String> = given(&yaml(&chart("values.yaml")), &known).into_keys().collect();
-    // A container's limits name no CPU by default, and lists are empty: there is nothing below them.
+    // The default limits have no CPU, and lists are empty, so these have no entries below them.
     given.extend(
         known
             .keys()
@@ -98,7 +98,7 @@ fn every_value_has_a_default_a_schema_and_an_explanation() {
         "in the schema alone, in values.yaml alone"
     );
 
-    // In values.yaml a comment stands before every value that is not only a group.
+    // A comment precedes every value in values.yaml, except pure groups.
     let text = std::fs::read_to_string(chart("values.yaml")).expect("values.yaml");
     let mut comment = false;
     for line in text.lines() {
@@ -144,7 +144,7 @@ fn one_variant_gives_every_value() {
     );
 }
 
-/// Puts a value at a path into an object.
+/// Sets a value at a path of an object.
 fn put(values: &mut Value, path: &str, value: Value) {
     let mut at = values;
     for name in path.trim_start_matches('/').split('/') {
@@ -156,7 +156,7 @@ fn put(values: &mut Value, path: &str, value: Value) {
     *at = value;
 }
 
-/// What Helm says to these values, each of which must be named in it.
+/// Renders these values and asserts that Helm's error names each path.
 pub(crate) fn assert_each_refused(values: &Value, paths: &[String], what: &str) {
     let file = tempfile::NamedTempFile::with_suffix(".json").expect("a file");
     std::fs::write(file.path(), values.to_string()).expect("written");
@@ -177,7 +177,7 @@ fn a_value_of_another_type_is_refused_by_name() {
     let mut values = json!({});
     let mut paths = Vec::new();
     for path in known.keys() {
-        // Of a group everything below is tried instead.
+        // For a group, its members are tried instead.
         let group = known.keys().any(|other| other.starts_with(&format!("{path}/")));
         if group {
             continue;
@@ -213,7 +213,7 @@ fn an_unknown_value_is_refused_wherever_it_stands() {
     );
 }
 
-/// What Kubernetes would not know: it drops such a field, and what is left may be less narrow than it was meant.
+/// Fields unknown to Kubernetes, which would be dropped and so make an object less restrictive than intended.
 fn of_kubernetes() {
     let term = |field: &str, value: Value| json!({ "nodeSelectorTerms": [{ field: [value] }] });
     let exists_with_values = json!({ "key": "a", "operator": "Exists", "values": ["b"] });
@@ -265,7 +265,7 @@ fn of_kubernetes() {
         "/controller/extraEnv/1'".to_owned(),
         format!("/node/affinity/nodeAffinity/{required}/nodeSelectorTerms/0/matchExpressions/0/operator"),
     ];
-    assert_each_refused(&values, &wrong, "no word of Kubernetes");
+    assert_each_refused(&values, &wrong, "unknown to Kubernetes");
     let file = tempfile::NamedTempFile::with_suffix(".json").expect("a file");
     std::fs::write(file.path(), values.to_string()).expect("written");
     let said = refusal(Some(file.path()), &[]);
@@ -394,7 +394,7 @@ fn values_invalid_for_program_or_kubernetes_are_refused() {
         .map(|(index, (place, _))| format!("/deviceKinds/{index}{place}"))
         .collect();
     let values: Vec<Value> = kinds.into_iter().map(|(_, kind)| kind).collect();
-    assert_each_refused(&json!({ "deviceKinds": values }), &paths, "a wrong kind");
+    assert_each_refused(&json!({ "deviceKinds": values }), &paths, "an invalid kind");
 
     let classes = [
         ("/name", json!({ "name": "No_Name", "kind": "a" })),
@@ -415,5 +415,5 @@ fn values_invalid_for_program_or_kubernetes_are_refused() {
         .map(|(index, (place, _))| format!("/classes/{index}{place}"))
         .collect();
     let values: Vec<Value> = classes.into_iter().map(|(_, class)| class).collect();
-    assert_each_refused(&json!({ "classes": values }), &paths, "a wrong class");
+    assert_each_refused(&json!({ "classes": values }), &paths, "an invalid class");
 }

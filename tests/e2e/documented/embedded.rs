@@ -1,4 +1,4 @@
-//! Scripts for the embedded cluster, with a real kubectl: the first line starts the cluster, the others are typed in a second terminal.
+//! Scripts for the embedded cluster with a real kubectl: the first line starts the cluster, the other lines run in a second terminal.
 
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
@@ -13,7 +13,7 @@ use crate::shell;
 const PROGRAM: &str = env!("CARGO_BIN_EXE_drayman");
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// The demo, which ends as by Ctrl-C.
+/// The demo process; dropping it sends SIGINT.
 struct Demo(Child);
 
 impl Drop for Demo {
@@ -28,7 +28,7 @@ impl Drop for Demo {
     }
 }
 
-/// Types a page's script until the pod has its device.
+/// Runs a page's script until the pod has its device.
 pub(super) fn types(page: &str, kubectl: &Path) -> anyhow::Result<()> {
     let text = script(page, "sh", "demo");
     let (first, rest) = text.split_once('\n').context("more than a line")?;
@@ -47,7 +47,7 @@ pub(super) fn types(page: &str, kubectl: &Path) -> anyhow::Result<()> {
     let _demo = Demo(child);
     let kubeconfig = lines.find_map(|line| Some(line.trim().strip_prefix("export KUBECONFIG=")?.to_owned()));
     let kubeconfig = kubeconfig.context("the demo prints the line for the second terminal")?;
-    // Whoever writes to a pipe that nobody reads would stop one day.
+    // The pipe must be drained, or the demo would block.
     std::thread::spawn(move || lines.for_each(drop));
     let begun = Instant::now();
     loop {

@@ -1,4 +1,4 @@
-//! Scripts that install the chart, on real nodes with the image.
+//! Scripts that install the chart on real nodes with the image.
 
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
@@ -11,18 +11,18 @@ use crate::harness::{self, Builder, Cluster, IMAGE};
 use crate::page::{repository, script};
 use crate::shell;
 
-/// `drayman`; its commands for a node see the files of a node.
+/// `drayman`; its node commands see the files of a node.
 const DRAYMAN: &str = r#"#!/bin/sh
 [ "$1" = node ] || exec "$DRAYMAN" "$@"
 exec nsenter --mount="$NODE" -- sh -c 'cd "$0" && exec "$DRAYMAN" "$@"' "$PWD" "$@"
 "#;
 
-/// `sudo`, which the pages use for commands on a node.
+/// `sudo`, for the commands that the pages run on a node.
 const SUDO: &str = r#"#!/bin/sh
 exec nsenter --mount="$NODE" -- sh -c "$*"
 "#;
 
-/// A pod that holds a device of the class that `install` makes, and what the pages call `node.yaml`, `POD` and `UID`.
+/// Creates a pod that holds a device of the class of `install`, and defines the pages' placeholders `node.yaml`, `POD` and `UID`.
 const HOLDER: &str = r#"
 kubectl apply -f - <<EOF
 OBJECTS
@@ -34,7 +34,7 @@ CLAIM=$(kubectl get resourceclaim held --output 'jsonpath={.metadata.uid}')
 refused() { if "$@"; then echo "not refused: $*"; exit 1; fi; }
 "#;
 
-/// The end of that pod.
+/// Deletes that pod and its claim.
 const NO_HOLDER: &str = "kubectl delete pod/holder resourceclaim/held\n";
 
 const STRUCTURED_OBJECTS: &str = "\
@@ -70,9 +70,9 @@ pub(super) fn place(stage: &Stage) -> PathBuf {
     stage.cluster.directory().join("place")
 }
 
-/// Types a script where the repository is, with kubectl, helm and drayman at hand. What it printed.
+/// Runs a script in the repository with kubectl, helm and drayman in the PATH. Returns its output.
 pub(super) async fn types(stage: &Stage, text: &str) -> anyhow::Result<String> {
-    // What a script writes belongs to this cluster and not into the repository.
+    // Files of a script belong to this cluster, not into the repository.
     let place = place(stage);
     let programs = place.join("programs");
     std::fs::create_dir_all(&programs)?;
@@ -89,14 +89,14 @@ pub(super) async fn types(stage: &Stage, text: &str) -> anyhow::Result<String> {
     let output = stage
         .cluster
         .command("bash")
-        // What a node of the test can have without a way to any registry.
+        // An image that the test node has without a registry.
         .args(["-c", &shell::script(&text.replace("busybox:1", IMAGE))])
         .current_dir(&place)
         .env("PATH", shell::path_with(&[&programs.join("kubectl")]))
         .env("DRAYMAN", env!("CARGO_BIN_EXE_drayman"))
         .env("NODE", format!("/proc/{}/ns/mnt", stage.cluster.node(0).init().0))
         .env("KUBECONFIG", stage.cluster.kubeconfig())
-        // kubectl and Helm keep there what they know.
+        // Cache directory of kubectl and Helm.
         .env("HOME", &place)
         .output()
         .await
@@ -116,7 +116,7 @@ pub(super) async fn types(stage: &Stage, text: &str) -> anyhow::Result<String> {
     Ok(printed)
 }
 
-/// A cluster as somebody has it who has followed no page yet: without the namespace.
+/// A cluster before any page was followed: without the namespace.
 async fn cluster(builder: Builder) -> anyhow::Result<Stage> {
     let stage = Stage::start_with(builder, 1).await?;
     stage.cluster.kubectl(&["delete", "namespace", "drayman"]).await?;
@@ -130,7 +130,7 @@ async fn the_readme_alone_leads_from_nothing_to_a_device_in_a_pod() -> anyhow::R
         embedded::types(page, stage.cluster.kubectl_program())?;
     }
     let node = stage.cluster.node(0);
-    // A machine of the tests may lack it; the page says that most have it.
+    // A test machine may lack /dev/fuse; the page says that most have it.
     if !node.path("/dev/fuse").exists() {
         node.make_device("/dev/fuse", 10, 229)?;
     }
@@ -144,20 +144,20 @@ async fn the_readme_alone_leads_from_nothing_to_a_device_in_a_pod() -> anyhow::R
     stage.cluster.stop().await
 }
 
-/// The scripts of pages that ask about a node, with what a person writes in place of their words in capitals.
+/// The scripts that inspect a node, with their placeholders filled in.
 fn about_node() -> String {
     let pages =
         ["devices", "troubleshoot"].map(|page| script(&format!("docs/operator/{page}.md"), "sh", "chart"));
     let release = "kubectl --namespace drayman exec POD -- /drayman node release";
     pages
         .concat()
-        // Kubelet lists the claim.
+        // Refused, because kubelet lists the claim.
         .replace(release, &format!("refused {release}"))
         .replace(" POD ", " \"$POD\" ")
         .replace(" UID ", " \"$CLAIM\" ")
 }
 
-/// From the installation to the end of the release, page by page.
+/// From the installation to the uninstallation, page by page.
 async fn walk(builder: Builder, objects: &str) -> anyhow::Result<()> {
     let stage = cluster(builder).await?;
     let node = stage.cluster.node(0);

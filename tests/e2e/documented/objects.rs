@@ -1,11 +1,11 @@
-//! Objects that pages and examples show, before a real API server.
+//! Validates the objects of pages and examples on a real API server.
 
 use anyhow::Context as _;
 
 use crate::harness::Cluster;
 use crate::page::{pages, repository};
 
-/// Every object of blocks with this mark is taken by the server's own check, without a field that it does not know. Nothing is stored.
+/// Validates every object of blocks with this mark by a strict dry run.
 async fn check(cluster: &Cluster, mark: &str) -> anyhow::Result<usize> {
     let mut accepted = 0;
     for block in pages().into_iter().flat_map(|page| page.blocks) {

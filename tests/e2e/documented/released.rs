@@ -1,4 +1,4 @@
-//! A release: made by `hack/release`, pushed to a real registry as `CONTRIBUTING.md` says, and installed from there.
+//! A release: built by `hack/release`, pushed to a real registry as in `CONTRIBUTING.md`, and installed from there.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::PermissionsExt as _;
@@ -23,7 +23,7 @@ use crate::page::{repository, script};
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// The other architecture of a release, and the number of its machine in an ELF header.
+/// The other architecture of a release, and its machine number in an ELF header.
 fn other() -> (&'static str, u16) {
     if architecture() == "amd64" {
         ("arm64", 183)
@@ -32,7 +32,7 @@ fn other() -> (&'static str, u16) {
     }
 }
 
-/// Programs of both architectures: the one of this build, and a copy with the ELF header of the other, which no test runs.
+/// Programs for both architectures: the one of this build, and a copy with a patched ELF header, which is never executed.
 fn programs() -> anyhow::Result<tempfile::TempDir> {
     let (_root, program) = program();
     let directory = tempfile::tempdir()?;
@@ -70,7 +70,7 @@ async fn release(programs: &Path, output: &Path, variables: &[(&str, &str)]) -> 
         .context("hack/release")
 }
 
-/// The same, which must succeed: the digest of the image.
+/// Runs `hack/release`, which must succeed. Returns the digest of the image.
 async fn released(programs: &Path, output: &Path, variables: &[(&str, &str)]) -> anyhow::Result<String> {
     let made = release(programs, output, variables).await?;
     let said = String::from_utf8_lossy(&made.stderr);
@@ -151,10 +151,7 @@ async fn a_release_has_image_chart_plugin_and_checksums() -> anyhow::Result<()> 
 
     let notes = std::fs::read_to_string(output.join("RELEASE-NOTES.md"))?;
     ensure!(notes.contains(&digest) && notes.contains("### Added"), "{notes}");
-    ensure!(
-        !notes.contains("](docs/"),
-        "a link that works nowhere else: {notes}"
-    );
+    ensure!(!notes.contains("](docs/"), "a relative link: {notes}");
     Ok(())
 }
 
@@ -180,9 +177,9 @@ async fn a_release_lacks_nothing_silently() -> anyhow::Result<()> {
         said.contains(&format!("no image for {}; without it: {chosen}", other().0)),
         "{said}"
     );
-    // The message names the fix.
+    // The message contains the fix.
     released(programs.path(), &output, &[("ARCHITECTURES", architecture())]).await?;
-    // Another directory is not replaced.
+    // An existing directory with other content is not replaced.
     let output = place.path().join("precious");
     std::fs::create_dir(&output)?;
     let made = release(programs.path(), &output, &[]).await?;
@@ -190,10 +187,10 @@ async fn a_release_lacks_nothing_silently() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A registry with TLS on this machine. It ends when it is dropped.
+/// A local registry with TLS. It ends when it is dropped.
 struct Registry {
     _process: Child,
-    /// Where nodes and this machine reach it.
+    /// Address for nodes and this machine.
     host: String,
     /// Its self-signed certificate.
     certificate: PathBuf,

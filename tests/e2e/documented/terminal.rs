@@ -1,4 +1,4 @@
-//! The program of the test clusters, built and used as its README tells people, at a terminal.
+//! The test cluster's program, built and used in a terminal as in its README.
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::fs::symlink;
@@ -10,7 +10,7 @@ use anyhow::{Context as _, ensure};
 use crate::harness;
 use crate::page::{repository, script};
 
-/// A directory like the repository, with the programs that are built already.
+/// A copy of the repository's layout with the cached builds.
 fn place() -> anyhow::Result<tempfile::TempDir> {
     let place = tempfile::tempdir()?;
     let cache = place.path().join("target/cluster");
@@ -57,8 +57,8 @@ fn the_cluster_shows_progress_on_a_terminal_only() -> anyhow::Result<()> {
     );
     ensure!(!printed.contains('\r') && said.is_empty(), "{said:?}");
 
-    // `script` of util-linux gives the command a terminal, and passes Ctrl-C on. It runs the command with $SHELL or sh, and
-    // only bash returns the command's own status after Ctrl-C.
+    // `script` of util-linux provides a terminal and forwards Ctrl-C. It runs the command with $SHELL or sh, and only bash returns the
+    // command's own status after Ctrl-C.
     let mut terminal = shell(place.path(), "script")
         .args(["--quiet", "--return", "--command", last, "/dev/null"])
         .env("SHELL", "/bin/bash")

@@ -10,10 +10,10 @@ use crate::harness;
 use crate::page::{pages, repository, script};
 use crate::shell;
 
-/// Its blocks make a story of their own.
+/// Its blocks form a script of their own.
 const QUICKSTART: &str = "docs/user/quickstart.md";
 
-/// Waits until drayman runs, types what the pages say, and leaves the outcome in files.
+/// Waits until drayman runs, runs the script, and writes its exit code and output to files.
 const HOOK: &str = r#"
 hack/run-in-cluster "$PROGRAM" >"$OUT/drayman" 2>&1 &
 runner=$!
@@ -24,7 +24,7 @@ kill "$runner"
 wait "$runner"
 "#;
 
-/// A cluster of this version with drayman in it, as `make cluster` starts it, and a script typed there. Returns its output.
+/// Starts a cluster of this version with drayman, as `make cluster` does, and runs a script there. Returns its output.
 fn on_a_cluster(version: &str, text: &str) -> anyhow::Result<String> {
     let out = tempfile::tempdir()?;
     let program = Path::new(env!("CARGO_BIN_EXE_drayman"));
@@ -38,12 +38,12 @@ fn on_a_cluster(version: &str, text: &str) -> anyhow::Result<String> {
         .env("PATH", shell::path_with(&[program]))
         .env("PROGRAM", program)
         .env("OUT", out.path())
-        // The cluster ends with it, so also if this test is killed.
+        // The cluster ends when its stdin closes, so also if this test is killed.
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
         .spawn()
         .context("starting the cluster")?;
-    // Taken out, because to wait for a child closes its standard input.
+    // Taken, because waiting for a child closes its stdin.
     let mut held = cluster.stdin.take().context("piped")?;
     let ended = cluster.wait()?;
     let _ = held.flush();
@@ -87,7 +87,7 @@ fn other_scripts_for_the_same_cluster_succeed_there() -> anyhow::Result<()> {
         .filter(|block| block.language == "sh" && block.mark == "cluster")
         .map(|block| block.text)
         .collect();
-    ensure!(!blocks.is_empty(), "no other page has any");
+    ensure!(!blocks.is_empty(), "no other page has a script");
     println!("{}", on_a_cluster(harness::VERSION, &blocks.concat())?);
     Ok(())
 }

@@ -1,19 +1,19 @@
-//! A folder of `examples/`: its objects, and what its README says to type.
+//! A folder of `examples/`: its objects, and the commands in its README.
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail, ensure};
 
-/// One command and what it prints.
+/// A command and its expected output.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Step {
-    /// The line of the README.
+    /// Line in the README.
     pub(crate) line: usize,
     pub(crate) command: String,
     pub(crate) expected: Vec<String>,
 }
 
-/// A folder that is complete.
+/// A complete folder.
 #[derive(Debug)]
 pub(crate) struct Folder {
     pub(crate) name: String,
@@ -87,7 +87,7 @@ fn read(path: &Path) -> anyhow::Result<Folder> {
     Ok(Folder { name, steps })
 }
 
-/// The commands in the blocks ```` ```console ````, each with the lines under it.
+/// The commands in ```` ```console ```` blocks, each with the following lines of output.
 fn steps(text: &str) -> anyhow::Result<Vec<Step>> {
     let mut steps: Vec<Step> = Vec::new();
     let mut within = false;
@@ -130,7 +130,7 @@ fn every_folder_is_complete_and_in_the_table() -> anyhow::Result<()> {
         );
     }
     let rows = table.lines().filter(|line| line.starts_with("| ["));
-    assert_eq!(rows.count(), folders.len(), "the table lists what is not there");
+    assert_eq!(rows.count(), folders.len(), "the table lists a missing folder");
     Ok(())
 }
 

@@ -1,4 +1,4 @@
-//! Every folder of `examples/`, run as its README says, on one real cluster.
+//! Runs the commands of every README in `examples/` on one real cluster.
 
 mod folder;
 mod pattern;

@@ -1,15 +1,15 @@
-//! Whether a command printed what a README says, which leaves some of it open.
+//! Compares output with the pattern in a README.
 //!
-//! `…` stands for any text within a line, and alone for any number of lines. `<name>` stands for a text without spaces that is
-//! the same wherever the name stands in the README, and another than that of every other name.
+//! `…` matches any text within a line, and alone any number of lines. `<name>` matches a text without spaces. It is the same for all uses
+//! of that name in the README, and differs from that of every other name.
 
 use std::collections::BTreeMap;
 
-/// What the names stand for.
+/// The texts of the names.
 pub(crate) type Names = BTreeMap<String, String>;
 
 const ANYTHING: char = '…';
-/// What kubectl prints itself.
+/// Texts in angle brackets that kubectl prints itself.
 const LITERAL: [&str; 3] = ["none", "unset", "unknown"];
 
 enum Token<'a> {
@@ -18,7 +18,7 @@ enum Token<'a> {
     Name(&'a str),
 }
 
-/// The names with what is learnt here, if this is what is expected.
+/// The names, extended by this match; `None` if the output does not match.
 pub(crate) fn matches(expected: &[String], printed: &[&str], names: &Names) -> Option<Names> {
     let Some((first, rest)) = expected.split_first() else {
         return printed.is_empty().then(|| names.clone());
@@ -61,7 +61,7 @@ fn name_at_the_start(text: &str) -> Option<(&str, &str)> {
     (is_name && !LITERAL.contains(&name)).then_some((name, after))
 }
 
-/// Tries every way in which a line can be what is expected, until what follows agrees.
+/// Tries every way to match a line until the rest matches too.
 fn line_matches(
     expected: &[Token<'_>],
     line: &str,
@@ -134,7 +134,7 @@ mod tests {
         assert!(fits("<one>\n<other>", "x\ny").is_some());
         assert!(fits("<one>", "two words").is_none());
         assert!(fits("<one>", "").is_none());
-        // What was learnt is known to the commands that follow.
+        // Names of earlier commands apply to later ones.
         assert!(matches(&["<device>".to_owned()], &["z"], &names).is_none());
     }
 

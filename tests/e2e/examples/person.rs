@@ -1,4 +1,4 @@
-//! Somebody who types the commands of a README, in a namespace of their own.
+//! Runs the commands of a README in their own namespace.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -11,13 +11,13 @@ use crate::examples::folder::Step;
 use crate::examples::pattern::{Names, matches};
 use crate::harness::{Cluster, PATIENCE};
 
-/// What a command printed, on either output, and whether it went well.
+/// Output of a command (stdout and stderr), and whether it succeeded.
 struct Printed {
     text: String,
     success: bool,
 }
 
-/// A person with kubectl and drayman in the PATH.
+/// A user with kubectl and drayman in the PATH.
 #[allow(missing_debug_implementations, reason = "a kube::Client has none")]
 pub(crate) struct Person<'a> {
     cluster: &'a Cluster,
@@ -26,7 +26,7 @@ pub(crate) struct Person<'a> {
 }
 
 impl<'a> Person<'a> {
-    /// Makes a namespace, which is that of all that follows.
+    /// Creates a namespace and makes it the default.
     pub(crate) async fn new(cluster: &'a Cluster, namespace: &str) -> anyhow::Result<Self> {
         let directory = cluster.directory();
         let programs = directory.join("programs");
@@ -56,7 +56,7 @@ impl<'a> Person<'a> {
             .current_dir(Path::new(env!("CARGO_MANIFEST_DIR")))
             .env("PATH", format!("{}:{path}", self.programs.display()))
             .env("KUBECONFIG", &self.kubeconfig)
-            // kubectl keeps there what it has discovered.
+            // kubectl's discovery cache.
             .env("HOME", self.cluster.directory())
             .env("LC_ALL", "C")
             .stdout(Stdio::piped());
@@ -67,7 +67,7 @@ impl<'a> Person<'a> {
         })
     }
 
-    /// Types a command that must go well, and returns what it printed.
+    /// Runs a command that must succeed, and returns its output.
     pub(crate) async fn must(&self, command: &str) -> anyhow::Result<String> {
         let printed = self.type_in(command).await?;
         if printed.success {
@@ -77,7 +77,7 @@ impl<'a> Person<'a> {
         }
     }
 
-    /// Types a command until what it prints holds: who looks too early looks again.
+    /// Repeats a command until its output meets a condition.
     pub(crate) async fn until(&self, command: &str, holds: impl Fn(&str) -> bool) -> anyhow::Result<()> {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -92,7 +92,7 @@ impl<'a> Person<'a> {
         }
     }
 
-    /// Does what a README says; the error has what was printed instead.
+    /// Runs a step of a README; the error contains the actual output.
     pub(crate) async fn follow(&self, step: &Step, names: &mut Names) -> anyhow::Result<()> {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -100,7 +100,7 @@ impl<'a> Person<'a> {
             let lines: Vec<&str> = printed.text.lines().collect();
             if let Some(learnt) = matches(&step.expected, &lines, names).filter(|_| printed.success) {
                 *names = learnt;
-                // For who writes an example: what the block may say.
+                // For authors of an example: prints the actual output.
                 if std::env::var_os("DRAYMAN_TEST_EXAMPLE").is_some() {
                     println!("$ {}\n{}", step.command, printed.text.trim_end());
                 }
@@ -121,7 +121,7 @@ impl<'a> Person<'a> {
     }
 }
 
-/// Whether a command can be typed again when it was too early: it changes nothing.
+/// Whether a command changes nothing and can be repeated.
 fn only_looks(command: &str) -> bool {
     [
         "kubectl get ",

@@ -1,4 +1,4 @@
-//! The folders, one after the other, on one cluster.
+//! Runs the folders one after the other on one cluster.
 
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::Path;
@@ -15,10 +15,10 @@ use crate::page::script;
 use crate::stage::{Program, Stage, controller_rules, node_rules, structured_node_rules};
 use crate::{harness, sensors, shell};
 
-/// Set where the next function is the vendor's program of the folder `vendor`.
+/// Set in the process in which the next function is the vendor's program of the folder `vendor`.
 const AS_PROGRAM: &str = "DRAYMAN_TEST_RUN_SENSORS";
 
-/// This is also how the other test starts the vendor's companion: nothing else has to be built for it.
+/// The other test also uses this to start the vendor's companion, so that nothing else must be built.
 #[test]
 fn the_vendors_companion_asks_for_the_name_of_its_node() {
     let ended = sensors::main();
@@ -32,7 +32,7 @@ fn the_vendors_companion_asks_for_the_name_of_its_node() {
 
 #[tokio::test]
 async fn every_example_does_what_its_readme_says() -> anyhow::Result<()> {
-    // One folder alone, for those who write one.
+    // A single folder, for authors.
     let only = std::env::var("DRAYMAN_TEST_EXAMPLE").ok();
     let folders: Vec<Folder> = folders()?
         .into_iter()
@@ -85,7 +85,7 @@ async fn follow_all(stage: Stage, folders: &[Folder]) -> anyhow::Result<()> {
     stage.cluster.stop().await
 }
 
-/// The companions, that of the vendor on the first node, and the controllers of classic mode.
+/// The companions, with the vendor's on the first node, and the controllers of classic mode.
 async fn start_programs(stage: &Stage) -> anyhow::Result<Vec<Program>> {
     let configuration = include_str!("../../../examples/node.yaml");
     let is_classic = !stage.cluster.has_structured_mode();
@@ -123,7 +123,7 @@ async fn start_programs(stage: &Stage) -> anyhow::Result<Vec<Program>> {
     programs.push(stage.program("vendor-companion", command)?);
 
     let everybody = Person::new(&stage.cluster, "everybody").await?;
-    // One word for each driver and node that is ready.
+    // One word for each ready driver and node.
     let ready = if is_classic {
         "kubectl get nodeinventories -o 'jsonpath={.items[*].status.conditions[?(@.type==\"Ready\")].status}'"
     } else {
@@ -134,7 +134,7 @@ async fn start_programs(stage: &Stage) -> anyhow::Result<Vec<Program>> {
     Ok(programs)
 }
 
-/// The line of the vendor's README that begins so, where the repository is. The vendor's program is this test.
+/// The command in the vendor's README that starts with `beginning`, run in the repository. The vendor's program is this test binary.
 fn vendor(stage: &Stage, beginning: &str) -> anyhow::Result<tokio::process::Command> {
     let text = script("examples/vendor/README.md", "sh", "vendor");
     let line = text.lines().find(|line| line.starts_with(beginning));
@@ -180,7 +180,7 @@ async fn follow(stage: &Stage, folder: &Folder) -> anyhow::Result<()> {
         .until(left, str::is_empty)
         .await
         .context("it leaves something behind")?;
-    // What kubelet still has to give back, the next folder would miss.
+    // Otherwise the next folder could lack devices that kubelet has yet to unprepare.
     person
         .until("drayman devices --state held", |printed| {
             printed.starts_with("No devices found")
@@ -189,7 +189,7 @@ async fn follow(stage: &Stage, folder: &Folder) -> anyhow::Result<()> {
         .context("devices are held although nothing is left")
 }
 
-/// Takes away what a folder that failed has left, so that the next can be tried.
+/// Removes the leftovers of a failed folder.
 async fn clean_up(stage: &Stage, namespace: &str) -> anyhow::Result<()> {
     let timeout = format!("--timeout={}s", harness::PATIENCE.as_secs());
     let cluster = &stage.cluster;

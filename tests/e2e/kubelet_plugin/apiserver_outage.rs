@@ -1,4 +1,4 @@
-//! An API server that is away for minutes, while pods come and go on the node.
+//! An API server outage of several minutes, while pods come and go on the node.
 
 use std::time::{Duration, Instant};
 
@@ -12,14 +12,14 @@ use crate::kubelet_plugin::both_apis::{CONFIGURATION, PREFIX, RESOURCE, Watched,
 use crate::kubelet_plugin::helper::{pod_with_limit, wait_for_allocatable, wait_for_inventory};
 use crate::stage::{DRIVER, Stage, is_running, pod_from};
 
-/// Devices by minor number: for a claim that stays, one whose pod ends, a container that stays, and those that come and go.
+/// Devices by minor number: for a claim that stays, a claim whose pod ends, a container that stays, and pods that come and go.
 const MINORS: [u32; 4] = [5, 7, 8, 9];
-/// From this many seconds on the run is long enough for a restart of kubelet as well.
+/// From this duration on, the run also restarts kubelet.
 const LONG: u64 = 60;
-/// Where kubelet finds pods without an API server.
+/// Kubelet's directory for static pods.
 const MANIFESTS: &str = "/var/lib/kubelet/manifests";
 
-/// Looks into the runtime until a pod has a device, or has none any more.
+/// Polls the container runtime until a pod has a device, or has none.
 async fn until_device(stage: &Stage, watched: &mut Watched, pod: &str, has: bool) -> anyhow::Result<()> {
     let until = Instant::now() + PATIENCE;
     loop {
@@ -39,7 +39,7 @@ async fn pods_that_come_and_go_without_an_api_server_share_no_device() -> anyhow
     let cluster = Cluster::builder()
         .nodes(1)
         .flag("kubelet", &format!("--pod-manifest-path={MANIFESTS}"))
-        // Pods of a node that is not heard of for minutes would be deleted.
+        // Otherwise pods of an unreachable node would be deleted.
         .flag("controller-manager", "--node-monitor-grace-period=1h");
     let stage = Stage::on(cluster.start().await?).await?;
     let node = stage.cluster.node(0);
@@ -111,12 +111,12 @@ async fn pods_that_come_and_go_without_an_api_server_share_no_device() -> anyhow
         rounds += 1;
         println!("{name} came and went until {:?}", begun.elapsed());
     }
-    // Without the API server a kubelet that was restarted gives no static pod a device that another had: it is restarted last.
+    // A restarted kubelet without the API server gives static pods no device that another pod had, so the restart comes last.
     if seconds >= LONG {
         node.stop("kubelet", 9).await?;
         ensure!(
             node.start("kubelet").await.is_err(),
-            "it runs, and without the API server nobody can say so"
+            "it runs, although the API server cannot report it"
         );
     }
     stage.cluster.start_component("apiserver").await?;

@@ -1,4 +1,4 @@
-//! Kinds of mode both: pods of both sorts want the same few devices.
+//! Kinds of mode both: pods with claims and pods with limits compete for a few devices.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -26,10 +26,10 @@ kinds:
 ";
 pub(crate) const PREFIX: &str = "drayman-test-";
 const MINORS: [u32; 3] = [5, 7, 8];
-/// How often one of the programs is killed.
+/// Interval between kills of the programs.
 const KILLS_EVERY: Duration = Duration::from_secs(7);
 
-/// Numbers that are the same for the same seed (splitmix64).
+/// Random numbers from a seed (splitmix64).
 pub(crate) struct Numbers(pub(crate) u64);
 
 impl Numbers {
@@ -49,7 +49,7 @@ pub(crate) fn environment(name: &str, default: u64) -> u64 {
         .unwrap_or(default)
 }
 
-/// What was seen of devices in containers.
+/// Devices observed in containers.
 #[derive(Default)]
 pub(crate) struct Watched {
     looks: usize,
@@ -58,8 +58,8 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    /// Looks which containers have which devices. Kubelet forgets a pod that was deleted by force while its container still ends; the
-    /// companion asks the container runtime.
+    /// Finds the devices of all containers through the container runtime: kubelet forgets a force-deleted pod while its container still
+    /// terminates.
     pub(crate) fn look(&mut self, node: Node<'_>) {
         let now = in_containers(node, PREFIX);
         for (device, containers) in &now {
@@ -74,11 +74,11 @@ impl Watched {
     }
 }
 
-/// The programs that are killed.
+/// The programs under test.
 struct Programs {
     controller: Program,
     companion: Program,
-    /// How often each was killed.
+    /// Number of kills by program.
     killed: BTreeMap<&'static str, usize>,
 }
 
@@ -91,7 +91,7 @@ impl Programs {
         })
     }
 
-    /// Kills one of them where it stands and starts the next; kubelet one of nine times, since it takes longest.
+    /// Kills one of them with SIGKILL and restarts it; kubelet in one of nine cases, since it takes longest.
     async fn kill(&mut self, stage: &Stage, number: u64) -> anyhow::Result<()> {
         let name = match number {
             0..=3 => {
@@ -116,7 +116,7 @@ impl Programs {
     }
 }
 
-/// A pod of either sort, whose container goes on for up to three seconds after SIGTERM if `is_slow`.
+/// A pod with a claim or a limit. With `is_slow`, its container runs for up to three seconds after SIGTERM.
 fn pod_of(name: &str, is_slow: bool) -> anyhow::Result<Pod> {
     let mut pod = if name.starts_with("plugged-") {
         pod_with_limit(name, RESOURCE)?
@@ -167,14 +167,14 @@ async fn pods_with_claims_and_limits_never_share_a_device() -> anyhow::Result<()
             }
             5 if !pods.is_empty() => {
                 let name = &pods[usize::try_from(numbers.below(pods.len() as u64))?];
-                // Kubelet 1.27 never asks for the end of a claim whose pod was deleted by force, and dies of a nil pointer if a claim of
-                // its name is there that is not allocated (`UnprepareResources` in its `dra/manager.go`).
+                // Kubelet 1.27 never unprepares a claim of a force-deleted pod, and panics if an unallocated claim of the same name exists
+                // (`UnprepareResources` in its `dra/manager.go`).
                 if !name.starts_with("plugged-") && stage.cluster.minor() < 28 {
                     continue;
                 }
                 let outcome = format!("{}, deleted by force", outcome(&stage, name).await?);
                 *outcomes.entry(outcome).or_default() += 1;
-                // Another has its name, as a StatefulSet makes it.
+                // A new pod gets the same name, as in a StatefulSet.
                 stage.remove_pod(name).await?;
                 let pod = pod_of(name, numbers.below(2) == 0)?;
                 stage.pods().create(&PostParams::default(), &pod).await?;
@@ -214,8 +214,8 @@ async fn pods_with_claims_and_limits_never_share_a_device() -> anyhow::Result<()
     stage.cluster.stop().await
 }
 
-/// Everything is free in the end: no pod, no claim, no trace on the node, and all devices can be had again, through one door, and
-/// then none through the other.
+/// Asserts that everything is free in the end: no pod, no claim, no file on the node, and all devices can be used again through one API,
+/// and then none through the other.
 pub(crate) async fn all_is_free(stage: &Stage, watched: &mut Watched, devices: usize) -> anyhow::Result<()> {
     let node = stage.cluster.node(0);
     let left = || async {
@@ -251,7 +251,7 @@ pub(crate) async fn all_is_free(stage: &Stage, watched: &mut Watched, devices: u
     Ok(())
 }
 
-/// What became of a pod until now.
+/// The current outcome of a pod.
 async fn outcome(stage: &Stage, name: &str) -> anyhow::Result<String> {
     let pods = Api::<k8s_openapi::api::core::v1::Pod>::namespaced(stage.cluster.client(), "default");
     let status = pods.get(name).await?.status.unwrap_or_default();
@@ -264,8 +264,7 @@ async fn outcome(stage: &Stage, name: &str) -> anyhow::Result<String> {
     Ok(format!("{sort} {phase}{reason}"))
 }
 
-/// The window between the two APIs, printed: how long after the controller has allocated a device kubelet still grants it, and how
-/// long the scheduler still counts it.
+/// Prints the delay between the allocation of a device and its withdrawal from kubelet and from the node's allocatable.
 #[tokio::test]
 async fn an_allocated_device_is_withdrawn_from_the_device_plugin() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
@@ -279,7 +278,7 @@ async fn an_allocated_device_is_withdrawn_from_the_device_plugin() -> anyhow::Re
     wait_for_inventory(&stage, DRIVER, 3, 0).await?;
     wait_for_allocatable(&stage, RESOURCE, "3").await?;
 
-    // Allocated at once and for no pod, so that nobody asks for it to be prepared.
+    // Immediate allocation for no pod, so that the claim is never prepared.
     let kubelet = crate::kubelet_plugin::helper::pod_resources(node);
     stage
         .apply(
@@ -307,7 +306,7 @@ async fn an_allocated_device_is_withdrawn_from_the_device_plugin() -> anyhow::Re
         .await?;
     until_granted(&kubelet, RESOURCE, 3).await?;
 
-    // One that is allocated for a node says so in the label that the companion's watch goes by.
+    // A claim that is allocated for a node has a label for it, which the companion's watch selects.
     stage.make_pod("pod").await?;
     let claim = stage.claim_of("pod", "allocated", is_allocated).await?;
     let labels = claim.metadata.labels.unwrap_or_default();
@@ -316,7 +315,7 @@ async fn an_allocated_device_is_withdrawn_from_the_device_plugin() -> anyhow::Re
         Some(node.name())
     );
     until_granted(&kubelet, RESOURCE, 2).await?;
-    // Claims have the first device in the order of names, and containers get the last.
+    // Claims get the first device in name order, and containers the last.
     stage
         .pods()
         .create(&PostParams::default(), &pod_with_limit("plugged", RESOURCE)?)
@@ -334,8 +333,8 @@ async fn an_allocated_device_is_withdrawn_from_the_device_plugin() -> anyhow::Re
     stage.cluster.stop().await
 }
 
-/// A container has the only device; a claim is allocated it all the same, because the controller does not know what containers have.
-/// It is refused with a reason, the next claim is not tried with it, and it gets the device when the container has ended.
+/// A container has the only device. A claim gets it allocated, because the controller does not know about containers. Prepare is refused
+/// with a reason, the next claim does not get this device, and the claim is prepared once the container has ended.
 #[tokio::test]
 async fn a_claim_waits_for_a_container_that_has_its_device() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
@@ -353,7 +352,7 @@ async fn a_claim_waits_for_a_container_that_has_its_device() -> anyhow::Result<(
     stage
         .wait(stage.pods(), "plugged", "running", is_running())
         .await?;
-    // The next process knows of the container from kubelet alone.
+    // The next process knows the container only from kubelet.
     companion.kill().await?;
     companion = stage.companion(0, CONFIGURATION)?;
 
@@ -362,7 +361,7 @@ async fn a_claim_waits_for_a_container_that_has_its_device() -> anyhow::Result<(
         .logged("is in use by container main of pod default/plugged")
         .await?;
     if stage.cluster.minor() >= 28 {
-        // kubelet says it on the pod since then.
+        // Since 1.28, kubelet reports it as an event of the pod.
         stage
             .wait_for_event("first", "FailedPrepareDynamicResources", "default/plugged")
             .await?;
@@ -384,8 +383,8 @@ async fn a_claim_waits_for_a_container_that_has_its_device() -> anyhow::Result<(
     stage.cluster.stop().await
 }
 
-/// A container has the only device. The kind is given to claims, the companion starts anew, the resource gets another name: whatever
-/// the configuration says, nobody gets the device before the container has ended.
+/// A container has the only device while the kind changes to claims, the companion restarts, and the resource is renamed. No one else gets
+/// the device before the container has ended.
 #[tokio::test]
 async fn a_device_of_a_container_keeps_its_holder_when_renamed() -> anyhow::Result<()> {
     const RENAMED: &str = "drayman.dev/renamed";

@@ -1,4 +1,4 @@
-//! What changes under a companion while pods have devices: the container runtime, the mode of a kind, the token.
+//! Changes while pods hold devices: a restart of the container runtime, another mode of a kind, a new token.
 
 use std::time::{Duration, Instant};
 
@@ -28,7 +28,7 @@ kinds:
 ";
 const NAMES: [&str; 4] = ["test-a", "test-b", "limit-a", "limit-b"];
 
-/// Fails when a device node is in two containers.
+/// Fails if a device node is in two containers.
 async fn never_in_two(node: Node<'_>) -> anyhow::Result<()> {
     loop {
         for (number, containers) in in_containers_by_number(node) {
@@ -90,7 +90,7 @@ async fn a_restart_of_containerd_costs_no_device() -> anyhow::Result<()> {
             runs(&stage, pod).await?;
             println!("{pod} runs {:?} after the start of containerd", start.elapsed());
         }
-        // Four pods, each with its own device: the first two have kept theirs.
+        // Four pods with one device each; the first two have kept theirs.
         assert_eq!(in_containers_by_number(node).len(), 4);
         for pod in ["claim-1", "limit-1"] {
             stage.pods().delete(pod, &DeleteParams::default()).await?;
@@ -111,7 +111,7 @@ async fn a_restart_of_containerd_costs_no_device() -> anyhow::Result<()> {
     stage.cluster.stop().await
 }
 
-/// The node's devices are of mode `extended-resource` first and of mode `claims` then, while a pod has one by its limit.
+/// The kind changes from mode `extended-resource` to `claims` while a pod holds a device by its limit.
 #[tokio::test]
 async fn an_upgrade_to_claims_withholds_what_limits_hold() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
@@ -157,7 +157,7 @@ kinds:
     stage.cluster.stop().await
 }
 
-/// The token is bound to a Secret and ends with it.
+/// A token bound to a Secret; it is valid until the Secret is deleted.
 async fn token(stage: &Stage, secret: &str) -> anyhow::Result<String> {
     let kubectl = &stage.cluster;
     kubectl.kubectl(&["create", "secret", "generic", secret]).await?;
@@ -174,7 +174,7 @@ async fn token(stage: &Stage, secret: &str) -> anyhow::Result<String> {
     Ok(token.trim().to_owned())
 }
 
-/// The API server remembers for some seconds that a token was good.
+/// The API server caches a valid token for some seconds.
 async fn until_refused(stage: &Stage, token: &str) -> anyhow::Result<()> {
     let mut kubeconfig = Kubeconfig::read_from(stage.cluster.kubeconfig())?;
     for user in &mut kubeconfig.auth_infos {
@@ -184,7 +184,7 @@ async fn until_refused(stage: &Stage, token: &str) -> anyhow::Result<()> {
     let client = kube::Client::try_from(config)?;
     let deadline = Instant::now() + PATIENCE;
     while !matches!(client.apiserver_version().await, Err(kube::Error::Api(status)) if status.code == 401) {
-        anyhow::ensure!(Instant::now() < deadline, "the token is good still");
+        anyhow::ensure!(Instant::now() < deadline, "the token is still valid");
         sleep(Duration::from_millis(200)).await;
     }
     Ok(())
@@ -192,7 +192,7 @@ async fn until_refused(stage: &Stage, token: &str) -> anyhow::Result<()> {
 
 #[tokio::test]
 async fn a_companion_goes_on_with_a_token_that_is_replaced() -> anyhow::Result<()> {
-    // The client reads the file again after a minute. `faults` shows the same of the controller by a clock that moves faster.
+    // The client rereads the file after a minute. `faults` covers the controller with a fast clock.
     if std::env::var_os("DRAYMAN_TEST_AWAY_SECONDS").is_none() {
         not_run("it waits for minutes: make test-all runs it");
         return Ok(());

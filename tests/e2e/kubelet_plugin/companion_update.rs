@@ -1,4 +1,4 @@
-//! The companion is replaced while pods have devices of an extended resource, and want some.
+//! The companion is replaced while pods hold or request an extended resource.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::stage::{Stage, is_running};
 
 const RESOURCE: &str = "drayman.dev/plugged";
 const PREFIX: &str = "drayman-plugged-";
-/// One device of many shares: as many pods as one likes.
+/// One device with many shares, for any number of pods.
 const CONFIGURATION: &str = "\
 apiVersion: drayman.dev/v1alpha1
 kind: NodeConfiguration
@@ -31,7 +31,7 @@ async fn create(stage: &Stage, name: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A node with a device, its companion, and a pod that has the device.
+/// A node with a device, its companion, and a pod that holds the device.
 async fn begin() -> anyhow::Result<(Stage, crate::stage::Program)> {
     let stage = Stage::without_class(crate::harness::Cluster::builder().nodes(1).start().await?).await?;
     stage
@@ -47,7 +47,7 @@ async fn begin() -> anyhow::Result<(Stage, crate::stage::Program)> {
     Ok((stage, companion))
 }
 
-/// The pod from before has noticed nothing.
+/// Asserts that the earlier pod was not restarted.
 async fn assert_undisturbed(stage: &Stage) -> anyhow::Result<()> {
     assert_eq!(devices_inside(stage, "before", PREFIX).await?.len(), 1);
     assert_eq!(restarts(stage, "before").await?, 0);
@@ -79,7 +79,7 @@ async fn pods_created_without_a_companion_wait_for_the_next() -> anyhow::Result<
     stage.cluster.stop().await
 }
 
-/// What became of a pod, once it has become something.
+/// Waits for the outcome of a pod.
 async fn outcome(stage: &Stage, name: &str) -> anyhow::Result<String> {
     let settled = |pod: Option<&Pod>| {
         let phase = pod.and_then(|pod| pod.status.as_ref()?.phase.as_deref());
@@ -91,8 +91,8 @@ async fn outcome(stage: &Stage, name: &str) -> anyhow::Result<String> {
     Ok(status.reason.or(status.phase).unwrap_or_default())
 }
 
-/// As a DaemonSet does it: the next one comes as soon as the last has gone, while the scheduler still counts on the devices. What is
-/// bound to the node just then is refused by kubelet itself, without a word to us.
+/// As a DaemonSet update: the next one starts as soon as the last one has ended, while the scheduler still counts the devices. Kubelet
+/// itself rejects pods that are bound in between.
 #[tokio::test]
 async fn pods_bound_during_an_update_fail_only_as_kubelet_does() -> anyhow::Result<()> {
     let (stage, mut companion) = begin().await?;
@@ -115,7 +115,7 @@ async fn pods_bound_during_an_update_fail_only_as_kubelet_does() -> anyhow::Resu
         );
         *outcomes.entry(outcome).or_default() += 1;
         until_granted(&kubelet, RESOURCE, 8).await?;
-        // What its owner does, if it has one: another pod, which finds the next companion there.
+        // The owner of a failed pod would create another one, which finds the next companion.
         stage
             .pods()
             .delete(&name, &DeleteParams::default().grace_period(0))

@@ -1,4 +1,4 @@
-//! Pods that are deleted by force while their containers still have their device.
+//! Pods that are force-deleted while their containers still hold a device.
 
 use std::time::{Duration, Instant};
 
@@ -28,17 +28,17 @@ kinds:
 const LIMIT: &str = "drayman.dev/limit";
 const BOTH: &str = "drayman.dev/both";
 const PREFIX: &str = "drayman-";
-/// How long a container of these pods goes on after SIGTERM, which it ignores.
+/// How long the containers of these pods run after SIGTERM, which they ignore.
 const GRACE_SECONDS: u64 = 25;
 
-/// What a pod asks for: a claim of a template, or an extended resource.
+/// The request of a pod: a claim from a template, or an extended resource.
 #[derive(Clone, Copy, Debug)]
 enum Asks {
     Claim(&'static str),
     Limit(&'static str),
 }
 
-/// A pod whose container ignores SIGTERM and has its device open until it is killed.
+/// A pod whose container ignores SIGTERM and keeps its device open until it is killed.
 fn stubborn_pod(name: &str, asks: Asks) -> anyhow::Result<Pod> {
     let (resources, claims) = match asks {
         Asks::Claim(template) => (
@@ -65,7 +65,7 @@ async fn create(stage: &Stage, name: &str, asks: Asks) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Fails when a device is in two containers.
+/// Fails if a device is in two containers.
 async fn never_in_two(node: Node<'_>) -> anyhow::Result<()> {
     loop {
         for (device, containers) in in_containers(node, PREFIX) {
@@ -78,7 +78,7 @@ async fn never_in_two(node: Node<'_>) -> anyhow::Result<()> {
     }
 }
 
-/// The pod in whose container a device is.
+/// The pod whose container has a device.
 fn user_of(node: Node<'_>, device: &str) -> Option<String> {
     let found = in_containers(node, PREFIX);
     let mut containers = found.get(device).into_iter().flatten();
@@ -101,7 +101,7 @@ async fn until_user(stage: &Stage, device: &str, wanted: Option<&str>) -> anyhow
     }
 }
 
-/// A class, parameters and a template of this name, for the kind of this name.
+/// Creates a class, parameters and a template of this name for the kind of the same name.
 async fn make_class(stage: &Stage, name: &str) -> anyhow::Result<()> {
     stage
         .apply(
@@ -122,8 +122,8 @@ async fn make_class(stage: &Stage, name: &str) -> anyhow::Result<()> {
         .await
 }
 
-/// Kubelet forgets a pod that is deleted by force, though its container goes on. A pod that asks for the only device is refused with the
-/// name of that container, and has the device when the container has ended.
+/// Kubelet forgets a force-deleted pod although its container still runs. A pod that requests the only device is refused with the name of
+/// that container, and gets the device when the container has ended.
 #[tokio::test]
 async fn a_forced_pod_keeps_its_device_until_its_container_ends() -> anyhow::Result<()> {
     let stage = Stage::start(1).await?;
@@ -154,7 +154,7 @@ async fn a_forced_pod_keeps_its_device_until_its_container_ends() -> anyhow::Res
 }
 
 async fn trial(stage: &Stage, mut companion: Program) -> anyhow::Result<()> {
-    // The limit comes first: its Allocate has kubelet forget the forced pod with the device of both.
+    // The limit comes first: its Allocate makes kubelet forget the force-deleted pod that holds the device of mode both.
     let trials = [
         ("limit", Asks::Limit(LIMIT), Asks::Limit(LIMIT)),
         ("claim", Asks::Claim("test"), Asks::Claim("test")),
@@ -184,7 +184,7 @@ async fn trial(stage: &Stage, mut companion: Program) -> anyhow::Result<()> {
         let user = user_of(stage.cluster.node(0), &format!("{PREFIX}{name}-0"));
         assert_eq!(user, Some(old), "its container has not ended yet");
         if name == "limit" {
-            // What the companion has granted itself is in its memory alone.
+            // Grants that only the companion's memory records must survive a restart.
             companion.kill().await?;
             companion = stage.companion(0, CONFIGURATION)?;
             companion.logged("kubelet has registered the driver").await?;
@@ -200,7 +200,7 @@ async fn trial(stage: &Stage, mut companion: Program) -> anyhow::Result<()> {
         }
         let ended = Instant::now();
         if matches!(asks, Asks::Claim(_)) {
-            // Kubelet prepares the claims of a pod again after up to a minute and a half, and those of another pod at once.
+            // Kubelet retries the claims of a pod after up to 90 seconds, but prepares those of a new pod at once.
             stage.remove_pod(&new).await?;
             stage.wait(stage.pods(), &new, "gone", is_gone()).await?;
             create(stage, &new, asks).await?;
@@ -216,7 +216,7 @@ async fn trial(stage: &Stage, mut companion: Program) -> anyhow::Result<()> {
     companion.end().await.map(drop)
 }
 
-/// A pod is deleted by force while kubelet is away. Kubelet keeps its claim in its list; the next claim has the device at once.
+/// A pod is force-deleted while kubelet is down. Kubelet keeps listing its claim; the next claim gets the device at once.
 async fn forgotten(stage: &Stage) -> anyhow::Result<()> {
     let (node, device) = (stage.cluster.node(0), "drayman-claim-0");
     let claim = stage.claim_of("claim-2", "allocated", is_allocated).await?;

@@ -1,4 +1,4 @@
-//! A device of an extended resource that is there and not well, as kubelet, the scheduler and pods see it.
+//! An unhealthy device of an extended resource, as kubelet, the scheduler and pods see it.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -24,10 +24,10 @@ kinds:
   paths: [\"/dev/drayman-probed-*\"]
   health: {sysfs: [{file: state, equals: well}], recoverAfter: 2}
 ";
-/// The zero and the full device, by minor number.
+/// Minor numbers of the zero and the full device.
 const MINORS: [u32; 2] = [5, 7];
 
-/// A `/sys` in which the devices of the test say how they are. The devices themselves stay the same.
+/// A fake `/sys` with the health of the test's devices. The devices themselves do not change.
 struct Sysfs(PathBuf);
 
 impl Sysfs {
@@ -57,7 +57,7 @@ impl Sysfs {
     }
 }
 
-/// Makes the companion look at its devices now: something has changed in `/dev`.
+/// Triggers a rescan by a change in `/dev`.
 fn poke(node: Node<'_>) -> anyhow::Result<()> {
     std::fs::write(node.path("/dev/drayman-poke"), "")?;
     node.remove("/dev/drayman-poke")
@@ -101,7 +101,8 @@ async fn an_unhealthy_device_is_withdrawn_until_it_recovers() -> anyhow::Result<
     stage
         .wait_for_event(node.name(), "DeviceUnhealthy", "state is \"ill\"")
         .await?;
-    // Whoever has it keeps it. To the scheduler it counts against those that are left: the next one waits for the end of the first.
+    // The pod that holds it keeps it. The scheduler counts it against the remaining devices, so the next pod waits until the first one has
+    // ended.
     create("second").await?;
     let waits = async |name: &str| {
         let text = "Insufficient drayman.dev/probed";
@@ -112,11 +113,11 @@ async fn an_unhealthy_device_is_withdrawn_until_it_recovers() -> anyhow::Result<
     assert_eq!(held, std::slice::from_ref(&device));
     assert_eq!(restarts(&stage, "holder").await?, 0);
     stage.cluster.kubectl(&["delete", "pod", "holder"]).await?;
-    assert_ne!(run("second").await?, device, "it gets the one that is well");
+    assert_ne!(run("second").await?, device, "it gets the healthy device");
     create("third").await?;
     waits("third").await?;
 
-    // Looked at at once, and once is not enough.
+    // Checked at once; a single healthy result is not enough.
     sysfs.say(number, "well")?;
     poke(node)?;
     let start = Instant::now();

@@ -1,4 +1,4 @@
-//! What is seen of devices: by the container runtime, by kubelet, by the API.
+//! Observations of devices through the container runtime, kubelet and the API.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -18,14 +18,14 @@ use crate::stage::{Stage, pod_from};
 /// A container in the runtime.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Running {
-    /// The runtime's name for it.
+    /// Container id of the runtime.
     id: String,
     /// Name of its pod.
     pub(crate) pod: String,
 }
 
-/// The devices below `/dev` whose names begin with `prefix`, each with the containers that have it and in which something runs: from
-/// the bundle of every container that exists in the runtime, and the control groups of every process of the machine.
+/// The devices below `/dev` whose names begin with `prefix`, each with the containers that hold it and have a running process. Reads the
+/// bundles of all containers and the cgroups of all processes of the machine.
 pub(crate) fn in_containers(node: Node<'_>, prefix: &str) -> BTreeMap<String, BTreeSet<Running>> {
     running(in_bundles(node, |device| {
         let name = device["path"].as_str()?.strip_prefix("/dev/")?;
@@ -33,7 +33,7 @@ pub(crate) fn in_containers(node: Node<'_>, prefix: &str) -> BTreeMap<String, BT
     }))
 }
 
-/// The same by type and number of the device nodes that containers were given, whatever they are called.
+/// As [`in_containers`], but by type and number of the device nodes, regardless of their paths.
 pub(crate) fn in_containers_by_number(node: Node<'_>) -> BTreeMap<String, BTreeSet<Running>> {
     running(in_bundles(node, |device| {
         Some(format!(
@@ -45,12 +45,12 @@ pub(crate) fn in_containers_by_number(node: Node<'_>) -> BTreeMap<String, BTreeS
     }))
 }
 
-/// Of these containers those in which something runs.
+/// Keeps only containers with a running process.
 fn running(mut found: BTreeMap<String, BTreeSet<Running>>) -> BTreeMap<String, BTreeSet<Running>> {
     if found.is_empty() {
         return found;
     }
-    // What runs before and after runs at one moment, whatever was started and ended while this looked.
+    // A container with processes in both passes has been running in between.
     for _ in 0..2 {
         let groups = control_groups();
         for containers in found.values_mut() {
@@ -61,11 +61,11 @@ fn running(mut found: BTreeMap<String, BTreeSet<Running>>) -> BTreeMap<String, B
     found
 }
 
-/// The control groups of all processes that have not ended, as one text.
+/// The cgroups of all running processes, as one text.
 fn control_groups() -> String {
     let mut groups = String::new();
     for process in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
-        // A process that ends meanwhile is no longer one, and one that has ended belongs to no container.
+        // The process may have ended meanwhile.
         let read = |name: &str| std::fs::read_to_string(process.path().join(name)).unwrap_or_default();
         let state = read("stat");
         let state = state.rsplit(')').next().unwrap_or_default().trim_start();
@@ -80,7 +80,7 @@ fn in_bundles(node: Node<'_>, key: impl Fn(&Value) -> Option<String>) -> BTreeMa
     const BUNDLES: &str = "/run/containerd/io.containerd.runtime.v2.task/k8s.io";
     let mut found: BTreeMap<String, BTreeSet<Running>> = BTreeMap::new();
     for container in node.list(BUNDLES).unwrap_or_default() {
-        // A bundle that goes away meanwhile is no longer one.
+        // The bundle may have been removed meanwhile.
         let bundle = Path::new(BUNDLES).join(&container).join("config.json");
         let Ok(text) = node.read(bundle) else { continue };
         let Ok(bundle) = serde_json::from_str::<Value>(&text) else {
@@ -99,7 +99,7 @@ fn in_bundles(node: Node<'_>, key: impl Fn(&Value) -> Option<String>) -> BTreeMa
     found
 }
 
-/// A client of the node's kubelet.
+/// A client of kubelet's PodResources API.
 pub(crate) fn pod_resources(node: Node<'_>) -> PodResourcesClient {
     PodResourcesClient::new(&KubeletPaths {
         root_dir: node.path("/var/lib/kubelet"),
@@ -107,7 +107,7 @@ pub(crate) fn pod_resources(node: Node<'_>) -> PodResourcesClient {
     })
 }
 
-/// Waits until kubelet has so many devices of an extended resource that it may grant, or has granted.
+/// Waits until kubelet can grant or has granted `count` devices of an extended resource.
 pub(crate) async fn until_granted(
     kubelet: &PodResourcesClient,
     resource: &str,
@@ -125,7 +125,7 @@ pub(crate) async fn until_granted(
     }
 }
 
-/// How often the container of a pod was started again.
+/// Number of container restarts of a pod.
 pub(crate) async fn restarts(stage: &Stage, pod: &str) -> anyhow::Result<i32> {
     let pods = Api::<k8s_openapi::api::core::v1::Pod>::namespaced(stage.cluster.client(), "default");
     let statuses = pods
@@ -140,7 +140,7 @@ pub(crate) async fn restarts(stage: &Stage, pod: &str) -> anyhow::Result<i32> {
         .sum())
 }
 
-/// A pod that asks for one of an extended resource in its limits.
+/// A pod that requests one extended resource in its limits.
 pub(crate) fn pod_with_limit(name: &str, resource: &str) -> anyhow::Result<Pod> {
     pod_from(json!({
         "metadata": { "name": name },
@@ -153,7 +153,7 @@ pub(crate) fn pod_with_limit(name: &str, resource: &str) -> anyhow::Result<Pod> 
     }))
 }
 
-/// What the node says that it has of an extended resource, offered or not.
+/// Capacity of an extended resource on the Node.
 pub(crate) async fn capacity(stage: &Stage, resource: &str) -> anyhow::Result<Option<String>> {
     let nodes = Api::<NodeObject>::all(stage.cluster.client());
     let status = nodes.get(stage.cluster.node(0).name()).await?.status;
@@ -161,7 +161,7 @@ pub(crate) async fn capacity(stage: &Stage, resource: &str) -> anyhow::Result<Op
     Ok(capacity.get(resource).map(|quantity| quantity.0.clone()))
 }
 
-/// Waits until the node offers so many of an extended resource.
+/// Waits until the allocatable count of an extended resource is `count`.
 pub(crate) async fn wait_for_allocatable(stage: &Stage, resource: &str, count: &str) -> anyhow::Result<()> {
     let (resource, count) = (resource.to_owned(), count.to_owned());
     let met = move |node: Option<&NodeObject>| {
@@ -176,7 +176,7 @@ pub(crate) async fn wait_for_allocatable(stage: &Stage, resource: &str, count: &
         .map(drop)
 }
 
-/// Waits until an inventory is ready and has so many devices, so many of which are unhealthy.
+/// Waits until an inventory is ready and has this many devices, of which `unhealthy` are unhealthy.
 pub(crate) async fn wait_for_inventory(
     stage: &Stage,
     driver: &str,

@@ -1,4 +1,4 @@
-//! Both APIs on a real node: one device never leaves by two of them, and a vendor's own devices go through them like the built-in.
+//! Both kubelet APIs on a real node: no device is granted through both, and a vendor's driver works like the built-in one.
 
 mod apiserver_outage;
 mod both_apis;

@@ -1,4 +1,4 @@
-//! A reload finds the same device nodes by other paths, while containers have them.
+//! A reload changes the paths of device nodes while containers hold them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::symlink;
@@ -24,10 +24,10 @@ kinds:
   resourceName: drayman.dev/plugged
   paths: [\"/dev/drayman-plugged-*\"]
 ";
-/// Identity by device numbers is tried alone: this companion cannot ask the container runtime.
+/// Tests identity by device number alone: this companion cannot query the container runtime.
 const WITHOUT_RUNTIME: &[&str] = &["--container-runtime-socket=/run/drayman-none.sock"];
 
-/// Fails when a device node is in two containers, under any name.
+/// Fails if a device node is in two containers, under any name.
 async fn never_in_two(node: Node<'_>) -> anyhow::Result<()> {
     loop {
         for (number, containers) in in_containers_by_number(node) {
@@ -82,7 +82,7 @@ async fn reload(stage: &Stage) -> anyhow::Result<()> {
     for name in ["test-1", "test-2"] {
         stage.make_pod(name).await?;
     }
-    // The first device stays with its pod: it is the one that is given out first.
+    // The first device stays with its pod: kubelet allocates it first.
     let mut ending = BTreeMap::new();
     for name in ["plugged-1", "plugged-2", "test-1", "test-2"] {
         stage.wait(stage.pods(), name, "running", is_running()).await?;
@@ -94,13 +94,13 @@ async fn reload(stage: &Stage) -> anyhow::Result<()> {
     assert_eq!(ending.len(), 2, "{ending:?}");
 
     stage.rewrite_configuration(0, &CONFIGURATION.replace("/dev/drayman-", "/dev/byid/"))?;
-    // Those of claims are there under both names.
+    // Devices for claims are listed under both names.
     wait_for_inventory(stage, DRIVER, 7, 6).await?;
     wait_for_allocatable(stage, RESOURCE, "1").await?;
     for name in ending.keys() {
         stage.pods().delete(name, &DeleteParams::default()).await?;
     }
-    // The scheduler counts the pod that stays and kubelet its device: so of three devices one can be had.
+    // The scheduler counts the remaining pod and kubelet its device, so one of three devices is available.
     wait_for_allocatable(stage, RESOURCE, "2").await?;
     let next = pod_with_limit("plugged-3", RESOURCE)?;
     stage.pods().create(&PostParams::default(), &next).await?;

@@ -1,5 +1,4 @@
-//! The device plugin API in its less common ways: found by the plugin watcher, shared devices, names instead of device nodes, a look
-//! before each start; and PodResources beside it.
+//! Less common features of the device plugin API: the plugin watcher, shared devices, CDI names, PreStartContainer; and PodResources.
 
 use drayman::api::crd::{Mode, NodeInventory};
 use kube::api::{Api, PostParams};
@@ -47,7 +46,7 @@ async fn a_shared_device_is_found_by_the_plugin_watcher() -> anyhow::Result<()> 
         assert!(environment.contains(&format!("DRAYMAN_DEVICE_DRAYMAN_SHARED_0={device}")));
     }
 
-    // What kubelet itself tells.
+    // Kubelet's own answer.
     let kubelet = pod_resources(node);
     let held = |list: Vec<drayman::api::proto::pod_resources_v1::PodResources>| {
         let mut held: Vec<(String, Vec<String>)> = list
@@ -81,7 +80,7 @@ async fn a_shared_device_is_found_by_the_plugin_watcher() -> anyhow::Result<()> 
         "its Get as its List"
     );
 
-    // A kubelet that restarts finds the socket by itself.
+    // A restarted kubelet finds the socket by itself.
     node.restart_kubelet().await?;
     wait_for_allocatable(&stage, RESOURCE, "3").await?;
     stage
@@ -90,11 +89,10 @@ async fn a_shared_device_is_found_by_the_plugin_watcher() -> anyhow::Result<()> 
         .await?;
     stage.wait(stage.pods(), "three", "running", is_running()).await?;
 
-    // A container whose device has gone does not start again without it, and does with it.
+    // A container whose device is missing is not restarted until the device is back.
     node.remove(device)?;
     wait_for_allocatable(&stage, RESOURCE, "0").await?;
-    // The first process of a container gets only signals that it has a handler for.
-    // It may take this one with it, before its exit code is read.
+    // A container's first process gets only signals that it handles. It may end this command with it, before the exit code is read.
     let ended = stage
         .cluster
         .kubectl(&["exec", "three", "--", "kill", "-TERM", "1"])
@@ -116,7 +114,7 @@ async fn a_shared_device_is_found_by_the_plugin_watcher() -> anyhow::Result<()> 
     stage.cluster.stop().await
 }
 
-/// A device with shares is in as many pods as it has; of a kind that is split, the named devices leave through one API, the others through the
+/// A device with shares is in as many pods. For a kind with `claims`, the named devices are used through one API and the others through the
 /// other.
 #[tokio::test]
 async fn claims_share_a_device_and_a_split_kind_serves_both_apis() -> anyhow::Result<()> {

@@ -1,4 +1,4 @@
-//! A vendor's own devices, by the example of the documentation, on a real node.
+//! The vendor example of the documentation on a real node.
 
 use drayman::api::resource::ResourceClaim;
 use kube::api::PostParams;
@@ -13,10 +13,10 @@ use crate::stage::{Stage, controller_rules, is_allocated, is_gone, is_running, n
 
 const DRIVER: &str = "sensors.example.com";
 const RESOURCE: &str = "sensors.example.com/sensor";
-/// Set where the next function is the program of the test after it.
+/// Set in the process in which the next function is the program under test.
 const AS_PROGRAM: &str = "DRAYMAN_TEST_RUN_SENSORS";
 
-/// This is also how the other test starts the example on a node: nothing else has to be built for it.
+/// The other test also uses this to start the example on a node, so that nothing else must be built.
 #[test]
 fn the_sensors_example_asks_for_the_name_of_its_node() {
     let ended = sensors::main();
@@ -95,10 +95,10 @@ async fn a_pod_gets_vendor_devices_by_claim_and_by_limit() -> anyhow::Result<()>
     assert_eq!(
         claim.metadata.uid,
         Some(std::fs::read_to_string(directory.join("a1.claim"))?),
-        "the driver has prepared it"
+        "prepared by the driver"
     );
 
-    // The other API has the other sensor only.
+    // The other API has only the other sensor.
     wait_for_allocatable(&stage, RESOURCE, "1").await?;
     stage
         .pods()
@@ -118,7 +118,7 @@ async fn a_pod_gets_vendor_devices_by_claim_and_by_limit() -> anyhow::Result<()>
     stage.cluster.kubectl(&["delete", "pod", "claims"]).await?;
     let name = claim.metadata.name.clone().unwrap_or_default();
     stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
-    assert!(!directory.join("a1.claim").exists(), "the driver has undone it");
+    assert!(!directory.join("a1.claim").exists(), "unprepared by the driver");
     companion.end().await?;
     controller.end().await?;
     stage.cluster.stop().await

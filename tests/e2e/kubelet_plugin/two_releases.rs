@@ -1,4 +1,4 @@
-//! This release and another one side by side: controllers, companions, definitions, and what one leaves to the other.
+//! This release and another one side by side: controllers, companions and CRDs, in every combination.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -17,9 +17,9 @@ use crate::kubelet_plugin::helper::{
 };
 use crate::stage::{DRIVER, OURS, Program, Stage, is_allocated, is_running, pod_with_claim};
 
-/// The variable that names the program of the other release.
+/// Variable with the path of the other release's program.
 const OTHER: &str = "DRAYMAN_TEST_OTHER_RELEASE";
-/// How many pods of each sort must start between two changes.
+/// Number of pods of each sort that must start between two changes.
 const SERVED: usize = 3;
 const MINORS: [u32; 4] = [5, 7, 8, 9];
 
@@ -32,9 +32,8 @@ struct Traffic {
 }
 
 impl Traffic {
-    /// Makes pods and deletes those that have started, until it is told to stop. Each pod starts. At most two are there by claim and one by
-    /// limit: claims get the first free devices and containers the last, and kubelet waits more than a minute before it tries a pod again
-    /// that was refused a device.
+    /// Creates pods and deletes the started ones until told to stop. All pods must start. At most two have a claim and one has a limit:
+    /// claims get the first free devices and containers the last, and kubelet waits more than a minute before it retries a refused pod.
     async fn flow(&self, stage: &Stage, watched: &mut Watched, seed: u64) -> anyhow::Result<()> {
         let (mut numbers, mut made) = (Numbers(seed), 0);
         let mut waiting: BTreeMap<String, Instant> = BTreeMap::new();
@@ -70,7 +69,7 @@ impl Traffic {
                         waiting.remove(&name);
                         started.push(name);
                     }
-                    // Kubelet refuses a pod that is bound while the companion is replaced. Its owner makes another.
+                    // Kubelet rejects a pod that is bound while the companion is replaced. Its owner would create another one.
                     "Failed" if !is_claim(&name) => {
                         waiting.remove(&name);
                         stage.pods().delete(&name, &DeleteParams::default()).await?;
@@ -91,7 +90,7 @@ impl Traffic {
         Ok(())
     }
 
-    /// Waits until pods of both sorts have started that had not before.
+    /// Waits until more pods of both sorts have started.
     async fn goes_on(&self, what: &str) -> anyhow::Result<()> {
         let (claims, limits, since) = (self.claims.get(), self.limits.get(), Instant::now());
         while self.claims.get() < claims + SERVED || self.limits.get() < limits + SERVED {
@@ -148,7 +147,7 @@ impl Release<'_> {
         Ok(companion)
     }
 
-    /// Applies its definitions.
+    /// Applies the CRDs of this release.
     async fn definitions(self, stage: &Stage) -> anyhow::Result<()> {
         let printed = stage.cluster.command(self.program).arg("crds").output().await?;
         anyhow::ensure!(printed.status.success(), "{} prints no definitions", self.name);
@@ -160,7 +159,7 @@ impl Release<'_> {
     }
 }
 
-/// Replaces one program after the other, so that each pair of releases serves pods, and each program goes on where one of the other
+/// Replaces one program after the other, so that each pair of releases serves pods, and each program continues where one of the other
 /// release has ended or was killed.
 async fn replace_in_every_order(
     stage: &Stage,
@@ -171,7 +170,7 @@ async fn replace_in_every_order(
     let mut companion = old.companion(stage).await?;
     let mut controller = old.controller(stage).await?;
     traffic.goes_on("controller old, companion old").await?;
-    // Kubelet still has the killed one registered, by a socket that the next one may not see.
+    // Kubelet still has the killed one registered, through a socket that the next one may not see.
     companion.kill().await?;
     companion = new.companion(stage).await?;
     traffic.goes_on("controller old, companion new").await?;
@@ -214,7 +213,7 @@ async fn replace_in_every_order(
     Ok((controller, companion))
 }
 
-/// A pod that has a device from the first program to the last.
+/// Asserts that a pod keeps its device from the first program to the last.
 async fn assert_undisturbed(stage: &Stage, device: &[String]) -> anyhow::Result<()> {
     assert_eq!(devices_inside(stage, "stays", PREFIX).await?, device);
     assert_eq!(restarts(stage, "stays").await?, 0);

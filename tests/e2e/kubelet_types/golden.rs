@@ -1,4 +1,4 @@
-//! Every answer as bytes: taken from the socket, compared with what is written down here, and read by kubelet's own types.
+//! Every answer as bytes: read from the socket, compared with the expected bytes, and decoded by kubelet's own types.
 
 use std::fmt::Write as _;
 
@@ -13,7 +13,7 @@ use prost::Message as _;
 use super::{PluginEndpoint, call};
 use crate::kubelet_types::fixture::{DRIVER, DraEndpoint, RESOURCE, RawClient, soon};
 
-/// A call, its answer, the type of that for kubelet, and what kubelet reads.
+/// A call, its answer, the answer's type in kubelet, and the decoded text.
 struct Golden<'a> {
     path: &'a str,
     request: Vec<u8>,
@@ -52,7 +52,7 @@ async fn answer_so(client: &mut RawClient, authority: &str, all: &[Golden<'_>]) 
     }
 }
 
-/// Lets kubelet's types read the bytes.
+/// Decodes the bytes with kubelet's types.
 async fn are_read_so(all: &[Golden<'_>]) {
     let mut text = String::new();
     for golden in all {
@@ -71,10 +71,10 @@ async fn are_read_so(all: &[Golden<'_>]) {
     assert_eq!(call("decode", file.path()).await, expected);
 }
 
-/// The bytes of a string field: its number, its length, the text.
+/// The bytes of a string field: field number, length, text.
 fn field(number: u8, text: &str) -> Vec<u8> {
     let length = u8::try_from(text.len()).unwrap();
-    assert!(length < 128, "of one byte");
+    assert!(length < 128, "the length fits in one byte");
     [&[number << 3 | 2, length], text.as_bytes()].concat()
 }
 
@@ -201,7 +201,7 @@ async fn claim_answers_are_the_bytes_that_kubelet_reads() {
     let mut client = RawClient::connect(&api.service()).await;
     answer_so(&mut client, &endpoint, &claims).await;
     are_read_so(&claims).await;
-    // The old version has no place for a refusal in its message: it is the call that fails, with FAILED_PRECONDITION.
+    // A refusal has no field in the old version's message, so the call itself fails with FAILED_PRECONDITION.
     for path in [
         "/v1alpha2.Node/NodePrepareResource",
         "/v1alpha2.Node/NodeUnprepareResource",
@@ -331,7 +331,7 @@ async fn device_plugin_answers_are_the_bytes_that_kubelet_reads() {
 
 #[tokio::test]
 async fn bytes_that_crash_kubelet_crash_its_types_too() {
-    // What a plain encoder makes of an unprepared claim: an entry without a value.
+    // A plain encoder writes an unprepared claim as an entry without a value.
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), "NodeUnprepareResourcesResponse 0a050a03752d31\n").unwrap();
     let refused = tokio::spawn(async move { call("decode", file.path()).await }).await;

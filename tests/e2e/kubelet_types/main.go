@@ -1,13 +1,13 @@
-// Command kubelet_types calls the APIs with the types that kubelet itself is compiled with, over connections that it makes as kubelet
-// makes them, and touches each answer as kubelet does: where kubelet would panic, so does this.
+// Command kubelet_types calls the APIs with kubelet's own types, over connections made as kubelet makes them, and reads every field of each
+// answer: it panics where kubelet would panic.
 //
 //	kubelet_types registration SOCKET
 //	kubelet_types dra SOCKET
 //	kubelet_types deviceplugin SOCKET
 //	kubelet_types decode FILE
 //
-// Each answer is printed as one line: the call, a space, and the decoded message as JSON. decode does the same with messages in a
-// file, each a line: its type, a space, and its bytes in hexadecimal digits.
+// Each answer is printed as one line: the call, a space, and the decoded message as JSON. decode does the same with messages from a file,
+// one per line: the type, a space, and the bytes in hexadecimal.
 package main
 
 import (
@@ -47,7 +47,7 @@ func main() {
 	call(ctx, os.Args[2])
 }
 
-// dial connects as kubelet 1.30 does: to the bare path, which so becomes the authority unless another is given.
+// dial connects as kubelet 1.30 does: to the bare path, which also becomes the authority unless another is given.
 func dial(ctx context.Context, socket string, options ...grpc.DialOption) *grpc.ClientConn {
 	options = append(options, grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithBlock(),
 		grpc.WithContextDialer(func(ctx context.Context, path string) (net.Conn, error) {
@@ -61,7 +61,7 @@ func dial(ctx context.Context, socket string, options ...grpc.DialOption) *grpc.
 	return connection
 }
 
-// show prints an answer or the error, by its code and message.
+// show prints an answer, or code and message of an error.
 func show(call string, answer any, err error) {
 	if err != nil {
 		refused := status.Convert(err)
@@ -94,7 +94,7 @@ func callDra(ctx context.Context, socket string) {
 	prepared, err := newer.NodePrepareResources(ctx, &dra3.NodePrepareResourcesRequest{Claims: claims})
 	if err == nil {
 		for uid, result := range prepared.Claims {
-			// Kubelet reads these fields without asking whether the value is there.
+			// Kubelet reads these fields without a nil check.
 			fmt.Printf("prepared %s: %v %q\n", uid, result.CDIDevices, result.Error)
 		}
 	}
@@ -119,7 +119,7 @@ func callDra(ctx context.Context, socket string) {
 		show("NodeUnprepareResource", unprepared, err)
 	}
 
-	// Kubelet 1.30 asks this too, and stops if it is not there.
+	// Kubelet 1.30 also calls this, and stops if it is not implemented.
 	stream, err := newer.NodeListAndWatchResources(ctx, &dra3.NodeListAndWatchResourcesRequest{})
 	if err == nil {
 		_, err = stream.Recv()
@@ -158,7 +158,7 @@ func callDevicePlugin(ctx context.Context, socket string) {
 	}
 }
 
-// message is what kubelet's generated types have in common.
+// message is the common interface of kubelet's generated types.
 type message interface{ Unmarshal([]byte) error }
 
 func decode(_ context.Context, file string) {
@@ -189,7 +189,7 @@ func decode(_ context.Context, file string) {
 		if err := decoded.Unmarshal(bytes); err != nil {
 			panic(fmt.Sprintf("%s: %v", name, err))
 		}
-		// As kubelet does, without asking whether the value is there.
+		// Like kubelet, without a nil check.
 		switch answer := decoded.(type) {
 		case *dra3.NodePrepareResourcesResponse:
 			for _, result := range answer.Claims {

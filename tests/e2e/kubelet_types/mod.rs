@@ -1,10 +1,10 @@
-//! The APIs, called with kubelet's own generated types: `main.go` beside this file is compiled from the module that kubelet is, dials
-//! as kubelet dials, and touches every answer as kubelet does. A reply at which kubelet would panic ends it with a panic.
+//! Calls the APIs with kubelet's own generated types. `main.go` is compiled from kubelet's module, dials as kubelet does, and reads every
+//! field of each answer. It panics at an answer at which kubelet would panic.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test may fail")]
 
 #[path = "../../integration/grpc/fixture.rs"]
-#[allow(dead_code, reason = "the other half is for the other APIs' tests")]
+#[allow(dead_code, reason = "tests of the other APIs use the other half")]
 mod fixture;
 mod golden;
 
@@ -31,7 +31,7 @@ async fn call(api: &str, socket: &Path) -> BTreeSet<String> {
         .output();
     let output = soon(output).await.unwrap();
     let error = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "kubelet would have ended here:\n{error}");
+    assert!(output.status.success(), "kubelet would have panicked:\n{error}");
     let lines = String::from_utf8(output.stdout).unwrap();
     lines.lines().map(str::to_owned).collect()
 }
@@ -56,7 +56,7 @@ async fn kubelet_reads_every_registration_and_dra_answer() {
         r#"prepared u-1: [v/c=u-1] """#,
         r#"prepared u-2: [] "the driver took more than 10 s for refuse; it is tried again""#,
         r#"NodePrepareResources {"claims":{"u-1":{"cdi_devices":["v/c=u-1"]},"u-2":{"error":"the driver took more than 10 s for refuse; it is tried again"}}}"#,
-        // The value of the first has no field at all: the map entry that a plain encoder would leave out.
+        // The value of the first has no fields: a map entry that a plain encoder would omit.
         r#"unprepared u-1: """#,
         r#"unprepared u-2: "the driver took more than 10 s for refuse; it is tried again""#,
         r#"NodeUnprepareResources {"claims":{"u-1":{},"u-2":{"error":"the driver took more than 10 s for refuse; it is tried again"}}}"#,
@@ -75,7 +75,7 @@ async fn kubelet_reads_every_registration_and_dra_answer() {
     dra.close().await;
 }
 
-/// The device plugin of an extended resource with two devices, as the plugin watcher finds it.
+/// The device plugin of an extended resource with two devices, in the plugin watcher's directory.
 struct PluginEndpoint {
     directory: tempfile::TempDir,
     shutdown: CancellationToken,

@@ -1,4 +1,4 @@
-// Opens /dev/kvm and prints which version of its API the kernel answers, or why it does not.
+// Opens /dev/kvm and prints its API version, or the error.
 package main
 
 import (

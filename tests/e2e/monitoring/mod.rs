@@ -1,5 +1,5 @@
-//! What is seen from outside, by those who look: a real Prometheus scrapes a controller and a companion at work, and runs each query
-//! of the dashboard and of the alerts that the chart brings. `structured::metrics` does it for the other mode.
+//! A real Prometheus scrapes a running controller and companion, and runs each query of the dashboard and of the chart's alerts.
+//! `structured::metrics` covers structured mode.
 
 mod prometheus;
 mod secure;
@@ -29,7 +29,7 @@ kinds:
   paths: [\"/dev/drayman-plugged-*\"]
 ";
 
-/// What is seen after three pods with one claim each, of which one waited and the first is gone.
+/// Expected values after three pods with one claim each, of which one waited and the first was deleted.
 const SEEN: &[&str] = &[
     "drayman_claims_allocated_total == 3",
     "drayman_claims_released_total == 1",
@@ -56,7 +56,7 @@ fn repository(path: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
 
-/// The groups of rules that the chart makes for a version of Kubernetes, written to a file.
+/// Writes the chart's alerting rules for a Kubernetes version to a file.
 pub(crate) fn write_rules(directory: &Path, version: &str) -> anyhow::Result<Value> {
     let api = if version == STRUCTURED_VERSION {
         "v1"
@@ -82,7 +82,7 @@ pub(crate) fn write_rules(directory: &Path, version: &str) -> anyhow::Result<Val
     Ok(rules)
 }
 
-/// The alerts: name, expression.
+/// The alerts: name and expression.
 fn alerts(rules: &Value) -> Vec<(String, String)> {
     let rules = rules["groups"].as_array().into_iter().flatten();
     let alerts = rules.flat_map(|group| group["rules"].as_array().cloned().unwrap_or_default());
@@ -94,7 +94,7 @@ fn alerts(rules: &Value) -> Vec<(String, String)> {
         .collect()
 }
 
-/// The queries of the dashboard, with its variables filled in: titles of the row and the panel, expression.
+/// The dashboard's queries with variables filled in: titles of row and panel, expression.
 fn queries() -> anyhow::Result<Vec<(String, String)>> {
     let text = std::fs::read_to_string(repository("charts/drayman/dashboards/drayman.json"))?;
     let dashboard: Value = serde_json::from_str(&text)?;
@@ -109,17 +109,14 @@ fn queries() -> anyhow::Result<Vec<(String, String)>> {
             let filled = expression
                 .replace("$namespace", "drayman")
                 .replace("$__rate_interval", "1m");
-            ensure!(
-                !filled.contains('$'),
-                "{title}: what is the variable in {filled}?"
-            );
+            ensure!(!filled.contains('$'), "{title}: unknown variable in {filled}");
             queries.push((format!("{row}: {title}"), filled));
         }
     }
     Ok(queries)
 }
 
-/// The series that an expression asks for, each with its labels: `name{...}`.
+/// The series selectors in an expression: `name{...}`.
 fn selectors(expression: &str) -> Vec<String> {
     let mut all = Vec::new();
     for (at, _) in expression.match_indices('{') {
@@ -135,7 +132,7 @@ fn selectors(expression: &str) -> Vec<String> {
     all
 }
 
-/// Prometheus finds series for each query of the dashboard whose titles meet a condition, and each series that an alert selects.
+/// Asserts that Prometheus has series for the queries of matching dashboard panels, and for each selector of an alert.
 pub(crate) fn assert_found(
     prometheus: &Prometheus,
     rules: &Value,
@@ -150,7 +147,7 @@ pub(crate) fn assert_found(
         // An alert that does not fire has no series itself.
         prometheus.ask(&expression)?;
         for selector in selectors(&expression) {
-            // Nothing has gone wrong with a request, so not each code was seen.
+            // No request has failed, so these codes do not occur.
             if selector.contains("5..") {
                 continue;
             }
@@ -160,7 +157,7 @@ pub(crate) fn assert_found(
     Ok(())
 }
 
-/// The names of the series of the metrics' own page.
+/// The series in docs/reference/metrics.md.
 fn documented() -> anyhow::Result<BTreeSet<String>> {
     let page = std::fs::read_to_string(repository("docs/reference/metrics.md"))?;
     let rows = page.lines().filter_map(|line| line.strip_prefix("| `"));
@@ -184,7 +181,7 @@ fn pod(name: &str) -> Value {
     })
 }
 
-/// The columns of an inventory.
+/// Columns of `kubectl get nodeinventories`.
 async fn what_kubectl_shows(stage: &Stage) -> anyhow::Result<()> {
     let shown = stage.cluster.kubectl(&["get", "nodeinventories"]).await?;
     let rows: Vec<Vec<&str>> = shown
@@ -255,7 +252,7 @@ fn the_dashboard_shows_each_series_and_asks_for_no_other() -> anyhow::Result<()>
         for selector in asked {
             let name = selector.split('{').next().unwrap_or_default();
             let base = name.strip_suffix("_bucket").unwrap_or(name);
-            // Prometheus makes this one itself.
+            // Prometheus adds this series itself.
             assert!(
                 name == "up" || documented.contains(base),
                 "{what} asks for {name}"
@@ -300,7 +297,7 @@ async fn every_query_finds_its_series() -> anyhow::Result<()> {
         ],
     )?;
 
-    // Two pods hold the two devices, a third one waits, and is woken when one is given back.
+    // Two pods hold the two devices; a third one waits and is woken up when a device is released.
     for name in ["first", "second"] {
         stage.apply(&pod(name)).await?;
         stage.wait(stage.pods(), name, "running", is_running()).await?;
@@ -322,7 +319,7 @@ async fn every_query_finds_its_series() -> anyhow::Result<()> {
     }
 
     assert_found(&prometheus, &rules, |_| true)?;
-    // Everything that is documented is there, of both.
+    // Both programs export every documented series.
     for series in documented()?.iter().filter(|name| name.contains('_')) {
         let any = [series.clone(), format!("{series}_count")];
         let found = any
@@ -338,7 +335,7 @@ async fn every_query_finds_its_series() -> anyhow::Result<()> {
         ]
         .iter()
         .any(|prefix| series.starts_with(prefix));
-        assert!(found || is_label, "{series} is documented and not there");
+        assert!(found || is_label, "{series} is documented, but not exported");
     }
     for port in [of_controller, of_node] {
         let text = scraped(port).await?;

@@ -1,4 +1,4 @@
-//! A real Prometheus and its tool.
+//! A real Prometheus and promtool.
 
 use std::io::Write as _;
 use std::net::TcpListener;
@@ -12,12 +12,12 @@ use tokio::time::{Duration, Instant, sleep};
 use crate::harness::{self, PATIENCE};
 use crate::stage::{Program, Stage};
 
-/// A port that nobody listens at now.
+/// A free port.
 pub(crate) fn free_port() -> anyhow::Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }
 
-/// Runs promtool in a directory and returns what it said.
+/// Runs promtool in a directory and returns its output.
 pub(crate) fn promtool(directory: &Path, arguments: &[&str], input: Option<&str>) -> anyhow::Result<String> {
     let mut child = Command::new(harness::prometheus()?.join("promtool"))
         .args(arguments)
@@ -45,7 +45,7 @@ pub(crate) fn promtool(directory: &Path, arguments: &[&str], input: Option<&str>
     Ok(said)
 }
 
-/// What a program serves to somebody who does not ask for a format.
+/// The metrics of a program for a client without an Accept header.
 pub(crate) async fn scraped(port: u16) -> anyhow::Result<String> {
     let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", port)).await?;
     stream
@@ -66,12 +66,12 @@ pub(crate) struct Prometheus {
 }
 
 impl Prometheus {
-    /// Starts one that reads the metrics of these pods at these ports, with the labels that a ServiceMonitor gives them.
+    /// Starts Prometheus for these pods and ports, with the labels that a ServiceMonitor would set.
     pub(crate) fn start(stage: &Stage, directory: &Path, pods: &[(&str, u16)]) -> anyhow::Result<Self> {
         Self::start_with(stage, directory, pods, "")
     }
 
-    /// The same with further fields of the job, as lines of YAML.
+    /// Starts Prometheus with further fields of the scrape job, as lines of YAML.
     pub(crate) fn start_with(
         stage: &Stage,
         directory: &Path,
@@ -107,15 +107,15 @@ impl Prometheus {
         })
     }
 
-    /// The series that a query finds now; an error if it is none.
+    /// The current series of a query; an error if there are none.
     pub(crate) fn ask(&self, query: &str) -> anyhow::Result<Vec<String>> {
         let said = promtool(Path::new("/"), &["query", "instant", &self.address, query], None)?;
-        // Of nothing, promtool says an empty line.
+        // promtool prints an empty line if there are none.
         let found = said.lines().filter(|line| !line.is_empty());
         Ok(found.map(str::to_owned).collect())
     }
 
-    /// Waits until a query finds something.
+    /// Waits until a query returns a series.
     pub(crate) async fn until(&self, query: &str) -> anyhow::Result<()> {
         let end = Instant::now() + PATIENCE;
         loop {

@@ -1,4 +1,4 @@
-//! Metrics over HTTPS, for a real Prometheus with a token that a real API server knows.
+//! Metrics over HTTPS, scraped by a real Prometheus with a token of a real API server.
 
 use anyhow::Context as _;
 

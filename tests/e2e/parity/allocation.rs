@@ -1,5 +1,5 @@
-//! Allocation in structured mode: the scheduler and the claim controller of the stage beside the real ones. The nodes are objects
-//! that no kubelet keeps, and the slices are made by hand. What is compared is what claims get, and which pods wait.
+//! Allocation in structured mode: the test cluster's scheduler and claim controller beside the real ones. Nodes exist only in the API, and
+//! slices are created by hand. The allocations of claims and the waiting pods are compared.
 
 use std::collections::BTreeSet;
 
@@ -18,13 +18,13 @@ use crate::parity::loops::ground::{PATIENCE, make_node, send};
 
 const RESOURCE: &str = "/apis/resource.k8s.io/v1";
 
-/// With all controllers, other than that of the conversations.
+/// A real control plane with all controllers, separate from the one of the request tests.
 static CLUSTER: OnceCell<Cluster> = OnceCell::const_new();
 
 async fn real() -> kube::Client {
     let cluster = CLUSTER
         .get_or_try_init(|| {
-            // Nodes that exist in the API alone have no heartbeats.
+            // Nodes that exist only in the API have no heartbeats.
             Cluster::structured()
                 .flag("controller-manager", "--node-monitor-grace-period=24h")
                 .share("allocation", async |_| Ok(()))
@@ -34,21 +34,21 @@ async fn real() -> kube::Client {
     cluster.client()
 }
 
-/// A cluster with a namespace, a node, a driver and a class of one name.
+/// A cluster with a namespace, a node, a driver and a class, all with the same name.
 struct Ground {
     client: kube::Client,
     name: String,
 }
 
-/// Plays a story with both, and compares the claims and pods at its end.
+/// Runs a scenario on both clusters, and compares claims and pods at its end.
 fn both(name: &str, story: impl AsyncFn(&Ground) -> anyhow::Result<()>) {
     run(async {
         let stage = Stage::with_mode(Source::system(), Mode::Structured);
         let played = play(stage.server().client(), name, &story).await;
-        let played = played.expect("the story goes to its end on the stage");
+        let played = played.expect("the scenario succeeds on the test cluster");
         stage.stop().await;
         let meant = play(real().await, name, &story).await;
-        let meant = meant.expect("the story goes to its end in a real cluster");
+        let meant = meant.expect("the scenario succeeds on a real cluster");
         compare(&played, &meant);
     });
 }
@@ -67,7 +67,7 @@ async fn play(
     Ok(told)
 }
 
-/// A request for devices of the class of the story.
+/// A request for devices of the scenario's class.
 fn request(name: &str, class: &str, fields: &Value) -> Value {
     json!({ "name": name, "exactly": merged(json!({ "deviceClassName": class }), fields) })
 }
@@ -83,7 +83,7 @@ fn device(name: &str, fields: &Value) -> Value {
     merged(json!({ "name": name }), fields)
 }
 
-/// Devices of these names with an attribute; without it if the value is 0.
+/// Devices with these names and values of an attribute; without the attribute if the value is 0.
 fn numbered(devices: &[(&str, i64)]) -> Vec<Value> {
     let one = |(name, number): &(&str, i64)| match number {
         0 => device(name, &json!({})),
@@ -144,7 +144,7 @@ impl Ground {
         self.class(&self.name, &json!({})).await
     }
 
-    /// Makes a class of all devices of the driver.
+    /// Creates a class for all devices of the driver.
     async fn class(&self, name: &str, fields: &Value) -> anyhow::Result<()> {
         let expression = format!("device.driver == \"{}\"", self.driver());
         let spec = merged(
@@ -157,7 +157,7 @@ impl Ground {
         self.create("deviceclasses", &class).await
     }
 
-    /// Makes a slice of the node, in a pool of one slice unless the fields say otherwise.
+    /// Creates a slice of the node, in a pool of one slice unless the fields override it.
     async fn slice(&self, suffix: &str, devices: &[Value], fields: &Value) -> anyhow::Result<()> {
         let plain = json!({
             "driver": self.driver(), "nodeName": self.name, "devices": devices,
@@ -205,14 +205,14 @@ impl Ground {
         self.create("pods", &pod).await
     }
 
-    /// Makes a claim and a pod that uses it, and waits until the pod is bound.
+    /// Creates a claim and a pod that uses it, and waits until the pod is bound.
     async fn runs(&self, name: &str, devices: &Value) -> anyhow::Result<()> {
         self.claim(name, devices).await?;
         self.pod(name, &[name]).await?;
         self.until_bound(name).await
     }
 
-    /// Makes a claim and a pod that uses it, and waits until the pod has been found to fit nowhere.
+    /// Creates a claim and a pod that uses it, and waits until the pod is unschedulable.
     async fn waits(&self, name: &str, devices: &Value) -> anyhow::Result<()> {
         self.claim(name, devices).await?;
         self.pod(name, &[name]).await?;
@@ -252,7 +252,7 @@ impl Ground {
         self.until_pod("unschedulable", pod, is_unschedulable).await
     }
 
-    /// What the claims have, and which pods wait for what.
+    /// The allocations of the claims, and the reasons of the waiting pods.
     async fn end(&self) -> anyhow::Result<Vec<Value>> {
         let mut told = Vec::new();
         for claim in self.get("resourceclaims", "").await?["items"]
@@ -286,7 +286,7 @@ fn scheduled(pod: &Value) -> Option<&Value> {
         .find(|condition| condition["type"] == "PodScheduled")
 }
 
-/// Why no node fits, without the numbers of nodes, which depend on other stories.
+/// Why no node fits, without node counts, which depend on other scenarios.
 fn reasons(message: &Value) -> BTreeSet<String> {
     let message = message.as_str().unwrap_or_default();
     let message = message
@@ -299,7 +299,7 @@ fn reasons(message: &Value) -> BTreeSet<String> {
             .filter(|(count, _)| count.parse::<usize>().is_ok());
         counted.map_or(reason, |(_, reason)| reason).to_owned()
     });
-    // Nodes of other stories: each new one has a taint until a controller has seen that it is ready.
+    // Nodes of other scenarios. New nodes have a taint until a controller sees that they are ready.
     let elsewhere = [
         "node(s) didn't match Pod's node affinity/selector",
         "node(s) had untolerated taint(s)",
@@ -335,7 +335,7 @@ fn pools_are_used_in_the_order_of_their_names() {
         ground
             .slice("c", &numbered(&[("z", 1)]), &ground.pool("-3", 1, 1))
             .await?;
-        // All three are seen.
+        // All three slices are used.
         ground
             .runs("all", &ground.requests(&[json!({ "count": 3 })]))
             .await?;
@@ -358,7 +358,7 @@ fn requests_and_claims_of_a_pod_get_different_devices() {
             );
             json!({ "selectors": [{ "cel": { "expression": expression } }] })
         };
-        // The first device that matches request a is the only one for request b.
+        // Request b can only have the first device that matches request a.
         ground
             .claim("one", &ground.requests(&[json!({ "count": 2 }), selector(1)]))
             .await?;
@@ -645,7 +645,7 @@ fn claims_live_as_long_as_their_pods_or_longer() {
             "metadata": { "name": "t" }, "spec": { "spec": { "devices": one } },
         });
         ground.create("resourceclaimtemplates", &template).await?;
-        // Two pods use one claim.
+        // Two pods share a claim.
         ground.claim("shared", &one).await?;
         ground.pod("first", &["shared"]).await?;
         ground.until_bound("first").await?;
@@ -661,7 +661,7 @@ fn claims_live_as_long_as_their_pods_or_longer() {
         ground
             .until("reserved for one", "resourceclaims", reserved(1))
             .await?;
-        // The claim of a template goes with its pod.
+        // A template claim is deleted with its pod.
         let entries = json!([{ "name": "made", "resourceClaimTemplateName": "t" }]);
         ground.pod_of("third", &entries).await?;
         ground.until_bound("third").await?;
@@ -676,7 +676,7 @@ fn claims_live_as_long_as_their_pods_or_longer() {
         ground
             .until("the claim of the template is gone", "resourceclaims", is_alone)
             .await?;
-        // A claim of a user stays, without its allocation.
+        // A user's claim is kept, without its allocation.
         ground.delete("pods", "second").await?;
         let is_free = |claims: &Value| {
             let claim = &claims["items"][0];

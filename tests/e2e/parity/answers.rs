@@ -1,12 +1,11 @@
-//! Answers in a form in which those of two servers can be compared.
+//! Normalizes the answers of two servers for comparison.
 
 use std::collections::BTreeMap;
 
 use serde_json::Value;
 
-/// Replaces what differs between any two runs: uids and versions by numbers in the order in which they come, times by a word.
-/// The version of a list is a word too: other tests write to the same server meanwhile.
-/// Who manages which field is left out unless it is `managed`.
+/// Replaces values that differ between any two runs: uids and resource versions by numbers in order of appearance, times and the version of
+/// a list by a word, because other tests write to the same server. Removes `managedFields` unless `managed`.
 pub(crate) fn same_form(transcript: Vec<Value>, managed: bool) -> Vec<Value> {
     let mut names = Names {
         managed,
@@ -62,7 +61,7 @@ impl Names {
                 if !self.managed {
                     map.remove("managedFields");
                 }
-                // The real server gives the types of a template's metadata and of lists their empty fields.
+                // The real server includes null creation timestamps in templates and lists.
                 map.retain(|key, value| !(key == "creationTimestamp" && value.is_null()));
                 if map.contains_key("items")
                     && let Some(version) = map
@@ -80,14 +79,14 @@ impl Names {
                     self.rewrite(value, under);
                 }
                 if under == "managedFields" {
-                    // By their times otherwise, which are blank here.
+                    // The server sorts them by time, which is blank here.
                     list.sort_by_key(|entry| {
                         ["operation", "manager", "subresource"].map(|key| entry[key].to_string())
                     });
                 }
                 if under == "causes" {
                     list.sort_by_key(Value::to_string);
-                    // Some rules are applied twice by the real server, and tell it twice.
+                    // The real server applies some rules twice and reports both.
                     list.dedup();
                 }
             }
@@ -112,7 +111,7 @@ impl Names {
     }
 }
 
-/// The real server shows the value of an immutable field as Go prints it, with addresses in it.
+/// The real server prints the value of an immutable field as Go does, with addresses.
 fn hide_value(text: &mut String) {
     const END: &str = ": field is immutable";
     const BEGIN: &str = "Invalid value: ";

@@ -1,4 +1,4 @@
-//! Configurations of server-side apply that are none.
+//! Invalid configurations in server-side apply.
 
 use serde_json::{Value, json};
 
@@ -7,7 +7,7 @@ use crate::parity::ground::{APPLY, CLAIMS, CONTEXTS, JSON, MERGE, both};
 
 const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
 
-/// What must be the same of a refusal whose sentence is that of a parser.
+/// Code and reason of an error whose message comes from a parser.
 fn short(answer: &(u16, Value)) -> Value {
     json!([answer.0, answer.1["reason"], answer.1["status"]])
 }
@@ -45,7 +45,7 @@ fn a_configuration_that_is_none_of_this_object_is_refused() {
             map(json!({ "metadata": { "color": "red" } })),
             map(json!({ "metadata": { "managedFields": [{ "manager": "x" }] } })),
         ];
-        // First there is no such object, and then there is one.
+        // First the object does not exist, then it does.
         for _ in 0..2 {
             for body in &bodies {
                 let answer = ground.send("PATCH", &path, APPLY, body.clone().into()).await?;
@@ -53,7 +53,7 @@ fn a_configuration_that_is_none_of_this_object_is_refused() {
             }
             for body in &told {
                 let (code, answer) = ground.send("PATCH", &path, APPLY, body.clone().into()).await?;
-                // Of an object that exists the name need not be told, and what comes back is that object.
+                // The name may be omitted for an existing object; the answer then is that object.
                 let said = if code < 300 { json!(null) } else { answer };
                 ground.note(json!([body, code, said]));
             }
@@ -79,7 +79,7 @@ fn a_configuration_that_is_none_of_this_object_is_refused() {
     });
 }
 
-/// A merge patch, as far as it is needed here.
+/// A simple merge patch.
 fn json_patch_merge(target: &mut Value, patch: &Value) {
     match patch.as_object() {
         Some(map) => {
@@ -159,7 +159,7 @@ fn a_configuration_that_nobody_can_read_is_refused_of_any_kind() {
                 let body = configuration.to_string().into_bytes();
                 let answer = ground.send("PATCH", &path, APPLY, body).await?;
                 let sentence = answer.1["message"].as_str().unwrap_or_default().to_owned();
-                // The path of an element is written with its key there, and with its number here.
+                // The real path identifies an element by its key, ours by its index.
                 let sentence = if sentence.contains("].") {
                     Value::Null
                 } else {
@@ -212,7 +212,7 @@ fn a_field_belongs_to_whoever_has_written_it_last() {
                 &map(json!({ "metadata": labels, "data": { "a": "1", "b": "2" } })),
             )
             .await?;
-        // The same value is shared, another one is a conflict, and what is forced changes hands.
+        // An equal value is shared, a different one is a conflict, and force changes the owner.
         let same = map(json!({ "data": { "a": "1" } }));
         ground.patch(&as_manager("x", ""), APPLY, &same).await?;
         let other = map(json!({ "data": { "a": "3", "c": "4" }, "metadata": { "labels": { "l": "1" } } }));
@@ -231,10 +231,10 @@ fn a_field_belongs_to_whoever_has_written_it_last() {
         ground
             .patch(&as_manager("y", ""), APPLY, &map(json!({ "data": { "c": "4" } })))
             .await?;
-        // A patch takes over what it changes, and lets go what it removes.
+        // A patch takes ownership of changed fields and gives up removed ones.
         let patch = json!({ "data": { "c": "5", "b": null, "d": "6" }, "metadata": { "labels": null } });
         ground.patch(&as_manager("z", ""), MERGE, &patch).await?;
-        // A replacement that says nothing of managers is somebody's, too.
+        // An update without managedFields also has a manager.
         let whole =
             map(json!({ "data": { "a": "3", "e": "7" }, "metadata": { "finalizers": ["a/b", "c/d"] } }));
         ground.ask("PUT", &as_manager("z", ""), JSON, &whole).await?;

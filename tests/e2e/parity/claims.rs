@@ -1,4 +1,4 @@
-//! Claims: the writes of the controller, and the rules of the resource API about them.
+//! Claims: the controller's writes, and the validation rules of the resource API.
 
 use serde_json::{Value, json};
 
@@ -75,7 +75,7 @@ fn the_finalizer_is_added_and_removed_by_value() {
             json!({ "metadata": { "uid": uid(&made), "$deleteFromPrimitiveList/finalizers": [FINALIZER] } });
         ground.patch(&at("c"), STRATEGIC, &add(FINALIZER)).await?;
         let twice = ground.patch(&at("c"), STRATEGIC, &add("other.dev/x")).await?;
-        // Nothing changes, and so there is no new version.
+        // A patch without changes does not increment the resource version.
         let again = ground.patch(&at("c"), STRATEGIC, &add(FINALIZER)).await?;
         assert_eq!(version(&twice), version(&again));
         ground.patch(&at("c"), STRATEGIC, &remove).await?;
@@ -141,7 +141,7 @@ fn an_allocation_is_cleared_by_a_patch_that_tests_what_was_seen() {
 
 #[test]
 fn status_and_spec_of_a_claim_have_separate_endpoints() {
-    // Who sends labels to the status' endpoint owns them there, although they are not stored.
+    // A manager that sends labels to the status endpoint owns them, although they are not stored.
     both_but_managers("claim-endpoints", async |ground| {
         let made = ground.create(CLAIMS, &claim("c")).await?;
         let everything = json!({
@@ -194,7 +194,7 @@ fn reservations_are_limited_and_checked() {
         ground
             .patch(&at, MERGE, &reserve(json!([consumer(1), consumer(2)])))
             .await?;
-        // By strategic merge, entries are told apart by their uid.
+        // A strategic merge patch merges entries by uid.
         ground
             .patch(&at, STRATEGIC, &reserve(json!([consumer(3)])))
             .await?;
@@ -286,7 +286,7 @@ fn a_finalizer_keeps_a_deleted_claim_until_it_is_removed() {
             .await?;
         ground.note(json!(code));
         ground.get(&path).await?;
-        // Without a finalizer it goes at once, allocated as it is.
+        // Without a finalizer, an allocated claim is deleted at once.
         allocated(ground, "d").await?;
         ground.delete(&at("d")).await?;
         ground.get(&at("d")).await?;

@@ -51,7 +51,7 @@ fn each_manager_has_entries_of_its_own() {
                 &entries(Some(&of), &json!([{ "name": "z", "unsuitableNodes": ["a"] }])),
             )
             .await?;
-        // What is no longer applied goes, and what others apply stays.
+        // Entries that are no longer applied are removed; those of other managers stay.
         ground
             .patch(
                 &ours,
@@ -129,7 +129,7 @@ fn lists_of_nodes_are_limited_and_checked() {
         ground
             .patch(&format!("{CONTEXTS}/p/status"), MERGE, &twice)
             .await?;
-        // The spec is the scheduler's, and may be changed.
+        // The scheduler owns the spec and may change it.
         ground
             .patch(
                 &format!("{CONTEXTS}/p"),

@@ -59,20 +59,21 @@ fn resident() -> u64 {
     kibibytes.unwrap_or_default() / 1024
 }
 
-/// Says to this very program that it is the one that is measured.
+/// Tells this program that it runs as the measured process.
 const ALONE: &str = "DRAYMAN_TEST_STAGE_ALONE";
 /// Watchers that do not read.
 const SLOW: usize = 20;
-/// Objects that are there before they come, of 200 KiB each: 30 MiB.
+/// Existing objects of 200 KiB each: 30 MiB.
 const OBJECTS: usize = 150;
-/// MiB that they and all changes may cost: a history of 32 MiB, a line of 200 KiB on its way to each of them, and what a moment takes.
+/// Limit in MiB for the watchers and all changes: a history of 32 MiB, one object of 200 KiB in transit for each watcher, and temporary
+/// memory.
 const GROWTH_MAX: u64 = 80;
 
-/// The stage alone, since this is about its own memory, and in a process alone, since the other tests have theirs.
+/// Only the test cluster, because this is about its memory, and in its own process, because other tests use memory too.
 #[test]
 fn a_client_that_never_reads_is_cut_off_and_costs_little() {
     if std::env::var_os(ALONE).is_some() {
-        crate::parity::ground::run(slow_clients()).expect("what slow clients are promised");
+        crate::parity::ground::run(slow_clients()).expect("slow clients");
         return;
     }
     let program = std::env::current_exe().expect("this program");
@@ -81,7 +82,7 @@ fn a_client_that_never_reads_is_cut_off_and_costs_little() {
         .args(["--exact", name, "--nocapture"])
         .env(ALONE, "1")
         .output()
-        .expect("this program again");
+        .expect("this program starts");
     let said = String::from_utf8_lossy(&output.stdout);
     println!("{said}");
     assert!(
@@ -123,7 +124,7 @@ async fn slow_clients() -> anyhow::Result<()> {
         let mut connection = TcpStream::connect(address).await?;
         let request = format!("GET {MAPS}?watch=true HTTP/1.1\r\nhost: stage\r\n\r\n");
         connection.write_all(request.as_bytes()).await?;
-        // So that it is watching before anything changes.
+        // The watch must be open before the first change.
         let mut head = [0; 15];
         connection.read_exact(&mut head).await?;
         assert_eq!(&head, b"HTTP/1.1 200 OK");
@@ -144,7 +145,7 @@ async fn slow_clients() -> anyhow::Result<()> {
         CHANGES * 200 / 1024
     );
 
-    // What it reads at last is whole lines, and the last one says that it has missed something.
+    // Finally, the client reads complete lines; the last one reports missed events.
     let mut slow = slow.remove(0);
     let mut all = Vec::new();
     let mut buffer = vec![0; 1 << 16];
@@ -156,7 +157,7 @@ async fn slow_clients() -> anyhow::Result<()> {
         .any(|window| window == end)
     {
         let read = tokio::time::timeout(Duration::from_secs(30), slow.read(&mut buffer)).await??;
-        anyhow::ensure!(read > 0, "it ends without a word");
+        anyhow::ensure!(read > 0, "it ends without an error event");
         all.extend_from_slice(&buffer[..read]);
     }
     let last = String::from_utf8_lossy(&all[all.len().saturating_sub(1024)..]).into_owned();

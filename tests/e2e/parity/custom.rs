@@ -1,4 +1,4 @@
-//! Our own kinds, by their definitions in `crds/`.
+//! Our CRDs in `charts/drayman/crds`.
 
 use serde_json::{Value, json};
 
@@ -8,7 +8,7 @@ const DEFINITIONS: &str = "/apis/apiextensions.k8s.io/v1/customresourcedefinitio
 const CLAIM_PARAMETERS: &str = "/apis/drayman.dev/v1alpha1/namespaces/{ns}/deviceclaimparameters";
 pub(crate) const INVENTORIES: &str = "/apis/drayman.dev/v1alpha1/nodeinventories";
 
-/// Makes the definitions known, once on each ground, and waits until they are in force.
+/// Creates the CRDs, once per cluster, and waits until they are established.
 pub(crate) async fn define(ground: &Ground) -> anyhow::Result<()> {
     for entry in std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/crds"))? {
         let text = std::fs::read_to_string(entry?.path())?;

@@ -1,4 +1,4 @@
-//! What deletions may ask for, one by one and many at once.
+//! Delete options, for single objects and collections.
 
 use serde_json::{Value, json};
 
@@ -7,7 +7,7 @@ use crate::parity::ground::{CLAIMS, Ground, JSON, both};
 
 const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
 
-/// Code and reason; sentences are those of a parser.
+/// Code and reason; the message comes from a parser.
 fn short(answer: &(u16, Value)) -> Value {
     json!([answer.0, answer.1["reason"], answer.1["status"]])
 }
@@ -23,7 +23,7 @@ async fn make(ground: &Ground, names: &[&str]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The names that are left, those apart that the real server's controllers make.
+/// The remaining names, without objects of the real server's controllers.
 async fn left(ground: &Ground) -> anyhow::Result<Vec<Value>> {
     let (_, list) = ground.send("GET", MAPS, JSON, Vec::new()).await?;
     let items = list["items"].as_array().cloned().unwrap_or_default();
@@ -72,7 +72,7 @@ fn a_deletion_with_invalid_options_is_refused() {
         }
         let left = left(ground).await?;
         ground.note(json!(left));
-        // Where nothing is asked for nothing is refused.
+        // Empty options are accepted.
         for body in [
             "null",
             "{}",
@@ -112,7 +112,7 @@ fn a_deletion_that_only_pretends_deletes_nothing() {
             let left = left(ground).await?;
             ground.note(json!(left));
         }
-        // A parameter beside a body is not looked at.
+        // Query parameters are ignored if there is a body.
         let path = format!("{MAPS}/a?dryRun=All");
         let answer = ground.send("DELETE", &path, JSON, b"{}".to_vec()).await?;
         let left = left(ground).await?;
@@ -170,7 +170,7 @@ fn the_collection_of_all_namespaces_can_only_be_read() {
             ("DELETE", &format!("{MAPS}/a/status")),
         ] {
             let (code, answer) = ground.send(method, path, JSON, b"{}".to_vec()).await?;
-            // Of a kind of ours the real server has no such page, in so many words.
+            // For our kinds, the real server reports another reason.
             let reason = if path == parameters {
                 &Value::Null
             } else {

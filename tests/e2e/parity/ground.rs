@@ -1,4 +1,4 @@
-//! The two grounds on which a promise is tried, and the words in which both are asked.
+//! The test cluster and the real control plane under comparison, and the requests sent to both.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -35,20 +35,20 @@ static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| Runtime::new().expect("a ru
 static CLASSIC: OnceCell<Cluster> = OnceCell::const_new();
 static STRUCTURED: OnceCell<Cluster> = OnceCell::const_new();
 
-/// Watches of one connection, at most: the real server lets a connection have 250 requests at once.
+/// Maximum number of watches per connection; the real server allows 250 concurrent requests on one.
 const STREAMS: usize = 100;
 
-/// An API server, and what was said.
+/// A session with one of the two API servers, and its transcript.
 pub(crate) struct Ground {
     client: kube::Client,
     namespace: String,
     transcript: Vec<Value>,
-    /// The stage, unless it is the real server.
+    /// The test cluster's API server; `None` for the real one.
     stage: Option<ApiServer>,
     mode: Mode,
 }
 
-/// The real control plane, which all promises of a mode share.
+/// The real control plane of a mode, shared by all tests.
 pub(crate) async fn real(mode: Mode) -> &'static Cluster {
     let (cluster, name, builder) = match mode {
         Mode::Classic => (&CLASSIC, "parity", Cluster::builder()),
@@ -56,10 +56,10 @@ pub(crate) async fn real(mode: Mode) -> &'static Cluster {
     };
     cluster
         .get_or_try_init(|| {
-            // The claim controller changes claims by itself. On the stage it is a program of its own, too.
+            // The real claim controller would change claims. In the test cluster, it is a separate component.
             builder
                 .flag("controller-manager", "--controllers=*,-resourceclaim-controller")
-                // Nodes that exist in the API alone have no heartbeats.
+                // Nodes that exist only in the API have no heartbeats.
                 .flag("controller-manager", "--node-monitor-grace-period=24h")
                 .share(name, async |_| Ok(()))
         })
@@ -72,7 +72,7 @@ async fn history(mode: Mode, operation: FlockOperation) -> anyhow::Result<File> 
     lock(&real(mode).await.directory().join("history.lock"), operation).await
 }
 
-/// A client of it with a connection of its own, which asks once and no more: an answer of 504 is one.
+/// A client with its own connection and without retries: a 504 is an expected answer.
 async fn client(mode: Mode) -> kube::Client {
     let cluster = real(mode).await;
     let client = async {
@@ -84,17 +84,17 @@ async fn client(mode: Mode) -> kube::Client {
     client.await.expect("a client")
 }
 
-/// Runs something in the runtime in which the real control plane lives.
+/// Runs a future in the runtime of the real control plane.
 pub(crate) fn run<T>(work: impl Future<Output = T>) -> T {
     RUNTIME.block_on(work)
 }
 
-/// Holds a conversation with both and compares what they said, and whose fields are whose.
+/// Sends the same requests to both servers and compares the answers, including managed fields.
 pub(crate) fn both(namespace: &str, conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>) {
     hold(Mode::Classic, namespace, true, conversation);
 }
 
-/// The same in structured mode.
+/// As [`both`], in structured mode.
 pub(crate) fn both_structured(
     namespace: &str,
     conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>,
@@ -102,7 +102,7 @@ pub(crate) fn both_structured(
     hold(Mode::Structured, namespace, true, conversation);
 }
 
-/// The same without whose fields are whose.
+/// As [`both_structured`], without managed fields.
 pub(crate) fn both_structured_but_managers(
     namespace: &str,
     conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>,
@@ -110,7 +110,7 @@ pub(crate) fn both_structured_but_managers(
     hold(Mode::Structured, namespace, false, conversation);
 }
 
-/// The same in classic mode without whose fields are whose.
+/// As [`both`], without managed fields.
 pub(crate) fn both_but_managers(
     namespace: &str,
     conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>,
@@ -140,13 +140,13 @@ fn hold(
     });
 }
 
-/// Fails with every answer of the stage that differs from that of the real server.
+/// Panics with every answer of the test cluster that differs from the real server's.
 pub(crate) fn compare(played: &[Value], real: &[Value]) {
     let pairs = played.iter().zip(real).enumerate();
     let differing = pairs.filter(|(_, (played, real))| played != real);
     let shown: Vec<String> = differing
         .map(|(number, (played, real))| {
-            format!("answer {number} of the stage:\n{played:#}\nof the real server:\n{real:#}")
+            format!("answer {number} of the test cluster:\n{played:#}\nof the real server:\n{real:#}")
         })
         .collect();
     assert!(shown.is_empty(), "{}", shown.join("\n"));
@@ -180,12 +180,12 @@ async fn converse(
     assert_eq!(made.0, 201, "{}", made.1);
     conversation(&mut ground)
         .await
-        .expect("the conversation goes to its end");
+        .expect("the conversation succeeds");
     same_form(ground.transcript, managed)
 }
 
 impl Ground {
-    /// Asks, and has the answer compared. `{ns}` in the path is the promise's namespace.
+    /// Sends a request and adds the answer to the transcript. `{ns}` in the path stands for the test's namespace.
     pub(crate) async fn ask(
         &mut self,
         method: &str,
@@ -204,7 +204,7 @@ impl Ground {
         Ok((code, answer))
     }
 
-    /// Asks, and has the answer compared; of a refusal, the reasons and fields of its causes.
+    /// As [`Session::ask`]; for an error, only the reasons and fields of its causes are compared.
     pub(crate) async fn ask_causes(
         &mut self,
         method: &str,
@@ -233,7 +233,7 @@ impl Ground {
         Ok((code, answer))
     }
 
-    /// Asks with any bytes, and has nothing compared.
+    /// Sends a request with any body, without comparison.
     pub(crate) async fn send(
         &self,
         method: &str,
@@ -255,7 +255,7 @@ impl Ground {
         Ok((code, answer))
     }
 
-    /// Asks, and says what the server has warned of besides; nothing is compared.
+    /// Sends a request and returns the server's warnings, without comparison.
     pub(crate) async fn warned(
         &self,
         method: &str,
@@ -283,7 +283,7 @@ impl Ground {
         self.stage.is_none()
     }
 
-    /// Has something compared that was seen otherwise.
+    /// Adds another observation to the transcript.
     pub(crate) fn note(&mut self, what: Value) {
         self.transcript.push(what);
     }
@@ -309,12 +309,12 @@ impl Ground {
         Ok(self.ask("DELETE", path, JSON, &Value::Null).await?.1)
     }
 
-    /// Keeps the history of the server, which all promises share, from being forgotten by another one.
+    /// Prevents other tests from compacting the shared server's history.
     pub(crate) async fn remember(&self) -> anyhow::Result<File> {
         history(self.mode, FlockOperation::LockShared).await
     }
 
-    /// Has the server forget its history, as it does by itself every few minutes.
+    /// Compacts the server's history, as it does itself every few minutes.
     pub(crate) async fn forget(&self) -> anyhow::Result<()> {
         if let Some(stage) = &self.stage {
             stage.compact();
@@ -324,7 +324,7 @@ impl Ground {
         real(self.mode).await.compact().await
     }
 
-    /// As many clients as are needed for so many watches at once, one for each of them.
+    /// As many clients as this number of concurrent watches requires; returns one for each watch.
     pub(crate) async fn clients(&self, watches: usize) -> anyhow::Result<Vec<kube::Client>> {
         let mut clients = Vec::new();
         while clients.len() < watches {
@@ -345,12 +345,12 @@ impl Ground {
         Ok(events)
     }
 
-    /// The first events of a watch, not compared.
+    /// The first events of a watch, without comparison.
     pub(crate) async fn look(&self, path: &str, count: usize) -> anyhow::Result<Vec<Value>> {
         self.look_by(&self.client, path, count).await
     }
 
-    /// The same by another client.
+    /// As [`Session::look`], by another client.
     pub(crate) async fn look_by(
         &self,
         client: &kube::Client,
@@ -369,7 +369,7 @@ impl Ground {
     }
 }
 
-/// The version of an object.
+/// The resource version of an object.
 pub(crate) fn version(object: &Value) -> String {
     object["metadata"]["resourceVersion"]
         .as_str()

@@ -1,4 +1,4 @@
-//! How far lists and watches reach back and forward.
+//! Limits of the history for lists and watches.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ async fn make(ground: &mut Ground, names: &[&str]) -> anyhow::Result<Value> {
     Ok(last)
 }
 
-/// A sentence without its numbers.
+/// A message without its numbers.
 fn without_numbers(text: &Value) -> String {
     let text = text.as_str().unwrap_or_default();
     text.chars()
@@ -24,7 +24,7 @@ fn without_numbers(text: &Value) -> String {
         .collect()
 }
 
-/// What a list says: code, reason, sentence, and the names in it.
+/// Code, reason, message, and names of a list.
 fn told(answer: &(u16, Value)) -> Value {
     let (code, body) = answer;
     let items = body["items"].as_array().cloned().unwrap_or_default();
@@ -41,7 +41,7 @@ fn escaped(token: &Value) -> String {
 #[test]
 fn a_watch_from_before_the_history_is_told_that_it_is_gone() {
     both("history-gone", async |ground| {
-        // A kind that is new has no history from before: the real server keeps that of its first kinds in memory.
+        // A new kind has no earlier events: the real server caches those of its first kinds.
         define(ground).await?;
         ground.forget().await?;
         make(ground, &["a"]).await?;
@@ -62,7 +62,7 @@ fn a_watch_from_before_the_history_is_told_that_it_is_gone() {
                 ])
             })
             .collect();
-        assert_eq!(seen.len(), 1, "it is told, and the watch ends");
+        assert_eq!(seen.len(), 1, "one error event, and the watch ends");
         ground.note(json!(seen));
         Ok(())
     });
@@ -102,7 +102,7 @@ fn a_watch_that_wants_bookmarks_gets_one_before_it_ends() {
         let last = make(ground, &["a"]).await?;
         let since = version(&last);
         let watch = format!("{CLAIMS}?watch=true&timeoutSeconds=12&resourceVersion={since}");
-        // The real server reminds only of what is newer than the watch's beginning, if only where this watch does not look.
+        // The real server sends bookmarks only for versions newer than the start of the watch, even if they are not in its scope.
         let newer = async {
             tokio::time::sleep(Duration::from_secs(1)).await;
             let path = "/apis/resource.k8s.io/v1alpha2/namespaces/default/resourceclaims";
@@ -136,7 +136,7 @@ fn a_watch_that_wants_bookmarks_gets_one_before_it_ends() {
                 .collect()
         };
 
-        // One or two, as the ticks of the real server fall.
+        // One or two, depending on the ticks of the real server.
         assert!(!with.is_empty() && without.is_empty(), "{with:?} {without:?}");
         assert!(with.iter().all(|event| event["type"] == "BOOKMARK"), "{with:?}");
         ground.note(json!(shown(&with).first()));
@@ -170,7 +170,7 @@ fn a_list_is_continued_only_as_long_as_its_version_is_known() {
         let path = format!("{CLAIMS}?limit=1&continue={token}");
         let expired = ground.send("GET", &path, JSON, Vec::new()).await?;
         ground.note(told(&expired));
-        // It gives a way on all the same: the rest as it is now.
+        // The error has a continue token for an inconsistent list.
         let token = escaped(&expired.1["metadata"]["continue"]);
         assert!(!token.is_empty(), "{}", expired.1);
         let path = format!("{CLAIMS}?limit=5&continue={token}");

@@ -1,4 +1,4 @@
-//! kubectl as a client: it says the same of the stage and of the real server.
+//! kubectl prints the same for the test cluster and for the real server.
 
 mod objects;
 mod pods;
@@ -21,7 +21,7 @@ use self::objects::{
 };
 use crate::parity::ground::{real, run};
 
-/// kubectl with one of the two servers.
+/// kubectl for one of the two servers.
 struct Kubectl {
     program: PathBuf,
     kubeconfig: PathBuf,
@@ -30,7 +30,7 @@ struct Kubectl {
 }
 
 impl Kubectl {
-    /// What it prints and how it ends, in a form that can be compared.
+    /// Output and exit code, normalized.
     async fn run(&self, arguments: &[&str], input: &str) -> anyhow::Result<String> {
         let uid = if input.contains(POD_UID) {
             self.uid_of_the_pod().await?
@@ -78,8 +78,8 @@ impl Kubectl {
     }
 }
 
-/// Hides what differs between any two runs: uids, versions, times and ages. Columns are set apart by one space, because their width
-/// follows from the ages.
+/// Removes values that differ between any two runs: uids, versions, times and ages. Columns are separated by one space, because their width
+/// depends on the ages.
 fn same_form(text: &str) -> String {
     let word = |word: &str| -> String {
         let bare = word.trim_matches(|c: char| "\"',()".contains(c));
@@ -89,7 +89,7 @@ fn same_form(text: &str) -> String {
             && bare.ends_with(|c: char| "smhdy".contains(c));
         let uid = bare.len() == 36 && bare.chars().filter(|c| *c == '-').count() == 4;
         let time = bare.parse::<jiff::Timestamp>().is_ok();
-        // Where `kubectl diff` puts what it compares.
+        // Temporary directory of `kubectl diff`.
         let place = bare.find("/LIVE-").or_else(|| bare.find("/MERGED-"));
         if let Some((_, file)) = place.and_then(|place| bare[place + 1..].split_once('/')) {
             return word.replace(bare, file);
@@ -110,7 +110,7 @@ fn same_form(text: &str) -> String {
             "<version>".clone_into(version);
         }
         if let ["---" | "+++", _, ..] = words.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
-            // When each file was written.
+            // Removes the modification times of the files.
             words.truncate(2);
         }
         if let [first, second, version] = words.as_mut_slice()
@@ -129,7 +129,7 @@ fn same_form(text: &str) -> String {
 
 type Step = (&'static [&'static str], &'static str);
 
-/// Goes through commands with both servers and compares what kubectl says.
+/// Runs commands on both servers and compares kubectl's output.
 fn both(namespace: &'static str, steps: &[Step]) {
     run(async {
         let stage = ApiServer::new(Arc::new(Source::system()));
@@ -148,7 +148,7 @@ fn both(namespace: &'static str, steps: &[Step]) {
         };
         let (played, meant) = (kubectl(&file, "played"), kubectl(real.kubeconfig(), "meant"));
         let mut differences = Vec::new();
-        // Classes are in no namespace, and the tests share the real server.
+        // Classes have no namespace, and the tests share the real server.
         let class = format!("{namespace}-class");
         for (arguments, input) in steps {
             let arguments: Vec<String> = arguments
@@ -173,12 +173,12 @@ fn both(namespace: &'static str, steps: &[Step]) {
     });
 }
 
-/// Stands for the uid of the pod `described-whole`, which each server gives it by itself.
+/// Placeholder for the uid of the pod `described-whole`, which differs between the servers.
 const POD_UID: &str = "POD_UID";
 const APPLY: &[&str] = &["apply", "-f", "-"];
-/// As the first argument: what comes of it is not compared, because the tests share the real server.
+/// As the first argument: the output is not compared, because the tests share the real server.
 const SILENT: &str = "(not compared)";
-/// Not by the link, which kubectl does not follow.
+/// Not through the symbolic link, which kubectl does not follow.
 const CRDS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/charts/drayman/crds");
 
 #[test]
@@ -409,7 +409,7 @@ fn kubectl_shows_our_own_kinds_the_same() {
                 ],
                 "",
             ),
-            // What the demonstration tells people to type.
+            // Commands that the demo suggests.
             (
                 &["get", "nodeinventories,pods,resourceclaims", "-l", "of=CLASS"],
                 "",

@@ -1,6 +1,5 @@
-//! The control loops of the stage beside the real ones: scheduler, claim controller, garbage collector and namespaces. The nodes are
-//! objects that no kubelet keeps, and the test is the driver. What is compared is what becomes of claims, contexts and pods, state
-//! after state of each.
+//! The test cluster's control loops beside the real ones: scheduler, claim controller, garbage collector and namespaces. Nodes exist only
+//! in the API, and the test acts as the driver. The sequences of states of claims, contexts and pods are compared.
 
 pub(crate) mod ground;
 mod states;
@@ -25,7 +24,7 @@ fn a_template_claim_passes_the_same_states_as_a_named_one() {
         ground.patch("pods", "pod/status", &done).await?;
         ground.until_deleting(1).await?;
         ground.clear("device").await?;
-        // For a pod that is on a node a claim is asked for, whatever has become of the pod.
+        // For a bound pod, deallocation is requested regardless of the pod's phase.
         let asked = |found: &[Value]| {
             found
                 .iter()
@@ -84,7 +83,7 @@ fn a_claim_that_keeps_its_pod_from_every_node_is_asked_for() {
         ground.allocate("own", "loop-a").await?;
         ground.until_bound().await?;
         ground.delete("pods", "pod").await?;
-        // It was reserved for the pod alone, and nobody has made it for the pod.
+        // The claim was reserved for this pod only, and is not owned by it.
         let asked = |found: &[Value]| {
             found
                 .iter()
@@ -119,9 +118,7 @@ fn a_selected_node_that_becomes_unsuitable_is_waited_for() {
             let conditions = found.first().map(|pod| pod["status"]["conditions"].to_string());
             conditions.is_some_and(|conditions| conditions.contains("Unschedulable"))
         };
-        ground
-            .until("the pod is told that it cannot run", "pods", told)
-            .await?;
+        ground.until("the pod is unschedulable", "pods", told).await?;
         ground.judge(&[("first", &[]), ("second", &[])]).await?;
         ground.allocate("first", "loop-a").await?;
         ground.allocate("second", "loop-a").await?;
@@ -154,7 +151,7 @@ fn a_namespace_is_removed_when_the_driver_releases_claims() {
         ground.until_bound().await?;
         let path = format!("/api/v1/namespaces/{}", ground.namespace);
         send(&ground.client, "DELETE", &path, JSON, &Value::Null).await?;
-        // Kubelet, which there is not, would let the pod go.
+        // The real pod needs a kubelet to terminate, which does not exist here.
         let going = |found: &[Value]| {
             found
                 .iter()

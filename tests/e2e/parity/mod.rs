@@ -1,9 +1,9 @@
-//! What the stage promises of Kubernetes, checked: each promise is a conversation with an API server that is held with the stage
-//! and with a real control plane, and the answers must be the same. `docs/dev/testcluster.md` lists them.
+//! Compares the test cluster with real Kubernetes: each test sends the same requests to the test cluster and to a real control plane, and
+//! the answers must be equal. `docs/dev/testcluster.md` lists the covered parts.
 #![allow(
     clippy::similar_names,
     clippy::needless_pass_by_value,
-    reason = "conversations in JSON, told as they are"
+    reason = "conversations in JSON, written in full"
 )]
 
 mod allocation;

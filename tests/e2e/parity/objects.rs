@@ -1,4 +1,4 @@
-//! Objects of any kind: names, versions, deletion.
+//! Names, resource versions and deletion of any kind of object.
 
 use serde_json::{Value, json};
 
@@ -51,7 +51,7 @@ fn a_write_from_an_older_version_is_a_conflict() {
         assert_ne!(version(&made), version(&stored));
         next["data"]["a"] = "d".into();
         ground.ask("PUT", &at, JSON, &next).await?;
-        // Without a version, whatever is there is replaced.
+        // Without a resource version, any existing object is replaced.
         ground.ask("PUT", &at, JSON, &map("a")).await?;
         let again = ground.ask("PUT", &at, JSON, &map("a")).await?.1;
         let same = ground.ask("PUT", &at, JSON, &map("a")).await?.1;
@@ -313,7 +313,7 @@ fn owners_are_named_in_full() {
             let object = json!({ "metadata": { "name": name, "ownerReferences": owners } });
             ground.create(MAPS, &object).await?;
         }
-        // Here the value is shown as Go prints it.
+        // The real server prints this value as Go does.
         for owners in [
             json!([owner(json!({ "kind": "Event" }))]),
             json!([

@@ -1,4 +1,4 @@
-//! Parameters of lists and watches that are wrong.
+//! Invalid parameters of lists and watches.
 
 use serde_json::{Value, json};
 
@@ -71,7 +71,7 @@ fn parameters_that_are_odd_are_taken_all_the_same() {
                 list["items"].as_array().map(Vec::len)
             ]));
         }
-        // No time at all is as long as the server likes, and so is more than there is.
+        // Zero and values above the maximum mean the server's default.
         for query in [
             "watch=true&timeoutSeconds=0",
             "watch=maybe",

@@ -1,4 +1,4 @@
-//! Pods: binding and graceful deletion, as far as the scheduler and the kubelet of the stage need them.
+//! Pods: binding and graceful deletion, as far as the test cluster's scheduler and kubelet require them.
 
 use serde_json::{Value, json};
 
@@ -61,7 +61,7 @@ fn a_running_pod_gets_a_grace_period_and_others_do_not() {
             .await?;
         let mut running = pod("running");
         running["spec"]["nodeName"] = "n".into();
-        // Tolerations and the rest are no business of this promise.
+        // Other fields, such as tolerations, are out of scope.
         ground
             .send("POST", PODS, JSON, running.to_string().into_bytes())
             .await?;

@@ -1,4 +1,4 @@
-//! Writes that only pretend (`dryRun`): answered as the write would be, and nothing is changed.
+//! Writes with `dryRun`: the answer is that of the write, and nothing changes.
 
 use serde_json::{Value, json};
 

@@ -64,7 +64,7 @@ fn a_list_comes_in_pages_of_one_version() {
             if token.is_empty() {
                 break;
             }
-            // What happens between two pages is not seen.
+            // Changes between two pages are not visible.
             if page == 0 {
                 ground.delete(&format!("{CLAIMS}/e")).await?;
                 make(ground, &["cc"]).await?;
@@ -92,7 +92,7 @@ fn a_watch_tells_what_has_happened_since_a_version() {
         ground
             .watch(&format!("{CLAIMS}?watch=true&resourceVersion={since}"), 4)
             .await?;
-        // What no longer matches is deleted for this watch.
+        // An object that no longer matches is deleted for this watch.
         ground
             .watch(
                 &format!("{CLAIMS}?watch=true&resourceVersion={since}&labelSelector=l%3Da"),

@@ -1,4 +1,4 @@
-//! Requests that are wrong.
+//! Invalid requests.
 
 use serde_json::{Value, json};
 
@@ -8,7 +8,7 @@ use crate::parity::ground::{APPLY, CLAIMS, CONTEXTS, JSON, JSON_PATCH, MERGE, PO
 const LEASES: &str = "/apis/coordination.k8s.io/v1/namespaces/{ns}/leases";
 const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
 
-/// What must be the same of a refusal whose sentence is that of a parser.
+/// Code and reason of an error whose message comes from a parser.
 fn code_and_reason(answer: &(u16, Value)) -> Value {
     json!([answer.0, answer.1["reason"], answer.1["status"]])
 }
@@ -109,7 +109,7 @@ fn what_is_too_large_is_refused_by_each_way_in() {
                 answer.1["message"]
             ]));
         }
-        // Less than that, and more than the kind takes.
+        // Less than that, but more than the kind allows.
         for body in [
             large(1 << 20),
             large((1 << 20) + 1),
@@ -137,7 +137,7 @@ fn a_field_that_nobody_knows_is_dropped_or_refused_as_asked() {
             .send("POST", &strict, JSON, claim.to_string().into_bytes())
             .await?;
         ground.note(code_and_reason(&answer));
-        // In full, and what is told beside the answer.
+        // The complete answer and its warnings.
         for (validation, name) in [
             ("Strict", "b"),
             ("Warn", "c"),
@@ -259,7 +259,7 @@ fn a_field_of_another_type_is_refused_of_every_kind() {
             let answer = ground.send(method, path, JSON, body.into()).await?;
             ground.note(json!({ format!("{method} {path} {body}"): code_and_reason(&answer) }));
         }
-        // The server lives, and so does the namespace, which can be deleted.
+        // The server still works, and the namespace can be deleted.
         let (code, _) = ground
             .send("DELETE", "/api/v1/namespaces/{ns}", JSON, Vec::new())
             .await?;
@@ -314,7 +314,7 @@ fn a_field_that_nobody_knows_is_told_of_every_kind() {
                     answer["metadata"]["color"],
                     answer["spec"]["holder"]
                 ]));
-                // Not all of them go with the namespace.
+                // Some objects are not in the namespace.
                 let gone = ground
                     .send("DELETE", &format!("{path}/{name}"), JSON, Vec::new())
                     .await?;
@@ -341,7 +341,7 @@ fn an_object_that_etcd_would_not_take_is_refused() {
             let answer = ground.send("PATCH", &format!("{LEASES}/a"), MERGE, body).await?;
             ground.note(json!([bytes, code_and_reason(&answer)]));
         }
-        // Nothing else bounds the name of an owner.
+        // The name of an owner has no other limit.
         let owner = json!({ "apiVersion": "v1", "kind": "Node", "name": "x".repeat(1_700_000), "uid": "u" });
         let inventory = json!({
             "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory",
@@ -367,7 +367,7 @@ fn copies_of_copies_are_refused_before_they_are_made() {
             ops.extend((0..copies).map(copy));
             Value::Array(ops)
         };
-        // Twice as much each time; a little more than is allowed; a little less, and more than the kind takes; and a few.
+        // Doubles the size each time; slightly above the limit; slightly below it, but more than the kind allows; and small.
         for patch in [
             ops(1000, 60, true),
             ops(100_000, 40, false),

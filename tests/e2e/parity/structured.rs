@@ -1,4 +1,4 @@
-//! `resource.k8s.io/v1`: defaults, and the rules about claims, classes and slices.
+//! `resource.k8s.io/v1`: defaults, and the validation of claims, classes and slices.
 
 use serde_json::{Value, json};
 
@@ -30,7 +30,7 @@ fn merged(mut object: Value, fields: &Value) -> Value {
     object
 }
 
-/// Constraints or configurations beside two requests, of which one has alternatives.
+/// Constraints or configurations beside two requests, one of which has alternatives.
 fn beside_requests(fields: &Value) -> Value {
     let alternative = |name: &str| json!({ "name": name, "deviceClassName": "c" });
     let requests = json!([
@@ -58,7 +58,7 @@ fn class(name: &str, spec: &Value) -> Value {
     json!({ "apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": { "name": name }, "spec": spec })
 }
 
-/// Sends objects that the real server refuses.
+/// Sends objects that the real server rejects.
 async fn refused(
     ground: &mut Ground,
     path: &str,
@@ -89,7 +89,7 @@ fn requests_of_a_claim_get_their_defaults() {
             { "name": "y", "deviceClassName": "c", "tolerations": [{ "key": "k", "value": "v" }] },
         ] }] });
         let mut either = claim("either", &alternatives);
-        // A status cannot be created.
+        // A status cannot be set at creation.
         either["status"] = json!({ "reservedFor": [{ "resource": "pods", "name": "p", "uid": "u" }] });
         ground.create(CLAIMS, &either).await?;
         let mut empty = exactly(&json!({ "selectors": [], "tolerations": [{ "operator": "Equal" }] }));
@@ -230,7 +230,7 @@ fn the_spec_of_a_claim_or_a_template_is_immutable() {
         let labels = json!({ "metadata": { "labels": { "a": "b" } }, "status": { "reservedFor": [] } });
         ground.patch(&format!("{CLAIMS}/c"), MERGE, &labels).await?;
         ground.patch(&format!("{TEMPLATES}/t"), MERGE, &labels).await?;
-        // The same again, without its defaults.
+        // The same spec without its defaults.
         let same = json!({ "spec": { "devices": exactly(&json!({})) } });
         ground.patch(&format!("{CLAIMS}/c"), MERGE, &same).await.map(drop)
     });
@@ -255,7 +255,7 @@ fn a_slice_is_stored_with_its_defaults_and_a_generation() {
         let mut written = made.clone();
         written["spec"]["pool"]["generation"] = 2.into();
         ground.ask("PUT", &path, JSON, &written).await?;
-        // It has changed meanwhile.
+        // The slice has changed meanwhile.
         ground.ask("PUT", &path, JSON, &written).await?;
         written["metadata"]
             .as_object_mut()
@@ -440,7 +440,7 @@ fn allocation(results: &Value) -> Value {
 
 #[test]
 fn an_allocation_is_one_write_of_the_status_until_it_is_cleared() {
-    // Which manager owns the status of a device that is no longer allocated differs.
+    // The two differ in which manager owns the status of a device that is no longer allocated.
     both_but_managers("v1-status", async |ground| {
         ground.create(CLAIMS, &claim("c", &exactly(&json!({})))).await?;
         let path = format!("{CLAIMS}/c/status");

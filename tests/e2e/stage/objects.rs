@@ -1,4 +1,4 @@
-//! Pods as users write them, and what can be waited for.
+//! Pods and wait conditions.
 
 use drayman::api::resource::{Pod, ResourceClaim};
 use kube::runtime::wait::Condition;
@@ -21,12 +21,12 @@ pub(crate) fn pod_with_claim(name: &str) -> anyhow::Result<Pod> {
     }))
 }
 
-/// A pod as a user writes it. Our own type of it keeps the `source` of a claim, which k8s-openapi's has no more.
+/// A pod from a manifest. Our type keeps the `source` of a claim, which k8s-openapi's Pod lacks.
 pub(crate) fn pod_from(manifest: Value) -> anyhow::Result<Pod> {
     serde_json::from_value(manifest).map_err(Into::into)
 }
 
-/// The name of a pod's first claim, as the claim controller has entered it.
+/// The name of a pod's first claim, from the pod's status.
 pub(crate) fn claim_name(pod: Option<&Pod>) -> Option<String> {
     pod?.status
         .resource_claim_statuses
@@ -35,12 +35,12 @@ pub(crate) fn claim_name(pod: Option<&Pod>) -> Option<String> {
         .clone()
 }
 
-/// A condition: the pod runs.
+/// Condition: the pod runs.
 pub(crate) fn is_running() -> impl Condition<Pod> {
     |pod: Option<&Pod>| pod.is_some_and(|pod| pod.status.phase.as_deref() == Some("Running"))
 }
 
-/// A condition: the scheduler has bound the pod to a node.
+/// Condition: the scheduler has bound the pod to a node.
 pub(crate) fn is_bound() -> impl Condition<Pod> {
     |pod: Option<&Pod>| pod.is_some_and(|pod| pod.spec.node_name.is_some())
 }
@@ -60,7 +60,7 @@ pub(crate) fn has_finalizer(claim: &ResourceClaim) -> bool {
         .any(|name| name == FINALIZER)
 }
 
-/// A condition: the object is gone.
+/// Condition: the object is gone.
 pub(crate) fn is_gone<K>() -> impl Condition<K> {
     |object: Option<&K>| object.is_none()
 }

@@ -1,4 +1,4 @@
-//! A program under test, with a log of its own.
+//! A program under test with its own log.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use tokio::time::timeout;
 
 use crate::harness::PATIENCE;
 
-/// A program of drayman's. Its log is printed if the test fails.
+/// A drayman process. Its log is printed if the test fails.
 #[derive(Debug)]
 pub(crate) struct Program {
     name: String,
@@ -23,7 +23,7 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    /// Starts it. What it logs goes to a file, which must not exist.
+    /// Starts the program. Its log goes to a file that must not exist.
     pub(super) fn start(name: &str, mut command: Command, log: PathBuf) -> anyhow::Result<Self> {
         let file = File::create_new(&log)?;
         command.stdout(Stdio::null()).stderr(file);
@@ -36,7 +36,7 @@ impl Program {
         })
     }
 
-    /// Kills it where it stands.
+    /// Kills the process (SIGKILL).
     pub(crate) async fn kill(&mut self) -> anyhow::Result<()> {
         self.child
             .kill()
@@ -44,7 +44,7 @@ impl Program {
             .with_context(|| format!("killing {}", self.name))
     }
 
-    /// Its process.
+    /// The process id.
     pub(crate) fn id(&self) -> anyhow::Result<u32> {
         self.child.id().context("it runs")
     }
@@ -55,7 +55,7 @@ impl Program {
         Ok(kill_process(Pid::from_raw(id).context("a pid")?, signal)?)
     }
 
-    /// Asks it to end and waits for that.
+    /// Sends SIGTERM and waits for a clean exit.
     pub(crate) async fn end(mut self) -> anyhow::Result<ExitStatus> {
         self.signal(Signal::TERM)?;
         let status = timeout(PATIENCE, self.child.wait())
@@ -66,7 +66,7 @@ impl Program {
         Ok(status)
     }
 
-    /// Waits until it has logged a text.
+    /// Waits until the log contains a text.
     pub(crate) async fn logged(&self, text: &str) -> anyhow::Result<()> {
         let inotify = Inotify::init()?;
         inotify.watches().add(&self.log, WatchMask::MODIFY)?;
@@ -79,12 +79,12 @@ impl Program {
         Ok(())
     }
 
-    /// Whether it has ended by itself.
+    /// Whether the process has exited by itself.
     pub(crate) fn has_ended(&mut self) -> anyhow::Result<bool> {
         Ok(self.child.try_wait()?.is_some())
     }
 
-    /// Waits until it ends by itself.
+    /// Waits until the process exits by itself.
     pub(crate) async fn ended(mut self) -> anyhow::Result<ExitStatus> {
         let status = timeout(PATIENCE, self.child.wait())
             .await
@@ -93,7 +93,6 @@ impl Program {
         Ok(status)
     }
 
-    /// What it has logged.
     pub(crate) fn log(&self) -> anyhow::Result<String> {
         Ok(std::fs::read_to_string(&self.log)?)
     }
@@ -101,7 +100,7 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // Shown by the test runner only if the test fails.
+        // The test runner shows this only if the test fails.
         if !self.quiet
             && let Ok(log) = self.log()
         {

@@ -1,4 +1,4 @@
-//! What structured mode needs of a cluster, without a program of ours: slices made by hand.
+//! Requirements of structured mode for a cluster, without our programs: slices are created by hand.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,7 +10,7 @@ use super::fixture::{self, Slices, make_class, make_pod_with_claim, one_device};
 use crate::harness::Cluster;
 use crate::stage::{DRIVER, Stage, is_bound};
 
-/// Writes a slice with one device of the kind `test`.
+/// Creates a slice with one device of the kind `test`.
 async fn make_slice(stage: &Stage, node: &str) -> anyhow::Result<()> {
     let slice: ResourceSlice = serde_json::from_value(json!({
         "metadata": { "name": format!("{node}-by-hand") },
@@ -28,7 +28,7 @@ async fn make_slice(stage: &Stage, node: &str) -> anyhow::Result<()> {
 #[tokio::test]
 async fn the_scheduler_allocates_from_a_slice_made_by_hand() -> anyhow::Result<()> {
     let cluster = Cluster::structured()
-        // Nodes that exist in the API alone have no heartbeats.
+        // Nodes that exist only in the API have no heartbeats.
         .flag("controller-manager", "--node-monitor-grace-period=24h")
         .share("structured", async |_| Ok(()))
         .await?;
@@ -50,7 +50,7 @@ async fn a_kubelet_waits_for_the_driver_of_an_allocated_claim() -> anyhow::Resul
     let stage = Stage::structured(Cluster::structured().nodes(1).start().await?).await?;
     let node = stage.cluster.node(0).name();
     make_class(&stage, "test", "test").await?;
-    // A kubelet that starts deletes the slices of its node.
+    // A starting kubelet deletes the slices of its node.
     let kept = async {
         let mut slices = Slices::watch(&stage);
         loop {

@@ -1,4 +1,4 @@
-//! The commands that answer questions about a cluster, in structured mode on a real control plane.
+//! The user commands that answer questions about a cluster, in structured mode on a real control plane.
 
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::api::{Api, PostParams};
@@ -14,10 +14,10 @@ use crate::stage::{DRIVER, Stage, is_bound};
 /// The first minor version with device taints and consumable capacity by default.
 const ON_SINCE: u32 = 36;
 
-/// A cluster of two nodes that exist in the API alone: the first has a slice by hand.
+/// A cluster with two nodes that exist only in the API; the first has a slice.
 async fn start() -> anyhow::Result<Stage> {
     let cluster = Cluster::structured()
-        // Nodes that exist in the API alone have no heartbeats.
+        // Nodes that exist only in the API have no heartbeats.
         .flag("controller-manager", "--node-monitor-grace-period=24h")
         .start()
         .await?;
@@ -33,7 +33,7 @@ fn device(name: &str, kind: &str) -> Value {
     json!({ "name": name, "attributes": { "drayman.dev/kind": { "string": kind } } })
 }
 
-/// Makes a slice of a node.
+/// Creates a slice of a node.
 async fn make_slice(stage: &Stage, name: &str, pool: &Value, devices: &[Value]) -> anyhow::Result<()> {
     let slice: ResourceSlice = serde_json::from_value(json!({
         "metadata": { "name": name },
@@ -91,7 +91,7 @@ async fn the_commands_tell_who_has_what_and_who_waits_for_what() -> anyhow::Resu
     let told = ask(&stage, &["explain", "pod/second"]).await?;
     let claim = &told["claims"][0];
     assert_eq!(claim["step"], "WaitsForDevice");
-    // Every gate is on.
+    // All gates are on.
     assert_eq!(claim["because"], "none of 2 nodes can serve it now");
     let mut nodes = claim["nodes"].as_array().cloned().unwrap_or_default();
     nodes.sort_by_key(|node| node["node"].to_string());
@@ -144,7 +144,7 @@ async fn the_doctor_names_classes_and_slices_that_do_not_fit() -> anyhow::Result
         "no DeviceClass selects the devices of kind \"other\" in pool node-a",
     );
 
-    // A slice that was left behind, and one of a second driver of that name.
+    // A stale slice, and a slice of a second driver with the same name.
     make_slice(&stage, "node-a-0", &pool("node-a", 1, 1), &[]).await?;
     make_slice(&stage, "another", &pool("another", 1, 2), &[]).await?;
     has(
@@ -160,7 +160,7 @@ async fn the_doctor_names_classes_and_slices_that_do_not_fit() -> anyhow::Result
     stage.cluster.stop().await
 }
 
-/// Two kinds, each of which needs a gate.
+/// Two kinds, each of which requires a gate.
 const CONFIGURATION: &str = "\
 apiVersion: drayman.dev/v1alpha1
 kind: NodeConfiguration
@@ -187,7 +187,7 @@ async fn the_commands_name_the_gates_that_are_off() -> anyhow::Result<()> {
     let stage = Stage::structured(builder.start().await?).await?;
     let node = stage.cluster.node(0);
     node.make_device("/dev/drayman-test-0", 1, 5)?;
-    // The numbers of no driver: it does not open.
+    // Numbers without a driver: the device cannot be opened.
     node.make_device("/dev/drayman-test-1", 240, 250)?;
     node.make_device("/dev/drayman-shared", 1, 7)?;
     make_class(&stage, "test", "test").await?;

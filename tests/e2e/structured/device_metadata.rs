@@ -15,7 +15,7 @@ use crate::stage::{Stage, is_running};
 
 const DIRECTORY: &str = "/var/run/kubernetes.io/dra-device-attributes";
 
-/// The objects in the metadata file of a request, by the version of their format.
+/// The objects in the metadata file of a request, by apiVersion.
 async fn metadata(stage: &Stage, pod: &str, claim: &str) -> anyhow::Result<BTreeMap<String, Value>> {
     let path = format!("{DIRECTORY}/{claim}/device/drayman.dev-metadata.json");
     let text = stage.cluster.kubectl(&["exec", pod, "--", "cat", &path]).await?;
@@ -77,7 +77,7 @@ async fn containers_read_the_metadata_of_their_devices() -> anyhow::Result<()> {
     stage.cluster.stop().await
 }
 
-/// The path depends on the name in the pod, and the metadata has a text that is too long for a slice.
+/// The path depends on the claim's name in the pod, and the metadata contains a string that is too long for a slice.
 async fn of_a_template(stage: &Stage) -> anyhow::Result<()> {
     let path = format!("/dev/drayman-test-{}", "x".repeat(64));
     stage.cluster.node(0).make_device(&path, 1, 7)?;

@@ -1,4 +1,4 @@
-//! A cluster of structured mode, and the objects of its users.
+//! A cluster of structured mode, and user objects.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -16,7 +16,7 @@ use tokio::time::timeout;
 use crate::harness::{Cluster, IMAGE, PATIENCE};
 use crate::stage::{DRIVER, Program, Stage, is_gone, is_running, pod_from};
 
-/// One kind of devices, `test`.
+/// One kind, `test`.
 pub(super) const CONFIGURATION: &str = "\
 apiVersion: drayman.dev/v1alpha1
 kind: NodeConfiguration
@@ -25,12 +25,12 @@ kinds:
   paths: [\"/dev/drayman-test-*\"]
 ";
 
-/// A cluster with one node, the class `test`, and a companion that serves these devices, each `(major, minor)`.
+/// A cluster with one node, the class `test`, and a companion for these devices, each `(major, minor)`.
 pub(super) async fn start(configuration: &str, devices: &[(u32, u32)]) -> anyhow::Result<(Stage, Program)> {
     start_with(configuration, devices, &[]).await
 }
 
-/// The same with more flags of the companion.
+/// As [`start`], with more flags for the companion.
 pub(super) async fn start_with(
     configuration: &str,
     devices: &[(u32, u32)],
@@ -50,7 +50,7 @@ pub(super) async fn start_with(
     Ok((stage, companion))
 }
 
-/// A class of the devices of a kind.
+/// Creates a class for the devices of a kind.
 pub(super) async fn make_class(stage: &Stage, name: &str, kind: &str) -> anyhow::Result<()> {
     let expression =
         format!("device.driver == \"{DRIVER}\" && device.attributes[\"{DRIVER}\"].kind == \"{kind}\"");
@@ -72,7 +72,7 @@ pub(super) fn one_device() -> Value {
     json!({ "devices": { "requests": [{ "name": "device", "exactly": { "deviceClassName": "test" } }] } })
 }
 
-/// Makes a claim of this name and spec.
+/// Creates a claim.
 pub(super) async fn make_claim(stage: &Stage, name: &str, spec: &Value) -> anyhow::Result<()> {
     let claim = json!({ "metadata": { "name": name }, "spec": spec });
     claims(stage)
@@ -82,12 +82,12 @@ pub(super) async fn make_claim(stage: &Stage, name: &str, spec: &Value) -> anyho
         .map_err(Into::into)
 }
 
-/// Makes a pod with one container, `main`, that uses the claim of the pod's own name.
+/// Creates a pod with one container, `main`, that uses the claim of the same name.
 pub(super) async fn make_pod(stage: &Stage, name: &str) -> anyhow::Result<()> {
     make_pod_of(stage, name, &[("main", &[])]).await
 }
 
-/// Makes a pod that uses the claim of its own name. Each container names the requests whose devices it gets; none means all.
+/// Creates a pod that uses the claim of the same name. Each container names the requests whose devices it gets; none means all.
 pub(super) async fn make_pod_of(
     stage: &Stage,
     name: &str,
@@ -120,18 +120,18 @@ pub(super) async fn make_pod_of(
         .map_err(Into::into)
 }
 
-/// Makes a claim and a pod that uses it.
+/// Creates a claim and a pod that uses it.
 pub(super) async fn make_pod_with_claim(stage: &Stage, name: &str, spec: &Value) -> anyhow::Result<()> {
     make_claim(stage, name, spec).await?;
     make_pod(stage, name).await
 }
 
-/// Waits until a pod runs, and returns the devices that its container `main` has.
+/// Waits until a pod runs, and returns the devices of its container `main`.
 pub(super) async fn devices_of(stage: &Stage, pod: &str) -> anyhow::Result<BTreeSet<String>> {
     devices_in(stage, pod, "main").await
 }
 
-/// Waits until a pod runs, and returns the devices that a container has: those in its variables, which must be those in its `/dev`.
+/// Waits until a pod runs, and returns the devices of a container. Those in its variables must equal those in its `/dev`.
 pub(super) async fn devices_in(
     stage: &Stage,
     pod: &str,
@@ -161,14 +161,14 @@ pub(super) async fn devices_in(
     Ok(present)
 }
 
-/// Deletes a pod as users do, and its claim, and waits until both are gone.
+/// Deletes a pod and its claim, and waits until both are gone.
 pub(super) async fn delete(stage: &Stage, pod: &str) -> anyhow::Result<()> {
     stage.cluster.kubectl(&["delete", "pod", pod]).await?;
     stage.cluster.kubectl(&["delete", "resourceclaim", pod]).await?;
     stage.wait(claims(stage), pod, "gone", is_gone()).await.map(drop)
 }
 
-/// Waits until the claim of a pod is allocated, and returns its uid and the devices of the allocation.
+/// Waits until the claim of a pod is allocated, and returns its uid and the allocated devices.
 pub(super) async fn allocated(stage: &Stage, name: &str) -> anyhow::Result<(String, BTreeSet<String>)> {
     let met = |claim: Option<&ResourceClaim>| !results(claim).is_empty();
     let claim = stage.wait(claims(stage), name, "allocated", met).await?;
@@ -192,7 +192,7 @@ fn results(claim: Option<&ResourceClaim>) -> Vec<String> {
         .collect()
 }
 
-/// Waits until the scheduler says that a pod cannot run, for a reason that contains `text`.
+/// Waits until the scheduler reports a pod as unschedulable, with a reason that contains `text`.
 pub(super) async fn waits(stage: &Stage, pod: &str, text: &str) -> anyhow::Result<()> {
     stage
         .wait_for_event(pod, "FailedScheduling", text)
@@ -200,7 +200,7 @@ pub(super) async fn waits(stage: &Stage, pod: &str, text: &str) -> anyhow::Resul
         .map(drop)
 }
 
-/// The slices of the driver, followed by a watch.
+/// The slices of the driver, from a watch.
 pub(super) struct Slices {
     events: BoxStream<'static, watcher::Result<watcher::Event<ResourceSlice>>>,
     now: BTreeMap<String, ResourceSlice>,
@@ -254,7 +254,7 @@ impl Slices {
         }
     }
 
-    /// Waits until exactly these devices are offered.
+    /// Waits until exactly these devices are published.
     pub(super) async fn until_offered(&mut self, devices: &BTreeSet<String>) -> anyhow::Result<()> {
         let what = format!("{devices:?}");
         self.until(&what, |slices| {
@@ -266,7 +266,7 @@ impl Slices {
     }
 }
 
-/// The devices of a complete pool: all slices are there and have one generation.
+/// The devices of a complete pool: all slices exist and have the same generation.
 pub(super) fn offered(slices: &BTreeMap<String, ResourceSlice>) -> Option<BTreeMap<String, Device>> {
     let first = slices.values().next()?;
     let pool = &first.spec.pool;
@@ -281,7 +281,7 @@ pub(super) fn offered(slices: &BTreeMap<String, ResourceSlice>) -> Option<BTreeM
     })
 }
 
-/// Prints the median and the maximum of some times.
+/// Prints percentiles of durations.
 pub(super) fn print_times(what: &str, mut times: Vec<Duration>) {
     times.sort();
     let at = |part: usize| {
@@ -301,7 +301,7 @@ pub(super) fn names(numbers: &[usize]) -> BTreeSet<String> {
         .collect()
 }
 
-/// Makes a pod as a user writes it.
+/// Creates a pod.
 pub(super) async fn make(stage: &Stage, pod: Value) -> anyhow::Result<Pod> {
     Ok(stage
         .pods()

@@ -1,4 +1,4 @@
-//! The life of a pod with a claim, with faults during it.
+//! The lifecycle of a pod with a claim, with faults.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -22,9 +22,9 @@ use crate::interrupted_calls::until_traces;
 use crate::pods::traces;
 use crate::stage::{Stage, is_running};
 
-/// The user as whom the companion runs.
+/// The user name of the companion.
 const NODE: &str = "drayman-node";
-/// Memory devices that can always be read: zero and full.
+/// Memory devices that are always readable: zero and full.
 const DEVICES: [(u32, u32); 2] = [(1, 5), (1, 7)];
 
 #[tokio::test]
@@ -57,13 +57,13 @@ async fn a_pod_reads_from_its_device_and_leaves_nothing_behind() -> anyhow::Resu
     for pod in ["second", "third"] {
         delete(&stage, pod).await?;
     }
-    // Three lives.
+    // Three pods.
     let mut after = stage.cluster.audit().counts(NODE).await?;
     for (what, count) in before {
         after.entry(what).and_modify(|now| *now -= count);
     }
     after.retain(|_, count| *count > 0);
-    println!("requests of the companion in the lives of three pods: {after:?}");
+    println!("requests of the companion for three pods: {after:?}");
     assert_eq!(
         after.into_iter().collect::<Vec<_>>(),
         [("get resourceclaims".to_owned(), 3)]
@@ -111,7 +111,7 @@ async fn a_pod_deleted_by_force_gives_its_device_to_the_next_one() -> anyhow::Re
 async fn a_device_gone_before_prepare_is_refused_and_not_replaced() -> anyhow::Result<()> {
     let (stage, companion) = start(CONFIGURATION, &DEVICES).await?;
     let node = stage.cluster.node(0);
-    // Allocated while no kubelet prepares it.
+    // Allocated while no kubelet can prepare it.
     node.stop("kubelet", 15).await?;
     make_pod_with_claim(&stage, "pod", &one_device()).await?;
     let (uid, results) = allocated(&stage, "pod").await?;
@@ -135,20 +135,20 @@ async fn a_device_gone_before_prepare_is_refused_and_not_replaced() -> anyhow::R
     stage.cluster.stop().await
 }
 
-/// Passes connections on to the API server. Aborting it ends them, and new ones are refused.
+/// Proxies connections to the API server. Aborting the task closes them and refuses new ones.
 async fn pass_on(listener: TcpListener, server: SocketAddr) {
     let mut connections = JoinSet::new();
     while let Ok((mut client, _)) = listener.accept().await {
         connections.spawn(async move {
             if let Ok(mut server) = TcpStream::connect(server).await {
-                // A side that ends it ends it for the other.
+                // Closing one side closes the other.
                 let _ = copy_bidirectional(&mut client, &mut server).await;
             }
         });
     }
 }
 
-/// Has a kubeconfig name another address of the API server.
+/// Changes the API server's address in a kubeconfig.
 fn redirect(stage: &Stage, kubeconfig: &Path, address: SocketAddr) -> anyhow::Result<()> {
     let text = std::fs::read_to_string(kubeconfig)?;
     let server = stage.cluster.server();
@@ -161,7 +161,7 @@ fn redirect(stage: &Stage, kubeconfig: &Path, address: SocketAddr) -> anyhow::Re
 async fn a_prepare_without_an_api_server_fails_and_is_retried() -> anyhow::Result<()> {
     let (stage, companion) = start(CONFIGURATION, &DEVICES).await?;
     companion.end().await?;
-    // The companion alone is cut off: kubelet reads the claim itself before it calls.
+    // Only the companion is cut off: kubelet reads the claim itself before the call.
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let address = listener.local_addr()?;
     let server: http::Uri = stage.cluster.server().parse()?;
@@ -183,7 +183,7 @@ async fn a_prepare_without_an_api_server_fails_and_is_retried() -> anyhow::Resul
         "Prepare without an API server: {}",
         event.message.unwrap_or_default()
     );
-    // Unprepare needs none.
+    // Unprepare does not need the API server.
     delete(&stage, "before").await?;
     assert_eq!(traces(stage.cluster.node(0), &uid)?, Vec::<String>::new());
 
@@ -213,7 +213,7 @@ async fn a_pod_ending_without_an_api_server_frees_its_device() -> anyhow::Result
     make(&stage, pod).await?;
     let first = devices_of(&stage, "first").await?;
     let (uid, _) = allocated(&stage, "first").await?;
-    // It ends by itself after the API server has.
+    // The container exits five seconds later, after the API server has stopped.
     let end = "(sleep 5; touch /tmp/end) >/dev/null 2>&1 &";
     stage
         .cluster
@@ -235,7 +235,7 @@ async fn a_clean_stop_of_the_companion_costs_no_running_pod() -> anyhow::Result<
     make_pod(&stage, "pod").await?;
     let devices = devices_of(&stage, "pod").await?;
     companion.end().await?;
-    // Kubelet deletes the slices of a driver that is gone for 30 s.
+    // Kubelet deletes the slices of a driver that was gone for 30 s.
     Slices::watch(&stage).until("gone", BTreeMap::is_empty).await?;
     stage.wait(stage.pods(), "pod", "running", is_running()).await?;
     assert_eq!(devices_of(&stage, "pod").await?, devices);

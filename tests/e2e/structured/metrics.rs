@@ -1,11 +1,11 @@
-//! A real Prometheus scrapes a companion of this mode, and runs the queries of the dashboard and of the alerts.
+//! A real Prometheus scrapes a companion in structured mode, and runs the queries of the dashboard and of the alerts.
 
 use super::fixture::{devices_of, make_pod_with_claim, one_device, start_with};
 use super::slices::PROBED;
 use crate::harness::STRUCTURED_VERSION;
 use crate::monitoring::{Prometheus, assert_found, free_port, write_rules};
 
-/// The series after a pod with a claim, and an unhealthy device.
+/// Expected values after a pod with a claim, and with an unhealthy device.
 const SEEN: &[&str] = &[
     "drayman_node_ready == 1",
     "drayman_node_slices == 1",
@@ -29,14 +29,14 @@ async fn every_query_finds_series_without_a_controller() -> anyhow::Result<()> {
     make_pod_with_claim(&stage, "pod", &one_device()).await?;
     let held = devices_of(&stage, "pod").await?;
     let free = i32::from(held.contains("drayman-test-0"));
-    // The numbers of no driver: it does not open.
+    // Numbers without a driver: the device cannot be opened.
     let path = format!("/dev/drayman-test-{free}");
     stage.cluster.node(0).remove(&path)?;
     stage.cluster.node(0).make_device(&path, 240, 250)?;
     prometheus
         .until(r#"drayman_node_devices{kind="test",health="unhealthy",owner="nobody"} == 1"#)
         .await?;
-    // From 1.36 on it is published with a taint, and kubelet asks for the health of devices.
+    // From 1.36 on, it is published with a taint, and kubelet watches the health of devices.
     let (published, omitted, streams) = if stage.cluster.minor() < 36 {
         (1, 1, 0)
     } else {

@@ -1,4 +1,4 @@
-//! Structured mode on the newest Kubernetes: claims that the scheduler allocates from ResourceSlices.
+//! Structured mode on the latest Kubernetes: the scheduler allocates from ResourceSlices.
 
 mod cluster;
 mod commands;

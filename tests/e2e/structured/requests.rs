@@ -1,4 +1,4 @@
-//! Requests and constraints of claims: the scheduler decides, and each container gets its own devices.
+//! Requests and constraints of claims: the scheduler allocates, and each container gets its own devices.
 
 use std::collections::BTreeSet;
 
@@ -22,7 +22,7 @@ kinds:
   shares: 2
 ";
 
-/// Two devices with one major number, two with another, which nothing opens.
+/// Two devices with one major number, and two with another, which is never opened.
 const DEVICES: [(u32, u32); 4] = [(1, 5), (1, 7), (240, 1), (240, 2)];
 
 fn exactly(name: &str, fields: &Value) -> Value {
@@ -75,7 +75,7 @@ async fn two_containers(stage: &Stage) -> anyhow::Result<()> {
     delete(stage, "pod").await
 }
 
-/// A list of alternatives, of which the first cannot be had. Containers name the request, not the alternative.
+/// Alternatives of which the first is not available. Containers reference the request, not the alternative.
 async fn first_available(stage: &Stage) -> anyhow::Result<()> {
     make_class(stage, "missing", "missing").await?;
     let request = json!({ "name": "any", "firstAvailable": [
@@ -95,7 +95,7 @@ async fn all(stage: &Stage) -> anyhow::Result<()> {
     delete(stage, "pod").await
 }
 
-/// Of devices with two values of an attribute, a pair with one value.
+/// Two values of an attribute exist; the claim gets a pair with the same value.
 async fn match_attribute(stage: &Stage) -> anyhow::Result<()> {
     make_pod_with_claim(stage, "holder", &one_device()).await?;
     let held = devices_of(stage, "holder").await?;
@@ -120,7 +120,7 @@ async fn match_attribute(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A claim of an administrator gets all devices beside their holders, and holds none.
+/// A claim with admin access gets all devices in addition to their holders, and holds none.
 async fn admin_access(stage: &Stage) -> anyhow::Result<()> {
     make_pod_with_claim(stage, "holder", &one_device()).await?;
     let held = devices_of(stage, "holder").await?;
@@ -139,7 +139,7 @@ async fn admin_access(stage: &Stage) -> anyhow::Result<()> {
     stage.cluster.kubectl(&label).await?;
     make_pod_with_claim(stage, "admin", &spec).await?;
     assert_eq!(devices_of(stage, "admin").await?, names(&[0, 1, 2, 3]));
-    // The claim of the administrator holds nothing.
+    // The claim with admin access holds nothing.
     make_pod_with_claim(stage, "beside", &one_device()).await?;
     assert!(devices_of(stage, "beside").await?.is_disjoint(&held));
     delete(stage, "admin").await?;
@@ -174,7 +174,7 @@ async fn two_claims_share_a_device_and_a_third_waits() -> anyhow::Result<()> {
     assert_eq!(devices_of(&stage, "third").await?, shared);
     assert_eq!(devices_of(&stage, "second").await?, shared);
 
-    // Two requests of one claim get devices of two major numbers.
+    // Two requests of one claim get devices with different major numbers.
     let two = [exactly("one", &json!({})), exactly("other", &json!({}))];
     let distinct = json!({ "distinctAttribute": "drayman.dev/major" });
     make_pod_with_claim(&stage, "distinct", &claim(&two, &[distinct])).await?;

@@ -1,4 +1,4 @@
-//! The companion is replaced as by a rolling update with `maxSurge`, while pods come and go.
+//! The companion is replaced as in a rolling update with `maxSurge`, while pods come and go.
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
@@ -16,11 +16,11 @@ use super::fixture::{
 use crate::harness::PATIENCE;
 use crate::stage::Stage;
 
-/// An even number returns to the sockets of the first companion.
+/// An even number, so that the last companion uses the same sockets as the first.
 const UPDATES: usize = 4;
 const DEVICES: [(u32, u32); 4] = [(1, 3), (1, 5), (1, 7), (1, 9)];
 
-/// Makes pods, one after the other, and notes how long each takes until it runs.
+/// Creates pods one after the other, and records the time until each runs.
 async fn pods(stage: &Stage, name: &str, times: &watch::Sender<Vec<Duration>>) -> anyhow::Result<Infallible> {
     for number in 0.. {
         let pod = format!("{name}-{number}");
@@ -33,7 +33,7 @@ async fn pods(stage: &Stage, name: &str, times: &watch::Sender<Vec<Duration>>) -
     unreachable!("the numbers end");
 }
 
-/// Kubelet's calls of the driver that failed, and the number of all calls.
+/// Kubelet's failed calls to the driver, and the number of all calls.
 async fn calls(stage: &Stage) -> anyhow::Result<(Vec<String>, usize)> {
     let path = format!("/api/v1/nodes/{}/proxy/metrics", stage.cluster.node(0).name());
     let metrics = stage.cluster.kubectl(&["get", "--raw", &path]).await?;

@@ -1,4 +1,4 @@
-//! ResourceSlices follow the devices, and come back when somebody deletes or edits them.
+//! ResourceSlices follow the devices, and are restored after a deletion or an edit.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -15,13 +15,13 @@ use super::fixture::{
 };
 use crate::stage::DRIVER;
 
-/// Two writes each, plugging in and unplugging: fewer than the companion sends in one go.
+/// Two writes each, for plugging in and unplugging: fewer than the companion's burst limit.
 const ROUNDS: usize = 8;
 /// A restart of kubelet takes seconds.
 const RESTARTS: usize = 4;
 const DEVICES: [(u32, u32); 2] = [(1, 5), (1, 7)];
 
-/// A kind whose devices are opened to see whether they are well.
+/// A kind whose devices are probed by opening them.
 pub(super) const PROBED: &str = "\
 apiVersion: drayman.dev/v1alpha1
 kind: NodeConfiguration
@@ -104,7 +104,7 @@ async fn slices_are_back_after_a_deletion_and_a_kubelet_restart() -> anyhow::Res
     }
     print_times("slices back after a kubelet restart has deleted them", times);
 
-    // An edit by somebody else is undone.
+    // A foreign edit is reverted.
     let now = slices.until("there", |slices| offered(slices).is_some()).await?;
     let name = now.keys().next().context("a slice")?.clone();
     let edit = json!({ "spec": { "devices": [{ "name": "nonsense" }] } });
@@ -141,7 +141,7 @@ async fn plugged_and_unplugged_devices_reach_the_slices() -> anyhow::Result<()> 
     stage.cluster.stop().await
 }
 
-/// How long it takes from a change of the devices until the slices offer these.
+/// Time from a change of the devices until the slices list exactly these.
 async fn timed(
     slices: &mut Slices,
     devices: &[usize],
@@ -162,7 +162,7 @@ async fn a_pod_waits_for_an_unhealthy_device() -> anyhow::Result<()> {
         node.remove("/dev/drayman-test-0")?;
         node.make_device("/dev/drayman-test-0", major, minor)
     };
-    // The numbers of no driver: it does not open.
+    // Numbers without a driver: the device cannot be opened.
     replace(240, 250)?;
     let mut slices = Slices::watch(&stage);
     let is_withdrawn = |slices: &BTreeMap<String, ResourceSlice>| {

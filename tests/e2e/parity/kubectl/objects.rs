@@ -1,4 +1,4 @@
-//! What is applied and patched.
+//! Manifests and patches.
 
 pub(crate) const OBJECTS: &str = r"
 apiVersion: resource.k8s.io/v1alpha2
@@ -36,7 +36,7 @@ metadata: { name: unknown }
 spec: { resourceClassName: CLASS, color: red }
 ";
 
-/// Nobody runs the pods. The node has no heartbeats, which is noticed after 40 seconds.
+/// The pods do not run. The node has no heartbeats, which the controller notices after 40 seconds.
 pub(crate) const SHOWN: &str = r#"
 apiVersion: v1
 kind: Node
@@ -86,7 +86,7 @@ pub(crate) const POD_STATUS: &str = r#"{"status":{"phase":"Running","podIP":"10.
         {"name":"main","image":"none","imageID":"","ready":true,"restartCount":0,"state":{"running":{"startedAt":"2020-01-01T00:00:00Z"}}},
         {"name":"second","image":"none","imageID":"","ready":false,"restartCount":0,"state":{"waiting":{"reason":"CrashLoopBackOff"}}}]}}"#;
 
-/// What the files of `examples/` are made of, and what the companion writes.
+/// The kinds used in `examples/`, and an inventory of the companion.
 pub(crate) const OURS: &str = r"
 apiVersion: drayman.dev/v1alpha1
 kind: NodeInventory
@@ -130,7 +130,7 @@ spec: { requests: [{ name: a, colour: red }] }
 pub(crate) const INVENTORY_STATUS: &str = r#"{"status":{"devices":2,"unhealthy":0,"conditions":[
     {"type":"Ready","status":"True","reason":"Serving","message":"","lastTransitionTime":"2020-01-01T00:00:00Z"}]}}"#;
 
-/// A pod with most of what `kubectl describe` shows of one, and a plain one that waits.
+/// A pod with most fields that `kubectl describe` prints, and a plain pending pod.
 pub(crate) const DESCRIBED: &str = r#"
 apiVersion: v1
 kind: Pod
@@ -174,7 +174,7 @@ spec:
   containers: [{ name: main, image: none }]
 "#;
 
-/// What has happened to that pod. kubectl asks for events by the uid too.
+/// Events of that pod. kubectl selects events by uid too.
 pub(crate) const HAPPENED: &str = r#"
 apiVersion: v1
 kind: Event

@@ -1,4 +1,4 @@
-//! What `kubectl describe` shows of pods.
+//! Output of `kubectl describe pod`.
 
 use super::objects::{CHANGED, DESCRIBED, DESCRIBED_STATUS, HAPPENED, OF_DESCRIBING};
 use super::{APPLY, both};
@@ -31,7 +31,7 @@ fn kubectl_describes_pods_the_same() {
             ),
             (WHOLE, ""),
             (&["describe", "pod", "described-whole", "--show-events=false"], ""),
-            // By the beginning of the name, by labels, by file, all of them, and one that is not there.
+            // By name prefix, labels, file, all of them, and a missing one.
             (&["describe", "pod", "described-w"], ""),
             (&["describe", "pods", "-l", "b=c"], ""),
             (&["describe", "pods", "-l", "b=nothing"], ""),

@@ -1,4 +1,4 @@
-//! What kubectl says when it only pretends, by itself or by the server, and what it would change.
+//! kubectl with client-side and server-side dry run, and `kubectl diff`.
 
 use super::objects::{CHANGED, DESCRIBED, OBJECTS, OF_PRETENDING, UNKNOWN};
 use super::{APPLY, both};
@@ -21,7 +21,7 @@ fn kubectl_pretends_the_same() {
         "kubectl-pretends",
         &[
             (APPLY, OF_PRETENDING),
-            // Of what is not there.
+            // For missing objects.
             (&["apply", "--dry-run=server", "-f", "-"], OBJECTS),
             (&["apply", "--dry-run=client", "-f", "-"], OBJECTS),
             (&["create", "--dry-run=server", "-f", "-"], OBJECTS),
@@ -70,7 +70,7 @@ fn kubectl_pretends_the_same() {
             (ALL, ""),
             (&["get", "namespace", "kubectl-pretends-other"], ""),
             (&["apply", "--dry-run=maybe", "-f", "-"], OBJECTS),
-            // Of what is there.
+            // For existing objects.
             (APPLY, OBJECTS),
             (&["create", "--dry-run=server", "-f", "-"], OBJECTS),
             (&["create", "--dry-run=client", "-f", "-"], OBJECTS),

@@ -1,4 +1,4 @@
-//! The two clusters in which the loops are watched, and what the driver does there.
+//! The two clusters whose loops are compared, and the actions of the driver.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -19,19 +19,19 @@ use crate::parity::ground::{JSON, MERGE, run};
 
 const DRIVER: &str = "loops.example.com";
 const RESOURCE: &str = "/apis/resource.k8s.io/v1alpha2";
-/// How long anything may take.
+/// Timeout of all waits.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
-/// By name, where pods can ask to be put: the first is alone there.
+/// Nodes and their label values, by which pods select them; the first value has only one node.
 const NODES: [(&str, &str); 3] = [("loop-a", "one"), ("loop-b", "two"), ("loop-c", "two")];
 const WATCHED: [&str; 3] = ["resourceclaims", "podschedulingcontexts", "pods"];
 
-/// With all controllers, other than that of the conversations.
+/// A real control plane with all controllers, separate from the one of the request tests.
 static CLUSTER: OnceCell<Cluster> = OnceCell::const_new();
 
 async fn real() -> kube::Client {
     let cluster = CLUSTER
         .get_or_try_init(|| {
-            // Nodes that exist in the API alone have no heartbeats.
+            // Nodes that exist only in the API have no heartbeats.
             Cluster::builder()
                 .flag("controller-manager", "--node-monitor-grace-period=24h")
                 .share("loops", async |cluster| make_nodes(&cluster.client()).await)
@@ -71,7 +71,7 @@ async fn make_nodes(client: &kube::Client) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes a node that exists in the API alone, and waits until pods can be bound to it.
+/// Creates a node that exists only in the API, and waits until pods can be bound to it.
 pub(crate) async fn make_node(client: &kube::Client, name: &str, place: &str) -> anyhow::Result<()> {
     let node = json!({
         "apiVersion": "v1", "kind": "Node",
@@ -86,7 +86,7 @@ pub(crate) async fn make_node(client: &kube::Client, name: &str, place: &str) ->
     let status = json!({ "status": { "capacity": amounts, "allocatable": amounts, "conditions": [ready] } });
     let path = format!("/api/v1/nodes/{name}");
     send(client, "PATCH", &format!("{path}/status"), MERGE, &status).await?;
-    // The real server has it untolerated until a controller has seen that it is ready.
+    // The real server's taint stays until a controller sees that the node is ready.
     loop {
         let node = send(client, "GET", &path, JSON, &Value::Null).await?;
         if !node["spec"]["taints"].is_array() {
@@ -96,7 +96,7 @@ pub(crate) async fn make_node(client: &kube::Client, name: &str, place: &str) ->
     }
 }
 
-/// A control plane, and what becomes of the objects of a namespace.
+/// A control plane, and the observed states of a namespace's objects.
 pub(crate) struct Ground {
     pub(crate) client: kube::Client,
     pub(crate) namespace: String,
@@ -104,7 +104,7 @@ pub(crate) struct Ground {
     _watching: JoinSet<()>,
 }
 
-/// Plays a story with both and compares what has become of everything.
+/// Runs a scenario on both clusters and compares the sequences of states.
 pub(crate) fn both(namespace: &str, story: impl AsyncFn(&Ground) -> anyhow::Result<()>) {
     run(async {
         let stage = Stage::start(Source::system());
@@ -115,7 +115,7 @@ pub(crate) fn both(namespace: &str, story: impl AsyncFn(&Ground) -> anyhow::Resu
         let meant = ordered(play(real().await, namespace, &story).await);
         assert!(
             played == meant,
-            "on the stage:\n{}\nin a real cluster:\n{}",
+            "on the test cluster:\n{}\nin a real cluster:\n{}",
             shown(&played),
             shown(&meant)
         );
@@ -134,7 +134,7 @@ async fn play(
     if ended.is_err() {
         println!("{}", shown(&states));
     }
-    ended.expect("the story goes to its end");
+    ended.expect("the scenario succeeds");
     states
 }
 
@@ -163,7 +163,7 @@ impl Ground {
             );
             let (client, states) = (client.clone(), states.clone());
             watching.spawn(async move {
-                // It ends with the test; if it ended before, states would be missing.
+                // The watch ends with the test; if it ended earlier, states would be missing.
                 watch(&client, &path, plural, &states).await.expect("a watch");
             });
         }
@@ -180,9 +180,9 @@ impl Ground {
         Ok(ground)
     }
 
-    /// Waits until everything that is stored was seen, and what is not there is gone.
+    /// Waits until all stored states were observed, and all deletions.
     async fn settle(&self) {
-        // What fails here shows in the comparison.
+        // A failure shows up in the comparison.
         let _ = timeout(Duration::from_secs(30), async {
             while !self.is_seen().await.unwrap_or(false) {
                 sleep(Duration::from_millis(20)).await;
@@ -235,7 +235,7 @@ impl Ground {
         send(&self.client, "PATCH", &path, MERGE, patch).await.map(drop)
     }
 
-    /// A pod with these entries: a claim of the template, or one that exists.
+    /// Creates a pod with these entries: a claim from the template, or an existing claim.
     pub(crate) async fn pod(&self, place: &str, entries: &[(&str, Option<&str>)]) -> anyhow::Result<()> {
         let claims: Vec<Value> = entries
             .iter()
@@ -266,7 +266,7 @@ impl Ground {
             .map(drop)
     }
 
-    /// Waits for the one object of a kind, or that of an entry, to be as it should.
+    /// Waits until the only object of a kind, or that of an entry, meets a condition.
     pub(crate) async fn until(
         &self,
         what: &str,
@@ -310,7 +310,7 @@ impl Ground {
         self.until(&what, plural, <[Value]>::is_empty).await.map(drop)
     }
 
-    /// The name of the claim of an entry.
+    /// The claim name of an entry.
     async fn claim(&self, entry: &str) -> anyhow::Result<String> {
         let is_there = |found: &[Value]| found.iter().any(|claim| label(claim) == entry);
         let claims = self
@@ -321,7 +321,7 @@ impl Ground {
         name.map(str::to_owned).context("a name")
     }
 
-    /// As a driver's controller: the claim can be had on this node from now on.
+    /// Acts as a driver's controller: allocates the claim on this node.
     pub(crate) async fn allocate(&self, entry: &str, node: &str) -> anyhow::Result<()> {
         let claim = self.claim(entry).await?;
         let finalizers = json!({ "metadata": { "finalizers": [format!("{DRIVER}/protection")] } });
@@ -336,7 +336,7 @@ impl Ground {
             .await
     }
 
-    /// As a driver's controller: nothing is held for the claim any more.
+    /// Acts as a driver's controller: removes the allocation.
     pub(crate) async fn clear(&self, entry: &str) -> anyhow::Result<()> {
         let claim = self.claim(entry).await?;
         let status =
@@ -345,20 +345,20 @@ impl Ground {
             .await
     }
 
-    /// As a driver's controller: the claim may go.
+    /// Acts as a driver's controller: removes the finalizer.
     pub(crate) async fn let_go(&self, entry: &str) -> anyhow::Result<()> {
         let claim = self.claim(entry).await?;
         let finalizers = json!({ "metadata": { "finalizers": null } });
         self.patch("resourceclaims", &claim, &finalizers).await
     }
 
-    /// Both, one after the other.
+    /// Removes the allocation, then the finalizer.
     pub(crate) async fn deallocate(&self, entry: &str) -> anyhow::Result<()> {
         self.clear(entry).await?;
         self.let_go(entry).await
     }
 
-    /// As drivers: which nodes do not suit, by entry.
+    /// Acts as the drivers: sets the unsuitable nodes by entry.
     pub(crate) async fn judge(&self, entries: &[(&str, &[&str])]) -> anyhow::Result<()> {
         let entries: Vec<Value> = entries
             .iter()

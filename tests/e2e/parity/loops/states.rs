@@ -1,4 +1,4 @@
-//! What becomes of the objects of a namespace, as far as both clusters should agree on it.
+//! The states of a namespace's objects that must be equal in both clusters.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -7,11 +7,11 @@ use futures::{AsyncBufReadExt as _, TryStreamExt as _};
 use http::Request;
 use serde_json::{Value, json};
 
-/// By object, its states in their order.
+/// The sequence of states by object.
 pub(super) type States = BTreeMap<String, Vec<String>>;
 
-/// Without what has no order: the claim controller asks for the deallocation of a claim of a pod that is gone, and the garbage
-/// collector deletes it, and either may be the first.
+/// Normalizes states without a defined order: for a deleted pod's claim, the claim controller requests deallocation and the garbage
+/// collector deletes it, in either order.
 pub(super) fn ordered(mut states: States) -> States {
     for of in states.values_mut() {
         of.retain(|state| {
@@ -31,7 +31,7 @@ pub(super) fn shown(states: &States) -> String {
     states.iter().map(one).collect()
 }
 
-/// What an object is called in both: claims of templates have names made at random.
+/// The name of an object in both clusters: claims from templates have random names.
 pub(super) fn label(object: &Value) -> &str {
     let annotation = &object["metadata"]["annotations"]["resource.kubernetes.io/pod-claim-name"];
     annotation
@@ -65,7 +65,7 @@ pub(super) async fn watch(
     Ok(())
 }
 
-/// What matters of an object.
+/// The relevant fields of an object.
 pub(super) fn state(plural: &str, object: &Value) -> String {
     let deleting = object["metadata"]["deletionTimestamp"].is_string();
     let names = |list: &Value| -> Vec<String> {
@@ -77,7 +77,7 @@ pub(super) fn state(plural: &str, object: &Value) -> String {
                 .unwrap_or_default()
                 .to_owned()
         };
-        // In Kubernetes the names of a pod's claims come in the order of a map, which has none.
+        // Kubernetes sorts the claim names of a pod randomly.
         let mut names: Vec<String> = list.iter().map(name).collect();
         names.sort();
         names
