@@ -1,4 +1,4 @@
-//! What the API server was asked, by whom, and what it answered.
+//! The API server's audit log: requests, their users and results.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,10 +11,10 @@ use tokio::time::{Duration, Instant, sleep};
 
 use super::{Cluster, PATIENCE};
 
-/// One request that was answered. A watch is here only when it has ended.
+/// A completed request. A watch is included only after its end.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Entry {
-    /// The name of the user, as given to [`Cluster::user`].
+    /// The user name, as given to [`Cluster::user`].
     pub user: String,
     pub user_agent: String,
     /// `get`, `list`, `watch`, `create`, `update`, `patch`, `delete`, `deletecollection`.
@@ -23,12 +23,12 @@ pub struct Entry {
     pub resource: String,
     pub subresource: String,
     pub namespace: String,
-    /// Empty for lists, and for creations when bodies are not recorded.
+    /// Empty for lists, and for creations if bodies are not recorded.
     pub name: String,
     pub uri: String,
     /// The HTTP status.
     pub code: u16,
-    /// When the request came and when the answer was complete: RFC 3339 with microseconds, which sort as text.
+    /// When the request was received and when its response was complete: RFC 3339 with microseconds, sortable as text.
     pub received: String,
     pub completed: String,
     /// Bodies, with [`super::Builder::audit_bodies`].
@@ -37,7 +37,7 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// Whether the request could change something.
+    /// Whether the verb is a write.
     pub fn is_write(&self) -> bool {
         !matches!(self.verb.as_str(), "get" | "list" | "watch")
     }
@@ -55,9 +55,9 @@ impl<'a> Audit<'a> {
         Self { cluster }
     }
 
-    /// All requests that were answered before this call, in the order in which their answers were complete.
+    /// All requests that completed before this call, in the order of completion.
     pub async fn entries(&self) -> anyhow::Result<Vec<Entry>> {
-        // The log is written just after the answer. When a request of our own is in it, earlier ones are too.
+        // The log is written just after the response. Once it contains our marker request, it contains all earlier ones.
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let fence = format!(
             "harness-fence-{}-{}",
@@ -93,7 +93,7 @@ impl<'a> Audit<'a> {
             .collect())
     }
 
-    /// How often each `verb resource/subresource` was asked by a user, as a benchmark prints it.
+    /// Number of a user's requests by `verb resource/subresource`.
     pub async fn counts(&self, user: &str) -> anyhow::Result<BTreeMap<String, usize>> {
         let mut counts = BTreeMap::new();
         for entry in self.of_user(user).await? {
@@ -107,7 +107,7 @@ impl<'a> Audit<'a> {
     fn read(self) -> anyhow::Result<Vec<Entry>> {
         let path = &self.cluster.description.audit;
         let bytes = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
-        // The last line may be half written.
+        // The last line may be incomplete.
         let complete = &bytes[..bytes
             .iter()
             .rposition(|&byte| byte == b'\n')

@@ -1,4 +1,4 @@
-//! One cluster: started by its builder, gone when dropped.
+//! A cluster: started by its builder, removed when dropped.
 
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -17,19 +17,19 @@ use tokio::process::Command;
 use super::supervisor::{Answer, Description, Request, Supervisor};
 use super::{Audit, Node, STRUCTURED_VERSION, VERSION, not_run, program};
 
-/// How many last lines of each log a failed test prints.
+/// Number of lines of each log that a failed test prints.
 const LINES_OF_LOG: usize = 20;
 
-/// The environment variable by which the supervisor finds what runs beside its cluster.
+/// Environment variable that marks processes which belong to a cluster, for the supervisor.
 const MARKER: &str = "DRAYMAN_TEST_CLUSTER";
 
-/// The environment variable that chooses another version for the whole run.
+/// Environment variable with another version for the whole run.
 const CHOSEN_VERSION: &str = "DRAYMAN_TEST_KUBERNETES";
 
 /// The first minor version that serves `resource.k8s.io/v1` by default.
 const FIRST_STRUCTURED_MINOR: u32 = 34;
 
-/// What a cluster shall be. The default is a control plane without nodes, which needs no root.
+/// Options of a cluster. The default is a control plane without nodes, which requires no root.
 #[derive(Debug)]
 #[must_use]
 pub struct Builder {
@@ -53,13 +53,13 @@ impl Builder {
         minor_of(&self.version)
     }
 
-    /// How many nodes; any needs root.
+    /// Number of nodes; more than 0 requires root.
     pub fn nodes(mut self, nodes: usize) -> Self {
         self.nodes = nodes;
         self
     }
 
-    /// Turns ServiceAccount admission on: pods get tokens, and wait for the account of their namespace.
+    /// Enables ServiceAccount admission: pods get tokens, and wait for their namespace's account.
     pub fn service_accounts(mut self) -> Self {
         self.service_accounts = true;
         self
@@ -83,7 +83,7 @@ impl Builder {
         self
     }
 
-    /// Starts the cluster and returns when its API server and its nodes are ready.
+    /// Starts the cluster and waits until its API server and nodes are ready.
     pub async fn start(self) -> anyhow::Result<Cluster> {
         let (supervisor, description) = Supervisor::start(self.command().await?)
             .await
@@ -93,7 +93,7 @@ impl Builder {
         Ok(cluster)
     }
 
-    /// The supervisor of such a cluster.
+    /// The supervisor's command line.
     pub(super) async fn command(&self) -> anyhow::Result<std::process::Command> {
         if self.nodes > 0 && !rustix::process::geteuid().is_root() {
             bail!(
@@ -128,25 +128,24 @@ impl Builder {
     }
 }
 
-/// A running cluster. Dropping it ends it and returns when nothing of it is left. Unless [`Cluster::stop`] said that
-/// all went well, the ends of all logs are printed first.
+/// A running cluster. Dropping it stops it and waits until nothing is left. The ends of all logs are printed first, unless
+/// [`Cluster::stop`] was called.
 #[allow(missing_debug_implementations, reason = "a kube::Client has none")]
 pub struct Cluster {
     pub(super) client: kube::Client,
     pub(super) description: Description,
-    /// None if the cluster is shared with other processes.
+    /// `None` if the cluster is shared with other processes.
     supervisor: Option<Supervisor>,
     succeeded: bool,
 }
 
 impl Cluster {
-    /// A cluster to be described further, of [`VERSION`] or the version of the environment variable `DRAYMAN_TEST_KUBERNETES`.
+    /// A builder for [`VERSION`] or the version in the environment variable `DRAYMAN_TEST_KUBERNETES`.
     pub fn builder() -> Builder {
         Self::of_version(std::env::var(CHOSEN_VERSION).unwrap_or_else(|_| VERSION.to_owned()))
     }
 
-    /// The same for claims of structured mode: of [`STRUCTURED_VERSION`], or of the version of the environment variable if that
-    /// has structured mode.
+    /// A builder for structured mode: [`STRUCTURED_VERSION`], or the version in the environment variable if that has structured mode.
     pub fn structured() -> Builder {
         let chosen = std::env::var(CHOSEN_VERSION)
             .ok()
@@ -174,7 +173,7 @@ impl Cluster {
         })
     }
 
-    /// Whether other processes use it too. Then nobody may stop a part of it.
+    /// Whether other processes use the cluster too. Then no part of it may be stopped.
     pub(super) fn is_shared(&self) -> bool {
         self.supervisor.is_none()
     }
@@ -187,22 +186,22 @@ impl Cluster {
             .await
     }
 
-    /// A client that may do everything.
+    /// A client with administrator rights.
     pub fn client(&self) -> kube::Client {
         self.client.clone()
     }
 
-    /// A client for a kubeconfig, such as [`Cluster::user`] returns.
+    /// A client for a kubeconfig, such as one of [`Cluster::user`].
     pub async fn client_of(&self, kubeconfig: &Path) -> anyhow::Result<kube::Client> {
         client(kubeconfig).await
     }
 
-    /// The kubeconfig of a user who may do everything. It names this machine's loopback address.
+    /// The administrator's kubeconfig, with this machine's loopback address.
     pub fn kubeconfig(&self) -> &Path {
         &self.description.kubeconfig
     }
 
-    /// The cluster's directory. It is removed with the cluster, so it suits files of a test as well.
+    /// The cluster's directory, which tests can use for files. It is removed with the cluster.
     pub fn directory(&self) -> &Path {
         &self.description.directory
     }
@@ -212,17 +211,17 @@ impl Cluster {
         &self.description.server
     }
 
-    /// The minor version of its Kubernetes: 27 to 37.
+    /// The minor version of Kubernetes: 27 to 37.
     pub fn minor(&self) -> u32 {
         minor_of(&self.description.version)
     }
 
-    /// Whether its Kubernetes serves `resource.k8s.io/v1`.
+    /// Whether this version serves `resource.k8s.io/v1`.
     pub fn has_structured_mode(&self) -> bool {
         self.minor() >= FIRST_STRUCTURED_MINOR
     }
 
-    /// Whether its Kubernetes is too old for a test to show anything. Then the test is skipped, with this reason.
+    /// Whether Kubernetes is too old for a test. If so, skips the test with this reason.
     pub fn is_before(&self, minor: u32, reason: &str) -> bool {
         let is_before = self.minor() < minor;
         if is_before {
@@ -231,10 +230,10 @@ impl Cluster {
         is_before
     }
 
-    /// A node, counted from 0.
+    /// A node by index.
     ///
     /// # Panics
-    /// When the cluster has fewer nodes.
+    /// If the cluster has fewer nodes.
     pub fn node(&self, number: usize) -> Node<'_> {
         assert!(
             number < self.description.nodes.len(),
@@ -243,12 +242,12 @@ impl Cluster {
         Node::new(self, number)
     }
 
-    /// What the API server was asked.
+    /// The API server's audit log.
     pub fn audit(&self) -> Audit<'_> {
         Audit::new(self)
     }
 
-    /// A command on this machine that is killed when it is dropped, and with the cluster at the latest.
+    /// A command on this machine. The process is killed when dropped, at the latest with the cluster.
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new(program);
         command
@@ -258,15 +257,15 @@ impl Cluster {
         command
     }
 
-    /// Where kubectl is.
+    /// Path of kubectl.
     pub fn kubectl_program(&self) -> &Path {
         &self.description.kubectl
     }
 
-    /// Runs kubectl as admin and returns what it printed.
+    /// Runs kubectl as administrator and returns its output.
     pub async fn kubectl(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let mut command = self.command(&self.description.kubectl);
-        // kubectl keeps what it discovers in the home directory otherwise.
+        // Otherwise kubectl would keep its discovery cache in the home directory.
         command
             .arg("--kubeconfig")
             .arg(&self.description.kubeconfig)
@@ -285,7 +284,7 @@ impl Cluster {
         String::from_utf8(output.stdout).context("what kubectl printed")
     }
 
-    /// Ends a component of the control plane by a signal (SIGTERM: 15, SIGKILL: 9) and waits for its end.
+    /// Stops a component of the control plane by a signal (SIGTERM: 15, SIGKILL: 9) and waits for its end.
     pub async fn stop_component(&self, component: &str, signal: i32) -> anyhow::Result<()> {
         let request = Request {
             r#do: "stop",
@@ -296,7 +295,7 @@ impl Cluster {
         self.ask(request).await.map(drop)
     }
 
-    /// Starts a component that was stopped, and returns when the API server is ready.
+    /// Starts a stopped component and waits until the API server is ready.
     pub async fn start_component(&self, component: &str) -> anyhow::Result<()> {
         let request = Request {
             r#do: "start",
@@ -306,7 +305,7 @@ impl Cluster {
         self.ask(request).await.map(drop)
     }
 
-    /// The process of a component of the control plane.
+    /// The process id of a control plane component.
     pub async fn component_pid(&self, component: &str) -> anyhow::Result<u32> {
         let request = Request {
             r#do: "pid",
@@ -318,13 +317,13 @@ impl Cluster {
         Ok(pid)
     }
 
-    /// Has etcd forget all earlier states, as the API server does every few minutes.
+    /// Compacts etcd, as the API server does every few minutes.
     pub async fn compact(&self) -> anyhow::Result<()> {
         let namespaces = Api::<Namespace>::all(self.client());
         let list = namespaces.list(&ListParams::default()).await?;
         let revision = list.metadata.resource_version;
         let body = json!({ "revision": revision, "physical": true }).to_string();
-        // The ports of a cluster are next to each other (`tests/cluster/supervisor/slot.go`).
+        // The ports of a cluster are consecutive (`tests/cluster/supervisor/slot.go`).
         let server: http::Uri = self.server().parse()?;
         let etcd = ("127.0.0.1", server.port_u16().context("a port")? + 1);
         let mut connection = TcpStream::connect(etcd).await?;
@@ -339,7 +338,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// The whole log of a component: `apiserver`, `scheduler`, …, `node-0-kubelet`, `node-0-containerd`, ….
+    /// The log of a component: `apiserver`, `scheduler`, …, `node-0-kubelet`, `node-0-containerd`, ….
     pub fn log(&self, component: &str) -> anyhow::Result<String> {
         let path = self
             .description
@@ -350,12 +349,12 @@ impl Cluster {
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
-    /// The process that runs the cluster, for tests of the harness itself.
+    /// The supervisor's process id, for tests of the harness itself.
     pub fn supervisor_pid(&self) -> u32 {
         self.supervisor.as_ref().map_or(0, Supervisor::pid)
     }
 
-    /// Ends the cluster: the last line of a test that went well.
+    /// Stops the cluster; the last line of a successful test.
     pub async fn stop(mut self) -> anyhow::Result<()> {
         self.succeeded = true;
         Ok(tokio::task::spawn_blocking(move || drop(self)).await?)
@@ -375,7 +374,7 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        // A test that fails by `?` does not panic. Of tests that pass, the test runner does not show this.
+        // A test that fails by `?` does not panic. The test runner hides this output for passed tests.
         if !self.succeeded {
             self.print_logs();
         }
@@ -388,7 +387,7 @@ fn minor_of(version: &str) -> u32 {
 }
 
 async fn client(kubeconfig: &Path) -> anyhow::Result<kube::Client> {
-    // Done already when another cluster of this process was first.
+    // Fails if another cluster of this process has done it.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let file =
         Kubeconfig::read_from(kubeconfig).with_context(|| format!("reading {}", kubeconfig.display()))?;

@@ -8,8 +8,8 @@
 //! let companion = cluster.node(0).command(env!("CARGO_BIN_EXE_drayman")).arg("node").spawn()?;
 //! ```
 //!
-//! The work is done by the Go program in `tests/cluster`, whose standard input is tied to this process: when the
-//! [`Cluster`] is dropped or the process dies, that program takes everything away. This is a typed client of it.
+//! The Go program in `tests/cluster` runs the cluster; this is a typed client of it. The program's standard input is tied to this process:
+//! when the [`Cluster`] is dropped or the process dies, it removes everything.
 #![allow(
     dead_code,
     unused_imports,
@@ -36,16 +36,15 @@ pub use program::{build_go, helm, prometheus, prometheus_operator, registry, tar
 pub use shared::lock;
 pub use users::rule;
 
-/// The image that every node has: a static busybox, whose default command waits and ends at once on SIGTERM.
+/// The image on every node: a static busybox whose default command waits for SIGTERM.
 pub const IMAGE: &str = "localhost/busybox:1";
 
-/// The Kubernetes version of a cluster that asks for none.
+/// The default Kubernetes version.
 pub const VERSION: &str = "1.30.14";
 
-/// The Kubernetes version of [`Cluster::structured`]: the newest.
+/// The Kubernetes version of [`Cluster::structured`]: the latest.
 pub const STRUCTURED_VERSION: &str = "1.37.2";
 
-/// How long anything may take that a test waits for. Generous: it only bounds how long a failure takes. kubelet tries a pod
-/// again only after up to a minute and a half, for instance when the API server's node authorizer has not yet heard that the
-/// pod's claim is the node's business (seen on 1.30).
+/// Timeout of all waits in tests. It only limits how long a failure takes. Kubelet may retry a pod only after 90 seconds, for instance if
+/// the API server's node authorizer does not know yet that the pod's claim is on the node (seen on 1.30).
 pub const PATIENCE: std::time::Duration = std::time::Duration::from_secs(180);

@@ -1,4 +1,4 @@
-//! A node, as a test sees it.
+//! A node of a test cluster.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -11,8 +11,8 @@ use tokio::process::Command;
 use super::Cluster;
 use super::supervisor::{Answer, NodeDescription, Request};
 
-/// A real kubelet with containerd and CDI. It has a mount namespace of its own, in which `/var/lib/kubelet`,
-/// `/run/cdi`, `/var/log` and `/dev` are its own too, and namespaces for its network and its processes.
+/// A real kubelet with containerd and CDI. It has its own network, PID and mount namespaces, the latter with its own `/var/lib/kubelet`,
+/// `/run/cdi`, `/var/log` and `/dev`.
 #[derive(Clone, Copy)]
 #[allow(missing_debug_implementations, reason = "a kube::Client has none")]
 pub struct Node<'a> {
@@ -34,20 +34,20 @@ impl<'a> Node<'a> {
         &self.description().name
     }
 
-    /// The node's first process, and the machine's end of its link: for tests of the harness itself.
+    /// The pid of the node's first process, and the host side of its network link: for tests of the harness itself.
     pub fn init(&self) -> (u32, &'a str) {
         (self.description().init, &self.description().link)
     }
 
-    /// The machine, as the node and its pods reach it.
+    /// The machine's address for the node and its pods.
     pub fn gateway(&self) -> &'a str {
         &self.description().gateway
     }
 
-    /// A command that runs in the node's mount namespace, as a node companion does: it sees the node's `/dev`, kubelet's
-    /// sockets and the CDI directory. Its network and its processes are the machine's, so [`Cluster::kubeconfig`] and
-    /// [`Cluster::user`] work, and a signal to the child reaches the program itself (nsenter replaces itself by it).
-    /// It is killed when dropped, and with the cluster at the latest. The working directory is the root.
+    /// A command in the node's mount namespace, as for a companion: it sees the node's `/dev`, kubelet's sockets and the CDI directory. It
+    /// uses the machine's network and processes, so [`Cluster::kubeconfig`] and [`Cluster::user`] work, and a signal to the child reaches
+    /// the program itself (nsenter replaces itself by it). The process is killed when dropped, at the latest with the cluster. The working
+    /// directory is the root.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = self.cluster.command("nsenter");
         command
@@ -57,14 +57,14 @@ impl<'a> Node<'a> {
         command
     }
 
-    /// What kubelet (`kubelet.yaml`) and containerd (`containerd.toml`) of the node are started with; the same path inside and outside.
+    /// Path of a configuration file of kubelet (`kubelet.yaml`) or containerd (`containerd.toml`), the same inside and outside of the node.
     pub fn configuration(&self, name: &str) -> PathBuf {
         let directory = &self.cluster.description.directory;
         directory.join(self.name()).join(name)
     }
 
-    /// Where a file of the node is found from outside. For `/var/run` say `/run`: a symbolic link with an absolute
-    /// target would lead back out of the node.
+    /// The path of a node's file outside of the node. Use `/run` instead of `/var/run`: a symbolic link with an absolute target would leave
+    /// the node.
     pub fn path(&self, path: impl AsRef<Path>) -> PathBuf {
         let path = path.as_ref();
         let inside = match path.strip_prefix("/var/run") {
@@ -84,7 +84,7 @@ impl<'a> Node<'a> {
             .with_context(|| format!("reading {} of {}", path.display(), self.name()))
     }
 
-    /// The names of the entries of a directory of the node, sorted.
+    /// The names in a directory of the node, sorted.
     pub fn list(&self, path: impl AsRef<Path>) -> anyhow::Result<Vec<String>> {
         let path = path.as_ref();
         let entries = fs::read_dir(self.path(path))
@@ -96,7 +96,7 @@ impl<'a> Node<'a> {
         Ok(names)
     }
 
-    /// Makes a character device in the node's own `/dev`. 1:3 is null, 1:5 zero, 1:7 full, 1:8 random, 1:9 urandom.
+    /// Creates a character device in the node's `/dev`. 1:3 is null, 1:5 zero, 1:7 full, 1:8 random, 1:9 urandom.
     pub fn make_device(&self, path: impl AsRef<Path>, major: u32, minor: u32) -> anyhow::Result<()> {
         let path = path.as_ref();
         mknodat(
@@ -109,31 +109,30 @@ impl<'a> Node<'a> {
         .with_context(|| format!("making the device {} on {}", path.display(), self.name()))
     }
 
-    /// Unplugs a device, or removes any file of the node.
+    /// Removes a device node or any file of the node.
     pub fn remove(&self, path: impl AsRef<Path>) -> anyhow::Result<()> {
         let path = path.as_ref();
         fs::remove_file(self.path(path))
             .with_context(|| format!("removing {} of {}", path.display(), self.name()))
     }
 
-    /// Ends the kubelet and starts it again; returns when the API server has heard from the new one that it is ready.
+    /// Restarts kubelet and waits until the new one has reported the node as ready.
     pub async fn restart_kubelet(&self) -> anyhow::Result<()> {
         self.stop("kubelet", 15).await?;
         self.start("kubelet").await
     }
 
-    /// Ends `kubelet`, `containerd` or `proxy` by a signal (SIGTERM: 15, SIGKILL: 9) and waits for its end. Containers
-    /// keep running.
+    /// Stops `kubelet`, `containerd` or `proxy` by a signal (SIGTERM: 15, SIGKILL: 9) and waits for its end. Containers keep running.
     pub async fn stop(&self, process: &str, signal: i32) -> anyhow::Result<()> {
         self.ask("stop", process, Some(signal)).await.map(drop)
     }
 
-    /// Starts what was stopped. A kubelet is waited for until the API server has heard from it that it is ready.
+    /// Starts a stopped process. For kubelet, waits until it has reported the node as ready.
     pub async fn start(&self, process: &str) -> anyhow::Result<()> {
         self.ask("start", process, None).await.map(drop)
     }
 
-    /// Runs `ctr` on the node's containerd, in the namespace of kubelet's containers, and returns what it printed.
+    /// Runs `ctr` on the node's containerd, in the namespace of kubelet's containers, and returns its output.
     pub async fn ctr(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let output = self
             .command(&self.description().ctr)

@@ -1,4 +1,4 @@
-//! Pods: made, waited for by watching, looked into.
+//! Helpers for pods: create, wait, exec, logs.
 
 use std::fmt::Write as _;
 
@@ -12,7 +12,7 @@ use tokio::time::timeout;
 
 use super::{Cluster, IMAGE, PATIENCE};
 
-/// A pod with one container `main` that waits until it is deleted. Serves as it is, or to be changed.
+/// A pod with one container `main` that waits until it is deleted.
 pub fn pod(name: &str) -> Pod {
     let manifest = json!({
         "metadata": {"name": name},
@@ -26,7 +26,7 @@ pub fn pod(name: &str) -> Pod {
 }
 
 impl Cluster {
-    /// Creates a pod (in the namespace `default` unless it names another) and returns it when it runs.
+    /// Creates a pod (in the namespace `default` unless the manifest names another) and waits until it runs.
     pub async fn run_pod(&self, pod: &Pod) -> anyhow::Result<Pod> {
         let api = self.pods(pod.metadata.namespace.as_deref());
         let created = api
@@ -38,7 +38,7 @@ impl Cluster {
             .context("the pod is gone")
     }
 
-    /// Deletes a pod and returns when it is gone from the API.
+    /// Deletes a pod and waits until it is gone.
     pub async fn delete_pod(&self, pod: &Pod) -> anyhow::Result<()> {
         let (name, uid) = names(pod)?;
         self.pods(pod.metadata.namespace.as_deref())
@@ -47,7 +47,7 @@ impl Cluster {
         self.wait_for_pod(pod, is_deleted(uid), "go").await.map(drop)
     }
 
-    /// Waits until a pod meets a condition. The error tells the state of the pod and its events.
+    /// Waits until a pod meets a condition. The error contains the pod's state and events.
     pub async fn wait_for_pod(
         &self,
         pod: &Pod,
@@ -65,7 +65,7 @@ impl Cluster {
         }
     }
 
-    /// Runs a command in the pod's first container and returns what it printed.
+    /// Runs a command in the pod's first container and returns its output.
     pub async fn exec(&self, pod: &Pod, command: &[&str]) -> anyhow::Result<String> {
         let (name, _) = names(pod)?;
         let namespace = pod.metadata.namespace.as_deref().unwrap_or("default");
@@ -73,7 +73,7 @@ impl Cluster {
             .await
     }
 
-    /// What the pod's first container printed.
+    /// The log of the pod's first container.
     pub async fn pod_log(&self, pod: &Pod) -> anyhow::Result<String> {
         let (name, _) = names(pod)?;
         Ok(self

@@ -1,4 +1,4 @@
-//! The Go program that runs clusters, and others of the tests: built if need be.
+//! Builds the Go program that runs clusters, and other programs of the tests.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,33 +8,33 @@ use std::sync::OnceLock;
 use anyhow::{Context, anyhow, bail};
 use rustix::fs::FlockOperation;
 
-/// Cargo's target directory, whatever it is called.
+/// Cargo's target directory.
 pub fn target() -> &'static Path {
     let tmpdir = Path::new(env!("CARGO_TARGET_TMPDIR"));
     tmpdir.parent().unwrap_or(tmpdir)
 }
 
-/// The program, built if its sources are newer. Takes a second at most: it needs nothing but Go's own library. What
-/// takes minutes, Kubernetes, is built by the program itself.
+/// The program, rebuilt if its sources are newer. This takes a second at most, because it uses only Go's standard library. The program
+/// itself builds Kubernetes, which takes minutes.
 pub fn build() -> anyhow::Result<&'static Path> {
     static BUILT: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     let built = BUILT.get_or_init(|| build_once().map_err(|error| format!("{error:#}")));
     built.as_deref().map_err(|error| anyhow!("{error}"))
 }
 
-/// Helm, built when it is not there or its recipe has changed (minutes, once).
+/// Helm. It is built if missing or if its recipe has changed, which takes minutes.
 pub fn helm() -> anyhow::Result<&'static Path> {
     static HELM: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     made(&HELM, "helm", "Helm cannot be built")
 }
 
-/// The directory of `prometheus` and `promtool`, which are fetched from Debian when they are not there.
+/// The directory of `prometheus` and `promtool`, fetched from Debian if missing.
 pub fn prometheus() -> anyhow::Result<&'static Path> {
     static PROMETHEUS: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     made(&PROMETHEUS, "prometheus", "Prometheus cannot be had")
 }
 
-/// The directory of the definitions of the Prometheus operator, which Go fetches when they are not there.
+/// The directory of the Prometheus operator's CRDs, fetched by Go if missing.
 pub fn prometheus_operator() -> anyhow::Result<&'static Path> {
     static DEFINITIONS: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     made(
@@ -44,13 +44,13 @@ pub fn prometheus_operator() -> anyhow::Result<&'static Path> {
     )
 }
 
-/// The directory of `docker-registry`, which is fetched from Debian when it is not there; as is skopeo, which is in `PATH` then.
+/// The directory of `docker-registry`, fetched from Debian if missing, as is skopeo, which is then in `PATH`.
 pub fn registry() -> anyhow::Result<&'static Path> {
     static REGISTRY: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     made(&REGISTRY, "registry", "docker-registry or skopeo cannot be had")
 }
 
-/// What the program makes and says where it is.
+/// Runs a command of the program and returns the printed path.
 fn made(
     known: &'static OnceLock<Result<PathBuf, String>>,
     what: &str,
@@ -58,7 +58,7 @@ fn made(
 ) -> anyhow::Result<&'static Path> {
     let made = known.get_or_init(|| {
         let program = build().map_err(|error| format!("{error:#}"))?;
-        // What it says while it works, people see.
+        // Progress on stderr is visible to the user.
         let output = Command::new(program)
             .args([what, "--target"])
             .arg(target())
@@ -83,7 +83,7 @@ pub fn build_go(source: &str, name: &str) -> anyhow::Result<PathBuf> {
     check_go()?;
     let directory = target().join("cluster");
     fs::create_dir_all(&directory).with_context(|| format!("creating {}", directory.display()))?;
-    // Test programs run side by side; one builds and the others find it done. Closing the file unlocks.
+    // Test programs run in parallel: one builds, the others wait for the lock. Closing the file unlocks it.
     let lock = directory.join("program.lock");
     let lock = fs::File::create(&lock).with_context(|| format!("opening {}", lock.display()))?;
     rustix::fs::flock(&lock, FlockOperation::LockExclusive)?;
@@ -114,7 +114,7 @@ fn check_go() -> anyhow::Result<()> {
         bail!("{fix}")
     };
     let version = String::from_utf8_lossy(&output.stdout);
-    // A development build of Go calls itself otherwise, and is newer than any release.
+    // Development builds of Go have other version strings, and are newer than any release.
     let minor = version
         .strip_prefix("go1.")
         .and_then(|rest| rest.split(['.', '\n', 'r', 'b']).next()?.parse().ok());

@@ -1,4 +1,4 @@
-//! Clusters that the tests of several processes share.
+//! Clusters shared by the tests of several processes.
 
 use std::fs::{self, File};
 use std::os::unix::process::CommandExt as _;
@@ -13,15 +13,14 @@ use rustix::fs::{FlockOperation, flock};
 use super::supervisor::Description;
 use super::{Builder, Cluster, PATIENCE};
 
-/// The directory in which `hack/test` keeps shared clusters. Its pipe `hold` ends them: it is open as long as tests run.
+/// The directory of `hack/test` for shared clusters. They end when its pipe `hold` is closed, at the end of the run.
 const DIRECTORY: &str = "DRAYMAN_TEST_SHARED_CLUSTERS";
 
-/// How often a starting cluster is looked at.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 impl Builder {
-    /// Joins the cluster of this name, or starts and prepares it if this test is the first. Without `hack/test`, the cluster
-    /// is this process's own.
+    /// Joins the cluster of this name, or starts and prepares it if this test is the first. Without `hack/test`, the cluster belongs to
+    /// this process.
     pub async fn share(
         self,
         name: &str,
@@ -40,7 +39,7 @@ impl Builder {
         }
         let mut command = self.command().await?;
         let log = file("log");
-        // A process group of its own: it outlives the test that starts it.
+        // In its own process group, because it outlives the test that starts it.
         let child = command
             .process_group(0)
             .stdin(File::open(directory.join("hold"))?)
@@ -54,7 +53,7 @@ impl Builder {
     }
 }
 
-/// Locks a file until it is dropped, for this process and for others.
+/// Locks a file, across processes, until the result is dropped.
 pub async fn lock(path: &Path, operation: FlockOperation) -> anyhow::Result<File> {
     let file = File::create(path).with_context(|| format!("opening {}", path.display()))?;
     tokio::task::spawn_blocking(move || {
@@ -64,7 +63,7 @@ pub async fn lock(path: &Path, operation: FlockOperation) -> anyhow::Result<File
     .await?
 }
 
-/// The kubeconfig of a user whom the administrator impersonates: a shared cluster makes no certificates for tests.
+/// An administrator's kubeconfig that impersonates a user: a shared cluster issues no certificates for tests.
 pub(super) fn impersonate(cluster: &Cluster, user: &str) -> anyhow::Result<PathBuf> {
     let mut kubeconfig = Kubeconfig::read_from(cluster.kubeconfig())?;
     for named in &mut kubeconfig.auth_infos {
@@ -77,7 +76,7 @@ pub(super) fn impersonate(cluster: &Cluster, user: &str) -> anyhow::Result<PathB
     Ok(path)
 }
 
-/// What the supervisor has written to its standard output, once the line is complete.
+/// The supervisor's first line of standard output, once it is complete.
 fn read(description: &Path) -> anyhow::Result<Option<Description>> {
     let text = fs::read_to_string(description)?;
     let line = text.split_once('\n').map(|(line, _)| line);

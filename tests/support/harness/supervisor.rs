@@ -1,4 +1,4 @@
-//! The line to the supervisor of one cluster: requests out, answers in, one JSON object per line.
+//! The connection to the supervisor of one cluster: requests and answers, one JSON object per line.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io::{BufRead, BufReader, Write};
@@ -12,7 +12,7 @@ use anyhow::{Context, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
-/// What the supervisor says when the cluster is ready (`Cluster` in `tests/cluster/protocol`).
+/// The supervisor's first line, once the cluster is ready (`Cluster` in `tests/cluster/protocol`).
 #[derive(Debug, Deserialize)]
 pub struct Description {
     pub version: String,
@@ -67,7 +67,7 @@ pub struct Answer {
     pub pid: u32,
 }
 
-/// A running supervisor. Dropping it ends the cluster and returns when nothing of it is left.
+/// A running supervisor. Dropping it stops the cluster and waits until nothing is left.
 #[derive(Debug)]
 pub struct Supervisor {
     child: Child,
@@ -81,14 +81,14 @@ struct Waiting {
     ready: Option<oneshot::Sender<Description>>,
     answers: HashMap<u64, oneshot::Sender<Answer>>,
     closed: bool,
-    /// The last lines of standard error: why it ended.
+    /// The last lines of standard error, for error messages.
     last_words: VecDeque<String>,
 }
 
 impl Supervisor {
     /// Starts a supervisor and waits until its cluster is ready.
     pub async fn start(mut command: Command) -> anyhow::Result<(Self, Description)> {
-        // A process group of its own, so that Ctrl-C in the terminal ends the test, and the test's end the cluster.
+        // In its own process group, so that Ctrl-C in the terminal ends only the test, whose end then stops the cluster.
         command
             .process_group(0)
             .stdin(Stdio::piped())
@@ -99,14 +99,14 @@ impl Supervisor {
             .with_context(|| format!("starting {}", command.get_program().display()))?;
         let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
         let (Some(stdin), Some(stdout), Some(stderr)) = pipes else {
-            bail!("a pipe was not made")
+            bail!("a pipe is missing")
         };
         let (ready, described) = oneshot::channel();
         let waiting = Arc::new(Mutex::new(Waiting {
             ready: Some(ready),
             ..Waiting::default()
         }));
-        // Threads rather than tasks: a cluster may outlive the runtime of the test that started it.
+        // Threads, not tasks: a cluster may outlive the runtime of the test that started it.
         let (for_stderr, for_stdout) = (Arc::clone(&waiting), Arc::clone(&waiting));
         let readers = vec![
             std::thread::spawn(move || read_errors(BufReader::new(stderr), &for_stderr)),
@@ -165,19 +165,19 @@ impl Supervisor {
         Ok(answer)
     }
 
-    /// The process of the supervisor.
+    /// The process id of the supervisor.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Ends the cluster and waits until it is gone.
+    /// Stops the cluster and waits until it is gone.
     pub fn end(&mut self) {
         drop(self.input.take());
         if let Err(error) = self.child.wait() {
             eprintln!("waiting for the end of a cluster: {error}");
         }
         for reader in self.readers.drain(..) {
-            // A reader that panicked has said so.
+            // A panic of the reader was already printed.
             let _ = reader.join();
         }
     }
@@ -213,14 +213,14 @@ fn read_answers(lines: impl BufRead, waiting: &Mutex<Waiting>) {
             eprintln!("the supervisor of a cluster said {line:?}: {error}");
         }
     }
-    // Whoever waits now learns by the closed channel that nothing will come.
+    // Waiting callers learn from the closed channels that there will be no answer.
     let mut waiting = lock(waiting);
     waiting.closed = true;
     waiting.ready = None;
     waiting.answers.clear();
 }
 
-/// Passes on what the supervisor says to people: a build takes minutes, and silence would look like a hang.
+/// Prints the supervisor's progress messages, because builds take minutes.
 fn read_errors(lines: impl BufRead, waiting: &Mutex<Waiting>) {
     for line in lines.lines().map_while(Result::ok) {
         if line.starts_with("building ")
@@ -237,7 +237,7 @@ fn read_errors(lines: impl BufRead, waiting: &Mutex<Waiting>) {
     }
 }
 
-/// A panic elsewhere does not make the line unusable: it is needed to end the cluster.
+/// Ignores poisoning: the connection is needed to stop the cluster.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,4 +1,4 @@
-//! Users: every program under test is one of its own, with exactly the rights it is given.
+//! Users: every program under test runs as its own user with exactly the given rights.
 
 use std::path::PathBuf;
 
@@ -11,7 +11,7 @@ use tokio::time::{Duration, Instant, sleep};
 use super::supervisor::Request;
 use super::{Cluster, PATIENCE, shared};
 
-/// A rule of RBAC: these verbs on these resources of these API groups.
+/// An RBAC rule: these verbs on these resources of these API groups.
 pub fn rule(groups: &[&str], resources: &[&str], verbs: &[&str]) -> PolicyRule {
     let owned = |texts: &[&str]| texts.iter().map(|&text| text.to_owned()).collect::<Vec<_>>();
     PolicyRule {
@@ -23,8 +23,8 @@ pub fn rule(groups: &[&str], resources: &[&str], verbs: &[&str]) -> PolicyRule {
 }
 
 impl Cluster {
-    /// Makes a user who may do what the rules say, cluster-wide, and nothing else; returns the user's kubeconfig. By
-    /// the name the audit log knows the user. Asked again with other rules, the user has those instead.
+    /// Creates a user with exactly these cluster-wide rights, and returns the user's kubeconfig. The audit log contains the name. Another
+    /// call for the same user replaces the rights.
     pub async fn user(&self, name: &str, rules: &[PolicyRule]) -> anyhow::Result<PathBuf> {
         let kubeconfig = if self.is_shared() {
             shared::impersonate(self, name)?
@@ -75,7 +75,7 @@ impl Cluster {
         Ok(kubeconfig)
     }
 
-    /// The API server learns of roles by its own watch, which nobody else can see; so it is asked until it knows.
+    /// The API server learns of roles through its own watch, so this polls until it knows them.
     async fn wait_for_rules(&self, user: &str, rules: &[PolicyRule]) -> anyhow::Result<()> {
         let first = |texts: &Option<Vec<String>>| texts.as_ref().and_then(|texts| texts.first().cloned());
         for rule in rules {
