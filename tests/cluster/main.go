@@ -34,9 +34,8 @@ const usage = `usage: cluster build|helm|prometheus|prometheus-operator|registry
   pin     writes the requirements of --version into the recipe, in the folder given
 `
 
-// The first thread is that of main alone. Its namespaces are what others join by our process number; were the thread that takes a
-// mount namespace of its own for the children of a node (node, ownProc) the first one, they would join that, with a /proc in which
-// they have no number.
+// The first thread runs main only. Other processes join its namespaces by our process id. A thread of a node takes its own mount namespace
+// for the node's children (node, ownProc); if that were the first thread, others would join it and see a /proc without their own processes.
 func init() {
 	runtime.LockOSThread()
 }
@@ -71,7 +70,7 @@ func run(arguments []string) error {
 		return join(rest)
 	case "pin":
 		return pin(rest)
-	case "image", "node": // of our own use
+	case "image", "node": // internal
 		if len(rest) != 1 {
 			return fmt.Errorf("%s takes one argument", command)
 		}
@@ -84,7 +83,7 @@ func run(arguments []string) error {
 	return fmt.Errorf("unknown command %q", command)
 }
 
-// common declares the flags that say what is built and where.
+// common declares the common flags.
 func common(flags *flag.FlagSet) (target, version *string, nodes *int) {
 	return flags.String("target", "target", "cargo's target directory; the cache is in its folder cluster"),
 		flags.String("version", recipe.DefaultVersion, "version of Kubernetes, 1.27 to 1.37"),
@@ -172,7 +171,7 @@ func pin(arguments []string) error {
 	return recipe.Pin(context.Background(), flags.Arg(0), version)
 }
 
-// join becomes the program, so that a signal to us is one to the program.
+// join replaces this process by the program, so that signals reach the program.
 func join(arguments []string) error {
 	if len(arguments) < 2 {
 		return errors.New("join takes the name of a node and a program")

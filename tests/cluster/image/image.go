@@ -1,4 +1,4 @@
-// Package image makes the container image of the tests: a static busybox and nothing else.
+// Package image builds the container image of the tests: a static busybox and nothing else.
 package image
 
 import (
@@ -15,15 +15,15 @@ import (
 	"strings"
 )
 
-// Name is under which nodes have the image. The domain keeps the container runtime from looking anywhere for it.
+// Name is the image's name on the nodes. The domain prevents the container runtime from pulling it.
 const Name = "localhost/busybox:1"
 
-// Without a handler the first process of a container ignores SIGTERM, and each deleted pod would wait its grace out.
+// Without a handler, the first process of a container ignores SIGTERM, and each deletion of a pod would last the whole grace period.
 const command = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"
 
 type object = map[string]any
 
-// Write writes an archive in the OCI layout that `ctr images import` takes.
+// Write writes an archive in the OCI layout for `ctr images import`.
 func Write(path string) error {
 	layer, err := layer()
 	if err != nil {
@@ -64,7 +64,7 @@ func Write(path string) error {
 	return os.WriteFile(path, archive.Bytes(), 0o644)
 }
 
-// layer is the file system of the image.
+// layer returns the file system of the image.
 func layer() ([]byte, error) {
 	program, err := exec.LookPath("busybox")
 	if err != nil {
@@ -92,7 +92,7 @@ func layer() ([]byte, error) {
 	return files.Bytes(), writer.Close()
 }
 
-// add leaves errors to Close: nothing but memory is written, and a writer that failed once keeps its error.
+// add leaves errors to Close: it only writes to memory, and a failed writer keeps its error.
 func add(writer *tar.Writer, name string, content []byte, mode int64) {
 	writer.WriteHeader(&tar.Header{Name: name, Size: int64(len(content)), Mode: mode, Typeflag: tar.TypeReg})
 	io.Copy(writer, bytes.NewReader(content))

@@ -2,7 +2,7 @@ package node
 
 import "drayman.dev/tests/cluster/recipe"
 
-// Paths outside of $DIRECTORY are those of a real node: in the node's mount namespace they are its own.
+// Paths outside of $DIRECTORY are those of a real node; each node has its own in its mount namespace.
 
 const containerdConfig = `version = 2
 root = "/var/lib/containerd"
@@ -55,7 +55,7 @@ evictionHard: {"memory.available": "10Mi"}
 nodeStatusUpdateFrequency: 1s
 `
 
-// kubeletConfigOf is what kubelets of a minor need in addition.
+// kubeletConfigOf returns additional settings for the kubelet of a minor version.
 func kubeletConfigOf(minor int) string {
 	switch {
 	case minor <= 30:

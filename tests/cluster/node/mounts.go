@@ -8,9 +8,9 @@ import (
 	"syscall"
 )
 
-// mounts makes the mount namespace that kubelet, containerd and the programs under test share: the machine's files,
-// except that a node's usual places are empty memory and /dev is a copy. Whatever is written or made there is gone
-// with the namespace, and two nodes never meet.
+// mounts creates the mount namespace that kubelet, containerd and the programs under test share. It contains the machine's files, except
+// that the usual directories of a node are empty tmpfs and /dev is a copy. All changes there disappear with the namespace, and nodes do not
+// share them.
 //
 // /proc stays the machine's, because programs under test join this namespace but stay in the machine's PID namespace.
 func (m *machine) mounts() error {
@@ -19,7 +19,7 @@ func (m *machine) mounts() error {
 		return fmt.Errorf("keeping mounts private: %w", err)
 	}
 	for path, own := range map[string][]string{
-		// A folder that exists on the machine is visible, except for these, which start empty.
+		// Existing folders of the machine are visible, except for these, which start empty.
 		"/var/lib": {"kubelet", "containerd", "cni"},
 		"/run":     {"containerd", "cdi", "netns", "runc"},
 	} {
@@ -38,7 +38,7 @@ func (m *machine) mounts() error {
 			return err
 		}
 	}
-	// Shared, because kubelet mounts volumes there which the container runtime must see.
+	// Shared, because kubelet mounts volumes there that the container runtime must see.
 	if err := syscall.Mount("tmpfs", "/var/lib/kubelet", "tmpfs", 0, "mode=755"); err != nil {
 		return fmt.Errorf("/var/lib/kubelet of the node: %w", err)
 	}
@@ -49,8 +49,8 @@ func (m *machine) mounts() error {
 	return nil
 }
 
-// ownProc gives the calling thread a mount namespace below the shared one, with the /proc of the node's PID namespace:
-// runc and kubelet look up the numbers of their processes there.
+// ownProc gives the calling thread a mount namespace below the shared one, with the /proc of the node's PID namespace: runc and kubelet
+// look up their process ids there.
 func ownProc() error {
 	if err := syscall.Unshare(syscall.CLONE_NEWNS); err != nil {
 		return err
@@ -61,7 +61,7 @@ func ownProc() error {
 	return nil
 }
 
-// shadow puts memory over a directory in which every entry is made anew by entry, except those in own.
+// shadow mounts a tmpfs over a directory and recreates every entry by entry, except those in own.
 func (m *machine) shadow(path string, own []string, entry func(from, to string, info os.FileInfo) error) error {
 	before, err := os.Stat(path)
 	if errors.Is(err, os.ErrNotExist) {
@@ -97,7 +97,7 @@ next:
 		}
 		info, err := found.Info()
 		if errors.Is(err, os.ErrNotExist) {
-			continue // the machine lives on while we look
+			continue // removed meanwhile
 		}
 		if err != nil {
 			return err
@@ -110,7 +110,7 @@ next:
 	return nil
 }
 
-// bindEntry makes an entry visible at another place, with whatever is mounted below it.
+// bindEntry bind-mounts an entry at another path, including mounts below it.
 func bindEntry(from, to string, info os.FileInfo) error {
 	switch {
 	case info.Mode()&os.ModeSymlink != 0:
@@ -131,7 +131,7 @@ func bindEntry(from, to string, info os.FileInfo) error {
 	return syscall.Mount(from, to, "", syscall.MS_BIND|syscall.MS_REC, "")
 }
 
-// deviceEntry makes a device node like another, and folders of such; what is mounted below /dev is bound.
+// deviceEntry copies a device node or a directory of device nodes; mounts below /dev are bind-mounted.
 func deviceEntry(from, to string, info os.FileInfo) error {
 	stat, ok := info.Sys().(*syscall.Stat_t)
 	if !ok {

@@ -1,5 +1,5 @@
-// Package node is the first process of a test node: it lives in namespaces of its own, makes them look like a machine
-// that is only a Kubernetes node, and runs containerd, kubelet and kube-proxy there.
+// Package node is the first process of a test node. It sets up the node's namespaces so that they look like a machine that is only a
+// Kubernetes node, and runs containerd, kubelet and kube-proxy there.
 package node
 
 import (
@@ -18,24 +18,24 @@ import (
 	"drayman.dev/tests/cluster/protocol"
 )
 
-// Config is what the supervisor tells a node.
+// Config is the supervisor's configuration for a node.
 type Config struct {
 	Name      string
 	Directory string
 	Logs      string
 	Address   string
 	Gateway   string
-	// Pods is the subnet of the node's pods. It is behind the node's own interfaces, so clusters may share it.
+	// Pods is the subnet of the node's pods. It is only reachable through the node's own interfaces, so clusters may share it.
 	Pods  string
 	Minor int
-	// Kubernetes is the program with kubelet and kube-proxy, Containerd a directory of programs.
+	// Kubernetes is the program that contains kubelet and kube-proxy; Containerd is a directory of programs.
 	Kubernetes, Containerd string
 	// Cgroup is the parent of all cgroups of pods.
 	Cgroup string
 	// Kubelet and Proxy are kubeconfigs; CA, Certificate and Key are for kubelet's own server.
 	Kubelet, Proxy       string
 	CA, Certificate, Key string
-	// Flags are added to those of kubelet and proxy.
+	// Flags are additional flags for kubelet and proxy.
 	Flags map[string][]string
 }
 
@@ -45,12 +45,12 @@ type machine struct {
 	running   map[string]*process.Process
 }
 
-// Components are the programs of a node, as their logs are named.
+// Components are the programs of a node, by the names of their logs.
 var Components = []string{"containerd", "kubelet", "proxy"}
 
 const containerdSocket = "/run/containerd/containerd.sock"
 
-// Main serves the supervisor until that is gone.
+// Main serves the supervisor's requests until its pipe is closed.
 func Main(text string) error {
 	m := &machine{running: map[string]*process.Process{}}
 	if err := json.Unmarshal([]byte(text), &m.Config); err != nil {
@@ -95,7 +95,7 @@ func (m *machine) serve(request protocol.Request) (protocol.Answer, error) {
 	return protocol.Answer{}, fmt.Errorf("unknown request %q", request.Do)
 }
 
-// prepare brings the node to where a kubelet can start.
+// prepare sets up everything that kubelet requires.
 func (m *machine) prepare() error {
 	for _, command := range [][]string{
 		{"ip", "link", "set", "lo", "up"},
@@ -160,7 +160,7 @@ func (m *machine) stop(name string, signal syscall.Signal) error {
 	return m.processes.End(running, signal, 20*time.Second)
 }
 
-// answers waits until a program accepts connections; it tells nobody when it does.
+// answers waits until a program accepts connections, by polling.
 func (m *machine) answers(socket, name string) error {
 	deadline := time.Now().Add(30 * time.Second)
 	for {
@@ -178,7 +178,7 @@ func (m *machine) answers(socket, name string) error {
 	}
 }
 
-// forwardPackets lets pods reach beyond the node. The setting belongs to the network namespace.
+// forwardPackets lets pods reach other networks. The setting is per network namespace.
 func forwardPackets() error {
 	err := os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0o644)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -187,7 +187,7 @@ func forwardPackets() error {
 	return nil
 }
 
-// arguments is how a component of the node is started.
+// arguments returns the command line of a component.
 func (m *machine) arguments(name string) []string {
 	switch name {
 	case "containerd":
@@ -204,7 +204,7 @@ func (m *machine) arguments(name string) []string {
 
 func (m *machine) file(name string) string { return filepath.Join(m.Directory, name) }
 
-// configure writes the configuration of the components.
+// configure writes the components' configuration files.
 func (m *machine) configure() error {
 	files := map[string]string{
 		"containerd.toml": containerdConfig, "kubelet.yaml": kubeletConfig, "cni/10-test.conflist": networkConfig,

@@ -1,5 +1,5 @@
-// Package process starts, watches and ends the programs of a cluster. It works as the first process of a PID
-// namespace too, where whatever loses its parent becomes ours to collect.
+// Package process starts, watches and stops the programs of a cluster. It also works as the first process of a PID namespace, where it
+// reaps orphaned processes.
 package process
 
 import (
@@ -17,7 +17,7 @@ import (
 	"unsafe"
 )
 
-// Group owns every child of this program. There is one per program, because it collects all children that end.
+// Group owns every child of this program. A program has only one, because it reaps all children.
 type Group struct {
 	mutex    sync.Mutex
 	children map[int]*Process
@@ -29,31 +29,31 @@ type Group struct {
 type Process struct {
 	Name string
 	PID  int
-	// Done is closed when it has ended and was collected; Status is set by then.
+	// Done is closed once the process has ended and was reaped; Status is set by then.
 	Done   chan struct{}
 	Status syscall.WaitStatus
 }
 
-// Spec says what to start.
+// Spec describes a process to start.
 type Spec struct {
 	Name      string
 	Arguments []string
-	// Environment is added to our own.
+	// Environment is added to the environment of this process.
 	Environment []string
-	// Log receives standard output and error; it is appended to. Empty: our own standard error.
+	// Log is appended with standard output and error. If empty, they go to the standard error of this process.
 	Log string
-	// Input becomes standard input; nil: /dev/null.
+	// Input becomes standard input; nil means /dev/null.
 	Input *os.File
-	// Output and Errors become standard output and error in place of the log.
+	// Output and Errors replace the log.
 	Output, Errors *os.File
 	// Namespaces are CLONE_NEW flags.
 	Namespaces uintptr
-	// Directory is the working directory; empty: ours.
+	// Directory is the working directory; empty means the current one.
 	Directory string
 }
 
-// NewGroup starts the thread from which all children are started. It is one thread that never ends, for two reasons:
-// the kernel ties "kill the child when its parent dies" to the thread that forked, and namespaces belong to threads.
+// NewGroup starts the thread that starts all children. It never ends, for two reasons: the kernel ties the parent-death signal to the
+// thread that forked, and namespaces belong to threads.
 func NewGroup() *Group {
 	group := &Group{children: map[int]*Process{}, orders: make(chan func()), started: make(chan struct{}, 1)}
 	go func() {
@@ -66,14 +66,14 @@ func NewGroup() *Group {
 	return group
 }
 
-// OnThread runs f on the thread from which children are started, for instance to give them a namespace.
+// OnThread runs f on the thread that starts children, for instance to give them a namespace.
 func (g *Group) OnThread(f func() error) error {
 	done := make(chan error)
 	g.orders <- func() { done <- f() }
 	return <-done
 }
 
-// Start starts a program that is killed when we die.
+// Start starts a program that is killed when this process dies.
 func (g *Group) Start(spec Spec) (*Process, error) {
 	files, closeFiles, err := spec.files()
 	if err != nil {
@@ -82,7 +82,7 @@ func (g *Group) Start(spec Spec) (*Process, error) {
 	defer closeFiles()
 	process := &Process{Name: spec.Name, Done: make(chan struct{})}
 	err = g.OnThread(func() error {
-		// Held over the fork, so that a child that ends at once is not collected before it is known.
+		// The lock is held during the fork, so that a child that ends at once is not reaped before it is registered.
 		g.mutex.Lock()
 		defer g.mutex.Unlock()
 		child, err := os.StartProcess(spec.Arguments[0], spec.Arguments, &os.ProcAttr{
@@ -106,7 +106,7 @@ func (g *Group) Start(spec Spec) (*Process, error) {
 	return process, nil
 }
 
-// files opens what the program gets as its first three files, and returns what is to be closed after the fork.
+// files opens the standard streams of the program, and returns a function that closes them after the fork.
 func (s *Spec) files() ([]*os.File, func(), error) {
 	files := []*os.File{s.Input, s.Output, s.Errors}
 	opened := []*os.File{}
@@ -136,7 +136,7 @@ func (s *Spec) files() ([]*os.File, func(), error) {
 	return files, closeAll, nil
 }
 
-// Run starts a short program, waits for it and returns what it printed. An error carries that as well.
+// Run runs a short program and returns its output, which is also part of an error.
 func (g *Group) Run(arguments ...string) (string, error) {
 	program, err := exec.LookPath(arguments[0])
 	if err != nil {
@@ -163,15 +163,15 @@ func (g *Group) Run(arguments ...string) (string, error) {
 	return text, nil
 }
 
-// End sends a signal and waits until the process is collected; after the patience it is killed.
-func (g *Group) End(process *Process, signal syscall.Signal, patience time.Duration) error {
+// End sends a signal and waits until the process is reaped. After the timeout, the process is killed.
+func (g *Group) End(process *Process, signal syscall.Signal, timeout time.Duration) error {
 	if err := g.signal(process, signal); err != nil {
-		return nil // it has ended by itself
+		return nil // already ended
 	}
 	select {
 	case <-process.Done:
 		return nil
-	case <-time.After(patience):
+	case <-time.After(timeout):
 	}
 	g.signal(process, syscall.SIGKILL)
 	select {
@@ -182,7 +182,7 @@ func (g *Group) End(process *Process, signal syscall.Signal, patience time.Durat
 	}
 }
 
-// signal never reaches a stranger: a number is free for others only after collect has taken the process off the list.
+// signal cannot hit another process: a process id is reused only after collect has removed the process from the list.
 func (g *Group) signal(process *Process, signal syscall.Signal) error {
 	g.mutex.Lock()
 	defer g.mutex.Unlock()
@@ -192,14 +192,14 @@ func (g *Group) signal(process *Process, signal syscall.Signal) error {
 	return syscall.Kill(process.PID, signal)
 }
 
-// collect waits for every child, also for those that fell to us because their parent ended.
+// collect waits for every child, including orphans whose parent has ended.
 func (g *Group) collect() {
 	for {
 		pid, err := nextEnded()
 		if errors.Is(err, syscall.EINTR) {
 			continue
 		}
-		if err != nil { // no children at all
+		if err != nil { // no children
 			<-g.started
 			continue
 		}
@@ -216,8 +216,8 @@ func (g *Group) collect() {
 	}
 }
 
-// nextEnded waits for a child that has ended and leaves it uncollected, so that its number stays taken until the
-// caller holds the lock under which numbers are looked up.
+// nextEnded waits for a child that has ended without reaping it, so that its process id stays in use until the caller holds the lock for
+// lookups.
 func nextEnded() (int, error) {
 	const everyChild, exited, leaveUncollected = 0, 4, 0x01000000
 	var info [128]byte
@@ -229,7 +229,7 @@ func nextEnded() (int, error) {
 	return int(binary.NativeEndian.Uint32(info[pid:])), nil
 }
 
-// Ended says whether the process has ended.
+// Ended reports whether the process has ended.
 func (p *Process) Ended() bool {
 	select {
 	case <-p.Done:
@@ -239,7 +239,7 @@ func (p *Process) Ended() bool {
 	}
 }
 
-// Describe says how a process ended.
+// Describe describes how the process ended.
 func (p *Process) Describe() string {
 	switch {
 	case !p.Ended():

@@ -1,4 +1,4 @@
-// Package progress tells a person at a terminal that long work goes on.
+// Package progress shows the progress of long operations in a terminal.
 package progress
 
 import (
@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// Show writes a name and how long the work already takes to standard error, each second until end is called. Without a terminal that
-// can redraw a line it writes nothing.
+// Show prints a name and the elapsed time to standard error each second until end is called. It prints nothing if the terminal cannot
+// redraw lines.
 func Show(name string) (end func()) {
 	info, err := os.Stderr.Stat()
 	terminal := os.Getenv("TERM")
@@ -27,7 +27,7 @@ func Show(name string) (end func()) {
 				fmt.Fprint(os.Stderr, "\x1b[K")
 				return
 			case <-ticks.C:
-				// The cursor returns to the start of the line, so that whatever else is written replaces it.
+				// The cursor returns to the start of the line, so that the next output overwrites it.
 				fmt.Fprintf(os.Stderr, "%s: %s\x1b[K\r", name, time.Since(begun).Round(time.Second))
 			}
 		}

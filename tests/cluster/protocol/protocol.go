@@ -1,6 +1,5 @@
-// Package protocol is what the processes of a test cluster say to each other: one JSON object per line, requests on
-// standard input and answers on standard output. The Rust harness speaks it to the supervisor, and the supervisor to
-// the first process of each node.
+// Package protocol defines the messages between the processes of a test cluster: one JSON object per line, requests on standard input and
+// answers on standard output. The Rust harness uses it to talk to the supervisor, and the supervisor to the first process of each node.
 package protocol
 
 import (
@@ -10,33 +9,33 @@ import (
 	"sync"
 )
 
-// Request asks for one thing. Which fields count depends on the operation.
+// Request is one operation. The operation determines which fields are used.
 type Request struct {
 	ID int `json:"id"`
 	// Do is "user", "start", "stop" or "pid"; between supervisor and node also "network".
 	Do string `json:"do"`
-	// User and Groups are who the certificate of a new kubeconfig names.
+	// User and Groups are the names in the certificate of a new kubeconfig.
 	User   string   `json:"user,omitempty"`
 	Groups []string `json:"groups,omitempty"`
-	// Node is the number of a node; absent: the process belongs to the control plane.
+	// Node is the index of a node; absent for processes of the control plane.
 	Node *int `json:"node,omitempty"`
 	// Process is the name of a component, as in the names of the logs.
 	Process string `json:"process,omitempty"`
-	// Signal ends the process; SIGTERM unless given.
+	// Signal ends the process; SIGTERM by default.
 	Signal int `json:"signal,omitempty"`
 }
 
-// Answer is what a request came to.
+// Answer is the result of a request.
 type Answer struct {
 	ID    int    `json:"id"`
 	Error string `json:"error,omitempty"`
 	// Path is the kubeconfig of a new user.
 	Path string `json:"path,omitempty"`
-	// PID is the number of a process as its own PID namespace knows it.
+	// PID is the id of a process in its own PID namespace.
 	PID int `json:"pid,omitempty"`
 }
 
-// Cluster is the first line that the supervisor prints: the cluster is ready.
+// Cluster is the supervisor's first line, once the cluster is ready.
 type Cluster struct {
 	Version    string            `json:"version"`
 	Directory  string            `json:"directory"`
@@ -49,21 +48,21 @@ type Cluster struct {
 	Nodes      []Node            `json:"nodes"`
 }
 
-// Node is one node of a ready cluster.
+// Node describes a node of a ready cluster.
 type Node struct {
 	Name string `json:"name"`
-	// Init is the first process of the node's namespaces, in the numbers of the machine.
+	// Init is the process id of the node's first process on the machine.
 	Init    int    `json:"init"`
 	Address string `json:"address"`
-	// Gateway is the machine's address on that link, the same for all nodes.
+	// Gateway is the machine's address on the link, equal for all nodes.
 	Gateway string `json:"gateway"`
-	// Link is the network interface on the machine's side.
+	// Link is the network interface on the machine.
 	Link string `json:"link"`
-	// Ctr is the command line client of containerd.
+	// Ctr is the path of containerd's command line client.
 	Ctr string `json:"ctr"`
 }
 
-// Writer prints lines, whole ones also when several goroutines answer.
+// Writer writes complete lines, even with several goroutines.
 type Writer struct {
 	mutex   sync.Mutex
 	encoder *json.Encoder
@@ -79,7 +78,7 @@ func (w *Writer) Write(message any) error {
 	return w.encoder.Encode(message)
 }
 
-// Requests reads requests until the other side is gone.
+// Requests calls each for every request until the input ends.
 func Requests(from io.Reader, each func(Request)) error {
 	lines := bufio.NewScanner(from)
 	for lines.Scan() {

@@ -11,8 +11,8 @@ import (
 	"path/filepath"
 )
 
-// The release of the Prometheus operator whose definitions what the chart makes for it is held against: one of the time of
-// Kubernetes 1.30. The sum is that of Go's checksum database.
+// The release of the Prometheus operator whose CRDs validate the chart's objects, from the time of Kubernetes 1.30. The sum comes from Go's
+// checksum database.
 const (
 	operatorModule  = "github.com/prometheus-operator/prometheus-operator"
 	operatorVersion = "v0.76.2"
@@ -21,14 +21,14 @@ const (
 
 // PrometheusOperatorDefinitions returns the directory of the operator's CustomResourceDefinitions, from its Go module.
 func PrometheusOperatorDefinitions(ctx context.Context) (string, error) {
-	// Outside any module, or go would have that one's requirements in mind.
+	// Outside of any module, whose requirements would count otherwise.
 	elsewhere, err := os.MkdirTemp("", "drayman-operator-")
 	if err != nil {
 		return "", err
 	}
 	defer os.RemoveAll(elsewhere)
 	command := exec.CommandContext(ctx, "go", "mod", "download", "-json", operatorModule+"@"+operatorVersion)
-	// The sum is compared below: Go's database need not be there.
+	// The sum is compared below, so Go's database is not required.
 	command.Dir, command.Env = elsewhere, append(goEnvironment("mod"), "GOSUMDB=off")
 	output, err := command.Output()
 	var module struct{ Error, Dir, Sum string }

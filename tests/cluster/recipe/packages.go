@@ -10,12 +10,12 @@ import (
 	"strings"
 )
 
-// Prometheus makes sure that prometheus and promtool exist and returns their directory. Only the tests of metrics need them.
+// Prometheus installs prometheus and promtool if missing, and returns their directory. Only the tests of metrics need them.
 func Prometheus(ctx context.Context, target string) (string, error) {
 	return unpacked(ctx, target, "prometheus", "prometheus", "promtool")
 }
 
-// Registry makes sure that docker-registry exists and returns its directory, and that skopeo, which pushes images, is in PATH. Only the
+// Registry installs docker-registry if missing and returns its directory. It also installs skopeo, which pushes images, in PATH. Only the
 // tests of a release need them.
 func Registry(ctx context.Context, target string) (string, error) {
 	directory, err := unpacked(ctx, target, "docker-registry", "docker-registry")
@@ -25,8 +25,8 @@ func Registry(ctx context.Context, target string) (string, error) {
 	return directory, installSkopeo(ctx, filepath.Join(target, "cluster"))
 }
 
-// unpacked finds programs of a Debian package. If they are not in PATH, the package is unpacked below target and not installed: an
-// installation would start a service.
+// unpacked finds the programs of a Debian package. If they are not in PATH, it unpacks the package below target. It does not install it,
+// because that would start a service.
 func unpacked(ctx context.Context, target, name string, programs ...string) (string, error) {
 	if found, err := exec.LookPath(programs[0]); err == nil && hasAll(filepath.Dir(found), programs) {
 		return filepath.Dir(found), nil
@@ -79,7 +79,7 @@ func unpacked(ctx context.Context, target, name string, programs ...string) (str
 	return filepath.Join(directory, inside), os.Rename(unfinished, directory)
 }
 
-// installSkopeo installs skopeo if it is missing. Unlike a registry it is no service.
+// installSkopeo installs skopeo if it is missing. Unlike the registry, it is not a service.
 func installSkopeo(ctx context.Context, root string) error {
 	missing := func() bool { _, err := exec.LookPath("skopeo"); return err != nil }
 	unlock, err := lock(ctx, root, "packages")
@@ -106,8 +106,7 @@ func installSkopeo(ctx context.Context, root string) error {
 	return nil
 }
 
-// download puts the package into a directory. Without a list of packages, or with one that is too old, a new list is needed,
-// which only root may fetch.
+// download downloads a package into a directory. If the package lists are missing or outdated, it updates them, which requires root.
 func download(directory, name string) error {
 	once := func() error {
 		command := exec.Command("apt-get", "download", name)

@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// api is as much of a Kubernetes client as the supervisor needs.
+// api is a minimal Kubernetes client for the supervisor.
 type api struct {
 	server string
 	client *http.Client
@@ -52,8 +52,7 @@ func (a *api) get(ctx context.Context, path string) (*http.Response, error) {
 	return response, nil
 }
 
-// ready waits for /readyz. There is nothing to watch before it, so it asks again and again, and stops when ended
-// reports that the server is not coming.
+// ready waits for /readyz by polling. It stops if ended reports an error, which means that the server does not start.
 func (a *api) ready(ctx context.Context, ended func() error) error {
 	for {
 		attempt, cancel := context.WithTimeout(ctx, 2*time.Second)
@@ -86,9 +85,9 @@ type nodeEvent struct {
 	}
 }
 
-// nodeReady watches until the node reports itself ready, and did so not before since.
+// nodeReady watches until the node has reported itself ready after since.
 func (a *api) nodeReady(ctx context.Context, name string, since time.Time) error {
-	since = since.Truncate(time.Second) // heartbeats have seconds
+	since = since.Truncate(time.Second) // heartbeats have a resolution of seconds
 	query := url.Values{"watch": {"true"}, "fieldSelector": {"metadata.name=" + name}}
 	for {
 		response, err := a.get(ctx, "/api/v1/nodes?"+query.Encode())
@@ -141,8 +140,7 @@ func (a *api) pods(ctx context.Context, path string) (podList, error) {
 	return list, json.NewDecoder(response.Body).Decode(&list)
 }
 
-// kubeletKnowsItsPods waits until every pod that is bound to the node and not over is one that its kubelet lists.
-// There is no watch of what a kubelet knows, so it is asked again and again.
+// kubeletKnowsItsPods waits until kubelet lists every unfinished pod bound to the node. It polls, because kubelet's list cannot be watched.
 func (a *api) kubeletKnowsItsPods(ctx context.Context, node string) error {
 	bound, err := a.pods(ctx, "/api/v1/pods?fieldSelector="+url.QueryEscape("spec.nodeName="+node))
 	if err != nil {

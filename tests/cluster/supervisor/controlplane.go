@@ -18,7 +18,7 @@ const (
 	apiService   = "10.96.0.1"
 )
 
-// classic are the flags that turn claims of classic mode on, where a minor has them. Later ones get none: 1.31 to 1.33 then
+// classic returns the flags that enable claims of classic mode, if the minor version has them. Later versions get none: 1.31 to 1.33 then
 // serve no claims, and from 1.34 on `resource.k8s.io/v1` is served by default.
 func classic(version recipe.Version) (runtimeConfig, gates []string) {
 	if version.Minor > 30 {
@@ -27,8 +27,8 @@ func classic(version recipe.Version) (runtimeConfig, gates []string) {
 	return []string{"--runtime-config=resource.k8s.io/v1alpha2=true"}, []string{"--feature-gates=DynamicResourceAllocation=true"}
 }
 
-// controllers is what the controller manager runs. Up to 1.36 the one for clouds would complain that there is none; 1.37
-// does not know it any more.
+// controllers returns the controllers to run. Up to 1.36, the cloud controllers would report a missing cloud provider; 1.37 does not know
+// them any more.
 func controllers(version recipe.Version) string {
 	if version.Minor > 36 {
 		return "*"
@@ -36,7 +36,7 @@ func controllers(version recipe.Version) string {
 	return "*,-cloud-node-lifecycle"
 }
 
-// credentials makes everything the control plane is told by files.
+// credentials writes the files with credentials and configuration for the control plane.
 func (s *supervisor) credentials() error {
 	ca, err := newAuthority(s.path("pki"))
 	if err != nil {
@@ -71,7 +71,7 @@ clientConnection: {kubeconfig: %q, qps: 1000, burst: 1000}
 `, s.kubeconfig("system:kube-scheduler"))), 0o600)
 }
 
-// auditPolicy records every request once, when it is answered. Bodies are kept where tests look at them.
+// auditPolicy records every request once, when it completes. Bodies are recorded for the kinds that the tests inspect.
 func auditPolicy(bodies bool) string {
 	policy := "apiVersion: audit.k8s.io/v1\nkind: Policy\nomitStages: [RequestReceived, ResponseStarted]\nrules:\n"
 	if bodies {
@@ -84,12 +84,12 @@ func auditPolicy(bodies bool) string {
 
 func (s *supervisor) server() string { return fmt.Sprintf("https://127.0.0.1:%d", s.slot.port(0)) }
 
-// nodeServer is how nodes and pods reach the API server: over the link to the machine.
+// nodeServer is the URL of the API server for nodes and pods, over the link to the machine.
 func (s *supervisor) nodeServer() string {
 	return fmt.Sprintf("https://%s:%d", s.slot.address(0), s.slot.port(0))
 }
 
-// startControlPlane returns when the API server is ready; the components that need it are started by then.
+// startControlPlane returns once the API server is ready; it has started the other components by then.
 func (s *supervisor) startControlPlane(ctx context.Context) error {
 	etcd := fmt.Sprintf("http://127.0.0.1:%d", s.slot.port(1))
 	peer := fmt.Sprintf("http://127.0.0.1:%d", s.slot.port(2))
@@ -105,7 +105,7 @@ func (s *supervisor) startControlPlane(ctx context.Context) error {
 	runtimeConfig, gates := classic(s.version)
 	bind := "127.0.0.1"
 	if s.options.Nodes > 0 {
-		bind = "0.0.0.0" // nodes come over their links
+		bind = "0.0.0.0" // nodes connect over their links
 	}
 	pki := s.ca.path
 	s.define("etcd", "--data-dir="+data, "--listen-client-urls="+etcd, "--advertise-client-urls="+etcd,
@@ -113,16 +113,16 @@ func (s *supervisor) startControlPlane(ctx context.Context) error {
 		"--unsafe-no-fsync", "--log-level=warn")
 	admission := []string{"--enable-admission-plugins=NodeRestriction"}
 	if !s.options.ServiceAccounts {
-		// Pods may be created at once then: they wait for no service account.
+		// Pods can then be created immediately, without waiting for a service account.
 		admission = append(admission, "--disable-admission-plugins=ServiceAccount")
 	}
 	s.define("apiserver", append([]string{"--etcd-servers=" + etcd, "--bind-address=" + bind,
 		fmt.Sprintf("--secure-port=%d", s.slot.port(0)),
-		// Said explicitly, because a machine without a network has no address to choose.
+		// Explicit, because a machine without a network has no default address.
 		"--advertise-address=" + s.slot.address(0).String(),
 		"--cert-dir=" + s.path("pki"), "--tls-cert-file=" + pki("apiserver.crt"), "--tls-private-key-file=" + pki("apiserver.key"),
 		"--client-ca-file=" + pki("ca.crt"),
-		// Nobody has this name; without the flag the other components complain all the time.
+		// No client has this name; without the flag, the other components log errors continuously.
 		"--requestheader-client-ca-file=" + pki("ca.crt"), "--requestheader-allowed-names=front-proxy",
 		"--service-account-key-file=" + pki("sa.pub"), "--service-account-signing-key-file=" + pki("sa.key"),
 		"--service-account-issuer=https://kubernetes.default.svc",
@@ -136,10 +136,10 @@ func (s *supervisor) startControlPlane(ctx context.Context) error {
 		"--authorization-kubeconfig=" + manager, "--service-account-private-key-file=" + pki("sa.key"),
 		"--root-ca-file=" + pki("ca.crt"), "--leader-elect=false", fmt.Sprintf("--secure-port=%d", s.slot.port(3)),
 		"--cert-dir=" + s.path("pki/controller-manager"),
-		// Each controller under its own account, as in a real cluster: the audit log tells them apart.
+		// Each controller has its own account, as in a real cluster, so that the audit log distinguishes them.
 		"--use-service-account-credentials=true", "--kube-api-qps=500", "--kube-api-burst=1000",
 		"--controllers=" + controllers(s.version),
-		// It makes this folder, by default in /usr.
+		// The controller manager creates this directory, by default in /usr.
 		"--flex-volume-plugin-dir=" + s.path("flex-volume")}, gates...)...)
 	scheduler := s.kubeconfig("system:kube-scheduler")
 	s.define("scheduler", append([]string{"--config=" + s.path("scheduler.yaml"), fmt.Sprintf("--secure-port=%d", s.slot.port(4)),
@@ -167,7 +167,7 @@ func (s *supervisor) startControlPlane(ctx context.Context) error {
 	return nil
 }
 
-// define says how a component is started. Flags that the caller of `cluster up` gave come last and so win.
+// define sets the command line of a component. Flags of the caller of `cluster up` come last and take precedence.
 func (s *supervisor) define(name string, flags ...string) {
 	s.components[name] = append(append([]string{s.programs.Kubernetes, name}, flags...), s.options.Flags[name]...)
 }
@@ -194,7 +194,7 @@ func (s *supervisor) start(name string) error {
 	return nil
 }
 
-// failure is an error when a component that should run has ended.
+// failure returns an error if a component has ended unexpectedly.
 func (s *supervisor) failure() error {
 	s.mutex.Lock()
 	defer s.mutex.Unlock()
@@ -210,7 +210,7 @@ func (s *supervisor) kubeconfig(user string) string {
 	return filepath.Join(s.directory, "kubeconfig", fileName(user))
 }
 
-// privateTmpfs gives the calling thread, and so all that is started from it, a mount namespace with memory at path.
+// privateTmpfs gives the calling thread, and all its children, a mount namespace with a tmpfs at path.
 func privateTmpfs(path string) error {
 	if err := syscall.Unshare(syscall.CLONE_NEWNS); err != nil {
 		return fmt.Errorf("a mount namespace: %w", err)

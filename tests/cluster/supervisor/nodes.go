@@ -20,9 +20,9 @@ import (
 	"drayman.dev/tests/cluster/protocol"
 )
 
-// node is the machine's side of a node: its first process, which holds its namespaces, and the line to it. When that
-// process dies, the kernel kills whatever runs in the PID namespace (containers too), and mounts, interfaces and
-// firewall rules go with the other namespaces.
+// node is the supervisor's side of a node: its first process, which holds its namespaces, and the connection to it. When that process dies,
+// the kernel kills everything in the PID namespace (including containers), and removes mounts, interfaces and firewall rules with the other
+// namespaces.
 type node struct {
 	number    int
 	name      string
@@ -43,7 +43,7 @@ func (s *supervisor) makeNodes() {
 	}
 }
 
-// endNodes makes whoever waits for an answer of a node stop waiting.
+// endNodes makes pending requests to nodes return.
 func (s *supervisor) endNodes() {
 	for _, node := range s.nodes {
 		if init := node.init.Load(); init != nil {
@@ -83,7 +83,7 @@ func (s *supervisor) eachNode(f func(*node) error) error {
 	return errors.Join(problems...)
 }
 
-// prepare gives the node its namespaces, its link and a running container runtime.
+// prepare creates the node's namespaces and link, and starts its container runtime.
 func (n *node) prepare(s *supervisor) error {
 	if err := os.MkdirAll(n.directory, 0o700); err != nil {
 		return err
@@ -114,7 +114,7 @@ func (n *node) prepare(s *supervisor) error {
 	link, here, there := s.slot.link(n.number), s.slot.address(0).String(), s.slot.address(1+n.number).String()
 	for _, command := range [][]string{
 		{"ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", fmt.Sprint(init.PID)},
-		// Every link has the same address on the machine's side: it is the one address of the API server for nodes.
+		// Every link has the same address on the machine's side, the address of the API server for nodes.
 		{"ip", "address", "add", here, "peer", there, "dev", link},
 		{"ip", "link", "set", link, "up"},
 	} {
@@ -126,7 +126,7 @@ func (n *node) prepare(s *supervisor) error {
 	return err
 }
 
-// config is what the first process of the node is told, as text.
+// config returns the configuration of the node's first process.
 func (n *node) config(s *supervisor) (string, error) {
 	kubeconfig := func(user string, groups []string) (string, error) {
 		path := filepath.Join(n.directory, fileName(user))
@@ -158,7 +158,7 @@ func (n *node) config(s *supervisor) (string, error) {
 	return string(config), err
 }
 
-// ask sends one request to the first process of the node and waits for the answer.
+// ask sends a request to the node's first process and waits for the answer.
 func (n *node) ask(request protocol.Request) (protocol.Answer, error) {
 	n.mutex.Lock()
 	defer n.mutex.Unlock()
@@ -182,7 +182,7 @@ func (n *node) ask(request protocol.Request) (protocol.Answer, error) {
 	return answer, nil
 }
 
-// serve passes a request on. A kubelet counts as started when the API server has heard from it.
+// serve forwards a request. A kubelet counts as started once the API server reports its node as ready.
 func (n *node) serve(ctx context.Context, s *supervisor, request protocol.Request) (protocol.Answer, error) {
 	since := time.Now()
 	answer, err := n.ask(request)
@@ -192,10 +192,10 @@ func (n *node) serve(ctx context.Context, s *supervisor, request protocol.Reques
 	return answer, n.ready(ctx, s, since)
 }
 
-// ready waits until the node is ready and was so after since, and its kubelet knows its pods (it calls itself ready a
-// moment before, and refuses exec until then). When it does not come, kubelet's log tells why.
+// ready waits until the node became ready after since and kubelet knows its pods (kubelet reports ready slightly earlier, and rejects exec
+// until then). On a timeout, the error contains the end of kubelet's log.
 func (n *node) ready(ctx context.Context, s *supervisor, since time.Time) error {
-	waiting, cancel := context.WithTimeout(ctx, startPatience)
+	waiting, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
 	err := s.api.nodeReady(waiting, n.name, since)
 	if err == nil {
@@ -214,16 +214,16 @@ func (n *node) describe(s *supervisor) protocol.Node {
 	}
 }
 
-// remove ends the node and takes away what outlives namespaces.
+// remove stops the node and removes everything that outlives its namespaces.
 func (n *node) remove(s *supervisor) error {
 	init := n.init.Load()
 	if init == nil {
 		return nil
 	}
-	// Programs of a test that joined the node's mount namespace from outside are not in its PID namespace.
+	// Test programs that joined the node's mount namespace are not in its PID namespace.
 	err := killInNamespace(init.PID)
 	err = errors.Join(err, s.processes.End(init, syscall.SIGKILL, 10*time.Second))
-	// The kernel removes the link with the namespace, but some time later. Gone already is as good.
+	// The kernel removes the link with the namespace, but with some delay. A missing link is no error.
 	s.processes.Run("ip", "link", "delete", s.slot.link(n.number))
 	return err
 }

@@ -17,8 +17,8 @@ import (
 	"time"
 )
 
-// authority is the cluster's certificate authority. Everybody who talks to the API server is known by a certificate
-// of it, so that a user can be made at any time and nobody on the machine can guess a token.
+// authority is the cluster's certificate authority. All clients of the API server authenticate by its certificates, so that users can be
+// added at any time, and no token can be guessed.
 type authority struct {
 	directory   string
 	key         *ecdsa.PrivateKey
@@ -51,7 +51,7 @@ func newAuthority(directory string) (*authority, error) {
 
 func (a *authority) path(name string) string { return filepath.Join(a.directory, name) }
 
-// issue returns a certificate and its key, both encoded.
+// issue returns a certificate and its key, PEM-encoded.
 func (a *authority) issue(user string, groups []string, addresses []net.IP, names []string) (certificate, key []byte, err error) {
 	private, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -86,7 +86,7 @@ func (a *authority) issueFiles(name, user string, groups []string, addresses []n
 	return os.WriteFile(a.path(name+".key"), key, 0o600)
 }
 
-// serviceAccountKeys writes the keys with which service account tokens are signed and checked.
+// serviceAccountKeys writes the keys that sign and verify service account tokens.
 func (a *authority) serviceAccountKeys() error {
 	key, err := rsa.GenerateKey(rand.Reader, 2048)
 	if err != nil {
@@ -103,7 +103,7 @@ func (a *authority) serviceAccountKeys() error {
 	return os.WriteFile(a.path("sa.pub"), pem.EncodeToMemory(&pem.Block{Type: "PUBLIC KEY", Bytes: public}), 0o600)
 }
 
-// kubeconfig writes a configuration that holds everything a client needs, so it can be copied anywhere.
+// kubeconfig writes a self-contained configuration that can be copied.
 func (a *authority) kubeconfig(path, server, user string, groups []string) error {
 	certificate, key, err := a.issue(user, groups, nil, nil)
 	if err != nil {
@@ -128,12 +128,12 @@ current-context: drayman-test
 func template(name string) *x509.Certificate {
 	serial, err := rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), 100))
 	if err != nil {
-		panic(err) // the kernel's randomness does not fail
+		panic(err) // crypto/rand does not fail
 	}
 	now := time.Now()
 	return &x509.Certificate{
 		SerialNumber: serial, Subject: pkix.Name{CommonName: name},
-		// A day before, so that a machine with a wrong clock in a container works; long enough for `make cluster`.
+		// Valid from the day before, in case the clock is wrong; long enough for `make cluster`.
 		NotBefore: now.Add(-24 * time.Hour), NotAfter: now.Add(30 * 24 * time.Hour),
 	}
 }

@@ -15,12 +15,12 @@ import (
 
 const (
 	directoryPrefix = "drayman-cluster-"
-	// marker is an environment variable that marks what tests run beside a cluster (the programs under test, kubectl)
-	// as belonging to it: the value is the cluster's directory. It is inherited, so it finds grandchildren too.
+	// marker is the environment variable of programs beside a cluster (the programs under test, kubectl). Its value is the cluster's
+	// directory. It is inherited, so it identifies grandchildren too.
 	marker = "DRAYMAN_TEST_CLUSTER"
 )
 
-// remove ends everything and takes everything away. Nothing is asked to end by itself: all data is thrown away.
+// remove kills all processes and removes all files. There is no graceful shutdown, because all data is discarded.
 func (s *supervisor) remove() error {
 	s.mutex.Lock()
 	s.removing = true
@@ -41,8 +41,8 @@ func (s *supervisor) remove() error {
 	return nil
 }
 
-// removeAbandoned takes away what is left of clusters whose supervisor was killed. Their processes died with it, by
-// the kernel's hand; directories and cgroups do not.
+// removeAbandoned removes leftovers of clusters whose supervisor was killed. The kernel has killed their processes; directories and cgroups
+// remain.
 func removeAbandoned() {
 	directories, _ := filepath.Glob(filepath.Join(os.TempDir(), directoryPrefix+"*"))
 	for _, directory := range directories {
@@ -59,21 +59,21 @@ func removeAbandoned() {
 	}
 }
 
-// killMarked kills every process that carries the mark of a cluster, and comes back when none is left.
+// killMarked kills every process with the cluster's marker, and returns once none is left.
 func killMarked(directory string) error {
 	mark := []byte(marker + "=" + directory + "\x00")
 	return killAll(func(process string) bool {
-		// Environments of other users and of processes that just ended cannot be read, and are not ours.
+		// Environments of other users' processes and of ended processes are not readable, and do not matter.
 		environment, err := os.ReadFile(process + "/environ")
 		return err == nil && bytes.Contains(append(environment, 0), mark)
 	})
 }
 
-// killInNamespace kills every process in the mount namespace of another, but not that one.
+// killInNamespace kills every process in the mount namespace of another process, except that one.
 func killInNamespace(pid int) error {
 	namespace, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/mnt", pid))
 	if err != nil {
-		return nil // it has ended
+		return nil // already ended
 	}
 	return killAll(func(process string) bool {
 		found, err := os.Readlink(process + "/ns/mnt")
@@ -81,7 +81,7 @@ func killInNamespace(pid int) error {
 	})
 }
 
-// killAll kills the processes that are chosen by their directory in /proc until there are none.
+// killAll kills the processes selected by their directory in /proc until none is left.
 func killAll(chosen func(process string) bool) error {
 	for range 500 {
 		found := false
@@ -105,7 +105,7 @@ func killAll(chosen func(process string) bool) error {
 	return errors.New("a process of the tests does not end, not even when killed")
 }
 
-// cgroupRoots are the directories in which cgroups can be made: one on cgroup v2, one per controller on v1.
+// cgroupRoots returns the directories for new cgroups: one on cgroup v2, one per controller on v1.
 func cgroupRoots() ([]string, error) {
 	mounts, err := os.ReadFile("/proc/self/mounts")
 	if err != nil {
@@ -120,7 +120,7 @@ func cgroupRoots() ([]string, error) {
 	return roots, nil
 }
 
-// removeCgroups removes a cgroup and those below it. The kernel takes a moment to let go of processes that ended.
+// removeCgroups removes a cgroup and its children. The kernel needs a moment after the end of their processes.
 func removeCgroups(name string) error {
 	roots, err := cgroupRoots()
 	if err != nil {
@@ -141,7 +141,7 @@ func removeCgroups(name string) error {
 	return errors.Join(problems...)
 }
 
-// removeTree removes directories only, deepest first: the files in a cgroup are not files.
+// removeTree removes directories only, deepest first: files of a cgroup cannot be removed.
 func removeTree(top string) error {
 	var directories []string
 	err := filepath.WalkDir(top, func(path string, entry fs.DirEntry, err error) error {

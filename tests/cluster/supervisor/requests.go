@@ -12,7 +12,7 @@ import (
 	"drayman.dev/tests/cluster/protocol"
 )
 
-// answer does what a request asks for.
+// answer handles a request.
 func (s *supervisor) answer(ctx context.Context, request protocol.Request) protocol.Answer {
 	answer, err := s.serve(ctx, request)
 	answer.ID = request.ID
@@ -45,7 +45,7 @@ func (s *supervisor) serve(ctx context.Context, request protocol.Request) (proto
 	return protocol.Answer{}, fmt.Errorf("unknown request %q", request.Do)
 }
 
-// addUser makes a certificate; what the user may do is a matter of RBAC and so of the caller.
+// addUser issues a certificate. The caller grants rights through RBAC.
 func (s *supervisor) addUser(user string, groups []string) (string, error) {
 	if user == "" {
 		return "", errors.New("a user needs a name")
@@ -60,7 +60,7 @@ func (s *supervisor) addUser(user string, groups []string) (string, error) {
 func (s *supervisor) stop(name string, signal syscall.Signal) error {
 	s.mutex.Lock()
 	running := s.running[name]
-	// Off the list first: it is not a failure when it ends now.
+	// Removed first, because the end of a listed process is a failure.
 	delete(s.running, name)
 	s.mutex.Unlock()
 	if running == nil {

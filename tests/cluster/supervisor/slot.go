@@ -7,8 +7,8 @@ import (
 	"net/netip"
 )
 
-// A slot is what clusters on one machine must not share: a block of ports and a block of addresses. It is held by an
-// abstract Unix socket, which the kernel frees when the process dies and which leaves no file.
+// A slot is a block of ports and addresses for one cluster on the machine. It is held by an abstract Unix socket, which the kernel frees
+// when the process dies and which leaves no file.
 type slot struct {
 	number int
 	holder net.Listener
@@ -16,15 +16,15 @@ type slot struct {
 
 const (
 	slots = 1000
-	// Below the range from which Linux takes the ports of outgoing connections, so that none of those is in the way.
+	// Below Linux's range of ephemeral ports, so that outgoing connections cannot conflict.
 	firstPort    = 21000
 	portsPerSlot = 8
-	// Nodes take one address each of their slot's block; the first is the machine's side.
+	// Each node has one address of the slot's block; the first is the machine's side.
 	addressesPerSlot = 64
 	maxNodes         = addressesPerSlot - 3
 )
 
-// The range that RFC 2544 sets apart for tests of networks: no real one is hidden by it.
+// The range reserved by RFC 2544 for network tests, so that it cannot hide a real network.
 var firstAddress = netip.MustParseAddr("198.18.0.0")
 
 func takeSlot() (*slot, error) {
@@ -55,7 +55,7 @@ func (s *slot) portsAreFree() bool {
 
 func (s *slot) port(i int) int { return firstPort + s.number*portsPerSlot + i }
 
-// address 0 is the machine's side of the links to the nodes, 1 and up are the nodes.
+// address returns the machine's side of the links for 0, and the nodes' addresses from 1 on.
 func (s *slot) address(i int) netip.Addr {
 	bytes := firstAddress.As4()
 	offset := s.number*addressesPerSlot + 1 + i
@@ -65,5 +65,5 @@ func (s *slot) address(i int) netip.Addr {
 	return netip.AddrFrom4(bytes)
 }
 
-// link is the name of the machine's side of the link to a node (at most 15 bytes).
+// link returns the interface name of the machine's side of a link (at most 15 bytes).
 func (s *slot) link(node int) string { return fmt.Sprintf("drayman%d-%d", s.number, node) }

@@ -1,6 +1,5 @@
-// Package supervisor runs one test cluster: it starts the control plane and the nodes, answers requests, and when its
-// standard input ends (which is when the test has died, however that came) or a signal arrives, it takes away
-// everything it made.
+// Package supervisor runs one test cluster: it starts the control plane and the nodes and answers requests. When its standard input ends
+// (because the test has ended or died) or a signal arrives, it removes everything it created.
 package supervisor
 
 import (
@@ -25,18 +24,18 @@ import (
 	"drayman.dev/tests/cluster/recipe"
 )
 
-// Options is what `cluster up` is told.
+// Options are the options of `cluster up`.
 type Options struct {
 	Target          string
 	Version         string
 	Nodes           int
 	ServiceAccounts bool
 	AuditBodies     bool
-	// Flags are added to the flags of a component, by its name.
+	// Flags are additional flags by component.
 	Flags map[string][]string
-	// Requests makes standard input and output speak the protocol; otherwise people are spoken to.
+	// Requests enables the protocol on standard input and output; otherwise the output is for users.
 	Requests bool
-	// Hook is a shell command that runs beside the cluster and with which the cluster ends.
+	// Hook is a shell command that runs beside the cluster. The cluster ends with it.
 	Hook string
 }
 
@@ -56,15 +55,15 @@ type supervisor struct {
 	mutex      sync.Mutex
 	components map[string][]string
 	running    map[string]*process.Process
-	// removing is set once, and from then on nothing is started any more.
+	// removing is set once the removal starts; then nothing is started any more.
 	removing bool
 }
 
-const startPatience = 2 * time.Minute
+const startTimeout = 2 * time.Minute
 
-// Up starts a cluster and returns when it has ended and nothing of it is left.
+// Up runs a cluster, and returns once it has ended and nothing is left.
 func Up(options Options) error {
-	// A test that died closes our standard output; writing there must be an error, not our death.
+	// When the test has died, standard output is closed; writes must return an error instead of killing this process.
 	signal.Ignore(syscall.SIGPIPE)
 	ended, cancel := context.WithCancelCause(context.Background())
 	defer cancel(nil)
@@ -108,10 +107,10 @@ func Up(options Options) error {
 	return errors.Join(err, s.remove())
 }
 
-// errAsked ends a cluster in the ordinary way.
+// errAsked is the cause of an ordinary shutdown.
 var errAsked = errors.New("asked to end")
 
-// progress shows a person what takes long.
+// progress shows the progress of a long operation to users.
 func (s *supervisor) progress(name string) (end func()) {
 	if s.options.Requests {
 		return func() {}
@@ -133,9 +132,9 @@ func (s *supervisor) check() error {
 	return nil
 }
 
-// claim takes what belongs to this cluster alone: a directory, ports and addresses.
+// claim acquires the cluster's own resources: a directory, ports and addresses.
 func (s *supervisor) claim() error {
-	// One at a time, so that nobody finds a directory that is not locked yet and takes it for an abandoned one.
+	// One at a time, so that no other supervisor takes a directory that is not locked yet for an abandoned one.
 	all, err := os.Open(os.TempDir())
 	if err != nil {
 		return err
@@ -151,7 +150,7 @@ func (s *supervisor) claim() error {
 	if s.lock, err = os.Open(s.directory); err != nil {
 		return err
 	}
-	// Held until we die: who finds it free knows that nobody will clean up here any more.
+	// Held until this process dies: an unlocked directory has no supervisor and is removed by others.
 	if err := syscall.Flock(int(s.lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
 		return err
 	}
@@ -164,10 +163,10 @@ func (s *supervisor) claim() error {
 	return err
 }
 
-// run starts everything and serves until it is asked to end.
+// run starts everything and serves requests until it is asked to end.
 func (s *supervisor) run(ended context.Context, requests <-chan protocol.Request) error {
 	s.processes = process.NewGroup()
-	starting, cancel := context.WithTimeout(ended, startPatience)
+	starting, cancel := context.WithTimeout(ended, startTimeout)
 	defer cancel()
 	end := s.progress("starting Kubernetes " + s.version.String())
 	err := s.startAll(starting)
@@ -197,7 +196,7 @@ func (s *supervisor) run(ended context.Context, requests <-chan protocol.Request
 		case <-hook:
 			return nil
 		case request := <-requests:
-			// Each by itself: restarting a kubelet waits, and another request need not.
+			// In its own goroutine, because restarting a kubelet takes long.
 			go func() { answers.Write(s.answer(ended, request)) }()
 		}
 	}
@@ -207,8 +206,8 @@ func (s *supervisor) startAll(ctx context.Context) error {
 	if err := s.credentials(); err != nil {
 		return err
 	}
-	// Nodes prepare themselves while the control plane starts. Both are waited for in any case: what is being made
-	// while it is taken away would be left behind.
+	// Nodes are prepared while the control plane starts. Both are awaited in any case, because anything created during the removal would be
+	// left behind.
 	s.makeNodes()
 	prepared := make(chan error, 1)
 	go func() { prepared <- s.eachNode(func(n *node) error { return n.prepare(s) }) }()
@@ -240,7 +239,7 @@ func (s *supervisor) describe() protocol.Cluster {
 	return cluster
 }
 
-// greet tells a person how to use the cluster.
+// greet tells users how to use the cluster.
 func (s *supervisor) greet() {
 	fmt.Printf("Kubernetes %s is ready.\n\n", s.version)
 	fmt.Printf("    export KUBECONFIG=%s PATH=%s:$PATH\n", s.kubeconfig("admin"), filepath.Dir(s.programs.Kubectl))
@@ -254,7 +253,7 @@ func (s *supervisor) greet() {
 	fmt.Printf("logs         %s\n\nCtrl-C ends it and leaves nothing behind.\n", s.path("log"))
 }
 
-// startHook runs the caller's command, told about the cluster by its environment. The channel is closed at its end.
+// startHook runs the caller's command with the cluster's description in its environment. The channel is closed at its end.
 func (s *supervisor) startHook() (<-chan struct{}, error) {
 	if s.options.Hook == "" {
 		return nil, nil
@@ -280,7 +279,7 @@ func (s *supervisor) path(name string) string { return filepath.Join(s.directory
 
 func (s *supervisor) log(name string) string { return filepath.Join(s.directory, "log", name+".log") }
 
-// fileName turns the name of a user into that of a file.
+// fileName converts a user name into a file name.
 func fileName(user string) string {
 	return strings.Map(func(r rune) rune {
 		if r == '-' || r == '.' || r >= '0' && r <= '9' || r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' {
