@@ -1,4 +1,4 @@
-//! The API server behind TLS, whose certificate or authority is replaced while a controller serves.
+//! The API server's certificate or certificate authority is replaced while a controller runs.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -22,10 +22,10 @@ use crate::program::until;
 
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// Somebody who signs certificates.
+/// A certificate authority.
 struct Authority {
     issuer: Issuer<'static, KeyPair>,
-    /// What whoever believes it has in a file.
+    /// The CA certificate for clients.
     pem: String,
 }
 
@@ -40,7 +40,7 @@ impl Authority {
         Self { issuer, pem }
     }
 
-    /// A server on this machine with a new certificate and a new key.
+    /// A local TLS server with a new certificate and key.
     fn server(&self) -> TlsAcceptor {
         let key = KeyPair::generate().unwrap();
         let parameters = CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
@@ -53,10 +53,10 @@ impl Authority {
     }
 }
 
-/// How often somebody came.
+/// Counters of connections.
 #[derive(Clone, Debug, Default)]
 struct Seen {
-    /// Connections that the client did not want.
+    /// Connections that the client rejected.
     refused: Arc<AtomicUsize>,
     requests: Arc<AtomicUsize>,
 }
@@ -87,7 +87,7 @@ impl Listener for Secured {
     }
 }
 
-/// A life of the API server's front: when it ends, so do its connections.
+/// A TLS proxy in front of the API server. Dropping it closes its connections.
 struct Front {
     runtime: Option<Runtime>,
     address: SocketAddr,
@@ -113,7 +113,7 @@ impl Front {
         let noted = seen.clone();
         runtime.spawn(async move {
             let wanted = address.unwrap_or_else(|| ([127, 0, 0, 1], 0).into());
-            // The life before may be still about to close its socket.
+            // The previous proxy may not have closed its socket yet.
             let listener = loop {
                 match TcpListener::bind(wanted).await {
                     Ok(listener) => break listener,
@@ -136,7 +136,7 @@ impl Front {
         }
     }
 
-    /// Ends, and another one with this certificate begins at the same address.
+    /// Replaces the proxy by one with this certificate at the same address.
     fn replace(self, server: &ApiServer, acceptor: TlsAcceptor) -> Self {
         let address = self.address;
         drop(self);
@@ -157,12 +157,12 @@ impl Drop for Front {
     }
 }
 
-/// A client as a pod has it: it believes whom the file names, which is read again about once a minute.
+/// A client as in a pod: it trusts the authorities in the file, which it rereads about once a minute.
 fn client(address: SocketAddr, authorities: &std::path::Path) -> kube::Client {
     let mut config = kube::Config::new(format!("https://{address}").parse().unwrap());
     config.default_retry = false;
     config.root_cert_file = Some(authorities.to_owned());
-    // As in a pod: what the file had at the start.
+    // As in a pod: the initial content of the file.
     config.root_cert = Some(Vec::new());
     kube::Client::try_from(config).unwrap()
 }
@@ -181,19 +181,19 @@ async fn a_renewed_certificate_is_trusted_and_a_foreign_one_is_not() {
     make_claim(&stage, "first");
     assert!(until(PATIENCE, || has_device(stage.server(), "first")).await);
 
-    // Somebody else answers at the address, with a certificate of one who has the same name.
+    // Another server answers at the address; its certificate has the same name but another issuer.
     let front = front.replace(stage.server(), stranger.server());
     make_claim(&stage, "second");
     assert!(
         front.is_refused().await,
-        "somebody who is not believed is spoken to: {:?}",
+        "the client talks to an untrusted server: {:?}",
         front.seen
     );
     assert!(!has_device(stage.server(), "second"));
 
     let front = front.replace(stage.server(), authority.server());
     assert!(until(PATIENCE, || has_device(stage.server(), "second")).await);
-    // And another one right after it.
+    // Another replacement immediately after it.
     let front = front.replace(stage.server(), authority.server());
     make_claim(&stage, "third");
     assert!(until(PATIENCE, || has_device(stage.server(), "third")).await);
@@ -204,7 +204,7 @@ async fn a_renewed_certificate_is_trusted_and_a_foreign_one_is_not() {
     stage.stop().await;
 }
 
-/// As kubelet replaces `ca.crt` in a pod when the cluster's authority is replaced.
+/// As kubelet replaces `ca.crt` in a pod when the cluster's CA is replaced.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replaced_certificate_authority_is_trusted_from_then_on() {
     let _ = rustls::crypto::ring::default_provider().install_default();
@@ -219,7 +219,7 @@ async fn a_replaced_certificate_authority_is_trusted_from_then_on() {
     make_claim(&stage, "first");
     assert!(until(PATIENCE, || has_device(stage.server(), "first")).await);
 
-    // The server is earlier than the file.
+    // The server is replaced before the file.
     let front = front.replace(stage.server(), new.server());
     make_claim(&stage, "second");
     assert!(
@@ -228,7 +228,7 @@ async fn a_replaced_certificate_authority_is_trusted_from_then_on() {
         front.seen
     );
     assert!(!has_device(stage.server(), "second"));
-    // A file that is none, while it is written, changes nothing.
+    // An incomplete file, as during a write, changes nothing.
     std::fs::write(&file, "-----BEGIN CERTIFICATE-----\n").unwrap();
     std::fs::write(&file, format!("{}{}", old.pem, new.pem)).unwrap();
     assert!(until(PATIENCE, || has_device(stage.server(), "second")).await);

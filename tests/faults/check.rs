@@ -1,4 +1,4 @@
-//! The promises, as far as they can be seen from outside: in what is stored, and in what containers have got.
+//! Invariants that can be checked from outside: in stored objects and in the devices of containers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -11,20 +11,20 @@ use serde_json::Value;
 pub(crate) const DRIVER: &str = "drayman.dev";
 const FINALIZER: &str = "drayman.dev/deletion-protection";
 const NODE_LABEL: &str = "drayman.dev/node";
-/// The class of another driver, and the entry of a pod that names a claim of it.
+/// Class of another driver, and name of the pod entry with a claim of that class.
 pub(crate) const FOREIGN: &str = "foreign";
 
 /// Namespace and name.
 type Key = (String, String);
 
-/// Looks at every change once, in order.
+/// Checks every change once, in order.
 pub(crate) struct Checker {
     server: ApiServer,
-    /// None if there is no node.
+    /// `None` if there is no node.
     kubelet: Option<Kubelet>,
     version: u64,
     objects: BTreeMap<(String, Key), Value>,
-    /// By uid of a context, the nodes that the scheduler has ever named there.
+    /// All nodes ever named by the scheduler, by uid of the context.
     offered: BTreeMap<String, BTreeSet<String>>,
     pub(crate) violations: Vec<String>,
 }
@@ -60,7 +60,7 @@ pub(crate) fn is_allocated(claim: &Value) -> bool {
         .is_some_and(|found| !found.is_null())
 }
 
-/// What a claim of ours holds.
+/// The device handle of our claim.
 pub(crate) fn handle(claim: &Value) -> Option<DeviceHandle> {
     let handles = list(claim, "/status/allocation/resourceHandles");
     let ours = handles.iter().find(|handle| handle["driverName"] == DRIVER)?;
@@ -90,14 +90,14 @@ impl Checker {
         self.objects.iter().filter(of_kind).map(|(_, object)| object)
     }
 
-    /// Looks at what has happened since.
+    /// Checks all new changes.
     pub(crate) fn catch_up(&mut self) {
         for change in self.server.history(self.version) {
-            // Every change has the version after that of the one before it. What the server has forgotten nobody has looked at.
-            assert_eq!(change.version, self.version + 1, "changes were not seen");
+            // Changes have consecutive versions. Changes that the server has already compacted were missed.
+            assert_eq!(change.version, self.version + 1, "changes were missed");
             self.version = change.version;
             match change.plural.as_str() {
-                // In structured mode the scheduler writes claims.
+                // In structured mode, the scheduler writes claims.
                 "resourceclaims" if self.server.mode() == Mode::Classic => self.claim(&change),
                 "podschedulingcontexts" => self.context(&change),
                 _ => {}
@@ -115,7 +115,7 @@ impl Checker {
         self.no_device_in_two_pods();
     }
 
-    /// Whether everything that is stored was looked at.
+    /// Asserts that all stored changes were checked.
     pub(crate) fn check_all_seen(&mut self) {
         for plural in [
             "resourceclaims",
@@ -125,7 +125,7 @@ impl Checker {
         ] {
             for object in self.server.objects(plural) {
                 let version: u64 = text(&object, "/metadata/resourceVersion").parse().unwrap();
-                assert!(version <= self.version, "version {version} was not looked at");
+                assert!(version <= self.version, "version {version} was not checked");
             }
         }
     }
@@ -166,13 +166,13 @@ impl Checker {
                 .find(|node| !offered.contains(*node));
             if let Some(node) = unasked {
                 self.violate(format!(
-                    "I13: context {name} is told of {node}, which nobody has asked about"
+                    "I13: context {name} lists {node}, which was never a potential node"
                 ));
             }
         }
     }
 
-    /// I6: nobody plays the other driver, so that what is written of its claims is ours.
+    /// I6: the other driver does not exist, so every write to its claims is ours.
     fn foreign(&mut self, claim: &Value) {
         let labelled = claim
             .pointer("/metadata/labels")
@@ -204,7 +204,7 @@ impl Checker {
         }
     }
 
-    /// I1 and I14 where it counts: in the containers.
+    /// I1 and I14 in the containers.
     fn no_device_in_two_pods(&mut self) {
         let mut holders: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
         let outfits = self.kubelet.iter().flat_map(Kubelet::outfits);
@@ -232,7 +232,7 @@ impl Checker {
             self.allocated(&name, before, after);
         }
         if is_allocated(before) && !is_allocated(after) && !after.is_null() {
-            // Undone together with its reservation: then its pod has no node.
+            // A rollback removes allocation and reservation together; then the pod has no node.
             let users: Vec<_> = reserved(before);
             let bound = users.iter().find(|user| {
                 let pod = self.pod(before, text(user, "/name"));
@@ -256,7 +256,9 @@ impl Checker {
             let pod = self.pod(after, text(&user, "/name"));
             let is_new = !reserved(before).contains(&user);
             if is_new && pod.is_none_or(|pod| pod["metadata"]["uid"] != user["uid"]) {
-                self.violate(format!("I16: {name} is reserved for {user}, which is not there"));
+                self.violate(format!(
+                    "I16: {name} is reserved for {user}, which does not exist"
+                ));
             }
         }
     }
@@ -287,7 +289,7 @@ impl Checker {
             .find(|device| !known.contains(&device.device))
         {
             self.violate(format!(
-                "I2: {name} gets {}, which the node does not have",
+                "I2: {name} gets {}, which is not on the node",
                 device.device
             ));
         }
@@ -308,7 +310,7 @@ impl Checker {
     }
 }
 
-/// I14: in every moment a claim's CDI file has an entry in the checkpoint, which is written first and removed last.
+/// I14: every CDI file of a claim has a checkpoint entry at any time, because the entry is written first and removed last.
 pub(crate) fn files_without_entry(cdi: &Path, checkpoint: &Path) -> Vec<String> {
     let entries = entries(checkpoint);
     let mut files = claim_files(cdi);
@@ -316,7 +318,7 @@ pub(crate) fn files_without_entry(cdi: &Path, checkpoint: &Path) -> Vec<String> 
     files.into_iter().collect()
 }
 
-/// I14: when kubelet has its answer, a claim that is prepared has its CDI file.
+/// I14: once kubelet has its answer, a prepared claim has its CDI file.
 pub(crate) fn entries_without_file(cdi: &Path, checkpoint: &Path) -> Vec<String> {
     let files = claim_files(cdi);
     let mut entries = entries(checkpoint);
@@ -324,7 +326,6 @@ pub(crate) fn entries_without_file(cdi: &Path, checkpoint: &Path) -> Vec<String>
     entries.into_keys().collect()
 }
 
-/// The claims that have a CDI file.
 fn claim_files(cdi: &Path) -> BTreeSet<String> {
     let entries = std::fs::read_dir(cdi).into_iter().flatten().flatten();
     let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
@@ -335,7 +336,7 @@ fn claim_files(cdi: &Path) -> BTreeSet<String> {
     names.filter_map(uid).collect()
 }
 
-/// The claims of the checkpoint, and whether each is prepared.
+/// The claims in the checkpoint, and whether each is prepared.
 fn entries(checkpoint: &Path) -> BTreeMap<String, bool> {
     let checkpoint = std::fs::read(checkpoint).unwrap_or_default();
     let checkpoint: Value = serde_json::from_slice(&checkpoint).unwrap_or_default();

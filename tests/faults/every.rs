@@ -1,4 +1,4 @@
-//! Every trouble at every place of the life.
+//! Runs the scenario with every fault at every point.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
@@ -12,13 +12,13 @@ use crate::life::{COMPANION, CONTROLLER, Lived, live};
 use crate::not_run::is_root;
 use crate::program::panics;
 
-/// How often each kind of trouble was planned for a program, and how often it happened.
+/// By program, place and kind of fault: number of planned and of injected faults.
 type Hits = BTreeMap<(&'static str, Place, Trouble), (u64, u64)>;
 
-/// Lives that are played at once. Most of the time of each is waiting.
+/// Concurrent runs. Each of them mostly waits.
 const AT_ONCE: usize = 12;
 const PROGRAMS: [&str; 2] = [CONTROLLER, COMPANION];
-/// What every life has: a place that is missing here is one at which nothing is tried, because its seam has come loose.
+/// Places that occur in every run. If one is missing, faults are no longer injected there.
 const PLACES: [(&str, Place); 6] = [
     (CONTROLLER, Place::Request),
     (CONTROLLER, Place::Event),
@@ -27,7 +27,7 @@ const PLACES: [(&str, Place); 6] = [
     (COMPANION, Place::Disk),
     (COMPANION, Place::Call),
 ];
-/// What every life of structured mode has: there is no controller.
+/// Places that occur in every run of structured mode, which has no controller.
 const STRUCTURED_PLACES: [(&str, Place); 4] = [PLACES[2], PLACES[3], PLACES[4], PLACES[5]];
 
 fn runtime() -> Runtime {
@@ -54,7 +54,7 @@ fn command(mode: Mode, planned: &[Planned]) -> String {
     )
 }
 
-/// Reads what [`command`] writes.
+/// Parses the output of [`command`].
 fn parse(text: &str) -> Option<Planned> {
     let parts: Vec<&str> = text.split(':').collect();
     let [program, place, number, trouble] = parts.as_slice() else {
@@ -76,7 +76,7 @@ fn now() -> jiff::Timestamp {
     jiff::Timestamp::now()
 }
 
-/// Every trouble at every place that a life without trouble has.
+/// Every fault at every place of a run without faults.
 fn plans(counts: &BTreeMap<(&'static str, Place), u64>) -> Vec<Planned> {
     let mut plans = Vec::new();
     for (&(program, place), &count) in counts {
@@ -94,8 +94,8 @@ fn plans(counts: &BTreeMap<(&'static str, Place), u64>) -> Vec<Planned> {
     plans
 }
 
-/// Kills and lost replies at every place, and the other troubles, which leave the program whole, at every fourth. A kill before a
-/// step on the disk or an event is nearly one after the step before it, and is tried as often as the others.
+/// Kills and lost replies at every place, and the other faults, after which the program keeps running, at every fourth. A kill before a
+/// disk step or an event is almost equivalent to one after the previous step, so it is reduced like the others.
 fn daily(plans: Vec<Planned>) -> Vec<Planned> {
     let is_daily = |planned: &Planned| {
         let ends = match planned.place {
@@ -118,7 +118,7 @@ fn every_fault_at_every_point_of_a_scenario_is_survived() {
         return;
     }
     let calm = every_fault(Mode::Classic, &PLACES);
-    // One call for each pod with claims, also for that with two. The third is refused what a container has, and asked for again.
+    // One call for each pod with claims, even for two claims. The third pod is refused a device that a container holds, and retried.
     let is_prepare = |line: &&String| line.contains(" Call ") && line.contains("/NodePrepareResources");
     let of_two = calm
         .trace
@@ -134,19 +134,19 @@ fn every_fault_in_structured_mode_is_survived() {
     }
 }
 
-/// Plays every trouble at every place, and returns the life without trouble.
+/// Runs the scenario with every fault at every place, and returns the run without faults.
 fn every_fault(mode: Mode, expected: &[(&'static str, Place)]) -> Lived {
     let runtime = runtime();
     let calm = runtime.block_on(live(mode, Vec::new(), now));
     assert_eq!(calm.violations, Vec::<String>::new(), "{}", calm.trace.join("\n"));
-    println!("a life has {:?}", calm.counts);
+    println!("a run has {:?}", calm.counts);
     let places: BTreeSet<_> = calm.counts.keys().copied().collect();
     let expected: BTreeSet<_> = expected.iter().copied().collect();
-    assert_eq!(places, expected, "where something can go wrong");
+    assert_eq!(places, expected, "the places for faults");
     let mut plans = plans(&calm.counts);
     if std::env::var("EVERY_TROUBLE").is_err() {
         plans = daily(plans);
-        // One of so many, and each kind of trouble once at each place.
+        // One of `LIVES_OF` runs, and each kind of fault once at each place.
         let (of, mut index) = (number("LIVES_OF", 1), 0_usize);
         plans.retain(|planned| {
             index += 1;
@@ -165,7 +165,7 @@ fn every_fault(mode: Mode, expected: &[(&'static str, Place)]) -> Lived {
                     let Some(&planned) = plans.get(index) else { break };
                     if index.is_multiple_of(50) {
                         println!(
-                            "life {index} of {}, {} failed",
+                            "run {index} of {}, {} failed",
                             plans.len(),
                             failures.lock().unwrap().len()
                         );
@@ -195,7 +195,7 @@ fn every_fault(mode: Mode, expected: &[(&'static str, Place)]) -> Lived {
     }
     assert!(
         failures.is_empty(),
-        "{} of {} lives fail",
+        "{} of {} runs fail",
         failures.len(),
         plans.len()
     );
@@ -203,13 +203,13 @@ fn every_fault(mode: Mode, expected: &[(&'static str, Place)]) -> Lived {
     for (program, place) in expected {
         for &trouble in place.troubles() {
             let hit = hits.get(&(program, place, trouble)).map_or(0, |(_, hit)| *hit);
-            assert!(hit > 0, "{program} {place:?} {trouble:?} was never hit");
+            assert!(hit > 0, "{program} {place:?} {trouble:?} was never injected");
         }
     }
     calm
 }
 
-/// Plays the life with the troubles `FAULT` or `STRUCTURED_FAULT` again and prints everything that happens.
+/// Repeats the run with the faults in `FAULT` or `STRUCTURED_FAULT`, and prints its trace.
 #[test]
 fn replay() {
     let classic = std::env::var("FAULT").map(|text| (Mode::Classic, text));

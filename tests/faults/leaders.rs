@@ -1,5 +1,5 @@
-//! Two controllers with a lease, and every trouble at each of the first requests about it: at most one of them writes at a time, and
-//! somebody serves.
+//! Two controllers with a lease, and every fault at each of the first lease requests: at most one of them writes at a time, and one of them
+//! serves claims.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -22,13 +22,14 @@ use crate::program::{self, panics, until};
 
 const LEADERS: [&str; 2] = ["leader-a", "leader-b"];
 const LEASE: &str = "drayman";
-/// Of each controller. The leader takes the lease with its second request and renews it with the others; the other one reads.
+/// Requests of each controller. The leader acquires the lease with its second request and renews it with the others; the other controller
+/// reads it.
 const REQUESTS: u64 = 4;
-/// Stories at once. Most of the time of each is waiting.
+/// Concurrent runs. Each of them mostly waits.
 const AT_ONCE: usize = 12;
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// By controller, the identity of its present life.
+/// The current identity of each controller.
 type Identities = Arc<Mutex<BTreeMap<&'static str, String>>>;
 
 fn start(
@@ -62,14 +63,14 @@ fn start(
     program::run(faults.clone(), name, shutdown.clone(), Box::new(start))
 }
 
-/// What was wrong in a story, which troubles were met, and all that happened.
+/// Result of a run: violations, injected faults, and the trace.
 struct Told {
     violations: Vec<String>,
     hits: usize,
     trace: Vec<String>,
 }
 
-/// Claims that want the one device come and go while two controllers want to serve them.
+/// Claims for the only device come and go while two controllers compete.
 async fn tell(planned: Vec<Planned>) -> Told {
     let stage = control_plane(1).await;
     let server = stage.server().clone();
@@ -97,9 +98,9 @@ async fn tell(planned: Vec<Planned>) -> Told {
                 never.push(format!("I10: {name} is never {what}"));
             }
             if what == "allocated" {
-                // One more waits for the device, and no other.
+                // Exactly one more claim waits for the device.
                 make_claim(&stage, next);
-                // It cannot be gone already: it has our finalizer.
+                // The claim still exists: it has our finalizer.
                 let _ = claims.delete(name, &DeleteParams::default()).await;
             }
         }
@@ -124,7 +125,7 @@ async fn tell(planned: Vec<Planned>) -> Told {
     }
 }
 
-/// Whoever writes holds the lease as it is stored when the write arrives.
+/// Asserts that a writer holds the stored lease when its write arrives.
 fn watch_writers(
     faults: &Faults,
     server: &ApiServer,
@@ -133,7 +134,7 @@ fn watch_writers(
 ) {
     let (server, identities, checker) = (server.clone(), identities.clone(), checker.clone());
     faults.look(move |program, place, what| {
-        // An event is only told.
+        // Events do not count.
         if place != Place::Request || what.starts_with("GET ") || what.contains("/events") {
             return;
         }
@@ -161,7 +162,7 @@ fn no_fault_of_the_lease_lets_two_controllers_write() {
     for (turn, program) in LEADERS.into_iter().enumerate() {
         for number in 1..=REQUESTS {
             for (index, &trouble) in Place::Lease.troubles().iter().enumerate() {
-                // Each trouble at two of the requests of each controller, and at all of them with EVERY_TROUBLE.
+                // Each fault at two of each controller's requests; with EVERY_TROUBLE, at all of them.
                 let is_daily = (index + turn) as u64 % 2 == number % 2;
                 if is_daily || std::env::var("EVERY_TROUBLE").is_ok() {
                     plans.push(Planned {
@@ -193,7 +194,8 @@ fn no_fault_of_the_lease_lets_two_controllers_write() {
         told.iter()
             .any(|(planned, story)| of_kind(planned) && story.hits > 0)
     };
-    // How often the one that waits asks is a matter of time. What was not met is tried at the others, of which everybody makes the first.
+    // The number of requests of the standby depends on timing. A fault that was not injected has to occur at another request; every
+    // controller makes the first.
     for program in LEADERS {
         for &trouble in Place::Lease.troubles() {
             for number in 1..=REQUESTS {
@@ -221,12 +223,12 @@ fn no_fault_of_the_lease_lets_two_controllers_write() {
         .iter()
         .filter(|(_, story)| !story.violations.is_empty())
         .count();
-    assert_eq!(failed, 0, "of {} stories", told.len());
+    assert_eq!(failed, 0, "of {} runs", told.len());
     assert_eq!(panics(), Vec::<String>::new(), "I15");
     for program in LEADERS {
         for &trouble in Place::Lease.troubles() {
             let met = met(&told, program, trouble);
-            assert!(met, "{program} {trouble:?} was never met");
+            assert!(met, "{program} {trouble:?} was never injected");
         }
     }
 }

@@ -1,5 +1,5 @@
-//! The life: two pods that want the one device, one after the other, the second of them with one more, and one that gets another by
-//! the device plugin, which leaves through both APIs: a claim has it next. A pod of another driver, which nobody plays, looks on.
+//! The scenario: two pods that use the only device of a kind one after the other (the second one with one more device), and a pod with a
+//! device of mode `both` as an extended resource, which a claim uses next. Another pod has a claim of another driver, which does not exist.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -31,15 +31,15 @@ use crate::program::{self, until};
 
 pub(crate) const CONTROLLER: &str = "controller";
 pub(crate) const COMPANION: &str = "companion";
-/// How long anything may take. The machine may be busy.
+/// Timeout of all waits. The machine may be busy.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// How long nobody may ask the API server for anything at the end.
+/// How long the API server must be idle at the end.
 const QUIET: Duration = Duration::from_millis(1500);
 
-/// Where the stage has its time from.
+/// Time source of the test cluster.
 pub(crate) type Clock = fn() -> jiff::Timestamp;
 
-/// What came of a life.
+/// Result of a run.
 #[derive(Debug)]
 pub(crate) struct Lived {
     pub(crate) violations: Vec<String>,
@@ -48,7 +48,7 @@ pub(crate) struct Lived {
     pub(crate) trace: Vec<String>,
 }
 
-/// A node with a device of each of two kinds for claims and one for both APIs.
+/// A node with one device for each of two kinds of mode `claims` and one of mode `both`.
 fn make_node(directory: &Path) -> std::io::Result<NodePlace> {
     let mut place = NodePlace::within("node-a", directory);
     place.dev = directory.join("dev");
@@ -83,7 +83,7 @@ struct Story {
     never: Option<String>,
 }
 
-/// Plays the life of a mode with these troubles.
+/// Runs the scenario of a mode with these faults.
 pub(crate) async fn live(mode: api::Mode, planned: Vec<Planned>, clock: Clock) -> Lived {
     let directory = tempfile::tempdir().unwrap();
     let place = make_node(directory.path()).unwrap();
@@ -103,7 +103,7 @@ pub(crate) async fn live(mode: api::Mode, planned: Vec<Planned>, clock: Clock) -
         }
         stage.apply(&class("test")).unwrap();
         stage.add_kubelet(&kubelet);
-        // The second device of a pod of two claims, and that which leaves through both APIs.
+        // Classes for the second device of the pod with two claims, and for the device of mode `both`.
         for kind in ["other", "camera"] {
             stage.apply(&class(kind)).unwrap();
         }
@@ -160,11 +160,11 @@ pub(crate) async fn live(mode: api::Mode, planned: Vec<Planned>, clock: Clock) -
     }
 }
 
-/// I14 after every step on the disk, and at every answer to a Prepare.
+/// Checks I14 after every disk step, and at every answer to Prepare.
 fn look_at_records(faults: &Faults, place: &NodePlace, checker: &Arc<Mutex<Checker>>) {
     let (cdi, checkpoint) = (place.cdi.clone(), state(place).join("checkpoint.json"));
     let checker = checker.clone();
-    // A step that fails leaves less than was wanted, until it is made good.
+    // A failed step leaves less than required until it is repeated.
     let may_fail = faults
         .planned()
         .iter()
@@ -172,7 +172,7 @@ fn look_at_records(faults: &Faults, place: &NodePlace, checker: &Arc<Mutex<Check
     faults.look(move |_, place, what| {
         let wrong = match place {
             Place::Disk => files_without_entry(&cdi, &checkpoint),
-            // At the answer to another call an unprepare may be under way, which takes the file away first.
+            // At the answer to another call, an Unprepare may be in progress, which removes the file first.
             Place::Call if !may_fail && what.ends_with("/NodePrepareResources") => {
                 entries_without_file(&cdi, &checkpoint)
             }
@@ -185,12 +185,12 @@ fn look_at_records(faults: &Faults, place: &NodePlace, checker: &Arc<Mutex<Check
     });
 }
 
-/// The directory of the companion's records.
+/// The state directory of the companion.
 fn state(place: &NodePlace) -> PathBuf {
     place.root.join("plugins").join(DRIVER)
 }
 
-/// Looks at every change, and at the containers while they change.
+/// Checks every change, and the containers between changes.
 pub(crate) async fn check(server: ApiServer, checker: Arc<Mutex<Checker>>) {
     let mut changes = server.changes();
     loop {
@@ -259,15 +259,15 @@ impl Story {
         self.until_running("first", claiming, 1).await;
         self.until_running("camera", plugging, 1).await;
         self.create(&claiming_two("second"));
-        // I9: what is held is not offered, and below: what is free is.
-        self.until("the second pod is told that its device is held", Self::is_told)
+        // I9: a held device is not offered; below: a free device is.
+        self.until("the node is unsuitable for the second pod", Self::is_told)
             .await;
         self.delete("first").await;
         self.until_running("second", claiming_two, 2).await;
         self.until_gone("first").await;
         self.delete("second").await;
         self.until_gone("second").await;
-        // The controller does not know what containers have, until a claim was allocated it.
+        // The controller does not know the devices of containers until one of them is allocated to a claim.
         self.create(&viewing("viewer"));
         self.until(
             "the inventory says that a container has the camera",
@@ -282,7 +282,7 @@ impl Story {
         self.delete("foreign").await;
         self.until_gone("foreign").await;
         self.until_nothing_is_left().await;
-        // From here on nothing goes wrong, and all can be had again.
+        // From here on, no faults are injected, and all devices are available again.
         self.faults.count(false);
         self.until_running("last", claiming_two, 2).await;
         self.until_running("last-camera", plugging, 1).await;
@@ -294,7 +294,7 @@ impl Story {
         self.until_quiet().await;
     }
 
-    /// One pod after the other has the device. Then the slices are deleted and edited by hand.
+    /// Two pods use the device one after the other. Then the slices are deleted, and edited by hand.
     async fn play_structured(&mut self) {
         self.until("the devices are published", Self::is_published).await;
         self.until_running("first", v1_claiming, 1).await;
@@ -310,7 +310,7 @@ impl Story {
         self.edit_slices().await;
         self.until("edited slices are as before", Self::is_published)
             .await;
-        // From here on nothing goes wrong, and all can be had again.
+        // From here on, no faults are injected, and all devices are available again.
         self.faults.count(false);
         self.until_running("last", v1_claiming_two, 2).await;
         self.delete("last").await;
@@ -319,7 +319,7 @@ impl Story {
         self.until_quiet().await;
     }
 
-    /// Whether the slices have each device once, in a complete pool.
+    /// Whether the slices list each device once, in a complete pool.
     fn is_published(&self) -> bool {
         let slices = self.server.objects("resourceslices");
         let count = |slice: &Value| {
@@ -342,14 +342,14 @@ impl Story {
     async fn delete_slices(&self) {
         let slices = Api::<ResourceSlice>::all(self.server.client());
         for slice in self.server.objects("resourceslices") {
-            // It may be gone.
+            // The slice may be deleted already.
             let _ = slices
                 .delete(text(&slice, "/metadata/name"), &DeleteParams::default())
                 .await;
         }
     }
 
-    /// Somebody takes the devices out of a slice and raises its generation.
+    /// Removes the devices from a slice and increments its generation.
     async fn edit_slices(&self) {
         let slices = Api::<ResourceSlice>::all(self.server.client());
         for slice in self.server.objects("resourceslices") {
@@ -373,12 +373,12 @@ impl Story {
         self.faults.note(&format!("        {what}"));
     }
 
-    /// What is broken will not get better; to wait for the rest would only take long.
+    /// Whether the run has failed already, so that further waits are pointless.
     fn is_broken(&self) -> bool {
         !self.checker.lock().unwrap().violations.is_empty()
     }
 
-    /// Whether the context of the second pod says that the node does not suit its first claim.
+    /// Whether the context lists the node as unsuitable for the first claim of the second pod.
     fn is_told(&self) -> bool {
         let contexts = self.server.objects("podschedulingcontexts");
         let mut entries = contexts
@@ -410,12 +410,12 @@ impl Story {
     async fn delete(&self, name: &str) {
         let pods = Api::<Pod>::namespaced(self.server.client(), "default");
         let parameters = DeleteParams::default().grace_period(1);
-        // It may be gone.
+        // The pod may be deleted already.
         let _ = pods.delete(name, &parameters).await;
     }
 
-    /// Makes a pod, unless it is there, and waits until it runs. Kubelet refuses a pod for good whose device plugin does not
-    /// answer; then it is made again, as its owner would.
+    /// Creates a pod, unless it exists, and waits until it runs. Kubelet rejects a pod permanently if the device plugin does not answer;
+    /// then the pod is recreated, as its owner would do.
     async fn until_running(&mut self, name: &str, pod: fn(&str) -> String, devices: usize) {
         let end = Instant::now() + PATIENCE;
         while self.never.is_none() && Instant::now() < end && !self.is_broken() {
@@ -434,7 +434,7 @@ impl Story {
         self.check_outfit(name, devices);
     }
 
-    /// A container that runs has what its pod asked for.
+    /// Checks that a running container has the requested devices.
     fn check_outfit(&mut self, name: &str, wanted: usize) {
         let outfits = self.kubelet.outfits();
         let devices = outfits
@@ -453,7 +453,7 @@ impl Story {
             .await;
     }
 
-    /// I8, I11 and I14: no claim, no context, no CDI file of a claim, no half of a file, and nothing in the checkpoint.
+    /// I8, I11 and I14: no claim, no context, no CDI file of a claim, no temporary file, and an empty checkpoint.
     async fn until_nothing_is_left(&mut self) {
         self.until("nothing is left", |story| story.left().is_empty())
             .await;
@@ -493,7 +493,7 @@ impl Story {
         left
     }
 
-    /// I12: at rest nobody asks the API server for anything.
+    /// I12: an idle system sends no requests to the API server.
     async fn until_quiet(&mut self) {
         self.faults.count(true);
         let end = Instant::now() + PATIENCE;
@@ -520,7 +520,7 @@ impl Story {
             self.check_inventory();
         } else if !self.is_published() && self.never.is_none() {
             let slices = self.server.objects("resourceslices");
-            self.never = Some(format!("I10: the slices are not as the devices: {slices:?}"));
+            self.never = Some(format!("I10: the slices differ from the devices: {slices:?}"));
         }
     }
 

@@ -1,14 +1,10 @@
-//! The whole programs on the embedded cluster: the controller with the real client, the companion with the real kubelet APIs, sockets and
-//! files. One small life of pods and claims, and at the n-th request, watch event, step on the disk or call of kubelet one
-//! trouble, for every n and every kind of trouble. What the cluster and the node show is checked at every change.
+//! Complete programs on the embedded test cluster: the controller with the real client, and the companion with the real kubelet APIs,
+//! sockets and files. Each run of a small scenario injects one fault at the n-th request, watch event, disk step or kubelet call, for every
+//! n and every kind of fault. Invariants of the cluster and the node are checked at every change.
 //!
-//! A failure prints its trouble, the command that plays it again, and all that happened.
+//! A failure prints its fault, the command to repeat it, and a trace.
 #![cfg(feature = "testcluster")]
-#![allow(
-    clippy::unwrap_used,
-    clippy::panic,
-    reason = "a test may end at once where it is wrong"
-)]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
 
 mod certificates;
 mod check;

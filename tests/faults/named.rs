@@ -1,4 +1,4 @@
-//! Faults that last, or that are the world's and no program's.
+//! Lasting faults, and faults of the environment instead of a program.
 
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -26,7 +26,7 @@ fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Runtime::new().unwrap()
 }
 
-/// Jumps to and fro by an hour with each look.
+/// Alternates by an hour with each call.
 fn jumping() -> Timestamp {
     static LOOKS: AtomicI64 = AtomicI64::new(0);
     let hours = LOOKS.fetch_add(1, Ordering::Relaxed) % 3 - 1;
@@ -68,7 +68,7 @@ fn the_first_lists_come_from_the_quorum_and_not_a_cache() {
         let of_kind = lists.iter().filter(|line| line.contains(plural));
         assert!(of_kind.count() > 0, "{plural} is not listed: {lists:?}");
     }
-    // `resourceVersion=0` would be answered from the cache of whichever API server it is, which may lag behind.
+    // `resourceVersion=0` is answered from the cache of any API server, which may be stale.
     let from_a_cache: Vec<_> = lists
         .iter()
         .filter(|line| line.contains("resourceVersion"))
@@ -76,7 +76,7 @@ fn the_first_lists_come_from_the_quorum_and_not_a_cache() {
     assert!(from_a_cache.is_empty(), "{from_a_cache:?}");
 }
 
-/// A control plane with the inventory of a node of so many devices, and no node.
+/// A control plane with the inventory of a node with this many devices, without the node itself.
 pub(crate) async fn control_plane(devices: usize) -> Stage {
     let stage = Stage::start(Source::new(Box::new(Timestamp::now), 1));
     for definition in drayman::api::crd::definitions() {
@@ -120,14 +120,14 @@ pub(crate) fn has_device(server: &ApiServer, name: &str) -> bool {
     found.any(is_allocated)
 }
 
-/// Whether it has ended well.
+/// Resolves to whether the controller ended without an error.
 pub(crate) fn serve(client: kube::Client, stop: CancellationToken) -> tokio::task::JoinHandle<bool> {
     let driver = HostDriver::start(client.clone(), DRIVER.to_owned(), stop.clone());
     let controller = Controller::builder(driver).build(client).unwrap();
     tokio::spawn(async move { controller.run(stop).await.is_ok() })
 }
 
-/// Five minutes of silence pass at once, since the clock is the test's.
+/// Five minutes without events pass at once, with the test's clock.
 #[tokio::test(start_paused = true)]
 async fn a_watch_that_hangs_without_an_end_is_begun_anew() {
     let hour = Duration::from_secs(3600);
@@ -165,7 +165,7 @@ async fn a_watch_that_hangs_without_an_end_is_begun_anew() {
     assert!(hung >= 4);
 }
 
-/// Takes one token at a time, as the API server does when a service account's is replaced.
+/// Accepts one token at a time, as the API server does when a service account's token is replaced.
 async fn guarded(
     server: &ApiServer,
     token: Arc<Mutex<String>>,
@@ -197,10 +197,10 @@ async fn guarded(
     address
 }
 
-/// The client looks at the file about once a minute, and until then is refused.
+/// The client rereads the file about once a minute; until then its requests are rejected.
 #[tokio::test]
 async fn a_replaced_token_is_used_from_then_on() {
-    // Another test may have done it.
+    // Fails if another test has done it.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let stage = control_plane(2).await;
     let (token, refused) = (Arc::new(Mutex::new("one".to_owned())), Arc::default());
@@ -221,7 +221,7 @@ async fn a_replaced_token_is_used_from_then_on() {
     make_claim(&stage, "second");
     assert!(
         until(patience, || refused.load(Ordering::Relaxed) > 0).await,
-        "the old token is used still"
+        "the old token is still used"
     );
     std::fs::write(&file, "two").unwrap();
     assert!(until(patience, || has_device(stage.server(), "second")).await);
@@ -230,7 +230,7 @@ async fn a_replaced_token_is_used_from_then_on() {
     stage.stop().await;
 }
 
-/// When the controller has asked for objects of the claims' API, in milliseconds, and whether it was told to wait.
+/// Times of the controller's requests to the resource API in milliseconds, and whether each was throttled.
 fn asked(trace: &[String]) -> Vec<(u64, bool)> {
     let own = trace
         .iter()
@@ -240,7 +240,7 @@ fn asked(trace: &[String]) -> Vec<(u64, bool)> {
         .collect()
 }
 
-/// With `Retry-After: 1`, at each of its requests in turn.
+/// Answers with `Retry-After: 1` at each of the requests in turn.
 #[tokio::test(start_paused = true)]
 async fn a_busy_api_server_is_not_asked_before_retry_after() {
     let (mut refused, mut requests, mut number) = (0, 1, 1);
@@ -257,7 +257,7 @@ async fn a_busy_api_server_is_not_asked_before_retry_after() {
         faults.count(true);
         make_claim(&stage, "first");
         let look = Duration::from_millis(50);
-        // If it may not even ask whether claims are served, it ends, to be started again.
+        // If the first discovery request fails, the controller exits and would be restarted.
         let ended = || serving.is_finished() || has_device(stage.server(), "first");
         let came = until_seen(Duration::from_secs(3600), look, ended).await;
         let trace = faults.trace();

@@ -1,6 +1,6 @@
 //! What people apply.
 
-/// A class of devices of a kind, its parameters, and a template of claims of it, all of the name of the kind.
+/// A class for the devices of a kind, its parameters and a claim template, all with the name of the kind.
 pub(crate) fn class(kind: &str) -> String {
     format!(
         "
@@ -31,7 +31,7 @@ spec: {{spec: {{resourceClassName: {class}}}}}
     )
 }
 
-/// A pod with a claim of another driver, and the class of that.
+/// A pod with a claim of another driver, and its class.
 pub(crate) fn of_another_driver() -> String {
     let class = "apiVersion: resource.k8s.io/v1alpha2\nkind: ResourceClass\nmetadata: {name: foreign}\n\
                  driverName: foreign.example.com\n";
@@ -43,7 +43,7 @@ pub(crate) fn claiming(name: &str) -> String {
     claiming_from("test", name)
 }
 
-/// A pod that claims what [`plugging`] has as an extended resource.
+/// A pod that claims the device of [`plugging`].
 pub(crate) fn viewing(name: &str) -> String {
     claiming_from("camera", name)
 }
@@ -72,7 +72,7 @@ pub(crate) fn plugging(name: &str) -> String {
     )
 }
 
-/// A DeviceClass of the devices of a kind and a template of claims of it, both of the name of the kind.
+/// A DeviceClass for the devices of a kind and a claim template, both with the name of the kind.
 pub(crate) fn structured_class(kind: &str) -> String {
     format!(
         "

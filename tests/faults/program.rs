@@ -1,4 +1,4 @@
-//! A program in lives of its own: killed from one moment to the next, asked to end, and started again.
+//! A program that is started, stopped, killed and restarted in its own thread.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -10,19 +10,19 @@ use drayman::testcluster::faults::{Faults, Life};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
-/// What the threads of programs are called.
+/// Thread name of programs.
 const THREAD: &str = "program";
-/// A program that ends by itself more often than that is in a crash loop.
+/// Number of failures that counts as a crash loop.
 const RESTARTS: usize = 20;
-/// How long a program may take to end when it is asked to.
+/// Limit for a graceful shutdown.
 const END: Duration = Duration::from_secs(60);
 
-/// A program, as it is started in each life.
+/// Starts a program.
 pub(crate) type Start = Box<dyn Fn(Life) -> Pin<Box<dyn Future<Output = Result<(), String>> + Send>> + Send>;
 
 static PANICS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
-/// Every panic of a program since the last look; the runtime hides them.
+/// Returns and clears the panics of programs, which the runtime hides.
 pub(crate) fn panics() -> Vec<String> {
     std::mem::take(&mut PANICS.lock().unwrap_or_else(PoisonError::into_inner))
 }
@@ -47,7 +47,7 @@ enum End {
     TooLate,
 }
 
-/// Runs a program until the shutdown, as often as it is killed, stopped or ends with an error. The answer is what was wrong with it.
+/// Runs a program until the shutdown, and restarts it whenever it is killed, stopped or fails. Returns the violations.
 pub(crate) fn run(
     faults: Faults,
     name: &'static str,
@@ -76,10 +76,10 @@ pub(crate) fn run(
                     End::Returned(Ok(())) => wrong.push(format!("I15: {name} has ended by itself")),
                     End::Returned(Err(error)) => {
                         faults.note(&format!("{name} has ended: {error}"));
-                        // Many lives at once can use up what the machine has of these for all users; that is no fault of the life.
+                        // Many concurrent runs can exhaust this limit of the machine, which is not a fault of the program.
                         let crowded = error.contains("max_user_instances");
                         restarts += usize::from(!crowded);
-                        // As kubelet does, if sooner.
+                        // Kubelet restarts containers too, but later.
                         std::thread::sleep(Duration::from_millis(if crowded { 1000 } else { 100 }));
                     }
                     End::TooLate => wrong.push(format!("I15: {name} does not end when it is asked to")),
@@ -102,7 +102,7 @@ async fn one_life(life: &Life, shutdown: &CancellationToken, start: &Start) -> E
         () = shutdown.cancelled() => life.stop().cancel(),
         () = life.stop().cancelled() => {}
     }
-    // Between SIGTERM and its end a program can be killed all the same.
+    // A program can be killed between SIGTERM and its exit.
     tokio::select! {
         biased;
         () = life.killed() => End::Killed,
@@ -110,12 +110,12 @@ async fn one_life(life: &Life, shutdown: &CancellationToken, start: &Start) -> E
     }
 }
 
-/// Waits until something holds.
+/// Waits until a condition holds.
 pub(crate) async fn until(limit: Duration, holds: impl FnMut() -> bool) -> bool {
     until_seen(limit, Duration::from_millis(10), holds).await
 }
 
-/// The same with a look now and then.
+/// As [`until`], with a poll interval.
 pub(crate) async fn until_seen(limit: Duration, pause: Duration, mut holds: impl FnMut() -> bool) -> bool {
     let waiting = async {
         while !holds() {

@@ -1,4 +1,4 @@
-//! What keeps one API of kubelet from being served concerns no other, and what keeps the companion from being seen ends it.
+//! A fault of one kubelet API does not affect the other, and the companion exits if kubelet cannot see its files.
 
 use super::fixture::Node;
 use super::process::Start;
@@ -9,7 +9,7 @@ const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
 #[tokio::test]
 async fn a_missing_plugin_directory_stops_no_claim() {
     let Some(node) = Node::new() else { return };
-    // A directory that is not mounted and cannot be made.
+    // The directory is not mounted and cannot be created.
     let directory = node.path("kubelet/device-plugins");
     std::fs::remove_dir(&directory).unwrap();
     std::fs::write(&directory, "").unwrap();
@@ -29,7 +29,7 @@ async fn a_missing_plugin_directory_stops_no_claim() {
     assert_eq!(inventory["status"]["conditions"][0]["status"], "True");
     let mut kubelet = node.kubelet().await;
     kubelet.prepare(A, &["test-0"]).await.unwrap();
-    // Once the directory is there, the resource is offered without a restart.
+    // Once the directory exists, the resource is offered without a restart.
     std::fs::remove_file(&directory).unwrap();
     std::fs::create_dir(&directory).unwrap();
     node.until_exists(&node.plugin_socket("example.com/camera")).await;
@@ -47,7 +47,7 @@ async fn a_mount_of_a_removed_directory_ends_the_companion() {
         let mount = format!("mount --bind $NODE/{of_host} $NODE/{mounted}");
         let mut process = Start::new().mount(&mount).run(&node).await;
         process.logged("the DRA service is ready").await;
-        // The companion may write a file while the others are removed.
+        // The companion may write a file meanwhile.
         while let Err(error) = std::fs::remove_dir_all(node.path(of_host)) {
             assert_eq!(error.kind(), std::io::ErrorKind::DirectoryNotEmpty, "{error}");
         }
@@ -58,7 +58,7 @@ async fn a_mount_of_a_removed_directory_ends_the_companion() {
             log.contains("the host has removed") && log.contains(mounted),
             "{log}"
         );
-        // As a container that is started again: its mounts are made anew.
+        // As a restarted container, which gets new mounts.
         let process = Start::new().mount(&mount).run(&node).await;
         process.logged("the DRA service is ready").await;
         assert!(process.stop().await.success());

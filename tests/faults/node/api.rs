@@ -1,4 +1,4 @@
-//! The few requests of an API server that a companion makes, with the faults that a real one cannot be asked for.
+//! A fake API server for the few requests of a companion, with faults that a real one cannot produce on demand.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::convert::Infallible;
@@ -19,36 +19,36 @@ const CLAIMS: &str = "/apis/resource.k8s.io/v1alpha2/resourceclaims";
 const NAMED_CLAIMS: &str = "/apis/resource.k8s.io/v1alpha2/namespaces/default/resourceclaims/";
 const NAMED_V1_CLAIMS: &str = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims/";
 
-/// What the server has and how it behaves.
+/// State and behaviour of the server.
 #[derive(Debug)]
 pub(crate) struct State {
-    /// Answers nothing but 503.
+    /// Answers all requests with 503.
     pub(crate) away: bool,
     /// Serves `resource.k8s.io/v1alpha2`.
     pub(crate) claims: bool,
     /// Serves `resource.k8s.io/v1` instead.
     pub(crate) structured: bool,
-    /// The claim whose reads are never answered.
+    /// A claim whose reads are never answered.
     pub(crate) unanswered: Option<&'static str>,
-    /// ResourceSlices, by name.
+    /// ResourceSlices by name.
     pub(crate) slices: BTreeMap<String, Value>,
     /// The uid of `node-a`.
     pub(crate) node_uid: String,
     pub(crate) inventory: Option<Value>,
-    /// The claims of the namespace `default`, by name.
+    /// Claims of the namespace `default` by name.
     pub(crate) stored_claims: BTreeMap<String, Value>,
-    /// Every Event that was written.
+    /// All Events written.
     pub(crate) events: Vec<Value>,
-    /// Every request that was answered, watches apart.
+    /// All answered requests except watches.
     pub(crate) requests: VecDeque<String>,
-    /// Every status that was written although the server had the same already.
+    /// Status writes that did not change anything.
     pub(crate) idle_writes: Vec<Value>,
     watchers: Vec<mpsc::UnboundedSender<Bytes>>,
-    /// Deletions, for those who list before and watch after them: the n-th has revision n.
+    /// Deletions, for watches that start at a list's version: the n-th has revision n.
     deletions: Vec<Bytes>,
 }
 
-/// The server.
+/// The fake API server.
 #[derive(Clone, Debug)]
 pub(crate) struct Api {
     pub(crate) state: Arc<Mutex<State>>,
@@ -82,7 +82,7 @@ impl Api {
         kube::Client::new(self.clone(), "default")
     }
 
-    /// Serves on a port of the loopback, for companions in processes of their own, and returns its URL.
+    /// Serves on a local port for companions in other processes, and returns the URL.
     pub(crate) async fn listen(&self) -> String {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
@@ -101,7 +101,7 @@ impl Api {
         change(&mut self.state.lock().unwrap());
     }
 
-    /// Waits until the state is as wanted.
+    /// Waits until the state meets a condition.
     pub(crate) async fn until<T>(&self, wanted: impl Fn(&State) -> Option<T>) -> T {
         let mut changed = self.changed.subscribe();
         let wait = async {
@@ -116,7 +116,7 @@ impl Api {
         found.unwrap_or_else(|_| panic!("not in time: {:#?}", self.state.lock().unwrap()))
     }
 
-    /// Waits until the inventory's condition Ready has a status and a reason.
+    /// Waits until the inventory's Ready condition has this status and reason.
     pub(crate) async fn until_ready(&self, status: &str, reason: &str) -> Value {
         self.until(|state| {
             let inventory = state.inventory.as_ref()?;
@@ -350,7 +350,7 @@ where
 async fn collect<B: HttpBody<Data = Bytes>>(body: B) -> Vec<u8> {
     let mut body = std::pin::pin!(body);
     let mut bytes = Vec::new();
-    // A client that goes away within a request is its own business.
+    // A client that disconnects during a request is ignored.
     while let Some(Ok(frame)) = std::future::poll_fn(|context| body.as_mut().poll_frame(context)).await {
         bytes.extend(frame.into_data().unwrap_or_default());
     }

@@ -1,4 +1,4 @@
-//! Disks that are full, read-only and broken.
+//! Full, read-only and failing disks.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use crate::not_run::not_run;
 const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
 const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
 
-/// The directory of the checkpoint and that of the CDI files, each on a small disk of its own.
+/// Separate small disks for the checkpoint and the CDI files.
 const TWO_DISKS: &str = "mkdir -p $NODE/kubelet/plugins $NODE/cdi\n\
     mount -t tmpfs -o size=128k none $NODE/kubelet/plugins\n\
     mount -t tmpfs -o size=64k none $NODE/cdi\n\
@@ -47,8 +47,8 @@ impl Stage {
             .count()
     }
 
-    /// One claim is held when the disk breaks. It stays held, others are refused with a reason, across a restart too; and when
-    /// the disk is well again, all goes on by itself.
+    /// A claim is held when the disk fails. It stays held, and other claims are refused with a reason, even after a restart. Once the disk
+    /// works again, everything recovers.
     async fn survives(&self, breaks: &str, heals: &str, restart: bool) {
         let (mut process, mut kubelet) = self.start().await;
         kubelet.prepare(A, &["test-0"]).await.unwrap();
@@ -64,7 +64,7 @@ impl Stage {
             assert_eq!(
                 kubelet.prepare(A, &["test-0"]).await.unwrap().len(),
                 1,
-                "it needs no room"
+                "unprepare needs no space"
             );
             if restart {
                 process.kill();
@@ -83,7 +83,7 @@ impl Stage {
     }
 }
 
-/// Fills a disk to the last byte.
+/// Fills a disk completely.
 fn fill(directory: &str) -> String {
     format!("cat /dev/zero > $NODE/{directory}/fill 2>/dev/null; test -s $NODE/{directory}/fill")
 }
@@ -141,7 +141,7 @@ async fn an_unprepare_on_a_broken_disk_is_refused_and_frees_nothing() {
 
 #[tokio::test]
 async fn a_disk_with_failing_writes_is_reported_and_claims_are_kept() {
-    // A file system on a device whose own disk is full: what is not written yet fails with EIO when it is flushed.
+    // A file system on a loop device whose backing disk is full: flushing new data fails with EIO.
     let broken = "mkdir -p $NODE/backing $NODE/kubelet/plugins\n\
         mount -t tmpfs -o size=6m none $NODE/backing\n\
         truncate -s 16m $NODE/backing/image\n\
@@ -156,7 +156,7 @@ async fn a_disk_with_failing_writes_is_reported_and_claims_are_kept() {
     let (process, mut kubelet) = stage.start().await;
     kubelet.prepare(A, &["test-0"]).await.unwrap();
     stage.shell("cat /dev/zero > $NODE/backing/fill 2>/dev/null; test -s $NODE/backing/fill");
-    // Blocks that are there already are written all the same; new ones fail. Sooner or later a claim meets one.
+    // Existing blocks can still be written, new ones fail. Sooner or later a claim hits one.
     let mut refused = None;
     for number in 0..400 {
         let uid = format!("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f{number:04x}");
@@ -175,7 +175,7 @@ async fn a_disk_with_failing_writes_is_reported_and_claims_are_kept() {
     println!("{refusal}");
     assert!(
         kubelet.prepare(B, &["test-0"]).await.is_err(),
-        "what claim A was promised is kept"
+        "the claim A is still held"
     );
     let answer = kubelet.prepare(A, &["test-0"]).await;
     assert!(
@@ -184,13 +184,13 @@ async fn a_disk_with_failing_writes_is_reported_and_claims_are_kept() {
     );
     process.kill();
 
-    // The disk is well again, and the next process knows what the one before has promised.
+    // The disk works again, and the next process knows the prepared claims.
     stage.shell("rm $NODE/backing/fill && rm -f $NODE/kubelet/plugins/more-*");
     let (process, mut kubelet) = stage.start().await;
     let refusal = kubelet.prepare(B, &["test-0"]).await.unwrap_err();
     assert!(
         refusal.contains("held by") && refusal.contains(A),
-        "what claim A was promised is kept: {refusal}"
+        "the claim A is still held: {refusal}"
     );
     kubelet.prepare(A, &["test-0"]).await.unwrap();
     process.kill();

@@ -1,4 +1,4 @@
-//! What a node does to a companion: boots, damaged checkpoints, signals, a second companion.
+//! Faults of a node: reboots, damaged checkpoints, signals, a second companion.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ fn file(uid: &str) -> String {
     format!("drayman.dev-claim_{uid}.json")
 }
 
-/// A claim as the API server has it.
+/// A stored claim.
 fn stored(uid: &str, devices: &[&str]) -> serde_json::Value {
     serde_json::json!({
         "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim",
@@ -84,10 +84,10 @@ async fn a_damaged_missing_or_newer_checkpoint_costs_no_device() {
     ] {
         match content {
             Some(content) => std::fs::write(&checkpoint, content).unwrap(),
-            // With everything else that is there: somebody has cleaned up.
+            // The whole state directory is deleted.
             None => std::fs::remove_dir_all(node.path(STATE)).unwrap(),
         }
-        // One claim's file is damaged too, so that only kubelet's list has its devices.
+        // The CDI file of one claim is damaged too, so that only kubelet's checkpoint has its devices.
         std::fs::write(node.path("cdi").join(file(B)), "{").unwrap();
         let process = Process::start(&node).await;
         let mut kubelet = node.kubelet().await;
@@ -132,7 +132,7 @@ async fn a_claim_known_only_by_a_file_name_withholds_all_devices() {
         .run(&node)
         .await;
     process.logged("which devices the claim of uid").await;
-    // The lost checkpoint also told that there are claims. Kubelet cannot ask before the API server has said it again.
+    // The lost checkpoint also recorded that the cluster serves claims. Kubelet cannot call before the API server has confirmed it.
     assert!(
         !std::fs::exists(node.dra_socket()).unwrap() || !process.log().contains("the DRA service is ready")
     );
@@ -140,7 +140,7 @@ async fn a_claim_known_only_by_a_file_name_withholds_all_devices() {
         state.away = false;
         state.stored_claims.insert("other".into(), stored(B, &["test-2"]));
     });
-    // It is gone from the API, and kubelet's list cannot be read: still in doubt.
+    // The claim is deleted from the API, and kubelet's checkpoint is unreadable: still unknown.
     let mut kubelet = node.kubelet().await;
     let refusal = kubelet.prepare(C, &["test-1"]).await.unwrap_err();
     assert!(
@@ -191,7 +191,7 @@ async fn a_missing_or_replaced_device_stays_with_its_claim() {
     process.kill();
     std::fs::remove_file(node.path("dev/test-0")).unwrap();
     std::fs::remove_file(node.path("dev/test-1")).unwrap();
-    // Another number behind the same name, as after a boot in another order.
+    // Another device number at the same path, as after a reboot with another order.
     node.device("test-1", 77);
 
     let process = Process::start(&node).await;
@@ -199,9 +199,9 @@ async fn a_missing_or_replaced_device_stays_with_its_claim() {
     assert_eq!(
         node.cdi_files(),
         [file(B)],
-        "no container is started with a device that is gone"
+        "no container starts with a missing device"
     );
-    // What the process that was killed has told is still there for a moment.
+    // The inventory of the killed process remains for a moment.
     let gone = node
         .api
         .until(|state| {
@@ -253,7 +253,7 @@ async fn a_sigterm_at_any_time_in_a_prepare_ends_cleanly() {
         }
         assert!(
             !answered || node.checkpoint().contains(A),
-            "what was answered is kept"
+            "the answered call is kept"
         );
 
         let process = Process::start(&node).await;
@@ -306,7 +306,7 @@ async fn a_second_companion_that_waits_in_vain_says_who_is_in_its_way() {
 async fn an_abandoned_call_is_done_and_found_by_the_next_one() {
     let Some(node) = Node::new() else { return };
     let process = Process::start(&node).await;
-    // Stopped where it stands, so that the call is certainly given up before it is answered.
+    // The companion is stopped, so that the call is abandoned before its answer.
     let mut kubelet = node.kubelet().await;
     process.signal(Signal::STOP);
     let call = tokio::time::timeout(Duration::from_millis(200), kubelet.prepare(A, &["test-0"])).await;
@@ -327,7 +327,7 @@ async fn a_node_without_inotify_is_polled_instead() {
     let mut kubelet = node.kubelet().await;
     assert!(process.log().contains("it is polled"), "{}", process.log());
     kubelet.prepare(A, &["test-0"]).await.unwrap();
-    // What somebody removes is still missed, and soon.
+    // A removed file is still noticed soon.
     let registration = node.path("kubelet/plugins_registry/drayman.dev/reg.sock");
     node.until_exists(&registration).await;
     std::fs::remove_file(&registration).unwrap();

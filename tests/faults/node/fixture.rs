@@ -1,4 +1,4 @@
-//! A node: its directories, its devices, and the companion on it.
+//! A node with its directories and devices, and the companion on it.
 
 use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::UnixStream;
@@ -29,12 +29,12 @@ use crate::not_run::is_root;
 pub(crate) struct Node {
     pub(crate) directory: tempfile::TempDir,
     pub(crate) api: Api,
-    /// The configuration, if not `node.yaml`.
+    /// Configuration file instead of `node.yaml`.
     pub(crate) config: Option<PathBuf>,
     url: tokio::sync::OnceCell<String>,
 }
 
-/// The directory of the claims' metadata files, below the CDI directory.
+/// Directory of the claims' metadata files, below the CDI directory.
 const METADATA: &str = "drayman.dev-metadata";
 
 /// The names in a directory, sorted.
@@ -48,7 +48,7 @@ fn names(directory: &Path) -> Vec<String> {
 }
 
 impl Node {
-    /// A node with three devices for claims and one for an extended resource. `None`, and a word, without root.
+    /// A node with three devices for claims and one for an extended resource. Without root, skips the test and returns `None`.
     pub(crate) fn new() -> Option<Self> {
         if !is_root() {
             return None;
@@ -56,7 +56,7 @@ impl Node {
         Some(Self::within(tempfile::tempdir().unwrap()))
     }
 
-    /// The same in a directory of one's choice.
+    /// A node in this directory.
     pub(crate) fn within(directory: tempfile::TempDir) -> Self {
         let node = Self {
             directory,
@@ -113,12 +113,12 @@ impl Node {
         options
     }
 
-    /// Where a companion in a process of its own finds the API server.
+    /// URL of the API server for a companion in another process.
     pub(crate) async fn url(&self) -> &str {
         self.url.get_or_init(|| self.api.listen()).await
     }
 
-    /// The options that say where everything of this node is.
+    /// Command-line options for the directories of this node.
     pub(crate) fn directories(&self) -> Vec<String> {
         [
             ("--kubelet-root-dir", "kubelet"),
@@ -129,7 +129,7 @@ impl Node {
         .into()
     }
 
-    /// Writes kubelet's own list of claims, as kubelet 1.30 does.
+    /// Writes kubelet's checkpoint of claims, in the format of kubelet 1.30.
     pub(crate) fn kubelet_lists(&self, claims: &[(&str, &[&str])]) {
         let entry = |(uid, devices): &(&str, &[&str])| {
             json!({
@@ -179,23 +179,23 @@ impl Node {
         }
     }
 
-    /// Kubelet's view of the companion.
+    /// A kubelet client of the companion.
     pub(crate) async fn kubelet(&self) -> Kubelet {
         self.kubelet_at(&self.dra_socket()).await
     }
 
-    /// Kubelet's view of the companion in a cluster of structured mode.
+    /// A kubelet client of the companion in structured mode.
     pub(crate) async fn structured_kubelet(&self) -> StructuredKubelet {
         self.structured_kubelet_at(&self.dra_socket()).await
     }
 
-    /// The same through a socket at another path.
+    /// As [`Node::structured_kubelet`], for a socket at another path.
     pub(crate) async fn structured_kubelet_at(&self, socket: &Path) -> StructuredKubelet {
         let client = self.connected(socket, DraPluginClient::new).await;
         StructuredKubelet { client }
     }
 
-    /// A claim of structured mode in the API server, reserved for a pod.
+    /// Stores a structured claim in the API server, reserved for a pod.
     pub(crate) fn allocate(&self, name: &str, uid: &str, devices: &[&str]) {
         let claim = structured_claim(name, uid, devices);
         self.api.set(|state| {
@@ -203,7 +203,7 @@ impl Node {
         });
     }
 
-    /// The same through a socket at another path.
+    /// As [`Node::kubelet`], for a socket at another path.
     pub(crate) async fn kubelet_at(&self, socket: &Path) -> Kubelet {
         let client = self.connected(socket, NodeClient::new).await;
         Kubelet { client }
@@ -213,7 +213,7 @@ impl Node {
         let socket = Endpoint::from_shared(format!("unix://{}", socket.display())).unwrap();
         let start = Instant::now();
         loop {
-            // A companion that was killed leaves its socket behind, as a real one does.
+            // A killed companion leaves its socket behind.
             match socket.connect().await {
                 Ok(channel) => return client(channel),
                 Err(error) => assert!(start.elapsed() < Duration::from_secs(20), "no companion: {error}"),
@@ -231,7 +231,7 @@ impl Node {
         paths.device_plugin_socket(resource).path
     }
 
-    /// Kubelet's view of an extended resource.
+    /// A kubelet client of an extended resource.
     pub(crate) async fn plugin(&self, resource: &str) -> DevicePluginClient<Channel> {
         let socket = self.plugin_socket(resource);
         self.until_exists(&socket).await;
@@ -239,7 +239,7 @@ impl Node {
         DevicePluginClient::new(socket.connect().await.unwrap())
     }
 
-    /// The lists of an extended resource's devices, as they change.
+    /// The ListAndWatch stream of an extended resource.
     pub(crate) async fn plugin_lists(&self, resource: &str) -> Streaming<ListAndWatchResponse> {
         let mut plugin = self.plugin(resource).await;
         plugin.list_and_watch(Empty {}).await.unwrap().into_inner()
@@ -266,7 +266,7 @@ impl Node {
         std::fs::read_to_string(self.path("kubelet/plugins/drayman.dev/checkpoint.json")).unwrap()
     }
 
-    /// Waits until the checkpoint on the disk is of that sort and no write of it is under way.
+    /// Waits until the checkpoint on disk meets a condition and no write is in progress.
     pub(crate) async fn until_checkpoint(&self, such: impl Fn(&str) -> bool) {
         let path = self.path("kubelet/plugins/drayman.dev/checkpoint.json");
         let half = path.with_extension("json.tmp");
@@ -282,7 +282,7 @@ impl Node {
     }
 }
 
-/// A companion that can be stopped, or be gone from one moment to the next.
+/// A companion that can be stopped or killed.
 pub(crate) struct Process {
     runtime: Option<Runtime>,
     shutdown: CancellationToken,
@@ -304,8 +304,8 @@ impl Process {
             .unwrap()
     }
 
-    /// Gone, with its sockets left behind, and nobody listens at them any more: a program that another test has just forked has a copy
-    /// of everything that is open in this process until it is executed, and so the kernel would go on to take callers.
+    /// Drops the companion without cleanup and waits until its sockets refuse connections. A concurrent test may have just forked: until
+    /// exec, its child has copies of this process's sockets, so the kernel would still accept connections.
     pub(crate) fn kill(self) {
         let sockets = sockets_below(&self.kubelet);
         drop(self);
@@ -314,7 +314,7 @@ impl Process {
             while UnixStream::connect(&socket).is_ok() {
                 assert!(
                     start.elapsed() < Duration::from_secs(20),
-                    "somebody still listens at {}",
+                    "a process still listens at {}",
                     socket.display()
                 );
                 std::thread::sleep(Duration::from_millis(5));
@@ -325,7 +325,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // Every task is dropped where it waits, and nothing is told to anybody.
+        // Drops all tasks at their current await point, without any shutdown.
         if let Some(runtime) = self.runtime.take() {
             std::thread::spawn(move || runtime.shutdown_timeout(Duration::from_secs(5)))
                 .join()
@@ -351,12 +351,12 @@ pub(crate) struct Kubelet {
 }
 
 impl Kubelet {
-    /// The CDI ids, or the error for the claim.
+    /// Returns the CDI ids, or the error of the claim.
     pub(crate) async fn prepare(&mut self, uid: &str, devices: &[&str]) -> Result<Vec<String>, String> {
         self.prepare_claim(claim(uid, "n-1", devices)).await
     }
 
-    /// The same for a claim that is whatever the test says.
+    /// As [`Kubelet::prepare`], for any claim.
     pub(crate) async fn prepare_claim(&mut self, claim: Claim) -> Result<Vec<String>, String> {
         let uid = claim.uid.clone();
         let answer = self
@@ -394,7 +394,7 @@ impl Kubelet {
     }
 }
 
-/// Kubelet in a cluster of structured mode.
+/// Kubelet in structured mode.
 pub(crate) struct StructuredKubelet {
     client: DraPluginClient<Channel>,
 }
@@ -408,12 +408,12 @@ fn structured_request(name: &str, uid: &str) -> dra_v1::Claim {
 }
 
 impl StructuredKubelet {
-    /// The CDI ids, or the error for the claim.
+    /// Returns the CDI ids, or the error of the claim.
     pub(crate) async fn prepare(&mut self, name: &str, uid: &str) -> Result<Vec<String>, String> {
         self.prepare_all(&[(name, uid)]).await?.remove(0)
     }
 
-    /// The same for several claims of one call.
+    /// As [`StructuredKubelet::prepare`], for several claims in one call.
     pub(crate) async fn prepare_all(
         &mut self,
         claims: &[(&str, &str)],
@@ -452,7 +452,7 @@ impl StructuredKubelet {
     }
 }
 
-/// A claim as the scheduler leaves it.
+/// A claim as allocated by the scheduler.
 pub(crate) fn structured_claim(name: &str, uid: &str, devices: &[&str]) -> Value {
     let result = |device: &&str| json!({"request": "device", "driver": "drayman.dev", "pool": "node-a", "device": device});
     json!({
@@ -466,7 +466,7 @@ pub(crate) fn structured_claim(name: &str, uid: &str, devices: &[&str]) -> Value
     })
 }
 
-/// The resource handle as the controller writes it.
+/// The controller's resource handle.
 pub(crate) fn handle(uid: &str, node_uid: &str, devices: &[&str]) -> String {
     let device = |name: &&str| HandleDevice {
         request: "device".into(),
@@ -482,7 +482,7 @@ pub(crate) fn handle(uid: &str, node_uid: &str, devices: &[&str]) -> String {
     handle.to_data().unwrap()
 }
 
-/// A claim as an honest kubelet asks for it.
+/// A claim as requested by kubelet.
 pub(crate) fn claim(uid: &str, node_uid: &str, devices: &[&str]) -> Claim {
     Claim {
         namespace: "default".into(),

@@ -1,4 +1,4 @@
-//! What no honest kubelet asks for, and what cannot be had in one container: refused with a reason, with nothing left on the disk.
+//! Requests that kubelet never sends, and devices that conflict in one container: refused with a reason, without files on disk.
 
 use drayman::api::proto::device_plugin_v1beta1::{AllocateRequest, ContainerAllocateRequest};
 use drayman::api::proto::dra_v1alpha3::Claim;
@@ -8,7 +8,7 @@ use super::fixture::{Node, claim, handle};
 const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
 const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
 
-/// Every file of the node but sockets and logs, with its content.
+/// Path and content of all files of the node, except sockets and logs.
 fn files(node: &Node) -> Vec<(String, String)> {
     let mut all = Vec::new();
     let mut directories = vec![node.path("")];
@@ -35,7 +35,7 @@ async fn invalid_claims_and_foreign_handles_are_refused() {
     let process = node.start();
     node.api.until_ready("True", "Serving").await;
     let mut kubelet = node.kubelet().await;
-    // What the companion learnt of its cluster is written beside its other work.
+    // The companion writes information about its cluster in the background.
     node.until_checkpoint(|text| text.contains("\"servesClaims\":true"))
         .await;
     let before = files(&node);

@@ -1,4 +1,4 @@
-//! SIGKILL at every moment that shows on the disk, and at moments of chance.
+//! SIGKILL after every change on disk, and at random times.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
 const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
 const C: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0c";
 
-/// Kubelet in a cluster of either mode.
+/// A kubelet client of either mode.
 enum Caller {
     Classic(Kubelet),
     Structured(StructuredKubelet),
@@ -28,7 +28,7 @@ impl Caller {
         }
     }
 
-    /// In structured mode the claims have their devices in the API server.
+    /// In structured mode, stores the claim with these devices first.
     async fn prepare(&mut self, uid: &str, devices: &[&str]) -> Result<Vec<String>, String> {
         match self {
             Self::Classic(kubelet) => kubelet.prepare(uid, devices).await,
@@ -44,7 +44,7 @@ impl Caller {
     }
 }
 
-/// Waits for the n-th change of a file below the checkpoint's and the CDI directory.
+/// Waits for the n-th file change below the checkpoint and CDI directories.
 async fn changes(node: &Node, n: usize) {
     let inotify = Inotify::init().unwrap();
     let mask = WatchMask::CREATE
@@ -60,16 +60,13 @@ async fn changes(node: &Node, n: usize) {
     events.take(n).for_each(|_| async {}).await;
 }
 
-/// The next process finds the node in order: kubelet's next calls succeed, nobody has lost anything and nothing is left.
+/// Asserts that the next process is consistent: kubelet's next calls succeed, no claim is lost and nothing is left.
 async fn check(node: &Node, structured: bool, answered: bool) {
     let process = Process::start(node).await;
     let mut kubelet = Caller::of(node, structured).await;
     if answered {
         let refusal = kubelet.prepare(B, &["test-0"]).await.unwrap_err();
-        assert!(
-            refusal.contains("held"),
-            "what was answered with success is held: {refusal}"
-        );
+        assert!(refusal.contains("held"), "a successful call is kept: {refusal}");
     }
     let ids = kubelet.prepare(A, &["test-0", "test-1"]).await.unwrap();
     let id = format!("drayman.dev/claim={A}");
@@ -95,15 +92,14 @@ async fn check(node: &Node, structured: bool, answered: bool) {
     process.kill();
 }
 
-/// What kubelet asks for while the companion is killed.
+/// The call during which the companion is killed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Call {
     Prepare,
     Unprepare,
 }
 
-/// Kills a companion at the n-th change that a call makes on the disk, for each n that there is, and checks what the next one
-/// makes of it. Returns how many there were.
+/// Kills a companion at the n-th change on disk during a call, for each n, and checks the next one. Returns the number of changes.
 async fn kill_at_every_change_of(call: Call, structured: bool) -> usize {
     let node = if structured {
         structured_node()
@@ -121,7 +117,7 @@ async fn kill_at_every_change_of(call: Call, structured: bool) -> usize {
     for n in 1.. {
         let process = Process::start(&node).await;
         let mut kubelet = Caller::of(&node, structured).await;
-        // The directories are there, and at rest.
+        // The directories exist and no write is in progress.
         if structured {
             node.until_checkpoint(|text| text.contains("nodeUid") && text.contains("servesStructuredClaims"))
                 .await;
@@ -142,7 +138,7 @@ async fn kill_at_every_change_of(call: Call, structured: bool) -> usize {
         let changes = changes(&node, n);
         let mut asked = asked;
         tokio::pin!(changes);
-        // What the call changed is told before its answer, or a moment after.
+        // Changes of the call are reported before its answer or a moment later.
         let (reached, answered) = tokio::select! {
             biased;
             () = &mut changes => {
@@ -163,7 +159,7 @@ async fn kill_at_every_change_of(call: Call, structured: bool) -> usize {
         }
         kills = n;
     }
-    println!("killed at {kills} moments");
+    println!("killed at {kills} points");
     kills
 }
 
@@ -193,10 +189,10 @@ async fn kills_at_moments_of_chance_among_many_calls_lose_nothing() {
     let process = Process::start(&node).await;
     node.kubelet().await.prepare(C, &["test-2"]).await.unwrap();
     process.kill();
-    // A generator of its own, so that a failure comes again.
+    // A fixed random generator, so that failures are reproducible.
     let mut random = 0x2545_f491_4f6c_dd1d_u64;
     let mut answered = 0;
-    // A machine that is slow enough to answer nothing in that time is given more.
+    // Runs longer on a machine that is too slow to answer any call in that time.
     for round in 1_u64.. {
         if round > 12 && answered > 0 {
             break;
@@ -223,12 +219,12 @@ async fn kills_at_moments_of_chance_among_many_calls_lose_nothing() {
         let refusal = node.kubelet().await.prepare(B, &["test-2"]).await.unwrap_err();
         assert!(
             refusal.contains("held"),
-            "what was held all along still is: {refusal}"
+            "the held claim is still held: {refusal}"
         );
         node.kubelet().await.unprepare(A).await.unwrap();
         process.kill();
     }
-    println!("{answered} lives of a claim between the kills");
+    println!("{answered} claims completed between the kills");
     let process = Process::start(&node).await;
     node.kubelet().await.unprepare(C).await.unwrap();
     assert_eq!(node.cdi_files(), Vec::<String>::new());

@@ -60,7 +60,7 @@ async fn prepare_and_unprepare_need_no_api_server() {
     assert!(!node.checkpoint().contains(A) && !node.checkpoint().contains(B));
 
     node.api.set(|state| {
-        // On a busy machine, the last report of its APIs comes after the inventory is ready.
+        // On a busy machine, the companion reports the state of its APIs after the inventory is ready.
         let is_status = |request: &&String| request.starts_with("PATCH") && request.ends_with("/status");
         let statuses = state.requests.iter().filter(is_status).count();
         assert!(
@@ -80,7 +80,7 @@ async fn the_inventory_is_written_only_when_something_changes() {
     let process = node.start();
     node.api.until_ready("True", "Serving").await;
     node.api.set(|state| {
-        // How many states of its APIs the companion tells on its way to Ready is a matter of how busy the machine is.
+        // The number of intermediate API states before Ready depends on the load.
         let applied = state
             .requests
             .iter()
@@ -96,7 +96,7 @@ async fn the_inventory_is_written_only_when_something_changes() {
     node.api.set(|state| {
         let is_status = |request: &&String| request.ends_with("/status");
         let statuses = state.requests.iter().filter(is_status).count();
-        // On a busy machine, the last report of its APIs comes after the inventory is ready.
+        // On a busy machine, the companion reports the state of its APIs after the inventory is ready.
         assert!((1..=2).contains(&statuses), "{:?}", state.requests);
         assert_eq!(
             state.requests.len() - statuses,
@@ -107,13 +107,13 @@ async fn the_inventory_is_written_only_when_something_changes() {
     });
     process.stop().await.unwrap();
 
-    // A restart that finds all as it was applies once, and says that it is ready again.
+    // A restart without changes applies the spec once and reports Ready again.
     node.api.set(|state| state.requests.clear());
     let process = node.start();
     let inventory = node.api.until_ready("True", "Serving").await;
     assert_eq!(inventory["metadata"]["generation"], 2);
 
-    // Somebody is told something, of which the inventory knows nothing: it is looked at then, and not written.
+    // An event that does not affect the inventory: the inventory is checked and not written.
     std::fs::write(node.path("node.yaml"), "nonsense").unwrap();
     node.api
         .until(|state| (!events(state, "ConfigurationInvalid").is_empty()).then_some(()))
@@ -135,7 +135,7 @@ async fn what_is_held_outlives_the_process() {
     process.kill();
     std::fs::remove_dir_all(node.path("cdi")).unwrap();
 
-    // The API server is away now: neither Prepare nor Unprepare needs it.
+    // The API server is down now: neither Prepare nor Unprepare needs it.
     node.api.set(|state| state.away = true);
     let process = node.start();
     let mut kubelet = node.kubelet().await;
@@ -167,7 +167,7 @@ async fn an_api_server_that_comes_late_is_waited_for() {
     node.until_exists(&node.plugin_socket("example.com/camera")).await;
     assert!(
         !node.dra_socket().exists(),
-        "whether there are claims is not known"
+        "it is unknown whether the cluster serves claims"
     );
     node.api.set(|state| state.away = false);
     node.api.until_ready("True", "Serving").await;
@@ -259,7 +259,7 @@ async fn a_companion_that_cannot_run_says_why_and_ends() {
     assert_eq!(error.reason(), "InvalidDriverName");
 }
 
-/// A real kubelet has 110 pods; a claim per container and more are allowed.
+/// A real kubelet has up to 110 pods with a claim or more per container.
 #[tokio::test]
 async fn a_prepare_with_500_claims_held_loses_none() {
     const HELD: usize = 500;

@@ -1,6 +1,6 @@
-//! The whole companion over real sockets, files and device nodes, against an API server that is played by the test.
+//! The complete companion with real sockets, files and device nodes, and a fake API server.
 
-#![allow(clippy::unwrap_used, clippy::panic, reason = "a test may fail")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
 
 mod alone;
 mod api;

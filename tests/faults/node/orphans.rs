@@ -1,4 +1,4 @@
-//! Claims that kubelet has forgotten, and the commands for a person.
+//! Claims that kubelet has forgotten, and the `drayman node` commands.
 
 use super::fixture::{Node, handle};
 use super::process::{Process, Start, person};
@@ -24,7 +24,7 @@ fn keep_in_the_api(node: &Node) {
     });
 }
 
-/// The inventory's word on a device.
+/// Waits until the health of a device is as wanted, and returns the reason.
 async fn until_unhealthy(node: &Node, device: &'static str, wanted: bool) -> String {
     node.api
         .until(|state| {
@@ -58,7 +58,7 @@ async fn a_claim_listed_by_kubelet_stays_without_its_api_object() {
     let process = soon().run(&node).await;
     let mut kubelet = node.kubelet().await;
     kubelet.prepare(A, &["test-0"]).await.unwrap();
-    // B is the orphan by which it is seen that the look has happened.
+    // B is the orphan whose release proves that the check has run.
     kubelet.prepare(B, &["test-1"]).await.unwrap();
     process.kill();
     let process = soon().run(&node).await;
@@ -91,7 +91,7 @@ async fn a_claim_forgotten_by_kubelet_alone_is_quarantined() {
         "{shown}"
     );
     assert!(kubelet.prepare(B, &["test-0"]).await.is_err());
-    // Its own claim may have it at any time.
+    // The same claim can be prepared again at any time.
     kubelet.prepare(A, &["test-0"]).await.unwrap();
     until_unhealthy(&node, "test-0", false).await;
     assert!(process.stop().await.success());

@@ -1,4 +1,4 @@
-//! The companion as a process of its own, which can be killed, stopped, and be given a disk of the test's choice.
+//! The companion as a separate process that can be killed and stopped, with disks of the test's choice.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -9,23 +9,23 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::fixture::Node;
 
-/// How long anything may take that is waited for.
+/// Timeout of all waits.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Another build of the program than cargo's own: for the benchmarks.
+/// Another build of the program, for the benchmarks.
 pub(crate) static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
 
-/// A running `drayman node`, in a mount namespace of its own where `/dev` is the node's.
+/// A running `drayman node` in its own mount namespace, where `/dev` is the node's.
 pub(crate) struct Process {
     child: Child,
     log: PathBuf,
 }
 
-/// A mount namespace that outlives the companions in it, as the disks of a node do.
+/// A mount namespace that outlives its companions, for the disks of a node.
 pub(crate) struct Mounts(Child);
 
 impl Mounts {
-    /// With what shell commands mount; `$NODE` is the node's directory.
+    /// Creates a namespace with the mounts of shell commands; `$NODE` is the node's directory.
     pub(crate) fn new(node: &Node, commands: &str) -> Self {
         let script = format!("set -e; {commands}\ntouch $NODE/mounted && exec sleep infinity");
         let child = Command::new("unshare")
@@ -46,13 +46,13 @@ impl Mounts {
         mounts
     }
 
-    /// A file as it is seen there.
+    /// The path of the namespace's file from outside.
     pub(crate) fn sees(&self, path: &Path) -> PathBuf {
         let root = PathBuf::from(format!("/proc/{}/root", self.0.id()));
         root.join(path.strip_prefix("/").unwrap())
     }
 
-    /// Runs a shell command there.
+    /// Runs a shell command in the namespace.
     pub(crate) fn shell(&self, node: &Node, command: &str) {
         let status = Command::new("nsenter")
             .arg(format!("--mount=/proc/{}/ns/mnt", self.0.id()))
@@ -71,15 +71,13 @@ impl Drop for Mounts {
     }
 }
 
-/// How a process is started.
+/// Options to start a process.
 pub(crate) struct Start {
-    /// The namespace that it is started from.
+    /// An existing namespace to start in.
     within: Option<u32>,
-    /// Shell commands that change the mounts before it begins. `$NODE` is the node's directory.
+    /// Shell commands that set up the mounts. `$NODE` is the node's directory.
     mounts: String,
-    /// Further arguments.
     arguments: Vec<String>,
-    /// Further arguments of unshare.
     namespaces: &'static [&'static str],
 }
 
@@ -93,26 +91,25 @@ impl Start {
         }
     }
 
-    /// Where the system has no inotify left to give, as on a node whose other programs have used it up. That is counted by user
-    /// namespace, so it gets one of its own.
+    /// Simulates a system whose inotify instances are used up. The limit is per user namespace, so this creates one.
     pub(crate) fn without_inotify(mut self) -> Self {
         self.namespaces = &["--user", "--map-root-user"];
         self.mount("echo 0 > /proc/sys/user/max_inotify_instances")
     }
 
-    /// Among the mounts of a namespace that is there already.
+    /// Starts in an existing mount namespace.
     pub(crate) fn within(mut self, mounts: &Mounts) -> Self {
         self.within = Some(mounts.0.id());
         self
     }
 
-    /// With one more mount.
+    /// Adds a mount.
     pub(crate) fn mount(mut self, command: &str) -> Self {
         self.mounts = format!("{command} && {}", self.mounts);
         self
     }
 
-    /// In a boot of its own.
+    /// Simulates another boot id.
     pub(crate) fn boot(self, node: &Node, id: &str) -> Self {
         std::fs::write(node.path("boot_id"), format!("{id}\n")).unwrap();
         self.mount("mount --bind $NODE/boot_id /proc/sys/kernel/random/boot_id")
@@ -123,7 +120,7 @@ impl Start {
         self
     }
 
-    /// Starts it.
+    /// Starts the process.
     pub(crate) async fn run(self, node: &Node) -> Process {
         let url = node.url().await;
         let kubeconfig = node.path("kubeconfig");
@@ -167,7 +164,7 @@ impl Start {
             .args(node.directories())
             .args(&self.arguments)
             .env("NODE", node.path(""))
-            // As the image has it.
+            // As in the image.
             .env("MALLOC_ARENA_MAX", "1")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -187,7 +184,7 @@ impl Process {
         kill_process(Pid::from_raw(id).unwrap(), signal).unwrap();
     }
 
-    /// The process, as `/proc` knows it.
+    /// The process id.
     #[allow(dead_code, reason = "for the benchmarks")]
     pub(crate) fn id(&self) -> String {
         self.child.id().to_string()
@@ -220,7 +217,7 @@ impl Process {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
-    /// Waits until it has logged a text.
+    /// Waits until the log contains a text.
     pub(crate) async fn logged(&self, text: &str) {
         let start = Instant::now();
         while !self.log().contains(text) {
@@ -244,10 +241,10 @@ impl Drop for Process {
     }
 }
 
-/// Runs one of the subcommands for a person, and returns whether it succeeded and what it said.
+/// Runs a `drayman node` subcommand. Returns success and output.
 pub(crate) fn person(node: &Node, arguments: &[&str]) -> (bool, String) {
     let directories = node.directories();
-    // Both know the root directory and the CDI directory; the rest is the companion's.
+    // The root and CDI directories are common options; the others belong to the companion.
     let output = Command::new(env!("CARGO_BIN_EXE_drayman"))
         .arg("node")
         .args(arguments)

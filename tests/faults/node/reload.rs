@@ -1,4 +1,4 @@
-//! Another configuration while the companion runs, and devices that become unhealthy.
+//! Configuration reloads while the companion runs, and devices that become unhealthy.
 
 use std::os::unix::fs::symlink;
 
@@ -14,7 +14,7 @@ fn file(kinds: &str) -> String {
     format!("apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n{kinds}")
 }
 
-/// The names of the devices with their kinds, if there is an inventory.
+/// Names and kinds of the devices, if the inventory exists.
 fn devices(state: &State) -> Vec<(String, String)> {
     let devices = state
         .inventory
@@ -42,7 +42,7 @@ pub(crate) fn events(state: &State, reason: &str) -> Vec<String> {
 #[tokio::test]
 async fn a_replaced_configmap_counts_at_once_and_claims_keep_devices() {
     let Some(mut node) = Node::new() else { return };
-    // As kubelet mounts a ConfigMap: the file is a link into a directory that is swapped as a whole.
+    // As a mounted ConfigMap: the file is a link into a directory that is replaced as a whole.
     for (version, kinds) in [
         ("..first", "- {name: test, paths: [\"/dev/test-*\"]}\n"),
         ("..second", "- {name: other, paths: [/dev/test-1, /dev/test-2]}\n"),
@@ -70,7 +70,7 @@ async fn a_replaced_configmap_counts_at_once_and_claims_keep_devices() {
     node.api
         .until(|state| is_unhealthy(state, "test-0").filter(|why| why.contains("no longer described")))
         .await;
-    // What is held stays: its file is there, and a container that is started again gets it.
+    // Held devices stay: the CDI file remains, so a restarted container gets them.
     assert_eq!(node.cdi_files().len(), 1);
     kubelet.prepare(A, &["test-0", "test-1"]).await.unwrap();
     assert!(
@@ -91,7 +91,7 @@ async fn a_replaced_configmap_counts_at_once_and_claims_keep_devices() {
     process.stop().await.unwrap();
 }
 
-/// SIGHUP reaches every companion of this process, and lets each tell what is wrong once more.
+/// SIGHUP reaches every companion of this process and makes each repeat its warnings.
 static SIGHUP: Mutex<()> = Mutex::const_new(());
 
 #[tokio::test]
@@ -145,7 +145,7 @@ async fn a_renamed_resource_becomes_empty_and_the_new_one_is_offered() {
     assert_eq!(
         last.devices.len(),
         0,
-        "kubelet is told of zero before the API closes"
+        "kubelet receives an empty list before the API closes"
     );
     assert!(
         !matches!(lists.message().await, Ok(Some(_))),
@@ -163,7 +163,7 @@ async fn a_renamed_resource_becomes_empty_and_the_new_one_is_offered() {
     process.stop().await.unwrap();
 }
 
-/// Puts a device in the place of another, in one step: that none is there is nothing that anybody could see.
+/// Replaces a device node atomically, so that it is never missing.
 fn replace_device(node: &Node, name: &str, major: u32, minor: u32) {
     node.device_of("next", major, minor);
     std::fs::rename(node.path("dev/next"), node.path("dev").join(name)).unwrap();
@@ -172,7 +172,7 @@ fn replace_device(node: &Node, name: &str, major: u32, minor: u32) {
 #[tokio::test]
 async fn an_unhealthy_device_stays_with_its_claim() {
     let Some(node) = Node::new() else { return };
-    // The null device, which opens.
+    // The null device, which can be opened.
     node.device_of("probe-0", 1, 3);
     std::fs::write(
         node.path("node.yaml"),
@@ -185,7 +185,8 @@ async fn an_unhealthy_device_stays_with_its_claim() {
     kubelet.prepare(A, &["probe-0"]).await.unwrap();
     node.api
         .set(|state| assert_eq!(is_unhealthy(state, "probe-0"), None));
-    // A device of no driver in its place: it does not open. It is another one, so its claim's file goes, and the claim stays.
+    // Replaces it by a device without a driver, which cannot be opened. The device number differs, so the CDI file is removed, and the
+    // claim stays.
     replace_device(&node, "probe-0", 240, 250);
     let why = node.api.until(|state| is_unhealthy(state, "probe-0")).await;
     assert!(why.contains("cannot be opened"), "{why}");
@@ -206,7 +207,7 @@ async fn an_unhealthy_device_stays_with_its_claim() {
         .await;
     node.api
         .set(|state| assert_eq!(events(state, "DeviceUnhealthy").len(), 1, "{:?}", state.events));
-    // The next process tells nothing again.
+    // The next process does not repeat the event.
     process.stop().await.unwrap();
     node.api.set(|state| state.events.clear());
     let process = node.start();
@@ -220,7 +221,7 @@ async fn an_unhealthy_device_stays_with_its_claim() {
 async fn a_file_that_changes_where_nobody_looks_is_read_at_sighup() {
     let _alone = SIGHUP.lock().await;
     let Some(mut node) = Node::new() else { return };
-    // A link out of the directory: what happens to its target is no event of the directory.
+    // A link to a file in another directory, whose changes cause no event.
     std::fs::create_dir_all(node.path("elsewhere")).unwrap();
     std::fs::create_dir_all(node.path("config")).unwrap();
     let target = node.path("elsewhere/node.yaml");

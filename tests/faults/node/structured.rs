@@ -1,4 +1,4 @@
-//! Claims of structured mode: read at Prepare, and held by the records of the node alone.
+//! Structured claims: read at Prepare, and afterwards held by the companion's own records.
 
 use std::time::{Duration, Instant};
 
@@ -79,7 +79,7 @@ async fn a_claim_that_is_not_shown_in_time_delays_no_other() {
     kubelet.unprepare("b", B).await.unwrap();
     assert!(!both.is_finished());
     let answers = both.await.unwrap().unwrap();
-    // Kubelet waits 45 s.
+    // Kubelet's timeout is 45 s.
     assert!(start.elapsed() < Duration::from_secs(40));
     let error = answers[0].clone().unwrap_err();
     assert!(error.contains("in time; kubelet asks again"), "{error}");
