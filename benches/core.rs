@@ -1,11 +1,8 @@
-//! What decisions cost, without an API server: `cargo bench --bench core -- [SCENARIO]...`.
+//! Cost of decisions without an API server: `cargo bench --bench core -- [SCENARIO]...`.
 //!
-//! Prints each figure beside its goal. Times are per operation: the median and the 99th percentile of many.
+//! Prints each figure with its goal. Times are per operation: the median and the 99th percentile.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "a benchmark that cannot go on has nothing better to do than to end"
-)]
+#![expect(clippy::unwrap_used, reason = "a benchmark exits on any error")]
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -36,7 +33,7 @@ use figures::{Goal, Times, figure, heading, resident_kib};
 const DRIVER: &str = "drayman.dev";
 
 fn main() {
-    // Memory first, so that nothing has been given back that could be used again.
+    // Memory first, so that no freed memory is reused.
     let scenarios: [(&str, fn()); 8] = [
         ("memory", memory),
         ("expressions", selectors::memory),
@@ -117,13 +114,13 @@ fn device_requests(counts: &[u32]) -> DeviceRequests {
     DeviceRequests::check(&class, "default", "test", &spec).unwrap()
 }
 
-/// Where 1 of 15,000 nodes' devices does not fit, for the 128 nodes that the scheduler asks about at most.
+/// Unsuitable nodes for 1 device among 15,000 nodes, for the 128 nodes that the scheduler asks about at most.
 fn unsuitable() {
     const NODES: usize = 15_000;
     for (what, held) in [("all free", 0), ("all but one node full", 8)] {
         let mut allocator = allocator(NODES, 8);
         let wanted = device_requests(&[1]);
-        // The asked nodes lie all over the inventory.
+        // The potential nodes are spread over the inventory.
         let asked: Vec<String> = (0..128).map(|node| node_name(node * 117)).collect();
         for node in asked.iter().skip(1) {
             for device in 0..held {
@@ -154,7 +151,7 @@ fn unsuitable() {
     }
 }
 
-/// Requests that get in each other's way are the worst case of the search.
+/// Requests that compete for the same devices are the worst case of the search.
 fn fits() {
     for (what, counts) in [("one request", &[8][..]), ("eight requests", &[1; 8])] {
         let allocator = allocator(1, 64);
@@ -197,8 +194,8 @@ fn claim(name: &str) -> ResourceClaim {
     .unwrap()
 }
 
-/// A claim as the claim controller makes it from a template, allocated and reserved; in memory as the controller keeps it, without
-/// managed fields, without a map for one annotation, and without room to spare.
+/// A claim from a template, allocated and reserved. As in the controller's cache, without managed fields, without a map for one annotation,
+/// and without spare capacity.
 fn allocated(number: usize, version: u64) -> Arc<ResourceClaim> {
     let name = format!("bound-{number:05}");
     let mut metadata = owned(metadata("claim", &format!("{name}-device-abcde"), version), &name);
@@ -255,13 +252,13 @@ struct Shell {
     answers: VecDeque<Event>,
     claims: BTreeMap<ObjectKey, ResourceClaim>,
     version: u64,
-    /// Whether the driver finds that no node is suitable.
+    /// Whether the driver finds all nodes unsuitable.
     full: bool,
     times: Times,
 }
 
 impl Shell {
-    /// A world with so many allocated claims that makes decisions.
+    /// A state with this many allocated claims, after its start.
     fn new(claims: usize) -> Self {
         let mut shell = Self {
             world: ControllerState::new(Settings::new(DRIVER)),
@@ -287,7 +284,7 @@ impl Shell {
         self.version
     }
 
-    /// Takes one event and decides, as the controller does.
+    /// Applies one event and decides, as the controller does.
     fn apply(&mut self, event: Event) {
         let now = Moment::default();
         let world = &mut self.world;
@@ -300,14 +297,14 @@ impl Shell {
         }
     }
 
-    /// Answers until nothing is asked any more.
+    /// Answers commands until there are none.
     fn run(&mut self) {
         while let Some(event) = self.answers.pop_front() {
             self.apply(event);
         }
     }
 
-    /// The next answers, all of them before anything is decided.
+    /// Queues the answers to a command.
     fn answer(&mut self, command: Command) {
         let (id, answer) = match command {
             Command::AwaitDriver => return self.answers.push_back(Event::DriverReady),
@@ -342,7 +339,7 @@ impl Shell {
                     }
                 }
                 let claim = Arc::new(claim.clone());
-                // The watch shows it too.
+                // The watch reports it too.
                 self.answers.push_back(Event::Claim(claim.clone()));
                 (id, Answer::ClaimWritten(Outcome::Done(claim)))
             }
@@ -375,7 +372,7 @@ impl Shell {
         }
     }
 
-    /// Adds a pod with one claim and a context whose node is chosen.
+    /// Adds a pod with one claim and a context with a selected node.
     fn add_pod(&mut self, name: &str) {
         let claim = claim(name);
         self.claims.insert(ObjectKey::of(&claim.metadata), claim.clone());
@@ -383,7 +380,7 @@ impl Shell {
         self.apply(Event::Context(context(name, 1)));
     }
 
-    /// Adds pods that wait.
+    /// Adds waiting pods.
     fn add_waiting(&mut self, number: usize) {
         self.full = true;
         for number in 0..number {
@@ -412,7 +409,7 @@ fn memory() {
     figure(
         "memory of an allocated claim among 10,000",
         &format!("{protocol} bytes in the protocol, {held} bytes in the books"),
-        // The goal is for the program as a whole: see the load, `restart`.
+        // The goal applies to the whole program: see `load restart`.
         Goal::none(),
     );
     drop(shell);
@@ -466,7 +463,7 @@ fn events() {
         Goal::at_most(shell.times.median(), goal),
     );
 
-    // One device comes free, and none of those who wait is helped by it: the dearest case.
+    // One device is freed, but does not help any waiting pod: the most expensive case.
     shell.times = Times::default();
     let start = Instant::now();
     shell.apply(Event::Capacity(
@@ -497,7 +494,7 @@ fn events() {
     );
 }
 
-/// All pods at once, so that all of them are under way at the same time.
+/// All pods at once, so that all are processed concurrently.
 fn burst() {
     const CLAIMS: usize = 10_000;
     const PODS: usize = 500;

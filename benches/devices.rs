@@ -1,6 +1,6 @@
-//! How long the decisions of the built-in driver take, at the size of the largest clusters: `cargo bench --bench devices`.
+//! Duration of the built-in driver's decisions at the size of the largest clusters: `cargo bench --bench devices`.
 //!
-//! Prints one line per question, with the median and the slowest of many tries, and fails if a median is beyond its limit.
+//! Prints the median and the maximum of each operation, and fails if a median exceeds its limit.
 
 use std::hint::black_box;
 use std::process::ExitCode;
@@ -112,7 +112,7 @@ fn large_node() -> Node {
     Node::read(&inventory)
 }
 
-/// Eight devices by a selector, all with two equal attributes.
+/// Eight devices by a selector, with two matchAttribute constraints.
 fn constrained() -> Option<DeviceRequests> {
     let class = DeviceClassParametersSpec {
         kind: "gpu".into(),
@@ -135,7 +135,7 @@ fn constrained() -> Option<DeviceRequests> {
     DeviceRequests::check(&class, "default", "p", &spec).ok()
 }
 
-/// DeviceAllocator with nothing but [`large_node`], all of whose devices match.
+/// An allocator with only [`large_node`], all of whose devices match.
 fn large() -> DeviceAllocator {
     let mut allocator = DeviceAllocator::new(DRIVER);
     allocator.set_inventory("large", Some(large_node()));
@@ -164,7 +164,7 @@ fn measure(what: &str, tries: usize, limit: Duration, mut run: impl FnMut()) -> 
     fine
 }
 
-/// DeviceAllocator in which every one of [`CLAIMS`] holds a device, the nodes filled one after the other, and the claims.
+/// An allocator in which each of [`CLAIMS`] holds a device, and the claims. Nodes are filled one after the other.
 fn filled(one: &DeviceRequests) -> Option<(DeviceAllocator, Vec<ResourceClaim>)> {
     let mut allocator = DeviceAllocator::new(DRIVER);
     allocator.replace_inventories(
@@ -213,7 +213,7 @@ fn main() -> ExitCode {
         device_requests,
         suitable_nodes: None,
     };
-    // The last full node and the first free one are in the middle.
+    // The boundary between full and free nodes is in the middle.
     let border = CLAIMS / DEVICES - 64;
     let names: Vec<String> = (border..border + 128).map(node_name).collect();
     let last = node_name(NODES - 1);

@@ -1,20 +1,16 @@
 //! The companion on one node: `cargo bench --bench node -- [SCENARIO]...`, as root.
 //!
-//! The program itself, in a process and a mount namespace of its own, over its real sockets and files, with an API server that
-//! is played by this process; `unplug` has a real kubelet. Prints each figure beside its goal and judges nothing else.
+//! Runs the program in its own process and mount namespace with real sockets and files. This process acts as the API server; `unplug` has a
+//! real kubelet. Prints each figure with its goal.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::panic,
-    reason = "a benchmark that cannot run has nothing to say"
-)]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a benchmark exits on any error")]
 
 #[path = "../tests/faults/node/api.rs"]
-#[allow(dead_code, reason = "written for the tests, which use another part of it")]
+#[allow(dead_code, reason = "shared with tests, which use another part of it")]
 mod api;
 mod figures;
 #[path = "../tests/faults/node/fixture.rs"]
-#[allow(dead_code, reason = "written for the tests, which use another part of it")]
+#[allow(dead_code, reason = "shared with tests, which use another part of it")]
 mod fixture;
 #[path = "../tests/support/harness/mod.rs"]
 mod harness;
@@ -22,17 +18,17 @@ mod harness;
 #[allow(
     dead_code,
     unused_imports,
-    reason = "written for the tests, which use another part of it"
+    reason = "shared with tests, which use another part of it"
 )]
 mod pods;
 #[path = "../tests/faults/node/process.rs"]
-#[allow(dead_code, reason = "written for the tests, which use another part of it")]
+#[allow(dead_code, reason = "shared with tests, which use another part of it")]
 mod process;
 #[path = "../tests/e2e/stage.rs"]
 #[allow(
     dead_code,
     clippy::single_match_else,
-    reason = "written for the tests, which use another part of it"
+    reason = "shared with tests, which use another part of it"
 )]
 mod stage;
 
@@ -105,7 +101,7 @@ fn on_disk() -> Node {
     Node::within(tempfile::tempdir().unwrap())
 }
 
-/// With so many more devices: `test-100` and up for claims, `camera-100` and up for an extended resource.
+/// A node with [`MANY`] more devices: `test-100` and up for claims, or `camera-100` and up for an extended resource.
 fn with_devices(kind: &str) -> Node {
     let node = on_disk();
     for number in 0..MANY {
@@ -238,7 +234,7 @@ async fn rest() {
         if claims == 1 {
             kubelet.prepare(&uid(0), &["test-0"]).await.unwrap();
         }
-        // Worker threads have ended, and the first check of the claim is over; the next follows after two minutes.
+        // The worker threads have ended, and the first check of the claim is over; the next follows after two minutes.
         tokio::time::sleep(Duration::from_secs(30)).await;
         let woken = wake_ups(&process.id(), Duration::from_secs(60)).await;
         figure(
@@ -252,7 +248,7 @@ async fn rest() {
     process.kill();
 }
 
-/// How often the threads of a process go to sleep within a time, those that begin and end meanwhile among them.
+/// Number of voluntary context switches of all threads of a process in this time, including threads that start or end meanwhile.
 async fn wake_ups(process: &str, time: Duration) -> u64 {
     let before = switches(process);
     let mut last = before.clone();
@@ -265,7 +261,7 @@ async fn wake_ups(process: &str, time: Duration) -> u64 {
     last.iter().map(since).sum()
 }
 
-/// How often each thread of a process has gone to sleep so far.
+/// Voluntary context switches so far by thread.
 fn switches(process: &str) -> BTreeMap<String, u64> {
     let threads = std::fs::read_dir(format!("/proc/{process}/task")).unwrap();
     threads
@@ -281,7 +277,7 @@ fn switches(process: &str) -> BTreeMap<String, u64> {
         .collect()
 }
 
-/// A device goes and comes on a real node.
+/// A device is unplugged and plugged in on a real node.
 async fn unplug() -> anyhow::Result<()> {
     let stage = stage::Stage::start(1).await?;
     let node = stage.cluster.node(0);

@@ -14,16 +14,16 @@ use super::figures::{Goal, Times, figure};
 use super::selectors::{inventory_of, list, server};
 use super::{DRIVER, node_name};
 
-/// Honest allocations that are timed alone.
+/// Number of honest allocations measured alone.
 const ALONE: usize = 500;
-/// Honest allocations that are timed beside hostile pods, at least.
+/// Minimum number of honest allocations measured beside hostile pods.
 const BESIDE: usize = 200;
 
-/// The devices of a node, and what each claim of the hostile pod wants of them.
+/// The devices of a node, and the request of each claim of the hostile pod.
 struct Hostile {
     what: &'static str,
     devices: usize,
-    /// The attribute by which devices are grouped, as a size of the groups.
+    /// Number of devices with the same value of the attribute `group`.
     group: usize,
     parameters: Value,
 }
@@ -84,7 +84,7 @@ async fn measure(hostile: &Hostile, nodes: usize, claims: usize) {
         let driver = driver.clone();
         async move {
             let requests = requests(&driver, "hostile", claims).await;
-            // The controller's calls for a pod with a context, and for one with immediate claims.
+            // The controller's calls for a pod with a context, and for a pod with immediate claims.
             for _ in 0..4 {
                 driver
                     .unsuitable_nodes(&Pod::default(), &requests, &names)
@@ -97,7 +97,7 @@ async fn measure(hostile: &Hostile, nodes: usize, claims: usize) {
             }
         }
     });
-    // Claims that are allocated at once come one by one, all at the same time.
+    // Immediate claims are allocated in concurrent calls.
     let at_once = requests(&driver, "hostile", claims)
         .await
         .into_iter()
@@ -142,7 +142,7 @@ async fn measure(hostile: &Hostile, nodes: usize, claims: usize) {
     );
 }
 
-/// One step of an honest pod: whether the node suits it, its allocation, and the end of it.
+/// One cycle of an honest pod: check of the node, allocation, deallocation.
 async fn allocate(driver: &HostDriver, honest: &[ClaimRequest<HostDriver>], times: &mut Times) {
     let (start, node) = (Instant::now(), ["honest".to_owned()]);
     driver
@@ -193,7 +193,7 @@ async fn requests(driver: &HostDriver, name: &str, number: usize) -> Vec<ClaimRe
     requests
 }
 
-/// A driver that knows these nodes, and one with a device for the honest pod.
+/// A driver with these nodes, and one with a device for the honest pod.
 fn driver(hostile: &Hostile, nodes: usize) -> HostDriver {
     let object = |kind: &str, name: &str, spec: &Value| {
         json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": kind,

@@ -17,17 +17,17 @@ use super::{DRIVER, node_name};
 
 const NODES: usize = 15_000;
 const DEVICES: usize = 8;
-/// So many nodes differ from each other in their devices, and those on one node differ too: expressions judge all that differ.
+/// Number of nodes whose devices differ, as do the devices of a node: expressions are evaluated for each distinct device.
 const DIFFERENT: usize = 2_000;
 
-/// Objects of users who want to fill the controller's memory: each has all the expressions that an object can have.
+/// Number of objects of hostile users that try to exhaust the controller's memory. Each has the maximum number of expressions.
 const HOSTILE: usize = 100;
-/// Devices, each with a text of its own, in inventories of 100.
+/// Devices with distinct attributes, in inventories of 100.
 const HOSTILE_DEVICES: usize = 5000;
-/// 32 MB, MB taken as 10^6 bytes.
+/// 32 MB, where 1 MB is 10^6 bytes.
 const HOSTILE_KIB: u64 = 31_250;
 
-/// Asks the driver as the controller does for one claim: the parameters, and then the nodes.
+/// Makes the controller's driver calls for one claim: the parameters, then the nodes.
 async fn ask(
     driver: &HostDriver,
     pod: &Pod,
@@ -69,12 +69,12 @@ pub(super) fn run() {
         }))
         .unwrap();
         let (class, claim, pod) = (Arc::new(class), Arc::new(claim), Pod::default());
-        // The asked nodes lie all over the inventory.
+        // The potential nodes are spread over the inventory.
         let asked: Vec<String> = (0..128).map(|node| node_name(node * 117)).collect();
         let start = Instant::now();
         let first = ask(&driver, &pod, &claim, &class, &asked).await;
         let first_time = start.elapsed();
-        // Of the nodes with an even number every device has an even serial number.
+        // All devices of nodes with an even number have an even serial number.
         let unsuitable = first.first().map_or(0, UnsuitableNodes::len);
         assert_eq!(unsuitable, 64, "the selectors tell nodes apart");
         let about = format!(
@@ -149,7 +149,7 @@ fn namespace(number: usize) -> String {
     format!("namespace-{number:03}")
 }
 
-/// A server with parameters whose expressions are all different; half of them fail on each device with a text of its own.
+/// A server with parameters whose expressions are all distinct; half of them fail on each device with a distinct attribute.
 fn hostile_client() -> kube::Client {
     let object = |kind: &str, namespace: &str, spec: &Value| {
         json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": kind,
@@ -195,7 +195,7 @@ fn hostile_client() -> kube::Client {
     ]))
 }
 
-/// A server that has these inventories and parameters, and nothing to tell of them afterwards.
+/// A server with these inventories and parameters, and without later events.
 fn client() -> kube::Client {
     let selector = |expression: &str| json!([{ "cel": { "expression": expression } }]);
     let vendor = selector(r#"device.attributes["drayman.dev"].vendor == "10de""#);

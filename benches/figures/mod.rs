@@ -1,5 +1,5 @@
-//! Figures and their goals, as both benchmarks print them.
-#![allow(dead_code, reason = "each benchmark uses another part of it")]
+//! Figures and their goals, as printed by the benchmarks.
+#![allow(dead_code, reason = "each benchmark uses a part of it")]
 #![allow(unreachable_pub, reason = "a module of a program has no outside")]
 
 use std::fmt;
@@ -11,22 +11,21 @@ use std::time::{Duration, Instant};
 pub struct Goal(&'static str);
 
 impl Goal {
-    /// No goal: the figure stands beside another one.
+    /// No goal: the figure is for comparison.
     pub fn none() -> Self {
         Self("")
     }
 
-    /// The goal.
     pub fn is(met: bool) -> Self {
         Self(if met { "met" } else { "MISSED" })
     }
 
-    /// At most so much.
+    /// The duration must not exceed `limit`.
     pub fn at_most(value: Duration, limit: Duration) -> Self {
         Self::is(value <= limit)
     }
 
-    /// At most so many.
+    /// The value must be below `limit`.
     pub fn below(value: u64, limit: u64) -> Self {
         Self::is(value <= limit)
     }
@@ -46,13 +45,13 @@ pub fn heading(what: &str) {
     );
 }
 
-/// The load average of the last minute, five and fifteen minutes.
+/// Load averages of the last minute, five and fifteen minutes.
 pub fn load() -> String {
     let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     text.split(' ').take(3).collect::<Vec<_>>().join(" ")
 }
 
-/// Prints one figure, with the load of the machine at that moment.
+/// Prints one figure with the current load average.
 pub fn figure(name: &str, value: &str, goal: Goal) {
     println!("{name}: {value} [{}load {}]", goal.prefix(), load());
 }
@@ -67,7 +66,7 @@ impl Goal {
     }
 }
 
-/// The memory of this process that is in use, in KiB.
+/// Resident memory of this process in KiB.
 pub fn resident_kib() -> u64 {
     resident_kib_of("self", "VmRSS:")
 }
@@ -81,12 +80,12 @@ pub fn resident_kib_of(process: &str, line: &str) -> u64 {
         .unwrap_or_default()
 }
 
-/// How long something took, many times.
+/// Repeated measurements of a duration.
 #[derive(Clone, Debug, Default)]
 pub struct Times(Vec<Duration>);
 
 impl Times {
-    /// Does something and takes its time.
+    /// Measures the duration of `work`.
     pub fn time<T>(&mut self, work: impl FnOnce() -> T) -> T {
         let start = Instant::now();
         let result = black_box(work());
@@ -94,27 +93,24 @@ impl Times {
         result
     }
 
-    /// Adds a time that was taken elsewhere.
+    /// Adds a measured duration.
     pub fn push(&mut self, time: Duration) {
         self.0.push(time);
     }
 
-    /// How many there are.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// All of them together.
     pub fn sum(&self) -> Duration {
         self.0.iter().sum()
     }
 
-    /// The time that half of them did not exceed.
     pub fn median(&self) -> Duration {
         self.quantile(50)
     }
 
-    /// The time that so many in a hundred did not exceed (nearest rank).
+    /// A percentile (nearest rank).
     pub fn quantile(&self, percent: usize) -> Duration {
         let mut sorted = self.0.clone();
         sorted.sort_unstable();

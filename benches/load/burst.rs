@@ -73,17 +73,17 @@ async fn built_in(options: &Options, devices: usize, what: &str) -> anyhow::Resu
     Ok(rate)
 }
 
-/// A control plane with so many devices.
+/// A control plane with this many devices.
 async fn stage(devices: usize) -> anyhow::Result<Stage> {
     let stage = ground::stage(&FLAGS, false).await?;
     let of_node = |node| devices / NODES + usize::from(node < devices % NODES);
     ground::make_nodes(&stage, (0..NODES).map(|node| (node, of_node(node)))).await?;
-    // The scheduler learns of nodes by its own watch.
+    // The scheduler learns of nodes through its own watch.
     tokio::time::sleep(Duration::from_secs(3)).await;
     Ok(stage)
 }
 
-/// The answer is how many pods were bound in a second.
+/// Returns the number of pods bound per second.
 async fn measure(stage: &Stage, controller: &Controller, user: &str, what: &str) -> anyhow::Result<f64> {
     let load_before = load();
     let start = Instant::now();
@@ -128,7 +128,7 @@ async fn measure(stage: &Stage, controller: &Controller, user: &str, what: &str)
     Ok(rate)
 }
 
-/// Says how the first of the pods stand that are not bound.
+/// Prints the state of the first pods that are not bound.
 async fn explain(stage: &Stage) -> anyhow::Result<()> {
     let pods = stage.pods().list(&ListParams::default()).await?.items;
     let unbound: Vec<Pod> = pods
@@ -166,7 +166,7 @@ async fn explain(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// When each pod was bound, until all are or the time is over.
+/// Times at which the pods were bound, until all are or the deadline has passed.
 async fn count_bound(stage: &Stage, deadline: Instant) -> anyhow::Result<Vec<Instant>> {
     let mut bound = BTreeSet::new();
     let mut moments = Vec::new();

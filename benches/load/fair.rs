@@ -1,4 +1,4 @@
-//! Pods that cannot run, in one namespace, against the allocations of another.
+//! Unschedulable pods in one namespace, against the allocations of another.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use crate::stage::{DRIVER, Stage, is_allocated, pod_with_claim};
 const CROWD: usize = 100;
 const NODES: usize = 16;
 const SAMPLES: usize = 300;
-/// Samples under way at once: allocations and releases overlap, as in a busy namespace.
+/// Concurrent samples: allocations and releases overlap, as in a busy namespace.
 const AT_ONCE: usize = 4;
 
 /// Runs with the default scheduler, which retries every waiting pod on every claim event and so uses processor time, and with one
@@ -47,11 +47,11 @@ async fn one_scheduler(options: &Options, scheduler: &[(&str, &str)]) -> anyhow:
         }))
         .await?;
     let controller = Controller::start(&stage, options).await?;
-    // The first ones pay for connections and caches.
+    // The first samples include the setup of connections and caches.
     samples(&stage, "warm", AT_ONCE * 10).await?;
     let alone = samples(&stage, "alone", SAMPLES).await?;
     show("alone", &alone, Goal::none());
-    // The same crowd of a driver that is not there: what scheduler and API server make of it.
+    // The same pods with a driver that does not run show the share of scheduler and API server.
     crowd(&stage, "nobody", "nobody").await?;
     let beside_nobody = samples(&stage, "nobody", SAMPLES).await?;
     show(
@@ -103,7 +103,7 @@ fn show(what: &str, times: &Times, goal: Goal) {
     );
 }
 
-/// Pods in a namespace of their own, each of which wants more devices than any node has.
+/// Creates pods in their own namespace, each of which requests more devices than any node has.
 async fn crowd(stage: &Stage, namespace: &str, class: &str) -> anyhow::Result<()> {
     let client = stage.cluster.client();
     let object: Namespace = serde_json::from_value(json!({ "metadata": { "name": namespace } }))?;
@@ -158,7 +158,7 @@ async fn disperse(stage: &Stage, namespace: &str) -> anyhow::Result<()> {
     .await
 }
 
-/// Lives of claims in the namespace `default`, in which this program is the scheduler: its choice of a node is all that counts.
+/// Lifecycles of claims in the namespace `default`. This program acts as the scheduler: it only selects the node.
 pub(crate) async fn samples(stage: &Stage, phase: &str, number: usize) -> anyhow::Result<Times> {
     let lanes = (0..AT_ONCE).map(|lane| async move {
         for sample in (lane..number).step_by(AT_ONCE) {

@@ -1,4 +1,4 @@
-//! What every scenario stands on: nodes that exist in the API only, objects in great number, and the controller under test.
+//! Common parts of the scenarios: nodes that exist only in the API, many objects, and the controller under test.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -18,18 +18,18 @@ use crate::figures::resident_kib_of;
 use crate::harness::{Cluster, IMAGE};
 use crate::stage::{DRIVER, FINALIZER, Stage, pod_from, replica_rules};
 
-/// The user that the controller under test is.
+/// The user name of the controller under test.
 pub(crate) const USER: &str = "drayman-load";
-/// Requests of the load itself that are under way at once.
+/// Maximum number of concurrent requests of the load itself.
 const WIDTH: usize = 32;
-/// How long a scenario waits for what should take moments.
+/// Timeout of waits that usually take moments.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A controller under test.
 #[derive(Debug)]
 pub(crate) struct Controller {
     child: Child,
-    /// When it was started, by the clock of the audit log.
+    /// Start time, by the clock of the audit log.
     pub(crate) started: jiff::Timestamp,
 }
 
@@ -39,14 +39,14 @@ impl Controller {
         Self::start_with(stage, options, &[]).await
     }
 
-    /// The same with more flags.
+    /// As [`Controller::start`], with more flags.
     pub(crate) async fn start_with(stage: &Stage, options: &Options, flags: &[&str]) -> anyhow::Result<Self> {
         let lease = ["--leader-elect", "--leader-elect-resource-namespace=default"];
         let arguments = [&["controller"][..], &lease, flags, &["--kubeconfig"]].concat();
         Self::spawn(stage, &options.program, USER, &arguments).await
     }
 
-    /// Starts a controller whose last argument is its kubeconfig, as a user of its own.
+    /// Starts a controller as its own user. Its last argument is the kubeconfig.
     pub(crate) async fn spawn(
         stage: &Stage,
         program: &Path,
@@ -56,7 +56,7 @@ impl Controller {
         let kubeconfig = stage.cluster.user(user, &replica_rules()?).await?;
         let log = stage.cluster.directory().join(format!("{user}.log"));
         let mut command = stage.cluster.command(program);
-        // As the image has it.
+        // As in the image.
         command.env("MALLOC_ARENA_MAX", "1");
         command.args(arguments).arg(kubeconfig);
         command
@@ -69,7 +69,7 @@ impl Controller {
         Ok(Self { child, started })
     }
 
-    /// Its memory in KiB: now, and the most so far.
+    /// Current and peak memory in KiB.
     pub(crate) fn resident_kib(&self) -> (u64, u64) {
         let process = self.child.id().map(|id| id.to_string()).unwrap_or_default();
         (
@@ -78,9 +78,9 @@ impl Controller {
         )
     }
 
-    /// How much processor time it has used.
+    /// Processor time used so far.
     pub(crate) fn processor_time(&self) -> Duration {
-        // Clock ticks of a hundredth of a second, as Linux counts for every architecture that it runs on here.
+        // Clock ticks of a hundredth of a second, as on all supported architectures.
         let process = self.child.id().map(|id| id.to_string()).unwrap_or_default();
         let text = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
         let fields = text.rsplit(')').next().unwrap_or_default();
@@ -93,7 +93,7 @@ impl Controller {
         Duration::from_millis(ticks * 10)
     }
 
-    /// Asks it to end and waits for that.
+    /// Stops the controller and waits for its end.
     pub(crate) async fn end(mut self) -> anyhow::Result<()> {
         let id = self.child.id().and_then(|id| i32::try_from(id).ok());
         let Some(id) = id.and_then(Pid::from_raw) else {
@@ -107,7 +107,7 @@ impl Controller {
 
 /// A control plane for a scenario, with more flags for its components.
 pub(crate) async fn stage(flags: &[(&str, &str)], bodies: bool) -> anyhow::Result<Stage> {
-    // Nobody sends the heartbeats of nodes that exist in the API only.
+    // Nodes that exist only in the API have no heartbeats.
     let mut builder = Cluster::builder().flag("controller-manager", "--node-monitor-grace-period=24h");
     for (component, flag) in flags {
         builder = builder.flag(component, flag);
@@ -118,7 +118,7 @@ pub(crate) async fn stage(flags: &[(&str, &str)], bodies: bool) -> anyhow::Resul
     Stage::on(builder.start().await?).await
 }
 
-/// Sets how long the scheduler leaves a pod alone after an attempt that failed.
+/// Sets the scheduler's backoff for pods.
 pub(crate) async fn set_backoff(stage: &Stage, first: u32, longest: u32) -> anyhow::Result<()> {
     let path = stage.cluster.directory().join("scheduler.yaml");
     let text = std::fs::read_to_string(&path)?;
@@ -128,7 +128,7 @@ pub(crate) async fn set_backoff(stage: &Stage, first: u32, longest: u32) -> anyh
     stage.cluster.start_component("scheduler").await
 }
 
-/// Does something many times, a few at once.
+/// Runs a function for each number, a few at a time.
 pub(crate) async fn each<F, T>(
     items: impl IntoIterator<Item = T>,
     work: impl Fn(T) -> F,
@@ -147,7 +147,7 @@ pub(crate) fn node_name(number: usize) -> String {
     format!("node-{number:05}")
 }
 
-/// Makes nodes with so many devices each.
+/// Creates nodes with this many devices each.
 pub(crate) async fn make_nodes(
     stage: &Stage,
     nodes: impl IntoIterator<Item = (usize, usize)>,
@@ -158,7 +158,7 @@ pub(crate) async fn make_nodes(
     .await
 }
 
-/// Makes a pod that the scheduler leaves alone, for objects that have to belong to one.
+/// A pod that no scheduler handles, as the owner of other objects.
 pub(crate) fn held_pod(name: &str, claim: &str) -> anyhow::Result<Pod> {
     pod_from(json!({
         "metadata": { "name": name },
@@ -170,7 +170,7 @@ pub(crate) fn held_pod(name: &str, claim: &str) -> anyhow::Result<Pod> {
     }))
 }
 
-/// The scheduling context of a pod, as the scheduler makes it, with a node chosen or none.
+/// The scheduling context of a pod as created by the scheduler, with or without a selected node.
 pub(crate) fn context_of(
     pod: &Pod,
     selected: Option<&str>,
@@ -191,8 +191,7 @@ fn owner(pod: &Pod) -> Value {
         "controller": true, "blockOwnerDeletion": true })
 }
 
-/// Makes the claim of `pod` number `number`, allocated as the controller would have done: with its finalizer, a device of its
-/// own and a reservation.
+/// Creates the claim of `pod` number `number` as allocated by the controller: with finalizer, device and reservation.
 pub(crate) async fn make_allocated(
     stage: &Stage,
     number: usize,
@@ -226,7 +225,7 @@ pub(crate) async fn make_allocated(
     Ok(())
 }
 
-/// Waits until something is so.
+/// Waits until a condition holds.
 pub(crate) async fn until<F>(what: &str, limit: Duration, check: impl Fn() -> F) -> anyhow::Result<()>
 where
     F: Future<Output = anyhow::Result<bool>>,
@@ -241,7 +240,7 @@ where
     Ok(())
 }
 
-/// Deletes a pod at once, as a kubelet does at the end.
+/// Deletes a pod without a grace period, as kubelet does once the containers have ended.
 pub(crate) async fn remove_pod(pods: &Api<Pod>, name: &str) -> anyhow::Result<()> {
     pods.delete(name, &DeleteParams::default().grace_period(0))
         .await

@@ -1,4 +1,4 @@
-//! Cost of expensive claims for others: latency of `/livez`, and of allocations in another namespace.
+//! Effect of expensive claims on others: latency of `/livez`, and of allocations in another namespace.
 
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
@@ -23,7 +23,7 @@ use crate::figures::{Goal, Times, figure};
 use crate::ground::{self, Controller, PATIENCE};
 use crate::stage::{DRIVER, Stage};
 
-/// Workloads beside the measured pods: name of the parameters object, and label of the figure.
+/// Workloads beside the measured pods: name of the parameters, and label of the figure.
 const CROWDS: [(&str, &str); 3] = [
     ("refused", "pods that ask for more devices than a node has"),
     (
@@ -35,21 +35,21 @@ const CROWDS: [(&str, &str); 3] = [
         "pods whose claims ask for 4 devices of one of 10 groups of 6 each",
     ),
 ];
-/// The scheduler names at most so many nodes in a context.
+/// Maximum number of nodes that the scheduler lists in a context.
 const POTENTIAL_NODES: usize = 128;
 /// Nodes of the honest pods; `fair` chooses among them.
 const HONEST_NODES: usize = 16;
 const SAMPLES: usize = 100;
-/// Between two pods of the crowd.
+/// Interval between pods of the crowd.
 const PAUSE: Duration = Duration::from_millis(100);
-/// Between two questions to `/livez`.
+/// Interval between probes of `/livez`.
 const PROBE_PERIOD: Duration = Duration::from_millis(5);
 const NAMESPACE: &str = "hostile";
-/// Parameters of as many namespaces, each with all the expressions that an object can have.
+/// Number of parameters objects, each in its own namespace and with the maximum number of expressions.
 const EXPRESSION_OBJECTS: usize = 100;
-/// Devices with a text of their own, 100 on each node.
+/// Devices with distinct attributes, 100 on each node.
 const EXPRESSION_DEVICES: usize = 5000;
-/// 32 MB, MB taken as 10^6 bytes.
+/// 32 MB, where 1 MB is 10^6 bytes.
 const EXPRESSIONS_KIB: u64 = 31_250;
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
@@ -59,7 +59,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
             ("controller-manager", "--kube-api-burst=4000"),
         ];
         let stage = Arc::new(ground::stage(&flags, true).await?);
-        // This program is the scheduler: its choice of a node is all that counts.
+        // This program acts as the scheduler: it only selects the node.
         stage.cluster.stop_component("scheduler", 15).await?;
         ground::make_nodes(&stage, (0..HONEST_NODES).map(|node| (node, 8))).await?;
         make_hostile_nodes(&stage, nodes).await?;
@@ -77,7 +77,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
 async fn measure(stage: &Arc<Stage>, options: &Options, nodes: usize) -> anyhow::Result<()> {
     let (controller, address) = start(stage, options).await?;
     fair::samples(stage, &format!("warm-{nodes}"), 40).await?;
-    // The standby decides nothing; the longest response time of its `/livez` shows the machine's share.
+    // The standby makes no decisions; the longest response time of its `/livez` shows the machine's share.
     let (standby, standby_address) = start(stage, options).await?;
     ground::until("the standby answers probes", PATIENCE, || async {
         Ok(TcpStream::connect(standby_address).await.is_ok())
@@ -98,7 +98,7 @@ async fn measure(stage: &Arc<Stage>, options: &Options, nodes: usize) -> anyhow:
             let answers_of_standby = probe(standby_address, stop.clone());
             let used = controller.processor_time();
             let start = Instant::now();
-            // The first pods of the crowd are under way.
+            // The first pods of the crowd are in progress.
             sleep(Duration::from_secs(1)).await;
             let beside = fair::samples(stage, &format!("{parameters}-{nodes}-{claims}"), SAMPLES).await?;
             stop.cancel();
@@ -131,14 +131,14 @@ async fn measure(stage: &Arc<Stage>, options: &Options, nodes: usize) -> anyhow:
     controller.end().await
 }
 
-/// Starts a controller and says where it answers probes.
+/// Starts a controller and returns the address of its probes.
 async fn start(stage: &Stage, options: &Options) -> anyhow::Result<(Controller, SocketAddr)> {
     let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
     let probes = format!("--health-probe-bind-address={address}");
     Ok((Controller::start_with(stage, options, &[&probes]).await?, address))
 }
 
-/// Asks `/livez` over and over, each time on a new connection, until `stop`.
+/// Probes `/livez` with a new connection each time until `stop`.
 fn probe(address: SocketAddr, stop: CancellationToken) -> JoinHandle<anyhow::Result<Times>> {
     tokio::spawn(async move {
         let mut times = Times::default();
@@ -158,7 +158,7 @@ fn probe(address: SocketAddr, stop: CancellationToken) -> JoinHandle<anyhow::Res
     })
 }
 
-/// Makes one pod after the other until `stop`, and says how many were answered.
+/// Creates one pod after the other until `stop`, and returns the number of answered pods.
 async fn crowd(
     stage: Arc<Stage>,
     parameters: &'static str,
@@ -176,7 +176,7 @@ async fn crowd(
     Ok(answered)
 }
 
-/// One pod with so many claims, from its context to the controller's answer, and as many claims that are allocated at once.
+/// One pod from its context to the controller's answer, with `claims` claims, and as many immediate claims.
 async fn one(stage: &Stage, name: &str, parameters: &str, nodes: usize, claims: usize) -> anyhow::Result<()> {
     let client = stage.cluster.client();
     let claim_api = Api::<ResourceClaim>::namespaced(client.clone(), NAMESPACE);
@@ -220,7 +220,7 @@ async fn one(stage: &Stage, name: &str, parameters: &str, nodes: usize, claims: 
     Ok(())
 }
 
-/// The devices that these parameters are written for.
+/// The kind of devices for these parameters.
 fn kind_of(parameters: &str) -> &'static str {
     if parameters == "search" { "60" } else { "8" }
 }
@@ -253,7 +253,7 @@ pub(crate) async fn expressions(options: &Options) -> anyhow::Result<()> {
         Ok(())
     })
     .await?;
-    // The watch has shown them all when a later object has come through.
+    // Once a later object is processed, the watch has delivered all earlier ones.
     fair::samples(stage, "after-expressions", 8).await?;
     let (stored, _) = controller.resident_kib();
     figure(
@@ -307,7 +307,7 @@ pub(crate) async fn expressions(options: &Options) -> anyhow::Result<()> {
     controller.end().await
 }
 
-/// Expressions that are all different; half of them fail on each device with a text of its own.
+/// Distinct expressions; half of them fail on each device with a distinct attribute.
 fn requests_with_expressions(object: usize) -> Vec<Value> {
     let expression = |number: usize| {
         let text = r#"device.attributes["drayman.dev"].text"#;
@@ -330,7 +330,7 @@ fn hostile_node(number: usize) -> String {
     format!("hostile-{number:04}")
 }
 
-/// Nodes with 8 devices, each in a group of its own, and 60 of another kind in groups of 6.
+/// Nodes with 8 devices, each in its own group, and 60 devices of another kind in groups of 6.
 async fn make_hostile_nodes(stage: &Stage, nodes: usize) -> anyhow::Result<()> {
     let device = |kind: usize, group: usize, number: usize| {
         json!({ "name": format!("hostile-{kind}-{number}"), "kind": format!("hostile-{kind}"), "mode": "claims",
@@ -362,7 +362,7 @@ async fn make_namespace(stage: &Stage, name: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A class for each sort of devices, and the parameters of [`CROWDS`].
+/// A class for each kind of devices, and the parameters of [`CROWDS`].
 async fn make_parameters(stage: &Stage) -> anyhow::Result<()> {
     make_namespace(stage, NAMESPACE).await?;
     for kind in ["hostile-8", "hostile-60"] {

@@ -1,4 +1,4 @@
-//! The requests of a pod's life, and how long it waits for its allocation.
+//! Requests of a pod's lifecycle, and the latency of its allocation.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::ground::{self, Controller, PATIENCE, USER};
 use crate::requests::{self, Count};
 use crate::stage::{Stage, is_bound, is_gone};
 
-/// Pods that finish and are deleted then, one after the other.
+/// Pods that finish and are then deleted, one after the other.
 const FINISHING: usize = 10;
 /// Pods that are deleted while they are bound.
 const DELETED: usize = 4;
@@ -32,7 +32,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     for nodes in [1, 16, 128] {
         ground::make_nodes(&stage, (made..nodes).map(|node| (node, 2))).await?;
         made = nodes;
-        // The scheduler learns of nodes by its own watch.
+        // The scheduler learns of nodes through its own watch.
         sleep(Duration::from_secs(2)).await;
         lives(&stage, nodes).await?;
     }
@@ -52,7 +52,7 @@ async fn lives(stage: &Stage, nodes: usize) -> anyhow::Result<()> {
             )
             .await?;
         }
-        // Whatever comes late belongs to these pods too.
+        // Late requests belong to these pods too.
         sleep(Duration::from_secs(1)).await;
         let entries = requests::of(stage, USER).await?;
         let count = Count::new(entries.iter().skip(before));
@@ -151,14 +151,14 @@ async fn bytes(stage: &Stage) -> anyhow::Result<()> {
 /// `Accept` header for object metadata only.
 const METADATA_ONLY: &str = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1";
 
-/// How many bytes a watch has carried so far.
+/// Number of bytes that a watch has received.
 struct Carried {
     bytes: Arc<AtomicUsize>,
     task: JoinHandle<()>,
 }
 
 impl Carried {
-    /// Watches the pods of all namespaces, as a controller would that did not read them one by one.
+    /// Watches the pods of all namespaces, as a controller without single reads would.
     async fn by_a_watch_of_pods(stage: &Stage, accept: &str) -> anyhow::Result<Self> {
         let request = http::Request::get("/api/v1/pods?watch=true")
             .header(http::header::ACCEPT, accept)
@@ -186,7 +186,7 @@ impl Drop for Carried {
     }
 }
 
-/// The life of a pod. Answers with the bytes of the pod as the controller reads it: just after it was made.
+/// Runs the lifecycle of a pod. Returns the size of the pod as read by the controller, just after its creation.
 async fn one(stage: &Stage, name: &str, finishes: bool) -> anyhow::Result<usize> {
     stage.make_pod(name).await?;
     let request = http::Request::get(format!("/api/v1/namespaces/default/pods/{name}")).body(Vec::new())?;

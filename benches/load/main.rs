@@ -1,8 +1,8 @@
 //! The controller under load on a real control plane: `cargo bench --bench load -- [SCENARIO]...`.
 //!
-//! Each scenario starts a control plane of its own (see `tests/support/harness`) with nodes that exist in the API only, runs the program
-//! `drayman controller` as a user of its own, and prints each figure beside its goal. Request counts and latencies come from the API
-//! server's audit log, so they are comparable between controllers. All traffic uses the loopback interface.
+//! Each scenario starts its own control plane (see `tests/support/harness`) with nodes that exist only in the API, runs `drayman
+//! controller` as its own user, and prints each figure with its goal. Request counts and latencies come from the API server's audit log, so
+//! they are comparable between controllers. All traffic uses the loopback interface.
 
 #[path = "../figures/mod.rs"]
 mod figures;
@@ -13,7 +13,7 @@ mod harness;
     dead_code,
     unreachable_pub,
     clippy::single_match_else,
-    reason = "written for the tests, which use another part of it"
+    reason = "shared with tests, which use another part of it"
 )]
 mod stage;
 
@@ -37,7 +37,6 @@ const USAGE: &str =
   --program PATH   measure this build of drayman instead of the one that cargo has just made
 All scenarios are run if none is named.";
 
-/// The options.
 #[derive(Clone, Debug)]
 struct Options {
     /// The program under test.
@@ -63,7 +62,7 @@ fn main() -> anyhow::Result<()> {
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
-            // What cargo passes to every benchmark.
+            // Cargo passes `--bench` to every benchmark.
             "--bench" => {}
             "--program" => match arguments.next() {
                 Some(path) => options.program = path.into(),

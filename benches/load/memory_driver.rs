@@ -6,12 +6,11 @@ use drayman::driver::{ClaimRequest, Deallocation, Driver, Result, UnsuitableNode
 use kube::config::{Config, KubeConfigOptions, Kubeconfig};
 use tokio_util::sync::CancellationToken;
 
-/// The argument that makes this program the controller of this driver.
+/// The argument that runs this program as the driver's controller.
 pub(crate) const COMMAND: &str = "memory-driver";
-/// The driver's name.
 pub(crate) const DRIVER: &str = "memory.example.com";
 
-/// Finds room everywhere, always.
+/// A driver with unlimited devices on all nodes.
 struct MemoryDriver;
 
 impl Driver for MemoryDriver {
@@ -52,13 +51,13 @@ impl Driver for MemoryDriver {
     }
 }
 
-/// Runs its controller until the process is asked to end, with one thread as `drayman controller` has.
+/// Runs the controller until SIGTERM, with one thread as `drayman controller`.
 pub(crate) fn run(kubeconfig: &str) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
     runtime.block_on(async {
-        // Nobody else has chosen one in this process.
+        // No other provider is installed in this process.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let file = Kubeconfig::read_from(kubeconfig)?;
         let mut config = Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await?;

@@ -9,7 +9,7 @@ use crate::figures::Times;
 use crate::harness::Entry;
 use crate::stage::Stage;
 
-/// All requests of one user: also lists, the end of each watch, and renewals of the lease.
+/// All requests of a user, including lists, ended watches and lease renewals.
 pub(crate) async fn of(stage: &Stage, user: &str) -> anyhow::Result<Vec<Entry>> {
     stage.cluster.audit().of_user(user).await
 }
@@ -21,11 +21,11 @@ pub(crate) struct Count {
     pub(crate) reads: usize,
     pub(crate) conflicts: usize,
     pub(crate) failures: usize,
-    /// Events that the controller wrote for users.
+    /// Events written by the controller.
     pub(crate) events: usize,
     /// Lists, ended watches, and API discovery. A watch is logged when it ends.
     pub(crate) watching: usize,
-    /// Reads and writes of the lease by which one controller leads.
+    /// Requests for the leader election lease.
     pub(crate) lease: usize,
     kinds: BTreeMap<String, usize>,
 }
@@ -54,12 +54,12 @@ impl Count {
         count
     }
 
-    /// All but those of the lease, which come by time.
+    /// All requests except those for the lease, which depend on time.
     pub(crate) fn all(&self) -> usize {
         self.writes + self.reads + self.events + self.watching
     }
 
-    /// How many there were per pod.
+    /// Requests per pod.
     pub(crate) fn per(&self, pods: usize) -> String {
         #[expect(clippy::cast_precision_loss, reason = "counts of requests are small")]
         let per = |number: usize| number as f64 / pods.max(1) as f64;
@@ -82,20 +82,20 @@ impl Count {
     }
 }
 
-/// A moment of the audit log.
+/// A timestamp of the audit log.
 pub(crate) fn moment(text: &str) -> Timestamp {
     text.parse().unwrap_or(Timestamp::UNIX_EPOCH)
 }
 
-/// From one moment to a later one; nothing if it is earlier.
+/// The duration between two timestamps; zero if negative.
 pub(crate) fn between(from: Timestamp, to: Timestamp) -> Duration {
     Duration::try_from(to.duration_since(from)).unwrap_or_default()
 }
 
-/// From the scheduler's choice of a node to the stored allocation, for each claim.
+/// For each claim, the duration from the scheduler's selection of a node to the stored allocation.
 ///
-/// `claim_pod` tells of a claim's name which pod it is for. The choice is the last write of a context before the allocation
-/// by another client. Without bodies the audit log does not name created objects, so pods must be created one by one.
+/// `claim_pod` returns the pod of a claim by name. The selection is the last write to the context by another client before the allocation.
+/// Without bodies, the audit log does not name created objects, so pods must be created one by one.
 pub(crate) fn allocation_times(
     all: &[Entry],
     user: &str,
@@ -127,7 +127,7 @@ pub(crate) fn allocation_times(
     times
 }
 
-/// How much of each allocation the API server itself took: for the reading of the pod and the two writes to the claim.
+/// The API server's share of each allocation: the read of the pod and the two writes to the claim.
 pub(crate) fn server_times(entries: &[Entry], user: &str, pods: impl Fn(&str) -> bool) -> Times {
     let mut sums: BTreeMap<String, (Duration, bool)> = BTreeMap::new();
     for entry in entries.iter().filter(|entry| entry.user == user) {
@@ -142,7 +142,7 @@ pub(crate) fn server_times(entries: &[Entry], user: &str, pods: impl Fn(&str) ->
         let (sum, complete) = sums.entry(pod.to_owned()).or_default();
         if !*complete {
             *sum += between(moment(&entry.received), moment(&entry.completed));
-            // What comes after the allocation is the release.
+            // Later requests belong to the release.
             *complete = entry.subresource == "status";
         }
     }

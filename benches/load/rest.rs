@@ -1,4 +1,4 @@
-//! A cluster in which nothing happens costs nothing.
+//! Cost of an idle cluster.
 
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
             "driverName": "foreign.example.com",
         }))
         .await?;
-    // Pods whose claims are another driver's, each with the context that the scheduler makes for it.
+    // Pods with claims of another driver, each with its scheduling context.
     ground::each(0..CONTEXTS, |number| {
         let (stage, nodes) = (&stage, &nodes);
         async move {

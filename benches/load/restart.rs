@@ -1,4 +1,4 @@
-//! A start with ten thousand allocated claims.
+//! Start of the controller with ten thousand allocated claims.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -17,16 +17,16 @@ use crate::requests::{self, between, moment};
 use crate::stage::{Stage, is_allocated, pod_from};
 
 const CLAIMS: usize = 10_000;
-/// Devices of each node.
+/// Devices per node.
 const DEVICES: usize = 8;
-/// Starts, with one free device for each.
+/// Number of starts; one more device is freed for each.
 const STARTS: usize = 3;
-/// 64 MB, MB taken as 10^6 bytes.
+/// 64 MB, where 1 MB is 10^6 bytes.
 const LIMIT_KIB: u64 = 62_500;
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     let stage = ground::stage(&[], false).await?;
-    // The claims are filled in as they are after a long time; nobody schedules or collects meanwhile.
+    // The claims are created as they would be after a long time, without scheduler and garbage collector.
     for component in ["scheduler", "controller-manager"] {
         stage.cluster.stop_component(component, 15).await?;
     }
@@ -41,7 +41,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     stage.cluster.stop().await
 }
 
-/// Makes inventories with just so many devices more than claims, and the claims.
+/// Creates the claims, and inventories with one more device for each start.
 async fn fill(stage: &Stage) -> anyhow::Result<()> {
     let nodes = (CLAIMS + STARTS).div_ceil(DEVICES);
     ground::each(0..nodes, |number| async move {
@@ -64,7 +64,7 @@ async fn fill(stage: &Stage) -> anyhow::Result<()> {
     .await
 }
 
-/// Starts the controller while a pod waits for the last node, where one device more is free each time.
+/// Starts the controller while a pod waits for the last node, which has one free device.
 async fn one(stage: &Stage, options: &Options, start: usize) -> anyhow::Result<()> {
     let name = format!("waiting-{start}");
     let claim = serde_json::from_value(json!({
@@ -106,7 +106,7 @@ async fn one(stage: &Stage, options: &Options, start: usize) -> anyhow::Result<(
         ),
         Goal::at_most(elapsed, Duration::from_secs(2)),
     );
-    // Memory after the start may be lower than its peak.
+    // Memory after the start can be lower than its peak.
     sleep(Duration::from_secs(5)).await;
     let (resident, most) = controller.resident_kib();
     figure(
@@ -120,7 +120,7 @@ async fn one(stage: &Stage, options: &Options, start: usize) -> anyhow::Result<(
     controller.end().await
 }
 
-/// How many different devices are allocated.
+/// Number of distinct allocated devices.
 async fn distinct(stage: &Stage) -> anyhow::Result<usize> {
     let claims = stage.claims().list(&ListParams::default()).await?;
     let devices = |claim: &ResourceClaim| {

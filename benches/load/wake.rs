@@ -1,4 +1,4 @@
-//! Waiting pods: their cost, and the time until they are offered a freed device.
+//! Waiting pods: their cost, and the time until a freed device is offered to them.
 
 use std::time::Duration;
 
@@ -15,10 +15,10 @@ use crate::harness::Entry;
 use crate::requests::{self, Count, between, moment};
 use crate::stage::{Stage, is_allocated, is_bound};
 
-/// Nodes with one device each, pods that hold them, and as many that wait.
+/// Nodes with one device each, pods that hold them, and as many waiting pods.
 const PODS: usize = 22;
 const WAIT: Duration = Duration::from_secs(60);
-/// The scheduler's backoff, first and longest, in seconds. By default it is 1 and 10.
+/// The scheduler's initial and maximum backoff in seconds. The defaults are 1 and 10.
 const BACKOFF: (u32, u32) = (1, 1);
 
 /// One release.
@@ -79,7 +79,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     stage.cluster.stop().await
 }
 
-/// Between 0.2 and 2.2 s, so that no release keeps step with anything.
+/// Between 0.2 and 2.2 s, so that releases are not synchronized with any timer.
 fn random_pause() -> Duration {
     let nanoseconds = Timestamp::now().as_nanosecond().unsigned_abs();
     let share =
@@ -100,7 +100,7 @@ async fn bound(stage: &Stage, prefix: &str) -> anyhow::Result<usize> {
     Ok(pods.items.iter().filter(is).count())
 }
 
-/// Waits until the controller has asked for nothing for five seconds.
+/// Waits until the controller has sent no request for five seconds.
 async fn settle(stage: &Stage) -> anyhow::Result<()> {
     let every_one = |context: &drayman::api::resource::PodSchedulingContext| {
         let entries = &context.status.resource_claims;
@@ -139,8 +139,8 @@ async fn waiting(stage: &Stage) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether the answer to a write says that a node is not unsuitable, or that it has been allocated already: the scheduler may
-/// have chosen it before.
+/// Whether the response to a write no longer lists the node as unsuitable, or already contains the allocation: the scheduler may have
+/// selected the node before.
 fn offers(entry: &Entry, node: &str) -> bool {
     let Some(status) = entry.response.as_ref().map(|body| &body["status"]) else {
         return false;

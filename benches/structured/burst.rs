@@ -1,7 +1,7 @@
 //! Many pods at once, with companions and without.
 //!
-//! The scheduler allocates from the stored slices in both cases, so the run without companions shows its own limit. Pretended kubelets
-//! read the claim of each bound pod, as real ones do, and call Prepare if there are companions.
+//! The scheduler allocates from the stored slices in both cases, so the run without companions shows its own limit. Fake kubelets read the
+//! claim of each bound pod, as real ones do, and call Prepare if there are companions.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -32,9 +32,9 @@ use crate::stage::{DRIVER, Stage, claim_name, pod_from};
 
 const PODS: usize = 500;
 const NODES: usize = 16;
-/// One in 16 more than there are pods.
+/// 16 × 34 devices: 44 more than pods.
 const DEVICES: usize = 34;
-/// Bursts of each sort, in turns.
+/// Bursts of each sort, alternating.
 const ROUNDS: usize = 3;
 /// The claim controller creates and releases a claim per pod; its default QPS of 20 would limit the result.
 const FLAGS: [&str; 3] = [
@@ -60,7 +60,7 @@ pub(crate) async fn run() -> anyhow::Result<()> {
         stage.pretend_node(&node_name(node)).await?;
     }
     let directory = tempfile::tempdir()?;
-    // Not counted: it makes the slices, and every component starts cold.
+    // A warm-up, which also creates the slices.
     with_companions(&stage, &directory).await?;
     let (mut with, mut without, mut prepares) = (Times::default(), Times::default(), Times::default());
     for _ in 0..ROUNDS {
@@ -90,7 +90,7 @@ pub(crate) async fn run() -> anyhow::Result<()> {
     stage.cluster.stop().await
 }
 
-/// Devices that exist in their list only.
+/// A driver whose devices do not exist.
 struct Pretended;
 
 impl NodeDriver for Pretended {
@@ -112,7 +112,7 @@ impl NodeDriver for Pretended {
     }
 }
 
-/// A burst with a companion for each node. They end with it, and leave their slices.
+/// A burst with a companion for each node. They end afterwards and leave their slices.
 async fn with_companions(stage: &Stage, directory: &TempDir) -> anyhow::Result<(Duration, Vec<Duration>)> {
     let shutdown = CancellationToken::new();
     let _stop = shutdown.clone().drop_guard();
@@ -144,7 +144,7 @@ async fn with_companions(stage: &Stage, directory: &TempDir) -> anyhow::Result<(
     Ok(bound)
 }
 
-/// Makes the pods, and returns how long it takes until the last one is bound, and the durations of Prepare. Removes them then.
+/// Creates the pods, and returns the time until the last one is bound and the durations of Prepare. Deletes the pods.
 async fn burst(stage: &Stage, kubelets: &[Kubelet]) -> anyhow::Result<(Duration, Vec<Duration>)> {
     let start = Instant::now();
     let create = ground::each(0..PODS, |number| async move {
@@ -186,7 +186,7 @@ async fn burst(stage: &Stage, kubelets: &[Kubelet]) -> anyhow::Result<(Duration,
 
 type Prepared = (Option<Kubelet>, Claim, Duration);
 
-/// Prepares the claim of each pod that is bound. Returns when the last one was bound.
+/// Prepares the claim of each bound pod. Returns when the last one was bound.
 async fn prepare_bound(stage: &Stage, kubelets: &[Kubelet]) -> anyhow::Result<(Instant, Vec<Prepared>)> {
     let mut pods = pin!(watcher(stage.pods(), watcher::Config::default()).applied_objects());
     let mut bound = BTreeSet::new();
@@ -226,7 +226,7 @@ async fn prepare_bound(stage: &Stage, kubelets: &[Kubelet]) -> anyhow::Result<(I
     Ok((last, prepared.into_iter().collect::<anyhow::Result<_>>()?))
 }
 
-/// The calls of a kubelet.
+/// The calls of a fake kubelet.
 #[derive(Clone)]
 struct Kubelet(DraPluginClient<Channel>);
 

@@ -8,10 +8,10 @@ use crate::fixture::{self, CONFIGURATION, Slices};
 use crate::harness::Cluster;
 use crate::stage::{Program, Stage};
 
-/// The user that the companion is.
+/// The user name of the companion.
 pub(crate) const USER: &str = "drayman-node";
 
-/// A cluster with one node, the class `test`, and a companion with so many devices of this class.
+/// A cluster with one node, the class `test`, and a companion with this many devices of the class.
 pub(crate) async fn cluster(options: &Options, devices: u32) -> anyhow::Result<(Stage, Program)> {
     let stage = Stage::structured(Cluster::structured().nodes(1).start().await?).await?;
     make_devices(&stage, 0..devices)?;
@@ -22,7 +22,7 @@ pub(crate) async fn cluster(options: &Options, devices: u32) -> anyhow::Result<(
     Ok((stage, companion))
 }
 
-/// Makes devices whose numbers are of no driver: containers get them, and nothing opens them.
+/// Creates device nodes without a driver: containers get them, but nothing opens them.
 pub(crate) fn make_devices(stage: &Stage, numbers: Range<u32>) -> anyhow::Result<()> {
     let node = stage.cluster.node(0);
     numbers
@@ -30,14 +30,14 @@ pub(crate) fn make_devices(stage: &Stage, numbers: Range<u32>) -> anyhow::Result
         .try_for_each(|number| node.make_device(format!("/dev/drayman-test-{number}"), 240, number))
 }
 
-/// The names of so many devices.
+/// Names of the first devices.
 pub(crate) fn names(devices: u32) -> BTreeSet<String> {
     (0..devices)
         .map(|number| format!("drayman-test-{number}"))
         .collect()
 }
 
-/// Starts the program under test as the image does.
+/// Starts the program under test as in the image.
 pub(crate) fn start(stage: &Stage, options: &Options, flags: &[&str]) -> anyhow::Result<Program> {
     let node = stage.cluster.node(0);
     let file = stage.cluster.directory().join("node.yaml");
@@ -49,7 +49,7 @@ pub(crate) fn start(stage: &Stage, options: &Options, flags: &[&str]) -> anyhow:
         .arg(stage.node_kubeconfig())
         .arg("--config")
         .arg(file)
-        // Without it the companion recognizes kubelet's runtime by a running pod, which a real node always has.
+        // Otherwise the companion detects kubelet's runtime by a running pod, which a real node always has.
         .args(["--container-runtime-socket", "/run/containerd/containerd.sock"])
         .args(flags);
     stage.program("companion", command)

@@ -1,4 +1,4 @@
-//! The requests of a pod's life, and of a companion at rest.
+//! Requests of a pod's lifecycle, and of an idle companion.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
         start_pod(&stage, &name).await?;
         delete(&stage, &name).await?;
     }
-    // Whatever comes late belongs to these pods too.
+    // Late requests belong to these pods too.
     sleep(Duration::from_secs(1)).await;
     let lives = since(&stage, before).await?;
     figure(

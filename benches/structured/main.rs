@@ -1,28 +1,28 @@
 //! Structured mode on a real cluster: `cargo bench --bench structured -- [SCENARIO]...`, as root.
 //!
-//! Each scenario starts a cluster of its own (see `tests/support/harness`): `publishers` and `burst` with nodes that exist in the API
-//! only, the others with a node that has a real kubelet. Prints each figure beside its goal. Request counts come from the API server's
-//! audit log, the durations of Prepare from kubelet's metrics.
+//! Each scenario starts its own cluster (see `tests/support/harness`): `publishers` and `burst` with nodes that exist only in the API, the
+//! others with a real kubelet. Prints each figure with its goal. Request counts come from the API server's audit log, and durations of
+//! Prepare from kubelet's metrics.
 
 #[path = "../figures/mod.rs"]
 mod figures;
 #[path = "../../tests/e2e/structured/fixture.rs"]
-#[allow(dead_code, reason = "written for the tests, which use another part of it")]
+#[allow(dead_code, reason = "shared with tests, which use another part of it")]
 mod fixture;
 #[path = "../load/ground.rs"]
-#[allow(dead_code, reason = "written for classic mode, which uses another part of it")]
+#[allow(dead_code, reason = "shared with classic mode, which uses another part of it")]
 mod ground;
 #[path = "../../tests/support/harness/mod.rs"]
 mod harness;
 #[path = "../load/requests.rs"]
-#[allow(dead_code, reason = "written for classic mode, which uses another part of it")]
+#[allow(dead_code, reason = "shared with classic mode, which uses another part of it")]
 mod requests;
 #[path = "../../tests/e2e/stage.rs"]
 #[allow(
     dead_code,
     unreachable_pub,
     clippy::single_match_else,
-    reason = "written for the tests, which use another part of it"
+    reason = "shared with tests, which use another part of it"
 )]
 mod stage;
 
@@ -45,12 +45,11 @@ const USAGE: &str =
   --publishers N     run so many publishers (5000)
 All scenarios are run if none is named.";
 
-/// The options.
 #[derive(Clone, Debug)]
 struct Options {
     /// The program under test.
     program: PathBuf,
-    /// How many publishers there are in the scenario `publishers`.
+    /// Number of publishers in the scenario `publishers`.
     publishers: usize,
 }
 
@@ -65,7 +64,7 @@ fn main() -> anyhow::Result<()> {
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
-            // Cargo passes it to every benchmark.
+            // Cargo passes `--bench` to every benchmark.
             "--bench" => {}
             "--program" => options.program = arguments.next().context(USAGE)?.into(),
             "--publishers" => options.publishers = arguments.next().context(USAGE)?.parse()?,

@@ -1,4 +1,4 @@
-//! The memory of a companion at rest on a real node.
+//! Memory of an idle companion on a real node.
 
 use std::time::Duration;
 

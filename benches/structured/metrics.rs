@@ -6,9 +6,9 @@ use http::Request;
 
 use crate::stage::Stage;
 
-/// The calls of one gRPC method of the driver, without kubelet's own part.
+/// Histogram of the driver's gRPC calls by method, without kubelet's own part.
 pub(crate) const CALL: &str = "dra_grpc_operations_duration_seconds";
-/// Kubelet's operation on all claims of a pod, with its calls.
+/// Histogram of kubelet's operations for all claims of a pod, including the calls.
 pub(crate) const OPERATION: &str = "dra_operations_duration_seconds";
 
 /// Count and sum of a histogram.
@@ -36,14 +36,14 @@ impl Durations {
 pub(crate) struct Metrics(pub(crate) String);
 
 impl Metrics {
-    /// The metrics of the kubelet of the first node.
+    /// Metrics of the first node's kubelet.
     pub(crate) async fn of_kubelet(stage: &Stage) -> anyhow::Result<Self> {
         let path = format!("/api/v1/nodes/{}/proxy/metrics", stage.cluster.node(0).name());
         let request = Request::get(path).body(Vec::new())?;
         Ok(Self(stage.cluster.client().request_text(request).await?))
     }
 
-    /// The metrics of a companion at this address.
+    /// Metrics of a companion at this address.
     pub(crate) async fn of_companion(address: &str) -> anyhow::Result<Self> {
         let server = kube::Config::new(format!("http://{address}").parse()?);
         let client = kube::Client::try_from(server)?;
@@ -51,7 +51,7 @@ impl Metrics {
         Ok(Self(client.request_text(request).await?))
     }
 
-    /// The durations of a histogram, summed over all series with this text in their labels.
+    /// Count and sum of a histogram over all series with this text in their labels.
     pub(crate) fn durations(&self, histogram: &str, label: &str) -> Durations {
         let total = |part: &str| -> f64 {
             let series = format!("{histogram}_{part}{{");

@@ -1,4 +1,4 @@
-//! Prepare and Unprepare on a real node, by kubelet's metrics. Kubelet's directory is on tmpfs.
+//! Prepare and Unprepare on a real node, from kubelet's metrics. Kubelet's directory is on tmpfs.
 
 use std::net::TcpListener;
 use std::time::Duration;
@@ -14,9 +14,9 @@ use crate::harness::PATIENCE;
 use crate::metrics::{CALL, Metrics, OPERATION};
 use crate::stage::{Stage, is_running};
 
-/// Pods one after the other, so that kubelet's metrics show each call.
+/// Pods one after the other, so that kubelet's metrics show single calls.
 const LONE: usize = 30;
-/// Pods at once: as many as a kubelet takes by default, without some.
+/// Concurrent pods: slightly fewer than kubelet's default limit.
 const AT_ONCE: u32 = 100;
 
 const READ: &str = "rest_client_request_duration_seconds";
@@ -94,7 +94,7 @@ async fn at_once(stage: &Stage, address: &str) -> anyhow::Result<()> {
         make_pod_with_claim(stage, &format!("pod-{number}"), &one_device()).await
     })
     .await?;
-    // The node authorizer refuses kubelet some claims that it does not know of yet, and kubelet tries their pods again much later.
+    // The node authorizer denies kubelet the claims that it does not know yet, and kubelet retries their pods much later.
     ground::until("all claims are prepared", PATIENCE, || async {
         let now = Metrics::of_kubelet(stage).await?;
         Ok(now
@@ -134,7 +134,7 @@ async fn at_once(stage: &Stage, address: &str) -> anyhow::Result<()> {
 }
 
 impl Metrics {
-    /// Upper bound and cumulated count of each bucket of a method, of all services that have it.
+    /// Upper bound and cumulative count of each bucket of a method, over all services.
     fn buckets(&self, method: &str) -> Vec<(String, u64)> {
         let lines = self.0.lines().filter(|line| {
             line.starts_with("grpc_server_handling_seconds_bucket{")
@@ -155,7 +155,7 @@ impl Metrics {
         buckets
     }
 
-    /// The bound of the bucket with this percentile of the calls since.
+    /// The bucket bound at this percentile of the calls since `earlier`.
     fn quantile_since(&self, earlier: &Self, method: &str, percent: u64) -> Option<String> {
         let before = earlier.buckets(method);
         let counts: Vec<(String, u64)> = self

@@ -1,6 +1,6 @@
 //! The publishers of many nodes against one API server.
 //!
-//! Each is the one of the companion, with a client and a watch of its own, as the service account that all companions have.
+//! Each is the companion's publisher with its own client and watch, and with the companions' common service account.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -36,16 +36,16 @@ use crate::harness::{Cluster, Entry};
 use crate::requests;
 use crate::stage::{DRIVER, Stage, structured_node_rules};
 
-/// In which the publishers start, and in which their devices change, evenly.
+/// Period over which the publishers start, and over which their devices change, evenly.
 const START: Duration = Duration::from_secs(60);
-/// How long the last slices may take after the last start or change.
+/// Limit for the last slices after the last start or change.
 const LIMIT: Duration = Duration::from_secs(90);
 const DEVICES: usize = 8;
 const ACCOUNT: &str = "drayman-node";
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     let count = options.publishers;
-    // Nobody sends the heartbeats of nodes that exist in the API only.
+    // Nodes that exist only in the API have no heartbeats.
     let cluster = Cluster::structured().flag("controller-manager", "--node-monitor-grace-period=24h");
     let stage = Stage::structured(cluster.start().await?).await?;
     let nodes = Api::<Node>::all(stage.cluster.client());
@@ -90,7 +90,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
         publisher.send_replace(Arc::new(devices(DEVICES - 1)));
     }
     let times = stored.until_each_has(&changed, DEVICES - 1).await;
-    // What comes late counts, too.
+    // Late requests count too.
     sleep(Duration::from_secs(2)).await;
     let entries = requests::of(&stage, &user()).await?;
     let is_write = |entry: &&Entry| entry.is_write() && entry.resource == "resourceslices";
@@ -122,7 +122,7 @@ fn user() -> String {
     format!("system:serviceaccount:default:{ACCOUNT}")
 }
 
-/// The configuration of a client that is the service account of the companions.
+/// Client configuration for the companions' service account.
 async fn service_account(stage: &Stage) -> anyhow::Result<Config> {
     stage.cluster.user(&user(), &structured_node_rules()?).await?;
     let accounts = Api::<ServiceAccount>::default_namespaced(stage.cluster.client());
@@ -144,7 +144,7 @@ async fn service_account(stage: &Stage) -> anyhow::Result<Config> {
         token: Some(token.into()),
         ..AuthInfo::default()
     };
-    // As that of the companion.
+    // As in the companion.
     configuration.default_retry = false;
     Ok(configuration)
 }
@@ -188,7 +188,7 @@ fn start(
     Ok(sender)
 }
 
-/// Answers 429 of all publishers, and requests that came before the time that such an answer asked the publisher to wait.
+/// Number of 429 responses for all publishers, and of requests sent before the requested delay.
 #[derive(Debug, Default)]
 struct Throttling {
     answers: AtomicUsize,
@@ -206,7 +206,7 @@ impl Throttling {
     }
 }
 
-/// A client whose throttled requests are counted.
+/// A client that counts throttled requests.
 fn observed(client: kube::Client, throttling: Arc<Throttling>) -> kube::Client {
     let namespace = client.default_namespace().to_owned();
     let until = Arc::new(Mutex::new(Instant::now()));
@@ -230,7 +230,7 @@ fn observed(client: kube::Client, throttling: Arc<Throttling>) -> kube::Client {
     kube::Client::new(service, namespace)
 }
 
-/// When the watch last showed each node's slice, and the number of its devices.
+/// The latest time at which the watch reported each node's slice, and its number of devices.
 struct Stored {
     seen: watch::Receiver<BTreeMap<String, (Instant, usize)>>,
     _watch: AbortOnDropHandle<()>,
@@ -259,7 +259,7 @@ impl Stored {
         }
     }
 
-    /// Waits until the slice of each node has so many devices, for a limited time. Returns how long those took that have.
+    /// Waits until the slice of each node has this many devices, up to the limit. Returns the durations of those that have.
     async fn until_each_has(&self, since: &[Instant], devices: usize) -> Times {
         let mut seen = self.seen.clone();
         let times = |seen: &BTreeMap<String, (Instant, usize)>| -> Times {
@@ -271,7 +271,7 @@ impl Stored {
         };
         let all = async {
             while times(&seen.borrow_and_update()).len() < since.len() {
-                // Looked at a few times a second: there are thousands.
+                // Polled a few times a second, because there are thousands.
                 sleep(Duration::from_millis(200)).await;
                 if seen.changed().await.is_err() {
                     break;

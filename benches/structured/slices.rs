@@ -1,4 +1,4 @@
-//! The time until the slices show a change of the devices, and until deleted slices are back.
+//! Time until slices reflect a change of the devices, and until deleted slices are restored.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::fixture::{Slices, offered};
 const ROUNDS: usize = 25;
 /// Each takes seconds.
 const RESTARTS: usize = 6;
-/// A companion sends 20 writes at once, then one per second.
+/// The companion's burst limit is 20 writes, then one per second.
 const PAUSE: Duration = Duration::from_secs(1);
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
