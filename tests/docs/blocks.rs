@@ -1,25 +1,24 @@
-//! Every block says what is done with it, and that is done.
+//! Every block of the documentation declares how it is tested.
 //!
-//! | block | what the tests do |
+//! | block | test |
 //! |---|---|
-//! | `sh run` | it is run here, from the top of the repository, and must succeed |
-//! | `sh stage` | the same, on the embedded cluster |
+//! | `sh run` | runs here, in the root of the repository, and must succeed |
+//! | `sh embedded` | the same, on the embedded cluster |
 //! | `sh demo` | `tests/e2e/documented` runs it on the embedded cluster that its first line starts, with a real kubectl |
-//! | `sh cluster` | `tests/e2e/documented` runs it on a real cluster, as `make cluster` starts one |
+//! | `sh cluster` | `tests/e2e/documented` runs it on a real cluster, as started by `make cluster` |
 //! | `sh chart` | `tests/e2e/documented` runs it on real clusters with Helm |
-//! | `sh terminal` | `tests/e2e/documented` types it at a terminal, and ends its last line by Ctrl-C |
-//! | `sh vendor` | `tests/e2e/examples` starts its programs so |
+//! | `sh terminal` | `tests/e2e/documented` runs it in a terminal, and ends the last line by Ctrl-C |
+//! | `sh vendor` | `tests/e2e/examples` starts the vendor's programs with it |
 //! | `sh release` | `tests/e2e/documented` runs it with a registry on a real cluster |
-//! | `sh checked` | it is not run; its words are checked, as those of all the others |
-//! | `yaml config` | `drayman config check` takes it |
-//! | `yaml object` | objects: ours are checked by their schema here, all of them by a real API server in `tests/e2e/documented` |
-//! | `yaml v1` | the same for a cluster with `resource.k8s.io/v1` |
-//! | `yaml values` | the schema of the chart's values takes it |
-//! | `yaml <kind>` | the `spec` of an object of ours of this kind: its schema takes it |
-//! | `rust <file>` | the file has these lines, and is built |
-//! | `console` | commands and what they print, in the READMEs of the examples: `tests/e2e/examples` runs them |
-//! | `text`, `mermaid` | pictures and output: nothing |
-
+//! | `sh checked` | is not run, but its commands are checked, as in all other blocks |
+//! | `yaml config` | `drayman config check` accepts it |
+//! | `yaml object` | objects: ours match their schema here; `tests/e2e/documented` validates all on a real API server |
+//! | `yaml v1` | the same, for a cluster with `resource.k8s.io/v1` |
+//! | `yaml values` | matches the schema of the chart's values |
+//! | `yaml <kind>` | the `spec` of one of our kinds; matches its schema |
+//! | `rust <file>` | the file contains these lines, and is built |
+//! | `console` | commands and output in the READMEs of the examples: `tests/e2e/examples` runs them |
+//! | `text`, `mermaid` | output and diagrams: none |
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
@@ -96,7 +95,7 @@ fn scripts_that_need_no_cluster_succeed() {
     }
 }
 
-/// The embedded cluster, which goes on until this is dropped.
+/// The embedded cluster, stopped on drop.
 #[cfg(feature = "testcluster")]
 struct Stage {
     child: Child,
@@ -117,11 +116,11 @@ impl Stage {
             .map_while(Result::ok);
         let kubeconfig =
             lines.find_map(|line| Some(line.trim().strip_prefix("export KUBECONFIG=")?.to_owned()));
-        // Whoever writes to a pipe that nobody reads would stop one day.
+        // The pipe must be drained, or the program would block.
         std::thread::spawn(move || lines.for_each(drop));
         Self {
             child,
-            kubeconfig: kubeconfig.expect("the demonstration says where its kubeconfig is"),
+            kubeconfig: kubeconfig.expect("the demo prints the path of its kubeconfig"),
         }
     }
 }
@@ -132,7 +131,7 @@ impl Drop for Stage {
         let pid = i32::try_from(self.child.id())
             .ok()
             .and_then(rustix::process::Pid::from_raw);
-        // As Ctrl-C does, so that its directory goes too.
+        // SIGINT, so that the demo removes its directory.
         if let Some(pid) = pid {
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::INT);
         }

@@ -1,11 +1,11 @@
-//! What mdBook would warn of, found without mdBook, which `make check` does not build.
+//! Detects markup that mdBook would warn about, because `make check` does not build mdBook.
 
 use pulldown_cmark::{Event, Options, Parser, Tag};
 
 use crate::page::pages;
 
-/// Markup of which mdBook 0.5 can say that it is wrong, with its line: HTML (not closed, or closed twice), footnotes (without a
-/// definition, or a reference) and its own `{{#include}}` and the like (of a file that is not there). No page needs any of it.
+/// Lines with markup that mdBook 0.5 can warn about: HTML (not closed, or closed twice), footnotes (undefined, or unused) and mdBook's own
+/// directives such as `{{#include}}` (of a missing file). No page needs any of these.
 fn doubtful(text: &str) -> Vec<(usize, String)> {
     let line = |offset: usize| text[..offset].matches('\n').count() + 1;
     let options = Options::ENABLE_TABLES | Options::ENABLE_FOOTNOTES;
@@ -14,7 +14,7 @@ fn doubtful(text: &str) -> Vec<(usize, String)> {
         .filter_map(|(event, range)| {
             let is_doubtful = match event {
                 Event::Html(html) | Event::InlineHtml(html) => {
-                    // A comment that ends on its line.
+                    // A comment that ends on the same line.
                     let html = html.trim();
                     !(html.starts_with("<!--") && html.ends_with("-->"))
                 }
@@ -23,7 +23,7 @@ fn doubtful(text: &str) -> Vec<(usize, String)> {
             };
             is_doubtful.then(|| (line(range.start), text[range].trim().to_owned()))
         });
-    // These count within blocks of code too.
+    // mdBook processes these in code blocks too.
     let directives = text
         .match_indices("{{#")
         .map(|(offset, directive)| (line(offset), directive.to_owned()));

@@ -1,4 +1,4 @@
-//! The commands that pages show: every word of them that can be checked without running them.
+//! Checks the commands of the pages: every word that can be checked without running them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -7,13 +7,13 @@ use std::process::{Command, Stdio};
 use crate::names;
 use crate::page::{Block, Page, pages, repository};
 
-/// Programs that pages may call besides those of the repository, of which nothing is checked but that they are meant.
+/// Other programs that pages may run; their arguments are not checked.
 const OTHERS: [&str; 20] = [
     "cat", "cd", "chmod", "cp", "ctr", "docker", "export", "git", "go", "grep", "install", "kind", "ln",
     "podman", "rm", "rustup", "scp", "skopeo", "tail", "true",
 ];
 
-/// Flags of other programs that sentences name.
+/// Flags of other programs in sentences.
 const FOREIGN_FLAGS: [&str; 23] = [
     "--api-versions",
     "--dry-run",
@@ -40,10 +40,10 @@ const FOREIGN_FLAGS: [&str; 23] = [
     "--hook",
 ];
 
-/// One command: its words, without assignments before it and redirections.
+/// The words of a command, without leading assignments and redirections.
 pub(crate) type Words = Vec<String>;
 
-/// The commands of a script, in order. Bodies of here-documents are no commands.
+/// The commands of a script in order, without the bodies of here-documents.
 pub(crate) fn commands(script: &str) -> Vec<Words> {
     let mut commands = Vec::new();
     let mut lines = script.lines();
@@ -87,7 +87,7 @@ fn plain(words: &[String]) -> Words {
     plain
 }
 
-/// The arguments of drayman, if the command runs it, by whatever name.
+/// The arguments of drayman if the command runs it, directly or through cargo or kubectl.
 fn of_drayman(words: &[String]) -> Option<Vec<String>> {
     let rest = match words.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
         ["cargo", "run", ..] => {
@@ -116,7 +116,7 @@ fn check_path(path: &str, made: &BTreeSet<String>) -> Result<(), String> {
     ))
 }
 
-/// What stands behind any of the flags, as the next word or behind `=`.
+/// Values of the flags, as `FLAG VALUE` or `FLAG=VALUE`.
 fn values<'a>(words: &'a [String], flags: &'a [&str]) -> impl Iterator<Item = &'a str> {
     words.iter().enumerate().filter_map(move |(index, word)| {
         let (flag, value) = word
@@ -157,7 +157,7 @@ fn check(words: &[String], made: &BTreeSet<String>) -> Result<(), String> {
         "kubectl" => {
             values(arguments, &["-f", "--filename", "-k"]).try_for_each(|path| check_path(path, made))
         }
-        // Runs what follows.
+        // These run the command in their arguments.
         "xargs" | "sudo" => check(arguments, made),
         path if path.contains('/') => check_path(path, made),
         other if OTHERS.contains(&other) => Ok(()),
@@ -187,7 +187,7 @@ fn check_cargo(arguments: &[String]) -> Result<(), String> {
     let [command, rest @ ..] = own else {
         return Err("cargo without a command".to_owned());
     };
-    // One word in capitals stands for what the reader puts there.
+    // A word in capitals is a placeholder.
     let stands_for = |word: &str| word.bytes().all(|byte| byte.is_ascii_uppercase());
     for name in values(rest, &["--test", "--bench"]).filter(|name| !stands_for(name)) {
         let places = [
@@ -221,7 +221,7 @@ fn check_cargo(arguments: &[String]) -> Result<(), String> {
     Ok(())
 }
 
-/// A value of the chart that is set: `a.b[0].c=d`.
+/// A chart value that is set: `a.b[0].c=d`.
 fn check_value(setting: &str) -> Result<(), String> {
     let (path, _) = setting
         .split_once('=')
@@ -236,7 +236,7 @@ fn check_value(setting: &str) -> Result<(), String> {
         at = at
             .get(name)
             .ok_or_else(|| format!("the chart has no value {path}"))?;
-        // What is in a list, or in a map that is empty by default, the schema knows: Helm refuses what is wrong.
+        // Helm checks entries of lists, and of maps that are empty by default, by the schema.
         if is_list || at.as_object().is_some_and(serde_json::Map::is_empty) {
             return Ok(());
         }
@@ -244,7 +244,7 @@ fn check_value(setting: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Files that a script makes: `cat >values.yaml <<EOF`.
+/// Files that a script creates: `cat >values.yaml <<EOF`.
 fn made(script: &str) -> impl Iterator<Item = String> + '_ {
     script
         .lines()
@@ -269,7 +269,7 @@ fn every_command_in_the_pages_names_existing_things() {
         let blocks = page.blocks.clone().into_iter();
         blocks.filter(|block| block.language == "sh")
     };
-    // The pages of a folder are read in their order.
+    // The pages of a folder are read in order.
     let mut files: BTreeMap<Option<&Path>, BTreeSet<String>> = BTreeMap::new();
     for page in &pages {
         let made_here: Vec<String> = scripts(page)
@@ -308,7 +308,7 @@ fn a_shell_can_read_every_script() {
     }
 }
 
-/// All flags of a command and of those below it.
+/// All flags of a command and its subcommands.
 fn flags(command: &clap::Command, found: &mut BTreeSet<String>) {
     found.extend(
         command
@@ -321,7 +321,7 @@ fn flags(command: &clap::Command, found: &mut BTreeSet<String>) {
     }
 }
 
-/// `drayman node release --force UID` within a sentence: the commands and the flags exist.
+/// Checks commands and flags in a sentence, such as `drayman node release --force UID`.
 fn check_mention(words: &[&str]) -> Result<(), String> {
     let command = &drayman::cli::command();
     let mut at = command;

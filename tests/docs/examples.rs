@@ -1,4 +1,4 @@
-//! The examples are as short as is promised: a driver in one file that can be read in one go.
+//! The examples stay as short as the documentation promises: a driver in one file.
 
 use crate::page::repository;
 
@@ -8,7 +8,7 @@ fn the_examples_are_below_the_number_of_lines_that_is_promised() {
         let path = repository(format!("examples/{example}.rs"));
         let text = std::fs::read_to_string(&path).expect("an example");
         let lines = text.lines().count();
-        assert!(lines > 50, "{example} is whole: {lines} lines");
+        assert!(lines > 50, "{example} is complete: {lines} lines");
         assert!(
             lines < promised,
             "{example}: {lines} lines, of at most {}",

@@ -1,11 +1,11 @@
-//! Links lead somewhere, and every page of the book is in its table of contents.
+//! Links have existing targets, and every page of the book is in its table of contents.
 
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
 
 use crate::page::{page, pages, repository};
 
-/// `docs/../hack/a` is `hack/a`.
+/// Normalizes a path: `docs/../hack/a` is `hack/a`.
 fn normal(path: &Path) -> PathBuf {
     let mut normal = PathBuf::new();
     for part in path.components() {

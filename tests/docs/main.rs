@@ -1,5 +1,4 @@
-//! The documentation is true as far as a machine can tell: what it tells people to type exists and works, links lead somewhere,
-//! tests that it names exist, and what is generated from the code is as the code is.
+//! Checks the documentation: commands exist and work, links have targets, cited tests exist, and generated pages are up to date.
 
 #![expect(clippy::panic, reason = "a helper of a test fails the test")]
 

@@ -1,4 +1,4 @@
-//! Tests that pages name exist, under the module that is said.
+//! Tests cited in pages exist in the cited module.
 
 use std::path::Path;
 use std::sync::OnceLock;
@@ -7,7 +7,7 @@ use proc_macro2::{TokenStream, TokenTree};
 
 use crate::page::{Page, Span, pages, repository};
 
-/// A test: the modules that it is in, the test program or the top of `src` first, and its name.
+/// A test: its modules, starting with the test program or the top module of `src`, and its name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Test {
     modules: Vec<String>,
@@ -15,8 +15,8 @@ pub(crate) struct Test {
 }
 
 impl Test {
-    /// `contexts::a_sentence` or `tests/e2e` ... `contexts::a_sentence`: the last word is the test's name, those before
-    /// it stand next to each other among its modules.
+    /// Whether a citation such as `contexts::a_sentence` or `tests/e2e` ... `contexts::a_sentence` means this test: the last word is the
+    /// test's name, and the words before it are consecutive modules.
     pub(crate) fn is(&self, path: &str) -> bool {
         let words: Vec<&str> = path.split("::").collect();
         let [modules @ .., name] = words.as_slice() else {
@@ -30,7 +30,7 @@ impl Test {
                     .any(|window| window == modules))
     }
 
-    /// The path that a filter of `cargo test` is compared with.
+    /// The path that `cargo test` matches its filter against.
     pub(crate) fn path(&self) -> String {
         [self.modules.as_slice(), std::slice::from_ref(&self.name)]
             .concat()
@@ -82,7 +82,7 @@ fn tests_of(file: &Path, text: &str) -> Vec<Test> {
     tests
 }
 
-/// Tests are looked for within macros too: those of properties stand there.
+/// Also searches macros, because property tests are defined in them.
 fn collect(tokens: TokenStream, modules: &[String], tests: &mut Vec<Test>) {
     let tokens: Vec<TokenTree> = tokens.into_iter().collect();
     let mut rest = tokens.as_slice();
@@ -118,7 +118,7 @@ fn collect(tokens: TokenStream, modules: &[String], tests: &mut Vec<Test>) {
     }
 }
 
-/// `test`, `tokio::test`, `tokio::test(...)`, and not `cfg(test)`.
+/// `test`, `tokio::test`, `tokio::test(...)`, but not `cfg(test)`.
 fn is_test(attribute: &TokenStream) -> bool {
     let words = attribute.clone().into_iter();
     let path = words.take_while(|token| !matches!(token, TokenTree::Group(_)));
@@ -136,7 +136,7 @@ fn is_word(text: &str) -> bool {
             .all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_')
 }
 
-/// The lists of tests by what they show.
+/// The lists of tests by topic.
 const COVERAGE: &str = "tests/docs/coverage";
 
 /// One of these lists.
@@ -144,7 +144,7 @@ pub(crate) fn coverage(name: &str) -> Page {
     crate::page::page(&format!("{COVERAGE}/{name}.md"))
 }
 
-/// Whether code within a sentence means a test: `contexts::a_sentence_of_words`, or in a list of tests a sentence alone.
+/// Whether code in a sentence cites a test: `contexts::a_sentence_of_words`, or in a coverage list a test name alone.
 pub(crate) fn is_test_name(page: &Page, span: &Span) -> bool {
     let words: Vec<&str> = span.text.split("::").collect();
     let Some(name) = words.last() else { return false };
@@ -171,7 +171,7 @@ fn every_test_named_by_a_page_exists_in_its_module() {
     assert!(named > 100, "{named} names were found in the pages");
 }
 
-/// Reasons that Kubernetes gives, and not drayman.
+/// Reasons of Kubernetes itself.
 const REASONS_OF_KUBERNETES: [&str; 4] = [
     "ErrImagePull",
     "FailedPrepareDynamicResources",
@@ -187,9 +187,9 @@ fn every_reason_among_the_symptoms_is_one_that_is_given() {
             && text.bytes().all(|byte| byte.is_ascii_alphabetic())
             && text.bytes().any(|byte| byte.is_ascii_lowercase())
     };
-    // These lists are compared with the sources by tests/docs/lists.
+    // `tests/docs/lists` compares these lists with the sources.
     let listed = crate::page::page("docs/reference/metrics.md");
-    // Steps of `explain` and states of `devices` look the same.
+    // Steps of `explain` and states of `devices` have the same form.
     let mut others: Vec<String> = STEPS.iter().flat_map(|file| steps(file)).collect();
     others.extend(states());
     let symptoms = ["docs/operator/troubleshoot.md", "docs/user/waiting.md"].map(crate::page::page);
@@ -202,7 +202,7 @@ fn every_reason_among_the_symptoms_is_one_that_is_given() {
             is_listed
                 || others.contains(&reason.text)
                 || REASONS_OF_KUBERNETES.contains(&reason.text.as_str()),
-            "{}: nobody gives the reason {}",
+            "{}: unknown reason {}",
             reason.place,
             reason.text
         );
@@ -223,7 +223,7 @@ fn states() -> Vec<String> {
     values.iter().map(|value| value.get_name().to_owned()).collect()
 }
 
-/// The variants of the enum `Step` of a file, which have no fields.
+/// The variants of the enum `Step` in a file.
 fn steps(file: &str) -> Vec<String> {
     let text = std::fs::read_to_string(repository(file)).expect("UTF-8");
     let tokens: TokenStream = text.parse().expect("tokens");
@@ -261,7 +261,7 @@ fn every_step_that_explain_may_name_is_on_its_page() {
     }
 }
 
-/// The table at the beginning of the page counts the points below it.
+/// The table at the beginning of the page has the correct counts.
 #[test]
 fn the_counts_of_conformance_are_those_of_its_rows() {
     let page = crate::page::page("docs/reference/conformance.md");
@@ -337,7 +337,7 @@ mod tests {
     }
 }
 
-/// `a/{b,c}.rs` are two files. Part of a path is enough: the pages name files below a folder that they have named.
+/// Expands `a/{b,c}.rs`. A partial path is sufficient, because pages name files below a folder named before.
 fn sources_of(span: &str) -> Vec<String> {
     let Some((before, rest)) = span.split_once('{') else {
         return vec![span.to_owned()];

@@ -1,66 +1,61 @@
-//! A page of the documentation, taken apart: blocks, links, headings and code within sentences.
+//! Parses pages of the documentation: blocks, links, headings and inline code.
 
-#![allow(
-    dead_code,
-    reason = "each test program that reads pages uses another part of this"
-)]
+#![allow(dead_code, reason = "each test program uses a part of this")]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use pulldown_cmark::{CodeBlockKind, Event, Options, Parser, Tag, TagEnd};
 
-/// A block of code.
+/// A code block.
 #[derive(Clone, Debug)]
 pub(crate) struct Block {
-    /// `docs/install.md:30`.
+    /// Position, such as `docs/install.md:30`.
     pub(crate) place: String,
-    /// The first word behind the fence.
+    /// The first word after the fence.
     pub(crate) language: String,
-    /// The second: what the tests do with it.
+    /// The second word, which selects the test.
     pub(crate) mark: String,
     pub(crate) text: String,
 }
 
-/// A link, as it is written.
 #[derive(Clone, Debug)]
 pub(crate) struct Link {
     pub(crate) place: String,
     pub(crate) target: String,
 }
 
-/// Code within a sentence or a cell.
+/// Inline code in a sentence or a cell.
 #[derive(Clone, Debug)]
 pub(crate) struct Span {
     pub(crate) place: String,
     pub(crate) text: String,
 }
 
-/// A page.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Page {
-    /// From the top of the repository.
+    /// Relative to the root of the repository.
     pub(crate) path: PathBuf,
     pub(crate) text: String,
     pub(crate) blocks: Vec<Block>,
     pub(crate) links: Vec<Link>,
     pub(crate) spans: Vec<Span>,
-    /// What a link to a heading can name.
+    /// Anchors of the headings.
     pub(crate) anchors: BTreeSet<String>,
 }
 
-/// A path from the top of the repository.
+/// A path relative to the root of the repository.
 pub(crate) fn repository(path: impl AsRef<Path>) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
 
-/// One page, by its path from the top of the repository.
+/// A page by its path relative to the root of the repository.
 pub(crate) fn page(path: &str) -> Page {
     let text = std::fs::read_to_string(repository(path)).expect("a page in UTF-8");
     parse(path, &text)
 }
 
-/// Every page: those at the top, the book, and the READMEs of the examples and of the test cluster.
+/// All pages: those in the root, the book, and the READMEs of the examples and of the test cluster.
 pub(crate) fn pages() -> Vec<Page> {
     let mut paths = Vec::new();
     let mut directories = vec![
@@ -94,7 +89,7 @@ pub(crate) fn pages() -> Vec<Page> {
         .collect()
 }
 
-/// Takes a text apart.
+/// Parses a page.
 pub(crate) fn parse(path: &str, text: &str) -> Page {
     let mut page = Page {
         path: path.into(),
@@ -159,7 +154,7 @@ pub(crate) fn parse(path: &str, text: &str) -> Page {
     page
 }
 
-/// What GitHub and mdBook both make of a heading.
+/// The anchor that both GitHub and mdBook generate for a heading.
 fn anchor(heading: &str) -> String {
     heading
         .trim()
@@ -172,7 +167,7 @@ fn anchor(heading: &str) -> String {
         .collect()
 }
 
-/// The blocks of a page with this language and mark, one after the other.
+/// The concatenated blocks of a page with this language and mark.
 pub(crate) fn script(path: &str, language: &str, mark: &str) -> String {
     let page = page(path);
     let blocks: Vec<String> = page

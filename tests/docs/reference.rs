@@ -1,4 +1,4 @@
-//! The reference in `docs/reference` is what the code says. `make generate` writes it anew.
+//! The generated files in `docs/reference` match the code. `make generate` updates them.
 
 mod chart;
 mod commands;
@@ -9,7 +9,7 @@ use crate::page::repository;
 /// Set by `make generate`: write instead of comparing.
 const GENERATE: &str = "DRAYMAN_GENERATE";
 
-/// Text in a cell of a table.
+/// Text in a table cell.
 fn cell(text: &str) -> String {
     let lines: Vec<&str> = text
         .lines()
@@ -19,7 +19,7 @@ fn cell(text: &str) -> String {
     lines.join(" ").replace('|', "\\|").replace('<', "&lt;")
 }
 
-/// Code in a cell of a table; nothing for nothing.
+/// Code in a table cell; empty for an empty text.
 fn code(text: &str) -> String {
     if text.is_empty() {
         String::new()
@@ -46,7 +46,7 @@ fn check_file(name: &str, made: &str) {
         .find(|(made, kept)| made != kept);
     assert!(
         difference.is_none() && kept.len() == made.len(),
-        "{name} is not what the code says; run `make generate`: {difference:?}"
+        "{name} is out of date; run `make generate`: {difference:?}"
     );
 }
 

@@ -1,4 +1,4 @@
-//! The list of fault scenarios names tests that exist, and each fault has a test of its own.
+//! The list of fault scenarios cites existing tests, and each fault has its own test.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use crate::page::repository;
 /// The rows F1 to F44.
 const SCENARIO_COUNT: usize = 44;
 
-/// The tests of a row, `program: `name`, `name`; program: `name``, as `program name`.
+/// The tests of a row such as `program: `name`, `name`; program: `name``, as `program name`.
 fn tests_of_row(line: &str) -> Result<Vec<String>, String> {
     let cells: Vec<&str> = line.trim().trim_matches('|').split(" | ").collect();
     let [_, cell] = cells.as_slice() else {
@@ -29,7 +29,7 @@ fn tests_of_row(line: &str) -> Result<Vec<String>, String> {
     }
 }
 
-/// Whether a program has a test; `unit` is all of `src`.
+/// Whether a program has a test; `unit` stands for all of `src`.
 fn exists(test: &str) -> bool {
     let (program, name) = test.split_once(' ').unwrap_or_default();
     tests().iter().any(|test| {

@@ -1,4 +1,4 @@
-//! Objects of our kinds, and values of the chart, against their schemas.
+//! Validates objects of our kinds, and chart values, against their schemas.
 
 use drayman::api::crd::{GROUP, VERSION, definitions};
 use k8s_openapi::api::core::v1::{Namespace, Pod};
@@ -9,8 +9,7 @@ use serde_json::{Value, json};
 
 use crate::page::{Block, pages, repository};
 
-/// The schema of a kind of ours, which knows no fields but its own. As in a definition, but closed: an API server drops or refuses
-/// what it does not know.
+/// The schema of one of our kinds without unknown fields. CRD schemas are open: an API server drops or rejects unknown fields.
 pub(crate) fn of_kind(kind: &str) -> Option<Value> {
     let definition = definitions()
         .into_iter()
@@ -44,7 +43,7 @@ fn close(schema: &mut Value) {
     }
 }
 
-/// What is wrong with a value.
+/// Validation errors of a value.
 fn faults(schema: &Value, value: &Value) -> Vec<String> {
     let validator = jsonschema::validator_for(schema).expect("a schema");
     let faults = validator.iter_errors(value);
@@ -108,12 +107,12 @@ fn objects_have_kind_and_name_and_ours_match_their_schema() {
     assert!(count > 4, "{count} objects");
 }
 
-/// An object without the fields that Kubernetes drops when it reads and writes it.
+/// An object after deserialization and serialization, without the fields that Kubernetes would drop.
 fn read_and_written<T: DeserializeOwned + Serialize>(object: &Value) -> Result<Value, serde_json::Error> {
     serde_json::to_value(T::deserialize(object)?)
 }
 
-/// Objects for a cluster of structured mode: those of the pages and of `examples/structured`.
+/// Objects of structured mode: those of the pages and of `examples/structured`.
 fn structured() -> Vec<(String, Value)> {
     let of_pages = blocks().filter(|block| block.mark == "v1");
     let mut texts: Vec<(String, String)> = of_pages.map(|block| (block.place, block.text)).collect();
@@ -166,7 +165,7 @@ fn values_of_the_chart_are_as_its_schema_wants_them() {
         count += 1;
         check(&block.text, &block.place);
     }
-    // Those that a script writes into a file.
+    // Values that a script writes into a file.
     for block in pages()
         .into_iter()
         .flat_map(|page| page.blocks)

@@ -1,4 +1,4 @@
-//! The checklist of docs/operator/security.md is whole, and each of its points has a test or a reason why there is none.
+//! The checklist in docs/operator/security.md is complete, and each point has a test or a reason for none.
 
 use crate::names::{coverage, is_test_name, tests};
 use crate::page::{Page, page, parse};
@@ -61,7 +61,7 @@ fn each_point_of_the_checklist_has_a_test_or_a_reason() {
     assert_eq!(seen, expected);
 }
 
-/// What a page says of the lints and of the profile, in the words of Cargo.toml.
+/// Lints and profile settings that the page states, as in Cargo.toml.
 #[test]
 fn the_rules_that_the_compiler_enforces_are_in_force() {
     let manifest = std::fs::read_to_string(crate::page::repository("Cargo.toml")).expect("the manifest");

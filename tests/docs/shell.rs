@@ -1,10 +1,9 @@
-//! Runs what a page shows, word for word.
+//! Runs the scripts of pages verbatim.
 
 use std::ffi::OsString;
 use std::path::Path;
 
-/// What a shell runs before the words of a page: `cargo run -- ARGUMENTS` is the program as it has been built already, since cargo
-/// would build it once more, or wait for whoever builds.
+/// Prepended to a page's script: `cargo run -- ARGUMENTS` runs the existing build, because cargo would build again or wait for a lock.
 const PRELUDE: &str = r#"
 set -euo pipefail
 cargo() {
@@ -14,12 +13,12 @@ cargo() {
 }
 "#;
 
-/// What bash gets.
+/// Input of bash.
 pub(crate) fn script(text: &str) -> String {
     format!("{PRELUDE}{text}")
 }
 
-/// A `PATH` with the directories of these programs first.
+/// A `PATH` that starts with the directories of these programs.
 pub(crate) fn path_with(programs: &[&Path]) -> OsString {
     let own = programs
         .iter()

@@ -1,4 +1,4 @@
-//! The workflows of the public forge, which run nowhere else: they name existing things of the repository.
+//! The workflows of the public forge, which are not run anywhere else, use existing parts of the repository.
 
 use serde_json::Value;
 

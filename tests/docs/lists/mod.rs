@@ -1,12 +1,12 @@
-//! What the documentation lists, the code has, and the other way round: the keys of the log, the reasons of events, and the levels
-//! of --v. Sources are read as tokens, so that comments and texts do not count.
+//! Lists in the documentation match the code: log keys, event reasons and refusal reasons. Sources are parsed as tokens, so comments and
+//! strings do not count.
 
 mod scan;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// A section of a page of the documentation: what is between its marks.
+/// The section of a page between its markers.
 fn list(page: &str, name: &str) -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs").join(page);
     let text = std::fs::read_to_string(path).expect("a page of the documentation");
@@ -17,7 +17,7 @@ fn list(page: &str, name: &str) -> String {
     text.get(begin..end).expect("a list").to_owned()
 }
 
-/// The words in the first column of a table.
+/// Words in the first column of a table.
 fn words(list: &str) -> BTreeSet<String> {
     list.lines()
         .filter_map(|line| line.strip_prefix("| ")?.split(" | ").next())
@@ -45,7 +45,7 @@ fn the_keys_of_the_log_are_those_of_the_documentation() {
     assert!(found.len() > 10, "{found:?}");
     let wrong = differences(&words(&list("reference/metrics.md", "keys")), &found);
     assert!(wrong.is_empty(), "{wrong:#?}");
-    // Such a key would take the place of the text of the line, or the other way round.
+    // Such a key would conflict with the message of the line.
     assert!(!found.contains_key("message"), "{:?}", found.get("message"));
 }
 

@@ -1,17 +1,17 @@
-//! Words in the sources.
+//! Finds words in the sources.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use proc_macro2::{Delimiter, Group, TokenStream, TokenTree};
 
-/// Where each word was found.
+/// Words with the files that contain them.
 type Found = BTreeMap<String, BTreeSet<String>>;
 
-/// The macros that write to the log.
+/// The logging macros.
 const LOG: [&str; 5] = ["debug", "error", "info", "trace", "warn"];
 
-/// The files of the product, by their path from `src`, without what is compiled for tests alone.
+/// The product's files by path below `src`, without test code.
 fn sources() -> Vec<(String, TokenStream)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut directories = vec![root.clone()];
@@ -42,7 +42,7 @@ fn sources() -> Vec<(String, TokenStream)> {
     product.collect()
 }
 
-/// Leaves out what `#[cfg(test)]` stands before.
+/// Removes items with `#[cfg(test)]`.
 fn without_tests(tokens: TokenStream) -> TokenStream {
     let mut kept: Vec<TokenTree> = Vec::new();
     let mut rest = tokens.into_iter();
@@ -94,7 +94,7 @@ fn group(token: Option<&TokenTree>) -> Option<&Group> {
     }
 }
 
-/// A text, if the token is one.
+/// The value of a string literal.
 fn text(token: Option<&TokenTree>) -> Option<String> {
     let text = match token {
         Some(TokenTree::Literal(literal)) => literal.to_string(),
@@ -103,7 +103,7 @@ fn text(token: Option<&TokenTree>) -> Option<String> {
     Some(text.strip_prefix('"')?.strip_suffix('"')?.to_owned())
 }
 
-/// A word in CamelCase.
+/// Whether a text is a CamelCase word.
 fn is_reason(text: &str) -> bool {
     text.len() > 3
         && text.starts_with(|first: char| first.is_ascii_uppercase())
@@ -111,7 +111,7 @@ fn is_reason(text: &str) -> bool {
         && text.chars().any(|c| c.is_ascii_lowercase())
 }
 
-/// The keys of every line that the program can log.
+/// The keys of every log line of the program.
 pub(crate) fn log_keys() -> Found {
     let mut found = Found::new();
     for (file, tokens) in sources() {
@@ -133,12 +133,12 @@ pub(crate) fn log_keys() -> Found {
     found
 }
 
-/// The keys of one call: `key = value`, `key`, `?key`, `%key`, up to the text of the message.
+/// The keys of one call: `key = value`, `key`, `?key`, `%key`, up to the message.
 fn keys(arguments: &TokenStream) -> Vec<String> {
     let all: Vec<TokenTree> = arguments.clone().into_iter().collect();
     let mut keys = Vec::new();
     for part in all.split(|token| is_punct(Some(token), ',')) {
-        // The name of a span, or the message: what comes after it are its arguments.
+        // The name of a span, or the message, whose arguments follow.
         if matches!(part.first(), Some(TokenTree::Literal(_))) {
             break;
         }
@@ -147,7 +147,7 @@ fn keys(arguments: &TokenStream) -> Vec<String> {
         } else {
             part
         };
-        // `a.b` is logged under the key `a.b`, and `self.a` cannot be: each key is a name here.
+        // `a.b` is logged under the key `a.b`; shorthand fields such as `self.a` do not occur.
         if let Some(key) = ident(part.first())
             && (part.len() == 1 || is_punct(part.get(1), '='))
         {
@@ -162,7 +162,7 @@ fn keys(arguments: &TokenStream) -> Vec<String> {
     keys
 }
 
-/// The words that functions called `reason` answer, in these files.
+/// Words returned by functions named `reason` in these files.
 fn answered(files: &[&str]) -> Found {
     let mut found = Found::new();
     let mut seen = BTreeSet::new();
@@ -194,7 +194,7 @@ fn answered(files: &[&str]) -> Found {
     found
 }
 
-/// The reasons of all events that the product writes.
+/// The reasons of all events that the product creates.
 pub(crate) fn event_reasons() -> Found {
     // Errors that become events by their `reason()`.
     let mut found = answered(&[
@@ -202,7 +202,7 @@ pub(crate) fn event_reasons() -> Found {
         "core/allocation/parameters.rs",
         "node/config/error.rs",
     ]);
-    // Everything else is named where it is said.
+    // The other reasons are literals at these places.
     let places = [
         "core/claims/",
         "controller/",
@@ -238,7 +238,7 @@ pub(crate) fn event_reasons() -> Found {
         each_list(&tokens, &mut |list| {
             for (index, token) in list.iter().enumerate() {
                 match ident(Some(token)).as_deref() {
-                    // A field of a structure.
+                    // A field of a struct.
                     Some("reason") if is_punct(list.get(index + 1), ':') => note(text(list.get(index + 2))),
                     Some(name) if name.ends_with("REASON") => note(
                         list.iter()
@@ -266,7 +266,7 @@ pub(crate) fn event_reasons() -> Found {
     found
 }
 
-/// Why a companion refuses what kubelet asks for.
+/// Reasons for which the companion refuses a call.
 pub(crate) fn refusal_reasons() -> Found {
     answered(&[
         "core/prepare/allocation_results.rs",

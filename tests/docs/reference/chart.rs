@@ -1,4 +1,4 @@
-//! The values of the chart.
+//! Generates the page of the chart's values.
 
 use serde_json::Value;
 
@@ -6,7 +6,6 @@ use super::{cell, code};
 use crate::page::repository;
 use crate::schema::of_kind;
 
-/// The page.
 pub(super) fn text() -> String {
     let read = |path: &str| {
         std::fs::read_to_string(repository("charts/drayman").join(path)).expect("a file of the chart")
@@ -22,7 +21,7 @@ pub(super) fn text() -> String {
     text
 }
 
-/// The chart's schema of values: the one written by hand, with those of a kind of devices and of a class from the program's types.
+/// The schema of the chart's values: the hand-written part, and the schemas of kinds and classes from the program's types.
 pub(super) fn schema() -> String {
     let text = std::fs::read_to_string(repository("hack/values.schema.json")).expect("the schema");
     let mut schema: Value = serde_json::from_str(&text).expect("JSON");
@@ -37,7 +36,7 @@ pub(super) fn schema() -> String {
     serde_json::to_string_pretty(&schema).expect("JSON") + "\n"
 }
 
-/// The schema behind a reference.
+/// Resolves a `$ref`.
 fn resolved<'a>(root: &'a Value, schema: &'a Value) -> &'a Value {
     let reference = schema["allOf"][0]["$ref"]
         .as_str()

@@ -1,10 +1,9 @@
-//! Commands and flags.
+//! Generates the page of commands and flags.
 
 use clap::{Arg, ArgAction, Command};
 
 use super::{cell, code};
 
-/// The page.
 pub(super) fn text() -> String {
     let mut text = String::from(
         "# Commands and flags\n\nMade from the program by `make generate`. A flag wins over its variable; `--help` of each command \

@@ -1,11 +1,10 @@
-//! The fields of our kinds.
+//! Generates the page of our kinds' fields.
 
 use drayman::api::crd::definitions;
 use serde_json::Value;
 
 use super::{cell, code};
 
-/// The page.
 pub(super) fn text() -> String {
     let mut text = String::from(
         "# Our kinds\n\nMade from the types by `make generate`; the definitions themselves are in [crds](../../crds), and \
@@ -52,7 +51,7 @@ fn describe(schema: &Value, path: &str, text: &mut String) {
     }
 }
 
-/// What is within lists and maps: where it is, its schema, and what the whole is called.
+/// Unwraps lists and maps: the path, the inner schema, and the name of the whole type.
 fn unwrapped(path: String, field: &Value) -> (String, &Value, String) {
     if field["items"].is_object() {
         let (path, inner, kind) = unwrapped(format!("{path}[]"), &field["items"]);
@@ -66,7 +65,7 @@ fn unwrapped(path: String, field: &Value) -> (String, &Value, String) {
     (path, field, kind.unwrap_or("any").to_owned())
 }
 
-/// The description, with the limits.
+/// The description with the limits.
 fn meaning(field: &Value) -> String {
     let mut parts = vec![cell(field["description"].as_str().unwrap_or_default())];
     if let Some(values) = field["enum"].as_array() {
