@@ -1,6 +1,6 @@
-//! A driver for network-attached devices: licence dongles, capture boxes, storage heads that several nodes can reach.
+//! A driver for network-attached devices such as licence dongles and capture boxes, which several nodes can reach.
 //!
-//! A class names a pool by a ConfigMap: which nodes reach it, separated by spaces, and how many devices it has.
+//! A class references a ConfigMap that describes a pool: the nodes that can reach it, separated by spaces, and its number of devices.
 //!
 //! ```yaml
 //! apiVersion: v1
@@ -15,7 +15,8 @@
 //! parametersRef: { kind: ConfigMap, namespace: default, name: dongles }
 //! ```
 //!
-//! `cargo run --example network_attached` with the rights of every controller ([`drayman::controller`]) and to get ConfigMaps.
+//! Run it with `cargo run --example network_attached`. It requires the rights of every controller ([`drayman::controller`]) and the right
+//! to get ConfigMaps.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -33,17 +34,17 @@ use tokio_stream::wrappers::WatchStream;
 use tokio_util::sync::CancellationToken;
 
 type Request = ClaimRequest<NetworkAttached>;
-/// Who holds what, by the claim's uid.
+/// Held devices by claim uid.
 type Given = BTreeMap<String, Held>;
 
-/// What a class stands for: equal devices that some nodes can reach.
+/// A class: equal devices that some nodes can reach.
 pub(crate) struct Pool {
     name: String,
     nodes: BTreeSet<String>,
     devices: usize,
 }
 
-/// What a claim holds: a device of a pool. `recorded` means that the claim itself says so.
+/// A device held by a claim. `recorded` means that the claim's status contains the allocation.
 struct Held {
     pool: String,
     recorded: bool,
@@ -65,7 +66,7 @@ impl NetworkAttached {
         self.given.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a device back if a claim holds one that is recorded, or not.
+    /// Frees the device of a claim if `recorded` matches.
     fn free(&self, uid: &str, recorded: bool) {
         let mut given = self.given();
         if given.get(uid).is_some_and(|held| held.recorded == recorded) {
@@ -87,14 +88,14 @@ impl Driver for NetworkAttached {
         "network.example.com"
     }
 
-    /// 1. What does the class mean? What only a person can cure is `invalid`, everything else is tried again.
+    /// 1. Read the class. Errors that require a user's action are `invalid`; all others are retried.
     async fn class_parameters(&self, class: &ResourceClass) -> Result<Pool> {
         let invalid = |text: &str| DriverError::invalid("ParametersInvalid", text);
         let Some((Some(namespace), name)) = class.parameters_ref.as_ref().map(|to| (&to.namespace, &to.name))
         else {
             return Err(invalid("parametersRef must name a ConfigMap and its namespace"));
         };
-        // One that is missing may be made later, and nobody here watches for it.
+        // A missing ConfigMap may be created later, and this driver does not watch ConfigMaps.
         let unread = |error: kube::Error| DriverError::retry("ParametersUnreadable", error.to_string());
         let maps = Api::<ConfigMap>::namespaced(self.client.clone(), namespace);
         let data = maps.get(name).await.map_err(unread)?.data.unwrap_or_default();
@@ -107,12 +108,12 @@ impl Driver for NetworkAttached {
         })
     }
 
-    /// 2. And the claim's own parameters? There are none.
+    /// 2. Read the claim's own parameters; this driver has none.
     async fn claim_parameters(&self, _: &ResourceClaim, _: &ResourceClass, _: &Pool) -> Result<()> {
         Ok(())
     }
 
-    /// 3. Where can the claims of a pod not be served together? Nothing is set aside here.
+    /// 3. Return the nodes that cannot serve all claims of the pod. This reserves nothing.
     async fn unsuitable_nodes(&self, _: &Pod, claims: &[Request], nodes: &[String]) -> Result<Vec<Nodes>> {
         let given = self.given();
         let evaluate = |request: &Request| {
@@ -133,7 +134,7 @@ impl Driver for NetworkAttached {
         Ok(claims.iter().map(evaluate).collect())
     }
 
-    /// 4. Allocate them. To look and to hold is one step under one lock; the same claim again gets the same.
+    /// 4. Allocate the claims. Check and reservation share one lock; a repeated call returns the same allocation.
     async fn allocate(&self, claims: &[Request], _: Option<&str>) -> Result<Vec<AllocationResult>> {
         let mut given = self.given();
         let allocate = |request: &Request| {
@@ -146,13 +147,13 @@ impl Driver for NetworkAttached {
                 let (pool, recorded) = (pool.name.clone(), false);
                 given.insert(request.uid().to_owned(), Held { pool, recorded });
             }
-            // The handle is for the plugin on the node; the claim can be used on every node of the pool.
+            // The handle is for the plugin on the node. The claim can be used on every node of the pool.
             Ok(AllocationResult::new(self.name(), &*pool.name).on_nodes(&pool.nodes))
         };
         claims.iter().map(allocate).collect()
     }
 
-    /// 5. Take back what was never recorded. What is recorded is free when the record is gone: step 6.
+    /// 5. Free allocations that were never recorded. Recorded ones are freed by step 6.
     async fn deallocate(&self, deallocation: Deallocation<'_>) -> Result<()> {
         self.free(deallocation.uid(), false);
         Ok(())
@@ -177,7 +178,7 @@ impl Driver for NetworkAttached {
         Vec::new()
     }
 
-    /// 7. Wake the pods that wait.
+    /// 7. Wake up waiting pods.
     fn capacity_changes(&self) -> impl Stream<Item = CapacityChange> + Send + 'static {
         let changes = WatchStream::from_changes(self.freed.subscribe());
         changes.map(|()| CapacityChange::new(CapacityCause::Freed))
@@ -187,9 +188,9 @@ impl Driver for NetworkAttached {
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
     tracing_subscriber::fmt().with_writer(std::io::stderr).init();
-    let _ = rustls::crypto::ring::default_provider().install_default(); // of several that are linked
+    let _ = rustls::crypto::ring::default_provider().install_default(); // several providers are linked
     let mut config = kube::Config::infer().await?;
-    config.default_retry = false; // the controller decides what is sent again
+    config.default_retry = false; // the controller retries requests itself
     let (client, shutdown) = (kube::Client::try_from(config)?, CancellationToken::new());
     let driver = NetworkAttached::new(client.clone());
     let (mut terminate, stop) = (signal(SignalKind::terminate())?, shutdown.clone());

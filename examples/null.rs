@@ -1,6 +1,6 @@
 //! The smallest driver: one device, `/dev/null`, of the kind `null`.
 //!
-//! Run it on a node as root, with `NODE_NAME`: `cargo run --example null`. The kubeconfig is found as kubectl finds it.
+//! Run it on a node as root with `NODE_NAME` set: `cargo run --example null`. It uses the same kubeconfig as kubectl.
 
 use drayman::node::Node;
 use drayman::node::driver::{ContainerEdits, Device, DeviceNode, NodeDriver, NodeDriverError};

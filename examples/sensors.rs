@@ -1,12 +1,13 @@
-//! A vendor's own devices, served through both kubelet APIs: sensors that the vendor's daemon lists in a directory.
+//! A vendor's driver for both kubelet APIs: sensors that the vendor's daemon lists in a directory.
 //!
-//! Each file in `SENSORS_DIR` is a sensor: its name is the serial number, its content the path of the device node. While a claim has a
-//! sensor, its uid is in `<serial>.claim`: that stands for what a real driver does to a device, such as to configure it.
+//! Each file in `SENSORS_DIR` is a sensor: its name is the serial number, its content the path of the device node. While a claim holds a
+//! sensor, `<serial>.claim` contains its uid, in place of the device configuration of a real driver.
 //!
-//! A ResourceClass with `driverName: sensors.example.com` and DeviceClassParameters of `kind: sensor` makes them claimable, through
-//! `drayman controller --driver-name sensors.example.com`; `sensors.example.com/sensor: 1` in a container's limits works as well.
+//! A ResourceClass with `driverName: sensors.example.com` and DeviceClassParameters with `kind: sensor` make the sensors claimable in
+//! classic mode, through `drayman controller --driver-name sensors.example.com`. Containers can also request `sensors.example.com/sensor:
+//! 1` in their limits.
 //!
-//! Run it on a node as root, with `NODE_NAME`: `cargo run --example sensors`. The kubeconfig is found as kubectl finds it.
+//! Run it on a node as root with `NODE_NAME` set: `cargo run --example sensors`. It uses the same kubeconfig as kubectl.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -49,7 +50,7 @@ impl NodeDriver for Sensors {
         let device = |(serial, path): (String, String)| Device {
             name: format!("sensor-{serial}"),
             kind: "sensor".to_owned(),
-            // Whoever asks first has it, by a claim or in the limits of a container.
+            // A device is used through the API that requests it first: by a claim or in the limits of a container.
             mode: Mode::Both,
             unhealthy: (!Path::new(&path).exists()).then(|| format!("{path} is not there")),
             attributes: [(
@@ -61,7 +62,7 @@ impl NodeDriver for Sensors {
             ..Device::default()
         };
         let directory = self.directory.clone();
-        // Looked for once a second; a list that is the same as the last is not passed on by the companion.
+        // Polls once a second. The companion ignores unchanged lists.
         IntervalStream::new(tokio::time::interval(Duration::from_secs(1))).map(move |_| {
             let found = find(&directory).unwrap_or_default();
             found.into_iter().map(device).collect()
