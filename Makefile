@@ -7,10 +7,10 @@ SHELL := /usr/bin/env bash
 TARGET := $(abspath $(or $(CARGO_TARGET_DIR),target))
 # Version of Kubernetes for `make cluster` and the figures: 1.27 to 1.37.
 KUBERNETES_VERSION ?= 1.37.2
-# Versions of Kubernetes for `make test`: the one of classic mode, and the newest for structured mode.
+# Kubernetes versions for `make test`: one for classic mode, and the latest for structured mode.
 TEST_VERSIONS := 1.30.14 1.37.2
 CLUSTER := $(TARGET)/cluster/cluster
-# Tools that cargo installs, each version into a directory of its own.
+# Tools installed by cargo, each version in its own directory.
 CARGO_DENY_VERSION := 0.20.2
 CARGO_DENY_ROOT := $(TARGET)/tools/cargo-deny-$(CARGO_DENY_VERSION)
 CARGO_DENY := $(CARGO_DENY_ROOT)/bin/cargo-deny
@@ -21,7 +21,7 @@ CARGO_NEXTEST := $(CARGO_NEXTEST_ROOT)/bin/cargo-nextest
 MDBOOK_VERSION := 0.5.4
 MDBOOK_ROOT := $(TARGET)/tools/mdbook-$(MDBOOK_VERSION)
 MDBOOK := $(MDBOOK_ROOT)/bin/mdbook
-# Debug builds take a fifth of the time, and the tools run for a second.
+# Debug builds take a fifth of the time; the tools run only for a second.
 INSTALL = CARGO_PROFILE_DEV_DEBUG=false CARGO_TARGET_DIR="$(1)/build" cargo install --locked --debug --root "$(1)"
 
 .PHONY: help
@@ -55,7 +55,7 @@ docs:
 surface:
 	hack/measure --public 160 >/dev/null
 
-# The words of docs/ that are written by hand.
+# Limits the hand-written words of docs/.
 .PHONY: words
 words:
 	hack/measure --docs 20000 >/dev/null
@@ -131,7 +131,7 @@ $(MDBOOK):
 	$(call INSTALL,$(MDBOOK_ROOT)) mdbook --version $(MDBOOK_VERSION) --no-default-features --features search
 	rm -rf "$(MDBOOK_ROOT)/build"
 
-# The program of the image.
+# The program in the image.
 RELEASED = $(TARGET)/$(shell rustc --print host-tuple)/release/drayman
 
 .PHONY: bench

@@ -25,7 +25,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     for protocol in PROTOCOLS {
         let source = sources.join(format!("{protocol}.proto"));
         println!("cargo::rerun-if-changed={}", source.display());
-        // Packages of unrelated protocols share names ("v1beta1"), so each gets a directory of its own.
+        // Packages of unrelated protocols share names ("v1beta1"), so each gets its own directory.
         let directory = generated.join(protocol);
         fs::create_dir_all(&directory)?;
         let compiler = tonic_prost_build::configure().out_dir(directory).btree_map(".");

@@ -1,16 +1,16 @@
-# Archives that anybody can make again, byte for byte. hack/image and hack/release source it at the top of the repository.
+# Functions for reproducible archives. hack/image and hack/release source this file in the root of the repository.
 # shellcheck shell=bash
 
 version=$(sed -nE 's/^version = "(.*)"/\1/p' Cargo.toml | head -n 1)
 target=${CARGO_TARGET_DIR:-target}
 [[ $target == /* ]] || target=$PWD/$target
-# When the sources were written, so that an archive has no date of its own.
+# The time of the sources, so that archives do not depend on the build time.
 : "${SOURCE_DATE_EPOCH:=$(git log -1 --format=%ct 2>/dev/null || echo 0)}"
 created=$(date --utc --date "@$SOURCE_DATE_EPOCH" +%Y-%m-%dT%H:%M:%SZ)
 # Annotations of an image.
 labels=$(printf '"org.opencontainers.image.title":"drayman","org.opencontainers.image.version":"%s","org.opencontainers.image.licenses":"Apache-2.0","org.opencontainers.image.created":"%s"' "$version" "$created")
 
-# DIRECTORY FILE: makes a tar archive of a directory that depends on names, contents and modes alone.
+# DIRECTORY FILE: creates a tar archive of a directory that depends only on names, contents and modes.
 pack() {
     tar --create --file "$2" --directory "$1" --sort=name --format=ustar --owner=0 --group=0 --numeric-owner \
         --mtime="@$SOURCE_DATE_EPOCH" --no-recursion --files-from <(cd "$1" && find . -mindepth 1 -printf '%P\n' | sort)
@@ -18,7 +18,7 @@ pack() {
 
 digest() { sha256sum "$1" | cut -d ' ' -f 1; }
 
-# LAYOUT TYPE FILE: puts a file into an OCI layout under its digest, and prints its descriptor without the closing brace.
+# LAYOUT TYPE FILE: adds a file to an OCI layout under its digest, and prints its descriptor without the closing brace.
 blob() {
     local sum
     sum=$(digest "$3")

@@ -1,5 +1,5 @@
-# Sourced by the scripts that `cluster up --hook` runs: starts drayman in the test cluster as an installation would, as
-# users that may do what hack/rbac.yaml says and no more. The hook sets KUBECONFIG (an administrator's) and CLUSTER.
+# Sourced by the scripts for `cluster up --hook`: starts drayman in the test cluster as an installation would, with users that have exactly
+# the rights of hack/rbac.yaml. The hook sets KUBECONFIG (an administrator's) and CLUSTER.
 # shellcheck shell=bash
 
 : "${KUBECONFIG:?is set by cluster up --hook}" "${CLUSTER:?is set by cluster up --hook}"
@@ -8,10 +8,10 @@ DIRECTORY=$(grep -oE '"directory":"[^"]*"' <<<"$CLUSTER" | cut -d '"' -f 4)
 LOG=$DIRECTORY/log
 NODE_INIT=$(grep -oE '"init":[0-9]+' <<<"$CLUSTER" | head -n 1 | cut -d : -f 2)
 NODE_NAME=$(kubectl get nodes --output 'jsonpath={.items[0].metadata.name}')
-# The node's files, /dev among them, are in a mount namespace of its own.
+# The node's files, including /dev, are in its own mount namespace.
 IN_NODE=(nsenter "--mount=/proc/$NODE_INIT/ns/mnt" --)
 
-# Writes a kubeconfig that acts as the given user, and prints where it is.
+# Writes a kubeconfig that impersonates a user, and prints its path.
 kubeconfig_of() {
     local file=$DIRECTORY/kubeconfig/$1-hook.yaml user
     kubectl config view --raw --flatten --minify >"$file"
@@ -25,8 +25,7 @@ make_devices() {
     "${IN_NODE[@]}" "$PWD/hack/pretend-devices"
 }
 
-# Starts controller and companion. Sets CONTROLLER and COMPANION to their process ids; what they log lies beside the
-# logs of the cluster.
+# Starts controller and companion. Sets CONTROLLER and COMPANION to their process ids. Their logs are beside the logs of the cluster.
 start_drayman() {
     local program=$1 config=$2 as_controller as_node
     "$program" crds | kubectl apply --server-side --filename - >/dev/null
@@ -34,13 +33,13 @@ start_drayman() {
     "$program" crds | kubectl wait --for condition=Established --timeout 30s --filename - >/dev/null
     as_controller=$(kubeconfig_of drayman-controller)
     as_node=$(kubeconfig_of drayman-node)
-    # In a session of its own, as the companion, so that Ctrl-C reaches the hook alone, which then asks each to end, once.
+    # In its own session, like the companion, so that Ctrl-C reaches only the hook, which then stops both once.
     setsid "$program" controller --kubeconfig "$as_controller" 2>"$LOG/drayman-controller.log" &
     CONTROLLER=$!
     start_companion "$program" "$config" "$as_node"
 }
 
-# The same in structured mode, which has no controller: CONTROLLER is empty.
+# Starts the companion in structured mode, which has no controller: CONTROLLER is empty.
 start_structured_drayman() {
     local program=$1 config=$2 as_node
     kubectl apply --filename hack/rbac.yaml >/dev/null
@@ -57,7 +56,7 @@ serves_structured_mode() {
 
 start_companion() {
     local program=$1 config=$2 as_node=$3
-    # setsid and nsenter turn into the program, so this is the program's own process id.
+    # setsid and nsenter exec the program, so this is the program's own process id.
     setsid "${IN_NODE[@]}" "$program" node --kubeconfig "$as_node" --node-name "$NODE_NAME" --config "$config" \
         2>"$LOG/drayman-node.log" &
     COMPANION=$!
@@ -65,7 +64,7 @@ start_companion() {
     trap 'exit 0' INT TERM
 }
 
-# Ends what was started, as kubelet would.
+# Stops the programs as kubelet would.
 stop_drayman() {
     # shellcheck disable=SC2086 # an empty one is no argument
     kill $CONTROLLER $COMPANION 2>/dev/null || true
@@ -73,7 +72,7 @@ stop_drayman() {
     wait $CONTROLLER $COMPANION 2>/dev/null || true
 }
 
-# Fails, with the ends of the logs, unless what was started is running.
+# Fails, and prints the ends of the logs, unless the programs are running.
 assert_running() {
     local name pid
     for name in controller node; do
