@@ -81,7 +81,7 @@ verify: book deny crate bench requests ## Slow checks: the book, dependencies, t
 
 .PHONY: faults
 faults: ## Run the programs on the test cluster with every fault at every request, event, disk step and call (needs root)
-	EVERY_TROUBLE=1 cargo test --locked --test faults -- --nocapture
+	EVERY_FAULT=1 cargo test --locked --test faults -- --nocapture
 
 .PHONY: reproducible
 reproducible: ## Compile what is committed twice, in different places, and compare the images (two release builds)
@@ -144,7 +144,7 @@ bench: $(CLUSTER) ## Print size and memory of the release build and fail beyond 
 
 .PHONY: requests
 requests: ## Print the requests of a pod's life in both modes, counted from the API server's audit log (root is needed)
-	cargo test --locked --test e2e -- --nocapture a_pod_with_one_claim_costs structured::life::a_pod_reads
+	cargo test --locked --test e2e -- --nocapture a_pod_with_one_claim_costs structured::lifecycle::a_pod_reads
 
 ##@ Release
 

@@ -17,10 +17,10 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tokio_util::sync::CancellationToken;
 
-use crate::named::{control_plane, has_device, make_claim, serve};
+use crate::lasting::{control_plane, has_device, make_claim, serve};
 use crate::program::until;
 
-const PATIENCE: Duration = Duration::from_secs(300);
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A certificate authority.
 struct Authority {
@@ -55,29 +55,29 @@ impl Authority {
 
 /// Counters of connections.
 #[derive(Clone, Debug, Default)]
-struct Seen {
+struct Connections {
     /// Connections that the client rejected.
     refused: Arc<AtomicUsize>,
     requests: Arc<AtomicUsize>,
 }
 
-struct Secured {
+struct TlsListener {
     listener: TcpListener,
     acceptor: TlsAcceptor,
-    seen: Seen,
+    connections: Connections,
 }
 
-impl Listener for Secured {
+impl Listener for TlsListener {
     type Io = TlsStream<TcpStream>;
     type Addr = SocketAddr;
 
     async fn accept(&mut self) -> (Self::Io, Self::Addr) {
         loop {
             let (stream, address) = self.listener.accept().await.unwrap();
-            let shaken = timeout(Duration::from_secs(10), self.acceptor.accept(stream)).await;
-            match shaken {
+            let handshake = timeout(Duration::from_secs(10), self.acceptor.accept(stream)).await;
+            match handshake {
                 Ok(Ok(stream)) => return (stream, address),
-                _ => self.seen.refused.fetch_add(1, Ordering::Relaxed),
+                _ => self.connections.refused.fetch_add(1, Ordering::Relaxed),
             };
         }
     }
@@ -87,22 +87,22 @@ impl Listener for Secured {
     }
 }
 
-/// A TLS proxy in front of the API server. Dropping it closes its connections.
-struct Front {
+/// A TLS proxy in proxy of the API server. Dropping it closes its connections.
+struct TlsProxy {
     runtime: Option<Runtime>,
     address: SocketAddr,
-    seen: Seen,
+    connections: Connections,
 }
 
-impl Front {
+impl TlsProxy {
     fn start(server: &ApiServer, address: Option<SocketAddr>, acceptor: TlsAcceptor) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
             .build()
             .unwrap();
-        let (seen, router) = (Seen::default(), server.router());
-        let counted = seen.clone();
+        let (connections, router) = (Connections::default(), server.router());
+        let counted = connections.clone();
         let router = router.layer(axum::middleware::map_request(
             move |request: axum::extract::Request| {
                 counted.requests.fetch_add(1, Ordering::Relaxed);
@@ -110,7 +110,7 @@ impl Front {
             },
         ));
         let (sender, receiver) = std::sync::mpsc::channel();
-        let noted = seen.clone();
+        let counters = connections.clone();
         runtime.spawn(async move {
             let wanted = address.unwrap_or_else(|| ([127, 0, 0, 1], 0).into());
             // The previous proxy may not have closed its socket yet.
@@ -121,18 +121,18 @@ impl Front {
                 }
             };
             let _ = sender.send(listener.local_addr().unwrap());
-            let secured = Secured {
+            let listener = TlsListener {
                 listener,
                 acceptor,
-                seen: noted,
+                connections: counters,
             };
-            axum::serve(secured, router).await
+            axum::serve(listener, router).await
         });
         let address = receiver.recv_timeout(Duration::from_secs(60)).unwrap();
         Self {
             runtime: Some(runtime),
             address,
-            seen,
+            connections,
         }
     }
 
@@ -144,12 +144,12 @@ impl Front {
     }
 
     async fn is_refused(&self) -> bool {
-        let refused = || self.seen.refused.load(Ordering::Relaxed) >= 2;
-        until(PATIENCE, refused).await && self.seen.requests.load(Ordering::Relaxed) == 0
+        let refused = || self.connections.refused.load(Ordering::Relaxed) >= 2;
+        until(TIMEOUT, refused).await && self.connections.requests.load(Ordering::Relaxed) == 0
     }
 }
 
-impl Drop for Front {
+impl Drop for TlsProxy {
     fn drop(&mut self) {
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
@@ -170,71 +170,71 @@ fn client(address: SocketAddr, authorities: &std::path::Path) -> kube::Client {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_renewed_certificate_is_trusted_and_a_foreign_one_is_not() {
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let stage = control_plane(3).await;
-    let (authority, stranger) = (Authority::new("authority"), Authority::new("authority"));
+    let cluster = control_plane(3).await;
+    let (authority, other_authority) = (Authority::new("authority"), Authority::new("authority"));
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("ca.crt");
     std::fs::write(&file, &authority.pem).unwrap();
-    let front = Front::start(stage.server(), None, authority.server());
+    let proxy = TlsProxy::start(cluster.server(), None, authority.server());
     let stop = CancellationToken::new();
-    let serving = serve(client(front.address, &file), stop.clone());
-    make_claim(&stage, "first");
-    assert!(until(PATIENCE, || has_device(stage.server(), "first")).await);
+    let serving = serve(client(proxy.address, &file), stop.clone());
+    make_claim(&cluster, "first");
+    assert!(until(TIMEOUT, || has_device(cluster.server(), "first")).await);
 
     // Another server answers at the address; its certificate has the same name but another issuer.
-    let front = front.replace(stage.server(), stranger.server());
-    make_claim(&stage, "second");
+    let proxy = proxy.replace(cluster.server(), other_authority.server());
+    make_claim(&cluster, "second");
     assert!(
-        front.is_refused().await,
+        proxy.is_refused().await,
         "the client talks to an untrusted server: {:?}",
-        front.seen
+        proxy.connections
     );
-    assert!(!has_device(stage.server(), "second"));
+    assert!(!has_device(cluster.server(), "second"));
 
-    let front = front.replace(stage.server(), authority.server());
-    assert!(until(PATIENCE, || has_device(stage.server(), "second")).await);
+    let proxy = proxy.replace(cluster.server(), authority.server());
+    assert!(until(TIMEOUT, || has_device(cluster.server(), "second")).await);
     // Another replacement immediately after it.
-    let front = front.replace(stage.server(), authority.server());
-    make_claim(&stage, "third");
-    assert!(until(PATIENCE, || has_device(stage.server(), "third")).await);
+    let proxy = proxy.replace(cluster.server(), authority.server());
+    make_claim(&cluster, "third");
+    assert!(until(TIMEOUT, || has_device(cluster.server(), "third")).await);
     assert!(!serving.is_finished());
     stop.cancel();
     assert!(serving.await.unwrap());
-    drop(front);
-    stage.stop().await;
+    drop(proxy);
+    cluster.stop().await;
 }
 
 /// As kubelet replaces `ca.crt` in a pod when the cluster's CA is replaced.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replaced_certificate_authority_is_trusted_from_then_on() {
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let stage = control_plane(2).await;
+    let cluster = control_plane(2).await;
     let (old, new) = (Authority::new("old"), Authority::new("new"));
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("ca.crt");
     std::fs::write(&file, &old.pem).unwrap();
-    let front = Front::start(stage.server(), None, old.server());
+    let proxy = TlsProxy::start(cluster.server(), None, old.server());
     let stop = CancellationToken::new();
-    let serving = serve(client(front.address, &file), stop.clone());
-    make_claim(&stage, "first");
-    assert!(until(PATIENCE, || has_device(stage.server(), "first")).await);
+    let serving = serve(client(proxy.address, &file), stop.clone());
+    make_claim(&cluster, "first");
+    assert!(until(TIMEOUT, || has_device(cluster.server(), "first")).await);
 
     // The server is replaced before the file.
-    let front = front.replace(stage.server(), new.server());
-    make_claim(&stage, "second");
+    let proxy = proxy.replace(cluster.server(), new.server());
+    make_claim(&cluster, "second");
     assert!(
-        front.is_refused().await,
+        proxy.is_refused().await,
         "the new authority is not known yet: {:?}",
-        front.seen
+        proxy.connections
     );
-    assert!(!has_device(stage.server(), "second"));
+    assert!(!has_device(cluster.server(), "second"));
     // An incomplete file, as during a write, changes nothing.
     std::fs::write(&file, "-----BEGIN CERTIFICATE-----\n").unwrap();
     std::fs::write(&file, format!("{}{}", old.pem, new.pem)).unwrap();
-    assert!(until(PATIENCE, || has_device(stage.server(), "second")).await);
+    assert!(until(TIMEOUT, || has_device(cluster.server(), "second")).await);
     assert!(!serving.is_finished());
     stop.cancel();
     assert!(serving.await.unwrap());
-    drop(front);
-    stage.stop().await;
+    drop(proxy);
+    cluster.stop().await;
 }

@@ -130,7 +130,7 @@ impl Checker {
         }
     }
 
-    /// I6 and I13.
+    /// Checks I6 and I13 for a changed context.
     fn context(&mut self, change: &Changed) {
         let Some(after) = &change.after else { return };
         let name = text(after, "/metadata/name").to_owned();
@@ -186,7 +186,7 @@ impl Checker {
         }
     }
 
-    /// I1.
+    /// Checks I1: no device is in two allocations.
     fn no_device_twice(&mut self) {
         let mut holders: BTreeMap<(String, String), Vec<String>> = BTreeMap::new();
         for claim in self.of_kind("resourceclaims") {
@@ -268,7 +268,7 @@ impl Checker {
         self.objects.get(&("pods".to_owned(), key))
     }
 
-    /// I2, I3 and I7.
+    /// Checks I2, I3 and I7 for a new allocation.
     fn allocated(&mut self, name: &str, before: &Value, after: &Value) {
         if !has_finalizer(before) {
             self.violate(format!("I3: {name} is allocated without our finalizer"));

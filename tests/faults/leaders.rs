@@ -16,9 +16,9 @@ use kube::api::{Api, DeleteParams};
 use tokio_util::sync::CancellationToken;
 
 use crate::check::{Checker, DRIVER, text};
-use crate::life::check;
-use crate::named::{control_plane, has_device, make_claim};
+use crate::lasting::{control_plane, has_device, make_claim};
 use crate::program::{self, panics, until};
+use crate::scenario::check;
 
 const LEADERS: [&str; 2] = ["leader-a", "leader-b"];
 const LEASE: &str = "drayman";
@@ -27,7 +27,7 @@ const LEASE: &str = "drayman";
 const REQUESTS: u64 = 4;
 /// Concurrent runs. Each of them mostly waits.
 const AT_ONCE: usize = 12;
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The current identity of each controller.
 type Identities = Arc<Mutex<BTreeMap<&'static str, String>>>;
@@ -40,11 +40,11 @@ fn start(
     shutdown: &CancellationToken,
 ) -> JoinHandle<Vec<String>> {
     let (server, identities) = (server.clone(), identities.clone());
-    let start = move |life: Life| {
-        let client = life.client(&server);
+    let start = move |process: Life| {
+        let client = process.client(&server);
         let identities = identities.clone();
         let running = async move {
-            let stop = life.stop().clone();
+            let stop = process.stop().clone();
             let driver = HostDriver::start(client.clone(), DRIVER.to_owned(), stop.clone());
             let mut election = LeaderElection::new("default", LEASE, name);
             election.lease_duration = Duration::from_secs(4);
@@ -64,16 +64,16 @@ fn start(
 }
 
 /// Result of a run: violations, injected faults, and the trace.
-struct Told {
+struct RunResult {
     violations: Vec<String>,
     hits: usize,
     trace: Vec<String>,
 }
 
 /// Claims for the only device come and go while two controllers compete.
-async fn tell(planned: Vec<Planned>) -> Told {
-    let stage = control_plane(1).await;
-    let server = stage.server().clone();
+async fn run(planned: Vec<Planned>) -> RunResult {
+    let cluster = control_plane(1).await;
+    let server = cluster.server().clone();
     let faults = Faults::new(planned);
     let checker = Arc::new(Mutex::new(Checker::new(&server, None)));
     let checking = tokio::spawn(check(server.clone(), checker.clone()));
@@ -84,22 +84,22 @@ async fn tell(planned: Vec<Planned>) -> Told {
     let controllers = LEADERS.map(|name| start(&faults, &server, name, &identities, &shutdown));
     let claims = Api::<ResourceClaim>::namespaced(server.client(), "default");
     let mut never = Vec::new();
-    make_claim(&stage, "first");
+    make_claim(&cluster, "first");
     for (name, next) in [("first", "second"), ("second", "third"), ("third", "fourth")] {
         for what in ["allocated", "gone"] {
-            let came = until(PATIENCE, || {
+            let reached = until(TIMEOUT, || {
                 let broken = !checker.lock().unwrap().violations.is_empty();
                 let there = server.objects("resourceclaims");
                 let there = there.iter().any(|claim| text(claim, "/metadata/name") == name);
                 broken || (what == "allocated" && has_device(&server, name)) || (what == "gone" && !there)
             })
             .await;
-            if !came {
+            if !reached {
                 never.push(format!("I10: {name} is never {what}"));
             }
             if what == "allocated" {
                 // Exactly one more claim waits for the device.
-                make_claim(&stage, next);
+                make_claim(&cluster, next);
                 // The claim still exists: it has our finalizer.
                 let _ = claims.delete(name, &DeleteParams::default()).await;
             }
@@ -113,12 +113,12 @@ async fn tell(planned: Vec<Planned>) -> Told {
         never.extend(ended.unwrap_or_else(|_| vec!["I15: a controller has panicked".to_owned()]));
     }
     checking.abort();
-    stage.stop().await;
+    cluster.stop().await;
     let mut checker = checker.lock().unwrap();
     checker.catch_up();
     checker.check_all_seen();
     never.append(&mut checker.violations);
-    Told {
+    RunResult {
         violations: never,
         hits: faults.hits().len(),
         trace: faults.trace(),
@@ -156,15 +156,20 @@ fn no_fault_of_the_lease_lets_two_controllers_write() {
         .enable_all()
         .build()
         .unwrap();
-    let calm = runtime.block_on(tell(Vec::new()));
-    assert_eq!(calm.violations, Vec::<String>::new(), "{}", calm.trace.join("\n"));
+    let baseline = runtime.block_on(run(Vec::new()));
+    assert_eq!(
+        baseline.violations,
+        Vec::<String>::new(),
+        "{}",
+        baseline.trace.join("\n")
+    );
     let mut plans = Vec::new();
     for (turn, program) in LEADERS.into_iter().enumerate() {
         for number in 1..=REQUESTS {
             for (index, &trouble) in Place::Lease.troubles().iter().enumerate() {
-                // Each fault at two of each controller's requests; with EVERY_TROUBLE, at all of them.
+                // Each fault at two of each controller's requests; with EVERY_FAULT, at all of them.
                 let is_daily = (index + turn) as u64 % 2 == number % 2;
-                if is_daily || std::env::var("EVERY_TROUBLE").is_ok() {
+                if is_daily || std::env::var("EVERY_FAULT").is_ok() {
                     plans.push(Planned {
                         program,
                         place: Place::Lease,
@@ -175,31 +180,32 @@ fn no_fault_of_the_lease_lets_two_controllers_write() {
             }
         }
     }
-    println!("{} stories", plans.len());
+    println!("{} runs", plans.len());
     let next = AtomicUsize::new(0);
-    let told: Mutex<Vec<(Planned, Told)>> = Mutex::default();
+    let results: Mutex<Vec<(Planned, RunResult)>> = Mutex::default();
     std::thread::scope(|scope| {
         for _ in 0..AT_ONCE {
             scope.spawn(|| {
                 while let Some(&planned) = plans.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let story = runtime.block_on(tell(vec![planned]));
-                    told.lock().unwrap().push((planned, story));
+                    let result = runtime.block_on(run(vec![planned]));
+                    results.lock().unwrap().push((planned, result));
                 }
             });
         }
     });
-    let mut told = told.into_inner().unwrap();
-    let met = |told: &[(Planned, Told)], program: &str, trouble: Trouble| {
+    let mut results = results.into_inner().unwrap();
+    let injected = |results: &[(Planned, RunResult)], program: &str, trouble: Trouble| {
         let of_kind = |planned: &Planned| planned.program == program && planned.trouble == trouble;
-        told.iter()
-            .any(|(planned, story)| of_kind(planned) && story.hits > 0)
+        results
+            .iter()
+            .any(|(planned, result)| of_kind(planned) && result.hits > 0)
     };
     // The number of requests of the standby depends on timing. A fault that was not injected has to occur at another request; every
     // controller makes the first.
     for program in LEADERS {
         for &trouble in Place::Lease.troubles() {
             for number in 1..=REQUESTS {
-                if met(&told, program, trouble) {
+                if injected(&results, program, trouble) {
                     break;
                 }
                 let place = Place::Lease;
@@ -209,26 +215,33 @@ fn no_fault_of_the_lease_lets_two_controllers_write() {
                     number,
                     trouble,
                 };
-                told.push((planned, runtime.block_on(tell(vec![planned]))));
+                results.push((planned, runtime.block_on(run(vec![planned]))));
             }
         }
     }
-    for (planned, story) in &told {
-        println!("{planned}: {}", if story.hits > 0 { "met" } else { "not met" });
-        if !story.violations.is_empty() {
-            println!("{:?}\n{}\n", story.violations, story.trace.join("\n"));
+    for (planned, result) in &results {
+        println!(
+            "{planned}: {}",
+            if result.hits > 0 {
+                "injected"
+            } else {
+                "not injected"
+            }
+        );
+        if !result.violations.is_empty() {
+            println!("{:?}\n{}\n", result.violations, result.trace.join("\n"));
         }
     }
-    let failed = told
+    let failed = results
         .iter()
-        .filter(|(_, story)| !story.violations.is_empty())
+        .filter(|(_, result)| !result.violations.is_empty())
         .count();
-    assert_eq!(failed, 0, "of {} runs", told.len());
+    assert_eq!(failed, 0, "of {} runs", results.len());
     assert_eq!(panics(), Vec::<String>::new(), "I15");
     for program in LEADERS {
         for &trouble in Place::Lease.troubles() {
-            let met = met(&told, program, trouble);
-            assert!(met, "{program} {trouble:?} was never injected");
+            let injected = injected(&results, program, trouble);
+            assert!(injected, "{program} {trouble:?} was never injected");
         }
     }
 }

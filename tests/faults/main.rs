@@ -8,12 +8,12 @@
 
 mod certificates;
 mod check;
-mod every;
+mod every_fault;
+mod lasting;
 mod leaders;
-mod life;
-mod named;
 mod node;
 #[path = "../support/not_run.rs"]
 mod not_run;
 mod objects;
 mod program;
+mod scenario;

@@ -1,4 +1,4 @@
-//! What people apply.
+//! Manifests of users.
 
 /// A class for the devices of a kind, its parameters and a claim template, all with the name of the kind.
 pub(crate) fn class(kind: &str) -> String {

@@ -61,18 +61,18 @@ pub(crate) fn run(
             let mut wrong = Vec::new();
             let mut restarts = 0;
             while !shutdown.is_cancelled() && restarts < RESTARTS {
-                let life = faults.begin(name);
+                let process = faults.begin(name);
                 let runtime = tokio::runtime::Builder::new_current_thread()
                     .thread_name(THREAD)
                     .enable_all()
                     .build()
                     .unwrap();
-                let end = runtime.block_on(one_life(&life, &shutdown, &start));
-                life.bury();
+                let end = runtime.block_on(run_once(&process, &shutdown, &start));
+                process.bury();
                 runtime.shutdown_timeout(Duration::from_secs(10));
                 match end {
                     End::Killed => {}
-                    End::Returned(Ok(())) if life.stop().is_cancelled() => {}
+                    End::Returned(Ok(())) if process.stop().is_cancelled() => {}
                     End::Returned(Ok(())) => wrong.push(format!("I15: {name} has ended by itself")),
                     End::Returned(Err(error)) => {
                         faults.note(&format!("{name} has ended: {error}"));
@@ -93,19 +93,19 @@ pub(crate) fn run(
         .unwrap()
 }
 
-async fn one_life(life: &Life, shutdown: &CancellationToken, start: &Start) -> End {
-    let mut running = start(life.clone());
+async fn run_once(process: &Life, shutdown: &CancellationToken, start: &Start) -> End {
+    let mut running = start(process.clone());
     tokio::select! {
         biased;
-        () = life.killed() => return End::Killed,
+        () = process.killed() => return End::Killed,
         result = &mut running => return End::Returned(result),
-        () = shutdown.cancelled() => life.stop().cancel(),
-        () = life.stop().cancelled() => {}
+        () = shutdown.cancelled() => process.stop().cancel(),
+        () = process.stop().cancelled() => {}
     }
     // A program can be killed between SIGTERM and its exit.
     tokio::select! {
         biased;
-        () = life.killed() => End::Killed,
+        () = process.killed() => End::Killed,
         result = timeout(END, running) => result.map_or(End::TooLate, End::Returned),
     }
 }

@@ -15,12 +15,12 @@ const TWO_DISKS: &str = "mkdir -p $NODE/kubelet/plugins $NODE/cdi\n\
     mount -t tmpfs -o size=64k none $NODE/cdi\n\
     mount --make-rprivate /";
 
-struct Stage {
+struct Fixture {
     node: Node,
     mounts: Mounts,
 }
 
-impl Stage {
+impl Fixture {
     fn new(commands: &str) -> Option<Self> {
         let node = Node::new()?;
         let mounts = Mounts::new(&node, commands);
@@ -90,29 +90,29 @@ fn fill(directory: &str) -> String {
 
 #[tokio::test]
 async fn a_full_disk_under_the_checkpoint_keeps_the_old_claims() {
-    let Some(stage) = Stage::new(TWO_DISKS) else {
+    let Some(fixture) = Fixture::new(TWO_DISKS) else {
         return;
     };
-    stage
+    fixture
         .survives(&fill("kubelet/plugins"), "rm $NODE/kubelet/plugins/fill", false)
         .await;
 }
 
 #[tokio::test]
 async fn a_full_disk_under_cdi_files_keeps_the_old_claims() {
-    let Some(stage) = Stage::new(TWO_DISKS) else {
+    let Some(fixture) = Fixture::new(TWO_DISKS) else {
         return;
     };
-    stage.survives(&fill("cdi"), "rm $NODE/cdi/fill", true).await;
+    fixture.survives(&fill("cdi"), "rm $NODE/cdi/fill", true).await;
 }
 
 #[tokio::test]
 async fn a_disk_that_becomes_read_only_keeps_the_old_claims() {
     for disk in ["kubelet/plugins", "cdi"] {
-        let Some(stage) = Stage::new(TWO_DISKS) else {
+        let Some(fixture) = Fixture::new(TWO_DISKS) else {
             return;
         };
-        stage
+        fixture
             .survives(
                 &format!("mount -o remount,ro $NODE/{disk}"),
                 &format!("mount -o remount,rw $NODE/{disk}"),
@@ -124,16 +124,16 @@ async fn a_disk_that_becomes_read_only_keeps_the_old_claims() {
 
 #[tokio::test]
 async fn an_unprepare_on_a_broken_disk_is_refused_and_frees_nothing() {
-    let Some(stage) = Stage::new(TWO_DISKS) else {
+    let Some(fixture) = Fixture::new(TWO_DISKS) else {
         return;
     };
-    let (process, mut kubelet) = stage.start().await;
+    let (process, mut kubelet) = fixture.start().await;
     kubelet.prepare(A, &["test-0"]).await.unwrap();
-    stage.shell("mount -o remount,ro $NODE/kubelet/plugins");
+    fixture.shell("mount -o remount,ro $NODE/kubelet/plugins");
     let refusal = kubelet.unprepare(A).await.unwrap_err();
     assert!(refusal.contains("Read-only"), "{refusal}");
     assert!(kubelet.prepare(B, &["test-0"]).await.is_err());
-    stage.shell("mount -o remount,rw $NODE/kubelet/plugins");
+    fixture.shell("mount -o remount,rw $NODE/kubelet/plugins");
     kubelet.unprepare(A).await.unwrap();
     kubelet.prepare(B, &["test-0"]).await.unwrap();
     assert!(process.stop().await.success());
@@ -152,10 +152,10 @@ async fn a_disk_with_failing_writes_is_reported_and_claims_are_kept() {
     if !node.path("loop").exists() {
         return not_run("there is no loop device or no mkfs.ext4");
     }
-    let stage = Stage { node, mounts };
-    let (process, mut kubelet) = stage.start().await;
+    let fixture = Fixture { node, mounts };
+    let (process, mut kubelet) = fixture.start().await;
     kubelet.prepare(A, &["test-0"]).await.unwrap();
-    stage.shell("cat /dev/zero > $NODE/backing/fill 2>/dev/null; test -s $NODE/backing/fill");
+    fixture.shell("cat /dev/zero > $NODE/backing/fill 2>/dev/null; test -s $NODE/backing/fill");
     // Existing blocks can still be written, new ones fail. Sooner or later a claim hits one.
     let mut refused = None;
     for number in 0..400 {
@@ -168,7 +168,7 @@ async fn a_disk_with_failing_writes_is_reported_and_claims_are_kept() {
             refused = Some(refusal);
             break;
         }
-        stage.shell(&format!("cat /dev/zero | head -c 20000 > $NODE/kubelet/plugins/more-{number} 2>/dev/null || true; sync -f $NODE/kubelet/plugins 2>/dev/null || true"));
+        fixture.shell(&format!("cat /dev/zero | head -c 20000 > $NODE/kubelet/plugins/more-{number} 2>/dev/null || true; sync -f $NODE/kubelet/plugins 2>/dev/null || true"));
     }
     let refusal = refused.expect("the disk fails");
     assert!(refusal.contains("cannot keep its records"), "{refusal}");
@@ -185,8 +185,8 @@ async fn a_disk_with_failing_writes_is_reported_and_claims_are_kept() {
     process.kill();
 
     // The disk works again, and the next process knows the prepared claims.
-    stage.shell("rm $NODE/backing/fill && rm -f $NODE/kubelet/plugins/more-*");
-    let (process, mut kubelet) = stage.start().await;
+    fixture.shell("rm $NODE/backing/fill && rm -f $NODE/kubelet/plugins/more-*");
+    let (process, mut kubelet) = fixture.start().await;
     let refusal = kubelet.prepare(B, &["test-0"]).await.unwrap_err();
     assert!(
         refusal.contains("held by") && refusal.contains(A),
@@ -198,19 +198,19 @@ async fn a_disk_with_failing_writes_is_reported_and_claims_are_kept() {
 
 #[tokio::test]
 async fn a_file_refused_by_a_full_disk_is_written_when_there_is_room() {
-    let Some(stage) = Stage::new(TWO_DISKS) else {
+    let Some(fixture) = Fixture::new(TWO_DISKS) else {
         return;
     };
-    let (process, mut kubelet) = stage.start().await;
+    let (process, mut kubelet) = fixture.start().await;
     kubelet.prepare(A, &["test-0"]).await.unwrap();
     process.kill();
-    stage.shell("rm $NODE/cdi/*");
-    stage.shell(&fill("cdi"));
-    let (process, mut kubelet) = stage.start().await;
-    assert_eq!(stage.cdi_files(), 0);
-    stage.shell("rm $NODE/cdi/fill");
+    fixture.shell("rm $NODE/cdi/*");
+    fixture.shell(&fill("cdi"));
+    let (process, mut kubelet) = fixture.start().await;
+    assert_eq!(fixture.cdi_files(), 0);
+    fixture.shell("rm $NODE/cdi/fill");
     let start = Instant::now();
-    while stage.cdi_files() == 0 {
+    while fixture.cdi_files() == 0 {
         assert!(start.elapsed() < Duration::from_secs(40), "{}", process.log());
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -220,6 +220,6 @@ async fn a_file_refused_by_a_full_disk_is_written_when_there_is_room() {
     let refusal = kubelet.prepare(B, &["test-0"]).await.unwrap_err();
     assert!(refusal.contains("held by"), "{refusal}");
     kubelet.unprepare(A).await.unwrap();
-    assert_eq!(stage.cdi_files(), 0);
+    assert_eq!(fixture.cdi_files(), 0);
     assert!(process.stop().await.success());
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use rustix::process::Signal;
 
 use super::fixture::{Node, handle};
-use super::process::{Process, Start, person};
+use super::process::{Process, Start, node_command};
 
 const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
 const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
@@ -41,7 +41,7 @@ async fn after_a_boot_files_return_and_unused_claims_give_way() {
     let process = Start::new().boot(&node, "boot-2").run(&node).await;
     let mut kubelet = node.kubelet().await;
     assert_eq!(node.cdi_files(), [file(A), file(B)]);
-    let (_, shown) = person(&node, &["holdings"]);
+    let (_, shown) = node_command(&node, &["holdings"]);
     assert_eq!(shown.matches("EarlierBoot").count(), 2, "{shown}");
     kubelet.prepare(A, &["test-0"]).await.unwrap();
     let refusal = kubelet.prepare(C, &["test-0"]).await.unwrap_err();
@@ -285,7 +285,7 @@ async fn a_second_companion_waits_and_takes_over() {
 }
 
 #[tokio::test]
-async fn a_second_companion_that_waits_in_vain_says_who_is_in_its_way() {
+async fn a_second_companion_that_times_out_names_the_first() {
     let Some(node) = Node::new() else { return };
     let first = Process::start(&node).await;
     node.kubelet().await;
@@ -310,7 +310,7 @@ async fn an_abandoned_call_is_done_and_found_by_the_next_one() {
     let mut kubelet = node.kubelet().await;
     process.signal(Signal::STOP);
     let call = tokio::time::timeout(Duration::from_millis(200), kubelet.prepare(A, &["test-0"])).await;
-    assert!(call.is_err(), "nobody answers");
+    assert!(call.is_err(), "no answer");
     process.signal(Signal::CONT);
     let ids = node.kubelet().await.prepare(A, &["test-0"]).await.unwrap();
     assert_eq!(ids, [format!("drayman.dev/claim={A}")]);

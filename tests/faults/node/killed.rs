@@ -184,7 +184,7 @@ async fn a_kill_after_each_disk_change_loses_no_structured_claim() {
 }
 
 #[tokio::test]
-async fn kills_at_moments_of_chance_among_many_calls_lose_nothing() {
+async fn kills_at_random_times_during_many_calls_lose_nothing() {
     let Some(node) = Node::new() else { return };
     let process = Process::start(&node).await;
     node.kubelet().await.prepare(C, &["test-2"]).await.unwrap();

@@ -2,14 +2,14 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
 
-mod alone;
 mod api;
 mod disk;
 mod faults;
 mod fixture;
 mod hostile;
+mod isolation;
 mod killed;
-mod life;
+mod lifecycle;
 mod orphans;
 mod process;
 mod reload;

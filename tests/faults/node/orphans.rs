@@ -1,7 +1,7 @@
 //! Claims that kubelet has forgotten, and the `drayman node` commands.
 
 use super::fixture::{Node, handle};
-use super::process::{Process, Start, person};
+use super::process::{Process, Start, node_command};
 
 const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
 const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
@@ -83,9 +83,9 @@ async fn a_claim_forgotten_by_kubelet_alone_is_quarantined() {
         "{reason}"
     );
     let event = node.api.until(|state| state.events.first().cloned()).await;
-    let told = event["note"].as_str().unwrap();
-    assert!(told.contains(&format!("drayman node release {A}")), "{told}");
-    let (_, shown) = person(&node, &["holdings"]);
+    let note = event["note"].as_str().unwrap();
+    assert!(note.contains(&format!("drayman node release {A}")), "{note}");
+    let (_, shown) = node_command(&node, &["holdings"]);
     assert!(
         shown.contains(A) && shown.contains("test-0") && shown.contains("no longer lists it"),
         "{shown}"
@@ -117,23 +117,23 @@ async fn a_person_releases_forgotten_claims_and_listed_ones_by_force() {
     let process = Process::start(&node).await;
     let mut kubelet = node.kubelet().await;
     kubelet.prepare(A, &["test-0"]).await.unwrap();
-    let (done, said) = person(&node, &["release", A]);
+    let (done, output) = node_command(&node, &["release", A]);
     assert!(
-        !done && said.contains("kubelet lists claim default/claim") && said.contains("--force"),
-        "{said}"
+        !done && output.contains("kubelet lists claim default/claim") && output.contains("--force"),
+        "{output}"
     );
     assert!(kubelet.prepare(B, &["test-0"]).await.is_err());
-    let (done, said) = person(&node, &["release", B]);
-    assert!(!done && said.contains("holds nothing"), "{said}");
-    let (done, said) = person(&node, &["release", "../../etc"]);
-    assert!(!done && said.contains("not a UUID"), "{said}");
-    let (done, said) = person(&node, &["release", "--force", A]);
-    assert!(done && said.contains("test-0"), "{said}");
+    let (done, output) = node_command(&node, &["release", B]);
+    assert!(!done && output.contains("holds nothing"), "{output}");
+    let (done, output) = node_command(&node, &["release", "../../etc"]);
+    assert!(!done && output.contains("not a UUID"), "{output}");
+    let (done, output) = node_command(&node, &["release", "--force", A]);
+    assert!(done && output.contains("test-0"), "{output}");
     kubelet.prepare(B, &["test-0"]).await.unwrap();
-    let (done, said) = person(&node, &["release", B]);
-    assert!(done, "{said}");
+    let (done, output) = node_command(&node, &["release", B]);
+    assert!(done, "{output}");
     assert_eq!(node.cdi_files(), Vec::<String>::new());
-    let (_, shown) = person(&node, &["holdings"]);
+    let (_, shown) = node_command(&node, &["holdings"]);
     assert!(shown.contains("No claim holds"), "{shown}");
     assert!(process.stop().await.success());
 }
@@ -141,24 +141,24 @@ async fn a_person_releases_forgotten_claims_and_listed_ones_by_force() {
 #[tokio::test]
 async fn a_stopped_companions_claims_are_listed_but_not_released() {
     let Some(node) = Node::new() else { return };
-    let (done, said) = person(&node, &["holdings"]);
+    let (done, output) = node_command(&node, &["holdings"]);
     assert!(
-        !done && said.contains("there are no records of driver drayman.dev"),
-        "{said}"
+        !done && output.contains("there are no records of driver drayman.dev"),
+        "{output}"
     );
     node.kubelet_lists(&[(A, &["test-0"])]);
     let process = Process::start(&node).await;
     node.kubelet().await.prepare(A, &["test-0"]).await.unwrap();
     process.kill();
-    let (_, shown) = person(&node, &["holdings"]);
+    let (_, shown) = node_command(&node, &["holdings"]);
     assert!(shown.contains(A) && shown.contains("test-0"), "{shown}");
-    let (done, said) = person(&node, &["release", "--force", A]);
-    assert!(!done && said.contains("no companion runs"), "{said}");
-    let (_, unchanged) = person(&node, &["holdings"]);
+    let (done, output) = node_command(&node, &["release", "--force", A]);
+    assert!(!done && output.contains("no companion runs"), "{output}");
+    let (_, unchanged) = node_command(&node, &["holdings"]);
     assert_eq!(unchanged, shown);
     let process = Process::start(&node).await;
     node.kubelet().await.prepare(A, &["test-0"]).await.unwrap();
-    let (done, said) = person(&node, &["release", "--force", A]);
-    assert!(done && said.contains("test-0"), "{said}");
+    let (done, output) = node_command(&node, &["release", "--force", A]);
+    assert!(done && output.contains("test-0"), "{output}");
     assert!(process.stop().await.success());
 }

@@ -10,7 +10,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::fixture::Node;
 
 /// Timeout of all waits.
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Another build of the program, for the benchmarks.
 pub(crate) static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
@@ -38,7 +38,7 @@ impl Mounts {
         let start = Instant::now();
         while !node.path("mounted").exists() {
             assert!(
-                start.elapsed() < PATIENCE && mounts.0.try_wait().unwrap().is_none(),
+                start.elapsed() < TIMEOUT && mounts.0.try_wait().unwrap().is_none(),
                 "{commands}"
             );
             std::thread::sleep(Duration::from_millis(5));
@@ -190,13 +190,13 @@ impl Process {
         self.child.id().to_string()
     }
 
-    /// SIGKILL.
+    /// Sends SIGKILL.
     pub(crate) fn kill(mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 
-    /// SIGTERM, and its end.
+    /// Sends SIGTERM and waits for the exit.
     pub(crate) async fn stop(mut self) -> ExitStatus {
         self.signal(Signal::TERM);
         self.ended().await
@@ -208,7 +208,7 @@ impl Process {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status;
             }
-            assert!(start.elapsed() < PATIENCE, "it does not end:\n{}", self.log());
+            assert!(start.elapsed() < TIMEOUT, "it does not end:\n{}", self.log());
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
@@ -222,7 +222,7 @@ impl Process {
         let start = Instant::now();
         while !self.log().contains(text) {
             assert!(
-                start.elapsed() < PATIENCE,
+                start.elapsed() < TIMEOUT,
                 "{text:?} is not logged:\n{}",
                 self.log()
             );
@@ -242,7 +242,7 @@ impl Drop for Process {
 }
 
 /// Runs a `drayman node` subcommand. Returns success and output.
-pub(crate) fn person(node: &Node, arguments: &[&str]) -> (bool, String) {
+pub(crate) fn node_command(node: &Node, arguments: &[&str]) -> (bool, String) {
     let directories = node.directories();
     // The root and CDI directories are common options; the others belong to the companion.
     let output = Command::new(env!("CARGO_BIN_EXE_drayman"))
@@ -255,6 +255,6 @@ pub(crate) fn person(node: &Node, arguments: &[&str]) -> (bool, String) {
         )
         .output()
         .unwrap();
-    let said = [output.stdout, output.stderr].concat();
-    (output.status.success(), String::from_utf8(said).unwrap())
+    let text = [output.stdout, output.stderr].concat();
+    (output.status.success(), String::from_utf8(text).unwrap())
 }

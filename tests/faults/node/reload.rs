@@ -95,19 +95,19 @@ async fn a_replaced_configmap_counts_at_once_and_claims_keep_devices() {
 static SIGHUP: Mutex<()> = Mutex::const_new(());
 
 #[tokio::test]
-async fn a_broken_file_changes_nothing_and_is_told_once() {
+async fn a_broken_file_changes_nothing_and_is_reported_once() {
     let _alone = SIGHUP.lock().await;
     let Some(node) = Node::new() else { return };
     let process = node.start();
     node.api.until_ready("True", "Serving").await;
     std::fs::write(node.path("node.yaml"), file("- {name: test, path: [/dev/x]}\n")).unwrap();
-    let told = node
+    let note = node
         .api
         .until(|state| events(state, "ConfigurationInvalid").first().cloned())
         .await;
     assert!(
-        told.contains("node.yaml:4") && told.contains("stays in force"),
-        "{told}"
+        note.contains("node.yaml:4") && note.contains("stays in force"),
+        "{note}"
     );
     std::fs::write(node.path("node.yaml"), file("- {name: test, path: [/dev/x]}\n")).unwrap();
     node.device("test-9", 9);
@@ -119,7 +119,7 @@ async fn a_broken_file_changes_nothing_and_is_told_once() {
         })
         .await;
     node.api
-        .set(|state| assert_eq!(events(state, "ConfigurationInvalid"), std::slice::from_ref(&told)));
+        .set(|state| assert_eq!(events(state, "ConfigurationInvalid"), std::slice::from_ref(&note)));
     std::fs::write(
         node.path("node.yaml"),
         file("- {name: test, paths: [/dev/test-9]}\n"),
@@ -190,13 +190,13 @@ async fn an_unhealthy_device_stays_with_its_claim() {
     replace_device(&node, "probe-0", 240, 250);
     let why = node.api.until(|state| is_unhealthy(state, "probe-0")).await;
     assert!(why.contains("cannot be opened"), "{why}");
-    let told = node
+    let note = node
         .api
         .until(|state| events(state, "DeviceUnhealthy").first().cloned())
         .await;
     assert!(
-        told.contains("probe-0") && told.contains("cannot be opened"),
-        "{told}"
+        note.contains("probe-0") && note.contains("cannot be opened"),
+        "{note}"
     );
     let refusal = kubelet.prepare(B, &["probe-0"]).await.unwrap_err();
     assert!(refusal.contains("probe-0"), "{refusal}");

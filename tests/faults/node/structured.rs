@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::fixture::{Node, structured_claim};
-use super::process::{Process, Start, person};
+use super::process::{Process, Start, node_command};
 
 const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
 const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
@@ -253,7 +253,7 @@ async fn a_boot_brings_cdi_files_back_and_frees_what_no_pod_uses() {
     let process = Start::new().boot(&node, "boot-2").run(&node).await;
     let mut kubelet = node.structured_kubelet().await;
     assert_eq!(std::fs::read_to_string(&file).unwrap(), before);
-    let (_, shown) = person(&node, &["holdings"]);
+    let (_, shown) = node_command(&node, &["holdings"]);
     assert_eq!(shown.matches("EarlierBoot").count(), 1, "{shown}");
     node.api.set(|state| state.away = false);
     node.allocate("b", B, &["test-1"]);

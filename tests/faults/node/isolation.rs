@@ -15,11 +15,11 @@ async fn a_missing_plugin_directory_stops_no_claim() {
     std::fs::write(&directory, "").unwrap();
     let process = node.start();
     let inventory = node.api.until_ready("True", "Serving").await;
-    let told = |state: &super::api::State| events(state, "KubeletApiDown").pop();
-    let told = node.api.until(told).await;
+    let note = |state: &super::api::State| events(state, "KubeletApiDown").pop();
+    let note = node.api.until(note).await;
     assert!(
-        told.contains("example.com/camera") && told.contains("device-plugins"),
-        "{told}"
+        note.contains("example.com/camera") && note.contains("device-plugins"),
+        "{note}"
     );
     let why = |state: &super::api::State| {
         let message = &state.inventory.as_ref()?["status"]["conditions"][0]["message"];

@@ -8,9 +8,9 @@ use drayman::testcluster::api::Mode;
 use drayman::testcluster::faults::{Place, Planned, Trouble};
 use tokio::runtime::Runtime;
 
-use crate::life::{COMPANION, CONTROLLER, Lived, live};
 use crate::not_run::is_root;
 use crate::program::panics;
+use crate::scenario::{COMPANION, CONTROLLER, RunResult, run};
 
 /// By program, place and kind of fault: number of planned and of injected faults.
 type Hits = BTreeMap<(&'static str, Place, Trouble), (u64, u64)>;
@@ -117,14 +117,19 @@ fn every_fault_at_every_point_of_a_scenario_is_survived() {
     if !is_root() {
         return;
     }
-    let calm = every_fault(Mode::Classic, &PLACES);
+    let baseline = every_fault(Mode::Classic, &PLACES);
     // One call for each pod with claims, even for two claims. The third pod is refused a device that a container holds, and retried.
     let is_prepare = |line: &&String| line.contains(" Call ") && line.contains("/NodePrepareResources");
-    let of_two = calm
+    let of_two = baseline
         .trace
         .iter()
         .take_while(|line| !line.contains("second is gone"));
-    assert_eq!(of_two.filter(is_prepare).count(), 2, "{}", calm.trace.join("\n"));
+    assert_eq!(
+        of_two.filter(is_prepare).count(),
+        2,
+        "{}",
+        baseline.trace.join("\n")
+    );
 }
 
 #[test]
@@ -135,27 +140,32 @@ fn every_fault_in_structured_mode_is_survived() {
 }
 
 /// Runs the scenario with every fault at every place, and returns the run without faults.
-fn every_fault(mode: Mode, expected: &[(&'static str, Place)]) -> Lived {
+fn every_fault(mode: Mode, expected: &[(&'static str, Place)]) -> RunResult {
     let runtime = runtime();
-    let calm = runtime.block_on(live(mode, Vec::new(), now));
-    assert_eq!(calm.violations, Vec::<String>::new(), "{}", calm.trace.join("\n"));
-    println!("a run has {:?}", calm.counts);
-    let places: BTreeSet<_> = calm.counts.keys().copied().collect();
+    let baseline = runtime.block_on(run(mode, Vec::new(), now));
+    assert_eq!(
+        baseline.violations,
+        Vec::<String>::new(),
+        "{}",
+        baseline.trace.join("\n")
+    );
+    println!("a run has {:?}", baseline.counts);
+    let places: BTreeSet<_> = baseline.counts.keys().copied().collect();
     let expected: BTreeSet<_> = expected.iter().copied().collect();
     assert_eq!(places, expected, "the places for faults");
-    let mut plans = plans(&calm.counts);
-    if std::env::var("EVERY_TROUBLE").is_err() {
+    let mut plans = plans(&baseline.counts);
+    if std::env::var("EVERY_FAULT").is_err() {
         plans = daily(plans);
-        // One of `LIVES_OF` runs, and each kind of fault once at each place.
-        let (of, mut index) = (number("LIVES_OF", 1), 0_usize);
+        // One of `RUNS_OF` runs, and each kind of fault once at each place.
+        let (of, mut index) = (number("RUNS_OF", 1), 0_usize);
         plans.retain(|planned| {
             index += 1;
             planned.number == 1 || index.is_multiple_of(of)
         });
     }
-    println!("{} lives", plans.len());
+    println!("{} runs", plans.len());
     let next = AtomicUsize::new(0);
-    let failures: Mutex<Vec<(Planned, Lived)>> = Mutex::default();
+    let failures: Mutex<Vec<(Planned, RunResult)>> = Mutex::default();
     let hits: Mutex<Hits> = Mutex::default();
     std::thread::scope(|scope| {
         for _ in 0..number("AT_ONCE", AT_ONCE) {
@@ -170,24 +180,24 @@ fn every_fault(mode: Mode, expected: &[(&'static str, Place)]) -> Lived {
                             failures.lock().unwrap().len()
                         );
                     }
-                    let lived = runtime.block_on(live(mode, vec![planned], now));
+                    let result = runtime.block_on(run(mode, vec![planned], now));
                     let mut hits = hits.lock().unwrap();
                     let kind = (planned.program, planned.place, planned.trouble);
                     let (tried, hit) = hits.entry(kind).or_default();
                     *tried += 1;
-                    *hit += lived.hits.len() as u64;
+                    *hit += result.hits.len() as u64;
                     drop(hits);
-                    if !lived.violations.is_empty() {
-                        failures.lock().unwrap().push((planned, lived));
+                    if !result.violations.is_empty() {
+                        failures.lock().unwrap().push((planned, result));
                     }
                 }
             });
         }
     });
     let failures = failures.into_inner().unwrap();
-    for (planned, lived) in &failures {
-        println!("{:?}\n    {}", lived.violations, command(mode, &[*planned]));
-        println!("{}\n", lived.trace.join("\n"));
+    for (planned, result) in &failures {
+        println!("{:?}\n    {}", result.violations, command(mode, &[*planned]));
+        println!("{}\n", result.trace.join("\n"));
     }
     let hits = hits.into_inner().unwrap();
     for ((program, place, trouble), (tried, hit)) in &hits {
@@ -206,7 +216,7 @@ fn every_fault(mode: Mode, expected: &[(&'static str, Place)]) -> Lived {
             assert!(hit > 0, "{program} {place:?} {trouble:?} was never injected");
         }
     }
-    calm
+    baseline
 }
 
 /// Repeats the run with the faults in `FAULT` or `STRUCTURED_FAULT`, and prints its trace.
@@ -218,14 +228,14 @@ fn replay() {
         return;
     };
     let planned: Vec<Planned> = text.split(',').map(|text| parse(text).unwrap()).collect();
-    let lived = runtime().block_on(live(mode, planned, now));
-    println!("{}", lived.trace.join("\n"));
-    assert_eq!(lived.violations, Vec::<String>::new());
+    let result = runtime().block_on(run(mode, planned, now));
+    println!("{}", result.trace.join("\n"));
+    assert_eq!(result.violations, Vec::<String>::new());
     assert_eq!(panics(), Vec::<String>::new());
 }
 
 #[test]
-fn a_command_that_is_printed_is_read_again() {
+fn a_printed_command_can_be_parsed() {
     for place in Place::ALL {
         for &trouble in place.troubles() {
             let planned = Planned {

@@ -17,10 +17,10 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use crate::check::{DRIVER, is_allocated, text};
-use crate::life::{CONTROLLER, live};
 use crate::not_run::is_root;
 use crate::objects::class;
 use crate::program::{until, until_seen};
+use crate::scenario::{CONTROLLER, run};
 
 fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Runtime::new().unwrap()
@@ -38,12 +38,12 @@ fn the_clock_of_the_api_server_may_jump_by_an_hour() {
     if !is_root() {
         return;
     }
-    let lived = runtime().block_on(live(Mode::Classic, Vec::new(), jumping));
+    let result = runtime().block_on(run(Mode::Classic, Vec::new(), jumping));
     assert_eq!(
-        lived.violations,
+        result.violations,
         Vec::<String>::new(),
         "{}",
-        lived.trace.join("\n")
+        result.trace.join("\n")
     );
 }
 
@@ -52,9 +52,9 @@ fn the_first_lists_come_from_the_quorum_and_not_a_cache() {
     if !is_root() {
         return;
     }
-    let lived = runtime().block_on(live(Mode::Classic, Vec::new(), Timestamp::now));
-    assert_eq!(lived.violations, Vec::<String>::new());
-    let requests = lived
+    let result = runtime().block_on(run(Mode::Classic, Vec::new(), Timestamp::now));
+    assert_eq!(result.violations, Vec::<String>::new());
+    let requests = result
         .trace
         .iter()
         .filter(|line| line.contains(CONTROLLER) && line.contains(": GET "));
@@ -78,13 +78,15 @@ fn the_first_lists_come_from_the_quorum_and_not_a_cache() {
 
 /// A control plane with the inventory of a node with this many devices, without the node itself.
 pub(crate) async fn control_plane(devices: usize) -> Stage {
-    let stage = Stage::start(Source::new(Box::new(Timestamp::now), 1));
+    let cluster = Stage::start(Source::new(Box::new(Timestamp::now), 1));
     for definition in drayman::api::crd::definitions() {
-        stage.apply(&serde_json::to_string(&definition).unwrap()).unwrap();
+        cluster
+            .apply(&serde_json::to_string(&definition).unwrap())
+            .unwrap();
     }
-    stage.apply(&class("test")).unwrap();
+    cluster.apply(&class("test")).unwrap();
     let node = "apiVersion: v1\nkind: Node\nmetadata: {name: node-a}\n";
-    let node = stage.apply(node).unwrap();
+    let node = cluster.apply(node).unwrap();
     let devices: Vec<_> = (0..devices)
         .map(|number| json!({ "name": format!("test-{number}"), "kind": "test", "mode": "claims" }))
         .collect();
@@ -93,23 +95,23 @@ pub(crate) async fn control_plane(devices: usize) -> Stage {
         "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory", "metadata": { "name": name },
         "spec": { "driverName": DRIVER, "nodeName": "node-a", "nodeUid": text(&node[0], "/metadata/uid"), "devices": devices },
     });
-    stage.apply(&inventory.to_string()).unwrap();
+    cluster.apply(&inventory.to_string()).unwrap();
     let ready = json!({ "type": "Ready", "status": "True", "reason": "Serving", "message": "", "lastTransitionTime": Timestamp::now() });
     let status = json!({ "status": { "devices": devices.len(), "unhealthy": 0, "conditions": [ready] } });
-    let inventories = Api::<NodeInventory>::all(stage.server().client());
+    let inventories = Api::<NodeInventory>::all(cluster.server().client());
     inventories
         .patch_status(&name, &PatchParams::default(), &Patch::Merge(status))
         .await
         .unwrap();
-    stage
+    cluster
 }
 
-pub(crate) fn make_claim(stage: &Stage, name: &str) {
+pub(crate) fn make_claim(cluster: &Stage, name: &str) {
     let claim = format!(
         "apiVersion: resource.k8s.io/v1alpha2\nkind: ResourceClaim\nmetadata: {{name: {name}, namespace: default}}\n\
          spec: {{resourceClassName: test, allocationMode: Immediate}}\n"
     );
-    stage.apply(&claim).unwrap();
+    cluster.apply(&claim).unwrap();
 }
 
 pub(crate) fn has_device(server: &ApiServer, name: &str) -> bool {
@@ -141,13 +143,13 @@ async fn a_watch_that_hangs_without_an_end_is_begun_anew() {
             trouble: Trouble::Lost,
         }]);
         faults.count(true);
-        let stage = control_plane(2).await;
-        let life = faults.begin(CONTROLLER);
-        let serving = serve(life.client(stage.server()), life.stop().clone());
+        let cluster = control_plane(2).await;
+        let process = faults.begin(CONTROLLER);
+        let serving = serve(process.client(cluster.server()), process.stop().clone());
         for name in ["first", "second"] {
-            make_claim(&stage, name);
+            make_claim(&cluster, name);
             let look = Duration::from_secs(5);
-            let came = until_seen(hour, look, || has_device(stage.server(), name)).await;
+            let came = until_seen(hour, look, || has_device(cluster.server(), name)).await;
             assert!(
                 came,
                 "event {number}: {name} is not allocated\n{}",
@@ -156,9 +158,9 @@ async fn a_watch_that_hangs_without_an_end_is_begun_anew() {
         }
         events = events.max(faults.counts()[&(CONTROLLER, Place::Event)]);
         hung += faults.hits().len();
-        life.stop().cancel();
+        process.stop().cancel();
         assert!(serving.await.unwrap());
-        stage.stop().await;
+        cluster.stop().await;
         number += 1;
     }
     println!("{hung} watches hung");
@@ -202,9 +204,9 @@ async fn guarded(
 async fn a_replaced_token_is_used_from_then_on() {
     // Fails if another test has done it.
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let stage = control_plane(2).await;
+    let cluster = control_plane(2).await;
     let (token, refused) = (Arc::new(Mutex::new("one".to_owned())), Arc::default());
-    let address = guarded(stage.server(), token.clone(), Arc::clone(&refused)).await;
+    let address = guarded(cluster.server(), token.clone(), Arc::clone(&refused)).await;
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("token");
     std::fs::write(&file, "one").unwrap();
@@ -213,21 +215,21 @@ async fn a_replaced_token_is_used_from_then_on() {
     config.auth_info.token_file = Some(file.display().to_string());
     let stop = CancellationToken::new();
     let serving = serve(kube::Client::try_from(config).unwrap(), stop.clone());
-    make_claim(&stage, "first");
-    let patience = Duration::from_secs(300);
-    assert!(until(patience, || has_device(stage.server(), "first")).await);
+    make_claim(&cluster, "first");
+    let limit = Duration::from_secs(300);
+    assert!(until(limit, || has_device(cluster.server(), "first")).await);
 
     "two".clone_into(&mut token.lock().unwrap());
-    make_claim(&stage, "second");
+    make_claim(&cluster, "second");
     assert!(
-        until(patience, || refused.load(Ordering::Relaxed) > 0).await,
+        until(limit, || refused.load(Ordering::Relaxed) > 0).await,
         "the old token is still used"
     );
     std::fs::write(&file, "two").unwrap();
-    assert!(until(patience, || has_device(stage.server(), "second")).await);
+    assert!(until(limit, || has_device(cluster.server(), "second")).await);
     stop.cancel();
     assert!(serving.await.unwrap());
-    stage.stop().await;
+    cluster.stop().await;
 }
 
 /// Times of the controller's requests to the resource API in milliseconds, and whether each was throttled.
@@ -251,30 +253,30 @@ async fn a_busy_api_server_is_not_asked_before_retry_after() {
             number,
             trouble: Trouble::Busy,
         }]);
-        let stage = control_plane(1).await;
-        let life = faults.begin(CONTROLLER);
-        let serving = serve(life.client(stage.server()), life.stop().clone());
+        let cluster = control_plane(1).await;
+        let process = faults.begin(CONTROLLER);
+        let serving = serve(process.client(cluster.server()), process.stop().clone());
         faults.count(true);
-        make_claim(&stage, "first");
+        make_claim(&cluster, "first");
         let look = Duration::from_millis(50);
         // If the first discovery request fails, the controller exits and would be restarted.
-        let ended = || serving.is_finished() || has_device(stage.server(), "first");
+        let ended = || serving.is_finished() || has_device(cluster.server(), "first");
         let came = until_seen(Duration::from_secs(3600), look, ended).await;
         let trace = faults.trace();
         assert!(came, "request {number}:\n{}", trace.join("\n"));
         let asked = asked(&trace);
-        if let Some((told, _)) = asked.iter().find(|(_, busy)| *busy) {
+        if let Some((throttled_at, _)) = asked.iter().find(|(_, busy)| *busy) {
             refused += 1;
             let early = asked
                 .iter()
-                .find(|(moment, _)| (told + 1..told + 1000).contains(moment));
+                .find(|(moment, _)| (throttled_at + 1..throttled_at + 1000).contains(moment));
             assert_eq!(early, None, "request {number}:\n{}", trace.join("\n"));
         }
         requests = requests.max(faults.counts()[&(CONTROLLER, Place::Request)]);
-        life.stop().cancel();
+        process.stop().cancel();
         let served = serving.await.unwrap();
         assert!(served || asked.is_empty());
-        stage.stop().await;
+        cluster.stop().await;
         number += 1;
     }
     println!("{refused} of {requests} requests were refused");

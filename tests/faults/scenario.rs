@@ -32,7 +32,7 @@ use crate::program::{self, until};
 pub(crate) const CONTROLLER: &str = "controller";
 pub(crate) const COMPANION: &str = "companion";
 /// Timeout of all waits. The machine may be busy.
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 /// How long the API server must be idle at the end.
 const QUIET: Duration = Duration::from_millis(1500);
 
@@ -41,7 +41,7 @@ pub(crate) type Clock = fn() -> jiff::Timestamp;
 
 /// Result of a run.
 #[derive(Debug)]
-pub(crate) struct Lived {
+pub(crate) struct RunResult {
     pub(crate) violations: Vec<String>,
     pub(crate) counts: BTreeMap<(&'static str, Place), u64>,
     pub(crate) hits: Vec<Planned>,
@@ -73,44 +73,46 @@ fn make_node(directory: &Path) -> std::io::Result<NodePlace> {
     Ok(place)
 }
 
-struct Story {
+struct Scenario {
     server: ApiServer,
     kubelet: Kubelet,
     place: NodePlace,
-    stage: Stage,
+    cluster: Stage,
     faults: Faults,
     checker: Arc<Mutex<Checker>>,
     never: Option<String>,
 }
 
 /// Runs the scenario of a mode with these faults.
-pub(crate) async fn live(mode: api::Mode, planned: Vec<Planned>, clock: Clock) -> Lived {
+pub(crate) async fn run(mode: api::Mode, planned: Vec<Planned>, clock: Clock) -> RunResult {
     let directory = tempfile::tempdir().unwrap();
     let place = make_node(directory.path()).unwrap();
     let faults = Faults::new(planned);
-    let mut stage = Stage::with_mode(Source::new(Box::new(clock), 1), mode);
-    let server = stage.server().clone();
+    let mut cluster = Stage::with_mode(Source::new(Box::new(clock), 1), mode);
+    let server = cluster.server().clone();
     let is_structured = mode == api::Mode::Structured;
     let kubelet = Kubelet::with_faults(&server, place.clone(), &faults, COMPANION);
     if is_structured {
         for kind in ["test", "other"] {
-            stage.apply(&structured_class(kind)).unwrap();
+            cluster.apply(&structured_class(kind)).unwrap();
         }
-        stage.add_kubelet(&kubelet);
+        cluster.add_kubelet(&kubelet);
     } else {
         for definition in drayman::api::crd::definitions() {
-            stage.apply(&serde_json::to_string(&definition).unwrap()).unwrap();
+            cluster
+                .apply(&serde_json::to_string(&definition).unwrap())
+                .unwrap();
         }
-        stage.apply(&class("test")).unwrap();
-        stage.add_kubelet(&kubelet);
+        cluster.apply(&class("test")).unwrap();
+        cluster.add_kubelet(&kubelet);
         // Classes for the second device of the pod with two claims, and for the device of mode `both`.
         for kind in ["other", "camera"] {
-            stage.apply(&class(kind)).unwrap();
+            cluster.apply(&class(kind)).unwrap();
         }
-        stage.apply(&of_another_driver()).unwrap();
+        cluster.apply(&of_another_driver()).unwrap();
     }
     let checker = Arc::new(Mutex::new(Checker::new(&server, Some(&kubelet))));
-    look_at_records(&faults, &place, &checker);
+    check_records(&faults, &place, &checker);
     let checking = tokio::spawn(check(server.clone(), checker.clone()));
     let shutdown = CancellationToken::new();
     faults.count(true);
@@ -125,19 +127,19 @@ pub(crate) async fn live(mode: api::Mode, planned: Vec<Planned>, clock: Clock) -
     if !is_structured {
         programs.push(start_controller(&faults, &server, &shutdown));
     }
-    let mut story = Story {
+    let mut scenario = Scenario {
         server,
         kubelet,
         place,
-        stage,
+        cluster,
         faults: faults.clone(),
         checker: checker.clone(),
         never: None,
     };
     if is_structured {
-        story.play_structured().await;
+        scenario.run_structured().await;
     } else {
-        story.play().await;
+        scenario.run_classic().await;
     }
     shutdown.cancel();
     let mut violations = Vec::new();
@@ -146,13 +148,13 @@ pub(crate) async fn live(mode: api::Mode, planned: Vec<Planned>, clock: Clock) -
         violations.extend(ended.unwrap_or_else(|_| vec!["I15: a program has panicked".to_owned()]));
     }
     checking.abort();
-    violations.extend(story.never);
-    story.stage.stop().await;
+    violations.extend(scenario.never);
+    scenario.cluster.stop().await;
     let mut checker = checker.lock().unwrap();
     checker.catch_up();
     checker.check_all_seen();
     violations.append(&mut checker.violations);
-    Lived {
+    RunResult {
         violations,
         counts: faults.counts(),
         hits: faults.hits(),
@@ -161,7 +163,7 @@ pub(crate) async fn live(mode: api::Mode, planned: Vec<Planned>, clock: Clock) -
 }
 
 /// Checks I14 after every disk step, and at every answer to Prepare.
-fn look_at_records(faults: &Faults, place: &NodePlace, checker: &Arc<Mutex<Checker>>) {
+fn check_records(faults: &Faults, place: &NodePlace, checker: &Arc<Mutex<Checker>>) {
     let (cdi, checkpoint) = (place.cdi.clone(), state(place).join("checkpoint.json"));
     let checker = checker.clone();
     // A failed step leaves less than required until it is repeated.
@@ -208,10 +210,10 @@ fn start_controller(
     shutdown: &CancellationToken,
 ) -> std::thread::JoinHandle<Vec<String>> {
     let server = server.clone();
-    let start = move |life: Life| {
-        let client = life.client(&server);
+    let start = move |process: Life| {
+        let client = process.client(&server);
         let running = async move {
-            let stop = life.stop().clone();
+            let stop = process.stop().clone();
             let driver = HostDriver::start(client.clone(), DRIVER.to_owned(), stop.clone());
             let controller = Controller::builder(driver)
                 .request_timeout(Duration::from_secs(1))
@@ -232,11 +234,11 @@ fn start_companion(
     shutdown: &CancellationToken,
 ) -> std::thread::JoinHandle<Vec<String>> {
     let (server, place) = (server.clone(), place.clone());
-    let start = move |life: Life| {
-        let mut options = place.options(&configuration, life.client(&server));
-        options.disk = life.disk();
+    let start = move |process: Life| {
+        let mut options = place.options(&configuration, process.client(&server));
+        options.disk = process.disk();
         let running = async move {
-            let running = drayman::node::run::run(options, life.stop().clone());
+            let running = drayman::node::run::run(options, process.stop().clone());
             running.await.map_err(|error| error.to_string())
         };
         Box::pin(running) as _
@@ -244,23 +246,23 @@ fn start_companion(
     program::run(faults.clone(), COMPANION, shutdown.clone(), Box::new(start))
 }
 
-impl Story {
-    async fn play(&mut self) {
+impl Scenario {
+    async fn run_classic(&mut self) {
         let allocatable = |server: &ApiServer| {
             let nodes = server.objects("nodes");
             nodes
                 .iter()
                 .any(|node| text(node, "/status/allocatable/example.com~1camera") == "1")
         };
-        self.until("the device plugin is registered", move |story| {
-            allocatable(&story.server)
+        self.until("the device plugin is registered", move |scenario| {
+            allocatable(&scenario.server)
         })
         .await;
         self.until_running("first", claiming, 1).await;
         self.until_running("camera", plugging, 1).await;
         self.create(&claiming_two("second"));
         // I9: a held device is not offered; below: a free device is.
-        self.until("the node is unsuitable for the second pod", Self::is_told)
+        self.until("the node is unsuitable for the second pod", Self::is_unsuitable)
             .await;
         self.delete("first").await;
         self.until_running("second", claiming_two, 2).await;
@@ -271,7 +273,7 @@ impl Story {
         self.create(&viewing("viewer"));
         self.until(
             "the inventory says that a container has the camera",
-            Self::is_contested,
+            Self::is_conflicting,
         )
         .await;
         self.delete("camera").await;
@@ -295,7 +297,7 @@ impl Story {
     }
 
     /// Two pods use the device one after the other. Then the slices are deleted, and edited by hand.
-    async fn play_structured(&mut self) {
+    async fn run_structured(&mut self) {
         self.until("the devices are published", Self::is_published).await;
         self.until_running("first", v1_claiming, 1).await;
         self.create(&v1_claiming_two("second"));
@@ -366,9 +368,9 @@ impl Story {
         if self.never.is_some() {
             return;
         }
-        let held = until(PATIENCE, || holds(self) || self.is_broken()).await;
+        let held = until(TIMEOUT, || holds(self) || self.is_broken()).await;
         if !held {
-            self.never = Some(format!("I10: never: {what}"));
+            self.never = Some(format!("I10: timeout: {what}"));
         }
         self.faults.note(&format!("        {what}"));
     }
@@ -379,7 +381,7 @@ impl Story {
     }
 
     /// Whether the context lists the node as unsuitable for the first claim of the second pod.
-    fn is_told(&self) -> bool {
+    fn is_unsuitable(&self) -> bool {
         let contexts = self.server.objects("podschedulingcontexts");
         let mut entries = contexts
             .iter()
@@ -388,7 +390,7 @@ impl Story {
         entries.any(|entry| entry["name"] == "device" && !list(entry, "/unsuitableNodes").is_empty())
     }
 
-    fn is_contested(&self) -> bool {
+    fn is_conflicting(&self) -> bool {
         let inventories = self.server.objects("nodeinventories");
         let mut devices = inventories
             .iter()
@@ -403,7 +405,7 @@ impl Story {
 
     fn create(&self, pod: &str) {
         if self.never.is_none() {
-            self.stage.apply(pod).unwrap();
+            self.cluster.apply(pod).unwrap();
         }
     }
 
@@ -417,7 +419,7 @@ impl Story {
     /// Creates a pod, unless it exists, and waits until it runs. Kubelet rejects a pod permanently if the device plugin does not answer;
     /// then the pod is recreated, as its owner would do.
     async fn until_running(&mut self, name: &str, pod: fn(&str) -> String, devices: usize) {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         while self.never.is_none() && Instant::now() < end && !self.is_broken() {
             match self.pod(name) {
                 None => self.create(&pod(name)),
@@ -427,15 +429,15 @@ impl Story {
             }
         }
         let running = |pod: Value| text(&pod, "/status/phase") == "Running";
-        self.until(&format!("{name} runs"), |story| {
-            story.pod(name).is_some_and(running)
+        self.until(&format!("{name} runs"), |scenario| {
+            scenario.pod(name).is_some_and(running)
         })
         .await;
-        self.check_outfit(name, devices);
+        self.check_devices(name, devices);
     }
 
     /// Checks that a running container has the requested devices.
-    fn check_outfit(&mut self, name: &str, wanted: usize) {
+    fn check_devices(&mut self, name: &str, wanted: usize) {
         let outfits = self.kubelet.outfits();
         let devices = outfits
             .get(&("default".to_owned(), name.to_owned()))
@@ -449,13 +451,15 @@ impl Story {
     }
 
     async fn until_gone(&mut self, name: &str) {
-        self.until(&format!("{name} is gone"), |story| story.pod(name).is_none())
-            .await;
+        self.until(&format!("{name} is gone"), |scenario| {
+            scenario.pod(name).is_none()
+        })
+        .await;
     }
 
     /// I8, I11 and I14: no claim, no context, no CDI file of a claim, no temporary file, and an empty checkpoint.
     async fn until_nothing_is_left(&mut self) {
-        self.until("nothing is left", |story| story.left().is_empty())
+        self.until("nothing is left", |scenario| scenario.left().is_empty())
             .await;
         if let Some(never) = self.never.take() {
             let what = "nothing is left";
@@ -496,9 +500,9 @@ impl Story {
     /// I12: an idle system sends no requests to the API server.
     async fn until_quiet(&mut self) {
         self.faults.count(true);
-        let end = Instant::now() + PATIENCE;
-        let asked = |story: &Self| {
-            let counts = story.faults.counts();
+        let end = Instant::now() + TIMEOUT;
+        let asked = |scenario: &Self| {
+            let counts = scenario.faults.counts();
             let of = |program| counts.get(&(program, Place::Request)).copied();
             (of(CONTROLLER), of(COMPANION))
         };
@@ -506,7 +510,7 @@ impl Story {
         while last.1.elapsed() < QUIET {
             if Instant::now() > end {
                 self.never
-                    .get_or_insert_with(|| "I12: it never comes to rest".to_owned());
+                    .get_or_insert_with(|| "I12: it is never idle".to_owned());
                 return;
             }
             sleep(Duration::from_millis(50)).await;
