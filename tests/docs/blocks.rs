@@ -64,7 +64,7 @@ fn every_block_says_what_the_tests_do_with_it() {
     for block in pages().into_iter().flat_map(|page| page.blocks) {
         let is_marked = match (block.language.as_str(), block.mark.as_str()) {
             ("sh", mark) => [
-                "run", "stage", "demo", "cluster", "chart", "terminal", "vendor", "release", "checked",
+                "run", "embedded", "demo", "cluster", "chart", "terminal", "vendor", "release", "checked",
             ]
             .contains(&mark),
             ("yaml", mark) => {
@@ -81,7 +81,7 @@ fn every_block_says_what_the_tests_do_with_it() {
     }
     assert!(
         unmarked.is_empty(),
-        "blocks that do not say what is done with them (see tests/docs/blocks.rs):\n  {}",
+        "blocks without a known mark (see tests/docs/blocks.rs):\n  {}",
         unmarked.join("\n  ")
     );
 }
@@ -97,13 +97,13 @@ fn scripts_that_need_no_cluster_succeed() {
 
 /// The embedded cluster, stopped on drop.
 #[cfg(feature = "testcluster")]
-struct Stage {
+struct EmbeddedCluster {
     child: Child,
     kubeconfig: String,
 }
 
 #[cfg(feature = "testcluster")]
-impl Stage {
+impl EmbeddedCluster {
     fn start() -> Self {
         let mut child = Command::new(PROGRAM)
             .args(["demo", "--scenario", "structured", "--keep"])
@@ -126,7 +126,7 @@ impl Stage {
 }
 
 #[cfg(feature = "testcluster")]
-impl Drop for Stage {
+impl Drop for EmbeddedCluster {
     fn drop(&mut self) {
         let pid = i32::try_from(self.child.id())
             .ok()
@@ -142,11 +142,11 @@ impl Drop for Stage {
 #[cfg(feature = "testcluster")]
 #[test]
 fn scripts_for_the_embedded_cluster_succeed_on_it() {
-    let stage = Stage::start();
-    let blocks = blocks("sh", "stage");
+    let cluster = EmbeddedCluster::start();
+    let blocks = blocks("sh", "embedded");
     assert!(!blocks.is_empty());
     for block in blocks {
-        assert_succeeds(&block, &[("KUBECONFIG", &stage.kubeconfig)]);
+        assert_succeeds(&block, &[("KUBECONFIG", &cluster.kubeconfig)]);
     }
 }
 
@@ -158,8 +158,8 @@ fn configurations_of_nodes_are_right() {
         let directory = tempfile::tempdir().expect("a directory");
         std::fs::write(directory.path().join("node.yaml"), &block.text).expect("written");
         let output = run("drayman config check node.yaml", directory.path(), &[]);
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "{}: {said}", block.place);
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{}: {stderr}", block.place);
     }
 }
 

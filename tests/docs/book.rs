@@ -6,7 +6,7 @@ use crate::page::pages;
 
 /// Lines with markup that mdBook 0.5 can warn about: HTML (not closed, or closed twice), footnotes (undefined, or unused) and mdBook's own
 /// directives such as `{{#include}}` (of a missing file). No page needs any of these.
-fn doubtful(text: &str) -> Vec<(usize, String)> {
+fn suspicious_markup(text: &str) -> Vec<(usize, String)> {
     let line = |offset: usize| text[..offset].matches('\n').count() + 1;
     let options = Options::ENABLE_TABLES | Options::ENABLE_FOOTNOTES;
     let markup = Parser::new_ext(text, options)
@@ -35,7 +35,7 @@ fn no_page_of_the_book_has_markup_of_which_mdbook_could_warn() {
     let mut found = Vec::new();
     let book = pages().into_iter().filter(|page| page.path.starts_with("docs"));
     for page in book {
-        for (line, markup) in doubtful(&page.text) {
+        for (line, markup) in suspicious_markup(&page.text) {
             found.push(format!("{}:{line}: {markup}", page.path.display()));
         }
     }
@@ -45,7 +45,7 @@ fn no_page_of_the_book_has_markup_of_which_mdbook_could_warn() {
 #[test]
 fn each_sort_of_markup_is_found_on_its_line_and_code_is_none() {
     let fine = "`<driver>` and 1 < 2 > 0, [a](b.md), {{ .Values.x }}\n\n<!-- end of it -->\n\n```yaml\na: <b>\n```\n";
-    assert_eq!(doubtful(fine), []);
+    assert_eq!(suspicious_markup(fine), []);
     for (text, line) in [
         ("one\n\na <driver> name", 3),
         ("<details>\n", 1),
@@ -54,6 +54,10 @@ fn each_sort_of_markup_is_found_on_its_line_and_code_is_none() {
         ("one\n\n[^a]: never named", 3),
         ("```sh\n{{#include nothing.sh}}\n```", 2),
     ] {
-        assert_eq!(doubtful(text).first().map(|found| found.0), Some(line), "{text}");
+        assert_eq!(
+            suspicious_markup(text).first().map(|found| found.0),
+            Some(line),
+            "{text}"
+        );
     }
 }

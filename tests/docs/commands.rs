@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_right_passes() {
+    fn valid_commands_pass() {
         for script in [
             "make check # before",
             "cargo run -- devices -o json",
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn each_word_that_leads_nowhere_is_found() {
+    fn each_word_without_a_target_is_found() {
         for (script, word) in [
             ("make nothing", "nothing"),
             ("drayman devices --colour", "--colour"),

@@ -278,13 +278,13 @@ fn the_counts_of_conformance_are_those_of_its_rows() {
         })
         .count()
     };
-    let said = page
+    let stated = page
         .text
         .lines()
         .find(|line| line.starts_with("| the 78 points |"))
         .expect("the table");
     let counted = [of("kept"), of("bettered"), of("not yet")].map(|count| count.to_string());
-    assert_eq!(cells(said)[1..], counted);
+    assert_eq!(cells(stated)[1..], counted);
     assert_eq!(of("kept") + of("bettered") + of("not yet"), 78);
 }
 

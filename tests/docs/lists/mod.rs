@@ -35,7 +35,7 @@ fn differences(documented: &BTreeSet<String>, found: &BTreeMap<String, BTreeSet<
     let unused = documented
         .iter()
         .filter(|word| !found.contains_key(*word))
-        .map(|word| format!("{word} is documented and nowhere in the code"));
+        .map(|word| format!("{word} is documented, but not in the code"));
     undocumented.chain(unused).collect()
 }
 
