@@ -7,7 +7,7 @@ import "drayman.dev/tests/cluster/recipe"
 const containerdConfig = `version = 2
 root = "/var/lib/containerd"
 state = "/run/containerd"
-# What a test needs not, and what would write elsewhere (opt).
+# Plugins that the tests do not need, or that write elsewhere (opt).
 disabled_plugins = ["io.containerd.internal.v1.opt", "io.containerd.nri.v1.nri", "io.containerd.internal.v1.tracing", "io.containerd.tracing.processor.v1.otlp",
   "io.containerd.snapshotter.v1.aufs", "io.containerd.snapshotter.v1.blockfile", "io.containerd.snapshotter.v1.btrfs", "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.zfs"]
 [grpc]
@@ -17,7 +17,7 @@ disabled_plugins = ["io.containerd.internal.v1.opt", "io.containerd.nri.v1.nri",
   # A machine without CAP_SYS_RESOURCE cannot lower oom_score_adj, and runc fails with "can't get final child's PID".
   restrict_oom_score_adj = true
   enable_cdi = true
-  # Not /etc/cdi, where the machine may describe devices of its own.
+  # Not /etc/cdi, which may contain CDI files of the machine.
   cdi_spec_dirs = ["/var/run/cdi"]
   # Registries of a test: a file registries/<host>/hosts.toml counts at once.
   [plugins."io.containerd.grpc.v1.cri".registry]
