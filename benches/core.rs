@@ -247,7 +247,7 @@ fn context(name: &str, version: u64) -> Arc<PodSchedulingContext> {
 }
 
 /// A runtime that answers every command from memory, to measure `core::claims` alone.
-struct Shell {
+struct Runtime {
     world: ControllerState,
     answers: VecDeque<Event>,
     claims: BTreeMap<ObjectKey, ResourceClaim>,
@@ -257,10 +257,10 @@ struct Shell {
     times: Times,
 }
 
-impl Shell {
+impl Runtime {
     /// A state with this many allocated claims, after its start.
     fn new(claims: usize) -> Self {
-        let mut shell = Self {
+        let mut runtime = Self {
             world: ControllerState::new(Settings::new(DRIVER)),
             answers: VecDeque::new(),
             claims: BTreeMap::new(),
@@ -268,15 +268,15 @@ impl Shell {
             full: false,
             times: Times::default(),
         };
-        shell.apply(Event::Classes(vec![class()]));
-        shell.apply(Event::Claims(
+        runtime.apply(Event::Classes(vec![class()]));
+        runtime.apply(Event::Claims(
             (0..claims).map(|number| allocated(number, 1)).collect(),
         ));
-        shell.apply(Event::Contexts(Vec::new()));
-        shell.run();
-        assert!(shell.world.is_ready());
-        shell.times = Times::default();
-        shell
+        runtime.apply(Event::Contexts(Vec::new()));
+        runtime.run();
+        assert!(runtime.world.is_ready());
+        runtime.times = Times::default();
+        runtime
     }
 
     fn next_version(&mut self) -> u64 {
@@ -395,7 +395,7 @@ fn memory() {
     const CLAIMS: usize = 10_000;
     const CONTEXTS: usize = 1_000;
     let before = resident_kib();
-    let shell = Shell::new(CLAIMS);
+    let runtime = Runtime::new(CLAIMS);
     let protocol = resident_kib().saturating_sub(before) * 1024 / CLAIMS as u64;
     let mut allocator = DeviceAllocator::new(DRIVER);
     let claims: Vec<_> = (0..CLAIMS).map(|number| allocated(number, 1)).collect();
@@ -412,7 +412,7 @@ fn memory() {
         // The goal applies to the whole program: see `load restart`.
         Goal::none(),
     );
-    drop(shell);
+    drop(runtime);
     let before = resident_kib();
     let contexts: Vec<_> = (0..CONTEXTS)
         .map(|number| context(&format!("waiting-{number:04}"), 1))
@@ -430,67 +430,67 @@ fn events() {
     const CLAIMS: usize = 10_000;
     const WAITING: usize = 500;
     let goal = Duration::from_millis(1);
-    let mut shell = Shell::new(CLAIMS);
-    shell.add_waiting(WAITING);
+    let mut runtime = Runtime::new(CLAIMS);
+    runtime.add_waiting(WAITING);
     let about = format!("{CLAIMS} allocated claims, {WAITING} waiting contexts");
 
-    shell.times = Times::default();
+    runtime.times = Times::default();
     for number in 0..1000 {
-        let version = shell.next_version();
-        shell.apply(Event::Claim(allocated(number, version)));
-        shell.run();
+        let version = runtime.next_version();
+        runtime.apply(Event::Claim(allocated(number, version)));
+        runtime.run();
     }
     figure(
         &format!("event of an allocated claim ({about})"),
-        &shell.times.to_string(),
-        Goal::at_most(shell.times.median(), goal),
+        &runtime.times.to_string(),
+        Goal::at_most(runtime.times.median(), goal),
     );
 
-    shell.times = Times::default();
+    runtime.times = Times::default();
     for number in 0..WAITING {
         let name = format!("waiting-{number:05}");
-        let version = shell.next_version();
+        let version = runtime.next_version();
         let mut changed = context(&name, version);
         let entries =
             json!([{ "name": "device", "unsuitableNodes": (0..128).map(node_name).collect::<Vec<_>>() }]);
         Arc::make_mut(&mut changed).status.resource_claims = serde_json::from_value(entries).unwrap();
-        shell.apply(Event::Context(changed));
-        shell.run();
+        runtime.apply(Event::Context(changed));
+        runtime.run();
     }
     figure(
         &format!("event of a waiting context ({about})"),
-        &shell.times.to_string(),
-        Goal::at_most(shell.times.median(), goal),
+        &runtime.times.to_string(),
+        Goal::at_most(runtime.times.median(), goal),
     );
 
     // One device is freed, but does not help any waiting pod: the most expensive case.
-    shell.times = Times::default();
+    runtime.times = Times::default();
     let start = Instant::now();
-    shell.apply(Event::Capacity(
+    runtime.apply(Event::Capacity(
         CapacityChange::new(CapacityCause::Freed).for_pods(1),
     ));
-    shell.run();
+    runtime.run();
     figure(
         &format!("one device freed that helps none of {WAITING} waiting pods"),
         &format!(
             "{:?} until all were judged again, {} events",
             start.elapsed(),
-            shell.times.len()
+            runtime.times.len()
         ),
         Goal::at_most(start.elapsed(), Duration::from_millis(200)),
     );
 
-    shell.times = Times::default();
+    runtime.times = Times::default();
     for number in 0..WAITING {
         let key = ObjectKey::new("default", format!("waiting-{number:05}"));
         let uid = format!("context-{}", key.name);
-        shell.apply(Event::ContextGone { key, uid });
-        shell.run();
+        runtime.apply(Event::ContextGone { key, uid });
+        runtime.run();
     }
     figure(
         &format!("end of a waiting context ({about})"),
-        &shell.times.to_string(),
-        Goal::at_most(shell.times.median(), goal),
+        &runtime.times.to_string(),
+        Goal::at_most(runtime.times.median(), goal),
     );
 }
 
@@ -498,21 +498,21 @@ fn events() {
 fn burst() {
     const CLAIMS: usize = 10_000;
     const PODS: usize = 500;
-    let mut shell = Shell::new(CLAIMS);
+    let mut runtime = Runtime::new(CLAIMS);
     let start = Instant::now();
     for number in 0..PODS {
-        shell.add_pod(&format!("pod-{number:05}"));
+        runtime.add_pod(&format!("pod-{number:05}"));
     }
-    shell.run();
+    runtime.run();
     let elapsed = start.elapsed();
-    assert_eq!(shell.world.statistics().allocations, PODS as u64);
+    assert_eq!(runtime.world.statistics().allocations, PODS as u64);
     figure(
         &format!("{PODS} pods under way at once beside {CLAIMS} allocated claims"),
         &format!(
             "{:?} of decisions per pod in {} events, {}",
-            shell.times.sum() / u32::try_from(PODS).unwrap(),
-            shell.times.len(),
-            shell.times
+            runtime.times.sum() / u32::try_from(PODS).unwrap(),
+            runtime.times.len(),
+            runtime.times
         ),
         Goal::at_most(elapsed, Duration::from_secs(1)),
     );

@@ -24,13 +24,13 @@ mod pods;
 #[path = "../tests/faults/node/process.rs"]
 #[allow(dead_code, reason = "shared with tests, which use another part of it")]
 mod process;
-#[path = "../tests/e2e/stage.rs"]
+#[path = "../tests/e2e/setup.rs"]
 #[allow(
     dead_code,
     clippy::single_match_else,
     reason = "shared with tests, which use another part of it"
 )]
-mod stage;
+mod setup;
 
 use harness::not_run;
 
@@ -279,20 +279,20 @@ fn switches(process: &str) -> BTreeMap<String, u64> {
 
 /// A device is unplugged and plugged in on a real node.
 async fn unplug() -> anyhow::Result<()> {
-    let stage = stage::Stage::start(1).await?;
-    let node = stage.cluster.node(0);
+    let setup = setup::Setup::start(1).await?;
+    let node = setup.cluster.node(0);
     pods::make_devices(node, "drayman-plugged", &pods::MINORS[..2])?;
-    let companion = stage.companion(0, pods::CONFIGURATION)?;
-    pods::wait_for_allocatable(&stage, 0, "2").await?;
+    let companion = setup.companion(0, pods::CONFIGURATION)?;
+    pods::wait_for_allocatable(&setup, 0, "2").await?;
     let (mut gone, mut back) = (Times::default(), Times::default());
     for _ in 0..20 {
         let start = Instant::now();
         node.remove("/dev/drayman-plugged-1")?;
-        pods::wait_for_allocatable(&stage, 0, "1").await?;
+        pods::wait_for_allocatable(&setup, 0, "1").await?;
         gone.push(start.elapsed());
         let start = Instant::now();
         node.make_device("/dev/drayman-plugged-1", 1, pods::MINORS[1])?;
-        pods::wait_for_allocatable(&stage, 0, "2").await?;
+        pods::wait_for_allocatable(&setup, 0, "2").await?;
         back.push(start.elapsed());
     }
     let name = "in the node's allocatable (kubelet of the tests: status every 1 s)";
@@ -307,5 +307,5 @@ async fn unplug() -> anyhow::Result<()> {
         Goal::none(),
     );
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

@@ -92,7 +92,7 @@ async fn measure(hostile: &Hostile, nodes: usize, claims: usize) {
                     .unwrap();
                 let _ = driver.allocate(&requests, None).await;
                 for request in &requests {
-                    give_back(&driver, request).await;
+                    deallocate(&driver, request).await;
                 }
             }
         }
@@ -106,7 +106,7 @@ async fn measure(hostile: &Hostile, nodes: usize, claims: usize) {
             tokio::spawn(async move {
                 for _ in 0..4 {
                     let _ = driver.allocate(std::slice::from_ref(&request), None).await;
-                    give_back(&driver, &request).await;
+                    deallocate(&driver, &request).await;
                 }
             })
         });
@@ -152,11 +152,11 @@ async fn allocate(driver: &HostDriver, honest: &[ClaimRequest<HostDriver>], time
     driver.allocate(honest, Some("honest")).await.unwrap();
     times.push(start.elapsed());
     for request in honest {
-        give_back(driver, request).await;
+        deallocate(driver, request).await;
     }
 }
 
-async fn give_back(driver: &HostDriver, request: &ClaimRequest<HostDriver>) {
+async fn deallocate(driver: &HostDriver, request: &ClaimRequest<HostDriver>) {
     driver
         .deallocate(Deallocation::new(&request.claim))
         .await

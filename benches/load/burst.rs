@@ -12,11 +12,11 @@ use serde_json::json;
 use tokio::time::{Instant, timeout_at};
 
 use crate::Options;
+use crate::common::{self, Controller, USER};
 use crate::figures::{Goal, Times, figure, load};
-use crate::ground::{self, Controller, USER};
 use crate::memory_driver;
 use crate::requests::{self, Count};
-use crate::stage::{Stage, claim_name, pod_with_claim};
+use crate::setup::{Setup, claim_name, pod_with_claim};
 
 const PODS: usize = 500;
 const NODES: usize = 128;
@@ -32,23 +32,23 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     built_in(options, PODS, "exactly enough devices").await?;
     let ours = built_in(options, 2 * PODS, "twice as many devices").await?;
 
-    let stage = stage(PODS).await?;
-    stage
+    let setup = start(PODS).await?;
+    setup
         .apply(&json!({
             "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": "memory" },
             "driverName": memory_driver::DRIVER,
         }))
         .await?;
-    stage
+    setup
         .apply(&json!({
             "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaimTemplate", "metadata": { "name": "test" },
             "spec": { "spec": { "resourceClassName": "memory" } },
         }))
         .await?;
     let this = std::env::current_exe()?;
-    let controller = Controller::spawn(&stage, &this, "memory-load", &[memory_driver::COMMAND]).await?;
+    let controller = Controller::spawn(&setup, &this, "memory-load", &[memory_driver::COMMAND]).await?;
     let memory = measure(
-        &stage,
+        &setup,
         &controller,
         "memory-load",
         "driver that answers from memory",
@@ -60,39 +60,39 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
         &format!("{:.0} %", 100.0 * ours / memory),
         Goal::none(),
     );
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 async fn built_in(options: &Options, devices: usize, what: &str) -> anyhow::Result<f64> {
-    let stage = stage(devices).await?;
-    stage.make_template(None).await?;
-    let controller = Controller::start(&stage, options).await?;
-    let rate = measure(&stage, &controller, USER, &format!("built-in driver, {what}")).await?;
+    let setup = start(devices).await?;
+    setup.make_template(None).await?;
+    let controller = Controller::start(&setup, options).await?;
+    let rate = measure(&setup, &controller, USER, &format!("built-in driver, {what}")).await?;
     controller.end().await?;
-    stage.cluster.stop().await?;
+    setup.cluster.stop().await?;
     Ok(rate)
 }
 
 /// A control plane with this many devices.
-async fn stage(devices: usize) -> anyhow::Result<Stage> {
-    let stage = ground::stage(&FLAGS, false).await?;
+async fn start(devices: usize) -> anyhow::Result<Setup> {
+    let setup = common::start(&FLAGS, false).await?;
     let of_node = |node| devices / NODES + usize::from(node < devices % NODES);
-    ground::make_nodes(&stage, (0..NODES).map(|node| (node, of_node(node)))).await?;
+    common::make_nodes(&setup, (0..NODES).map(|node| (node, of_node(node)))).await?;
     // The scheduler learns of nodes through its own watch.
     tokio::time::sleep(Duration::from_secs(3)).await;
-    Ok(stage)
+    Ok(setup)
 }
 
 /// Returns the number of pods bound per second.
-async fn measure(stage: &Stage, controller: &Controller, user: &str, what: &str) -> anyhow::Result<f64> {
+async fn measure(setup: &Setup, controller: &Controller, user: &str, what: &str) -> anyhow::Result<f64> {
     let load_before = load();
     let start = Instant::now();
-    let create = ground::each(0..PODS, |number| async move {
+    let create = common::each(0..PODS, |number| async move {
         let pod = pod_with_claim(&format!("pod-{number:03}"))?;
-        stage.pods().create(&PostParams::default(), &pod).await?;
+        setup.pods().create(&PostParams::default(), &pod).await?;
         Ok(())
     });
-    let bound = count_bound(stage, start + LIMIT);
+    let bound = count_bound(setup, start + LIMIT);
     let (created, bound) = tokio::join!(create, bound);
     created?;
     let moments: Times = bound?
@@ -112,9 +112,9 @@ async fn measure(stage: &Stage, controller: &Controller, user: &str, what: &str)
         Goal::is(bound == PODS),
     );
     if bound < PODS {
-        explain(stage).await?;
+        explain(setup).await?;
     }
-    let entries = requests::of(stage, user).await?;
+    let entries = requests::of(setup, user).await?;
     let (resident, most) = controller.resident_kib();
     figure(
         &format!("its requests per pod, {what}"),
@@ -129,8 +129,8 @@ async fn measure(stage: &Stage, controller: &Controller, user: &str, what: &str)
 }
 
 /// Prints the state of the first pods that are not bound.
-async fn explain(stage: &Stage) -> anyhow::Result<()> {
-    let pods = stage.pods().list(&ListParams::default()).await?.items;
+async fn explain(setup: &Setup) -> anyhow::Result<()> {
+    let pods = setup.pods().list(&ListParams::default()).await?.items;
     let unbound: Vec<Pod> = pods
         .into_iter()
         .filter(|pod| pod.spec.node_name.is_none())
@@ -139,10 +139,10 @@ async fn explain(stage: &Stage) -> anyhow::Result<()> {
     for pod in unbound.iter().take(5) {
         let name = pod.metadata.name.clone().unwrap_or_default();
         let claim = match claim_name(Some(pod)) {
-            Some(claim) => stage.claims().get_opt(&claim).await?,
+            Some(claim) => setup.claims().get_opt(&claim).await?,
             None => None,
         };
-        let context = stage.contexts().get_opt(&name).await?;
+        let context = setup.contexts().get_opt(&name).await?;
         let unsuitable = |entries: &[ResourceClaimSchedulingStatus]| {
             entries
                 .iter()
@@ -167,10 +167,10 @@ async fn explain(stage: &Stage) -> anyhow::Result<()> {
 }
 
 /// Times at which the pods were bound, until all are or the deadline has passed.
-async fn count_bound(stage: &Stage, deadline: Instant) -> anyhow::Result<Vec<Instant>> {
+async fn count_bound(setup: &Setup, deadline: Instant) -> anyhow::Result<Vec<Instant>> {
     let mut bound = BTreeSet::new();
     let mut moments = Vec::new();
-    let mut pods = pin!(watcher(stage.pods(), watcher::Config::default()).applied_objects());
+    let mut pods = pin!(watcher(setup.pods(), watcher::Config::default()).applied_objects());
     while moments.len() < PODS {
         let Ok(pod) = timeout_at(deadline, pods.try_next()).await else {
             break;

@@ -16,14 +16,14 @@ use tokio::time::{Instant, sleep};
 use crate::Options;
 use crate::figures::resident_kib_of;
 use crate::harness::{Cluster, IMAGE};
-use crate::stage::{DRIVER, FINALIZER, Stage, pod_from, replica_rules};
+use crate::setup::{DRIVER, FINALIZER, Setup, pod_from, replica_rules};
 
 /// The user name of the controller under test.
 pub(crate) const USER: &str = "drayman-load";
 /// Maximum number of concurrent requests of the load itself.
 const WIDTH: usize = 32;
 /// Timeout of waits that usually take moments.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A controller under test.
 #[derive(Debug)]
@@ -35,27 +35,27 @@ pub(crate) struct Controller {
 
 impl Controller {
     /// Starts `drayman controller` with a lease, as the chart does.
-    pub(crate) async fn start(stage: &Stage, options: &Options) -> anyhow::Result<Self> {
-        Self::start_with(stage, options, &[]).await
+    pub(crate) async fn start(setup: &Setup, options: &Options) -> anyhow::Result<Self> {
+        Self::start_with(setup, options, &[]).await
     }
 
     /// As [`Controller::start`], with more flags.
-    pub(crate) async fn start_with(stage: &Stage, options: &Options, flags: &[&str]) -> anyhow::Result<Self> {
+    pub(crate) async fn start_with(setup: &Setup, options: &Options, flags: &[&str]) -> anyhow::Result<Self> {
         let lease = ["--leader-elect", "--leader-elect-resource-namespace=default"];
         let arguments = [&["controller"][..], &lease, flags, &["--kubeconfig"]].concat();
-        Self::spawn(stage, &options.program, USER, &arguments).await
+        Self::spawn(setup, &options.program, USER, &arguments).await
     }
 
     /// Starts a controller as its own user. Its last argument is the kubeconfig.
     pub(crate) async fn spawn(
-        stage: &Stage,
+        setup: &Setup,
         program: &Path,
         user: &str,
         arguments: &[&str],
     ) -> anyhow::Result<Self> {
-        let kubeconfig = stage.cluster.user(user, &replica_rules()?).await?;
-        let log = stage.cluster.directory().join(format!("{user}.log"));
-        let mut command = stage.cluster.command(program);
+        let kubeconfig = setup.cluster.user(user, &replica_rules()?).await?;
+        let log = setup.cluster.directory().join(format!("{user}.log"));
+        let mut command = setup.cluster.command(program);
         // As in the image.
         command.env("MALLOC_ARENA_MAX", "1");
         command.args(arguments).arg(kubeconfig);
@@ -106,7 +106,7 @@ impl Controller {
 }
 
 /// A control plane for a scenario, with more flags for its components.
-pub(crate) async fn stage(flags: &[(&str, &str)], bodies: bool) -> anyhow::Result<Stage> {
+pub(crate) async fn start(flags: &[(&str, &str)], bodies: bool) -> anyhow::Result<Setup> {
     // Nodes that exist only in the API have no heartbeats.
     let mut builder = Cluster::builder().flag("controller-manager", "--node-monitor-grace-period=24h");
     for (component, flag) in flags {
@@ -115,17 +115,17 @@ pub(crate) async fn stage(flags: &[(&str, &str)], bodies: bool) -> anyhow::Resul
     if bodies {
         builder = builder.audit_bodies();
     }
-    Stage::on(builder.start().await?).await
+    Setup::prepare(builder.start().await?).await
 }
 
 /// Sets the scheduler's backoff for pods.
-pub(crate) async fn set_backoff(stage: &Stage, first: u32, longest: u32) -> anyhow::Result<()> {
-    let path = stage.cluster.directory().join("scheduler.yaml");
+pub(crate) async fn set_backoff(setup: &Setup, first: u32, longest: u32) -> anyhow::Result<()> {
+    let path = setup.cluster.directory().join("scheduler.yaml");
     let text = std::fs::read_to_string(&path)?;
     let backoff = format!("podInitialBackoffSeconds: {first}\npodMaxBackoffSeconds: {longest}\n");
     std::fs::write(&path, text + &backoff)?;
-    stage.cluster.stop_component("scheduler", 15).await?;
-    stage.cluster.start_component("scheduler").await
+    setup.cluster.stop_component("scheduler", 15).await?;
+    setup.cluster.start_component("scheduler").await
 }
 
 /// Runs a function for each number, a few at a time.
@@ -149,11 +149,11 @@ pub(crate) fn node_name(number: usize) -> String {
 
 /// Creates nodes with this many devices each.
 pub(crate) async fn make_nodes(
-    stage: &Stage,
+    setup: &Setup,
     nodes: impl IntoIterator<Item = (usize, usize)>,
 ) -> anyhow::Result<()> {
     each(nodes, |(node, devices)| async move {
-        stage.pretend_devices(&node_name(node), devices).await
+        setup.make_fake_devices(&node_name(node), devices).await
     })
     .await
 }
@@ -193,12 +193,12 @@ fn owner(pod: &Pod) -> Value {
 
 /// Creates the claim of `pod` number `number` as allocated by the controller: with finalizer, device and reservation.
 pub(crate) async fn make_allocated(
-    stage: &Stage,
+    setup: &Setup,
     number: usize,
     pod: &Pod,
     (node, node_uid, device): (&str, &str, &str),
 ) -> anyhow::Result<()> {
-    let api = stage.claims();
+    let api = setup.claims();
     let name = format!("bound-{number:05}-device");
     let claim: ResourceClaim = serde_json::from_value(json!({
         "metadata": {

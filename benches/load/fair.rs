@@ -9,10 +9,10 @@ use serde_json::json;
 use tokio::time::sleep;
 
 use crate::Options;
+use crate::common::{self, Controller, TIMEOUT, USER};
 use crate::figures::{Goal, Times, figure};
-use crate::ground::{self, Controller, PATIENCE, USER};
 use crate::requests::{self, Count};
-use crate::stage::{DRIVER, Stage, is_allocated, pod_with_claim};
+use crate::setup::{DRIVER, Setup, is_allocated, pod_with_claim};
 
 const CROWD: usize = 100;
 const NODES: usize = 16;
@@ -38,32 +38,32 @@ async fn one_scheduler(options: &Options, scheduler: &[(&str, &str)]) -> anyhow:
         ("controller-manager", "--kube-api-burst=4000"),
     ];
     flags.extend(scheduler);
-    let stage = ground::stage(&flags, true).await?;
-    ground::make_nodes(&stage, (0..NODES).map(|node| (node, 8))).await?;
-    stage
+    let setup = common::start(&flags, true).await?;
+    common::make_nodes(&setup, (0..NODES).map(|node| (node, 8))).await?;
+    setup
         .apply(&json!({
             "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": "nobody" },
             "driverName": "nobody.example.com",
         }))
         .await?;
-    let controller = Controller::start(&stage, options).await?;
+    let controller = Controller::start(&setup, options).await?;
     // The first samples include the setup of connections and caches.
-    samples(&stage, "warm", AT_ONCE * 10).await?;
-    let alone = samples(&stage, "alone", SAMPLES).await?;
+    samples(&setup, "warm", AT_ONCE * 10).await?;
+    let alone = samples(&setup, "alone", SAMPLES).await?;
     show("alone", &alone, Goal::none());
     // The same pods with a driver that does not run show the share of scheduler and API server.
-    crowd(&stage, "nobody", "nobody").await?;
-    let beside_nobody = samples(&stage, "nobody", SAMPLES).await?;
+    crowd(&setup, "nobody", "nobody").await?;
+    let beside_nobody = samples(&setup, "nobody", SAMPLES).await?;
     show(
         &format!("beside {CROWD} pods that wait for a driver that is not there"),
         &beside_nobody,
         Goal::none(),
     );
-    disperse(&stage, "nobody").await?;
-    crowd(&stage, "crowd", "test").await?;
-    let before = requests::of(&stage, USER).await?.len();
-    let beside = samples(&stage, "beside", SAMPLES).await?;
-    let entries = requests::of(&stage, USER).await?;
+    delete_crowd(&setup, "nobody").await?;
+    crowd(&setup, "crowd", "test").await?;
+    let before = requests::of(&setup, USER).await?.len();
+    let beside = samples(&setup, "beside", SAMPLES).await?;
+    let entries = requests::of(&setup, USER).await?;
     let for_crowd = Count::new(
         entries
             .iter()
@@ -92,7 +92,7 @@ async fn one_scheduler(options: &Options, scheduler: &[(&str, &str)]) -> anyhow:
         Goal::none(),
     );
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 fn show(what: &str, times: &Times, goal: Goal) {
@@ -104,13 +104,13 @@ fn show(what: &str, times: &Times, goal: Goal) {
 }
 
 /// Creates pods in their own namespace, each of which requests more devices than any node has.
-async fn crowd(stage: &Stage, namespace: &str, class: &str) -> anyhow::Result<()> {
-    let client = stage.cluster.client();
+async fn crowd(setup: &Setup, namespace: &str, class: &str) -> anyhow::Result<()> {
+    let client = setup.cluster.client();
     let object: Namespace = serde_json::from_value(json!({ "metadata": { "name": namespace } }))?;
     Api::all(client.clone())
         .create(&PostParams::default(), &object)
         .await?;
-    stage
+    setup
         .apply(&json!({
             "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClaimParameters",
             "metadata": { "name": "many", "namespace": namespace },
@@ -118,7 +118,7 @@ async fn crowd(stage: &Stage, namespace: &str, class: &str) -> anyhow::Result<()
         }))
         .await?;
     let reference = json!({ "apiGroup": DRIVER, "kind": "DeviceClaimParameters", "name": "many" });
-    stage
+    setup
         .apply(&json!({
             "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaimTemplate",
             "metadata": { "name": "test", "namespace": namespace },
@@ -126,7 +126,7 @@ async fn crowd(stage: &Stage, namespace: &str, class: &str) -> anyhow::Result<()
         }))
         .await?;
     let pods = Api::<Pod>::namespaced(client.clone(), namespace);
-    ground::each(0..CROWD, |number| {
+    common::each(0..CROWD, |number| {
         let pods = pods.clone();
         async move {
             let pod = pod_with_claim(&format!("crowd-{number:03}"))?;
@@ -136,7 +136,7 @@ async fn crowd(stage: &Stage, namespace: &str, class: &str) -> anyhow::Result<()
     })
     .await?;
     let contexts = Api::<PodSchedulingContext>::namespaced(client, namespace);
-    ground::until("the scheduler has asked for every pod", PATIENCE, || async {
+    common::until("the scheduler has asked for every pod", TIMEOUT, || async {
         let contexts = contexts.list(&ListParams::default()).await?.items;
         let is_told =
             |context: &PodSchedulingContext| class == "nobody" || !context.status.resource_claims.is_empty();
@@ -147,49 +147,49 @@ async fn crowd(stage: &Stage, namespace: &str, class: &str) -> anyhow::Result<()
     Ok(())
 }
 
-async fn disperse(stage: &Stage, namespace: &str) -> anyhow::Result<()> {
-    let pods = Api::<Pod>::namespaced(stage.cluster.client(), namespace);
+async fn delete_crowd(setup: &Setup, namespace: &str) -> anyhow::Result<()> {
+    let pods = Api::<Pod>::namespaced(setup.cluster.client(), namespace);
     let now = DeleteParams::default().grace_period(0);
     drop(pods.delete_collection(&now, &ListParams::default()).await?);
-    let claims = Api::<ResourceClaim>::namespaced(stage.cluster.client(), namespace);
-    ground::until("the crowd is gone", PATIENCE, || async {
+    let claims = Api::<ResourceClaim>::namespaced(setup.cluster.client(), namespace);
+    common::until("the crowd is deleted", TIMEOUT, || async {
         Ok(claims.list(&ListParams::default()).await?.items.is_empty())
     })
     .await
 }
 
 /// Lifecycles of claims in the namespace `default`. This program acts as the scheduler: it only selects the node.
-pub(crate) async fn samples(stage: &Stage, phase: &str, number: usize) -> anyhow::Result<Times> {
+pub(crate) async fn samples(setup: &Setup, phase: &str, number: usize) -> anyhow::Result<Times> {
     let lanes = (0..AT_ONCE).map(|lane| async move {
         for sample in (lane..number).step_by(AT_ONCE) {
-            one(stage, &format!("{phase}-{sample:03}"), sample % NODES).await?;
+            one(setup, &format!("{phase}-{sample:03}"), sample % NODES).await?;
         }
         anyhow::Ok(())
     });
     futures::future::try_join_all(lanes).await?;
-    let all = stage.cluster.audit().entries().await?;
+    let all = setup.cluster.audit().entries().await?;
     Ok(requests::allocation_times(&all, USER, |claim| {
         claim.starts_with(&format!("{phase}-")).then(|| claim.to_owned())
     }))
 }
 
-async fn one(stage: &Stage, name: &str, node: usize) -> anyhow::Result<()> {
-    let (claims, pods) = (stage.claims(), stage.pods());
+async fn one(setup: &Setup, name: &str, node: usize) -> anyhow::Result<()> {
+    let (claims, pods) = (setup.claims(), setup.pods());
     let claim = serde_json::from_value(json!({
         "metadata": { "name": name }, "spec": { "resourceClassName": "test" },
     }))?;
     claims.create(&PostParams::default(), &claim).await?;
     let pod = pods
-        .create(&PostParams::default(), &ground::held_pod(name, name)?)
+        .create(&PostParams::default(), &common::held_pod(name, name)?)
         .await?;
-    let nodes: Vec<String> = (0..NODES).map(ground::node_name).collect();
-    let context = ground::context_of(&pod, nodes.get(node).map(String::as_str), &nodes)?;
-    stage.contexts().create(&PostParams::default(), &context).await?;
-    ground::until("the claim is allocated", PATIENCE, || async {
+    let nodes: Vec<String> = (0..NODES).map(common::node_name).collect();
+    let context = common::context_of(&pod, nodes.get(node).map(String::as_str), &nodes)?;
+    setup.contexts().create(&PostParams::default(), &context).await?;
+    common::until("the claim is allocated", TIMEOUT, || async {
         Ok(claims.get_opt(name).await?.as_ref().is_some_and(is_allocated))
     })
     .await?;
-    ground::remove_pod(&pods, name).await?;
+    common::remove_pod(&pods, name).await?;
     claims.delete(name, &DeleteParams::default()).await?;
     Ok(())
 }

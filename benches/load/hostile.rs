@@ -18,10 +18,10 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
 use crate::Options;
+use crate::common::{self, Controller, TIMEOUT};
 use crate::fair;
 use crate::figures::{Goal, Times, figure};
-use crate::ground::{self, Controller, PATIENCE};
-use crate::stage::{DRIVER, Stage};
+use crate::setup::{DRIVER, Setup};
 
 /// Workloads beside the measured pods: name of the parameters, and label of the figure.
 const CROWDS: [(&str, &str); 3] = [
@@ -58,14 +58,14 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
             ("controller-manager", "--kube-api-qps=2000"),
             ("controller-manager", "--kube-api-burst=4000"),
         ];
-        let stage = Arc::new(ground::stage(&flags, true).await?);
+        let setup = Arc::new(common::start(&flags, true).await?);
         // This program acts as the scheduler: it only selects the node.
-        stage.cluster.stop_component("scheduler", 15).await?;
-        ground::make_nodes(&stage, (0..HONEST_NODES).map(|node| (node, 8))).await?;
-        make_hostile_nodes(&stage, nodes).await?;
-        make_parameters(&stage).await?;
-        measure(&stage, options, nodes).await?;
-        Arc::into_inner(stage)
+        setup.cluster.stop_component("scheduler", 15).await?;
+        common::make_nodes(&setup, (0..HONEST_NODES).map(|node| (node, 8))).await?;
+        make_hostile_nodes(&setup, nodes).await?;
+        make_parameters(&setup).await?;
+        measure(&setup, options, nodes).await?;
+        Arc::into_inner(setup)
             .context("nothing uses the cluster")?
             .cluster
             .stop()
@@ -74,16 +74,16 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn measure(stage: &Arc<Stage>, options: &Options, nodes: usize) -> anyhow::Result<()> {
-    let (controller, address) = start(stage, options).await?;
-    fair::samples(stage, &format!("warm-{nodes}"), 40).await?;
+async fn measure(setup: &Arc<Setup>, options: &Options, nodes: usize) -> anyhow::Result<()> {
+    let (controller, address) = start(setup, options).await?;
+    fair::samples(setup, &format!("warm-{nodes}"), 40).await?;
     // The standby makes no decisions; the longest response time of its `/livez` shows the machine's share.
-    let (standby, standby_address) = start(stage, options).await?;
-    ground::until("the standby answers probes", PATIENCE, || async {
+    let (standby, standby_address) = start(setup, options).await?;
+    common::until("the standby answers probes", TIMEOUT, || async {
         Ok(TcpStream::connect(standby_address).await.is_ok())
     })
     .await?;
-    let alone = fair::samples(stage, &format!("alone-{nodes}"), SAMPLES).await?;
+    let alone = fair::samples(setup, &format!("alone-{nodes}"), SAMPLES).await?;
     let allocation = "context written -> allocation stored";
     figure(
         &format!("{allocation}, alone, {nodes} nodes"),
@@ -93,14 +93,14 @@ async fn measure(stage: &Arc<Stage>, options: &Options, nodes: usize) -> anyhow:
     for claims in [1, 16] {
         for (parameters, what) in CROWDS {
             let stop = CancellationToken::new();
-            let crowd = tokio::spawn(crowd(Arc::clone(stage), parameters, nodes, claims, stop.clone()));
+            let crowd = tokio::spawn(crowd(Arc::clone(setup), parameters, nodes, claims, stop.clone()));
             let answers = probe(address, stop.clone());
             let answers_of_standby = probe(standby_address, stop.clone());
             let used = controller.processor_time();
             let start = Instant::now();
             // The first pods of the crowd are in progress.
             sleep(Duration::from_secs(1)).await;
-            let beside = fair::samples(stage, &format!("{parameters}-{nodes}-{claims}"), SAMPLES).await?;
+            let beside = fair::samples(setup, &format!("{parameters}-{nodes}-{claims}"), SAMPLES).await?;
             stop.cancel();
             let used = controller
                 .processor_time()
@@ -132,10 +132,10 @@ async fn measure(stage: &Arc<Stage>, options: &Options, nodes: usize) -> anyhow:
 }
 
 /// Starts a controller and returns the address of its probes.
-async fn start(stage: &Stage, options: &Options) -> anyhow::Result<(Controller, SocketAddr)> {
+async fn start(setup: &Setup, options: &Options) -> anyhow::Result<(Controller, SocketAddr)> {
     let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
     let probes = format!("--health-probe-bind-address={address}");
-    Ok((Controller::start_with(stage, options, &[&probes]).await?, address))
+    Ok((Controller::start_with(setup, options, &[&probes]).await?, address))
 }
 
 /// Probes `/livez` with a new connection each time until `stop`.
@@ -160,7 +160,7 @@ fn probe(address: SocketAddr, stop: CancellationToken) -> JoinHandle<anyhow::Res
 
 /// Creates one pod after the other until `stop`, and returns the number of answered pods.
 async fn crowd(
-    stage: Arc<Stage>,
+    setup: Arc<Setup>,
     parameters: &'static str,
     nodes: usize,
     claims: usize,
@@ -169,7 +169,7 @@ async fn crowd(
     let mut answered = 0;
     while !stop.is_cancelled() {
         let name = format!("{parameters}-{nodes}-{claims}-{answered}");
-        one(&stage, &name, parameters, nodes, claims).await?;
+        one(&setup, &name, parameters, nodes, claims).await?;
         answered += 1;
         sleep(PAUSE).await;
     }
@@ -177,8 +177,8 @@ async fn crowd(
 }
 
 /// One pod from its context to the controller's answer, with `claims` claims, and as many immediate claims.
-async fn one(stage: &Stage, name: &str, parameters: &str, nodes: usize, claims: usize) -> anyhow::Result<()> {
-    let client = stage.cluster.client();
+async fn one(setup: &Setup, name: &str, parameters: &str, nodes: usize, claims: usize) -> anyhow::Result<()> {
+    let client = setup.cluster.client();
     let claim_api = Api::<ResourceClaim>::namespaced(client.clone(), NAMESPACE);
     let names: Vec<String> = (0..claims).map(|claim| format!("{name}-{claim}")).collect();
     for claim in &names {
@@ -191,7 +191,7 @@ async fn one(stage: &Stage, name: &str, parameters: &str, nodes: usize, claims: 
             claim_api.create(&PostParams::default(), &claim).await?;
         }
     }
-    let mut pod = serde_json::to_value(ground::held_pod(name, name)?)?;
+    let mut pod = serde_json::to_value(common::held_pod(name, name)?)?;
     let source = |claim: &String| json!({ "name": claim, "source": { "resourceClaimName": claim } });
     pod["spec"]["resourceClaims"] = names.iter().map(source).collect();
     let claims_of_container: Vec<Value> = names.iter().map(|claim| json!({ "name": claim })).collect();
@@ -202,14 +202,14 @@ async fn one(stage: &Stage, name: &str, parameters: &str, nodes: usize, claims: 
         .await?;
     let potential: Vec<String> = (0..nodes.min(POTENTIAL_NODES)).map(hostile_node).collect();
     let contexts = Api::<PodSchedulingContext>::namespaced(client, NAMESPACE);
-    let context = ground::context_of(&pod, None, &potential)?;
+    let context = common::context_of(&pod, None, &potential)?;
     contexts.create(&PostParams::default(), &context).await?;
-    ground::until("the controller has answered the pod", PATIENCE, || async {
+    common::until("the controller has answered the pod", TIMEOUT, || async {
         let context = contexts.get_opt(name).await?;
         Ok(context.is_some_and(|context| context.status.resource_claims.len() == claims))
     })
     .await?;
-    ground::remove_pod(&pods, name).await?;
+    common::remove_pod(&pods, name).await?;
     for claim in &names {
         for suffix in ["", "-now"] {
             claim_api
@@ -227,26 +227,26 @@ fn kind_of(parameters: &str) -> &'static str {
 
 /// Memory of the controller for users' expressions.
 pub(crate) async fn expressions(options: &Options) -> anyhow::Result<()> {
-    let stage = &ground::stage(&[], true).await?;
-    stage.cluster.stop_component("scheduler", 15).await?;
-    ground::make_nodes(stage, (0..HONEST_NODES).map(|node| (node, 8))).await?;
-    make_parameters(stage).await?;
+    let setup = &common::start(&[], true).await?;
+    setup.cluster.stop_component("scheduler", 15).await?;
+    common::make_nodes(setup, (0..HONEST_NODES).map(|node| (node, 8))).await?;
+    make_parameters(setup).await?;
     let device = |number: usize| {
         json!({ "name": format!("text-{number}"), "kind": "hostile-8", "mode": "claims",
             "attributes": { "drayman.dev/text": { "string": format!("a text of its own, number {number}") } } })
     };
-    ground::each(0..EXPRESSION_DEVICES / 100, |node| async move {
+    common::each(0..EXPRESSION_DEVICES / 100, |node| async move {
         let devices: Vec<Value> = (100 * node..100 * (node + 1)).map(device).collect();
-        make_node(stage, &format!("text-{node:03}"), &devices).await
+        make_node(setup, &format!("text-{node:03}"), &devices).await
     })
     .await?;
-    let controller = Controller::start(stage, options).await?;
-    fair::samples(stage, "before-expressions", 8).await?;
+    let controller = Controller::start(setup, options).await?;
+    fair::samples(setup, "before-expressions", 8).await?;
     let (rest, _) = controller.resident_kib();
-    ground::each(0..EXPRESSION_OBJECTS, |object| async move {
+    common::each(0..EXPRESSION_OBJECTS, |object| async move {
         let namespace = format!("expressions-{object:03}");
-        make_namespace(stage, &namespace).await?;
-        stage
+        make_namespace(setup, &namespace).await?;
+        setup
             .apply(&json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClaimParameters",
                 "metadata": { "name": namespace, "namespace": namespace }, "spec": { "requests": requests_with_expressions(object) } }))
             .await?;
@@ -254,26 +254,26 @@ pub(crate) async fn expressions(options: &Options) -> anyhow::Result<()> {
     })
     .await?;
     // Once a later object is processed, the watch has delivered all earlier ones.
-    fair::samples(stage, "after-expressions", 8).await?;
+    fair::samples(setup, "after-expressions", 8).await?;
     let (stored, _) = controller.resident_kib();
     figure(
         &format!("memory for {EXPRESSION_OBJECTS} objects with 256 expressions each that no claim names"),
         &format!("{} KiB above {rest} KiB", stored.saturating_sub(rest)),
         Goal::none(),
     );
-    ground::each(0..EXPRESSION_OBJECTS, |object| async move {
+    common::each(0..EXPRESSION_OBJECTS, |object| async move {
         let namespace = format!("expressions-{object:03}");
         let claim = serde_json::from_value(json!({
             "metadata": { "name": "expressions" },
             "spec": { "resourceClassName": "hostile-8", "allocationMode": "Immediate",
                 "parametersRef": { "apiGroup": DRIVER, "kind": "DeviceClaimParameters", "name": namespace } },
         }))?;
-        let claims = Api::<ResourceClaim>::namespaced(stage.cluster.client(), &namespace);
+        let claims = Api::<ResourceClaim>::namespaced(setup.cluster.client(), &namespace);
         claims.create(&PostParams::default(), &claim).await?;
         Ok(())
     })
     .await?;
-    let events = Api::<Event>::all(stage.cluster.client());
+    let events = Api::<Event>::all(setup.cluster.client());
     let of_claims = ListParams::default().fields("involvedObject.name=expressions");
     let reasons = async || {
         let mut reasons = BTreeMap::<String, usize>::new();
@@ -282,11 +282,11 @@ pub(crate) async fn expressions(options: &Options) -> anyhow::Result<()> {
         }
         anyhow::Ok(reasons)
     };
-    ground::until("every claim has its answer", PATIENCE, || async {
+    common::until("every claim has its answer", TIMEOUT, || async {
         Ok(reasons().await?.values().sum::<usize>() >= EXPRESSION_OBJECTS)
     })
     .await?;
-    ground::until("the controller is at rest", 3 * PATIENCE, || async {
+    common::until("the controller is at rest", 3 * TIMEOUT, || async {
         let before = controller.processor_time();
         sleep(Duration::from_secs(5)).await;
         Ok(controller.processor_time() <= before + Duration::from_millis(50))
@@ -331,48 +331,48 @@ fn hostile_node(number: usize) -> String {
 }
 
 /// Nodes with 8 devices, each in its own group, and 60 devices of another kind in groups of 6.
-async fn make_hostile_nodes(stage: &Stage, nodes: usize) -> anyhow::Result<()> {
+async fn make_hostile_nodes(setup: &Setup, nodes: usize) -> anyhow::Result<()> {
     let device = |kind: usize, group: usize, number: usize| {
         json!({ "name": format!("hostile-{kind}-{number}"), "kind": format!("hostile-{kind}"), "mode": "claims",
             "attributes": { "drayman.dev/group": { "int": number / group } } })
     };
     let mut devices: Vec<Value> = (0..8).map(|number| device(8, 1, number)).collect();
     devices.extend((0..60).map(|number| device(60, 6, number)));
-    ground::each(0..nodes, |number| {
+    common::each(0..nodes, |number| {
         let devices = devices.clone();
-        async move { make_node(stage, &hostile_node(number), &devices).await }
+        async move { make_node(setup, &hostile_node(number), &devices).await }
     })
     .await
 }
 
-async fn make_node(stage: &Stage, node: &str, devices: &[Value]) -> anyhow::Result<()> {
-    stage.pretend_devices(node, 0).await?;
-    let api = Api::<NodeInventory>::all(stage.cluster.client());
+async fn make_node(setup: &Setup, node: &str, devices: &[Value]) -> anyhow::Result<()> {
+    setup.make_fake_devices(node, 0).await?;
+    let api = Api::<NodeInventory>::all(setup.cluster.client());
     let patch = Patch::Merge(json!({ "spec": { "devices": devices } }));
     api.patch(&format!("{node}.{DRIVER}"), &PatchParams::default(), &patch)
         .await?;
     Ok(())
 }
 
-async fn make_namespace(stage: &Stage, name: &str) -> anyhow::Result<()> {
+async fn make_namespace(setup: &Setup, name: &str) -> anyhow::Result<()> {
     let namespace: Namespace = serde_json::from_value(json!({ "metadata": { "name": name } }))?;
-    Api::all(stage.cluster.client())
+    Api::all(setup.cluster.client())
         .create(&PostParams::default(), &namespace)
         .await?;
     Ok(())
 }
 
 /// A class for each kind of devices, and the parameters of [`CROWDS`].
-async fn make_parameters(stage: &Stage) -> anyhow::Result<()> {
-    make_namespace(stage, NAMESPACE).await?;
+async fn make_parameters(setup: &Setup) -> anyhow::Result<()> {
+    make_namespace(setup, NAMESPACE).await?;
     for kind in ["hostile-8", "hostile-60"] {
-        stage
+        setup
             .apply(
                 &json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClassParameters",
                 "metadata": { "name": kind }, "spec": { "kind": kind } }),
             )
             .await?;
-        stage
+        setup
             .apply(
                 &json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass",
                 "metadata": { "name": kind }, "driverName": DRIVER,
@@ -393,7 +393,7 @@ async fn make_parameters(stage: &Stage) -> anyhow::Result<()> {
         json!({ "requests": [{ "name": "r", "count": 4 }], "constraints": group }),
     ];
     for ((name, _), spec) in CROWDS.into_iter().zip(specs) {
-        stage
+        setup
             .apply(
                 &json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClaimParameters",
                 "metadata": { "name": name, "namespace": NAMESPACE }, "spec": spec }),

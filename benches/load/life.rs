@@ -14,10 +14,10 @@ use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
 use crate::Options;
+use crate::common::{self, Controller, TIMEOUT, USER};
 use crate::figures::{Goal, figure};
-use crate::ground::{self, Controller, PATIENCE, USER};
 use crate::requests::{self, Count};
-use crate::stage::{Stage, is_bound, is_gone};
+use crate::setup::{Setup, is_bound, is_gone};
 
 /// Pods that finish and are then deleted, one after the other.
 const FINISHING: usize = 10;
@@ -25,28 +25,28 @@ const FINISHING: usize = 10;
 const DELETED: usize = 4;
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
-    let stage = ground::stage(&[], false).await?;
-    stage.make_template(None).await?;
-    let controller = Controller::start(&stage, options).await?;
+    let setup = common::start(&[], false).await?;
+    setup.make_template(None).await?;
+    let controller = Controller::start(&setup, options).await?;
     let mut made = 0;
     for nodes in [1, 16, 128] {
-        ground::make_nodes(&stage, (made..nodes).map(|node| (node, 2))).await?;
+        common::make_nodes(&setup, (made..nodes).map(|node| (node, 2))).await?;
         made = nodes;
         // The scheduler learns of nodes through its own watch.
         sleep(Duration::from_secs(2)).await;
-        lives(&stage, nodes).await?;
+        lifecycles(&setup, nodes).await?;
     }
-    bytes(&stage).await?;
+    bytes(&setup).await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
-async fn lives(stage: &Stage, nodes: usize) -> anyhow::Result<()> {
-    let mut before = requests::of(stage, USER).await?.len();
+async fn lifecycles(setup: &Setup, nodes: usize) -> anyhow::Result<()> {
+    let mut before = requests::of(setup, USER).await?.len();
     for (what, number) in [("finishes", FINISHING), ("is deleted while bound", DELETED)] {
         for life in 0..number {
             one(
-                stage,
+                setup,
                 &format!("n{nodes}-{}-{life}", &what[..2]),
                 what == "finishes",
             )
@@ -54,7 +54,7 @@ async fn lives(stage: &Stage, nodes: usize) -> anyhow::Result<()> {
         }
         // Late requests belong to these pods too.
         sleep(Duration::from_secs(1)).await;
-        let entries = requests::of(stage, USER).await?;
+        let entries = requests::of(setup, USER).await?;
         let count = Count::new(entries.iter().skip(before));
         before = entries.len();
         figure(
@@ -69,7 +69,7 @@ async fn lives(stage: &Stage, nodes: usize) -> anyhow::Result<()> {
         );
     }
     let prefix = format!("n{nodes}-");
-    let all = stage.cluster.audit().entries().await?;
+    let all = setup.cluster.audit().entries().await?;
     let times = requests::allocation_times(&all, USER, |claim| {
         let pod = claim.rsplit_once("-device-").map(|(pod, _)| pod.to_owned())?;
         pod.starts_with(&prefix).then_some(pod)
@@ -86,7 +86,7 @@ async fn lives(stage: &Stage, nodes: usize) -> anyhow::Result<()> {
         &requests::server_times(&all, USER, |pod| pod.starts_with(&prefix)).to_string(),
         Goal::none(),
     );
-    let events = Api::<Event>::all(stage.cluster.client())
+    let events = Api::<Event>::all(setup.cluster.client())
         .list(&ListParams::default())
         .await?;
     let warnings = |ours: bool| {
@@ -121,9 +121,9 @@ async fn lives(stage: &Stage, nodes: usize) -> anyhow::Result<()> {
 }
 
 /// Bytes of the one read per pod, compared with a watch of all pods for the same lifecycles.
-async fn bytes(stage: &Stage) -> anyhow::Result<()> {
-    let whole = Carried::by_a_watch_of_pods(stage, "application/json").await?;
-    let metadata = Carried::by_a_watch_of_pods(stage, METADATA_ONLY).await?;
+async fn bytes(setup: &Setup) -> anyhow::Result<()> {
+    let whole = WatchTraffic::of_pods(setup, "application/json").await?;
+    let metadata = WatchTraffic::of_pods(setup, METADATA_ONLY).await?;
     // A watch starts with the existing objects.
     sleep(Duration::from_secs(1)).await;
     for what in ["finishes", "is deleted while bound"] {
@@ -131,7 +131,7 @@ async fn bytes(stage: &Stage) -> anyhow::Result<()> {
         let mut read = 0;
         for life in 0..DELETED {
             let name = format!("bytes-{}-{life}", &what[..2]);
-            read += one(stage, &name, what == "finishes").await?;
+            read += one(setup, &name, what == "finishes").await?;
         }
         sleep(Duration::from_secs(1)).await;
         let read = read / DELETED;
@@ -152,18 +152,18 @@ async fn bytes(stage: &Stage) -> anyhow::Result<()> {
 const METADATA_ONLY: &str = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1";
 
 /// Number of bytes that a watch has received.
-struct Carried {
+struct WatchTraffic {
     bytes: Arc<AtomicUsize>,
     task: JoinHandle<()>,
 }
 
-impl Carried {
+impl WatchTraffic {
     /// Watches the pods of all namespaces, as a controller without single reads would.
-    async fn by_a_watch_of_pods(stage: &Stage, accept: &str) -> anyhow::Result<Self> {
+    async fn of_pods(setup: &Setup, accept: &str) -> anyhow::Result<Self> {
         let request = http::Request::get("/api/v1/pods?watch=true")
             .header(http::header::ACCEPT, accept)
             .body(Vec::new())?;
-        let stream = stage.cluster.client().request_stream(request).await?;
+        let stream = setup.cluster.client().request_stream(request).await?;
         let bytes = Arc::new(AtomicUsize::new(0));
         let sum = Arc::clone(&bytes);
         let task = tokio::spawn(async move {
@@ -180,34 +180,34 @@ impl Carried {
     }
 }
 
-impl Drop for Carried {
+impl Drop for WatchTraffic {
     fn drop(&mut self) {
         self.task.abort();
     }
 }
 
 /// Runs the lifecycle of a pod. Returns the size of the pod as read by the controller, just after its creation.
-async fn one(stage: &Stage, name: &str, finishes: bool) -> anyhow::Result<usize> {
-    stage.make_pod(name).await?;
+async fn one(setup: &Setup, name: &str, finishes: bool) -> anyhow::Result<usize> {
+    setup.make_pod(name).await?;
     let request = http::Request::get(format!("/api/v1/namespaces/default/pods/{name}")).body(Vec::new())?;
-    let read = stage.cluster.client().request_text(request).await?.len();
-    stage.wait(stage.pods(), name, "bound", is_bound()).await?;
-    let pod: Pod = stage.pods().get(name).await?;
-    let claim = crate::stage::claim_name(Some(&pod)).unwrap_or_default();
+    let read = setup.cluster.client().request_text(request).await?.len();
+    setup.wait(setup.pods(), name, "bound", is_bound()).await?;
+    let pod: Pod = setup.pods().get(name).await?;
+    let claim = crate::setup::claim_name(Some(&pod)).unwrap_or_default();
     if finishes {
         let over = json!({ "status": { "phase": "Succeeded" } });
-        stage
+        setup
             .pods()
             .patch_status(name, &PatchParams::default(), &Patch::Merge(over))
             .await?;
-        stage.wait(stage.claims(), &claim, "gone", is_gone()).await?;
-        ground::remove_pod(&stage.pods(), name).await?;
+        setup.wait(setup.claims(), &claim, "gone", is_gone()).await?;
+        common::remove_pod(&setup.pods(), name).await?;
     } else {
-        ground::remove_pod(&stage.pods(), name).await?;
-        stage.wait(stage.claims(), &claim, "gone", is_gone()).await?;
+        common::remove_pod(&setup.pods(), name).await?;
+        setup.wait(setup.claims(), &claim, "gone", is_gone()).await?;
     }
-    let contexts = stage.contexts();
-    ground::until("the pod's context is gone", PATIENCE, || async {
+    let contexts = setup.contexts();
+    common::until("the pod's context is gone", TIMEOUT, || async {
         Ok(contexts.get_opt(name).await?.is_none())
     })
     .await?;

@@ -8,18 +8,18 @@
 mod figures;
 #[path = "../../tests/support/harness/mod.rs"]
 mod harness;
-#[path = "../../tests/e2e/stage.rs"]
+#[path = "../../tests/e2e/setup.rs"]
 #[allow(
     dead_code,
     unreachable_pub,
     clippy::single_match_else,
     reason = "shared with tests, which use another part of it"
 )]
-mod stage;
+mod setup;
 
 mod burst;
+mod common;
 mod fair;
-mod ground;
 mod hostile;
 mod life;
 mod memory_driver;

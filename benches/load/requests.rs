@@ -7,11 +7,11 @@ use jiff::Timestamp;
 
 use crate::figures::Times;
 use crate::harness::Entry;
-use crate::stage::Stage;
+use crate::setup::Setup;
 
 /// All requests of a user, including lists, ended watches and lease renewals.
-pub(crate) async fn of(stage: &Stage, user: &str) -> anyhow::Result<Vec<Entry>> {
-    stage.cluster.audit().of_user(user).await
+pub(crate) async fn of(setup: &Setup, user: &str) -> anyhow::Result<Vec<Entry>> {
+    setup.cluster.audit().of_user(user).await
 }
 
 /// Requests by type.

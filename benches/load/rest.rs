@@ -7,70 +7,70 @@ use serde_json::json;
 use tokio::time::sleep;
 
 use crate::Options;
+use crate::common::{self, Controller, USER};
 use crate::figures::{Goal, figure};
-use crate::ground::{self, Controller, USER};
 use crate::requests::{self, Count};
-use crate::stage::DRIVER;
+use crate::setup::DRIVER;
 
 const CLAIMS: usize = 1000;
 const CONTEXTS: usize = 1000;
 const REST: Duration = Duration::from_secs(60);
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
-    let stage = ground::stage(&[], false).await?;
-    let nodes: Vec<String> = (0..128).map(ground::node_name).collect();
-    ground::each(&nodes, |node| {
-        let stage = &stage;
-        async move { stage.write_inventory(node, &format!("uid-of-{node}"), 8).await }
+    let setup = common::start(&[], false).await?;
+    let nodes: Vec<String> = (0..128).map(common::node_name).collect();
+    common::each(&nodes, |node| {
+        let setup = &setup;
+        async move { setup.write_inventory(node, &format!("uid-of-{node}"), 8).await }
     })
     .await?;
-    stage
+    setup
         .apply(&json!({
             "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": "foreign" },
             "driverName": "foreign.example.com",
         }))
         .await?;
     // Pods with claims of another driver, each with its scheduling context.
-    ground::each(0..CONTEXTS, |number| {
-        let (stage, nodes) = (&stage, &nodes);
+    common::each(0..CONTEXTS, |number| {
+        let (setup, nodes) = (&setup, &nodes);
         async move {
             let name = format!("foreign-{number:04}");
             let claim = serde_json::from_value(json!({
                 "metadata": { "name": name }, "spec": { "resourceClassName": "foreign" },
             }))?;
-            stage.claims().create(&PostParams::default(), &claim).await?;
-            let pod = stage
+            setup.claims().create(&PostParams::default(), &claim).await?;
+            let pod = setup
                 .pods()
-                .create(&PostParams::default(), &ground::held_pod(&name, &name)?)
+                .create(&PostParams::default(), &common::held_pod(&name, &name)?)
                 .await?;
-            let context = ground::context_of(&pod, nodes.first().map(String::as_str), nodes)?;
-            stage.contexts().create(&PostParams::default(), &context).await?;
+            let context = common::context_of(&pod, nodes.first().map(String::as_str), nodes)?;
+            setup.contexts().create(&PostParams::default(), &context).await?;
             Ok(())
         }
     })
     .await?;
-    ground::each(0..CLAIMS, |number| {
-        let stage = &stage;
+    common::each(0..CLAIMS, |number| {
+        let setup = &setup;
         async move {
-            let pod = stage
+            let pod = setup
                 .pods()
                 .create(
                     &PostParams::default(),
-                    &ground::held_pod(&format!("ours-{number:04}"), &format!("bound-{number:05}-device"))?,
+                    &common::held_pod(&format!("ours-{number:04}"), &format!("bound-{number:05}-device"))?,
                 )
                 .await?;
-            let node = ground::node_name(number / 8);
+            let node = common::node_name(number / 8);
             let device = format!("drayman-test-{}", number % 8);
-            ground::make_allocated(stage, number, &pod, (&node, &format!("uid-of-{node}"), &device)).await
+            common::make_allocated(setup, number, &pod, (&node, &format!("uid-of-{node}"), &device)).await
         }
     })
     .await?;
-    let controller = Controller::start(&stage, options).await?;
+    let controller = Controller::start(&setup, options).await?;
     sleep(Duration::from_secs(5)).await;
-    let start = requests::of(&stage, USER).await?;
+    let start = requests::of(&setup, USER).await?;
     let used = controller.processor_time();
     sleep(REST).await;
-    let entries = requests::of(&stage, USER).await?;
+    let entries = requests::of(&setup, USER).await?;
     let count = Count::new(entries.iter().skip(start.len()));
     figure(
         &format!(
@@ -94,5 +94,5 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
         Goal::none(),
     );
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

@@ -11,10 +11,10 @@ use serde_json::json;
 use tokio::time::sleep;
 
 use crate::Options;
+use crate::common::{self, Controller, TIMEOUT, USER};
 use crate::figures::{Goal, figure};
-use crate::ground::{self, Controller, PATIENCE, USER};
 use crate::requests::{self, between, moment};
-use crate::stage::{Stage, is_allocated, pod_from};
+use crate::setup::{Setup, is_allocated, pod_from};
 
 const CLAIMS: usize = 10_000;
 /// Devices per node.
@@ -25,63 +25,63 @@ const STARTS: usize = 3;
 const LIMIT_KIB: u64 = 62_500;
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
-    let stage = ground::stage(&[], false).await?;
+    let setup = common::start(&[], false).await?;
     // The claims are created as they would be after a long time, without scheduler and garbage collector.
     for component in ["scheduler", "controller-manager"] {
-        stage.cluster.stop_component(component, 15).await?;
+        setup.cluster.stop_component(component, 15).await?;
     }
-    fill(&stage).await?;
+    fill(&setup).await?;
     for start in 0..STARTS {
-        one(&stage, options, start).await?;
+        one(&setup, options, start).await?;
     }
     ensure!(
-        distinct(&stage).await? == CLAIMS + STARTS,
+        distinct(&setup).await? == CLAIMS + STARTS,
         "a device was allocated twice"
     );
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Creates the claims, and inventories with one more device for each start.
-async fn fill(stage: &Stage) -> anyhow::Result<()> {
+async fn fill(setup: &Setup) -> anyhow::Result<()> {
     let nodes = (CLAIMS + STARTS).div_ceil(DEVICES);
-    ground::each(0..nodes, |number| async move {
-        let node = ground::node_name(number);
+    common::each(0..nodes, |number| async move {
+        let node = common::node_name(number);
         let devices = DEVICES.min(CLAIMS + STARTS - number * DEVICES);
-        stage
+        setup
             .write_inventory(&node, &format!("uid-of-{node}"), devices)
             .await
     })
     .await?;
-    ground::each(0..CLAIMS, |number| async move {
+    common::each(0..CLAIMS, |number| async move {
         // The pods themselves are not needed.
         let pod = pod_from(json!({
             "metadata": { "name": format!("bound-{number:05}"), "uid": format!("00000000-0000-4000-8000-{number:012}") },
         }))?;
-        let node = ground::node_name(number / DEVICES);
+        let node = common::node_name(number / DEVICES);
         let device = format!("drayman-test-{}", number % DEVICES);
-        ground::make_allocated(stage, number, &pod, (&node, &format!("uid-of-{node}"), &device)).await
+        common::make_allocated(setup, number, &pod, (&node, &format!("uid-of-{node}"), &device)).await
     })
     .await
 }
 
 /// Starts the controller while a pod waits for the last node, which has one free device.
-async fn one(stage: &Stage, options: &Options, start: usize) -> anyhow::Result<()> {
+async fn one(setup: &Setup, options: &Options, start: usize) -> anyhow::Result<()> {
     let name = format!("waiting-{start}");
     let claim = serde_json::from_value(json!({
         "metadata": { "name": name }, "spec": { "resourceClassName": "test" },
     }))?;
-    stage.claims().create(&PostParams::default(), &claim).await?;
-    let pod = stage
+    setup.claims().create(&PostParams::default(), &claim).await?;
+    let pod = setup
         .pods()
-        .create(&PostParams::default(), &ground::held_pod(&name, &name)?)
+        .create(&PostParams::default(), &common::held_pod(&name, &name)?)
         .await?;
-    let last = ground::node_name((CLAIMS + STARTS).div_ceil(DEVICES) - 1);
-    let context = ground::context_of(&pod, Some(&last), std::slice::from_ref(&last))?;
-    stage.contexts().create(&PostParams::default(), &context).await?;
+    let last = common::node_name((CLAIMS + STARTS).div_ceil(DEVICES) - 1);
+    let context = common::context_of(&pod, Some(&last), std::slice::from_ref(&last))?;
+    setup.contexts().create(&PostParams::default(), &context).await?;
 
-    let controller = Controller::start(stage, options).await?;
-    ground::until("the waiting pod's claim is allocated", PATIENCE, || async {
-        Ok(stage
+    let controller = Controller::start(setup, options).await?;
+    common::until("the waiting pod's claim is allocated", TIMEOUT, || async {
+        Ok(setup
             .claims()
             .get_opt(&name)
             .await?
@@ -89,7 +89,7 @@ async fn one(stage: &Stage, options: &Options, start: usize) -> anyhow::Result<(
             .is_some_and(is_allocated))
     })
     .await?;
-    let entries = requests::of(stage, USER).await?;
+    let entries = requests::of(setup, USER).await?;
     let stored = entries
         .iter()
         .find(|entry| entry.subresource == "status" && entry.name == name)
@@ -121,8 +121,8 @@ async fn one(stage: &Stage, options: &Options, start: usize) -> anyhow::Result<(
 }
 
 /// Number of distinct allocated devices.
-async fn distinct(stage: &Stage) -> anyhow::Result<usize> {
-    let claims = stage.claims().list(&ListParams::default()).await?;
+async fn distinct(setup: &Setup) -> anyhow::Result<usize> {
+    let claims = setup.claims().list(&ListParams::default()).await?;
     let devices = |claim: &ResourceClaim| {
         let handle = claim.status.allocation.as_ref()?.resource_handles.first()?;
         let handle = DeviceHandle::parse(handle.data.as_deref()?).ok()?;

@@ -9,11 +9,11 @@ use kube::api::ListParams;
 use tokio::time::sleep;
 
 use crate::Options;
+use crate::common::{self, Controller, TIMEOUT, USER};
 use crate::figures::{Goal, Times, figure};
-use crate::ground::{self, Controller, PATIENCE, USER};
 use crate::harness::Entry;
 use crate::requests::{self, Count, between, moment};
-use crate::stage::{Stage, is_allocated, is_bound};
+use crate::setup::{Setup, is_allocated, is_bound};
 
 /// Nodes with one device each, pods that hold them, and as many waiting pods.
 const PODS: usize = 22;
@@ -29,33 +29,33 @@ struct Release {
 }
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
-    let stage = ground::stage(&[], true).await?;
-    ground::set_backoff(&stage, BACKOFF.0, BACKOFF.1).await?;
+    let setup = common::start(&[], true).await?;
+    common::set_backoff(&setup, BACKOFF.0, BACKOFF.1).await?;
     println!(
         "scheduler: podInitialBackoffSeconds {}, podMaxBackoffSeconds {}",
         BACKOFF.0, BACKOFF.1
     );
-    stage.make_template(None).await?;
-    ground::make_nodes(&stage, (0..PODS).map(|node| (node, 1))).await?;
-    let controller = Controller::start(&stage, options).await?;
+    setup.make_template(None).await?;
+    common::make_nodes(&setup, (0..PODS).map(|node| (node, 1))).await?;
+    let controller = Controller::start(&setup, options).await?;
     let holders: Vec<String> = (0..PODS).map(|number| format!("holder-{number:02}")).collect();
     let waiters: Vec<String> = (0..PODS).map(|number| format!("waiter-{number:02}")).collect();
-    ground::each(&holders, |name| async { stage.make_pod(name).await.map(drop) }).await?;
-    ground::each(&holders, |name| async {
-        stage
-            .wait(stage.pods(), name, "bound", is_bound())
+    common::each(&holders, |name| async { setup.make_pod(name).await.map(drop) }).await?;
+    common::each(&holders, |name| async {
+        setup
+            .wait(setup.pods(), name, "bound", is_bound())
             .await
             .map(drop)
     })
     .await?;
-    ground::each(&waiters, |name| async { stage.make_pod(name).await.map(drop) }).await?;
-    settle(&stage).await?;
-    waiting(&stage).await?;
+    common::each(&waiters, |name| async { setup.make_pod(name).await.map(drop) }).await?;
+    settle(&setup).await?;
+    waiting(&setup).await?;
 
     let mut releases = Vec::new();
     for (number, holder) in holders.iter().enumerate() {
-        let claim = stage.claim_of(holder, "allocated", is_allocated).await?;
-        let node = stage
+        let claim = setup.claim_of(holder, "allocated", is_allocated).await?;
+        let node = setup
             .pods()
             .get(holder)
             .await?
@@ -67,16 +67,16 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
             node,
             asked: Timestamp::now(),
         });
-        ground::remove_pod(&stage.pods(), holder).await?;
-        ground::until("a pod that waited is bound", PATIENCE, || async {
-            Ok(bound(&stage, "waiter-").await? > number)
+        common::remove_pod(&setup.pods(), holder).await?;
+        common::until("a pod that waited is bound", TIMEOUT, || async {
+            Ok(bound(&setup, "waiter-").await? > number)
         })
         .await?;
         sleep(random_pause()).await;
     }
-    latencies(&stage, &releases).await?;
+    latencies(&setup, &releases).await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Between 0.2 and 2.2 s, so that releases are not synchronized with any timer.
@@ -87,8 +87,8 @@ fn random_pause() -> Duration {
     Duration::from_millis(200 + share * 2000 / 0x1_0000)
 }
 
-async fn bound(stage: &Stage, prefix: &str) -> anyhow::Result<usize> {
-    let pods = stage.pods().list(&ListParams::default()).await?;
+async fn bound(setup: &Setup, prefix: &str) -> anyhow::Result<usize> {
+    let pods = setup.pods().list(&ListParams::default()).await?;
     let is = |pod: &&Pod| {
         pod.spec.node_name.is_some()
             && pod
@@ -101,30 +101,30 @@ async fn bound(stage: &Stage, prefix: &str) -> anyhow::Result<usize> {
 }
 
 /// Waits until the controller has sent no request for five seconds.
-async fn settle(stage: &Stage) -> anyhow::Result<()> {
+async fn settle(setup: &Setup) -> anyhow::Result<()> {
     let every_one = |context: &drayman::api::resource::PodSchedulingContext| {
         let entries = &context.status.resource_claims;
         controller_of(&context.metadata).is_some()
             && entries.iter().any(|entry| entry.unsuitable_nodes.len() == PODS)
     };
-    ground::until("every waiting pod is told so", PATIENCE, || async {
-        let contexts = stage.contexts().list(&ListParams::default()).await?;
+    common::until("every waiting pod has an event", TIMEOUT, || async {
+        let contexts = setup.contexts().list(&ListParams::default()).await?;
         Ok(contexts.items.iter().filter(|context| every_one(context)).count() == PODS)
     })
     .await?;
-    ground::until("the controller is at rest", PATIENCE, || async {
-        let before = Count::new(&requests::of(stage, USER).await?).all();
+    common::until("the controller is at rest", TIMEOUT, || async {
+        let before = Count::new(&requests::of(setup, USER).await?).all();
         sleep(Duration::from_secs(5)).await;
-        Ok(Count::new(&requests::of(stage, USER).await?).all() == before)
+        Ok(Count::new(&requests::of(setup, USER).await?).all() == before)
     })
     .await
 }
 
-async fn waiting(stage: &Stage) -> anyhow::Result<()> {
-    let start = requests::of(stage, USER).await?;
-    let told = Count::new(&start);
+async fn waiting(setup: &Setup) -> anyhow::Result<()> {
+    let start = requests::of(setup, USER).await?;
+    let before = Count::new(&start);
     sleep(WAIT).await;
-    let entries = requests::of(stage, USER).await?;
+    let entries = requests::of(setup, USER).await?;
     let count = Count::new(entries.iter().skip(start.len()));
     figure(
         &format!("requests while {PODS} pods wait for {WAIT:?}"),
@@ -133,8 +133,8 @@ async fn waiting(stage: &Stage) -> anyhow::Result<()> {
     );
     figure(
         &format!("requests until {PODS} pods are served and {PODS} wait"),
-        &told.per(2 * PODS),
-        Goal::is(told.conflicts == 0),
+        &before.per(2 * PODS),
+        Goal::is(before.conflicts == 0),
     );
     Ok(())
 }
@@ -159,8 +159,8 @@ fn offers(entry: &Entry, node: &str) -> bool {
     })
 }
 
-async fn latencies(stage: &Stage, releases: &[Release]) -> anyhow::Result<()> {
-    let entries = requests::of(stage, USER).await?;
+async fn latencies(setup: &Setup, releases: &[Release]) -> anyhow::Result<()> {
+    let entries = requests::of(setup, USER).await?;
     let (mut driver, mut whole) = (Times::default(), Times::default());
     for release in releases {
         let written = entries

@@ -24,11 +24,11 @@ use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::{Channel, Endpoint};
 
+use crate::common::{self, TIMEOUT, node_name};
 use crate::figures::{Goal, Times, figure};
 use crate::fixture::{Slices, claims, make_class, one_device};
-use crate::ground::{self, PATIENCE, node_name};
 use crate::harness::{Cluster, IMAGE};
-use crate::stage::{DRIVER, Stage, claim_name, pod_from};
+use crate::setup::{DRIVER, Setup, claim_name, pod_from};
 
 const PODS: usize = 500;
 const NODES: usize = 16;
@@ -48,24 +48,24 @@ pub(crate) async fn run() -> anyhow::Result<()> {
     let cluster = FLAGS.iter().fold(Cluster::structured(), |cluster, flag| {
         cluster.flag("controller-manager", flag)
     });
-    let stage = Stage::structured(cluster.start().await?).await?;
-    make_class(&stage, "test", "test").await?;
-    stage
+    let setup = Setup::structured(cluster.start().await?).await?;
+    make_class(&setup, "test", "test").await?;
+    setup
         .apply(&json!({
             "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate", "metadata": { "name": "test" },
             "spec": { "spec": one_device() },
         }))
         .await?;
     for node in 0..NODES {
-        stage.pretend_node(&node_name(node)).await?;
+        setup.make_fake_node(&node_name(node)).await?;
     }
     let directory = tempfile::tempdir()?;
     // A warm-up, which also creates the slices.
-    with_companions(&stage, &directory).await?;
+    with_companions(&setup, &directory).await?;
     let (mut with, mut without, mut prepares) = (Times::default(), Times::default(), Times::default());
     for _ in 0..ROUNDS {
-        without.push(burst(&stage, &[]).await?.0);
-        let (time, calls) = with_companions(&stage, &directory).await?;
+        without.push(burst(&setup, &[]).await?.0);
+        let (time, calls) = with_companions(&setup, &directory).await?;
         with.push(time);
         for call in calls {
             prepares.push(call);
@@ -87,13 +87,13 @@ pub(crate) async fn run() -> anyhow::Result<()> {
         &prepares.to_string(),
         Goal::none(),
     );
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// A driver whose devices do not exist.
-struct Pretended;
+struct FakeDriver;
 
-impl NodeDriver for Pretended {
+impl NodeDriver for FakeDriver {
     fn devices(&self) -> impl Stream<Item = Vec<Device>> + Send + 'static {
         let device = |number| Device {
             name: format!("device-{number}"),
@@ -113,7 +113,7 @@ impl NodeDriver for Pretended {
 }
 
 /// A burst with a companion for each node. They end afterwards and leave their slices.
-async fn with_companions(stage: &Stage, directory: &TempDir) -> anyhow::Result<(Duration, Vec<Duration>)> {
+async fn with_companions(setup: &Setup, directory: &TempDir) -> anyhow::Result<(Duration, Vec<Duration>)> {
     let shutdown = CancellationToken::new();
     let _stop = shutdown.clone().drop_guard();
     let mut companions: JoinSet<Result<(), NodeError>> = JoinSet::new();
@@ -125,18 +125,18 @@ async fn with_companions(stage: &Stage, directory: &TempDir) -> anyhow::Result<(
             device_plugin_dir: root.join("device-plugins"),
         };
         std::fs::create_dir_all(&paths.device_plugin_dir)?;
-        let client = stage.cluster.client_of(stage.node_kubeconfig()).await?;
-        let companion = Node::builder(Pretended, node_name(node), client)
+        let client = setup.cluster.client_of(setup.node_kubeconfig()).await?;
+        let companion = Node::builder(FakeDriver, node_name(node), client)
             .driver_name(DRIVER)
             .cdi_dir(root.join("cdi"))
             .kubelet(paths);
         companions.spawn(companion.run(shutdown.clone()));
         kubelets.push(Kubelet::connect(root.join(format!("plugins/{DRIVER}/dra.sock"))).await?);
     }
-    Slices::watch(stage)
+    Slices::watch(setup)
         .until("complete", |slices| slices.len() == NODES)
         .await?;
-    let bound = burst(stage, &kubelets).await?;
+    let bound = burst(setup, &kubelets).await?;
     shutdown.cancel();
     while let Some(ended) = companions.join_next().await {
         ended??;
@@ -145,9 +145,9 @@ async fn with_companions(stage: &Stage, directory: &TempDir) -> anyhow::Result<(
 }
 
 /// Creates the pods, and returns the time until the last one is bound and the durations of Prepare. Deletes the pods.
-async fn burst(stage: &Stage, kubelets: &[Kubelet]) -> anyhow::Result<(Duration, Vec<Duration>)> {
+async fn burst(setup: &Setup, kubelets: &[Kubelet]) -> anyhow::Result<(Duration, Vec<Duration>)> {
     let start = Instant::now();
-    let create = ground::each(0..PODS, |number| async move {
+    let create = common::each(0..PODS, |number| async move {
         let pod = pod_from(json!({
             "metadata": { "name": format!("pod-{number:03}") },
             "spec": {
@@ -155,10 +155,10 @@ async fn burst(stage: &Stage, kubelets: &[Kubelet]) -> anyhow::Result<(Duration,
                 "containers": [{ "name": "main", "image": IMAGE, "resources": { "claims": [{ "name": "claim" }] } }],
             },
         }))?;
-        stage.pods().create(&PostParams::default(), &pod).await?;
+        setup.pods().create(&PostParams::default(), &pod).await?;
         Ok(())
     });
-    let (created, bound) = tokio::join!(create, prepare_bound(stage, kubelets));
+    let (created, bound) = tokio::join!(create, prepare_bound(setup, kubelets));
     created?;
     let (last, prepared) = bound?;
     let mut times = Vec::new();
@@ -169,12 +169,12 @@ async fn burst(stage: &Stage, kubelets: &[Kubelet]) -> anyhow::Result<(Duration,
         }
     }
     let at_once = DeleteParams::default().grace_period(0);
-    stage
+    setup
         .pods()
         .delete_collection(&at_once, &ListParams::default())
         .await?;
-    ground::until("the claims are gone", PATIENCE, || async {
-        Ok(claims(stage)
+    common::until("the claims are gone", TIMEOUT, || async {
+        Ok(claims(setup)
             .list(&ListParams::default().limit(1))
             .await?
             .items
@@ -187,16 +187,16 @@ async fn burst(stage: &Stage, kubelets: &[Kubelet]) -> anyhow::Result<(Duration,
 type Prepared = (Option<Kubelet>, Claim, Duration);
 
 /// Prepares the claim of each bound pod. Returns when the last one was bound.
-async fn prepare_bound(stage: &Stage, kubelets: &[Kubelet]) -> anyhow::Result<(Instant, Vec<Prepared>)> {
-    let mut pods = pin!(watcher(stage.pods(), watcher::Config::default()).applied_objects());
+async fn prepare_bound(setup: &Setup, kubelets: &[Kubelet]) -> anyhow::Result<(Instant, Vec<Prepared>)> {
+    let mut pods = pin!(watcher(setup.pods(), watcher::Config::default()).applied_objects());
     let mut bound = BTreeSet::new();
     let mut last = Instant::now();
     let mut calls: JoinSet<anyhow::Result<Prepared>> = JoinSet::new();
     while bound.len() < PODS {
-        let pod: Pod = timeout(PATIENCE, pods.try_next())
+        let pod: Pod = timeout(TIMEOUT, pods.try_next())
             .await
             .with_context(|| format!("{} pods are bound", bound.len()))??
-            .context("the watch goes on")?;
+            .context("the watch has ended")?;
         let Some(node) = pod.spec.node_name.clone() else {
             continue;
         };
@@ -205,7 +205,7 @@ async fn prepare_bound(stage: &Stage, kubelets: &[Kubelet]) -> anyhow::Result<(I
         }
         last = Instant::now();
         let number: usize = node.rsplit('-').next().unwrap_or_default().parse()?;
-        let (claims, kubelet) = (claims(stage), kubelets.get(number).cloned());
+        let (claims, kubelet) = (claims(setup), kubelets.get(number).cloned());
         calls.spawn(async move {
             let name = claim_name(Some(&pod)).context("a claim")?;
             let claim = claims.get(&name).await?.metadata;
@@ -233,7 +233,7 @@ struct Kubelet(DraPluginClient<Channel>);
 impl Kubelet {
     async fn connect(socket: PathBuf) -> anyhow::Result<Self> {
         let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display()))?;
-        ground::until("the companion listens", PATIENCE, || async {
+        common::until("the companion listens", TIMEOUT, || async {
             Ok(endpoint.connect().await.is_ok())
         })
         .await?;

@@ -4,27 +4,27 @@
 //! others with a real kubelet. Prints each figure with its goal. Request counts come from the API server's audit log, and durations of
 //! Prepare from kubelet's metrics.
 
+#[path = "../load/common.rs"]
+#[allow(dead_code, reason = "shared with classic mode, which uses another part of it")]
+mod common;
 #[path = "../figures/mod.rs"]
 mod figures;
 #[path = "../../tests/e2e/structured/fixture.rs"]
 #[allow(dead_code, reason = "shared with tests, which use another part of it")]
 mod fixture;
-#[path = "../load/ground.rs"]
-#[allow(dead_code, reason = "shared with classic mode, which uses another part of it")]
-mod ground;
 #[path = "../../tests/support/harness/mod.rs"]
 mod harness;
 #[path = "../load/requests.rs"]
 #[allow(dead_code, reason = "shared with classic mode, which uses another part of it")]
 mod requests;
-#[path = "../../tests/e2e/stage.rs"]
+#[path = "../../tests/e2e/setup.rs"]
 #[allow(
     dead_code,
     unreachable_pub,
     clippy::single_match_else,
     reason = "shared with tests, which use another part of it"
 )]
-mod stage;
+mod setup;
 
 mod burst;
 mod companion;

@@ -8,24 +8,24 @@ use crate::Options;
 use crate::companion;
 use crate::figures::{Goal, figure, resident_kib_of};
 use crate::fixture::Slices;
-use crate::stage::{Program, Stage};
+use crate::setup::{Program, Setup};
 
 /// Devices of a large node.
 const MANY: u32 = 1_000;
 const REST: Duration = Duration::from_secs(10);
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
-    let (stage, companion) = companion::cluster(options, 4).await?;
-    at_rest(&stage, companion, 4, 12).await?;
-    companion::make_devices(&stage, 4..MANY)?;
-    let companion = companion::start(&stage, options, &[])?;
+    let (setup, companion) = companion::cluster(options, 4).await?;
+    at_rest(&setup, companion, 4, 12).await?;
+    companion::make_devices(&setup, 4..MANY)?;
+    let companion = companion::start(&setup, options, &[])?;
     companion.logged("kubelet has registered the driver").await?;
-    at_rest(&stage, companion, MANY, 20).await?;
-    stage.cluster.stop().await
+    at_rest(&setup, companion, MANY, 20).await?;
+    setup.cluster.stop().await
 }
 
-async fn at_rest(stage: &Stage, companion: Program, devices: u32, megabytes: u64) -> anyhow::Result<()> {
-    Slices::watch(stage)
+async fn at_rest(setup: &Setup, companion: Program, devices: u32, megabytes: u64) -> anyhow::Result<()> {
+    Slices::watch(setup)
         .until_offered(&companion::names(devices))
         .await?;
     sleep(REST).await;

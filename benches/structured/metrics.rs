@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use http::Request;
 
-use crate::stage::Stage;
+use crate::setup::Setup;
 
 /// Histogram of the driver's gRPC calls by method, without kubelet's own part.
 pub(crate) const CALL: &str = "dra_grpc_operations_duration_seconds";
@@ -37,10 +37,10 @@ pub(crate) struct Metrics(pub(crate) String);
 
 impl Metrics {
     /// Metrics of the first node's kubelet.
-    pub(crate) async fn of_kubelet(stage: &Stage) -> anyhow::Result<Self> {
-        let path = format!("/api/v1/nodes/{}/proxy/metrics", stage.cluster.node(0).name());
+    pub(crate) async fn of_kubelet(setup: &Setup) -> anyhow::Result<Self> {
+        let path = format!("/api/v1/nodes/{}/proxy/metrics", setup.cluster.node(0).name());
         let request = Request::get(path).body(Vec::new())?;
-        Ok(Self(stage.cluster.client().request_text(request).await?))
+        Ok(Self(setup.cluster.client().request_text(request).await?))
     }
 
     /// Metrics of a companion at this address.

@@ -6,13 +6,13 @@ use std::time::Duration;
 use anyhow::Context as _;
 
 use crate::Options;
+use crate::common;
 use crate::companion;
 use crate::figures::{Goal, Times, figure};
 use crate::fixture::{Slices, delete, make_pod_with_claim, one_device};
-use crate::ground;
-use crate::harness::PATIENCE;
+use crate::harness::TIMEOUT;
 use crate::metrics::{CALL, Metrics, OPERATION};
-use crate::stage::{Stage, is_running};
+use crate::setup::{Setup, is_running};
 
 /// Pods one after the other, so that kubelet's metrics show single calls.
 const LONE: usize = 30;
@@ -24,32 +24,32 @@ const PREPARE: &str = "NodePrepareResources";
 const UNPREPARE: &str = "NodeUnprepareResources";
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
-    let (stage, companion) = companion::cluster(options, 1).await?;
+    let (setup, companion) = companion::cluster(options, 1).await?;
     companion.end().await?;
-    companion::make_devices(&stage, 1..AT_ONCE)?;
+    companion::make_devices(&setup, 1..AT_ONCE)?;
     let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
-    let companion = companion::start(&stage, options, &["--metrics-bind-address", &address])?;
+    let companion = companion::start(&setup, options, &["--metrics-bind-address", &address])?;
     companion.logged("kubelet has registered the driver").await?;
-    Slices::watch(&stage)
+    Slices::watch(&setup)
         .until_offered(&companion::names(AT_ONCE))
         .await?;
-    lone(&stage, &address).await?;
-    at_once(&stage, &address).await?;
+    lone(&setup, &address).await?;
+    at_once(&setup, &address).await?;
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
-async fn lone(stage: &Stage, address: &str) -> anyhow::Result<()> {
+async fn lone(setup: &Setup, address: &str) -> anyhow::Result<()> {
     let (mut prepares, mut unprepares) = (Times::default(), Times::default());
-    let mut before = Metrics::of_kubelet(stage).await?;
+    let mut before = Metrics::of_kubelet(setup).await?;
     let first = before.durations(OPERATION, "\"PrepareResources\"");
     let ours = Metrics::of_companion(address).await?;
     for number in 0..LONE {
         let name = format!("lone-{number}");
-        make_pod_with_claim(stage, &name, &one_device()).await?;
-        stage.wait(stage.pods(), &name, "running", is_running()).await?;
-        delete(stage, &name).await?;
-        let after = Metrics::of_kubelet(stage).await?;
+        make_pod_with_claim(setup, &name, &one_device()).await?;
+        setup.wait(setup.pods(), &name, "running", is_running()).await?;
+        delete(setup, &name).await?;
+        let after = Metrics::of_kubelet(setup).await?;
         for (method, times) in [(PREPARE, &mut prepares), (UNPREPARE, &mut unprepares)] {
             let call = after
                 .durations(CALL, method)
@@ -87,16 +87,16 @@ async fn lone(stage: &Stage, address: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn at_once(stage: &Stage, address: &str) -> anyhow::Result<()> {
-    let before = Metrics::of_kubelet(stage).await?;
+async fn at_once(setup: &Setup, address: &str) -> anyhow::Result<()> {
+    let before = Metrics::of_kubelet(setup).await?;
     let ours_before = Metrics::of_companion(address).await?;
-    ground::each(0..AT_ONCE, |number| async move {
-        make_pod_with_claim(stage, &format!("pod-{number}"), &one_device()).await
+    common::each(0..AT_ONCE, |number| async move {
+        make_pod_with_claim(setup, &format!("pod-{number}"), &one_device()).await
     })
     .await?;
     // The node authorizer denies kubelet the claims that it does not know yet, and kubelet retries their pods much later.
-    ground::until("all claims are prepared", PATIENCE, || async {
-        let now = Metrics::of_kubelet(stage).await?;
+    common::until("all claims are prepared", TIMEOUT, || async {
+        let now = Metrics::of_kubelet(setup).await?;
         Ok(now
             .durations(CALL, PREPARE)
             .since(before.durations(CALL, PREPARE))
@@ -104,7 +104,7 @@ async fn at_once(stage: &Stage, address: &str) -> anyhow::Result<()> {
             >= AT_ONCE)
     })
     .await?;
-    let after = Metrics::of_kubelet(stage).await?;
+    let after = Metrics::of_kubelet(setup).await?;
     let calls = after
         .durations(CALL, PREPARE)
         .since(before.durations(CALL, PREPARE));

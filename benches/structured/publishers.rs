@@ -30,11 +30,11 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::Options;
+use crate::common::{self, node_name};
 use crate::figures::{Goal, Times, figure, resident_kib, resident_kib_of};
-use crate::ground::{self, node_name};
 use crate::harness::{Cluster, Entry};
 use crate::requests;
-use crate::stage::{DRIVER, Stage, structured_node_rules};
+use crate::setup::{DRIVER, Setup, structured_node_rules};
 
 /// Period over which the publishers start, and over which their devices change, evenly.
 const START: Duration = Duration::from_secs(60);
@@ -47,16 +47,16 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     let count = options.publishers;
     // Nodes that exist only in the API have no heartbeats.
     let cluster = Cluster::structured().flag("controller-manager", "--node-monitor-grace-period=24h");
-    let stage = Stage::structured(cluster.start().await?).await?;
-    let nodes = Api::<Node>::all(stage.cluster.client());
-    ground::each(0..count, |number| {
+    let setup = Setup::structured(cluster.start().await?).await?;
+    let nodes = Api::<Node>::all(setup.cluster.client());
+    common::each(0..count, |number| {
         let node = serde_json::from_value::<Node>(json!({ "metadata": { "name": node_name(number) } }));
         let nodes = &nodes;
         async move { Ok(nodes.create(&PostParams::default(), &node?).await.map(drop)?) }
     })
     .await?;
-    let configuration = service_account(&stage).await?;
-    let stored = Stored::watch(&stage);
+    let configuration = service_account(&setup).await?;
+    let stored = Stored::watch(&setup);
     let throttling = Arc::new(Throttling::default());
 
     let shutdown = CancellationToken::new();
@@ -74,7 +74,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
         &format!("{times}, {} stored", times.len()),
         Goal::is(times.len() == count),
     );
-    let first = requests::of(&stage, &user()).await?;
+    let first = requests::of(&setup, &user()).await?;
     figure(
         &format!("requests of {count} starts"),
         &requests::Count::new(&first).per(count),
@@ -92,7 +92,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     let times = stored.until_each_has(&changed, DEVICES - 1).await;
     // Late requests count too.
     sleep(Duration::from_secs(2)).await;
-    let entries = requests::of(&stage, &user()).await?;
+    let entries = requests::of(&setup, &user()).await?;
     let is_write = |entry: &&Entry| entry.is_write() && entry.resource == "resourceslices";
     let (done, refused): (Vec<_>, Vec<_>) = entries
         .iter()
@@ -105,7 +105,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
         Goal::is(times.len() == count && done.len() == count),
     );
     throttling.print();
-    let server = stage.cluster.component_pid("apiserver").await?.to_string();
+    let server = setup.cluster.component_pid("apiserver").await?.to_string();
     figure(
         "resident memory then",
         &format!(
@@ -115,7 +115,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
         ),
         Goal::none(),
     );
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 fn user() -> String {
@@ -123,9 +123,9 @@ fn user() -> String {
 }
 
 /// Client configuration for the companions' service account.
-async fn service_account(stage: &Stage) -> anyhow::Result<Config> {
-    stage.cluster.user(&user(), &structured_node_rules()?).await?;
-    let accounts = Api::<ServiceAccount>::default_namespaced(stage.cluster.client());
+async fn service_account(setup: &Setup) -> anyhow::Result<Config> {
+    setup.cluster.user(&user(), &structured_node_rules()?).await?;
+    let accounts = Api::<ServiceAccount>::default_namespaced(setup.cluster.client());
     let account: ServiceAccount = serde_json::from_value(json!({ "metadata": { "name": ACCOUNT } }))?;
     accounts.create(&PostParams::default(), &account).await?;
     let request = TokenRequest {
@@ -138,7 +138,7 @@ async fn service_account(stage: &Stage) -> anyhow::Result<Config> {
         .status
         .context("a token")?
         .token;
-    let file = Kubeconfig::read_from(stage.cluster.kubeconfig())?;
+    let file = Kubeconfig::read_from(setup.cluster.kubeconfig())?;
     let mut configuration = Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await?;
     configuration.auth_info = AuthInfo {
         token: Some(token.into()),
@@ -237,9 +237,9 @@ struct Stored {
 }
 
 impl Stored {
-    fn watch(stage: &Stage) -> Self {
+    fn watch(setup: &Setup) -> Self {
         let (sender, seen) = watch::channel(BTreeMap::new());
-        let slices = Api::<ResourceSlice>::all(stage.cluster.client());
+        let slices = Api::<ResourceSlice>::all(setup.cluster.client());
         let watch = async move {
             let mut slices = watcher(slices, watcher::Config::default())
                 .default_backoff()

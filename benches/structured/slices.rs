@@ -20,15 +20,15 @@ const RESTARTS: usize = 6;
 const PAUSE: Duration = Duration::from_secs(1);
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
-    let (stage, companion) = companion::cluster(options, 2).await?;
-    let node = stage.cluster.node(0);
-    let mut slices = Slices::watch(&stage);
+    let (setup, companion) = companion::cluster(options, 2).await?;
+    let node = setup.cluster.node(0);
+    let mut slices = Slices::watch(&setup);
 
     let (mut plugged, mut unplugged) = (Times::default(), Times::default());
     for _ in 0..ROUNDS {
         sleep(PAUSE).await;
         let start = Instant::now();
-        companion::make_devices(&stage, 2..3)?;
+        companion::make_devices(&setup, 2..3)?;
         slices.until_offered(&names(3)).await?;
         plugged.push(start.elapsed());
         sleep(PAUSE).await;
@@ -47,7 +47,7 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     }
 
     let mut deleted = Times::default();
-    let api = Api::<ResourceSlice>::all(stage.cluster.client());
+    let api = Api::<ResourceSlice>::all(setup.cluster.client());
     for _ in 0..ROUNDS {
         sleep(PAUSE).await;
         let now = slices.until("there", |slices| offered(slices).is_some()).await?;
@@ -83,5 +83,5 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
         );
     }
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

@@ -19,7 +19,7 @@ use tokio::time::timeout;
 use tokio_stream::wrappers::WatchStream;
 
 use crate::call::{Call, Request, RequestedClaim, is_fence, name, summaries};
-use crate::harness::PATIENCE;
+use crate::harness::TIMEOUT;
 
 /// The reaction of the driver to a call.
 pub(crate) enum Action {
@@ -190,7 +190,7 @@ impl FakeDriver {
                 }
             }
         };
-        match timeout(PATIENCE, met).await {
+        match timeout(TIMEOUT, met).await {
             Ok(calls) => Ok(calls),
             Err(_) => bail!(
                 "expected the driver to be asked to {expected}, found: {:#?}",

@@ -30,7 +30,7 @@ use tokio_util::task::AbortOnDropHandle;
 use tower::service_fn;
 
 use crate::fake_driver::FakeDriver;
-use crate::harness::{Cluster, Entry, PATIENCE, rule};
+use crate::harness::{Cluster, Entry, TIMEOUT, rule};
 use crate::objects::ClaimSource;
 
 /// All tests run on one runtime because they share the connections of the cluster.
@@ -236,7 +236,7 @@ impl Fixture {
             }
             anyhow::Ok(())
         };
-        timeout(PATIENCE, forbidden).await?
+        timeout(TIMEOUT, forbidden).await?
     }
 
     /// Restores all permissions of a controller.
@@ -269,7 +269,7 @@ impl Fixture {
             while !condition(&self.audit_entries(controller).await?) {}
             anyhow::Ok(())
         };
-        timeout(PATIENCE, met)
+        timeout(TIMEOUT, met)
             .await
             .with_context(|| format!("the API server never {what}"))?
     }
@@ -327,7 +327,7 @@ impl RunningController {
     /// Stops the controller and waits for its task.
     pub(crate) async fn stop(self) -> anyhow::Result<()> {
         drop(self.stop);
-        Ok(timeout(PATIENCE, self.task).await???)
+        Ok(timeout(TIMEOUT, self.task).await???)
     }
 }
 

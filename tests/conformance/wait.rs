@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use tokio::time::{sleep, timeout};
 
 use crate::fixture::Fixture;
-use crate::harness::PATIENCE;
+use crate::harness::TIMEOUT;
 
 impl Fixture {
     /// Waits for a condition; the error has the expected and the found object.
@@ -31,7 +31,7 @@ impl Fixture {
     where
         K: kube::Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + 'static,
     {
-        match timeout(PATIENCE, await_condition(api.clone(), name, condition)).await {
+        match timeout(TIMEOUT, await_condition(api.clone(), name, condition)).await {
             Ok(found) => Ok(found?),
             Err(_) => bail!(
                 "{} {name} is not {what}: {:?}",
@@ -146,7 +146,7 @@ impl Fixture {
             }
             bail!("the watch of events ended")
         };
-        match timeout(PATIENCE, found).await {
+        match timeout(TIMEOUT, found).await {
             Ok(found) => found,
             Err(_) => bail!(
                 "no event {reason} on {name} with {text:?}, found {:#?}",
@@ -180,5 +180,5 @@ where
             sleep(Duration::from_millis(5)).await;
         }
     };
-    timeout(PATIENCE, seen).await.context("waiting for every version")
+    timeout(TIMEOUT, seen).await.context("waiting for every version")
 }

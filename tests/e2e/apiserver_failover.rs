@@ -18,10 +18,10 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::controller::assert_distinct;
-use crate::harness::{Cluster, PATIENCE};
+use crate::harness::{Cluster, TIMEOUT};
 use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, wait_for_inventory};
 use crate::reboot::REGISTERED;
-use crate::stage::{Stage, controller_rules, is_allocated, is_bound, is_gone, node_rules};
+use crate::setup::{Setup, controller_rules, is_allocated, is_bound, is_gone, node_rules};
 use crate::stored_claims::CONTROLLER;
 
 /// An API server behind the balancer.
@@ -82,37 +82,37 @@ impl Balancer {
     }
 
     /// Ends all connections.
-    fn cut(&self) {
+    fn close_connections(&self) {
         let mut connections = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
         connections.abort_all();
     }
 
     /// Points the kubeconfigs of controller and companion at the balancer.
-    async fn lead(&self, stage: &Stage) -> anyhow::Result<()> {
+    async fn use_balancer(&self, setup: &Setup) -> anyhow::Result<()> {
         for (user, rules) in [(CONTROLLER, controller_rules()?), ("drayman-node", node_rules()?)] {
-            let kubeconfig = stage.cluster.user(user, &rules).await?;
-            self.rewrite(stage, &kubeconfig, &kubeconfig)?;
+            let kubeconfig = setup.cluster.user(user, &rules).await?;
+            self.rewrite(setup, &kubeconfig, &kubeconfig)?;
         }
         Ok(())
     }
 
-    fn rewrite(&self, stage: &Stage, from: &std::path::Path, to: &std::path::Path) -> anyhow::Result<()> {
+    fn rewrite(&self, setup: &Setup, from: &std::path::Path, to: &std::path::Path) -> anyhow::Result<()> {
         let text = std::fs::read_to_string(from)?;
-        let server = stage.cluster.server();
+        let server = setup.cluster.server();
         ensure!(text.contains(server), "{} names {server}", from.display());
         std::fs::write(to, text.replace(server, &format!("https://{}", self.address)))?;
         Ok(())
     }
 }
 
-fn port(stage: &Stage) -> anyhow::Result<u16> {
-    let server: http::Uri = stage.cluster.server().parse()?;
+fn port(setup: &Setup) -> anyhow::Result<u16> {
+    let server: http::Uri = setup.cluster.server().parse()?;
     server.port_u16().context("a port")
 }
 
 /// Starts a second API server on the same etcd, with the flags of the first, but its own port and audit log.
-async fn second_server(stage: &Stage, port: u16) -> anyhow::Result<Child> {
-    let first = stage.cluster.component_pid("apiserver").await?;
+async fn second_server(setup: &Setup, port: u16) -> anyhow::Result<Child> {
+    let first = setup.cluster.component_pid("apiserver").await?;
     let line = std::fs::read(format!("/proc/{first}/cmdline"))?;
     let mut arguments = line
         .split(|byte| *byte == 0)
@@ -128,8 +128,8 @@ async fn second_server(stage: &Stage, port: u16) -> anyhow::Result<Child> {
             argument
         }
     });
-    let log = std::fs::File::create(stage.cluster.directory().join("second-apiserver.log"))?;
-    let child = stage
+    let log = std::fs::File::create(setup.cluster.directory().join("second-apiserver.log"))?;
+    let child = setup
         .cluster
         .command(program)
         .args(arguments)
@@ -140,11 +140,11 @@ async fn second_server(stage: &Stage, port: u16) -> anyhow::Result<Child> {
 }
 
 /// Waits until an API server answers through the balancer.
-async fn until_ready(stage: &Stage, server: &Balancer) -> anyhow::Result<kube::Client> {
-    let kubeconfig = stage.cluster.directory().join("behind-balancer.kubeconfig");
-    server.rewrite(stage, stage.cluster.kubeconfig(), &kubeconfig)?;
-    let client = stage.cluster.client_of(&kubeconfig).await?;
-    let until = Instant::now() + PATIENCE;
+async fn until_ready(setup: &Setup, server: &Balancer) -> anyhow::Result<kube::Client> {
+    let kubeconfig = setup.cluster.directory().join("behind-balancer.kubeconfig");
+    server.rewrite(setup, setup.cluster.kubeconfig(), &kubeconfig)?;
+    let client = setup.cluster.client_of(&kubeconfig).await?;
+    let until = Instant::now() + TIMEOUT;
     loop {
         let request = http::Request::get("/readyz").body(Vec::new())?;
         match client.request_text(request).await {
@@ -157,22 +157,22 @@ async fn until_ready(stage: &Stage, server: &Balancer) -> anyhow::Result<kube::C
 
 #[tokio::test]
 async fn either_of_two_api_servers_may_die() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    make_devices(stage.cluster.node(0), "drayman-test", &MINORS)?;
-    stage.make_template(None).await?;
+    let setup = Setup::start(1).await?;
+    make_devices(setup.cluster.node(0), "drayman-test", &MINORS)?;
+    setup.make_template(None).await?;
     // The ports of a test cluster are consecutive, and the last one is unused (`tests/cluster/supervisor/slot.go`).
-    let (first, second) = (port(&stage)?, port(&stage)? + 7);
-    let mut other = second_server(&stage, second).await?;
+    let (first, second) = (port(&setup)?, port(&setup)? + 7);
+    let mut other = second_server(&setup, second).await?;
     let only_second = Balancer::start(&[second]).await?;
-    until_ready(&stage, &only_second).await?;
+    until_ready(&setup, &only_second).await?;
     let balancer = Balancer::start(&[first, second]).await?;
-    balancer.lead(&stage).await?;
-    let controller = stage.controller()?;
-    let companion = stage.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&stage, 0, 4).await?;
+    balancer.use_balancer(&setup).await?;
+    let controller = setup.controller()?;
+    let companion = setup.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&setup, 0, 4).await?;
     companion.logged(REGISTERED).await?;
-    stage.make_pod("before").await?;
-    look_inside(&stage, "before").await?;
+    setup.make_pod("before").await?;
+    look_inside(&setup, "before").await?;
     for backend in &balancer.backends {
         ensure!(
             backend.open.load(Ordering::Relaxed) > 0,
@@ -184,16 +184,16 @@ async fn either_of_two_api_servers_may_die() -> anyhow::Result<()> {
     // Kills the second server. The scheduler and kubelet use the first.
     other.kill().await?;
     let begun = Instant::now();
-    stage.make_pod("one-left").await?;
-    look_inside(&stage, "one-left").await?;
+    setup.make_pod("one-left").await?;
+    look_inside(&setup, "one-left").await?;
     println!("a pod runs {:?} after the death of one server", begun.elapsed());
-    stage.cluster.kubectl(&["delete", "pod", "before"]).await?;
-    wait_for_claims(&stage, 1).await?;
+    setup.cluster.kubectl(&["delete", "pod", "before"]).await?;
+    wait_for_claims(&setup, 1).await?;
 
     // Kills the first server. Only drayman can reach the other one.
-    let mut other = second_server(&stage, second).await?;
-    let client = until_ready(&stage, &only_second).await?;
-    stage.cluster.stop_component("apiserver", 9).await?;
+    let mut other = second_server(&setup, second).await?;
+    let client = until_ready(&setup, &only_second).await?;
+    setup.cluster.stop_component("apiserver", 9).await?;
     let begun = Instant::now();
     let claims = Api::<ResourceClaim>::namespaced(client, "default");
     let immediate = json!({ "metadata": { "name": "immediate" },
@@ -202,34 +202,34 @@ async fn either_of_two_api_servers_may_die() -> anyhow::Result<()> {
         .create(&PostParams::default(), &serde_json::from_value(immediate)?)
         .await?;
     let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
-    timeout(PATIENCE, await_condition(claims.clone(), "immediate", met)).await??;
+    timeout(TIMEOUT, await_condition(claims.clone(), "immediate", met)).await??;
     println!(
         "a claim is allocated {:?} after the death of the other",
         begun.elapsed()
     );
-    stage.cluster.start_component("apiserver").await?;
+    setup.cluster.start_component("apiserver").await?;
     other.kill().await?;
 
     for pod in ["two", "three"] {
-        stage.make_pod(pod).await?;
-        look_inside(&stage, pod).await?.only_device();
+        setup.make_pod(pod).await?;
+        look_inside(&setup, pod).await?.only_device();
     }
-    assert_distinct(&stage).await?;
+    assert_distinct(&setup).await?;
     for pod in ["one-left", "two", "three"] {
-        stage.cluster.kubectl(&["delete", "pod", pod]).await?;
+        setup.cluster.kubectl(&["delete", "pod", pod]).await?;
     }
-    stage.delete_claim("immediate").await?;
-    wait_for_claims(&stage, 0).await?;
+    setup.delete_claim("immediate").await?;
+    wait_for_claims(&setup, 0).await?;
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Waits until `count` claims are left.
-async fn wait_for_claims(stage: &Stage, count: usize) -> anyhow::Result<()> {
-    let until = Instant::now() + PATIENCE;
+async fn wait_for_claims(setup: &Setup, count: usize) -> anyhow::Result<()> {
+    let until = Instant::now() + TIMEOUT;
     loop {
-        let left = stage.claims().list(&ListParams::default()).await?.items;
+        let left = setup.claims().list(&ListParams::default()).await?.items;
         if left.len() == count {
             return Ok(());
         }
@@ -244,49 +244,49 @@ async fn after_a_compaction_everything_is_listed_anew() -> anyhow::Result<()> {
     let cluster = Cluster::builder()
         .flag("apiserver", "--watch-cache=false")
         .flag("controller-manager", "--node-monitor-grace-period=1h");
-    let stage = Stage::on(cluster.start().await?).await?;
-    stage.pretend_devices("node-a", 2).await?;
-    stage.make_template(None).await?;
-    let balancer = Balancer::start(&[port(&stage)?]).await?;
-    balancer.lead(&stage).await?;
-    let controller = stage.controller()?;
-    stage.serve("first").await?;
-    stage.serve("second").await?;
-    let first = stage.claim_of("first", "allocated", is_allocated).await?;
+    let setup = Setup::prepare(cluster.start().await?).await?;
+    setup.make_fake_devices("node-a", 2).await?;
+    setup.make_template(None).await?;
+    let balancer = Balancer::start(&[port(&setup)?]).await?;
+    balancer.use_balancer(&setup).await?;
+    let controller = setup.controller()?;
+    setup.serve("first").await?;
+    setup.serve("second").await?;
+    let first = setup.claim_of("first", "allocated", is_allocated).await?;
     let first = first.metadata.name.context("a name")?;
 
     // The controller is stopped and misses all of these changes.
     controller.signal(Signal::STOP)?;
-    balancer.cut();
-    stage.remove_pod("first").await?;
-    stage.make_class("late").await?;
-    stage
+    balancer.close_connections();
+    setup.remove_pod("first").await?;
+    setup.make_class("late").await?;
+    setup
         .apply(
             &json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim",
             "metadata": { "name": "late" },
             "spec": { "resourceClassName": "late", "allocationMode": "Immediate" } }),
         )
         .await?;
-    stage.make_pod("third").await?;
-    let uid = stage.node_uid("node-a").await?;
-    stage.write_inventory("node-a", &uid, 3).await?;
+    setup.make_pod("third").await?;
+    let uid = setup.node_uid("node-a").await?;
+    setup.write_inventory("node-a", &uid, 3).await?;
     let contexts = |context: Option<&drayman::api::resource::PodSchedulingContext>| context.is_some();
-    stage.wait(stage.contexts(), "third", "there", contexts).await?;
-    stage.cluster.compact().await?;
+    setup.wait(setup.contexts(), "third", "there", contexts).await?;
+    setup.cluster.compact().await?;
     controller.signal(Signal::CONT)?;
     let begun = Instant::now();
-    stage.wait(stage.claims(), &first, "gone", is_gone()).await?;
+    setup.wait(setup.claims(), &first, "gone", is_gone()).await?;
     let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
-    stage.wait(stage.claims(), "late", "allocated", met).await?;
-    stage.wait(stage.pods(), "third", "bound", is_bound()).await?;
+    setup.wait(setup.claims(), "late", "allocated", met).await?;
+    setup.wait(setup.pods(), "third", "bound", is_bound()).await?;
     println!("all is served {:?} after the pause", begun.elapsed());
     let log = controller.log()?;
     // Classes, contexts, claims, inventories, class parameters and claim parameters.
-    let told = log
+    let refused = log
         .matches("The resourceVersion for the provided watch is too old")
         .count();
-    ensure!(told >= 6, "{told} watches were refused:\n{log}");
-    assert_distinct(&stage).await?;
+    ensure!(refused >= 6, "{refused} watches were refused:\n{log}");
+    assert_distinct(&setup).await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

@@ -7,16 +7,16 @@ use kube::api::PostParams;
 use serde_json::json;
 use tokio::time::{sleep, timeout};
 
-use crate::harness::{IMAGE, PATIENCE, build_go};
-use crate::interrupted_calls::until_traces;
-use crate::pods::{look_inside, pod_with_limit, traces, wait_for_allocatable, wait_for_inventory};
-use crate::reboot::{REGISTERED, stage};
-use crate::stage::{Stage, is_allocated, pod_from};
+use crate::harness::{IMAGE, TIMEOUT, build_go};
+use crate::interrupted_calls::until_claim_files;
+use crate::pods::{claim_files, look_inside, pod_with_limit, wait_for_allocatable, wait_for_inventory};
+use crate::reboot::{REGISTERED, start_node};
+use crate::setup::{Setup, is_allocated, pod_from};
 
 #[tokio::test]
 async fn a_pod_ending_without_an_api_server_frees_its_device() -> anyhow::Result<()> {
-    let (stage, controller, companion) = stage(1).await?;
-    let node = stage.cluster.node(0);
+    let (setup, controller, companion) = start_node(1).await?;
+    let node = setup.cluster.node(0);
     let pod = pod_from(json!({
         "metadata": { "name": "first" },
         "spec": {
@@ -28,11 +28,11 @@ async fn a_pod_ending_without_an_api_server_frees_its_device() -> anyhow::Result
             "dnsPolicy": "Default",
         },
     }))?;
-    stage.pods().create(&PostParams::default(), &pod).await?;
-    let first = look_inside(&stage, "first").await?;
-    let claim = stage.claim_of("first", "allocated", is_allocated).await?;
+    setup.pods().create(&PostParams::default(), &pod).await?;
+    let first = look_inside(&setup, "first").await?;
+    let claim = setup.claim_of("first", "allocated", is_allocated).await?;
     let uid = claim.metadata.uid.clone().unwrap_or_default();
-    assert_eq!(traces(node, &uid)?.len(), 2, "a CDI file and an entry");
+    assert_eq!(claim_files(node, &uid)?.len(), 2, "a CDI file and an entry");
     // The container exits five seconds later, after the API server has stopped.
     let end = [
         "exec",
@@ -42,20 +42,20 @@ async fn a_pod_ending_without_an_api_server_frees_its_device() -> anyhow::Result
         "-c",
         "(sleep 5; touch /tmp/end) >/dev/null 2>&1 &",
     ];
-    stage.cluster.kubectl(&end).await?;
-    stage.cluster.stop_component("apiserver", 9).await?;
-    if stage.cluster.minor() >= 28 {
-        until_traces(node, &uid, 0).await?;
-        stage.cluster.start_component("apiserver").await?;
+    setup.cluster.kubectl(&end).await?;
+    setup.cluster.stop_component("apiserver", 9).await?;
+    if setup.cluster.minor() >= 28 {
+        until_claim_files(node, &uid, 0).await?;
+        setup.cluster.start_component("apiserver").await?;
         // The next pod gets the device without any intervention.
-        stage.make_pod("second").await?;
-        let second = look_inside(&stage, "second").await?;
+        setup.make_pod("second").await?;
+        let second = look_inside(&setup, "second").await?;
         assert_eq!(second.only_device(), first.only_device());
-        assert_eq!(traces(node, &uid)?, Vec::<String>::new());
+        assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
     } else {
         // Kubelet 1.27 reads the claim from the API server before it calls Unprepare, so it calls once the server is back.
         let asked_in_vain = async {
-            while !stage
+            while !setup
                 .cluster
                 .log("node-0-kubelet")?
                 .contains("failed to fetch ResourceClaim")
@@ -64,23 +64,23 @@ async fn a_pod_ending_without_an_api_server_frees_its_device() -> anyhow::Result
             }
             anyhow::Ok(())
         };
-        timeout(PATIENCE, asked_in_vain)
+        timeout(TIMEOUT, asked_in_vain)
             .await
             .context("kubelet has not asked")??;
-        assert_eq!(traces(node, &uid)?.len(), 2);
-        stage.cluster.start_component("apiserver").await?;
-        until_traces(node, &uid, 0).await?;
+        assert_eq!(claim_files(node, &uid)?.len(), 2);
+        setup.cluster.start_component("apiserver").await?;
+        until_claim_files(node, &uid, 0).await?;
     }
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn kvm_answers_containers_as_it_answers_the_node() -> anyhow::Result<()> {
     let asks = tokio::task::spawn_blocking(|| build_go("tests/e2e/kvm", "kvm")).await??;
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
     // The node has /dev/kvm only if the machine has it. If the kernel lacks KVM, node and container get the same error.
     if !node.path("/dev/kvm").exists() {
         node.make_device("/dev/kvm", 10, 232)?;
@@ -94,27 +94,27 @@ async fn kvm_answers_containers_as_it_answers_the_node() -> anyhow::Result<()> {
          - {{hostPath: {}, containerPath: /asks}}\n",
         asks.display()
     );
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    let companion = stage.companion(0, &configuration)?;
-    wait_for_inventory(&stage, 0, 1).await?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    let companion = setup.companion(0, &configuration)?;
+    wait_for_inventory(&setup, 0, 1).await?;
     companion.logged(REGISTERED).await?;
-    wait_for_allocatable(&stage, 0, "1").await?;
-    stage.make_pod("by-claim").await?;
-    look_inside(&stage, "by-claim").await?;
-    let by_claim = stage
+    wait_for_allocatable(&setup, 0, "1").await?;
+    setup.make_pod("by-claim").await?;
+    look_inside(&setup, "by-claim").await?;
+    let by_claim = setup
         .cluster
         .kubectl(&["exec", "by-claim", "--", "/asks"])
         .await?;
-    wait_for_allocatable(&stage, 0, "0").await?;
-    stage.cluster.kubectl(&["delete", "pod", "by-claim"]).await?;
-    wait_for_allocatable(&stage, 0, "1").await?;
-    stage
+    wait_for_allocatable(&setup, 0, "0").await?;
+    setup.cluster.kubectl(&["delete", "pod", "by-claim"]).await?;
+    wait_for_allocatable(&setup, 0, "1").await?;
+    setup
         .pods()
         .create(&PostParams::default(), &pod_with_limit("by-limit")?)
         .await?;
-    look_inside(&stage, "by-limit").await?;
-    let by_limit = stage
+    look_inside(&setup, "by-limit").await?;
+    let by_limit = setup
         .cluster
         .kubectl(&["exec", "by-limit", "--", "/asks"])
         .await?;
@@ -124,5 +124,5 @@ async fn kvm_answers_containers_as_it_answers_the_node() -> anyhow::Result<()> {
     );
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

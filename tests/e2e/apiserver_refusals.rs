@@ -16,20 +16,20 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::controller::assert_distinct;
-use crate::harness::{Cluster, Entry, IMAGE, PATIENCE, rule};
+use crate::harness::{Cluster, Entry, IMAGE, TIMEOUT, rule};
 use crate::pods::{CONFIGURATION, MINORS, make_devices, wait_for_inventory};
 use crate::reboot::REGISTERED;
-use crate::stage::{
-    Program, Stage, controller_rules, is_allocated, is_bound, is_gone, pod_from, replica_rules,
+use crate::setup::{
+    Program, Setup, controller_rules, is_allocated, is_bound, is_gone, pod_from, replica_rules,
 };
 use crate::stored_claims::CONTROLLER;
 
 /// The user name of the companion.
 const NODE: &str = "drayman-node";
 /// The message of the admission policy.
-const WHY: &str = "change freeze until Monday, ask the platform team";
+const MESSAGE: &str = "change freeze until Monday, ask the platform team";
 /// How long requests are counted while none can succeed.
-const COUNTED: Duration = Duration::from_secs(5);
+const COUNTING_PERIOD: Duration = Duration::from_secs(5);
 /// Limit for writes to one object in that time. A delay that doubles from 100 ms allows seven, and a pod has two written objects: its claim
 /// and its scheduling context.
 const WRITES: usize = 20;
@@ -40,9 +40,9 @@ fn rules(resources: &[(&str, &str)]) -> Value {
     resources.iter().map(rule).collect()
 }
 
-fn admission(stage: &Stage, kind: &str) -> Api<DynamicObject> {
+fn admission(setup: &Setup, kind: &str) -> Api<DynamicObject> {
     let kind = GroupVersionKind::gvk("admissionregistration.k8s.io", "v1", kind);
-    Api::all_with(stage.cluster.client(), &ApiResource::from_gvk(&kind))
+    Api::all_with(setup.cluster.client(), &ApiResource::from_gvk(&kind))
 }
 
 async fn create(api: &Api<DynamicObject>, object: Value) -> anyhow::Result<()> {
@@ -53,7 +53,7 @@ async fn create(api: &Api<DynamicObject>, object: Value) -> anyhow::Result<()> {
 }
 
 /// Creates a policy that denies these writes to controller and companion.
-async fn forbid(stage: &Stage, resources: &[(&str, &str)]) -> anyhow::Result<()> {
+async fn forbid(setup: &Setup, resources: &[(&str, &str)]) -> anyhow::Result<()> {
     let policy = json!({
         "apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingAdmissionPolicy",
         "metadata": { "name": "freeze" },
@@ -62,7 +62,7 @@ async fn forbid(stage: &Stage, resources: &[(&str, &str)]) -> anyhow::Result<()>
             "matchConstraints": { "resourceRules": rules(resources) },
             "validations": [{
                 "expression": format!("!(request.userInfo.username in ['{CONTROLLER}', '{NODE}'])"),
-                "message": WHY,
+                "message": MESSAGE,
             }],
         },
     });
@@ -71,13 +71,13 @@ async fn forbid(stage: &Stage, resources: &[(&str, &str)]) -> anyhow::Result<()>
         "metadata": { "name": "freeze" },
         "spec": { "policyName": "freeze", "validationActions": ["Deny"] },
     });
-    create(&admission(stage, "ValidatingAdmissionPolicy"), policy).await?;
-    create(&admission(stage, "ValidatingAdmissionPolicyBinding"), binding).await
+    create(&admission(setup, "ValidatingAdmissionPolicy"), policy).await?;
+    create(&admission(setup, "ValidatingAdmissionPolicyBinding"), binding).await
 }
 
-async fn allow(stage: &Stage) -> anyhow::Result<()> {
+async fn allow(setup: &Setup) -> anyhow::Result<()> {
     for kind in ["ValidatingAdmissionPolicyBinding", "ValidatingAdmissionPolicy"] {
-        let _ = admission(stage, kind)
+        let _ = admission(setup, kind)
             .delete("freeze", &DeleteParams::default())
             .await?;
     }
@@ -87,18 +87,18 @@ async fn allow(stage: &Stage) -> anyhow::Result<()> {
 /// Waits until a claim write by the controller's user is refused (or allowed again). The API server learns of policies and webhooks through
 /// its own watches, so this polls with a dry run.
 async fn until_refused(
-    stage: &Stage,
+    setup: &Setup,
     subresource: Option<&str>,
     is_refused: bool,
     text: &str,
 ) -> anyhow::Result<()> {
-    let kubeconfig = stage.cluster.user(CONTROLLER, &controller_rules()?).await?;
-    let claims = Api::<ResourceClaim>::namespaced(stage.cluster.client_of(&kubeconfig).await?, "default");
+    let kubeconfig = setup.cluster.user(CONTROLLER, &controller_rules()?).await?;
+    let claims = Api::<ResourceClaim>::namespaced(setup.cluster.client_of(&kubeconfig).await?, "default");
     let parameters = PatchParams {
         dry_run: true,
         ..PatchParams::default()
     };
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let patch = Patch::Merge(json!({ "metadata": { "annotations": { "probe": "x" } } }));
         let answer = match subresource {
@@ -115,8 +115,8 @@ async fn until_refused(
 }
 
 /// Requests of a user that were answered after `since`, without watches.
-async fn since(stage: &Stage, user: &str, since: Timestamp) -> anyhow::Result<Vec<Entry>> {
-    let mut entries = stage.cluster.audit().of_user(user).await?;
+async fn requests_since(setup: &Setup, user: &str, since: Timestamp) -> anyhow::Result<Vec<Entry>> {
+    let mut entries = setup.cluster.audit().of_user(user).await?;
     entries.retain(|entry| {
         entry.uri.split("dryRun").count() == 1
             && entry
@@ -128,24 +128,24 @@ async fn since(stage: &Stage, user: &str, since: Timestamp) -> anyhow::Result<Ve
 }
 
 /// A control plane with two fake nodes of two devices each, and a real node with a companion.
-async fn stage() -> anyhow::Result<(Stage, Program, Program)> {
+async fn start() -> anyhow::Result<(Setup, Program, Program)> {
     // Fake nodes have no heartbeats.
     let cluster = Cluster::builder()
         .nodes(1)
         .flag("controller-manager", "--node-monitor-grace-period=1h");
-    let stage = Stage::on(cluster.start().await?).await?;
-    make_devices(stage.cluster.node(0), "drayman-test", &MINORS[..1])?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    let companion = stage.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&stage, 0, 1).await?;
+    let setup = Setup::prepare(cluster.start().await?).await?;
+    make_devices(setup.cluster.node(0), "drayman-test", &MINORS[..1])?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    let companion = setup.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&setup, 0, 1).await?;
     companion.logged(REGISTERED).await?;
     // The scheduler binds pods to these nodes; nothing runs there.
     for node in ["node-a", "node-b"] {
-        stage.pretend_devices(node, 2).await?;
+        setup.make_fake_devices(node, 2).await?;
     }
-    stage.make_claim("probe", "WaitForFirstConsumer", false).await?;
-    Ok((stage, controller, companion))
+    setup.make_claim("probe", "WaitForFirstConsumer", false).await?;
+    Ok((setup, controller, companion))
 }
 
 /// A pod with two claims. The scheduler selects a node only after it has the unsuitable nodes of both.
@@ -159,7 +159,7 @@ fn pod_with_two_claims(name: &str) -> anyhow::Result<Pod> {
 }
 
 /// Registers an unreachable webhook for the controller's writes to claims, so that they fail.
-async fn break_webhook(stage: &Stage) -> anyhow::Result<()> {
+async fn break_webhook(setup: &Setup) -> anyhow::Result<()> {
     let webhook = json!({
         "apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingWebhookConfiguration",
         "metadata": { "name": "down" },
@@ -172,17 +172,17 @@ async fn break_webhook(stage: &Stage) -> anyhow::Result<()> {
             "matchConditions": [{ "name": "user", "expression": format!("request.userInfo.username == '{CONTROLLER}'") }],
         }],
     });
-    create(&admission(stage, "ValidatingWebhookConfiguration"), webhook).await
+    create(&admission(setup, "ValidatingWebhookConfiguration"), webhook).await
 }
 
 /// Number of writes to each object after `since`.
 async fn writes_since(
-    stage: &Stage,
+    setup: &Setup,
     user: &str,
     begun: Timestamp,
 ) -> anyhow::Result<BTreeMap<String, usize>> {
     let mut writes = BTreeMap::new();
-    for entry in since(stage, user, begun)
+    for entry in requests_since(setup, user, begun)
         .await?
         .iter()
         .filter(|entry| entry.is_write())
@@ -194,18 +194,18 @@ async fn writes_since(
 }
 
 #[tokio::test]
-async fn refused_writes_are_told_and_made_when_the_policy_goes() -> anyhow::Result<()> {
-    let (stage, controller, companion) = stage().await?;
-    if stage.cluster.is_before(30, "admission policies are in beta") {
+async fn refused_writes_are_reported_and_made_when_the_policy_goes() -> anyhow::Result<()> {
+    let (setup, controller, companion) = start().await?;
+    if setup.cluster.is_before(30, "admission policies are in beta") {
         return Ok(());
     }
-    stage.serve("held").await?;
-    let claim = stage.claim_of("held", "allocated", is_allocated).await?;
+    setup.serve("held").await?;
+    let claim = setup.claim_of("held", "allocated", is_allocated).await?;
     let claim = claim.metadata.name.context("a name")?;
 
     // Finalizers, scheduling contexts and inventories.
     forbid(
-        &stage,
+        &setup,
         &[
             ("resource.k8s.io", "resourceclaims"),
             ("resource.k8s.io", "podschedulingcontexts/status"),
@@ -213,14 +213,14 @@ async fn refused_writes_are_told_and_made_when_the_policy_goes() -> anyhow::Resu
         ],
     )
     .await?;
-    until_refused(&stage, None, true, WHY).await?;
+    until_refused(&setup, None, true, MESSAGE).await?;
     let begun = Timestamp::now();
-    stage.make_claim("immediate", "Immediate", false).await?;
-    stage.make_pod("one").await?;
+    setup.make_claim("immediate", "Immediate", false).await?;
+    setup.make_pod("one").await?;
     let two = pod_with_two_claims("two")?;
-    stage.pods().create(&PostParams::default(), &two).await?;
-    stage.remove_pod("held").await?;
-    let node = stage.cluster.node(0);
+    setup.pods().create(&PostParams::default(), &two).await?;
+    setup.remove_pod("held").await?;
+    let node = setup.cluster.node(0);
     node.make_device("/dev/drayman-test-1", 1, MINORS[1])?;
     for (name, reason) in [
         ("immediate", "AllocationNotRecorded"),
@@ -228,66 +228,66 @@ async fn refused_writes_are_told_and_made_when_the_policy_goes() -> anyhow::Resu
         ("two", "AnswerRefused"),
         (claim.as_str(), "ReleaseRefused"),
     ] {
-        stage.wait_for_event(name, reason, WHY).await?;
+        setup.wait_for_event(name, reason, MESSAGE).await?;
     }
-    companion.logged(WHY).await?;
-    sleep(COUNTED).await;
+    companion.logged(MESSAGE).await?;
+    sleep(COUNTING_PERIOD).await;
     for user in [CONTROLLER, NODE] {
-        let writes = writes_since(&stage, user, begun).await?;
+        let writes = writes_since(&setup, user, begun).await?;
         println!("{user} in {:#}: {writes:#?}", Timestamp::now() - begun);
         assert!(writes.values().all(|count| *count <= WRITES), "{writes:#?}");
     }
-    allow(&stage).await?;
+    allow(&setup).await?;
     for name in ["one", "two"] {
-        stage.wait(stage.pods(), name, "bound", is_bound()).await?;
+        setup.wait(setup.pods(), name, "bound", is_bound()).await?;
     }
-    stage.wait(stage.claims(), &claim, "gone", is_gone()).await?;
-    wait_for_inventory(&stage, 0, 2).await?;
+    setup.wait(setup.claims(), &claim, "gone", is_gone()).await?;
+    wait_for_inventory(&setup, 0, 2).await?;
 
     // Allocations: the finalizer is stored, and the device is freed again.
-    until_refused(&stage, None, false, WHY).await?;
-    forbid(&stage, &[("resource.k8s.io", "resourceclaims/status")]).await?;
-    until_refused(&stage, Some("status"), true, WHY).await?;
-    stage.make_pod("three").await?;
-    stage
-        .wait_for_event("three", "AllocationNotRecorded", WHY)
+    until_refused(&setup, None, false, MESSAGE).await?;
+    forbid(&setup, &[("resource.k8s.io", "resourceclaims/status")]).await?;
+    until_refused(&setup, Some("status"), true, MESSAGE).await?;
+    setup.make_pod("three").await?;
+    setup
+        .wait_for_event("three", "AllocationNotRecorded", MESSAGE)
         .await?;
-    allow(&stage).await?;
-    stage.wait(stage.pods(), "three", "bound", is_bound()).await?;
+    allow(&setup).await?;
+    setup.wait(setup.pods(), "three", "bound", is_bound()).await?;
 
     // An unreachable webhook fails writes without a denial.
-    until_refused(&stage, Some("status"), false, WHY).await?;
-    let claim = stage.claim_of("three", "allocated", is_allocated).await?;
+    until_refused(&setup, Some("status"), false, MESSAGE).await?;
+    let claim = setup.claim_of("three", "allocated", is_allocated).await?;
     let claim = claim.metadata.name.context("a name")?;
-    break_webhook(&stage).await?;
-    until_refused(&stage, None, true, "down.example.com").await?;
-    stage.make_pod("four").await?;
-    stage.remove_pod("three").await?;
+    break_webhook(&setup).await?;
+    until_refused(&setup, None, true, "down.example.com").await?;
+    setup.make_pod("four").await?;
+    setup.remove_pod("three").await?;
     for (name, reason) in [
         ("four", "AllocationNotRecorded"),
         (claim.as_str(), "ReleaseRefused"),
     ] {
-        stage.wait_for_event(name, reason, "down.example.com").await?;
+        setup.wait_for_event(name, reason, "down.example.com").await?;
     }
-    let _ = admission(&stage, "ValidatingWebhookConfiguration")
+    let _ = admission(&setup, "ValidatingWebhookConfiguration")
         .delete("down", &DeleteParams::default())
         .await?;
-    stage.wait(stage.pods(), "four", "bound", is_bound()).await?;
-    stage.wait(stage.claims(), &claim, "gone", is_gone()).await?;
-    assert_distinct(&stage).await?;
+    setup.wait(setup.pods(), "four", "bound", is_bound()).await?;
+    setup.wait(setup.claims(), &claim, "gone", is_gone()).await?;
+    assert_distinct(&setup).await?;
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Gives users a priority level without seats: the server handles one request at a time and rejects the others.
-async fn starve(stage: &Stage, users: &[&str]) -> anyhow::Result<()> {
+async fn throttle(setup: &Setup, users: &[&str]) -> anyhow::Result<()> {
     let subjects: Vec<Value> = users
         .iter()
         .map(|name| json!({ "kind": "User", "user": { "name": name } }))
         .collect();
     let all = ["*"];
-    stage
+    setup
         .apply(&json!({
             "apiVersion": "flowcontrol.apiserver.k8s.io/v1", "kind": "PriorityLevelConfiguration",
             "metadata": { "name": "starved" },
@@ -296,7 +296,7 @@ async fn starve(stage: &Stage, users: &[&str]) -> anyhow::Result<()> {
                 "limitResponse": { "type": "Reject" } } },
         }))
         .await?;
-    stage
+    setup
         .apply(&json!({
             "apiVersion": "flowcontrol.apiserver.k8s.io/v1", "kind": "FlowSchema",
             "metadata": { "name": "starved" },
@@ -313,17 +313,17 @@ async fn starve(stage: &Stage, users: &[&str]) -> anyhow::Result<()> {
 }
 
 /// Waits until the API server assigns a user's requests to the level `starved`.
-async fn until_starved(stage: &Stage, user: &str) -> anyhow::Result<()> {
+async fn until_throttled(setup: &Setup, user: &str) -> anyhow::Result<()> {
     let schema = [
         "get",
         "flowschema",
         "starved",
         "--output=jsonpath={.metadata.uid}",
     ];
-    let uid = stage.cluster.kubectl(&schema).await?;
-    let kubeconfig = stage.cluster.user(user, &replica_rules()?).await?;
-    let client = stage.cluster.client_of(&kubeconfig).await?;
-    let until = Instant::now() + PATIENCE;
+    let uid = setup.cluster.kubectl(&schema).await?;
+    let kubeconfig = setup.cluster.user(user, &replica_rules()?).await?;
+    let client = setup.cluster.client_of(&kubeconfig).await?;
+    let until = Instant::now() + TIMEOUT;
     loop {
         let request = http::Request::get("/version").body(kube::client::Body::empty())?;
         let answer = client.send(request).await?;
@@ -336,23 +336,23 @@ async fn until_starved(stage: &Stage, user: &str) -> anyhow::Result<()> {
     }
 }
 
-async fn feed(stage: &Stage) -> anyhow::Result<()> {
+async fn stop_throttling(setup: &Setup) -> anyhow::Result<()> {
     for kind in ["flowschema", "prioritylevelconfiguration"] {
-        stage.cluster.kubectl(&["delete", kind, "starved"]).await?;
+        setup.cluster.kubectl(&["delete", kind, "starved"]).await?;
     }
     Ok(())
 }
 
 /// A client of the same priority level that sends requests continuously. Each takes ten seconds because a webhook does not answer.
-struct Crowd {
+struct BusyClient {
     _webhook: TcpListener,
     _requests: JoinSet<()>,
 }
 
-impl Crowd {
+impl BusyClient {
     const USER: &'static str = "crowd";
 
-    async fn begin(stage: &Stage) -> anyhow::Result<Self> {
+    async fn begin(setup: &Setup) -> anyhow::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let webhook = json!({
             "apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingWebhookConfiguration",
@@ -366,10 +366,10 @@ impl Crowd {
                     "expression": format!("request.userInfo.username == '{}'", Self::USER) }],
             }],
         });
-        create(&admission(stage, "ValidatingWebhookConfiguration"), webhook).await?;
+        create(&admission(setup, "ValidatingWebhookConfiguration"), webhook).await?;
         let rights = rule(&[""], &["configmaps"], &["create"]);
-        let kubeconfig = stage.cluster.user(Self::USER, &[rights]).await?;
-        let client = stage.cluster.client_of(&kubeconfig).await?;
+        let kubeconfig = setup.cluster.user(Self::USER, &[rights]).await?;
+        let client = setup.cluster.client_of(&kubeconfig).await?;
         let mut requests = JoinSet::new();
         for number in 0..3 {
             let maps = Api::<ConfigMap>::namespaced(client.clone(), "default");
@@ -396,7 +396,7 @@ async fn free_address() -> anyhow::Result<String> {
 }
 
 /// Whether `/livez` succeeds within a second.
-async fn lives(address: &str) -> anyhow::Result<bool> {
+async fn is_alive(address: &str) -> anyhow::Result<bool> {
     let answer = async {
         let mut connection = TcpStream::connect(address).await?;
         let request = b"GET /livez HTTP/1.1\r\nhost: probe\r\nconnection: close\r\n\r\n";
@@ -414,8 +414,8 @@ async fn lives(address: &str) -> anyhow::Result<bool> {
 #[tokio::test]
 async fn programs_starved_by_priority_and_fairness_live_and_recover() -> anyhow::Result<()> {
     const LEADER: &str = "leader";
-    let (stage, controller, companion) = stage().await?;
-    if stage
+    let (setup, controller, companion) = start().await?;
+    if setup
         .cluster
         .is_before(30, "a level without any seat is not possible")
     {
@@ -432,62 +432,62 @@ async fn programs_starved_by_priority_and_fairness_live_and_recover() -> anyhow:
         "--leader-elect-retry-period=500ms",
         controller_flag.as_str(),
     ];
-    let leader = || stage.replica_with(LEADER, &flags);
+    let leader = || setup.replica_with(LEADER, &flags);
     let controller = leader().await?;
-    let companion = stage.companion_with(0, CONFIGURATION, &[&node_flag])?;
+    let companion = setup.companion_with(0, CONFIGURATION, &[&node_flag])?;
     companion.logged(REGISTERED).await?;
     controller.logged("leading").await?;
 
-    starve(&stage, &[LEADER, NODE, Crowd::USER]).await?;
-    until_starved(&stage, LEADER).await?;
+    throttle(&setup, &[LEADER, NODE, BusyClient::USER]).await?;
+    until_throttled(&setup, LEADER).await?;
 
     // The leader gives up its lease in time; the companion keeps running.
-    let crowd = Crowd::begin(&stage).await?;
+    let crowd = BusyClient::begin(&setup).await?;
     let (begun, when) = (Instant::now(), Timestamp::now());
     let probed = async {
-        while lives(&leads).await.is_ok_and(|lives| lives) {
-            ensure!(lives(&serves).await?, "the companion is alive");
+        while is_alive(&leads).await.is_ok_and(|lives| lives) {
+            ensure!(is_alive(&serves).await?, "the companion is alive");
             sleep(Duration::from_millis(200)).await;
         }
         anyhow::Ok(())
     };
     let (status, probed) = tokio::join!(controller.ended(), probed);
     probed?;
-    ensure!(status?.code() == Some(1), "a leader that loses its lease ends");
-    let entries = since(&stage, LEADER, when).await?;
+    ensure!(status?.code() == Some(1), "a leader that loses its lease exits");
+    let entries = requests_since(&setup, LEADER, when).await?;
     println!(
         "the leader ended after {:?} and {} requests",
         begun.elapsed(),
         entries.len()
     );
-    stage.make_pod("starved").await?;
-    stage
+    setup.make_pod("starved").await?;
+    setup
         .cluster
         .node(0)
         .make_device("/dev/drayman-test-1", 1, MINORS[1])?;
     let counted = Timestamp::now();
-    let end = Instant::now() + COUNTED;
+    let end = Instant::now() + COUNTING_PERIOD;
     while Instant::now() < end {
-        ensure!(lives(&serves).await?, "the companion is alive");
+        ensure!(is_alive(&serves).await?, "the companion is alive");
         sleep(Duration::from_millis(200)).await;
     }
-    let entries = since(&stage, NODE, counted).await?;
+    let entries = requests_since(&setup, NODE, counted).await?;
     let refused = entries.iter().filter(|entry| entry.code == 429).count();
     println!(
-        "{NODE}: {refused} of {} requests in {COUNTED:?} were refused",
+        "{NODE}: {refused} of {} requests in {COUNTING_PERIOD:?} were refused",
         entries.len()
     );
     ensure!(refused > 0 && entries.len() <= WRITES, "{entries:#?}");
 
     drop(crowd);
-    feed(&stage).await?;
+    stop_throttling(&setup).await?;
     let controller = leader().await?;
     let begun = Instant::now();
-    stage.wait(stage.pods(), "starved", "bound", is_bound()).await?;
+    setup.wait(setup.pods(), "starved", "bound", is_bound()).await?;
     println!("served {:?} later", begun.elapsed());
-    wait_for_inventory(&stage, 0, 2).await?;
+    wait_for_inventory(&setup, 0, 2).await?;
     println!("inventory {:?} later", begun.elapsed());
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

@@ -24,7 +24,7 @@ struct Traces {
     /// PID, mount and network namespace of the node.
     namespaces: BTreeSet<String>,
     /// When the victim printed this, in clock ticks since boot. The kernel reuses namespace numbers, so younger processes do not count.
-    said: u64,
+    printed_at: u64,
 }
 
 /// Not a test, but the victim of the tests below: starts a cluster, prints its traces, and waits.
@@ -55,7 +55,7 @@ async fn victim() -> anyhow::Result<()> {
             })
             .into_iter()
             .collect::<Result<_, _>>()?,
-        said: now()?,
+        printed_at: now()?,
     };
     println!("\n{}", serde_json::to_string(&traces)?);
     std::future::pending().await
@@ -73,7 +73,7 @@ fn now() -> anyhow::Result<u64> {
 }
 
 /// Start time of a process in clock ticks since boot: field 22 of `/proc/PID/stat` (proc(5)), counted from the end of the name.
-fn birth(process: &Path) -> Option<u64> {
+fn start_time(process: &Path) -> Option<u64> {
     let stat = fs::read_to_string(process.join("stat")).ok()?;
     let (_, behind_name) = stat.rsplit_once(')')?;
     behind_name.split_whitespace().nth(19)?.parse().ok()
@@ -114,13 +114,13 @@ fn wait_for_end(pid: u32) -> anyhow::Result<()> {
         return Ok(());
     };
     let mut polled = [rustix::event::PollFd::new(&process, rustix::event::PollFlags::IN)];
-    let patience = rustix::time::Timespec {
+    let limit = rustix::time::Timespec {
         tv_sec: 120,
         tv_nsec: 0,
     };
     ensure!(
-        rustix::event::poll(&mut polled, Some(&patience))? > 0,
-        "process {pid:?} does not end"
+        rustix::event::poll(&mut polled, Some(&limit))? > 0,
+        "process {pid:?} does not exit"
     );
     Ok(())
 }
@@ -162,7 +162,7 @@ fn processes(traces: &Traces) -> anyhow::Result<Vec<String>> {
                 ));
             }
         }
-        if birth(&process).is_none_or(|birth| birth > traces.said) {
+        if start_time(&process).is_none_or(|birth| birth > traces.printed_at) {
             continue;
         }
         for kind in ["pid", "mnt", "net"] {
@@ -284,7 +284,7 @@ async fn nothing_is_left_when_a_component_cannot_start() -> anyhow::Result<()> {
     let text = format!("{error:#}");
     assert!(
         text.contains("apiserver") && text.contains("no-such-flag"),
-        "the error says what and why: {text}"
+        "the error names the component and the reason: {text}"
     );
     // Other tests run clusters at the same time, so only abandoned directories count.
     let after: Vec<_> = directories()?

@@ -99,7 +99,7 @@ async fn pods_run_on_real_nodes_and_each_node_has_its_own_devices() -> anyhow::R
     );
     assert!(
         !std::path::Path::new("/dev/drayman-test-0").exists(),
-        "the machine's own /dev is left alone"
+        "the machine's own /dev is unchanged"
     );
 
     for number in 0..2 {
@@ -127,7 +127,10 @@ async fn a_command_in_a_node_sees_the_sockets_of_its_kubelet() -> anyhow::Result
         status.success(),
         "the device plugin socket of kubelet is seen in the node"
     );
-    assert!(!std::path::Path::new(socket).exists(), "and not outside of it");
+    assert!(
+        !std::path::Path::new(socket).exists(),
+        "and not outside of the node"
+    );
     // The container keeps running across the kubelet restart, and the new kubelet starts others.
     assert_eq!(cluster.exec(&running, &["echo", "alive"]).await?.trim(), "alive");
     cluster.run_pod(&pod("new")).await?;

@@ -9,7 +9,7 @@ use kube::api::{Api, DeleteParams};
 use serde_json::Value;
 
 use crate::harness::{Cluster, rule};
-use crate::stage::{DRIVER, Stage, is_allocated, is_bound, is_gone};
+use crate::setup::{DRIVER, Setup, is_allocated, is_bound, is_gone};
 
 /// Runs the program as administrator and returns its stdout.
 pub(crate) async fn drayman(
@@ -24,7 +24,7 @@ pub(crate) async fn drayman(
 }
 
 /// Runs the program with this kubeconfig. Returns exit code, stdout and stderr.
-pub(crate) async fn told(
+pub(crate) async fn run_as(
     cluster: &Cluster,
     kubeconfig: &Path,
     arguments: &[&str],
@@ -38,15 +38,12 @@ pub(crate) async fn told(
 }
 
 /// Runs the program as administrator. Returns exit code, stdout and stderr.
-pub(crate) async fn answer(
-    stage: &Stage,
-    arguments: &[&str],
-) -> anyhow::Result<(Option<i32>, String, String)> {
-    told(&stage.cluster, stage.cluster.kubeconfig(), arguments).await
+pub(crate) async fn run(setup: &Setup, arguments: &[&str]) -> anyhow::Result<(Option<i32>, String, String)> {
+    run_as(&setup.cluster, setup.cluster.kubeconfig(), arguments).await
 }
 
-pub(crate) async fn json(stage: &Stage, arguments: &[&str]) -> anyhow::Result<Value> {
-    let (code, stdout, stderr) = answer(stage, &[arguments, &["--output=json"]].concat()).await?;
+pub(crate) async fn json(setup: &Setup, arguments: &[&str]) -> anyhow::Result<Value> {
+    let (code, stdout, stderr) = run(setup, &[arguments, &["--output=json"]].concat()).await?;
     anyhow::ensure!(
         !stdout.is_empty(),
         "{arguments:?} printed nothing, exit code {code:?}: {stderr}"
@@ -55,27 +52,27 @@ pub(crate) async fn json(stage: &Stage, arguments: &[&str]) -> anyhow::Result<Va
 }
 
 /// Two pods and one device: the first pod holds it, the second waits for it.
-pub(crate) async fn one_of_two_pods_waits() -> anyhow::Result<(Stage, crate::stage::Program)> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 1).await?;
-    stage.pretend_node("node-b").await?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    stage.make_pod("first").await?;
-    stage.wait(stage.pods(), "first", "bound", is_bound()).await?;
-    stage.claim_of("first", "allocated", is_allocated).await?;
-    stage.make_pod("second").await?;
-    stage.claim_of("second", "made", |_| true).await?;
-    Ok((stage, controller))
+pub(crate) async fn one_of_two_pods_waits() -> anyhow::Result<(Setup, crate::setup::Program)> {
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 1).await?;
+    setup.make_fake_node("node-b").await?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    setup.make_pod("first").await?;
+    setup.wait(setup.pods(), "first", "bound", is_bound()).await?;
+    setup.claim_of("first", "allocated", is_allocated).await?;
+    setup.make_pod("second").await?;
+    setup.claim_of("second", "made", |_| true).await?;
+    Ok((setup, controller))
 }
 
 #[tokio::test]
 async fn devices_and_their_holders_are_listed_and_found() -> anyhow::Result<()> {
-    let (stage, _controller) = one_of_two_pods_waits().await?;
-    let claim = stage.claim_of("first", "allocated", is_allocated).await?;
+    let (setup, _controller) = one_of_two_pods_waits().await?;
+    let claim = setup.claim_of("first", "allocated", is_allocated).await?;
     let claim = format!("default/{}", claim.metadata.name.unwrap_or_default());
 
-    let (code, table, _) = answer(&stage, &["devices"]).await?;
+    let (code, table, _) = run(&setup, &["devices"]).await?;
     println!("{table}");
     assert_eq!(code, Some(0));
     let lines: Vec<Vec<&str>> = table
@@ -88,39 +85,39 @@ async fn devices_and_their_holders_are_listed_and_found() -> anyhow::Result<()> 
         ["node-a", "drayman-test-0", "test", "Held", claim.as_str()]
     );
 
-    let all = json(&stage, &["devices"]).await?;
+    let all = json(&setup, &["devices"]).await?;
     assert_eq!(
         all["items"][0]["holders"][0]["pods"],
         serde_json::json!(["first"])
     );
     assert_eq!(
-        json(&stage, &["devices", "--state=free"]).await?["items"],
+        json(&setup, &["devices", "--state=free"]).await?["items"],
         serde_json::json!([])
     );
 
-    let (code, text, _) = answer(&stage, &["who", "node-a/drayman-test-0"]).await?;
+    let (code, text, _) = run(&setup, &["who", "node-a/drayman-test-0"]).await?;
     println!("{text}");
     assert_eq!(code, Some(0));
     assert!(text.contains(&format!("ResourceClaim {claim} (request device), used by first")));
 
-    let (code, _, error) = answer(&stage, &["who", "nothing"]).await?;
+    let (code, _, error) = run(&setup, &["who", "nothing"]).await?;
     assert_eq!(code, Some(1));
     assert!(error.contains("has no device nothing"), "{error}");
-    let (code, _, error) = answer(&stage, &["who", "node-b/drayman-test-0"]).await?;
+    let (code, _, error) = run(&setup, &["who", "node-b/drayman-test-0"]).await?;
     assert_eq!(code, Some(1));
     assert!(error.contains("did you mean node-a/drayman-test-0?"), "{error}");
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn a_waiting_pod_is_explained_node_by_node() -> anyhow::Result<()> {
-    let (stage, _controller) = one_of_two_pods_waits().await?;
+    let (setup, _controller) = one_of_two_pods_waits().await?;
 
-    let (code, text, _) = answer(&stage, &["explain", "second"]).await?;
+    let (code, text, _) = run(&setup, &["explain", "second"]).await?;
     println!("{text}");
     assert_eq!(code, Some(0));
-    let told = json(&stage, &["explain", "pod/second"]).await?;
-    let claim = &told["claims"][0];
+    let explained = json(&setup, &["explain", "pod/second"]).await?;
+    let claim = &explained["claims"][0];
     assert_eq!(claim["step"], "WaitsForDevice");
     assert_eq!(claim["wants"], "1 of kind test");
     assert_eq!(
@@ -136,43 +133,43 @@ async fn a_waiting_pod_is_explained_node_by_node() -> anyhow::Result<()> {
         .unwrap_or_default()
         .replace("default/", "claim/");
     assert_eq!(
-        json(&stage, &["explain", &name]).await?["claims"][0]["step"],
+        json(&setup, &["explain", &name]).await?["claims"][0]["step"],
         "WaitsForDevice"
     );
     assert_eq!(
-        json(&stage, &["explain", "pod", "first"]).await?["claims"][0]["step"],
+        json(&setup, &["explain", "pod", "first"]).await?["claims"][0]["step"],
         "Preparing",
-        "nothing runs on a pretended node"
+        "nothing runs on a fake node"
     );
 
     // Another output after the fix.
-    stage.remove_pod("first").await?;
-    stage.wait(stage.pods(), "second", "bound", is_bound()).await?;
+    setup.remove_pod("first").await?;
+    setup.wait(setup.pods(), "second", "bound", is_bound()).await?;
     assert_eq!(
-        json(&stage, &["explain", "pod/second"]).await?["claims"][0]["step"],
+        json(&setup, &["explain", "pod/second"]).await?["claims"][0]["step"],
         "Preparing"
     );
 
-    let parameters = Api::<DeviceClassParameters>::all(stage.cluster.client());
+    let parameters = Api::<DeviceClassParameters>::all(setup.cluster.client());
     parameters.delete("test", &DeleteParams::default()).await?;
-    stage.make_pod("third").await?;
-    stage.claim_of("third", "made", |_| true).await?;
-    let third = json(&stage, &["explain", "pod/third"]).await?;
+    setup.make_pod("third").await?;
+    setup.claim_of("third", "made", |_| true).await?;
+    let third = json(&setup, &["explain", "pod/third"]).await?;
     assert_eq!(third["claims"][0]["step"], "ParametersInvalid");
     let because = third["claims"][0]["because"].as_str().unwrap_or_default();
     assert!(because.contains("DeviceClassParameters test"), "{because}");
 
-    let (code, _, error) = answer(&stage, &["explain", "pod/nobody"]).await?;
+    let (code, _, error) = run(&setup, &["explain", "pod/nobody"]).await?;
     assert_eq!(code, Some(1));
     assert!(error.contains("pod/nobody"), "{error}");
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
-async fn who_may_not_list_nodes_is_told_of_those_with_devices() -> anyhow::Result<()> {
-    let (stage, _controller) = one_of_two_pods_waits().await?;
+async fn without_the_right_to_list_nodes_those_with_devices_are_known() -> anyhow::Result<()> {
+    let (setup, _controller) = one_of_two_pods_waits().await?;
     let read = ["get", "list", "watch"];
-    let kubeconfig = stage
+    let kubeconfig = setup
         .cluster
         .user(
             "reader",
@@ -195,7 +192,7 @@ async fn who_may_not_list_nodes_is_told_of_those_with_devices() -> anyhow::Resul
             ],
         )
         .await?;
-    let output = drayman(&stage.cluster, &kubeconfig, &["explain", "second"]).await?;
+    let output = drayman(&setup.cluster, &kubeconfig, &["explain", "second"]).await?;
     let (stdout, stderr) = (
         String::from_utf8(output.stdout)?,
         String::from_utf8(output.stderr)?,
@@ -203,13 +200,13 @@ async fn who_may_not_list_nodes_is_told_of_those_with_devices() -> anyhow::Resul
     assert!(output.status.success(), "{stderr}");
     assert!(stdout.contains("node-a"), "{stdout}");
     assert!(stderr.contains("you may not list nodes"), "{stderr}");
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn leftovers_lists_all_objects_of_classic_dra() -> anyhow::Result<()> {
-    let (stage, _controller) = one_of_two_pods_waits().await?;
-    let (code, text, _) = answer(&stage, &["leftovers"]).await?;
+    let (setup, _controller) = one_of_two_pods_waits().await?;
+    let (code, text, _) = run(&setup, &["leftovers"]).await?;
     println!("{text}");
     assert_eq!(code, Some(1));
     let kinds: Vec<&str> = text
@@ -231,32 +228,36 @@ async fn leftovers_lists_all_objects_of_classic_dra() -> anyhow::Result<()> {
     );
 
     for pod in ["first", "second"] {
-        let claim = stage
+        let claim = setup
             .claim_of(pod, "made", |_| true)
             .await?
             .metadata
             .name
             .unwrap_or_default();
-        stage.remove_pod(pod).await?;
-        stage.wait(stage.claims(), &claim, "gone", is_gone()).await?;
+        setup.remove_pod(pod).await?;
+        setup.wait(setup.claims(), &claim, "gone", is_gone()).await?;
     }
-    stage
+    setup
         .cluster
         .kubectl(&["delete", "resourceclaimtemplate", "test"])
         .await?;
-    stage
+    setup
         .cluster
         .kubectl(&["delete", "resourceclass", "test"])
         .await?;
-    let (code, text, _) = answer(&stage, &["leftovers"]).await?;
+    let (code, text, _) = run(&setup, &["leftovers"]).await?;
     assert_eq!(code, Some(0), "{text}");
     assert!(text.contains("Nothing uses"), "{text}");
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Output in a machine-readable format, with the exit code.
-async fn answer_in(stage: &Stage, arguments: &[&str], form: &str) -> anyhow::Result<(Option<i32>, Value)> {
-    let (code, stdout, stderr) = answer(stage, &[arguments, &["--output", form]].concat()).await?;
+async fn run_in_format(
+    setup: &Setup,
+    arguments: &[&str],
+    form: &str,
+) -> anyhow::Result<(Option<i32>, Value)> {
+    let (code, stdout, stderr) = run(setup, &[arguments, &["--output", form]].concat()).await?;
     let parsed: anyhow::Result<Value> = match form {
         "json" => serde_json::from_str(&stdout).map_err(Into::into),
         _ => serde_saphyr::from_str(&stdout).map_err(Into::into),
@@ -267,8 +268,8 @@ async fn answer_in(stage: &Stage, arguments: &[&str], form: &str) -> anyhow::Res
 
 #[tokio::test]
 async fn yaml_says_what_json_says() -> anyhow::Result<()> {
-    let (stage, _controller) = one_of_two_pods_waits().await?;
-    let claim = stage.claim_of("second", "made", |_| true).await?;
+    let (setup, _controller) = one_of_two_pods_waits().await?;
+    let claim = setup.claim_of("second", "made", |_| true).await?;
     let claim = format!("claim/{}", claim.metadata.name.unwrap_or_default());
     for arguments in [
         &["devices"][..],
@@ -283,9 +284,9 @@ async fn yaml_says_what_json_says() -> anyhow::Result<()> {
         // The cluster changes meanwhile, so the output is compared with an earlier and a later one.
         let mut tries = 0;
         let (json, yaml) = loop {
-            let before = answer_in(&stage, arguments, "json").await?;
-            let between = answer_in(&stage, arguments, "yaml").await?;
-            let after = answer_in(&stage, arguments, "json").await?;
+            let before = run_in_format(&setup, arguments, "json").await?;
+            let between = run_in_format(&setup, arguments, "yaml").await?;
+            let after = run_in_format(&setup, arguments, "json").await?;
             tries += 1;
             if before == after || tries == 10 {
                 break (after, between);
@@ -294,23 +295,23 @@ async fn yaml_says_what_json_says() -> anyhow::Result<()> {
         assert_eq!(json, yaml, "{arguments:?}");
         assert_eq!(json.1["apiVersion"], "cli.drayman.dev/v1alpha1", "{arguments:?}");
     }
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn kubectl_runs_the_program_as_its_plugin() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 1).await?;
-    let plugins = stage.cluster.directory().join("plugins");
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 1).await?;
+    let plugins = setup.cluster.directory().join("plugins");
     std::fs::create_dir(&plugins)?;
     for name in ["kubectl-drayman", "kubectl_complete-drayman"] {
         std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_drayman"), plugins.join(name))?;
     }
     let kubectl = |arguments: &[&str]| {
-        let mut command = stage.cluster.command(stage.cluster.kubectl_program());
+        let mut command = setup.cluster.command(setup.cluster.kubectl_program());
         command.args(arguments).env("PATH", &plugins);
         // kubectl passes no flags that precede the plugin's name.
-        command.env("KUBECONFIG", stage.cluster.kubeconfig());
+        command.env("KUBECONFIG", setup.cluster.kubeconfig());
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         command
     };
@@ -344,5 +345,5 @@ async fn kubectl_runs_the_program_as_its_plugin() -> anyhow::Result<()> {
     let output = kubectl(&["drayman", "devices", "--help"]).output().await?;
     let help = String::from_utf8(output.stdout)?;
     assert!(help.contains("Usage: kubectl drayman devices"), "{help}");
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

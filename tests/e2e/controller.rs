@@ -9,7 +9,7 @@ use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::runtime::conditions::is_deleted;
 use serde_json::json;
 
-use crate::stage::{DRIVER, Stage, has_finalizer, is_allocated, is_bound, is_gone, pod_with_claim};
+use crate::setup::{DRIVER, Setup, has_finalizer, is_allocated, is_bound, is_gone, pod_with_claim};
 
 fn handle(claim: &ResourceClaim) -> anyhow::Result<DeviceHandle> {
     let handles = claim
@@ -25,14 +25,14 @@ fn handle(claim: &ResourceClaim) -> anyhow::Result<DeviceHandle> {
 
 #[tokio::test]
 async fn a_pod_with_one_claim_costs_three_writes_and_one_read() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 2).await?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 2).await?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
 
-    stage.make_pod("first").await?;
-    stage.wait(stage.pods(), "first", "bound", is_bound()).await?;
-    let claim = stage.claim_of("first", "allocated", is_allocated).await?;
+    setup.make_pod("first").await?;
+    setup.wait(setup.pods(), "first", "bound", is_bound()).await?;
+    let claim = setup.claim_of("first", "allocated", is_allocated).await?;
     assert!(has_finalizer(&claim), "the finalizer precedes the allocation");
     assert_eq!(claim.status.driver_name.as_deref(), Some(DRIVER));
     let reserved: Vec<&str> = claim
@@ -47,11 +47,11 @@ async fn a_pod_with_one_claim_costs_three_writes_and_one_read() -> anyhow::Resul
     assert_eq!(Some(&handle.claim_uid), claim.metadata.uid.as_ref());
     assert_eq!(handle.devices.len(), 1);
 
-    stage.remove_pod("first").await?;
+    setup.remove_pod("first").await?;
     let name = claim.metadata.name.clone().unwrap_or_default();
-    stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+    setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
 
-    let requests: Vec<_> = stage
+    let requests: Vec<_> = setup
         .cluster
         .audit()
         .of_user("drayman-controller")
@@ -65,7 +65,7 @@ async fn a_pod_with_one_claim_costs_three_writes_and_one_read() -> anyhow::Resul
             )
         })
         .collect();
-    println!("requests of one pod life: {requests:?}");
+    println!("requests for one pod: {requests:?}");
     assert_eq!(
         requests,
         [
@@ -75,7 +75,7 @@ async fn a_pod_with_one_claim_costs_three_writes_and_one_read() -> anyhow::Resul
             "patch resourceclaims/ 200",
         ]
     );
-    let events = stage
+    let events = setup
         .cluster
         .kubectl(&["get", "events", "--output=jsonpath={.items[*].reason}"])
         .await?;
@@ -85,54 +85,54 @@ async fn a_pod_with_one_claim_costs_three_writes_and_one_read() -> anyhow::Resul
         .collect();
     assert!(
         unwanted.is_empty(),
-        "a normal pod life has no event of ours: {unwanted:?}"
+        "a normal pod has no event of ours: {unwanted:?}"
     );
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn each_freed_device_lets_exactly_one_waiting_pod_in() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 3).await?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 3).await?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
     let names = ["pod-0", "pod-1", "pod-2", "pod-3", "pod-4"];
     for name in names {
-        stage.make_pod(name).await?;
+        setup.make_pod(name).await?;
     }
     let mut waiting: BTreeSet<&str> = names.into();
     let mut bound: Vec<&str> = Vec::new();
     for expected in [3, 4, 5] {
         while bound.len() < expected {
-            let name = first_bound(&stage, &waiting).await?;
+            let name = first_bound(&setup, &waiting).await?;
             waiting.remove(name);
             bound.push(name);
         }
-        assert_distinct(&stage).await?;
+        assert_distinct(&setup).await?;
         for name in &waiting {
-            stage
+            setup
                 .wait_for_event(name, "NoSuitableDevice", "3 of 3 held")
                 .await?;
         }
-        let allocated = stage.claims().list(&ListParams::default()).await?;
+        let allocated = setup.claims().list(&ListParams::default()).await?;
         assert_eq!(
             allocated.iter().filter(|claim| is_allocated(claim)).count(),
             3,
             "no more pods than devices"
         );
-        stage.remove_pod(bound[expected - 3]).await?;
+        setup.remove_pod(bound[expected - 3]).await?;
     }
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Waits until one of these pods is bound.
-async fn first_bound<'a>(stage: &Stage, names: &BTreeSet<&'a str>) -> anyhow::Result<&'a str> {
+async fn first_bound<'a>(setup: &Setup, names: &BTreeSet<&'a str>) -> anyhow::Result<&'a str> {
     let waits = names.iter().map(|name| {
         Box::pin(async move {
-            stage
-                .wait(stage.pods(), name, "bound", is_bound())
+            setup
+                .wait(setup.pods(), name, "bound", is_bound())
                 .await
                 .map(|_| *name)
         })
@@ -142,9 +142,9 @@ async fn first_bound<'a>(stage: &Stage, names: &BTreeSet<&'a str>) -> anyhow::Re
 }
 
 /// Asserts that no device is in the allocations of two claims.
-pub(crate) async fn assert_distinct(stage: &Stage) -> anyhow::Result<()> {
+pub(crate) async fn assert_distinct(setup: &Setup) -> anyhow::Result<()> {
     let mut seen = BTreeSet::new();
-    for claim in stage
+    for claim in setup
         .claims()
         .list(&ListParams::default())
         .await?
@@ -165,56 +165,56 @@ pub(crate) async fn assert_distinct(stage: &Stage) -> anyhow::Result<()> {
 
 #[tokio::test]
 async fn a_claim_that_is_deleted_at_any_moment_leaves_nothing_behind() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 1).await?;
-    let controller = stage.controller()?;
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 1).await?;
+    let controller = setup.controller()?;
     let claim = |name: &str| -> anyhow::Result<ResourceClaim> {
         Ok(serde_json::from_value(
             json!({ "metadata": { "name": name }, "spec": { "resourceClassName": "test" } }),
         )?)
     };
     // Before any pod exists.
-    stage
+    setup
         .claims()
         .create(&PostParams::default(), &claim("unused")?)
         .await?;
-    stage.claims().delete("unused", &DeleteParams::default()).await?;
-    stage.wait(stage.claims(), "unused", "gone", is_gone()).await?;
+    setup.claims().delete("unused", &DeleteParams::default()).await?;
+    setup.wait(setup.claims(), "unused", "gone", is_gone()).await?;
     // During the allocation, repeatedly: the only device must be free afterwards.
     for round in 0..10 {
         let name = format!("round-{round}");
-        stage
+        setup
             .claims()
             .create(&PostParams::default(), &claim(&name)?)
             .await?;
         let pod = pod_naming_claim(&name, &name)?;
-        stage.pods().create(&PostParams::default(), &pod).await?;
+        setup.pods().create(&PostParams::default(), &pod).await?;
         if round % 2 == 0 {
-            stage
+            setup
                 .wait(
-                    stage.claims(),
+                    setup.claims(),
                     &name,
                     "secured",
                     |claim: Option<&ResourceClaim>| claim.is_some_and(has_finalizer),
                 )
                 .await?;
         } else {
-            stage
-                .wait(stage.contexts(), &name, "there", |context: Option<&_>| {
+            setup
+                .wait(setup.contexts(), &name, "there", |context: Option<&_>| {
                     context.is_some()
                 })
                 .await?;
         }
-        let _ = stage.claims().delete(&name, &DeleteParams::default()).await?;
-        stage.remove_pod(&name).await?;
-        stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+        let _ = setup.claims().delete(&name, &DeleteParams::default()).await?;
+        setup.remove_pod(&name).await?;
+        setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
     }
     // The device is free.
-    stage.make_template(None).await?;
-    stage.make_pod("last").await?;
-    stage.wait(stage.pods(), "last", "bound", is_bound()).await?;
+    setup.make_template(None).await?;
+    setup.make_pod("last").await?;
+    setup.wait(setup.pods(), "last", "bound", is_bound()).await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// A pod that references an existing claim.
@@ -227,73 +227,73 @@ fn pod_naming_claim(name: &str, claim: &str) -> anyhow::Result<Pod> {
 
 #[tokio::test]
 async fn a_pod_recreated_under_the_same_name_gets_a_claim_of_its_own() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 1).await?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 1).await?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
     let mut uids = BTreeSet::new();
     for _ in 0..3 {
-        let pod = stage.make_pod("again").await?;
-        stage.wait(stage.pods(), "again", "bound", is_bound()).await?;
-        let claim = stage.claim_of("again", "allocated", is_allocated).await?;
+        let pod = setup.make_pod("again").await?;
+        setup.wait(setup.pods(), "again", "bound", is_bound()).await?;
+        let claim = setup.claim_of("again", "allocated", is_allocated).await?;
         assert_eq!(
             controller_of(&claim.metadata).map(|owner| &owner.uid),
             pod.metadata.uid.as_ref()
         );
         assert!(uids.insert(claim.metadata.uid.clone()));
-        stage.remove_pod("again").await?;
+        setup.remove_pod("again").await?;
         let uid = pod.metadata.uid.clone().unwrap_or_default();
-        stage
-            .wait(stage.pods(), "again", "gone", is_deleted(&uid))
+        setup
+            .wait(setup.pods(), "again", "gone", is_deleted(&uid))
             .await?;
     }
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn a_missing_class_is_named_and_its_creation_helps_at_once() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 1).await?;
-    let controller = stage.controller()?;
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 1).await?;
+    let controller = setup.controller()?;
     let immediate: ResourceClaim = serde_json::from_value(json!({
         "metadata": { "name": "early" }, "spec": { "resourceClassName": "late", "allocationMode": "Immediate" },
     }))?;
-    stage.claims().create(&PostParams::default(), &immediate).await?;
-    stage
+    setup.claims().create(&PostParams::default(), &immediate).await?;
+    setup
         .wait_for_event("early", "ResourceClassMissing", "create the class")
         .await?;
-    stage.make_class("late").await?;
+    setup.make_class("late").await?;
     let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
-    stage.wait(stage.claims(), "early", "allocated", met).await?;
+    setup.wait(setup.claims(), "early", "allocated", met).await?;
 
     // For a pod, the scheduler reports the missing class itself and does not ask the driver.
     let delayed: ResourceClaim = serde_json::from_value(json!({
         "metadata": { "name": "delayed" }, "spec": { "resourceClassName": "later" },
     }))?;
-    stage.claims().create(&PostParams::default(), &delayed).await?;
-    stage
+    setup.claims().create(&PostParams::default(), &delayed).await?;
+    setup
         .pods()
         .create(&PostParams::default(), &pod_naming_claim("delayed", "delayed")?)
         .await?;
-    stage
+    setup
         .wait_for_event("delayed", "FailedScheduling", "later")
         .await?;
-    stage.claims().delete("early", &DeleteParams::default()).await?;
-    stage.make_class("later").await?;
-    stage.wait(stage.pods(), "delayed", "bound", is_bound()).await?;
+    setup.claims().delete("early", &DeleteParams::default()).await?;
+    setup.make_class("later").await?;
+    setup.wait(setup.pods(), "delayed", "bound", is_bound()).await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn wrong_parameters_are_named_and_a_fix_helps_at_once() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 4).await?;
-    stage.make_template(Some("two")).await?;
-    let controller = stage.controller()?;
-    stage.make_pod("missing").await?;
-    let event = stage
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 4).await?;
+    setup.make_template(Some("two")).await?;
+    let controller = setup.controller()?;
+    setup.make_pod("missing").await?;
+    let event = setup
         .wait_for_event("missing", "ParametersNotFound", "does not exist; create it")
         .await?;
     let message = event.message.unwrap_or_default();
@@ -308,28 +308,28 @@ async fn wrong_parameters_are_named_and_a_fix_helps_at_once() -> anyhow::Result<
         (json!("x"), "integer"),
     ] {
         let wrong = parameters(&count);
-        let Err(error) = stage.apply(&wrong).await else {
+        let Err(error) = setup.apply(&wrong).await else {
             anyhow::bail!("{wrong} was accepted")
         };
         assert!(error.to_string().contains(hint), "{error}");
     }
-    stage.apply(&parameters(&json!(2))).await?;
-    stage.wait(stage.pods(), "missing", "bound", is_bound()).await?;
-    let claim = stage.claim_of("missing", "allocated", is_allocated).await?;
+    setup.apply(&parameters(&json!(2))).await?;
+    setup.wait(setup.pods(), "missing", "bound", is_bound()).await?;
+    let claim = setup.claim_of("missing", "allocated", is_allocated).await?;
     assert_eq!(handle(&claim)?.devices.len(), 2);
 
     // More devices than any node has: reported with counts, and does not block other claims.
-    Api::<DeviceClaimParameters>::namespaced(stage.cluster.client(), "default")
+    Api::<DeviceClaimParameters>::namespaced(setup.cluster.client(), "default")
         .patch(
             "two",
             &PatchParams::default(),
             &Patch::Merge(json!({ "spec": { "requests": [{ "name": "device", "count": 64 }] } })),
         )
         .await?;
-    stage.make_pod("greedy").await?;
-    stage.wait_for_event("greedy", "NoSuitableDevice", "64").await?;
+    setup.make_pod("greedy").await?;
+    setup.wait_for_event("greedy", "NoSuitableDevice", "64").await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 fn parameters(count: &serde_json::Value) -> serde_json::Value {
@@ -341,10 +341,10 @@ fn parameters(count: &serde_json::Value) -> serde_json::Value {
 
 #[tokio::test]
 async fn an_unusable_class_is_reported_on_class_and_pod() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 1).await?;
-    stage.make_template(None).await?;
-    stage
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 1).await?;
+    setup.make_template(None).await?;
+    setup
         .classes()
         .patch(
             "test",
@@ -352,15 +352,15 @@ async fn an_unusable_class_is_reported_on_class_and_pod() -> anyhow::Result<()> 
             &Patch::Merge(json!({ "parametersRef": { "name": "nowhere" } })),
         )
         .await?;
-    let controller = stage.controller()?;
-    stage.make_pod("pod").await?;
-    stage
+    let controller = setup.controller()?;
+    setup.make_pod("pod").await?;
+    setup
         .wait_for_event("pod", "ParametersNotFound", "nowhere")
         .await?;
-    stage
+    setup
         .wait_for_event("test", "ParametersNotFound", "nowhere")
         .await?;
-    stage
+    setup
         .classes()
         .patch(
             "test",
@@ -368,55 +368,57 @@ async fn an_unusable_class_is_reported_on_class_and_pod() -> anyhow::Result<()> 
             &Patch::Merge(json!({ "parametersRef": { "name": "test" } })),
         )
         .await?;
-    stage.wait(stage.pods(), "pod", "bound", is_bound()).await?;
+    setup.wait(setup.pods(), "pod", "bound", is_bound()).await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn a_controller_killed_at_any_step_leaves_the_same_end_state() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 1).await?;
-    stage.make_template(None).await?;
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 1).await?;
+    setup.make_template(None).await?;
 
     // After the finalizer: without the right to write the status, the allocation fails.
-    let mut rules = crate::stage::controller_rules()?;
+    let mut rules = crate::setup::controller_rules()?;
     for resources in rules.iter_mut().filter_map(|rule| rule.resources.as_mut()) {
         resources.retain(|resource| resource != "resourceclaims/status");
     }
-    stage.cluster.user("drayman-controller", &rules).await?;
-    let mut controller = stage.controller()?;
-    stage.make_pod("pod").await?;
-    stage.claim_of("pod", "secured", has_finalizer).await?;
-    stage
+    setup.cluster.user("drayman-controller", &rules).await?;
+    let mut controller = setup.controller()?;
+    setup.make_pod("pod").await?;
+    setup.claim_of("pod", "secured", has_finalizer).await?;
+    setup
         .wait_for_event("pod", "AllocationNotRecorded", "forbidden")
         .await?;
     controller.kill().await?;
-    stage
+    setup
         .cluster
-        .user("drayman-controller", &crate::stage::controller_rules()?)
+        .user("drayman-controller", &crate::setup::controller_rules()?)
         .await?;
-    let mut controller = stage.controller()?;
+    let mut controller = setup.controller()?;
     // After the allocation.
-    stage.claim_of("pod", "allocated", is_allocated).await?;
+    setup.claim_of("pod", "allocated", is_allocated).await?;
     controller.kill().await?;
-    let mut controller = stage.controller()?;
-    stage.wait(stage.pods(), "pod", "bound", is_bound()).await?;
+    let mut controller = setup.controller()?;
+    setup.wait(setup.pods(), "pod", "bound", is_bound()).await?;
     // Before the release: the pod is deleted while no controller runs.
     controller.kill().await?;
-    let claim = stage.claim_of("pod", "allocated", is_allocated).await?;
-    stage.remove_pod("pod").await?;
+    let claim = setup.claim_of("pod", "allocated", is_allocated).await?;
+    setup.remove_pod("pod").await?;
     let name = claim.metadata.name.clone().unwrap_or_default();
     let released = |claim: Option<&ResourceClaim>| {
         claim.is_some_and(|claim| claim.metadata.deletion_timestamp.is_some())
     };
-    stage.wait(stage.claims(), &name, "asked back", released).await?;
-    let controller = stage.controller()?;
-    stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+    setup
+        .wait(setup.claims(), &name, "deallocation requested", released)
+        .await?;
+    let controller = setup.controller()?;
+    setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
     // The only device is free again, and all other state is unaffected.
-    stage.make_pod("next").await?;
-    stage.wait(stage.pods(), "next", "bound", is_bound()).await?;
-    assert_distinct(&stage).await?;
+    setup.make_pod("next").await?;
+    setup.wait(setup.pods(), "next", "bound", is_bound()).await?;
+    assert_distinct(&setup).await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

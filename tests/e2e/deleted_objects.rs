@@ -11,129 +11,129 @@ use serde_json::{Value, json};
 use crate::controller::assert_distinct;
 use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, wait_for_inventory};
 use crate::reboot::REGISTERED;
-use crate::stage::{
-    DRIVER, Stage, has_finalizer, is_allocated, is_bound, is_gone, is_running, pod_with_claim,
+use crate::setup::{
+    DRIVER, Setup, has_finalizer, is_allocated, is_bound, is_gone, is_running, pod_with_claim,
 };
 use crate::stored_claims::{CONTROLLER, devices};
 
-fn inventories(stage: &Stage) -> Api<NodeInventory> {
-    Api::all(stage.cluster.client())
+fn inventories(setup: &Setup) -> Api<NodeInventory> {
+    Api::all(setup.cluster.client())
 }
 
 /// Deletes a node and its inventory. In production, the garbage collector deletes the inventory.
-async fn remove_node(stage: &Stage, name: &str) -> anyhow::Result<()> {
-    let nodes = Api::<Node>::all(stage.cluster.client());
+async fn remove_node(setup: &Setup, name: &str) -> anyhow::Result<()> {
+    let nodes = Api::<Node>::all(setup.cluster.client());
     nodes.delete(name, &DeleteParams::default()).await?;
     let inventory = format!("{name}.{DRIVER}");
-    inventories(stage)
+    inventories(setup)
         .delete(&inventory, &DeleteParams::default())
         .await?;
-    stage.wait(nodes, name, "gone", is_gone()).await?;
-    stage
-        .wait(inventories(stage), &inventory, "gone", is_gone())
+    setup.wait(nodes, name, "gone", is_gone()).await?;
+    setup
+        .wait(inventories(setup), &inventory, "gone", is_gone())
         .await
         .map(drop)
 }
 
 /// Waits until deallocation of a claim is requested.
-async fn asked_back(stage: &Stage, name: &str) -> anyhow::Result<()> {
+async fn until_deallocation_requested(setup: &Setup, name: &str) -> anyhow::Result<()> {
     let met =
         |claim: Option<&ResourceClaim>| claim.is_none_or(|claim| claim.metadata.deletion_timestamp.is_some());
-    stage
-        .wait(stage.claims(), name, "asked back", met)
+    setup
+        .wait(setup.claims(), name, "deallocation requested", met)
         .await
         .map(drop)
 }
 
 #[tokio::test]
 async fn a_node_that_is_made_again_under_its_name_is_another_node() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 1).await?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    stage.make_claim("kept", "Immediate", false).await?;
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 1).await?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    setup.make_claim("kept", "Immediate", false).await?;
     let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
-    let kept = stage
-        .wait(stage.claims(), "kept", "allocated", met)
+    let kept = setup
+        .wait(setup.claims(), "kept", "allocated", met)
         .await?
         .unwrap_or_default();
-    let first = stage.node_uid("node-a").await?;
-    stage.make_pod("waits").await?;
-    stage
+    let first = setup.node_uid("node-a").await?;
+    setup.make_pod("waits").await?;
+    setup
         .wait_for_event("waits", "NoSuitableDevice", "1 of 1 held")
         .await?;
 
-    remove_node(&stage, "node-a").await?;
-    stage.pretend_devices("node-a", 1).await?;
-    let second = stage.node_uid("node-a").await?;
+    remove_node(&setup, "node-a").await?;
+    setup.make_fake_devices("node-a", 1).await?;
+    let second = setup.node_uid("node-a").await?;
     assert_ne!(first, second);
     // The new node's device of the same name is a different one, and free.
-    stage.wait(stage.pods(), "waits", "bound", is_bound()).await?;
-    let claim = stage.claim_of("waits", "allocated", is_allocated).await?;
+    setup.wait(setup.pods(), "waits", "bound", is_bound()).await?;
+    let claim = setup.claim_of("waits", "allocated", is_allocated).await?;
     let text = serde_json::to_string(&claim.status)?;
     assert!(text.contains(&second) && !text.contains(&first), "{text}");
     assert_eq!(
-        stage.claims().get("kept").await?.status,
+        setup.claims().get("kept").await?.status,
         kept.status,
         "the allocation stays as it is"
     );
     // The claim on the deleted node can be deleted, which does not affect the new node.
-    stage.delete_claim("kept").await?;
-    stage.make_pod("next").await?;
-    stage
+    setup.delete_claim("kept").await?;
+    setup.make_pod("next").await?;
+    setup
         .wait_for_event("next", "NoSuitableDevice", "1 of 1 held")
         .await?;
-    stage.remove_pod("waits").await?;
-    stage.wait(stage.pods(), "next", "bound", is_bound()).await?;
+    setup.remove_pod("waits").await?;
+    setup.wait(setup.pods(), "next", "bound", is_bound()).await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn an_inventory_of_a_former_node_does_not_count() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 2).await?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    let first = stage.node_uid("node-a").await?;
-    assert_eq!(stage.serve("before").await?, ["node-a/drayman-test-0"]);
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 2).await?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    let first = setup.node_uid("node-a").await?;
+    assert_eq!(setup.serve("before").await?, ["node-a/drayman-test-0"]);
     // The companion of the new node replaces the inventory, with the new node's uid.
-    let nodes = Api::<Node>::all(stage.cluster.client());
+    let nodes = Api::<Node>::all(setup.cluster.client());
     nodes.delete("node-a", &DeleteParams::default()).await?;
-    stage.wait(nodes, "node-a", "gone", is_gone()).await?;
-    stage.pretend_node("node-a").await?;
-    let second = stage.node_uid("node-a").await?;
-    stage.write_inventory("node-a", &second, 2).await?;
+    setup.wait(nodes, "node-a", "gone", is_gone()).await?;
+    setup.make_fake_node("node-a").await?;
+    let second = setup.node_uid("node-a").await?;
+    setup.write_inventory("node-a", &second, 2).await?;
     for (name, device) in [("one", "node-a/drayman-test-0"), ("two", "node-a/drayman-test-1")] {
         assert_eq!(
-            stage.serve(name).await?,
+            setup.serve(name).await?,
             [device],
-            "held on the earlier node only"
+            "held on the deleted node only"
         );
-        let claim = stage.claim_of(name, "allocated", is_allocated).await?;
+        let claim = setup.claim_of(name, "allocated", is_allocated).await?;
         let text = serde_json::to_string(&claim.status)?;
         assert!(text.contains(&second) && !text.contains(&first), "{text}");
     }
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn a_controller_catches_up_after_an_absence_and_rests() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
+    let setup = Setup::start(0).await?;
     for (node, count) in [("node-a", 2), ("node-b", 2), ("node-c", 1)] {
-        stage.pretend_devices(node, count).await?;
+        setup.make_fake_devices(node, count).await?;
     }
-    stage.make_template(None).await?;
-    let mut controller = stage.controller()?;
+    setup.make_template(None).await?;
+    let mut controller = setup.controller()?;
     let mut place = std::collections::BTreeMap::new();
     for number in 0..5 {
         let name = format!("pod-{number}");
-        let got = stage.serve(&name).await?;
+        let got = setup.serve(&name).await?;
         place.insert(got.first().cloned().unwrap_or_default(), name);
     }
-    stage.make_pod("waits").await?;
-    stage.wait_for_event("waits", "NoSuitableDevice", "held").await?;
+    setup.make_pod("waits").await?;
+    setup.wait_for_event("waits", "NoSuitableDevice", "held").await?;
     let on = |device: &str| place.get(device).cloned().unwrap_or_default();
     let (gone, deleted, shrunk, stays) = (
         on("node-c/drayman-test-0"),
@@ -141,58 +141,58 @@ async fn a_controller_catches_up_after_an_absence_and_rests() -> anyhow::Result<
         on("node-a/drayman-test-1"),
         on("node-a/drayman-test-0"),
     );
-    let claim_of = async |pod: &str| stage.claim_of(pod, "allocated", is_allocated).await;
+    let claim_of = async |pod: &str| setup.claim_of(pod, "allocated", is_allocated).await;
     let name_of = |claim: &ResourceClaim| claim.metadata.name.clone().unwrap_or_default();
     let (lost, freed) = (claim_of(&gone).await?, claim_of(&deleted).await?);
     let (shrunk_before, stays_before) = (claim_of(&shrunk).await?, claim_of(&stays).await?);
 
     controller.kill().await?;
     // A node and its pod are deleted, another pod ends, and an inventory loses a device that a claim holds.
-    remove_node(&stage, "node-c").await?;
+    remove_node(&setup, "node-c").await?;
     for pod in [&gone, &deleted] {
-        stage.remove_pod(pod).await?;
+        setup.remove_pod(pod).await?;
     }
     for claim in [&lost, &freed] {
-        asked_back(&stage, &name_of(claim)).await?;
+        until_deallocation_requested(&setup, &name_of(claim)).await?;
     }
-    stage
-        .write_inventory("node-a", &stage.node_uid("node-a").await?, 1)
+    setup
+        .write_inventory("node-a", &setup.node_uid("node-a").await?, 1)
         .await?;
 
-    let controller = stage.controller()?;
+    let controller = setup.controller()?;
     for claim in [&lost, &freed] {
-        stage
-            .wait(stage.claims(), &name_of(claim), "gone", is_gone())
+        setup
+            .wait(setup.claims(), &name_of(claim), "gone", is_gone())
             .await?;
     }
-    stage.wait(stage.pods(), "waits", "bound", is_bound()).await?;
+    setup.wait(setup.pods(), "waits", "bound", is_bound()).await?;
     assert_eq!(devices(&claim_of("waits").await?)?, ["node-b/drayman-test-0"]);
     for (pod, before) in [(&shrunk, &shrunk_before), (&stays, &stays_before)] {
         assert_eq!(
             claim_of(pod).await?.status,
             before.status,
-            "{pod} keeps what it has"
+            "{pod} keeps its device"
         );
     }
-    assert_distinct(&stage).await?;
+    assert_distinct(&setup).await?;
     // The lost device is not allocated again, neither while it is held nor after its release.
-    stage.make_pod("more").await?;
-    stage
+    setup.make_pod("more").await?;
+    setup
         .wait_for_event("more", "NoSuitableDevice", "1 of 1 held")
         .await?;
-    stage.remove_pod(&shrunk).await?;
-    stage
-        .wait(stage.claims(), &name_of(&shrunk_before), "gone", is_gone())
+    setup.remove_pod(&shrunk).await?;
+    setup
+        .wait(setup.claims(), &name_of(&shrunk_before), "gone", is_gone())
         .await?;
-    let rested = stage.controller_writes().await?.len();
+    let rested = setup.controller_writes().await?.len();
     // The device returns.
-    stage
-        .write_inventory("node-a", &stage.node_uid("node-a").await?, 2)
+    setup
+        .write_inventory("node-a", &setup.node_uid("node-a").await?, 2)
         .await?;
-    stage.wait(stage.pods(), "more", "bound", is_bound()).await?;
+    setup.wait(setup.pods(), "more", "bound", is_bound()).await?;
     assert_eq!(devices(&claim_of("more").await?)?, ["node-a/drayman-test-1"]);
     // Two writes for the claim, and any number of context updates before or between them.
-    let writes = stage.controller_writes().await?.split_off(rested);
+    let writes = setup.controller_writes().await?.split_off(rested);
     let more = name_of(&claim_of("more").await?);
     let of_claim = writes
         .iter()
@@ -200,34 +200,34 @@ async fn a_controller_catches_up_after_an_absence_and_rests() -> anyhow::Result<
     assert_eq!(of_claim.count(), 2, "{writes:?}");
     assert!(writes.len() <= 4, "{writes:?}");
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn without_our_crds_claims_are_released_and_later_served() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 2).await?;
-    stage.make_template(None).await?;
-    let mut controller = stage.controller()?;
-    stage.serve("stays").await?;
-    stage.serve("goes").await?;
-    let goes = stage.claim_of("goes", "allocated", is_allocated).await?;
-    let stays = stage.claim_of("stays", "allocated", is_allocated).await?;
-    let api = Api::<CustomResourceDefinition>::all(stage.cluster.client());
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 2).await?;
+    setup.make_template(None).await?;
+    let mut controller = setup.controller()?;
+    setup.serve("stays").await?;
+    setup.serve("goes").await?;
+    let goes = setup.claim_of("goes", "allocated", is_allocated).await?;
+    let stays = setup.claim_of("stays", "allocated", is_allocated).await?;
+    let api = Api::<CustomResourceDefinition>::all(setup.cluster.client());
     for definition in definitions() {
         let name = definition.metadata.name.unwrap_or_default();
         api.delete(&name, &DeleteParams::default()).await?;
-        stage.wait(api.clone(), &name, "gone", is_gone()).await?;
+        setup.wait(api.clone(), &name, "gone", is_gone()).await?;
     }
     // The described objects are deleted with the CRDs; allocated claims stay and can be released.
-    stage.remove_pod("goes").await?;
+    setup.remove_pod("goes").await?;
     let name = goes.metadata.name.clone().unwrap_or_default();
-    stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
-    stage.make_pod("waits").await?;
+    setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
+    setup.make_pod("waits").await?;
 
     // A controller that starts without the CRDs logs the fix, does nothing else, and retries with backoff.
     controller.kill().await?;
-    let controller = stage.controller()?;
+    let controller = setup.controller()?;
     controller.logged("install the definitions").await?;
     let asked = |entries: Vec<crate::harness::Entry>| {
         entries
@@ -235,77 +235,77 @@ async fn without_our_crds_claims_are_released_and_later_served() -> anyhow::Resu
             .filter(|entry| entry.group == DRIVER && entry.code == 404)
             .count()
     };
-    let refused = asked(stage.cluster.audit().of_user(CONTROLLER).await?);
+    let refused = asked(setup.cluster.audit().of_user(CONTROLLER).await?);
     assert!(refused < 100, "{refused} requests for missing APIs");
     let claim = stays.metadata.name.clone().unwrap_or_default();
-    assert_eq!(stage.claims().get(&claim).await?.status, stays.status);
+    assert_eq!(setup.claims().get(&claim).await?.status, stays.status);
 
     for definition in definitions() {
         let name = definition.metadata.name.clone().unwrap_or_default();
         api.create(&PostParams::default(), &definition).await?;
-        stage
+        setup
             .wait(api.clone(), &name, "established", is_crd_established())
             .await?;
     }
     let parameters = json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClassParameters",
         "metadata": { "name": "test" }, "spec": { "kind": "test" } });
-    stage.apply(&parameters).await?;
-    stage
-        .write_inventory("node-a", &stage.node_uid("node-a").await?, 2)
+    setup.apply(&parameters).await?;
+    setup
+        .write_inventory("node-a", &setup.node_uid("node-a").await?, 2)
         .await?;
-    stage.wait(stage.pods(), "waits", "bound", is_bound()).await?;
-    assert_distinct(&stage).await?;
-    assert_eq!(stage.claims().get(&claim).await?.status, stays.status);
+    setup.wait(setup.pods(), "waits", "bound", is_bound()).await?;
+    assert_distinct(&setup).await?;
+    assert_eq!(setup.claims().get(&claim).await?.status, stays.status);
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn a_claim_with_our_finalizer_only_can_be_deleted_and_used() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 1).await?;
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 1).await?;
     // Left by a crashed process: the finalizer is set and nothing else.
     for name in ["used", "deleted"] {
-        stage.make_claim(name, "WaitForFirstConsumer", true).await?;
+        setup.make_claim(name, "WaitForFirstConsumer", true).await?;
     }
-    let _ = stage.claims().delete("deleted", &DeleteParams::default()).await?;
-    let controller = stage.controller()?;
-    stage.wait(stage.claims(), "deleted", "gone", is_gone()).await?;
-    stage.make_pod_with("pod", "used").await?;
-    stage.wait(stage.pods(), "pod", "bound", is_bound()).await?;
-    let claim = stage.claims().get("used").await?;
+    let _ = setup.claims().delete("deleted", &DeleteParams::default()).await?;
+    let controller = setup.controller()?;
+    setup.wait(setup.claims(), "deleted", "gone", is_gone()).await?;
+    setup.make_pod_with("pod", "used").await?;
+    setup.wait(setup.pods(), "pod", "bound", is_bound()).await?;
+    let claim = setup.claims().get("used").await?;
     assert!(has_finalizer(&claim) && is_allocated(&claim));
     // Removing the finalizer from an allocated claim in use does not free its device.
     let off = Patch::Merge(json!({ "metadata": { "finalizers": null } }));
-    stage
+    setup
         .claims()
         .patch("used", &PatchParams::default(), &off)
         .await?;
-    stage.make_template(None).await?;
-    stage.make_pod("next").await?;
-    stage
+    setup.make_template(None).await?;
+    setup.make_pod("next").await?;
+    setup
         .wait_for_event("next", "NoSuitableDevice", "1 of 1 held")
         .await?;
-    stage.remove_pod("pod").await?;
-    let _ = stage.claims().delete("used", &DeleteParams::default()).await?;
-    stage.wait(stage.pods(), "next", "bound", is_bound()).await?;
+    setup.remove_pod("pod").await?;
+    let _ = setup.claims().delete("used", &DeleteParams::default()).await?;
+    setup.wait(setup.pods(), "next", "bound", is_bound()).await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn a_namespace_deleted_with_claims_in_use_goes_and_frees_all() -> anyhow::Result<()> {
     const TENANT: &str = "tenant";
-    let stage = Stage::start(1).await?;
-    make_devices(stage.cluster.node(0), "drayman-test", &MINORS)?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    let companion = stage.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&stage, 0, 4).await?;
+    let setup = Setup::start(1).await?;
+    make_devices(setup.cluster.node(0), "drayman-test", &MINORS)?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    let companion = setup.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&setup, 0, 4).await?;
     companion.logged(REGISTERED).await?;
-    let client = stage.cluster.client();
+    let client = setup.cluster.client();
     let namespaces = Api::<Namespace>::all(client.clone());
-    stage.cluster.kubectl(&["create", "namespace", TENANT]).await?;
+    setup.cluster.kubectl(&["create", "namespace", TENANT]).await?;
     let object = |kind: &str, name: &str, spec: Value| {
         let group = if kind == "DeviceClaimParameters" {
             "drayman.dev/v1alpha1"
@@ -332,7 +332,7 @@ async fn a_namespace_deleted_with_claims_in_use_goes_and_frees_all() -> anyhow::
         object("ResourceClaim", "shared", delayed),
         object("ResourceClaim", "unused", immediate),
     ] {
-        stage.apply(&object).await?;
+        setup.apply(&object).await?;
     }
     // A standalone claim, a claim shared by two pods, and a waiting pod.
     let pods = Api::<Pod>::namespaced(client.clone(), TENANT);
@@ -349,29 +349,29 @@ async fn a_namespace_deleted_with_claims_in_use_goes_and_frees_all() -> anyhow::
         }
         pods.create(&PostParams::default(), &pod).await?;
         if name != "waits" {
-            stage.wait(pods.clone(), name, "running", is_running()).await?;
+            setup.wait(pods.clone(), name, "running", is_running()).await?;
         }
     }
     let claims = Api::<ResourceClaim>::namespaced(client, TENANT);
     let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
-    stage.wait(claims.clone(), "unused", "allocated", met).await?;
+    setup.wait(claims.clone(), "unused", "allocated", met).await?;
 
     let _ = namespaces.delete(TENANT, &DeleteParams::default()).await?;
     let begun = std::time::Instant::now();
-    stage.wait(namespaces, TENANT, "gone", is_gone()).await?;
+    setup.wait(namespaces, TENANT, "gone", is_gone()).await?;
     println!("the namespace is gone after {:?}", begun.elapsed());
-    let traces = stage.cluster.node(0).list("/run/cdi")?;
+    let traces = setup.cluster.node(0).list("/run/cdi")?;
     assert!(traces.iter().all(|name| !name.contains("claim_")), "{traces:?}");
     for number in 0..MINORS.len() {
-        stage.make_pod(&format!("next-{number}")).await?;
+        setup.make_pod(&format!("next-{number}")).await?;
     }
     for number in 0..MINORS.len() {
-        look_inside(&stage, &format!("next-{number}"))
+        look_inside(&setup, &format!("next-{number}"))
             .await?
             .only_device();
     }
-    assert_distinct(&stage).await?;
+    assert_distinct(&setup).await?;
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

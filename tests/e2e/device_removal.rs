@@ -7,9 +7,9 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::api::Api;
 
 use crate::harness::Node;
-use crate::pods::{CONFIGURATION, Inside, MINORS, look_inside, traces, wait_for_inventory};
-use crate::reboot::{REGISTERED, look_again, lose_power, stage, was_restarted};
-use crate::stage::{Program, Stage, is_allocated, is_gone, is_running};
+use crate::pods::{CONFIGURATION, ContainerDevices, MINORS, claim_files, look_inside, wait_for_inventory};
+use crate::reboot::{REGISTERED, look_again, lose_power, start_node, was_restarted};
+use crate::setup::{Program, Setup, is_allocated, is_gone, is_running};
 use crate::stored_claims::devices;
 
 /// The index of a device of `make_devices` and its minor number.
@@ -23,8 +23,8 @@ fn number_of(device: &str) -> anyhow::Result<(usize, u32)> {
 }
 
 /// Waits until the companion reports a device as gone (`true`) or healthy.
-async fn until_gone(stage: &Stage, device: &str, gone: bool) -> anyhow::Result<()> {
-    let inventory = format!("{}.drayman.dev", stage.cluster.node(0).name());
+async fn until_gone(setup: &Setup, device: &str, gone: bool) -> anyhow::Result<()> {
+    let inventory = format!("{}.drayman.dev", setup.cluster.node(0).name());
     let name = device.to_owned();
     let met = move |inventory: Option<&NodeInventory>| {
         let mut devices = inventory.iter().flat_map(|inventory| &inventory.spec.devices);
@@ -37,20 +37,20 @@ async fn until_gone(stage: &Stage, device: &str, gone: bool) -> anyhow::Result<(
         })
     };
     let what = if gone { "gone" } else { "back" };
-    stage
-        .wait(Api::all(stage.cluster.client()), &inventory, what, met)
+    setup
+        .wait(Api::all(setup.cluster.client()), &inventory, what, met)
         .await
         .map(drop)
 }
 
 #[tokio::test]
 async fn a_device_gone_before_prepare_is_refused_and_not_replaced() -> anyhow::Result<()> {
-    let (stage, controller, companion) = stage(2).await?;
-    let node = stage.cluster.node(0);
-    stage.make_claim("early", "Immediate", false).await?;
+    let (setup, controller, companion) = start_node(2).await?;
+    let node = setup.cluster.node(0);
+    setup.make_claim("early", "Immediate", false).await?;
     let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
-    let early = stage
-        .wait(stage.claims(), "early", "allocated", met)
+    let early = setup
+        .wait(setup.claims(), "early", "allocated", met)
         .await?
         .context("the device exists")?;
     let uid = early.metadata.uid.clone().context("a uid")?;
@@ -58,40 +58,40 @@ async fn a_device_gone_before_prepare_is_refused_and_not_replaced() -> anyhow::R
     let (number, minor) = number_of(&allocated)?;
     let path = format!("/dev/drayman-test-{number}");
     node.remove(&path)?;
-    wait_for_inventory(&stage, 0, 1).await?;
+    wait_for_inventory(&setup, 0, 1).await?;
 
     // Kubelet requests the allocated device although another one is free.
-    stage.make_pod_with("user", "early").await?;
+    setup.make_pod_with("user", "early").await?;
     companion.logged("is not on this node").await?;
-    if stage.cluster.minor() >= 28 {
+    if setup.cluster.minor() >= 28 {
         let text =
             format!("device \"drayman-test-{number}\" is not on this node (any more): plug it in again");
-        stage
+        setup
             .wait_for_event("user", "FailedPrepareDynamicResources", &text)
             .await?;
     }
-    assert_eq!(traces(node, &uid)?, Vec::<String>::new());
+    assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
     // Other pods are not blocked; the other device can be allocated.
-    stage.make_pod("other").await?;
-    let other = look_inside(&stage, "other").await?;
+    setup.make_pod("other").await?;
+    let other = look_inside(&setup, "other").await?;
     assert_ne!(other.only_device(), path);
 
     // The device is plugged in again: kubelet's next attempt succeeds.
     node.make_device(&path, 1, minor)?;
-    assert_eq!(look_inside(&stage, "user").await?.only_device(), path);
-    assert_eq!(look_inside(&stage, "other").await?, other);
+    assert_eq!(look_inside(&setup, "user").await?.only_device(), path);
+    assert_eq!(look_inside(&setup, "other").await?, other);
     for pod in ["user", "other"] {
-        stage.cluster.kubectl(&["delete", "pod", pod]).await?;
+        setup.cluster.kubectl(&["delete", "pod", pod]).await?;
     }
-    stage.delete_claim("early").await?;
-    assert_eq!(traces(node, &uid)?, Vec::<String>::new());
+    setup.delete_claim("early").await?;
+    assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Kills a container without kubelet, as a crash would.
-async fn crash(node: Node<'_>, pod: &Pod) -> anyhow::Result<()> {
+async fn kill_container(node: Node<'_>, pod: &Pod) -> anyhow::Result<()> {
     let statuses = pod
         .status
         .as_ref()
@@ -104,7 +104,7 @@ async fn crash(node: Node<'_>, pod: &Pod) -> anyhow::Result<()> {
 }
 
 /// Whether the container runtime reports a missing device.
-fn lacks_its_device(pod: Option<&Pod>) -> bool {
+fn lacks_device(pod: Option<&Pod>) -> bool {
     let statuses = pod.and_then(|pod| pod.status.as_ref()?.container_statuses.as_ref());
     statuses.into_iter().flatten().any(|status| {
         let waiting = status.state.as_ref().and_then(|state| state.waiting.as_ref());
@@ -119,56 +119,56 @@ fn lacks_its_device(pod: Option<&Pod>) -> bool {
 
 #[tokio::test]
 async fn a_device_gone_under_a_pod_stays_allocated_to_it() -> anyhow::Result<()> {
-    let (stage, controller, mut companion) = stage(2).await?;
-    let node = stage.cluster.node(0);
-    let pods = || Api::<Pod>::namespaced(stage.cluster.client(), "default");
-    stage.make_pod("first").await?;
-    let first = look_inside(&stage, "first").await?;
-    let claim = stage.claim_of("first", "allocated", is_allocated).await?;
+    let (setup, controller, mut companion) = start_node(2).await?;
+    let node = setup.cluster.node(0);
+    let pods = || Api::<Pod>::namespaced(setup.cluster.client(), "default");
+    setup.make_pod("first").await?;
+    let first = look_inside(&setup, "first").await?;
+    let claim = setup.claim_of("first", "allocated", is_allocated).await?;
     let uid = claim.metadata.uid.context("a uid")?;
     let path = first.only_device().to_owned();
     let (number, minor) = number_of(&path)?;
     let device = format!("drayman-test-{number}");
 
     node.remove(&path)?;
-    until_gone(&stage, &device, true).await?;
+    until_gone(&setup, &device, true).await?;
     // Only the checkpoint is left: no container can start with a device node that may belong to another device by then.
-    assert_eq!(traces(node, &uid)?, ["checkpoint.json"]);
-    stage.wait(stage.pods(), "first", "running", is_running()).await?;
+    assert_eq!(claim_files(node, &uid)?, ["checkpoint.json"]);
+    setup.wait(setup.pods(), "first", "running", is_running()).await?;
     // The next companion starts with a claim whose device is missing.
     companion.kill().await?;
-    let companion = stage.companion(0, CONFIGURATION)?;
+    let companion = setup.companion(0, CONFIGURATION)?;
     companion.logged(REGISTERED).await?;
-    until_gone(&stage, &device, true).await?;
-    stage.make_pod("second").await?;
-    let second = look_inside(&stage, "second").await?;
+    until_gone(&setup, &device, true).await?;
+    setup.make_pod("second").await?;
+    let second = look_inside(&setup, "second").await?;
     assert_ne!(second.only_device(), path);
-    stage.make_pod("third").await?;
-    stage
+    setup.make_pod("third").await?;
+    setup
         .wait_for_event("third", "NoSuitableDevice", "of 2 held")
         .await?;
 
-    crash(node, &pods().get("first").await?).await?;
-    stage
-        .wait(pods(), "first", "without its device", lacks_its_device)
+    kill_container(node, &pods().get("first").await?).await?;
+    setup
+        .wait(pods(), "first", "without its device", lacks_device)
         .await?;
-    assert_eq!(traces(node, &uid)?, ["checkpoint.json"]);
+    assert_eq!(claim_files(node, &uid)?, ["checkpoint.json"]);
 
     node.make_device(&path, 1, minor)?;
-    until_gone(&stage, &device, false).await?;
-    stage
+    until_gone(&setup, &device, false).await?;
+    setup
         .wait(pods(), "first", "started again", was_restarted)
         .await?;
-    assert_eq!(look_again(&stage, "first").await?, first);
-    assert_eq!(look_inside(&stage, "second").await?, second);
+    assert_eq!(look_again(&setup, "first").await?, first);
+    assert_eq!(look_inside(&setup, "second").await?, second);
     for pod in ["first", "second"] {
-        stage.cluster.kubectl(&["delete", "pod", pod]).await?;
+        setup.cluster.kubectl(&["delete", "pod", pod]).await?;
     }
-    assert_eq!(traces(node, &uid)?, Vec::<String>::new());
-    look_inside(&stage, "third").await?.only_device();
+    assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
+    look_inside(&setup, "third").await?.only_device();
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Two serial adapters that differ only in their serial number, as fake sysfs; `{a}` and `{b}` are their device nodes.
@@ -190,7 +190,7 @@ kinds:
 ";
 
 /// A machine with both adapters at these minor numbers: a fake `/sys`, and the device nodes in the `/dev` of the test node.
-fn plug(node: Node<'_>, a: u32, b: u32) -> anyhow::Result<crate::host::Host> {
+fn plug_in(node: Node<'_>, a: u32, b: u32) -> anyhow::Result<crate::host::Host> {
     let host = crate::host::Host::new().context("root makes device nodes")?;
     // The kernel numbers devices in discovery order: the first one is ttyUSB0.
     let name = |minor: u32| format!("ttyUSB{}", u32::from(minor != a.min(b)));
@@ -202,13 +202,13 @@ fn plug(node: Node<'_>, a: u32, b: u32) -> anyhow::Result<crate::host::Host> {
     Ok(host)
 }
 
-fn companion_on(stage: &Stage, host: &crate::host::Host) -> anyhow::Result<Program> {
+fn companion_on(setup: &Setup, host: &crate::host::Host) -> anyhow::Result<Program> {
     let flag = format!("--sysfs-root={}", host.path("sys").display());
-    stage.companion_with(0, SERIAL, &[&flag])
+    setup.companion_with(0, SERIAL, &[&flag])
 }
 
 /// The letter of the adapter in a pod, from the path in its container, and the minor number of the device node.
-async fn adapter(stage: &Stage, pod: &str, inside: &Inside) -> anyhow::Result<(char, u32)> {
+async fn adapter(setup: &Setup, pod: &str, inside: &ContainerDevices) -> anyhow::Result<(char, u32)> {
     let path = inside.only_device();
     let letter = match path.split("6001-").nth(1) {
         Some(rest) if rest.starts_with('a') => 'A',
@@ -216,7 +216,7 @@ async fn adapter(stage: &Stage, pod: &str, inside: &Inside) -> anyhow::Result<(c
         _ => anyhow::bail!("no serial number in {path}"),
     };
     let numbers = ["exec", pod, "--", "stat", "-c", "%t:%T", path];
-    let numbers = stage.cluster.kubectl(&numbers).await?;
+    let numbers = setup.cluster.kubectl(&numbers).await?;
     let (major, minor) = numbers.trim().split_once(':').context("two numbers")?;
     ensure!(major == "1", "{numbers}");
     Ok((letter, u32::from_str_radix(minor, 16)?))
@@ -224,52 +224,52 @@ async fn adapter(stage: &Stage, pod: &str, inside: &Inside) -> anyhow::Result<(c
 
 #[tokio::test]
 async fn after_a_renumbering_boot_each_pod_has_its_adapter() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    let host = plug(node, 5, 8)?;
-    let mut companion = companion_on(&stage, &host)?;
-    wait_for_inventory(&stage, 0, 2).await?;
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    let host = plug_in(node, 5, 8)?;
+    let mut companion = companion_on(&setup, &host)?;
+    wait_for_inventory(&setup, 0, 2).await?;
     companion.logged(REGISTERED).await?;
     let mut before = Vec::new();
     for pod in ["first", "second"] {
-        stage.make_pod(pod).await?;
-        let inside = look_inside(&stage, pod).await?;
-        let (letter, minor) = adapter(&stage, pod, &inside).await?;
+        setup.make_pod(pod).await?;
+        let inside = look_inside(&setup, pod).await?;
+        let (letter, minor) = adapter(&setup, pod, &inside).await?;
         assert_eq!(minor, if letter == 'A' { 5 } else { 8 }, "{pod}: {letter}");
         before.push((pod, inside, letter));
     }
     companion.kill().await?;
-    lose_power(&stage, node).await?;
+    lose_power(&setup, node).await?;
     // Now B comes first: it has A's former name and number, and A has a new number.
     for name in ["ttyUSB0", "ttyUSB1"] {
         node.remove(format!("/dev/{name}"))?;
     }
     drop(host);
-    let host = plug(node, 9, 5)?;
+    let host = plug_in(node, 9, 5)?;
     node.start("containerd").await?;
     node.start("kubelet").await?;
-    let companion = companion_on(&stage, &host)?;
+    let companion = companion_on(&setup, &host)?;
     companion.logged(REGISTERED).await?;
     for (pod, inside, letter) in &before {
-        assert_eq!(&look_again(&stage, pod).await?, inside, "{pod}");
-        let pods = Api::<Pod>::namespaced(stage.cluster.client(), "default");
-        stage.wait(pods, pod, "started again", was_restarted).await?;
+        assert_eq!(&look_again(&setup, pod).await?, inside, "{pod}");
+        let pods = Api::<Pod>::namespaced(setup.cluster.client(), "default");
+        setup.wait(pods, pod, "started again", was_restarted).await?;
         let expected = (*letter, if *letter == 'A' { 9 } else { 5 });
-        assert_eq!(adapter(&stage, pod, inside).await?, expected, "{pod}");
+        assert_eq!(adapter(&setup, pod, inside).await?, expected, "{pod}");
     }
     for (pod, _, _) in &before {
-        let claim = stage.claim_of(pod, "allocated", is_allocated).await?;
-        stage.cluster.kubectl(&["delete", "pod", pod]).await?;
+        let claim = setup.claim_of(pod, "allocated", is_allocated).await?;
+        setup.cluster.kubectl(&["delete", "pod", pod]).await?;
         let name = claim.metadata.name.unwrap_or_default();
-        stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+        setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
         assert_eq!(
-            traces(node, &claim.metadata.uid.unwrap_or_default())?,
+            claim_files(node, &claim.metadata.uid.unwrap_or_default())?,
             Vec::<String>::new()
         );
     }
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

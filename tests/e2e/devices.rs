@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::harness::{IMAGE, Node};
 use crate::pods::{look_inside, wait_for_inventory};
-use crate::stage::{Stage, is_allocated, is_gone, is_running};
+use crate::setup::{Setup, is_allocated, is_gone, is_running};
 
 /// A device with two device nodes, one of them optional, and a shared control node.
 const GROUPS: &str = "\
@@ -42,8 +42,8 @@ kinds:
 
 #[tokio::test]
 async fn grouped_nodes_are_one_device_up_to_the_container() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
     for (name, minor) in [
         ("drayman-test-a-data", 5),
         ("drayman-test-a-meta", 7),
@@ -52,15 +52,15 @@ async fn grouped_nodes_are_one_device_up_to_the_container() -> anyhow::Result<()
     ] {
         node.make_device(format!("/dev/{name}"), 1, minor)?;
     }
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    let companion = stage.companion(0, GROUPS)?;
-    wait_for_inventory(&stage, 0, 2).await?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    let companion = setup.companion(0, GROUPS)?;
+    wait_for_inventory(&setup, 0, 2).await?;
 
     let mut seen = Vec::new();
     for pod in ["first", "second"] {
-        stage.make_pod(pod).await?;
-        let inside = look_inside(&stage, pod).await?;
+        setup.make_pod(pod).await?;
+        let inside = look_inside(&setup, pod).await?;
         let present: Vec<&str> = inside.present.iter().map(String::as_str).collect();
         let granted: Vec<&str> = inside.granted.values().map(String::as_str).collect();
         let expected = if granted == ["/dev/drayman-data-a,/dev/drayman-test-a-meta"] {
@@ -74,11 +74,11 @@ async fn grouped_nodes_are_one_device_up_to_the_container() -> anyhow::Result<()
         for name in &present {
             let input = format!("if=/dev/{name}");
             let read = ["exec", pod, "--", "dd", &input, "of=/tmp/read", "bs=4", "count=1"];
-            stage.cluster.kubectl(&read).await?;
+            setup.cluster.kubectl(&read).await?;
         }
-        let environment = stage.cluster.kubectl(&["exec", pod, "--", "env"]).await?;
+        let environment = setup.cluster.kubectl(&["exec", pod, "--", "env"]).await?;
         assert!(environment.contains("TEST_MODE=fast"), "{environment}");
-        stage
+        setup
             .cluster
             .kubectl(&["exec", pod, "--", "cat", "/etc/of-the-node"])
             .await?;
@@ -89,7 +89,7 @@ async fn grouped_nodes_are_one_device_up_to_the_container() -> anyhow::Result<()
     );
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Two kinds with one control node: read-only for one, writable for the other.
@@ -106,30 +106,30 @@ kinds:
 
 #[tokio::test]
 async fn a_node_of_two_claims_has_the_union_of_permissions() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
     // Containers may always use the standard memory devices, but not KVM.
     for (name, major, minor) in [("read", 1, 5), ("write", 1, 8), ("control", 10, 232)] {
         node.make_device(format!("/dev/drayman-{name}"), major, minor)?;
     }
-    let controller = stage.controller()?;
-    let companion = stage.companion(0, SHARING)?;
-    wait_for_inventory(&stage, 0, 2).await?;
+    let controller = setup.controller()?;
+    let companion = setup.companion(0, SHARING)?;
+    wait_for_inventory(&setup, 0, 2).await?;
     for kind in ["reader", "writer"] {
-        stage
+        setup
             .apply(&json!({
                 "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClassParameters", "metadata": { "name": kind },
                 "spec": { "kind": kind },
             }))
             .await?;
-        stage
+        setup
             .apply(&json!({
                 "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": kind },
                 "driverName": "drayman.dev",
                 "parametersRef": { "apiGroup": "drayman.dev", "kind": "DeviceClassParameters", "name": kind },
             }))
             .await?;
-        stage
+        setup
             .apply(&json!({
                 "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaimTemplate", "metadata": { "name": kind },
                 "spec": { "spec": { "resourceClassName": kind } },
@@ -144,7 +144,7 @@ async fn a_node_of_two_claims_has_the_union_of_permissions() -> anyhow::Result<(
         let of = |kind: &&str| json!({ "name": kind, "source": { "resourceClaimTemplateName": kind } });
         let claims: Vec<Value> = kinds.iter().map(of).collect();
         let used: Vec<Value> = kinds.iter().map(|kind| json!({ "name": kind })).collect();
-        stage
+        setup
             .apply(&json!({
                 "apiVersion": "v1", "kind": "Pod", "metadata": { "name": pod },
                 "spec": {
@@ -154,20 +154,20 @@ async fn a_node_of_two_claims_has_the_union_of_permissions() -> anyhow::Result<(
                 },
             }))
             .await?;
-        look_inside(&stage, pod).await?;
+        look_inside(&setup, pod).await?;
         for (opened, expected) in [("3<", true), ("3>", writes)] {
             let open = format!("exec {opened}/dev/drayman-control");
-            let done = stage
+            let done = setup
                 .cluster
                 .kubectl(&["exec", pod, "--", "sh", "-c", &open])
                 .await;
             assert_eq!(done.is_ok(), expected, "{pod} {opened}: {done:?}");
         }
-        stage.cluster.kubectl(&["delete", "pod", pod]).await?;
+        setup.cluster.kubectl(&["delete", "pod", pod]).await?;
     }
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Replaces a device node by one with other numbers.
@@ -179,16 +179,16 @@ fn replace(node: Node<'_>, name: &str, major: u32, minor: u32) -> anyhow::Result
 
 #[tokio::test]
 async fn an_unhealthy_device_stays_with_its_pod_and_is_reported() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
     node.make_device("/dev/drayman-test-0", 1, 5)?;
     // Numbers without a driver: the device cannot be opened.
     node.make_device("/dev/drayman-test-1", 240, 250)?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    let companion = stage.companion(0, PROBED)?;
-    wait_for_inventory(&stage, 0, 2).await?;
-    stage
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    let companion = setup.companion(0, PROBED)?;
+    wait_for_inventory(&setup, 0, 2).await?;
+    setup
         .wait_for_event(
             node.name(),
             "DeviceUnhealthy",
@@ -196,50 +196,50 @@ async fn an_unhealthy_device_stays_with_its_pod_and_is_reported() -> anyhow::Res
         )
         .await?;
 
-    stage.make_pod("first").await?;
+    setup.make_pod("first").await?;
     assert_eq!(
-        look_inside(&stage, "first").await?.only_device(),
+        look_inside(&setup, "first").await?.only_device(),
         "/dev/drayman-test-0"
     );
-    stage.make_pod("second").await?;
-    stage
+    setup.make_pod("second").await?;
+    setup
         .wait_for_event("second", "NoSuitableDevice", "1 unhealthy")
         .await?;
 
     // A device in use becomes unhealthy: its pod keeps it, and no other pod gets it.
     replace(node, "drayman-test-0", 240, 251)?;
-    stage
+    setup
         .wait_for_event(
             node.name(),
             "DeviceUnhealthy",
             "/dev/drayman-test-0 cannot be opened",
         )
         .await?;
-    stage.wait(stage.pods(), "first", "running", is_running()).await?;
-    stage.claim_of("first", "allocated", is_allocated).await?;
+    setup.wait(setup.pods(), "first", "running", is_running()).await?;
+    setup.claim_of("first", "allocated", is_allocated).await?;
 
     let began = Instant::now();
     replace(node, "drayman-test-1", 1, 7)?;
     assert_eq!(
-        look_inside(&stage, "second").await?.only_device(),
+        look_inside(&setup, "second").await?.only_device(),
         "/dev/drayman-test-1"
     );
     println!(
         "from the repair of the device to the pod that reads from it: {:?}",
         began.elapsed()
     );
-    stage
+    setup
         .wait_for_event(node.name(), "DeviceRecovered", "drayman-test-1")
         .await?;
     for pod in ["first", "second"] {
-        let claim = stage.claim_of(pod, "allocated", is_allocated).await?;
-        stage.cluster.kubectl(&["delete", "pod", pod]).await?;
+        let claim = setup.claim_of(pod, "allocated", is_allocated).await?;
+        setup.cluster.kubectl(&["delete", "pod", pod]).await?;
         let name = claim.metadata.name.unwrap_or_default();
-        stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+        setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
     }
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Configuration with two resources; `resource` is the name of the first.
@@ -252,15 +252,15 @@ fn plugged(resource: &str) -> String {
 
 #[tokio::test]
 async fn a_renamed_resource_is_zero_and_the_new_one_counts() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
     for (number, minor) in [5, 7].into_iter().enumerate() {
         node.make_device(format!("/dev/drayman-plugged-{number}"), 1, minor)?;
     }
-    let companion = stage.companion(0, &plugged("before"))?;
+    let companion = setup.companion(0, &plugged("before"))?;
     let count = |resource: &'static str, wanted: &'static str| {
-        let name = stage.cluster.node(0).name().to_owned();
-        let api = Api::<KubernetesNode>::all(stage.cluster.client());
+        let name = setup.cluster.node(0).name().to_owned();
+        let api = Api::<KubernetesNode>::all(setup.cluster.client());
         let met = move |node: Option<&KubernetesNode>| {
             let status = node.and_then(|node| node.status.as_ref());
             let of = |all: Option<&std::collections::BTreeMap<String, _>>| {
@@ -272,26 +272,20 @@ async fn a_renamed_resource_is_zero_and_the_new_one_counts() -> anyhow::Result<(
                 of(status.allocatable.as_ref()) == wanted && of(status.capacity.as_ref()) == wanted
             })
         };
-        let stage = &stage;
-        async move { stage.wait(api, &name, resource, met).await.map(drop) }
+        let setup = &setup;
+        async move { setup.wait(api, &name, resource, met).await.map(drop) }
     };
     count("drayman.dev/before", "2").await?;
     let began = Instant::now();
     node.remove("/dev/drayman-plugged-1")?;
     count("drayman.dev/before", "1").await?;
-    println!(
-        "from the unplugging to the count on the Node: {:?}",
-        began.elapsed()
-    );
+    println!("from unplugging to the count on the Node: {:?}", began.elapsed());
     let began = Instant::now();
     node.make_device("/dev/drayman-plugged-1", 1, 7)?;
     count("drayman.dev/before", "2").await?;
-    println!(
-        "from the plugging in to the count on the Node: {:?}",
-        began.elapsed()
-    );
+    println!("from plugging in to the count on the Node: {:?}", began.elapsed());
     let began = Instant::now();
-    stage.rewrite_configuration(0, &plugged("after"))?;
+    setup.rewrite_configuration(0, &plugged("after"))?;
     count("drayman.dev/after", "2").await?;
     count("drayman.dev/before", "0").await?;
     println!(
@@ -299,21 +293,21 @@ async fn a_renamed_resource_is_zero_and_the_new_one_counts() -> anyhow::Result<(
         began.elapsed()
     );
     // An invalid file changes nothing and is reported.
-    stage.rewrite_configuration(0, "kinds: 7\n")?;
-    stage
+    setup.rewrite_configuration(0, "kinds: 7\n")?;
+    setup
         .wait_for_event(
-            stage.cluster.node(0).name(),
+            setup.cluster.node(0).name(),
             "ConfigurationInvalid",
             "stays in force",
         )
         .await?;
-    let inventory = format!("{}.drayman.dev", stage.cluster.node(0).name());
-    let devices = Api::<NodeInventory>::all(stage.cluster.client())
+    let inventory = format!("{}.drayman.dev", setup.cluster.node(0).name());
+    let devices = Api::<NodeInventory>::all(setup.cluster.client())
         .get(&inventory)
         .await?
         .spec
         .devices;
     assert_eq!(devices.len(), 2);
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

@@ -9,13 +9,13 @@ use k8s_openapi::api::coordination::v1::Lease;
 use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
 use serde_json::Value;
 
-use crate::commands::{answer, drayman, json};
+use crate::commands::{drayman, json, run};
 use crate::harness::Cluster;
-use crate::stage::{DRIVER, Stage, controller_rules};
+use crate::setup::{DRIVER, Setup, controller_rules};
 
 /// Messages of the problems under this heading.
-async fn problems(stage: &Stage, check: &str, arguments: &[&str]) -> anyhow::Result<Vec<String>> {
-    let findings = json(stage, &[&["doctor"], arguments].concat()).await?;
+async fn problems(setup: &Setup, check: &str, arguments: &[&str]) -> anyhow::Result<Vec<String>> {
+    let findings = json(setup, &[&["doctor"], arguments].concat()).await?;
     let findings = findings["items"].as_array().into_iter().flatten();
     Ok(findings
         .filter(|finding| finding["level"] == "Problem" && finding["check"] == check)
@@ -25,32 +25,32 @@ async fn problems(stage: &Stage, check: &str, arguments: &[&str]) -> anyhow::Res
 
 #[tokio::test]
 async fn the_doctor_names_faults_and_is_content_when_fixed() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_node("node-a").await?;
-    let (code, text, _) = answer(&stage, &["doctor"]).await?;
+    let setup = Setup::start(0).await?;
+    setup.make_fake_node("node-a").await?;
+    let (code, text, _) = run(&setup, &["doctor"]).await?;
     println!("{text}");
     assert_eq!(code, Some(1));
     assert!(text.contains("no node offers devices"), "{text}");
     assert!(text.contains("no Lease"), "{text}");
 
-    let api = Api::<k8s_openapi::api::core::v1::Node>::all(stage.cluster.client());
+    let api = Api::<k8s_openapi::api::core::v1::Node>::all(setup.cluster.client());
     let uid = api.get("node-a").await?.metadata.uid.unwrap_or_default();
-    stage.write_inventory("node-a", &uid, 2).await?;
-    let leader = stage.replica("leader").await?;
+    setup.write_inventory("node-a", &uid, 2).await?;
+    let leader = setup.replica("leader").await?;
     leader.logged("leading").await?;
-    let (code, text, _) = answer(&stage, &["doctor"]).await?;
+    let (code, text, _) = run(&setup, &["doctor"]).await?;
     println!("{text}");
     assert_eq!(code, Some(0), "{text}");
     assert!(text.contains("0 warnings, 0 problems"), "{text}");
 
     // A node that was recreated, and a class with dangling parameters.
-    stage
+    setup
         .write_inventory("node-a", "another-uid", 2)
         .await
         .expect("the field can be changed");
-    let parameters = Api::<DeviceClassParameters>::all(stage.cluster.client());
+    let parameters = Api::<DeviceClassParameters>::all(setup.cluster.client());
     parameters.delete("test", &DeleteParams::default()).await?;
-    let findings = json(&stage, &["doctor"]).await?;
+    let findings = json(&setup, &["doctor"]).await?;
     let messages: Vec<&str> = findings["items"]
         .as_array()
         .into_iter()
@@ -66,26 +66,26 @@ async fn the_doctor_names_faults_and_is_content_when_fixed() -> anyhow::Result<(
     assert!(messages[1].contains("earlier node"), "{messages:?}");
 
     // For a user without rights, the missing right is named.
-    let nobody = stage.cluster.user("nobody", &[]).await?;
-    let output = drayman(&stage.cluster, &nobody, &["doctor"]).await?;
+    let nobody = setup.cluster.user("nobody", &[]).await?;
+    let output = drayman(&setup.cluster, &nobody, &["doctor"]).await?;
     let text = String::from_utf8(output.stdout)?;
     assert!(text.contains("cannot list resource \"leases\""), "{text}");
-    let output = drayman(&stage.cluster, &nobody, &["devices"]).await?;
+    let output = drayman(&setup.cluster, &nobody, &["devices"]).await?;
     assert_eq!(output.status.code(), Some(3));
     let error = String::from_utf8(output.stderr)?;
     assert!(
         error.contains("cannot list resource \"nodeinventories\""),
         "{error}"
     );
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn a_right_that_a_component_lacks_is_named_by_verb_and_resource() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
+    let setup = Setup::start(0).await?;
     let users = ["--controller-user=drayman-controller", "--node-user=drayman-node"];
-    assert_eq!(problems(&stage, "rights", &users).await?, Vec::<String>::new());
-    let (_, text, _) = answer(&stage, &[&["doctor"], &users[..]].concat()).await?;
+    assert_eq!(problems(&setup, "rights", &users).await?, Vec::<String>::new());
+    let (_, text, _) = run(&setup, &[&["doctor"], &users[..]].concat()).await?;
     assert!(
         text.contains("drayman-node may do what the companion needs"),
         "{text}"
@@ -99,11 +99,11 @@ async fn a_right_that_a_component_lacks_is_named_by_verb_and_resource() -> anyho
         rule.verbs.retain(|verb| verb != "create");
     }
     rules.retain(|rule| !rule.verbs.is_empty());
-    stage.cluster.user("drayman-controller", &rules).await?;
+    setup.cluster.user("drayman-controller", &rules).await?;
     // The API server learns of it through its own watch.
-    let deadline = std::time::Instant::now() + crate::harness::PATIENCE;
+    let deadline = std::time::Instant::now() + crate::harness::TIMEOUT;
     let missing = loop {
-        let missing = problems(&stage, "rights", &users).await?;
+        let missing = problems(&setup, "rights", &users).await?;
         if missing.len() > 1 || std::time::Instant::now() > deadline {
             break missing;
         }
@@ -115,7 +115,7 @@ async fn a_right_that_a_component_lacks_is_named_by_verb_and_resource() -> anyho
             "drayman-controller may not patch resourceclaims/status.resource.k8s.io, which the controller needs",
         ]
     );
-    let (code, text, _) = answer(&stage, &[&["doctor"], &users[..]].concat()).await?;
+    let (code, text, _) = run(&setup, &[&["doctor"], &users[..]].concat()).await?;
     assert_eq!(code, Some(1));
     assert!(
         text.contains("add the verb patch on resourceclaims/status of the API group \"resource.k8s.io\""),
@@ -123,18 +123,18 @@ async fn a_right_that_a_component_lacks_is_named_by_verb_and_resource() -> anyho
     );
 
     // If that is forbidden, the missing right is named.
-    let nobody = stage.cluster.user("nobody", &[]).await?;
-    let output = drayman(&stage.cluster, &nobody, &[&["doctor"], &users[..]].concat()).await?;
+    let nobody = setup.cluster.user("nobody", &[]).await?;
+    let output = drayman(&setup.cluster, &nobody, &[&["doctor"], &users[..]].concat()).await?;
     let text = String::from_utf8(output.stdout)?;
     assert!(text.contains("cannot list resource \"pods\""), "{text}");
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn another_driver_of_the_same_name_is_found() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
+    let setup = Setup::start(0).await?;
     let check = "driver name";
-    assert_eq!(problems(&stage, check, &[]).await?, Vec::<String>::new());
+    assert_eq!(problems(&setup, check, &[]).await?, Vec::<String>::new());
 
     let now = jiff::Timestamp::now();
     for (namespace, holder) in [("default", "here"), ("kube-system", "there")] {
@@ -142,10 +142,10 @@ async fn another_driver_of_the_same_name_is_found() -> anyhow::Result<()> {
             "metadata": { "name": DRIVER },
             "spec": { "holderIdentity": holder, "leaseDurationSeconds": 3600, "renewTime": format!("{now:.6}") },
         }))?;
-        Api::<Lease>::namespaced(stage.cluster.client(), namespace)
+        Api::<Lease>::namespaced(setup.cluster.client(), namespace)
             .create(&PostParams::default(), &lease)
             .await?;
-        stage
+        setup
             .apply(&serde_json::json!({
                 "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole",
                 "metadata": { "name": format!("release-controller.{namespace}"), "labels": {
@@ -157,15 +157,15 @@ async fn another_driver_of_the_same_name_is_found() -> anyhow::Result<()> {
     // Our driver would never write this handle.
     let claim: ResourceClaim = serde_json::from_value(serde_json::json!({
         "metadata": { "name": "foreign" }, "spec": { "resourceClassName": "test", "allocationMode": "Immediate" } }))?;
-    stage.claims().create(&PostParams::default(), &claim).await?;
+    setup.claims().create(&PostParams::default(), &claim).await?;
     let status = serde_json::json!({ "status": { "driverName": DRIVER, "allocation": {
         "resourceHandles": [{ "driverName": DRIVER, "data": "device=7" }] } } });
-    stage
+    setup
         .claims()
         .patch_status("foreign", &PatchParams::default(), &Patch::Merge(status))
         .await?;
 
-    let found = problems(&stage, check, &[]).await?;
+    let found = problems(&setup, check, &[]).await?;
     println!("{found:#?}");
     assert_eq!(found.len(), 3);
     for (message, parts) in found.iter().zip([
@@ -175,7 +175,7 @@ async fn another_driver_of_the_same_name_is_found() -> anyhow::Result<()> {
     ]) {
         assert!(parts.iter().all(|part| message.contains(part)), "{message}");
     }
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
@@ -198,8 +198,8 @@ async fn kinds_that_are_not_defined_are_named_with_the_fix() -> anyhow::Result<(
 }
 
 /// Findings about feature gates, with their level.
-async fn gates(stage: &Stage) -> anyhow::Result<Vec<(String, String)>> {
-    let findings = json(stage, &["doctor"]).await?;
+async fn gates(setup: &Setup) -> anyhow::Result<Vec<(String, String)>> {
+    let findings = json(setup, &["doctor"]).await?;
     let findings = findings["items"].as_array().into_iter().flatten();
     let text = |value: &serde_json::Value| value.as_str().unwrap_or_default().to_owned();
     Ok(findings
@@ -208,60 +208,64 @@ async fn gates(stage: &Stage) -> anyhow::Result<Vec<(String, String)>> {
         .collect())
 }
 
-fn assert_said(said: &[(String, String)], level: &str, words: &str) {
-    let found = said
+fn assert_finding(findings: &[(String, String)], level: &str, words: &str) {
+    let found = findings
         .iter()
         .any(|(is, message)| is == level && message.contains(words));
-    assert!(found, "{level}: {words} is not in {said:#?}");
+    assert!(found, "{level}: {words} is not in {findings:#?}");
 }
 
 #[tokio::test]
 async fn a_gate_that_is_off_in_the_api_server_is_found() -> anyhow::Result<()> {
     let off = "--feature-gates=DynamicResourceAllocation=false";
-    let stage = Stage::on(Cluster::builder().flag("apiserver", off).start().await?).await?;
-    let said = gates(&stage).await?;
-    println!("{said:#?}");
-    assert_said(
-        &said,
+    let setup = Setup::prepare(Cluster::builder().flag("apiserver", off).start().await?).await?;
+    let findings = gates(&setup).await?;
+    println!("{findings:#?}");
+    assert_finding(
+        &findings,
         "Problem",
         "kube-apiserver has DynamicResourceAllocation off",
     );
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn the_doctor_reports_the_gates_or_why_it_cannot() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
+    let setup = Setup::start(1).await?;
     let configuration = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n\
                          - name: test\n  paths: [\"/dev/drayman-test-*\"]\n";
-    stage.cluster.node(0).make_device("/dev/drayman-test-0", 1, 5)?;
-    let _companion = stage.companion(0, configuration)?;
-    let deadline = std::time::Instant::now() + crate::harness::PATIENCE;
+    setup.cluster.node(0).make_device("/dev/drayman-test-0", 1, 5)?;
+    let _companion = setup.companion(0, configuration)?;
+    let deadline = std::time::Instant::now() + crate::harness::TIMEOUT;
     let on_node = "kubelet has DynamicResourceAllocation on on node-0";
-    let said = loop {
-        let said = gates(&stage).await?;
-        if said.iter().any(|(_, message)| message == on_node) || std::time::Instant::now() > deadline {
-            break said;
+    let findings = loop {
+        let findings = gates(&setup).await?;
+        if findings.iter().any(|(_, message)| message == on_node) || std::time::Instant::now() > deadline {
+            break findings;
         }
     };
-    println!("{said:#?}");
-    assert_said(&said, "Fine", "kube-apiserver has DynamicResourceAllocation on");
-    assert_said(&said, "Fine", on_node);
-    assert_said(&said, "Note", "kube-scheduler cannot be asked");
-    assert_said(&said, "Note", "kube-controller-manager cannot be asked");
+    println!("{findings:#?}");
+    assert_finding(
+        &findings,
+        "Fine",
+        "kube-apiserver has DynamicResourceAllocation on",
+    );
+    assert_finding(&findings, "Fine", on_node);
+    assert_finding(&findings, "Note", "kube-scheduler cannot be asked");
+    assert_finding(&findings, "Note", "kube-controller-manager cannot be asked");
 
     // A pod that waits for its allocation proves both.
-    stage.make_template(None).await?;
-    stage.make_pod("waits").await?;
-    stage
-        .wait(stage.contexts(), "waits", "made", |found: Option<&_>| {
+    setup.make_template(None).await?;
+    setup.make_pod("waits").await?;
+    setup
+        .wait(setup.contexts(), "waits", "made", |found: Option<&_>| {
             found.is_some()
         })
         .await?;
-    stage.claim_of("waits", "made", |_| true).await?;
-    let said = gates(&stage).await?;
-    assert_said(&said, "Fine", "kube-scheduler allocates for pods");
-    assert_said(&said, "Fine", "kube-controller-manager makes claims");
+    setup.claim_of("waits", "made", |_| true).await?;
+    let findings = gates(&setup).await?;
+    assert_finding(&findings, "Fine", "kube-scheduler allocates for pods");
+    assert_finding(&findings, "Fine", "kube-controller-manager makes claims");
 
     // If that is forbidden, the missing right is named.
     let read = ["get", "list"];
@@ -270,8 +274,8 @@ async fn the_doctor_reports_the_gates_or_why_it_cannot() -> anyhow::Result<()> {
         &["nodes", "nodeinventories", "customresourcedefinitions"],
         &read,
     )];
-    let reader = stage.cluster.user("reader", &rules).await?;
-    let output = drayman(&stage.cluster, &reader, &["doctor"]).await?;
+    let reader = setup.cluster.user("reader", &rules).await?;
+    let output = drayman(&setup.cluster, &reader, &["doctor"]).await?;
     let text = String::from_utf8(output.stdout)?;
     for words in [
         "cannot get path \"/metrics\"",
@@ -280,7 +284,7 @@ async fn the_doctor_reports_the_gates_or_why_it_cannot() -> anyhow::Result<()> {
     ] {
         assert!(text.contains(words), "{words}: {text}");
     }
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
@@ -290,29 +294,29 @@ async fn a_disabled_gate_is_found_in_scheduler_and_kubelet() -> anyhow::Result<(
         .nodes(1)
         .flag("scheduler", off)
         .flag("kubelet", off);
-    let stage = Stage::on(cluster.start().await?).await?;
-    let api = Api::<k8s_openapi::api::core::v1::Node>::all(stage.cluster.client());
+    let setup = Setup::prepare(cluster.start().await?).await?;
+    let api = Api::<k8s_openapi::api::core::v1::Node>::all(setup.cluster.client());
     let uid = api.get("node-0").await?.metadata.uid.unwrap_or_default();
-    stage.write_inventory("node-0", &uid, 1).await?;
-    stage.make_template(None).await?;
-    stage.make_pod("early").await?;
-    stage
-        .wait(stage.pods(), "early", "bound", crate::stage::is_bound())
+    setup.write_inventory("node-0", &uid, 1).await?;
+    setup.make_template(None).await?;
+    setup.make_pod("early").await?;
+    setup
+        .wait(setup.pods(), "early", "bound", crate::setup::is_bound())
         .await?;
-    stage.claim_of("early", "made", |_| true).await?;
-    let said = gates(&stage).await?;
-    println!("{said:#?}");
-    assert_said(
-        &said,
+    setup.claim_of("early", "made", |_| true).await?;
+    let findings = gates(&setup).await?;
+    println!("{findings:#?}");
+    assert_finding(
+        &findings,
         "Problem",
         "kubelet has DynamicResourceAllocation off on node-0",
     );
-    assert_said(
-        &said,
+    assert_finding(
+        &findings,
         "Warning",
         "default/early bound to a node although a claim is not reserved",
     );
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// A cluster without classic DRA is fine as long as all devices are extended resources.
@@ -322,14 +326,14 @@ async fn extended_resources_need_no_claims_api_and_no_controller() -> anyhow::Re
     for component in ["apiserver", "controller-manager", "scheduler"] {
         cluster = cluster.flag(component, "--feature-gates=DynamicResourceAllocation=false");
     }
-    let stage = Stage::without_class(cluster.start().await?).await?;
-    let node = stage.pretend_node("node-a").await?;
+    let setup = Setup::without_class(cluster.start().await?).await?;
+    let node = setup.make_fake_node("node-a").await?;
     let uid = node.metadata.uid.unwrap_or_default();
-    stage.write_inventory("node-a", &uid, 1).await?;
-    let (code, text, _) = answer(&stage, &["doctor"]).await?;
+    setup.write_inventory("node-a", &uid, 1).await?;
+    let (code, text, _) = run(&setup, &["doctor"]).await?;
     assert_eq!(code, Some(1), "there are devices for claims: {text}");
 
-    let inventories = Api::<drayman::api::crd::NodeInventory>::all(stage.cluster.client());
+    let inventories = Api::<drayman::api::crd::NodeInventory>::all(setup.cluster.client());
     let mut inventory = inventories.get("node-a.drayman.dev").await?;
     for device in &mut inventory.spec.devices {
         device.mode = drayman::api::crd::Mode::ExtendedResource;
@@ -337,12 +341,12 @@ async fn extended_resources_need_no_claims_api_and_no_controller() -> anyhow::Re
     inventories
         .replace("node-a.drayman.dev", &PostParams::default(), &inventory)
         .await?;
-    let (code, text, _) = answer(&stage, &["doctor"]).await?;
+    let (code, text, _) = run(&setup, &["doctor"]).await?;
     println!("{text}");
     assert_eq!(code, Some(0), "{text}");
     assert!(text.contains("all are extended resources"), "{text}");
     assert!(text.contains("0 warnings, 0 problems"), "{text}");
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Output of `drayman doctor --this-node` on the first node.

@@ -4,32 +4,32 @@ use kube::api::{DeleteParams, Patch, PatchParams};
 use serde_json::{Value, json};
 
 use crate::harness::Entry;
-use crate::stage::{DRIVER, Stage, is_allocated, is_bound, is_gone};
-use crate::stored_claims::{CONTROLLER, kind, open_definitions, write};
+use crate::setup::{DRIVER, Setup, is_allocated, is_bound, is_gone};
+use crate::stored_claims::{CONTROLLER, kind, open_schemas, write};
 
 /// Creates a claim with these parameters, and a pod that uses it.
-async fn make_pod(stage: &Stage, name: &str) -> anyhow::Result<()> {
+async fn make_pod(setup: &Setup, name: &str) -> anyhow::Result<()> {
     let reference = json!({ "apiGroup": DRIVER, "kind": "DeviceClaimParameters", "name": name });
-    stage
+    setup
         .apply(&json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim", "metadata": { "name": name },
             "spec": { "resourceClassName": "test", "parametersRef": reference } }))
         .await?;
-    stage.make_pod_with(name, name).await
+    setup.make_pod_with(name, name).await
 }
 
-fn wish(name: &str, request: &Value) -> Value {
+fn parameters(name: &str, request: &Value) -> Value {
     json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClaimParameters", "metadata": { "name": name },
         "spec": { "requests": [request] } })
 }
 
 /// Asserts that the controller has finished with these objects: after it has served one more pod, it has sent only a few requests for each,
 /// including events.
-async fn assert_at_rest(stage: &Stage, names: &[&str], reason: &str) -> anyhow::Result<()> {
+async fn assert_at_rest(setup: &Setup, names: &[&str], reason: &str) -> anyhow::Result<()> {
     for name in names {
         // On the pod and on its claim, which have the same name here.
-        assert_eq!(stage.times_said(name, reason).await?, 2, "{name}: {reason}");
+        assert_eq!(setup.event_count(name, reason).await?, 2, "{name}: {reason}");
     }
-    let entries: Vec<Entry> = stage.cluster.audit().of_user(CONTROLLER).await?;
+    let entries: Vec<Entry> = setup.cluster.audit().of_user(CONTROLLER).await?;
     for name in names {
         let about = entries
             .iter()
@@ -44,10 +44,10 @@ async fn assert_at_rest(stage: &Stage, names: &[&str], reason: &str) -> anyhow::
 
 #[tokio::test]
 async fn hostile_selectors_are_reported_once_and_delay_nobody() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 2).await?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 2).await?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
     let list = vec!["1"; 100].join(",");
     let hostile = [
         ("deep", format!("{}1{} == 1", "(".repeat(1000), ")".repeat(1000))),
@@ -70,13 +70,13 @@ async fn hostile_selectors_are_reported_once_and_delay_nobody() -> anyhow::Resul
     ];
     for (name, expression) in &hostile {
         let request = json!({ "name": "bad", "selectors": [{ "cel": { "expression": expression } }] });
-        stage.apply(&wish(name, &request)).await?;
-        make_pod(&stage, name).await?;
+        setup.apply(&parameters(name, &request)).await?;
+        make_pod(&setup, name).await?;
     }
     // Served during and after the evaluation of the others.
-    assert_eq!(stage.serve("first").await?, ["node-a/drayman-test-0"]);
+    assert_eq!(setup.serve("first").await?, ["node-a/drayman-test-0"]);
     for (name, _) in &hostile {
-        let event = stage
+        let event = setup
             .wait_for_event(name, "SelectorInvalid", "selector 1 of request bad")
             .await?;
         let message = event.message.unwrap_or_default();
@@ -85,22 +85,24 @@ async fn hostile_selectors_are_reported_once_and_delay_nobody() -> anyhow::Resul
             "{message}"
         );
     }
-    assert_eq!(stage.serve("second").await?, ["node-a/drayman-test-1"]);
+    assert_eq!(setup.serve("second").await?, ["node-a/drayman-test-1"]);
     let names: Vec<&str> = hostile.iter().map(|(name, _)| *name).collect();
-    assert_at_rest(&stage, &names, "SelectorInvalid").await?;
+    assert_at_rest(&setup, &names, "SelectorInvalid").await?;
     // After the fix, the pod is served.
-    stage.apply(&wish("endless", &json!({ "name": "good" }))).await?;
-    stage.remove_pod("first").await?;
-    stage.wait(stage.pods(), "endless", "bound", is_bound()).await?;
+    setup
+        .apply(&parameters("endless", &json!({ "name": "good" })))
+        .await?;
+    setup.remove_pod("first").await?;
+    setup.wait(setup.pods(), "endless", "bound", is_bound()).await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn impossible_counts_are_refused_by_server_and_controller() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 2).await?;
-    stage.make_template(None).await?;
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 2).await?;
+    setup.make_template(None).await?;
     let counts: [(&str, Value); 4] = [
         ("nothing", json!(0)),
         ("negative", json!(-1)),
@@ -110,23 +112,23 @@ async fn impossible_counts_are_refused_by_server_and_controller() -> anyhow::Res
     for (name, count) in &counts {
         let request = json!({ "name": "device", "count": count });
         assert!(
-            stage.apply(&wish(name, &request)).await.is_err(),
+            setup.apply(&parameters(name, &request)).await.is_err(),
             "{count} is accepted"
         );
     }
-    open_definitions(&stage).await?;
-    let controller = stage.controller()?;
-    let wishes = kind(&stage, "DeviceClaimParameters", true);
+    open_schemas(&setup).await?;
+    let controller = setup.controller()?;
+    let claim_parameters = kind(&setup, "DeviceClaimParameters", true);
     for (name, count) in &counts {
-        let mut wish = wish(name, &json!({ "name": "device", "count": count }));
-        wish["spec"]["requests"][0]["name"] = json!("device");
+        let mut parameters = parameters(name, &json!({ "name": "device", "count": count }));
+        parameters["spec"]["requests"][0]["name"] = json!("device");
         // Kept by the open schema, but unknown to the controller.
-        wish["kept"] = json!(true);
-        write(&wishes, name, &wish, "/kept").await?;
-        make_pod(&stage, name).await?;
+        parameters["kept"] = json!(true);
+        write(&claim_parameters, name, &parameters, "/kept").await?;
+        make_pod(&setup, name).await?;
     }
     for (name, _) in &counts {
-        let event = stage
+        let event = setup
             .wait_for_event(name, "ParametersInvalid", "default/")
             .await?;
         let message = event.message.unwrap_or_default();
@@ -135,61 +137,61 @@ async fn impossible_counts_are_refused_by_server_and_controller() -> anyhow::Res
             "{message}"
         );
     }
-    assert_eq!(stage.serve("first").await?, ["node-a/drayman-test-0"]);
+    assert_eq!(setup.serve("first").await?, ["node-a/drayman-test-0"]);
     let names: Vec<&str> = counts.iter().map(|(name, _)| *name).collect();
-    assert_at_rest(&stage, &names, "ParametersInvalid").await?;
+    assert_at_rest(&setup, &names, "ParametersInvalid").await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn parameters_deleted_after_the_allocation_are_not_missed() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 3).await?;
-    stage.make_template(None).await?;
-    let mut controller = stage.controller()?;
-    stage
-        .apply(&wish("two", &json!({ "name": "device", "count": 2 })))
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 3).await?;
+    setup.make_template(None).await?;
+    let mut controller = setup.controller()?;
+    setup
+        .apply(&parameters("two", &json!({ "name": "device", "count": 2 })))
         .await?;
-    make_pod(&stage, "two").await?;
-    stage.wait(stage.pods(), "two", "bound", is_bound()).await?;
-    let before = stage.claims().get("two").await?;
-    let wishes = kind(&stage, "DeviceClaimParameters", true);
-    wishes.delete("two", &DeleteParams::default()).await?;
+    make_pod(&setup, "two").await?;
+    setup.wait(setup.pods(), "two", "bound", is_bound()).await?;
+    let before = setup.claims().get("two").await?;
+    let claim_parameters = kind(&setup, "DeviceClaimParameters", true);
+    claim_parameters.delete("two", &DeleteParams::default()).await?;
     // Nor after a restart.
     controller.kill().await?;
-    let controller = stage.controller()?;
-    assert_eq!(stage.serve("next").await?, ["node-a/drayman-test-2"]);
-    let after = stage.claims().get("two").await?;
+    let controller = setup.controller()?;
+    assert_eq!(setup.serve("next").await?, ["node-a/drayman-test-2"]);
+    let after = setup.claims().get("two").await?;
     assert!(is_allocated(&after));
     assert_eq!(after.status, before.status);
-    assert_eq!(stage.times_said("two", "ParametersNotFound").await?, 0);
-    stage.remove_pod("two").await?;
-    let _ = stage.claims().delete("two", &DeleteParams::default()).await?;
-    stage.wait(stage.claims(), "two", "gone", is_gone()).await?;
+    assert_eq!(setup.event_count("two", "ParametersNotFound").await?, 0);
+    setup.remove_pod("two").await?;
+    let _ = setup.claims().delete("two", &DeleteParams::default()).await?;
+    setup.wait(setup.claims(), "two", "gone", is_gone()).await?;
     // Both devices are free, and a new claim with missing parameters gets one event.
-    assert_eq!(stage.serve("later").await?, ["node-a/drayman-test-0"]);
-    make_pod(&stage, "missing").await?;
-    stage
+    assert_eq!(setup.serve("later").await?, ["node-a/drayman-test-0"]);
+    make_pod(&setup, "missing").await?;
+    setup
         .wait_for_event("missing", "ParametersNotFound", "does not exist; create it")
         .await?;
-    assert_eq!(stage.serve("last").await?, ["node-a/drayman-test-1"]);
-    assert_at_rest(&stage, &["missing"], "ParametersNotFound").await?;
+    assert_eq!(setup.serve("last").await?, ["node-a/drayman-test-1"]);
+    assert_at_rest(&setup, &["missing"], "ParametersNotFound").await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn inventories_and_classes_edited_to_nonsense_harm_nobody_else() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
+    let setup = Setup::start(0).await?;
     for node in ["node-a", "node-b"] {
-        stage.pretend_devices(node, 2).await?;
+        setup.make_fake_devices(node, 2).await?;
     }
-    stage.make_template(None).await?;
-    open_definitions(&stage).await?;
-    let inventories = kind(&stage, "NodeInventory", false);
-    let controller = stage.controller()?;
-    assert!(stage.serve("before").await?[0].starts_with("node-"));
+    setup.make_template(None).await?;
+    open_schemas(&setup).await?;
+    let inventories = kind(&setup, "NodeInventory", false);
+    let controller = setup.controller()?;
+    assert!(setup.serve("before").await?[0].starts_with("node-"));
     let name = |node: &str| format!("{node}.{DRIVER}");
     // An invalid inventory, and three that never were valid: without a node, with the node of another inventory, and with invalid devices.
     let broken = Patch::Merge(json!({ "spec": { "devices": "many", "kept": true } }));
@@ -220,29 +222,29 @@ async fn inventories_and_classes_edited_to_nonsense_harm_nobody_else() -> anyhow
         ),
         ("no-name", Value::Null),
     ] {
-        stage
+        setup
             .apply(&json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": class },
                 "driverName": DRIVER, "parametersRef": reference }))
             .await?;
-        stage
+        setup
             .apply(&json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim", "metadata": { "name": class },
                 "spec": { "resourceClassName": class } }))
             .await?;
-        stage.make_pod_with(class, class).await?;
-        stage
+        setup.make_pod_with(class, class).await?;
+        setup
             .wait_for_event(class, "ParametersReferenceInvalid", class)
             .await?;
     }
     // The two devices of node-a are left; the first pod may hold one.
-    let mut got = stage.serve("after").await?;
-    stage.make_pod("last").await?;
-    stage.remove_pod("before").await?;
-    stage.wait(stage.pods(), "last", "bound", is_bound()).await?;
-    let claim = stage.claim_of("last", "allocated", is_allocated).await?;
+    let mut got = setup.serve("after").await?;
+    setup.make_pod("last").await?;
+    setup.remove_pod("before").await?;
+    setup.wait(setup.pods(), "last", "bound", is_bound()).await?;
+    let claim = setup.claim_of("last", "allocated", is_allocated).await?;
     got.extend(crate::stored_claims::devices(&claim)?);
     got.sort();
     assert_eq!(got, ["node-a/drayman-test-0", "node-a/drayman-test-1"]);
     let status = controller.end().await?;
     assert!(status.success());
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

@@ -14,7 +14,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tokio_util::sync::CancellationToken;
 
-use crate::stage::Stage;
+use crate::setup::Setup;
 
 /// A driver that lists the devices of the test.
 struct Listed(Mutex<Option<mpsc::UnboundedReceiver<Vec<Device>>>>);
@@ -49,17 +49,17 @@ fn devices(attributes: usize, value: &str, unhealthy: &str) -> Vec<Device> {
 
 #[tokio::test]
 async fn the_largest_lists_of_devices_are_published() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
+    let setup = Setup::start(0).await?;
     let node = format!("{}.example", "n".repeat(233));
-    stage.pretend_node(&node).await?;
-    let root = stage.cluster.directory().join("kubelet");
+    setup.make_fake_node(&node).await?;
+    let root = setup.cluster.directory().join("kubelet");
     std::fs::create_dir(&root)?;
     let kubelet = KubeletPaths {
         device_plugin_dir: root.join("device-plugins"),
         root_dir: root.clone(),
     };
     let (lists, listed) = mpsc::unbounded_channel();
-    let companion = Node::builder(Listed(Mutex::new(Some(listed))), &node, stage.cluster.client())
+    let companion = Node::builder(Listed(Mutex::new(Some(listed))), &node, setup.cluster.client())
         .kubelet(kubelet)
         .cdi_dir(root.join("cdi"));
     let shutdown = CancellationToken::new();
@@ -88,12 +88,12 @@ async fn the_largest_lists_of_devices_are_published() -> anyhow::Result<()> {
                     })
             })
         };
-        let inventories = Api::<NodeInventory>::all(stage.cluster.client());
+        let inventories = Api::<NodeInventory>::all(setup.cluster.client());
         let name = format!("{node}.drayman.dev");
-        let stored = stage.wait(inventories, &name, what, met).await?;
+        let stored = setup.wait(inventories, &name, what, met).await?;
         println!("{what}: {} bytes", serde_json::to_vec(&stored)?.len());
     }
     shutdown.cancel();
     companion.await??;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

@@ -9,53 +9,58 @@ use k8s_openapi::api::core::v1::Event;
 use kube::api::{Api, ListParams, PostParams};
 
 use crate::crash_during_call::Change;
-use crate::harness::{Node, PATIENCE};
-use crate::interrupted_calls::until_traces;
+use crate::harness::{Node, TIMEOUT};
+use crate::interrupted_calls::until_claim_files;
 use crate::pods::{
-    CONFIGURATION, Inside, MINORS, look_inside, make_devices, pod_with_limit, traces, wait_for_allocatable,
-    wait_for_inventory,
+    CONFIGURATION, ContainerDevices, MINORS, claim_files, look_inside, make_devices, pod_with_limit,
+    wait_for_allocatable, wait_for_inventory,
 };
-use crate::stage::{Program, Stage, is_allocated, is_gone};
+use crate::setup::{Program, Setup, is_allocated, is_gone};
 
 const REGISTERED: &str = "kubelet has registered the driver";
 const SOON: &[&str] = &["--orphan-grace-period=2s"];
 
 /// A node with this many devices for claims.
-async fn stage(devices: usize) -> anyhow::Result<(Stage, Program, Program)> {
-    let stage = Stage::start(1).await?;
-    make_devices(stage.cluster.node(0), "drayman-test", &MINORS[..devices])?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    let companion = stage.companion_with(0, CONFIGURATION, SOON)?;
-    wait_for_inventory(&stage, 0, u32::try_from(devices)?).await?;
+async fn start(devices: usize) -> anyhow::Result<(Setup, Program, Program)> {
+    let setup = Setup::start(1).await?;
+    make_devices(setup.cluster.node(0), "drayman-test", &MINORS[..devices])?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    let companion = setup.companion_with(0, CONFIGURATION, SOON)?;
+    wait_for_inventory(&setup, 0, u32::try_from(devices)?).await?;
     companion.logged(REGISTERED).await?;
-    Ok((stage, controller, companion))
+    Ok((setup, controller, companion))
 }
 
-async fn uid_of_claim(stage: &Stage, pod: &str) -> anyhow::Result<String> {
-    let claim = stage.claim_of(pod, "allocated", is_allocated).await?;
+async fn uid_of_claim(setup: &Setup, pod: &str) -> anyhow::Result<String> {
+    let claim = setup.claim_of(pod, "allocated", is_allocated).await?;
     Ok(claim.metadata.uid.unwrap_or_default())
 }
 
 /// Runs `drayman node …` on the node. Returns success and output.
-async fn person(node: Node<'_>, arguments: &[&str]) -> anyhow::Result<(bool, String)> {
+async fn node_command(node: Node<'_>, arguments: &[&str]) -> anyhow::Result<(bool, String)> {
     let output = node
         .command(env!("CARGO_BIN_EXE_drayman"))
         .arg("node")
         .args(arguments)
         .output()
         .await?;
-    let said = [output.stdout, output.stderr].concat();
-    Ok((output.status.success(), String::from_utf8(said)?))
+    let message = [output.stdout, output.stderr].concat();
+    Ok((output.status.success(), String::from_utf8(message)?))
 }
 
 /// Waits until a pod runs that gets the device of a deleted claim. Kubelet either unprepares that claim after all, or lists it forever. In
 /// the latter case, the device is quarantined and released by hand.
-async fn runs_after(stage: &Stage, companion: &Program, pod: &str, uid: &str) -> anyhow::Result<Inside> {
-    let node = stage.cluster.node(0);
+async fn runs_after(
+    setup: &Setup,
+    companion: &Program,
+    pod: &str,
+    uid: &str,
+) -> anyhow::Result<ContainerDevices> {
+    let node = setup.cluster.node(0);
     let quarantined = async {
         companion.logged("ClaimQuarantined").await?;
-        let events = Api::<Event>::namespaced(stage.cluster.client(), "default")
+        let events = Api::<Event>::namespaced(setup.cluster.client(), "default")
             .list(&ListParams::default())
             .await?;
         let found = events.items.iter().any(|event| {
@@ -63,105 +68,105 @@ async fn runs_after(stage: &Stage, companion: &Program, pod: &str, uid: &str) ->
                 && event.message.as_deref().is_some_and(|note| note.contains(uid))
         });
         anyhow::ensure!(found, "an event about the node names the claim");
-        let (done, said) = person(node, &["holdings"]).await?;
-        anyhow::ensure!(done && said.contains(uid), "{said}");
-        let (done, said) = person(node, &["release", uid, "--force"]).await?;
-        anyhow::ensure!(done, "{said}");
-        anyhow::Ok(said)
+        let (done, message) = node_command(node, &["holdings"]).await?;
+        anyhow::ensure!(done && message.contains(uid), "{message}");
+        let (done, message) = node_command(node, &["release", uid, "--force"]).await?;
+        anyhow::ensure!(done, "{message}");
+        anyhow::Ok(message)
     };
-    let running = look_inside(stage, pod);
+    let running = look_inside(setup, pod);
     tokio::pin!(running, quarantined);
     let inside = tokio::select! {
         inside = &mut running => inside?,
-        said = &mut quarantined => {
-            println!("in quarantine, and released by hand: {}", said?.trim());
+        message = &mut quarantined => {
+            println!("in quarantine, and released by hand: {}", message?.trim());
             running.await?
         }
     };
-    assert_eq!(traces(node, uid)?, Vec::<String>::new());
+    assert_eq!(claim_files(node, uid)?, Vec::<String>::new());
     Ok(inside)
 }
 
 #[tokio::test]
 async fn a_pod_deleted_by_force_gives_its_device_to_the_next_one() -> anyhow::Result<()> {
-    let (stage, controller, companion) = stage(1).await?;
-    stage.make_pod("first").await?;
-    let first = look_inside(&stage, "first").await?;
-    let uid = uid_of_claim(&stage, "first").await?;
-    stage.make_pod("second").await?;
-    stage.remove_pod("first").await?;
+    let (setup, controller, companion) = start(1).await?;
+    setup.make_pod("first").await?;
+    let first = look_inside(&setup, "first").await?;
+    let uid = uid_of_claim(&setup, "first").await?;
+    setup.make_pod("second").await?;
+    setup.remove_pod("first").await?;
     // Kubelet 1.27 reads the claim from the API server before Unprepare. The claim is deleted, so it never calls.
-    let second = if stage.cluster.minor() < 28 {
-        runs_after(&stage, &companion, "second", &uid).await?
+    let second = if setup.cluster.minor() < 28 {
+        runs_after(&setup, &companion, "second", &uid).await?
     } else {
-        look_inside(&stage, "second").await?
+        look_inside(&setup, "second").await?
     };
     assert_eq!(second.only_device(), first.only_device());
-    assert_eq!(traces(stage.cluster.node(0), &uid)?, Vec::<String>::new());
+    assert_eq!(claim_files(setup.cluster.node(0), &uid)?, Vec::<String>::new());
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn a_force_deleted_pods_device_is_free_or_quarantined() -> anyhow::Result<()> {
-    let (stage, controller, companion) = stage(1).await?;
-    let node = stage.cluster.node(0);
-    stage.make_pod("first").await?;
-    look_inside(&stage, "first").await?;
-    let uid = uid_of_claim(&stage, "first").await?;
+    let (setup, controller, companion) = start(1).await?;
+    let node = setup.cluster.node(0);
+    setup.make_pod("first").await?;
+    look_inside(&setup, "first").await?;
+    let uid = uid_of_claim(&setup, "first").await?;
     node.stop("kubelet", 9).await?;
-    let claim = stage.claim_of("first", "allocated", is_allocated).await?;
-    stage.remove_pod("first").await?;
-    stage
+    let claim = setup.claim_of("first", "allocated", is_allocated).await?;
+    setup.remove_pod("first").await?;
+    setup
         .wait(
-            stage.claims(),
+            setup.claims(),
             claim.metadata.name.as_deref().unwrap_or_default(),
             "gone",
             is_gone(),
         )
         .await?;
-    stage.make_pod("second").await?;
+    setup.make_pod("second").await?;
     node.start("kubelet").await?;
     // Kubelet either unprepares the claim after all, or lists it forever.
     let list = node.read("/var/lib/kubelet/dra_manager_state")?;
     println!(
-        "kubelet lists the claim of the pod that is gone: {}",
+        "kubelet lists the claim of the deleted pod: {}",
         list.contains(&uid)
     );
-    runs_after(&stage, &companion, "second", &uid)
+    runs_after(&setup, &companion, "second", &uid)
         .await?
         .only_device();
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Kills kubelet between Prepare and the answer, and force-deletes the pod before the next kubelet starts. Returns true if that kubelet
 /// does not list the claim; it does if the answer was faster.
-async fn kubelet_forgets(stage: &Stage, companion: &Program, pod: &str) -> anyhow::Result<bool> {
-    let node = stage.cluster.node(0);
+async fn kubelet_forgets(setup: &Setup, companion: &Program, pod: &str) -> anyhow::Result<bool> {
+    let node = setup.cluster.node(0);
     // The first of three writes before the answer.
     let begun = Change::expect(node.path("/var/lib/kubelet/plugins/drayman.dev"))?;
-    stage.make_pod(pod).await?;
+    setup.make_pod(pod).await?;
     begun.seen().await?;
     // The companion is stopped before it can answer.
     companion.signal(rustix::process::Signal::STOP)?;
     node.stop("kubelet", 9).await?;
     companion.signal(rustix::process::Signal::CONT)?;
-    let claim = stage.claim_of(pod, "allocated", is_allocated).await?;
+    let claim = setup.claim_of(pod, "allocated", is_allocated).await?;
     let (uid, name) = (
         claim.metadata.uid.unwrap_or_default(),
         claim.metadata.name.unwrap_or_default(),
     );
     let listed = node.read("/var/lib/kubelet/dra_manager_state")?.contains(&uid);
     if !listed {
-        stage.remove_pod(pod).await?;
-        stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+        setup.remove_pod(pod).await?;
+        setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
     }
     node.start("kubelet").await?;
     if listed {
-        stage.cluster.kubectl(&["delete", "pod", pod]).await?;
+        setup.cluster.kubectl(&["delete", "pod", pod]).await?;
         return Ok(false);
     }
     companion.logged("OrphanFreed").await?;
@@ -172,27 +177,27 @@ async fn kubelet_forgets(stage: &Stage, companion: &Program, pod: &str) -> anyho
         "{uid}"
     );
     // The companion logs the decision before it acts.
-    until_traces(node, &uid, 0).await?;
+    until_claim_files(node, &uid, 0).await?;
     Ok(true)
 }
 
 #[tokio::test]
 async fn a_prepare_that_a_killed_kubelet_forgot_is_freed() -> anyhow::Result<()> {
-    let (stage, controller, companion) = stage(1).await?;
+    let (setup, controller, companion) = start(1).await?;
     let mut forgotten = false;
     for attempt in 0..30 {
-        forgotten = kubelet_forgets(&stage, &companion, &format!("first-{attempt}")).await?;
+        forgotten = kubelet_forgets(&setup, &companion, &format!("first-{attempt}")).await?;
         println!("attempt {attempt}: forgotten {forgotten}");
         if forgotten {
             break;
         }
     }
     assert!(forgotten, "kubelet was always faster");
-    stage.make_pod("second").await?;
-    look_inside(&stage, "second").await?.only_device();
+    setup.make_pod("second").await?;
+    look_inside(&setup, "second").await?.only_device();
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Removes a directory while the companion may recreate its files.
@@ -208,55 +213,60 @@ fn wipe(directory: &Path) -> std::io::Result<()> {
 
 #[tokio::test]
 async fn wiped_directories_cost_no_pod_its_device() -> anyhow::Result<()> {
-    let (stage, controller, mut companion) = stage(2).await?;
-    let node = stage.cluster.node(0);
+    let (setup, controller, mut companion) = start(2).await?;
+    let node = setup.cluster.node(0);
     make_devices(node, "drayman-plugged", &MINORS[2..])?;
-    wait_for_allocatable(&stage, 0, "2").await?;
-    stage.make_pod("first").await?;
-    let first = look_inside(&stage, "first").await?;
-    let uid = uid_of_claim(&stage, "first").await?;
+    wait_for_allocatable(&setup, 0, "2").await?;
+    setup.make_pod("first").await?;
+    let first = look_inside(&setup, "first").await?;
+    let uid = uid_of_claim(&setup, "first").await?;
     node.stop("kubelet", 15).await?;
     for directory in ["plugins", "plugins_registry", "device-plugins"] {
         wipe(&node.path(format!("/var/lib/kubelet/{directory}")))?;
     }
     // One companion keeps running; the next one finds neither checkpoint nor lock of the first.
     node.start("kubelet").await?;
-    wait_for_allocatable(&stage, 0, "2").await?;
+    wait_for_allocatable(&setup, 0, "2").await?;
     companion.kill().await?;
-    let companion = stage.companion_with(0, CONFIGURATION, SOON)?;
+    let companion = setup.companion_with(0, CONFIGURATION, SOON)?;
     companion.logged(REGISTERED).await?;
-    stage.make_pod("second").await?;
-    let second = look_inside(&stage, "second").await?;
+    setup.make_pod("second").await?;
+    let second = look_inside(&setup, "second").await?;
     assert_ne!(first.only_device(), second.only_device());
     assert_eq!(
-        look_inside(&stage, "first").await?,
+        look_inside(&setup, "first").await?,
         first,
-        "the running pod has kept its device"
+        "the running pod keeps its device"
     );
-    assert_eq!(traces(node, &uid)?.len(), 2, "{:?}", traces(node, &uid)?);
-    stage
+    assert_eq!(
+        claim_files(node, &uid)?.len(),
+        2,
+        "{:?}",
+        claim_files(node, &uid)?
+    );
+    setup
         .pods()
         .create(&PostParams::default(), &pod_with_limit("plugged")?)
         .await?;
-    look_inside(&stage, "plugged").await?.only_device();
+    look_inside(&setup, "plugged").await?.only_device();
     for name in ["first", "second", "plugged"] {
-        stage.cluster.kubectl(&["delete", "pod", name]).await?;
+        setup.cluster.kubectl(&["delete", "pod", name]).await?;
     }
-    assert_eq!(traces(node, &uid)?, Vec::<String>::new());
+    assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Checkpoint, CDI file and kubelet's checkpoint are lost while the container runs. PodResources and the API server together identify its
 /// device.
 #[tokio::test]
 async fn a_claim_known_only_by_its_container_keeps_its_device() -> anyhow::Result<()> {
-    let (stage, controller, mut companion) = stage(1).await?;
-    let node = stage.cluster.node(0);
-    stage.make_pod("first").await?;
-    let first = look_inside(&stage, "first").await?;
-    let uid = uid_of_claim(&stage, "first").await?;
+    let (setup, controller, mut companion) = start(1).await?;
+    let node = setup.cluster.node(0);
+    setup.make_pod("first").await?;
+    let first = look_inside(&setup, "first").await?;
+    let uid = uid_of_claim(&setup, "first").await?;
     companion.kill().await?;
     std::fs::remove_dir_all(node.path("/var/lib/kubelet/plugins/drayman.dev"))?;
     for name in node.list("/run/cdi")? {
@@ -265,26 +275,29 @@ async fn a_claim_known_only_by_its_container_keeps_its_device() -> anyhow::Resul
     node.remove("/var/lib/kubelet/dra_manager_state")?;
     assert!(node.list("/run/cdi")?.is_empty());
 
-    let companion = stage.companion_with(0, CONFIGURATION, SOON)?;
+    let companion = setup.companion_with(0, CONFIGURATION, SOON)?;
     companion.logged("CheckpointLost").await?;
     companion.logged("HoldingExplained").await?;
     companion.logged(REGISTERED).await?;
     // The companion logs the recovered claim before it acts.
-    until_traces(node, &uid, 2).await?;
-    let (done, said) = person(node, &["holdings"]).await?;
-    let line = said.lines().find(|line| line.contains(&uid)).unwrap_or_default();
-    assert!(done && line.contains("drayman-test-0"), "{said}");
-    assert_eq!(look_inside(&stage, "first").await?, first);
-    stage.cluster.kubectl(&["delete", "pod", "first"]).await?;
-    assert_eq!(traces(node, &uid)?, Vec::<String>::new());
-    stage.make_pod("second").await?;
+    until_claim_files(node, &uid, 2).await?;
+    let (done, message) = node_command(node, &["holdings"]).await?;
+    let line = message
+        .lines()
+        .find(|line| line.contains(&uid))
+        .unwrap_or_default();
+    assert!(done && line.contains("drayman-test-0"), "{message}");
+    assert_eq!(look_inside(&setup, "first").await?, first);
+    setup.cluster.kubectl(&["delete", "pod", "first"]).await?;
+    assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
+    setup.make_pod("second").await?;
     assert_eq!(
-        look_inside(&stage, "second").await?.only_device(),
+        look_inside(&setup, "second").await?.only_device(),
         first.only_device()
     );
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// A valid checkpoint with a future version.
@@ -298,12 +311,12 @@ fn checkpoint_of_a_newer_release() -> Vec<u8> {
 
 #[tokio::test]
 async fn a_damaged_checkpoint_is_rebuilt_from_kubelet_and_api() -> anyhow::Result<()> {
-    let (stage, controller, mut companion) = stage(2).await?;
-    let node = stage.cluster.node(0);
+    let (setup, controller, mut companion) = start(2).await?;
+    let node = setup.cluster.node(0);
     let path = node.path("/var/lib/kubelet/plugins/drayman.dev/checkpoint.json");
-    stage.make_pod("first").await?;
-    let first = look_inside(&stage, "first").await?;
-    let uid = uid_of_claim(&stage, "first").await?;
+    setup.make_pod("first").await?;
+    let first = look_inside(&setup, "first").await?;
+    let uid = uid_of_claim(&setup, "first").await?;
     let device = first.only_device().trim_start_matches("/dev/").to_owned();
     let good = std::fs::read(&path)?;
     let mut flipped = good.clone();
@@ -319,52 +332,55 @@ async fn a_damaged_checkpoint_is_rebuilt_from_kubelet_and_api() -> anyhow::Resul
         std::fs::write(&path, content)?;
         // The claim's CDI file does not identify the device either.
         std::fs::write(node.path(format!("/run/cdi/drayman.dev-claim_{uid}.json")), "{")?;
-        companion = stage.companion_with(0, CONFIGURATION, SOON)?;
+        companion = setup.companion_with(0, CONFIGURATION, SOON)?;
         companion.logged("CheckpointLost").await?;
         companion.logged(REGISTERED).await?;
         // Kubelet 1.27 stores no resource handles, so the companion asks the API server, and serves kubelet before the answer.
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         loop {
-            let (done, said) = person(node, &["holdings"]).await?;
-            let line = said.lines().find(|line| line.contains(&uid)).unwrap_or_default();
+            let (done, message) = node_command(node, &["holdings"]).await?;
+            let line = message
+                .lines()
+                .find(|line| line.contains(&uid))
+                .unwrap_or_default();
             if done && line.contains(&device) {
                 break;
             }
-            anyhow::ensure!(Instant::now() < until, "{damage}: {said}");
+            anyhow::ensure!(Instant::now() < until, "{damage}: {message}");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         let cdi = node.read(format!("/run/cdi/drayman.dev-claim_{uid}.json"))?;
         assert!(cdi.contains(first.only_device()), "{damage}: {cdi}");
         let next = format!("next-{damage}");
-        stage.make_pod(&next).await?;
+        setup.make_pod(&next).await?;
         assert_ne!(
-            look_inside(&stage, &next).await?.only_device(),
+            look_inside(&setup, &next).await?.only_device(),
             first.only_device(),
             "{damage}"
         );
-        stage.cluster.kubectl(&["delete", "pod", &next]).await?;
-        assert_eq!(look_inside(&stage, "first").await?, first, "{damage}");
+        setup.cluster.kubectl(&["delete", "pod", &next]).await?;
+        assert_eq!(look_inside(&setup, "first").await?, first, "{damage}");
     }
-    stage.cluster.kubectl(&["delete", "pod", "first"]).await?;
+    setup.cluster.kubectl(&["delete", "pod", "first"]).await?;
     assert_eq!(
         std::fs::read_to_string(&path)?.matches(&uid).count(),
         0,
-        "given back, and only what was kept of the damaged ones names it"
+        "freed; only the kept damaged checkpoints contain it"
     );
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn replacing_a_companion_costs_no_starting_pod() -> anyhow::Result<()> {
     const ROUNDS: usize = 3;
-    let (stage, controller, mut companion) = stage(4).await?;
-    let node = stage.cluster.node(0);
+    let (setup, controller, mut companion) = start(4).await?;
+    let node = setup.cluster.node(0);
     let mut all = Vec::new();
     for round in 0..ROUNDS {
         let name = format!("pod-{round}");
-        stage.make_pod(&name).await?;
+        setup.make_pod(&name).await?;
         all.push(name);
         // As a DaemonSet update with maxSurge 0: stop, then start.
         tokio::time::sleep(Duration::from_millis(150 * u64::try_from(round)?)).await;
@@ -378,14 +394,14 @@ async fn replacing_a_companion_costs_no_starting_pod() -> anyhow::Result<()> {
         .filter(|name| name.contains(".sock"))
         .collect();
         assert_eq!(sockets, Vec::<String>::new(), "an end removes our sockets");
-        companion = stage.companion_with(0, CONFIGURATION, SOON)?;
+        companion = setup.companion_with(0, CONFIGURATION, SOON)?;
     }
     let mut devices = std::collections::BTreeSet::new();
     for name in &all {
-        devices.insert(look_inside(&stage, name).await?.only_device().to_owned());
+        devices.insert(look_inside(&setup, name).await?.only_device().to_owned());
     }
     assert_eq!(devices.len(), ROUNDS);
-    let pods = stage.pods().list(&ListParams::default()).await?;
+    let pods = setup.pods().list(&ListParams::default()).await?;
     let failed: Vec<&Pod> = pods
         .items
         .iter()
@@ -394,5 +410,5 @@ async fn replacing_a_companion_costs_no_starting_pod() -> anyhow::Result<()> {
     assert!(failed.is_empty(), "{failed:?}");
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

@@ -7,16 +7,16 @@ use drayman::api::resource::ResourceClaim;
 use tokio::time::{Duration, Instant, sleep};
 
 use crate::controller::assert_distinct;
-use crate::harness::PATIENCE;
-use crate::stage::{Stage, is_allocated, is_bound};
+use crate::harness::TIMEOUT;
+use crate::setup::{Setup, is_allocated, is_bound};
 
 const STANDBY: &str = "controller-b";
 
 /// Number of list requests of the standby by resource, and the query of its list of claims.
-async fn lists(stage: &Stage) -> anyhow::Result<(BTreeMap<String, usize>, Option<String>)> {
+async fn lists(setup: &Setup) -> anyhow::Result<(BTreeMap<String, usize>, Option<String>)> {
     let mut lists = BTreeMap::new();
     let mut claims = None;
-    for entry in stage.cluster.audit().of_user(STANDBY).await? {
+    for entry in setup.cluster.audit().of_user(STANDBY).await? {
         if entry.verb == "list" {
             if entry.resource == "resourceclaims" {
                 claims = Some(entry.uri);
@@ -29,14 +29,14 @@ async fn lists(stage: &Stage) -> anyhow::Result<(BTreeMap<String, usize>, Option
 
 #[tokio::test]
 async fn a_takeover_lists_claims_anew_and_knows_waiting_pods() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 1).await?;
-    stage.make_template(None).await?;
-    let mut first = stage.replica("controller-a").await?;
-    stage.make_pod("before").await?;
-    stage.wait(stage.pods(), "before", "bound", is_bound()).await?;
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 1).await?;
+    setup.make_template(None).await?;
+    let mut first = setup.replica("controller-a").await?;
+    setup.make_pod("before").await?;
+    setup.wait(setup.pods(), "before", "bound", is_bound()).await?;
 
-    let second = stage.replica(STANDBY).await?;
+    let second = setup.replica(STANDBY).await?;
     let warm: BTreeMap<String, usize> = [
         "deviceclaimparameters",
         "deviceclassparameters",
@@ -46,23 +46,23 @@ async fn a_takeover_lists_claims_anew_and_knows_waiting_pods() -> anyhow::Result
     ]
     .map(|resource| (resource.to_owned(), 1))
     .into();
-    let deadline = Instant::now() + PATIENCE;
-    while lists(&stage).await?.0 != warm {
-        ensure!(Instant::now() < deadline, "{:?} are listed", lists(&stage).await?);
+    let deadline = Instant::now() + TIMEOUT;
+    while lists(&setup).await?.0 != warm {
+        ensure!(Instant::now() < deadline, "{:?} are listed", lists(&setup).await?);
         sleep(Duration::from_millis(100)).await;
     }
     // The standby learns of this pod only through its watch, while another controller leads.
-    stage.make_pod("waiting").await?;
+    setup.make_pod("waiting").await?;
     let asked = |context: Option<&drayman::api::resource::PodSchedulingContext>| {
         context.is_some_and(|context| !context.status.resource_claims.is_empty())
     };
-    stage.wait(stage.contexts(), "waiting", "answered", asked).await?;
+    setup.wait(setup.contexts(), "waiting", "answered", asked).await?;
 
     first.kill().await?;
-    stage.remove_pod("before").await?;
-    stage.wait(stage.pods(), "waiting", "bound", is_bound()).await?;
-    assert_distinct(&stage).await?;
-    let (mut after, claims) = lists(&stage).await?;
+    setup.remove_pod("before").await?;
+    setup.wait(setup.pods(), "waiting", "bound", is_bound()).await?;
+    assert_distinct(&setup).await?;
+    let (mut after, claims) = lists(&setup).await?;
     let claims = claims.context("the claims are listed")?;
     assert!(
         !claims.contains("resourceVersion="),
@@ -73,7 +73,7 @@ async fn a_takeover_lists_claims_anew_and_knows_waiting_pods() -> anyhow::Result
     assert!(after.remove("leases").unwrap_or_default() <= 2);
     assert_eq!(after, warm, "nothing else is listed a second time");
     second.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Limits for a takeover with the chart's lease: a restarted container waits for 5 s, a standby for the lease of 15 s, a tenth of it and a
@@ -83,30 +83,30 @@ const REPLICA: Duration = Duration::from_secs(25);
 
 #[tokio::test]
 async fn a_restarted_container_takes_its_own_lease_over() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 3).await?;
-    let directory = stage.cluster.directory().join("state");
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 3).await?;
+    let directory = setup.cluster.directory().join("state");
     std::fs::create_dir(&directory)?;
     let flag = format!("--leader-elect-state-dir={}", directory.display());
     let flags = [flag.as_str()];
     let immediate = async |name: &str| {
-        stage.make_claim(name, "Immediate", false).await?;
+        setup.make_claim(name, "Immediate", false).await?;
         let start = Instant::now();
         let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
-        stage.wait(stage.claims(), name, "allocated", met).await?;
+        setup.wait(setup.claims(), name, "allocated", met).await?;
         anyhow::Ok(start.elapsed())
     };
 
-    let mut first = stage.replica_with("controller-a", &flags).await?;
+    let mut first = setup.replica_with("controller-a", &flags).await?;
     immediate("before").await?;
-    let locked = stage.replica_with("controller-b", &flags).await?;
+    let locked = setup.replica_with("controller-b", &flags).await?;
     assert_eq!(
         locked.ended().await?.code(),
         Some(1),
         "the same directory as that of the first"
     );
     first.kill().await?;
-    let mut again = stage.replica_with("controller-a", &flags).await?;
+    let mut again = setup.replica_with("controller-a", &flags).await?;
     let container = immediate("same-pod").await?;
     println!(
         "killed and started again in the same pod: allocates after {:.1} s",
@@ -118,7 +118,7 @@ async fn a_restarted_container_takes_its_own_lease_over() -> anyhow::Result<()> 
         "{container:?}: a request of the killed one could still arrive"
     );
 
-    let standby = stage.replica_with("controller-b", &[]).await?;
+    let standby = setup.replica_with("controller-b", &[]).await?;
     standby.logged("waiting to lead").await?;
     again.kill().await?;
     let replica = immediate("other-pod").await?;
@@ -132,5 +132,5 @@ async fn a_restarted_container_takes_its_own_lease_over() -> anyhow::Result<()> 
         "{replica:?}: another pod's process may still live"
     );
     standby.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

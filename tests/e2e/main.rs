@@ -53,7 +53,7 @@ mod pods;
 mod reboot;
 mod round_trip;
 mod selectors;
-mod stage;
+mod setup;
 mod stored_claims;
 mod structured;
 mod upgrade;

@@ -7,32 +7,32 @@ use anyhow::{Context as _, bail, ensure};
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
-use crate::commands::told;
-use crate::harness::{self, PATIENCE};
-use crate::stage::{DRIVER, Stage, is_allocated, is_bound, pod_with_claim};
+use crate::commands::run_as;
+use crate::harness::{self, TIMEOUT};
+use crate::setup::{DRIVER, Setup, is_allocated, is_bound, pod_with_claim};
 
 const NAMESPACE: &str = "team";
 const USER: &str = "developer";
 
 /// Creates the chart's roles for users, rendered with the defaults.
-async fn roles_of_the_chart(stage: &Stage) -> anyhow::Result<()> {
+async fn roles_of_the_chart(setup: &Setup) -> anyhow::Result<()> {
     let helm = tokio::task::spawn_blocking(harness::helm).await??;
     let chart = Path::new(env!("CARGO_MANIFEST_DIR")).join("charts/drayman");
-    let mut command = stage.cluster.command(helm);
+    let mut command = setup.cluster.command(helm);
     for variable in ["HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"] {
-        command.env(variable, stage.cluster.directory().join("helm"));
+        command.env(variable, setup.cluster.directory().join("helm"));
     }
     command.args(["template", "drayman"]).arg(chart);
     command.args(["--namespace=drayman", "--show-only=templates/access/users.yaml"]);
     command.args(["--kube-version", harness::VERSION]);
     let rendered = command.stdout(Stdio::piped()).stderr(Stdio::piped());
     let rendered = rendered.output().await?;
-    let said = String::from_utf8_lossy(&rendered.stderr).into_owned();
-    ensure!(rendered.status.success(), "Helm: {said}");
-    let file = stage.cluster.directory().join("users.yaml");
+    let message = String::from_utf8_lossy(&rendered.stderr).into_owned();
+    ensure!(rendered.status.success(), "Helm: {message}");
+    let file = setup.cluster.directory().join("users.yaml");
     std::fs::write(&file, rendered.stdout)?;
     let file = file.to_str().context("UTF-8")?;
-    stage
+    setup
         .cluster
         .kubectl(&["apply", "--filename", file])
         .await
@@ -40,10 +40,10 @@ async fn roles_of_the_chart(stage: &Stage) -> anyhow::Result<()> {
 }
 
 /// Runs kubectl as the user; the error contains its stderr.
-async fn kubectl(stage: &Stage, kubeconfig: &Path, arguments: &[&str]) -> anyhow::Result<String> {
-    let mut command = stage.cluster.command(stage.cluster.kubectl_program());
+async fn kubectl(setup: &Setup, kubeconfig: &Path, arguments: &[&str]) -> anyhow::Result<String> {
+    let mut command = setup.cluster.command(setup.cluster.kubectl_program());
     command.arg("--kubeconfig").arg(kubeconfig).arg("--cache-dir");
-    command.arg(stage.cluster.directory().join("cache-of-the-user"));
+    command.arg(setup.cluster.directory().join("cache-of-the-user"));
     let output = command
         .args(arguments)
         .stdout(Stdio::piped())
@@ -56,12 +56,12 @@ async fn kubectl(stage: &Stage, kubeconfig: &Path, arguments: &[&str]) -> anyhow
 }
 
 /// Creates a user with a RoleBinding of `edit` in one namespace, and waits until the API server knows the rights.
-async fn editor(stage: &Stage) -> anyhow::Result<PathBuf> {
-    roles_of_the_chart(stage).await?;
+async fn editor(setup: &Setup) -> anyhow::Result<PathBuf> {
+    roles_of_the_chart(setup).await?;
     // As with the chart's value rbac.readInventoriesByAuthenticated.
     let inventories = crate::harness::rule(&["drayman.dev"], &["nodeinventories"], &["get", "list", "watch"]);
-    let kubeconfig = stage.cluster.user(USER, &[inventories]).await?;
-    stage.cluster.kubectl(&["create", "namespace", NAMESPACE]).await?;
+    let kubeconfig = setup.cluster.user(USER, &[inventories]).await?;
+    setup.cluster.kubectl(&["create", "namespace", NAMESPACE]).await?;
     let (user, namespace) = (format!("--user={USER}"), format!("--namespace={NAMESPACE}"));
     let binding = [
         "create",
@@ -71,8 +71,8 @@ async fn editor(stage: &Stage) -> anyhow::Result<PathBuf> {
         &user,
         &namespace,
     ];
-    stage.cluster.kubectl(&binding).await?;
-    let deadline = Instant::now() + PATIENCE;
+    setup.cluster.kubectl(&binding).await?;
+    let deadline = Instant::now() + TIMEOUT;
     for (verb, resource) in [
         ("create", "resourceclaimtemplates.resource.k8s.io"),
         ("create", "deviceclaimparameters.drayman.dev"),
@@ -80,7 +80,7 @@ async fn editor(stage: &Stage) -> anyhow::Result<PathBuf> {
         ("get", "podschedulingcontexts.resource.k8s.io"),
     ] {
         let question = ["auth", "can-i", verb, resource, &namespace];
-        while kubectl(stage, &kubeconfig, &question).await.is_err() {
+        while kubectl(setup, &kubeconfig, &question).await.is_err() {
             ensure!(Instant::now() < deadline, "{USER} may not {verb} {resource}");
             sleep(std::time::Duration::from_millis(100)).await;
         }
@@ -107,22 +107,22 @@ fn objects() -> anyhow::Result<Value> {
 
 #[tokio::test]
 async fn a_namespace_editor_claims_a_device_and_sees_why_pods_wait() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 1).await?;
-    stage.make_template(None).await?;
-    let _controller = stage.controller()?;
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 1).await?;
+    setup.make_template(None).await?;
+    let _controller = setup.controller()?;
     // Another user's pod has the only device.
-    stage.make_pod("first").await?;
-    stage.wait(stage.pods(), "first", "bound", is_bound()).await?;
-    stage.claim_of("first", "allocated", is_allocated).await?;
+    setup.make_pod("first").await?;
+    setup.wait(setup.pods(), "first", "bound", is_bound()).await?;
+    setup.claim_of("first", "allocated", is_allocated).await?;
 
-    let kubeconfig = editor(&stage).await?;
-    let classes = kubectl(&stage, &kubeconfig, &["get", "resourceclasses", "--output=name"]).await?;
+    let kubeconfig = editor(&setup).await?;
+    let classes = kubectl(&setup, &kubeconfig, &["get", "resourceclasses", "--output=name"]).await?;
     ensure!(classes.contains("/test"), "{classes}");
-    let file = stage.cluster.directory().join("mine.json");
+    let file = setup.cluster.directory().join("mine.json");
     std::fs::write(&file, objects()?.to_string())?;
     let file = file.to_str().context("UTF-8")?;
-    kubectl(&stage, &kubeconfig, &["apply", "--filename", file]).await?;
+    kubectl(&setup, &kubeconfig, &["apply", "--filename", file]).await?;
 
     let missing = "you may not list resourceclaims.resource.k8s.io in all namespaces";
     let kubeconfig_file = kubeconfig.display().to_string();
@@ -135,16 +135,16 @@ async fn a_namespace_editor_claims_a_device_and_sees_why_pods_wait() -> anyhow::
         "--kubeconfig",
         &kubeconfig_file,
     ];
-    stage.cluster.kubectl(&context).await?;
+    setup.cluster.kubectl(&context).await?;
     let ask = async |arguments: &[&str]| {
         let arguments = [arguments, &["--output=json"]].concat();
-        let (code, stdout, stderr) = told(&stage.cluster, &kubeconfig, &arguments).await?;
+        let (code, stdout, stderr) = run_as(&setup.cluster, &kubeconfig, &arguments).await?;
         ensure!(code == Some(0), "{arguments:?}: {stderr}");
         ensure!(stderr.contains(missing), "{stderr}");
         anyhow::Ok(serde_json::from_str::<Value>(&stdout)?)
     };
     let until = async |step: &str| {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             let claim = ask(&["explain", "pod/mine"]).await?["claims"][0].clone();
             if claim["step"] == step {
@@ -165,15 +165,15 @@ async fn a_namespace_editor_claims_a_device_and_sees_why_pods_wait() -> anyhow::
         (&device["state"], &device["holders"]),
         (&json!("Unknown"), &json!([]))
     );
-    let (_, text, _) = told(
-        &stage.cluster,
+    let (_, text, _) = run_as(
+        &setup.cluster,
         &kubeconfig,
         &["who", "drayman-test-0", "-n", NAMESPACE],
     )
     .await?;
     ensure!(text.contains("Held by:  not known"), "{text}");
 
-    stage.remove_pod("first").await?;
+    setup.remove_pod("first").await?;
     until("Preparing").await?;
     let device = ask(&["devices", "--state=held"]).await?["items"][0].clone();
     assert_eq!(device["holders"][0]["pods"], json!(["mine"]));
@@ -187,7 +187,7 @@ async fn a_namespace_editor_claims_a_device_and_sees_why_pods_wait() -> anyhow::
         ),
     ] {
         let arguments = [&arguments[..], &["--namespace=default"]].concat();
-        let (code, _, stderr) = told(&stage.cluster, &kubeconfig, &arguments).await?;
+        let (code, _, stderr) = run_as(&setup.cluster, &kubeconfig, &arguments).await?;
         assert_eq!(code, Some(3), "{arguments:?}");
         ensure!(
             stderr.contains(words) && stderr.contains("in the namespace \"default\""),
@@ -196,8 +196,8 @@ async fn a_namespace_editor_claims_a_device_and_sees_why_pods_wait() -> anyhow::
     }
     let elsewhere = std::fs::read_to_string(file)?.replace("\"team\"", "\"default\"");
     std::fs::write(file, elsewhere)?;
-    let refused = kubectl(&stage, &kubeconfig, &["apply", "--filename", file]).await;
+    let refused = kubectl(&setup, &kubeconfig, &["apply", "--filename", file]).await;
     let refused = refused.map(drop).expect_err("no right there").to_string();
     ensure!(refused.matches("orbidden").count() >= 3, "{refused}");
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

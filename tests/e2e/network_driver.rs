@@ -9,7 +9,7 @@ use kube::api::{ListParams, PostParams};
 use serde_json::{Value, json};
 
 use crate::harness::rule;
-use crate::stage::{DRIVER, Program, Stage, controller_rules, is_allocated, is_bound, is_gone, pod_from};
+use crate::setup::{DRIVER, Program, Setup, controller_rules, is_allocated, is_bound, is_gone, pod_from};
 
 const USER: &str = "network-attached";
 
@@ -28,15 +28,15 @@ async fn build() -> anyhow::Result<PathBuf> {
 }
 
 /// Starts the driver as a user with the rights of every controller and the right to get ConfigMaps.
-async fn start(stage: &Stage, program: &PathBuf) -> anyhow::Result<Program> {
+async fn start(setup: &Setup, program: &PathBuf) -> anyhow::Result<Program> {
     let ours = |group: &String| group == DRIVER;
     let mut rules = controller_rules()?;
     rules.retain(|rule| !rule.api_groups.iter().flatten().any(ours));
     rules.push(rule(&[""], &["configmaps"], &["get"]));
-    let kubeconfig = stage.cluster.user(USER, &rules).await?;
-    let mut command = stage.cluster.command(program);
+    let kubeconfig = setup.cluster.user(USER, &rules).await?;
+    let mut command = setup.cluster.command(program);
     command.env("KUBECONFIG", kubeconfig);
-    stage.program(USER, command)
+    setup.program(USER, command)
 }
 
 fn pool(devices: &str) -> Value {
@@ -44,11 +44,11 @@ fn pool(devices: &str) -> Value {
         "data": { "nodes": "node-a node-b", "devices": devices } })
 }
 
-async fn make_pod(stage: &Stage, name: &str) -> anyhow::Result<()> {
+async fn make_pod(setup: &Setup, name: &str) -> anyhow::Result<()> {
     let pod = pod_from(json!({ "metadata": { "name": name }, "spec": {
         "resourceClaims": [{ "name": "device", "source": { "resourceClaimTemplateName": "dongle" } }],
         "containers": [{ "name": "main", "image": "unused", "resources": { "claims": [{ "name": "device" }] } }] } }))?;
-    stage.pods().create(&PostParams::default(), &pod).await?;
+    setup.pods().create(&PostParams::default(), &pod).await?;
     Ok(())
 }
 
@@ -63,53 +63,53 @@ fn nodes(claim: &ResourceClaim) -> Vec<String> {
         .collect()
 }
 
-async fn allocated(stage: &Stage) -> anyhow::Result<Vec<ResourceClaim>> {
-    let claims = stage.claims().list(&ListParams::default()).await?;
+async fn allocated(setup: &Setup) -> anyhow::Result<Vec<ResourceClaim>> {
+    let claims = setup.claims().list(&ListParams::default()).await?;
     Ok(claims.into_iter().filter(is_allocated).collect())
 }
 
 #[tokio::test]
 async fn the_network_example_serves_nodes_and_survives_a_crash() -> anyhow::Result<()> {
     let program = build().await?;
-    let stage = Stage::start(0).await?;
+    let setup = Setup::start(0).await?;
     for node in ["node-a", "node-b", "node-c"] {
-        stage.pretend_node(node).await?;
+        setup.make_fake_node(node).await?;
     }
     let reference = json!({ "kind": "ConfigMap", "namespace": "default", "name": "dongles" });
-    stage
+    setup
         .apply(&json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass",
             "metadata": { "name": "dongle" }, "driverName": "network.example.com", "parametersRef": reference }))
         .await?;
-    stage
+    setup
         .apply(
             &json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaimTemplate",
             "metadata": { "name": "dongle" }, "spec": { "spec": { "resourceClassName": "dongle" } } }),
         )
         .await?;
-    stage.apply(&pool("three")).await?;
+    setup.apply(&pool("three")).await?;
 
     // An invalid parameter is reported on the pod; the pod is served once the parameter is fixed.
-    let mut driver = start(&stage, &program).await?;
-    make_pod(&stage, "wrong").await?;
-    stage
+    let mut driver = start(&setup, &program).await?;
+    make_pod(&setup, "wrong").await?;
+    setup
         .wait_for_event("wrong", "ParametersInvalid", "must be a whole number")
         .await?;
-    stage.remove_pod("wrong").await?;
-    stage.apply(&pool("3")).await?;
+    setup.remove_pod("wrong").await?;
+    setup.apply(&pool("3")).await?;
 
     let first = ["pod-0", "pod-1", "pod-2"];
     for name in first {
-        make_pod(&stage, name).await?;
+        make_pod(&setup, name).await?;
     }
     for name in first {
-        let pod = stage.wait(stage.pods(), name, "bound", is_bound()).await?;
+        let pod = setup.wait(setup.pods(), name, "bound", is_bound()).await?;
         let node = pod.and_then(|pod| pod.spec.node_name).unwrap_or_default();
         assert!(
             ["node-a", "node-b"].contains(&node.as_str()),
             "{name} is on {node}, which cannot reach the pool"
         );
     }
-    let before = allocated(&stage).await?;
+    let before = allocated(&setup).await?;
     assert_eq!(before.len(), 3);
     for claim in &before {
         assert_eq!(nodes(claim), ["node-a", "node-b"], "a set of nodes, not one");
@@ -119,17 +119,17 @@ async fn the_network_example_serves_nodes_and_survives_a_crash() -> anyhow::Resu
             Some("default/dongles")
         );
     }
-    make_pod(&stage, "late").await?;
-    stage
+    make_pod(&setup, "late").await?;
+    setup
         .wait_for_event("late", "NoSuitableDevice", "3 of 3 held")
         .await?;
 
     // After a crash, the driver's state comes from the claims, and nothing is written.
     driver.kill().await?;
-    let writes = writes(&stage).await?;
-    let mut driver = start(&stage, &program).await?;
-    make_pod(&stage, "later").await?;
-    stage
+    let writes = writes(&setup).await?;
+    let mut driver = start(&setup, &program).await?;
+    make_pod(&setup, "later").await?;
+    setup
         .wait_for_event("later", "NoSuitableDevice", "3 of 3 held")
         .await?;
     let versions = |claims: &[ResourceClaim]| -> BTreeSet<Option<String>> {
@@ -138,8 +138,8 @@ async fn the_network_example_serves_nodes_and_survives_a_crash() -> anyhow::Resu
             .map(|claim| claim.metadata.resource_version.clone())
             .collect()
     };
-    assert_eq!(versions(&allocated(&stage).await?), versions(&before));
-    let after = self::writes(&stage).await?;
+    assert_eq!(versions(&allocated(&setup).await?), versions(&before));
+    let after = self::writes(&setup).await?;
     assert!(
         after
             .iter()
@@ -150,28 +150,28 @@ async fn the_network_example_serves_nodes_and_survives_a_crash() -> anyhow::Resu
 
     // Two pods are deleted, one of them while no driver runs; waiting pods get both devices.
     driver.kill().await?;
-    let claim = stage.claim_of("pod-0", "allocated", is_allocated).await?;
-    stage.remove_pod("pod-0").await?;
-    let driver = start(&stage, &program).await?;
+    let claim = setup.claim_of("pod-0", "allocated", is_allocated).await?;
+    setup.remove_pod("pod-0").await?;
+    let driver = start(&setup, &program).await?;
     let gone = claim.metadata.name.unwrap_or_default();
-    stage.wait(stage.claims(), &gone, "gone", is_gone()).await?;
-    stage.remove_pod("pod-1").await?;
+    setup.wait(setup.claims(), &gone, "gone", is_gone()).await?;
+    setup.remove_pod("pod-1").await?;
     for name in ["late", "later"] {
-        stage.wait(stage.pods(), name, "bound", is_bound()).await?;
+        setup.wait(setup.pods(), name, "bound", is_bound()).await?;
     }
     assert_eq!(
-        allocated(&stage).await?.len(),
+        allocated(&setup).await?.len(),
         3,
         "never more claims than devices"
     );
     let status = driver.end().await?;
     assert!(status.success());
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// The driver's writes so far, without events.
-async fn writes(stage: &Stage) -> anyhow::Result<Vec<String>> {
-    let entries = stage.cluster.audit().of_user(USER).await?;
+async fn writes(setup: &Setup) -> anyhow::Result<Vec<String>> {
+    let entries = setup.cluster.audit().of_user(USER).await?;
     let writes = entries
         .iter()
         .filter(|entry| entry.is_write() && entry.resource != "events");

@@ -4,67 +4,67 @@
 use drayman::api::crd::NodeInventory;
 use kube::api::{Api, PostParams};
 
-use crate::commands::{answer, json};
+use crate::commands::{json, run};
 use crate::harness::Cluster;
 use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, pod_with_limit, wait_for_allocatable};
-use crate::stage::Stage;
+use crate::setup::Setup;
 
 /// A cluster with one node and the companion's objects for the mode of that cluster.
-async fn stage() -> anyhow::Result<Stage> {
+async fn start() -> anyhow::Result<Setup> {
     let cluster = Cluster::builder().nodes(1).start().await?;
     if cluster.has_structured_mode() {
-        Stage::structured(cluster).await
+        Setup::structured(cluster).await
     } else {
-        Stage::without_class(cluster).await
+        Setup::without_class(cluster).await
     }
 }
 
 #[tokio::test]
 async fn every_kubelet_registers_the_plugin_again_after_a_restart() -> anyhow::Result<()> {
-    let stage = stage().await?;
-    let node = stage.cluster.node(0);
+    let setup = start().await?;
+    let node = setup.cluster.node(0);
     make_devices(node, "drayman-plugged", &MINORS[..2])?;
-    let companion = stage.companion(0, CONFIGURATION)?;
-    wait_for_allocatable(&stage, 0, "2").await?;
+    let companion = setup.companion(0, CONFIGURATION)?;
+    wait_for_allocatable(&setup, 0, "2").await?;
     let pod = |name: &str| pod_with_limit(name);
-    stage
+    setup
         .pods()
         .create(&PostParams::default(), &pod("before")?)
         .await?;
-    let before = look_inside(&stage, "before").await?;
+    let before = look_inside(&setup, "before").await?;
     let device = before.only_device().to_owned();
     node.restart_kubelet().await?;
-    wait_for_allocatable(&stage, 0, "2").await?;
-    stage
+    wait_for_allocatable(&setup, 0, "2").await?;
+    setup
         .pods()
         .create(&PostParams::default(), &pod("after")?)
         .await?;
-    assert_ne!(look_inside(&stage, "after").await?.only_device(), device);
+    assert_ne!(look_inside(&setup, "after").await?.only_device(), device);
     assert_eq!(
-        look_inside(&stage, "before").await?,
+        look_inside(&setup, "before").await?,
         before,
-        "the running pod has kept its device"
+        "the running pod keeps its device"
     );
 
-    let version = stage.cluster.client().apiserver_version().await?;
+    let version = setup.cluster.client().apiserver_version().await?;
     println!("Kubernetes {}", version.git_version);
-    if !stage.cluster.has_structured_mode() {
-        check_inventory(&stage).await?;
+    if !setup.cluster.has_structured_mode() {
+        check_inventory(&setup).await?;
     }
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Without structured mode, checks the inventory and the commands.
-async fn check_inventory(stage: &Stage) -> anyhow::Result<()> {
-    let inventories = Api::<NodeInventory>::all(stage.cluster.client());
-    let name = format!("{}.drayman.dev", stage.cluster.node(0).name());
+async fn check_inventory(setup: &Setup) -> anyhow::Result<()> {
+    let inventories = Api::<NodeInventory>::all(setup.cluster.client());
+    let name = format!("{}.drayman.dev", setup.cluster.node(0).name());
     let inventory = inventories.get(&name).await?;
     let conditions = inventory
         .status
         .map(|status| status.conditions)
         .unwrap_or_default();
-    let minor = stage.cluster.minor();
+    let minor = setup.cluster.minor();
     let ready = conditions.iter().find(|condition| condition.type_ == "Ready");
     let ready = ready.map(|condition| (condition.status.as_str(), condition.message.as_str()));
     // 1.31 serves claims in a version that drayman does not support; the inventory says so.
@@ -75,14 +75,14 @@ async fn check_inventory(stage: &Stage) -> anyhow::Result<()> {
     );
 
     // The commands work without a claims API, and say so.
-    let explained = json(stage, &["explain", "pod/after"]).await?;
+    let explained = json(setup, &["explain", "pod/after"]).await?;
     let limit = &explained["limits"][0];
     assert_eq!(
         (&limit["resource"], &limit["amount"], &limit["step"]),
         (&"drayman.dev/plugged".into(), &1.into(), &"InUse".into()),
         "{explained}"
     );
-    let (code, text, notes) = answer(stage, &["devices"]).await?;
+    let (code, text, notes) = run(setup, &["devices"]).await?;
     println!("{text}{notes}");
     assert_eq!(code, Some(0));
     assert!(text.contains("NotForClaims"), "{text}");
@@ -93,26 +93,26 @@ async fn check_inventory(stage: &Stage) -> anyhow::Result<()> {
 
 #[tokio::test]
 async fn every_kubelet_finds_the_plugin_by_its_watcher() -> anyhow::Result<()> {
-    let stage = stage().await?;
-    let node = stage.cluster.node(0);
+    let setup = start().await?;
+    let node = setup.cluster.node(0);
     make_devices(node, "drayman-plugged", &MINORS[..2])?;
     let flags = ["--device-plugin-registration=plugin-watcher"];
-    let companion = stage.companion_with(0, CONFIGURATION, &flags)?;
+    let companion = setup.companion_with(0, CONFIGURATION, &flags)?;
     companion.logged("kubelet has registered the driver").await?;
-    wait_for_allocatable(&stage, 0, "2").await?;
-    stage
+    wait_for_allocatable(&setup, 0, "2").await?;
+    setup
         .pods()
         .create(&PostParams::default(), &pod_with_limit("before")?)
         .await?;
-    let before = look_inside(&stage, "before").await?;
+    let before = look_inside(&setup, "before").await?;
     node.restart_kubelet().await?;
-    wait_for_allocatable(&stage, 0, "2").await?;
-    stage
+    wait_for_allocatable(&setup, 0, "2").await?;
+    setup
         .pods()
         .create(&PostParams::default(), &pod_with_limit("after")?)
         .await?;
-    let after = look_inside(&stage, "after").await?;
+    let after = look_inside(&setup, "after").await?;
     assert_ne!(after.only_device(), before.only_device());
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

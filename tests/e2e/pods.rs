@@ -8,7 +8,7 @@ use kube::api::{Api, PostParams};
 use serde_json::json;
 
 use crate::harness::{IMAGE, Node};
-use crate::stage::{Stage, is_allocated, is_gone, is_running, pod_from};
+use crate::setup::{Setup, is_allocated, is_gone, is_running, pod_from};
 
 /// Two kinds on one node: `test` for claims, `plugged` for the device plugin API.
 pub(crate) const CONFIGURATION: &str = "\
@@ -37,8 +37,8 @@ pub(crate) fn make_devices(node: Node<'_>, prefix: &str, minors: &[u32]) -> anyh
 }
 
 /// Waits until the node's inventory is ready and has `count` devices.
-pub(crate) async fn wait_for_inventory(stage: &Stage, number: usize, count: u32) -> anyhow::Result<()> {
-    let name = format!("{}.drayman.dev", stage.cluster.node(number).name());
+pub(crate) async fn wait_for_inventory(setup: &Setup, number: usize, count: u32) -> anyhow::Result<()> {
+    let name = format!("{}.drayman.dev", setup.cluster.node(number).name());
     let met = move |inventory: Option<&NodeInventory>| {
         inventory
             .and_then(|inventory| inventory.status.as_ref())
@@ -50,41 +50,41 @@ pub(crate) async fn wait_for_inventory(stage: &Stage, number: usize, count: u32)
                         .any(|one| one.type_ == "Ready" && one.status == "True")
             })
     };
-    stage
-        .wait(Api::all(stage.cluster.client()), &name, "ready", met)
+    setup
+        .wait(Api::all(setup.cluster.client()), &name, "ready", met)
         .await
         .map(drop)
 }
 
 /// Waits until the pod runs, and returns the devices in its container: those in environment variables, and the existing device nodes.
-pub(crate) async fn look_inside(stage: &Stage, name: &str) -> anyhow::Result<Inside> {
-    stage.wait(stage.pods(), name, "running", is_running()).await?;
-    let environment = stage.cluster.kubectl(&["exec", name, "--", "env"]).await?;
+pub(crate) async fn look_inside(setup: &Setup, name: &str) -> anyhow::Result<ContainerDevices> {
+    setup.wait(setup.pods(), name, "running", is_running()).await?;
+    let environment = setup.cluster.kubectl(&["exec", name, "--", "env"]).await?;
     let granted = environment
         .lines()
         .filter_map(|line| line.split_once('='))
         .filter(|(key, _)| key.starts_with("DRAYMAN_DEVICE_"))
         .map(|(key, path)| (key.to_owned(), path.to_owned()))
         .collect();
-    let devices = stage.cluster.kubectl(&["exec", name, "--", "ls", "/dev"]).await?;
+    let devices = setup.cluster.kubectl(&["exec", name, "--", "ls", "/dev"]).await?;
     let present = devices
         .split_whitespace()
         .filter(|name| name.starts_with("drayman-"))
         .map(str::to_owned)
         .collect();
-    Ok(Inside { granted, present })
+    Ok(ContainerDevices { granted, present })
 }
 
 /// Devices in a container.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Inside {
+pub(crate) struct ContainerDevices {
     /// Variables with the paths of devices.
     pub(crate) granted: BTreeMap<String, String>,
     /// Existing device nodes of this test.
     pub(crate) present: BTreeSet<String>,
 }
 
-impl Inside {
+impl ContainerDevices {
     /// The only device, which must be the one in the variable.
     pub(crate) fn only_device(&self) -> &str {
         assert_eq!((self.granted.len(), self.present.len()), (1, 1), "{self:?}");
@@ -104,7 +104,7 @@ impl Inside {
 }
 
 /// Files of the companion for a claim on a node: CDI files and checkpoint entries.
-pub(crate) fn traces(node: Node<'_>, uid: &str) -> anyhow::Result<Vec<String>> {
+pub(crate) fn claim_files(node: Node<'_>, uid: &str) -> anyhow::Result<Vec<String>> {
     let mut traces: Vec<String> = node
         .list("/run/cdi")?
         .into_iter()
@@ -121,18 +121,18 @@ pub(crate) fn traces(node: Node<'_>, uid: &str) -> anyhow::Result<Vec<String>> {
 
 #[tokio::test]
 async fn a_pod_reads_from_its_device_and_leaves_nothing_behind() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
     make_devices(node, "drayman-test", &MINORS[..2])?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    let companion = stage.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&stage, 0, 2).await?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    let companion = setup.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&setup, 0, 2).await?;
 
-    stage.make_pod("pod").await?;
-    let inside = look_inside(&stage, "pod").await?;
+    setup.make_pod("pod").await?;
+    let inside = look_inside(&setup, "pod").await?;
     let device = inside.only_device().to_owned();
-    let status = stage
+    let status = setup
         .cluster
         .kubectl(&[
             "exec",
@@ -146,49 +146,49 @@ async fn a_pod_reads_from_its_device_and_leaves_nothing_behind() -> anyhow::Resu
         ])
         .await;
     assert!(status.is_ok(), "{status:?}");
-    let size = stage
+    let size = setup
         .cluster
         .kubectl(&["exec", "pod", "--", "stat", "-c", "%s", "/tmp/read"])
         .await?;
     assert_eq!(size.trim(), "4", "four bytes were read from the device");
 
-    let claim = stage.claim_of("pod", "allocated", is_allocated).await?;
+    let claim = setup.claim_of("pod", "allocated", is_allocated).await?;
     let uid = claim.metadata.uid.clone().unwrap_or_default();
     assert_eq!(
-        traces(node, &uid)?.len(),
+        claim_files(node, &uid)?.len(),
         2,
         "a CDI file and a checkpoint entry: {:?}",
-        traces(node, &uid)?
+        claim_files(node, &uid)?
     );
-    stage.cluster.kubectl(&["delete", "pod", "pod"]).await?;
+    setup.cluster.kubectl(&["delete", "pod", "pod"]).await?;
     let name = claim.metadata.name.clone().unwrap_or_default();
-    stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
-    assert_eq!(traces(node, &uid)?, Vec::<String>::new());
+    setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
+    assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn three_devices_serve_five_pods_one_after_the_other() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
     make_devices(node, "drayman-test", &MINORS[..3])?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    let companion = stage.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&stage, 0, 3).await?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    let companion = setup.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&setup, 0, 3).await?;
     let mut waiting: BTreeSet<String> = (0..5).map(|number| format!("pod-{number}")).collect();
     for name in &waiting {
-        stage.make_pod(name).await?;
+        setup.make_pod(name).await?;
     }
     // The holder of each device.
     let mut holders: BTreeMap<String, String> = BTreeMap::new();
     for round in 0..3 {
         while holders.len() < 3 {
-            let name = first_running(&stage, &waiting).await?;
+            let name = first_running(&setup, &waiting).await?;
             waiting.remove(&name);
-            let device = look_inside(&stage, &name).await?.only_device().to_owned();
+            let device = look_inside(&setup, &name).await?.only_device().to_owned();
             let before = holders.insert(device.clone(), name.clone());
             assert_eq!(
                 before, None,
@@ -196,28 +196,28 @@ async fn three_devices_serve_five_pods_one_after_the_other() -> anyhow::Result<(
             );
         }
         for name in &waiting {
-            stage
+            setup
                 .wait_for_event(name, "NoSuitableDevice", "3 of 3 held")
                 .await?;
         }
         if round < 2 {
             let (device, name) = holders.pop_first().unwrap_or_default();
-            stage.cluster.kubectl(&["delete", "pod", &name]).await?;
+            setup.cluster.kubectl(&["delete", "pod", &name]).await?;
             println!("{name} gave {device} back");
         }
     }
     assert!(waiting.is_empty());
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Waits until one of these pods runs.
-pub(crate) async fn first_running(stage: &Stage, names: &BTreeSet<String>) -> anyhow::Result<String> {
+pub(crate) async fn first_running(setup: &Setup, names: &BTreeSet<String>) -> anyhow::Result<String> {
     let waits = names.iter().map(|name| {
         Box::pin(async move {
-            stage
-                .wait(stage.pods(), name, "running", is_running())
+            setup
+                .wait(setup.pods(), name, "running", is_running())
                 .await
                 .map(|_| name.clone())
         })
@@ -239,7 +239,7 @@ pub(crate) fn pod_with_limit(name: &str) -> anyhow::Result<Pod> {
 }
 
 /// Waits until the node's allocatable count of the kind `plugged` is `count`.
-pub(crate) async fn wait_for_allocatable(stage: &Stage, number: usize, count: &str) -> anyhow::Result<()> {
+pub(crate) async fn wait_for_allocatable(setup: &Setup, number: usize, count: &str) -> anyhow::Result<()> {
     use k8s_openapi::api::core::v1::Node;
     let count = count.to_owned();
     let met = move |node: Option<&Node>| {
@@ -248,10 +248,10 @@ pub(crate) async fn wait_for_allocatable(stage: &Stage, number: usize, count: &s
             .and_then(|all| all.get("drayman.dev/plugged"))
             .is_some_and(|quantity| quantity.0 == count)
     };
-    stage
+    setup
         .wait(
-            Api::all(stage.cluster.client()),
-            stage.cluster.node(number).name(),
+            Api::all(setup.cluster.client()),
+            setup.cluster.node(number).name(),
             "offering devices",
             met,
         )
@@ -261,19 +261,19 @@ pub(crate) async fn wait_for_allocatable(stage: &Stage, number: usize, count: &s
 
 #[tokio::test]
 async fn a_pod_with_a_limit_gets_its_device_through_the_device_plugin() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
     make_devices(node, "drayman-plugged", &MINORS[..2])?;
     // No controller is needed.
-    let companion = stage.companion(0, CONFIGURATION)?;
-    wait_for_allocatable(&stage, 0, "2").await?;
-    stage
+    let companion = setup.companion(0, CONFIGURATION)?;
+    wait_for_allocatable(&setup, 0, "2").await?;
+    setup
         .pods()
         .create(&PostParams::default(), &pod_with_limit("plugged")?)
         .await?;
-    let inside = look_inside(&stage, "plugged").await?;
+    let inside = look_inside(&setup, "plugged").await?;
     let device = inside.only_device();
-    stage
+    setup
         .cluster
         .kubectl(&[
             "exec",
@@ -288,44 +288,44 @@ async fn a_pod_with_a_limit_gets_its_device_through_the_device_plugin() -> anyho
         .await?;
     // An unplugged device is withdrawn; a new one is added.
     node.make_device("/dev/drayman-plugged-2", 1, MINORS[2])?;
-    wait_for_allocatable(&stage, 0, "3").await?;
+    wait_for_allocatable(&setup, 0, "3").await?;
     node.remove("/dev/drayman-plugged-2")?;
-    wait_for_allocatable(&stage, 0, "2").await?;
+    wait_for_allocatable(&setup, 0, "2").await?;
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn a_restarted_kubelet_finds_the_companion_again() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
     make_devices(node, "drayman-test", &MINORS[..2])?;
     make_devices(node, "drayman-plugged", &MINORS[2..])?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    let companion = stage.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&stage, 0, 4).await?;
-    wait_for_allocatable(&stage, 0, "2").await?;
-    stage.make_pod("before").await?;
-    let before = look_inside(&stage, "before").await?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    let companion = setup.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&setup, 0, 4).await?;
+    wait_for_allocatable(&setup, 0, "2").await?;
+    setup.make_pod("before").await?;
+    let before = look_inside(&setup, "before").await?;
 
     node.restart_kubelet().await?;
-    wait_for_allocatable(&stage, 0, "2").await?;
-    stage.make_pod("after").await?;
-    stage
+    wait_for_allocatable(&setup, 0, "2").await?;
+    setup.make_pod("after").await?;
+    setup
         .pods()
         .create(&PostParams::default(), &pod_with_limit("plugged")?)
         .await?;
-    let after = look_inside(&stage, "after").await?;
+    let after = look_inside(&setup, "after").await?;
     assert_ne!(before.only_device(), after.only_device());
-    look_inside(&stage, "plugged").await?.only_device();
+    look_inside(&setup, "plugged").await?.only_device();
     assert_eq!(
-        look_inside(&stage, "before").await?,
+        look_inside(&setup, "before").await?,
         before,
-        "the running pod has kept its device"
+        "the running pod keeps its device"
     );
     for name in ["before", "after", "plugged"] {
-        stage.cluster.kubectl(&["delete", "pod", name]).await?;
+        setup.cluster.kubectl(&["delete", "pod", name]).await?;
     }
     assert!(
         node.list("/run/cdi")?.iter().all(|name| !name.contains(".json")),
@@ -334,5 +334,5 @@ async fn a_restarted_kubelet_finds_the_companion_again() -> anyhow::Result<()> {
     );
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

@@ -1,17 +1,17 @@
 //! Objects of the real API server are deserialized into our types and serialized again.
 
-use crate::stage::{FINALIZER, Stage, is_allocated, is_bound, pod_from};
+use crate::setup::{FINALIZER, Setup, is_allocated, is_bound, pod_from};
 
 #[tokio::test]
 async fn an_object_that_is_read_and_written_back_is_the_same() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 1).await?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    stage.make_pod("pod").await?;
-    stage.wait(stage.pods(), "pod", "bound", is_bound()).await?;
-    let pod = stage.pods().get("pod").await?;
-    let claim = stage.claim_of("pod", "allocated", is_allocated).await?;
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 1).await?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    setup.make_pod("pod").await?;
+    setup.wait(setup.pods(), "pod", "bound", is_bound()).await?;
+    let pod = setup.pods().get("pod").await?;
+    let claim = setup.claim_of("pod", "allocated", is_allocated).await?;
     let claim = claim.metadata.name.unwrap_or_default();
     let namespaced = "/apis/resource.k8s.io/v1alpha2/namespaces/default";
     for (path, read) in [
@@ -26,7 +26,7 @@ async fn an_object_that_is_read_and_written_back_is_the_same() -> anyhow::Result
         ),
         ("/api/v1/namespaces/default/pods/pod".to_owned(), Kind::Pod),
     ] {
-        let raw = stage.cluster.kubectl(&["get", "--raw", &path]).await?;
+        let raw = setup.cluster.kubectl(&["get", "--raw", &path]).await?;
         let mut raw: serde_json::Value = serde_json::from_str(&raw)?;
         let ours = read.round_trip(&raw)?;
         // The kind is implied, nulls are equivalent to missing fields, and our Pod has only the claim-related status.
@@ -42,7 +42,7 @@ async fn an_object_that_is_read_and_written_back_is_the_same() -> anyhow::Result
     assert!(pod.metadata.name.is_some() && claim.starts_with("pod-device"));
     assert_eq!(FINALIZER, "drayman.dev/deletion-protection");
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 fn drop_nulls(value: &mut serde_json::Value) {

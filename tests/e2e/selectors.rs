@@ -6,7 +6,7 @@ use drayman::api::resource::ResourceClaim;
 use kube::api::{Api, Patch, PatchParams};
 use serde_json::{Value, json};
 
-use crate::stage::{DRIVER, Stage, is_allocated, is_bound};
+use crate::setup::{DRIVER, Setup, is_allocated, is_bound};
 
 /// The devices of a claim in name order.
 fn devices(claim: &ResourceClaim) -> anyhow::Result<Vec<String>> {
@@ -21,14 +21,14 @@ fn devices(claim: &ResourceClaim) -> anyhow::Result<Vec<String>> {
 }
 
 /// Sets the attributes of a fake node's devices: vendor and NUMA node.
-async fn describe(stage: &Stage, node: &str, known: &[(&str, i64)]) -> anyhow::Result<()> {
+async fn describe(setup: &Setup, node: &str, known: &[(&str, i64)]) -> anyhow::Result<()> {
     let device = |(number, (vendor, numa)): (usize, &(&str, i64))| {
         json!({ "name": format!("drayman-test-{number}"), "kind": "test", "mode": "claims", "attributes": {
             "drayman.dev/vendor": { "string": vendor }, "drayman.dev/numaNode": { "int": numa } } })
     };
     let devices: Vec<Value> = known.iter().enumerate().map(device).collect();
     let patch = json!({ "spec": { "devices": devices } });
-    Api::<NodeInventory>::all(stage.cluster.client())
+    Api::<NodeInventory>::all(setup.cluster.client())
         .patch(
             &format!("{node}.{DRIVER}"),
             &PatchParams::default(),
@@ -39,8 +39,8 @@ async fn describe(stage: &Stage, node: &str, known: &[(&str, i64)]) -> anyhow::R
 }
 
 /// Creates a pod whose claim has these parameters.
-async fn make_pod(stage: &Stage, name: &str, spec: Value) -> anyhow::Result<()> {
-    stage
+async fn make_pod(setup: &Setup, name: &str, spec: Value) -> anyhow::Result<()> {
+    setup
         .apply(
             &json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClaimParameters",
             "metadata": { "name": name }, "spec": spec }),
@@ -52,18 +52,18 @@ async fn make_pod(stage: &Stage, name: &str, spec: Value) -> anyhow::Result<()> 
         "spec": { "resourceClassName": "test",
             "parametersRef": { "apiGroup": DRIVER, "kind": "DeviceClaimParameters", "name": name } },
     });
-    stage.apply(&template).await?;
-    stage
+    setup.apply(&template).await?;
+    setup
         .apply(&json!({ "apiVersion": "v1", "kind": "Pod", "metadata": { "name": name }, "spec": {
             "resourceClaims": [{ "name": "device", "source": { "resourceClaimName": name } }],
             "containers": [{ "name": "main", "image": "unused", "resources": { "claims": [{ "name": "device" }] } }] } }))
         .await
 }
 
-async fn allocated(stage: &Stage, name: &str) -> anyhow::Result<Vec<String>> {
-    stage.wait(stage.pods(), name, "bound", is_bound()).await?;
+async fn allocated(setup: &Setup, name: &str) -> anyhow::Result<Vec<String>> {
+    setup.wait(setup.pods(), name, "bound", is_bound()).await?;
     let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
-    let claim = stage.wait(stage.claims(), name, "allocated", met).await?;
+    let claim = setup.wait(setup.claims(), name, "allocated", met).await?;
     devices(&claim.unwrap_or_default())
 }
 
@@ -73,9 +73,9 @@ fn vendor(name: &str, count: u32, vendor: &str) -> Value {
 }
 
 #[tokio::test]
-async fn devices_of_one_kind_are_told_apart_by_their_attributes() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 6).await?;
+async fn devices_of_one_kind_are_distinguished_by_attributes() -> anyhow::Result<()> {
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 6).await?;
     let known = [
         ("0403", 0),
         ("10de", 0),
@@ -84,50 +84,50 @@ async fn devices_of_one_kind_are_told_apart_by_their_attributes() -> anyhow::Res
         ("10de", 1),
         ("0403", 1),
     ];
-    describe(&stage, "node-a", &known).await?;
-    let controller = stage.controller()?;
+    describe(&setup, "node-a", &known).await?;
+    let controller = setup.controller()?;
 
     make_pod(
-        &stage,
+        &setup,
         "chosen",
         json!({ "requests": [vendor("one", 1, "10de")] }),
     )
     .await?;
-    assert_eq!(allocated(&stage, "chosen").await?, ["drayman-test-1"]);
+    assert_eq!(allocated(&setup, "chosen").await?, ["drayman-test-1"]);
 
     let equal = json!([{ "matchAttribute": "drayman.dev/numaNode" }]);
     let both = json!([vendor("gpu", 2, "10de"), vendor("serial", 1, "0403")]);
     make_pod(
-        &stage,
+        &setup,
         "together",
         json!({ "requests": both, "constraints": equal }),
     )
     .await?;
-    let together = allocated(&stage, "together").await?;
+    let together = allocated(&setup, "together").await?;
     assert_eq!(together, ["drayman-test-3", "drayman-test-4", "drayman-test-2"]);
 
     // The two remaining devices have this vendor and different NUMA nodes.
     make_pod(
-        &stage,
+        &setup,
         "apart",
         json!({ "requests": [vendor("pair", 2, "0403")], "constraints": equal }),
     )
     .await?;
-    let said = "4 of 6 held, no 2 of the rest have an equal drayman.dev/numaNode";
-    stage.wait_for_event("apart", "NoSuitableDevice", said).await?;
-    make_pod(&stage, "other", json!({ "requests": [vendor("one", 1, "10de")] })).await?;
-    let said = "4 of 6 held, 2 of 6 do not match selector 1 of request one";
-    stage.wait_for_event("other", "NoSuitableDevice", said).await?;
+    let message = "4 of 6 held, no 2 of the rest have an equal drayman.dev/numaNode";
+    setup.wait_for_event("apart", "NoSuitableDevice", message).await?;
+    make_pod(&setup, "other", json!({ "requests": [vendor("one", 1, "10de")] })).await?;
+    let message = "4 of 6 held, 2 of 6 do not match selector 1 of request one";
+    setup.wait_for_event("other", "NoSuitableDevice", message).await?;
 
     // Rejected with the object and the selector; others are not blocked.
     let chain = format!("device{} == 1", ".b".repeat(5000 / 2));
-    for (name, expression, said) in [
+    for (name, expression, message) in [
         ("syntax", "device.driver ==", "selector 1 of request bad"),
         ("hostile", chain.as_str(), "at most 160 are allowed"),
     ] {
         let request = json!({ "name": "bad", "selectors": [{ "cel": { "expression": expression } }] });
-        make_pod(&stage, name, json!({ "requests": [request] })).await?;
-        let event = stage.wait_for_event(name, "SelectorInvalid", said).await?;
+        make_pod(&setup, name, json!({ "requests": [request] })).await?;
+        let event = setup.wait_for_event(name, "SelectorInvalid", message).await?;
         let object = format!("DeviceClaimParameters default/{name}");
         let message = event.message.unwrap_or_default();
         assert!(message.contains(&object), "{message}");
@@ -142,24 +142,24 @@ async fn devices_of_one_kind_are_told_apart_by_their_attributes() -> anyhow::Res
         ("10de", 1),
         ("10de", 1),
     ];
-    describe(&stage, "node-a", &known).await?;
-    assert_eq!(allocated(&stage, "other").await?, ["drayman-test-5"]);
+    describe(&setup, "node-a", &known).await?;
+    assert_eq!(allocated(&setup, "other").await?, ["drayman-test-5"]);
 
     let all = json!({ "name": "all", "allocationMode": "All", "selectors": [{ "cel": {
         "expression": "device.attributes[\"drayman.dev\"].numaNode == 0" } }] });
-    make_pod(&stage, "all", json!({ "requests": [all] })).await?;
-    let said = "request all wants all 2 that match, and 1 of them are held or unhealthy";
-    stage.wait_for_event("all", "NoSuitableDevice", said).await?;
-    stage.remove_pod("chosen").await?;
-    stage
+    make_pod(&setup, "all", json!({ "requests": [all] })).await?;
+    let message = "request all wants all 2 that match, and 1 of them are held or unhealthy";
+    setup.wait_for_event("all", "NoSuitableDevice", message).await?;
+    setup.remove_pod("chosen").await?;
+    setup
         .claims()
         .delete("chosen", &kube::api::DeleteParams::default())
         .await?;
     assert_eq!(
-        allocated(&stage, "all").await?,
+        allocated(&setup, "all").await?,
         ["drayman-test-0", "drayman-test-1"]
     );
 
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

@@ -1,8 +1,8 @@
 //! Test environment: a cluster with drayman's CRDs, the programs, and the objects of users.
 
-#[path = "stage/objects.rs"]
+#[path = "setup/objects.rs"]
 mod objects;
-#[path = "stage/program.rs"]
+#[path = "setup/program.rs"]
 mod program;
 
 use std::path::{Path, PathBuf};
@@ -31,18 +31,18 @@ pub(crate) use objects::{
 };
 pub(crate) use program::Program;
 
-use crate::harness::{Cluster, PATIENCE, rule};
+use crate::harness::{Cluster, TIMEOUT, rule};
 
 /// The driver name of the built-in driver.
 pub(crate) const DRIVER: &str = "drayman.dev";
 /// The controller's finalizer on claims.
 pub(crate) const FINALIZER: &str = "drayman.dev/deletion-protection";
 /// The program of this build.
-pub(crate) const OURS: &str = env!("CARGO_BIN_EXE_drayman");
+pub(crate) const PROGRAM: &str = env!("CARGO_BIN_EXE_drayman");
 
 /// A cluster with drayman's CRDs and a class `test`.
 #[allow(missing_debug_implementations, reason = "a kube::Client has none")]
-pub(crate) struct Stage {
+pub(crate) struct Setup {
     pub(crate) cluster: Cluster,
     controller: PathBuf,
     node: PathBuf,
@@ -91,7 +91,7 @@ pub(crate) fn structured_node_rules() -> anyhow::Result<Vec<PolicyRule>> {
     Ok(rules)
 }
 
-impl Stage {
+impl Setup {
     /// Starts a cluster with this many real nodes.
     pub(crate) async fn start(nodes: usize) -> anyhow::Result<Self> {
         let mut builder = Cluster::builder().nodes(nodes);
@@ -99,19 +99,19 @@ impl Stage {
             // Fake nodes have no heartbeats, and tests can take long on a slow machine.
             builder = builder.flag("controller-manager", "--node-monitor-grace-period=1h");
         }
-        Self::on(builder.start().await?).await
+        Self::prepare(builder.start().await?).await
     }
 
     /// Prepares a cluster.
-    pub(crate) async fn on(cluster: Cluster) -> anyhow::Result<Self> {
-        let stage = Self::without_class(cluster).await?;
-        stage.make_class("test").await?;
-        Ok(stage)
+    pub(crate) async fn prepare(cluster: Cluster) -> anyhow::Result<Self> {
+        let setup = Self::without_class(cluster).await?;
+        setup.make_class("test").await?;
+        Ok(setup)
     }
 
     /// Prepares a cluster that may not serve classes of classic DRA.
     pub(crate) async fn without_class(cluster: Cluster) -> anyhow::Result<Self> {
-        let stage = Self::bare(cluster).await?;
+        let setup = Self::with_crds(cluster).await?;
         let parameters = DeviceClassParameters::new(
             "test",
             DeviceClassParametersSpec {
@@ -119,14 +119,14 @@ impl Stage {
                 ..DeviceClassParametersSpec::default()
             },
         );
-        Api::all(stage.cluster.client())
+        Api::all(setup.cluster.client())
             .create(&PostParams::default(), &parameters)
             .await?;
-        Ok(stage)
+        Ok(setup)
     }
 
     /// Prepares a cluster with CRDs and users only.
-    pub(crate) async fn bare(cluster: Cluster) -> anyhow::Result<Self> {
+    pub(crate) async fn with_crds(cluster: Cluster) -> anyhow::Result<Self> {
         let definitions_api = Api::<CustomResourceDefinition>::all(cluster.client());
         for definition in definitions() {
             let name = definition
@@ -139,7 +139,7 @@ impl Stage {
                 .await
                 .with_context(|| name.clone())?;
             timeout(
-                PATIENCE,
+                TIMEOUT,
                 await_condition(definitions_api.clone(), &name, is_crd_established()),
             )
             .await??;
@@ -253,7 +253,7 @@ impl Stage {
             + Send
             + 'static,
     {
-        if let Ok(found) = timeout(PATIENCE, await_condition(api.clone(), name, condition)).await {
+        if let Ok(found) = timeout(TIMEOUT, await_condition(api.clone(), name, condition)).await {
             return Ok(found?);
         }
         let now = api.get_opt(name).await;
@@ -307,7 +307,7 @@ impl Stage {
             }
             bail!("the watch of events ended after {seen:?}")
         };
-        if let Ok(found) = timeout(PATIENCE, found).await {
+        if let Ok(found) = timeout(TIMEOUT, found).await {
             return found;
         }
         let all: Vec<String> = Api::<Event>::namespaced(self.cluster.client(), "default")
@@ -332,7 +332,7 @@ impl Stage {
 
     /// Starts the controller with more flags.
     pub(crate) fn controller_with(&self, flags: &[&str]) -> anyhow::Result<Program> {
-        let mut command = self.cluster.command(OURS);
+        let mut command = self.cluster.command(PROGRAM);
         command
             .args(["controller", "--v=4", "--kubeconfig"])
             .arg(&self.controller)
@@ -342,10 +342,10 @@ impl Stage {
 
     /// Starts a controller with leader election as its own user, so that the audit log distinguishes the replicas.
     pub(crate) async fn replica(&self, name: &str) -> anyhow::Result<Program> {
-        self.replica_of(OURS.as_ref(), name).await
+        self.replica_of(PROGRAM.as_ref(), name).await
     }
 
-    /// As [`Environment::replica`], with the program of another build.
+    /// As [`Setup::replica`], with the program of another build.
     pub(crate) async fn replica_of(&self, program: &Path, name: &str) -> anyhow::Result<Program> {
         let flags = [
             "--leader-elect-lease-duration=7s",
@@ -355,9 +355,9 @@ impl Stage {
         self.start_replica(program, name, &flags).await
     }
 
-    /// As [`Environment::replica`], with other flags for the lease.
+    /// As [`Setup::replica`], with other flags for the lease.
     pub(crate) async fn replica_with(&self, name: &str, flags: &[&str]) -> anyhow::Result<Program> {
-        self.start_replica(OURS.as_ref(), name, flags).await
+        self.start_replica(PROGRAM.as_ref(), name, flags).await
     }
 
     async fn start_replica(&self, program: &Path, name: &str, flags: &[&str]) -> anyhow::Result<Program> {
@@ -373,17 +373,17 @@ impl Stage {
         self.companion_with(number, configuration, &[])
     }
 
-    /// As [`Environment::companion`], with more flags.
+    /// As [`Setup::companion`], with more flags.
     pub(crate) fn companion_with(
         &self,
         number: usize,
         configuration: &str,
         flags: &[&str],
     ) -> anyhow::Result<Program> {
-        self.companion_of(OURS.as_ref(), number, configuration, flags)
+        self.companion_of(PROGRAM.as_ref(), number, configuration, flags)
     }
 
-    /// As [`Environment::companion`], with the program of another build.
+    /// As [`Setup::companion`], with the program of another build.
     pub(crate) fn companion_of(
         &self,
         program: &Path,
@@ -419,7 +419,7 @@ impl Stage {
     }
 
     /// Creates a node that exists only in the API. The scheduler binds pods to it, but nothing runs there.
-    pub(crate) async fn pretend_node(&self, name: &str) -> anyhow::Result<Node> {
+    pub(crate) async fn make_fake_node(&self, name: &str) -> anyhow::Result<Node> {
         let api = Api::<Node>::all(self.cluster.client());
         let node: Node = serde_json::from_value(json!({ "metadata": { "name": name } }))?;
         api.create(&PostParams::default(), &node).await?;
@@ -435,9 +435,9 @@ impl Stage {
     }
 
     /// Creates a fake node with its inventory: `count` devices of the kind `test`.
-    pub(crate) async fn pretend_devices(&self, node: &str, count: usize) -> anyhow::Result<()> {
+    pub(crate) async fn make_fake_devices(&self, node: &str, count: usize) -> anyhow::Result<()> {
         let uid = self
-            .pretend_node(node)
+            .make_fake_node(node)
             .await?
             .metadata
             .uid

@@ -13,15 +13,24 @@ use kube::core::{ApiResource, GroupVersionKind};
 use serde_json::{Value, json};
 
 use crate::harness::Entry;
-use crate::stage::{DRIVER, FINALIZER, Stage, is_bound, is_gone, pod_from};
+use crate::setup::{DRIVER, FINALIZER, Setup, is_bound, is_gone, pod_from};
 
 /// The user name of the controller.
 pub(crate) const CONTROLLER: &str = "drayman-controller";
 
-impl Stage {
+impl Setup {
     /// Creates a claim of the class `test` in this allocation mode, with or without our finalizer.
-    pub(crate) async fn make_claim(&self, name: &str, mode: &str, secured: bool) -> anyhow::Result<String> {
-        let finalizers = if secured { json!([FINALIZER]) } else { json!([]) };
+    pub(crate) async fn make_claim(
+        &self,
+        name: &str,
+        mode: &str,
+        with_finalizer: bool,
+    ) -> anyhow::Result<String> {
+        let finalizers = if with_finalizer {
+            json!([FINALIZER])
+        } else {
+            json!([])
+        };
         let claim: ResourceClaim = serde_json::from_value(json!({
             "metadata": { "name": name, "finalizers": finalizers },
             "spec": { "resourceClassName": "test", "allocationMode": mode },
@@ -84,7 +93,7 @@ impl Stage {
         self.make_pod(name).await?;
         self.wait(self.pods(), name, "bound", is_bound()).await?;
         let claim = self
-            .claim_of(name, "allocated", crate::stage::is_allocated)
+            .claim_of(name, "allocated", crate::setup::is_allocated)
             .await?;
         devices(&claim)
     }
@@ -96,18 +105,18 @@ impl Stage {
     }
 
     /// Number of events with this reason, including repetitions.
-    pub(crate) async fn times_said(&self, name: &str, reason: &str) -> anyhow::Result<usize> {
-        let said = self.events_of(name, reason).await?;
-        Ok(said
+    pub(crate) async fn event_count(&self, name: &str, reason: &str) -> anyhow::Result<usize> {
+        let events = self.events_of(name, reason).await?;
+        Ok(events
             .iter()
             .map(|event| usize::try_from(event.count.unwrap_or(1).max(1)).unwrap_or(1))
             .sum())
     }
 
     /// Messages of the events with this reason.
-    pub(crate) async fn said(&self, name: &str, reason: &str) -> anyhow::Result<Vec<String>> {
-        let said = self.events_of(name, reason).await?;
-        Ok(said.into_iter().filter_map(|event| event.message).collect())
+    pub(crate) async fn event_messages(&self, name: &str, reason: &str) -> anyhow::Result<Vec<String>> {
+        let events = self.events_of(name, reason).await?;
+        Ok(events.into_iter().filter_map(|event| event.message).collect())
     }
 
     async fn events_of(&self, name: &str, reason: &str) -> anyhow::Result<Vec<Event>> {
@@ -154,8 +163,8 @@ pub(crate) fn first_handle(claim_uid: &str, node: &str, node_uid: &str, device: 
 }
 
 /// Replaces our CRDs by versions that accept any field, as a later release accepts its own fields.
-pub(crate) async fn open_definitions(stage: &Stage) -> anyhow::Result<()> {
-    let api = Api::<CustomResourceDefinition>::all(stage.cluster.client());
+pub(crate) async fn open_schemas(setup: &Setup) -> anyhow::Result<()> {
+    let api = Api::<CustomResourceDefinition>::all(setup.cluster.client());
     let open: JSONSchemaProps =
         serde_json::from_value(json!({ "type": "object", "x-kubernetes-preserve-unknown-fields": true }))?;
     for definition in definitions() {
@@ -173,7 +182,7 @@ pub(crate) async fn open_definitions(stage: &Stage) -> anyhow::Result<()> {
 }
 
 /// Our kinds as dynamic objects.
-pub(crate) fn kind(stage: &Stage, kind: &str, namespaced: bool) -> Api<DynamicObject> {
+pub(crate) fn kind(setup: &Setup, kind: &str, namespaced: bool) -> Api<DynamicObject> {
     let plural = if kind == "NodeInventory" {
         "nodeinventories".to_owned()
     } else {
@@ -181,7 +190,7 @@ pub(crate) fn kind(stage: &Stage, kind: &str, namespaced: bool) -> Api<DynamicOb
     };
     let resource =
         ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(DRIVER, "v1alpha1", kind), &plural);
-    let client = stage.cluster.client();
+    let client = setup.cluster.client();
     if namespaced {
         Api::namespaced_with(client, "default", &resource)
     } else {

@@ -9,65 +9,65 @@ use kube::api::{Api, DeleteParams, Patch, PatchParams};
 use serde_json::{Value, json};
 
 use crate::controller::assert_distinct;
-use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, traces, wait_for_inventory};
-use crate::stage::{DRIVER, Stage, is_allocated, is_bound, is_gone};
-use crate::stored_claims::{devices, first_handle, kind, open_definitions, write};
+use crate::pods::{CONFIGURATION, MINORS, claim_files, look_inside, make_devices, wait_for_inventory};
+use crate::setup::{DRIVER, Setup, is_allocated, is_bound, is_gone};
+use crate::stored_claims::{devices, first_handle, kind, open_schemas, write};
 
 #[tokio::test]
 async fn a_handle_of_another_release_counts_until_its_claim_is_gone() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 3).await?;
-    stage.make_template(None).await?;
-    let node_uid = stage.node_uid("node-a").await?;
-    stage
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 3).await?;
+    setup.make_template(None).await?;
+    let node_uid = setup.node_uid("node-a").await?;
+    setup
         .record("first", "node-a", |uid| {
             first_handle(uid, "node-a", &node_uid, "drayman-test-0")
         })
         .await?;
     // Additional fields do not change the meaning of the others; for that, the version changes.
-    stage
+    setup
         .record("later", "node-a", |uid| {
             let handle = first_handle(uid, "node-a", &node_uid, "drayman-test-1");
             handle.replacen('{', r#"{"priority":{"class":"high"},"#, 1)
         })
         .await?;
-    let controller = stage.controller()?;
+    let controller = setup.controller()?;
     assert_eq!(
-        stage.serve("one").await?,
+        setup.serve("one").await?,
         ["node-a/drayman-test-2"],
         "the only free device"
     );
-    stage.make_pod("two").await?;
-    stage
+    setup.make_pod("two").await?;
+    setup
         .wait_for_event("two", "NoSuitableDevice", "3 of 3 held")
         .await?;
     for name in ["first", "later"] {
-        assert_eq!(stage.times_said(name, "HoldingUnreadable").await?, 0);
+        assert_eq!(setup.event_count(name, "HoldingUnreadable").await?, 0);
     }
-    stage.delete_claim("first").await?;
-    stage.wait(stage.pods(), "two", "bound", is_bound()).await?;
-    let claim = stage.claim_of("two", "allocated", is_allocated).await?;
+    setup.delete_claim("first").await?;
+    setup.wait(setup.pods(), "two", "bound", is_bound()).await?;
+    let claim = setup.claim_of("two", "allocated", is_allocated).await?;
     assert_eq!(devices(&claim)?, ["node-a/drayman-test-0"]);
     // A claim that an earlier release allocated serves its pod.
-    stage.make_pod_with("three", "later").await?;
-    stage.wait(stage.pods(), "three", "bound", is_bound()).await?;
+    setup.make_pod_with("three", "later").await?;
+    setup.wait(setup.pods(), "three", "bound", is_bound()).await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn unreadable_allocations_are_reported_and_block_their_node() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 2).await?;
-    stage.make_template(None).await?;
-    let node_uid = stage.node_uid("node-a").await?;
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 2).await?;
+    setup.make_template(None).await?;
+    let node_uid = setup.node_uid("node-a").await?;
     let newer = |uid: &str| {
         first_handle(uid, "node-a", &node_uid, "drayman-test-0").replace("\"version\":1", "\"version\":2")
     };
     let ours = |data: &str| json!({ "driverName": DRIVER, "data": data });
     // Each of them alone blocks the node.
-    stage.record("newer", "node-a", newer).await?;
-    stage.record("nonsense", "node-a", |_| "{{{".to_owned()).await?;
+    setup.record("newer", "node-a", newer).await?;
+    setup.record("nonsense", "node-a", |_| "{{{".to_owned()).await?;
     for (name, handles) in [
         (
             "nobodys",
@@ -75,8 +75,8 @@ async fn unreadable_allocations_are_reported_and_block_their_node() -> anyhow::R
         ),
         ("double", json!([ours("{}"), ours("{}")])),
     ] {
-        stage.make_claim(name, "WaitForFirstConsumer", true).await?;
-        stage.write_allocation(name, Some("node-a"), &handles).await?;
+        setup.make_claim(name, "WaitForFirstConsumer", true).await?;
+        setup.write_allocation(name, Some("node-a"), &handles).await?;
     }
     let unreadable = [
         ("newer", "has version 2, this release reads up to 1"),
@@ -90,24 +90,24 @@ async fn unreadable_allocations_are_reported_and_block_their_node() -> anyhow::R
             "has 2 resource handles of driver drayman.dev instead of one",
         ),
     ];
-    let mut controller = stage.controller()?;
-    for (name, said) in unreadable {
-        stage.wait_for_event(name, "HoldingUnreadable", said).await?;
+    let mut controller = setup.controller()?;
+    for (name, message) in unreadable {
+        setup.wait_for_event(name, "HoldingUnreadable", message).await?;
     }
-    stage.make_pod("waits").await?;
-    stage
+    setup.make_pod("waits").await?;
+    setup
         .wait_for_event("waits", "NoSuitableDevice", "cannot read")
         .await?;
     // Other pods get devices of other nodes.
-    stage.pretend_devices("node-b", 3).await?;
-    stage.wait(stage.pods(), "waits", "bound", is_bound()).await?;
-    let claim = stage.claim_of("waits", "allocated", is_allocated).await?;
+    setup.make_fake_devices("node-b", 3).await?;
+    setup.wait(setup.pods(), "waits", "bound", is_bound()).await?;
+    let claim = setup.claim_of("waits", "allocated", is_allocated).await?;
     assert_eq!(devices(&claim)?, ["node-b/drayman-test-0"]);
     for (name, _) in unreadable {
-        assert_eq!(stage.times_said(name, "HoldingUnreadable").await?, 1, "{name}");
+        assert_eq!(setup.event_count(name, "HoldingUnreadable").await?, 1, "{name}");
     }
     let touched = |name: &str| name != "waits";
-    let written: Vec<_> = stage.controller_writes().await?;
+    let written: Vec<_> = setup.controller_writes().await?;
     assert!(
         written.iter().all(|write| !unreadable
             .iter()
@@ -116,159 +116,159 @@ async fn unreadable_allocations_are_reported_and_block_their_node() -> anyhow::R
     );
     // A restart makes no difference.
     controller.kill().await?;
-    let controller = stage.controller()?;
-    assert_eq!(stage.serve("second").await?, ["node-b/drayman-test-1"]);
+    let controller = setup.controller()?;
+    assert_eq!(setup.serve("second").await?, ["node-b/drayman-test-1"]);
     // As long as one of them exists, nothing is allocated there.
     for (name, _) in &unreadable[..3] {
-        stage.delete_claim(name).await?;
+        setup.delete_claim(name).await?;
     }
-    assert_eq!(stage.serve("third").await?, ["node-b/drayman-test-2"]);
-    stage.make_pod("fourth").await?;
-    stage
+    assert_eq!(setup.serve("third").await?, ["node-b/drayman-test-2"]);
+    setup.make_pod("fourth").await?;
+    setup
         .wait_for_event("fourth", "NoSuitableDevice", "cannot read")
         .await?;
-    stage.delete_claim("double").await?;
-    stage.wait(stage.pods(), "fourth", "bound", is_bound()).await?;
-    let claim = stage.claim_of("fourth", "allocated", is_allocated).await?;
+    setup.delete_claim("double").await?;
+    setup.wait(setup.pods(), "fourth", "bound", is_bound()).await?;
+    let claim = setup.claim_of("fourth", "allocated", is_allocated).await?;
     assert_eq!(devices(&claim)?, ["node-a/drayman-test-0"]);
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn a_copied_allocation_is_reported_and_frees_nothing() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 2).await?;
-    stage.make_template(None).await?;
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 2).await?;
+    setup.make_template(None).await?;
     // The claim with the copy may be the older one; the age does not decide.
-    stage
+    setup
         .make_claim("older-copy", "WaitForFirstConsumer", true)
         .await?;
-    let made = stage.claims().get("older-copy").await?;
+    let made = setup.claims().get("older-copy").await?;
     let next_second = made.metadata.creation_timestamp.context("a time")?.0 + Duration::from_secs(1);
     while jiff::Timestamp::now() < next_second {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    let mut controller = stage.controller()?;
-    assert_eq!(stage.serve("owner").await?, ["node-a/drayman-test-0"]);
-    let original = stage.claim_of("owner", "allocated", is_allocated).await?;
+    let mut controller = setup.controller()?;
+    assert_eq!(setup.serve("owner").await?, ["node-a/drayman-test-0"]);
+    let original = setup.claim_of("owner", "allocated", is_allocated).await?;
     let handles = original
         .status
         .allocation
         .iter()
         .flat_map(|one| &one.resource_handles);
     let handles = serde_json::to_value(handles.collect::<Vec<_>>())?;
-    stage
+    setup
         .make_claim("younger-copy", "WaitForFirstConsumer", true)
         .await?;
     let uid = original.metadata.uid.clone().unwrap_or_default();
     let name = original.metadata.name.clone().unwrap_or_default();
     for copy in ["older-copy", "younger-copy"] {
-        stage.write_allocation(copy, Some("node-a"), &handles).await?;
+        setup.write_allocation(copy, Some("node-a"), &handles).await?;
         // Both events are sent together, the one about the device last.
-        stage
+        setup
             .wait_for_event(copy, "AllocationMadeForAnother", &uid)
             .await?;
-        stage
+        setup
             .wait_for_event(copy, "DeviceHeldTwice", &format!("default/{copy} is taken back"))
             .await?;
         let taken_back = |claim: Option<&ResourceClaim>| claim.is_some_and(|claim| !is_allocated(claim));
-        stage.wait(stage.claims(), copy, "taken back", taken_back).await?;
-        assert_eq!(stage.times_said(&name, "DeviceHeldTwice").await?, 0);
+        setup.wait(setup.claims(), copy, "taken back", taken_back).await?;
+        assert_eq!(setup.event_count(&name, "DeviceHeldTwice").await?, 0);
     }
     // The order of a new controller's initial list does not matter either.
     controller.kill().await?;
-    stage
+    setup
         .write_allocation("older-copy", Some("node-a"), &handles)
         .await?;
-    let controller = stage.controller()?;
+    let controller = setup.controller()?;
     let taken_back = |claim: Option<&ResourceClaim>| claim.is_some_and(|claim| !is_allocated(claim));
-    stage
-        .wait(stage.claims(), "older-copy", "taken back again", taken_back)
+    setup
+        .wait(setup.claims(), "older-copy", "taken back again", taken_back)
         .await?;
     for copy in ["older-copy", "younger-copy"] {
-        stage.delete_claim(copy).await?;
+        setup.delete_claim(copy).await?;
     }
     assert_eq!(
-        stage.serve("next").await?,
+        setup.serve("next").await?,
         ["node-a/drayman-test-1"],
         "the other one is still held"
     );
-    assert_eq!(stage.claims().get(&name).await?.status, original.status);
+    assert_eq!(setup.claims().get(&name).await?.status, original.status);
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn an_allocation_with_a_renamed_driver_keeps_its_device() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 2).await?;
-    stage.make_template(None).await?;
-    let mut controller = stage.controller()?;
-    assert_eq!(stage.serve("made").await?, ["node-a/drayman-test-0"]);
-    stage.make_claim("named", "WaitForFirstConsumer", false).await?;
-    stage.make_pod_with("names", "named").await?;
-    stage.wait(stage.pods(), "names", "bound", is_bound()).await?;
-    let made = stage.claim_of("made", "allocated", is_allocated).await?;
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 2).await?;
+    setup.make_template(None).await?;
+    let mut controller = setup.controller()?;
+    assert_eq!(setup.serve("made").await?, ["node-a/drayman-test-0"]);
+    setup.make_claim("named", "WaitForFirstConsumer", false).await?;
+    setup.make_pod_with("names", "named").await?;
+    setup.wait(setup.pods(), "names", "bound", is_bound()).await?;
+    let made = setup.claim_of("made", "allocated", is_allocated).await?;
     let made = made.metadata.name.unwrap_or_default();
     let renamed = Patch::Merge(json!({ "status": { "driverName": "somebody.example.com" } }));
     for claim in [made.as_str(), "named"] {
-        stage
+        setup
             .claims()
             .patch_status(claim, &PatchParams::default(), &renamed)
             .await?;
     }
     // Nor after a restart.
     for waiting in ["first", "second"] {
-        stage.make_pod(waiting).await?;
-        stage
+        setup.make_pod(waiting).await?;
+        setup
             .wait_for_event(waiting, "NoSuitableDevice", "2 of 2 held")
             .await?;
         controller.kill().await?;
-        controller = stage.controller()?;
+        controller = setup.controller()?;
     }
     for claim in [made.as_str(), "named"] {
-        let claim = stage.claims().get(claim).await?;
+        let claim = setup.claims().get(claim).await?;
         assert!(is_allocated(&claim), "{claim:?}");
     }
     // Each pod ends, and its device is free. A requested deallocation works under either driver name.
-    stage.remove_pod("made").await?;
-    stage.wait(stage.claims(), &made, "gone", is_gone()).await?;
-    stage.remove_pod("names").await?;
-    if stage.cluster.minor() >= 28 {
+    setup.remove_pod("made").await?;
+    setup.wait(setup.claims(), &made, "gone", is_gone()).await?;
+    setup.remove_pod("names").await?;
+    if setup.cluster.minor() >= 28 {
         let given_back = |claim: Option<&ResourceClaim>| {
             claim.is_some_and(|claim| claim.status == ResourceClaimStatus::default())
         };
-        stage
-            .wait(stage.claims(), "named", "given back", given_back)
+        setup
+            .wait(setup.claims(), "named", "given back", given_back)
             .await?;
     } else {
-        stage.delete_claim("named").await?;
+        setup.delete_claim("named").await?;
     }
     for waiting in ["first", "second"] {
-        stage.wait(stage.pods(), waiting, "bound", is_bound()).await?;
+        setup.wait(setup.pods(), waiting, "bound", is_bound()).await?;
     }
-    assert_distinct(&stage).await?;
+    assert_distinct(&setup).await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn kinds_of_other_releases_are_read_as_far_as_understood() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
+    let setup = Setup::start(0).await?;
     for node in ["old", "new"] {
-        stage.pretend_devices(node, 0).await?;
+        setup.make_fake_devices(node, 0).await?;
     }
-    stage.make_template(None).await?;
-    open_definitions(&stage).await?;
-    let inventories = kind(&stage, "NodeInventory", false);
+    setup.make_template(None).await?;
+    open_schemas(&setup).await?;
+    let inventories = kind(&setup, "NodeInventory", false);
     let inventory = |node: &str, uid: &str, devices: Value| {
         json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory", "metadata": { "name": format!("{node}.{DRIVER}") },
             "spec": { "driverName": DRIVER, "nodeName": node, "nodeUid": uid, "devices": devices, "zone": { "future": 1 } } })
     };
     // Older: only the original fields.
     let old = json!([{ "name": "plain", "kind": "test" }]);
-    let old = inventory("old", &stage.node_uid("old").await?, old);
+    let old = inventory("old", &setup.node_uid("old").await?, old);
     write(&inventories, "old.drayman.dev", &old, "/spec/zone").await?;
     // Newer: an unknown field, an unknown attribute type, and a device in an unknown mode.
     let new = json!([
@@ -276,27 +276,27 @@ async fn kinds_of_other_releases_are_read_as_far_as_understood() -> anyhow::Resu
             "drayman.dev/known": { "string": "x" }, "drayman.dev/quantity": { "quantity": "1Gi" } } },
         { "name": "other-way", "kind": "test", "mode": "loan" },
     ]);
-    let new = inventory("new", &stage.node_uid("new").await?, new);
+    let new = inventory("new", &setup.node_uid("new").await?, new);
     write(&inventories, "new.drayman.dev", &new, "/spec/devices/0/capacity").await?;
-    let controller = stage.controller()?;
-    let mut got = stage.serve("first").await?;
-    got.extend(stage.serve("second").await?);
+    let controller = setup.controller()?;
+    let mut got = setup.serve("first").await?;
+    got.extend(setup.serve("second").await?);
     got.sort();
     assert_eq!(got, ["new/more", "old/plain"]);
-    stage.make_pod("third").await?;
-    stage.wait_for_event("third", "NoSuitableDevice", "held").await?;
+    setup.make_pod("third").await?;
+    setup.wait_for_event("third", "NoSuitableDevice", "held").await?;
 
     // A request with an unknown field could be too permissive, so it is rejected with the field's name.
     let wish = json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClaimParameters", "metadata": { "name": "wish" },
         "spec": { "requests": [{ "name": "device", "bandwidth": "1G" }] } });
-    let wishes = kind(&stage, "DeviceClaimParameters", true);
+    let wishes = kind(&setup, "DeviceClaimParameters", true);
     write(&wishes, "wish", &wish, "/spec/requests/0/bandwidth").await?;
     let claim = json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim", "metadata": { "name": "wish" },
         "spec": { "resourceClassName": "test",
             "parametersRef": { "apiGroup": DRIVER, "kind": "DeviceClaimParameters", "name": "wish" } } });
-    stage.apply(&claim).await?;
-    stage.make_pod_with("wish", "wish").await?;
-    let event = stage
+    setup.apply(&claim).await?;
+    setup.make_pod_with("wish", "wish").await?;
+    let event = setup
         .wait_for_event("wish", "ParametersInvalid", "bandwidth")
         .await?;
     let message = event.message.unwrap_or_default();
@@ -308,74 +308,74 @@ async fn kinds_of_other_releases_are_read_as_far_as_understood() -> anyhow::Resu
     let plain = json!([{ "op": "remove", "path": "/spec/requests/0/bandwidth" }]);
     let plain = Patch::Json::<()>(serde_json::from_value(plain)?);
     wishes.patch("wish", &PatchParams::default(), &plain).await?;
-    stage.remove_pod("third").await?;
-    stage.remove_pod("first").await?;
-    stage.wait(stage.pods(), "wish", "bound", is_bound()).await?;
+    setup.remove_pod("third").await?;
+    setup.remove_pod("first").await?;
+    setup.wait(setup.pods(), "wish", "bound", is_bound()).await?;
     // The other release's fields were not overwritten.
-    let kept = Api::<NodeInventory>::all(stage.cluster.client())
+    let kept = Api::<NodeInventory>::all(setup.cluster.client())
         .get("new.drayman.dev")
         .await?;
     assert_eq!(kept.spec.devices.len(), 2);
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn changes_after_an_allocation_do_not_change_it() -> anyhow::Result<()> {
-    let stage = Stage::start(0).await?;
-    stage.pretend_devices("node-a", 2).await?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    stage.make_claim("early", "Immediate", false).await?;
+    let setup = Setup::start(0).await?;
+    setup.make_fake_devices("node-a", 2).await?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    setup.make_claim("early", "Immediate", false).await?;
     let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
-    let before = stage.wait(stage.claims(), "early", "allocated", met).await?;
+    let before = setup.wait(setup.claims(), "early", "allocated", met).await?;
     let before = before.unwrap_or_default().status.allocation;
     // Another kind, then no parameters, then a class of another driver, then no class.
-    let parameters = kind(&stage, "DeviceClassParameters", false);
+    let parameters = kind(&setup, "DeviceClassParameters", false);
     let other = Patch::Merge(json!({ "spec": { "kind": "other" } }));
     parameters.patch("test", &PatchParams::default(), &other).await?;
-    stage.make_pod("other").await?;
-    stage.wait_for_event("other", "NoSuitableDevice", "other").await?;
+    setup.make_pod("other").await?;
+    setup.wait_for_event("other", "NoSuitableDevice", "other").await?;
     parameters.delete("test", &DeleteParams::default()).await?;
-    stage.make_pod("later").await?;
-    stage
+    setup.make_pod("later").await?;
+    setup
         .wait_for_event("later", "ParametersNotFound", "test")
         .await?;
     let another = Patch::Merge(json!({ "driverName": "somebody.example.com" }));
-    stage
+    setup
         .classes()
         .patch("test", &PatchParams::default(), &another)
         .await?;
-    stage.classes().delete("test", &DeleteParams::default()).await?;
-    let after = stage.claims().get("early").await?.status.allocation;
+    setup.classes().delete("test", &DeleteParams::default()).await?;
+    let after = setup.claims().get("early").await?.status.allocation;
     assert_eq!(after, before);
     // The claim is released anyway, and its device is free.
-    stage.delete_claim("early").await?;
+    setup.delete_claim("early").await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn a_node_prepares_allocations_made_before_a_class_changed() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
     make_devices(node, "drayman-test", &MINORS[..2])?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    let companion = stage.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&stage, 0, 2).await?;
-    stage.make_claim("early", "Immediate", false).await?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    let companion = setup.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&setup, 0, 2).await?;
+    setup.make_claim("early", "Immediate", false).await?;
     let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
-    let early = stage.wait(stage.claims(), "early", "allocated", met).await?;
+    let early = setup.wait(setup.claims(), "early", "allocated", met).await?;
     let device = devices(&early.unwrap_or_default())?.concat();
     // Another kind, and then no class at all; the pod is created after that.
     let other = Patch::Merge(json!({ "spec": { "kind": "plugged" } }));
-    kind(&stage, "DeviceClassParameters", false)
+    kind(&setup, "DeviceClassParameters", false)
         .patch("test", &PatchParams::default(), &other)
         .await?;
-    stage.classes().delete("test", &DeleteParams::default()).await?;
-    stage.make_pod_with("user", "early").await?;
-    let inside = look_inside(&stage, "user").await?;
+    setup.classes().delete("test", &DeleteParams::default()).await?;
+    setup.make_pod_with("user", "early").await?;
+    let inside = look_inside(&setup, "user").await?;
     let path = inside.only_device();
     assert_eq!(path.rsplit('/').next(), device.rsplit('/').next(), "{device}");
 
@@ -385,17 +385,17 @@ async fn a_node_prepares_allocations_made_before_a_class_changed() -> anyhow::Re
     } else {
         "drayman-test-0"
     };
-    let uid = stage.node_uid(node.name()).await?;
-    stage
+    let uid = setup.node_uid(node.name()).await?;
+    setup
         .record("newer", node.name(), |claim| {
             first_handle(claim, node.name(), &uid, free).replace("\"version\":1", "\"version\":2")
         })
         .await?;
-    stage.make_pod_with("later", "newer").await?;
+    setup.make_pod_with("later", "newer").await?;
     companion.logged("has version 2").await?;
-    if stage.cluster.minor() >= 28 {
+    if setup.cluster.minor() >= 28 {
         // Since 1.28, kubelet reports it as an event of the pod.
-        stage
+        setup
             .wait_for_event(
                 "later",
                 "FailedPrepareDynamicResources",
@@ -403,15 +403,15 @@ async fn a_node_prepares_allocations_made_before_a_class_changed() -> anyhow::Re
             )
             .await?;
     }
-    let claim = stage.claims().get("newer").await?;
+    let claim = setup.claims().get("newer").await?;
     let uid = claim.metadata.uid.unwrap_or_default();
-    assert_eq!(traces(node, &uid)?, Vec::<String>::new());
+    assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
     assert_eq!(
-        look_inside(&stage, "user").await?,
+        look_inside(&setup, "user").await?,
         inside,
-        "the other pod has kept its device"
+        "the other pod keeps its device"
     );
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

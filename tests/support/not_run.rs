@@ -17,7 +17,7 @@ pub fn not_run(why: &str) {
 pub fn is_root() -> bool {
     let root = rustix::process::geteuid().is_root();
     if !root {
-        skipped("without root", "only root can do what it does");
+        skipped("without root", "it requires root");
     }
     root
 }

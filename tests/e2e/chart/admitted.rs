@@ -10,18 +10,18 @@ use kube::config::{Config, KubeConfigOptions, Kubeconfig};
 use serde_json::{Value, json};
 
 use crate::chart::helm::{chart, object, objects, pod_spec, text, variants};
-use crate::chart::stage::Stage;
+use crate::chart::setup::ChartSetup;
 use crate::harness::{Cluster, prometheus_operator};
 
-async fn with_definitions(stage: &Stage) -> anyhow::Result<()> {
-    define(stage, &chart("crds")).await
+async fn with_definitions(setup: &ChartSetup) -> anyhow::Result<()> {
+    define(setup, &chart("crds")).await
 }
 
 /// Creates the CRDs in a file or directory and waits until they are established.
-async fn define(stage: &Stage, files: &Path) -> anyhow::Result<()> {
+async fn define(setup: &ChartSetup, files: &Path) -> anyhow::Result<()> {
     let files = files.to_str().context("UTF-8")?;
     let apply = ["apply", "--server-side", "--filename", files];
-    stage.cluster.kubectl(&apply).await?;
+    setup.cluster.kubectl(&apply).await?;
     let wait = [
         "wait",
         "--for=condition=Established",
@@ -29,15 +29,15 @@ async fn define(stage: &Stage, files: &Path) -> anyhow::Result<()> {
         "--filename",
         files,
     ];
-    stage.cluster.kubectl(&wait).await.map(drop)
+    setup.cluster.kubectl(&wait).await.map(drop)
 }
 
 /// The Prometheus operator's own CRDs for the kinds that the chart renders.
-async fn with_definitions_of_the_operator(stage: &Stage) -> anyhow::Result<()> {
+async fn with_definitions_of_the_operator(setup: &ChartSetup) -> anyhow::Result<()> {
     let directory = tokio::task::spawn_blocking(prometheus_operator).await??;
     for kind in ["servicemonitors", "prometheusrules"] {
         define(
-            stage,
+            setup,
             &directory.join(format!("monitoring.coreos.com_{kind}.yaml")),
         )
         .await?;
@@ -46,8 +46,8 @@ async fn with_definitions_of_the_operator(stage: &Stage) -> anyhow::Result<()> {
 }
 
 /// Validates the objects of every variant on the API server, rendered with these arguments.
-pub(crate) async fn validate_variants(stage: &Stage, arguments: &[String]) -> anyhow::Result<()> {
-    with_definitions_of_the_operator(stage).await?;
+pub(crate) async fn validate_variants(setup: &ChartSetup, arguments: &[String]) -> anyhow::Result<()> {
+    with_definitions_of_the_operator(setup).await?;
     let mut of_operator = BTreeSet::new();
     for variant in variants() {
         let rendered = tokio::task::spawn_blocking({
@@ -65,7 +65,7 @@ pub(crate) async fn validate_variants(stage: &Stage, arguments: &[String]) -> an
                 .filter(|object| object["apiVersion"] == "monitoring.coreos.com/v1")
                 .map(|object| object["kind"].to_string()),
         );
-        let file = stage.cluster.directory().join("rendered.json");
+        let file = setup.cluster.directory().join("rendered.json");
         let list = json!({ "apiVersion": "v1", "kind": "List", "items": rendered });
         std::fs::write(&file, list.to_string())?;
         let file = file.to_str().context("UTF-8")?;
@@ -76,13 +76,13 @@ pub(crate) async fn validate_variants(stage: &Stage, arguments: &[String]) -> an
             "--filename",
             file,
         ];
-        let said = stage
+        let message = setup
             .cluster
             .kubectl(&arguments)
             .await
             .with_context(|| variant.display().to_string())?;
-        let accepted = said.lines().filter(|line| line.contains("created")).count();
-        assert_eq!(accepted, rendered.len(), "{said}");
+        let accepted = message.lines().filter(|line| line.contains("created")).count();
+        assert_eq!(accepted, rendered.len(), "{message}");
     }
     assert_eq!(
         of_operator.len(),
@@ -94,18 +94,18 @@ pub(crate) async fn validate_variants(stage: &Stage, arguments: &[String]) -> an
 
 #[tokio::test]
 async fn the_api_server_accepts_every_variant_of_the_chart() -> anyhow::Result<()> {
-    let stage = Stage::on(Cluster::builder().start().await?).await?;
-    with_definitions(&stage).await?;
+    let setup = ChartSetup::prepare(Cluster::builder().start().await?).await?;
+    with_definitions(&setup).await?;
     // The rendered objects depend on the Kubernetes version.
-    let version = format!("--kube-version=1.{}.0", stage.cluster.minor());
-    validate_variants(&stage, &[version]).await?;
-    stage.cluster.stop().await
+    let version = format!("--kube-version=1.{}.0", setup.cluster.minor());
+    validate_variants(&setup, &[version]).await?;
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn the_notes_name_three_commands_and_existing_objects() -> anyhow::Result<()> {
-    let stage = Stage::on(Cluster::builder().start().await?).await?;
-    with_definitions(&stage).await?;
+    let setup = ChartSetup::prepare(Cluster::builder().start().await?).await?;
+    with_definitions(&setup).await?;
     for (values, expected) in [
         ("ci/one-kind-values.yaml", "helm test drayman --namespace drayman"),
         ("ci/defaults-values.yaml", "deviceKinds is empty"),
@@ -124,7 +124,7 @@ async fn the_notes_name_three_commands_and_existing_objects() -> anyhow::Result<
             values.to_str().context("UTF-8")?,
             chart.to_str().context("UTF-8")?,
         );
-        let said = stage
+        let message = setup
             .helm(&[
                 "install",
                 "drayman",
@@ -135,7 +135,7 @@ async fn the_notes_name_three_commands_and_existing_objects() -> anyhow::Result<
                 values,
             ])
             .await?;
-        let notes = said.split_once("NOTES:").context("notes")?.1;
+        let notes = message.split_once("NOTES:").context("notes")?.1;
         ensure!(notes.contains(expected), "{values}: {notes}");
         let commands = notes
             .lines()
@@ -143,13 +143,13 @@ async fn the_notes_name_three_commands_and_existing_objects() -> anyhow::Result<
             .count();
         assert_eq!(commands, 3, "{values}: {notes}");
     }
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn the_controller_is_restricted_and_the_companion_privileged() -> anyhow::Result<()> {
-    let stage = Stage::on(Cluster::builder().start().await?).await?;
-    stage.namespace("restricted", "restricted").await?;
+    let setup = ChartSetup::prepare(Cluster::builder().start().await?).await?;
+    setup.namespace("restricted", "restricted").await?;
     let rendered = tokio::task::spawn_blocking(|| text(Some(&chart("ci/one-kind-values.yaml")), &[])).await?;
     let rendered = objects(&rendered);
     let owners: Vec<&Value> = rendered
@@ -161,7 +161,7 @@ async fn the_controller_is_restricted_and_the_companion_privileged() -> anyhow::
         "controller, companion, definitions, test, uninstall"
     );
     // Our own type: the Pod of k8s-openapi lacks the claim fields of classic DRA.
-    let pods = Api::<drayman::api::resource::Pod>::namespaced(stage.cluster.client(), "restricted");
+    let pods = Api::<drayman::api::resource::Pod>::namespaced(setup.cluster.client(), "restricted");
     for owner in owners {
         let mut spec = pod_spec(owner).cloned().unwrap_or_default();
         // The account does not exist in this namespace; the Pod Security Standard does not depend on it.
@@ -197,12 +197,12 @@ async fn the_controller_is_restricted_and_the_companion_privileged() -> anyhow::
             answer.with_context(|| format!("{} {}", owner["kind"], owner["metadata"]["name"]))?;
         }
     }
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// A client with the token that a pod of this account on this node gets.
 pub(crate) async fn token_client(
-    stage: &Stage,
+    setup: &ChartSetup,
     account: &str,
     node: Option<&str>,
 ) -> anyhow::Result<kube::Client> {
@@ -213,13 +213,13 @@ pub(crate) async fn token_client(
             "metadata": { "name": name },
             "spec": { "nodeName": node, "serviceAccountName": account, "containers": [{ "name": "a", "image": "a" }] },
         }))?;
-        Api::<Pod>::namespaced(stage.cluster.client(), "drayman")
+        Api::<Pod>::namespaced(setup.cluster.client(), "drayman")
             .create(&PostParams::default(), &pod)
             .await?;
         arguments.extend(["--bound-object-kind=Pod", "--bound-object-name", name]);
     }
-    let token = stage.cluster.kubectl(&arguments).await?;
-    let mut admin = Kubeconfig::read_from(stage.cluster.kubeconfig())?;
+    let token = setup.cluster.kubectl(&arguments).await?;
+    let mut admin = Kubeconfig::read_from(setup.cluster.kubeconfig())?;
     for user in &mut admin.auth_infos {
         user.auth_info = Some(serde_json::from_value(json!({ "token": token.trim() }))?);
     }
@@ -242,12 +242,12 @@ fn inventory(node: &str, driver: &str) -> drayman::api::crd::NodeInventory {
 #[tokio::test]
 #[expect(clippy::too_many_lines, reason = "one policy, case by case")]
 async fn the_token_of_a_node_writes_only_its_own_inventory() -> anyhow::Result<()> {
-    let stage = Stage::on(Cluster::builder().service_accounts().start().await?).await?;
-    if stage
+    let setup = ChartSetup::prepare(Cluster::builder().service_accounts().start().await?).await?;
+    if setup
         .cluster
-        .is_before(30, "tokens do not name their node, so there is no policy")
+        .is_before(30, "tokens do not contain the node name, so there is no policy")
     {
-        return stage.cluster.stop().await;
+        return setup.cluster.stop().await;
     }
     let chart = chart("");
     // Nothing can run here, so Helm does not wait. Helm installs the CRDs.
@@ -258,8 +258,8 @@ async fn the_token_of_a_node_writes_only_its_own_inventory() -> anyhow::Result<(
         "--namespace=drayman",
         "--set=crds.upgrade=false",
     ];
-    stage.helm(&arguments).await?;
-    let client = stage.cluster.client();
+    setup.helm(&arguments).await?;
+    let client = setup.cluster.client();
     for name in ["node-a", "node-b"] {
         let node: Node = serde_json::from_value(json!({ "metadata": { "name": name } }))?;
         Api::<Node>::all(client.clone())
@@ -274,7 +274,7 @@ async fn the_token_of_a_node_writes_only_its_own_inventory() -> anyhow::Result<(
         "--verb=get,create,update,patch,delete",
         "--resource=nodeinventories,nodeinventories/status",
     ];
-    stage.cluster.kubectl(&rights).await?;
+    setup.cluster.kubectl(&rights).await?;
     let binding = [
         "create",
         "clusterrolebinding",
@@ -282,10 +282,10 @@ async fn the_token_of_a_node_writes_only_its_own_inventory() -> anyhow::Result<(
         "--clusterrole=all",
         "--serviceaccount=drayman:drayman-node",
     ];
-    stage.cluster.kubectl(&binding).await?;
+    setup.cluster.kubectl(&binding).await?;
 
     let admin = Api::<drayman::api::crd::NodeInventory>::all(client);
-    let ours = token_client(&stage, "drayman-node", Some("node-a")).await?;
+    let ours = token_client(&setup, "drayman-node", Some("node-a")).await?;
     let ours = Api::<drayman::api::crd::NodeInventory>::all(ours);
     let apply = PatchParams::apply("test").force();
     let write = |node: &'static str, driver: &'static str| {
@@ -300,7 +300,7 @@ async fn the_token_of_a_node_writes_only_its_own_inventory() -> anyhow::Result<(
         }
     };
     // The API server learns of policies and roles through its own watches.
-    stage
+    setup
         .until("the policy is in force", async || {
             let foreign = write("node-z", "drayman.dev").await;
             Ok(foreign.is_err_and(|error| error.contains("the companion of node node-a may write")))
@@ -357,7 +357,7 @@ async fn the_token_of_a_node_writes_only_its_own_inventory() -> anyhow::Result<(
         "say that it is another node",
     );
     // A token of the account that is not bound to a pod, as `kubectl create token` returns it.
-    let unbound = token_client(&stage, "drayman-node", None).await?;
+    let unbound = token_client(&setup, "drayman-node", None).await?;
     let unbound = Api::<drayman::api::crd::NodeInventory>::all(unbound);
     let made = unbound
         .create(&PostParams::default(), &inventory("node-a", "drayman.dev"))
@@ -372,13 +372,13 @@ async fn the_token_of_a_node_writes_only_its_own_inventory() -> anyhow::Result<(
         .create(&PostParams::default(), &inventory("node-c", "drayman.dev"))
         .await?;
 
-    may_do_what_it_should_and_no_more(&stage).await?;
-    stage.cluster.stop().await
+    may_do_what_it_should_and_no_more(&setup).await?;
+    setup.cluster.stop().await
 }
 
 /// Checks the rights of both accounts by SelfSubjectAccessReview.
-async fn may_do_what_it_should_and_no_more(stage: &Stage) -> anyhow::Result<()> {
-    stage
+async fn may_do_what_it_should_and_no_more(setup: &ChartSetup) -> anyhow::Result<()> {
+    setup
         .cluster
         .kubectl(&["delete", "clusterrolebinding", "all"])
         .await?;
@@ -416,7 +416,7 @@ async fn may_do_what_it_should_and_no_more(stage: &Stage) -> anyhow::Result<()> 
                 let (verb, resource) = right.split_once(' ').context("a verb and a resource")?;
                 let (resource, subresource) = resource.split_once('/').unwrap_or((resource, ""));
                 let subresource = format!("--subresource={subresource}");
-                let answer = stage
+                let answer = setup
                     .cluster
                     .kubectl(&["auth", "can-i", verb, resource, &subresource, &user, "--quiet"])
                     .await;
@@ -434,20 +434,20 @@ async fn may_do_what_it_should_and_no_more(stage: &Stage) -> anyhow::Result<()> 
         let namespace = format!("--namespace={namespace}");
         let ask = ["auth", "can-i", "update", lease, "--quiet", &namespace];
         let user = ["--as=system:serviceaccount:drayman:drayman-controller"];
-        let answer = stage.cluster.kubectl(&[&ask[..], &user].concat()).await;
+        let answer = setup.cluster.kubectl(&[&ask[..], &user].concat()).await;
         assert_eq!(answer.is_ok(), expected, "{lease} {namespace}");
     }
     Ok(())
 }
 
 #[tokio::test]
-async fn a_cluster_without_classic_dra_is_told_what_still_works_there() -> anyhow::Result<()> {
+async fn without_classic_dra_an_install_names_the_supported_values() -> anyhow::Result<()> {
     let mut cluster = Cluster::builder().flag("apiserver", "--runtime-config=resource.k8s.io/v1alpha2=false");
     for component in ["apiserver", "controller-manager", "scheduler"] {
         cluster = cluster.flag(component, "--feature-gates=DynamicResourceAllocation=false");
     }
     let cluster = cluster.start().await?;
-    let stage = Stage::on(cluster).await?;
+    let setup = ChartSetup::prepare(cluster).await?;
     let chart = chart("");
     let chart = chart.to_str().context("UTF-8")?;
     let install = [
@@ -457,22 +457,22 @@ async fn a_cluster_without_classic_dra_is_told_what_still_works_there() -> anyho
         "--namespace=drayman",
         "--set=crds.upgrade=false",
     ];
-    let refusal = stage.helm(&install).await.expect_err("no claims").to_string();
+    let refusal = setup.helm(&install).await.expect_err("no claims").to_string();
     ensure!(
         refusal.contains("does not serve resource.k8s.io/v1alpha2")
             && refusal.contains("set controller.enabled=false"),
         "{refusal}"
     );
-    let output = stage.ask(&["leftovers"]).await?;
-    let said = String::from_utf8(output.stderr)?;
+    let output = setup.ask(&["leftovers"]).await?;
+    let message = String::from_utf8(output.stderr)?;
     ensure!(
         output.status.code() == Some(3)
-            && said.contains("does not serve resource.k8s.io/v1alpha2. Objects may remain"),
-        "{said}"
+            && message.contains("does not serve resource.k8s.io/v1alpha2. Objects may remain"),
+        "{message}"
     );
     let values = crate::chart::helm::chart("ci/extended-resources-values.yaml");
     let values = values.to_str().context("UTF-8")?;
-    stage
+    setup
         .helm(&[&install[..], &["--values", values]].concat())
         .await?;
     let monitored = [
@@ -484,7 +484,7 @@ async fn a_cluster_without_classic_dra_is_told_what_still_works_there() -> anyho
         .into_iter()
         .map(|word| if word == "drayman" { "monitored" } else { word })
         .collect();
-    let refusal = stage.helm(&monitored).await.expect_err("no operator").to_string();
+    let refusal = setup.helm(&monitored).await.expect_err("no operator").to_string();
     ensure!(
         refusal.contains("does not have the kinds of the Prometheus operator"),
         "{refusal}"
@@ -492,5 +492,5 @@ async fn a_cluster_without_classic_dra_is_told_what_still_works_there() -> anyho
     // A user who applies rendered manifests is not stopped.
     let rendered = objects(&tokio::task::spawn_blocking(|| text(None, &[])).await?);
     object(&rendered, "Deployment", "drayman-controller");
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

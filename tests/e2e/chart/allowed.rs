@@ -6,16 +6,16 @@ use anyhow::Context as _;
 use serde_json::Value;
 
 use crate::chart::helm::{chart, objects, repository};
-use crate::chart::stage::Stage;
+use crate::chart::setup::ChartSetup;
 use crate::harness::Cluster;
 
 /// Verbs by resource, such as `resourceclaims.resource.k8s.io/status`.
 type Rights = BTreeMap<String, BTreeSet<String>>;
 
 /// Rights of an account in a namespace, from a SelfSubjectRulesReview.
-async fn rights(stage: &Stage, account: &str, namespace: &str) -> anyhow::Result<Rights> {
+async fn rights(setup: &ChartSetup, account: &str, namespace: &str) -> anyhow::Result<Rights> {
     let user = format!("--as=system:serviceaccount:drayman:{account}");
-    let said = stage
+    let message = setup
         .cluster
         .kubectl(&[
             "auth",
@@ -31,7 +31,7 @@ async fn rights(stage: &Stage, account: &str, namespace: &str) -> anyhow::Result
         ])
         .await?;
     let mut rights = Rights::new();
-    for line in said.lines() {
+    for line in message.lines() {
         let (resource, rest) = line.split_once(' ').context("columns")?;
         let (_, verbs) = rest.rsplit_once('[').context("verbs")?;
         // Non-resource paths have no first column.
@@ -85,7 +85,7 @@ fn role(kind: &str, name: &str) -> anyhow::Result<Rights> {
 
 #[tokio::test]
 async fn each_account_may_do_exactly_what_its_role_grants() -> anyhow::Result<()> {
-    let stage = Stage::on(Cluster::builder().service_accounts().start().await?).await?;
+    let setup = ChartSetup::prepare(Cluster::builder().service_accounts().start().await?).await?;
     let chart = chart("");
     let arguments = [
         "install",
@@ -99,11 +99,11 @@ async fn each_account_may_do_exactly_what_its_role_grants() -> anyhow::Result<()
         "--set=deviceKinds[0].resourceName=example.com/camera",
         "--set=deviceKinds[0].paths[0]=/dev/video0",
     ];
-    stage.helm(&arguments).await?;
+    setup.helm(&arguments).await?;
     // Every user has the read rights of system:authenticated, once the server knows the role.
-    stage
+    setup
         .until("the rights of all users", async || {
-            let rights = rights(&stage, "nobody", "default").await?;
+            let rights = rights(&setup, "nobody", "default").await?;
             Ok(rights.contains_key("deviceclassparameters.drayman.dev"))
         })
         .await?;
@@ -128,19 +128,19 @@ async fn each_account_may_do_exactly_what_its_role_grants() -> anyhow::Result<()
         ),
         ("drayman-node", "drayman", vec![("ClusterRole", "drayman-node")]),
     ] {
-        let mut expected = rights(&stage, "nobody", namespace).await?;
+        let mut expected = rights(&setup, "nobody", namespace).await?;
         for (kind, name) in roles {
             for (resource, verbs) in role(kind, name)? {
                 expected.entry(resource).or_default().extend(verbs);
             }
         }
         // The server learns of roles through its own watch.
-        stage
+        setup
             .until(&format!("the rights of {account}"), async || {
-                Ok(rights(&stage, account, namespace).await?.len() >= expected.len())
+                Ok(rights(&setup, account, namespace).await?.len() >= expected.len())
             })
             .await?;
-        let found = rights(&stage, account, namespace).await?;
+        let found = rights(&setup, account, namespace).await?;
         assert_eq!(found, expected, "{account} in {namespace}");
         let writes = ["create", "update", "patch", "delete", "deletecollection", "*"];
         let claims = found
@@ -159,5 +159,5 @@ async fn each_account_may_do_exactly_what_its_role_grants() -> anyhow::Result<()
             );
         }
     }
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

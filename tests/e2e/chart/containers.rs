@@ -218,10 +218,10 @@ fn the_program_accepts_flags_and_configuration_of_variants() {
                 );
             }
             // The program reads the configuration before it looks for the API server, so this error means that the configuration is valid.
-            let said = program(&arguments, &environment);
+            let message = program(&arguments, &environment);
             assert!(
-                said.starts_with("error: no API server"),
-                "{variant:?}: {arguments:?}: {said}"
+                message.starts_with("error: no API server"),
+                "{variant:?}: {arguments:?}: {message}"
             );
         }
     }

@@ -197,10 +197,10 @@ fn the_same_program_makes_the_same_image() {
         std::fs::read(first.with_extension("spdx.json").as_path()).ok(),
         std::fs::read(second.with_extension("spdx.json").as_path()).ok()
     );
-    let said = String::from_utf8(made.stdout).expect("UTF-8");
+    let message = String::from_utf8(made.stdout).expect("UTF-8");
     let index = json(&unpack(first).path().join("index.json"));
     assert_eq!(
-        said.trim(),
+        message.trim(),
         index["manifests"][0]["digest"],
         "the digest by which a registry knows it"
     );
@@ -253,10 +253,10 @@ fn a_release_must_not_contain_the_path_of_its_build() {
     let output = tempfile::tempdir().expect("a directory");
     let made = make(output.path(), &["--program", &path(&program)]);
     assert!(!made.status.success() && made.stdout.is_empty());
-    let said = String::from_utf8(made.stderr).expect("UTF-8");
+    let message = String::from_utf8(made.stderr).expect("UTF-8");
     assert!(
-        said.contains("another machine would make another image"),
-        "{said}"
+        message.contains("another machine would make another image"),
+        "{message}"
     );
     assert_eq!(std::fs::read_dir(output.path()).expect("a directory").count(), 0);
 
@@ -313,10 +313,10 @@ fn another_architecture_names_what_is_missing_for_it() {
         .env(variable, &missing)
         .output()
         .expect("hack/image starts");
-    let said = String::from_utf8(made.stderr).expect("UTF-8");
-    assert!(!made.status.success(), "{said}");
+    let message = String::from_utf8(made.stderr).expect("UTF-8");
+    assert!(!made.status.success(), "{message}");
     for name in named {
-        assert!(said.contains(name), "{said}");
+        assert!(message.contains(name), "{message}");
     }
 }
 

@@ -8,8 +8,8 @@ use anyhow::{Context as _, ensure};
 use serde_json::{Value, json};
 use tokio::net::UdpSocket;
 
-use crate::chart::life::pod;
-use crate::chart::stage::Stage;
+use crate::chart::lifecycle::pod;
+use crate::chart::setup::ChartSetup;
 
 /// The cluster IP of the API server.
 const SERVICE: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 1);
@@ -82,7 +82,7 @@ async fn name_server(
 
 /// Runs `drayman crds --apply` in the image against the API server's DNS name. Returns the exit state and the log.
 async fn run(
-    stage: &Stage,
+    setup: &ChartSetup,
     name: &str,
     server: &str,
     more: &[(&str, Value)],
@@ -98,20 +98,20 @@ async fn run(
     for (field, value) in more {
         spec[*field] = value.clone();
     }
-    stage.apply(&pod).await?;
-    stage
+    setup.apply(&pod).await?;
+    setup
         .until("the pod has ended", async || {
-            let phase = stage.field(&["pod", name], ".status.phase").await?;
+            let phase = setup.field(&["pod", name], ".status.phase").await?;
             Ok(phase == "Succeeded" || phase == "Failed")
         })
         .await?;
-    let phase = stage.field(&["pod", name], ".status.phase").await?;
-    Ok((phase, stage.cluster.kubectl(&["logs", name]).await?))
+    let phase = setup.field(&["pod", name], ".status.phase").await?;
+    Ok((phase, setup.cluster.kubectl(&["logs", name]).await?))
 }
 
 #[tokio::test]
 async fn the_image_resolves_the_name_of_the_api_server() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
+    let setup = ChartSetup::start(1).await?;
     let binding = [
         "create",
         "clusterrolebinding",
@@ -119,23 +119,23 @@ async fn the_image_resolves_the_name_of_the_api_server() -> anyhow::Result<()> {
         "--clusterrole=cluster-admin",
         "--serviceaccount=default:default",
     ];
-    stage.cluster.kubectl(&binding).await?;
+    setup.cluster.kubectl(&binding).await?;
     let served = "nodeinventories.drayman.dev is served\ndeviceclassparameters.drayman.dev is served\n\
                   deviceclaimparameters.drayman.dev is served\n";
     let went_well = ("Succeeded".to_owned(), served.to_owned());
 
     // A static program resolves names with its own part of the C library: first from the hosts file that kubelet writes, ...
     let aliases = ("hostAliases", json!([{ "ip": SERVICE, "hostnames": [NAME] }]));
-    assert_eq!(run(&stage, "by-file", NAME, &[aliases]).await?, went_well);
+    assert_eq!(run(&setup, "by-file", NAME, &[aliases]).await?, went_well);
 
     // ... then from a DNS server.
-    let address = stage
+    let address = setup
         .field(&["endpoints", "kubernetes"], ".subsets[0].addresses[0].ip")
         .await?;
     let (answering, asked) = name_server(&address).await?;
     let servers = ("dnsConfig", json!({ "nameservers": [address] }));
     let none = ("dnsPolicy", json!("None"));
-    let by_server = run(&stage, "by-server", NAME, &[none, servers]).await?;
+    let by_server = run(&setup, "by-server", NAME, &[none, servers]).await?;
     answering.abort();
     let asked = asked.lock().unwrap_or_else(PoisonError::into_inner).clone();
     assert_eq!(by_server, went_well, "the name server was asked for {asked:?}");
@@ -146,12 +146,12 @@ async fn the_image_resolves_the_name_of_the_api_server() -> anyhow::Result<()> {
         "hostAliases",
         json!([{ "ip": SERVICE, "hostnames": ["other.example"] }]),
     );
-    let (phase, said) = run(&stage, "by-another-name", "other.example", &[aliases]).await?;
-    println!("{said}");
+    let (phase, message) = run(&setup, "by-another-name", "other.example", &[aliases]).await?;
+    println!("{message}");
     assert_eq!(phase, "Failed");
     ensure!(
-        said.contains("certificate") && said.contains("other.example"),
-        "{said}"
+        message.contains("certificate") && message.contains("other.example"),
+        "{message}"
     );
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use crate::chart::helm::template;
 
 /// Validates a kind with the chart and with the program. Each result has the error output.
-fn judged(directory: &Path, kind: &Value) -> ((bool, String), (bool, String)) {
+fn validate(directory: &Path, kind: &Value) -> ((bool, String), (bool, String)) {
     let (values, file) = (directory.join("values.json"), directory.join("node.yaml"));
     std::fs::write(&values, json!({ "deviceKinds": [kind] }).to_string()).expect("written");
     let configuration =
@@ -21,17 +21,17 @@ fn judged(directory: &Path, kind: &Value) -> ((bool, String), (bool, String)) {
         .arg(&file)
         .output()
         .expect("the program starts");
-    let told = |output: std::process::Output| {
+    let result = |output: std::process::Output| {
         (
             output.status.success(),
             String::from_utf8_lossy(&output.stderr).into_owned(),
         )
     };
-    (told(chart), told(program))
+    (result(chart), result(program))
 }
 
 /// A kind with one device node and more.
-fn with(more: &Value) -> Value {
+fn kind_with(more: &Value) -> Value {
     let mut kind = json!({ "name": "a", "paths": ["/dev/x"] });
     for (field, value) in more.as_object().expect("fields") {
         kind[field] = value.clone();
@@ -40,7 +40,7 @@ fn with(more: &Value) -> Value {
 }
 
 /// Valid fields for a kind with one device node.
-fn right() -> Vec<Value> {
+fn valid_kinds() -> Vec<Value> {
     vec![
         json!({ "paths": ["/dev/x[!a]", "/dev/[]]", "/dev/[a-z]b/c?", "/dev/{x}", "/dev/x]"] }),
         json!({ "containerPaths": { "/dev/x": "/dev/{device}/{key}-{n}" } }),
@@ -53,7 +53,7 @@ fn right() -> Vec<Value> {
 }
 
 /// Invalid fields for a kind with one device node.
-fn wrong() -> Vec<Value> {
+fn invalid_kinds() -> Vec<Value> {
     let long = "x".repeat(129);
     let (label, domain) = ("n".repeat(64), "d".repeat(245));
     vec![
@@ -98,7 +98,7 @@ fn wrong() -> Vec<Value> {
 }
 
 /// Kinds with other sources of devices; each entry says whether it is valid.
-fn elsewhere() -> Vec<Value> {
+fn other_sources() -> Vec<Value> {
     let usb = |one: Value| json!({ "name": "a", "usb": { "match": [one] } });
     let pci = |one: Value| json!({ "name": "a", "pci": { "match": [one] } });
     let group = |group: Value| json!({ "name": "a", "groups": [group] });
@@ -172,25 +172,22 @@ fn the_chart_and_the_program_draw_the_same_line_around_a_kind() {
         json!({ "name": "a", "paths": ["/dev/x"], "mounts": [{ "containerPath": "/x" }] }),
         json!({ "name": "a", "paths": ["/dev/x"], "unknown": true }),
     ];
-    let right: Vec<Value> = right().iter().map(with).collect();
-    let wrong: Vec<Value> = wrong().iter().map(with).collect();
-    let all = all.iter().chain(&right).chain(&wrong);
-    let others = elsewhere();
+    let valid: Vec<Value> = valid_kinds().iter().map(kind_with).collect();
+    let invalid: Vec<Value> = invalid_kinds().iter().map(kind_with).collect();
+    let all = all.iter().chain(&valid).chain(&invalid);
+    let others = other_sources();
     let mut differ = Vec::new();
     for kind in all.chain(&others) {
-        let (chart, program) = judged(directory.path(), kind);
+        let (chart, program) = validate(directory.path(), kind);
         if chart.0 != program.0 {
             differ.push(format!(
                 "{kind}: the chart says {:?}, the program {:?}",
                 chart.1, program.1
             ));
         }
-        let expected = (right.contains(kind), wrong.contains(kind));
+        let expected = (valid.contains(kind), invalid.contains(kind));
         if expected == (true, false) && !program.0 || expected == (false, true) && program.0 {
-            differ.push(format!(
-                "{kind} is not what this test takes it for: {}",
-                program.1
-            ));
+            differ.push(format!("unexpected result for {kind}: {}", program.1));
         }
     }
     assert!(differ.is_empty(), "{differ:#?}");
@@ -209,7 +206,7 @@ fn a_shared_preset_serves_both_apis_with_one_share_only() {
             kind.extend(shares.map(|shares| ("shares".to_owned(), json!(shares))));
             let kind = Value::Object(kind);
             let fits = shares.or(preset.shares).is_none_or(|shares| shares == 1);
-            let (chart, program) = judged(directory.path(), &kind);
+            let (chart, program) = validate(directory.path(), &kind);
             assert_eq!(
                 (chart.0, program.0),
                 (fits, fits),
@@ -230,7 +227,7 @@ fn what_only_the_program_can_tell_passes_the_chart() {
             "would both be",
         ),
         (
-            with(&json!({ "mounts": [{ "hostPath": "/a", "containerPath": "/dev/x" }] })),
+            kind_with(&json!({ "mounts": [{ "hostPath": "/a", "containerPath": "/dev/x" }] })),
             "is where a container sees",
         ),
         (
@@ -238,7 +235,7 @@ fn what_only_the_program_can_tell_passes_the_chart() {
             "which is not one of /dev/kvm",
         ),
     ] {
-        let (chart, program) = judged(directory.path(), &kind);
+        let (chart, program) = validate(directory.path(), &kind);
         assert!(
             chart.0,
             "the chart can tell by now, and the documentation is wrong: {kind}"

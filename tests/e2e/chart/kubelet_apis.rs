@@ -6,8 +6,8 @@ use kube::api::{Api, ListParams};
 use serde_json::{Value, json};
 use tokio::time::{Duration, Instant, sleep_until};
 
-use crate::chart::life::{pod, template};
-use crate::chart::stage::Stage;
+use crate::chart::lifecycle::{pod, template};
+use crate::chart::setup::ChartSetup;
 use crate::harness::{Cluster, IMAGE};
 
 /// Longer than the companion counts a device as held after an Allocate, regardless of PodResources (docs/dev/architecture.md).
@@ -45,30 +45,30 @@ fn pod_with_limit(name: &str, resource: &str, init: Option<&str>) -> Value {
 }
 
 /// Allocatable count of an extended resource on the node.
-async fn allocatable(stage: &Stage, resource: &str) -> anyhow::Result<String> {
+async fn allocatable(setup: &ChartSetup, resource: &str) -> anyhow::Result<String> {
     let field = format!(".status.allocatable.{}", resource.replace('.', "\\."));
-    stage.field(&["node", "node-0"], &field).await
+    setup.field(&["node", "node-0"], &field).await
 }
 
 /// Messages of a pod's events.
-async fn events(stage: &Stage, pod: &str) -> anyhow::Result<Vec<String>> {
+async fn events(setup: &ChartSetup, pod: &str) -> anyhow::Result<Vec<String>> {
     let about = ListParams::default().fields(&format!("involvedObject.name={pod}"));
-    let events = Api::<Event>::namespaced(stage.cluster.client(), "default");
+    let events = Api::<Event>::namespaced(setup.cluster.client(), "default");
     let events = events.list(&about).await?.items;
     Ok(events.into_iter().filter_map(|event| event.message).collect())
 }
 
 #[tokio::test]
 async fn a_device_of_an_init_container_is_given_to_no_claim() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    let values = stage.cluster.directory().join("both-apis.yaml");
+    let setup = ChartSetup::start(1).await?;
+    let values = setup.cluster.directory().join("both-apis.yaml");
     std::fs::write(&values, VALUES)?;
-    stage.deploy("install", &values, &[]).await?;
-    stage.ready("node-0.drayman.dev").await?;
+    setup.deploy("install", &values, &[]).await?;
+    setup.ready("node-0.drayman.dev").await?;
     for resource in ["drayman.dev/plugged", "drayman.dev/both"] {
-        stage
-            .until(&format!("a device of {resource} can be had"), async || {
-                Ok(allocatable(&stage, resource).await? == "1")
+        setup
+            .until(&format!("a device of {resource} is allocatable"), async || {
+                Ok(allocatable(&setup, resource).await? == "1")
             })
             .await?;
     }
@@ -80,15 +80,15 @@ async fn a_device_of_an_init_container_is_given_to_no_claim() -> anyhow::Result<
         "--namespace=drayman",
         "--filter=name=drayman-test-limit",
     ];
-    let said = stage.helm(&test).await?;
-    ensure!(said.contains("Phase:          Succeeded"), "{said}");
+    let message = setup.helm(&test).await?;
+    ensure!(message.contains("Phase:          Succeeded"), "{message}");
 
     // A device of mode `extended-resource`.
-    stage
+    setup
         .apply(&pod_with_limit("plugged", "drayman.dev/plugged", None))
         .await?;
-    stage.running("plugged").await?;
-    let devices = stage.devices("plugged").await?;
+    setup.running("plugged").await?;
+    let devices = setup.devices("plugged").await?;
     ensure!(
         devices.values().eq(["/dev/drayman-test-1"]),
         "the pod has {devices:?}"
@@ -96,70 +96,71 @@ async fn a_device_of_an_init_container_is_given_to_no_claim() -> anyhow::Result<
 
     // Kubelet's PodResources API does not list init containers.
     let command = "test -c /dev/drayman-test-0 && sleep 3600";
-    stage
+    setup
         .apply(&pod_with_limit("init", "drayman.dev/both", Some(command)))
         .await?;
-    stage
+    setup
         .until("the init container runs", async || {
             let started = ".status.initContainerStatuses[0].state.running.startedAt";
-            Ok(!stage.field(&["pod", "init"], started).await?.is_empty())
+            Ok(!setup.field(&["pod", "init"], started).await?.is_empty())
         })
         .await?;
     sleep_until(Instant::now() + AFTER_ADMISSION).await;
-    stage.apply(&template("both", "both")).await?;
-    stage.apply(&pod("claimed", &["both"])).await?;
-    stage
+    setup.apply(&template("both", "both")).await?;
+    setup.apply(&pod("claimed", &["both"])).await?;
+    setup
         .until("the claim is refused by the companion", async || {
-            let told = events(&stage, "claimed").await?;
-            let refused = told.iter().any(|message| {
+            let messages = events(&setup, "claimed").await?;
+            let refused = messages.iter().any(|message| {
                 message.contains("drayman-test-0") && message.contains("is in use by a container")
             });
-            let phase = stage.field(&["pod", "claimed"], ".status.phase").await?;
-            ensure!(phase == "Pending", "the pod is {phase}: {told:?}");
+            let phase = setup.field(&["pod", "claimed"], ".status.phase").await?;
+            ensure!(phase == "Pending", "the pod is {phase}: {messages:?}");
             Ok(refused)
         })
         .await?;
     // Nor is the device allocated to another claim.
-    stage
+    setup
         .until("the inventory says why", async || {
             let unhealthy = ".spec.devices[?(@.name==\"drayman-test-0\")].unhealthy";
-            let cause = stage
+            let cause = setup
                 .field(&["nodeinventory", "node-0.drayman.dev"], unhealthy)
                 .await?;
             Ok(cause.contains("a container has it"))
         })
         .await?;
-    look_with_the_tool(&stage).await?;
+    inspect_with_the_tool(&setup).await?;
     let started = ".status.containerStatuses[0].started";
-    assert_ne!(stage.field(&["pod", "claimed"], started).await?, "true");
-    stage.cluster.stop().await
+    assert_ne!(setup.field(&["pod", "claimed"], started).await?, "true");
+    setup.cluster.stop().await
 }
 
 /// Output of `drayman devices` and `drayman node` about devices that containers hold.
-async fn look_with_the_tool(stage: &Stage) -> anyhow::Result<()> {
-    let ask = async |words: &[&str]| anyhow::Ok(String::from_utf8(stage.ask(words).await?.stdout)?);
-    let said = ask(&["who", "drayman-test-1"]).await?;
-    println!("{said}");
+async fn inspect_with_the_tool(setup: &ChartSetup) -> anyhow::Result<()> {
+    let ask = async |words: &[&str]| anyhow::Ok(String::from_utf8(setup.ask(words).await?.stdout)?);
+    let message = ask(&["who", "drayman-test-1"]).await?;
+    println!("{message}");
     ensure!(
-        said.contains("NotForClaims") && said.contains("Held by:  not by a claim; a container may have it"),
-        "{said}"
+        message.contains("NotForClaims")
+            && message.contains("Held by:  not by a claim; a container may have it"),
+        "{message}"
     );
-    let said = ask(&["who", "drayman-test-0"]).await?;
-    println!("{said}");
+    let message = ask(&["who", "drayman-test-0"]).await?;
+    println!("{message}");
     ensure!(
-        said.contains("Unhealthy") && said.contains("a container has it as an extended resource"),
-        "{said}"
+        message.contains("Unhealthy") && message.contains("a container has it as an extended resource"),
+        "{message}"
     );
     // Kubelet does not name the init container; only the device is known.
     let exec = ["--namespace=drayman", "exec", "daemonset/drayman-node", "--"];
     let command = ["/drayman", "node", "holdings"];
-    let said = stage.cluster.kubectl(&[&exec[..], &command].concat()).await?;
-    println!("{said}");
+    let message = setup.cluster.kubectl(&[&exec[..], &command].concat()).await?;
+    println!("{message}");
     ensure!(
-        said.contains(
+        message.contains(
             "drayman-test-0: a container that kubelet does not name has it as an extended resource"
         ),
-        "{said}"
+        "{message}"
     );
     Ok(())
 }
@@ -171,39 +172,39 @@ const CDI_ROOT: &str = "/run/cdi";
 #[tokio::test]
 async fn a_kubelet_with_another_root_directory_is_served() -> anyhow::Result<()> {
     let root = format!("--root-dir={KUBELET_ROOT}");
-    let stage = Stage::start_with(Cluster::builder().flag("kubelet", &root), 1).await?;
-    let values = stage.cluster.directory().join("both-apis.yaml");
+    let setup = ChartSetup::start_with(Cluster::builder().flag("kubelet", &root), 1).await?;
+    let values = setup.cluster.directory().join("both-apis.yaml");
     std::fs::write(&values, VALUES)?;
     let root = format!("--set=node.kubeletRoot={KUBELET_ROOT}");
     let cdi = format!("--set=node.cdiRoot={CDI_ROOT}");
-    stage.deploy("install", &values, &[&root, &cdi]).await?;
-    stage.ready("node-0.drayman.dev").await?;
-    stage
-        .until("the extended resource can be had", async || {
-            Ok(allocatable(&stage, "drayman.dev/plugged").await? == "1")
+    setup.deploy("install", &values, &[&root, &cdi]).await?;
+    setup.ready("node-0.drayman.dev").await?;
+    setup
+        .until("the extended resource is allocatable", async || {
+            Ok(allocatable(&setup, "drayman.dev/plugged").await? == "1")
         })
         .await?;
 
-    stage.apply(&template("both", "both")).await?;
-    stage.apply(&pod("claimed", &["both"])).await?;
-    stage
+    setup.apply(&template("both", "both")).await?;
+    setup.apply(&pod("claimed", &["both"])).await?;
+    setup
         .apply(&pod_with_limit("plugged", "drayman.dev/plugged", None))
         .await?;
     for (name, device) in [
         ("claimed", "/dev/drayman-test-0"),
         ("plugged", "/dev/drayman-test-1"),
     ] {
-        stage.running(name).await?;
-        let devices = stage.devices(name).await?;
+        setup.running(name).await?;
+        let devices = setup.devices(name).await?;
         ensure!(devices.values().eq([device]), "{name} has {devices:?}");
     }
     // Nothing is written below kubelet's default directories.
-    let node = stage.cluster.node(0);
+    let node = setup.cluster.node(0);
     let plugins = node.list(format!("{KUBELET_ROOT}/plugins"))?;
     assert_eq!(plugins, ["drayman.dev"]);
     assert_eq!(
         node.list("/var/lib/kubelet")?,
         ["device-plugins", "elsewhere", "volume-plugins"]
     );
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

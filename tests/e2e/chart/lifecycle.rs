@@ -6,7 +6,7 @@ use anyhow::ensure;
 use serde_json::{Value, json};
 
 use crate::chart::helm::{chart, repository, yaml};
-use crate::chart::stage::{Run, Stage};
+use crate::chart::setup::{ChartSetup, Run};
 use crate::harness::IMAGE;
 
 pub(crate) const CONTROLLER: &str =
@@ -43,8 +43,8 @@ pub(crate) fn template(name: &str, class: &str) -> Value {
 }
 
 /// The existing claims with their allocation.
-pub(crate) async fn claims(stage: &Stage) -> anyhow::Result<String> {
-    stage
+pub(crate) async fn claims(setup: &ChartSetup) -> anyhow::Result<String> {
+    setup
         .field(
             &["resourceclaims", "--all-namespaces"],
             "range .items[*]}{.metadata.name}={.status.allocation}{\"\\n\"}{end",
@@ -53,8 +53,8 @@ pub(crate) async fn claims(stage: &Stage) -> anyhow::Result<String> {
 }
 
 /// Files of drayman on a node.
-fn files(stage: &Stage, number: usize) -> anyhow::Result<Vec<String>> {
-    let node = stage.cluster.node(number);
+fn files(setup: &ChartSetup, number: usize) -> anyhow::Result<Vec<String>> {
+    let node = setup.cluster.node(number);
     let mut files = Vec::new();
     for directory in [
         "/run/cdi",
@@ -72,82 +72,82 @@ fn files(stage: &Stage, number: usize) -> anyhow::Result<Vec<String>> {
 
 #[tokio::test]
 async fn a_release_is_upgraded_rolled_back_and_removed_safely() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
+    let setup = ChartSetup::start(1).await?;
     let values = chart("ci/one-kind-values.yaml");
-    stage.deploy("install", &values, &[]).await?;
-    stage.ready("node-0.drayman.dev").await?;
+    setup.deploy("install", &values, &[]).await?;
+    setup.ready("node-0.drayman.dev").await?;
     println!(
         "{}",
-        stage.helm(&["test", "drayman", "--namespace", "drayman"]).await?
+        setup.helm(&["test", "drayman", "--namespace", "drayman"]).await?
     );
 
     // The example of the documentation, with the installed classes.
-    stage
+    setup
         .apply(&yaml(&repository("examples/basic/claim-template.yaml")))
         .await?;
-    stage.apply(&yaml(&repository("examples/basic/pod.yaml"))).await?;
-    stage.running("basic").await?;
-    let devices = stage.devices("basic").await?;
+    setup.apply(&yaml(&repository("examples/basic/pod.yaml"))).await?;
+    setup.running("basic").await?;
+    let devices = setup.devices("basic").await?;
     assert_eq!(devices.len(), 1, "{devices:?}");
-    let before = (stage.run_of_pod("basic").await?, claims(&stage).await?);
-    let first = stage.run_of("drayman", COMPANION).await?;
+    let before = (setup.run_of_pod("basic").await?, claims(&setup).await?);
+    let first = setup.run_of("drayman", COMPANION).await?;
 
-    look_from_outside(&stage).await?;
-    ask_the_doctor(&stage).await?;
-    ask_in_the_companion_s_pod(&stage).await?;
+    look_from_outside(&setup).await?;
+    ask_the_doctor(&setup).await?;
+    ask_in_the_companion_s_pod(&setup).await?;
 
     // An upgrade that replaces both programs while the claim is in use.
-    stage
+    setup
         .deploy("upgrade", &values, &["--set=logging.verbosity=4"])
         .await?;
-    let second = stage.run_of("drayman", COMPANION).await?;
+    let second = setup.run_of("drayman", COMPANION).await?;
     assert_ne!(first.uid, second.uid, "the companion was replaced");
-    assert_eq!((stage.run_of_pod("basic").await?, claims(&stage).await?), before);
-    assert_eq!(stage.devices("basic").await?, devices);
-    stage.ready("node-0.drayman.dev").await?;
+    assert_eq!((setup.run_of_pod("basic").await?, claims(&setup).await?), before);
+    assert_eq!(setup.devices("basic").await?, devices);
+    setup.ready("node-0.drayman.dev").await?;
     // The new programs know the allocated devices.
-    stage.apply(&pod("after-upgrade", &["test"])).await?;
-    stage.running("after-upgrade").await?;
-    let other = stage.devices("after-upgrade").await?;
+    setup.apply(&pod("after-upgrade", &["test"])).await?;
+    setup.running("after-upgrade").await?;
+    let other = setup.devices("after-upgrade").await?;
     assert_eq!(other.len(), 1);
     assert_ne!(other, devices, "one holder");
-    stage.cluster.kubectl(&["delete", "pod", "after-upgrade"]).await?;
+    setup.cluster.kubectl(&["delete", "pod", "after-upgrade"]).await?;
 
-    follow_the_configuration(&stage, &second).await?;
+    follow_the_configuration(&setup, &second).await?;
 
-    stage
+    setup
         .helm(&["rollback", "drayman", "1", "--namespace", "drayman"])
         .await?;
-    stage.rolled_out("drayman", "drayman").await?;
-    let third = stage.run_of("drayman", COMPANION).await?;
+    setup.rolled_out("drayman", "drayman").await?;
+    let third = setup.run_of("drayman", COMPANION).await?;
     assert_ne!(second.uid, third.uid);
-    assert_eq!(stage.run_of_pod("basic").await?, before.0);
-    assert_eq!(stage.devices("basic").await?, devices);
+    assert_eq!(setup.run_of_pod("basic").await?, before.0);
+    assert_eq!(setup.devices("basic").await?, devices);
     assert_eq!(
         (first.restarts, second.restarts, third.restarts),
         (0, 0, 0),
-        "nothing had to be started twice"
+        "no container was restarted"
     );
 
-    leave_in_the_right_order(&stage).await?;
-    stage.cluster.stop().await
+    leave_in_the_right_order(&setup).await?;
+    setup.cluster.stop().await
 }
 
 /// Deletes first the pods and claims, then the release. Nothing is left.
-async fn leave_in_the_right_order(stage: &Stage) -> anyhow::Result<()> {
-    stage.cluster.kubectl(&["delete", "pod", "basic"]).await?;
-    stage
+async fn leave_in_the_right_order(setup: &ChartSetup) -> anyhow::Result<()> {
+    setup.cluster.kubectl(&["delete", "pod", "basic"]).await?;
+    setup
         .until("the claims are gone", async || {
-            Ok(claims(stage).await?.is_empty())
+            Ok(claims(setup).await?.is_empty())
         })
         .await?;
-    stage
+    setup
         .helm(&["uninstall", "drayman", "--namespace", "drayman", "--wait"])
         .await?;
-    stage
+    setup
         .until("the pods have ended", async || {
             let pods = ["get", "pods", "--namespace=drayman", "--output=name"];
-            Ok(stage.cluster.kubectl(&pods).await?.is_empty())
+            Ok(setup.cluster.kubectl(&pods).await?.is_empty())
         })
         .await?;
     let kinds = "deployments,daemonsets,pods,configmaps,serviceaccounts,roles,rolebindings,jobs";
@@ -163,10 +163,10 @@ async fn leave_in_the_right_order(stage: &Stage) -> anyhow::Result<()> {
         ),
     ] {
         // API servers before 1.30 do not serve this kind.
-        if kinds.starts_with("validating") && stage.cluster.minor() < 30 {
+        if kinds.starts_with("validating") && setup.cluster.minor() < 30 {
             continue;
         }
-        let left = stage
+        let left = setup
             .cluster
             .kubectl(&[
                 "get",
@@ -178,16 +178,16 @@ async fn leave_in_the_right_order(stage: &Stage) -> anyhow::Result<()> {
             .await?;
         assert_eq!(left, "", "nothing of the release is left");
     }
-    let crds = stage
+    let crds = setup
         .cluster
         .kubectl(&["get", "customresourcedefinitions", "--output=name"])
         .await?;
     assert_eq!(
         crds.lines().count(),
         3,
-        "the definitions stay, and what users wrote with them: {crds}"
+        "the CRDs and their objects are kept: {crds}"
     );
-    let left = files(stage, 0)?;
+    let left = files(setup, 0)?;
     let sockets: Vec<_> = left
         .iter()
         .filter(|file| file.contains(".sock") || file.contains("cdi/"))
@@ -197,14 +197,14 @@ async fn leave_in_the_right_order(stage: &Stage) -> anyhow::Result<()> {
 }
 
 /// A changed path of a kind reaches the running companion.
-async fn follow_the_configuration(stage: &Stage, companion: &Run) -> anyhow::Result<()> {
-    stage.cluster.node(0).make_device("/dev/drayman-more-0", 1, 7)?;
+async fn follow_the_configuration(setup: &ChartSetup, companion: &Run) -> anyhow::Result<()> {
+    setup.cluster.node(0).make_device("/dev/drayman-more-0", 1, 7)?;
     let more = [
         "--set=logging.verbosity=4",
         "--set=deviceKinds[0].paths={/dev/drayman-test-*,/dev/drayman-more-*}",
     ];
     let kind = ["--set=deviceKinds[0].name=test"];
-    stage
+    setup
         .deploy(
             "upgrade",
             &chart("ci/one-kind-values.yaml"),
@@ -213,7 +213,7 @@ async fn follow_the_configuration(stage: &Stage, companion: &Run) -> anyhow::Res
         .await?;
     // Kubelet syncs a changed pod and its volumes at once; otherwise within 90 seconds.
     let selector = format!("--selector={COMPANION}");
-    stage
+    setup
         .cluster
         .kubectl(&[
             "annotate",
@@ -223,20 +223,20 @@ async fn follow_the_configuration(stage: &Stage, companion: &Run) -> anyhow::Res
             "example.com/look=now",
         ])
         .await?;
-    stage
+    setup
         .until("the new device is in the inventory", async || {
-            let devices = stage
+            let devices = setup
                 .field(&["nodeinventory", "node-0.drayman.dev"], ".spec.devices[*].name")
                 .await?;
             Ok(devices.contains("drayman-more-0"))
         })
         .await?;
-    assert_eq!(&stage.run_of("drayman", COMPANION).await?, companion);
+    assert_eq!(&setup.run_of("drayman", COMPANION).await?, companion);
     Ok(())
 }
 
 /// Runs commands in the companion's pod without flags, as in docs/operator/troubleshoot.md.
-async fn ask_in_the_companion_s_pod(stage: &Stage) -> anyhow::Result<()> {
+async fn ask_in_the_companion_s_pod(setup: &ChartSetup) -> anyhow::Result<()> {
     let ask = async |words: &[&str]| {
         let exec = [
             "--namespace=drayman",
@@ -246,7 +246,7 @@ async fn ask_in_the_companion_s_pod(stage: &Stage) -> anyhow::Result<()> {
             "/drayman",
             "node",
         ];
-        stage.cluster.kubectl(&[&exec[..], words].concat()).await
+        setup.cluster.kubectl(&[&exec[..], words].concat()).await
     };
     let holdings = ask(&["holdings"]).await?;
     println!("{holdings}");
@@ -272,17 +272,17 @@ async fn ask_in_the_companion_s_pod(stage: &Stage) -> anyhow::Result<()> {
 }
 
 /// `drayman doctor` finds no problem on a working release, and all rights of both accounts.
-async fn ask_the_doctor(stage: &Stage) -> anyhow::Result<()> {
-    let said = stage.doctor().await?;
+async fn ask_the_doctor(setup: &ChartSetup) -> anyhow::Result<()> {
+    let message = setup.doctor().await?;
     for account in ["drayman-controller", "drayman-node"] {
         let fine = format!("system:serviceaccount:drayman:{account} may do what the");
-        ensure!(said.contains(&fine), "{account}: {said}");
+        ensure!(message.contains(&fine), "{account}: {message}");
     }
     Ok(())
 }
 
 /// Reads metrics and probes of both programs from outside the pods.
-async fn look_from_outside(stage: &Stage) -> anyhow::Result<()> {
+async fn look_from_outside(setup: &ChartSetup) -> anyhow::Result<()> {
     for (labels, lines) in [
         (
             CONTROLLER,
@@ -302,7 +302,7 @@ async fn look_from_outside(stage: &Stage) -> anyhow::Result<()> {
         ),
     ] {
         let selector = format!("--selector={labels}");
-        let address = stage
+        let address = setup
             .field(
                 &["pods", "--namespace=drayman", &selector],
                 ".items[0].status.podIP",
@@ -310,7 +310,7 @@ async fn look_from_outside(stage: &Stage) -> anyhow::Result<()> {
             .await?;
         let ask = async |port: u16, path: &str| {
             let url = format!("http://{address}:{port}{path}");
-            stage
+            setup
                 .cluster
                 .kubectl(&["exec", "basic", "--", "wget", "-qO-", &url])
                 .await
@@ -328,59 +328,59 @@ async fn look_from_outside(stage: &Stage) -> anyhow::Result<()> {
 
 #[tokio::test]
 async fn a_release_removed_too_early_is_installed_again() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
+    let setup = ChartSetup::start(1).await?;
     let values = chart("ci/one-kind-values.yaml");
-    stage.deploy("install", &values, &[]).await?;
-    stage.apply(&template("test", "test")).await?;
-    stage.apply(&pod("left", &["test"])).await?;
-    stage.running("left").await?;
-    let devices = stage.devices("left").await?;
+    setup.deploy("install", &values, &[]).await?;
+    setup.apply(&template("test", "test")).await?;
+    setup.apply(&pod("left", &["test"])).await?;
+    setup.running("left").await?;
+    let devices = setup.devices("left").await?;
 
     // The pre-delete hook refuses because of the claim and the pod; Helm deletes nothing.
     let uninstall = ["uninstall", "drayman", "--namespace", "drayman", "--wait"];
-    let refusal = stage
+    let refusal = setup
         .helm(&uninstall)
         .await
         .expect_err("a claim is in use")
         .to_string();
     ensure!(refusal.contains("job drayman-uninstall failed"), "{refusal}");
     let log = ["logs", "job/drayman-uninstall", "--namespace=drayman"];
-    let said = stage.cluster.kubectl(&log).await?;
-    println!("{said}");
+    let message = setup.cluster.kubectl(&log).await?;
+    println!("{message}");
     ensure!(
-        said.contains("default/left-test") && said.contains("allocated, used by pod left"),
-        "{said}"
+        message.contains("default/left-test") && message.contains("allocated, used by pod left"),
+        "{message}"
     );
-    ensure!(said.contains("Then uninstall driver drayman.dev"), "{said}");
+    ensure!(message.contains("Then uninstall driver drayman.dev"), "{message}");
     // The release now has the status "uninstalling". A rollback to the deployed revision keeps it.
-    let companion = stage.run_of("drayman", COMPANION).await?;
-    stage
+    let companion = setup.run_of("drayman", COMPANION).await?;
+    setup
         .helm(&["rollback", "drayman", "1", "--namespace", "drayman"])
         .await?;
-    let status = stage
+    let status = setup
         .helm(&["status", "drayman", "--namespace", "drayman"])
         .await?;
     ensure!(status.contains("STATUS: deployed"), "{status}");
-    assert_eq!(stage.run_of("drayman", COMPANION).await?, companion);
+    assert_eq!(setup.run_of("drayman", COMPANION).await?, companion);
 
     // `--no-hooks` skips the check.
-    stage.helm(&[&uninstall[..], &["--no-hooks"]].concat()).await?;
+    setup.helm(&[&uninstall[..], &["--no-hooks"]].concat()).await?;
     // The pod keeps running with its device, but cannot terminate.
-    assert_eq!(stage.devices("left").await?, devices);
-    stage
+    assert_eq!(setup.devices("left").await?, devices);
+    setup
         .cluster
         .kubectl(&["delete", "pod", "left", "--wait=false"])
         .await?;
-    stage
+    setup
         .until("kubelet says why the pod does not end", async || {
-            let said = "plugin name drayman.dev not found in the list of registered DRA plugins";
-            let log = stage.cluster.log("node-0-kubelet")?;
+            let message = "plugin name drayman.dev not found in the list of registered DRA plugins";
+            let log = setup.cluster.log("node-0-kubelet")?;
             Ok(log
                 .lines()
-                .any(|line| line.contains(said) && line.contains("default/left")))
+                .any(|line| line.contains(message) && line.contains("default/left")))
         })
         .await?;
-    let finalizers = stage
+    let finalizers = setup
         .field(&["resourceclaims"], ".items[0].metadata.finalizers")
         .await?;
     ensure!(
@@ -389,60 +389,60 @@ async fn a_release_removed_too_early_is_installed_again() -> anyhow::Result<()> 
     );
 
     // The fix: install the release again.
-    stage.deploy("install", &values, &[]).await?;
-    stage
+    setup.deploy("install", &values, &[]).await?;
+    setup
         .until("the pod has ended", async || {
-            Ok(stage
+            Ok(setup
                 .cluster
                 .kubectl(&["get", "pods", "--output=name"])
                 .await?
                 .is_empty())
         })
         .await?;
-    stage
-        .until("its claim is gone", async || Ok(claims(&stage).await?.is_empty()))
+    setup
+        .until("its claim is gone", async || Ok(claims(&setup).await?.is_empty()))
         .await?;
     ensure!(
-        files(&stage, 0)?.iter().all(|file| !file.contains("claim_")),
+        files(&setup, 0)?.iter().all(|file| !file.contains("claim_")),
         "{:?}",
-        files(&stage, 0)?
+        files(&setup, 0)?
     );
     // The device is free: three pods get three devices.
     for name in ["a", "b", "c"] {
-        stage.apply(&pod(name, &["test"])).await?;
+        setup.apply(&pod(name, &["test"])).await?;
     }
     let mut seen = BTreeSet::new();
     for name in ["a", "b", "c"] {
-        stage.running(name).await?;
-        seen.extend(stage.devices(name).await?.into_values());
+        setup.running(name).await?;
+        seen.extend(setup.devices(name).await?.into_values());
     }
     assert_eq!(seen.len(), 3);
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn a_drained_node_returns_its_devices_and_serves_again() -> anyhow::Result<()> {
-    let stage = Stage::start(2).await?;
+    let setup = ChartSetup::start(2).await?;
     // Three controllers on two nodes; at most one may be unavailable.
     let ha = chart("values-ha.yaml");
     let more = ["--values", ha.to_str().unwrap_or_default()];
-    stage
+    setup
         .deploy("install", &chart("ci/one-kind-values.yaml"), &more)
         .await?;
     for node in ["node-0", "node-1"] {
-        stage.ready(&format!("{node}.drayman.dev")).await?;
+        setup.ready(&format!("{node}.drayman.dev")).await?;
     }
-    stage.apply(&template("test", "test")).await?;
+    setup.apply(&template("test", "test")).await?;
     let deployment = json!({
         "apiVersion": "apps/v1", "kind": "Deployment", "metadata": { "name": "app", "namespace": "default" },
         "spec": { "replicas": 1, "selector": { "matchLabels": { "app": "app" } }, "template": {
             "metadata": { "labels": { "app": "app" } }, "spec": pod("app", &["test"])["spec"] } },
     });
-    stage.apply(&deployment).await?;
+    setup.apply(&deployment).await?;
     let wait = ["rollout", "status", "deployment/app", "--timeout=180s"];
-    stage.cluster.kubectl(&wait).await?;
-    let place = |stage: &Stage| {
-        let cluster = stage.cluster.client();
+    setup.cluster.kubectl(&wait).await?;
+    let place = |setup: &ChartSetup| {
+        let cluster = setup.cluster.client();
         async move {
             use k8s_openapi::api::core::v1::Pod;
             use kube::api::{Api, ListParams};
@@ -456,7 +456,7 @@ async fn a_drained_node_returns_its_devices_and_serves_again() -> anyhow::Result
             anyhow::Ok(living.and_then(|pod| Some((pod.metadata.name?, pod.spec?.node_name?))))
         }
     };
-    let (_, drained) = place(&stage).await?.unwrap_or_default();
+    let (_, drained) = place(&setup).await?.unwrap_or_default();
     ensure!(!drained.is_empty());
 
     let drain = [
@@ -466,31 +466,31 @@ async fn a_drained_node_returns_its_devices_and_serves_again() -> anyhow::Result
         "--delete-emptydir-data",
         "--timeout=180s",
     ];
-    println!("{}", stage.cluster.kubectl(&drain).await?);
-    stage
+    println!("{}", setup.cluster.kubectl(&drain).await?);
+    setup
         .until("the pod runs on the other node", async || {
-            Ok(place(&stage).await?.is_some_and(|(_, node)| node != drained))
+            Ok(place(&setup).await?.is_some_and(|(_, node)| node != drained))
         })
         .await?;
-    let (name, _) = place(&stage).await?.unwrap_or_default();
-    stage.running(&name).await?;
-    assert_eq!(stage.devices(&name).await?.len(), 1);
-    stage
+    let (name, _) = place(&setup).await?.unwrap_or_default();
+    setup.running(&name).await?;
+    assert_eq!(setup.devices(&name).await?.len(), 1);
+    setup
         .until("one claim is left, that of the new pod", async || {
-            Ok(claims(&stage).await?.lines().count() == 1)
+            Ok(claims(&setup).await?.lines().count() == 1)
         })
         .await?;
     // The companion was not evicted: it had to unprepare the claims of the evicted pods.
-    stage.ready(&format!("{drained}.drayman.dev")).await?;
+    setup.ready(&format!("{drained}.drayman.dev")).await?;
     let number = usize::from(drained == "node-1");
-    ensure!(files(&stage, number)?.iter().all(|file| !file.contains("claim_")));
+    ensure!(files(&setup, number)?.iter().all(|file| !file.contains("claim_")));
 
-    stage.cluster.kubectl(&["uncordon", &drained]).await?;
+    setup.cluster.kubectl(&["uncordon", &drained]).await?;
     let mut pinned = pod("pinned", &["test"]);
     pinned["spec"]["nodeSelector"] = json!({ "kubernetes.io/hostname": drained });
-    stage.apply(&pinned).await?;
-    stage.running("pinned").await?;
-    assert_eq!(stage.devices("pinned").await?.len(), 1);
-    stage.rolled_out("drayman", "drayman").await?;
-    stage.cluster.stop().await
+    setup.apply(&pinned).await?;
+    setup.running("pinned").await?;
+    assert_eq!(setup.devices("pinned").await?.len(), 1);
+    setup.rolled_out("drayman", "drayman").await?;
+    setup.cluster.stop().await
 }

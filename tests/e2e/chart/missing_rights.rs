@@ -4,13 +4,13 @@ use anyhow::{Context as _, ensure};
 use serde_json::{Value, json};
 
 use crate::chart::helm::chart;
-use crate::chart::life::{COMPANION, CONTROLLER};
-use crate::chart::stage::Stage;
+use crate::chart::lifecycle::{COMPANION, CONTROLLER};
+use crate::chart::setup::ChartSetup;
 
 /// Removes a verb on NodeInventories from a role, and deletes the pods that use the role.
-async fn take(stage: &Stage, role: &str, verb: &str, pods: &str) -> anyhow::Result<()> {
+async fn remove_right(setup: &ChartSetup, role: &str, verb: &str, pods: &str) -> anyhow::Result<()> {
     let get = ["get", "clusterrole", role, "--output=json"];
-    let mut object: Value = serde_json::from_str(&stage.cluster.kubectl(&get).await?)?;
+    let mut object: Value = serde_json::from_str(&setup.cluster.kubectl(&get).await?)?;
     let mut split = Vec::new();
     for rule in object["rules"].as_array().context("rules")? {
         let of = |ours: bool| -> Value {
@@ -34,44 +34,44 @@ async fn take(stage: &Stage, role: &str, verb: &str, pods: &str) -> anyhow::Resu
     }
     ensure!(object["rules"] != json!(split), "{role} has no such right");
     object["rules"] = json!(split);
-    let file = stage.cluster.directory().join(format!("{role}.json"));
+    let file = setup.cluster.directory().join(format!("{role}.json"));
     std::fs::write(&file, object.to_string())?;
     let file = file.to_str().context("UTF-8")?;
-    stage.cluster.kubectl(&["replace", "--filename", file]).await?;
+    setup.cluster.kubectl(&["replace", "--filename", file]).await?;
     let selector = format!("--selector={pods}");
     let delete = ["delete", "pods", "--namespace=drayman", &selector];
-    stage.cluster.kubectl(&delete).await.map(drop)
+    setup.cluster.kubectl(&delete).await.map(drop)
 }
 
 #[tokio::test]
 async fn a_missing_right_is_named_in_the_log() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
+    let setup = ChartSetup::start(1).await?;
     // Otherwise all authenticated users have the right.
     let own = ["--set=rbac.readByAuthenticated=false"];
-    stage
+    setup
         .deploy("install", &chart("ci/one-kind-values.yaml"), &own)
         .await?;
-    stage.ready("node-0.drayman.dev").await?;
+    setup.ready("node-0.drayman.dev").await?;
     for (role, verb, pods) in [
         ("drayman-controller.drayman", "list", CONTROLLER),
         ("drayman-node.drayman", "patch", COMPANION),
     ] {
-        take(&stage, role, verb, pods).await?;
+        remove_right(&setup, role, verb, pods).await?;
         let selector = format!("--selector={pods}");
         let logs = ["logs", "--namespace=drayman", &selector, "--tail=-1"];
         let lacks = format!("cannot {verb} resource \"nodeinventories\" in API group \"drayman.dev\"");
-        stage
+        setup
             .until(&format!("{role} says that it {lacks}"), async || {
                 // A pod that does not run yet has no log.
-                let log = stage.cluster.kubectl(&logs).await.unwrap_or_default();
+                let log = setup.cluster.kubectl(&logs).await.unwrap_or_default();
                 // Quotes in the message may be escaped.
-                let told = log.replace('\\', "").contains(&lacks);
-                if told {
+                let logged = log.replace('\\', "").contains(&lacks);
+                if logged {
                     println!("{log}");
                 }
-                Ok(told)
+                Ok(logged)
             })
             .await?;
     }
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

@@ -5,21 +5,21 @@
 
 mod admitted;
 mod allowed;
-mod beside;
 mod containers;
 pub(crate) mod helm;
 pub(crate) mod image;
-mod inside;
+mod in_image;
 mod kinds;
 mod kubelet_apis;
-mod lacking;
-pub(crate) mod life;
+pub(crate) mod lifecycle;
+mod missing_rights;
 mod options;
 mod pools;
 mod refused;
 mod rendered;
 mod rights;
-pub(crate) mod stage;
+pub(crate) mod setup;
 mod structured;
+mod two_releases;
 mod types;
 mod values;

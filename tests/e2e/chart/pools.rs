@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::chart::helm::{MODES, chart, object, pod_spec, render, structured, variants};
 use crate::chart::rights::allowed;
-use crate::chart::stage::Stage;
+use crate::chart::setup::ChartSetup;
 use crate::harness::{Cluster, IMAGE};
 
 const POOLS: &str = "ci/node-pools-values.yaml";
@@ -212,9 +212,9 @@ fn pod(name: &str, node: &str) -> Value {
 }
 
 /// Number of devices that a node publishes.
-async fn offered(stage: &Stage, node: &str) -> anyhow::Result<usize> {
+async fn offered(setup: &ChartSetup, node: &str) -> anyhow::Result<usize> {
     let of_node = format!("--field-selector=spec.nodeName={node}");
-    let names = stage
+    let names = setup
         .field(&["resourceslices", &of_node], ".items[*].spec.devices[*].name")
         .await?;
     Ok(names.split_whitespace().count())
@@ -222,7 +222,7 @@ async fn offered(stage: &Stage, node: &str) -> anyhow::Result<usize> {
 
 #[tokio::test]
 async fn a_running_release_is_divided_into_pools() -> anyhow::Result<()> {
-    let stage = Stage::start_with(Cluster::structured(), 2).await?;
+    let setup = ChartSetup::start_with(Cluster::structured(), 2).await?;
     let (chart, values) = (chart(""), chart("ci/one-kind-values.yaml"));
     let deploy = async |verb: &str, more: &[&str]| {
         let mut words = vec![
@@ -233,12 +233,12 @@ async fn a_running_release_is_divided_into_pools() -> anyhow::Result<()> {
         ];
         words.extend(["--values", values.to_str().unwrap_or_default()]);
         words.extend(more);
-        stage.helm(&words).await
+        setup.helm(&words).await
     };
     let rolled_out = async |name: &str| {
         let object = format!("daemonset/{name}");
         let status = ["rollout", "status", &object, "--namespace=drayman"];
-        stage.cluster.kubectl(&status).await
+        setup.cluster.kubectl(&status).await
     };
     deploy("install", &[]).await?;
     rolled_out("drayman-node").await?;
@@ -249,70 +249,70 @@ async fn a_running_release_is_divided_into_pools() -> anyhow::Result<()> {
             { "name": "device", "exactly": { "deviceClassName": "test" } },
         ] } } },
     });
-    stage.apply(&template).await?;
+    setup.apply(&template).await?;
     for (name, node) in [("first", "node-0"), ("second", "node-1")] {
-        stage.apply(&pod(name, node)).await?;
-        stage.running(name).await?;
-        ensure!(stage.devices(name).await?.len() == 1, "{name}");
+        setup.apply(&pod(name, node)).await?;
+        setup.running(name).await?;
+        ensure!(setup.devices(name).await?.len() == 1, "{name}");
     }
     let before = (
-        stage.run_of_pod("first").await?,
-        stage.run_of_pod("second").await?,
+        setup.run_of_pod("first").await?,
+        setup.run_of_pod("second").await?,
     );
 
     let label = ["label", "node", "node-1", "example.com/pool=special"];
-    stage.cluster.kubectl(&label).await?;
+    setup.cluster.kubectl(&label).await?;
     let pool = "--set-json=nodePools=[{\"name\":\"special\",\"nodeSelector\":{\"example.com/pool\":\"special\"},\
                 \"deviceKinds\":[{\"name\":\"test\",\"paths\":[\"/dev/drayman-test-[01]\"]}]}]";
     deploy("upgrade", &[pool]).await?;
     for name in ["drayman-node", "drayman-node-special"] {
         rolled_out(name).await?;
-        let pods = stage
+        let pods = setup
             .field(&["daemonset", name, "--namespace=drayman"], ".status.numberReady")
             .await?;
         ensure!(pods == "1", "{name} has {pods} pods");
     }
-    stage
+    setup
         .until(
             "the node of the pool offers the devices of its kinds",
-            async || Ok(offered(&stage, "node-1").await? == 2 && offered(&stage, "node-0").await? == 3),
+            async || Ok(offered(&setup, "node-1").await? == 2 && offered(&setup, "node-0").await? == 3),
         )
         .await?;
-    stage.doctor().await?;
+    setup.doctor().await?;
     let after = (
-        stage.run_of_pod("first").await?,
-        stage.run_of_pod("second").await?,
+        setup.run_of_pod("first").await?,
+        setup.run_of_pod("second").await?,
     );
     ensure!(before == after, "{before:?} {after:?}");
 
     // The pool's companion knows the devices that the first companion prepared.
-    stage.apply(&pod("third", "node-1")).await?;
+    setup.apply(&pod("third", "node-1")).await?;
     let delete = ["delete", "pod", "second"];
-    stage.cluster.kubectl(&delete).await?;
-    stage.running("third").await?;
-    ensure!(stage.devices("third").await?.len() == 1);
+    setup.cluster.kubectl(&delete).await?;
+    setup.running("third").await?;
+    ensure!(setup.devices("third").await?.len() == 1);
 
     // Back to one pool.
     deploy("upgrade", &[]).await?;
     rolled_out("drayman-node").await?;
-    stage
+    setup
         .until("the first companion serves both nodes", async || {
-            let pods = stage
+            let pods = setup
                 .field(
                     &["daemonset", "drayman-node", "--namespace=drayman"],
                     ".status.numberReady",
                 )
                 .await?;
-            Ok(pods == "2" && offered(&stage, "node-1").await? == 3)
+            Ok(pods == "2" && offered(&setup, "node-1").await? == 3)
         })
         .await?;
     let delete = ["delete", "pod", "first", "third"];
-    stage.cluster.kubectl(&delete).await?;
-    stage
+    setup.cluster.kubectl(&delete).await?;
+    setup
         .until("the claims are gone", async || {
             let claims = ["get", "resourceclaims", "--all-namespaces", "--output=name"];
-            Ok(stage.cluster.kubectl(&claims).await?.is_empty())
+            Ok(setup.cluster.kubectl(&claims).await?.is_empty())
         })
         .await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

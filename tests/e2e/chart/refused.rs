@@ -301,10 +301,10 @@ fn a_combination_that_cannot_work_is_refused_with_one_sentence() {
         ),
     ];
     for (arguments, cause, way_out) in cases {
-        let said = refusal(None, &arguments);
-        let sentence = said
+        let message = refusal(None, &arguments);
+        let sentence = message
             .split_once("validation.yaml:")
-            .unwrap_or_else(|| panic!("{arguments:?} is refused by something else: {said}"))
+            .unwrap_or_else(|| panic!("{arguments:?} is refused by something else: {message}"))
             .1
             // Helm's own advice follows.
             .split("
@@ -314,16 +314,16 @@ Use --debug")
             .unwrap_or_default();
         assert!(
             sentence.contains(cause) && sentence.contains(way_out),
-            "{arguments:?}: {said}"
+            "{arguments:?}: {message}"
         );
-        assert_eq!(sentence.trim_end().lines().count(), 1, "one sentence: {said}");
-        assert!(sentence.trim_end().ends_with('.'), "{said}");
+        assert_eq!(sentence.trim_end().lines().count(), 1, "one sentence: {message}");
+        assert!(sentence.trim_end().ends_with('.'), "{message}");
     }
 }
 
 /// The suffix of a Service makes its name longer than that of the release.
 #[test]
-fn a_release_after_whom_no_service_can_be_called_is_refused() {
+fn a_release_whose_service_names_are_too_long_is_refused() {
     for (release, ours) in [("3com", "3com-drayman"), ("a.b", "a.b-drayman")] {
         let home = tempfile::tempdir().expect("a directory");
         let render = |more: &[&str]| {
@@ -334,15 +334,15 @@ fn a_release_after_whom_no_service_can_be_called_is_refused() {
                 .args(more)
                 .output()
                 .expect("Helm runs");
-            let said = String::from_utf8_lossy(&output.stderr).into_owned();
-            (output.status.success(), said)
+            let message = String::from_utf8_lossy(&output.stderr).into_owned();
+            (output.status.success(), message)
         };
-        let (taken, said) = render(&[]);
+        let (taken, message) = render(&[]);
         assert!(!taken, "{release}");
         assert!(
-            said.contains(&format!("The Services of the metrics would be called {ours}-"))
-                && said.contains("fullnameOverride"),
-            "{said}"
+            message.contains(&format!("The Services of the metrics would be called {ours}-"))
+                && message.contains("fullnameOverride"),
+            "{message}"
         );
         for way_out in [
             "--set=fullnameOverride=three-com",
@@ -351,8 +351,8 @@ fn a_release_after_whom_no_service_can_be_called_is_refused() {
             "--set=controller.metricsPort=0,node.metricsPort=0",
             "--set=monitoring.service=false,fullnameOverride=3com",
         ] {
-            let (taken, said) = render(&[way_out]);
-            assert!(taken, "{said}");
+            let (taken, message) = render(&[way_out]);
+            assert!(taken, "{message}");
         }
     }
 }
@@ -367,19 +367,22 @@ fn an_annotation_may_have_capitals_where_a_label_may_not() {
         "{}",
         String::from_utf8_lossy(&output.stderr)
     );
-    let said = refusal(
+    let message = refusal(
         None,
         &[&format!("--set={}", capital.replace("Annotations", "Labels"))],
     );
-    assert!(said.contains("podLabels"), "{said}");
+    assert!(message.contains("podLabels"), "{message}");
 }
 
 #[test]
 fn what_the_server_cannot_do_is_refused_if_it_is_demanded() {
     // Without a cluster, Helm reports all API groups that it knows, so the version decides.
     let output = template(None, &["--kube-version", "1.26.0"]);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(!output.status.success() && said.contains("kubeVersion"), "{said}");
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        !output.status.success() && message.contains("kubeVersion"),
+        "{message}"
+    );
     let fine = template(
         Some(&chart("ci/one-kind-values.yaml")),
         &["--kube-version", "1.30.4-gke.1348000"],
@@ -428,9 +431,9 @@ fn the_chart_and_the_program_take_the_same_durations() {
             .env_clear()
             .output()
             .expect("the program starts");
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
         // Flags are parsed first; their combination is checked once there is an API server.
-        let parsed = said.contains("no API server");
+        let parsed = message.contains("no API server");
         let duration = |text: &str| {
             let signed: Option<jiff::SignedDuration> = text.parse().ok();
             signed
@@ -453,7 +456,7 @@ fn the_chart_and_the_program_take_the_same_durations() {
         assert_eq!(
             chart.status.success(),
             parsed && together.check().is_ok(),
-            "{lease} {renew} {retry}: {said} {}",
+            "{lease} {renew} {retry}: {message} {}",
             String::from_utf8_lossy(&chart.stderr)
         );
     }
@@ -482,11 +485,15 @@ fn a_flag_is_refused_exactly_if_the_chart_sets_it() {
                 format!("--set={component}.extraArgs[0]=--{flag}"),
             ] {
                 let output = template(None, &[&set]);
-                let said = String::from_utf8_lossy(&output.stderr).into_owned();
-                assert_eq!(output.status.success(), free.contains(&variable), "{set}: {said}");
+                let message = String::from_utf8_lossy(&output.stderr).into_owned();
+                assert_eq!(
+                    output.status.success(),
+                    free.contains(&variable),
+                    "{set}: {message}"
+                );
                 assert!(
-                    output.status.success() || said.contains("which the chart sets from"),
-                    "{said}"
+                    output.status.success() || message.contains("which the chart sets from"),
+                    "{message}"
                 );
             }
         }

@@ -193,7 +193,7 @@ fn what_selects_pods_selects_those_of_its_component() {
                     ["Deployment", "DaemonSet"].contains(&owner["kind"].as_str().unwrap_or_default())
                         && owner["metadata"]["labels"]["app.kubernetes.io/component"] == *component
                 });
-                labels(owners.next().expect("what makes the pods"))
+                labels(owners.next().expect("the owner of the pods"))
             };
             match owner["kind"].as_str() {
                 Some("PodDisruptionBudget") => assert_eq!(labels(owner), of_component(), "{variant:?}"),
@@ -338,7 +338,7 @@ fn network_policies_allow_metrics_api_server_and_dns() {
         "drayman-uninstall",
     ] {
         let policy = &object(&none, "NetworkPolicy", name)["spec"];
-        assert_eq!(policy["ingress"], json!([]), "nothing comes in");
+        assert_eq!(policy["ingress"], json!([]), "no ingress");
         assert_eq!(ports(&policy["egress"]).len(), 4, "{name}");
     }
 }

@@ -161,7 +161,7 @@ fn no_role_has_wildcards_secrets_or_users_own_objects() {
                     // Only our own CRDs, by name.
                     || right.contains("customresourcedefinitions.apiextensions.k8s.io [\"device");
                 assert!(of_users || !writes || harmless, "{name} of {variant:?}: {right}");
-                // A user who may bind or escalate can get every right.
+                // Any user with the verb bind or escalate can get every right.
                 for verb in ["bind ", "escalate ", "impersonate "] {
                     assert!(!right.starts_with(verb), "{name} of {variant:?}: {right}");
                 }

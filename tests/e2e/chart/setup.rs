@@ -12,14 +12,14 @@ use tokio::time::{Duration, Instant, sleep};
 
 use crate::chart::helm::chart;
 use crate::chart::image;
-use crate::harness::{self, Builder, Cluster, PATIENCE};
+use crate::harness::{self, Builder, Cluster, TIMEOUT};
 
 /// Minor numbers of memory devices that are always readable: zero, random, urandom.
 const MINORS: [u32; 3] = [5, 8, 9];
 
 /// A cluster and Helm.
 #[allow(missing_debug_implementations, reason = "a kube::Client has none")]
-pub(crate) struct Stage {
+pub(crate) struct ChartSetup {
     pub(crate) cluster: Cluster,
     home: PathBuf,
 }
@@ -32,7 +32,7 @@ pub(crate) struct Run {
     pub(crate) restarts: i32,
 }
 
-impl Stage {
+impl ChartSetup {
     /// Starts a cluster with service accounts, the image on its nodes and three devices `/dev/drayman-test-*` on each.
     pub(crate) async fn start(nodes: usize) -> anyhow::Result<Self> {
         Self::start_with(Cluster::builder(), nodes).await
@@ -50,16 +50,16 @@ impl Stage {
                 node.make_device(format!("/dev/drayman-test-{index}"), 1, *minor)?;
             }
         }
-        Self::on(cluster).await
+        Self::prepare(cluster).await
     }
 
     /// Wraps a cluster as it is.
-    pub(crate) async fn on(cluster: Cluster) -> anyhow::Result<Self> {
+    pub(crate) async fn prepare(cluster: Cluster) -> anyhow::Result<Self> {
         tokio::task::spawn_blocking(harness::helm).await??;
         let home = cluster.directory().join("helm");
-        let stage = Self { cluster, home };
-        stage.namespace("drayman", "privileged").await?;
-        Ok(stage)
+        let setup = Self { cluster, home };
+        setup.namespace("drayman", "privileged").await?;
+        Ok(setup)
     }
 
     /// Creates a namespace that enforces this Pod Security Standard.
@@ -86,7 +86,7 @@ impl Stage {
             .await
             .context("running Helm")?;
         if !output.status.success() {
-            let said = String::from_utf8_lossy(&output.stderr);
+            let message = String::from_utf8_lossy(&output.stderr);
             let all = self
                 .cluster
                 .kubectl(&["get", "pods,events", "--all-namespaces"])
@@ -94,11 +94,11 @@ impl Stage {
             bail!(
                 "helm {}: {}\n{}",
                 arguments.join(" "),
-                said.trim(),
+                message.trim(),
                 all.unwrap_or_default()
             );
         }
-        String::from_utf8(output.stdout).context("what Helm printed")
+        String::from_utf8(output.stdout).context("the output of Helm")
     }
 
     /// Runs `drayman` as administrator.
@@ -112,9 +112,9 @@ impl Stage {
     /// Output of `drayman doctor`, which must find no problem.
     pub(crate) async fn doctor(&self) -> anyhow::Result<String> {
         let output = self.ask(&["doctor"]).await?;
-        let said = String::from_utf8(output.stdout)?;
-        anyhow::ensure!(output.status.success(), "{said}");
-        Ok(said)
+        let message = String::from_utf8(output.stdout)?;
+        anyhow::ensure!(output.status.success(), "{message}");
+        Ok(message)
     }
 
     /// Installs or upgrades the release `drayman` in the namespace `drayman`, and waits until it is ready.
@@ -137,7 +137,7 @@ impl Stage {
 
     /// Waits for the rollout of a release's controller and companions.
     pub(crate) async fn rolled_out(&self, namespace: &str, fullname: &str) -> anyhow::Result<()> {
-        let timeout = format!("--timeout={}s", PATIENCE.as_secs());
+        let timeout = format!("--timeout={}s", TIMEOUT.as_secs());
         for object in [
             format!("deployment/{fullname}-controller"),
             format!("daemonset/{fullname}-node"),
@@ -156,7 +156,7 @@ impl Stage {
 
     /// Waits until the inventory of a node is ready.
     pub(crate) async fn ready(&self, inventory: &str) -> anyhow::Result<()> {
-        let timeout = format!("--timeout={}s", PATIENCE.as_secs());
+        let timeout = format!("--timeout={}s", TIMEOUT.as_secs());
         let name = format!("nodeinventory/{inventory}");
         self.until(&format!("{name} exists"), async || {
             Ok(self.cluster.kubectl(&["get", &name]).await.is_ok())
@@ -182,7 +182,7 @@ impl Stage {
 
     /// Waits until a pod of the namespace `default` runs.
     pub(crate) async fn running(&self, name: &str) -> anyhow::Result<()> {
-        let timeout = format!("--timeout={}s", PATIENCE.as_secs());
+        let timeout = format!("--timeout={}s", TIMEOUT.as_secs());
         let pod = format!("pod/{name}");
         let waited = self
             .cluster
@@ -252,7 +252,7 @@ impl Stage {
         what: &str,
         holds: impl AsyncFn() -> anyhow::Result<bool>,
     ) -> anyhow::Result<()> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while !holds().await? {
             if Instant::now() > deadline {
                 let pods = self

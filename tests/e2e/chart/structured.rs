@@ -19,7 +19,7 @@ use crate::chart::helm::{
     variants, yaml,
 };
 use crate::chart::rights::allowed;
-use crate::chart::stage::Stage;
+use crate::chart::setup::ChartSetup;
 use crate::harness::{Cluster, IMAGE};
 
 /// Whether an object is rendered.
@@ -50,11 +50,14 @@ fn the_version_and_the_served_apis_choose_the_mode() {
             assert_eq!(has(&rendered, class), class == expected, "{arguments:?}: {class}");
         }
     }
-    let said = refusal(
+    let message = refusal(
         Some(&chart("ci/one-kind-values.yaml")),
         &["--kube-version=1.37.2"],
     );
-    assert!(said.contains("add --api-versions=resource.k8s.io/v1"), "{said}");
+    assert!(
+        message.contains("add --api-versions=resource.k8s.io/v1"),
+        "{message}"
+    );
     // Extended resources do not require a claims API.
     let extended = template(
         Some(&chart("ci/extended-resources-values.yaml")),
@@ -384,8 +387,8 @@ fn the_notes_name_the_mode_and_show_its_claim() {
         ),
         ("ci/defaults-values.yaml", &STRUCTURED, "deviceKinds is empty"),
     ] {
-        let said = notes(values, mode);
-        assert!(said.contains(expected), "{values} {mode:?}: {said}");
+        let message = notes(values, mode);
+        assert!(message.contains(expected), "{values} {mode:?}: {message}");
     }
     assert!(!notes("ci/one-kind-values.yaml", &classic).contains("has no effect"));
     for (mode, version, claim) in [
@@ -396,8 +399,8 @@ fn the_notes_name_the_mode_and_show_its_claim() {
             json!({ "devices": { "requests": [{ "name": "device", "exactly": { "deviceClassName": "test" } }] } }),
         ),
     ] {
-        let said = notes("ci/one-kind-values.yaml", mode);
-        let example = said.split_once("class test:\n").expect("an example").1;
+        let message = notes("ci/one-kind-values.yaml", mode);
+        let example = message.split_once("class test:\n").expect("an example").1;
         let example = example.split("\nBefore").next().unwrap_or_default();
         let objects = objects(example);
         assert_eq!(objects[0]["apiVersion"], format!("resource.k8s.io/{version}"));
@@ -453,7 +456,7 @@ fn slice(name: &str, node: &str, driver: &str, pool: &str) -> ResourceSlice {
 }
 
 /// A client as the companion on node-a with more rights than the companion, so that the policy answers and not RBAC.
-async fn companion(stage: &Stage) -> anyhow::Result<Api<ResourceSlice>> {
+async fn companion(setup: &ChartSetup) -> anyhow::Result<Api<ResourceSlice>> {
     let rights = [
         "create",
         "clusterrole",
@@ -461,7 +464,7 @@ async fn companion(stage: &Stage) -> anyhow::Result<Api<ResourceSlice>> {
         "--verb=get,create,update,patch,delete,deletecollection,list",
         "--resource=resourceslices.resource.k8s.io",
     ];
-    stage.cluster.kubectl(&rights).await?;
+    setup.cluster.kubectl(&rights).await?;
     let binding = [
         "create",
         "clusterrolebinding",
@@ -469,15 +472,15 @@ async fn companion(stage: &Stage) -> anyhow::Result<Api<ResourceSlice>> {
         "--clusterrole=all",
         "--serviceaccount=drayman:drayman-node",
     ];
-    stage.cluster.kubectl(&binding).await?;
+    setup.cluster.kubectl(&binding).await?;
     for name in ["node-a", "node-b"] {
         let node: Node = serde_json::from_value(json!({ "metadata": { "name": name } }))?;
-        Api::<Node>::all(stage.cluster.client())
+        Api::<Node>::all(setup.cluster.client())
             .create(&PostParams::default(), &node)
             .await?;
     }
     Ok(Api::all(
-        token_client(stage, "drayman-node", Some("node-a")).await?,
+        token_client(setup, "drayman-node", Some("node-a")).await?,
     ))
 }
 
@@ -485,7 +488,7 @@ async fn companion(stage: &Stage) -> anyhow::Result<Api<ResourceSlice>> {
 #[expect(clippy::too_many_lines, reason = "one policy, case by case")]
 async fn the_token_of_a_node_writes_only_its_own_slices() -> anyhow::Result<()> {
     let builder = Cluster::structured().service_accounts();
-    let stage = Stage::on(builder.start().await?).await?;
+    let setup = ChartSetup::prepare(builder.start().await?).await?;
     let (chart, values) = (chart(""), chart("ci/one-kind-values.yaml"));
     let values = values.to_str().context("UTF-8")?;
     let chart = chart.to_str().context("UTF-8")?;
@@ -498,12 +501,12 @@ async fn the_token_of_a_node_writes_only_its_own_slices() -> anyhow::Result<()> 
         "--values",
         values,
     ];
-    let notes = stage.helm(&install).await?;
+    let notes = setup.helm(&install).await?;
     ensure!(notes.contains("in structured mode"), "{notes}");
-    stage.field(&["deviceclass", "test"], ".spec.selectors").await?;
+    setup.field(&["deviceclass", "test"], ".spec.selectors").await?;
 
-    let admin = Api::<ResourceSlice>::all(stage.cluster.client());
-    let ours = companion(&stage).await?;
+    let admin = Api::<ResourceSlice>::all(setup.cluster.client());
+    let ours = companion(&setup).await?;
     let post = PostParams::default();
     let create = |name: &'static str, node: &'static str, driver: &'static str, pool: &'static str| {
         let (ours, post) = (ours.clone(), post.clone());
@@ -515,7 +518,7 @@ async fn the_token_of_a_node_writes_only_its_own_slices() -> anyhow::Result<()> 
     };
     // The API server learns of policies and roles through its own watches.
     let of_node = "the companion of node node-a may write ResourceSlices of this node and of the driver drayman.dev only";
-    stage
+    setup
         .until("the policy is in force", async || {
             let foreign = create("node-b.drayman.dev-99", "node-b", "drayman.dev", "node-b").await;
             Ok(foreign.is_err_and(|error| error.contains(of_node)))
@@ -598,7 +601,7 @@ async fn the_token_of_a_node_writes_only_its_own_slices() -> anyhow::Result<()> 
     ours.delete("old", &DeleteParams::default()).await?;
 
     // A token that is not bound to a pod.
-    let unbound = Api::<ResourceSlice>::all(token_client(&stage, "drayman-node", None).await?);
+    let unbound = Api::<ResourceSlice>::all(token_client(&setup, "drayman-node", None).await?);
     let own = slice("node-a.drayman.dev-00", "node-a", "drayman.dev", "node-a");
     let error = unbound
         .create(&post, &own)
@@ -613,14 +616,14 @@ async fn the_token_of_a_node_writes_only_its_own_slices() -> anyhow::Result<()> 
     admin
         .create(&post, &slice("other", "node-b", "other.example.com", "node-b"))
         .await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn the_api_server_accepts_every_variant_in_structured_mode() -> anyhow::Result<()> {
-    let stage = Stage::on(Cluster::structured().start().await?).await?;
-    validate_variants(&stage, &STRUCTURED.map(str::to_owned)).await?;
-    stage.cluster.stop().await
+    let setup = ChartSetup::prepare(Cluster::structured().start().await?).await?;
+    validate_variants(&setup, &STRUCTURED.map(str::to_owned)).await?;
+    setup.cluster.stop().await
 }
 
 /// A pod with a claim for one device of the class `test`.
@@ -642,7 +645,7 @@ fn pod(name: &str) -> Value {
 
 #[tokio::test]
 async fn a_release_serves_claims_while_its_companion_is_replaced() -> anyhow::Result<()> {
-    let stage = Stage::start_with(Cluster::structured(), 1).await?;
+    let setup = ChartSetup::start_with(Cluster::structured(), 1).await?;
     let (chart, values) = (chart(""), chart("ci/one-kind-values.yaml"));
     let install = [
         "install",
@@ -654,9 +657,9 @@ async fn a_release_serves_claims_while_its_companion_is_replaced() -> anyhow::Re
         "--set=node.updateStrategy.maxSurge=1",
         "--set=node.updateStrategy.maxUnavailable=0",
     ];
-    stage.helm(&install).await?;
+    setup.helm(&install).await?;
     let rollout = |verb| ["rollout", verb, "daemonset/drayman-node", "--namespace=drayman"];
-    stage.cluster.kubectl(&rollout("status")).await?;
+    setup.cluster.kubectl(&rollout("status")).await?;
     let template = json!({
         "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate",
         "metadata": { "name": "test", "namespace": "default" },
@@ -664,21 +667,21 @@ async fn a_release_serves_claims_while_its_companion_is_replaced() -> anyhow::Re
             { "name": "device", "exactly": { "deviceClassName": "test" } },
         ] } } },
     });
-    stage.apply(&template).await?;
-    stage.apply(&pod("first")).await?;
-    stage.running("first").await?;
-    ensure!(stage.devices("first").await?.len() == 1);
-    stage.doctor().await?;
+    setup.apply(&template).await?;
+    setup.apply(&pod("first")).await?;
+    setup.running("first").await?;
+    ensure!(setup.devices("first").await?.len() == 1);
+    setup.doctor().await?;
 
-    let slice = || stage.field(&["resourceslices"], ".items[*].metadata.uid");
-    let (before, run) = (slice().await?, stage.run_of_pod("first").await?);
-    stage.cluster.kubectl(&rollout("restart")).await?;
-    stage.cluster.kubectl(&rollout("status")).await?;
-    stage.apply(&pod("second")).await?;
-    stage.running("second").await?;
-    let (first, second) = (stage.devices("first").await?, stage.devices("second").await?);
+    let slice = || setup.field(&["resourceslices"], ".items[*].metadata.uid");
+    let (before, run) = (slice().await?, setup.run_of_pod("first").await?);
+    setup.cluster.kubectl(&rollout("restart")).await?;
+    setup.cluster.kubectl(&rollout("status")).await?;
+    setup.apply(&pod("second")).await?;
+    setup.running("second").await?;
+    let (first, second) = (setup.devices("first").await?, setup.devices("second").await?);
     ensure!(first != second && second.len() == 1, "{first:?} {second:?}");
-    ensure!(slice().await? == before, "the slices were not wiped");
-    ensure!(stage.run_of_pod("first").await? == run);
-    stage.cluster.stop().await
+    ensure!(slice().await? == before, "the slices were not deleted");
+    ensure!(setup.run_of_pod("first").await? == run);
+    setup.cluster.stop().await
 }

@@ -6,27 +6,27 @@ use anyhow::ensure;
 use serde_json::{Value, json};
 
 use crate::chart::helm::{chart, objects};
-use crate::chart::life::{COMPANION, CONTROLLER, claims, pod, template};
-use crate::chart::stage::Stage;
+use crate::chart::lifecycle::{COMPANION, CONTROLLER, claims, pod, template};
+use crate::chart::setup::ChartSetup;
 use crate::harness;
 
 #[tokio::test]
 async fn two_releases_with_different_names_serve_one_pod() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
+    let setup = ChartSetup::start(1).await?;
     // The last device belongs to the second release.
-    let node = stage.cluster.node(0);
+    let node = setup.cluster.node(0);
     node.remove("/dev/drayman-test-2")?;
     node.make_device("/dev/drayman-other", 1, 9)?;
-    stage
+    setup
         .deploy("install", &chart("ci/one-kind-values.yaml"), &[])
         .await?;
 
     let chart = chart("");
     let chart = chart.to_str().unwrap_or_default();
-    stage.namespace("other", "privileged").await?;
+    setup.namespace("other", "privileged").await?;
     let install = |name: &'static str| {
         let name = format!("--set=driverName={name}");
-        let stage = &stage;
+        let setup = &setup;
         async move {
             let mut arguments = vec!["install", "other", chart, "--namespace", "other", &name];
             arguments.extend([
@@ -36,7 +36,7 @@ async fn two_releases_with_different_names_serve_one_pod() -> anyhow::Result<()>
                 "--set=classes[0].name=other",
                 "--set=classes[0].kind=other",
             ]);
-            stage.helm(&arguments).await
+            setup.helm(&arguments).await
         }
     };
     let same = install("drayman.dev")
@@ -49,55 +49,55 @@ async fn two_releases_with_different_names_serve_one_pod() -> anyhow::Result<()>
         ) && same.contains("set driverName to another name"),
         "{same}"
     );
-    roles_made_by_hand(&stage).await?;
+    roles_made_by_hand(&setup).await?;
     install("other.example.com").await?;
-    stage.rolled_out("other", "other-drayman").await?;
-    stage.ready("node-0.drayman.dev").await?;
-    stage.ready("node-0.other.example.com").await?;
+    setup.rolled_out("other", "other-drayman").await?;
+    setup.ready("node-0.drayman.dev").await?;
+    setup.ready("node-0.other.example.com").await?;
 
-    stage.apply(&template("test", "test")).await?;
-    stage.apply(&template("other", "other")).await?;
-    stage.apply(&pod("both", &["test", "other"])).await?;
-    stage.running("both").await?;
-    let devices: BTreeSet<String> = stage.devices("both").await?.into_values().collect();
+    setup.apply(&template("test", "test")).await?;
+    setup.apply(&template("other", "other")).await?;
+    setup.apply(&pod("both", &["test", "other"])).await?;
+    setup.running("both").await?;
+    let devices: BTreeSet<String> = setup.devices("both").await?.into_values().collect();
     assert_eq!(devices.len(), 2, "{devices:?}");
     ensure!(devices.contains("/dev/drayman-other"), "{devices:?}");
-    stage.cluster.kubectl(&["delete", "pod", "both"]).await?;
-    stage
+    setup.cluster.kubectl(&["delete", "pod", "both"]).await?;
+    setup
         .until("the claims are gone", async || {
-            Ok(claims(&stage).await?.is_empty())
+            Ok(claims(&setup).await?.is_empty())
         })
         .await?;
 
     // One release is uninstalled, and the other is not affected.
     let before = (
-        stage.run_of("drayman", CONTROLLER).await?,
-        stage.run_of("drayman", COMPANION).await?,
+        setup.run_of("drayman", CONTROLLER).await?,
+        setup.run_of("drayman", COMPANION).await?,
     );
-    stage
+    setup
         .helm(&["uninstall", "other", "--namespace", "other", "--wait"])
         .await?;
-    stage.apply(&pod("one", &["test"])).await?;
-    stage.running("one").await?;
-    assert_eq!(stage.devices("one").await?.len(), 1);
+    setup.apply(&pod("one", &["test"])).await?;
+    setup.running("one").await?;
+    assert_eq!(setup.devices("one").await?.len(), 1);
     let after = (
-        stage.run_of("drayman", CONTROLLER).await?,
-        stage.run_of("drayman", COMPANION).await?,
+        setup.run_of("drayman", CONTROLLER).await?,
+        setup.run_of("drayman", COMPANION).await?,
     );
     assert_eq!(before, after);
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// `rbac.create=false` as in docs/operator/install.md: roles created by hand do not count as another release.
-async fn roles_made_by_hand(stage: &Stage) -> anyhow::Result<()> {
-    stage.namespace("third", "privileged").await?;
+async fn roles_made_by_hand(setup: &ChartSetup) -> anyhow::Result<()> {
+    setup.namespace("third", "privileged").await?;
     let (chart, name) = (chart(""), "--set=driverName=third.example.com");
     let chart = chart.to_str().unwrap_or_default();
     let files = ["controller/rbac", "node/rbac", "crds/upgrade"].map(|file| format!("templates/{file}.yaml"));
     let mut words = vec!["template", "third", chart, "--namespace=third", name];
     words.extend(["--kube-version", harness::VERSION]);
     words.extend(files.iter().flat_map(|file| ["--show-only", file]));
-    let rendered = objects(&stage.helm(&words).await?);
+    let rendered = objects(&setup.helm(&words).await?);
     let roles: Vec<Value> = rendered
         .into_iter()
         .filter(|object| {
@@ -106,11 +106,11 @@ async fn roles_made_by_hand(stage: &Stage) -> anyhow::Result<()> {
         })
         .collect();
     ensure!(roles.len() > 5, "{roles:#?}");
-    let file = stage.cluster.directory().join("roles.json");
+    let file = setup.cluster.directory().join("roles.json");
     let list = json!({ "apiVersion": "v1", "kind": "List", "items": roles });
     std::fs::write(&file, list.to_string())?;
     let file = file.to_str().unwrap_or_default();
-    stage.cluster.kubectl(&["apply", "--filename", file]).await?;
+    setup.cluster.kubectl(&["apply", "--filename", file]).await?;
     let install = [
         "install",
         "third",
@@ -120,8 +120,8 @@ async fn roles_made_by_hand(stage: &Stage) -> anyhow::Result<()> {
         "--set=rbac.create=false",
         "--dry-run=server",
     ];
-    stage.helm(&install).await?;
-    stage
+    setup.helm(&install).await?;
+    setup
         .cluster
         .kubectl(&["delete", "--filename", file])
         .await

@@ -160,11 +160,11 @@ fn put(values: &mut Value, path: &str, value: Value) {
 pub(crate) fn assert_each_refused(values: &Value, paths: &[String], what: &str) {
     let file = tempfile::NamedTempFile::with_suffix(".json").expect("a file");
     std::fs::write(file.path(), values.to_string()).expect("written");
-    let said = refusal(Some(file.path()), &[]);
+    let message = refusal(Some(file.path()), &[]);
     for path in paths {
         assert!(
-            said.contains(&format!("at '{path}")),
-            "{what} at {path} is not refused: {said}"
+            message.contains(&format!("at '{path}")),
+            "{what} at {path} is not refused: {message}"
         );
     }
     println!("{} values refused as {what}", paths.len());
@@ -206,10 +206,10 @@ fn an_unknown_value_is_refused_wherever_it_stands() {
     assert!(groups.len() > 12, "{groups:?}");
     let groups: Vec<String> = groups.into_iter().collect();
     assert_each_refused(&values, &groups, "unknown");
-    let said = refusal(None, &["--set=unknown=1"]);
+    let message = refusal(None, &["--set=unknown=1"]);
     assert!(
-        said.contains("additional properties 'unknown' not allowed"),
-        "{said}"
+        message.contains("additional properties 'unknown' not allowed"),
+        "{message}"
     );
 }
 
@@ -268,14 +268,14 @@ fn of_kubernetes() {
     assert_each_refused(&values, &wrong, "unknown to Kubernetes");
     let file = tempfile::NamedTempFile::with_suffix(".json").expect("a file");
     std::fs::write(file.path(), values.to_string()).expect("written");
-    let said = refusal(Some(file.path()), &[]);
+    let message = refusal(Some(file.path()), &[]);
     for right in [
         "metricsFrom/4",
         "metricsFrom/5",
         "classes/2",
         "controller/extraEnv/2",
     ] {
-        assert!(!said.contains(right), "{right} is refused: {said}");
+        assert!(!message.contains(right), "{right} is refused: {message}");
     }
 }
 

@@ -29,7 +29,7 @@ impl Drop for Demo {
 }
 
 /// Runs a page's script until the pod has its device.
-pub(super) fn types(page: &str, kubectl: &Path) -> anyhow::Result<()> {
+pub(super) fn run_script(page: &str, kubectl: &Path) -> anyhow::Result<()> {
     let text = script(page, "sh", "demo");
     let (first, rest) = text.split_once('\n').context("more than a line")?;
     let command = first.split(" #").next().unwrap_or_default();
@@ -59,8 +59,8 @@ pub(super) fn types(page: &str, kubectl: &Path) -> anyhow::Result<()> {
             .env("KUBECONFIG", &kubeconfig)
             .output()?;
         let printed = String::from_utf8_lossy(&output.stdout);
-        let said = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "{page}: {printed}{said}");
+        let message = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "{page}: {printed}{message}");
         if printed.contains("InUse") {
             println!("{printed}");
             return Ok(());

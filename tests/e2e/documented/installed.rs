@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
 
-use crate::chart::stage::Stage;
+use crate::chart::setup::ChartSetup;
 use crate::documented::embedded;
 use crate::harness::{self, Builder, Cluster, IMAGE};
 use crate::page::{repository, script};
@@ -66,27 +66,27 @@ spec:
   containers: [{name: main, image: 'busybox:1', imagePullPolicy: Never, resources: {claims: [{name: serial}]}}]";
 
 /// The working directory of scripts.
-pub(super) fn place(stage: &Stage) -> PathBuf {
-    stage.cluster.directory().join("place")
+pub(super) fn working_directory(setup: &ChartSetup) -> PathBuf {
+    setup.cluster.directory().join("place")
 }
 
 /// Runs a script in the repository with kubectl, helm and drayman in the PATH. Returns its output.
-pub(super) async fn types(stage: &Stage, text: &str) -> anyhow::Result<String> {
+pub(super) async fn run_script(setup: &ChartSetup, text: &str) -> anyhow::Result<String> {
     // Files of a script belong to this cluster, not into the repository.
-    let place = place(stage);
+    let place = working_directory(setup);
     let programs = place.join("programs");
     std::fs::create_dir_all(&programs)?;
     for name in ["charts", "examples", "hack"] {
         symlink(repository(name), place.join(name))?;
     }
-    symlink(stage.cluster.kubectl_program(), programs.join("kubectl"))?;
+    symlink(setup.cluster.kubectl_program(), programs.join("kubectl"))?;
     symlink(harness::helm()?, programs.join("helm"))?;
     for (name, script) in [("drayman", DRAYMAN), ("sudo", SUDO)] {
         let program = programs.join(name);
         std::fs::write(&program, script)?;
         std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755))?;
     }
-    let output = stage
+    let output = setup
         .cluster
         .command("bash")
         // An image that the test node has without a registry.
@@ -94,8 +94,8 @@ pub(super) async fn types(stage: &Stage, text: &str) -> anyhow::Result<String> {
         .current_dir(&place)
         .env("PATH", shell::path_with(&[&programs.join("kubectl")]))
         .env("DRAYMAN", env!("CARGO_BIN_EXE_drayman"))
-        .env("NODE", format!("/proc/{}/ns/mnt", stage.cluster.node(0).init().0))
-        .env("KUBECONFIG", stage.cluster.kubeconfig())
+        .env("NODE", format!("/proc/{}/ns/mnt", setup.cluster.node(0).init().0))
+        .env("KUBECONFIG", setup.cluster.kubeconfig())
         // Cache directory of kubectl and Helm.
         .env("HOME", &place)
         .output()
@@ -107,7 +107,7 @@ pub(super) async fn types(stage: &Stage, text: &str) -> anyhow::Result<String> {
         "{}: {printed}\n{}\n{}",
         output.status,
         String::from_utf8_lossy(&output.stderr),
-        stage
+        setup
             .cluster
             .kubectl(&["get", "pods,events", "--all-namespaces"])
             .await
@@ -117,35 +117,35 @@ pub(super) async fn types(stage: &Stage, text: &str) -> anyhow::Result<String> {
 }
 
 /// A cluster before any page was followed: without the namespace.
-async fn cluster(builder: Builder) -> anyhow::Result<Stage> {
-    let stage = Stage::start_with(builder, 1).await?;
-    stage.cluster.kubectl(&["delete", "namespace", "drayman"]).await?;
-    Ok(stage)
+async fn cluster(builder: Builder) -> anyhow::Result<ChartSetup> {
+    let setup = ChartSetup::start_with(builder, 1).await?;
+    setup.cluster.kubectl(&["delete", "namespace", "drayman"]).await?;
+    Ok(setup)
 }
 
 #[tokio::test]
 async fn the_readme_alone_leads_from_nothing_to_a_device_in_a_pod() -> anyhow::Result<()> {
-    let stage = cluster(Cluster::structured()).await?;
+    let setup = cluster(Cluster::structured()).await?;
     for page in ["README.md", "docs/user/quickstart.md"] {
-        embedded::types(page, stage.cluster.kubectl_program())?;
+        embedded::run_script(page, setup.cluster.kubectl_program())?;
     }
-    let node = stage.cluster.node(0);
+    let node = setup.cluster.node(0);
     // A test machine may lack /dev/fuse; the page says that most have it.
     if !node.path("/dev/fuse").exists() {
         node.make_device("/dev/fuse", 10, 229)?;
     }
-    let printed = types(&stage, &script("README.md", "sh", "chart")).await?;
+    let printed = run_script(&setup, &script("README.md", "sh", "chart")).await?;
     println!("{printed}");
     let last = printed.lines().last().unwrap_or_default();
     ensure!(
         last.starts_with("crw") && last.ends_with("/dev/fuse"),
         "{printed}"
     );
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// The scripts that inspect a node, with their placeholders filled in.
-fn about_node() -> String {
+fn node_scripts() -> String {
     let pages =
         ["devices", "troubleshoot"].map(|page| script(&format!("docs/operator/{page}.md"), "sh", "chart"));
     let release = "kubectl --namespace drayman exec POD -- /drayman node release";
@@ -158,9 +158,9 @@ fn about_node() -> String {
 }
 
 /// From the installation to the uninstallation, page by page.
-async fn walk(builder: Builder, objects: &str) -> anyhow::Result<()> {
-    let stage = cluster(builder).await?;
-    let node = stage.cluster.node(0);
+async fn run_pages(builder: Builder, objects: &str) -> anyhow::Result<()> {
+    let setup = cluster(builder).await?;
+    let node = setup.cluster.node(0);
     let directory = Path::new("/dev/serial/by-id");
     std::fs::create_dir_all(node.path(directory))?;
     node.make_device(directory.join("usb-a_serial_adapter"), 1, 5)?;
@@ -172,11 +172,11 @@ async fn walk(builder: Builder, objects: &str) -> anyhow::Result<()> {
         page("install"),
         page("upgrade"),
         HOLDER.replace("OBJECTS", objects),
-        about_node(),
+        node_scripts(),
         NO_HOLDER.to_owned(),
         page("leave"),
     ];
-    let printed = types(&stage, &scripts.concat()).await?;
+    let printed = run_script(&setup, &scripts.concat()).await?;
     println!("{printed}");
     ensure!(
         printed.contains("Phase:          Succeeded"),
@@ -188,15 +188,15 @@ async fn walk(builder: Builder, objects: &str) -> anyhow::Result<()> {
     );
     let left = node.path("/var/lib/kubelet/plugins/drayman.dev");
     ensure!(!left.exists(), "{} is left", left.display());
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn the_pages_for_operators_work_in_structured_mode() -> anyhow::Result<()> {
-    walk(Cluster::structured(), STRUCTURED_OBJECTS).await
+    run_pages(Cluster::structured(), STRUCTURED_OBJECTS).await
 }
 
 #[tokio::test]
 async fn the_pages_for_operators_work_in_classic_mode() -> anyhow::Result<()> {
-    walk(Cluster::builder(), CLASSIC_OBJECTS).await
+    run_pages(Cluster::builder(), CLASSIC_OBJECTS).await
 }

@@ -15,7 +15,7 @@ async fn check(cluster: &Cluster, mark: &str) -> anyhow::Result<usize> {
         let file = cluster.directory().join("object.yaml");
         std::fs::write(&file, &block.text)?;
         let file = file.to_str().context("UTF-8")?;
-        let said = cluster
+        let message = cluster
             .kubectl(&[
                 "create",
                 "--dry-run=server",
@@ -25,7 +25,7 @@ async fn check(cluster: &Cluster, mark: &str) -> anyhow::Result<usize> {
             ])
             .await
             .with_context(|| block.place.clone())?;
-        accepted += said.lines().filter(|line| line.contains("created")).count();
+        accepted += message.lines().filter(|line| line.contains("created")).count();
     }
     println!("{accepted} objects accepted");
     Ok(accepted)

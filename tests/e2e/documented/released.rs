@@ -15,10 +15,10 @@ use tokio::time::timeout;
 
 use crate::chart::helm::yaml;
 use crate::chart::image::{architecture, program};
-use crate::chart::life::COMPANION;
-use crate::chart::stage::Stage;
+use crate::chart::lifecycle::COMPANION;
+use crate::chart::setup::ChartSetup;
 use crate::documented::installed;
-use crate::harness::{self, Cluster, PATIENCE};
+use crate::harness::{self, Cluster, TIMEOUT};
 use crate::page::{repository, script};
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
@@ -73,8 +73,8 @@ async fn release(programs: &Path, output: &Path, variables: &[(&str, &str)]) -> 
 /// Runs `hack/release`, which must succeed. Returns the digest of the image.
 async fn released(programs: &Path, output: &Path, variables: &[(&str, &str)]) -> anyhow::Result<String> {
     let made = release(programs, output, variables).await?;
-    let said = String::from_utf8_lossy(&made.stderr);
-    ensure!(made.status.success(), "{said}");
+    let stderr = String::from_utf8_lossy(&made.stderr);
+    ensure!(made.status.success(), "{stderr}");
     Ok(String::from_utf8(made.stdout)?.trim().to_owned())
 }
 
@@ -142,12 +142,12 @@ async fn a_release_has_image_chart_plugin_and_checksums() -> anyhow::Result<()> 
         .status()
         .await?;
     ensure!(unpacked.success() && place.path().join("LICENSE").exists());
-    let said = Command::new(place.path().join("kubectl-drayman"))
+    let version = Command::new(place.path().join("kubectl-drayman"))
         .arg("--version")
         .output()
         .await?;
-    let said = String::from_utf8(said.stdout)?;
-    ensure!(said.contains(VERSION), "{said}");
+    let stdout = String::from_utf8(version.stdout)?;
+    ensure!(stdout.contains(VERSION), "{stdout}");
 
     let notes = std::fs::read_to_string(output.join("RELEASE-NOTES.md"))?;
     ensure!(notes.contains(&digest) && notes.contains("### Added"), "{notes}");
@@ -165,17 +165,20 @@ async fn a_release_lacks_nothing_silently() -> anyhow::Result<()> {
         Ok(String::from_utf8(made.stderr)?)
     };
     for variable in ["REGISTRY", "REPOSITORY"] {
-        let said = refusal(&[(variable, "")]).await?;
-        ensure!(said.contains(&format!("{variable} is not set")), "{said}");
+        let stderr = refusal(&[(variable, "")]).await?;
+        ensure!(stderr.contains(&format!("{variable} is not set")), "{stderr}");
     }
-    let said = refusal(&[("TAG", "v99.0.0")]).await?;
-    ensure!(said.contains(&format!("the tag must be v{VERSION}")), "{said}");
+    let stderr = refusal(&[("TAG", "v99.0.0")]).await?;
+    ensure!(
+        stderr.contains(&format!("the tag must be v{VERSION}")),
+        "{stderr}"
+    );
     std::fs::remove_file(programs.path().join(format!("drayman-{}", other().0)))?;
-    let said = refusal(&[]).await?;
+    let stderr = refusal(&[]).await?;
     let chosen = format!("ARCHITECTURES={}", architecture());
     ensure!(
-        said.contains(&format!("no image for {}; without it: {chosen}", other().0)),
-        "{said}"
+        stderr.contains(&format!("no image for {}; without it: {chosen}", other().0)),
+        "{stderr}"
     );
     // The message contains the fix.
     released(programs.path(), &output, &[("ARCHITECTURES", architecture())]).await?;
@@ -197,11 +200,11 @@ struct Registry {
 }
 
 impl Registry {
-    async fn start(stage: &Stage) -> anyhow::Result<Self> {
+    async fn start(setup: &ChartSetup) -> anyhow::Result<Self> {
         let program = tokio::task::spawn_blocking(harness::registry).await??;
-        let directory = stage.cluster.directory().join("registry");
+        let directory = setup.cluster.directory().join("registry");
         std::fs::create_dir(&directory)?;
-        let address = stage.cluster.node(0).gateway();
+        let address = setup.cluster.node(0).gateway();
         let signed = rcgen::generate_simple_self_signed(vec![address.to_owned()])?;
         let (certificate, key) = (directory.join("certificate.pem"), directory.join("key.pem"));
         std::fs::write(&certificate, signed.cert.pem())?;
@@ -213,7 +216,7 @@ impl Registry {
             "http": { "addr": format!("{address}:0"), "tls": { "certificate": certificate, "key": key } },
         });
         std::fs::write(&configuration, content.to_string())?;
-        let mut process = stage
+        let mut process = setup
             .cluster
             .command(program.join("docker-registry"))
             .arg("serve")
@@ -221,7 +224,7 @@ impl Registry {
             .stderr(Stdio::piped())
             .spawn()?;
         let mut lines = BufReader::new(process.stderr.take().context("piped")?).lines();
-        let port = timeout(PATIENCE, async {
+        let port = timeout(TIMEOUT, async {
             while let Some(line) = lines.next_line().await? {
                 println!("{line}");
                 let begun = line.split_once(&format!("listening on {address}:"));
@@ -246,8 +249,8 @@ impl Registry {
     }
 
     /// Makes the container runtime of the node trust the registry. The runtime reads this file at each pull.
-    fn introduce(&self, stage: &Stage) -> anyhow::Result<()> {
-        let registries = stage.cluster.node(0).configuration("registries");
+    fn trust_registry(&self, setup: &ChartSetup) -> anyhow::Result<()> {
+        let registries = setup.cluster.node(0).configuration("registries");
         let directory = registries.join(&self.host);
         std::fs::create_dir_all(&directory)?;
         let server = format!("https://{}", self.host);
@@ -262,17 +265,17 @@ impl Registry {
 #[tokio::test]
 async fn a_pushed_release_is_installed_from_its_registry() -> anyhow::Result<()> {
     let cluster = Cluster::structured().nodes(1).service_accounts().start().await?;
-    let stage = Stage::on(cluster).await?;
-    stage.cluster.kubectl(&["delete", "namespace", "drayman"]).await?;
-    let node = stage.cluster.node(0);
+    let setup = ChartSetup::prepare(cluster).await?;
+    setup.cluster.kubectl(&["delete", "namespace", "drayman"]).await?;
+    let node = setup.cluster.node(0);
     let directory = Path::new("/dev/serial/by-id");
     std::fs::create_dir_all(node.path(directory))?;
     node.make_device(directory.join("usb-a_serial_adapter"), 1, 5)?;
-    let registry = Registry::start(&stage).await?;
-    registry.introduce(&stage)?;
+    let registry = Registry::start(&setup).await?;
+    registry.trust_registry(&setup)?;
 
     let programs = programs()?;
-    let output = installed::place(&stage).join(format!("target/release-{VERSION}"));
+    let output = installed::working_directory(&setup).join(format!("target/release-{VERSION}"));
     let digest = released(programs.path(), &output, &[("REGISTRY", &registry.host)]).await?;
     let image = format!("{}/drayman@{digest}", registry.host);
     let chart = format!("oci://{}/charts/drayman --version {VERSION}", registry.host);
@@ -286,8 +289,8 @@ async fn a_pushed_release_is_installed_from_its_registry() -> anyhow::Result<()>
     let install = install.replace("charts/drayman", &chart);
     let trust = format!("export SSL_CERT_FILE={}", registry.certificate.display());
     let look = format!("skopeo inspect --raw docker://{image}");
-    let printed = installed::types(
-        &stage,
+    let printed = installed::run_script(
+        &setup,
         &[&trust, &push, &install, &look].map(String::as_str).join("\n"),
     )
     .await?;
@@ -302,7 +305,7 @@ async fn a_pushed_release_is_installed_from_its_registry() -> anyhow::Result<()>
         .collect();
     ensure!(architectures == ["amd64", "arm64"], "{index}");
     // The node had no image: its runtime has pulled it, by the digest in the chart.
-    let pods = Api::<Pod>::namespaced(stage.cluster.client(), "drayman")
+    let pods = Api::<Pod>::namespaced(setup.cluster.client(), "drayman")
         .list(&ListParams::default().labels(COMPANION))
         .await?;
     let pod = pods.items.first().context("a companion")?;
@@ -312,5 +315,5 @@ async fn a_pushed_release_is_installed_from_its_registry() -> anyhow::Result<()>
         .and_then(|status| status.container_statuses.as_ref()?.first());
     let status = status.context("a container")?;
     ensure!(status.ready && status.image_id == image, "{status:?}");
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

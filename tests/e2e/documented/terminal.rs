@@ -11,7 +11,7 @@ use crate::harness;
 use crate::page::{repository, script};
 
 /// A copy of the repository's layout with the cached builds.
-fn place() -> anyhow::Result<tempfile::TempDir> {
+fn working_directory() -> anyhow::Result<tempfile::TempDir> {
     let place = tempfile::tempdir()?;
     let cache = place.path().join("target/cluster");
     std::fs::create_dir_all(&cache)?;
@@ -43,19 +43,19 @@ fn shell(place: &Path, program: &str) -> Command {
 #[test]
 fn the_cluster_shows_progress_on_a_terminal_only() -> anyhow::Result<()> {
     harness::build_go("tests/cluster", "cluster")?;
-    let place = place()?;
+    let place = working_directory()?;
     let text = script("tests/cluster/README.md", "sh", "terminal");
     let (before, last) = text.trim_end().rsplit_once('\n').context("more than a line")?;
     let piped = shell(place.path(), "bash").args(["-ec", before]).output()?;
-    let (printed, said) = (
+    let (printed, stderr) = (
         String::from_utf8_lossy(&piped.stdout),
         String::from_utf8_lossy(&piped.stderr),
     );
     ensure!(
         piped.status.success() && printed.contains("node-0"),
-        "{printed}{said}"
+        "{printed}{stderr}"
     );
-    ensure!(!printed.contains('\r') && said.is_empty(), "{said:?}");
+    ensure!(!printed.contains('\r') && stderr.is_empty(), "{stderr:?}");
 
     // `script` of util-linux provides a terminal and forwards Ctrl-C. It runs the command with $SHELL or sh, and only bash returns the
     // command's own status after Ctrl-C.

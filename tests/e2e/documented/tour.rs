@@ -50,7 +50,7 @@ fn on_a_cluster(version: &str, text: &str) -> anyhow::Result<String> {
     let read = |name: &str| std::fs::read_to_string(out.path().join(name)).unwrap_or_default();
     ensure!(
         ended.success() && read("status").trim() == "0",
-        "{ended}, {:?}\n{}\n--- what drayman said:\n{}",
+        "{ended}, {:?}\n{}\n--- output of drayman:\n{}",
         read("status"),
         read("printed"),
         read("drayman")

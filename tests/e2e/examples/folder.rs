@@ -63,7 +63,7 @@ fn read(path: &Path) -> anyhow::Result<Folder> {
     let steps = steps(&text)?;
     ensure!(
         !steps.is_empty(),
-        "its README has no block ```console with commands"
+        "its README has no ```console block with commands"
     );
     let mut objects = 0;
     for entry in std::fs::read_dir(path)? {
@@ -135,7 +135,7 @@ fn every_folder_is_complete_and_in_the_table() -> anyhow::Result<()> {
 }
 
 #[test]
-fn commands_are_told_from_what_they_print() -> anyhow::Result<()> {
+fn commands_are_distinguished_from_their_output() -> anyhow::Result<()> {
     let text = "# A\n\n```sh\nnot this\n```\n```console\n$ a | b\none\n  two\n$ c\n```\n";
     let step = |line, command: &str, expected: &[&str]| Step {
         line,

@@ -2,5 +2,5 @@
 
 mod folder;
 mod pattern;
-mod person;
 mod run;
+mod user;

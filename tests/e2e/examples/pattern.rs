@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn all_ways_are_tried_before_it_is_said_that_nothing_fits() {
+    fn all_ways_to_match_are_tried() {
         assert!(fits("<a>-device…x\n<a>", "p-device-device-1x\np-device").is_some());
         assert!(fits("…\n<a>\n<a>", "1\n2\n3\n3").is_some());
     }

@@ -9,10 +9,10 @@ use serde_json::json;
 
 use crate::examples::folder::{Folder, folders, structured_folder};
 use crate::examples::pattern::Names;
-use crate::examples::person::Person;
+use crate::examples::user::User;
 use crate::harness::Cluster;
 use crate::page::script;
-use crate::stage::{Program, Stage, controller_rules, node_rules, structured_node_rules};
+use crate::setup::{Program, Setup, controller_rules, node_rules, structured_node_rules};
 use crate::{harness, sensors, shell};
 
 /// Set in the process in which the next function is the vendor's program of the folder `vendor`.
@@ -40,7 +40,7 @@ async fn every_example_does_what_its_readme_says() -> anyhow::Result<()> {
         .collect();
     anyhow::ensure!(!folders.is_empty(), "there is no folder {only:?}");
     follow_all(
-        Stage::bare(Cluster::builder().nodes(2).start().await?).await?,
+        Setup::with_crds(Cluster::builder().nodes(2).start().await?).await?,
         &folders,
     )
     .await
@@ -49,18 +49,18 @@ async fn every_example_does_what_its_readme_says() -> anyhow::Result<()> {
 #[tokio::test]
 async fn every_example_of_structured_mode_does_what_its_readme_says() -> anyhow::Result<()> {
     let cluster = Cluster::structured().nodes(2).start().await?;
-    follow_all(Stage::structured(cluster).await?, &[structured_folder()?]).await
+    follow_all(Setup::structured(cluster).await?, &[structured_folder()?]).await
 }
 
-async fn follow_all(stage: Stage, folders: &[Folder]) -> anyhow::Result<()> {
+async fn follow_all(setup: Setup, folders: &[Folder]) -> anyhow::Result<()> {
     let start = Instant::now();
-    let programs = start_programs(&stage).await?;
+    let programs = start_programs(&setup).await?;
     println!("the programs are ready after {:.1?}", start.elapsed());
     let mut failed = Vec::new();
     for folder in folders {
         let start = Instant::now();
         let name = &folder.name;
-        match follow(&stage, folder).await {
+        match follow(&setup, folder).await {
             Ok(()) => println!(
                 "examples/{name}: {} commands in {:.1?}",
                 folder.steps.len(),
@@ -69,9 +69,9 @@ async fn follow_all(stage: Stage, folders: &[Folder]) -> anyhow::Result<()> {
             Err(error) => {
                 let about = "get events,pods,resourceclaims";
                 let arguments: Vec<&str> = about.split(' ').chain(["--namespace", name]).collect();
-                let more = stage.cluster.kubectl(&arguments).await.unwrap_or_default();
+                let more = setup.cluster.kubectl(&arguments).await.unwrap_or_default();
                 failed.push(format!("examples/{name}/README.md: {error:#}\n{more}"));
-                clean_up(&stage, name).await.context(failed.join("\n\n"))?;
+                clean_up(&setup, name).await.context(failed.join("\n\n"))?;
             }
         }
     }
@@ -82,47 +82,47 @@ async fn follow_all(stage: Stage, folders: &[Folder]) -> anyhow::Result<()> {
     for program in programs {
         program.end().await?;
     }
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// The companions, with the vendor's on the first node, and the controllers of classic mode.
-async fn start_programs(stage: &Stage) -> anyhow::Result<Vec<Program>> {
+async fn start_programs(setup: &Setup) -> anyhow::Result<Vec<Program>> {
     let configuration = include_str!("../../../examples/node.yaml");
-    let is_classic = !stage.cluster.has_structured_mode();
+    let is_classic = !setup.cluster.has_structured_mode();
     let mut programs = Vec::new();
     if is_classic {
-        programs.push(stage.controller()?);
-        let user = stage
+        programs.push(setup.controller()?);
+        let user = setup
             .cluster
             .user("vendor-controller", &controller_rules()?)
             .await?;
-        let mut command = vendor(stage, "drayman controller")?;
+        let mut command = vendor(setup, "drayman controller")?;
         command.env("KUBECONFIG", user);
-        programs.push(stage.program("vendor-controller", command)?);
+        programs.push(setup.program("vendor-controller", command)?);
     }
     for number in 0..2 {
         let script = concat!(env!("CARGO_MANIFEST_DIR"), "/hack/pretend-devices");
-        let made = stage.cluster.node(number).command(script).output().await?;
-        let said = String::from_utf8_lossy(&made.stderr).into_owned();
-        anyhow::ensure!(made.status.success(), "{script}: {said}");
-        programs.push(stage.companion(number, configuration)?);
+        let made = setup.cluster.node(number).command(script).output().await?;
+        let message = String::from_utf8_lossy(&made.stderr).into_owned();
+        anyhow::ensure!(made.status.success(), "{script}: {message}");
+        programs.push(setup.companion(number, configuration)?);
     }
     let node_rules = if is_classic {
         node_rules()?
     } else {
         structured_node_rules()?
     };
-    let node = stage.cluster.node(0);
-    let user = stage.cluster.user("vendor-node", &node_rules).await?;
-    let mut command = vendor(stage, "NODE_NAME=")?;
+    let node = setup.cluster.node(0);
+    let user = setup.cluster.user("vendor-node", &node_rules).await?;
+    let mut command = vendor(setup, "NODE_NAME=")?;
     let nodes = json!({ "nodes": [{ "name": node.name(), "init": node.init().0 }] });
     command
         .env(AS_PROGRAM, "1")
         .env("CLUSTER", nodes.to_string())
         .env("KUBECONFIG", user);
-    programs.push(stage.program("vendor-companion", command)?);
+    programs.push(setup.program("vendor-companion", command)?);
 
-    let everybody = Person::new(&stage.cluster, "everybody").await?;
+    let everybody = User::new(&setup.cluster, "everybody").await?;
     // One word for each ready driver and node.
     let ready = if is_classic {
         "kubectl get nodeinventories -o 'jsonpath={.items[*].status.conditions[?(@.type==\"Ready\")].status}'"
@@ -135,11 +135,11 @@ async fn start_programs(stage: &Stage) -> anyhow::Result<Vec<Program>> {
 }
 
 /// The command in the vendor's README that starts with `beginning`, run in the repository. The vendor's program is this test binary.
-fn vendor(stage: &Stage, beginning: &str) -> anyhow::Result<tokio::process::Command> {
+fn vendor(setup: &Setup, beginning: &str) -> anyhow::Result<tokio::process::Command> {
     let text = script("examples/vendor/README.md", "sh", "vendor");
     let line = text.lines().find(|line| line.starts_with(beginning));
     let line = line.with_context(|| format!("no line begins with {beginning}"))?;
-    let place = stage.cluster.directory().join("place");
+    let place = setup.cluster.directory().join("place");
     let sensors = place.join("target/debug/examples/sensors");
     if !sensors.exists() {
         std::fs::create_dir_all(place.join("target/debug/examples"))?;
@@ -153,7 +153,7 @@ fn vendor(stage: &Stage, beginning: &str) -> anyhow::Result<tokio::process::Comm
         std::fs::write(&sensors, program)?;
         std::fs::set_permissions(&sensors, std::fs::Permissions::from_mode(0o755))?;
     }
-    let mut command = stage.cluster.command("bash");
+    let mut command = setup.cluster.command("bash");
     command
         .args(["-c", &format!("exec env {line}")])
         .current_dir(place)
@@ -164,35 +164,33 @@ fn vendor(stage: &Stage, beginning: &str) -> anyhow::Result<tokio::process::Comm
     Ok(command)
 }
 
-async fn follow(stage: &Stage, folder: &Folder) -> anyhow::Result<()> {
-    let person = Person::new(&stage.cluster, &folder.name).await?;
+async fn follow(setup: &Setup, folder: &Folder) -> anyhow::Result<()> {
+    let user = User::new(&setup.cluster, &folder.name).await?;
     let mut names = Names::from([("namespace".to_owned(), folder.name.clone())]);
     for step in &folder.steps {
-        person.follow(step, &mut names).await?;
+        user.follow(step, &mut names).await?;
     }
-    let left = if stage.cluster.has_structured_mode() {
+    let left = if setup.cluster.has_structured_mode() {
         "kubectl get pods,resourceclaims,resourceclaimtemplates,deviceclasses -o name"
     } else {
         "kubectl get pods,resourceclaims,resourceclaimtemplates,deviceclaimparameters,jobs,statefulsets -o name; \
          kubectl get resourceclasses,deviceclassparameters -o name"
     };
-    person
-        .until(left, str::is_empty)
+    user.until(left, str::is_empty)
         .await
-        .context("it leaves something behind")?;
+        .context("the folder leaves objects behind")?;
     // Otherwise the next folder could lack devices that kubelet has yet to unprepare.
-    person
-        .until("drayman devices --state held", |printed| {
-            printed.starts_with("No devices found")
-        })
-        .await
-        .context("devices are held although nothing is left")
+    user.until("drayman devices --state held", |printed| {
+        printed.starts_with("No devices found")
+    })
+    .await
+    .context("devices are held although no pod is left")
 }
 
 /// Removes the leftovers of a failed folder.
-async fn clean_up(stage: &Stage, namespace: &str) -> anyhow::Result<()> {
-    let timeout = format!("--timeout={}s", harness::PATIENCE.as_secs());
-    let cluster = &stage.cluster;
+async fn clean_up(setup: &Setup, namespace: &str) -> anyhow::Result<()> {
+    let timeout = format!("--timeout={}s", harness::TIMEOUT.as_secs());
+    let cluster = &setup.cluster;
     let classes = if cluster.has_structured_mode() {
         "deviceclasses"
     } else {

@@ -9,7 +9,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::examples::folder::Step;
 use crate::examples::pattern::{Names, matches};
-use crate::harness::{Cluster, PATIENCE};
+use crate::harness::{Cluster, TIMEOUT};
 
 /// Output of a command (stdout and stderr), and whether it succeeded.
 struct Printed {
@@ -19,13 +19,13 @@ struct Printed {
 
 /// A user with kubectl and drayman in the PATH.
 #[allow(missing_debug_implementations, reason = "a kube::Client has none")]
-pub(crate) struct Person<'a> {
+pub(crate) struct User<'a> {
     cluster: &'a Cluster,
     programs: PathBuf,
     kubeconfig: PathBuf,
 }
 
-impl<'a> Person<'a> {
+impl<'a> User<'a> {
     /// Creates a namespace and makes it the default.
     pub(crate) async fn new(cluster: &'a Cluster, namespace: &str) -> anyhow::Result<Self> {
         let directory = cluster.directory();
@@ -35,20 +35,20 @@ impl<'a> Person<'a> {
             std::os::unix::fs::symlink(cluster.kubectl_program(), programs.join("kubectl"))?;
             std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_drayman"), programs.join("drayman"))?;
         }
-        let kubeconfig = directory.join(format!("person-{namespace}.yaml"));
+        let kubeconfig = directory.join(format!("user-{namespace}.yaml"));
         std::fs::copy(cluster.kubeconfig(), &kubeconfig)?;
         cluster.kubectl(&["create", "namespace", namespace]).await?;
-        let person = Self {
+        let user = Self {
             cluster,
             programs,
             kubeconfig,
         };
         let namespace = format!("kubectl config set-context --current --namespace={namespace}");
-        person.must(&namespace).await?;
-        Ok(person)
+        user.run_successfully(&namespace).await?;
+        Ok(user)
     }
 
-    async fn type_in(&self, command: &str) -> anyhow::Result<Printed> {
+    async fn run(&self, command: &str) -> anyhow::Result<Printed> {
         let path = std::env::var("PATH").unwrap_or_default();
         let mut shell = self.cluster.command("bash");
         shell
@@ -68,8 +68,8 @@ impl<'a> Person<'a> {
     }
 
     /// Runs a command that must succeed, and returns its output.
-    pub(crate) async fn must(&self, command: &str) -> anyhow::Result<String> {
-        let printed = self.type_in(command).await?;
+    pub(crate) async fn run_successfully(&self, command: &str) -> anyhow::Result<String> {
+        let printed = self.run(command).await?;
         if printed.success {
             Ok(printed.text)
         } else {
@@ -79,9 +79,9 @@ impl<'a> Person<'a> {
 
     /// Repeats a command until its output meets a condition.
     pub(crate) async fn until(&self, command: &str, holds: impl Fn(&str) -> bool) -> anyhow::Result<()> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
-            let printed = self.type_in(command).await?;
+            let printed = self.run(command).await?;
             if printed.success && holds(&printed.text) {
                 return Ok(());
             }
@@ -94,9 +94,9 @@ impl<'a> Person<'a> {
 
     /// Runs a step of a README; the error contains the actual output.
     pub(crate) async fn follow(&self, step: &Step, names: &mut Names) -> anyhow::Result<()> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
-            let printed = self.type_in(&step.command).await?;
+            let printed = self.run(&step.command).await?;
             let lines: Vec<&str> = printed.text.lines().collect();
             if let Some(learnt) = matches(&step.expected, &lines, names).filter(|_| printed.success) {
                 *names = learnt;
@@ -106,7 +106,7 @@ impl<'a> Person<'a> {
                 }
                 return Ok(());
             }
-            if !only_looks(&step.command) || Instant::now() > deadline {
+            if !is_read_only(&step.command) || Instant::now() > deadline {
                 bail!(
                     "line {}: {}\n--- expected\n{}\n--- printed{}\n{}\n--- where {names:?}",
                     step.line,
@@ -122,7 +122,7 @@ impl<'a> Person<'a> {
 }
 
 /// Whether a command changes nothing and can be repeated.
-fn only_looks(command: &str) -> bool {
+fn is_read_only(command: &str) -> bool {
     [
         "kubectl get ",
         "kubectl wait ",

@@ -7,10 +7,12 @@ use kube::api::{DeleteParams, PostParams};
 use serde_json::json;
 use tokio::time::sleep;
 
-use crate::harness::{Cluster, IMAGE, PATIENCE};
-use crate::kubelet_plugin::both_apis::{CONFIGURATION, PREFIX, RESOURCE, Watched, all_is_free, environment};
+use crate::harness::{Cluster, IMAGE, TIMEOUT};
+use crate::kubelet_plugin::both_apis::{
+    CONFIGURATION, ObservedDevices, PREFIX, RESOURCE, assert_all_free, environment,
+};
 use crate::kubelet_plugin::helper::{pod_with_limit, wait_for_allocatable, wait_for_inventory};
-use crate::stage::{DRIVER, Stage, is_running, pod_from};
+use crate::setup::{DRIVER, Setup, is_running, pod_from};
 
 /// Devices by minor number: for a claim that stays, a claim whose pod ends, a container that stays, and pods that come and go.
 const MINORS: [u32; 4] = [5, 7, 8, 9];
@@ -20,10 +22,15 @@ const LONG: u64 = 60;
 const MANIFESTS: &str = "/var/lib/kubelet/manifests";
 
 /// Polls the container runtime until a pod has a device, or has none.
-async fn until_device(stage: &Stage, watched: &mut Watched, pod: &str, has: bool) -> anyhow::Result<()> {
-    let until = Instant::now() + PATIENCE;
+async fn until_device(
+    setup: &Setup,
+    watched: &mut ObservedDevices,
+    pod: &str,
+    has: bool,
+) -> anyhow::Result<()> {
+    let until = Instant::now() + TIMEOUT;
     loop {
-        watched.look(stage.cluster.node(0));
+        watched.look(setup.cluster.node(0));
         let mut running = watched.last.values().flatten();
         if running.any(|container| container.pod.starts_with(pod)) == has {
             return Ok(());
@@ -41,20 +48,20 @@ async fn pods_that_come_and_go_without_an_api_server_share_no_device() -> anyhow
         .flag("kubelet", &format!("--pod-manifest-path={MANIFESTS}"))
         // Otherwise pods of an unreachable node would be deleted.
         .flag("controller-manager", "--node-monitor-grace-period=1h");
-    let stage = Stage::on(cluster.start().await?).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::prepare(cluster.start().await?).await?;
+    let node = setup.cluster.node(0);
     for (number, minor) in MINORS.into_iter().enumerate() {
         node.make_device(format!("/dev/{PREFIX}{number}"), 1, minor)?;
     }
     std::fs::create_dir_all(node.path(MANIFESTS))?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    let mut companion = stage.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&stage, DRIVER, 4, 0).await?;
-    wait_for_allocatable(&stage, RESOURCE, "4").await?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    let mut companion = setup.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&setup, DRIVER, 4, 0).await?;
+    wait_for_allocatable(&setup, RESOURCE, "4").await?;
 
-    stage.make_pod("claims-stays").await?;
-    stage
+    setup.make_pod("claims-stays").await?;
+    setup
         .pods()
         .create(
             &PostParams::default(),
@@ -71,12 +78,12 @@ async fn pods_that_come_and_go_without_an_api_server_share_no_device() -> anyhow
             "restartPolicy": "Never", "dnsPolicy": "Default",
         },
     });
-    stage
+    setup
         .pods()
         .create(&PostParams::default(), &pod_from(ends)?)
         .await?;
     for pod in ["claims-stays", "plugged-stays", "claims-ends"] {
-        stage.wait(stage.pods(), pod, "running", is_running()).await?;
+        setup.wait(setup.pods(), pod, "running", is_running()).await?;
     }
     let end = [
         "exec",
@@ -86,11 +93,11 @@ async fn pods_that_come_and_go_without_an_api_server_share_no_device() -> anyhow
         "-c",
         "(sleep 3; touch /tmp/end) >/dev/null 2>&1 &",
     ];
-    stage.cluster.kubectl(&end).await?;
+    setup.cluster.kubectl(&end).await?;
 
-    stage.cluster.stop_component("apiserver", 9).await?;
-    let (begun, mut watched, mut rounds) = (Instant::now(), Watched::default(), 0);
-    until_device(&stage, &mut watched, "claims-ends", false).await?;
+    setup.cluster.stop_component("apiserver", 9).await?;
+    let (begun, mut watched, mut rounds) = (Instant::now(), ObservedDevices::default(), 0);
+    until_device(&setup, &mut watched, "claims-ends", false).await?;
     while begun.elapsed() < Duration::from_secs(seconds) {
         let name = format!("plugged-{rounds}");
         let mut pod = serde_json::to_value(pod_with_limit(&name, RESOURCE)?)?;
@@ -100,14 +107,14 @@ async fn pods_that_come_and_go_without_an_api_server_share_no_device() -> anyhow
         // Kubelet ignores files whose names begin with a dot.
         std::fs::write(node.path(format!("{MANIFESTS}/.new")), pod.to_string())?;
         std::fs::rename(node.path(format!("{MANIFESTS}/.new")), node.path(&manifest))?;
-        until_device(&stage, &mut watched, &name, true).await?;
+        until_device(&setup, &mut watched, &name, true).await?;
         if rounds == 0 {
             companion.kill().await?;
-            companion = stage.companion(0, CONFIGURATION)?;
+            companion = setup.companion(0, CONFIGURATION)?;
         }
         ensure!(watched.last.len() == 3, "{:?}", watched.last);
         node.remove(&manifest)?;
-        until_device(&stage, &mut watched, &name, false).await?;
+        until_device(&setup, &mut watched, &name, false).await?;
         rounds += 1;
         println!("{name} came and went until {:?}", begun.elapsed());
     }
@@ -119,20 +126,20 @@ async fn pods_that_come_and_go_without_an_api_server_share_no_device() -> anyhow
             "it runs, although the API server cannot report it"
         );
     }
-    stage.cluster.start_component("apiserver").await?;
+    setup.cluster.start_component("apiserver").await?;
     println!(
         "{rounds} pods came and went in {:?} without an API server",
         begun.elapsed()
     );
     ensure!(rounds > 1, "{rounds}");
     for pod in ["claims-stays", "plugged-stays"] {
-        until_device(&stage, &mut watched, pod, true).await?;
+        until_device(&setup, &mut watched, pod, true).await?;
     }
     for pod in ["claims-stays", "plugged-stays", "claims-ends"] {
-        stage.pods().delete(pod, &DeleteParams::default()).await?;
+        setup.pods().delete(pod, &DeleteParams::default()).await?;
     }
-    all_is_free(&stage, &mut watched, MINORS.len()).await?;
+    assert_all_free(&setup, &mut watched, MINORS.len()).await?;
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

@@ -7,12 +7,12 @@ use drayman::api::resource::{Pod, ResourceClaim};
 use kube::api::{Api, DeleteParams, ListParams, PostParams};
 use serde_json::Value;
 
-use crate::harness::{Node, PATIENCE};
+use crate::harness::{Node, TIMEOUT};
 use crate::kubelet_plugin::helper::{
     Running, devices_inside, in_containers, pod_with_limit, until_granted, wait_for_allocatable,
     wait_for_inventory,
 };
-use crate::stage::{DRIVER, Program, Stage, is_allocated, is_gone, is_running, pod_from, pod_with_claim};
+use crate::setup::{DRIVER, Program, Setup, is_allocated, is_gone, is_running, pod_from, pod_with_claim};
 
 pub(crate) const RESOURCE: &str = "drayman.dev/both";
 pub(crate) const CONFIGURATION: &str = "\
@@ -30,9 +30,9 @@ const MINORS: [u32; 3] = [5, 7, 8];
 const KILLS_EVERY: Duration = Duration::from_secs(7);
 
 /// Random numbers from a seed (splitmix64).
-pub(crate) struct Numbers(pub(crate) u64);
+pub(crate) struct Random(pub(crate) u64);
 
-impl Numbers {
+impl Random {
     pub(crate) fn below(&mut self, limit: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;
@@ -51,13 +51,13 @@ pub(crate) fn environment(name: &str, default: u64) -> u64 {
 
 /// Devices observed in containers.
 #[derive(Default)]
-pub(crate) struct Watched {
+pub(crate) struct ObservedDevices {
     looks: usize,
     busy: usize,
     pub(crate) last: BTreeMap<String, BTreeSet<Running>>,
 }
 
-impl Watched {
+impl ObservedDevices {
     /// Finds the devices of all containers through the container runtime: kubelet forgets a force-deleted pod while its container still
     /// terminates.
     pub(crate) fn look(&mut self, node: Node<'_>) {
@@ -83,29 +83,29 @@ struct Programs {
 }
 
 impl Programs {
-    fn start(stage: &Stage) -> anyhow::Result<Self> {
+    fn start(setup: &Setup) -> anyhow::Result<Self> {
         Ok(Self {
-            controller: stage.controller()?,
-            companion: stage.companion(0, CONFIGURATION)?,
+            controller: setup.controller()?,
+            companion: setup.companion(0, CONFIGURATION)?,
             killed: BTreeMap::new(),
         })
     }
 
     /// Kills one of them with SIGKILL and restarts it; kubelet in one of nine cases, since it takes longest.
-    async fn kill(&mut self, stage: &Stage, number: u64) -> anyhow::Result<()> {
+    async fn kill(&mut self, setup: &Setup, number: u64) -> anyhow::Result<()> {
         let name = match number {
             0..=3 => {
                 self.controller.kill().await?;
-                self.controller = stage.controller()?;
+                self.controller = setup.controller()?;
                 "controller"
             }
             4..=7 => {
                 self.companion.kill().await?;
-                self.companion = stage.companion(0, CONFIGURATION)?;
+                self.companion = setup.companion(0, CONFIGURATION)?;
                 "companion"
             }
             _ => {
-                let node = stage.cluster.node(0);
+                let node = setup.cluster.node(0);
                 node.stop("kubelet", 9).await?;
                 node.start("kubelet").await?;
                 "kubelet"
@@ -139,17 +139,17 @@ async fn pods_with_claims_and_limits_never_share_a_device() -> anyhow::Result<()
     let now = std::time::SystemTime::UNIX_EPOCH.elapsed()?;
     let seed = environment("DRAYMAN_TEST_BOTH_APIS_SEED", now.as_secs());
     println!("DRAYMAN_TEST_BOTH_APIS_SEED={seed}");
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
     for (number, minor) in MINORS.into_iter().enumerate() {
         node.make_device(format!("/dev/{PREFIX}{number}"), 1, minor)?;
     }
-    stage.make_template(None).await?;
-    let mut programs = Programs::start(&stage)?;
-    wait_for_inventory(&stage, DRIVER, 3, 0).await?;
-    wait_for_allocatable(&stage, RESOURCE, "3").await?;
+    setup.make_template(None).await?;
+    let mut programs = Programs::start(&setup)?;
+    wait_for_inventory(&setup, DRIVER, 3, 0).await?;
+    wait_for_allocatable(&setup, RESOURCE, "3").await?;
 
-    let (mut numbers, mut watched) = (Numbers(seed), Watched::default());
+    let (mut numbers, mut watched) = (Random(seed), ObservedDevices::default());
     let mut pods: Vec<String> = Vec::new();
     let mut outcomes: BTreeMap<String, usize> = BTreeMap::new();
     let (start, mut made) = (Instant::now(), 0);
@@ -162,40 +162,40 @@ async fn pods_with_claims_and_limits_never_share_a_device() -> anyhow::Result<()
                 let sort = if sort % 2 == 0 { "claims" } else { "plugged" };
                 let name = format!("{sort}-{made}");
                 let pod = pod_of(&name, numbers.below(2) == 0)?;
-                stage.pods().create(&PostParams::default(), &pod).await?;
+                setup.pods().create(&PostParams::default(), &pod).await?;
                 pods.push(name);
             }
             5 if !pods.is_empty() => {
                 let name = &pods[usize::try_from(numbers.below(pods.len() as u64))?];
                 // Kubelet 1.27 never unprepares a claim of a force-deleted pod, and panics if an unallocated claim of the same name exists
                 // (`UnprepareResources` in its `dra/manager.go`).
-                if !name.starts_with("plugged-") && stage.cluster.minor() < 28 {
+                if !name.starts_with("plugged-") && setup.cluster.minor() < 28 {
                     continue;
                 }
-                let outcome = format!("{}, deleted by force", outcome(&stage, name).await?);
+                let outcome = format!("{}, deleted by force", outcome(&setup, name).await?);
                 *outcomes.entry(outcome).or_default() += 1;
                 // A new pod gets the same name, as in a StatefulSet.
-                stage.remove_pod(name).await?;
+                setup.remove_pod(name).await?;
                 let pod = pod_of(name, numbers.below(2) == 0)?;
-                stage.pods().create(&PostParams::default(), &pod).await?;
+                setup.pods().create(&PostParams::default(), &pod).await?;
             }
             6..=9 if !pods.is_empty() => {
                 let index = usize::try_from(numbers.below(pods.len() as u64))?;
                 let name = pods.swap_remove(index);
-                *outcomes.entry(outcome(&stage, &name).await?).or_default() += 1;
-                stage.pods().delete(&name, &DeleteParams::default()).await?;
+                *outcomes.entry(outcome(&setup, &name).await?).or_default() += 1;
+                setup.pods().delete(&name, &DeleteParams::default()).await?;
             }
             _ => {}
         }
         if start.elapsed() > next_kill {
             next_kill += KILLS_EVERY;
-            programs.kill(&stage, numbers.below(9)).await?;
+            programs.kill(&setup, numbers.below(9)).await?;
         }
         tokio::time::sleep(Duration::from_millis(150 + numbers.below(500))).await;
     }
     for name in &pods {
-        *outcomes.entry(outcome(&stage, name).await?).or_default() += 1;
-        stage.pods().delete(name, &DeleteParams::default()).await?;
+        *outcomes.entry(outcome(&setup, name).await?).or_default() += 1;
+        setup.pods().delete(name, &DeleteParams::default()).await?;
     }
     println!(
         "{made} pods in {seconds} s (seed {seed}): {outcomes:?}; killed: {:?}; {} looks, {} times a device in use",
@@ -204,26 +204,30 @@ async fn pods_with_claims_and_limits_never_share_a_device() -> anyhow::Result<()
     assert!(watched.busy > 0 && made > 5, "something has happened");
 
     let ended = Instant::now();
-    all_is_free(&stage, &mut watched, MINORS.len()).await?;
+    assert_all_free(&setup, &mut watched, MINORS.len()).await?;
     println!(
-        "all devices are free and can be had again after {:?}",
+        "all devices are free and usable again after {:?}",
         ended.elapsed()
     );
     programs.companion.end().await?;
     programs.controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Asserts that everything is free in the end: no pod, no claim, no file on the node, and all devices can be used again through one API,
 /// and then none through the other.
-pub(crate) async fn all_is_free(stage: &Stage, watched: &mut Watched, devices: usize) -> anyhow::Result<()> {
-    let node = stage.cluster.node(0);
+pub(crate) async fn assert_all_free(
+    setup: &Setup,
+    watched: &mut ObservedDevices,
+    devices: usize,
+) -> anyhow::Result<()> {
+    let node = setup.cluster.node(0);
     let left = || async {
-        let pods = stage.pods().list(&ListParams::default()).await?.items.len();
-        let claims = stage.claims().list(&ListParams::default()).await?.items.len();
+        let pods = setup.pods().list(&ListParams::default()).await?.items.len();
+        let claims = setup.claims().list(&ListParams::default()).await?.items.len();
         anyhow::Ok((pods, claims))
     };
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while left().await? != (0, 0) {
         anyhow::ensure!(
             Instant::now() < until,
@@ -233,27 +237,27 @@ pub(crate) async fn all_is_free(stage: &Stage, watched: &mut Watched, devices: u
         watched.look(node);
         tokio::time::sleep(Duration::from_millis(300)).await;
     }
-    wait_for_inventory(stage, DRIVER, u32::try_from(devices)?, 0).await?;
-    wait_for_allocatable(stage, RESOURCE, &devices.to_string()).await?;
+    wait_for_inventory(setup, DRIVER, u32::try_from(devices)?, 0).await?;
+    wait_for_allocatable(setup, RESOURCE, &devices.to_string()).await?;
     let checkpoint: Value =
         serde_json::from_str(&node.read("/var/lib/kubelet/plugins/drayman.dev/checkpoint.json")?)?;
     assert_eq!(checkpoint["data"]["entries"], serde_json::json!({}));
     for number in 0..devices {
-        stage.make_pod(&format!("last-{number}")).await?;
+        setup.make_pod(&format!("last-{number}")).await?;
     }
     for number in 0..devices {
         let name = format!("last-{number}");
-        stage.wait(stage.pods(), &name, "running", is_running()).await?;
+        setup.wait(setup.pods(), &name, "running", is_running()).await?;
     }
-    wait_for_allocatable(stage, RESOURCE, "0").await?;
+    wait_for_allocatable(setup, RESOURCE, "0").await?;
     watched.look(node);
     assert_eq!(watched.last.len(), devices);
     Ok(())
 }
 
 /// The current outcome of a pod.
-async fn outcome(stage: &Stage, name: &str) -> anyhow::Result<String> {
-    let pods = Api::<k8s_openapi::api::core::v1::Pod>::namespaced(stage.cluster.client(), "default");
+async fn outcome(setup: &Setup, name: &str) -> anyhow::Result<String> {
+    let pods = Api::<k8s_openapi::api::core::v1::Pod>::namespaced(setup.cluster.client(), "default");
     let status = pods.get(name).await?.status.unwrap_or_default();
     let sort = name.split('-').next().unwrap_or_default();
     let phase = status.phase.unwrap_or_default();
@@ -267,20 +271,20 @@ async fn outcome(stage: &Stage, name: &str) -> anyhow::Result<String> {
 /// Prints the delay between the allocation of a device and its withdrawal from kubelet and from the node's allocatable.
 #[tokio::test]
 async fn an_allocated_device_is_withdrawn_from_the_device_plugin() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
     for (number, minor) in MINORS.into_iter().enumerate() {
         node.make_device(format!("/dev/{PREFIX}{number}"), 1, minor)?;
     }
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    let companion = stage.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&stage, DRIVER, 3, 0).await?;
-    wait_for_allocatable(&stage, RESOURCE, "3").await?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    let companion = setup.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&setup, DRIVER, 3, 0).await?;
+    wait_for_allocatable(&setup, RESOURCE, "3").await?;
 
     // Immediate allocation for no pod, so that the claim is never prepared.
     let kubelet = crate::kubelet_plugin::helper::pod_resources(node);
-    stage
+    setup
         .apply(
             &serde_json::json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim",
             "metadata": { "name": "early" },
@@ -288,27 +292,27 @@ async fn an_allocated_device_is_withdrawn_from_the_device_plugin() -> anyhow::Re
         )
         .await?;
     let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
-    stage.wait(stage.claims(), "early", "allocated", met).await?;
+    setup.wait(setup.claims(), "early", "allocated", met).await?;
     let start = Instant::now();
     until_granted(&kubelet, RESOURCE, 2).await?;
     println!(
-        "kubelet does not grant the device any more {:?} after the allocation was seen in the API",
+        "kubelet withdraws the device {:?} after the allocation is visible in the API",
         start.elapsed()
     );
-    wait_for_allocatable(&stage, RESOURCE, "2").await?;
+    wait_for_allocatable(&setup, RESOURCE, "2").await?;
     println!(
-        "the node's allocatable, by which the scheduler goes, says so {:?} after it",
+        "the node's allocatable count follows {:?} after it",
         start.elapsed()
     );
-    stage
+    setup
         .cluster
         .kubectl(&["delete", "resourceclaim", "early"])
         .await?;
     until_granted(&kubelet, RESOURCE, 3).await?;
 
     // A claim that is allocated for a node has a label for it, which the companion's watch selects.
-    stage.make_pod("pod").await?;
-    let claim = stage.claim_of("pod", "allocated", is_allocated).await?;
+    setup.make_pod("pod").await?;
+    let claim = setup.claim_of("pod", "allocated", is_allocated).await?;
     let labels = claim.metadata.labels.unwrap_or_default();
     assert_eq!(
         labels.get("drayman.dev/node").map(String::as_str),
@@ -316,71 +320,71 @@ async fn an_allocated_device_is_withdrawn_from_the_device_plugin() -> anyhow::Re
     );
     until_granted(&kubelet, RESOURCE, 2).await?;
     // Claims get the first device in name order, and containers the last.
-    stage
+    setup
         .pods()
         .create(&PostParams::default(), &pod_with_limit("plugged", RESOURCE)?)
         .await?;
     for name in ["pod", "plugged"] {
-        stage.wait(stage.pods(), name, "running", is_running()).await?;
+        setup.wait(setup.pods(), name, "running", is_running()).await?;
     }
-    assert_eq!(devices_inside(&stage, "pod", PREFIX).await?, ["drayman-test-0"]);
+    assert_eq!(devices_inside(&setup, "pod", PREFIX).await?, ["drayman-test-0"]);
     assert_eq!(
-        devices_inside(&stage, "plugged", PREFIX).await?,
+        devices_inside(&setup, "plugged", PREFIX).await?,
         ["drayman-test-2"]
     );
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// A container has the only device. A claim gets it allocated, because the controller does not know about containers. Prepare is refused
 /// with a reason, the next claim does not get this device, and the claim is prepared once the container has ended.
 #[tokio::test]
 async fn a_claim_waits_for_a_container_that_has_its_device() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
     node.make_device(format!("/dev/{PREFIX}0"), 1, 5)?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    let mut companion = stage.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&stage, DRIVER, 1, 0).await?;
-    wait_for_allocatable(&stage, RESOURCE, "1").await?;
-    stage
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    let mut companion = setup.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&setup, DRIVER, 1, 0).await?;
+    wait_for_allocatable(&setup, RESOURCE, "1").await?;
+    setup
         .pods()
         .create(&PostParams::default(), &pod_with_limit("plugged", RESOURCE)?)
         .await?;
-    stage
-        .wait(stage.pods(), "plugged", "running", is_running())
+    setup
+        .wait(setup.pods(), "plugged", "running", is_running())
         .await?;
     // The next process knows the container only from kubelet.
     companion.kill().await?;
-    companion = stage.companion(0, CONFIGURATION)?;
+    companion = setup.companion(0, CONFIGURATION)?;
 
-    stage.make_pod("first").await?;
+    setup.make_pod("first").await?;
     companion
         .logged("is in use by container main of pod default/plugged")
         .await?;
-    if stage.cluster.minor() >= 28 {
+    if setup.cluster.minor() >= 28 {
         // Since 1.28, kubelet reports it as an event of the pod.
-        stage
+        setup
             .wait_for_event("first", "FailedPrepareDynamicResources", "default/plugged")
             .await?;
     }
-    wait_for_inventory(&stage, DRIVER, 1, 1).await?;
-    stage.make_pod("second").await?;
-    stage.wait_for_event("second", "NoSuitableDevice", "of 1").await?;
-    stage
+    wait_for_inventory(&setup, DRIVER, 1, 1).await?;
+    setup.make_pod("second").await?;
+    setup.wait_for_event("second", "NoSuitableDevice", "of 1").await?;
+    setup
         .cluster
         .kubectl(&["delete", "pod", "second", "plugged"])
         .await?;
-    wait_for_inventory(&stage, DRIVER, 1, 0).await?;
-    stage.wait(stage.pods(), "first", "running", is_running()).await?;
-    stage
-        .wait(stage.pods(), "plugged", "gone", is_gone::<Pod>())
+    wait_for_inventory(&setup, DRIVER, 1, 0).await?;
+    setup.wait(setup.pods(), "first", "running", is_running()).await?;
+    setup
+        .wait(setup.pods(), "plugged", "gone", is_gone::<Pod>())
         .await?;
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// A container has the only device while the kind changes to claims, the companion restarts, and the resource is renamed. No one else gets
@@ -390,35 +394,35 @@ async fn a_device_of_a_container_keeps_its_holder_when_renamed() -> anyhow::Resu
     const RENAMED: &str = "drayman.dev/renamed";
     let claims = CONFIGURATION.replace("  mode: both\n  resourceName: drayman.dev/both\n", "");
     let renamed = CONFIGURATION.replace(RESOURCE, RENAMED);
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
     node.make_device(format!("/dev/{PREFIX}0"), 1, 5)?;
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    let mut companion = stage.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&stage, DRIVER, 1, 0).await?;
-    wait_for_allocatable(&stage, RESOURCE, "1").await?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    let mut companion = setup.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&setup, DRIVER, 1, 0).await?;
+    wait_for_allocatable(&setup, RESOURCE, "1").await?;
     let plugged = pod_with_limit("plugged", RESOURCE)?;
-    stage.pods().create(&PostParams::default(), &plugged).await?;
-    stage
-        .wait(stage.pods(), "plugged", "running", is_running())
+    setup.pods().create(&PostParams::default(), &plugged).await?;
+    setup
+        .wait(setup.pods(), "plugged", "running", is_running())
         .await?;
 
     let held = "containers have devices under names that the configuration no longer gives them";
-    stage.rewrite_configuration(0, &claims)?;
+    setup.rewrite_configuration(0, &claims)?;
     companion.logged(held).await?;
-    wait_for_inventory(&stage, DRIVER, 1, 1).await?;
+    wait_for_inventory(&setup, DRIVER, 1, 1).await?;
     companion.kill().await?;
-    companion = stage.companion(0, &claims)?;
+    companion = setup.companion(0, &claims)?;
     companion.logged(held).await?;
-    stage.make_pod("first").await?;
-    stage.wait_for_event("first", "NoSuitableDevice", "of 1").await?;
+    setup.make_pod("first").await?;
+    setup.wait_for_event("first", "NoSuitableDevice", "of 1").await?;
 
-    stage.rewrite_configuration(0, &renamed)?;
-    wait_for_allocatable(&stage, RENAMED, "0").await?;
+    setup.rewrite_configuration(0, &renamed)?;
+    wait_for_allocatable(&setup, RENAMED, "0").await?;
     let next = pod_with_limit("next", RENAMED)?;
-    stage.pods().create(&PostParams::default(), &next).await?;
-    stage.wait_for_event("next", "FailedScheduling", RENAMED).await?;
+    setup.pods().create(&PostParams::default(), &next).await?;
+    setup.wait_for_event("next", "FailedScheduling", RENAMED).await?;
     assert_eq!(
         in_containers(node, PREFIX)
             .values()
@@ -427,12 +431,12 @@ async fn a_device_of_a_container_keeps_its_holder_when_renamed() -> anyhow::Resu
             .collect::<Vec<_>>(),
         ["plugged"]
     );
-    stage
+    setup
         .cluster
         .kubectl(&["delete", "pod", "first", "plugged"])
         .await?;
-    stage.wait(stage.pods(), "next", "running", is_running()).await?;
+    setup.wait(setup.pods(), "next", "running", is_running()).await?;
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

@@ -8,11 +8,11 @@ use serde_json::json;
 use tokio::time::sleep;
 
 use crate::harness::not_run::not_run;
-use crate::harness::{Cluster, Node, PATIENCE};
+use crate::harness::{Cluster, Node, TIMEOUT};
 use crate::kubelet_plugin::helper::{
     in_containers_by_number, pod_with_limit, wait_for_allocatable, wait_for_inventory,
 };
-use crate::stage::{DRIVER, Stage, is_bound, is_running, node_rules};
+use crate::setup::{DRIVER, Setup, is_bound, is_running, node_rules};
 
 const LIMIT: &str = "drayman.dev/limit";
 const CONFIGURATION: &str = "\
@@ -41,64 +41,64 @@ async fn never_in_two(node: Node<'_>) -> anyhow::Result<()> {
     }
 }
 
-async fn make_pod_with_limit(stage: &Stage, name: &str) -> anyhow::Result<()> {
+async fn make_pod_with_limit(setup: &Setup, name: &str) -> anyhow::Result<()> {
     let pod = pod_with_limit(name, LIMIT)?;
-    stage.pods().create(&PostParams::default(), &pod).await?;
+    setup.pods().create(&PostParams::default(), &pod).await?;
     Ok(())
 }
 
-async fn runs(stage: &Stage, name: &str) -> anyhow::Result<()> {
-    stage
-        .wait(stage.pods(), name, "running", is_running())
+async fn runs(setup: &Setup, name: &str) -> anyhow::Result<()> {
+    setup
+        .wait(setup.pods(), name, "running", is_running())
         .await
         .map(drop)
 }
 
 /// A node with two devices of each kind, of which one is in use.
-async fn make_devices(stage: &Stage) -> anyhow::Result<()> {
+async fn make_devices(setup: &Setup) -> anyhow::Result<()> {
     for (name, minor) in NAMES.into_iter().zip([5, 7, 8, 9]) {
-        stage
+        setup
             .cluster
             .node(0)
             .make_device(format!("/dev/drayman-{name}"), 1, minor)?;
     }
-    stage.make_template(None).await
+    setup.make_template(None).await
 }
 
 #[tokio::test]
 async fn a_restart_of_containerd_costs_no_device() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
-    make_devices(&stage).await?;
-    let controller = stage.controller()?;
-    let companion = stage.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&stage, DRIVER, 4, 0).await?;
-    wait_for_allocatable(&stage, LIMIT, "2").await?;
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
+    make_devices(&setup).await?;
+    let controller = setup.controller()?;
+    let companion = setup.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&setup, DRIVER, 4, 0).await?;
+    wait_for_allocatable(&setup, LIMIT, "2").await?;
     let trial = async {
-        stage.make_pod("claim-1").await?;
-        make_pod_with_limit(&stage, "limit-1").await?;
+        setup.make_pod("claim-1").await?;
+        make_pod_with_limit(&setup, "limit-1").await?;
         for pod in ["claim-1", "limit-1"] {
-            runs(&stage, pod).await?;
+            runs(&setup, pod).await?;
         }
         node.stop("containerd", 9).await?;
-        stage.make_pod("claim-2").await?;
-        make_pod_with_limit(&stage, "limit-2").await?;
-        stage.wait(stage.pods(), "claim-2", "bound", is_bound()).await?;
+        setup.make_pod("claim-2").await?;
+        make_pod_with_limit(&setup, "limit-2").await?;
+        setup.wait(setup.pods(), "claim-2", "bound", is_bound()).await?;
         let start = Instant::now();
         node.start("containerd").await?;
         for pod in ["claim-2", "limit-2"] {
-            runs(&stage, pod).await?;
+            runs(&setup, pod).await?;
             println!("{pod} runs {:?} after the start of containerd", start.elapsed());
         }
         // Four pods with one device each; the first two have kept theirs.
         assert_eq!(in_containers_by_number(node).len(), 4);
         for pod in ["claim-1", "limit-1"] {
-            stage.pods().delete(pod, &DeleteParams::default()).await?;
+            setup.pods().delete(pod, &DeleteParams::default()).await?;
         }
-        stage.make_pod("claim-3").await?;
-        make_pod_with_limit(&stage, "limit-3").await?;
+        setup.make_pod("claim-3").await?;
+        make_pod_with_limit(&setup, "limit-3").await?;
         for pod in ["claim-3", "limit-3"] {
-            runs(&stage, pod).await?;
+            runs(&setup, pod).await?;
         }
         anyhow::Ok(())
     };
@@ -108,15 +108,15 @@ async fn a_restart_of_containerd_costs_no_device() -> anyhow::Result<()> {
     }
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// The kind changes from mode `extended-resource` to `claims` while a pod holds a device by its limit.
 #[tokio::test]
 async fn an_upgrade_to_claims_withholds_what_limits_hold() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
-    make_devices(&stage).await?;
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
+    make_devices(&setup).await?;
     let before = CONFIGURATION.replace("/dev/drayman-test-*", "/dev/drayman-none-*");
     let after = "\
 apiVersion: drayman.dev/v1alpha1
@@ -125,28 +125,28 @@ kinds:
 - name: test
   paths: [\"/dev/drayman-limit-*\"]
 ";
-    let controller = stage.controller()?;
-    let companion = stage.companion(0, &before)?;
-    wait_for_allocatable(&stage, LIMIT, "2").await?;
-    make_pod_with_limit(&stage, "limit-1").await?;
-    runs(&stage, "limit-1").await?;
+    let controller = setup.controller()?;
+    let companion = setup.companion(0, &before)?;
+    wait_for_allocatable(&setup, LIMIT, "2").await?;
+    make_pod_with_limit(&setup, "limit-1").await?;
+    runs(&setup, "limit-1").await?;
     companion.end().await?;
-    let companion = stage.companion(0, after)?;
-    wait_for_inventory(&stage, DRIVER, 2, 1).await?;
+    let companion = setup.companion(0, after)?;
+    wait_for_inventory(&setup, DRIVER, 2, 1).await?;
     let trial = async {
         for pod in ["claim-1", "claim-2"] {
-            stage.make_pod(pod).await?;
+            setup.make_pod(pod).await?;
         }
         // One of them gets the other device.
-        let running = async |pod: &'static str| runs(&stage, pod).await.map(|()| pod);
+        let running = async |pod: &'static str| runs(&setup, pod).await.map(|()| pod);
         let first = tokio::select! {
             first = running("claim-1") => first?,
             first = running("claim-2") => first?,
         };
         let second = if first == "claim-1" { "claim-2" } else { "claim-1" };
         assert_eq!(in_containers_by_number(node).len(), 2);
-        stage.pods().delete("limit-1", &DeleteParams::default()).await?;
-        runs(&stage, second).await
+        setup.pods().delete("limit-1", &DeleteParams::default()).await?;
+        runs(&setup, second).await
     };
     tokio::select! {
         failed = never_in_two(node) => failed?,
@@ -154,12 +154,12 @@ kinds:
     }
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// A token bound to a Secret; it is valid until the Secret is deleted.
-async fn token(stage: &Stage, secret: &str) -> anyhow::Result<String> {
-    let kubectl = &stage.cluster;
+async fn token(setup: &Setup, secret: &str) -> anyhow::Result<String> {
+    let kubectl = &setup.cluster;
     kubectl.kubectl(&["create", "secret", "generic", secret]).await?;
     let token = kubectl
         .kubectl(&[
@@ -175,14 +175,14 @@ async fn token(stage: &Stage, secret: &str) -> anyhow::Result<String> {
 }
 
 /// The API server caches a valid token for some seconds.
-async fn until_refused(stage: &Stage, token: &str) -> anyhow::Result<()> {
-    let mut kubeconfig = Kubeconfig::read_from(stage.cluster.kubeconfig())?;
+async fn until_refused(setup: &Setup, token: &str) -> anyhow::Result<()> {
+    let mut kubeconfig = Kubeconfig::read_from(setup.cluster.kubeconfig())?;
     for user in &mut kubeconfig.auth_infos {
         user.auth_info = Some(serde_json::from_value(json!({ "token": token }))?);
     }
     let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
     let client = kube::Client::try_from(config)?;
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !matches!(client.apiserver_version().await, Err(kube::Error::Api(status)) if status.code == 401) {
         anyhow::ensure!(Instant::now() < deadline, "the token is still valid");
         sleep(Duration::from_millis(200)).await;
@@ -197,50 +197,50 @@ async fn a_companion_goes_on_with_a_token_that_is_replaced() -> anyhow::Result<(
         not_run("it waits for minutes: make test-all runs it");
         return Ok(());
     }
-    let stage = Stage::on(Cluster::builder().nodes(1).service_accounts().start().await?).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::prepare(Cluster::builder().nodes(1).service_accounts().start().await?).await?;
+    let node = setup.cluster.node(0);
     node.make_device("/dev/drayman-test-a", 1, 5)?;
-    stage.make_template(None).await?;
-    stage
+    setup.make_template(None).await?;
+    setup
         .cluster
         .kubectl(&["create", "serviceaccount", "companion"])
         .await?;
     let user = "system:serviceaccount:default:companion";
-    stage.cluster.user(user, &node_rules()?).await?;
-    let controller = stage.controller()?;
+    setup.cluster.user(user, &node_rules()?).await?;
+    let controller = setup.controller()?;
 
-    let file = stage.cluster.directory().join("companion.token");
-    std::fs::write(&file, token(&stage, "first").await?)?;
-    let mut kubeconfig = Kubeconfig::read_from(stage.cluster.kubeconfig())?;
+    let file = setup.cluster.directory().join("companion.token");
+    std::fs::write(&file, token(&setup, "first").await?)?;
+    let mut kubeconfig = Kubeconfig::read_from(setup.cluster.kubeconfig())?;
     for user in &mut kubeconfig.auth_infos {
         user.auth_info = Some(serde_json::from_value(json!({ "tokenFile": file }))?);
     }
-    let path = stage.cluster.directory().join("companion.kubeconfig.json");
+    let path = setup.cluster.directory().join("companion.kubeconfig.json");
     std::fs::write(&path, serde_json::to_string(&kubeconfig)?)?;
-    let configuration = stage.cluster.directory().join("companion.yaml");
+    let configuration = setup.cluster.directory().join("companion.yaml");
     std::fs::write(&configuration, CONFIGURATION)?;
     let mut command = node.command(env!("CARGO_BIN_EXE_drayman"));
     command.args(["node", "--v=4", "--node-name", node.name(), "--kubeconfig"]);
     command.arg(&path).arg("--config").arg(&configuration);
-    let companion = stage.program("companion-with-token", command)?;
-    wait_for_inventory(&stage, DRIVER, 1, 0).await?;
-    stage.make_pod("first").await?;
-    runs(&stage, "first").await?;
+    let companion = setup.program("companion-with-token", command)?;
+    wait_for_inventory(&setup, DRIVER, 1, 0).await?;
+    setup.make_pod("first").await?;
+    runs(&setup, "first").await?;
 
     let former = std::fs::read_to_string(&file)?;
-    std::fs::write(&file, token(&stage, "second").await?)?;
-    stage.cluster.kubectl(&["delete", "secret", "first"]).await?;
-    until_refused(&stage, &former).await?;
+    std::fs::write(&file, token(&setup, "second").await?)?;
+    setup.cluster.kubectl(&["delete", "secret", "first"]).await?;
+    until_refused(&setup, &former).await?;
     let start = Instant::now();
     node.make_device("/dev/drayman-test-b", 1, 7)?;
-    wait_for_inventory(&stage, DRIVER, 2, 0).await?;
+    wait_for_inventory(&setup, DRIVER, 2, 0).await?;
     println!(
         "the inventory is written with the new token after {:?}",
         start.elapsed()
     );
-    stage.make_pod("second").await?;
-    runs(&stage, "second").await?;
+    setup.make_pod("second").await?;
+    runs(&setup, "second").await?;
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

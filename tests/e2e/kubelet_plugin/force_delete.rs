@@ -6,9 +6,9 @@ use drayman::api::resource::Pod;
 use kube::api::PostParams;
 use serde_json::json;
 
-use crate::harness::{IMAGE, Node, PATIENCE};
+use crate::harness::{IMAGE, Node, TIMEOUT};
 use crate::kubelet_plugin::helper::{in_containers, wait_for_allocatable, wait_for_inventory};
-use crate::stage::{DRIVER, Program, Stage, is_allocated, is_gone, is_running, pod_from};
+use crate::setup::{DRIVER, Program, Setup, is_allocated, is_gone, is_running, pod_from};
 
 const CONFIGURATION: &str = "\
 apiVersion: drayman.dev/v1alpha1
@@ -33,19 +33,19 @@ const GRACE_SECONDS: u64 = 25;
 
 /// The request of a pod: a claim from a template, or an extended resource.
 #[derive(Clone, Copy, Debug)]
-enum Asks {
+enum Request {
     Claim(&'static str),
     Limit(&'static str),
 }
 
 /// A pod whose container ignores SIGTERM and keeps its device open until it is killed.
-fn stubborn_pod(name: &str, asks: Asks) -> anyhow::Result<Pod> {
-    let (resources, claims) = match asks {
-        Asks::Claim(template) => (
+fn stubborn_pod(name: &str, request: Request) -> anyhow::Result<Pod> {
+    let (resources, claims) = match request {
+        Request::Claim(template) => (
             json!({ "claims": [{ "name": "device" }] }),
             json!([{ "name": "device", "source": { "resourceClaimTemplateName": template } }]),
         ),
-        Asks::Limit(resource) => (json!({ "limits": { resource: "1" } }), json!([])),
+        Request::Limit(resource) => (json!({ "limits": { resource: "1" } }), json!([])),
     };
     pod_from(json!({
         "metadata": { "name": name },
@@ -59,9 +59,9 @@ fn stubborn_pod(name: &str, asks: Asks) -> anyhow::Result<Pod> {
     }))
 }
 
-async fn create(stage: &Stage, name: &str, asks: Asks) -> anyhow::Result<()> {
-    let pod = stubborn_pod(name, asks)?;
-    stage.pods().create(&PostParams::default(), &pod).await?;
+async fn create(setup: &Setup, name: &str, request: Request) -> anyhow::Result<()> {
+    let pod = stubborn_pod(name, request)?;
+    setup.pods().create(&PostParams::default(), &pod).await?;
     Ok(())
 }
 
@@ -86,10 +86,10 @@ fn user_of(node: Node<'_>, device: &str) -> Option<String> {
 }
 
 /// Waits until a device is in a container of this pod, or in none.
-async fn until_user(stage: &Stage, device: &str, wanted: Option<&str>) -> anyhow::Result<()> {
-    let until = Instant::now() + PATIENCE;
+async fn until_user(setup: &Setup, device: &str, wanted: Option<&str>) -> anyhow::Result<()> {
+    let until = Instant::now() + TIMEOUT;
     loop {
-        let user = user_of(stage.cluster.node(0), device);
+        let user = user_of(setup.cluster.node(0), device);
         if user.as_deref() == wanted {
             return Ok(());
         }
@@ -102,19 +102,19 @@ async fn until_user(stage: &Stage, device: &str, wanted: Option<&str>) -> anyhow
 }
 
 /// Creates a class, parameters and a template of this name for the kind of the same name.
-async fn make_class(stage: &Stage, name: &str) -> anyhow::Result<()> {
-    stage
+async fn make_class(setup: &Setup, name: &str) -> anyhow::Result<()> {
+    setup
         .apply(
             &json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClassParameters",
             "metadata": { "name": name }, "spec": { "kind": name } }),
         )
         .await?;
-    stage
+    setup
         .apply(&json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": name },
             "driverName": DRIVER,
             "parametersRef": { "apiGroup": DRIVER, "kind": "DeviceClassParameters", "name": name } }))
         .await?;
-    stage
+    setup
         .apply(
             &json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaimTemplate",
             "metadata": { "name": name }, "spec": { "spec": { "resourceClassName": name } } }),
@@ -126,113 +126,113 @@ async fn make_class(stage: &Stage, name: &str) -> anyhow::Result<()> {
 /// that container, and gets the device when the container has ended.
 #[tokio::test]
 async fn a_forced_pod_keeps_its_device_until_its_container_ends() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    if stage
+    let setup = Setup::start(1).await?;
+    if setup
         .cluster
         .is_before(28, "kubelet 1.27 does not unprepare claims of forced pods")
     {
-        return stage.cluster.stop().await;
+        return setup.cluster.stop().await;
     }
-    let node = stage.cluster.node(0);
+    let node = setup.cluster.node(0);
     for (name, minor) in [("claim-0", 5), ("limit-0", 7), ("both-0", 8)] {
         node.make_device(format!("/dev/{PREFIX}{name}"), 1, minor)?;
     }
-    stage.make_template(None).await?;
-    make_class(&stage, "both").await?;
-    let controller = stage.controller()?;
-    let companion = stage.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&stage, DRIVER, 3, 0).await?;
+    setup.make_template(None).await?;
+    make_class(&setup, "both").await?;
+    let controller = setup.controller()?;
+    let companion = setup.companion(0, CONFIGURATION)?;
+    wait_for_inventory(&setup, DRIVER, 3, 0).await?;
     for resource in [LIMIT, BOTH] {
-        wait_for_allocatable(&stage, resource, "1").await?;
+        wait_for_allocatable(&setup, resource, "1").await?;
     }
     tokio::select! {
         failed = never_in_two(node) => failed?,
-        done = trial(&stage, companion) => done?,
+        done = run_trials(&setup, companion) => done?,
     }
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
-async fn trial(stage: &Stage, mut companion: Program) -> anyhow::Result<()> {
+async fn run_trials(setup: &Setup, mut companion: Program) -> anyhow::Result<()> {
     // The limit comes first: its Allocate makes kubelet forget the force-deleted pod that holds the device of mode both.
     let trials = [
-        ("limit", Asks::Limit(LIMIT), Asks::Limit(LIMIT)),
-        ("claim", Asks::Claim("test"), Asks::Claim("test")),
-        ("both", Asks::Limit(BOTH), Asks::Claim("both")),
+        ("limit", Request::Limit(LIMIT), Request::Limit(LIMIT)),
+        ("claim", Request::Claim("test"), Request::Claim("test")),
+        ("both", Request::Limit(BOTH), Request::Claim("both")),
     ];
-    for (name, asks, _) in trials {
-        create(stage, &format!("{name}-1"), asks).await?;
+    for (name, request, _) in trials {
+        create(setup, &format!("{name}-1"), request).await?;
     }
     for (name, ..) in trials {
         let pod = format!("{name}-1");
-        until_user(stage, &format!("{PREFIX}{name}-0"), Some(&pod)).await?;
-        stage.wait(stage.pods(), &pod, "running", is_running()).await?;
+        until_user(setup, &format!("{PREFIX}{name}-0"), Some(&pod)).await?;
+        setup.wait(setup.pods(), &pod, "running", is_running()).await?;
     }
     for (name, ..) in trials {
-        stage.remove_pod(&format!("{name}-1")).await?;
+        setup.remove_pod(&format!("{name}-1")).await?;
     }
-    for (name, _, asks) in trials {
+    for (name, _, request) in trials {
         let (old, new) = (format!("{name}-1"), format!("{name}-2"));
-        create(stage, &new, asks).await?;
-        let refused = match asks {
-            Asks::Claim(_) => "FailedPrepareDynamicResources",
-            Asks::Limit(_) => "Failed",
+        create(setup, &new, request).await?;
+        let refused = match request {
+            Request::Claim(_) => "FailedPrepareDynamicResources",
+            Request::Limit(_) => "Failed",
         };
-        stage
+        setup
             .wait_for_event(&new, refused, &format!("container main of pod default/{old}"))
             .await?;
-        let user = user_of(stage.cluster.node(0), &format!("{PREFIX}{name}-0"));
+        let user = user_of(setup.cluster.node(0), &format!("{PREFIX}{name}-0"));
         assert_eq!(user, Some(old), "its container has not ended yet");
         if name == "limit" {
             // Grants that only the companion's memory records must survive a restart.
             companion.kill().await?;
-            companion = stage.companion(0, CONFIGURATION)?;
+            companion = setup.companion(0, CONFIGURATION)?;
             companion.logged("kubelet has registered the driver").await?;
         }
     }
-    for (name, _, asks) in trials {
+    for (name, _, request) in trials {
         let (device, new) = (format!("{PREFIX}{name}-0"), format!("{name}-2"));
         let old = format!("{name}-1");
-        let until = Instant::now() + PATIENCE;
-        while user_of(stage.cluster.node(0), &device).as_ref() == Some(&old) {
+        let until = Instant::now() + TIMEOUT;
+        while user_of(setup.cluster.node(0), &device).as_ref() == Some(&old) {
             anyhow::ensure!(Instant::now() < until, "{old} does not end");
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
         let ended = Instant::now();
-        if matches!(asks, Asks::Claim(_)) {
+        if matches!(request, Request::Claim(_)) {
             // Kubelet retries the claims of a pod after up to 90 seconds, but prepares those of a new pod at once.
-            stage.remove_pod(&new).await?;
-            stage.wait(stage.pods(), &new, "gone", is_gone()).await?;
-            create(stage, &new, asks).await?;
+            setup.remove_pod(&new).await?;
+            setup.wait(setup.pods(), &new, "gone", is_gone()).await?;
+            create(setup, &new, request).await?;
         }
-        until_user(stage, &device, Some(&new)).await?;
+        until_user(setup, &device, Some(&new)).await?;
         println!(
             "{new} has {device} {:?} after {old} was seen to have ended",
             ended.elapsed()
         );
     }
-    forgotten(stage).await?;
+    forgotten_pod(setup).await?;
     assert!(!companion.log()?.contains("ClaimQuarantined"));
     companion.end().await.map(drop)
 }
 
 /// A pod is force-deleted while kubelet is down. Kubelet keeps listing its claim; the next claim gets the device at once.
-async fn forgotten(stage: &Stage) -> anyhow::Result<()> {
-    let (node, device) = (stage.cluster.node(0), "drayman-claim-0");
-    let claim = stage.claim_of("claim-2", "allocated", is_allocated).await?;
+async fn forgotten_pod(setup: &Setup) -> anyhow::Result<()> {
+    let (node, device) = (setup.cluster.node(0), "drayman-claim-0");
+    let claim = setup.claim_of("claim-2", "allocated", is_allocated).await?;
     let (uid, name) = (
         claim.metadata.uid.unwrap_or_default(),
         claim.metadata.name.unwrap_or_default(),
     );
     node.stop("kubelet", 9).await?;
-    stage.remove_pod("claim-2").await?;
-    stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+    setup.remove_pod("claim-2").await?;
+    setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
     node.start("kubelet").await?;
-    until_user(stage, device, None).await?;
+    until_user(setup, device, None).await?;
     let lists = node.read("/var/lib/kubelet/dra_manager_state")?.contains(&uid);
     let begun = Instant::now();
-    create(stage, "claim-3", Asks::Claim("test")).await?;
-    until_user(stage, device, Some("claim-3")).await?;
+    create(setup, "claim-3", Request::Claim("test")).await?;
+    until_user(setup, device, Some("claim-3")).await?;
     println!(
         "claim-3 has {device} after {:?}; kubelet lists the claim before it: {lists}",
         begun.elapsed()

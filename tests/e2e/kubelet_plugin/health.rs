@@ -10,7 +10,7 @@ use crate::harness::Node;
 use crate::kubelet_plugin::helper::{
     devices_inside, pod_resources, pod_with_limit, restarts, until_granted, wait_for_allocatable,
 };
-use crate::stage::{Stage, is_running};
+use crate::setup::{Setup, is_running};
 
 const RESOURCE: &str = "drayman.dev/probed";
 const PREFIX: &str = "drayman-probed-";
@@ -31,8 +31,8 @@ const MINORS: [u32; 2] = [5, 7];
 struct Sysfs(PathBuf);
 
 impl Sysfs {
-    fn make(stage: &Stage) -> anyhow::Result<Self> {
-        let root = stage.cluster.directory().join("sysfs");
+    fn make(setup: &Setup) -> anyhow::Result<Self> {
+        let root = setup.cluster.directory().join("sysfs");
         std::fs::create_dir_all(root.join("dev/char"))?;
         for minor in MINORS {
             let device = format!("devices/virtual/mem/{minor}");
@@ -44,12 +44,12 @@ impl Sysfs {
         }
         let sysfs = Self(root);
         for number in 0..MINORS.len() {
-            sysfs.say(number, "well")?;
+            sysfs.set_state(number, "well")?;
         }
         Ok(sysfs)
     }
 
-    fn say(&self, number: usize, state: &str) -> anyhow::Result<()> {
+    fn set_state(&self, number: usize, state: &str) -> anyhow::Result<()> {
         let file = self
             .0
             .join(format!("devices/virtual/mem/{}/state", MINORS[number]));
@@ -58,31 +58,31 @@ impl Sysfs {
 }
 
 /// Triggers a rescan by a change in `/dev`.
-fn poke(node: Node<'_>) -> anyhow::Result<()> {
+fn trigger_rescan(node: Node<'_>) -> anyhow::Result<()> {
     std::fs::write(node.path("/dev/drayman-poke"), "")?;
     node.remove("/dev/drayman-poke")
 }
 
 #[tokio::test]
 async fn an_unhealthy_device_is_withdrawn_until_it_recovers() -> anyhow::Result<()> {
-    let stage = Stage::without_class(crate::harness::Cluster::builder().nodes(1).start().await?).await?;
-    let node = stage.cluster.node(0);
-    let sysfs = Sysfs::make(&stage)?;
+    let setup = Setup::without_class(crate::harness::Cluster::builder().nodes(1).start().await?).await?;
+    let node = setup.cluster.node(0);
+    let sysfs = Sysfs::make(&setup)?;
     for (number, minor) in MINORS.into_iter().enumerate() {
         node.make_device(format!("/dev/{PREFIX}{number}"), 1, minor)?;
     }
     let flag = format!("--sysfs-root={}", sysfs.0.display());
-    let companion = stage.companion_with(0, CONFIGURATION, &[&flag])?;
-    wait_for_allocatable(&stage, RESOURCE, "2").await?;
+    let companion = setup.companion_with(0, CONFIGURATION, &[&flag])?;
+    wait_for_allocatable(&setup, RESOURCE, "2").await?;
     let kubelet = pod_resources(node);
     let create = async |name: &str| {
         let pod = pod_with_limit(name, RESOURCE)?;
-        stage.pods().create(&PostParams::default(), &pod).await?;
+        setup.pods().create(&PostParams::default(), &pod).await?;
         anyhow::Ok(())
     };
     let run = async |name: &str| {
-        stage.wait(stage.pods(), name, "running", is_running()).await?;
-        devices_inside(&stage, name, PREFIX)
+        setup.wait(setup.pods(), name, "running", is_running()).await?;
+        devices_inside(&setup, name, PREFIX)
             .await?
             .pop()
             .context("it has a device")
@@ -91,14 +91,14 @@ async fn an_unhealthy_device_is_withdrawn_until_it_recovers() -> anyhow::Result<
     let device = run("holder").await?;
     let number: usize = device.trim_start_matches(PREFIX).parse()?;
 
-    sysfs.say(number, "ill")?;
-    poke(node)?;
+    sysfs.set_state(number, "ill")?;
+    trigger_rescan(node)?;
     let start = Instant::now();
     until_granted(&kubelet, RESOURCE, 1).await?;
     println!("kubelet does not grant it any more after {:?}", start.elapsed());
-    wait_for_allocatable(&stage, RESOURCE, "1").await?;
+    wait_for_allocatable(&setup, RESOURCE, "1").await?;
     println!("the node's allocatable says so after {:?}", start.elapsed());
-    stage
+    setup
         .wait_for_event(node.name(), "DeviceUnhealthy", "state is \"ill\"")
         .await?;
     // The pod that holds it keeps it. The scheduler counts it against the remaining devices, so the next pod waits until the first one has
@@ -106,29 +106,29 @@ async fn an_unhealthy_device_is_withdrawn_until_it_recovers() -> anyhow::Result<
     create("second").await?;
     let waits = async |name: &str| {
         let text = "Insufficient drayman.dev/probed";
-        stage.wait_for_event(name, "FailedScheduling", text).await
+        setup.wait_for_event(name, "FailedScheduling", text).await
     };
     waits("second").await?;
-    let held = devices_inside(&stage, "holder", PREFIX).await?;
+    let held = devices_inside(&setup, "holder", PREFIX).await?;
     assert_eq!(held, std::slice::from_ref(&device));
-    assert_eq!(restarts(&stage, "holder").await?, 0);
-    stage.cluster.kubectl(&["delete", "pod", "holder"]).await?;
+    assert_eq!(restarts(&setup, "holder").await?, 0);
+    setup.cluster.kubectl(&["delete", "pod", "holder"]).await?;
     assert_ne!(run("second").await?, device, "it gets the healthy device");
     create("third").await?;
     waits("third").await?;
 
     // Checked at once; a single healthy result is not enough.
-    sysfs.say(number, "well")?;
-    poke(node)?;
+    sysfs.set_state(number, "well")?;
+    trigger_rescan(node)?;
     let start = Instant::now();
     until_granted(&kubelet, RESOURCE, 2).await?;
     println!("kubelet grants it again after {:?}", start.elapsed());
     assert!(start.elapsed() >= Duration::from_secs(4), "{:?}", start.elapsed());
     assert_eq!(run("third").await?, device);
-    wait_for_allocatable(&stage, RESOURCE, "2").await?;
-    stage
+    wait_for_allocatable(&setup, RESOURCE, "2").await?;
+    setup
         .wait_for_event(node.name(), "DeviceRecovered", &device)
         .await?;
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

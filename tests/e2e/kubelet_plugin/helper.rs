@@ -12,8 +12,8 @@ use k8s_openapi::api::core::v1::Node as NodeObject;
 use kube::api::Api;
 use serde_json::{Value, json};
 
-use crate::harness::{IMAGE, Node, PATIENCE};
-use crate::stage::{Stage, pod_from};
+use crate::harness::{IMAGE, Node, TIMEOUT};
+use crate::setup::{Setup, pod_from};
 
 /// A container in the runtime.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -113,7 +113,7 @@ pub(crate) async fn until_granted(
     resource: &str,
     count: usize,
 ) -> anyhow::Result<()> {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     loop {
         let devices = kubelet.allocatable().await?;
         let ours = devices.iter().filter(|devices| devices.resource_name == resource);
@@ -126,8 +126,8 @@ pub(crate) async fn until_granted(
 }
 
 /// Number of container restarts of a pod.
-pub(crate) async fn restarts(stage: &Stage, pod: &str) -> anyhow::Result<i32> {
-    let pods = Api::<k8s_openapi::api::core::v1::Pod>::namespaced(stage.cluster.client(), "default");
+pub(crate) async fn restarts(setup: &Setup, pod: &str) -> anyhow::Result<i32> {
+    let pods = Api::<k8s_openapi::api::core::v1::Pod>::namespaced(setup.cluster.client(), "default");
     let statuses = pods
         .get(pod)
         .await?
@@ -154,36 +154,36 @@ pub(crate) fn pod_with_limit(name: &str, resource: &str) -> anyhow::Result<Pod> 
 }
 
 /// Capacity of an extended resource on the Node.
-pub(crate) async fn capacity(stage: &Stage, resource: &str) -> anyhow::Result<Option<String>> {
-    let nodes = Api::<NodeObject>::all(stage.cluster.client());
-    let status = nodes.get(stage.cluster.node(0).name()).await?.status;
+pub(crate) async fn capacity(setup: &Setup, resource: &str) -> anyhow::Result<Option<String>> {
+    let nodes = Api::<NodeObject>::all(setup.cluster.client());
+    let status = nodes.get(setup.cluster.node(0).name()).await?.status;
     let capacity = status.and_then(|status| status.capacity).unwrap_or_default();
     Ok(capacity.get(resource).map(|quantity| quantity.0.clone()))
 }
 
 /// Waits until the allocatable count of an extended resource is `count`.
-pub(crate) async fn wait_for_allocatable(stage: &Stage, resource: &str, count: &str) -> anyhow::Result<()> {
+pub(crate) async fn wait_for_allocatable(setup: &Setup, resource: &str, count: &str) -> anyhow::Result<()> {
     let (resource, count) = (resource.to_owned(), count.to_owned());
     let met = move |node: Option<&NodeObject>| {
         let allocatable = node.and_then(|node| node.status.as_ref()?.allocatable.as_ref());
         let quantity = allocatable.and_then(|all| all.get(&resource));
         quantity.is_some_and(|quantity| quantity.0 == count)
     };
-    let nodes = Api::all(stage.cluster.client());
-    stage
-        .wait(nodes, stage.cluster.node(0).name(), "offering devices", met)
+    let nodes = Api::all(setup.cluster.client());
+    setup
+        .wait(nodes, setup.cluster.node(0).name(), "offering devices", met)
         .await
         .map(drop)
 }
 
 /// Waits until an inventory is ready and has this many devices, of which `unhealthy` are unhealthy.
 pub(crate) async fn wait_for_inventory(
-    stage: &Stage,
+    setup: &Setup,
     driver: &str,
     devices: u32,
     unhealthy: u32,
 ) -> anyhow::Result<()> {
-    let name = format!("{}.{driver}", stage.cluster.node(0).name());
+    let name = format!("{}.{driver}", setup.cluster.node(0).name());
     let met = move |inventory: Option<&NodeInventory>| {
         let status = inventory.and_then(|inventory| inventory.status.as_ref());
         status.is_some_and(|status| {
@@ -193,13 +193,13 @@ pub(crate) async fn wait_for_inventory(
             (status.devices, status.unhealthy) == (devices, unhealthy) && status.conditions.iter().any(ready)
         })
     };
-    let inventories = Api::all(stage.cluster.client());
-    stage.wait(inventories, &name, "ready", met).await.map(drop)
+    let inventories = Api::all(setup.cluster.client());
+    setup.wait(inventories, &name, "ready", met).await.map(drop)
 }
 
 /// The names below `/dev` in a running pod that begin with `prefix`.
-pub(crate) async fn devices_inside(stage: &Stage, pod: &str, prefix: &str) -> anyhow::Result<Vec<String>> {
-    let names = stage.cluster.kubectl(&["exec", pod, "--", "ls", "/dev"]).await?;
+pub(crate) async fn devices_inside(setup: &Setup, pod: &str, prefix: &str) -> anyhow::Result<Vec<String>> {
+    let names = setup.cluster.kubectl(&["exec", pod, "--", "ls", "/dev"]).await?;
     let names = names.split_whitespace().filter(|name| name.starts_with(prefix));
     Ok(names.map(str::to_owned).collect())
 }

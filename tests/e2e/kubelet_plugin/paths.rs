@@ -10,7 +10,7 @@ use crate::harness::Node;
 use crate::kubelet_plugin::helper::{
     devices_inside, in_containers_by_number, pod_with_limit, wait_for_allocatable, wait_for_inventory,
 };
-use crate::stage::{DRIVER, Stage, is_running};
+use crate::setup::{DRIVER, Setup, is_running};
 
 const RESOURCE: &str = "drayman.dev/plugged";
 const CONFIGURATION: &str = "\
@@ -42,8 +42,8 @@ async fn never_in_two(node: Node<'_>) -> anyhow::Result<()> {
 
 #[tokio::test]
 async fn a_reload_to_links_gives_no_device_node_twice() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
     std::fs::create_dir(node.path("/dev/byid"))?;
     for (name, minor) in [
         ("test-a", 5),
@@ -58,57 +58,57 @@ async fn a_reload_to_links_gives_no_device_node_twice() -> anyhow::Result<()> {
             node.path(format!("/dev/byid/{name}")),
         )?;
     }
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
-    let companion = stage.companion_with(0, CONFIGURATION, WITHOUT_RUNTIME)?;
-    wait_for_inventory(&stage, DRIVER, 5, 0).await?;
-    wait_for_allocatable(&stage, RESOURCE, "3").await?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    let companion = setup.companion_with(0, CONFIGURATION, WITHOUT_RUNTIME)?;
+    wait_for_inventory(&setup, DRIVER, 5, 0).await?;
+    wait_for_allocatable(&setup, RESOURCE, "3").await?;
     tokio::select! {
         failed = never_in_two(node) => failed?,
-        done = reload(&stage) => done?,
+        done = reload(&setup) => done?,
     }
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
-async fn reload(stage: &Stage) -> anyhow::Result<()> {
+async fn reload(setup: &Setup) -> anyhow::Result<()> {
     for name in ["plugged-1", "plugged-2"] {
-        stage
+        setup
             .pods()
             .create(&PostParams::default(), &pod_with_limit(name, RESOURCE)?)
             .await?;
     }
     for name in ["test-1", "test-2"] {
-        stage.make_pod(name).await?;
+        setup.make_pod(name).await?;
     }
     // The first device stays with its pod: kubelet allocates it first.
     let mut ending = BTreeMap::new();
     for name in ["plugged-1", "plugged-2", "test-1", "test-2"] {
-        stage.wait(stage.pods(), name, "running", is_running()).await?;
-        let devices = devices_inside(stage, name, "drayman-").await?;
+        setup.wait(setup.pods(), name, "running", is_running()).await?;
+        let devices = devices_inside(setup, name, "drayman-").await?;
         if devices[0].ends_with("-b") {
             ending.insert(name, devices);
         }
     }
     assert_eq!(ending.len(), 2, "{ending:?}");
 
-    stage.rewrite_configuration(0, &CONFIGURATION.replace("/dev/drayman-", "/dev/byid/"))?;
+    setup.rewrite_configuration(0, &CONFIGURATION.replace("/dev/drayman-", "/dev/byid/"))?;
     // Devices for claims are listed under both names.
-    wait_for_inventory(stage, DRIVER, 7, 6).await?;
-    wait_for_allocatable(stage, RESOURCE, "1").await?;
+    wait_for_inventory(setup, DRIVER, 7, 6).await?;
+    wait_for_allocatable(setup, RESOURCE, "1").await?;
     for name in ending.keys() {
-        stage.pods().delete(name, &DeleteParams::default()).await?;
+        setup.pods().delete(name, &DeleteParams::default()).await?;
     }
     // The scheduler counts the remaining pod and kubelet its device, so one of three devices is available.
-    wait_for_allocatable(stage, RESOURCE, "2").await?;
+    wait_for_allocatable(setup, RESOURCE, "2").await?;
     let next = pod_with_limit("plugged-3", RESOURCE)?;
-    stage.pods().create(&PostParams::default(), &next).await?;
-    stage.make_pod("test-3").await?;
+    setup.pods().create(&PostParams::default(), &next).await?;
+    setup.make_pod("test-3").await?;
     for name in ["plugged-3", "test-3"] {
-        stage.wait(stage.pods(), name, "running", is_running()).await?;
+        setup.wait(setup.pods(), name, "running", is_running()).await?;
     }
-    let found = in_containers_by_number(stage.cluster.node(0));
+    let found = in_containers_by_number(setup.cluster.node(0));
     let pods: BTreeSet<&str> = found
         .values()
         .flatten()

@@ -6,7 +6,7 @@ use kube::api::{Api, PostParams};
 use crate::kubelet_plugin::helper::{
     devices_inside, pod_resources, pod_with_limit, wait_for_allocatable, wait_for_inventory,
 };
-use crate::stage::{DRIVER, Stage, is_running};
+use crate::setup::{DRIVER, Setup, is_running};
 
 const RESOURCE: &str = "drayman.dev/shared";
 
@@ -23,26 +23,26 @@ fn configuration() -> String {
 
 #[tokio::test]
 async fn a_shared_device_is_found_by_the_plugin_watcher() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
     let device = "/dev/drayman-shared-0";
     node.make_device(device, 1, 5)?;
     let flags = ["--device-plugin-registration=plugin-watcher"];
-    let companion = stage.companion_with(0, &configuration(), &flags)?;
-    wait_for_allocatable(&stage, RESOURCE, "3").await?;
+    let companion = setup.companion_with(0, &configuration(), &flags)?;
+    wait_for_allocatable(&setup, RESOURCE, "3").await?;
     for name in ["one", "two"] {
-        stage
+        setup
             .pods()
             .create(&PostParams::default(), &pod_with_limit(name, RESOURCE)?)
             .await?;
     }
     for name in ["one", "two"] {
-        stage.wait(stage.pods(), name, "running", is_running()).await?;
+        setup.wait(setup.pods(), name, "running", is_running()).await?;
         assert_eq!(
-            devices_inside(&stage, name, "drayman-").await?,
+            devices_inside(&setup, name, "drayman-").await?,
             ["drayman-shared-0"]
         );
-        let environment = stage.cluster.kubectl(&["exec", name, "--", "env"]).await?;
+        let environment = setup.cluster.kubectl(&["exec", name, "--", "env"]).await?;
         assert!(environment.contains(&format!("DRAYMAN_DEVICE_DRAYMAN_SHARED_0={device}")));
     }
 
@@ -82,25 +82,25 @@ async fn a_shared_device_is_found_by_the_plugin_watcher() -> anyhow::Result<()> 
 
     // A restarted kubelet finds the socket by itself.
     node.restart_kubelet().await?;
-    wait_for_allocatable(&stage, RESOURCE, "3").await?;
-    stage
+    wait_for_allocatable(&setup, RESOURCE, "3").await?;
+    setup
         .pods()
         .create(&PostParams::default(), &pod_with_limit("three", RESOURCE)?)
         .await?;
-    stage.wait(stage.pods(), "three", "running", is_running()).await?;
+    setup.wait(setup.pods(), "three", "running", is_running()).await?;
 
     // A container whose device is missing is not restarted until the device is back.
     node.remove(device)?;
-    wait_for_allocatable(&stage, RESOURCE, "0").await?;
+    wait_for_allocatable(&setup, RESOURCE, "0").await?;
     // A container's first process gets only signals that it handles. It may end this command with it, before the exit code is read.
-    let ended = stage
+    let ended = setup
         .cluster
         .kubectl(&["exec", "three", "--", "kill", "-TERM", "1"])
         .await;
     if let Err(error) = ended {
         assert!(error.to_string().contains("exit code 137"), "{error}");
     }
-    stage
+    setup
         .wait_for_event("three", "Failed", "not on this node")
         .await?;
     node.make_device(device, 1, 5)?;
@@ -108,18 +108,18 @@ async fn a_shared_device_is_found_by_the_plugin_watcher() -> anyhow::Result<()> 
         let status = pod.and_then(|pod| pod.status.as_ref()?.container_statuses.as_ref()?.first());
         status.is_some_and(|status| status.ready && status.restart_count > 0)
     };
-    let pods = kube::api::Api::namespaced(stage.cluster.client(), "default");
-    stage.wait(pods, "three", "running again", restarted).await?;
+    let pods = kube::api::Api::namespaced(setup.cluster.client(), "default");
+    setup.wait(pods, "three", "running again", restarted).await?;
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// A device with shares is in as many pods. For a kind with `claims`, the named devices are used through one API and the others through the
 /// other.
 #[tokio::test]
 async fn claims_share_a_device_and_a_split_kind_serves_both_apis() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
     for (name, minor) in [
         ("drayman-test-0", 5),
         ("drayman-split-0", 7),
@@ -127,32 +127,32 @@ async fn claims_share_a_device_and_a_split_kind_serves_both_apis() -> anyhow::Re
     ] {
         node.make_device(format!("/dev/{name}"), 1, minor)?;
     }
-    stage.make_template(None).await?;
-    let controller = stage.controller()?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
     let configuration = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n\
         - {name: test, shares: 2, paths: [\"/dev/drayman-test-*\"]}\n\
         - {name: split, mode: split, resourceName: drayman.dev/split, extendedResourceDevices: [drayman-split-1], \
            paths: [\"/dev/drayman-split-*\"]}\n";
-    let companion = stage.companion(0, configuration)?;
-    wait_for_inventory(&stage, DRIVER, 3, 0).await?;
+    let companion = setup.companion(0, configuration)?;
+    wait_for_inventory(&setup, DRIVER, 3, 0).await?;
     for name in ["one", "two"] {
-        stage.make_pod(name).await?;
+        setup.make_pod(name).await?;
     }
     for name in ["one", "two"] {
-        stage.wait(stage.pods(), name, "running", is_running()).await?;
+        setup.wait(setup.pods(), name, "running", is_running()).await?;
         assert_eq!(
-            devices_inside(&stage, name, "drayman-").await?,
+            devices_inside(&setup, name, "drayman-").await?,
             ["drayman-test-0"]
         );
     }
-    stage.make_pod("three").await?;
-    stage.wait_for_event("three", "NoSuitableDevice", "of 1").await?;
-    stage.cluster.kubectl(&["delete", "pod", "one"]).await?;
-    stage.wait(stage.pods(), "three", "running", is_running()).await?;
+    setup.make_pod("three").await?;
+    setup.wait_for_event("three", "NoSuitableDevice", "of 1").await?;
+    setup.cluster.kubectl(&["delete", "pod", "one"]).await?;
+    setup.wait(setup.pods(), "three", "running", is_running()).await?;
 
-    wait_for_allocatable(&stage, "drayman.dev/split", "1").await?;
+    wait_for_allocatable(&setup, "drayman.dev/split", "1").await?;
     let name = format!("{}.{DRIVER}", node.name());
-    let inventory = Api::<NodeInventory>::all(stage.cluster.client())
+    let inventory = Api::<NodeInventory>::all(setup.cluster.client())
         .get(&name)
         .await?;
     let modes: Vec<_> = inventory
@@ -169,21 +169,21 @@ async fn claims_share_a_device_and_a_split_kind_serves_both_apis() -> anyhow::Re
             ("drayman-test-0", Mode::Claims, Some(2)),
         ]
     );
-    stage
+    setup
         .pods()
         .create(
             &PostParams::default(),
             &pod_with_limit("plugged", "drayman.dev/split")?,
         )
         .await?;
-    stage
-        .wait(stage.pods(), "plugged", "running", is_running())
+    setup
+        .wait(setup.pods(), "plugged", "running", is_running())
         .await?;
     assert_eq!(
-        devices_inside(&stage, "plugged", "drayman-").await?,
+        devices_inside(&setup, "plugged", "drayman-").await?,
         ["drayman-split-1"]
     );
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

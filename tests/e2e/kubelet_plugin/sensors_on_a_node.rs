@@ -9,7 +9,7 @@ use crate::kubelet_plugin::helper::{
     devices_inside, pod_with_limit, wait_for_allocatable, wait_for_inventory,
 };
 use crate::sensors;
-use crate::stage::{Stage, controller_rules, is_allocated, is_gone, is_running, node_rules, pod_from};
+use crate::setup::{Setup, controller_rules, is_allocated, is_gone, is_running, node_rules, pod_from};
 
 const DRIVER: &str = "sensors.example.com";
 const RESOURCE: &str = "sensors.example.com/sensor";
@@ -30,42 +30,42 @@ fn the_sensors_example_asks_for_the_name_of_its_node() {
 
 #[tokio::test]
 async fn a_pod_gets_vendor_devices_by_claim_and_by_limit() -> anyhow::Result<()> {
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
-    let directory = stage.cluster.directory().join("sensors");
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
+    let directory = setup.cluster.directory().join("sensors");
     std::fs::create_dir(&directory)?;
     for (number, (serial, minor)) in [("a1", 5), ("b2", 7)].into_iter().enumerate() {
         let path = format!("/dev/vendor-{number}");
         node.make_device(&path, 1, minor)?;
         std::fs::write(directory.join(serial), path)?;
     }
-    stage
+    setup
         .apply(
             &json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClassParameters",
             "metadata": { "name": "sensor" }, "spec": { "kind": "sensor" } }),
         )
         .await?;
-    stage
+    setup
         .apply(&json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": "sensor" },
             "driverName": DRIVER,
             "parametersRef": { "apiGroup": "drayman.dev", "kind": "DeviceClassParameters", "name": "sensor" } }))
         .await?;
-    stage
+    setup
         .apply(
             &json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaimTemplate",
             "metadata": { "name": "sensor" }, "spec": { "spec": { "resourceClassName": "sensor" } } }),
         )
         .await?;
-    let user = stage
+    let user = setup
         .cluster
         .user("sensors-controller", &controller_rules()?)
         .await?;
-    let mut command = stage.cluster.command(env!("CARGO_BIN_EXE_drayman"));
+    let mut command = setup.cluster.command(env!("CARGO_BIN_EXE_drayman"));
     command
         .args(["controller", "--driver-name", DRIVER, "--kubeconfig"])
         .arg(user);
-    let controller = stage.program("sensors-controller", command)?;
-    let user = stage.cluster.user("sensors-node", &node_rules()?).await?;
+    let controller = setup.program("sensors-controller", command)?;
+    let user = setup.cluster.user("sensors-node", &node_rules()?).await?;
     let mut command = node.command(std::env::current_exe()?);
     command
         .args(["--exact", "--nocapture"])
@@ -74,8 +74,8 @@ async fn a_pod_gets_vendor_devices_by_claim_and_by_limit() -> anyhow::Result<()>
         .env("NODE_NAME", node.name())
         .env("KUBECONFIG", user)
         .env("SENSORS_DIR", &directory);
-    let companion = stage.program("sensors", command)?;
-    wait_for_inventory(&stage, DRIVER, 2, 0).await?;
+    let companion = setup.program("sensors", command)?;
+    wait_for_inventory(&setup, DRIVER, 2, 0).await?;
 
     let pod = pod_from(json!({
         "metadata": { "name": "claims" },
@@ -86,12 +86,12 @@ async fn a_pod_gets_vendor_devices_by_claim_and_by_limit() -> anyhow::Result<()>
             "dnsPolicy": "Default", "terminationGracePeriodSeconds": 1,
         },
     }))?;
-    stage.pods().create(&PostParams::default(), &pod).await?;
-    stage
-        .wait(stage.pods(), "claims", "running", is_running())
+    setup.pods().create(&PostParams::default(), &pod).await?;
+    setup
+        .wait(setup.pods(), "claims", "running", is_running())
         .await?;
-    assert_eq!(devices_inside(&stage, "claims", "sensor-").await?, ["sensor-a1"]);
-    let claim: ResourceClaim = stage.claim_of("claims", "allocated", is_allocated).await?;
+    assert_eq!(devices_inside(&setup, "claims", "sensor-").await?, ["sensor-a1"]);
+    let claim: ResourceClaim = setup.claim_of("claims", "allocated", is_allocated).await?;
     assert_eq!(
         claim.metadata.uid,
         Some(std::fs::read_to_string(directory.join("a1.claim"))?),
@@ -99,27 +99,27 @@ async fn a_pod_gets_vendor_devices_by_claim_and_by_limit() -> anyhow::Result<()>
     );
 
     // The other API has only the other sensor.
-    wait_for_allocatable(&stage, RESOURCE, "1").await?;
-    stage
+    wait_for_allocatable(&setup, RESOURCE, "1").await?;
+    setup
         .pods()
         .create(&PostParams::default(), &pod_with_limit("plugged", RESOURCE)?)
         .await?;
-    stage
-        .wait(stage.pods(), "plugged", "running", is_running())
+    setup
+        .wait(setup.pods(), "plugged", "running", is_running())
         .await?;
-    assert_eq!(devices_inside(&stage, "plugged", "sensor-").await?, ["sensor-b2"]);
+    assert_eq!(devices_inside(&setup, "plugged", "sensor-").await?, ["sensor-b2"]);
     let bytes = ["exec", "plugged", "--", "head", "-c", "4", "/dev/sensor-b2"];
     assert_eq!(
-        stage.cluster.kubectl(&bytes).await?.len(),
+        setup.cluster.kubectl(&bytes).await?.len(),
         4,
         "and it can be read"
     );
 
-    stage.cluster.kubectl(&["delete", "pod", "claims"]).await?;
+    setup.cluster.kubectl(&["delete", "pod", "claims"]).await?;
     let name = claim.metadata.name.clone().unwrap_or_default();
-    stage.wait(stage.claims(), &name, "gone", is_gone()).await?;
+    setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
     assert!(!directory.join("a1.claim").exists(), "unprepared by the driver");
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

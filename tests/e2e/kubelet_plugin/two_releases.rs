@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::{Api, DeleteParams, ListParams, PostParams};
 
-use crate::harness::{PATIENCE, not_run};
+use crate::harness::{TIMEOUT, not_run};
 use crate::kubelet_plugin::both_apis::{
-    CONFIGURATION, Numbers, PREFIX, RESOURCE, Watched, all_is_free, environment,
+    CONFIGURATION, ObservedDevices, PREFIX, RESOURCE, Random, assert_all_free, environment,
 };
 use crate::kubelet_plugin::helper::{
     devices_inside, pod_with_limit, restarts, wait_for_allocatable, wait_for_inventory,
 };
-use crate::stage::{DRIVER, OURS, Program, Stage, is_allocated, is_running, pod_with_claim};
+use crate::setup::{DRIVER, PROGRAM, Program, Setup, is_allocated, is_running, pod_with_claim};
 
 /// Variable with the path of the other release's program.
 const OTHER: &str = "DRAYMAN_TEST_OTHER_RELEASE";
@@ -34,13 +34,13 @@ struct Traffic {
 impl Traffic {
     /// Creates pods and deletes the started ones until told to stop. All pods must start. At most two have a claim and one has a limit:
     /// claims get the first free devices and containers the last, and kubelet waits more than a minute before it retries a refused pod.
-    async fn flow(&self, stage: &Stage, watched: &mut Watched, seed: u64) -> anyhow::Result<()> {
-        let (mut numbers, mut made) = (Numbers(seed), 0);
+    async fn run(&self, setup: &Setup, watched: &mut ObservedDevices, seed: u64) -> anyhow::Result<()> {
+        let (mut numbers, mut made) = (Random(seed), 0);
         let mut waiting: BTreeMap<String, Instant> = BTreeMap::new();
         let mut started: Vec<String> = Vec::new();
         while !self.done.get() || !waiting.is_empty() {
-            watched.look(stage.cluster.node(0));
-            let present = phases(stage).await?;
+            watched.look(setup.cluster.node(0));
+            let present = phases(setup).await?;
             let by_claim = present.iter().filter(|(name, _)| is_claim(name)).count();
             let by_limit = present
                 .iter()
@@ -54,7 +54,7 @@ impl Traffic {
             };
             if let Some(by_claim) = sort {
                 made += 1;
-                waiting.insert(create(stage, made, by_claim).await?, Instant::now());
+                waiting.insert(create(setup, made, by_claim).await?, Instant::now());
             }
             for (name, phase) in present {
                 let Some(since) = waiting.get(&name) else { continue };
@@ -72,29 +72,29 @@ impl Traffic {
                     // Kubelet rejects a pod that is bound while the companion is replaced. Its owner would create another one.
                     "Failed" if !is_claim(&name) => {
                         waiting.remove(&name);
-                        stage.pods().delete(&name, &DeleteParams::default()).await?;
+                        setup.pods().delete(&name, &DeleteParams::default()).await?;
                     }
-                    _ => anyhow::ensure!(since.elapsed() < PATIENCE * 2, "{name} does not start: {phase}"),
+                    _ => anyhow::ensure!(since.elapsed() < TIMEOUT * 2, "{name} does not start: {phase}"),
                 }
             }
             if started.len() > 1 || (!started.is_empty() && (numbers.below(3) == 0 || self.done.get())) {
                 let index = usize::try_from(numbers.below(started.len() as u64))?;
                 let name = started.swap_remove(index);
-                stage.pods().delete(&name, &DeleteParams::default()).await?;
+                setup.pods().delete(&name, &DeleteParams::default()).await?;
             }
             tokio::time::sleep(Duration::from_millis(100 + numbers.below(300))).await;
         }
         for name in started {
-            stage.pods().delete(&name, &DeleteParams::default()).await?;
+            setup.pods().delete(&name, &DeleteParams::default()).await?;
         }
         Ok(())
     }
 
     /// Waits until more pods of both sorts have started.
-    async fn goes_on(&self, what: &str) -> anyhow::Result<()> {
+    async fn until_progress(&self, what: &str) -> anyhow::Result<()> {
         let (claims, limits, since) = (self.claims.get(), self.limits.get(), Instant::now());
         while self.claims.get() < claims + SERVED || self.limits.get() < limits + SERVED {
-            anyhow::ensure!(since.elapsed() < PATIENCE * 2, "{what}: no pods start");
+            anyhow::ensure!(since.elapsed() < TIMEOUT * 2, "{what}: no pods start");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         println!(
@@ -109,7 +109,7 @@ fn is_claim(pod: &str) -> bool {
     pod.starts_with("claims-")
 }
 
-async fn create(stage: &Stage, number: usize, by_claim: bool) -> anyhow::Result<String> {
+async fn create(setup: &Setup, number: usize, by_claim: bool) -> anyhow::Result<String> {
     let sort = if by_claim { "claims" } else { "plugged" };
     let name = format!("{sort}-{number}");
     let pod = if by_claim {
@@ -117,12 +117,12 @@ async fn create(stage: &Stage, number: usize, by_claim: bool) -> anyhow::Result<
     } else {
         pod_with_limit(&name, RESOURCE)?
     };
-    stage.pods().create(&PostParams::default(), &pod).await?;
+    setup.pods().create(&PostParams::default(), &pod).await?;
     Ok(name)
 }
 
-async fn phases(stage: &Stage) -> anyhow::Result<Vec<(String, String)>> {
-    let pods = Api::<Pod>::namespaced(stage.cluster.client(), "default");
+async fn phases(setup: &Setup) -> anyhow::Result<Vec<(String, String)>> {
+    let pods = Api::<Pod>::namespaced(setup.cluster.client(), "default");
     let pods = pods.list(&ListParams::default()).await?.items.into_iter();
     let phase = |pod: Pod| Some((pod.metadata.name?, pod.status?.phase?));
     Ok(pods.filter_map(phase).collect())
@@ -136,87 +136,89 @@ struct Release<'a> {
 }
 
 impl Release<'_> {
-    async fn controller(self, stage: &Stage) -> anyhow::Result<Program> {
+    async fn controller(self, setup: &Setup) -> anyhow::Result<Program> {
         let name = format!("controller-{}", self.name);
-        stage.replica_of(self.program, &name).await
+        setup.replica_of(self.program, &name).await
     }
 
-    async fn companion(self, stage: &Stage) -> anyhow::Result<Program> {
-        let companion = stage.companion_of(self.program, 0, CONFIGURATION, &[])?;
+    async fn companion(self, setup: &Setup) -> anyhow::Result<Program> {
+        let companion = setup.companion_of(self.program, 0, CONFIGURATION, &[])?;
         companion.logged("kubelet has registered the driver").await?;
         Ok(companion)
     }
 
     /// Applies the CRDs of this release.
-    async fn definitions(self, stage: &Stage) -> anyhow::Result<()> {
-        let printed = stage.cluster.command(self.program).arg("crds").output().await?;
+    async fn definitions(self, setup: &Setup) -> anyhow::Result<()> {
+        let printed = setup.cluster.command(self.program).arg("crds").output().await?;
         anyhow::ensure!(printed.status.success(), "{} prints no definitions", self.name);
-        let file = stage.cluster.directory().join(format!("crds-{}.yaml", self.name));
+        let file = setup.cluster.directory().join(format!("crds-{}.yaml", self.name));
         std::fs::write(&file, printed.stdout)?;
         let file = file.to_str().unwrap_or_default();
         let apply = ["apply", "--server-side", "--force-conflicts", "-f", file];
-        stage.cluster.kubectl(&apply).await.map(drop)
+        setup.cluster.kubectl(&apply).await.map(drop)
     }
 }
 
 /// Replaces one program after the other, so that each pair of releases serves pods, and each program continues where one of the other
 /// release has ended or was killed.
 async fn replace_in_every_order(
-    stage: &Stage,
+    setup: &Setup,
     traffic: &Traffic,
     old: Release<'_>,
     new: Release<'_>,
 ) -> anyhow::Result<(Program, Program)> {
-    let mut companion = old.companion(stage).await?;
-    let mut controller = old.controller(stage).await?;
-    traffic.goes_on("controller old, companion old").await?;
+    let mut companion = old.companion(setup).await?;
+    let mut controller = old.controller(setup).await?;
+    traffic.until_progress("controller old, companion old").await?;
     // Kubelet still has the killed one registered, through a socket that the next one may not see.
     companion.kill().await?;
-    companion = new.companion(stage).await?;
-    traffic.goes_on("controller old, companion new").await?;
-    new.definitions(stage).await?;
-    let standby = new.controller(stage).await?;
+    companion = new.companion(setup).await?;
+    traffic.until_progress("controller old, companion new").await?;
+    new.definitions(setup).await?;
+    let standby = new.controller(setup).await?;
     controller.end().await?;
     controller = standby;
-    traffic.goes_on("controller new, companion new").await?;
+    traffic.until_progress("controller new, companion new").await?;
     companion.end().await?;
-    companion = old.companion(stage).await?;
-    traffic.goes_on("controller new, companion old").await?;
-    let standby = old.controller(stage).await?;
+    companion = old.companion(setup).await?;
+    traffic.until_progress("controller new, companion old").await?;
+    let standby = old.controller(setup).await?;
     controller.kill().await?;
     controller = standby;
-    old.definitions(stage).await?;
-    traffic.goes_on("back to controller old, companion old").await?;
-    let standby = new.controller(stage).await?;
+    old.definitions(setup).await?;
+    traffic
+        .until_progress("back to controller old, companion old")
+        .await?;
+    let standby = new.controller(setup).await?;
     controller.kill().await?;
     controller = standby;
     traffic
-        .goes_on("controller new, companion old, definitions old")
+        .until_progress("controller new, companion old, definitions old")
         .await?;
-    let standby = old.controller(stage).await?;
+    let standby = old.controller(setup).await?;
     controller.end().await?;
     controller = standby;
     companion.end().await?;
-    companion = new.companion(stage).await?;
+    companion = new.companion(setup).await?;
     traffic
-        .goes_on("controller old, companion new, definitions old")
+        .until_progress("controller old, companion new, definitions old")
         .await?;
-    let standby = new.controller(stage).await?;
+    let standby = new.controller(setup).await?;
     controller.end().await?;
     controller = standby;
     companion.kill().await?;
-    companion = new.companion(stage).await?;
+    companion = new.companion(setup).await?;
     traffic
-        .goes_on("controller new, companion new, definitions old")
+        .until_progress("controller new, companion new, definitions old")
         .await?;
     traffic.done.set(true);
     Ok((controller, companion))
 }
 
 /// Asserts that a pod keeps its device from the first program to the last.
-async fn assert_undisturbed(stage: &Stage, device: &[String]) -> anyhow::Result<()> {
-    assert_eq!(devices_inside(stage, "stays", PREFIX).await?, device);
-    assert_eq!(restarts(stage, "stays").await?, 0);
+async fn assert_undisturbed(setup: &Setup, device: &[String]) -> anyhow::Result<()> {
+    assert_eq!(devices_inside(setup, "stays", PREFIX).await?, device);
+    assert_eq!(restarts(setup, "stays").await?, 0);
     Ok(())
 }
 
@@ -233,34 +235,34 @@ async fn two_releases_serve_pods_side_by_side_in_every_order() -> anyhow::Result
         },
         Release {
             name: "new",
-            program: Path::new(OURS),
+            program: Path::new(PROGRAM),
         },
     );
     let now = std::time::SystemTime::UNIX_EPOCH.elapsed()?;
     let seed = environment("DRAYMAN_TEST_BOTH_APIS_SEED", now.as_secs());
     println!("DRAYMAN_TEST_BOTH_APIS_SEED={seed}");
-    let stage = Stage::start(1).await?;
-    old.definitions(&stage).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::start(1).await?;
+    old.definitions(&setup).await?;
+    let node = setup.cluster.node(0);
     for (number, minor) in MINORS.into_iter().enumerate() {
         node.make_device(format!("/dev/{PREFIX}{number}"), 1, minor)?;
     }
-    stage.make_template(None).await?;
-    stage
+    setup.make_template(None).await?;
+    setup
         .pods()
         .create(&PostParams::default(), &pod_with_claim("stays")?)
         .await?;
-    let (traffic, mut watched) = (Traffic::default(), Watched::default());
+    let (traffic, mut watched) = (Traffic::default(), ObservedDevices::default());
     let ((controller, companion), ()) =
-        tokio::try_join!(replace_in_every_order(&stage, &traffic, old, new), async {
-            stage.wait(stage.pods(), "stays", "running", is_running()).await?;
-            let device = devices_inside(&stage, "stays", PREFIX).await?;
-            let claim = stage.claim_of("stays", "allocated", is_allocated).await?;
-            traffic.flow(&stage, &mut watched, seed).await?;
-            assert_undisturbed(&stage, &device).await?;
-            let after = stage.claim_of("stays", "allocated", is_allocated).await?;
+        tokio::try_join!(replace_in_every_order(&setup, &traffic, old, new), async {
+            setup.wait(setup.pods(), "stays", "running", is_running()).await?;
+            let device = devices_inside(&setup, "stays", PREFIX).await?;
+            let claim = setup.claim_of("stays", "allocated", is_allocated).await?;
+            traffic.run(&setup, &mut watched, seed).await?;
+            assert_undisturbed(&setup, &device).await?;
+            let after = setup.claim_of("stays", "allocated", is_allocated).await?;
             assert_eq!(after.status.allocation, claim.status.allocation);
-            stage.pods().delete("stays", &DeleteParams::default()).await?;
+            setup.pods().delete("stays", &DeleteParams::default()).await?;
             Ok(())
         })?;
     println!(
@@ -268,10 +270,10 @@ async fn two_releases_serve_pods_side_by_side_in_every_order() -> anyhow::Result
         traffic.claims.get(),
         traffic.limits.get()
     );
-    wait_for_inventory(&stage, DRIVER, 4, 0).await?;
-    wait_for_allocatable(&stage, RESOURCE, "4").await?;
-    all_is_free(&stage, &mut watched, MINORS.len()).await?;
+    wait_for_inventory(&setup, DRIVER, 4, 0).await?;
+    wait_for_allocatable(&setup, RESOURCE, "4").await?;
+    assert_all_free(&setup, &mut watched, MINORS.len()).await?;
     companion.end().await?;
     controller.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

@@ -12,9 +12,9 @@ use kube::api::Api;
 use serde_json::{Value, json};
 
 use crate::harness::{IMAGE, STRUCTURED_VERSION, VERSION};
-use crate::stage::{Stage, is_gone, is_running};
+use crate::setup::{Setup, is_gone, is_running};
 pub(crate) use prometheus::{Prometheus, free_port};
-use prometheus::{promtool, scraped};
+use prometheus::{promtool, scrape};
 
 /// One kind for claims and one for extended resources.
 const CONFIGURATION: &str = "\
@@ -30,7 +30,7 @@ kinds:
 ";
 
 /// Expected values after three pods with one claim each, of which one waited and the first was deleted.
-const SEEN: &[&str] = &[
+const EXPECTED: &[&str] = &[
     "drayman_claims_allocated_total == 3",
     "drayman_claims_released_total == 1",
     r#"drayman_allocation_attempts_total{result="Allocated"} == 3"#,
@@ -182,8 +182,8 @@ fn pod(name: &str) -> Value {
 }
 
 /// Columns of `kubectl get nodeinventories`.
-async fn what_kubectl_shows(stage: &Stage) -> anyhow::Result<()> {
-    let shown = stage.cluster.kubectl(&["get", "nodeinventories"]).await?;
+async fn what_kubectl_shows(setup: &Setup) -> anyhow::Result<()> {
+    let shown = setup.cluster.kubectl(&["get", "nodeinventories"]).await?;
     let rows: Vec<Vec<&str>> = shown
         .lines()
         .map(|line| line.split_whitespace().collect())
@@ -200,7 +200,7 @@ async fn what_kubectl_shows(stage: &Stage) -> anyhow::Result<()> {
 }
 
 #[test]
-fn the_alerts_fire_when_they_shall_and_not_otherwise() -> anyhow::Result<()> {
+fn the_alerts_fire_exactly_when_they_should() -> anyhow::Result<()> {
     let directory = tempfile::tempdir()?;
     let rules = write_rules(directory.path(), VERSION)?;
     println!(
@@ -277,19 +277,19 @@ fn the_dashboard_shows_each_series_and_asks_for_no_other() -> anyhow::Result<()>
 async fn every_query_finds_its_series() -> anyhow::Result<()> {
     let directory = tempfile::tempdir()?;
     let rules = write_rules(directory.path(), VERSION)?;
-    let stage = Stage::start(1).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::start(1).await?;
+    let node = setup.cluster.node(0);
     for (name, minor) in [("test-0", 5), ("test-1", 7), ("plugged-0", 8)] {
         node.make_device(format!("/dev/drayman-{name}"), 1, minor)?;
     }
-    stage.make_template(None).await?;
+    setup.make_template(None).await?;
     let (of_controller, of_node) = (free_port()?, free_port()?);
     let metrics = format!("--metrics-bind-address=127.0.0.1:{of_controller}");
-    let controller = stage.controller_with(&[&metrics])?;
+    let controller = setup.controller_with(&[&metrics])?;
     let metrics = format!("--metrics-bind-address=127.0.0.1:{of_node}");
-    let companion = stage.companion_with(0, CONFIGURATION, &[&metrics])?;
+    let companion = setup.companion_with(0, CONFIGURATION, &[&metrics])?;
     let prometheus = Prometheus::start(
-        &stage,
+        &setup,
         directory.path(),
         &[
             ("drayman-controller-7d4b9-x2x7q", of_controller),
@@ -299,22 +299,22 @@ async fn every_query_finds_its_series() -> anyhow::Result<()> {
 
     // Two pods hold the two devices; a third one waits and is woken up when a device is released.
     for name in ["first", "second"] {
-        stage.apply(&pod(name)).await?;
-        stage.wait(stage.pods(), name, "running", is_running()).await?;
+        setup.apply(&pod(name)).await?;
+        setup.wait(setup.pods(), name, "running", is_running()).await?;
     }
-    stage.apply(&pod("third")).await?;
-    stage.wait_for_event("third", "NoSuitableDevice", "held").await?;
+    setup.apply(&pod("third")).await?;
+    setup.wait_for_event("third", "NoSuitableDevice", "held").await?;
     prometheus
         .until(r#"drayman_pods_waiting{reason="NoSuitableDevice"} == 1"#)
         .await?;
     prometheus
         .until(r#"drayman_node_devices{kind="test",health="healthy",owner="claim"} == 2"#)
         .await?;
-    stage.cluster.kubectl(&["delete", "pod", "first"]).await?;
-    stage.wait(stage.pods(), "first", "gone", is_gone()).await?;
-    stage.wait(stage.pods(), "third", "running", is_running()).await?;
+    setup.cluster.kubectl(&["delete", "pod", "first"]).await?;
+    setup.wait(setup.pods(), "first", "gone", is_gone()).await?;
+    setup.wait(setup.pods(), "third", "running", is_running()).await?;
 
-    for expected in SEEN {
+    for expected in EXPECTED {
         prometheus.until(expected).await?;
     }
 
@@ -338,19 +338,19 @@ async fn every_query_finds_its_series() -> anyhow::Result<()> {
         assert!(found || is_label, "{series} is documented, but not exported");
     }
     for port in [of_controller, of_node] {
-        let text = scraped(port).await?;
-        let said = promtool(directory.path(), &["check", "metrics"], Some(&text))?;
-        assert!(said.trim().is_empty(), "{said}");
+        let text = scrape(port).await?;
+        let message = promtool(directory.path(), &["check", "metrics"], Some(&text))?;
+        assert!(message.trim().is_empty(), "{message}");
     }
 
-    what_kubectl_shows(&stage).await?;
+    what_kubectl_shows(&setup).await?;
 
     for name in ["second", "third"] {
-        stage.cluster.kubectl(&["delete", "pod", name]).await?;
+        setup.cluster.kubectl(&["delete", "pod", name]).await?;
     }
-    stage
+    setup
         .wait(
-            Api::all(stage.cluster.client()),
+            Api::all(setup.cluster.client()),
             "node-0.drayman.dev",
             "there",
             |inventory: Option<&drayman::api::crd::NodeInventory>| inventory.is_some(),

@@ -9,8 +9,8 @@ use anyhow::{Context as _, bail, ensure};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::{Duration, Instant, sleep};
 
-use crate::harness::{self, PATIENCE};
-use crate::stage::{Program, Stage};
+use crate::harness::{self, TIMEOUT};
+use crate::setup::{Program, Setup};
 
 /// A free port.
 pub(crate) fn free_port() -> anyhow::Result<u16> {
@@ -31,7 +31,7 @@ pub(crate) fn promtool(directory: &Path, arguments: &[&str], input: Option<&str>
     stdin.write_all(input.unwrap_or_default().as_bytes())?;
     drop(stdin);
     let output = child.wait_with_output()?;
-    let said = format!(
+    let message = format!(
         "{}{}",
         String::from_utf8_lossy(&output.stdout),
         String::from_utf8_lossy(&output.stderr)
@@ -40,13 +40,13 @@ pub(crate) fn promtool(directory: &Path, arguments: &[&str], input: Option<&str>
         output.status.success(),
         "promtool {}: {}",
         arguments.join(" "),
-        said.trim()
+        message.trim()
     );
-    Ok(said)
+    Ok(message)
 }
 
 /// The metrics of a program for a client without an Accept header.
-pub(crate) async fn scraped(port: u16) -> anyhow::Result<String> {
+pub(crate) async fn scrape(port: u16) -> anyhow::Result<String> {
     let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", port)).await?;
     stream
         .write_all(b"GET /metrics HTTP/1.0\r\nhost: a\r\n\r\n")
@@ -67,13 +67,13 @@ pub(crate) struct Prometheus {
 
 impl Prometheus {
     /// Starts Prometheus for these pods and ports, with the labels that a ServiceMonitor would set.
-    pub(crate) fn start(stage: &Stage, directory: &Path, pods: &[(&str, u16)]) -> anyhow::Result<Self> {
-        Self::start_with(stage, directory, pods, "")
+    pub(crate) fn start(setup: &Setup, directory: &Path, pods: &[(&str, u16)]) -> anyhow::Result<Self> {
+        Self::start_with(setup, directory, pods, "")
     }
 
     /// Starts Prometheus with further fields of the scrape job, as lines of YAML.
     pub(crate) fn start_with(
-        stage: &Stage,
+        setup: &Setup,
         directory: &Path,
         pods: &[(&str, u16)],
         more: &str,
@@ -93,7 +93,7 @@ impl Prometheus {
         );
         let file = directory.join("prometheus.yaml");
         std::fs::write(&file, configuration)?;
-        let mut command = stage.cluster.command(harness::prometheus()?.join("prometheus"));
+        let mut command = setup.cluster.command(harness::prometheus()?.join("prometheus"));
         command
             .arg(format!("--config.file={}", file.display()))
             .arg(format!(
@@ -103,21 +103,21 @@ impl Prometheus {
             .arg(format!("--web.listen-address=127.0.0.1:{port}"));
         Ok(Self {
             address: format!("http://127.0.0.1:{port}"),
-            _program: stage.program("prometheus", command)?,
+            _program: setup.program("prometheus", command)?,
         })
     }
 
     /// The current series of a query; an error if there are none.
     pub(crate) fn ask(&self, query: &str) -> anyhow::Result<Vec<String>> {
-        let said = promtool(Path::new("/"), &["query", "instant", &self.address, query], None)?;
+        let message = promtool(Path::new("/"), &["query", "instant", &self.address, query], None)?;
         // promtool prints an empty line if there are none.
-        let found = said.lines().filter(|line| !line.is_empty());
+        let found = message.lines().filter(|line| !line.is_empty());
         Ok(found.map(str::to_owned).collect())
     }
 
     /// Waits until a query returns a series.
     pub(crate) async fn until(&self, query: &str) -> anyhow::Result<()> {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         loop {
             let found = self.ask(query);
             if found.as_ref().is_ok_and(|found| !found.is_empty()) {

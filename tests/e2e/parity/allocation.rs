@@ -13,8 +13,8 @@ use tokio::time::{Duration, sleep, timeout};
 
 use crate::harness::Cluster;
 use crate::parity::answers::same_form;
-use crate::parity::ground::{JSON, MERGE, compare, run};
-use crate::parity::loops::ground::{PATIENCE, make_node, send};
+use crate::parity::loops::fixture::{TIMEOUT, make_node, send};
+use crate::parity::server::{JSON, MERGE, compare, run};
 
 const RESOURCE: &str = "/apis/resource.k8s.io/v1";
 
@@ -35,36 +35,36 @@ async fn real() -> kube::Client {
 }
 
 /// A cluster with a namespace, a node, a driver and a class, all with the same name.
-struct Ground {
+struct Fixture {
     client: kube::Client,
     name: String,
 }
 
 /// Runs a scenario on both clusters, and compares claims and pods at its end.
-fn both(name: &str, story: impl AsyncFn(&Ground) -> anyhow::Result<()>) {
+fn both(name: &str, scenario: impl AsyncFn(&Fixture) -> anyhow::Result<()>) {
     run(async {
         let stage = Stage::with_mode(Source::system(), Mode::Structured);
-        let played = play(stage.server().client(), name, &story).await;
-        let played = played.expect("the scenario succeeds on the test cluster");
+        let actual = run_scenario(stage.server().client(), name, &scenario).await;
+        let actual = actual.expect("the scenario succeeds on the test cluster");
         stage.stop().await;
-        let meant = play(real().await, name, &story).await;
-        let meant = meant.expect("the scenario succeeds on a real cluster");
-        compare(&played, &meant);
+        let expected = run_scenario(real().await, name, &scenario).await;
+        let expected = expected.expect("the scenario succeeds on a real cluster");
+        compare(&actual, &expected);
     });
 }
 
-async fn play(
+async fn run_scenario(
     client: kube::Client,
     name: &str,
-    story: &impl AsyncFn(&Ground) -> anyhow::Result<()>,
+    scenario: &impl AsyncFn(&Fixture) -> anyhow::Result<()>,
 ) -> anyhow::Result<Vec<Value>> {
     let name = name.to_owned();
-    let ground = Ground { client, name };
-    ground.begin().await?;
-    let played = story(&ground).await;
-    let told = same_form(ground.end().await?, false);
-    played.with_context(|| format!("{told:#?}"))?;
-    Ok(told)
+    let fixture = Fixture { client, name };
+    fixture.begin().await?;
+    let actual = scenario(&fixture).await;
+    let result = same_form(fixture.end().await?, false);
+    actual.with_context(|| format!("{result:#?}"))?;
+    Ok(result)
 }
 
 /// A request for devices of the scenario's class.
@@ -95,7 +95,7 @@ fn numbered(devices: &[(&str, i64)]) -> Vec<Value> {
     devices.iter().map(one).collect()
 }
 
-impl Ground {
+impl Fixture {
     fn driver(&self) -> String {
         format!("{}.example.com", self.name)
     }
@@ -228,9 +228,9 @@ impl Ground {
                 sleep(Duration::from_millis(20)).await;
             }
         };
-        timeout(PATIENCE, waiting)
+        timeout(TIMEOUT, waiting)
             .await
-            .with_context(|| format!("never: {what}"))?
+            .with_context(|| format!("timeout: {what}"))?
     }
 
     async fn until_pod(&self, what: &str, pod: &str, holds: impl Fn(&Value) -> bool) -> anyhow::Result<()> {
@@ -254,13 +254,13 @@ impl Ground {
 
     /// The allocations of the claims, and the reasons of the waiting pods.
     async fn end(&self) -> anyhow::Result<Vec<Value>> {
-        let mut told = Vec::new();
+        let mut result = Vec::new();
         for claim in self.get("resourceclaims", "").await?["items"]
             .as_array()
             .into_iter()
             .flatten()
         {
-            told.push(json!({
+            result.push(json!({
                 "claim": claim["metadata"]["name"], "finalizers": claim["metadata"]["finalizers"], "status": claim["status"],
             }));
         }
@@ -270,12 +270,12 @@ impl Ground {
             .flatten()
         {
             let waits = scheduled(pod).filter(|_| !pod["spec"]["nodeName"].is_string());
-            told.push(json!({
+            result.push(json!({
                 "pod": pod["metadata"]["name"], "node": pod["spec"]["nodeName"],
                 "waits": waits.map(|condition| json!([condition["reason"], reasons(&condition["message"])])),
             }));
         }
-        Ok(told)
+        Ok(result)
     }
 }
 
@@ -311,47 +311,47 @@ fn reasons(message: &Value) -> BTreeSet<String> {
 
 #[test]
 fn devices_are_allocated_in_the_order_of_slices_and_lists() {
-    both("allocation-order", async |ground| {
-        let two = ground.pool("", 1, 2);
-        ground.slice("b", &numbered(&[("z", 1), ("a", 1)]), &two).await?;
-        ground.slice("a", &numbered(&[("y", 1)]), &two).await?;
-        let one = ground.requests(&[json!({})]);
+    both("allocation-order", async |fixture| {
+        let two = fixture.pool("", 1, 2);
+        fixture.slice("b", &numbered(&[("z", 1), ("a", 1)]), &two).await?;
+        fixture.slice("a", &numbered(&[("y", 1)]), &two).await?;
+        let one = fixture.requests(&[json!({})]);
         for pod in ["first", "second", "third"] {
-            ground.runs(pod, &one).await?;
+            fixture.runs(pod, &one).await?;
         }
-        ground.waits("fourth", &one).await
+        fixture.waits("fourth", &one).await
     });
 }
 
 #[test]
 fn pools_are_used_in_the_order_of_their_names() {
-    both("allocation-pools", async |ground| {
-        ground
-            .slice("a", &numbered(&[("x", 1)]), &ground.pool("-2", 1, 1))
+    both("allocation-pools", async |fixture| {
+        fixture
+            .slice("a", &numbered(&[("x", 1)]), &fixture.pool("-2", 1, 1))
             .await?;
-        ground
-            .slice("b", &numbered(&[("y", 1)]), &ground.pool("-1", 1, 1))
+        fixture
+            .slice("b", &numbered(&[("y", 1)]), &fixture.pool("-1", 1, 1))
             .await?;
-        ground
-            .slice("c", &numbered(&[("z", 1)]), &ground.pool("-3", 1, 1))
+        fixture
+            .slice("c", &numbered(&[("z", 1)]), &fixture.pool("-3", 1, 1))
             .await?;
         // All three slices are used.
-        ground
-            .runs("all", &ground.requests(&[json!({ "count": 3 })]))
+        fixture
+            .runs("all", &fixture.requests(&[json!({ "count": 3 })]))
             .await?;
-        ground.delete("pods", "all").await?;
-        ground.delete("resourceclaims", "all").await?;
-        let one = ground.requests(&[json!({})]);
-        ground.runs("first", &one).await?;
-        ground.runs("second", &one).await
+        fixture.delete("pods", "all").await?;
+        fixture.delete("resourceclaims", "all").await?;
+        let one = fixture.requests(&[json!({})]);
+        fixture.runs("first", &one).await?;
+        fixture.runs("second", &one).await
     });
 }
 
 #[test]
 fn requests_and_claims_of_a_pod_get_different_devices() {
-    both("allocation-requests", async |ground| {
+    both("allocation-requests", async |fixture| {
         let devices = [("a", 1), ("b", 2), ("c", 3), ("d", 4), ("e", 5)];
-        ground.slice("a", &numbered(&devices), &json!({})).await?;
+        fixture.slice("a", &numbered(&devices), &json!({})).await?;
         let selector = |number: i64| {
             let expression = format!(
                 "has(device.attributes[\"x.dev\"].number) && device.attributes[\"x.dev\"].number == {number}"
@@ -359,23 +359,23 @@ fn requests_and_claims_of_a_pod_get_different_devices() {
             json!({ "selectors": [{ "cel": { "expression": expression } }] })
         };
         // Request b can only have the first device that matches request a.
-        ground
-            .claim("one", &ground.requests(&[json!({ "count": 2 }), selector(1)]))
+        fixture
+            .claim("one", &fixture.requests(&[json!({ "count": 2 }), selector(1)]))
             .await?;
-        ground.claim("two", &ground.requests(&[selector(4)])).await?;
-        ground.pod("pod", &["one", "two"]).await?;
-        ground.until_bound("pod").await?;
-        ground.waits("same", &ground.requests(&[selector(4)])).await?;
-        ground
-            .waits("many", &ground.requests(&[json!({ "count": 2 })]))
+        fixture.claim("two", &fixture.requests(&[selector(4)])).await?;
+        fixture.pod("pod", &["one", "two"]).await?;
+        fixture.until_bound("pod").await?;
+        fixture.waits("same", &fixture.requests(&[selector(4)])).await?;
+        fixture
+            .waits("many", &fixture.requests(&[json!({ "count": 2 })]))
             .await?;
-        ground.waits("none", &ground.requests(&[selector(9)])).await
+        fixture.waits("none", &fixture.requests(&[selector(9)])).await
     });
 }
 
 #[test]
 fn constraints_select_devices_by_an_attribute() {
-    both("allocation-constraints", async |ground| {
+    both("allocation-constraints", async |fixture| {
         let devices = [
             ("a", 1),
             ("b", 2),
@@ -385,33 +385,33 @@ fn constraints_select_devices_by_an_attribute() {
             ("f", 1),
             ("g", 4),
         ];
-        ground.slice("a", &numbered(&devices), &json!({})).await?;
+        fixture.slice("a", &numbered(&devices), &json!({})).await?;
         let with = |requests: Value, constraint: &str| {
             merged(
                 requests,
                 &json!({ "constraints": [{ constraint: "x.dev/number" }] }),
             )
         };
-        let pair = ground.requests(&[json!({ "count": 2 })]);
+        let pair = fixture.requests(&[json!({ "count": 2 })]);
         // The only device with this value is held.
         let third = json!({ "selectors": [{ "cel": { "expression": "has(device.attributes[\"x.dev\"].number) && device.attributes[\"x.dev\"].number == 3" } }] });
-        ground.runs("holder", &ground.requests(&[third])).await?;
-        ground
+        fixture.runs("holder", &fixture.requests(&[third])).await?;
+        fixture
             .runs("match", &with(pair.clone(), "matchAttribute"))
             .await?;
-        ground
+        fixture
             .waits(
                 "match-three",
-                &with(ground.requests(&[json!({ "count": 3 })]), "matchAttribute"),
+                &with(fixture.requests(&[json!({ "count": 3 })]), "matchAttribute"),
             )
             .await?;
-        ground
+        fixture
             .runs(
                 "distinct",
-                &with(ground.requests(&[json!({}), json!({})]), "distinctAttribute"),
+                &with(fixture.requests(&[json!({}), json!({})]), "distinctAttribute"),
             )
             .await?;
-        ground
+        fixture
             .waits("distinct-again", &with(pair, "distinctAttribute"))
             .await
     });
@@ -419,13 +419,13 @@ fn constraints_select_devices_by_an_attribute() {
 
 #[test]
 fn the_first_alternative_that_fits_is_taken() {
-    both("allocation-alternatives", async |ground| {
-        ground
+    both("allocation-alternatives", async |fixture| {
+        fixture
             .slice("a", &numbered(&[("a", 1), ("b", 2), ("c", 2)]), &json!({}))
             .await?;
         let number = |number: i64| json!([{ "cel": { "expression": format!("device.attributes[\"x.dev\"].number == {number}") } }]);
         let alternative = |name: &str, fields: Value| {
-            merged(json!({ "name": name, "deviceClassName": ground.name }), &fields)
+            merged(json!({ "name": name, "deviceClassName": fixture.name }), &fields)
         };
         let either = json!({ "requests": [{ "name": "r", "firstAvailable": [
             alternative("two", json!({ "count": 2, "selectors": number(1) })),
@@ -433,52 +433,52 @@ fn the_first_alternative_that_fits_is_taken() {
             alternative("any", json!({})),
         ] }] });
         for pod in ["first", "second", "third"] {
-            ground.runs(pod, &either).await?;
+            fixture.runs(pod, &either).await?;
         }
-        ground.waits("fourth", &either).await
+        fixture.waits("fourth", &either).await
     });
 }
 
 #[test]
 fn all_devices_means_all_that_are_free() {
-    both("allocation-all", async |ground| {
-        ground
+    both("allocation-all", async |fixture| {
+        fixture
             .slice("a", &numbered(&[("a", 1), ("b", 2)]), &json!({}))
             .await?;
-        let all = ground.requests(&[json!({ "allocationMode": "All" })]);
-        ground.runs("all", &all).await?;
-        ground.waits("again", &all).await?;
-        let one = ground.requests(&[json!({})]);
-        ground.waits("one", &one).await?;
-        ground.delete("pods", "again").await?;
-        ground.delete("pods", "all").await?;
-        ground.until_bound("one").await?;
+        let all = fixture.requests(&[json!({ "allocationMode": "All" })]);
+        fixture.runs("all", &all).await?;
+        fixture.waits("again", &all).await?;
+        let one = fixture.requests(&[json!({})]);
+        fixture.waits("one", &one).await?;
+        fixture.delete("pods", "again").await?;
+        fixture.delete("pods", "all").await?;
+        fixture.until_bound("one").await?;
         // One device is held.
-        ground.waits("part", &all).await
+        fixture.waits("part", &all).await
     });
 }
 
 #[test]
 fn admin_access_takes_held_devices_and_holds_none() {
-    both("allocation-admin", async |ground| {
-        ground
+    both("allocation-admin", async |fixture| {
+        fixture
             .slice("a", &numbered(&[("a", 1), ("b", 2)]), &json!({}))
             .await?;
-        let one = ground.requests(&[json!({})]);
-        ground.runs("holder", &one).await?;
-        let all = ground.requests(&[json!({ "allocationMode": "All", "adminAccess": true })]);
-        ground.runs("admin", &all).await?;
-        ground.runs("beside", &one).await?;
-        ground.waits("none", &one).await?;
-        ground
-            .runs("another", &ground.requests(&[json!({ "adminAccess": true })]))
+        let one = fixture.requests(&[json!({})]);
+        fixture.runs("holder", &one).await?;
+        let all = fixture.requests(&[json!({ "allocationMode": "All", "adminAccess": true })]);
+        fixture.runs("admin", &all).await?;
+        fixture.runs("beside", &one).await?;
+        fixture.waits("none", &one).await?;
+        fixture
+            .runs("another", &fixture.requests(&[json!({ "adminAccess": true })]))
             .await
     });
 }
 
 #[test]
 fn tainted_devices_go_to_claims_that_tolerate_them() {
-    both("allocation-taints", async |ground| {
+    both("allocation-taints", async |fixture| {
         let tainted = |name: &str, effect: &str| {
             let taint = json!({ "key": "x.dev/bad", "value": "v", "effect": effect, "timeAdded": "2026-01-01T00:00:00Z" });
             device(name, &json!({ "taints": [taint] }))
@@ -489,25 +489,25 @@ fn tainted_devices_go_to_claims_that_tolerate_them() {
             tainted("c", "None"),
             device("d", &json!({})),
         ];
-        ground.slice("a", &devices, &json!({})).await?;
-        let one = ground.requests(&[json!({})]);
-        ground.runs("first", &one).await?;
-        ground.runs("second", &one).await?;
-        ground.waits("third", &one).await?;
-        let tolerates = |toleration: Value| ground.requests(&[json!({ "tolerations": [toleration] })]);
-        ground
+        fixture.slice("a", &devices, &json!({})).await?;
+        let one = fixture.requests(&[json!({})]);
+        fixture.runs("first", &one).await?;
+        fixture.runs("second", &one).await?;
+        fixture.waits("third", &one).await?;
+        let tolerates = |toleration: Value| fixture.requests(&[json!({ "tolerations": [toleration] })]);
+        fixture
             .waits(
                 "other-value",
                 &tolerates(json!({ "key": "x.dev/bad", "value": "w" })),
             )
             .await?;
-        ground
+        fixture
             .runs(
                 "effect",
                 &tolerates(json!({ "key": "x.dev/bad", "operator": "Exists", "effect": "NoExecute" })),
             )
             .await?;
-        ground
+        fixture
             .runs("value", &tolerates(json!({ "key": "x.dev/bad", "value": "v" })))
             .await
     });
@@ -515,7 +515,7 @@ fn tainted_devices_go_to_claims_that_tolerate_them() {
 
 #[test]
 fn a_device_with_shares_serves_as_many_claims_as_it_has() {
-    both("allocation-shares", async |ground| {
+    both("allocation-shares", async |fixture| {
         let policy = json!({ "default": "1", "validRange": { "min": "1", "max": "1" } });
         let memory = json!({ "default": "1Gi", "validRange": { "min": "1Gi", "step": "1Gi" } });
         let devices = [
@@ -530,63 +530,63 @@ fn a_device_with_shares_serves_as_many_claims_as_it_has() {
                 "x.dev/memory": { "value": "4Gi", "requestPolicy": memory } } }),
             ),
         ];
-        ground.slice("a", &devices, &json!({})).await?;
-        let one = ground.requests(&[json!({})]);
-        ground.runs("one", &one).await?;
+        fixture.slice("a", &devices, &json!({})).await?;
+        let one = fixture.requests(&[json!({})]);
+        fixture.runs("one", &one).await?;
         // Two requests of one claim can get one device.
-        ground
-            .runs("two", &ground.requests(&[json!({}), json!({})]))
+        fixture
+            .runs("two", &fixture.requests(&[json!({}), json!({})]))
             .await?;
         let memory = |amount: &str| {
-            ground.requests(&[json!({ "capacity": { "requests": { "x.dev/memory": amount } } })])
+            fixture.requests(&[json!({ "capacity": { "requests": { "x.dev/memory": amount } } })])
         };
-        ground.waits("too-much", &memory("5Gi")).await?;
+        fixture.waits("too-much", &memory("5Gi")).await?;
         // Rounded up to a step.
-        ground.runs("some", &memory("1500Mi")).await?;
-        ground.waits("more", &memory("3Gi")).await?;
-        ground.runs("rest", &memory("2Gi")).await?;
-        ground.waits("none", &one).await
+        fixture.runs("some", &memory("1500Mi")).await?;
+        fixture.waits("more", &memory("3Gi")).await?;
+        fixture.runs("rest", &memory("2Gi")).await?;
+        fixture.waits("none", &one).await
     });
 }
 
 #[test]
 fn pools_that_are_not_complete_are_not_used() {
-    both("allocation-incomplete", async |ground| {
-        let pool = |generation, count| ground.pool("", generation, count);
-        ground.slice("a", &numbered(&[("old", 1)]), &pool(1, 1)).await?;
-        let one = ground.requests(&[json!({})]);
-        ground.runs("first", &one).await?;
-        ground
+    both("allocation-incomplete", async |fixture| {
+        let pool = |generation, count| fixture.pool("", generation, count);
+        fixture.slice("a", &numbered(&[("old", 1)]), &pool(1, 1)).await?;
+        let one = fixture.requests(&[json!({})]);
+        fixture.runs("first", &one).await?;
+        fixture
             .slice("b", &numbered(&[("new", 1), ("newer", 1)]), &pool(2, 2))
             .await?;
-        ground.delete("pods", "first").await?;
-        ground.delete("resourceclaims", "first").await?;
-        ground.waits("second", &one).await?;
-        ground
+        fixture.delete("pods", "first").await?;
+        fixture.delete("resourceclaims", "first").await?;
+        fixture.waits("second", &one).await?;
+        fixture
             .slice("c", &numbered(&[("newest", 1)]), &pool(2, 2))
             .await?;
-        ground.until_bound("second").await
+        fixture.until_bound("second").await
     });
 }
 
 #[test]
 fn an_allocation_names_the_nodes_that_reach_its_devices() {
-    both("allocation-nodes", async |ground| {
+    both("allocation-nodes", async |fixture| {
         let everywhere = json!({ "nodeName": null, "allNodes": true });
-        let expression = json!({ "key": "place", "operator": "In", "values": [ground.name] });
+        let expression = json!({ "key": "place", "operator": "In", "values": [fixture.name] });
         let labelled = json!({ "nodeName": null, "nodeSelector": { "nodeSelectorTerms": [{ "matchExpressions": [expression] }] } });
         for (suffix, fields) in [("all", everywhere), ("labelled", labelled), ("local", json!({}))] {
-            let fields = merged(fields, &ground.pool(&format!("-{suffix}"), 1, 1));
-            ground.slice(suffix, &numbered(&[(suffix, 1)]), &fields).await?;
+            let fields = merged(fields, &fixture.pool(&format!("-{suffix}"), 1, 1));
+            fixture.slice(suffix, &numbered(&[(suffix, 1)]), &fields).await?;
         }
-        ground
-            .runs("three", &ground.requests(&[json!({ "count": 3 })]))
+        fixture
+            .runs("three", &fixture.requests(&[json!({ "count": 3 })]))
             .await?;
-        ground.delete("pods", "three").await?;
-        ground.delete("resourceclaims", "three").await?;
-        let one = ground.requests(&[json!({})]);
+        fixture.delete("pods", "three").await?;
+        fixture.delete("resourceclaims", "three").await?;
+        let one = fixture.requests(&[json!({})]);
         for pod in ["first", "second", "third"] {
-            ground.runs(pod, &one).await?;
+            fixture.runs(pod, &one).await?;
         }
         Ok(())
     });
@@ -594,21 +594,21 @@ fn an_allocation_names_the_nodes_that_reach_its_devices() {
 
 #[test]
 fn configurations_of_class_and_claim_reach_the_allocation() {
-    both("allocation-config", async |ground| {
-        ground
+    both("allocation-config", async |fixture| {
+        fixture
             .slice("a", &numbered(&[("a", 1), ("b", 1)]), &json!({}))
             .await?;
-        let opaque = |value: &str| json!({ "driver": ground.driver(), "parameters": { "of": value } });
-        let class = format!("{}-configured", ground.name);
-        ground
+        let opaque = |value: &str| json!({ "driver": fixture.driver(), "parameters": { "of": value } });
+        let class = format!("{}-configured", fixture.name);
+        fixture
             .class(&class, &json!({ "config": [{ "opaque": opaque("class") }] }))
             .await?;
         let requests = json!([
             request("a", &class, &json!({})),
-            request("b", &ground.name, &json!({}))
+            request("b", &fixture.name, &json!({}))
         ]);
         let config = json!([{ "opaque": opaque("claim") }, { "requests": ["b"], "opaque": opaque("b") }]);
-        ground
+        fixture
             .runs("pod", &json!({ "requests": requests, "config": config }))
             .await
     });
@@ -616,56 +616,56 @@ fn configurations_of_class_and_claim_reach_the_allocation() {
 
 #[test]
 fn a_claim_waits_for_its_class() {
-    both("allocation-class", async |ground| {
-        ground.slice("a", &numbered(&[("a", 1)]), &json!({})).await?;
-        let later = format!("{}-later", ground.name);
-        ground
+    both("allocation-class", async |fixture| {
+        fixture.slice("a", &numbered(&[("a", 1)]), &json!({})).await?;
+        let later = format!("{}-later", fixture.name);
+        fixture
             .waits("pod", &json!({ "requests": [request("a", &later, &json!({}))] }))
             .await?;
-        ground
+        fixture
             .waits(
                 "stays",
                 &json!({ "requests": [request("a", "allocation-class-never", &json!({}))] }),
             )
             .await?;
-        ground.class(&later, &json!({})).await?;
-        ground.until_bound("pod").await
+        fixture.class(&later, &json!({})).await?;
+        fixture.until_bound("pod").await
     });
 }
 
 #[test]
 fn claims_live_as_long_as_their_pods_or_longer() {
-    both("allocation-life", async |ground| {
-        ground
+    both("allocation-life", async |fixture| {
+        fixture
             .slice("a", &numbered(&[("a", 1), ("b", 1)]), &json!({}))
             .await?;
-        let one = ground.requests(&[json!({})]);
+        let one = fixture.requests(&[json!({})]);
         let template = json!({
             "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate",
             "metadata": { "name": "t" }, "spec": { "spec": { "devices": one } },
         });
-        ground.create("resourceclaimtemplates", &template).await?;
+        fixture.create("resourceclaimtemplates", &template).await?;
         // Two pods share a claim.
-        ground.claim("shared", &one).await?;
-        ground.pod("first", &["shared"]).await?;
-        ground.until_bound("first").await?;
-        ground.pod("second", &["shared"]).await?;
-        ground.until_bound("second").await?;
-        ground.delete("pods", "first").await?;
+        fixture.claim("shared", &one).await?;
+        fixture.pod("first", &["shared"]).await?;
+        fixture.until_bound("first").await?;
+        fixture.pod("second", &["shared"]).await?;
+        fixture.until_bound("second").await?;
+        fixture.delete("pods", "first").await?;
         let reserved = |count: usize| {
             move |claims: &Value| {
                 let reserved = &claims["items"][0]["status"]["reservedFor"];
                 reserved.as_array().map_or(0, Vec::len) == count
             }
         };
-        ground
+        fixture
             .until("reserved for one", "resourceclaims", reserved(1))
             .await?;
         // A template claim is deleted with its pod.
         let entries = json!([{ "name": "made", "resourceClaimTemplateName": "t" }]);
-        ground.pod_of("third", &entries).await?;
-        ground.until_bound("third").await?;
-        ground
+        fixture.pod_of("third", &entries).await?;
+        fixture.until_bound("third").await?;
+        fixture
             .patch(
                 "pods",
                 "third/status",
@@ -673,15 +673,15 @@ fn claims_live_as_long_as_their_pods_or_longer() {
             )
             .await?;
         let is_alone = |claims: &Value| claims["items"].as_array().is_some_and(|items| items.len() == 1);
-        ground
+        fixture
             .until("the claim of the template is gone", "resourceclaims", is_alone)
             .await?;
         // A user's claim is kept, without its allocation.
-        ground.delete("pods", "second").await?;
+        fixture.delete("pods", "second").await?;
         let is_free = |claims: &Value| {
             let claim = &claims["items"][0];
             claim["status"]["allocation"].is_null() && claim["metadata"]["finalizers"].is_null()
         };
-        ground.until("deallocated", "resourceclaims", is_free).await
+        fixture.until("deallocated", "resourceclaims", is_free).await
     });
 }

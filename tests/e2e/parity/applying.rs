@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::parity::custom::{INVENTORIES, define};
-use crate::parity::ground::{APPLY, CLAIMS, CONTEXTS, JSON, MERGE, both};
+use crate::parity::server::{APPLY, CLAIMS, CONTEXTS, JSON, MERGE, both};
 
 const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
 
@@ -13,8 +13,8 @@ fn short(answer: &(u16, Value)) -> Value {
 }
 
 #[test]
-fn a_configuration_that_is_none_of_this_object_is_refused() {
-    both("applying-bodies", async |ground| {
+fn a_configuration_of_another_object_is_refused() {
+    both("applying-bodies", async |server| {
         let path = format!("{MAPS}/a?fieldManager=x");
         let map = |rest: Value| {
             let mut map = json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "a" } });
@@ -31,7 +31,7 @@ fn a_configuration_that_is_none_of_this_object_is_refused() {
             map(json!({ "metadata": { "labels": 7 } })),
             map(json!({ "metadata": { "finalizers": ["a/b", "a/b"] } })),
         ];
-        let told = [
+        let invalid = [
             String::new(),
             "null".to_owned(),
             "{}".to_owned(),
@@ -48,16 +48,16 @@ fn a_configuration_that_is_none_of_this_object_is_refused() {
         // First the object does not exist, then it does.
         for _ in 0..2 {
             for body in &bodies {
-                let answer = ground.send("PATCH", &path, APPLY, body.clone().into()).await?;
-                ground.note(json!({ body: short(&answer) }));
+                let answer = server.send("PATCH", &path, APPLY, body.clone().into()).await?;
+                server.note(json!({ body: short(&answer) }));
             }
-            for body in &told {
-                let (code, answer) = ground.send("PATCH", &path, APPLY, body.clone().into()).await?;
+            for body in &invalid {
+                let (code, answer) = server.send("PATCH", &path, APPLY, body.clone().into()).await?;
                 // The name may be omitted for an existing object; the answer then is that object.
-                let said = if code < 300 { json!(null) } else { answer };
-                ground.note(json!([body, code, said]));
+                let expected_answer = if code < 300 { json!(null) } else { answer };
+                server.note(json!([body, code, expected_answer]));
             }
-            ground
+            server
                 .patch(
                     &path,
                     APPLY,
@@ -66,9 +66,9 @@ fn a_configuration_that_is_none_of_this_object_is_refused() {
                 .await?;
         }
         let stale = map(json!({ "metadata": { "resourceVersion": "5" } }));
-        ground.patch(&path, APPLY, &serde_json::from_str(&stale)?).await?;
+        server.patch(&path, APPLY, &serde_json::from_str(&stale)?).await?;
         let stale = stale.replace("\"a\"", "\"new\"");
-        ground
+        server
             .patch(
                 &format!("{MAPS}/new?fieldManager=x"),
                 APPLY,
@@ -92,9 +92,9 @@ fn json_patch_merge(target: &mut Value, patch: &Value) {
 }
 
 #[test]
-fn a_configuration_that_nobody_can_read_is_refused_of_any_kind() {
-    both("applying-kinds", async |ground| {
-        define(ground).await?;
+fn an_unreadable_configuration_is_refused_for_any_kind() {
+    both("applying-kinds", async |server| {
+        define(server).await?;
         let context = |entries: Value| {
             json!({
                 "apiVersion": "resource.k8s.io/v1alpha2", "kind": "PodSchedulingContext",
@@ -117,7 +117,7 @@ fn a_configuration_that_nobody_can_read_is_refused_of_any_kind() {
             })
         };
         let device = json!({ "name": "a", "kind": "k", "mode": "claims" });
-        ground
+        server
             .create(
                 CONTEXTS,
                 &json!({ "metadata": { "name": "p" }, "spec": { "potentialNodes": ["a"] } }),
@@ -157,7 +157,7 @@ fn a_configuration_that_nobody_can_read_is_refused_of_any_kind() {
             for validation in ["", "&fieldValidation=Ignore"] {
                 let path = format!("{path}?fieldManager=x{validation}");
                 let body = configuration.to_string().into_bytes();
-                let answer = ground.send("PATCH", &path, APPLY, body).await?;
+                let answer = server.send("PATCH", &path, APPLY, body).await?;
                 let sentence = answer.1["message"].as_str().unwrap_or_default().to_owned();
                 // The real path identifies an element by its key, ours by its index.
                 let sentence = if sentence.contains("].") {
@@ -165,7 +165,7 @@ fn a_configuration_that_nobody_can_read_is_refused_of_any_kind() {
                 } else {
                     sentence.into()
                 };
-                ground.note(json!([path, short(&answer), sentence]));
+                server.note(json!([path, short(&answer), sentence]));
             }
         }
         for (path, configuration) in [
@@ -179,10 +179,10 @@ fn a_configuration_that_nobody_can_read_is_refused_of_any_kind() {
         ] {
             let path = format!("{path}?fieldManager=x");
             let body = configuration.to_string().into_bytes();
-            let answer = ground.send("PATCH", &path, APPLY, body).await?;
-            ground.note(json!([path, short(&answer)]));
+            let answer = server.send("PATCH", &path, APPLY, body).await?;
+            server.note(json!([path, short(&answer)]));
         }
-        let missing = ground
+        let missing = server
             .send(
                 "GET",
                 &format!("{INVENTORIES}/applying.drayman.dev"),
@@ -190,14 +190,14 @@ fn a_configuration_that_nobody_can_read_is_refused_of_any_kind() {
                 Vec::new(),
             )
             .await?;
-        ground.note(short(&missing));
+        server.note(short(&missing));
         Ok(())
     });
 }
 
 #[test]
 fn a_field_belongs_to_whoever_has_written_it_last() {
-    both("applying-owners", async |ground| {
+    both("applying-owners", async |server| {
         let map = |rest: Value| {
             let mut map = json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "a" } });
             json_patch_merge(&mut map, &rest);
@@ -206,7 +206,7 @@ fn a_field_belongs_to_whoever_has_written_it_last() {
         let at = format!("{MAPS}/a");
         let as_manager = |name: &str, more: &str| format!("{at}?fieldManager={name}{more}");
         let labels = json!({ "labels": { "l": "1", "m": "2" } });
-        ground
+        server
             .create(
                 MAPS,
                 &map(json!({ "metadata": labels, "data": { "a": "1", "b": "2" } })),
@@ -214,9 +214,9 @@ fn a_field_belongs_to_whoever_has_written_it_last() {
             .await?;
         // An equal value is shared, a different one is a conflict, and force changes the owner.
         let same = map(json!({ "data": { "a": "1" } }));
-        ground.patch(&as_manager("x", ""), APPLY, &same).await?;
+        server.patch(&as_manager("x", ""), APPLY, &same).await?;
         let other = map(json!({ "data": { "a": "3", "c": "4" }, "metadata": { "labels": { "l": "1" } } }));
-        ground
+        server
             .send(
                 "PATCH",
                 &as_manager("x", ""),
@@ -224,60 +224,60 @@ fn a_field_belongs_to_whoever_has_written_it_last() {
                 other.to_string().into_bytes(),
             )
             .await
-            .map(|(code, _)| ground.note(json!(code)))?;
-        ground
+            .map(|(code, _)| server.note(json!(code)))?;
+        server
             .patch(&as_manager("x", "&force=true"), APPLY, &other)
             .await?;
-        ground
+        server
             .patch(&as_manager("y", ""), APPLY, &map(json!({ "data": { "c": "4" } })))
             .await?;
         // A patch takes ownership of changed fields and gives up removed ones.
         let patch = json!({ "data": { "c": "5", "b": null, "d": "6" }, "metadata": { "labels": null } });
-        ground.patch(&as_manager("z", ""), MERGE, &patch).await?;
+        server.patch(&as_manager("z", ""), MERGE, &patch).await?;
         // An update without managedFields also has a manager.
         let whole =
             map(json!({ "data": { "a": "3", "e": "7" }, "metadata": { "finalizers": ["a/b", "c/d"] } }));
-        ground.ask("PUT", &as_manager("z", ""), JSON, &whole).await?;
-        ground.ask("PUT", &as_manager("w", ""), JSON, &whole).await?;
+        server.ask("PUT", &as_manager("z", ""), JSON, &whole).await?;
+        server.ask("PUT", &as_manager("w", ""), JSON, &whole).await?;
         let emptied = json!({ "metadata": { "finalizers": null }, "data": null });
-        ground.patch(&as_manager("w", ""), MERGE, &emptied).await?;
-        ground.patch(&as_manager("x", ""), APPLY, &map(json!({}))).await?;
+        server.patch(&as_manager("w", ""), MERGE, &emptied).await?;
+        server.patch(&as_manager("x", ""), APPLY, &map(json!({}))).await?;
         Ok(())
     });
 }
 
 #[test]
 fn a_claim_s_fields_belong_to_those_who_write_them() {
-    both("applying-claims", async |ground| {
+    both("applying-claims", async |server| {
         let claim = json!({
             "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim",
             "metadata": { "name": "c", "finalizers": ["a/b"] }, "spec": { "resourceClassName": "t" },
         });
-        ground.create(CLAIMS, &claim).await?;
+        server.create(CLAIMS, &claim).await?;
         let at = format!("{CLAIMS}/c");
         let allocated = json!({ "status": {
             "driverName": "a.b", "allocation": { "shareable": true, "resourceHandles": [{ "driverName": "a.b", "data": "d" }] },
             "reservedFor": [{ "resource": "pods", "name": "p", "uid": "u" }],
         } });
-        ground
+        server
             .patch(&format!("{at}/status?fieldManager=driver"), MERGE, &allocated)
             .await?;
         let reserved = json!({
             "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim", "metadata": { "name": "c" },
             "status": { "reservedFor": [{ "resource": "pods", "name": "q", "uid": "v" }] },
         });
-        ground
+        server
             .patch(&format!("{at}/status?fieldManager=scheduler"), APPLY, &reserved)
             .await?;
         let labelled = json!({ "metadata": { "labels": { "a": "b" }, "finalizers": ["a/b", "c/d"] } });
-        ground
+        server
             .patch(&format!("{at}?fieldManager=somebody"), MERGE, &labelled)
             .await?;
         let free = json!({ "status": { "reservedFor": null } });
-        ground
+        server
             .patch(&format!("{at}/status?fieldManager=driver"), MERGE, &free)
             .await?;
-        ground
+        server
             .patch(
                 &format!("{at}?fieldManager=somebody"),
                 MERGE,

@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 
-use crate::parity::ground::{
-    CLAIMS, Ground, JSON, JSON_PATCH, MERGE, STRATEGIC, both, both_but_managers, uid, version,
+use crate::parity::server::{
+    CLAIMS, JSON, JSON_PATCH, MERGE, STRATEGIC, Server, both, both_but_managers, uid, version,
 };
 
 const FINALIZER: &str = "drayman.dev/deletion-protection";
@@ -44,9 +44,9 @@ fn allocation(uid: &str, reserved_for: &Value) -> Value {
     })
 }
 
-async fn allocated(ground: &mut Ground, name: &str) -> anyhow::Result<Value> {
-    let claim = ground.create(CLAIMS, &claim(name)).await?;
-    ground
+async fn allocated(server: &mut Server, name: &str) -> anyhow::Result<Value> {
+    let claim = server.create(CLAIMS, &claim(name)).await?;
+    server
         .patch(
             &status_of(name),
             MERGE,
@@ -57,58 +57,58 @@ async fn allocated(ground: &mut Ground, name: &str) -> anyhow::Result<Value> {
 
 #[test]
 fn a_claim_begins_with_its_defaults_and_without_a_status() {
-    both("claim-begins", async |ground| {
+    both("claim-begins", async |server| {
         let mut claim = claim("c");
         claim["status"] = json!({ "driverName": "x", "reservedFor": [consumer(1)] });
-        ground.create(CLAIMS, &claim).await?;
-        ground.get(&at("c")).await?;
-        ground.get(&status_of("c")).await.map(drop)
+        server.create(CLAIMS, &claim).await?;
+        server.get(&at("c")).await?;
+        server.get(&status_of("c")).await.map(drop)
     });
 }
 
 #[test]
 fn the_finalizer_is_added_and_removed_by_value() {
-    both("claim-finalizer", async |ground| {
-        let made = ground.create(CLAIMS, &claim("c")).await?;
+    both("claim-finalizer", async |server| {
+        let made = server.create(CLAIMS, &claim("c")).await?;
         let add = |name: &str| json!({ "metadata": { "uid": uid(&made), "finalizers": [name] } });
         let remove =
             json!({ "metadata": { "uid": uid(&made), "$deleteFromPrimitiveList/finalizers": [FINALIZER] } });
-        ground.patch(&at("c"), STRATEGIC, &add(FINALIZER)).await?;
-        let twice = ground.patch(&at("c"), STRATEGIC, &add("other.dev/x")).await?;
+        server.patch(&at("c"), STRATEGIC, &add(FINALIZER)).await?;
+        let twice = server.patch(&at("c"), STRATEGIC, &add("other.dev/x")).await?;
         // A patch without changes does not increment the resource version.
-        let again = ground.patch(&at("c"), STRATEGIC, &add(FINALIZER)).await?;
+        let again = server.patch(&at("c"), STRATEGIC, &add(FINALIZER)).await?;
         assert_eq!(version(&twice), version(&again));
-        ground.patch(&at("c"), STRATEGIC, &remove).await?;
-        ground.patch(&at("c"), STRATEGIC, &remove).await?;
-        ground.patch(&at("c"), STRATEGIC, &add("Upper.dev/x")).await?;
+        server.patch(&at("c"), STRATEGIC, &remove).await?;
+        server.patch(&at("c"), STRATEGIC, &remove).await?;
+        server.patch(&at("c"), STRATEGIC, &add("Upper.dev/x")).await?;
         let wrong = json!({ "metadata": { "uid": "7d0a", "finalizers": ["a.dev/b"] } });
-        ground.patch(&at("c"), STRATEGIC, &wrong).await?;
+        server.patch(&at("c"), STRATEGIC, &wrong).await?;
         let wrong =
             json!({ "metadata": { "uid": "7d0a", "$deleteFromPrimitiveList/finalizers": ["other.dev/x"] } });
-        ground.patch(&at("c"), STRATEGIC, &wrong).await.map(drop)
+        server.patch(&at("c"), STRATEGIC, &wrong).await.map(drop)
     });
 }
 
 #[test]
 fn an_allocation_is_one_write_of_the_status_and_stays_as_it_is() {
-    both("claim-allocation", async |ground| {
-        let first = allocated(ground, "c").await?;
+    both("claim-allocation", async |server| {
+        let first = allocated(server, "c").await?;
         let again = allocation(&uid(&first), &json!([consumer(1)]));
-        let second = ground.patch(&status_of("c"), MERGE, &again).await?;
+        let second = server.patch(&status_of("c"), MERGE, &again).await?;
         assert_eq!(version(&first), version(&second));
         let mut other = again;
         other["status"]["allocation"]["resourceHandles"][0]["data"] = "y".into();
-        ground.patch(&status_of("c"), MERGE, &other).await?;
+        server.patch(&status_of("c"), MERGE, &other).await?;
         other["metadata"]["uid"] = "7d0a".into();
-        ground.patch(&status_of("c"), MERGE, &other).await?;
-        ground.patch(&status_of("missing"), MERGE, &other).await.map(drop)
+        server.patch(&status_of("c"), MERGE, &other).await?;
+        server.patch(&status_of("missing"), MERGE, &other).await.map(drop)
     });
 }
 
 #[test]
 fn an_allocation_is_cleared_by_a_patch_that_tests_what_was_seen() {
-    both("claim-clearing", async |ground| {
-        let made = allocated(ground, "c").await?;
+    both("claim-clearing", async |server| {
+        let made = allocated(server, "c").await?;
         let clear = |uid: &str| {
             json!([
                 { "op": "test", "path": "/metadata/uid", "value": uid },
@@ -120,19 +120,19 @@ fn an_allocation_is_cleared_by_a_patch_that_tests_what_was_seen() {
             ])
         };
         // Deallocation was not requested.
-        ground
+        server
             .patch(&status_of("c"), JSON_PATCH, &clear(&uid(&made)))
             .await?;
         // The claim is still reserved.
         let only = json!([{ "op": "remove", "path": "/status/allocation" }]);
-        ground.patch(&status_of("c"), JSON_PATCH, &only).await?;
+        server.patch(&status_of("c"), JSON_PATCH, &only).await?;
         let request = json!({ "status": { "reservedFor": null, "deallocationRequested": true } });
-        ground.patch(&status_of("c"), MERGE, &request).await?;
-        ground.patch(&status_of("c"), JSON_PATCH, &clear("7d0a")).await?;
-        ground
+        server.patch(&status_of("c"), MERGE, &request).await?;
+        server.patch(&status_of("c"), JSON_PATCH, &clear("7d0a")).await?;
+        server
             .patch(&status_of("c"), JSON_PATCH, &clear(&uid(&made)))
             .await?;
-        ground
+        server
             .patch(&status_of("c"), JSON_PATCH, &clear(&uid(&made)))
             .await
             .map(drop)
@@ -142,28 +142,28 @@ fn an_allocation_is_cleared_by_a_patch_that_tests_what_was_seen() {
 #[test]
 fn status_and_spec_of_a_claim_have_separate_endpoints() {
     // A manager that sends labels to the status endpoint owns them, although they are not stored.
-    both_but_managers("claim-endpoints", async |ground| {
-        let made = ground.create(CLAIMS, &claim("c")).await?;
+    both_but_managers("claim-endpoints", async |server| {
+        let made = server.create(CLAIMS, &claim("c")).await?;
         let everything = json!({
             "metadata": { "finalizers": [FINALIZER], "labels": { "a": "b" }, "annotations": { "c": "d" } },
             "status": { "allocation": {}, "driverName": "drayman.dev" },
         });
-        ground.patch(&status_of("c"), MERGE, &everything).await?;
-        ground
+        server.patch(&status_of("c"), MERGE, &everything).await?;
+        server
             .patch(
                 &at("c"),
                 MERGE,
                 &json!({ "metadata": { "labels": { "a": "b" } }, "status": { "driverName": "x" } }),
             )
             .await?;
-        ground
+        server
             .patch(
                 &at("c"),
                 MERGE,
                 &json!({ "spec": { "resourceClassName": "other" } }),
             )
             .await?;
-        ground
+        server
             .patch(
                 &status_of("c"),
                 MERGE,
@@ -177,12 +177,12 @@ fn status_and_spec_of_a_claim_have_separate_endpoints() {
 
 #[test]
 fn reservations_are_limited_and_checked() {
-    both("claim-reservations", async |ground| {
-        ground.create(CLAIMS, &claim("c")).await?;
+    both("claim-reservations", async |server| {
+        server.create(CLAIMS, &claim("c")).await?;
         let reserve = |consumers: Value| json!({ "status": { "reservedFor": consumers } });
         let at = status_of("c");
-        ground.patch(&at, MERGE, &reserve(json!([consumer(1)]))).await?;
-        ground
+        server.patch(&at, MERGE, &reserve(json!([consumer(1)]))).await?;
+        server
             .patch(
                 &at,
                 MERGE,
@@ -190,57 +190,57 @@ fn reservations_are_limited_and_checked() {
             )
             .await?;
         let shared = json!({ "status": { "allocation": { "shareable": true }, "driverName": "d" } });
-        ground.patch(&at, MERGE, &shared).await?;
-        ground
+        server.patch(&at, MERGE, &shared).await?;
+        server
             .patch(&at, MERGE, &reserve(json!([consumer(1), consumer(2)])))
             .await?;
         // A strategic merge patch merges entries by uid.
-        ground
+        server
             .patch(&at, STRATEGIC, &reserve(json!([consumer(3)])))
             .await?;
-        ground
+        server
             .patch(
                 &at,
                 STRATEGIC,
                 &reserve(json!([{ "$patch": "delete", "uid": "u-1" }])),
             )
             .await?;
-        ground
+        server
             .patch(&at, MERGE, &reserve(json!([consumer(1), consumer(1)])))
             .await?;
-        ground
+        server
             .patch(
                 &at,
                 MERGE,
                 &reserve(json!([{ "resource": "pods", "name": "p", "uid": "" }])),
             )
             .await?;
-        ground
+        server
             .patch(&at, MERGE, &reserve((0..33).map(consumer).collect()))
             .await?;
-        ground
+        server
             .patch(
                 &at,
                 MERGE,
                 &json!({ "status": { "deallocationRequested": true } }),
             )
             .await?;
-        ground
+        server
             .patch(
                 &at,
                 MERGE,
                 &json!({ "status": { "deallocationRequested": true, "reservedFor": null } }),
             )
             .await?;
-        ground.patch(&at, MERGE, &reserve(json!([consumer(1)]))).await?;
-        ground
+        server.patch(&at, MERGE, &reserve(json!([consumer(1)]))).await?;
+        server
             .patch(
                 &at,
                 MERGE,
                 &json!({ "status": { "deallocationRequested": false } }),
             )
             .await?;
-        ground
+        server
             .patch(&at, MERGE, &json!({ "status": { "allocation": null } }))
             .await
             .map(drop)
@@ -249,28 +249,28 @@ fn reservations_are_limited_and_checked() {
 
 #[test]
 fn only_a_shareable_claim_is_reserved_twice() {
-    both("claim-sharing", async |ground| {
-        allocated(ground, "c").await?;
+    both("claim-sharing", async |server| {
+        allocated(server, "c").await?;
         let two = json!({ "status": { "reservedFor": [consumer(1), consumer(2)] } });
-        ground.patch(&status_of("c"), MERGE, &two).await.map(drop)
+        server.patch(&status_of("c"), MERGE, &two).await.map(drop)
     });
 }
 
 #[test]
 fn a_finalizer_keeps_a_deleted_claim_until_it_is_removed() {
-    both("claim-deletion", async |ground| {
-        let made = allocated(ground, "c").await?;
+    both("claim-deletion", async |server| {
+        let made = allocated(server, "c").await?;
         let path = at("c");
-        ground
+        server
             .patch(
                 &path,
                 STRATEGIC,
                 &json!({ "metadata": { "finalizers": [FINALIZER] } }),
             )
             .await?;
-        ground.delete(&path).await?;
-        ground.delete(&path).await?;
-        ground
+        server.delete(&path).await?;
+        server.delete(&path).await?;
+        server
             .patch(
                 &path,
                 STRATEGIC,
@@ -278,26 +278,26 @@ fn a_finalizer_keeps_a_deleted_claim_until_it_is_removed() {
             )
             .await?;
         let two = json!({ "status": { "reservedFor": [consumer(2)] } });
-        ground.patch(&status_of("c"), MERGE, &two).await?;
+        server.patch(&status_of("c"), MERGE, &two).await?;
         let remove =
             json!({ "metadata": { "uid": uid(&made), "$deleteFromPrimitiveList/finalizers": [FINALIZER] } });
-        let (code, _) = ground
+        let (code, _) = server
             .send("PATCH", &path, STRATEGIC, remove.to_string().into_bytes())
             .await?;
-        ground.note(json!(code));
-        ground.get(&path).await?;
+        server.note(json!(code));
+        server.get(&path).await?;
         // Without a finalizer, an allocated claim is deleted at once.
-        allocated(ground, "d").await?;
-        ground.delete(&at("d")).await?;
-        ground.get(&at("d")).await?;
-        ground.delete(&at("d")).await.map(drop)
+        allocated(server, "d").await?;
+        server.delete(&at("d")).await?;
+        server.get(&at("d")).await?;
+        server.delete(&at("d")).await.map(drop)
     });
 }
 
 #[test]
 fn handles_and_selectors_of_an_allocation_are_checked() {
-    both("claim-handles", async |ground| {
-        ground.create(CLAIMS, &claim("c")).await?;
+    both("claim-handles", async |server| {
+        server.create(CLAIMS, &claim("c")).await?;
         let write = |allocation: Value| json!({ "status": { "driverName": "drayman.dev", "allocation": allocation } });
         let handle = json!({ "driverName": "drayman.dev", "data": "x" });
         for allocation in [
@@ -307,7 +307,7 @@ fn handles_and_selectors_of_an_allocation_are_checked() {
             json!({ "availableOnNodes": { "nodeSelectorTerms": [] } }),
             json!({ "resourceHandles": [handle] }),
         ] {
-            ground.patch(&status_of("c"), MERGE, &write(allocation)).await?;
+            server.patch(&status_of("c"), MERGE, &write(allocation)).await?;
         }
         Ok(())
     });
@@ -315,7 +315,7 @@ fn handles_and_selectors_of_an_allocation_are_checked() {
 
 #[test]
 fn a_spec_is_checked_and_immutable() {
-    both("claim-spec", async |ground| {
+    both("claim-spec", async |server| {
         for spec in [
             json!({}),
             json!({ "resourceClassName": "Upper" }),
@@ -324,11 +324,11 @@ fn a_spec_is_checked_and_immutable() {
         ] {
             let mut claim = claim("c");
             claim["spec"] = spec;
-            ground.create(CLAIMS, &claim).await?;
+            server.create(CLAIMS, &claim).await?;
         }
-        let made = ground.create(CLAIMS, &claim("c")).await?;
+        let made = server.create(CLAIMS, &claim("c")).await?;
         let mut changed = made.clone();
         changed["spec"]["allocationMode"] = "Immediate".into();
-        ground.ask("PUT", &at("c"), JSON, &changed).await.map(drop)
+        server.ask("PUT", &at("c"), JSON, &changed).await.map(drop)
     });
 }

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::parity::ground::{APPLY, CONTEXTS, MERGE, both, uid, version};
+use crate::parity::server::{APPLY, CONTEXTS, MERGE, both, uid, version};
 
 fn context() -> Value {
     json!({
@@ -33,18 +33,18 @@ fn as_manager(name: &str, force: bool) -> String {
 
 #[test]
 fn each_manager_has_entries_of_its_own() {
-    both("context-entries", async |ground| {
-        let made = ground.create(CONTEXTS, &context()).await?;
+    both("context-entries", async |server| {
+        let made = server.create(CONTEXTS, &context()).await?;
         let of = uid(&made);
         let (ours, theirs) = (as_manager("drayman.dev", true), as_manager("other.dev", true));
         let first = entries(
             Some(&of),
             &json!([{ "name": "x", "unsuitableNodes": ["b"] }, { "name": "y", "unsuitableNodes": [] }]),
         );
-        let stored = ground.patch(&ours, APPLY, &first).await?;
-        let again = ground.patch(&ours, APPLY, &first).await?;
+        let stored = server.patch(&ours, APPLY, &first).await?;
+        let again = server.patch(&ours, APPLY, &first).await?;
         assert_eq!(version(&stored), version(&again));
-        ground
+        server
             .patch(
                 &theirs,
                 APPLY,
@@ -52,31 +52,31 @@ fn each_manager_has_entries_of_its_own() {
             )
             .await?;
         // Entries that are no longer applied are removed; those of other managers stay.
-        ground
+        server
             .patch(
                 &ours,
                 APPLY,
                 &entries(Some(&of), &json!([{ "name": "y", "unsuitableNodes": ["a"] }])),
             )
             .await?;
-        ground
+        server
             .patch(&theirs, APPLY, &entries(Some(&of), &json!([])))
             .await?;
-        let _ = ground
+        let _ = server
             .patch(
                 &as_manager("third", false),
                 APPLY,
                 &entries(None, &json!([{ "name": "y", "unsuitableNodes": ["b"] }])),
             )
             .await?;
-        ground
+        server
             .patch(
                 &as_manager("third", true),
                 APPLY,
                 &entries(None, &json!([{ "name": "y", "unsuitableNodes": ["b"] }])),
             )
             .await?;
-        ground
+        server
             .patch(&ours, APPLY, &entries(None, &json!([])))
             .await
             .map(drop)
@@ -85,18 +85,18 @@ fn each_manager_has_entries_of_its_own() {
 
 #[test]
 fn an_apply_to_a_missing_or_another_context_is_refused() {
-    both("context-missing", async |ground| {
+    both("context-missing", async |server| {
         let ours = as_manager("drayman.dev", true);
-        ground.patch(&ours, APPLY, &entries(None, &json!([]))).await?;
-        ground.create(CONTEXTS, &context()).await?;
+        server.patch(&ours, APPLY, &entries(None, &json!([]))).await?;
+        server.create(CONTEXTS, &context()).await?;
         let other = "11111111-1111-4111-8111-111111111111";
-        ground
+        server
             .patch(&ours, APPLY, &entries(Some(other), &json!([{ "name": "x" }])))
             .await?;
-        ground
+        server
             .patch(&format!("{CONTEXTS}/p/status"), APPLY, &entries(None, &json!([])))
             .await?;
-        ground
+        server
             .patch(&as_manager("x", true), MERGE, &json!({}))
             .await
             .map(drop)
@@ -105,19 +105,19 @@ fn an_apply_to_a_missing_or_another_context_is_refused() {
 
 #[test]
 fn lists_of_nodes_are_limited_and_checked() {
-    both("context-nodes", async |ground| {
+    both("context-nodes", async |server| {
         let nodes =
             |count: usize| -> Vec<String> { (0..count).map(|number| format!("n-{number}")).collect() };
         let mut context = context();
         for potential in [json!(nodes(129)), json!(["a", "a"]), json!(["Upper"])] {
             context["spec"]["potentialNodes"] = potential;
-            ground.create(CONTEXTS, &context).await?;
+            server.create(CONTEXTS, &context).await?;
         }
         context["spec"]["potentialNodes"] = json!(nodes(128));
-        ground.create(CONTEXTS, &context).await?;
+        server.create(CONTEXTS, &context).await?;
         let ours = as_manager("drayman.dev", true);
         for unsuitable in [json!(nodes(129)), json!(["a", "a"]), json!(nodes(128))] {
-            ground
+            server
                 .patch(
                     &ours,
                     APPLY,
@@ -126,11 +126,11 @@ fn lists_of_nodes_are_limited_and_checked() {
                 .await?;
         }
         let twice = json!({ "status": { "resourceClaims": [{ "name": "x" }, { "name": "x" }] } });
-        ground
+        server
             .patch(&format!("{CONTEXTS}/p/status"), MERGE, &twice)
             .await?;
         // The scheduler owns the spec and may change it.
-        ground
+        server
             .patch(
                 &format!("{CONTEXTS}/p"),
                 MERGE,

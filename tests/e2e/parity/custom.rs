@@ -2,14 +2,14 @@
 
 use serde_json::{Value, json};
 
-use crate::parity::ground::{APPLY, Ground, JSON, MERGE, STRATEGIC, both};
+use crate::parity::server::{APPLY, JSON, MERGE, STRATEGIC, Server, both};
 
 const DEFINITIONS: &str = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions";
 const CLAIM_PARAMETERS: &str = "/apis/drayman.dev/v1alpha1/namespaces/{ns}/deviceclaimparameters";
 pub(crate) const INVENTORIES: &str = "/apis/drayman.dev/v1alpha1/nodeinventories";
 
 /// Creates the CRDs, once per cluster, and waits until they are established.
-pub(crate) async fn define(ground: &Ground) -> anyhow::Result<()> {
+pub(crate) async fn define(server: &Server) -> anyhow::Result<()> {
     for entry in std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/crds"))? {
         let text = std::fs::read_to_string(entry?.path())?;
         let definition: Value = serde_saphyr::from_str(&text)?;
@@ -17,13 +17,13 @@ pub(crate) async fn define(ground: &Ground) -> anyhow::Result<()> {
             .as_str()
             .unwrap_or_default()
             .to_owned();
-        let (code, answer) = ground
+        let (code, answer) = server
             .send("POST", DEFINITIONS, JSON, definition.to_string().into_bytes())
             .await?;
         anyhow::ensure!(code == 201 || code == 409, "{answer}");
         let (group, plural) = ("drayman.dev", name.split('.').next().unwrap_or_default());
         let list = format!("/apis/{group}/v1alpha1/{plural}");
-        while ground.send("GET", &list, JSON, Vec::new()).await?.0 != 200 {
+        while server.send("GET", &list, JSON, Vec::new()).await?.0 != 200 {
             tokio::time::sleep(std::time::Duration::from_millis(50)).await;
         }
     }
@@ -36,8 +36,8 @@ fn parameters(name: &str, spec: Value) -> Value {
 
 #[test]
 fn objects_of_a_defined_kind_are_checked_by_its_schema() {
-    both("custom-schema", async |ground| {
-        define(ground).await?;
+    both("custom-schema", async |server| {
+        define(server).await?;
         for (name, spec) in [
             ("good", json!({ "requests": [{ "name": "a", "count": 2 }] })),
             (
@@ -63,14 +63,14 @@ fn objects_of_a_defined_kind_are_checked_by_its_schema() {
             ),
         ] {
             let body = parameters(name, spec).to_string().into_bytes();
-            let (code, answer) = ground.send("POST", CLAIM_PARAMETERS, JSON, body).await?;
+            let (code, answer) = server.send("POST", CLAIM_PARAMETERS, JSON, body).await?;
             let fields: Vec<Value> = answer["details"]["causes"]
                 .as_array()
                 .into_iter()
                 .flatten()
                 .map(|cause| cause["field"].clone())
                 .collect();
-            ground.note(json!({ name: code, "fields": fields, "spec": answer["spec"] }));
+            server.note(json!({ name: code, "fields": fields, "spec": answer["spec"] }));
         }
         Ok(())
     });
@@ -78,8 +78,8 @@ fn objects_of_a_defined_kind_are_checked_by_its_schema() {
 
 #[test]
 fn only_a_changed_spec_increments_the_generation() {
-    both("custom-generation", async |ground| {
-        define(ground).await?;
+    both("custom-generation", async |server| {
+        define(server).await?;
         let name = "stage-promises.drayman.dev";
         let inventory = json!({
             "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory",
@@ -88,15 +88,15 @@ fn only_a_changed_spec_increments_the_generation() {
         });
         let at = format!("{INVENTORIES}/{name}");
         let apply = format!("{at}?fieldManager=drayman-node&force=true");
-        ground.patch(&apply, APPLY, &inventory).await?;
-        ground.patch(&apply, APPLY, &inventory).await?;
+        server.patch(&apply, APPLY, &inventory).await?;
+        server.patch(&apply, APPLY, &inventory).await?;
         let status = json!({ "status": { "devices": 3, "unhealthy": 0, "conditions": [] } });
-        ground.patch(&format!("{at}/status"), MERGE, &status).await?;
+        server.patch(&format!("{at}/status"), MERGE, &status).await?;
         let mut changed = inventory.clone();
         changed["spec"]["devices"] = json!([{ "name": "d", "kind": "k", "mode": "claims" }]);
-        ground.patch(&apply, APPLY, &changed).await?;
-        ground.patch(&at, STRATEGIC, &json!({})).await?;
-        ground.delete(&at).await?;
-        ground.get(&at).await.map(drop)
+        server.patch(&apply, APPLY, &changed).await?;
+        server.patch(&at, STRATEGIC, &json!({})).await?;
+        server.delete(&at).await?;
+        server.get(&at).await.map(drop)
     });
 }

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::parity::custom::define;
-use crate::parity::ground::{CLAIMS, Ground, JSON, both};
+use crate::parity::server::{CLAIMS, JSON, Server, both};
 
 const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
 
@@ -12,10 +12,10 @@ fn short(answer: &(u16, Value)) -> Value {
     json!([answer.0, answer.1["reason"], answer.1["status"]])
 }
 
-async fn make(ground: &Ground, names: &[&str]) -> anyhow::Result<()> {
+async fn make(server: &Server, names: &[&str]) -> anyhow::Result<()> {
     for name in names {
         let map = json!({ "metadata": { "name": name, "labels": { "l": name } }, "data": { "a": "b" } });
-        let (code, answer) = ground
+        let (code, answer) = server
             .send("POST", MAPS, JSON, map.to_string().into_bytes())
             .await?;
         anyhow::ensure!(code == 201 || code == 409, "{answer}");
@@ -24,8 +24,8 @@ async fn make(ground: &Ground, names: &[&str]) -> anyhow::Result<()> {
 }
 
 /// The remaining names, without objects of the real server's controllers.
-async fn left(ground: &Ground) -> anyhow::Result<Vec<Value>> {
-    let (_, list) = ground.send("GET", MAPS, JSON, Vec::new()).await?;
+async fn left(server: &Server) -> anyhow::Result<Vec<Value>> {
+    let (_, list) = server.send("GET", MAPS, JSON, Vec::new()).await?;
     let items = list["items"].as_array().cloned().unwrap_or_default();
     let names = items.into_iter().map(|item| item["metadata"]["name"].clone());
     Ok(names.filter(|name| name != "kube-root-ca.crt").collect())
@@ -33,8 +33,8 @@ async fn left(ground: &Ground) -> anyhow::Result<Vec<Value>> {
 
 #[test]
 fn a_deletion_with_invalid_options_is_refused() {
-    both("deletion-bodies", async |ground| {
-        make(ground, &["a"]).await?;
+    both("deletion-bodies", async |server| {
+        make(server, &["a"]).await?;
         for body in [
             "[]",
             "7",
@@ -53,10 +53,10 @@ fn a_deletion_with_invalid_options_is_refused() {
                 format!("{MAPS}/a?gracePeriodSeconds=5"),
                 MAPS.to_owned(),
             ] {
-                let answer = ground.send("DELETE", &path, JSON, body.into()).await?;
-                ground.note(json!({ format!("{path} {body}"): short(&answer) }));
+                let answer = server.send("DELETE", &path, JSON, body.into()).await?;
+                server.note(json!({ format!("{path} {body}"): short(&answer) }));
                 if answer.0 == 422 {
-                    ground.note(answer.1);
+                    server.note(answer.1);
                 }
             }
         }
@@ -67,11 +67,11 @@ fn a_deletion_with_invalid_options_is_refused() {
             "dryRun=Some",
         ] {
             for path in [format!("{MAPS}/a?{query}"), format!("{MAPS}?{query}")] {
-                ground.delete(&path).await?;
+                server.delete(&path).await?;
             }
         }
-        let left = left(ground).await?;
-        ground.note(json!(left));
+        let left = left(server).await?;
+        server.note(json!(left));
         // Empty options are accepted.
         for body in [
             "null",
@@ -80,8 +80,8 @@ fn a_deletion_with_invalid_options_is_refused() {
             r#"{"gracePeriodSeconds":-1}"#,
             r#"{"dryRun":[]}"#,
         ] {
-            make(ground, &["a"]).await?;
-            let answer = ground
+            make(server, &["a"]).await?;
+            let answer = server
                 .send(
                     "DELETE",
                     &format!("{MAPS}/a?gracePeriodSeconds=x"),
@@ -89,16 +89,16 @@ fn a_deletion_with_invalid_options_is_refused() {
                     body.into(),
                 )
                 .await?;
-            ground.note(json!({ body: short(&answer) }));
+            server.note(json!({ body: short(&answer) }));
         }
         Ok(())
     });
 }
 
 #[test]
-fn a_deletion_that_only_pretends_deletes_nothing() {
-    both("deletion-dry", async |ground| {
-        make(ground, &["a", "b"]).await?;
+fn a_dry_run_of_a_deletion_deletes_nothing() {
+    both("deletion-dry", async |server| {
+        make(server, &["a", "b"]).await?;
         let body = r#"{"kind":"DeleteOptions","apiVersion":"v1","dryRun":["All"]}"#;
         for (path, body) in [
             (format!("{MAPS}/a"), body),
@@ -107,24 +107,24 @@ fn a_deletion_that_only_pretends_deletes_nothing() {
             (format!("{MAPS}?dryRun=All"), ""),
             (format!("{MAPS}/a?dryRun=Some"), ""),
         ] {
-            let answer = ground.send("DELETE", &path, JSON, body.into()).await?;
-            ground.note(json!([short(&answer), answer.1["kind"], answer.1["details"]]));
-            let left = left(ground).await?;
-            ground.note(json!(left));
+            let answer = server.send("DELETE", &path, JSON, body.into()).await?;
+            server.note(json!([short(&answer), answer.1["kind"], answer.1["details"]]));
+            let left = left(server).await?;
+            server.note(json!(left));
         }
         // Query parameters are ignored if there is a body.
         let path = format!("{MAPS}/a?dryRun=All");
-        let answer = ground.send("DELETE", &path, JSON, b"{}".to_vec()).await?;
-        let left = left(ground).await?;
-        ground.note(json!([short(&answer), left]));
+        let answer = server.send("DELETE", &path, JSON, b"{}".to_vec()).await?;
+        let left = left(server).await?;
+        server.note(json!([short(&answer), left]));
         Ok(())
     });
 }
 
 #[test]
 fn many_are_deleted_at_once_if_they_are_selected() {
-    both("deletion-many", async |ground| {
-        make(ground, &["a", "b", "c", "d"]).await?;
+    both("deletion-many", async |server| {
+        make(server, &["a", "b", "c", "d"]).await?;
         for query in [
             "labelSelector=l%3Dnothing",
             "labelSelector=l%3Da",
@@ -135,12 +135,12 @@ fn many_are_deleted_at_once_if_they_are_selected() {
             "resourceVersionMatch=Exact",
             "labelSelector=a+in+b",
         ] {
-            let answer = ground
+            let answer = server
                 .send("DELETE", &format!("{MAPS}?{query}"), JSON, Vec::new())
                 .await?;
             let items = answer.1["items"].as_array().map(Vec::len);
-            let left = left(ground).await?;
-            ground.note(json!([query, short(&answer), answer.1["kind"], items, left]));
+            let left = left(server).await?;
+            server.note(json!([query, short(&answer), answer.1["kind"], items, left]));
         }
         Ok(())
     });
@@ -148,11 +148,11 @@ fn many_are_deleted_at_once_if_they_are_selected() {
 
 #[test]
 fn the_collection_of_all_namespaces_can_only_be_read() {
-    both("deletion-all", async |ground| {
-        define(ground).await?;
-        make(ground, &["a"]).await?;
+    both("deletion-all", async |server| {
+        define(server).await?;
+        make(server, &["a"]).await?;
         let claim = json!({ "metadata": { "name": "a" }, "spec": { "resourceClassName": "t" } });
-        ground.create(CLAIMS, &claim).await?;
+        server.create(CLAIMS, &claim).await?;
         let claims = "/apis/resource.k8s.io/v1alpha2/resourceclaims";
         let parameters = "/apis/drayman.dev/v1alpha1/deviceclaimparameters";
         for (method, path) in [
@@ -169,17 +169,17 @@ fn the_collection_of_all_namespaces_can_only_be_read() {
             ("DELETE", &format!("{CLAIMS}/a/teapot")),
             ("DELETE", &format!("{MAPS}/a/status")),
         ] {
-            let (code, answer) = ground.send(method, path, JSON, b"{}".to_vec()).await?;
+            let (code, answer) = server.send(method, path, JSON, b"{}".to_vec()).await?;
             // For our kinds, the real server reports another reason.
             let reason = if path == parameters {
                 &Value::Null
             } else {
                 &answer["reason"]
             };
-            ground.note(json!({ format!("{method} {path}"): code, "reason": reason }));
+            server.note(json!({ format!("{method} {path}"): code, "reason": reason }));
         }
-        let left = left(ground).await?;
-        ground.note(json!(left));
-        ground.get(&format!("{CLAIMS}/a")).await.map(drop)
+        let left = left(server).await?;
+        server.note(json!(left));
+        server.get(&format!("{CLAIMS}/a")).await.map(drop)
     });
 }

@@ -2,27 +2,27 @@
 
 use serde_json::{Value, json};
 
-use crate::parity::ground::{APPLY, CLAIMS, Ground, JSON, JSON_PATCH, MERGE, PODS, both};
+use crate::parity::server::{APPLY, CLAIMS, JSON, JSON_PATCH, MERGE, PODS, Server, both};
 
 const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
 const MANAGED: &str = "fieldManager=tests";
 
-async fn is_as_it_was(ground: &mut Ground) -> anyhow::Result<()> {
+async fn is_as_it_was(server: &mut Server) -> anyhow::Result<()> {
     for path in [format!("{MAPS}/a"), format!("{MAPS}/b"), format!("{CLAIMS}/c")] {
-        ground.get(&path).await?;
+        server.get(&path).await?;
     }
     Ok(())
 }
 
 #[test]
-fn a_write_that_only_pretends_is_answered_and_changes_nothing() {
-    both("pretending", async |ground| {
+fn a_dry_run_is_answered_and_changes_nothing() {
+    both("pretending", async |server| {
         let map = |name: &str, data: &str| json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": name }, "data": { "a": data } });
         let claim = json!({ "metadata": { "name": "c", "finalizers": ["example.com/f"] }, "spec": { "resourceClassName": "t" } });
-        ground
+        server
             .ask("POST", &format!("{MAPS}?{MANAGED}"), JSON, &map("a", "1"))
             .await?;
-        ground
+        server
             .ask("POST", &format!("{CLAIMS}?{MANAGED}"), JSON, &claim)
             .await?;
         let all = format!("dryRun=All&{MANAGED}");
@@ -70,19 +70,19 @@ fn a_write_that_only_pretends_is_answered_and_changes_nothing() {
         ];
         for (method, path, content_type, body) in steps {
             if body.is_null() {
-                ground.delete(&path).await?;
+                server.delete(&path).await?;
             } else {
-                ground.ask(method, &path, content_type, &body).await?;
+                server.ask(method, &path, content_type, &body).await?;
             }
-            is_as_it_was(ground).await?;
+            is_as_it_was(server).await?;
         }
         Ok(())
     });
 }
 
 #[test]
-fn a_binding_and_a_deletion_of_a_pod_may_only_pretend() {
-    both("pretending-pods", async |ground| {
+fn a_binding_and_a_deletion_of_a_pod_may_be_dry_runs() {
+    both("pretending-pods", async |server| {
         let pod = json!({
             "metadata": { "name": "p" },
             "spec": { "schedulerName": "nobody", "containers": [{ "name": "c", "image": "i" }] },
@@ -111,8 +111,8 @@ fn a_binding_and_a_deletion_of_a_pod_may_only_pretend() {
             } else {
                 body.to_string().into_bytes()
             };
-            let (code, answer) = ground.send(method, &path, JSON, body).await?;
-            ground.note(json!({
+            let (code, answer) = server.send(method, &path, JSON, body).await?;
+            server.note(json!({
                 "asked": format!("{method} {path}"), "code": code, "kind": answer["kind"], "reason": answer["reason"],
                 "node": answer["spec"]["nodeName"], "grace": answer["metadata"]["deletionGracePeriodSeconds"],
                 "deleting": answer["metadata"]["deletionTimestamp"].is_string(),

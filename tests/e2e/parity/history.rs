@@ -5,13 +5,13 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::parity::custom::{INVENTORIES, define};
-use crate::parity::ground::{CLAIMS, Ground, JSON, both, version};
+use crate::parity::server::{CLAIMS, JSON, Server, both, version};
 
-async fn make(ground: &mut Ground, names: &[&str]) -> anyhow::Result<Value> {
+async fn make(server: &mut Server, names: &[&str]) -> anyhow::Result<Value> {
     let mut last = Value::Null;
     for name in names {
         let claim = json!({ "metadata": { "name": name }, "spec": { "resourceClassName": "t" } });
-        last = ground.create(CLAIMS, &claim).await?;
+        last = server.create(CLAIMS, &claim).await?;
     }
     Ok(last)
 }
@@ -25,7 +25,7 @@ fn without_numbers(text: &Value) -> String {
 }
 
 /// Code, reason, message, and names of a list.
-fn told(answer: &(u16, Value)) -> Value {
+fn summary(answer: &(u16, Value)) -> Value {
     let (code, body) = answer;
     let items = body["items"].as_array().cloned().unwrap_or_default();
     let names: Vec<&Value> = items.iter().map(|item| &item["metadata"]["name"]).collect();
@@ -39,14 +39,14 @@ fn escaped(token: &Value) -> String {
 }
 
 #[test]
-fn a_watch_from_before_the_history_is_told_that_it_is_gone() {
-    both("history-gone", async |ground| {
+fn a_watch_from_before_the_history_receives_a_410() {
+    both("history-gone", async |server| {
         // A new kind has no earlier events: the real server caches those of its first kinds.
-        define(ground).await?;
-        ground.forget().await?;
-        make(ground, &["a"]).await?;
-        let events = ground
-            .look(&format!("{INVENTORIES}?watch=true&resourceVersion=1"), 5)
+        define(server).await?;
+        server.compact_history().await?;
+        make(server, &["a"]).await?;
+        let events = server
+            .read_events(&format!("{INVENTORIES}?watch=true&resourceVersion=1"), 5)
             .await?;
         let seen: Vec<Value> = events
             .iter()
@@ -63,34 +63,34 @@ fn a_watch_from_before_the_history_is_told_that_it_is_gone() {
             })
             .collect();
         assert_eq!(seen.len(), 1, "one error event, and the watch ends");
-        ground.note(json!(seen));
+        server.note(json!(seen));
         Ok(())
     });
 }
 
 #[test]
 fn a_watch_of_a_future_version_is_silent_and_a_list_times_out() {
-    both("history-future", async |ground| {
-        let last: u64 = version(&make(ground, &["a"]).await?).parse()?;
+    both("history-future", async |server| {
+        let last: u64 = version(&make(server, &["a"]).await?).parse()?;
         let future = last + 1_000_000;
         let path = format!("{CLAIMS}?watch=true&timeoutSeconds=2&resourceVersion={future}");
-        let (events, made) = tokio::join!(ground.look(&path, 1), async {
+        let (events, made) = tokio::join!(server.read_events(&path, 1), async {
             tokio::time::sleep(std::time::Duration::from_millis(500)).await;
             let claim = json!({ "metadata": { "name": "b" }, "spec": { "resourceClassName": "t" } });
-            ground
+            server
                 .send("POST", CLAIMS, JSON, claim.to_string().into_bytes())
                 .await
         });
         let (events, code) = (events?, made?.0);
-        ground.note(json!({ "events": events, "made": code }));
+        server.note(json!({ "events": events, "made": code }));
         for query in [
             format!("resourceVersion={future}"),
             format!("resourceVersion={future}&resourceVersionMatch=NotOlderThan"),
         ] {
-            let answer = ground
+            let answer = server
                 .send("GET", &format!("{CLAIMS}?{query}"), JSON, Vec::new())
                 .await?;
-            ground.note(told(&answer));
+            server.note(summary(&answer));
         }
         Ok(())
     });
@@ -98,8 +98,8 @@ fn a_watch_of_a_future_version_is_silent_and_a_list_times_out() {
 
 #[test]
 fn a_watch_that_wants_bookmarks_gets_one_before_it_ends() {
-    both("history-bookmarks", async |ground| {
-        let last = make(ground, &["a"]).await?;
+    both("history-bookmarks", async |server| {
+        let last = make(server, &["a"]).await?;
         let since = version(&last);
         let watch = format!("{CLAIMS}?watch=true&timeoutSeconds=12&resourceVersion={since}");
         // The real server sends bookmarks only for versions newer than the start of the watch, even if they are not in its scope.
@@ -109,13 +109,13 @@ fn a_watch_that_wants_bookmarks_gets_one_before_it_ends() {
             let claim =
                 json!({ "metadata": { "generateName": "newer-" }, "spec": { "resourceClassName": "t" } });
             let body = claim.to_string().into_bytes();
-            ground.send("POST", path, JSON, body).await
+            server.send("POST", path, JSON, body).await
         };
         let path = format!("{watch}&allowWatchBookmarks=true");
-        let (with, newer) = tokio::join!(ground.look(&path, 3), newer);
+        let (with, newer) = tokio::join!(server.read_events(&path, 3), newer);
         let (with, newer) = (with?, newer?);
         anyhow::ensure!(newer.0 == 201, "{}", newer.1);
-        let without = ground.look(&watch, 3).await?;
+        let without = server.read_events(&watch, 3).await?;
         let shown = |events: &[Value]| -> Vec<Value> {
             let known = |event: &Value| {
                 let version = version(&event["object"]).parse::<u64>().unwrap_or(0);
@@ -139,60 +139,60 @@ fn a_watch_that_wants_bookmarks_gets_one_before_it_ends() {
         // One or two, depending on the ticks of the real server.
         assert!(!with.is_empty() && without.is_empty(), "{with:?} {without:?}");
         assert!(with.iter().all(|event| event["type"] == "BOOKMARK"), "{with:?}");
-        ground.note(json!(shown(&with).first()));
+        server.note(json!(shown(&with).first()));
         Ok(())
     });
 }
 
 #[test]
 fn a_list_is_continued_only_as_long_as_its_version_is_known() {
-    both("history-continue", async |ground| {
-        make(ground, &["a", "b", "c"]).await?;
-        let remembered = ground.remember().await?;
-        let first = ground
+    both("history-continue", async |server| {
+        make(server, &["a", "b", "c"]).await?;
+        let remembered = server.lock_history().await?;
+        let first = server
             .send("GET", &format!("{CLAIMS}?limit=1"), JSON, Vec::new())
             .await?;
-        ground.note(told(&first));
+        server.note(summary(&first));
         let token = escaped(&first.1["metadata"]["continue"]);
         for query in [
             "limit=1&continue=nonsense".to_owned(),
             format!("limit=1&continue={token}&resourceVersion=1"),
             format!("limit=1&continue={token}&resourceVersion=0"),
         ] {
-            let (code, body) = ground
+            let (code, body) = server
                 .send("GET", &format!("{CLAIMS}?{query}"), JSON, Vec::new())
                 .await?;
-            ground.note(json!([code, body["reason"]]));
+            server.note(json!([code, body["reason"]]));
         }
-        make(ground, &["bb"]).await?;
+        make(server, &["bb"]).await?;
         drop(remembered);
-        ground.forget().await?;
+        server.compact_history().await?;
         let path = format!("{CLAIMS}?limit=1&continue={token}");
-        let expired = ground.send("GET", &path, JSON, Vec::new()).await?;
-        ground.note(told(&expired));
+        let expired = server.send("GET", &path, JSON, Vec::new()).await?;
+        server.note(summary(&expired));
         // The error has a continue token for an inconsistent list.
         let token = escaped(&expired.1["metadata"]["continue"]);
         assert!(!token.is_empty(), "{}", expired.1);
         let path = format!("{CLAIMS}?limit=5&continue={token}");
-        let rest = ground.send("GET", &path, JSON, Vec::new()).await?;
-        ground.note(told(&rest));
+        let rest = server.send("GET", &path, JSON, Vec::new()).await?;
+        server.note(summary(&rest));
         Ok(())
     });
 }
 
 #[test]
 fn a_list_of_a_version_that_is_forgotten_is_refused() {
-    both("history-exact", async |ground| {
-        let remembered = ground.remember().await?;
-        let first = version(&make(ground, &["a"]).await?);
-        make(ground, &["b"]).await?;
+    both("history-exact", async |server| {
+        let remembered = server.lock_history().await?;
+        let first = version(&make(server, &["a"]).await?);
+        make(server, &["b"]).await?;
         let path = format!("{CLAIMS}?resourceVersion={first}&resourceVersionMatch=Exact");
-        let then = ground.send("GET", &path, JSON, Vec::new()).await?;
+        let then = server.send("GET", &path, JSON, Vec::new()).await?;
         drop(remembered);
-        ground.note(told(&then));
-        ground.forget().await?;
-        let gone = ground.send("GET", &path, JSON, Vec::new()).await?;
-        ground.note(json!([gone.0, gone.1["reason"]]));
+        server.note(summary(&then));
+        server.compact_history().await?;
+        let gone = server.send("GET", &path, JSON, Vec::new()).await?;
+        server.note(json!([gone.0, gone.1["reason"]]));
         Ok(())
     });
 }

@@ -1,8 +1,8 @@
 //! kubectl prints the same for the test cluster and for the real server.
 
+mod dry_run;
 mod objects;
 mod pods;
-mod pretence;
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -19,7 +19,7 @@ use self::objects::{
     CHANGED, INVENTORY_STATUS, NAMESPACE, NODE_STATUS, NOT_OURS, OBJECTS, OF_OURS, OF_READING, OF_SHOWING,
     OF_WAITING, OURS, POD_STATUS, SHOWN, UNKNOWN,
 };
-use crate::parity::ground::{real, run};
+use crate::parity::server::{real, run};
 
 /// kubectl for one of the two servers.
 struct Kubectl {
@@ -73,7 +73,7 @@ impl Kubectl {
             .args(["-o", "jsonpath={.metadata.uid}"])
             .output()
             .await?;
-        anyhow::ensure!(output.status.success(), "the pod is there");
+        anyhow::ensure!(output.status.success(), "the pod exists");
         Ok(String::from_utf8(output.stdout)?)
     }
 }
@@ -132,10 +132,10 @@ type Step = (&'static [&'static str], &'static str);
 /// Runs commands on both servers and compares kubectl's output.
 fn both(namespace: &'static str, steps: &[Step]) {
     run(async {
-        let stage = ApiServer::new(Arc::new(Source::system()));
+        let server = ApiServer::new(Arc::new(Source::system()));
         let shutdown = CancellationToken::new();
         let _end = shutdown.clone().drop_guard();
-        let address = stage.listen(shutdown).await.expect("a port");
+        let address = server.listen(shutdown).await.expect("a port");
         let directory = tempfile::tempdir().expect("a directory");
         let file = directory.path().join("kubeconfig");
         std::fs::write(&file, kubeconfig(address)).expect("a file");
@@ -146,7 +146,7 @@ fn both(namespace: &'static str, steps: &[Step]) {
             cache: directory.path().join(cache),
             namespace,
         };
-        let (played, meant) = (kubectl(&file, "played"), kubectl(real.kubeconfig(), "meant"));
+        let (actual, expected) = (kubectl(&file, "actual"), kubectl(real.kubeconfig(), "expected"));
         let mut differences = Vec::new();
         // Classes have no namespace, and the tests share the real server.
         let class = format!("{namespace}-class");
@@ -158,15 +158,17 @@ fn both(namespace: &'static str, steps: &[Step]) {
             let arguments: &[&str] = &arguments.iter().map(String::as_str).collect::<Vec<_>>();
             let input = &input.replace("CLASS", &class);
             if let [SILENT, arguments @ ..] = arguments {
-                for each in [&played, &meant] {
+                for each in [&actual, &expected] {
                     each.run(arguments, input).await.expect("kubectl runs");
                 }
                 continue;
             }
-            let played = played.run(arguments, input).await.expect("kubectl runs");
-            let meant = meant.run(arguments, input).await.expect("kubectl runs");
-            if played != meant {
-                differences.push(format!("--- the stage:\n{played}--- the real server:\n{meant}"));
+            let actual = actual.run(arguments, input).await.expect("kubectl runs");
+            let expected = expected.run(arguments, input).await.expect("kubectl runs");
+            if actual != expected {
+                differences.push(format!(
+                    "--- the test cluster:\n{actual}--- the real server:\n{expected}"
+                ));
             }
         }
         assert!(differences.is_empty(), "{}", differences.join("\n"));

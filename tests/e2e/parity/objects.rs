@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::parity::custom::{INVENTORIES, define};
-use crate::parity::ground::{CLAIMS, JSON, MERGE, both, uid, version};
+use crate::parity::server::{CLAIMS, JSON, MERGE, both, uid, version};
 
 const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
 const LEASES: &str = "/apis/coordination.k8s.io/v1/namespaces/{ns}/leases";
@@ -15,53 +15,53 @@ fn map(name: &str) -> Value {
 }
 
 #[test]
-fn a_name_is_taken_once_and_must_be_one() {
-    both("object-names", async |ground| {
-        ground.create(MAPS, &map("a")).await?;
-        ground.create(MAPS, &map("a")).await?;
-        ground.create(MAPS, &map("Upper_Case")).await?;
-        ground
+fn a_name_is_unique_and_must_be_valid() {
+    both("object-names", async |server| {
+        server.create(MAPS, &map("a")).await?;
+        server.create(MAPS, &map("a")).await?;
+        server.create(MAPS, &map("Upper_Case")).await?;
+        server
             .create(
                 MAPS,
                 &json!({ "metadata": { "name": "b", "namespace": "elsewhere" } }),
             )
             .await?;
-        ground
+        server
             .create("/api/v1/namespaces/nowhere/configmaps", &map("a"))
             .await?;
-        ground.get(&format!("{MAPS}/missing")).await?;
+        server.get(&format!("{MAPS}/missing")).await?;
         let body = json!({ "metadata": { "generateName": "made-" } })
             .to_string()
             .into_bytes();
-        let (code, made) = ground.send("POST", MAPS, JSON, body).await?;
+        let (code, made) = server.send("POST", MAPS, JSON, body).await?;
         let name = made["metadata"]["name"].as_str().unwrap_or_default();
-        ground.note(json!([code, name.len(), name.starts_with("made-")]));
+        server.note(json!([code, name.len(), name.starts_with("made-")]));
         Ok(())
     });
 }
 
 #[test]
 fn a_write_from_an_older_version_is_a_conflict() {
-    both("object-versions", async |ground| {
+    both("object-versions", async |server| {
         let at = format!("{MAPS}/a");
-        let made = ground.create(MAPS, &map("a")).await?;
+        let made = server.create(MAPS, &map("a")).await?;
         let mut next = made.clone();
         next["data"]["a"] = "c".into();
-        let stored = ground.ask("PUT", &at, JSON, &next).await?.1;
+        let stored = server.ask("PUT", &at, JSON, &next).await?.1;
         assert_ne!(version(&made), version(&stored));
         next["data"]["a"] = "d".into();
-        ground.ask("PUT", &at, JSON, &next).await?;
+        server.ask("PUT", &at, JSON, &next).await?;
         // Without a resource version, any existing object is replaced.
-        ground.ask("PUT", &at, JSON, &map("a")).await?;
-        let again = ground.ask("PUT", &at, JSON, &map("a")).await?.1;
-        let same = ground.ask("PUT", &at, JSON, &map("a")).await?.1;
+        server.ask("PUT", &at, JSON, &map("a")).await?;
+        let again = server.ask("PUT", &at, JSON, &map("a")).await?.1;
+        let same = server.ask("PUT", &at, JSON, &map("a")).await?.1;
         assert_eq!(version(&again), version(&same));
         let mut other = map("a");
         other["metadata"]["uid"] = "11111111-1111-4111-8111-111111111111".into();
-        ground.ask("PUT", &at, JSON, &other).await?;
-        ground.ask("PUT", &at, JSON, &map("b")).await?;
-        ground.ask("PUT", &format!("{MAPS}/b"), JSON, &map("b")).await?;
-        ground
+        server.ask("PUT", &at, JSON, &other).await?;
+        server.ask("PUT", &at, JSON, &map("b")).await?;
+        server.ask("PUT", &format!("{MAPS}/b"), JSON, &map("b")).await?;
+        server
             .patch(
                 &at,
                 MERGE,
@@ -70,14 +70,14 @@ fn a_write_from_an_older_version_is_a_conflict() {
             .await?;
         let mut versioned = map("c");
         versioned["metadata"]["resourceVersion"] = "1".into();
-        ground.create(MAPS, &versioned).await.map(drop)
+        server.create(MAPS, &versioned).await.map(drop)
     });
 }
 
 #[test]
 fn a_deletion_may_ask_for_the_very_object() {
-    both("object-deletion", async |ground| {
-        let made = ground.create(MAPS, &map("a")).await?;
+    both("object-deletion", async |server| {
+        let made = server.create(MAPS, &map("a")).await?;
         let at = format!("{MAPS}/a");
         for preconditions in [
             json!({ "uid": "7d0a" }),
@@ -86,28 +86,28 @@ fn a_deletion_may_ask_for_the_very_object() {
         ] {
             let body = json!({ "kind": "DeleteOptions", "apiVersion": "v1", "preconditions": preconditions });
             let body = body.to_string().into_bytes();
-            let (code, answer) = ground.send("DELETE", &at, JSON, body).await?;
-            ground.note(json!([code, answer["reason"], answer["status"]]));
+            let (code, answer) = server.send("DELETE", &at, JSON, body).await?;
+            server.note(json!([code, answer["reason"], answer["status"]]));
         }
-        ground.delete(&at).await.map(drop)
+        server.delete(&at).await.map(drop)
     });
 }
 
 #[test]
 fn a_lease_is_made_and_taken_over_by_its_version() {
-    both("object-lease", async |ground| {
+    both("object-lease", async |server| {
         let lease = |holder: &str| {
             json!({
                 "apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": { "name": "l" },
                 "spec": { "holderIdentity": holder, "leaseDurationSeconds": 15, "renewTime": "2026-01-01T00:00:00.000000Z" },
             })
         };
-        let made = ground.create(LEASES, &lease("a")).await?;
-        ground.create(LEASES, &lease("b")).await?;
+        let made = server.create(LEASES, &lease("a")).await?;
+        server.create(LEASES, &lease("b")).await?;
         let mut taken = lease("b");
         taken["metadata"]["resourceVersion"] = version(&made).into();
-        ground.ask("PUT", &format!("{LEASES}/l"), JSON, &taken).await?;
-        ground
+        server.ask("PUT", &format!("{LEASES}/l"), JSON, &taken).await?;
+        server
             .ask("PUT", &format!("{LEASES}/l"), JSON, &taken)
             .await
             .map(drop)
@@ -116,7 +116,7 @@ fn a_lease_is_made_and_taken_over_by_its_version() {
 
 #[test]
 fn an_event_of_either_group_is_seen_in_both() {
-    both("object-event", async |ground| {
+    both("object-event", async |server| {
         let event = json!({
             "metadata": { "name": "e" },
             "regarding": { "kind": "Pod", "name": "p", "namespace": "object-event", "apiVersion": "v1" },
@@ -124,14 +124,14 @@ fn an_event_of_either_group_is_seen_in_both() {
             "reportingController": "drayman.dev", "reportingInstance": "x",
             "eventTime": "2026-01-01T00:00:00.000000Z",
         });
-        let (code, _) = ground
+        let (code, _) = server
             .send("POST", EVENTS, JSON, event.to_string().into_bytes())
             .await?;
-        let core = ground
+        let core = server
             .send("GET", &format!("{CORE_EVENTS}/e"), JSON, Vec::new())
             .await?
             .1;
-        let selected = ground
+        let selected = server
             .send(
                 "GET",
                 &format!("{CORE_EVENTS}?fieldSelector=involvedObject.name%3Dp,reason%3DWaiting"),
@@ -140,7 +140,7 @@ fn an_event_of_either_group_is_seen_in_both() {
             )
             .await?
             .1;
-        ground.note(json!({
+        server.note(json!({
             "code": code, "message": core["message"], "about": core["involvedObject"], "type": core["type"],
             "component": core["reportingComponent"], "kind": core["kind"], "api": core["apiVersion"],
             "selected": selected["items"].as_array().map(Vec::len),
@@ -151,24 +151,24 @@ fn an_event_of_either_group_is_seen_in_both() {
 
 #[test]
 fn a_merge_patch_sets_and_removes() {
-    both("object-merge", async |ground| {
-        ground.create(MAPS, &map("a")).await?;
+    both("object-merge", async |server| {
+        server.create(MAPS, &map("a")).await?;
         let at = format!("{MAPS}/a");
-        ground
+        server
             .patch(
                 &at,
                 MERGE,
                 &json!({ "data": { "a": null, "c": "d" }, "metadata": { "labels": { "l": "m" } } }),
             )
             .await?;
-        ground
+        server
             .patch(
                 &at,
                 MERGE,
                 &json!({ "metadata": { "labels": null, "annotations": { "x": "y" } } }),
             )
             .await?;
-        ground
+        server
             .patch(&format!("{MAPS}/missing"), MERGE, &json!({}))
             .await
             .map(drop)
@@ -177,7 +177,7 @@ fn a_merge_patch_sets_and_removes() {
 
 #[test]
 fn a_lease_is_replaced_by_its_version_and_made_by_a_replacement() {
-    both("object-lease-version", async |ground| {
+    both("object-lease-version", async |server| {
         let lease = |name: &str, more: Value| {
             let mut metadata = json!({ "name": name });
             for (key, value) in more.as_object().into_iter().flatten() {
@@ -191,27 +191,27 @@ fn a_lease_is_replaced_by_its_version_and_made_by_a_replacement() {
             ("newer", json!({ "resourceVersion": "5" })),
             ("newest", json!({ "uid": "11111111-1111-4111-8111-111111111111" })),
         ] {
-            ground.ask("PUT", &at(name), JSON, &lease(name, more)).await?;
+            server.ask("PUT", &at(name), JSON, &lease(name, more)).await?;
         }
         for version in [json!(null), json!("0"), json!("abc"), json!("1")] {
             let lease = lease("new", json!({ "resourceVersion": version }));
-            ground.ask("PUT", &at("new"), JSON, &lease).await?;
+            server.ask("PUT", &at("new"), JSON, &lease).await?;
             let patch =
                 json!({ "metadata": { "resourceVersion": version }, "spec": { "holderIdentity": "b" } });
-            ground.patch(&at("new"), MERGE, &patch).await?;
+            server.patch(&at("new"), MERGE, &patch).await?;
         }
-        ground
+        server
             .ask("PUT", &at("new"), JSON, &lease("other", json!({})))
             .await?;
-        ground
+        server
             .ask("PUT", &at("new"), JSON, &json!({ "spec": {} }))
             .await?;
         let elsewhere = lease("new", json!({ "namespace": "elsewhere" }));
-        ground.ask("PUT", &at("new"), JSON, &elsewhere).await?;
+        server.ask("PUT", &at("new"), JSON, &elsewhere).await?;
         let patch = json!({ "spec": { "holderIdentity": "c" } });
-        ground.patch(&at("new"), MERGE, &patch).await?;
-        ground.patch(&at("missing"), MERGE, &patch).await?;
-        ground
+        server.patch(&at("new"), MERGE, &patch).await?;
+        server.patch(&at("missing"), MERGE, &patch).await?;
+        server
             .create(LEASES, &json!({ "metadata": { "name": "empty" } }))
             .await?;
         Ok(())
@@ -220,10 +220,10 @@ fn a_lease_is_replaced_by_its_version_and_made_by_a_replacement() {
 
 #[test]
 fn a_replacement_makes_events_and_nothing_else_besides() {
-    both("object-put", async |ground| {
+    both("object-put", async |server| {
         for path in [MAPS, CLAIMS, "/api/v1/nodes", "/api/v1/namespaces"] {
             let body = json!({ "metadata": { "name": "made.by.put" } });
-            ground
+            server
                 .ask("PUT", &format!("{path}/made.by.put"), JSON, &body)
                 .await?;
         }
@@ -237,8 +237,8 @@ fn a_replacement_makes_events_and_nothing_else_besides() {
         let path = format!("{EVENTS}/e");
         for _ in 0..2 {
             let body = event.to_string().into_bytes();
-            let (code, answer) = ground.send("PUT", &path, JSON, body).await?;
-            ground.note(json!([code, answer["kind"], answer["note"]]));
+            let (code, answer) = server.send("PUT", &path, JSON, body).await?;
+            server.note(json!([code, answer["kind"], answer["note"]]));
         }
         Ok(())
     });
@@ -246,48 +246,48 @@ fn a_replacement_makes_events_and_nothing_else_besides() {
 
 #[test]
 fn an_object_of_a_defined_kind_is_replaced_by_its_version() {
-    both("object-custom-version", async |ground| {
-        define(ground).await?;
+    both("object-custom-version", async |server| {
+        define(server).await?;
         let name = "versions.drayman.dev";
         let inventory = json!({
             "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory", "metadata": { "name": name },
             "spec": { "driverName": "drayman.dev", "nodeName": "n", "nodeUid": "u", "devices": [] },
         });
         let at = format!("{INVENTORIES}/{name}");
-        ground.ask("PUT", &at, JSON, &inventory).await?;
-        let made = ground.create(INVENTORIES, &inventory).await?;
-        ground.ask("PUT", &at, JSON, &inventory).await?;
-        ground
+        server.ask("PUT", &at, JSON, &inventory).await?;
+        let made = server.create(INVENTORIES, &inventory).await?;
+        server.ask("PUT", &at, JSON, &inventory).await?;
+        server
             .ask("PUT", &format!("{at}/status"), JSON, &inventory)
             .await?;
         let patch = json!({ "metadata": { "resourceVersion": null, "labels": { "a": "b" } } });
-        ground.patch(&at, MERGE, &patch).await?;
+        server.patch(&at, MERGE, &patch).await?;
         let mut other = inventory.clone();
         other["metadata"]["uid"] = "11111111-1111-4111-8111-111111111111".into();
         other["metadata"]["resourceVersion"] = version(&made).into();
-        ground.ask("PUT", &at, JSON, &other).await?;
+        server.ask("PUT", &at, JSON, &other).await?;
         let mut next = inventory.clone();
         next["metadata"]["resourceVersion"] = version(&made).into();
         next["spec"]["nodeName"] = "m".into();
-        ground.ask("PUT", &at, JSON, &next).await?;
-        ground.ask("PUT", &at, JSON, &next).await?;
+        server.ask("PUT", &at, JSON, &next).await?;
+        server.ask("PUT", &at, JSON, &next).await?;
         let nothing = json!({ "metadata": { "name": name } }).to_string().into_bytes();
-        let (code, answer) = ground.send("PUT", &at, JSON, nothing).await?;
-        ground.note(json!([code, answer["reason"]]));
+        let (code, answer) = server.send("PUT", &at, JSON, nothing).await?;
+        server.note(json!([code, answer["reason"]]));
         let definition =
             "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/nodeinventories.drayman.dev";
-        let (_, mut known) = ground.send("GET", definition, JSON, Vec::new()).await?;
+        let (_, mut known) = server.send("GET", definition, JSON, Vec::new()).await?;
         known["metadata"]["resourceVersion"] = Value::Null;
         let body = known.to_string().into_bytes();
-        let (code, answer) = ground.send("PUT", definition, JSON, body).await?;
-        ground.note(json!([code, answer]));
-        ground.delete(&at).await.map(drop)
+        let (code, answer) = server.send("PUT", definition, JSON, body).await?;
+        server.note(json!([code, answer]));
+        server.delete(&at).await.map(drop)
     });
 }
 
 #[test]
 fn owners_are_named_in_full() {
-    both("object-owners", async |ground| {
+    both("object-owners", async |server| {
         let owner = |more: Value| {
             let mut owner = json!({ "apiVersion": "v1", "kind": "Pod", "name": "p", "uid": "u" });
             for (key, value) in more.as_object().into_iter().flatten() {
@@ -311,7 +311,7 @@ fn owners_are_named_in_full() {
             ),
         ] {
             let object = json!({ "metadata": { "name": name, "ownerReferences": owners } });
-            ground.create(MAPS, &object).await?;
+            server.create(MAPS, &object).await?;
         }
         // The real server prints this value as Go does.
         for owners in [
@@ -323,10 +323,10 @@ fn owners_are_named_in_full() {
         ] {
             let object = json!({ "metadata": { "name": "f", "ownerReferences": owners } });
             let body = object.to_string().into_bytes();
-            let (code, answer) = ground.send("POST", MAPS, JSON, body).await?;
+            let (code, answer) = server.send("POST", MAPS, JSON, body).await?;
             let message = answer["message"].as_str().unwrap_or_default();
             let end = message.rsplit(": ").next();
-            ground.note(json!([
+            server.note(json!([
                 code,
                 answer["reason"],
                 answer["details"]["causes"][0]["field"],

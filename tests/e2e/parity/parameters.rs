@@ -2,13 +2,13 @@
 
 use serde_json::{Value, json};
 
-use crate::parity::ground::{CLAIMS, JSON, both};
+use crate::parity::server::{CLAIMS, JSON, both};
 
 #[test]
-fn parameters_of_lists_and_watches_that_are_none_are_refused() {
-    both("parameters-wrong", async |ground| {
+fn invalid_parameters_of_lists_and_watches_are_refused() {
+    both("parameters-wrong", async |server| {
         let claim = json!({ "metadata": { "name": "a" }, "spec": { "resourceClassName": "t" } });
-        ground.create(CLAIMS, &claim).await?;
+        server.create(CLAIMS, &claim).await?;
         for query in [
             "limit=abc",
             "limit=1.5",
@@ -37,22 +37,22 @@ fn parameters_of_lists_and_watches_that_are_none_are_refused() {
             "resourceVersion=abc&watch=true",
             "limit=abc&watch=true",
         ] {
-            ground.get(&format!("{CLAIMS}?{query}")).await?;
+            server.get(&format!("{CLAIMS}?{query}")).await?;
         }
-        ground.get(&format!("{CLAIMS}/a?resourceVersion=abc")).await?;
-        ground
+        server.get(&format!("{CLAIMS}/a?resourceVersion=abc")).await?;
+        server
             .get(&format!("{CLAIMS}/missing?resourceVersion=abc"))
             .await?;
-        ground.get(&format!("{CLAIMS}/missing?limit=abc")).await?;
+        server.get(&format!("{CLAIMS}/missing?limit=abc")).await?;
         Ok(())
     });
 }
 
 #[test]
-fn parameters_that_are_odd_are_taken_all_the_same() {
-    both("parameters-odd", async |ground| {
+fn unusual_parameters_are_accepted() {
+    both("parameters-odd", async |server| {
         let claim = json!({ "metadata": { "name": "a" }, "spec": { "resourceClassName": "t" } });
-        ground.create(CLAIMS, &claim).await?;
+        server.create(CLAIMS, &claim).await?;
         for query in [
             "limit=-1",
             "limit=0",
@@ -61,10 +61,10 @@ fn parameters_that_are_odd_are_taken_all_the_same() {
             "watch=0",
             "allowWatchBookmarks=7",
         ] {
-            let (code, list) = ground
+            let (code, list) = server
                 .send("GET", &format!("{CLAIMS}?{query}"), JSON, Vec::new())
                 .await?;
-            ground.note(json!([
+            server.note(json!([
                 query,
                 code,
                 list["kind"],
@@ -77,9 +77,9 @@ fn parameters_that_are_odd_are_taken_all_the_same() {
             "watch=maybe",
             "watch&timeoutSeconds=99999999999",
         ] {
-            let events = ground.look(&format!("{CLAIMS}?{query}"), 1).await?;
+            let events = server.read_events(&format!("{CLAIMS}?{query}"), 1).await?;
             let seen: Vec<&Value> = events.iter().map(|event| &event["type"]).collect();
-            ground.note(json!([query, seen]));
+            server.note(json!([query, seen]));
         }
         Ok(())
     });

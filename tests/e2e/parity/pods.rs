@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::parity::ground::{JSON, MERGE, PODS, both};
+use crate::parity::server::{JSON, MERGE, PODS, both};
 
 fn pod(name: &str) -> Value {
     json!({
@@ -24,7 +24,7 @@ fn seen(answer: &(u16, Value)) -> Value {
 
 #[test]
 fn a_pod_is_bound_once() {
-    both("pod-binding", async |ground| {
+    both("pod-binding", async |server| {
         let bind = |node: &str| {
             json!({ "apiVersion": "v1", "kind": "Binding", "metadata": { "name": "p" },
                     "target": { "kind": "Node", "name": node } })
@@ -32,43 +32,43 @@ fn a_pod_is_bound_once() {
             .into_bytes()
         };
         let mut answers = vec![
-            ground
+            server
                 .send("POST", PODS, JSON, pod("p").to_string().into_bytes())
                 .await?,
         ];
         let binding = format!("{PODS}/p/binding");
-        answers.push(ground.send("POST", &binding, JSON, bind("n")).await?);
-        answers.push(ground.send("GET", &format!("{PODS}/p"), JSON, Vec::new()).await?);
-        answers.push(ground.send("POST", &binding, JSON, bind("m")).await?);
+        answers.push(server.send("POST", &binding, JSON, bind("n")).await?);
+        answers.push(server.send("GET", &format!("{PODS}/p"), JSON, Vec::new()).await?);
+        answers.push(server.send("POST", &binding, JSON, bind("m")).await?);
         let move_it = json!({ "spec": { "nodeName": "m" } }).to_string().into_bytes();
-        let (code, _) = ground.send("PATCH", &format!("{PODS}/p"), MERGE, move_it).await?;
-        ground.note(json!([answers.iter().map(seen).collect::<Vec<_>>(), code]));
+        let (code, _) = server.send("PATCH", &format!("{PODS}/p"), MERGE, move_it).await?;
+        server.note(json!([answers.iter().map(seen).collect::<Vec<_>>(), code]));
         Ok(())
     });
 }
 
 #[test]
 fn a_running_pod_gets_a_grace_period_and_others_do_not() {
-    both("pod-deletion", async |ground| {
-        ground
+    both("pod-deletion", async |server| {
+        server
             .send("POST", PODS, JSON, pod("waiting").to_string().into_bytes())
             .await?;
-        let gone = ground
+        let gone = server
             .send("DELETE", &format!("{PODS}/waiting"), JSON, Vec::new())
             .await?;
-        let after = ground
+        let after = server
             .send("GET", &format!("{PODS}/waiting"), JSON, Vec::new())
             .await?;
         let mut running = pod("running");
         running["spec"]["nodeName"] = "n".into();
         // Other fields, such as tolerations, are out of scope.
-        ground
+        server
             .send("POST", PODS, JSON, running.to_string().into_bytes())
             .await?;
-        let first = ground
+        let first = server
             .send("DELETE", &format!("{PODS}/running"), JSON, Vec::new())
             .await?;
-        let shorter = ground
+        let shorter = server
             .send(
                 "DELETE",
                 &format!("{PODS}/running?gracePeriodSeconds=5"),
@@ -76,7 +76,7 @@ fn a_running_pod_gets_a_grace_period_and_others_do_not() {
                 Vec::new(),
             )
             .await?;
-        let longer = ground
+        let longer = server
             .send(
                 "DELETE",
                 &format!("{PODS}/running?gracePeriodSeconds=9"),
@@ -84,7 +84,7 @@ fn a_running_pod_gets_a_grace_period_and_others_do_not() {
                 Vec::new(),
             )
             .await?;
-        let now = ground
+        let now = server
             .send(
                 "DELETE",
                 &format!("{PODS}/running?gracePeriodSeconds=0"),
@@ -92,11 +92,11 @@ fn a_running_pod_gets_a_grace_period_and_others_do_not() {
                 Vec::new(),
             )
             .await?;
-        let last = ground
+        let last = server
             .send("GET", &format!("{PODS}/running"), JSON, Vec::new())
             .await?;
         let answers = [gone, after, first, shorter, longer, now, last];
-        ground.note(answers.iter().map(seen).collect());
+        server.note(answers.iter().map(seen).collect());
         Ok(())
     });
 }

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::parity::custom::{INVENTORIES, define};
-use crate::parity::ground::{APPLY, CLAIMS, CONTEXTS, JSON, JSON_PATCH, MERGE, PODS, STRATEGIC, both};
+use crate::parity::server::{APPLY, CLAIMS, CONTEXTS, JSON, JSON_PATCH, MERGE, PODS, STRATEGIC, both};
 
 const LEASES: &str = "/apis/coordination.k8s.io/v1/namespaces/{ns}/leases";
 const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
@@ -15,7 +15,7 @@ fn code_and_reason(answer: &(u16, Value)) -> Value {
 
 #[test]
 fn a_body_that_is_no_object_is_refused() {
-    both("refused-bodies", async |ground| {
+    both("refused-bodies", async |server| {
         for (content_type, body) in [
             (JSON, "{"),
             (JSON, "[]"),
@@ -30,8 +30,8 @@ fn a_body_that_is_no_object_is_refused() {
             ),
             ("text/plain", "{}"),
         ] {
-            let answer = ground.send("POST", CLAIMS, content_type, body.into()).await?;
-            ground.note(json!({ body: code_and_reason(&answer) }));
+            let answer = server.send("POST", CLAIMS, content_type, body.into()).await?;
+            server.note(json!({ body: code_and_reason(&answer) }));
         }
         Ok(())
     });
@@ -39,8 +39,8 @@ fn a_body_that_is_no_object_is_refused() {
 
 #[test]
 fn a_patch_that_cannot_be_applied_is_refused() {
-    both("refused-patches", async |ground| {
-        ground
+    both("refused-patches", async |server| {
+        server
             .create(
                 CLAIMS,
                 &json!({ "metadata": { "name": "a" }, "spec": { "resourceClassName": "t" } }),
@@ -67,10 +67,10 @@ fn a_patch_that_cannot_be_applied_is_refused() {
             ("application/json", "{}"),
             ("text/plain", "{}"),
         ] {
-            let answer = ground
+            let answer = server
                 .send("PATCH", &format!("{CLAIMS}/a"), content_type, body.into())
                 .await?;
-            ground.note(json!({ format!("{content_type} {body}"): code_and_reason(&answer) }));
+            server.note(json!({ format!("{content_type} {body}"): code_and_reason(&answer) }));
         }
         Ok(())
     });
@@ -78,21 +78,21 @@ fn a_patch_that_cannot_be_applied_is_refused() {
 
 #[test]
 fn more_than_three_mebibytes_are_refused() {
-    both("refused-size", async |ground| {
+    both("refused-size", async |server| {
         let body = json!({ "metadata": { "name": "a", "annotations": { "a": "x".repeat(3 << 20) } } });
-        let answer = ground
+        let answer = server
             .send("POST", CLAIMS, JSON, body.to_string().into_bytes())
             .await?;
-        ground.note(code_and_reason(&answer));
+        server.note(code_and_reason(&answer));
         Ok(())
     });
 }
 
 #[test]
 fn what_is_too_large_is_refused_by_each_way_in() {
-    both("refused-large", async |ground| {
+    both("refused-large", async |server| {
         let large = |bytes: usize| json!({ "metadata": { "name": "a" }, "data": { "a": "x".repeat(bytes) } });
-        ground.create(MAPS, &large(1)).await?;
+        server.create(MAPS, &large(1)).await?;
         let limit = 3 << 20;
         for (method, path, content_type) in [
             ("POST", MAPS.to_owned(), JSON),
@@ -101,8 +101,8 @@ fn what_is_too_large_is_refused_by_each_way_in() {
             ("PATCH", format!("{MAPS}/a"), STRATEGIC),
         ] {
             let body = large(limit).to_string().into_bytes();
-            let answer = ground.send(method, &path, content_type, body).await?;
-            ground.note(json!([
+            let answer = server.send(method, &path, content_type, body).await?;
+            server.note(json!([
                 method,
                 content_type,
                 code_and_reason(&answer),
@@ -116,8 +116,8 @@ fn what_is_too_large_is_refused_by_each_way_in() {
             json!({ "metadata": { "name": "a", "annotations": { "a": "x".repeat(257 << 10) } } }),
         ] {
             let bytes = body.to_string().into_bytes();
-            let answer = ground.send("PUT", &format!("{MAPS}/a"), JSON, bytes).await?;
-            ground.note(json!([
+            let answer = server.send("PUT", &format!("{MAPS}/a"), JSON, bytes).await?;
+            server.note(json!([
                 code_and_reason(&answer),
                 answer.1["message"],
                 answer.1["details"]
@@ -128,15 +128,15 @@ fn what_is_too_large_is_refused_by_each_way_in() {
 }
 
 #[test]
-fn a_field_that_nobody_knows_is_dropped_or_refused_as_asked() {
-    both("refused-fields", async |ground| {
+fn an_unknown_field_is_dropped_or_refused_as_requested() {
+    both("refused-fields", async |server| {
         let claim =
             json!({ "metadata": { "name": "a" }, "spec": { "resourceClassName": "t", "color": "red" } });
         let strict = format!("{CLAIMS}?fieldValidation=Strict");
-        let answer = ground
+        let answer = server
             .send("POST", &strict, JSON, claim.to_string().into_bytes())
             .await?;
-        ground.note(code_and_reason(&answer));
+        server.note(code_and_reason(&answer));
         // The complete answer and its warnings.
         for (validation, name) in [
             ("Strict", "b"),
@@ -150,25 +150,25 @@ fn a_field_that_nobody_knows_is_dropped_or_refused_as_asked() {
             claim["spec"]["parametersRef"] = json!({ "kind": "k", "name": "n", "shape": "round" });
             let path = format!("{CLAIMS}?fieldValidation={validation}");
             let path = if validation.is_empty() { CLAIMS } else { &path };
-            let (code, answer, warnings) = ground.warned("POST", path, JSON, &claim).await?;
-            ground.note(json!([validation, code, answer["reason"], warnings]));
+            let (code, answer, warnings) = server.warned("POST", path, JSON, &claim).await?;
+            server.note(json!([validation, code, answer["reason"], warnings]));
             if matches!(validation, "Strict" | "Loud") {
-                ground.note(json!(answer["message"]));
+                server.note(json!(answer["message"]));
             }
         }
         let patch = json!({ "spec": { "color": "red" }, "metadata": { "labels": { "a": "b" } } });
         for validation in ["Strict", "Warn", "Ignore"] {
             let path = format!("{CLAIMS}/c?fieldValidation={validation}");
-            let (code, answer, warnings) = ground.warned("PATCH", &path, MERGE, &patch).await?;
-            ground.note(json!([validation, code, answer["reason"], warnings]));
+            let (code, answer, warnings) = server.warned("PATCH", &path, MERGE, &patch).await?;
+            server.note(json!([validation, code, answer["reason"], warnings]));
         }
-        ground.create(CLAIMS, &claim).await.map(drop)
+        server.create(CLAIMS, &claim).await.map(drop)
     });
 }
 
 #[test]
 fn what_is_not_served_is_not_found() {
-    both("refused-paths", async |ground| {
+    both("refused-paths", async |server| {
         for (method, path) in [
             ("GET", "/apis/resource.k8s.io/v1alpha2/namespaces/{ns}/unicorns"),
             ("GET", "/apis/resource.k8s.io/v9"),
@@ -181,8 +181,8 @@ fn what_is_not_served_is_not_found() {
                 "/apis/resource.k8s.io/v1alpha2/namespaces/{ns}/resourceclaims/a/teapot",
             ),
         ] {
-            let (code, _) = ground.send(method, path, JSON, b"{}".to_vec()).await?;
-            ground.note(json!({ path: code }));
+            let (code, _) = server.send(method, path, JSON, b"{}".to_vec()).await?;
+            server.note(json!({ path: code }));
         }
         Ok(())
     });
@@ -190,7 +190,7 @@ fn what_is_not_served_is_not_found() {
 
 #[test]
 fn a_field_of_another_type_is_refused_of_every_kind() {
-    both("refused-types", async |ground| {
+    both("refused-types", async |server| {
         let status = "/api/v1/namespaces/{ns}/status";
         let finalize = "/api/v1/namespaces/{ns}/finalize";
         let definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions";
@@ -256,22 +256,22 @@ fn a_field_of_another_type_is_refused_of_every_kind() {
                 r#"{"metadata":{"name":"a"},"spec":{"versions":7}}"#,
             ),
         ] {
-            let answer = ground.send(method, path, JSON, body.into()).await?;
-            ground.note(json!({ format!("{method} {path} {body}"): code_and_reason(&answer) }));
+            let answer = server.send(method, path, JSON, body.into()).await?;
+            server.note(json!({ format!("{method} {path} {body}"): code_and_reason(&answer) }));
         }
         // The server still works, and the namespace can be deleted.
-        let (code, _) = ground
+        let (code, _) = server
             .send("DELETE", "/api/v1/namespaces/{ns}", JSON, Vec::new())
             .await?;
-        ground.note(json!(code));
+        server.note(json!(code));
         Ok(())
     });
 }
 
 #[test]
-fn a_field_that_nobody_knows_is_told_of_every_kind() {
-    both("refused-unknown", async |ground| {
-        define(ground).await?;
+fn an_unknown_field_is_reported_for_every_kind() {
+    both("refused-unknown", async |server| {
+        define(server).await?;
         let container = json!({ "name": "c", "image": "i", "imagee": "x" });
         let claim = json!({ "name": "c", "source": { "resourceClaimName": "x", "color": 1 } });
         let pod = json!({ "schedulerName": "nobody", "containers": [container], "resourceClaims": [claim] });
@@ -296,29 +296,29 @@ fn a_field_that_nobody_knows_is_told_of_every_kind() {
                 let name = format!("unknown-{number}-{}", validation.to_lowercase());
                 object["metadata"] = json!({ "name": name, "color": "red" });
                 let at = format!("{path}?fieldValidation={validation}");
-                let (code, answer, mut warnings) = ground.warned("POST", &at, JSON, &object).await?;
+                let (code, answer, mut warnings) = server.warned("POST", &at, JSON, &object).await?;
                 warnings.sort();
-                let mut said: Vec<String> = answer["message"]
+                let mut sentences: Vec<String> = answer["message"]
                     .as_str()
                     .unwrap_or_default()
                     .split(": ")
                     .flat_map(|part| part.split(", "))
                     .map(str::to_owned)
                     .collect();
-                said.sort();
-                ground.note(json!([
+                sentences.sort();
+                server.note(json!([
                     at,
                     code,
-                    said,
+                    sentences,
                     warnings,
                     answer["metadata"]["color"],
                     answer["spec"]["holder"]
                 ]));
                 // Some objects are not in the namespace.
-                let gone = ground
+                let gone = server
                     .send("DELETE", &format!("{path}/{name}"), JSON, Vec::new())
                     .await?;
-                ground.note(json!(gone.0));
+                server.note(json!(gone.0));
             }
         }
         Ok(())
@@ -327,19 +327,19 @@ fn a_field_that_nobody_knows_is_told_of_every_kind() {
 
 #[test]
 fn an_object_that_etcd_would_not_take_is_refused() {
-    both("refused-etcd", async |ground| {
-        define(ground).await?;
+    both("refused-etcd", async |server| {
+        define(server).await?;
         let lease = |bytes: usize| json!({ "metadata": { "name": "a" }, "spec": { "holderIdentity": "x".repeat(bytes) } });
         for bytes in [2 << 20, 1_700_000, 1_600_000, 1_500_000] {
             let body = lease(bytes).to_string().into_bytes();
-            let answer = ground.send("POST", LEASES, JSON, body).await?;
-            ground.note(json!([bytes, code_and_reason(&answer)]));
+            let answer = server.send("POST", LEASES, JSON, body).await?;
+            server.note(json!([bytes, code_and_reason(&answer)]));
         }
         for bytes in [1_700_000, 1_400_000] {
             let patch = json!({ "spec": { "holderIdentity": "y".repeat(bytes) } });
             let body = patch.to_string().into_bytes();
-            let answer = ground.send("PATCH", &format!("{LEASES}/a"), MERGE, body).await?;
-            ground.note(json!([bytes, code_and_reason(&answer)]));
+            let answer = server.send("PATCH", &format!("{LEASES}/a"), MERGE, body).await?;
+            server.note(json!([bytes, code_and_reason(&answer)]));
         }
         // The name of an owner has no other limit.
         let owner = json!({ "apiVersion": "v1", "kind": "Node", "name": "x".repeat(1_700_000), "uid": "u" });
@@ -349,17 +349,17 @@ fn an_object_that_etcd_would_not_take_is_refused() {
             "spec": { "driverName": "drayman.dev", "nodeName": "n", "nodeUid": "u", "devices": [] },
         });
         let body = inventory.to_string().into_bytes();
-        let answer = ground.send("POST", INVENTORIES, JSON, body).await?;
-        ground.note(json!([code_and_reason(&answer), answer.1["message"]]));
+        let answer = server.send("POST", INVENTORIES, JSON, body).await?;
+        server.note(json!([code_and_reason(&answer), answer.1["message"]]));
         Ok(())
     });
 }
 
 #[test]
 fn copies_of_copies_are_refused_before_they_are_made() {
-    both("refused-copies", async |ground| {
+    both("refused-copies", async |server| {
         let map = json!({ "metadata": { "name": "a" } });
-        ground.create(MAPS, &map).await?;
+        server.create(MAPS, &map).await?;
         let ops = |bytes: usize, copies: usize, whole: bool| {
             let mut ops = vec![json!({ "op": "add", "path": "/data", "value": { "a": "x".repeat(bytes) } })];
             let from = if whole { "/data" } else { "/data/a" };
@@ -375,10 +375,10 @@ fn copies_of_copies_are_refused_before_they_are_made() {
             ops(1000, 3, false),
         ] {
             let body = patch.to_string().into_bytes();
-            let answer = ground
+            let answer = server
                 .send("PATCH", &format!("{MAPS}/a"), JSON_PATCH, body)
                 .await?;
-            ground.note(json!([code_and_reason(&answer), answer.1["message"]]));
+            server.note(json!([code_and_reason(&answer), answer.1["message"]]));
         }
         Ok(())
     });
@@ -386,10 +386,10 @@ fn copies_of_copies_are_refused_before_they_are_made() {
 
 #[test]
 fn bounds_of_a_context_hold_for_changes_too() {
-    both("refused-contexts", async |ground| {
+    both("refused-contexts", async |server| {
         let nodes =
             |count: usize| -> Vec<String> { (0..count).map(|number| format!("n-{number}")).collect() };
-        ground
+        server
             .create(
                 CONTEXTS,
                 &json!({ "metadata": { "name": "p" }, "spec": { "potentialNodes": ["a"] } }),
@@ -403,8 +403,8 @@ fn bounds_of_a_context_hold_for_changes_too() {
             json!({ "potentialNodes": nodes(128) }),
             json!({ "selectedNode": "Upper" }),
         ] {
-            ground.patch(&at, MERGE, &json!({ "spec": spec })).await?;
-            ground
+            server.patch(&at, MERGE, &json!({ "spec": spec })).await?;
+            server
                 .ask(
                     "PUT",
                     &at,

@@ -38,13 +38,13 @@ static STRUCTURED: OnceCell<Cluster> = OnceCell::const_new();
 /// Maximum number of watches per connection; the real server allows 250 concurrent requests on one.
 const STREAMS: usize = 100;
 
-/// A session with one of the two API servers, and its transcript.
-pub(crate) struct Ground {
+/// One of the two API servers, with a transcript of requests and answers.
+pub(crate) struct Server {
     client: kube::Client,
     namespace: String,
     transcript: Vec<Value>,
     /// The test cluster's API server; `None` for the real one.
-    stage: Option<ApiServer>,
+    embedded: Option<ApiServer>,
     mode: Mode,
 }
 
@@ -90,85 +90,85 @@ pub(crate) fn run<T>(work: impl Future<Output = T>) -> T {
 }
 
 /// Sends the same requests to both servers and compares the answers, including managed fields.
-pub(crate) fn both(namespace: &str, conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>) {
-    hold(Mode::Classic, namespace, true, conversation);
+pub(crate) fn both(namespace: &str, conversation: impl AsyncFn(&mut Server) -> anyhow::Result<()>) {
+    run_both(Mode::Classic, namespace, true, conversation);
 }
 
 /// As [`both`], in structured mode.
 pub(crate) fn both_structured(
     namespace: &str,
-    conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>,
+    conversation: impl AsyncFn(&mut Server) -> anyhow::Result<()>,
 ) {
-    hold(Mode::Structured, namespace, true, conversation);
+    run_both(Mode::Structured, namespace, true, conversation);
 }
 
 /// As [`both_structured`], without managed fields.
 pub(crate) fn both_structured_but_managers(
     namespace: &str,
-    conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>,
+    conversation: impl AsyncFn(&mut Server) -> anyhow::Result<()>,
 ) {
-    hold(Mode::Structured, namespace, false, conversation);
+    run_both(Mode::Structured, namespace, false, conversation);
 }
 
 /// As [`both`], without managed fields.
 pub(crate) fn both_but_managers(
     namespace: &str,
-    conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>,
+    conversation: impl AsyncFn(&mut Server) -> anyhow::Result<()>,
 ) {
-    hold(Mode::Classic, namespace, false, conversation);
+    run_both(Mode::Classic, namespace, false, conversation);
 }
 
-fn hold(
+fn run_both(
     mode: Mode,
     namespace: &str,
     managed: bool,
-    conversation: impl AsyncFn(&mut Ground) -> anyhow::Result<()>,
+    conversation: impl AsyncFn(&mut Server) -> anyhow::Result<()>,
 ) {
     RUNTIME.block_on(async {
-        let stage = ApiServer::with_mode(Arc::new(Source::system()), mode);
-        let played = converse(
-            stage.client(),
-            Some(stage),
+        let server = ApiServer::with_mode(Arc::new(Source::system()), mode);
+        let actual = run_one(
+            server.client(),
+            Some(server),
             mode,
             namespace,
             managed,
             &conversation,
         )
         .await;
-        let real = converse(client(mode).await, None, mode, namespace, managed, &conversation).await;
-        compare(&played, &real);
+        let expected = run_one(client(mode).await, None, mode, namespace, managed, &conversation).await;
+        compare(&actual, &expected);
     });
 }
 
 /// Panics with every answer of the test cluster that differs from the real server's.
-pub(crate) fn compare(played: &[Value], real: &[Value]) {
-    let pairs = played.iter().zip(real).enumerate();
-    let differing = pairs.filter(|(_, (played, real))| played != real);
+pub(crate) fn compare(actual: &[Value], expected: &[Value]) {
+    let pairs = actual.iter().zip(expected).enumerate();
+    let differing = pairs.filter(|(_, (actual, expected))| actual != expected);
     let shown: Vec<String> = differing
-        .map(|(number, (played, real))| {
-            format!("answer {number} of the test cluster:\n{played:#}\nof the real server:\n{real:#}")
+        .map(|(number, (actual, expected))| {
+            format!("answer {number} of the test cluster:\n{actual:#}\nof the real server:\n{expected:#}")
         })
         .collect();
     assert!(shown.is_empty(), "{}", shown.join("\n"));
-    assert_eq!(played.len(), real.len());
+    assert_eq!(actual.len(), expected.len());
 }
 
-async fn converse(
+async fn run_one(
     client: kube::Client,
-    stage: Option<ApiServer>,
+    embedded: Option<ApiServer>,
     mode: Mode,
     namespace: &str,
     managed: bool,
-    conversation: &impl AsyncFn(&mut Ground) -> anyhow::Result<()>,
+    conversation: &impl AsyncFn(&mut Server) -> anyhow::Result<()>,
 ) -> Vec<Value> {
-    let mut ground = Ground {
+    let mut server = Server {
         client,
         namespace: namespace.to_owned(),
         transcript: Vec::new(),
-        stage,
+        embedded,
         mode,
     };
-    let made = ground
+    let made = server
         .ask(
             "POST",
             "/api/v1/namespaces",
@@ -178,13 +178,13 @@ async fn converse(
         .await
         .expect("an answer");
     assert_eq!(made.0, 201, "{}", made.1);
-    conversation(&mut ground)
+    conversation(&mut server)
         .await
         .expect("the conversation succeeds");
-    same_form(ground.transcript, managed)
+    same_form(server.transcript, managed)
 }
 
-impl Ground {
+impl Server {
     /// Sends a request and adds the answer to the transcript. `{ns}` in the path stands for the test's namespace.
     pub(crate) async fn ask(
         &mut self,
@@ -204,7 +204,7 @@ impl Ground {
         Ok((code, answer))
     }
 
-    /// As [`Session::ask`]; for an error, only the reasons and fields of its causes are compared.
+    /// As [`Server::ask`]; for an error, only the reasons and fields of its causes are compared.
     pub(crate) async fn ask_causes(
         &mut self,
         method: &str,
@@ -280,7 +280,7 @@ impl Ground {
     }
 
     pub(crate) fn is_real(&self) -> bool {
-        self.stage.is_none()
+        self.embedded.is_none()
     }
 
     /// Adds another observation to the transcript.
@@ -310,14 +310,14 @@ impl Ground {
     }
 
     /// Prevents other tests from compacting the shared server's history.
-    pub(crate) async fn remember(&self) -> anyhow::Result<File> {
+    pub(crate) async fn lock_history(&self) -> anyhow::Result<File> {
         history(self.mode, FlockOperation::LockShared).await
     }
 
     /// Compacts the server's history, as it does itself every few minutes.
-    pub(crate) async fn forget(&self) -> anyhow::Result<()> {
-        if let Some(stage) = &self.stage {
-            stage.compact();
+    pub(crate) async fn compact_history(&self) -> anyhow::Result<()> {
+        if let Some(server) = &self.embedded {
+            server.compact();
             return Ok(());
         }
         let _alone = history(self.mode, FlockOperation::LockExclusive).await?;
@@ -328,8 +328,8 @@ impl Ground {
     pub(crate) async fn clients(&self, watches: usize) -> anyhow::Result<Vec<kube::Client>> {
         let mut clients = Vec::new();
         while clients.len() < watches {
-            let client = match &self.stage {
-                Some(stage) => stage.client(),
+            let client = match &self.embedded {
+                Some(server) => server.client(),
                 None => client(self.mode).await,
             };
             clients.extend(std::iter::repeat_n(client, STREAMS.min(watches - clients.len())));
@@ -339,19 +339,19 @@ impl Ground {
 
     /// The first events of a watch, compared.
     pub(crate) async fn watch(&mut self, path: &str, count: usize) -> anyhow::Result<Vec<Value>> {
-        let events = self.look(path, count).await?;
+        let events = self.read_events(path, count).await?;
         self.transcript
             .push(json!({ "watched": path.split('?').next(), "events": events }));
         Ok(events)
     }
 
     /// The first events of a watch, without comparison.
-    pub(crate) async fn look(&self, path: &str, count: usize) -> anyhow::Result<Vec<Value>> {
-        self.look_by(&self.client, path, count).await
+    pub(crate) async fn read_events(&self, path: &str, count: usize) -> anyhow::Result<Vec<Value>> {
+        self.read_events_by(&self.client, path, count).await
     }
 
-    /// As [`Session::look`], by another client.
-    pub(crate) async fn look_by(
+    /// As [`Server::read_events`], by another client.
+    pub(crate) async fn read_events_by(
         &self,
         client: &kube::Client,
         path: &str,

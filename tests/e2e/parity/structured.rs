@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 
-use crate::parity::ground::{
-    Ground, JSON, JSON_PATCH, MERGE, PODS, STRUCTURED_CLAIMS as CLAIMS, both_structured as both,
+use crate::parity::server::{
+    JSON, JSON_PATCH, MERGE, PODS, STRUCTURED_CLAIMS as CLAIMS, Server, both_structured as both,
     both_structured_but_managers as both_but_managers,
 };
 
@@ -60,16 +60,16 @@ fn class(name: &str, spec: &Value) -> Value {
 
 /// Sends objects that the real server rejects.
 async fn refused(
-    ground: &mut Ground,
+    server: &mut Server,
     path: &str,
     objects: impl IntoIterator<Item = Value>,
 ) -> anyhow::Result<()> {
     for object in objects {
-        let (code, answer) = ground.ask_causes("POST", path, JSON, &object).await?;
+        let (code, answer) = server.ask_causes("POST", path, JSON, &object).await?;
         if code == 201 {
-            anyhow::ensure!(!ground.is_real(), "{object} is accepted");
+            anyhow::ensure!(!server.is_real(), "{object} is accepted");
             let name = answer["metadata"]["name"].as_str().unwrap_or_default();
-            ground
+            server
                 .send("DELETE", &format!("{path}/{name}"), JSON, Vec::new())
                 .await?;
         }
@@ -79,11 +79,11 @@ async fn refused(
 
 #[test]
 fn requests_of_a_claim_get_their_defaults() {
-    both("v1-defaults", async |ground| {
+    both("v1-defaults", async |server| {
         let tolerations = json!([{ "key": "k" }, { "operator": "Exists", "effect": "NoSchedule" }]);
         let all = json!({ "allocationMode": "All", "tolerations": tolerations });
-        ground.create(CLAIMS, &claim("one", &exactly(&json!({})))).await?;
-        ground.create(CLAIMS, &claim("all", &exactly(&all))).await?;
+        server.create(CLAIMS, &claim("one", &exactly(&json!({})))).await?;
+        server.create(CLAIMS, &claim("all", &exactly(&all))).await?;
         let alternatives = json!({ "requests": [{ "name": "r", "firstAvailable": [
             { "name": "x", "deviceClassName": "c", "count": 2 },
             { "name": "y", "deviceClassName": "c", "tolerations": [{ "key": "k", "value": "v" }] },
@@ -91,36 +91,36 @@ fn requests_of_a_claim_get_their_defaults() {
         let mut either = claim("either", &alternatives);
         // A status cannot be set at creation.
         either["status"] = json!({ "reservedFor": [{ "resource": "pods", "name": "p", "uid": "u" }] });
-        ground.create(CLAIMS, &either).await?;
+        server.create(CLAIMS, &either).await?;
         let mut empty = exactly(&json!({ "selectors": [], "tolerations": [{ "operator": "Equal" }] }));
         (empty["constraints"], empty["config"]) = (json!([]), json!([]));
-        ground.create(CLAIMS, &claim("empty", &empty)).await?;
+        server.create(CLAIMS, &claim("empty", &empty)).await?;
         let capacity = json!({ "capacity": { "requests": { "x.dev/memory": "2Gi" } }, "adminAccess": false });
-        ground
+        server
             .create(CLAIMS, &claim("capacity", &exactly(&capacity)))
             .await?;
         let mut generated = claim("", &exactly(&json!({})));
         generated["metadata"] = json!({ "generateName": "g-", "labels": { "a": "b" } });
-        let (code, made) = ground
+        let (code, made) = server
             .send("POST", CLAIMS, JSON, generated.to_string().into_bytes())
             .await?;
         let name = made["metadata"]["name"].as_str().unwrap_or_default();
-        ground.note(json!({ "code": code, "name": name.get(..2), "length": name.len() }));
-        ground
+        server.note(json!({ "code": code, "name": name.get(..2), "length": name.len() }));
+        server
             .send("DELETE", &format!("{CLAIMS}/{name}"), JSON, Vec::new())
             .await?;
         let template = json!({
             "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate", "metadata": { "name": "t" },
             "spec": { "metadata": { "labels": { "a": "b" } }, "spec": { "devices": exactly(&json!({})) } },
         });
-        ground.create(TEMPLATES, &template).await?;
-        ground.get(&format!("{CLAIMS}/one/status")).await.map(drop)
+        server.create(TEMPLATES, &template).await?;
+        server.get(&format!("{CLAIMS}/one/status")).await.map(drop)
     });
 }
 
 #[test]
 fn invalid_requests_of_a_claim_are_refused() {
-    both("v1-requests", async |ground| {
+    both("v1-requests", async |server| {
         let many = |count: usize, one: fn(usize) -> Value| (0..count).map(one).collect::<Vec<Value>>();
         let request = |number| json!({ "name": format!("r{number}"), "exactly": { "deviceClassName": "c" } });
         let alternative = |number| json!({ "name": format!("a{number}"), "deviceClassName": "c" });
@@ -158,18 +158,18 @@ fn invalid_requests_of_a_claim_are_refused() {
             exactly(&json!({ "tolerations": [{ "key": "k", "value": "a b" }] })),
         ];
         let claims = devices.iter().map(|devices| claim("c", devices));
-        refused(ground, CLAIMS, claims).await?;
+        refused(server, CLAIMS, claims).await?;
         let template = json!({
             "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate", "metadata": { "name": "t" },
             "spec": { "spec": { "devices": { "requests": [{ "name": "r" }] } } },
         });
-        refused(ground, TEMPLATES, [template]).await
+        refused(server, TEMPLATES, [template]).await
     });
 }
 
 #[test]
 fn invalid_constraints_and_configurations_are_refused() {
-    both("v1-constraints", async |ground| {
+    both("v1-constraints", async |server| {
         let match_attribute = |name: &str| json!({ "constraints": [{ "matchAttribute": name }] });
         let config = |fields: &Value| {
             let opaque = merged(json!({ "driver": "x.dev", "parameters": { "a": 1 } }), fields);
@@ -199,12 +199,12 @@ fn invalid_constraints_and_configurations_are_refused() {
             json!({ "config": vec![json!({ "opaque": { "driver": "x.dev", "parameters": {} } }); 33] }),
         ];
         let claims = fields.iter().map(|fields| claim("c", &beside_requests(fields)));
-        refused(ground, CLAIMS, claims).await?;
+        refused(server, CLAIMS, claims).await?;
         let valid = json!({
             "constraints": [{ "matchAttribute": "x.dev/a", "requests": ["a", "b/x"] }, { "distinctAttribute": "x.dev/b" }],
             "config": [{ "requests": ["b"], "opaque": { "driver": "x.dev", "parameters": { "list": [], "nothing": null } } }],
         });
-        ground
+        server
             .create(CLAIMS, &claim("c", &beside_requests(&valid)))
             .await
             .map(drop)
@@ -213,32 +213,32 @@ fn invalid_constraints_and_configurations_are_refused() {
 
 #[test]
 fn the_spec_of_a_claim_or_a_template_is_immutable() {
-    both("v1-immutable", async |ground| {
-        ground.create(CLAIMS, &claim("c", &exactly(&json!({})))).await?;
+    both("v1-immutable", async |server| {
+        server.create(CLAIMS, &claim("c", &exactly(&json!({})))).await?;
         let template = json!({
             "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate", "metadata": { "name": "t" },
             "spec": { "spec": { "devices": exactly(&json!({})) } },
         });
-        ground.create(TEMPLATES, &template).await?;
+        server.create(TEMPLATES, &template).await?;
         let devices = json!({ "devices": exactly(&json!({ "count": 2 })) });
         let of_claim = json!({ "spec": devices });
-        ground.patch(&format!("{CLAIMS}/c"), MERGE, &of_claim).await?;
+        server.patch(&format!("{CLAIMS}/c"), MERGE, &of_claim).await?;
         let of_template = json!({ "spec": { "spec": devices } });
-        ground
+        server
             .patch(&format!("{TEMPLATES}/t"), MERGE, &of_template)
             .await?;
         let labels = json!({ "metadata": { "labels": { "a": "b" } }, "status": { "reservedFor": [] } });
-        ground.patch(&format!("{CLAIMS}/c"), MERGE, &labels).await?;
-        ground.patch(&format!("{TEMPLATES}/t"), MERGE, &labels).await?;
+        server.patch(&format!("{CLAIMS}/c"), MERGE, &labels).await?;
+        server.patch(&format!("{TEMPLATES}/t"), MERGE, &labels).await?;
         // The same spec without its defaults.
         let same = json!({ "spec": { "devices": exactly(&json!({})) } });
-        ground.patch(&format!("{CLAIMS}/c"), MERGE, &same).await.map(drop)
+        server.patch(&format!("{CLAIMS}/c"), MERGE, &same).await.map(drop)
     });
 }
 
 #[test]
 fn a_slice_is_stored_with_its_defaults_and_a_generation() {
-    both("v1-slices", async |ground| {
+    both("v1-slices", async |server| {
         let devices = json!([
             device(&json!({ "attributes": {
                 "kind": { "string": "k" }, "x.dev/number": { "int": 3 }, "is": { "bool": false }, "version": { "version": "1.2.3" },
@@ -248,23 +248,23 @@ fn a_slice_is_stored_with_its_defaults_and_a_generation() {
             { "name": "f", "allowMultipleAllocations": true, "capacity": { "shares": { "value": "4", "requestPolicy": {
                 "default": "1", "validRange": { "min": "1", "max": "1" } } } } },
         ]);
-        let made = ground
+        let made = server
             .create(SLICES, &slice("v1-slices", &json!({ "devices": devices })))
             .await?;
         let path = format!("{SLICES}/v1-slices");
         let mut written = made.clone();
         written["spec"]["pool"]["generation"] = 2.into();
-        ground.ask("PUT", &path, JSON, &written).await?;
+        server.ask("PUT", &path, JSON, &written).await?;
         // The slice has changed meanwhile.
-        ground.ask("PUT", &path, JSON, &written).await?;
+        server.ask("PUT", &path, JSON, &written).await?;
         written["metadata"]
             .as_object_mut()
             .map(|map| map.remove("resourceVersion"));
-        ground.ask("PUT", &path, JSON, &written).await?;
-        ground
+        server.ask("PUT", &path, JSON, &written).await?;
+        server
             .patch(&path, MERGE, &json!({ "metadata": { "labels": { "a": "b" } } }))
             .await?;
-        ground
+        server
             .patch(&path, MERGE, &json!({ "spec": { "devices": [] } }))
             .await?;
         for spec in [
@@ -273,24 +273,24 @@ fn a_slice_is_stored_with_its_defaults_and_a_generation() {
             json!({ "nodeName": null, "allNodes": true }),
             json!({ "pool": { "name": "m" } }),
         ] {
-            ground.patch(&path, MERGE, &json!({ "spec": spec })).await?;
+            server.patch(&path, MERGE, &json!({ "spec": spec })).await?;
         }
         let other = json!({ "driver": "v1-slices.dev", "nodeName": "v1-slices" });
-        ground.create(SLICES, &slice("v1-slices-other", &other)).await?;
+        server.create(SLICES, &slice("v1-slices-other", &other)).await?;
         for fields in [
             "spec.driver=v1-slices.dev",
             "spec.nodeName=v1-slices",
             "spec.nodeName!=v1-slices,spec.driver=v1-slices.dev",
         ] {
-            ground.get(&format!("{SLICES}?fieldSelector={fields}")).await?;
+            server.get(&format!("{SLICES}?fieldSelector={fields}")).await?;
         }
-        ground
+        server
             .get(&format!("{SLICES}?fieldSelector=spec.pool.name=n"))
             .await?;
         let preconditions = json!({ "preconditions": { "uid": "7d0a" } });
-        ground.ask("DELETE", &path, JSON, &preconditions).await?;
-        ground.delete(&path).await?;
-        ground
+        server.ask("DELETE", &path, JSON, &preconditions).await?;
+        server.delete(&path).await?;
+        server
             .delete(&format!("{SLICES}/v1-slices-other"))
             .await
             .map(drop)
@@ -299,7 +299,7 @@ fn a_slice_is_stored_with_its_defaults_and_a_generation() {
 
 #[test]
 fn invalid_slices_are_refused() {
-    both("v1-bad-slices", async |ground| {
+    both("v1-bad-slices", async |server| {
         let pool = |fields: &Value| {
             let plain = json!({ "name": "n", "generation": 1, "resourceSliceCount": 1 });
             json!({ "pool": merged(plain, fields) })
@@ -333,13 +333,13 @@ fn invalid_slices_are_refused() {
             count(65, &json!({ "taints": [{ "key": "k", "effect": "NoSchedule" }] })),
             json!({ "devices": [device(&json!({})), device(&json!({}))] }),
         ];
-        refused(ground, SLICES, specs.iter().map(|spec| slice("v1-bad", spec))).await
+        refused(server, SLICES, specs.iter().map(|spec| slice("v1-bad", spec))).await
     });
 }
 
 #[test]
 fn invalid_devices_are_refused() {
-    both("v1-devices", async |ground| {
+    both("v1-devices", async |server| {
         let attributes = |value: &Value| device(&json!({ "attributes": value }));
         let many = |count: usize| {
             let numbered = |number| (format!("a{number}"), json!({ "int": number }));
@@ -376,37 +376,37 @@ fn invalid_devices_are_refused() {
         let slices = devices
             .iter()
             .map(|device| slice("v1-bad", &json!({ "devices": [device] })));
-        refused(ground, SLICES, slices).await
+        refused(server, SLICES, slices).await
     });
 }
 
 #[test]
 fn a_class_can_be_changed_and_its_selectors_are_checked() {
-    both("v1-classes", async |ground| {
+    both("v1-classes", async |server| {
         let cel = |expression: &str| json!({ "selectors": [{ "cel": { "expression": expression } }] });
-        ground.create(CLASSES, &class("v1-class", &cel("true"))).await?;
+        server.create(CLASSES, &class("v1-class", &cel("true"))).await?;
         let path = format!("{CLASSES}/v1-class");
-        ground
+        server
             .patch(
                 &path,
                 MERGE,
                 &json!({ "spec": cel("device.driver == \"x.dev\"") }),
             )
             .await?;
-        ground
+        server
             .patch(
                 &path,
                 MERGE,
                 &json!({ "spec": cel("device.driver == \"y.dev\"") }),
             )
             .await?;
-        ground
+        server
             .patch(&path, MERGE, &json!({ "metadata": { "labels": { "a": "b" } } }))
             .await?;
         let opaque = json!({ "config": [{ "opaque": { "driver": "x.dev", "parameters": { "a": {} } } }] });
-        ground.patch(&path, MERGE, &json!({ "spec": opaque })).await?;
+        server.patch(&path, MERGE, &json!({ "spec": opaque })).await?;
         refused(
-            ground,
+            server,
             CLASSES,
             [
                 class("v1-bad", &json!({ "selectors": [{}] })),
@@ -419,7 +419,7 @@ fn a_class_can_be_changed_and_its_selectors_are_checked() {
             ],
         )
         .await?;
-        ground.delete(&path).await.map(drop)
+        server.delete(&path).await.map(drop)
     });
 }
 
@@ -441,8 +441,8 @@ fn allocation(results: &Value) -> Value {
 #[test]
 fn an_allocation_is_one_write_of_the_status_until_it_is_cleared() {
     // The two differ in which manager owns the status of a device that is no longer allocated.
-    both_but_managers("v1-status", async |ground| {
-        ground.create(CLAIMS, &claim("c", &exactly(&json!({})))).await?;
+    both_but_managers("v1-status", async |server| {
+        server.create(CLAIMS, &claim("c", &exactly(&json!({})))).await?;
         let path = format!("{CLAIMS}/c/status");
         let one = allocation(&json!([result(&json!({}))]));
         let field = json!({ "key": "metadata.name", "operator": "In", "values": ["n"] });
@@ -469,68 +469,68 @@ fn an_allocation_is_one_write_of_the_status_until_it_is_cleared() {
             json!({ "allocation": null }),
             json!({ "allocation": null, "reservedFor": null }),
         ] {
-            ground.ask_causes("PATCH", &path, MERGE, &write(status)).await?;
+            server.ask_causes("PATCH", &path, MERGE, &write(status)).await?;
         }
         // Status and spec have separate endpoints.
         let both = json!({ "metadata": { "labels": { "a": "b" } }, "spec": { "devices": null } });
-        ground.patch(&path, MERGE, &both).await.map(drop)
+        server.patch(&path, MERGE, &both).await.map(drop)
     });
 }
 
 #[test]
 fn a_claim_that_is_deleted_keeps_its_allocation_until_its_finalizer_goes() {
-    both("v1-deletion", async |ground| {
+    both("v1-deletion", async |server| {
         let mut protected = claim("c", &exactly(&json!({})));
         protected["metadata"]["finalizers"] = json!(["resource.kubernetes.io/delete-protection"]);
-        ground.create(CLAIMS, &protected).await?;
+        server.create(CLAIMS, &protected).await?;
         let (path, status) = (format!("{CLAIMS}/c"), format!("{CLAIMS}/c/status"));
         let allocated = json!({ "status": {
             "allocation": allocation(&json!([result(&json!({}))])), "reservedFor": [consumer(1)] } });
-        ground.patch(&status, MERGE, &allocated).await?;
-        ground.delete(&path).await?;
+        server.patch(&status, MERGE, &allocated).await?;
+        server.delete(&path).await?;
         let another = json!({ "status": { "reservedFor": [consumer(1), consumer(2)] } });
-        ground.patch(&status, MERGE, &another).await?;
-        ground
+        server.patch(&status, MERGE, &another).await?;
+        server
             .patch(&status, MERGE, &json!({ "status": { "reservedFor": null } }))
             .await?;
         let cleared = json!([{ "op": "remove", "path": "/status/allocation" }]);
-        ground.patch(&status, JSON_PATCH, &cleared).await?;
-        ground
+        server.patch(&status, JSON_PATCH, &cleared).await?;
+        server
             .patch(&path, MERGE, &json!({ "metadata": { "finalizers": null } }))
             .await?;
-        ground.get(&path).await.map(drop)
+        server.get(&path).await.map(drop)
     });
 }
 
 #[test]
 fn admin_access_needs_the_label_of_the_namespace() {
-    both("v1-admin", async |ground| {
+    both("v1-admin", async |server| {
         let admin = exactly(&json!({ "adminAccess": true }));
-        ground.create(CLAIMS, &claim("c", &admin)).await?;
+        server.create(CLAIMS, &claim("c", &admin)).await?;
         let template = json!({
             "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate", "metadata": { "name": "t" },
             "spec": { "spec": { "devices": admin } },
         });
-        ground.create(TEMPLATES, &template).await?;
-        ground
+        server.create(TEMPLATES, &template).await?;
+        server
             .create(CLAIMS, &claim("plain", &exactly(&json!({}))))
             .await?;
         let result = result(&json!({ "adminAccess": true }));
         let status = json!({ "status": { "allocation": allocation(&json!([result])) } });
-        ground
+        server
             .patch(&format!("{CLAIMS}/plain/status"), MERGE, &status)
             .await?;
         let label = |value: &str| json!({ "metadata": { "labels": { "resource.kubernetes.io/admin-access": value } } });
         let namespace = "/api/v1/namespaces/{ns}";
         for value in ["false", "true"] {
-            let (code, _) = ground
+            let (code, _) = server
                 .send("PATCH", namespace, MERGE, label(value).to_string().into_bytes())
                 .await?;
-            ground.note(code.into());
-            ground.create(CLAIMS, &claim(value, &admin)).await?;
+            server.note(code.into());
+            server.create(CLAIMS, &claim(value, &admin)).await?;
         }
-        ground.create(TEMPLATES, &template).await?;
-        ground
+        server.create(TEMPLATES, &template).await?;
+        server
             .patch(&format!("{CLAIMS}/plain/status"), MERGE, &status)
             .await
             .map(drop)
@@ -539,7 +539,7 @@ fn admin_access_needs_the_label_of_the_namespace() {
 
 #[test]
 fn pods_name_their_claims_and_requests() {
-    both("v1-pods", async |ground| {
+    both("v1-pods", async |server| {
         let pod = |entries: Value, uses: Value| {
             json!({
                 "apiVersion": "v1", "kind": "Pod", "metadata": { "name": "p" },
@@ -553,11 +553,11 @@ fn pods_name_their_claims_and_requests() {
         };
         let entries = json!([{ "name": "a", "resourceClaimName": "x" }, { "name": "b", "resourceClaimTemplateName": "y" }]);
         let uses = json!([{ "name": "a", "request": "r" }, { "name": "b" }]);
-        let (_, made) = ground
+        let (_, made) = server
             .send("POST", PODS, JSON, pod(entries, uses).to_string().into_bytes())
             .await?;
-        ground.note(made["spec"]["resourceClaims"].clone());
-        ground.note(made["spec"]["containers"][0]["resources"].clone());
+        server.note(made["spec"]["resourceClaims"].clone());
+        server.note(made["spec"]["containers"][0]["resources"].clone());
         Ok(())
     });
 }

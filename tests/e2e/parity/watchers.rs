@@ -13,26 +13,30 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio_util::sync::CancellationToken;
 
-use crate::parity::ground::{CLAIMS, JSON, both, version};
+use crate::parity::server::{CLAIMS, JSON, both, version};
 
 const WATCHERS: usize = 1000;
 
 #[test]
-fn a_thousand_watchers_are_told_the_same() {
-    both("crowd", async |ground| {
+fn a_thousand_watchers_receive_the_same_events() {
+    both("crowd", async |server| {
         let claim =
             |name: &str| json!({ "metadata": { "name": name }, "spec": { "resourceClassName": "t" } });
-        let since = version(&ground.create(CLAIMS, &claim("a")).await?);
+        let since = version(&server.create(CLAIMS, &claim("a")).await?);
         let path = format!("{CLAIMS}?watch=true&resourceVersion={since}&timeoutSeconds=120");
-        let clients = ground.clients(WATCHERS).await?;
-        let watching = try_join_all(clients.iter().map(|client| ground.look_by(client, &path, 3)));
+        let clients = server.clients(WATCHERS).await?;
+        let watching = try_join_all(
+            clients
+                .iter()
+                .map(|client| server.read_events_by(client, &path, 3)),
+        );
         let changing = async {
             tokio::time::sleep(Duration::from_secs(1)).await;
             for name in ["b", "c"] {
                 let body = claim(name).to_string().into_bytes();
-                ground.send("POST", CLAIMS, JSON, body).await?;
+                server.send("POST", CLAIMS, JSON, body).await?;
             }
-            ground
+            server
                 .send("DELETE", &format!("{CLAIMS}/b"), JSON, Vec::new())
                 .await
         };
@@ -46,7 +50,7 @@ fn a_thousand_watchers_are_told_the_same() {
         let first = short(&seen[0]);
         let same = seen.iter().filter(|events| short(events) == first).count();
         assert_eq!(same, WATCHERS);
-        ground.note(json!([first, same]));
+        server.note(json!([first, same]));
         Ok(())
     });
 }
@@ -60,7 +64,7 @@ fn resident() -> u64 {
 }
 
 /// Tells this program that it runs as the measured process.
-const ALONE: &str = "DRAYMAN_TEST_STAGE_ALONE";
+const MEASURED: &str = "DRAYMAN_TEST_MEASURED";
 /// Watchers that do not read.
 const SLOW: usize = 20;
 /// Existing objects of 200 KiB each: 30 MiB.
@@ -72,22 +76,22 @@ const GROWTH_MAX: u64 = 80;
 /// Only the test cluster, because this is about its memory, and in its own process, because other tests use memory too.
 #[test]
 fn a_client_that_never_reads_is_cut_off_and_costs_little() {
-    if std::env::var_os(ALONE).is_some() {
-        crate::parity::ground::run(slow_clients()).expect("slow clients");
+    if std::env::var_os(MEASURED).is_some() {
+        crate::parity::server::run(slow_clients()).expect("slow clients");
         return;
     }
     let program = std::env::current_exe().expect("this program");
-    let name = "parity::crowds::a_client_that_never_reads_is_cut_off_and_costs_little";
+    let name = "parity::watchers::a_client_that_never_reads_is_cut_off_and_costs_little";
     let output = std::process::Command::new(program)
         .args(["--exact", name, "--nocapture"])
-        .env(ALONE, "1")
+        .env(MEASURED, "1")
         .output()
         .expect("this program starts");
-    let said = String::from_utf8_lossy(&output.stdout);
-    println!("{said}");
+    let message = String::from_utf8_lossy(&output.stdout);
+    println!("{message}");
     assert!(
-        output.status.success() && said.contains("1 passed"),
-        "{said}{}",
+        output.status.success() && message.contains("1 passed"),
+        "{message}{}",
         String::from_utf8_lossy(&output.stderr)
     );
 }
@@ -122,7 +126,7 @@ async fn slow_clients() -> anyhow::Result<()> {
     let mut slow = Vec::new();
     for _ in 0..SLOW {
         let mut connection = TcpStream::connect(address).await?;
-        let request = format!("GET {MAPS}?watch=true HTTP/1.1\r\nhost: stage\r\n\r\n");
+        let request = format!("GET {MAPS}?watch=true HTTP/1.1\r\nhost: test\r\n\r\n");
         connection.write_all(request.as_bytes()).await?;
         // The watch must be open before the first change.
         let mut head = [0; 15];

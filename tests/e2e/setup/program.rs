@@ -11,7 +11,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
-use crate::harness::PATIENCE;
+use crate::harness::TIMEOUT;
 
 /// A drayman process. Its log is printed if the test fails.
 #[derive(Debug)]
@@ -58,7 +58,7 @@ impl Program {
     /// Sends SIGTERM and waits for a clean exit.
     pub(crate) async fn end(mut self) -> anyhow::Result<ExitStatus> {
         self.signal(Signal::TERM)?;
-        let status = timeout(PATIENCE, self.child.wait())
+        let status = timeout(TIMEOUT, self.child.wait())
             .await
             .with_context(|| format!("{} ends", self.name))??;
         anyhow::ensure!(status.success(), "{} ended with {status}", self.name);
@@ -72,7 +72,7 @@ impl Program {
         inotify.watches().add(&self.log, WatchMask::MODIFY)?;
         let mut changes = inotify.into_event_stream([0; 4096])?;
         while !self.log()?.contains(text) {
-            timeout(PATIENCE, changes.next())
+            timeout(TIMEOUT, changes.next())
                 .await
                 .with_context(|| format!("{} logs {text:?}", self.name))?;
         }
@@ -86,7 +86,7 @@ impl Program {
 
     /// Waits until the process exits by itself.
     pub(crate) async fn ended(mut self) -> anyhow::Result<ExitStatus> {
-        let status = timeout(PATIENCE, self.child.wait())
+        let status = timeout(TIMEOUT, self.child.wait())
             .await
             .with_context(|| format!("{} ends", self.name))??;
         self.quiet = true;

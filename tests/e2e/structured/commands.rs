@@ -7,26 +7,26 @@ use serde_json::{Value, json};
 use super::fixture::{
     Slices, allocated, make_claim, make_class, make_pod, make_pod_with_claim, offered, one_device, waits,
 };
-use crate::commands::{answer, json as ask};
+use crate::commands::{json as ask, run};
 use crate::harness::Cluster;
-use crate::stage::{DRIVER, Stage, is_bound};
+use crate::setup::{DRIVER, Setup, is_bound};
 
 /// The first minor version with device taints and consumable capacity by default.
 const ON_SINCE: u32 = 36;
 
 /// A cluster with two nodes that exist only in the API; the first has a slice.
-async fn start() -> anyhow::Result<Stage> {
+async fn start() -> anyhow::Result<Setup> {
     let cluster = Cluster::structured()
         // Nodes that exist only in the API have no heartbeats.
         .flag("controller-manager", "--node-monitor-grace-period=24h")
         .start()
         .await?;
-    let stage = Stage::structured(cluster).await?;
+    let setup = Setup::structured(cluster).await?;
     for node in ["node-a", "node-b"] {
-        stage.pretend_node(node).await?;
+        setup.make_fake_node(node).await?;
     }
-    make_class(&stage, "test", "test").await?;
-    Ok(stage)
+    make_class(&setup, "test", "test").await?;
+    Ok(setup)
 }
 
 fn device(name: &str, kind: &str) -> Value {
@@ -34,12 +34,12 @@ fn device(name: &str, kind: &str) -> Value {
 }
 
 /// Creates a slice of a node.
-async fn make_slice(stage: &Stage, name: &str, pool: &Value, devices: &[Value]) -> anyhow::Result<()> {
+async fn make_slice(setup: &Setup, name: &str, pool: &Value, devices: &[Value]) -> anyhow::Result<()> {
     let slice: ResourceSlice = serde_json::from_value(json!({
         "metadata": { "name": name },
         "spec": { "driver": DRIVER, "nodeName": "node-a", "pool": pool, "devices": devices },
     }))?;
-    let api = Api::all(stage.cluster.client());
+    let api = Api::all(setup.cluster.client());
     api.create(&PostParams::default(), &slice).await?;
     Ok(())
 }
@@ -50,25 +50,25 @@ fn pool(name: &str, generation: i64, count: i64) -> Value {
 
 #[tokio::test]
 async fn the_commands_tell_who_has_what_and_who_waits_for_what() -> anyhow::Result<()> {
-    let stage = start().await?;
-    if stage
+    let setup = start().await?;
+    if setup
         .cluster
         .is_before(ON_SINCE, "device taints are off by default")
     {
-        return stage.cluster.stop().await;
+        return setup.cluster.stop().await;
     }
     let mut tainted = device("test-1", "test");
     tainted["attributes"]["drayman.dev/unhealthy"] = json!({ "string": "it does not open" });
     tainted["taints"] = json!([{ "key": "drayman.dev/unhealthy", "effect": "NoSchedule" }]);
     let devices = [device("test-0", "test"), tainted];
-    make_slice(&stage, "node-a-1", &pool("node-a", 1, 1), &devices).await?;
-    make_pod_with_claim(&stage, "first", &one_device()).await?;
-    stage.wait(stage.pods(), "first", "bound", is_bound()).await?;
-    allocated(&stage, "first").await?;
-    make_pod_with_claim(&stage, "second", &one_device()).await?;
-    waits(&stage, "second", "cannot allocate all claims").await?;
+    make_slice(&setup, "node-a-1", &pool("node-a", 1, 1), &devices).await?;
+    make_pod_with_claim(&setup, "first", &one_device()).await?;
+    setup.wait(setup.pods(), "first", "bound", is_bound()).await?;
+    allocated(&setup, "first").await?;
+    make_pod_with_claim(&setup, "second", &one_device()).await?;
+    waits(&setup, "second", "cannot allocate all claims").await?;
 
-    let (code, table, _) = answer(&stage, &["devices"]).await?;
+    let (code, table, _) = run(&setup, &["devices"]).await?;
     println!("{table}");
     assert_eq!(code, Some(0));
     let lines: Vec<Vec<&str>> = table
@@ -78,7 +78,7 @@ async fn the_commands_tell_who_has_what_and_who_waits_for_what() -> anyhow::Resu
     assert_eq!(lines[0], ["NODE", "DEVICE", "KIND", "STATE", "HELD", "BY"]);
     assert_eq!(lines[1], ["node-a", "test-0", "test", "Held", "default/first"]);
     assert_eq!(lines[2][..4], ["node-a", "test-1", "test", "Unhealthy"]);
-    let (code, text, _) = answer(&stage, &["who", "node-a/test-0"]).await?;
+    let (code, text, _) = run(&setup, &["who", "node-a/test-0"]).await?;
     println!("{text}");
     assert_eq!(code, Some(0));
     assert!(
@@ -86,10 +86,10 @@ async fn the_commands_tell_who_has_what_and_who_waits_for_what() -> anyhow::Resu
         "{text}"
     );
 
-    let (_, text, _) = answer(&stage, &["explain", "pod/second"]).await?;
+    let (_, text, _) = run(&setup, &["explain", "pod/second"]).await?;
     println!("{text}");
-    let told = ask(&stage, &["explain", "pod/second"]).await?;
-    let claim = &told["claims"][0];
+    let explained = ask(&setup, &["explain", "pod/second"]).await?;
+    let claim = &explained["claims"][0];
     assert_eq!(claim["step"], "WaitsForDevice");
     // All gates are on.
     assert_eq!(claim["because"], "none of 2 nodes can serve it now");
@@ -110,12 +110,12 @@ async fn the_commands_tell_who_has_what_and_who_waits_for_what() -> anyhow::Resu
         .collect();
     assert_eq!(reasons[0], "held by default/first");
     assert!(reasons[1].contains("drayman.dev/unhealthy"), "{reasons:?}");
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// The doctor's messages of a level.
-async fn doctor(stage: &Stage, level: &str) -> anyhow::Result<Vec<String>> {
-    let findings = ask(stage, &["doctor"]).await?;
+async fn doctor(setup: &Setup, level: &str) -> anyhow::Result<Vec<String>> {
+    let findings = ask(setup, &["doctor"]).await?;
     let findings = findings["items"].as_array().into_iter().flatten();
     let of_level = findings.filter(|finding| finding["level"] == level);
     Ok(of_level
@@ -132,12 +132,12 @@ fn has(messages: &[String], text: &str) {
 
 #[tokio::test]
 async fn the_doctor_names_classes_and_slices_that_do_not_fit() -> anyhow::Result<()> {
-    let stage = start().await?;
-    make_class(&stage, "nothing", "nothing").await?;
+    let setup = start().await?;
+    make_class(&setup, "nothing", "nothing").await?;
     let devices = [device("test-0", "test"), device("other-0", "other")];
-    make_slice(&stage, "node-a-1", &pool("node-a", 2, 1), &devices).await?;
-    assert_eq!(doctor(&stage, "Problem").await?, Vec::<String>::new());
-    let warnings = doctor(&stage, "Warning").await?;
+    make_slice(&setup, "node-a-1", &pool("node-a", 2, 1), &devices).await?;
+    assert_eq!(doctor(&setup, "Problem").await?, Vec::<String>::new());
+    let warnings = doctor(&setup, "Warning").await?;
     has(&warnings, "DeviceClass nothing matches no device");
     has(
         &warnings,
@@ -145,19 +145,19 @@ async fn the_doctor_names_classes_and_slices_that_do_not_fit() -> anyhow::Result
     );
 
     // A stale slice, and a slice of a second driver with the same name.
-    make_slice(&stage, "node-a-0", &pool("node-a", 1, 1), &[]).await?;
-    make_slice(&stage, "another", &pool("another", 1, 2), &[]).await?;
+    make_slice(&setup, "node-a-0", &pool("node-a", 1, 1), &[]).await?;
+    make_slice(&setup, "another", &pool("another", 1, 2), &[]).await?;
     has(
-        &doctor(&stage, "Warning").await?,
+        &doctor(&setup, "Warning").await?,
         "pool node-a is at generation 2, and older slices remain: node-a-0",
     );
-    let problems = doctor(&stage, "Problem").await?;
+    let problems = doctor(&setup, "Problem").await?;
     has(
         &problems,
         "slices of node node-a are in more than one pool: another, node-a",
     );
     has(&problems, "pool another is");
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Two kinds, each of which requires a gate.
@@ -184,38 +184,38 @@ async fn the_commands_name_the_gates_that_are_off() -> anyhow::Result<()> {
             builder = builder.flag(component, OFF);
         }
     }
-    let stage = Stage::structured(builder.start().await?).await?;
-    let node = stage.cluster.node(0);
+    let setup = Setup::structured(builder.start().await?).await?;
+    let node = setup.cluster.node(0);
     node.make_device("/dev/drayman-test-0", 1, 5)?;
     // Numbers without a driver: the device cannot be opened.
     node.make_device("/dev/drayman-test-1", 240, 250)?;
     node.make_device("/dev/drayman-shared", 1, 7)?;
-    make_class(&stage, "test", "test").await?;
-    make_class(&stage, "shared", "shared").await?;
-    let mut slices = Slices::watch(&stage);
-    let companion = stage.companion(0, CONFIGURATION)?;
+    make_class(&setup, "test", "test").await?;
+    make_class(&setup, "shared", "shared").await?;
+    let mut slices = Slices::watch(&setup);
+    let companion = setup.companion(0, CONFIGURATION)?;
     let offers_one =
         |slices: &_| offered(slices).is_some_and(|devices| devices.keys().eq(["drayman-test-0"]));
     slices
         .until("without the devices that need a gate", offers_one)
         .await?;
 
-    let (_, text, _) = answer(&stage, &["doctor"]).await?;
+    let (_, text, _) = run(&setup, &["doctor"]).await?;
     println!("{text}");
-    let expected = if stage.cluster.minor() < ON_SINCE {
+    let expected = if setup.cluster.minor() < ON_SINCE {
         "Note"
     } else {
         "Warning"
     };
-    let messages = doctor(&stage, expected).await?;
+    let messages = doctor(&setup, expected).await?;
     has(&messages, "kube-apiserver has DRADeviceTaints off");
     has(&messages, "kube-apiserver has DRAConsumableCapacity off");
     let devices = json!({ "requests": [{ "name": "device", "exactly": { "deviceClassName": "shared" } }] });
-    make_claim(&stage, "pod", &json!({ "devices": devices })).await?;
-    make_pod(&stage, "pod").await?;
-    waits(&stage, "pod", "cannot allocate all claims").await?;
-    let told = ask(&stage, &["explain", "pod/pod"]).await?;
-    let claim = &told["claims"][0];
+    make_claim(&setup, "pod", &json!({ "devices": devices })).await?;
+    make_pod(&setup, "pod").await?;
+    waits(&setup, "pod", "cannot allocate all claims").await?;
+    let explained = ask(&setup, &["explain", "pod/pod"]).await?;
+    let claim = &explained["claims"][0];
     let because = claim["because"].as_str().unwrap_or_default();
     println!("{because}");
     assert!(
@@ -227,5 +227,5 @@ async fn the_commands_name_the_gates_that_are_off() -> anyhow::Result<()> {
         "request device: no device matches DeviceClass shared"
     );
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

@@ -11,14 +11,14 @@ use super::fixture::{
     start,
 };
 use crate::harness::IMAGE;
-use crate::stage::{Stage, is_running};
+use crate::setup::{Setup, is_running};
 
 const DIRECTORY: &str = "/var/run/kubernetes.io/dra-device-attributes";
 
 /// The objects in the metadata file of a request, by apiVersion.
-async fn metadata(stage: &Stage, pod: &str, claim: &str) -> anyhow::Result<BTreeMap<String, Value>> {
+async fn metadata(setup: &Setup, pod: &str, claim: &str) -> anyhow::Result<BTreeMap<String, Value>> {
     let path = format!("{DIRECTORY}/{claim}/device/drayman.dev-metadata.json");
-    let text = stage.cluster.kubectl(&["exec", pod, "--", "cat", &path]).await?;
+    let text = setup.cluster.kubectl(&["exec", pod, "--", "cat", &path]).await?;
     let objects = serde_json::Deserializer::from_str(&text).into_iter::<Value>();
     let mut found = BTreeMap::new();
     for object in objects {
@@ -31,11 +31,11 @@ async fn metadata(stage: &Stage, pod: &str, claim: &str) -> anyhow::Result<BTree
 
 #[tokio::test]
 async fn containers_read_the_metadata_of_their_devices() -> anyhow::Result<()> {
-    let (stage, companion) = start(CONFIGURATION, &[(1, 5)]).await?;
-    make_pod_with_claim(&stage, "direct", &one_device()).await?;
-    let device = devices_of(&stage, "direct").await?;
-    let (uid, _) = allocated(&stage, "direct").await?;
-    let found = metadata(&stage, "direct", "resourceclaims/direct").await?;
+    let (setup, companion) = start(CONFIGURATION, &[(1, 5)]).await?;
+    make_pod_with_claim(&setup, "direct", &one_device()).await?;
+    let device = devices_of(&setup, "direct").await?;
+    let (uid, _) = allocated(&setup, "direct").await?;
+    let found = metadata(&setup, "direct", "resourceclaims/direct").await?;
     let versions: Vec<&str> = found.keys().map(String::as_str).collect();
     assert_eq!(
         versions,
@@ -56,39 +56,39 @@ async fn containers_read_the_metadata_of_their_devices() -> anyhow::Result<()> {
             Some(&described["name"]),
             device.first().map(|name| json!(name)).as_ref()
         );
-        assert_eq!(described["pool"], stage.cluster.node(0).name());
+        assert_eq!(described["pool"], setup.cluster.node(0).name());
         assert_eq!(
             described["attributes"]["drayman.dev/kind"],
             json!({ "string": "test" })
         );
     }
     let write = format!("echo x > {DIRECTORY}/resourceclaims/direct/device/drayman.dev-metadata.json");
-    let written = stage
+    let written = setup
         .cluster
         .kubectl(&["exec", "direct", "--", "sh", "-c", &write])
         .await;
     assert!(format!("{:#}", written.expect_err("it is read-only")).contains("Read-only"));
 
-    of_a_template(&stage).await?;
-    delete(&stage, "direct").await?;
-    let left = stage.cluster.node(0).list("/run/cdi/drayman.dev-metadata")?;
+    of_a_template(&setup).await?;
+    delete(&setup, "direct").await?;
+    let left = setup.cluster.node(0).list("/run/cdi/drayman.dev-metadata")?;
     assert_eq!(left, Vec::<String>::new());
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// The path depends on the claim's name in the pod, and the metadata contains a string that is too long for a slice.
-async fn of_a_template(stage: &Stage) -> anyhow::Result<()> {
+async fn of_a_template(setup: &Setup) -> anyhow::Result<()> {
     let path = format!("/dev/drayman-test-{}", "x".repeat(64));
-    stage.cluster.node(0).make_device(&path, 1, 7)?;
-    stage
+    setup.cluster.node(0).make_device(&path, 1, 7)?;
+    setup
         .apply(&json!({
             "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate", "metadata": { "name": "test" },
             "spec": { "spec": one_device() },
         }))
         .await?;
     make(
-        stage,
+        setup,
         json!({
             "metadata": { "name": "template" },
             "spec": {
@@ -101,10 +101,10 @@ async fn of_a_template(stage: &Stage) -> anyhow::Result<()> {
         }),
     )
     .await?;
-    stage
-        .wait(stage.pods(), "template", "running", is_running())
+    setup
+        .wait(setup.pods(), "template", "running", is_running())
         .await?;
-    let found = metadata(stage, "template", "resourceclaimtemplates/usb").await?;
+    let found = metadata(setup, "template", "resourceclaimtemplates/usb").await?;
     let object = &found["metadata.resource.k8s.io/v1beta1"];
     assert_eq!(object["podClaimName"], "usb");
     let described = &object["requests"][0]["devices"][0];
@@ -114,7 +114,7 @@ async fn of_a_template(stage: &Stage) -> anyhow::Result<()> {
     );
     let has_both =
         |slices: &BTreeMap<String, ResourceSlice>| offered(slices).is_some_and(|all| all.len() == 2);
-    let mut slices = Slices::watch(stage);
+    let mut slices = Slices::watch(setup);
     let devices = offered(slices.until("complete", has_both).await?).context("a pool")?;
     let name = described["name"].as_str().context("a name")?;
     let published = devices[name].attributes.as_ref().context("attributes")?;
@@ -122,7 +122,7 @@ async fn of_a_template(stage: &Stage) -> anyhow::Result<()> {
         !published.keys().any(|attribute| attribute.ends_with("path")),
         "{published:?}"
     );
-    stage
+    setup
         .cluster
         .kubectl(&["delete", "pod", "template"])
         .await

@@ -13,8 +13,8 @@ use kube::runtime::watcher::{self, watcher};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
-use crate::harness::{Cluster, IMAGE, PATIENCE};
-use crate::stage::{DRIVER, Program, Stage, is_gone, is_running, pod_from};
+use crate::harness::{Cluster, IMAGE, TIMEOUT};
+use crate::setup::{DRIVER, Program, Setup, is_gone, is_running, pod_from};
 
 /// One kind, `test`.
 pub(super) const CONFIGURATION: &str = "\
@@ -26,7 +26,7 @@ kinds:
 ";
 
 /// A cluster with one node, the class `test`, and a companion for these devices, each `(major, minor)`.
-pub(super) async fn start(configuration: &str, devices: &[(u32, u32)]) -> anyhow::Result<(Stage, Program)> {
+pub(super) async fn start(configuration: &str, devices: &[(u32, u32)]) -> anyhow::Result<(Setup, Program)> {
     start_with(configuration, devices, &[]).await
 }
 
@@ -35,26 +35,26 @@ pub(super) async fn start_with(
     configuration: &str,
     devices: &[(u32, u32)],
     flags: &[&str],
-) -> anyhow::Result<(Stage, Program)> {
-    let stage = Stage::structured(Cluster::structured().nodes(1).start().await?).await?;
+) -> anyhow::Result<(Setup, Program)> {
+    let setup = Setup::structured(Cluster::structured().nodes(1).start().await?).await?;
     for (number, (major, minor)) in devices.iter().enumerate() {
         let path = format!("/dev/drayman-test-{number}");
-        stage.cluster.node(0).make_device(path, *major, *minor)?;
+        setup.cluster.node(0).make_device(path, *major, *minor)?;
     }
-    make_class(&stage, "test", "test").await?;
-    let mut slices = Slices::watch(&stage);
-    let companion = stage.companion_with(0, configuration, flags)?;
+    make_class(&setup, "test", "test").await?;
+    let mut slices = Slices::watch(&setup);
+    let companion = setup.companion_with(0, configuration, flags)?;
     companion.logged("kubelet has registered the driver").await?;
     let names = (0..devices.len()).map(|number| format!("drayman-test-{number}"));
     slices.until_offered(&names.collect()).await?;
-    Ok((stage, companion))
+    Ok((setup, companion))
 }
 
 /// Creates a class for the devices of a kind.
-pub(super) async fn make_class(stage: &Stage, name: &str, kind: &str) -> anyhow::Result<()> {
+pub(super) async fn make_class(setup: &Setup, name: &str, kind: &str) -> anyhow::Result<()> {
     let expression =
         format!("device.driver == \"{DRIVER}\" && device.attributes[\"{DRIVER}\"].kind == \"{kind}\"");
-    stage
+    setup
         .apply(&json!({
             "apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": { "name": name },
             "spec": { "selectors": [{ "cel": { "expression": expression } }] },
@@ -63,8 +63,8 @@ pub(super) async fn make_class(stage: &Stage, name: &str, kind: &str) -> anyhow:
 }
 
 /// Claims of the namespace `default`.
-pub(super) fn claims(stage: &Stage) -> Api<ResourceClaim> {
-    Api::namespaced(stage.cluster.client(), "default")
+pub(super) fn claims(setup: &Setup) -> Api<ResourceClaim> {
+    Api::namespaced(setup.cluster.client(), "default")
 }
 
 /// The spec of a claim for one device of the class `test`.
@@ -73,9 +73,9 @@ pub(super) fn one_device() -> Value {
 }
 
 /// Creates a claim.
-pub(super) async fn make_claim(stage: &Stage, name: &str, spec: &Value) -> anyhow::Result<()> {
+pub(super) async fn make_claim(setup: &Setup, name: &str, spec: &Value) -> anyhow::Result<()> {
     let claim = json!({ "metadata": { "name": name }, "spec": spec });
-    claims(stage)
+    claims(setup)
         .create(&PostParams::default(), &serde_json::from_value(claim)?)
         .await
         .map(drop)
@@ -83,13 +83,13 @@ pub(super) async fn make_claim(stage: &Stage, name: &str, spec: &Value) -> anyho
 }
 
 /// Creates a pod with one container, `main`, that uses the claim of the same name.
-pub(super) async fn make_pod(stage: &Stage, name: &str) -> anyhow::Result<()> {
-    make_pod_of(stage, name, &[("main", &[])]).await
+pub(super) async fn make_pod(setup: &Setup, name: &str) -> anyhow::Result<()> {
+    make_pod_of(setup, name, &[("main", &[])]).await
 }
 
 /// Creates a pod that uses the claim of the same name. Each container names the requests whose devices it gets; none means all.
 pub(super) async fn make_pod_of(
-    stage: &Stage,
+    setup: &Setup,
     name: &str,
     containers: &[(&str, &[&str])],
 ) -> anyhow::Result<()> {
@@ -112,7 +112,7 @@ pub(super) async fn make_pod_of(
             "terminationGracePeriodSeconds": 1,
         },
     }))?;
-    stage
+    setup
         .pods()
         .create(&PostParams::default(), &pod)
         .await
@@ -121,26 +121,26 @@ pub(super) async fn make_pod_of(
 }
 
 /// Creates a claim and a pod that uses it.
-pub(super) async fn make_pod_with_claim(stage: &Stage, name: &str, spec: &Value) -> anyhow::Result<()> {
-    make_claim(stage, name, spec).await?;
-    make_pod(stage, name).await
+pub(super) async fn make_pod_with_claim(setup: &Setup, name: &str, spec: &Value) -> anyhow::Result<()> {
+    make_claim(setup, name, spec).await?;
+    make_pod(setup, name).await
 }
 
 /// Waits until a pod runs, and returns the devices of its container `main`.
-pub(super) async fn devices_of(stage: &Stage, pod: &str) -> anyhow::Result<BTreeSet<String>> {
-    devices_in(stage, pod, "main").await
+pub(super) async fn devices_of(setup: &Setup, pod: &str) -> anyhow::Result<BTreeSet<String>> {
+    devices_in(setup, pod, "main").await
 }
 
 /// Waits until a pod runs, and returns the devices of a container. Those in its variables must equal those in its `/dev`.
 pub(super) async fn devices_in(
-    stage: &Stage,
+    setup: &Setup,
     pod: &str,
     container: &str,
 ) -> anyhow::Result<BTreeSet<String>> {
-    stage.wait(stage.pods(), pod, "running", is_running()).await?;
+    setup.wait(setup.pods(), pod, "running", is_running()).await?;
     let inside = |command: &'static [&'static str]| {
         let arguments = [&["exec", pod, "-c", container, "--"], command].concat();
-        async move { stage.cluster.kubectl(&arguments).await }
+        async move { setup.cluster.kubectl(&arguments).await }
     };
     let granted: BTreeMap<String, String> = inside(&["env"])
         .await?
@@ -162,16 +162,16 @@ pub(super) async fn devices_in(
 }
 
 /// Deletes a pod and its claim, and waits until both are gone.
-pub(super) async fn delete(stage: &Stage, pod: &str) -> anyhow::Result<()> {
-    stage.cluster.kubectl(&["delete", "pod", pod]).await?;
-    stage.cluster.kubectl(&["delete", "resourceclaim", pod]).await?;
-    stage.wait(claims(stage), pod, "gone", is_gone()).await.map(drop)
+pub(super) async fn delete(setup: &Setup, pod: &str) -> anyhow::Result<()> {
+    setup.cluster.kubectl(&["delete", "pod", pod]).await?;
+    setup.cluster.kubectl(&["delete", "resourceclaim", pod]).await?;
+    setup.wait(claims(setup), pod, "gone", is_gone()).await.map(drop)
 }
 
 /// Waits until the claim of a pod is allocated, and returns its uid and the allocated devices.
-pub(super) async fn allocated(stage: &Stage, name: &str) -> anyhow::Result<(String, BTreeSet<String>)> {
+pub(super) async fn allocated(setup: &Setup, name: &str) -> anyhow::Result<(String, BTreeSet<String>)> {
     let met = |claim: Option<&ResourceClaim>| !results(claim).is_empty();
-    let claim = stage.wait(claims(stage), name, "allocated", met).await?;
+    let claim = setup.wait(claims(setup), name, "allocated", met).await?;
     let uid = claim.as_ref().and_then(|claim| claim.metadata.uid.clone());
     Ok((
         uid.context("a uid")?,
@@ -193,8 +193,8 @@ fn results(claim: Option<&ResourceClaim>) -> Vec<String> {
 }
 
 /// Waits until the scheduler reports a pod as unschedulable, with a reason that contains `text`.
-pub(super) async fn waits(stage: &Stage, pod: &str, text: &str) -> anyhow::Result<()> {
-    stage
+pub(super) async fn waits(setup: &Setup, pod: &str, text: &str) -> anyhow::Result<()> {
+    setup
         .wait_for_event(pod, "FailedScheduling", text)
         .await
         .map(drop)
@@ -208,10 +208,10 @@ pub(super) struct Slices {
 }
 
 impl Slices {
-    pub(super) fn watch(stage: &Stage) -> Self {
+    pub(super) fn watch(setup: &Setup) -> Self {
         let ours = watcher::Config::default().fields(&format!("spec.driver={DRIVER}"));
         Self {
-            events: watcher(Api::all(stage.cluster.client()), ours).boxed(),
+            events: watcher(Api::all(setup.cluster.client()), ours).boxed(),
             now: BTreeMap::new(),
             listed: false,
         }
@@ -223,9 +223,9 @@ impl Slices {
         what: &str,
         met: impl Fn(&BTreeMap<String, ResourceSlice>) -> bool,
     ) -> anyhow::Result<&BTreeMap<String, ResourceSlice>> {
-        let following = timeout(PATIENCE, async {
+        let following = timeout(TIMEOUT, async {
             while !(self.listed && met(&self.now)) {
-                let event = self.events.next().await.context("the watch goes on")??;
+                let event = self.events.next().await.context("the watch has ended")??;
                 self.apply(event);
             }
             anyhow::Ok(())
@@ -302,8 +302,8 @@ pub(super) fn names(numbers: &[usize]) -> BTreeSet<String> {
 }
 
 /// Creates a pod.
-pub(super) async fn make(stage: &Stage, pod: Value) -> anyhow::Result<Pod> {
-    Ok(stage
+pub(super) async fn make(setup: &Setup, pod: Value) -> anyhow::Result<Pod> {
+    Ok(setup
         .pods()
         .create(&PostParams::default(), &pod_from(pod)?)
         .await?)

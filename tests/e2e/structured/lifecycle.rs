@@ -18,9 +18,9 @@ use super::fixture::{
     names, one_device, start, waits,
 };
 use crate::harness::IMAGE;
-use crate::interrupted_calls::until_traces;
-use crate::pods::traces;
-use crate::stage::{Stage, is_running};
+use crate::interrupted_calls::until_claim_files;
+use crate::pods::claim_files;
+use crate::setup::{Setup, is_running};
 
 /// The user name of the companion.
 const NODE: &str = "drayman-node";
@@ -29,36 +29,36 @@ const DEVICES: [(u32, u32); 2] = [(1, 5), (1, 7)];
 
 #[tokio::test]
 async fn a_pod_reads_from_its_device_and_leaves_nothing_behind() -> anyhow::Result<()> {
-    let (stage, companion) = start(CONFIGURATION, &DEVICES).await?;
-    let node = stage.cluster.node(0);
-    let before = stage.cluster.audit().counts(NODE).await?;
-    make_pod_with_claim(&stage, "first", &one_device()).await?;
-    let first = devices_of(&stage, "first").await?;
-    let (uid, results) = allocated(&stage, "first").await?;
+    let (setup, companion) = start(CONFIGURATION, &DEVICES).await?;
+    let node = setup.cluster.node(0);
+    let before = setup.cluster.audit().counts(NODE).await?;
+    make_pod_with_claim(&setup, "first", &one_device()).await?;
+    let first = devices_of(&setup, "first").await?;
+    let (uid, results) = allocated(&setup, "first").await?;
     assert_eq!(first, results, "the device of the allocation, and no other");
     let device = first.first().context("a device")?;
     let read = format!("head -c 4 /dev/{device} | wc -c");
-    let bytes = stage
+    let bytes = setup
         .cluster
         .kubectl(&["exec", "first", "--", "sh", "-c", &read])
         .await?;
     assert_eq!(bytes.trim(), "4");
-    let found = traces(node, &uid)?;
+    let found = claim_files(node, &uid)?;
     assert_eq!(found.len(), 2, "a CDI file and a checkpoint entry: {found:?}");
     assert!(found[0].ends_with(&format!("-claim_{uid}.json")), "{found:?}");
 
-    make_pod_with_claim(&stage, "second", &one_device()).await?;
-    assert!(devices_of(&stage, "second").await?.is_disjoint(&first));
-    make_pod_with_claim(&stage, "third", &one_device()).await?;
-    waits(&stage, "third", "cannot allocate all claims").await?;
-    delete(&stage, "first").await?;
-    assert_eq!(traces(node, &uid)?, Vec::<String>::new());
-    assert_eq!(devices_of(&stage, "third").await?, first);
+    make_pod_with_claim(&setup, "second", &one_device()).await?;
+    assert!(devices_of(&setup, "second").await?.is_disjoint(&first));
+    make_pod_with_claim(&setup, "third", &one_device()).await?;
+    waits(&setup, "third", "cannot allocate all claims").await?;
+    delete(&setup, "first").await?;
+    assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
+    assert_eq!(devices_of(&setup, "third").await?, first);
     for pod in ["second", "third"] {
-        delete(&stage, pod).await?;
+        delete(&setup, pod).await?;
     }
     // Three pods.
-    let mut after = stage.cluster.audit().counts(NODE).await?;
+    let mut after = setup.cluster.audit().counts(NODE).await?;
     for (what, count) in before {
         after.entry(what).and_modify(|now| *now -= count);
     }
@@ -69,74 +69,74 @@ async fn a_pod_reads_from_its_device_and_leaves_nothing_behind() -> anyhow::Resu
         [("get resourceclaims".to_owned(), 3)]
     );
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn a_restarted_companion_keeps_the_devices_of_running_pods() -> anyhow::Result<()> {
-    let (stage, companion) = start(CONFIGURATION, &DEVICES).await?;
-    make_pod_with_claim(&stage, "before", &one_device()).await?;
-    let before = devices_of(&stage, "before").await?;
+    let (setup, companion) = start(CONFIGURATION, &DEVICES).await?;
+    make_pod_with_claim(&setup, "before", &one_device()).await?;
+    let before = devices_of(&setup, "before").await?;
     companion.end().await?;
-    let companion = stage.companion(0, CONFIGURATION)?;
+    let companion = setup.companion(0, CONFIGURATION)?;
     companion.logged("kubelet has registered the driver").await?;
-    make_pod_with_claim(&stage, "after", &one_device()).await?;
-    assert!(devices_of(&stage, "after").await?.is_disjoint(&before));
-    assert_eq!(devices_of(&stage, "before").await?, before);
-    let (uid, _) = allocated(&stage, "before").await?;
+    make_pod_with_claim(&setup, "after", &one_device()).await?;
+    assert!(devices_of(&setup, "after").await?.is_disjoint(&before));
+    assert_eq!(devices_of(&setup, "before").await?, before);
+    let (uid, _) = allocated(&setup, "before").await?;
     for pod in ["before", "after"] {
-        delete(&stage, pod).await?;
+        delete(&setup, pod).await?;
     }
-    assert_eq!(traces(stage.cluster.node(0), &uid)?, Vec::<String>::new());
+    assert_eq!(claim_files(setup.cluster.node(0), &uid)?, Vec::<String>::new());
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn a_pod_deleted_by_force_gives_its_device_to_the_next_one() -> anyhow::Result<()> {
-    let (stage, companion) = start(CONFIGURATION, &DEVICES[..1]).await?;
-    make_pod_with_claim(&stage, "first", &one_device()).await?;
-    let first = devices_of(&stage, "first").await?;
-    let (uid, _) = allocated(&stage, "first").await?;
-    make_pod_with_claim(&stage, "second", &one_device()).await?;
-    waits(&stage, "second", "cannot allocate all claims").await?;
-    stage.remove_pod("first").await?;
-    assert_eq!(devices_of(&stage, "second").await?, first);
-    assert_eq!(traces(stage.cluster.node(0), &uid)?, Vec::<String>::new());
+    let (setup, companion) = start(CONFIGURATION, &DEVICES[..1]).await?;
+    make_pod_with_claim(&setup, "first", &one_device()).await?;
+    let first = devices_of(&setup, "first").await?;
+    let (uid, _) = allocated(&setup, "first").await?;
+    make_pod_with_claim(&setup, "second", &one_device()).await?;
+    waits(&setup, "second", "cannot allocate all claims").await?;
+    setup.remove_pod("first").await?;
+    assert_eq!(devices_of(&setup, "second").await?, first);
+    assert_eq!(claim_files(setup.cluster.node(0), &uid)?, Vec::<String>::new());
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn a_device_gone_before_prepare_is_refused_and_not_replaced() -> anyhow::Result<()> {
-    let (stage, companion) = start(CONFIGURATION, &DEVICES).await?;
-    let node = stage.cluster.node(0);
+    let (setup, companion) = start(CONFIGURATION, &DEVICES).await?;
+    let node = setup.cluster.node(0);
     // Allocated while no kubelet can prepare it.
     node.stop("kubelet", 15).await?;
-    make_pod_with_claim(&stage, "pod", &one_device()).await?;
-    let (uid, results) = allocated(&stage, "pod").await?;
+    make_pod_with_claim(&setup, "pod", &one_device()).await?;
+    let (uid, results) = allocated(&setup, "pod").await?;
     let gone = results.first().context("a device")?.clone();
     let path = format!("/dev/{gone}");
     node.remove(&path)?;
     node.start("kubelet").await?;
-    stage
+    setup
         .wait_for_event("pod", "FailedPrepareDynamicResources", &gone)
         .await?;
-    assert_eq!(traces(node, &uid)?, Vec::<String>::new());
+    assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
     let minor = if gone.ends_with('0') {
         DEVICES[0].1
     } else {
         DEVICES[1].1
     };
     node.make_device(&path, 1, minor)?;
-    assert_eq!(devices_of(&stage, "pod").await?, results);
-    delete(&stage, "pod").await?;
+    assert_eq!(devices_of(&setup, "pod").await?, results);
+    delete(&setup, "pod").await?;
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Proxies connections to the API server. Aborting the task closes them and refuses new ones.
-async fn pass_on(listener: TcpListener, server: SocketAddr) {
+async fn proxy(listener: TcpListener, server: SocketAddr) {
     let mut connections = JoinSet::new();
     while let Ok((mut client, _)) = listener.accept().await {
         connections.spawn(async move {
@@ -149,9 +149,9 @@ async fn pass_on(listener: TcpListener, server: SocketAddr) {
 }
 
 /// Changes the API server's address in a kubeconfig.
-fn redirect(stage: &Stage, kubeconfig: &Path, address: SocketAddr) -> anyhow::Result<()> {
+fn redirect(setup: &Setup, kubeconfig: &Path, address: SocketAddr) -> anyhow::Result<()> {
     let text = std::fs::read_to_string(kubeconfig)?;
-    let server = stage.cluster.server();
+    let server = setup.cluster.server();
     ensure!(text.contains(server), "{} names {server}", kubeconfig.display());
     std::fs::write(kubeconfig, text.replace(server, &format!("https://{address}")))?;
     Ok(())
@@ -159,24 +159,24 @@ fn redirect(stage: &Stage, kubeconfig: &Path, address: SocketAddr) -> anyhow::Re
 
 #[tokio::test]
 async fn a_prepare_without_an_api_server_fails_and_is_retried() -> anyhow::Result<()> {
-    let (stage, companion) = start(CONFIGURATION, &DEVICES).await?;
+    let (setup, companion) = start(CONFIGURATION, &DEVICES).await?;
     companion.end().await?;
     // Only the companion is cut off: kubelet reads the claim itself before the call.
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let address = listener.local_addr()?;
-    let server: http::Uri = stage.cluster.server().parse()?;
+    let server: http::Uri = setup.cluster.server().parse()?;
     let server = SocketAddr::from(([127, 0, 0, 1], server.port_u16().context("a port")?));
-    let path = AbortOnDropHandle::new(tokio::spawn(pass_on(listener, server)));
-    redirect(&stage, stage.node_kubeconfig(), address)?;
-    let companion = stage.companion(0, CONFIGURATION)?;
+    let path = AbortOnDropHandle::new(tokio::spawn(proxy(listener, server)));
+    redirect(&setup, setup.node_kubeconfig(), address)?;
+    let companion = setup.companion(0, CONFIGURATION)?;
     companion.logged("kubelet has registered the driver").await?;
-    make_pod_with_claim(&stage, "before", &one_device()).await?;
-    let before = devices_of(&stage, "before").await?;
-    let (uid, _) = allocated(&stage, "before").await?;
+    make_pod_with_claim(&setup, "before", &one_device()).await?;
+    let before = devices_of(&setup, "before").await?;
+    let (uid, _) = allocated(&setup, "before").await?;
 
     drop(path);
-    make_pod_with_claim(&stage, "pod", &one_device()).await?;
-    let event = stage
+    make_pod_with_claim(&setup, "pod", &one_device()).await?;
+    let event = setup
         .wait_for_event("pod", "FailedPrepareDynamicResources", "kubelet asks again")
         .await?;
     println!(
@@ -184,21 +184,21 @@ async fn a_prepare_without_an_api_server_fails_and_is_retried() -> anyhow::Resul
         event.message.unwrap_or_default()
     );
     // Unprepare does not need the API server.
-    delete(&stage, "before").await?;
-    assert_eq!(traces(stage.cluster.node(0), &uid)?, Vec::<String>::new());
+    delete(&setup, "before").await?;
+    assert_eq!(claim_files(setup.cluster.node(0), &uid)?, Vec::<String>::new());
 
     let listener = TcpListener::bind(address).await?;
-    let _path = AbortOnDropHandle::new(tokio::spawn(pass_on(listener, server)));
-    assert!(devices_of(&stage, "pod").await?.is_disjoint(&before));
+    let _path = AbortOnDropHandle::new(tokio::spawn(proxy(listener, server)));
+    assert!(devices_of(&setup, "pod").await?.is_disjoint(&before));
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn a_pod_ending_without_an_api_server_frees_its_device() -> anyhow::Result<()> {
-    let (stage, companion) = start(CONFIGURATION, &DEVICES[..1]).await?;
-    let node = stage.cluster.node(0);
-    make_claim(&stage, "first", &one_device()).await?;
+    let (setup, companion) = start(CONFIGURATION, &DEVICES[..1]).await?;
+    let node = setup.cluster.node(0);
+    make_claim(&setup, "first", &one_device()).await?;
     let pod = json!({
         "metadata": { "name": "first" },
         "spec": {
@@ -210,40 +210,40 @@ async fn a_pod_ending_without_an_api_server_frees_its_device() -> anyhow::Result
             "dnsPolicy": "Default",
         },
     });
-    make(&stage, pod).await?;
-    let first = devices_of(&stage, "first").await?;
-    let (uid, _) = allocated(&stage, "first").await?;
+    make(&setup, pod).await?;
+    let first = devices_of(&setup, "first").await?;
+    let (uid, _) = allocated(&setup, "first").await?;
     // The container exits five seconds later, after the API server has stopped.
     let end = "(sleep 5; touch /tmp/end) >/dev/null 2>&1 &";
-    stage
+    setup
         .cluster
         .kubectl(&["exec", "first", "--", "sh", "-c", end])
         .await?;
-    stage.cluster.stop_component("apiserver", 9).await?;
-    until_traces(node, &uid, 0).await?;
-    stage.cluster.start_component("apiserver").await?;
-    make_pod_with_claim(&stage, "second", &one_device()).await?;
-    assert_eq!(devices_of(&stage, "second").await?, first);
+    setup.cluster.stop_component("apiserver", 9).await?;
+    until_claim_files(node, &uid, 0).await?;
+    setup.cluster.start_component("apiserver").await?;
+    make_pod_with_claim(&setup, "second", &one_device()).await?;
+    assert_eq!(devices_of(&setup, "second").await?, first);
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn a_clean_stop_of_the_companion_costs_no_running_pod() -> anyhow::Result<()> {
-    let (stage, companion) = start(CONFIGURATION, &DEVICES[..1]).await?;
-    make_claim(&stage, "pod", &one_device()).await?;
-    make_pod(&stage, "pod").await?;
-    let devices = devices_of(&stage, "pod").await?;
+    let (setup, companion) = start(CONFIGURATION, &DEVICES[..1]).await?;
+    make_claim(&setup, "pod", &one_device()).await?;
+    make_pod(&setup, "pod").await?;
+    let devices = devices_of(&setup, "pod").await?;
     companion.end().await?;
     // Kubelet deletes the slices of a driver that was gone for 30 s.
-    Slices::watch(&stage).until("gone", BTreeMap::is_empty).await?;
-    stage.wait(stage.pods(), "pod", "running", is_running()).await?;
-    assert_eq!(devices_of(&stage, "pod").await?, devices);
-    let companion = stage.companion(0, CONFIGURATION)?;
-    Slices::watch(&stage).until_offered(&names(&[0])).await?;
-    let slices = Api::<ResourceSlice>::all(stage.cluster.client());
+    Slices::watch(&setup).until("gone", BTreeMap::is_empty).await?;
+    setup.wait(setup.pods(), "pod", "running", is_running()).await?;
+    assert_eq!(devices_of(&setup, "pod").await?, devices);
+    let companion = setup.companion(0, CONFIGURATION)?;
+    Slices::watch(&setup).until_offered(&names(&[0])).await?;
+    let slices = Api::<ResourceSlice>::all(setup.cluster.client());
     assert_eq!(slices.list(&ListParams::default()).await?.items.len(), 1);
-    delete(&stage, "pod").await?;
+    delete(&setup, "pod").await?;
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

@@ -6,7 +6,7 @@ use crate::harness::STRUCTURED_VERSION;
 use crate::monitoring::{Prometheus, assert_found, free_port, write_rules};
 
 /// Expected values after a pod with a claim, and with an unhealthy device.
-const SEEN: &[&str] = &[
+const EXPECTED: &[&str] = &[
     "drayman_node_ready == 1",
     "drayman_node_slices == 1",
     r#"sum(drayman_node_slice_writes_total{result="Done"}) >= 2"#,
@@ -23,21 +23,21 @@ async fn every_query_finds_series_without_a_controller() -> anyhow::Result<()> {
     let rules = write_rules(directory.path(), STRUCTURED_VERSION)?;
     let port = free_port()?;
     let metrics = format!("--metrics-bind-address=127.0.0.1:{port}");
-    let (stage, companion) = start_with(PROBED, &[(1, 5), (1, 7)], &[&metrics]).await?;
-    let prometheus = Prometheus::start(&stage, directory.path(), &[("drayman-node-x8k2p", port)])?;
+    let (setup, companion) = start_with(PROBED, &[(1, 5), (1, 7)], &[&metrics]).await?;
+    let prometheus = Prometheus::start(&setup, directory.path(), &[("drayman-node-x8k2p", port)])?;
     prometheus.until("drayman_node_slice_devices == 2").await?;
-    make_pod_with_claim(&stage, "pod", &one_device()).await?;
-    let held = devices_of(&stage, "pod").await?;
+    make_pod_with_claim(&setup, "pod", &one_device()).await?;
+    let held = devices_of(&setup, "pod").await?;
     let free = i32::from(held.contains("drayman-test-0"));
     // Numbers without a driver: the device cannot be opened.
     let path = format!("/dev/drayman-test-{free}");
-    stage.cluster.node(0).remove(&path)?;
-    stage.cluster.node(0).make_device(&path, 240, 250)?;
+    setup.cluster.node(0).remove(&path)?;
+    setup.cluster.node(0).make_device(&path, 240, 250)?;
     prometheus
         .until(r#"drayman_node_devices{kind="test",health="unhealthy",owner="nobody"} == 1"#)
         .await?;
     // From 1.36 on, it is published with a taint, and kubelet watches the health of devices.
-    let (published, omitted, streams) = if stage.cluster.minor() < 36 {
+    let (published, omitted, streams) = if setup.cluster.minor() < 36 {
         (1, 1, 0)
     } else {
         (2, 0, 1)
@@ -49,7 +49,7 @@ async fn every_query_finds_series_without_a_controller() -> anyhow::Result<()> {
     ] {
         prometheus.until(&expected).await?;
     }
-    for expected in SEEN {
+    for expected in EXPECTED {
         prometheus.until(expected).await?;
     }
     assert_found(&prometheus, &rules, |titles| {
@@ -57,5 +57,5 @@ async fn every_query_finds_series_without_a_controller() -> anyhow::Result<()> {
     })?;
     drop(prometheus);
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

@@ -4,7 +4,7 @@ mod cluster;
 mod commands;
 mod device_metadata;
 mod fixture;
-mod life;
+mod lifecycle;
 mod metrics;
 mod requests;
 mod rolling_update;

@@ -13,30 +13,30 @@ use tokio::time::timeout;
 use super::fixture::{
     CONFIGURATION, delete, devices_of, make_pod_with_claim, names, one_device, print_times, start,
 };
-use crate::harness::PATIENCE;
-use crate::stage::Stage;
+use crate::harness::TIMEOUT;
+use crate::setup::Setup;
 
 /// An even number, so that the last companion uses the same sockets as the first.
 const UPDATES: usize = 4;
 const DEVICES: [(u32, u32); 4] = [(1, 3), (1, 5), (1, 7), (1, 9)];
 
 /// Creates pods one after the other, and records the time until each runs.
-async fn pods(stage: &Stage, name: &str, times: &watch::Sender<Vec<Duration>>) -> anyhow::Result<Infallible> {
+async fn pods(setup: &Setup, name: &str, times: &watch::Sender<Vec<Duration>>) -> anyhow::Result<Infallible> {
     for number in 0.. {
         let pod = format!("{name}-{number}");
         let began = Instant::now();
-        make_pod_with_claim(stage, &pod, &one_device()).await?;
-        ensure!(devices_of(stage, &pod).await?.len() == 1);
+        make_pod_with_claim(setup, &pod, &one_device()).await?;
+        ensure!(devices_of(setup, &pod).await?.len() == 1);
         times.send_modify(|times| times.push(began.elapsed()));
-        delete(stage, &pod).await?;
+        delete(setup, &pod).await?;
     }
     unreachable!("the numbers end");
 }
 
 /// Kubelet's failed calls to the driver, and the number of all calls.
-async fn calls(stage: &Stage) -> anyhow::Result<(Vec<String>, usize)> {
-    let path = format!("/api/v1/nodes/{}/proxy/metrics", stage.cluster.node(0).name());
-    let metrics = stage.cluster.kubectl(&["get", "--raw", &path]).await?;
+async fn calls(setup: &Setup) -> anyhow::Result<(Vec<String>, usize)> {
+    let path = format!("/api/v1/nodes/{}/proxy/metrics", setup.cluster.node(0).name());
+    let metrics = setup.cluster.kubectl(&["get", "--raw", &path]).await?;
     let calls: Vec<&str> = metrics
         .lines()
         .filter(|line| line.starts_with("dra_grpc_operations_duration_seconds_count"))
@@ -45,8 +45,8 @@ async fn calls(stage: &Stage) -> anyhow::Result<(Vec<String>, usize)> {
     Ok((failed.map(|line| (*line).to_owned()).collect(), calls.len()))
 }
 
-async fn slices(stage: &Stage) -> anyhow::Result<BTreeSet<String>> {
-    let slices = Api::<ResourceSlice>::all(stage.cluster.client());
+async fn slices(setup: &Setup) -> anyhow::Result<BTreeSet<String>> {
+    let slices = Api::<ResourceSlice>::all(setup.cluster.client());
     let slices = slices.list(&ListParams::default()).await?;
     Ok(slices
         .into_iter()
@@ -56,15 +56,15 @@ async fn slices(stage: &Stage) -> anyhow::Result<BTreeSet<String>> {
 
 #[tokio::test]
 async fn an_update_with_surge_fails_no_call_of_kubelet() -> anyhow::Result<()> {
-    let (stage, mut companion) = start(CONFIGURATION, &DEVICES).await?;
-    make_pod_with_claim(&stage, "before", &one_device()).await?;
-    let before = devices_of(&stage, "before").await?;
-    let published = slices(&stage).await?;
+    let (setup, mut companion) = start(CONFIGURATION, &DEVICES).await?;
+    make_pod_with_claim(&setup, "before", &one_device()).await?;
+    let before = devices_of(&setup, "before").await?;
+    let published = slices(&setup).await?;
     let times = watch::Sender::new(Vec::new());
     let mut ran = times.subscribe();
     let updates = async {
         for _ in 0..UPDATES {
-            let next = stage.companion(0, CONFIGURATION)?;
+            let next = setup.companion(0, CONFIGURATION)?;
             next.logged("waiting for its end").await?;
             let before = ran.borrow().len();
             companion.end().await?;
@@ -72,34 +72,34 @@ async fn an_update_with_surge_fails_no_call_of_kubelet() -> anyhow::Result<()> {
             next.logged("kubelet has registered the driver").await?;
             companion = next;
             let more = ran.wait_for(|times| times.len() > before + 1);
-            timeout(PATIENCE, more).await.context("pods run")??;
+            timeout(TIMEOUT, more).await.context("pods run")??;
         }
         anyhow::Ok(companion)
     };
     let companion = tokio::select! {
         ended = updates => ended?,
-        ended = pods(&stage, "first", &times) => match ended? {},
-        ended = pods(&stage, "second", &times) => match ended? {},
-        ended = pods(&stage, "third", &times) => match ended? {},
+        ended = pods(&setup, "first", &times) => match ended? {},
+        ended = pods(&setup, "second", &times) => match ended? {},
+        ended = pods(&setup, "third", &times) => match ended? {},
     };
     print_times(
         "from the pod to its running, during updates of the companion",
         times.borrow().clone(),
     );
 
-    let (failed, all) = calls(&stage).await?;
+    let (failed, all) = calls(&setup).await?;
     ensure!(all >= 2, "kubelet counts Prepare and Unprepare");
     ensure!(failed.is_empty(), "{failed:?}");
-    let log = stage.cluster.log("node-0-kubelet")?;
+    let log = setup.cluster.log("node-0-kubelet")?;
     let unregistered: Vec<&str> = log
         .lines()
         .filter(|line| line.contains("DRA driver drayman.dev is not registered"))
         .collect();
     ensure!(unregistered.is_empty(), "{unregistered:?}");
-    assert_eq!(slices(&stage).await?, published, "the slices were not wiped");
-    assert_eq!(devices_of(&stage, "before").await?, before);
+    assert_eq!(slices(&setup).await?, published, "the slices were not deleted");
+    assert_eq!(devices_of(&setup, "before").await?, before);
     assert!(before.is_subset(&names(&[0, 1, 2, 3])));
-    delete(&stage, "before").await?;
+    delete(&setup, "before").await?;
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

@@ -13,7 +13,7 @@ use super::fixture::{
     CONFIGURATION, Slices, devices_of, make_pod_with_claim, names, offered, one_device, print_times, start,
     waits,
 };
-use crate::stage::DRIVER;
+use crate::setup::DRIVER;
 
 /// Two writes each, for plugging in and unplugging: fewer than the companion's burst limit.
 const ROUNDS: usize = 8;
@@ -33,15 +33,15 @@ kinds:
 
 #[tokio::test]
 async fn slices_describe_the_devices_of_the_node() -> anyhow::Result<()> {
-    let (stage, companion) = start(CONFIGURATION, &DEVICES).await?;
-    let node = stage.cluster.node(0).name();
-    let uid = Api::<Node>::all(stage.cluster.client())
+    let (setup, companion) = start(CONFIGURATION, &DEVICES).await?;
+    let node = setup.cluster.node(0).name();
+    let uid = Api::<Node>::all(setup.cluster.client())
         .get(node)
         .await?
         .metadata
         .uid
         .context("a uid")?;
-    let mut slices = Slices::watch(&stage);
+    let mut slices = Slices::watch(&setup);
     let slices = slices.until("listed", |slices| !slices.is_empty()).await?;
     let (name, slice) = slices.first_key_value().context("a slice")?;
     assert!(name.starts_with(&format!("{node}.{DRIVER}-")), "{name}");
@@ -67,15 +67,15 @@ async fn slices_describe_the_devices_of_the_node() -> anyhow::Result<()> {
         assert_eq!(kind.and_then(|kind| kind.string.as_deref()), Some("test"));
     }
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn slices_are_back_after_a_deletion_and_a_kubelet_restart() -> anyhow::Result<()> {
-    let (stage, companion) = start(CONFIGURATION, &DEVICES).await?;
-    let node = stage.cluster.node(0);
-    let api = Api::<ResourceSlice>::all(stage.cluster.client());
-    let mut slices = Slices::watch(&stage);
+    let (setup, companion) = start(CONFIGURATION, &DEVICES).await?;
+    let node = setup.cluster.node(0);
+    let api = Api::<ResourceSlice>::all(setup.cluster.client());
+    let mut slices = Slices::watch(&setup);
     let mut times = Vec::new();
     for _ in 0..ROUNDS {
         let now = slices.until("there", |slices| offered(slices).is_some()).await?;
@@ -118,18 +118,18 @@ async fn slices_are_back_after_a_deletion_and_a_kubelet_restart() -> anyhow::Res
     slices.until_offered(&names(&[0, 1])).await?;
     println!("slices back after an edit by hand: {:?}", began.elapsed());
 
-    make_pod_with_claim(&stage, "pod", &one_device()).await?;
-    assert_eq!(devices_of(&stage, "pod").await?.len(), 1);
+    make_pod_with_claim(&setup, "pod", &one_device()).await?;
+    assert_eq!(devices_of(&setup, "pod").await?.len(), 1);
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 #[tokio::test]
 async fn plugged_and_unplugged_devices_reach_the_slices() -> anyhow::Result<()> {
-    let (stage, companion) = start(CONFIGURATION, &DEVICES).await?;
-    let node = stage.cluster.node(0);
+    let (setup, companion) = start(CONFIGURATION, &DEVICES).await?;
+    let node = setup.cluster.node(0);
     let path = "/dev/drayman-test-2";
-    let mut slices = Slices::watch(&stage);
+    let mut slices = Slices::watch(&setup);
     let (mut plugged, mut unplugged) = (Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
         plugged.push(timed(&mut slices, &[0, 1, 2], || node.make_device(path, 1, 9)).await?);
@@ -138,7 +138,7 @@ async fn plugged_and_unplugged_devices_reach_the_slices() -> anyhow::Result<()> 
     print_times("from plugging in to the slice", plugged);
     print_times("from unplugging to the slice", unplugged);
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }
 
 /// Time from a change of the devices until the slices list exactly these.
@@ -155,16 +155,16 @@ async fn timed(
 
 #[tokio::test]
 async fn a_pod_waits_for_an_unhealthy_device() -> anyhow::Result<()> {
-    let (stage, companion) = start(PROBED, &DEVICES[..1]).await?;
-    let node = stage.cluster.node(0);
-    let has_taints = stage.cluster.minor() >= 36;
+    let (setup, companion) = start(PROBED, &DEVICES[..1]).await?;
+    let node = setup.cluster.node(0);
+    let has_taints = setup.cluster.minor() >= 36;
     let replace = |major, minor| {
         node.remove("/dev/drayman-test-0")?;
         node.make_device("/dev/drayman-test-0", major, minor)
     };
     // Numbers without a driver: the device cannot be opened.
     replace(240, 250)?;
-    let mut slices = Slices::watch(&stage);
+    let mut slices = Slices::watch(&setup);
     let is_withdrawn = |slices: &BTreeMap<String, ResourceSlice>| {
         let Some(devices) = offered(slices) else {
             return false;
@@ -176,15 +176,15 @@ async fn a_pod_waits_for_an_unhealthy_device() -> anyhow::Result<()> {
         taints.any(|taint| taint.key == "drayman.dev/unhealthy" && taint.effect == "NoSchedule")
     };
     slices.until("without a healthy device", is_withdrawn).await?;
-    make_pod_with_claim(&stage, "pod", &one_device()).await?;
-    waits(&stage, "pod", "cannot allocate all claims").await?;
+    make_pod_with_claim(&setup, "pod", &one_device()).await?;
+    waits(&setup, "pod", "cannot allocate all claims").await?;
     let began = Instant::now();
     replace(1, 5)?;
-    assert_eq!(devices_of(&stage, "pod").await?, names(&[0]));
+    assert_eq!(devices_of(&setup, "pod").await?, names(&[0]));
     println!(
         "from the repair of the device to the running pod: {:?}",
         began.elapsed()
     );
     companion.end().await?;
-    stage.cluster.stop().await
+    setup.cluster.stop().await
 }

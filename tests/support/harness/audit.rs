@@ -9,7 +9,7 @@ use kube::api::Api;
 use serde_json::Value;
 use tokio::time::{Duration, Instant, sleep};
 
-use super::{Cluster, PATIENCE};
+use super::{Cluster, TIMEOUT};
 
 /// A completed request. A watch is included only after its end.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,7 +31,7 @@ pub struct Entry {
     /// When the request was received and when its response was complete: RFC 3339 with microseconds, sortable as text.
     pub received: String,
     pub completed: String,
-    /// Bodies, with [`super::Builder::audit_bodies`].
+    /// Bodies, if recorded by [`super::Builder::audit_bodies`].
     pub request: Option<Value>,
     pub response: Option<Value>,
 }
@@ -67,7 +67,7 @@ impl<'a> Audit<'a> {
         Api::<Namespace>::all(self.cluster.client())
             .get_opt(&fence)
             .await?;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             let entries = self.read()?;
             if entries.iter().any(|entry| entry.name == fence) {

@@ -281,7 +281,7 @@ impl Cluster {
                 String::from_utf8_lossy(&output.stderr).trim()
             );
         }
-        String::from_utf8(output.stdout).context("what kubectl printed")
+        String::from_utf8(output.stdout).context("the output of kubectl")
     }
 
     /// Stops a component of the control plane by a signal (SIGTERM: 15, SIGKILL: 9) and waits for its end.

@@ -1,4 +1,4 @@
-//! Real Kubernetes for the tests: a control plane of its own for each test, and nodes that run containers.
+//! Real Kubernetes for the tests: a control plane for each test, and nodes that run containers.
 //!
 //! ```ignore
 //! mod harness;
@@ -47,4 +47,4 @@ pub const STRUCTURED_VERSION: &str = "1.37.2";
 
 /// Timeout of all waits in tests. It only limits how long a failure takes. Kubelet may retry a pod only after 90 seconds, for instance if
 /// the API server's node authorizer does not know yet that the pod's claim is on the node (seen on 1.30).
-pub const PATIENCE: std::time::Duration = std::time::Duration::from_secs(180);
+pub const TIMEOUT: std::time::Duration = std::time::Duration::from_secs(180);

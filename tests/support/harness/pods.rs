@@ -10,7 +10,7 @@ use kube::runtime::wait::{Condition, await_condition};
 use serde_json::json;
 use tokio::time::timeout;
 
-use super::{Cluster, IMAGE, PATIENCE};
+use super::{Cluster, IMAGE, TIMEOUT};
 
 /// A pod with one container `main` that waits until it is deleted.
 pub fn pod(name: &str) -> Pod {
@@ -56,7 +56,7 @@ impl Cluster {
     ) -> anyhow::Result<Option<Pod>> {
         let (name, _) = names(pod)?;
         let namespace = pod.metadata.namespace.as_deref();
-        match timeout(PATIENCE, await_condition(self.pods(namespace), name, condition)).await {
+        match timeout(TIMEOUT, await_condition(self.pods(namespace), name, condition)).await {
             Ok(found) => found.with_context(|| format!("waiting for pod {name} to {verb}")),
             Err(_) => bail!(
                 "pod {name} does not {verb}: {}",

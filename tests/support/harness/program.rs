@@ -31,7 +31,7 @@ pub fn helm() -> anyhow::Result<&'static Path> {
 /// The directory of `prometheus` and `promtool`, fetched from Debian if missing.
 pub fn prometheus() -> anyhow::Result<&'static Path> {
     static PROMETHEUS: OnceLock<Result<PathBuf, String>> = OnceLock::new();
-    made(&PROMETHEUS, "prometheus", "Prometheus cannot be had")
+    made(&PROMETHEUS, "prometheus", "Prometheus is not available")
 }
 
 /// The directory of the Prometheus operator's CRDs, fetched by Go if missing.
@@ -40,14 +40,18 @@ pub fn prometheus_operator() -> anyhow::Result<&'static Path> {
     made(
         &DEFINITIONS,
         "prometheus-operator",
-        "the definitions of the Prometheus operator cannot be had",
+        "the CRDs of the Prometheus operator are not available",
     )
 }
 
 /// The directory of `docker-registry`, fetched from Debian if missing, as is skopeo, which is then in `PATH`.
 pub fn registry() -> anyhow::Result<&'static Path> {
     static REGISTRY: OnceLock<Result<PathBuf, String>> = OnceLock::new();
-    made(&REGISTRY, "registry", "docker-registry or skopeo cannot be had")
+    made(
+        &REGISTRY,
+        "registry",
+        "docker-registry or skopeo is not available",
+    )
 }
 
 /// Runs a command of the program and returns the printed path.

@@ -11,7 +11,7 @@ use kube::config::Kubeconfig;
 use rustix::fs::{FlockOperation, flock};
 
 use super::supervisor::Description;
-use super::{Builder, Cluster, PATIENCE};
+use super::{Builder, Cluster, TIMEOUT};
 
 /// The directory of `hack/test` for shared clusters. They end when its pipe `hold` is closed, at the end of the run.
 const DIRECTORY: &str = "DRAYMAN_TEST_SHARED_CLUSTERS";
@@ -84,7 +84,7 @@ fn read(description: &Path) -> anyhow::Result<Option<Description>> {
 }
 
 async fn until_described(mut child: Child, description: &Path, log: &Path) -> anyhow::Result<Description> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         if let Some(description) = read(description)? {
             return Ok(description);

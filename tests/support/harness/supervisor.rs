@@ -82,7 +82,7 @@ struct Waiting {
     answers: HashMap<u64, oneshot::Sender<Answer>>,
     closed: bool,
     /// The last lines of standard error, for error messages.
-    last_words: VecDeque<String>,
+    last_lines: VecDeque<String>,
 }
 
 impl Supervisor {
@@ -122,7 +122,7 @@ impl Supervisor {
             Ok((supervisor, description))
         } else {
             supervisor.end();
-            bail!("{}", supervisor.last_words().trim_start_matches("cluster: "))
+            bail!("{}", supervisor.last_lines().trim_start_matches("cluster: "))
         }
     }
 
@@ -154,11 +154,11 @@ impl Supervisor {
             input
                 .1
                 .write_all(&line)
-                .context("the supervisor of the cluster is gone")?;
+                .context("the supervisor of the cluster has ended")?;
         }
         let answer = answer
             .await
-            .map_err(|_| anyhow!("the cluster ended meanwhile: {}", self.last_words()))?;
+            .map_err(|_| anyhow!("the cluster ended meanwhile: {}", self.last_lines()))?;
         if !answer.error.is_empty() {
             bail!("{what}: {}", answer.error);
         }
@@ -182,9 +182,9 @@ impl Supervisor {
         }
     }
 
-    fn last_words(&self) -> String {
+    fn last_lines(&self) -> String {
         lock(&self.waiting)
-            .last_words
+            .last_lines
             .iter()
             .cloned()
             .collect::<Vec<_>>()
@@ -210,7 +210,7 @@ fn read_answers(lines: impl BufRead, waiting: &Mutex<Waiting>) {
             })
         };
         if let Err(error) = understood {
-            eprintln!("the supervisor of a cluster said {line:?}: {error}");
+            eprintln!("the supervisor of a cluster printed {line:?}: {error}");
         }
     }
     // Waiting callers learn from the closed channels that there will be no answer.
@@ -229,10 +229,10 @@ fn read_errors(lines: impl BufRead, waiting: &Mutex<Waiting>) {
         {
             eprintln!("{line}");
         }
-        let last_words = &mut lock(waiting).last_words;
-        last_words.push_back(line);
-        if last_words.len() > 60 {
-            last_words.pop_front();
+        let last_lines = &mut lock(waiting).last_lines;
+        last_lines.push_back(line);
+        if last_lines.len() > 60 {
+            last_lines.pop_front();
         }
     }
 }

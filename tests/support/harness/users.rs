@@ -9,7 +9,7 @@ use kube::api::{Api, ObjectMeta, Patch, PatchParams, PostParams};
 use tokio::time::{Duration, Instant, sleep};
 
 use super::supervisor::Request;
-use super::{Cluster, PATIENCE, shared};
+use super::{Cluster, TIMEOUT, shared};
 
 /// An RBAC rule: these verbs on these resources of these API groups.
 pub fn rule(groups: &[&str], resources: &[&str], verbs: &[&str]) -> PolicyRule {
@@ -108,7 +108,7 @@ impl Cluster {
             },
             ..SubjectAccessReview::default()
         };
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             let answer = Api::all(self.client())
                 .create(&PostParams::default(), &review)

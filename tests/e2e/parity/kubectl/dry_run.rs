@@ -1,6 +1,6 @@
 //! kubectl with client-side and server-side dry run, and `kubectl diff`.
 
-use super::objects::{CHANGED, DESCRIBED, OBJECTS, OF_PRETENDING, UNKNOWN};
+use super::objects::{CHANGED, DESCRIBED, OBJECTS, OF_DRY_RUN, UNKNOWN};
 use super::{APPLY, both};
 
 const ALL: &[&str] = &[
@@ -16,11 +16,11 @@ const GENERATED: &str = "apiVersion: v1\nkind: ConfigMap\nmetadata: { name: \"\"
 
 #[test]
 #[expect(clippy::too_many_lines, reason = "a list of commands")]
-fn kubectl_pretends_the_same() {
+fn kubectl_dry_runs_are_the_same() {
     both(
         "kubectl-pretends",
         &[
-            (APPLY, OF_PRETENDING),
+            (APPLY, OF_DRY_RUN),
             // For missing objects.
             (&["apply", "--dry-run=server", "-f", "-"], OBJECTS),
             (&["apply", "--dry-run=client", "-f", "-"], OBJECTS),

@@ -218,6 +218,5 @@ pub(crate) const OF_WAITING: &str = "apiVersion: v1\nkind: Namespace\nmetadata: 
 pub(crate) const OF_SHOWING: &str = "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-shows }\n";
 pub(crate) const OF_DESCRIBING: &str =
     "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-describes }\n";
-pub(crate) const OF_PRETENDING: &str =
-    "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-pretends }\n";
+pub(crate) const OF_DRY_RUN: &str = "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-pretends }\n";
 pub(crate) const OF_OURS: &str = "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-ours }\n";

@@ -15,12 +15,12 @@ use tokio::time::{sleep, timeout};
 
 use super::states::{States, label, ordered, shown, state, watch};
 use crate::harness::Cluster;
-use crate::parity::ground::{JSON, MERGE, run};
+use crate::parity::server::{JSON, MERGE, run};
 
 const DRIVER: &str = "loops.example.com";
 const RESOURCE: &str = "/apis/resource.k8s.io/v1alpha2";
 /// Timeout of all waits.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(120);
 /// Nodes and their label values, by which pods select them; the first value has only one node.
 const NODES: [(&str, &str); 3] = [("loop-a", "one"), ("loop-b", "two"), ("loop-c", "two")];
 const WATCHED: [&str; 3] = ["resourceclaims", "podschedulingcontexts", "pods"];
@@ -97,7 +97,7 @@ pub(crate) async fn make_node(client: &kube::Client, name: &str, place: &str) ->
 }
 
 /// A control plane, and the observed states of a namespace's objects.
-pub(crate) struct Ground {
+pub(crate) struct Fixture {
     pub(crate) client: kube::Client,
     pub(crate) namespace: String,
     states: Arc<Mutex<States>>,
@@ -105,32 +105,32 @@ pub(crate) struct Ground {
 }
 
 /// Runs a scenario on both clusters and compares the sequences of states.
-pub(crate) fn both(namespace: &str, story: impl AsyncFn(&Ground) -> anyhow::Result<()>) {
+pub(crate) fn both(namespace: &str, scenario: impl AsyncFn(&Fixture) -> anyhow::Result<()>) {
     run(async {
         let stage = Stage::start(Source::system());
         let client = stage.server().client();
         make_nodes(&client).await.expect("nodes");
-        let played = ordered(play(client, namespace, &story).await);
+        let actual = ordered(run_scenario(client, namespace, &scenario).await);
         stage.stop().await;
-        let meant = ordered(play(real().await, namespace, &story).await);
+        let expected = ordered(run_scenario(real().await, namespace, &scenario).await);
         assert!(
-            played == meant,
+            actual == expected,
             "on the test cluster:\n{}\nin a real cluster:\n{}",
-            shown(&played),
-            shown(&meant)
+            shown(&actual),
+            shown(&expected)
         );
     });
 }
 
-async fn play(
+async fn run_scenario(
     client: kube::Client,
     namespace: &str,
-    story: &impl AsyncFn(&Ground) -> anyhow::Result<()>,
+    scenario: &impl AsyncFn(&Fixture) -> anyhow::Result<()>,
 ) -> States {
-    let ground = Ground::new(client, namespace).await.expect("a namespace");
-    let ended = story(&ground).await;
-    ground.settle().await;
-    let states = ground.states.lock().expect("no panic").clone();
+    let fixture = Fixture::new(client, namespace).await.expect("a namespace");
+    let ended = scenario(&fixture).await;
+    fixture.settle().await;
+    let states = fixture.states.lock().expect("no panic").clone();
     if ended.is_err() {
         println!("{}", shown(&states));
     }
@@ -138,7 +138,7 @@ async fn play(
     states
 }
 
-impl Ground {
+impl Fixture {
     async fn new(client: kube::Client, namespace: &str) -> anyhow::Result<Self> {
         let class = json!({
             "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": namespace }, "driverName": DRIVER,
@@ -167,7 +167,7 @@ impl Ground {
                 watch(&client, &path, plural, &states).await.expect("a watch");
             });
         }
-        let ground = Self {
+        let fixture = Self {
             client,
             namespace: namespace.to_owned(),
             states,
@@ -176,8 +176,8 @@ impl Ground {
         let template = json!({
             "metadata": { "name": "template" }, "spec": { "spec": { "resourceClassName": namespace } },
         });
-        ground.create("resourceclaimtemplates", &template).await?;
-        Ok(ground)
+        fixture.create("resourceclaimtemplates", &template).await?;
+        Ok(fixture)
     }
 
     /// Waits until all stored states were observed, and all deletions.
@@ -282,9 +282,9 @@ impl Ground {
                 sleep(Duration::from_millis(20)).await;
             }
         };
-        timeout(PATIENCE, waiting)
+        timeout(TIMEOUT, waiting)
             .await
-            .with_context(|| format!("never: {what}"))?
+            .with_context(|| format!("timeout: {what}"))?
     }
 
     pub(crate) async fn until_selected(&self, node: &str) -> anyhow::Result<()> {
@@ -313,9 +313,7 @@ impl Ground {
     /// The claim name of an entry.
     async fn claim(&self, entry: &str) -> anyhow::Result<String> {
         let is_there = |found: &[Value]| found.iter().any(|claim| label(claim) == entry);
-        let claims = self
-            .until("the claim is there", "resourceclaims", is_there)
-            .await?;
+        let claims = self.until("the claim exists", "resourceclaims", is_there).await?;
         let claim = claims.iter().find(|claim| label(claim) == entry);
         let name = claim.and_then(|claim| claim["metadata"]["name"].as_str());
         name.map(str::to_owned).context("a name")
@@ -346,7 +344,7 @@ impl Ground {
     }
 
     /// Acts as a driver's controller: removes the finalizer.
-    pub(crate) async fn let_go(&self, entry: &str) -> anyhow::Result<()> {
+    pub(crate) async fn remove_finalizer(&self, entry: &str) -> anyhow::Result<()> {
         let claim = self.claim(entry).await?;
         let finalizers = json!({ "metadata": { "finalizers": null } });
         self.patch("resourceclaims", &claim, &finalizers).await
@@ -355,11 +353,11 @@ impl Ground {
     /// Removes the allocation, then the finalizer.
     pub(crate) async fn deallocate(&self, entry: &str) -> anyhow::Result<()> {
         self.clear(entry).await?;
-        self.let_go(entry).await
+        self.remove_finalizer(entry).await
     }
 
     /// Acts as the drivers: sets the unsuitable nodes by entry.
-    pub(crate) async fn judge(&self, entries: &[(&str, &[&str])]) -> anyhow::Result<()> {
+    pub(crate) async fn set_unsuitable(&self, entries: &[(&str, &[&str])]) -> anyhow::Result<()> {
         let entries: Vec<Value> = entries
             .iter()
             .map(|(entry, nodes)| json!({ "name": entry, "unsuitableNodes": nodes }))
