@@ -114,7 +114,7 @@ async fn until_refused(
     }
 }
 
-/// Requests of a user that were answered after `since`, without watches.
+/// Requests of a user that were received at `since` or later, without dry runs.
 async fn requests_since(setup: &Setup, user: &str, since: Timestamp) -> anyhow::Result<Vec<Entry>> {
     let mut entries = setup.cluster.audit().of_user(user).await?;
     entries.retain(|entry| {

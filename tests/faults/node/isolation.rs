@@ -15,11 +15,11 @@ async fn a_missing_plugin_directory_stops_no_claim() {
     std::fs::write(&directory, "").unwrap();
     let process = node.start();
     let inventory = node.api.until_ready("True", "Serving").await;
-    let note = |state: &super::api::State| events(state, "KubeletApiDown").pop();
-    let note = node.api.until(note).await;
+    let message = |state: &super::api::State| events(state, "KubeletApiDown").pop();
+    let message = node.api.until(message).await;
     assert!(
-        note.contains("example.com/camera") && note.contains("device-plugins"),
-        "{note}"
+        message.contains("example.com/camera") && message.contains("device-plugins"),
+        "{message}"
     );
     let why = |state: &super::api::State| {
         let message = &state.inventory.as_ref()?["status"]["conditions"][0]["message"];

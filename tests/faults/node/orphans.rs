@@ -83,8 +83,11 @@ async fn a_claim_forgotten_by_kubelet_alone_is_quarantined() {
         "{reason}"
     );
     let event = node.api.until(|state| state.events.first().cloned()).await;
-    let note = event["note"].as_str().unwrap();
-    assert!(note.contains(&format!("drayman node release {A}")), "{note}");
+    let message = event["note"].as_str().unwrap();
+    assert!(
+        message.contains(&format!("drayman node release {A}")),
+        "{message}"
+    );
     let (_, shown) = node_command(&node, &["holdings"]);
     assert!(
         shown.contains(A) && shown.contains("test-0") && shown.contains("no longer lists it"),

@@ -101,13 +101,13 @@ async fn a_broken_file_changes_nothing_and_is_reported_once() {
     let process = node.start();
     node.api.until_ready("True", "Serving").await;
     std::fs::write(node.path("node.yaml"), file("- {name: test, path: [/dev/x]}\n")).unwrap();
-    let note = node
+    let message = node
         .api
         .until(|state| events(state, "ConfigurationInvalid").first().cloned())
         .await;
     assert!(
-        note.contains("node.yaml:4") && note.contains("stays in force"),
-        "{note}"
+        message.contains("node.yaml:4") && message.contains("stays in force"),
+        "{message}"
     );
     std::fs::write(node.path("node.yaml"), file("- {name: test, path: [/dev/x]}\n")).unwrap();
     node.device("test-9", 9);
@@ -118,8 +118,12 @@ async fn a_broken_file_changes_nothing_and_is_reported_once() {
                 .then_some(())
         })
         .await;
-    node.api
-        .set(|state| assert_eq!(events(state, "ConfigurationInvalid"), std::slice::from_ref(&note)));
+    node.api.set(|state| {
+        assert_eq!(
+            events(state, "ConfigurationInvalid"),
+            std::slice::from_ref(&message)
+        )
+    });
     std::fs::write(
         node.path("node.yaml"),
         file("- {name: test, paths: [/dev/test-9]}\n"),
@@ -190,13 +194,13 @@ async fn an_unhealthy_device_stays_with_its_claim() {
     replace_device(&node, "probe-0", 240, 250);
     let why = node.api.until(|state| is_unhealthy(state, "probe-0")).await;
     assert!(why.contains("cannot be opened"), "{why}");
-    let note = node
+    let message = node
         .api
         .until(|state| events(state, "DeviceUnhealthy").first().cloned())
         .await;
     assert!(
-        note.contains("probe-0") && note.contains("cannot be opened"),
-        "{note}"
+        message.contains("probe-0") && message.contains("cannot be opened"),
+        "{message}"
     );
     let refusal = kubelet.prepare(B, &["probe-0"]).await.unwrap_err();
     assert!(refusal.contains("probe-0"), "{refusal}");
