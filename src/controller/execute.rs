@@ -9,6 +9,7 @@ use futures::StreamExt as _;
 use futures::future::FutureExt as _;
 use kube::api::Api;
 use tokio::sync::{Semaphore, mpsc, watch as watch_value};
+use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -18,10 +19,9 @@ use crate::core::claims::{
     Answer, CallError, CallErrorKind, CallId, ClaimToAllocate, Command, ControllerState, DriverRequest,
     Event, Moment, ObjectKey, Outcome, Settings, Subject,
 };
-use crate::driver::{ClaimRequest, Deallocation, Driver, DriverError};
+use crate::driver::{ClaimRequest, Deallocation, Driver, DriverError, Observation};
 
 use super::events::Reports;
-use super::observations::Observations;
 use super::watch::{self, Prune, Standby, trimmed};
 use super::write::{self, ENDS, Fence, MAX_REQUESTS, Pause, fenced};
 use super::{Controller, ControllerError, Metrics};
@@ -35,6 +35,13 @@ const CALL_SLOT_TIME: Duration = Duration::from_secs(1);
 const READY_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 /// The longest delay: a driver serves at most this long after its fault has ended.
 const MAX_READY_RETRY_INTERVAL: Duration = Duration::from_secs(30);
+
+/// Minimum time limit of an observation: exceeding it ends the controller.
+const MIN_OBSERVE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Observations that may wait for the driver: about 64 MiB, since each keeps its version of a claim, some 4 KiB. A driver that cannot keep
+/// up would fill the memory. A restart is the cure: it passes all claims in one observation.
+const MAX_OBSERVATIONS: usize = 16_384;
 
 pub(super) struct Executor<D> {
     shared: Arc<Shared<D>>,
@@ -474,6 +481,79 @@ impl Calls {
     }
 }
 
+/// The observations that the driver has yet to process. A task of their own passes them on in order, so that a slow driver cannot block the
+/// deciding task. A driver that exceeds the time limit or [`MAX_OBSERVATIONS`] ends the controller.
+pub(super) struct Observations {
+    queue: mpsc::UnboundedSender<Observation>,
+    queued: u64,
+    processed: watch_value::Receiver<u64>,
+    task: JoinHandle<Result<(), ControllerError>>,
+}
+
+impl Observations {
+    /// Starts the task. It ends when `self` is dropped and the queue is empty. The driver's findings are sent to `findings`.
+    pub(super) fn start<D: Driver>(
+        driver: Arc<D>,
+        call_timeout: Duration,
+        findings: mpsc::UnboundedSender<Event>,
+        tasks: &TaskTracker,
+    ) -> Self {
+        let limit = call_timeout.max(MIN_OBSERVE_TIMEOUT);
+        let (queue, mut observations) = mpsc::unbounded_channel();
+        let (done, processed) = watch_value::channel(0);
+        let task = tasks.spawn(async move {
+            while let Some(observation) = observations.recv().await {
+                if observations.len() > MAX_OBSERVATIONS {
+                    let message =
+                        format!("it is too slow: more than {MAX_OBSERVATIONS} observations wait for it");
+                    return Err(ControllerError::Observe(message));
+                }
+                let found = tokio::time::timeout(limit, driver.observe(&observation)).await;
+                let found = found.map_err(|_| {
+                    ControllerError::Observe(format!("it has not processed an observation within {limit:?}"))
+                })?;
+                if !found.is_empty() {
+                    let _ = findings.send(Event::Found(found));
+                }
+                done.send_modify(|number| *number += 1);
+            }
+            Ok(())
+        });
+        Self {
+            queue,
+            queued: 0,
+            processed,
+            task,
+        }
+    }
+
+    pub(super) fn push(&mut self, observation: Observation) {
+        self.queued += 1;
+        // Fails only if the task has ended, which `failed` reports.
+        let _ = self.queue.send(observation);
+    }
+
+    /// Returns a future that waits until the driver has processed all observations so far. It never returns if the task has failed.
+    pub(super) fn processed(&self) -> impl Future<Output = ()> + Send + 'static {
+        let (mut processed, queued) = (self.processed.clone(), self.queued);
+        async move {
+            if processed.wait_for(|number| *number >= queued).await.is_err() {
+                std::future::pending::<()>().await;
+            }
+        }
+    }
+
+    /// Waits until the driver fails to process an observation. Its state is then unknown.
+    pub(super) async fn failed(&mut self) -> ControllerError {
+        match (&mut self.task).await {
+            Ok(Err(error)) => error,
+            Err(panic) => ControllerError::Observe(format!("it panicked: {panic}")),
+            // The queue is open as long as `self` exists.
+            Ok(Ok(())) => std::future::pending().await,
+        }
+    }
+}
+
 async fn sleep_until(deadline: Option<Instant>) {
     match deadline {
         Some(deadline) => tokio::time::sleep_until(deadline).await,
@@ -483,9 +563,12 @@ async fn sleep_until(deadline: Option<Instant>) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
+    use crate::api::resource::{AllocationResult, ResourceClass};
+    use crate::driver::{Finding, Result, UnsuitableNodes};
 
     /// Starts `number` calls of duration `time`, and counts the started ones.
     fn begin(calls: &Arc<Calls>, number: usize, time: Duration, begun: &Arc<AtomicUsize>) {
@@ -524,5 +607,115 @@ mod tests {
         begin(&calls, 10 * MAX_CALLS, Duration::from_millis(1), &begun);
         tokio::time::sleep(Duration::from_millis(50)).await;
         assert_eq!(begun.load(Ordering::Relaxed), 10 * MAX_CALLS);
+    }
+
+    const LIMIT: Duration = MIN_OBSERVE_TIMEOUT;
+
+    /// Processes an observation when it gets a permit.
+    struct Gated(Semaphore, Mutex<Vec<Observation>>);
+
+    impl Driver for Gated {
+        type ClassParameters = ();
+        type ClaimParameters = ();
+
+        fn name(&self) -> &'static str {
+            "gated.example.com"
+        }
+
+        async fn class_parameters(&self, _: &ResourceClass) -> Result<()> {
+            Ok(())
+        }
+
+        async fn claim_parameters(&self, _: &ResourceClaim, _: &ResourceClass, (): &()) -> Result<()> {
+            Ok(())
+        }
+
+        async fn unsuitable_nodes(
+            &self,
+            _: &Pod,
+            _: &[ClaimRequest<Self>],
+            _: &[String],
+        ) -> Result<Vec<UnsuitableNodes>> {
+            Ok(Vec::new())
+        }
+
+        async fn allocate(&self, _: &[ClaimRequest<Self>], _: Option<&str>) -> Result<Vec<AllocationResult>> {
+            Ok(Vec::new())
+        }
+
+        async fn deallocate(&self, _: Deallocation<'_>) -> Result<()> {
+            Ok(())
+        }
+
+        async fn observe(&self, observation: &Observation) -> Vec<Finding> {
+            self.0.acquire().await.unwrap().forget();
+            assert_ne!(*observation, gone("panic"));
+            self.1.lock().unwrap().push(observation.clone());
+            vec![Finding::new(&ResourceClaim::default(), "Found", "")]
+        }
+    }
+
+    fn gone(uid: &str) -> Observation {
+        Observation::Gone { uid: uid.to_owned() }
+    }
+
+    fn start() -> (Arc<Gated>, Observations, mpsc::UnboundedReceiver<Event>) {
+        let driver = Arc::new(Gated(Semaphore::new(0), Mutex::default()));
+        let (sender, findings) = mpsc::unbounded_channel();
+        let observations = Observations::start(driver.clone(), LIMIT, sender, &TaskTracker::new());
+        (driver, observations, findings)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_call_waits_for_the_observations_before_it() {
+        let (driver, mut observations, mut findings) = start();
+        observations.processed().await;
+        observations.push(gone("a"));
+        observations.push(gone("b"));
+        let both = observations.processed();
+        observations.push(gone("c"));
+        driver.0.add_permits(1);
+        let mut both = std::pin::pin!(both);
+        assert!(tokio::time::timeout(LIMIT / 2, &mut both).await.is_err());
+        driver.0.add_permits(1);
+        both.await;
+        assert_eq!(*driver.1.lock().unwrap(), [gone("a"), gone("b")]);
+        assert!(matches!(findings.recv().await, Some(Event::Found(_))));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_timeout_or_a_panic_is_a_failure() {
+        let (_driver, mut observations, _findings) = start();
+        observations.push(gone("a"));
+        let message = observations.failed().await.to_string();
+        assert!(message.contains("within 30s"), "{message}");
+
+        let (driver, mut observations, _findings) = start();
+        driver.0.add_permits(1);
+        observations.push(gone("panic"));
+        let message = observations.failed().await.to_string();
+        assert!(message.contains("it panicked"), "{message}");
+        assert!(
+            tokio::time::timeout(LIMIT, observations.processed())
+                .await
+                .is_err()
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_driver_that_falls_too_far_behind_is_a_failure() {
+        for (waiting, fails) in [(MAX_OBSERVATIONS, false), (MAX_OBSERVATIONS + 1, true)] {
+            let (_driver, mut observations, _findings) = start();
+            // One is with the driver.
+            for _ in 0..=waiting {
+                observations.push(gone("a"));
+            }
+            let failed = tokio::time::timeout(LIMIT / 2, observations.failed()).await;
+            let message = failed.map(|error| error.to_string());
+            assert_eq!(
+                message.is_ok_and(|message| message.contains("more than 16384")),
+                fails
+            );
+        }
     }
 }

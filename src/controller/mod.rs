@@ -52,7 +52,6 @@
 mod events;
 mod execute;
 mod leader;
-mod observations;
 mod predecessors;
 mod rivals;
 mod watch;
