@@ -17,8 +17,7 @@ use crate::api::resource::{
 };
 use crate::driver::UnsuitableNodes;
 
-use super::cache::{Cache, Resolved};
-use super::claim::ClaimPhase;
+use super::claim::{Cache, ClaimPhase, Resolved};
 use super::event::{
     CallError, CallErrorKind, ClaimToAllocate, Moment, ObjectKey, Outcome, Report, Subject, TransactionId,
     is_newer,

@@ -10,12 +10,11 @@
 //! claim, unused and deleted or to be deallocated ─▶ deallocate (driver) ─▶ clear status ─▶ remove finalizer
 //! ```
 //!
-//! Three state machines decide: [`claim::Claim`], [`context::Context`] and [`transaction::Transaction`]. Each reads the [`cache::Cache`] and
+//! Three state machines decide: [`claim::Claim`], [`context::Context`] and [`transaction::Transaction`]. Each reads the [`claim::Cache`] and
 //! returns actions; [`ControllerState`] owns the maps, passes events to the machines, and executes their actions in order.
 //!
 //! Upstream: KEP-3063, and `controller.go` of `k8s.io/dynamic-resource-allocation` at release-1.30.
 
-mod cache;
 mod claim;
 mod context;
 mod event;
@@ -24,7 +23,7 @@ mod state;
 mod statistics;
 mod transaction;
 
-pub(crate) use cache::{Resolved, is_made_for, resolve};
+pub(crate) use claim::{Resolved, is_made_for, resolve};
 pub use event::{
     Answer, CallError, CallErrorKind, CallId, ClaimToAllocate, ClaimWrite, Command, DriverRequest, Event,
     Moment, ObjectKey, Outcome, Regarding, Report, Settings, Subject,

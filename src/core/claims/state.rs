@@ -9,8 +9,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use crate::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass, pod_owner_of};
 use crate::driver::{CapacityChange, Finding, Observation};
 
-use super::cache::{Cache, is_generated};
-use super::claim::{self, Claim, ClaimAction, ClaimPhase};
+use super::claim::{self, Cache, Claim, ClaimAction, ClaimPhase, is_generated};
 use super::context::{Context, ContextAction};
 use super::event::{
     Answer, CallId, ClaimToAllocate, Command, DriverRequest, Event, Moment, ObjectKey, Outcome, Regarding,
