@@ -1,6 +1,6 @@
 //! [`HostDriver`]: a device allocator behind one lock, updated by three watches and by the controller's observations.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -10,30 +10,37 @@ use tokio::sync::{Mutex as AsyncMutex, mpsc, watch as cell};
 use tokio::task::{JoinError, spawn_blocking, yield_now};
 use tokio_util::sync::CancellationToken;
 
-use crate::api::crd::{DeviceClaimParameters, DeviceClassParameters, NodeInventory};
+use crate::api::crd::{
+    DeviceClaimParameters, DeviceClaimParametersSpec, DeviceClassParameters, DeviceClassParametersSpec,
+    NodeInventory,
+};
 use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
-use crate::core::allocation::allocator::Observed;
-use crate::core::allocation::allocator::{AllocateError, Problem};
-use crate::core::allocation::allocator::{Allocated, Target, add_unsuitable, first_fit, granted, node_fit};
+use crate::core::allocation::allocator::{
+    AllocateError, Allocated, DeviceAllocator, Observed, Problem, Target, add_unsuitable, first_fit, granted,
+    node_fit,
+};
 use crate::core::allocation::evaluate::{NodeSnapshot, RequestedClaim};
-use crate::core::allocation::inventory::Node;
-use crate::core::allocation::parameters::{ClassParameters, DeviceRequests, Selector};
+use crate::core::allocation::inventory::{AttributeSet, Node};
+use crate::core::allocation::parameters::{
+    CLAIM_PARAMETERS_KIND, CLASS_PARAMETERS_KIND, ClassParameters, DeviceRequests, ParametersError,
+    ReferenceError, Selector, claim_reference, class_reference,
+};
 use crate::core::allocation::search::{CALL_WORK_MAX, INSTANT_WORK_MAX, QUICK_WORK_MAX, Work};
-use crate::core::allocation::selectors::Matches;
+use crate::core::allocation::selectors::{Match, Matches};
 use crate::driver::{
     CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Finding, Observation,
     UnsuitableNodes,
 };
 use crate::host::changes::Changes;
-use crate::host::fair_queue::FairQueue;
-use crate::host::selectors::{Evaluator, Refusal};
-use crate::host::state::{Change, Pending, State};
-use crate::host::watch::{self, Guarded, events, follow};
+use crate::host::selectors::{CHUNK, Evaluator, Expressions, FairQueue, Results, SelectorError};
+use crate::host::watch::{self, Guarded, ObjectChange, events, follow};
 
 /// NodeInventory objects per page of a list: a page stays below some 10 MiB even if each node has hundreds of devices.
 const INVENTORY_PAGE: u32 = 100;
 /// Nodes copied at once for a search: the lock is held for some milliseconds even if each has a thousand devices.
 const MAX_SNAPSHOTS: usize = 64;
+/// Number of inventory changes after which results for deleted devices are dropped.
+const INVENTORY_CHANGES_MAX: usize = 1024;
 /// Maximum number of searches whose devices were then taken by another claim.
 const MAX_TRIES: usize = 3;
 /// Parameter objects per page of a list.
@@ -53,7 +60,7 @@ pub struct HostDriver {
 struct Shared {
     name: String,
     /// Checking and holding devices is one step under this lock. It is never held across an await.
-    state: Mutex<State>,
+    state: Mutex<HostState>,
     changes: Changes,
     /// Problems with existing allocations, kept until the controller reads them.
     findings: Findings,
@@ -139,7 +146,7 @@ impl HostDriver {
                 )
             },
             move |change| {
-                let all = matches!(change, Change::All(_));
+                let all = matches!(change, ObjectChange::All(_));
                 let number = {
                     let mut state = shared.state();
                     state.apply_classes(change)
@@ -159,7 +166,7 @@ impl HostDriver {
                 )
             },
             move |change| {
-                let all = matches!(change, Change::All(_));
+                let all = matches!(change, ObjectChange::All(_));
                 let number = {
                     let mut state = shared.state();
                     state.apply_claims(change)
@@ -172,7 +179,7 @@ impl HostDriver {
 
     fn unwatched(driver_name: impl Into<String>) -> Self {
         let name = driver_name.into();
-        let state = Mutex::new(State::new(&name));
+        let state = Mutex::new(HostState::new(&name));
         let synced = cell::Sender::new(Synced::default());
         let evaluator = Evaluator::new(&name);
         Self {
@@ -210,12 +217,12 @@ fn read_inventory(driver: &str, object: Guarded<NodeInventory>) -> (String, Opti
 }
 
 impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, HostState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn inventories(&self, change: Change<String, Node>) {
-        let all = matches!(change, Change::All(_));
+    fn inventories(&self, change: ObjectChange<String, Node>) {
+        let all = matches!(change, ObjectChange::All(_));
         let (number, problems) = {
             let mut state = self.state();
             (
@@ -249,11 +256,11 @@ impl Shared {
     /// Ensures that these selectors are evaluated against all devices of a kind.
     async fn evaluate_all(self: &Arc<Self>, kind: &str, selectors: &[Selector]) -> Result<(), DriverError> {
         for selector in selectors {
-            self.state().select(selector)?;
+            self.state().expressions.request(selector)?;
             let evaluated = self.evaluate_kind(kind, selector.expression()).await;
             evaluated.map_err(|refusal| match refusal {
-                Refusal::Wrong(error) => selector.refusal(error).into(),
-                Refusal::Unfinished(error) => {
+                SelectorError::Invalid(error) => selector.refusal(error).into(),
+                SelectorError::Unfinished(error) => {
                     DriverError::retry("SelectorUnfinished", selector.refusal(error).to_string())
                 }
             })?;
@@ -263,7 +270,11 @@ impl Shared {
 
     /// Ensures that an expression is evaluated against all devices of a kind, in turn with other expressions. Returns how many of the
     /// newly evaluated devices match.
-    async fn evaluate_kind(self: &Arc<Self>, kind: &str, expression: &Arc<str>) -> Result<usize, Refusal> {
+    async fn evaluate_kind(
+        self: &Arc<Self>,
+        kind: &str,
+        expression: &Arc<str>,
+    ) -> Result<usize, SelectorError> {
         let pending = || self.state().pending(kind, expression, Instant::now());
         let mut matching = 0;
         if pending()?.is_some() {
@@ -278,13 +289,13 @@ impl Shared {
     }
 
     /// Returns how many of the devices match the expression.
-    async fn evaluate(self: &Arc<Self>, pending: Pending) -> usize {
-        let Pending { expression, devices } = pending;
+    async fn evaluate(self: &Arc<Self>, pending: PendingEvaluation) -> usize {
+        let PendingEvaluation { expression, devices } = pending;
         let evaluated = self.evaluator.evaluate(&expression, devices).await;
         if let Err(error) = &evaluated {
             tracing::warn!(%expression, ?error, "a selector is refused");
         }
-        let unfinished = matches!(evaluated, Err(Refusal::Unfinished(_)));
+        let unfinished = matches!(evaluated, Err(SelectorError::Unfinished(_)));
         let matching = self.state().evaluated(&expression, evaluated, Instant::now());
         if unfinished {
             self.retry_later(expression);
@@ -294,7 +305,7 @@ impl Shared {
 
     /// Schedules a retry of an expression that was not evaluated in time, and reports a success to waiting pods.
     fn retry_later(self: &Arc<Self>, expression: Arc<str>) {
-        let Some(retry_at) = self.state().retry_at(&expression) else {
+        let Some(retry_at) = self.state().expressions.retry_at(&expression) else {
             return;
         };
         let shared = Arc::clone(self);
@@ -320,6 +331,255 @@ impl Shared {
     fn parameters(&self, number: usize, mark: impl FnOnce(&mut Synced)) {
         self.synced.send_modify(mark);
         self.changes.report(CapacityCause::Parameters, number);
+    }
+}
+
+/// The state under the driver's lock: the device allocator, and caches of the parameter objects with their selectors.
+#[derive(Debug)]
+struct HostState {
+    /// Inventory and allocations.
+    allocator: DeviceAllocator,
+    /// DeviceClassParameters by name.
+    classes: ObjectCache<String, DeviceClassParametersSpec>,
+    /// DeviceClaimParameters by namespace and name.
+    claims: ObjectCache<(String, String), DeviceClaimParametersSpec>,
+    /// The expressions of these objects.
+    expressions: Expressions,
+    /// Inventory changes since results for deleted devices were last dropped.
+    inventory_changes: usize,
+}
+
+/// Devices for which an expression is pending.
+#[derive(Debug)]
+struct PendingEvaluation {
+    /// The expression.
+    expression: Arc<str>,
+    /// Some of the devices.
+    devices: Vec<AttributeSet>,
+}
+
+impl HostState {
+    fn new(driver: &str) -> Self {
+        Self {
+            allocator: DeviceAllocator::new(driver),
+            classes: ObjectCache::default(),
+            claims: ObjectCache::default(),
+            expressions: Expressions::default(),
+            inventory_changes: 0,
+        }
+    }
+
+    /// Applies a change of DeviceClassParameters. Returns how many objects are new or different.
+    fn apply_classes(
+        &mut self,
+        change: ObjectChange<String, Result<DeviceClassParametersSpec, String>>,
+    ) -> usize {
+        fn texts(spec: Option<&DeviceClassParametersSpec>) -> BTreeSet<&str> {
+            let selectors = spec.into_iter().flat_map(|spec| &spec.selectors);
+            selectors
+                .map(|selector| selector.cel.expression.as_str())
+                .collect()
+        }
+        let (expressions, allocator) = (&mut self.expressions, &mut self.allocator);
+        self.classes.apply_with(change, |_, old, new| {
+            // Add the new expressions first, so that unchanged ones keep their results.
+            expressions.add("", &texts(new));
+            for expression in expressions.remove("", &texts(old)) {
+                allocator.forget_selector(expression);
+            }
+        })
+    }
+
+    /// Applies a change of DeviceClaimParameters. Returns how many objects are new or different.
+    fn apply_claims(
+        &mut self,
+        change: ObjectChange<(String, String), Result<DeviceClaimParametersSpec, String>>,
+    ) -> usize {
+        fn texts(spec: Option<&DeviceClaimParametersSpec>) -> BTreeSet<&str> {
+            let requests = spec.into_iter().flat_map(|spec| &spec.requests);
+            let selectors = requests.flat_map(|request| &request.selectors);
+            selectors
+                .map(|selector| selector.cel.expression.as_str())
+                .collect()
+        }
+        let (expressions, allocator) = (&mut self.expressions, &mut self.allocator);
+        self.claims.apply_with(change, |(namespace, _), old, new| {
+            expressions.add(namespace, &texts(new));
+            for expression in expressions.remove(namespace, &texts(old)) {
+                allocator.forget_selector(expression);
+            }
+        })
+    }
+
+    /// Devices to evaluate before devices of `kind` can be selected by an expression; `None` if all are.
+    fn pending(
+        &mut self,
+        kind: &str,
+        expression: &Arc<str>,
+        now: Instant,
+    ) -> Result<Option<PendingEvaluation>, SelectorError> {
+        let is_valid = self.expressions.check(expression, now)?;
+        self.allocator.activate(kind, expression);
+        let pending = self.allocator.pending(kind, expression);
+        let devices: Vec<AttributeSet> = pending.take(CHUNK).cloned().collect();
+        Ok((!is_valid || !devices.is_empty()).then(|| PendingEvaluation {
+            expression: Arc::clone(expression),
+            devices,
+        }))
+    }
+
+    /// The kinds whose devices an expression selects from.
+    fn kinds(&self, expression: &str) -> Vec<String> {
+        let kinds = self.allocator.active_selectors().kinds(expression);
+        kinds.map(str::to_owned).collect()
+    }
+
+    /// A kind and an expression pending for it, after inventories have changed.
+    fn due(&self) -> Option<(String, Arc<str>)> {
+        self.allocator
+            .active_selectors()
+            .due()
+            .find(|(_, expression)| self.expressions.is_valid(expression))
+            .map(|(kind, expression)| (kind.to_owned(), Arc::clone(expression)))
+    }
+
+    /// Records the result or the error of an evaluation. Returns how many devices match.
+    fn evaluated(
+        &mut self,
+        expression: &Arc<str>,
+        evaluated: Result<Results, SelectorError>,
+        now: Instant,
+    ) -> usize {
+        let Some(results) = self.expressions.evaluated(expression, evaluated, now) else {
+            return 0;
+        };
+        let matching = results
+            .iter()
+            .filter(|(_, results)| *results == Match::Yes)
+            .count();
+        self.allocator.evaluated(expression, results);
+        matching
+    }
+
+    /// Applies a change of NodeInventory objects of this driver. Returns how many devices have become available.
+    fn apply_inventories(&mut self, change: ObjectChange<String, Node>) -> usize {
+        self.inventory_changes += 1;
+        if self.inventory_changes >= INVENTORY_CHANGES_MAX {
+            self.inventory_changes = 0;
+            self.allocator.forget_devices();
+        }
+        match change {
+            ObjectChange::All(nodes) => self.allocator.replace_inventories(nodes.into_iter().collect()),
+            ObjectChange::Set(object, node) => self.allocator.set_inventory(&object, Some(node)),
+            ObjectChange::Gone(object) => self.allocator.set_inventory(&object, None),
+        }
+    }
+
+    fn class_parameters(&self, class: &ResourceClass) -> Result<ClassParameters, DriverError> {
+        let name = class_reference(class)?;
+        let spec = self
+            .classes
+            .get(&name.to_owned(), || format!("{CLASS_PARAMETERS_KIND} {name}"))?;
+        Ok(ClassParameters::check(name, spec)?)
+    }
+
+    fn claim_parameters(
+        &self,
+        claim: &ResourceClaim,
+        class: &ClassParameters,
+    ) -> Result<DeviceRequests, DriverError> {
+        let Some(name) = claim_reference(claim)? else {
+            return Ok(DeviceRequests::one(class));
+        };
+        let namespace = claim.metadata.namespace.as_deref().unwrap_or_default();
+        let key = (namespace.to_owned(), name.to_owned());
+        let spec = self
+            .claims
+            .get(&key, || format!("{CLAIM_PARAMETERS_KIND} {namespace}/{name}"))?;
+        Ok(DeviceRequests::check(class, namespace, name, spec)?)
+    }
+}
+
+/// A cache of all objects of one kind. For an unreadable object it keeps the error.
+#[derive(Debug)]
+struct ObjectCache<K, V> {
+    objects: BTreeMap<K, Result<V, String>>,
+    synced: bool,
+}
+
+impl<K, V> Default for ObjectCache<K, V> {
+    fn default() -> Self {
+        Self {
+            objects: BTreeMap::new(),
+            synced: false,
+        }
+    }
+}
+
+impl<K: Ord, V: PartialEq> ObjectCache<K, V> {
+    /// Applies a change. Returns how many objects are new or different; deleted objects do not count.
+    #[cfg(test)]
+    fn apply(&mut self, change: ObjectChange<K, Result<V, String>>) -> usize {
+        self.apply_with(change, |_, _, _| ())
+    }
+
+    /// Like `apply`, and calls `changed` for each changed object with its key, its old value and its new value.
+    fn apply_with(
+        &mut self,
+        change: ObjectChange<K, Result<V, String>>,
+        mut changed: impl FnMut(&K, Option<&V>, Option<&V>),
+    ) -> usize {
+        match change {
+            ObjectChange::All(objects) => {
+                let before = std::mem::take(&mut self.objects);
+                self.objects = objects.into_iter().collect();
+                self.synced = true;
+                let mut number = 0;
+                for (key, value) in &self.objects {
+                    let old = before.get(key);
+                    if old != Some(value) {
+                        number += 1;
+                        changed(key, old.and_then(|old| old.as_ref().ok()), value.as_ref().ok());
+                    }
+                }
+                for (key, old) in before.iter().filter(|(key, _)| !self.objects.contains_key(*key)) {
+                    changed(key, old.as_ref().ok(), None);
+                }
+                number
+            }
+            ObjectChange::Set(key, value) => {
+                let old = self.objects.get(&key);
+                let same = old == Some(&value);
+                if !same {
+                    changed(&key, old.and_then(|old| old.as_ref().ok()), value.as_ref().ok());
+                }
+                self.objects.insert(key, value);
+                usize::from(!same)
+            }
+            ObjectChange::Gone(key) => {
+                if let Some(Ok(old)) = self.objects.remove(&key) {
+                    changed(&key, Some(&old), None);
+                }
+                0
+            }
+        }
+    }
+
+    /// The object, or why it is unavailable. `name` is its kind, namespace and name.
+    fn get(&self, key: &K, name: impl FnOnce() -> String) -> Result<&V, DriverError> {
+        match self.objects.get(key) {
+            Some(Ok(value)) => Ok(value),
+            Some(Err(error)) => Err(ParametersError::Malformed {
+                object: name(),
+                error: error.clone(),
+            }
+            .into()),
+            None if self.synced => Err(ParametersError::NotFound { object: name() }.into()),
+            None => Err(DriverError::retry(
+                "NotSynced",
+                format!("{} is not known yet", name()),
+            )),
+        }
     }
 }
 
@@ -353,7 +613,7 @@ impl Requested {
 impl HostDriver {
     /// Does some milliseconds of work under the lock. Many calls may have such work at the same time: between two pieces the
     /// runtime polls I/O and timers, so that probes and the lease wait for one piece only.
-    async fn piece<T>(&self, work: impl FnOnce(&mut State) -> T) -> T {
+    async fn piece<T>(&self, work: impl FnOnce(&mut HostState) -> T) -> T {
         let _turn = self.shared.pieces.lock().await;
         // Not after the work: a call that is dropped there would lose its allocation.
         yield_now().await;
@@ -378,7 +638,7 @@ impl HostDriver {
     /// Copies the state that concerns the claims on some nodes.
     async fn snapshots(&self, requested: &Requested, nodes: &[String]) -> (Vec<NodeSnapshot>, Matches) {
         let requested = requested.get();
-        let copy = |state: &mut State| {
+        let copy = |state: &mut HostState| {
             let allocator = &state.allocator;
             let snapshots = nodes
                 .iter()
@@ -653,6 +913,18 @@ fn requested_claim(request: &ClaimRequest<HostDriver>) -> RequestedClaim<'_> {
         claim: &request.claim,
         device_requests: &request.claim_parameters,
         suitable_nodes: request.class.suitable_nodes.as_ref(),
+    }
+}
+
+impl From<ParametersError> for DriverError {
+    fn from(error: ParametersError) -> Self {
+        Self::invalid(error.reason(), error.to_string())
+    }
+}
+
+impl From<ReferenceError> for DriverError {
+    fn from(error: ReferenceError) -> Self {
+        Self::invalid(error.reason(), error.to_string())
     }
 }
 

@@ -3,12 +3,10 @@
 
 mod changes;
 mod driver;
-mod fair_queue;
 #[cfg(not(feature = "internals"))]
 pub(crate) mod selectors;
 #[cfg(feature = "internals")]
 pub mod selectors;
-mod state;
 mod watch;
 
 pub use driver::HostDriver;

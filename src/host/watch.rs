@@ -1,4 +1,4 @@
-//! The three watches of the built-in driver, from the API server to [`Change`]s.
+//! The three watches of the built-in driver, from the API server to [`ObjectChange`]s.
 
 use std::fmt::Debug;
 use std::pin::pin;
@@ -10,7 +10,16 @@ use kube::{Api, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 use tokio_util::sync::CancellationToken;
 
-use crate::host::state::Change;
+/// A change of the objects of one kind.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum ObjectChange<K, V> {
+    /// The complete list of objects.
+    All(Vec<(K, V)>),
+    /// An object is new or has changed.
+    Set(K, V),
+    /// An object is deleted.
+    Gone(K),
+}
 
 /// An object, or the error of decoding it. An unreadable object must not stop the watch of all others.
 pub(crate) type Guarded<K> = DeserializeGuard<K>;
@@ -27,20 +36,20 @@ where
 }
 
 /// Passes the events to `apply` until `shutdown`. `read` makes the compact form of an object; an object without one counts as
-/// deleted. After a gap the objects are listed retry_at and passed on all at once, since a deletion meanwhile shows only as
+/// deleted. After a gap the objects are listed again and passed on all at once, since a deletion meanwhile shows only as
 /// absence.
 pub(crate) async fn follow<K, T, V>(
     events: impl Stream<Item = watcher::Result<watcher::Event<Guarded<K>>>>,
     shutdown: CancellationToken,
     read: impl Fn(Guarded<K>) -> (T, Option<V>),
-    mut apply: impl FnMut(Change<T, V>),
+    mut apply: impl FnMut(ObjectChange<T, V>),
 ) where
     K: Resource<DynamicType = ()>,
 {
     let kind = K::kind(&());
     let mut events = pin!(events);
     let mut listed = Vec::new();
-    let mut trouble = None;
+    let mut last_error = None;
     loop {
         let event = tokio::select! {
             biased;
@@ -50,7 +59,7 @@ pub(crate) async fn follow<K, T, V>(
         match event {
             Some(Ok(event)) => {
                 // `Init` only starts a list, which may fail like the one before.
-                if !matches!(event, watcher::Event::Init) && trouble.take().is_some() {
+                if !matches!(event, watcher::Event::Init) && last_error.take().is_some() {
                     tracing::info!(kind = %kind, "the watch works again");
                 }
                 match event {
@@ -59,20 +68,20 @@ pub(crate) async fn follow<K, T, V>(
                         let (key, value) = read(object);
                         listed.extend(value.map(|value| (key, value)));
                     }
-                    watcher::Event::InitDone => apply(Change::All(std::mem::take(&mut listed))),
+                    watcher::Event::InitDone => apply(ObjectChange::All(std::mem::take(&mut listed))),
                     watcher::Event::Apply(object) => match read(object) {
-                        (key, Some(value)) => apply(Change::Set(key, value)),
-                        (key, None) => apply(Change::Gone(key)),
+                        (key, Some(value)) => apply(ObjectChange::Set(key, value)),
+                        (key, None) => apply(ObjectChange::Gone(key)),
                     },
-                    watcher::Event::Delete(object) => apply(Change::Gone(read(object).0)),
+                    watcher::Event::Delete(object) => apply(ObjectChange::Gone(read(object).0)),
                 }
             }
             Some(Err(error)) => {
                 let text = explain::<K>(&error);
                 // The watch is retried for ever with a growing delay; a repeated error is logged once.
-                if trouble.as_ref() != Some(&text) {
+                if last_error.as_ref() != Some(&text) {
                     tracing::warn!(kind = %kind, "{text}");
-                    trouble = Some(text);
+                    last_error = Some(text);
                 }
             }
             None => return,
@@ -125,7 +134,7 @@ mod tests {
 
     async fn changes(
         events: Vec<watcher::Result<watcher::Event<Guarded<DeviceClassParameters>>>>,
-    ) -> Vec<Change<String, Result<String, String>>> {
+    ) -> Vec<ObjectChange<String, Result<String, String>>> {
         let mut changes = Vec::new();
         let read = |object: Guarded<DeviceClassParameters>| {
             let key = name(&object);
@@ -169,10 +178,10 @@ mod tests {
         ])
         .await;
         let expected = [
-            Change::All(vec![("a".into(), ok("x"))]),
-            Change::Set("b".into(), ok("y")),
-            Change::Gone("f".into()),
-            Change::Gone("a".into()),
+            ObjectChange::All(vec![("a".into(), ok("x"))]),
+            ObjectChange::Set("b".into(), ok("y")),
+            ObjectChange::Gone("f".into()),
+            ObjectChange::Gone("a".into()),
         ];
         assert_eq!(changes, expected);
     }
@@ -187,7 +196,7 @@ mod tests {
             Ok(InitDone),
         ];
         let changes = changes(events).await;
-        let [Change::All(objects)] = changes.as_slice() else {
+        let [ObjectChange::All(objects)] = changes.as_slice() else {
             panic!("{changes:?}")
         };
         let [(bad, Err(error)), (good, Ok(_))] = objects.as_slice() else {

@@ -3,7 +3,10 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::core::allocation::inventory::Attribute;
+
+mod fair_queue;
+mod program;
+mod structured;
 
 fn attributes(value: i64) -> AttributeSet {
     [("drayman.dev/x".into(), Attribute::Int(value))]
@@ -11,7 +14,7 @@ fn attributes(value: i64) -> AttributeSet {
         .collect()
 }
 
-async fn evaluate(evaluator: &Evaluator, expression: &str) -> Result<Results, Refusal> {
+async fn evaluate(evaluator: &Evaluator, expression: &str) -> Result<Results, SelectorError> {
     evaluator.evaluate(&expression.into(), vec![attributes(1)]).await
 }
 
@@ -57,7 +60,7 @@ async fn hostile_expressions_are_refused_and_others_go_on() {
         ("nothing but noise", "\u{0}\u{1}{{{]]]".to_owned()),
     ] {
         let started = Instant::now();
-        let Refusal::Wrong(error) = evaluate(&evaluator, &expression).await.unwrap_err() else {
+        let SelectorError::Invalid(error) = evaluate(&evaluator, &expression).await.unwrap_err() else {
             panic!("{what}")
         };
         assert!(started.elapsed() < DEADLINE, "{what}: {error}");
@@ -94,7 +97,8 @@ async fn optional_values_are_those_of_kubernetes() {
         let results = evaluate(&evaluator, expression).await;
         assert_eq!(results, Ok(vec![(attributes(1), expected)]), "{expression}");
     }
-    let Err(Refusal::Wrong(error)) = evaluate(&evaluator, "device.?attribute.hasValue()").await else {
+    let Err(SelectorError::Invalid(error)) = evaluate(&evaluator, "device.?attribute.hasValue()").await
+    else {
         panic!("an unknown field")
     };
     assert!(error.contains("device has no \"attribute\""), "{error}");
@@ -157,7 +161,10 @@ async fn what_is_not_done_in_time_is_not_wrong_for_ever() {
     let refusal = evaluator
         .evaluate_within(Duration::ZERO, &heavy, many.clone())
         .await;
-    assert!(matches!(refusal, Err(Refusal::Unfinished(_))), "{refusal:?}");
+    assert!(
+        matches!(refusal, Err(SelectorError::Unfinished(_))),
+        "{refusal:?}"
+    );
     let evaluated = evaluator
         .evaluate(&heavy, many)
         .await

@@ -1,7 +1,9 @@
 //! Tests of the parameter caches and the selectors in use.
 
-use super::*;
-use crate::api::crd::{DeviceRequest, GROUP};
+use std::time::Duration;
+
+use super::super::*;
+use crate::api::crd::{DeviceRequest, GROUP, REQUESTS_MAX, SELECTORS_MAX};
 use crate::api::resource::{ResourceClaimParametersReference, ResourceClassParametersReference};
 use crate::core::allocation::parameters::Request;
 use crate::core::allocation::tests::fixture;
@@ -38,16 +40,16 @@ fn spec(kind: &str) -> DeviceClassParametersSpec {
 }
 
 /// Adds a class with these selectors.
-fn write(state: &mut State, name: &str, expressions: &[&str]) {
+fn write(state: &mut HostState, name: &str, expressions: &[&str]) {
     let mut with = spec("test");
     let selector = |expression: &&str| crate::api::crd::DeviceSelector::cel(*expression);
     with.selectors = expressions.iter().map(selector).collect();
-    state.apply_classes(Change::Set(name.into(), Ok(with)));
+    state.apply_classes(ObjectChange::Set(name.into(), Ok(with)));
 }
 
 #[test]
 fn expressions_in_use_are_bounded_per_namespace_and_in_total() {
-    let mut state = State::new(fixture::DRIVER);
+    let mut state = HostState::new(fixture::DRIVER);
     // An object of a namespace: 16 requests with 16 selectors each.
     let object = |from: usize| {
         let selector = |number: usize| crate::api::crd::DeviceSelector::cel(format!("{number} > 0"));
@@ -63,14 +65,14 @@ fn expressions_in_use_are_bounded_per_namespace_and_in_total() {
             constraints: Vec::new(),
         }
     };
-    let use_all = |state: &mut State, namespace: &str, name: &str, from: usize| {
+    let use_all = |state: &mut HostState, namespace: &str, name: &str, from: usize| {
         let key = (namespace.to_owned(), name.to_owned());
-        state.apply_claims(Change::Set(key, Ok(object(from))));
+        state.apply_claims(ObjectChange::Set(key, Ok(object(from))));
         let device_requests =
             DeviceRequests::check(&fixture::class("test"), namespace, name, &object(from)).unwrap();
         let selectors = device_requests.requests().iter().flat_map(Request::selectors);
         selectors
-            .map(|selector| state.select(selector))
+            .map(|selector| state.expressions.request(selector))
             .collect::<Result<Vec<()>, _>>()
     };
     assert!(use_all(&mut state, "n0", "p", 0).is_ok());
@@ -93,18 +95,18 @@ fn expressions_in_use_are_bounded_per_namespace_and_in_total() {
         "class",
         state.classes.get(&"class".to_owned(), String::new).unwrap(),
     );
-    assert!(state.select(&class.unwrap().selectors()[0]).is_ok());
-    state.apply_claims(Change::Gone(("n1".into(), "p".into())));
+    assert!(state.expressions.request(&class.unwrap().selectors()[0]).is_ok());
+    state.apply_claims(ObjectChange::Gone(("n1".into(), "p".into())));
     assert!(use_all(&mut state, "n8", "p", 9000).is_ok());
 }
 
 #[test]
 fn missing_parameters_are_reported_once_the_watch_is_synced() {
-    let mut state = State::new(fixture::DRIVER);
+    let mut state = HostState::new(fixture::DRIVER);
     let error = state.class_parameters(&class()).unwrap_err();
     assert_eq!((error.kind, error.reason), (DriverErrorKind::Retry, "NotSynced"));
-    state.classes.apply(Change::All(vec![]));
-    state.claims.apply(Change::All(vec![]));
+    state.classes.apply(ObjectChange::All(vec![]));
+    state.claims.apply(ObjectChange::All(vec![]));
     let error = state.class_parameters(&class()).unwrap_err();
     assert_eq!(
         (error.kind, error.reason),
@@ -122,8 +124,8 @@ fn missing_parameters_are_reported_once_the_watch_is_synced() {
 
 #[test]
 fn an_unreadable_object_does_not_end_the_watch() {
-    let mut state = State::new(fixture::DRIVER);
-    state.classes.apply(Change::All(vec![(
+    let mut state = HostState::new(fixture::DRIVER);
+    state.classes.apply(ObjectChange::All(vec![(
         "p".into(),
         Err("unknown field `knid`".into()),
     )]));
@@ -134,18 +136,20 @@ fn an_unreadable_object_does_not_end_the_watch() {
     );
     state
         .classes
-        .apply(Change::Set("p".into(), Ok(spec("Not A Label"))));
+        .apply(ObjectChange::Set("p".into(), Ok(spec("Not A Label"))));
     assert_eq!(
         state.class_parameters(&class()).unwrap_err().reason,
         "ParametersInvalid"
     );
-    state.classes.apply(Change::Set("p".into(), Ok(spec("test"))));
+    state
+        .classes
+        .apply(ObjectChange::Set("p".into(), Ok(spec("test"))));
     assert_eq!(state.class_parameters(&class()).unwrap().kind(), "test");
 }
 
 #[test]
 fn a_claim_wants_what_its_parameters_in_its_own_namespace_say() {
-    let mut state = State::new(fixture::DRIVER);
+    let mut state = HostState::new(fixture::DRIVER);
     let requests = |count| DeviceClaimParametersSpec {
         requests: vec![DeviceRequest {
             name: "r".into(),
@@ -157,7 +161,7 @@ fn a_claim_wants_what_its_parameters_in_its_own_namespace_say() {
     let entry = |namespace: &str, count| ((namespace.to_owned(), "p".to_owned()), Ok(requests(count)));
     state
         .claims
-        .apply(Change::All(vec![entry("another", 1), entry("ns", 3)]));
+        .apply(ObjectChange::All(vec![entry("another", 1), entry("ns", 3)]));
     assert_eq!(
         state
             .claim_parameters(&claim(), &fixture::class("test"))
@@ -177,16 +181,16 @@ fn a_claim_wants_what_its_parameters_in_its_own_namespace_say() {
 
 #[test]
 fn only_what_is_new_or_different_can_help_somebody() {
-    let mut copy: Copy<String, u8> = Copy::default();
+    let mut cache: ObjectCache<String, u8> = ObjectCache::default();
     assert_eq!(
-        copy.apply(Change::All(vec![("a".into(), Ok(1)), ("b".into(), Ok(1))])),
+        cache.apply(ObjectChange::All(vec![("a".into(), Ok(1)), ("b".into(), Ok(1))])),
         2
     );
-    assert_eq!(copy.apply(Change::Set("a".into(), Ok(1))), 0);
-    assert_eq!(copy.apply(Change::Set("a".into(), Ok(2))), 1);
-    assert_eq!(copy.apply(Change::Gone("b".into())), 0);
+    assert_eq!(cache.apply(ObjectChange::Set("a".into(), Ok(1))), 0);
+    assert_eq!(cache.apply(ObjectChange::Set("a".into(), Ok(2))), 1);
+    assert_eq!(cache.apply(ObjectChange::Gone("b".into())), 0);
     assert_eq!(
-        copy.apply(Change::All(vec![("a".into(), Ok(2)), ("b".into(), Ok(1))])),
+        cache.apply(ObjectChange::All(vec![("a".into(), Ok(2)), ("b".into(), Ok(1))])),
         1
     );
 }
@@ -194,10 +198,10 @@ fn only_what_is_new_or_different_can_help_somebody() {
 #[test]
 fn a_selector_is_evaluated_once_and_dropped_with_its_object() {
     let now = Instant::now();
-    let mut state = State::new(fixture::DRIVER);
+    let mut state = HostState::new(fixture::DRIVER);
     let expression: Arc<str> = "true".into();
     write(&mut state, "p", &["true"]);
-    state.apply_inventories(Change::Set("a".into(), fixture::node("a", "1", &["d"])));
+    state.apply_inventories(ObjectChange::Set("a".into(), fixture::node("a", "1", &["d"])));
     let pending = state.pending("test", &expression, now).unwrap().unwrap();
     assert_eq!(pending.devices.len(), 1);
     let results = pending
@@ -209,37 +213,40 @@ fn a_selector_is_evaluated_once_and_dropped_with_its_object() {
     assert!(state.pending("test", &expression, now).unwrap().is_none());
     assert!(state.due().is_none());
     // A device with equal attributes needs no evaluation of its own.
-    state.apply_inventories(Change::Set("b".into(), fixture::node("b", "2", &["e"])));
+    state.apply_inventories(ObjectChange::Set("b".into(), fixture::node("b", "2", &["e"])));
     assert!(state.due().is_none());
 
     write(&mut state, "q", &["true", "false"]);
-    state.apply_classes(Change::Gone("p".into()));
+    state.apply_classes(ObjectChange::Gone("p".into()));
     assert_eq!(state.allocator.matches().len(), 1);
     write(&mut state, "q", &["true"]);
     assert_eq!(state.allocator.matches().len(), 1);
-    state.apply_classes(Change::All(vec![]));
+    state.apply_classes(ObjectChange::All(vec![]));
     assert!(state.allocator.matches().is_empty());
-    assert!(state.selectors.known.is_empty() && state.allocator.active_selectors().is_empty());
+    assert!(state.expressions.is_empty() && state.allocator.active_selectors().is_empty());
 }
 
 #[test]
 fn a_refused_selector_is_retried_only_after_a_change() {
     let now = Instant::now();
-    let mut state = State::new(fixture::DRIVER);
+    let mut state = HostState::new(fixture::DRIVER);
     let expression: Arc<str> = "no".into();
     write(&mut state, "p", &["no"]);
     assert!(
         state.pending("test", &expression, now).unwrap().is_some(),
         "unknown, even without devices"
     );
-    state.evaluated(&expression, Err(Refusal::Wrong("nonsense".into())), now);
+    state.evaluated(&expression, Err(SelectorError::Invalid("nonsense".into())), now);
     assert_eq!(
         state.pending("test", &expression, now).unwrap_err(),
-        Refusal::Wrong("nonsense".into())
+        SelectorError::Invalid("nonsense".into())
     );
     write(&mut state, "p", &["yes"]);
     let gone = state.pending("test", &expression, now).unwrap_err();
-    assert_eq!(gone, Refusal::Unfinished("it is in no object any more".into()));
+    assert_eq!(
+        gone,
+        SelectorError::Unfinished("it is in no object any more".into())
+    );
     write(&mut state, "p", &["no"]);
     assert!(state.pending("test", &expression, now).unwrap().is_some());
 }
@@ -247,15 +254,15 @@ fn a_refused_selector_is_retried_only_after_a_change() {
 #[test]
 fn a_selector_that_timed_out_is_retried_with_backoff() {
     let start = Instant::now();
-    let mut state = State::new(fixture::DRIVER);
+    let mut state = HostState::new(fixture::DRIVER);
     let expression: Arc<str> = "slow".into();
     write(&mut state, "p", &["slow"]);
-    state.apply_inventories(Change::Set("a".into(), fixture::node("a", "1", &["d"])));
+    state.apply_inventories(ObjectChange::Set("a".into(), fixture::node("a", "1", &["d"])));
     assert!(state.pending("test", &expression, start).unwrap().is_some());
-    let slow = || Err(Refusal::Unfinished("slow".into()));
+    let slow = || Err(SelectorError::Unfinished("slow".into()));
     state.evaluated(&expression, slow(), start);
     let second = Duration::from_secs(1);
-    assert_eq!(state.retry_at(&expression), Some(start + 5 * second));
+    assert_eq!(state.expressions.retry_at(&expression), Some(start + 5 * second));
     assert!(state.pending("test", &expression, start + 4 * second).is_err());
     assert!(
         state.due().is_none(),
@@ -266,11 +273,14 @@ fn a_selector_that_timed_out_is_retried_with_backoff() {
     assert_eq!(retry_at.devices.len(), 1);
     assert_eq!(state.kinds(&expression), ["test"]);
     state.evaluated(&expression, slow(), later);
-    assert_eq!(state.retry_at(&expression), Some(later + 10 * second));
+    assert_eq!(state.expressions.retry_at(&expression), Some(later + 10 * second));
     for _ in 0..20 {
         state.evaluated(&expression, slow(), later);
     }
-    assert_eq!(state.retry_at(&expression), Some(later + 300 * second));
+    assert_eq!(
+        state.expressions.retry_at(&expression),
+        Some(later + 300 * second)
+    );
     let pending = state
         .pending("test", &expression, later + 300 * second)
         .unwrap()
@@ -283,7 +293,7 @@ fn a_selector_that_timed_out_is_retried_with_backoff() {
     assert_eq!(state.evaluated(&expression, Ok(results), later), 1);
     assert_eq!(
         (
-            state.retry_at(&expression),
+            state.expressions.retry_at(&expression),
             state.pending("test", &expression, later).unwrap().is_none()
         ),
         (None, true)

@@ -1,0 +1,959 @@
+//! Selectors: compiles and evaluates their expressions (CEL), and counts those in use.
+//!
+//! Evaluation is without risk for the process: on one separate thread with a large stack, within limits that are checked beforehand, and
+//! with a deadline after which the thread is abandoned. Expressions take turns ([`FairQueue`]).
+//!
+//! The CEL parser and interpreter recurse on the expression and have no cost limit. A stack overflow and a failed allocation abort
+//! the process, so neither may be possible: the text is limited before it is parsed, independently of its grammar, and a parsed
+//! expression may only call functions whose results are not larger than their arguments together, within a number of steps that is
+//! computed beforehand.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use k8s_openapi::api::resource::v1::{Device, DeviceAttribute};
+use kube_cel::KubeCelExt;
+use kube_cel::cel::common::ast::{EntryExpr, Expr, LiteralValue, operators};
+use kube_cel::cel::objects::{Key, Map};
+use kube_cel::cel::parser::{Expression, Parser};
+use kube_cel::cel::{Context, ExecutionError, IdedExpr, Program, Value};
+use tokio::sync::{Mutex as AsyncMutex, MutexGuard, OwnedMutexGuard, oneshot};
+
+use crate::api::crd::{EXPRESSION_MAX, REQUESTS_MAX, SELECTORS_MAX};
+use crate::core::allocation::inventory::{Attribute, AttributeSet};
+use crate::core::allocation::parameters::Selector;
+use crate::core::allocation::selectors::Match;
+use crate::driver::DriverError;
+
+/// Stack size in bytes of the thread that parses and evaluates expressions. The limits on expressions keep their stack usage well
+/// below it.
+pub const STACK: usize = 16 << 20;
+/// Maximum number of devices evaluated in one turn.
+pub(crate) const CHUNK: usize = 256;
+/// Time after which a turn starts no further device, so that others get theirs.
+const TURN: Duration = Duration::from_millis(100);
+/// Time limit of a turn, in case an evaluation does not end.
+const DEADLINE: Duration = Duration::from_secs(5);
+/// Number of compiled programs in the cache: a few for each claim that waits for its turn. The oldest is evicted.
+const PROGRAMS_MAX: usize = 64;
+/// Maximum number of different expressions in use by the objects of one namespace: as many as one object can have.
+const NAMESPACE_EXPRESSIONS_MAX: usize = REQUESTS_MAX * SELECTORS_MAX;
+/// The same limit for all namespaces together. With the stored errors, each expression takes up to seven bits per different device: this
+/// is below 10 MB with 5,000 of them.
+const EXPRESSIONS_MAX: usize = 8 * NAMESPACE_EXPRESSIONS_MAX;
+/// Delay before the first retry of an expression that was not evaluated in time; doubled with each failure.
+const UNFINISHED_RETRY_INTERVAL: Duration = Duration::from_secs(5);
+/// The longest of these delays.
+const MAX_UNFINISHED_RETRY_INTERVAL: Duration = Duration::from_secs(300);
+/// Maximum number of characters of an error text.
+const ERROR_MAX: usize = 200;
+/// Maximum number of characters of a name in an error.
+const CITED_MAX: usize = 64;
+/// Maximum number of steps of one evaluation: some ten milliseconds.
+const STEPS_MAX: usize = 10_000;
+/// Maximum number of elements of an attribute map; the elements of a list in the expression count as steps.
+const ELEMENTS_MAX: usize = 64;
+/// The cost of a regular expression in steps.
+const PATTERN_STEPS: usize = 500;
+/// Tokens that make a parser recurse, and their limits. Occurrences in strings and comments count too.
+const MARKS: [(&[&str], usize, &str); 6] = [
+    (&["(", "[", "{"], 64, "brackets"),
+    (&["?"], 16, "question marks"),
+    (&["."], 160, "dots"),
+    (
+        &["+", "-", "*", "/", "%", "<", ">", "=", "!", "&", "|"],
+        512,
+        "operators",
+    ),
+    (&["in"], 64, "times \"in\""),
+    (&[","], 512, "commas"),
+];
+/// Fields of `device` in classic mode.
+const FIELDS: [&str; 3] = ["driver", "attributes", "capacity"];
+/// Fields of `device` in `resource.k8s.io/v1`.
+const STRUCTURED_FIELDS: [&str; 4] = ["driver", "attributes", "capacity", "allowMultipleAllocations"];
+/// Functions that an expression may call: those of a Kubernetes selector, except those that make large values from small ones.
+const FUNCTIONS: [&str; 35] = [
+    "add",
+    "asApproximateFloat",
+    "asInteger",
+    "charAt",
+    "compareTo",
+    "contains",
+    "double",
+    "endsWith",
+    "hasValue",
+    "indexOf",
+    "int",
+    "isGreaterThan",
+    "isInteger",
+    "isLessThan",
+    "isQuantity",
+    "isSemver",
+    "lastIndexOf",
+    "lowerAscii",
+    "major",
+    "matches",
+    "minor",
+    "or",
+    "orValue",
+    "patch",
+    "quantity",
+    "semver",
+    "sign",
+    "size",
+    "startsWith",
+    "string",
+    "sub",
+    "substring",
+    "trim",
+    "upperAscii",
+    "value",
+];
+
+/// Evaluates expressions against devices.
+#[derive(Debug)]
+pub(crate) struct Evaluator {
+    driver: String,
+    jobs: Mutex<Option<Sender<Job>>>,
+}
+
+struct Job {
+    expression: Arc<str>,
+    devices: Vec<AttributeSet>,
+    reply: oneshot::Sender<Result<Results, String>>,
+}
+
+/// The result of an expression for each device.
+pub(crate) type Results = Vec<(AttributeSet, Match)>;
+
+/// Why an expression has no result.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum SelectorError {
+    /// The expression is invalid: only its author can fix it.
+    Invalid(String),
+    /// There was no time or no thread for it, possibly because of other expressions: a retry may succeed.
+    Unfinished(String),
+}
+
+impl Evaluator {
+    /// Returns an evaluator for the devices of `driver`. The thread starts on first use.
+    pub(crate) fn new(driver: &str) -> Self {
+        Self {
+            driver: driver.to_owned(),
+            jobs: Mutex::new(None),
+        }
+    }
+
+    /// Evaluates an expression against the first of at most [`CHUNK`] devices: as many as fit into a turn, and at least one if any.
+    pub(crate) async fn evaluate(
+        &self,
+        expression: &Arc<str>,
+        devices: Vec<AttributeSet>,
+    ) -> Result<Results, SelectorError> {
+        self.evaluate_within(DEADLINE, expression, devices).await
+    }
+
+    async fn evaluate_within(
+        &self,
+        limit: Duration,
+        expression: &Arc<str>,
+        devices: Vec<AttributeSet>,
+    ) -> Result<Results, SelectorError> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Job {
+            expression: Arc::clone(expression),
+            devices,
+            reply,
+        })
+        .map_err(SelectorError::Unfinished)?;
+        match tokio::time::timeout(limit, answer).await {
+            Ok(Ok(evaluated)) => evaluated.map_err(SelectorError::Invalid),
+            Ok(Err(_)) => {
+                self.forget_thread();
+                Err(SelectorError::Invalid("it cannot be evaluated".to_owned()))
+            }
+            Err(_) => {
+                self.forget_thread();
+                Err(SelectorError::Unfinished(format!(
+                    "its evaluation takes longer than {limit:?}: make it simpler; it is tried again now and then"
+                )))
+            }
+        }
+    }
+
+    fn send(&self, job: Job) -> Result<(), String> {
+        let mut jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        let job = match jobs.as_ref() {
+            Some(sender) => match sender.send(job) {
+                Ok(()) => return Ok(()),
+                Err(unsent) => unsent.0,
+            },
+            None => job,
+        };
+        let (sender, receiver) = mpsc::channel();
+        let driver = self.driver.clone();
+        let thread = std::thread::Builder::new()
+            .name("selectors".to_owned())
+            .stack_size(STACK);
+        // The thread ends when its sender is dropped, so it need not be joined.
+        thread
+            .spawn(move || run(&driver, &receiver))
+            .map_err(|error| format!("no thread to evaluate it on: {error}"))?;
+        let sent = sender.send(job).map_err(|_| "it cannot be evaluated".to_owned());
+        *jobs = Some(sender);
+        sent
+    }
+
+    fn forget_thread(&self) {
+        *self.jobs.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+}
+
+fn run(driver: &str, jobs: &Receiver<Job>) {
+    let environment = Environment::new(driver);
+    let mut programs: BTreeMap<Arc<str>, Result<Compiled, String>> = BTreeMap::new();
+    let mut ages: VecDeque<Arc<str>> = VecDeque::new();
+    while let Ok(job) = jobs.recv() {
+        if !programs.contains_key(&job.expression) {
+            ages.push_back(Arc::clone(&job.expression));
+            if ages.len() > PROGRAMS_MAX
+                && let Some(oldest) = ages.pop_front()
+            {
+                programs.remove(&oldest);
+            }
+        }
+        let compile = || Compiled::new(&job.expression);
+        let compiled = programs
+            .entry(Arc::clone(&job.expression))
+            .or_insert_with(compile);
+        let evaluate = |compiled: &Compiled| {
+            let begun = Instant::now();
+            let mut evaluated = Results::new();
+            for attributes in job.devices {
+                // If the caller is gone, the remaining evaluations are useless.
+                if job.reply.is_closed() || (!evaluated.is_empty() && begun.elapsed() >= TURN) {
+                    break;
+                }
+                let results = compiled.evaluate(&environment, &attributes);
+                evaluated.push((attributes, results));
+            }
+            evaluated
+        };
+        let evaluated = compiled.as_ref().map(evaluate).map_err(String::clone);
+        let _ = job.reply.send(evaluated);
+    }
+}
+
+/// The fair queue of all expressions.
+#[derive(Debug, Default)]
+pub(crate) struct FairQueue {
+    /// Held for one turn. Waiters get it in the order of their requests, and request it again for their next turn.
+    turn: AsyncMutex<()>,
+    /// Per expression, the lock for which its waiters queue; its holder alone requests turns, so a hundred claims with one expression
+    /// count as one.
+    lines: Mutex<BTreeMap<Arc<str>, Weak<AsyncMutex<()>>>>,
+}
+
+impl FairQueue {
+    /// Waits for the right to request turns for an expression.
+    pub(crate) async fn line(&self, expression: &Arc<str>) -> OwnedMutexGuard<()> {
+        let line = {
+            let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+            lines.retain(|_, line| line.strong_count() > 0);
+            let line = lines.get(expression).and_then(Weak::upgrade).unwrap_or_default();
+            lines.insert(Arc::clone(expression), Arc::downgrade(&line));
+            line
+        };
+        line.lock_owned().await
+    }
+
+    /// Waits for a turn.
+    pub(crate) async fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock().await
+    }
+}
+
+/// The evaluation status of an expression.
+#[derive(Debug)]
+enum EvaluationStatus {
+    Valid,
+    Invalid(String),
+    Unfinished {
+        error: String,
+        failures: u32,
+        retry_at: Instant,
+    },
+}
+
+/// The expressions of all parameter objects, those in use, and their evaluation status.
+#[derive(Debug, Default)]
+pub(crate) struct Expressions {
+    statuses: BTreeMap<Arc<str>, EvaluationStatus>,
+    /// The objects that contain an expression, by expression and namespace. One map, because most expressions are in one namespace only.
+    uses: BTreeMap<(Arc<str>, Arc<str>), ExpressionUse>,
+    /// How many expressions of each namespace are in use.
+    used: BTreeMap<Arc<str>, usize>,
+}
+
+/// An expression in the objects of one namespace.
+#[derive(Debug, Default)]
+struct ExpressionUse {
+    /// The number of objects that contain it.
+    objects: usize,
+    /// Whether it was requested.
+    requested: bool,
+}
+
+impl Expressions {
+    /// Adds the expressions of an object.
+    pub(crate) fn add(&mut self, namespace: &str, expressions: &BTreeSet<&str>) {
+        let namespace: Arc<str> = namespace.into();
+        for expression in expressions {
+            let key = (self.shared(expression), Arc::clone(&namespace));
+            self.uses.entry(key).or_default().objects += 1;
+        }
+    }
+
+    /// The text of an expression, shared with the stored one if there is one.
+    fn shared(&self, expression: &str) -> Arc<str> {
+        let text: Arc<str> = expression.into();
+        let known = self
+            .namespaces(&text)
+            .next()
+            .map(|((known, _), _)| Arc::clone(known));
+        known.unwrap_or(text)
+    }
+
+    /// The namespaces that contain an expression.
+    fn namespaces(
+        &self,
+        expression: &Arc<str>,
+    ) -> impl Iterator<Item = (&(Arc<str>, Arc<str>), &ExpressionUse)> {
+        let first = (Arc::clone(expression), Arc::from(""));
+        let all = self.uses.range(first..);
+        all.take_while(move |((other, _), _)| other == expression)
+    }
+
+    fn contains(&self, expression: &Arc<str>) -> bool {
+        self.namespaces(expression).next().is_some()
+    }
+
+    /// Removes the expressions of an object. Returns those that no object contains any more.
+    pub(crate) fn remove<'a>(&mut self, namespace: &str, expressions: &BTreeSet<&'a str>) -> Vec<&'a str> {
+        let mut gone = Vec::new();
+        let namespace: Arc<str> = namespace.into();
+        for expression in expressions {
+            let key = (Arc::from(*expression), Arc::clone(&namespace));
+            let Some(found) = self.uses.get_mut(&key) else {
+                continue;
+            };
+            found.objects = found.objects.saturating_sub(1);
+            if found.objects > 0 {
+                continue;
+            }
+            if found.requested
+                && let Some(used) = self.used.get_mut(&namespace)
+            {
+                *used = used.saturating_sub(1);
+                if *used == 0 {
+                    self.used.remove(&namespace);
+                }
+            }
+            self.uses.remove(&key);
+            if !self.contains(&key.0) {
+                self.statuses.remove(*expression);
+                gone.push(*expression);
+            }
+        }
+        gone
+    }
+
+    /// Marks a selector as in use, unless too many are.
+    pub(crate) fn request(&mut self, selector: &Selector) -> Result<(), DriverError> {
+        let (namespace, expression) = (selector.namespace(), selector.expression());
+        let in_namespace = self.used.get(namespace).copied().unwrap_or(0);
+        // Operators write the classes, so the number of expressions in user objects must not make a class fail.
+        let in_all: usize = self
+            .used
+            .iter()
+            .filter(|(namespace, _)| !namespace.is_empty())
+            .map(|(_, used)| used)
+            .sum();
+        let key = (Arc::clone(expression), Arc::clone(namespace));
+        let Some(found) = self.uses.get_mut(&key) else {
+            return Err(DriverError::retry(
+                "NotSynced",
+                format!("{} has changed meanwhile", selector.object()),
+            ));
+        };
+        if found.requested {
+            return Ok(());
+        }
+        let is_full = in_namespace >= NAMESPACE_EXPRESSIONS_MAX;
+        if !namespace.is_empty() && (is_full || in_all >= EXPRESSIONS_MAX) {
+            let limit = if is_full {
+                format!(
+                    "the limit of {NAMESPACE_EXPRESSIONS_MAX} different expressions in use in namespace {namespace}"
+                )
+            } else {
+                format!("the limit of {EXPRESSIONS_MAX} different expressions in use in all namespaces")
+            };
+            return Err(DriverError::retry(
+                "TooManySelectors",
+                format!(
+                    "{}: {} is beyond {limit}; write the same expression in several objects, or delete DeviceClaimParameters that no claim uses",
+                    selector.object(),
+                    selector.label()
+                ),
+            ));
+        }
+        found.requested = true;
+        *self.used.entry(Arc::clone(namespace)).or_default() += 1;
+        Ok(())
+    }
+
+    /// Whether an expression is known to be valid, or the error that keeps it from being evaluated now.
+    pub(crate) fn check(&self, expression: &Arc<str>, now: Instant) -> Result<bool, SelectorError> {
+        if !self.contains(expression) {
+            return Err(SelectorError::Unfinished(
+                "it is in no object any more".to_owned(),
+            ));
+        }
+        match self.statuses.get(expression) {
+            Some(EvaluationStatus::Invalid(error)) => Err(SelectorError::Invalid(error.clone())),
+            Some(EvaluationStatus::Unfinished { error, retry_at, .. }) if *retry_at > now => {
+                Err(SelectorError::Unfinished(error.clone()))
+            }
+            Some(EvaluationStatus::Unfinished { .. }) | None => Ok(false),
+            Some(EvaluationStatus::Valid) => Ok(true),
+        }
+    }
+
+    pub(crate) fn is_valid(&self, expression: &Arc<str>) -> bool {
+        matches!(self.statuses.get(expression), Some(EvaluationStatus::Valid))
+    }
+
+    /// When an expression that was not evaluated in time is due for a retry.
+    pub(crate) fn retry_at(&self, expression: &Arc<str>) -> Option<Instant> {
+        match self.statuses.get(expression) {
+            Some(EvaluationStatus::Unfinished { retry_at, .. }) => Some(*retry_at),
+            _ => None,
+        }
+    }
+
+    /// Records the outcome of an evaluation. Returns its results; `None` if no object contains the expression any more.
+    pub(crate) fn evaluated(
+        &mut self,
+        expression: &Arc<str>,
+        evaluated: Result<Results, SelectorError>,
+        now: Instant,
+    ) -> Option<Results> {
+        if !self.contains(expression) {
+            return None;
+        }
+        let (results, status) = match evaluated {
+            Ok(results) => (results, EvaluationStatus::Valid),
+            Err(SelectorError::Invalid(error)) => (Vec::new(), EvaluationStatus::Invalid(error)),
+            Err(SelectorError::Unfinished(error)) => {
+                let failures = match self.statuses.get(expression) {
+                    Some(EvaluationStatus::Unfinished { failures, .. }) => failures.saturating_add(1),
+                    _ => 0,
+                };
+                let delay = UNFINISHED_RETRY_INTERVAL.saturating_mul(1 << failures.min(16));
+                let retry_at = now + delay.min(MAX_UNFINISHED_RETRY_INTERVAL);
+                let status = EvaluationStatus::Unfinished {
+                    error,
+                    failures,
+                    retry_at,
+                };
+                (Vec::new(), status)
+            }
+        };
+        self.statuses.insert(Arc::clone(expression), status);
+        Some(results)
+    }
+
+    #[cfg(test)]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.uses.is_empty() && self.used.is_empty() && self.statuses.is_empty()
+    }
+}
+
+/// The environment of all evaluations.
+#[allow(missing_debug_implementations, reason = "the context of CEL has none")]
+pub struct Environment {
+    context: Context<'static>,
+    version: Option<Program>,
+    quantity: Option<Program>,
+    driver: Arc<String>,
+}
+
+/// The device of an evaluation.
+struct Input<'a> {
+    driver: &'a str,
+    attributes: Vec<(&'a str, Value)>,
+    capacity: Vec<(&'a str, Value)>,
+    /// Absent in classic mode.
+    allow_multiple_allocations: Option<bool>,
+}
+
+/// A compiled expression that passed all limits.
+#[allow(missing_debug_implementations, reason = "the program of CEL has none")]
+pub struct Compiled {
+    expression: Expression,
+    keys: Vec<String>,
+}
+
+impl Environment {
+    /// Returns the environment for the devices of one driver: attribute names without a domain belong to `driver`.
+    pub fn new(driver: &str) -> Self {
+        Self {
+            context: Context::default().with_all(),
+            version: Program::compile("semver(text)").ok(),
+            quantity: Program::compile("quantity(text)").ok(),
+            driver: Arc::new(driver.to_owned()),
+        }
+    }
+
+    fn parse(&self, program: Option<&Program>, text: &str) -> Option<Value> {
+        let mut context = self.context.new_inner_scope();
+        context.add_variable_from_value("text", text.to_owned());
+        program?.execute(&context).ok()
+    }
+
+    fn value(&self, attribute: &Attribute) -> Option<Value> {
+        Some(match attribute {
+            Attribute::String(text) => Value::String(Arc::new(text.to_string())),
+            Attribute::Int(number) => Value::Int(*number),
+            Attribute::Bool(value) => Value::Bool(*value),
+            Attribute::Version(text) => self.parse(self.version.as_ref(), text)?,
+        })
+    }
+
+    /// The value of an attribute of `resource.k8s.io/v1`.
+    fn device_value(&self, attribute: &DeviceAttribute) -> Option<Value> {
+        let string = || {
+            let text = attribute.string.as_ref()?;
+            Some(Value::String(Arc::new(text.clone())))
+        };
+        let version = || self.parse(self.version.as_ref(), attribute.version.as_deref()?);
+        let number = attribute.int.map(Value::Int);
+        number
+            .or_else(|| attribute.bool.map(Value::Bool))
+            .or_else(string)
+            .or_else(version)
+    }
+
+    fn device(input: Input<'_>, keys: &[String]) -> Value {
+        let mut empty: BTreeMap<&str, HashMap<Key, Value>> = BTreeMap::new();
+        for key in keys {
+            empty.entry(key).or_default();
+        }
+        let by_domain = |values: Vec<(&str, Value)>| {
+            let mut domains: BTreeMap<String, HashMap<Key, Value>> = empty
+                .iter()
+                .map(|(domain, none)| ((*domain).to_owned(), none.clone()))
+                .collect();
+            for (name, value) in values {
+                // As in Kubernetes, a name without a domain belongs to the driver.
+                let (domain, name) = name.split_once('/').unwrap_or((input.driver, name));
+                domains
+                    .entry(domain.to_owned())
+                    .or_default()
+                    .insert(name.into(), value);
+            }
+            map(domains)
+        };
+        let mut fields: HashMap<Key, Value> = HashMap::from([
+            ("driver".into(), Value::String(Arc::new(input.driver.to_owned()))),
+            ("attributes".into(), by_domain(input.attributes)),
+            ("capacity".into(), by_domain(input.capacity)),
+        ]);
+        if let Some(allowed) = input.allow_multiple_allocations {
+            fields.insert("allowMultipleAllocations".into(), Value::Bool(allowed));
+        }
+        Value::Map(Map {
+            map: Arc::new(fields),
+        })
+    }
+}
+
+fn map(domains: BTreeMap<String, HashMap<Key, Value>>) -> Value {
+    let domain = |(name, values): (String, _)| {
+        (
+            name.into(),
+            Value::Map(Map {
+                map: Arc::new(values),
+            }),
+        )
+    };
+    let domains: HashMap<Key, Value> = domains.into_iter().map(domain).collect();
+    Value::Map(Map {
+        map: Arc::new(domains),
+    })
+}
+
+impl Compiled {
+    /// Compiles an expression, or returns its error. Needs a stack of some megabytes ([`STACK`]), more than the main
+    /// thread and a runtime's threads have.
+    pub fn new(expression: &str) -> Result<Self, String> {
+        Self::with_fields(expression, &FIELDS)
+    }
+
+    /// Compiles an expression of `resource.k8s.io/v1`. Needs the same stack.
+    pub fn structured(expression: &str) -> Result<Self, String> {
+        Self::with_fields(expression, &STRUCTURED_FIELDS)
+    }
+
+    fn with_fields(expression: &str, fields: &[&str]) -> Result<Self, String> {
+        check_text(expression)?;
+        // Kubernetes has optional values since 1.28.
+        let parser = Parser::default().enable_optional_syntax(true);
+        let mut expression = parser
+            .parse(expression)
+            .map_err(|errors| shortened(&errors.to_string()))?;
+        let keys = ExpressionChecker::of(&expression, fields)?.keys;
+        index_optionally(&mut expression);
+        Ok(Self { expression, keys })
+    }
+
+    /// Evaluates the expression against a device's attributes. Needs the same stack.
+    pub fn evaluate(&self, environment: &Environment, attributes: &AttributeSet) -> Match {
+        let values = attributes
+            .iter()
+            .filter_map(|(name, value)| Some((&**name, environment.value(value)?)));
+        self.execute(
+            environment,
+            Input {
+                driver: &environment.driver,
+                attributes: values.collect(),
+                capacity: Vec::new(),
+                allow_multiple_allocations: None,
+            },
+        )
+    }
+
+    /// Evaluates the expression against a device of a ResourceSlice of `driver`. Needs the same stack.
+    pub fn evaluate_device(&self, environment: &Environment, driver: &str, device: &Device) -> Match {
+        let attributes = device.attributes.iter().flatten();
+        let capacity = device.capacity.iter().flatten();
+        self.execute(
+            environment,
+            Input {
+                driver,
+                attributes: attributes
+                    .filter_map(|(name, value)| Some((name.as_str(), environment.device_value(value)?)))
+                    .collect(),
+                capacity: capacity
+                    .filter_map(|(name, of)| {
+                        Some((
+                            name.as_str(),
+                            environment.parse(environment.quantity.as_ref(), &of.value.0)?,
+                        ))
+                    })
+                    .collect(),
+                allow_multiple_allocations: Some(device.allow_multiple_allocations == Some(true)),
+            },
+        )
+    }
+
+    fn execute(&self, environment: &Environment, input: Input<'_>) -> Match {
+        let mut context = environment.context.new_inner_scope();
+        context.add_variable_from_value("device", Environment::device(input, &self.keys));
+        match Value::resolve(&self.expression, &context) {
+            Ok(Value::Bool(true)) => Match::Yes,
+            Ok(Value::Bool(false)) => Match::No,
+            Ok(_) => Match::Failed("the result is neither true nor false".into()),
+            Err(error) => Match::Failed(shortened(&error_text(&error)).into()),
+        }
+    }
+}
+
+/// Replaces `map.?key` by `map[?"key"]`, which means the same: cel 0.13 fails on the former if the key is missing.
+fn index_optionally(expression: &mut Expression) {
+    match &mut expression.expr {
+        Expr::Call(call) => {
+            if call.func_name == operators::OPT_SELECT {
+                operators::OPT_INDEX.clone_into(&mut call.func_name);
+            }
+            call.target.as_deref_mut().into_iter().for_each(index_optionally);
+            call.args.iter_mut().for_each(index_optionally);
+        }
+        Expr::Select(select) => index_optionally(&mut select.operand),
+        Expr::List(list) => list.elements.iter_mut().for_each(index_optionally),
+        Expr::Map(map) => {
+            for entry in &mut map.entries {
+                if let EntryExpr::MapEntry(entry) = &mut entry.expr {
+                    index_optionally(&mut entry.key);
+                    index_optionally(&mut entry.value);
+                }
+            }
+        }
+        Expr::Comprehension(comprehension) => {
+            for part in [
+                &mut comprehension.iter_range,
+                &mut comprehension.accu_init,
+                &mut comprehension.loop_cond,
+                &mut comprehension.loop_step,
+                &mut comprehension.result,
+            ] {
+                index_optionally(part);
+            }
+        }
+        Expr::Unspecified | Expr::Literal(_) | Expr::Ident(_) | Expr::Struct(_) => {}
+    }
+}
+
+/// An error's text without the maps it cites: they are as long as a device's attribute list, and their order changes each time,
+/// so the same error would be reported again and again.
+fn error_text(error: &ExecutionError) -> String {
+    match error {
+        ExecutionError::UnsupportedTargetType { target } => {
+            format!("a function is not for {}", value_text(target))
+        }
+        ExecutionError::NotSupportedAsMethod { method, target } => {
+            format!("there is no function {method:?} of {}", value_text(target))
+        }
+        ExecutionError::UnsupportedKeyType(value) => {
+            format!("{} cannot be a key of a map", value_text(value))
+        }
+        ExecutionError::ValuesNotComparable(left, right) => {
+            format!("{} cannot be compared to {}", value_text(left), value_text(right))
+        }
+        ExecutionError::UnsupportedUnaryOperator(operator, value) => {
+            format!("operator {operator:?} is not for {}", value_text(value))
+        }
+        ExecutionError::UnsupportedBinaryOperator(operator, left, right) => {
+            format!(
+                "operator {operator:?} is not for {} and {}",
+                value_text(left),
+                value_text(right)
+            )
+        }
+        ExecutionError::UnsupportedMapIndex(value) => format!("a map has no {}", value_text(value)),
+        ExecutionError::UnsupportedListIndex(value) => format!("a list has no {}", value_text(value)),
+        ExecutionError::UnsupportedIndex(index, value) => {
+            format!("there is no {} in {}", value_text(index), value_text(value))
+        }
+        ExecutionError::FunctionError { function, message } if message.contains("Map(") => {
+            format!("function {function:?} is not for a map")
+        }
+        other => other.to_string(),
+    }
+}
+
+fn value_text(value: &Value) -> String {
+    match value {
+        Value::Map(_) => "a map".to_owned(),
+        Value::List(_) => "a list".to_owned(),
+        Value::Opaque(_) => "a version or a quantity".to_owned(),
+        Value::Int(number) => number.to_string(),
+        Value::UInt(number) => format!("{number}u"),
+        Value::Float(number) => number.to_string(),
+        Value::Bool(value) => value.to_string(),
+        Value::String(text) => format!("{text:?}"),
+        Value::Null => "null".to_owned(),
+        other => other.type_of().to_string(),
+    }
+}
+
+fn shortened(text: &str) -> String {
+    let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    line.chars().take(ERROR_MAX).collect()
+}
+
+/// Rejects a text that must not be parsed.
+fn check_text(expression: &str) -> Result<(), String> {
+    if !(1..=EXPRESSION_MAX).contains(&expression.len()) {
+        return Err(format!(
+            "it has {} bytes; 1 to {EXPRESSION_MAX} are allowed",
+            expression.len()
+        ));
+    }
+    for (marks, most, name) in MARKS {
+        let number: usize = marks.iter().map(|mark| expression.matches(mark).count()).sum();
+        if number > most {
+            return Err(format!(
+                "it has {number} {name}; at most {most} are allowed: make it shorter"
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// A name in quotes, truncated because an event has little room.
+fn cited(name: &str) -> String {
+    let shown: String = name.chars().take(CITED_MAX).collect();
+    if shown == name {
+        format!("{name:?}")
+    } else {
+        format!("{shown:?}...")
+    }
+}
+
+/// Checks a parsed expression.
+#[derive(Debug)]
+struct ExpressionChecker<'f> {
+    fields: &'f [&'f str],
+    /// The string keys used on maps: each is added as an empty domain, so that a domain without attributes is an empty map.
+    keys: Vec<String>,
+    variables: Vec<String>,
+    comprehension: bool,
+}
+
+impl<'f> ExpressionChecker<'f> {
+    /// Rejects an expression that must not be evaluated. `fields` are those of `device`.
+    fn of(expression: &IdedExpr, fields: &'f [&'f str]) -> Result<Self, String> {
+        let mut checker = Self {
+            fields,
+            keys: Vec::new(),
+            variables: Vec::new(),
+            comprehension: false,
+        };
+        let steps = checker.steps(expression)?;
+        if steps > STEPS_MAX {
+            return Err(format!(
+                "one evaluation takes up to {steps} steps; at most {STEPS_MAX} are allowed: make it simpler"
+            ));
+        }
+        Ok(checker)
+    }
+
+    fn all<'a>(&mut self, expressions: impl IntoIterator<Item = &'a IdedExpr>) -> Result<usize, String> {
+        expressions.into_iter().try_fold(0_usize, |sum, expression| {
+            Ok(sum.saturating_add(self.steps(expression)?))
+        })
+    }
+
+    /// Rejects a field that `device` does not have.
+    fn check_field(&self, operand: &IdedExpr, field: &str) -> Result<(), String> {
+        if !matches!(&operand.expr, Expr::Ident(name) if name == "device") || self.fields.contains(&field) {
+            return Ok(());
+        }
+        let (last, others) = self.fields.split_last().unwrap_or((&"", &[]));
+        Err(format!(
+            "device has no {}, only {} and {last}",
+            cited(field),
+            others.join(", ")
+        ))
+    }
+
+    fn steps(&mut self, expression: &IdedExpr) -> Result<usize, String> {
+        let inner = match &expression.expr {
+            Expr::Unspecified | Expr::Literal(_) => 0,
+            Expr::Ident(name) if name == "device" || self.variables.contains(name) => 0,
+            Expr::Ident(name) => return Err(format!("there is no variable {}, only device", cited(name))),
+            Expr::Select(select) => {
+                self.check_field(&select.operand, &select.field)?;
+                self.steps(&select.operand)?
+            }
+            Expr::Call(call) => {
+                let name = call.func_name.as_str();
+                let operator = name.starts_with(['_', '@', '!', '-']);
+                if !operator && !FUNCTIONS.contains(&name) {
+                    return Err(format!("there is no function {} in selectors", cited(name)));
+                }
+                if let [operand, key] = call.args.as_slice()
+                    && let Expr::Literal(LiteralValue::String(key)) = &key.expr
+                {
+                    match name {
+                        "_[_]" | "_[?_]" => self.keys.push(key.inner().to_owned()),
+                        "_?._" => self.check_field(operand, key.inner())?,
+                        _ => {}
+                    }
+                }
+                let own = if name == "matches" { PATTERN_STEPS } else { 0 };
+                self.all(call.target.as_deref().into_iter().chain(&call.args))?
+                    .saturating_add(own)
+            }
+            Expr::List(list) => self.all(&list.elements)?,
+            Expr::Map(map) => {
+                let mut sum = 0_usize;
+                for entry in &map.entries {
+                    let EntryExpr::MapEntry(entry) = &entry.expr else {
+                        return Err("it makes an object; selectors have no types".to_owned());
+                    };
+                    sum = sum.saturating_add(self.all([&entry.key, &entry.value])?);
+                }
+                sum
+            }
+            Expr::Struct(made) => {
+                return Err(format!(
+                    "it makes an object of type {}; selectors have no types",
+                    cited(&made.type_name)
+                ));
+            }
+            Expr::Comprehension(comprehension) => {
+                if std::mem::replace(&mut self.comprehension, true) {
+                    return Err(
+                        "it has more than one of all, exists, exists_one, filter and map; make selectors of their \
+                         own of them, all of which must hold"
+                            .to_owned(),
+                    );
+                }
+                let range = self.all([&comprehension.iter_range, &comprehension.accu_init])?;
+                let names = [&comprehension.iter_var, &comprehension.accu_var];
+                self.variables
+                    .extend(names.into_iter().chain(&comprehension.iter_var2).cloned());
+                let step = self.all([
+                    &comprehension.loop_cond,
+                    &comprehension.loop_step,
+                    &comprehension.result,
+                ])?;
+                let elements = range.saturating_add(ELEMENTS_MAX);
+                range.saturating_add(elements.saturating_mul(step))
+            }
+        };
+        Ok(inner.saturating_add(1))
+    }
+}
+
+/// Compiled selectors of structured mode. [`with_selectors`] provides the stack that they need.
+#[allow(missing_debug_implementations, reason = "the context of CEL has none")]
+pub struct DeviceSelectors {
+    environment: Environment,
+    programs: BTreeMap<String, Result<Compiled, String>>,
+}
+
+impl DeviceSelectors {
+    /// Evaluates an expression against a device of a driver. An invalid expression fails on every device.
+    pub fn evaluate(&mut self, expression: &str, driver: &str, device: &Device) -> Match {
+        if !self.programs.contains_key(expression) {
+            let compiled = Compiled::structured(expression);
+            self.programs.insert(expression.to_owned(), compiled);
+        }
+        match self.programs.get(expression) {
+            Some(Ok(compiled)) => compiled.evaluate_device(&self.environment, driver, device),
+            Some(Err(error)) => Match::Failed(error.as_str().into()),
+            None => Match::Failed("it was not compiled".into()),
+        }
+    }
+}
+
+/// Runs `work` on a thread with a stack of [`STACK`] bytes, and waits for it.
+pub fn with_selectors<T: Send>(work: impl FnOnce(&mut DeviceSelectors) -> T + Send) -> Result<T, String> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new()
+            .name("selectors".to_owned())
+            .stack_size(STACK);
+        let run = || {
+            let mut selectors = DeviceSelectors {
+                environment: Environment::new(""),
+                programs: BTreeMap::new(),
+            };
+            work(&mut selectors)
+        };
+        let running = thread
+            .spawn_scoped(scope, run)
+            .map_err(|error| format!("no thread to evaluate selectors on: {error}"))?;
+        running
+            .join()
+            .map_err(|_| "selectors cannot be evaluated".to_owned())
+    })
+}
+
+#[cfg(test)]
+mod tests;
