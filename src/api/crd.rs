@@ -1,4 +1,7 @@
-//! Our own kinds, `drayman.dev/v1alpha1`. The files under `crds/` are made from these types by `make generate`.
+//! Our own kinds, `drayman.dev/v1alpha1`: the devices of a node, and the parameters of classes (by operators) and claims (by users).
+//! Selectors, constraints and allocation modes have the shape and the meaning of `resource.k8s.io/v1`.
+//!
+//! The files under `crds/` are made from these types by `make generate`.
 
 #![expect(
     unreachable_pub,
@@ -13,24 +16,18 @@
     reason = "KubeSchema derives a copy of Device in which nobody reads a field that is no part of the schema"
 )]
 
-mod attributes;
-mod parameters;
-
 use std::collections::BTreeMap;
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::{CustomResource, CustomResourceExt, KubeSchema};
+use litemap::LiteMap;
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 pub use super::device_number::{DeviceNodeKind, DeviceNumber};
-pub use attributes::DeviceAttributes;
-pub use parameters::{
-    AllocationMode, CONSTRAINTS_MAX, CelDeviceSelector, DeviceClaimParameters, DeviceClaimParametersSpec,
-    DeviceClassParameters, DeviceClassParametersSpec, DeviceConstraint, DeviceRequest, DeviceSelector,
-    EXPRESSION_MAX, PlacementPolicy, SELECTORS_MAX,
-};
 
 /// The API group of our kinds.
 pub const GROUP: &str = "drayman.dev";
@@ -53,6 +50,12 @@ pub const VERSION_MAX: usize = 64;
 pub const CLAIM_DEVICES_MAX: usize = 64;
 /// Requests in one claim, at most.
 pub const REQUESTS_MAX: usize = 16;
+/// Selectors of one class or of one request, at most.
+pub const SELECTORS_MAX: usize = 16;
+/// Bytes of one expression, at most, as in `resource.k8s.io/v1`.
+pub const EXPRESSION_MAX: usize = 10 * 1024;
+/// Constraints of one claim, at most.
+pub const CONSTRAINTS_MAX: usize = 8;
 
 /// Devices of a node. Cluster-scoped, one per node and driver, written only by that node's companion and only on change.
 /// Contains no holders.
@@ -239,6 +242,215 @@ impl AttributeValue {
     }
 }
 
+type AttributeMap = LiteMap<String, AttributeValue>;
+
+/// Attributes of a device by qualified name, as a copy-on-write map.
+///
+/// Most devices have one to five attributes, a node may have a thousand devices, and several lists of them exist at the same time
+/// (discovered, offered, published). A sorted vector takes a tenth of a tree's memory, and copies share it until one changes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DeviceAttributes(Arc<AttributeMap>);
+
+impl Deref for DeviceAttributes {
+    type Target = AttributeMap;
+
+    fn deref(&self) -> &AttributeMap {
+        &self.0
+    }
+}
+
+impl DerefMut for DeviceAttributes {
+    fn deref_mut(&mut self) -> &mut AttributeMap {
+        Arc::make_mut(&mut self.0)
+    }
+}
+
+impl FromIterator<(String, AttributeValue)> for DeviceAttributes {
+    fn from_iter<T: IntoIterator<Item = (String, AttributeValue)>>(attributes: T) -> Self {
+        AttributeMap::from_iter(attributes).into()
+    }
+}
+
+impl From<AttributeMap> for DeviceAttributes {
+    fn from(map: AttributeMap) -> Self {
+        // They are kept, and hardly ever grow.
+        let mut exact = map.into_tuple_vec();
+        exact.shrink_to_fit();
+        Self(Arc::new(AttributeMap::from_sorted_store_unchecked(exact)))
+    }
+}
+
+impl<'a> IntoIterator for &'a DeviceAttributes {
+    type Item = <&'a AttributeMap as IntoIterator>::Item;
+    type IntoIter = <&'a AttributeMap as IntoIterator>::IntoIter;
+
+    fn into_iter(self) -> Self::IntoIter {
+        (&*self.0).into_iter()
+    }
+}
+
+impl Serialize for DeviceAttributes {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        // A LiteMap alone writes none as an empty list.
+        serializer.collect_map(self.0.iter())
+    }
+}
+
+impl<'de> Deserialize<'de> for DeviceAttributes {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        AttributeMap::deserialize(deserializer).map(Self::from)
+    }
+}
+
+/// Parameters of a ResourceClass of the built-in driver. Cluster-scoped, created by operators.
+#[derive(CustomResource, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[kube(
+    group = "drayman.dev",
+    version = "v1alpha1",
+    kind = "DeviceClassParameters",
+    doc = "Parameters of a ResourceClass of the built-in driver. Created by operators.",
+    plural = "deviceclassparameters",
+    category = "drayman",
+    derive = "PartialEq",
+    printcolumn(name = "Kind", type_ = "string", json_path = ".spec.kind"),
+    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
+)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct DeviceClassParametersSpec {
+    /// Kind of devices in the nodes' configuration.
+    #[schemars(
+        length(min = 1, max = 63),
+        regex(pattern = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
+    )]
+    pub kind: String,
+    /// Selectors that every device of the class must match.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 16))]
+    #[x_kube(merge_strategy = ListMerge::Atomic)]
+    pub selectors: Vec<DeviceSelector>,
+    /// Which of several groups of devices with an equal attribute is taken, or which of several shared devices, if more than
+    /// one would do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub policy: Option<PlacementPolicy>,
+}
+
+/// Choice among several groups of devices with an equal attribute, and among shared devices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
+pub enum PlacementPolicy {
+    /// The group with the fewest free devices that are enough, so that large groups stay whole; the device with the fewest
+    /// shares left. The default.
+    #[default]
+    Packing,
+    /// The group with the most free devices; the device with the most shares left.
+    Spreading,
+}
+
+/// Devices that a claim requests from its class. In the claim's namespace, created by users.
+#[derive(CustomResource, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[kube(
+    group = "drayman.dev",
+    version = "v1alpha1",
+    kind = "DeviceClaimParameters",
+    doc = "Devices that a ResourceClaim requests from its class. In the claim's namespace, created by users.",
+    plural = "deviceclaimparameters",
+    category = "drayman",
+    namespaced,
+    derive = "PartialEq",
+    printcolumn(name = "Requests", type_ = "string", json_path = ".spec.requests[*].name"),
+    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
+)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct DeviceClaimParametersSpec {
+    /// Requests of the claim; it is allocated only if one node satisfies all of them.
+    #[schemars(length(min = 1, max = 16))]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
+    pub requests: Vec<DeviceRequest>,
+    /// Constraints between devices of the claim; all must be met.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 8))]
+    #[x_kube(merge_strategy = ListMerge::Atomic)]
+    pub constraints: Vec<DeviceConstraint>,
+}
+
+/// A number of devices of the class, or all of them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[x_kube(validation = (
+    "!has(self.count) || !has(self.allocationMode) || self.allocationMode != 'All'",
+    "count must not be set with allocationMode All"
+))]
+pub struct DeviceRequest {
+    /// Unique within the claim.
+    #[schemars(
+        length(min = 1, max = 63),
+        regex(pattern = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
+    )]
+    pub name: String,
+    /// Whether `count` says how many, or all are wanted that match.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allocation_mode: Option<DeviceAllocationMode>,
+    /// Number of devices. Default: 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1, max = 64), extend("format" = "int32"))]
+    pub count: Option<u32>,
+    /// Selectors that every device of the request must match, in addition to the class's selectors.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 16))]
+    #[x_kube(merge_strategy = ListMerge::Atomic)]
+    pub selectors: Vec<DeviceSelector>,
+}
+
+/// Number of devices of a request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
+pub enum DeviceAllocationMode {
+    /// As many as `count` says. The default.
+    #[default]
+    ExactCount,
+    /// Every device of the class on the node that matches: at least one, and none of them may be held or unhealthy.
+    All,
+}
+
+/// A condition on one device.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct DeviceSelector {
+    /// CEL selector.
+    pub cel: CelDeviceSelector,
+}
+
+/// A condition on one device, in the Common Expression Language.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct CelDeviceSelector {
+    /// Expression that is true for matching devices: `device.attributes["drayman.dev"].vendor == "0403"`.
+    #[schemars(length(min = 1, max = 10240))]
+    pub expression: String,
+}
+
+impl DeviceSelector {
+    /// The condition `expression`.
+    pub fn cel(expression: impl Into<String>) -> Self {
+        let expression = expression.into();
+        Self {
+            cel: CelDeviceSelector { expression },
+        }
+    }
+}
+
+/// A constraint between devices of the claim.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct DeviceConstraint {
+    /// Requests that the constraint covers; all requests if empty.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 16))]
+    #[x_kube(merge_strategy = ListMerge::Atomic)]
+    pub requests: Vec<String>,
+    /// Qualified attribute that must have the same value for all these devices: `drayman.dev/numaNode`.
+    #[schemars(length(min = 3, max = 96), regex(pattern = r"^[^/]+/[^/]+$"))]
+    pub match_attribute: String,
+}
+
 /// Every definition that the API server needs in classic mode.
 pub fn definitions() -> Vec<CustomResourceDefinition> {
     vec![
@@ -336,5 +548,23 @@ mod tests {
                 .unwrap()
                 .contains("unknown\"")
         );
+    }
+
+    #[test]
+    fn copies_are_one_until_one_of_them_is_changed() {
+        let first: DeviceAttributes = [("a".to_owned(), AttributeValue::int(1))].into_iter().collect();
+        let mut second = first.clone();
+        assert!(Arc::ptr_eq(&first.0, &second.0));
+        second.insert("b".to_owned(), AttributeValue::string("x"));
+        assert_eq!((first.len(), second.len()), (1, 2));
+        assert_ne!(first, second);
+    }
+
+    #[test]
+    fn they_are_read_and_written_as_a_map() {
+        let text = r#"{"a":{"int":1},"b":{"string":"x"}}"#;
+        let read: DeviceAttributes = serde_json::from_str(text).unwrap();
+        assert_eq!(serde_json::to_string(&read).unwrap(), text);
+        assert_eq!(serde_json::to_string(&DeviceAttributes::default()).unwrap(), "{}");
     }
 }

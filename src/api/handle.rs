@@ -57,7 +57,7 @@ impl DeviceHandle {
     pub fn parse(data: &str) -> Result<Self, HandleError> {
         /// The one field that all versions have.
         #[derive(Deserialize)]
-        struct Versioned {
+        struct HandleVersion {
             version: u32,
         }
 
@@ -65,7 +65,7 @@ impl DeviceHandle {
             return Err(HandleError::TooLong(data.len()));
         }
         let malformed = |error: serde_json::Error| HandleError::Malformed(error.to_string());
-        let Versioned { version } = serde_json::from_str(data).map_err(malformed)?;
+        let HandleVersion { version } = serde_json::from_str(data).map_err(malformed)?;
         if version > VERSION {
             return Err(HandleError::Newer(version));
         }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::api::crd::{
-    ATTRIBUTE_NAME_MAX, AllocationMode, CLAIM_DEVICES_MAX, CONSTRAINTS_MAX, DeviceClaimParametersSpec,
+    ATTRIBUTE_NAME_MAX, CLAIM_DEVICES_MAX, CONSTRAINTS_MAX, DeviceAllocationMode, DeviceClaimParametersSpec,
     DeviceClassParametersSpec, DeviceConstraint, DeviceRequest, DeviceSelector, EXPRESSION_MAX, GROUP,
     PlacementPolicy, REQUESTS_MAX, SELECTORS_MAX,
 };
@@ -329,12 +329,12 @@ impl DeviceRequests {
             });
         }
         let amount = match (request.allocation_mode.unwrap_or_default(), request.count) {
-            (AllocationMode::All, None) => Amount::All,
-            (AllocationMode::All, Some(_)) => {
+            (DeviceAllocationMode::All, None) => Amount::All,
+            (DeviceAllocationMode::All, Some(_)) => {
                 let (object, request) = (object.to_owned(), request.name.clone());
                 return Err(ParametersError::CountWithAll { object, request });
             }
-            (AllocationMode::ExactCount, count) => {
+            (DeviceAllocationMode::ExactCount, count) => {
                 let count = count.unwrap_or(1);
                 let number = usize::try_from(count).unwrap_or(usize::MAX);
                 if !(1..=CLAIM_DEVICES_MAX).contains(&number) {
