@@ -14,7 +14,7 @@ use tokio::sync::{Notify, mpsc};
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::api::resource::{GROUP, VERSION};
-use crate::core::claims::{Event as Answered, Regarding, Report};
+use crate::core::claims::{Event as ControllerEvent, EventReport, Regarding};
 
 /// Maximum number of pending reports, one per object and reason. With the longest notes and names they take some 7 MB.
 const MAX_PENDING: usize = 4096;
@@ -30,20 +30,20 @@ const MAX_PAUSE: Duration = Duration::from_secs(10);
 /// A report is pending until the server has stored it; a newer report with the same object and reason replaces it. A report that finds
 /// the queue full, or that the server refuses, returns to the [`ControllerState`](crate::core::claims::ControllerState), which then knows that it was not
 /// delivered.
-pub(super) struct Reports {
-    queue: Arc<Queue>,
-    answers: mpsc::UnboundedSender<Answered>,
+pub(super) struct EventWriter {
+    queue: Arc<ReportQueue>,
+    answers: mpsc::UnboundedSender<ControllerEvent>,
     task: AbortOnDropHandle<()>,
 }
 
 #[derive(Debug, Default)]
-struct Queue {
-    state: Mutex<Waiting>,
+struct ReportQueue {
+    state: Mutex<ReportQueueState>,
     changed: Notify,
 }
 
 #[derive(Debug, Default)]
-struct Waiting {
+struct ReportQueueState {
     reports: BTreeMap<About, PendingReport>,
     order: VecDeque<About>,
     ended: bool,
@@ -61,13 +61,13 @@ struct PendingReport {
     at: Timestamp,
 }
 
-impl Queue {
-    fn state(&self) -> MutexGuard<'_, Waiting> {
+impl ReportQueue {
+    fn state(&self) -> MutexGuard<'_, ReportQueueState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Adds a report, or returns it if the queue is full.
-    fn add(&self, report: Report) -> Result<(), Report> {
+    fn add(&self, report: EventReport) -> Result<(), EventReport> {
         let mut state = self.state();
         let next = state
             .last
@@ -93,7 +93,7 @@ impl Queue {
             }
             Entry::Vacant(free) => {
                 let (regarding, reason) = free.into_key();
-                return Err(Report {
+                return Err(EventReport {
                     regarding,
                     reason,
                     message: report.message,
@@ -162,17 +162,17 @@ impl Attempt {
     }
 }
 
-impl Reports {
+impl EventWriter {
     /// `limit` is the time limit of one request, so that an unanswered request does not block the next.
     pub(super) fn start(
         client: kube::Client,
         driver_name: &str,
         instance: Option<String>,
         limit: Duration,
-        answers: mpsc::UnboundedSender<Answered>,
+        answers: mpsc::UnboundedSender<ControllerEvent>,
     ) -> Self {
-        let queue = Arc::new(Queue::default());
-        let reporter = EventRecorder {
+        let queue = Arc::new(ReportQueue::default());
+        let source = EventSource {
             controller: driver_name.to_owned(),
             instance: instance.unwrap_or_else(|| driver_name.to_owned()),
         };
@@ -180,7 +180,7 @@ impl Reports {
         let task = tokio::spawn(async move {
             let mut pause = MIN_PAUSE;
             while let Some((about, pending)) = reports.next().await {
-                let event = reporter.event(&about, &pending);
+                let event = source.event(&about, &pending);
                 let namespace = event.metadata.namespace.as_deref().unwrap_or("default");
                 let api = Api::<Event>::namespaced(client.clone(), namespace);
                 let parameters = PostParams::default();
@@ -203,12 +203,12 @@ impl Reports {
                     Attempt::Refused(error) => {
                         tracing::warn!(error, reason = about.1, "event refused");
                         let (regarding, reason) = about;
-                        let report = Report {
+                        let report = EventReport {
                             regarding,
                             reason,
                             message: pending.message,
                         };
-                        let _ = back.send(Answered::ReportFailed(report));
+                        let _ = back.send(ControllerEvent::ReportFailed(report));
                     }
                 }
             }
@@ -220,14 +220,14 @@ impl Reports {
         }
     }
 
-    pub(super) fn send(&self, report: Report) {
+    pub(super) fn send(&self, report: EventReport) {
         tracing::info!(regarding = ?report.regarding, reason = report.reason, note = report.message, "report");
         if let Err(report) = self.queue.add(report) {
             tracing::warn!(
                 reason = report.reason,
                 "{MAX_PENDING} events wait to be written: this one is tried again later"
             );
-            let _ = self.answers.send(Answered::ReportFailed(report));
+            let _ = self.answers.send(ControllerEvent::ReportFailed(report));
         }
     }
 
@@ -241,12 +241,12 @@ impl Reports {
 }
 
 /// The reporting controller and instance of an Event.
-struct EventRecorder {
+struct EventSource {
     controller: String,
     instance: String,
 }
 
-impl EventRecorder {
+impl EventSource {
     /// Builds an Event with its own text. kube's recorder would merge it into an earlier one of the same reason and keep that one's
     /// text, but here the counts in the text are the message, and the core never reports the same text twice in a row.
     fn event(&self, (regarding, reason): &About, pending: &PendingReport) -> Event {
@@ -329,8 +329,8 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(5);
 
-    fn report(pod: usize, message: &str) -> Report {
-        Report {
+    fn report(pod: usize, message: &str) -> EventReport {
+        EventReport {
             regarding: Regarding::Pod {
                 key: ObjectKey::new("ns", format!("pod-{pod}")),
                 uid: "1".to_owned(),
@@ -372,14 +372,14 @@ mod tests {
     fn started(
         answers: fn(usize) -> Option<u16>,
     ) -> (
-        Reports,
+        EventWriter,
         Arc<Mutex<Vec<String>>>,
-        mpsc::UnboundedReceiver<Answered>,
+        mpsc::UnboundedReceiver<ControllerEvent>,
     ) {
         let (client, notes) = server(answers);
         let (sender, failed) = mpsc::unbounded_channel();
         (
-            Reports::start(client, "d.example", None, LIMIT, sender),
+            EventWriter::start(client, "d.example", None, LIMIT, sender),
             notes,
             failed,
         )
@@ -429,13 +429,16 @@ mod tests {
         }
         assert_eq!(
             failed.try_recv(),
-            Ok(Answered::ReportFailed(report(
+            Ok(ControllerEvent::ReportFailed(report(
                 MAX_PENDING,
                 &MAX_PENDING.to_string()
             )))
         );
         reports.finish(Duration::from_secs(60)).await;
-        assert_eq!(failed.try_recv(), Ok(Answered::ReportFailed(report(0, "0"))));
+        assert_eq!(
+            failed.try_recv(),
+            Ok(ControllerEvent::ReportFailed(report(0, "0")))
+        );
         assert_eq!(notes.lock().unwrap().len(), MAX_PENDING - 1);
     }
 

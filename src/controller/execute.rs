@@ -16,15 +16,16 @@ use tokio_util::task::TaskTracker;
 
 use crate::api::resource::{Pod, ResourceClaim};
 use crate::core::claims::{
-    Answer, CallError, CallErrorKind, CallId, ClaimToAllocate, Command, ControllerState, DriverRequest,
-    Event, Moment, ObjectKey, Outcome, Settings, Subject,
+    Answer, CallError, CallErrorKind, CallErrorSubject, CallId, ClaimToAllocate, Command, ControllerState,
+    DriverRequest, Event, Moment, ObjectKey, Outcome, Settings,
 };
 use crate::driver::{ClaimRequest, Deallocation, Driver, DriverError, Observation};
 
-use super::events::Reports;
+use super::error::ControllerError;
+use super::events::EventWriter;
 use super::watch::{self, Prune, Standby, trimmed};
 use super::write::{self, ENDS, Fence, MAX_REQUESTS, Pause, fenced};
-use super::{Controller, ControllerError, Metrics};
+use super::{Controller, Metrics};
 
 /// Maximum number of calls younger than [`CALL_SLOT_TIME`].
 const MAX_CALLS: usize = 64;
@@ -44,13 +45,13 @@ const MIN_OBSERVE_TIMEOUT: Duration = Duration::from_secs(30);
 const MAX_OBSERVATIONS: usize = 16_384;
 
 pub(super) struct Executor<D> {
-    shared: Arc<Shared<D>>,
+    shared: Arc<ExecutorInner<D>>,
     observations: Observations,
     answers: mpsc::UnboundedSender<Event>,
     tasks: TaskTracker,
 }
 
-struct Shared<D> {
+struct ExecutorInner<D> {
     driver: Arc<D>,
     client: kube::Client,
     settings: Settings,
@@ -58,7 +59,7 @@ struct Shared<D> {
     call_timeout: Duration,
     request_timeout: Duration,
     requests: Semaphore,
-    calls: Calls,
+    calls: CallSlots,
     fence: Fence,
     pause: Pause,
     metrics: watch_value::Sender<Metrics>,
@@ -79,7 +80,7 @@ impl<D: Driver> Controller<D> {
         let mut capacity_changes = pin!(self.driver.capacity_changes());
         let mut findings = pin!(self.driver.findings());
         let (answers, mut answered) = mpsc::unbounded_channel();
-        let reports = Reports::start(
+        let events = EventWriter::start(
             self.client.clone(),
             &self.settings.driver_name,
             self.instance.clone(),
@@ -117,7 +118,7 @@ impl<D: Driver> Controller<D> {
             for command in state.decide(now()) {
                 tracing::trace!(?command, "decided");
                 match command {
-                    Command::Report(report) => reports.send(report),
+                    Command::Report(report) => events.send(report),
                     command => executor.execute(command),
                 }
             }
@@ -131,7 +132,7 @@ impl<D: Driver> Controller<D> {
             }
         }
         let ended = executor.finish(self.request_timeout).await;
-        reports.finish(self.request_timeout).await;
+        events.finish(self.request_timeout).await;
         Ok(ended)
     }
 }
@@ -143,7 +144,7 @@ impl<D: Driver> Executor<D> {
         pause: Pause,
         answers: mpsc::UnboundedSender<Event>,
     ) -> Self {
-        let shared = Shared {
+        let shared = ExecutorInner {
             driver: controller.driver.clone(),
             client: controller.client.clone(),
             settings: controller.settings.clone(),
@@ -151,7 +152,7 @@ impl<D: Driver> Executor<D> {
             call_timeout: controller.call_timeout,
             request_timeout: controller.request_timeout,
             requests: Semaphore::new(MAX_REQUESTS),
-            calls: Calls::default(),
+            calls: CallSlots::default(),
             fence,
             pause,
             metrics: controller.metrics.clone(),
@@ -218,10 +219,10 @@ impl<D: Driver> Executor<D> {
                 let observed = self.observations.processed();
                 self.answer_unless_closed(id, async move {
                     let made = call(shared.clone(), observed, request);
-                    shared.calls.make(&shared.fence, made).await
+                    shared.calls.run(&shared.fence, made).await
                 });
             }
-            // Reports have their own queue.
+            // Reports have a queue of their own.
             Command::Report(_) => {}
         }
     }
@@ -259,7 +260,7 @@ impl<D: Driver> Executor<D> {
     }
 }
 
-impl<D: Driver> Shared<D> {
+impl<D: Driver> ExecutorInner<D> {
     async fn read_pod(&self, key: &ObjectKey) -> Result<Option<Arc<Pod>>, String> {
         let api = Api::<Pod>::namespaced(self.client.clone(), &key.namespace);
         self.read(api.get_opt(&key.name)).await
@@ -328,13 +329,13 @@ impl<D: Driver> Shared<D> {
                 .driver
                 .class_parameters(&class)
                 .await
-                .map_err(|error| call_error(error, Subject::Class(name)))?;
+                .map_err(|error| call_error(error, CallErrorSubject::Class(name)))?;
             let key = ObjectKey::of(&claim.metadata);
             let claim_parameters = self
                 .driver
                 .claim_parameters(&claim, &class, &class_parameters)
                 .await
-                .map_err(|error| call_error(error, Subject::Claim(key)))?;
+                .map_err(|error| call_error(error, CallErrorSubject::Claim(key)))?;
             let request = ClaimRequest::new(claim, class, class_parameters, claim_parameters);
             requests.push(request.pod_claim_name(pod_claim_name));
         }
@@ -343,7 +344,7 @@ impl<D: Driver> Shared<D> {
 }
 
 /// Waits until the driver is ready.
-async fn ready<D: Driver>(shared: &Arc<Shared<D>>) {
+async fn ready<D: Driver>(shared: &Arc<ExecutorInner<D>>) {
     let mut delay = READY_RETRY_INTERVAL;
     loop {
         let driver = shared.driver.clone();
@@ -370,7 +371,7 @@ async fn ready<D: Driver>(shared: &Arc<Shared<D>>) {
 
 /// Calls the driver with a time limit in a separate task, so that a panic or a hang affects only this call.
 async fn call<D: Driver>(
-    shared: Arc<Shared<D>>,
+    shared: Arc<ExecutorInner<D>>,
     observed: impl Future<Output = ()> + Send + 'static,
     request: DriverRequest,
 ) -> Answer {
@@ -399,7 +400,9 @@ async fn call<D: Driver>(
                 observed.await;
                 let deallocation = Deallocation::new(&claim).allocation(allocation.as_ref());
                 let answer = shared.driver.deallocate(deallocation).await;
-                answer.map_err(|error| call_error(error, Subject::Claim(ObjectKey::of(&claim.metadata))))
+                answer.map_err(|error| {
+                    call_error(error, CallErrorSubject::Claim(ObjectKey::of(&claim.metadata)))
+                })
             })
             .await,
         ),
@@ -412,7 +415,7 @@ async fn limited<T: Send + 'static>(
 ) -> Result<T, CallError> {
     let error = |kind, reason, message| CallError {
         kind,
-        subject: Subject::Call,
+        subject: CallErrorSubject::Call,
         reason,
         message,
     };
@@ -437,13 +440,13 @@ async fn limited<T: Send + 'static>(
 fn request_error<D: Driver>(error: DriverError, requests: &[ClaimRequest<D>]) -> CallError {
     let at_fault = |request: &&ClaimRequest<D>| error.claim.as_deref() == Some(request.uid());
     let at_fault = requests.iter().find(at_fault);
-    let subject = at_fault.map_or(Subject::Call, |request| {
-        Subject::Claim(ObjectKey::of(&request.claim.metadata))
+    let subject = at_fault.map_or(CallErrorSubject::Call, |request| {
+        CallErrorSubject::Claim(ObjectKey::of(&request.claim.metadata))
     });
     call_error(error, subject)
 }
 
-fn call_error(error: DriverError, subject: Subject) -> CallError {
+fn call_error(error: DriverError, subject: CallErrorSubject) -> CallError {
     if let Some(source) = std::error::Error::source(&error) {
         tracing::warn!(reason = error.reason, %error, %source, "a call of the driver failed");
     }
@@ -457,17 +460,17 @@ fn call_error(error: DriverError, subject: Subject) -> CallError {
 
 /// The calls of the driver, started in the order in which they were requested.
 #[derive(Debug)]
-pub(super) struct Calls(Semaphore);
+pub(super) struct CallSlots(Semaphore);
 
-impl Default for Calls {
+impl Default for CallSlots {
     fn default() -> Self {
         Self(Semaphore::new(MAX_CALLS))
     }
 }
 
-impl Calls {
+impl CallSlots {
     /// Makes a call as soon as there is room; returns `None` if the fence is closed first.
-    pub(super) async fn make<T>(&self, fence: &Fence, call: impl Future<Output = T>) -> Option<T> {
+    pub(super) async fn run<T>(&self, fence: &Fence, call: impl Future<Output = T>) -> Option<T> {
         // `acquire` fails only on a closed semaphore, and this one is never closed.
         let permit = fence.unless_closed(self.0.acquire()).await?;
         let mut call = pin!(call);
@@ -571,7 +574,7 @@ mod tests {
     use crate::driver::{Finding, Result, UnsuitableNodes};
 
     /// Starts `number` calls of duration `time`, and counts the started ones.
-    fn begin(calls: &Arc<Calls>, number: usize, time: Duration, begun: &Arc<AtomicUsize>) {
+    fn begin(calls: &Arc<CallSlots>, number: usize, time: Duration, begun: &Arc<AtomicUsize>) {
         for _ in 0..number {
             let (calls, begun) = (Arc::clone(calls), Arc::clone(begun));
             tokio::spawn(async move {
@@ -579,14 +582,14 @@ mod tests {
                     begun.fetch_add(1, Ordering::Relaxed);
                     tokio::time::sleep(time).await;
                 };
-                calls.make(&Fence::new(None, None), call).await;
+                calls.run(&Fence::new(None, None), call).await;
             });
         }
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_slow_call_frees_its_slot_and_a_burst_waits() {
-        let (calls, hanging, quick) = (Arc::new(Calls::default()), Arc::default(), Arc::default());
+        let (calls, hanging, quick) = (Arc::new(CallSlots::default()), Arc::default(), Arc::default());
         let after = |millis| tokio::time::sleep(Duration::from_millis(millis));
         begin(&calls, 3 * MAX_CALLS, Duration::from_secs(3600), &hanging);
         begin(&calls, 1, Duration::from_millis(1), &quick);
@@ -603,7 +606,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn calls_that_are_answered_follow_each_other_at_once() {
-        let (calls, begun) = (Arc::new(Calls::default()), Arc::default());
+        let (calls, begun) = (Arc::new(CallSlots::default()), Arc::default());
         begin(&calls, 10 * MAX_CALLS, Duration::from_millis(1), &begun);
         tokio::time::sleep(Duration::from_millis(50)).await;
         assert_eq!(begun.load(Ordering::Relaxed), 10 * MAX_CALLS);

@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use crate::core::claims::Moment;
 use crate::core::lease::{Lease, LeaseAnswer, LeaseRecord, LeaseSettings, LeaseStep};
 
-use super::ControllerError;
+use super::error::ControllerError;
 use super::predecessors::{Predecessors, PredecessorsError};
 use super::write::Fence;
 
@@ -111,7 +111,7 @@ fn lock(lease: &Mutex<Lease>) -> MutexGuard<'_, Lease> {
 
 /// Phase of an election.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Phase {
+enum ElectionPhase {
     /// Another process leads, or none yet.
     Waiting,
     /// This process leads.
@@ -128,7 +128,7 @@ enum Phase {
 /// when this is dropped.
 pub(super) struct Election {
     fence: Fence,
-    phase: watch::Receiver<Phase>,
+    phase: watch::Receiver<ElectionPhase>,
     release: oneshot::Sender<()>,
 }
 
@@ -144,11 +144,11 @@ impl Election {
             .build()?;
         let lease = Arc::new(Mutex::new(Lease::new(settings)));
         let fence = Fence::new(Some(lease), election.predecessors.clone());
-        let (says, phase) = watch::channel(Phase::Waiting);
+        let (phases, phase) = watch::channel(ElectionPhase::Waiting);
         let (release, released) = oneshot::channel();
         let held = fence.clone();
         let thread = std::thread::Builder::new().name("lease".to_owned());
-        thread.spawn(move || runtime.block_on(hold(client, election, held, says, released)))?;
+        thread.spawn(move || runtime.block_on(hold(client, election, held, phases, released)))?;
         Ok(Self {
             fence,
             phase,
@@ -162,15 +162,17 @@ impl Election {
 
     /// Returns when this process leads and may write.
     pub(super) async fn leads(&mut self) -> Result<(), ControllerError> {
-        match self.reach(|phase| *phase != Phase::Waiting).await {
-            Phase::Leading => Ok(()),
-            Phase::Failed(error) => Err(ControllerError::LeaseConnection(error)),
-            Phase::Waiting | Phase::Lost | Phase::Released => Err(ControllerError::LeaseLost),
+        match self.reach(|phase| *phase != ElectionPhase::Waiting).await {
+            ElectionPhase::Leading => Ok(()),
+            ElectionPhase::Failed(error) => Err(ControllerError::LeaseConnection(error)),
+            ElectionPhase::Waiting | ElectionPhase::Lost | ElectionPhase::Released => {
+                Err(ControllerError::LeaseLost)
+            }
         }
     }
 
     pub(super) async fn lost(&mut self) {
-        self.reach(|phase| *phase != Phase::Leading).await;
+        self.reach(|phase| *phase != ElectionPhase::Leading).await;
     }
 
     /// Releases the lease, so that the next leader need not wait for it to expire. Call it only with the fence closed and all calls and
@@ -179,14 +181,14 @@ impl Election {
         // `send` fails if the thread has ended; then there is nothing to release.
         let (unused, _) = oneshot::channel();
         if std::mem::replace(&mut self.release, unused).send(()).is_ok() {
-            self.reach(|phase| *phase != Phase::Leading).await;
+            self.reach(|phase| *phase != ElectionPhase::Leading).await;
         }
     }
 
     /// A thread that ended without reporting a phase has lost the lease.
-    async fn reach(&mut self, is_reached: impl FnMut(&Phase) -> bool) -> Phase {
+    async fn reach(&mut self, is_reached: impl FnMut(&ElectionPhase) -> bool) -> ElectionPhase {
         let reached = self.phase.wait_for(is_reached).await;
-        reached.map_or(Phase::Lost, |phase| phase.clone())
+        reached.map_or(ElectionPhase::Lost, |phase| phase.clone())
     }
 }
 
@@ -195,7 +197,7 @@ async fn hold(
     client: kube::Client,
     election: LeaderElection,
     fence: Fence,
-    says: watch::Sender<Phase>,
+    phases: watch::Sender<ElectionPhase>,
     released: oneshot::Receiver<()>,
 ) {
     let Some(lease) = fence.lease.clone() else { return };
@@ -203,12 +205,12 @@ async fn hold(
         None => client,
         Some(Ok(client)) => client,
         Some(Err(error)) => {
-            says.send_replace(Phase::Failed(error));
+            phases.send_replace(ElectionPhase::Failed(error));
             return;
         }
     };
     let request_timeout = lock(&lease).settings().request_timeout;
-    let mut leader = Leader {
+    let mut leader = LeaderElector {
         api: Api::namespaced(client, &election.namespace),
         request_timeout,
         lease,
@@ -221,23 +223,23 @@ async fn hold(
         _ = &mut released => return,
         () = leader.lead() => {}
     }
-    says.send_replace(Phase::Leading);
+    phases.send_replace(ElectionPhase::Leading);
     tokio::select! {
         asked = &mut released => {
             if asked.is_ok() {
                 leader.release().await;
             }
-            says.send_replace(Phase::Released);
+            phases.send_replace(ElectionPhase::Released);
         }
         () = leader.keep() => {
             fence.close();
-            says.send_replace(Phase::Lost);
+            phases.send_replace(ElectionPhase::Lost);
         }
     }
 }
 
 /// Acquires and renews the lease.
-struct Leader {
+struct LeaderElector {
     api: Api<LeaseObject>,
     election: LeaderElection,
     request_timeout: Duration,
@@ -246,7 +248,7 @@ struct Leader {
     acquired: Option<Timestamp>,
 }
 
-impl Leader {
+impl LeaderElector {
     /// Returns when this process leads and may write.
     async fn lead(&mut self) {
         tracing::info!(lease = %self.shown(), identity = self.election.identity, "waiting to lead");

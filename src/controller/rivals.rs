@@ -18,7 +18,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use kube::ResourceExt as _;
 use kube::api::{Api, ListParams, PostParams};
 
-use super::LeaderElection;
+use super::leader::LeaderElection;
 
 /// The reason in the log record and in the Event.
 const REASON: &str = "DriverNameShared";
@@ -46,17 +46,17 @@ struct Rival {
 type Rivals = BTreeMap<String, Rival>;
 
 /// Reports rivals once, in the log and as an Event on our own Lease. Never returns.
-pub(super) async fn notice(client: &kube::Client, election: &LeaderElection, limit: Duration) -> Infallible {
-    if let Some(living) = look(client, election, limit).await {
-        let message = message(&living, election);
+pub(super) async fn report(client: &kube::Client, election: &LeaderElection, limit: Duration) -> Infallible {
+    if let Some(rivals) = renewed(client, election, limit).await {
+        let message = message(&rivals, election);
         tracing::error!(reason = REASON, "{message}");
-        tell(client, election, message, limit).await;
+        write_event(client, election, message, limit).await;
     }
     std::future::pending().await
 }
 
 /// Returns the rivals that renew their Leases; `None` if there are none, or if they cannot be listed.
-async fn look(client: &kube::Client, election: &LeaderElection, limit: Duration) -> Option<Rivals> {
+async fn renewed(client: &kube::Client, election: &LeaderElection, limit: Duration) -> Option<Rivals> {
     let before = list(client, election, limit).await?;
     let pause = before.values().map(|rival| rival.duration).max()?;
     tokio::time::sleep(pause.clamp(MIN_PAUSE, MAX_PAUSE)).await;
@@ -102,8 +102,8 @@ async fn list(client: &kube::Client, election: &LeaderElection, limit: Duration)
     Some(found.items.into_iter().filter_map(rival).collect())
 }
 
-fn message(living: &Rivals, election: &LeaderElection) -> String {
-    let named: Vec<String> = living
+fn message(rivals: &Rivals, election: &LeaderElection) -> String {
+    let named: Vec<String> = rivals
         .iter()
         .take(MAX_NAMED)
         .map(|(namespace, rival)| {
@@ -112,7 +112,7 @@ fn message(living: &Rivals, election: &LeaderElection) -> String {
             format!("{holder} in namespace {namespace}")
         })
         .collect();
-    let more = match living.len().saturating_sub(MAX_NAMED) {
+    let more = match rivals.len().saturating_sub(MAX_NAMED) {
         0 => String::new(),
         number => format!(" and {number} more"),
     };
@@ -125,7 +125,7 @@ fn message(living: &Rivals, election: &LeaderElection) -> String {
 }
 
 /// Writes the Event. The log record is already written.
-async fn tell(client: &kube::Client, election: &LeaderElection, note: String, limit: Duration) {
+async fn write_event(client: &kube::Client, election: &LeaderElection, note: String, limit: Duration) {
     let now = Timestamp::now();
     let event = Event {
         metadata: ObjectMeta {
@@ -205,7 +205,7 @@ mod tests {
         let client = kube::Client::new(server, "default");
         let election = LeaderElection::new("ours", "drayman.dev", "pod");
         let limit = Duration::from_secs(5);
-        let noticing = tokio::time::timeout(MAX_PAUSE * 2, notice(&client, &election, limit));
+        let noticing = tokio::time::timeout(MAX_PAUSE * 2, report(&client, &election, limit));
         assert!(noticing.await.is_err(), "it never returns");
         let events = events.lock().unwrap();
         events.clone()

@@ -29,7 +29,7 @@ use crate::core::claims::{Event, ObjectKey};
 const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
 
 /// The events of one kind's watch.
-struct Kind<K> {
+struct WatchEvents<K> {
     all: fn(Vec<Arc<K>>) -> Event,
     one: fn(Arc<K>) -> Event,
     gone: fn(&K) -> Event,
@@ -41,7 +41,7 @@ pub(super) type Watches = stream::SelectAll<BoxStream<'static, Event>>;
 /// The watches that a controller starts before it leads, and keeps afterwards.
 pub(super) struct Standby {
     pub(super) watches: Watches,
-    known: Known,
+    known: StandbyCache,
 }
 
 impl Standby {
@@ -49,7 +49,7 @@ impl Standby {
         let watches = stream::select_all([
             events(
                 Api::all(client.clone()),
-                &Kind {
+                &WatchEvents {
                     all: Event::Classes,
                     one: Event::Class,
                     gone: |class: &ResourceClass| Event::ClassGone(class.name_any()),
@@ -57,7 +57,7 @@ impl Standby {
             ),
             events(
                 Api::all(client.clone()),
-                &Kind {
+                &WatchEvents {
                     all: Event::Contexts,
                     one: Event::Context,
                     gone: |context: &PodSchedulingContext| Event::ContextGone {
@@ -69,7 +69,7 @@ impl Standby {
         ]);
         Self {
             watches,
-            known: Known::default(),
+            known: StandbyCache::default(),
         }
     }
 
@@ -91,7 +91,7 @@ impl Standby {
 pub(super) fn claims(client: &kube::Client) -> BoxStream<'static, Event> {
     events(
         Api::all(client.clone()),
-        &Kind {
+        &WatchEvents {
             all: Event::Claims,
             one: Event::Claim,
             gone: |claim: &ResourceClaim| Event::ClaimGone {
@@ -104,12 +104,12 @@ pub(super) fn claims(client: &kube::Client) -> BoxStream<'static, Event> {
 
 /// The last state of each object that a standby watches. A kind is `None` until its first list is complete.
 #[derive(Debug, Default)]
-struct Known {
+struct StandbyCache {
     classes: Option<BTreeMap<String, Arc<ResourceClass>>>,
     contexts: Option<BTreeMap<ObjectKey, Arc<PodSchedulingContext>>>,
 }
 
-impl Known {
+impl StandbyCache {
     fn see(&mut self, event: Event) {
         let class_key = |class: &Arc<ResourceClass>| class.name_any();
         let context_key = |context: &Arc<PodSchedulingContext>| ObjectKey::of(&context.metadata);
@@ -157,7 +157,7 @@ impl Known {
     }
 }
 
-fn events<K>(api: Api<Kept<K>>, kind: &'static Kind<K>) -> BoxStream<'static, Event>
+fn events<K>(api: Api<Kept<K>>, kind: &'static WatchEvents<K>) -> BoxStream<'static, Event>
 where
     K: Watched + Debug + Send + Sync + 'static,
 {
@@ -202,7 +202,7 @@ pub(super) fn trimmed<T: Prune>(mut object: T) -> Arc<T> {
 
 pub(super) trait Watched: Prune + Resource<DynamicType = ()> + Clone {
     /// The fields that are decoded.
-    type Parts: for<'de> Deserialize<'de> + Into<Self>;
+    type Decoded: for<'de> Deserialize<'de> + Into<Self>;
 }
 
 /// A watched object in its trimmed form.
@@ -211,7 +211,7 @@ pub(super) struct Kept<K>(pub(super) Arc<K>);
 
 impl<'de, K: Watched> Deserialize<'de> for Kept<K> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Ok(Self(trimmed(K::Parts::deserialize(deserializer)?.into())))
+        Ok(Self(trimmed(K::Decoded::deserialize(deserializer)?.into())))
     }
 }
 
@@ -247,7 +247,7 @@ impl<K: Watched> Resource for Kept<K> {
 /// The metadata used by the controller or by a driver.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct MetadataParts {
+struct DecodedMetadata {
     name: Option<String>,
     namespace: Option<String>,
     uid: Option<String>,
@@ -261,8 +261,8 @@ struct MetadataParts {
     finalizers: Option<Vec<String>>,
 }
 
-impl From<MetadataParts> for ObjectMeta {
-    fn from(parts: MetadataParts) -> Self {
+impl From<DecodedMetadata> for ObjectMeta {
+    fn from(parts: DecodedMetadata) -> Self {
         Self {
             name: parts.name,
             namespace: parts.namespace,
@@ -282,15 +282,15 @@ impl From<MetadataParts> for ObjectMeta {
 
 /// An object as decoded: part of its metadata, and all other fields.
 #[derive(Deserialize)]
-pub(super) struct Parts<S, T: Default> {
-    metadata: MetadataParts,
+pub(super) struct DecodedObject<S, T: Default> {
+    metadata: DecodedMetadata,
     spec: S,
     #[serde(default)]
     status: T,
 }
 
-impl From<Parts<ResourceClaimSpec, ResourceClaimStatus>> for ResourceClaim {
-    fn from(parts: Parts<ResourceClaimSpec, ResourceClaimStatus>) -> Self {
+impl From<DecodedObject<ResourceClaimSpec, ResourceClaimStatus>> for ResourceClaim {
+    fn from(parts: DecodedObject<ResourceClaimSpec, ResourceClaimStatus>) -> Self {
         Self {
             metadata: parts.metadata.into(),
             spec: parts.spec,
@@ -301,11 +301,11 @@ impl From<Parts<ResourceClaimSpec, ResourceClaimStatus>> for ResourceClaim {
 }
 
 impl Watched for ResourceClaim {
-    type Parts = Parts<ResourceClaimSpec, ResourceClaimStatus>;
+    type Decoded = DecodedObject<ResourceClaimSpec, ResourceClaimStatus>;
 }
 
-impl From<Parts<PodSchedulingContextSpec, PodSchedulingContextStatus>> for PodSchedulingContext {
-    fn from(parts: Parts<PodSchedulingContextSpec, PodSchedulingContextStatus>) -> Self {
+impl From<DecodedObject<PodSchedulingContextSpec, PodSchedulingContextStatus>> for PodSchedulingContext {
+    fn from(parts: DecodedObject<PodSchedulingContextSpec, PodSchedulingContextStatus>) -> Self {
         Self {
             metadata: parts.metadata.into(),
             spec: parts.spec,
@@ -315,12 +315,12 @@ impl From<Parts<PodSchedulingContextSpec, PodSchedulingContextStatus>> for PodSc
 }
 
 impl Watched for PodSchedulingContext {
-    type Parts = Parts<PodSchedulingContextSpec, PodSchedulingContextStatus>;
+    type Decoded = DecodedObject<PodSchedulingContextSpec, PodSchedulingContextStatus>;
 }
 
 // Decoded whole: there are few classes.
 impl Watched for ResourceClass {
-    type Parts = Self;
+    type Decoded = Self;
 }
 
 /// `managedFields` is most of an object. A list is decoded with capacity for four elements, however short it is.
@@ -442,7 +442,7 @@ mod tests {
     }
 
     fn after(events: impl IntoIterator<Item = Event>) -> Vec<Event> {
-        let mut known = Known::default();
+        let mut known = StandbyCache::default();
         events.into_iter().for_each(|event| known.see(event));
         known.into_events()
     }

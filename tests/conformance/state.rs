@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use drayman::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
 use drayman::core::claims::{
-    Answer, CallId, Command, ControllerState, DriverRequest, Event, Moment, ObjectKey, Outcome, Report,
+    Answer, CallId, Command, ControllerState, DriverRequest, Event, EventReport, Moment, ObjectKey, Outcome,
     Settings,
 };
 use drayman::driver::{CapacityCause, CapacityChange, Observation, UnsuitableNodes};
@@ -417,7 +417,7 @@ fn a_driver_silent_for_a_minute_is_named_once() {
 fn a_report_that_was_not_written_is_made_again() {
     let start = Moment::default();
     let minute = start.after(Duration::from_secs(60));
-    let reports = |commands: Vec<Command>| -> Vec<Report> {
+    let reports = |commands: Vec<Command>| -> Vec<EventReport> {
         let reports = commands.into_iter().filter_map(|command| match command {
             Command::Report(report) => Some(report),
             _ => None,

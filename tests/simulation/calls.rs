@@ -1,7 +1,7 @@
 //! Requests to the server and driver calls in flight, with their faults.
 
 use drayman::core::claims::{
-    Answer, CallError, CallErrorKind, CallId, Command, DriverRequest, Event, Outcome, Subject,
+    Answer, CallError, CallErrorKind, CallErrorSubject, CallId, Command, DriverRequest, Event, Outcome,
 };
 use drayman::driver::{CapacityCause, CapacityChange};
 
@@ -138,7 +138,7 @@ impl Cluster {
         self.mark_in_flight(id, uids);
         let error = |kind, reason| CallError {
             kind,
-            subject: Subject::Call,
+            subject: CallErrorSubject::Call,
             reason,
             message: "the driver failed: injected fault".to_owned(),
         };

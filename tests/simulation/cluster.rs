@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use drayman::core::claims::{Answer, Command, Event, ObjectKey, Report, Statistics};
+use drayman::core::claims::{Answer, Command, Event, EventReport, ObjectKey, Statistics};
 
 use crate::calls::{Call, Request};
 use crate::driver::{Environment, MemoryDriver};
@@ -103,7 +103,7 @@ pub(crate) struct Cluster {
     pub(crate) verbose: bool,
     /// The server refuses every allocation of claims with this name prefix.
     pub(crate) refuse_allocations: Option<&'static str>,
-    pub(crate) reports: Vec<Report>,
+    pub(crate) reports: Vec<EventReport>,
     /// Number of writes and reads that reached the server.
     pub(crate) writes: u64,
     pub(crate) reads: u64,

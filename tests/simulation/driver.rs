@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::resource::{AllocationResult, ResourceClaim, ResourceHandle};
-use drayman::core::claims::{CallError, CallErrorKind, ClaimToAllocate, ObjectKey, Subject};
+use drayman::core::claims::{CallError, CallErrorKind, CallErrorSubject, ClaimToAllocate, ObjectKey};
 use drayman::driver::{Holding, Observation, UnsuitableNodes};
 
 /// The name of the driver under test.
@@ -195,7 +195,7 @@ impl MemoryDriver {
         }
         Err(CallError {
             kind: CallErrorKind::Retry,
-            subject: Subject::Call,
+            subject: CallErrorSubject::Call,
             reason: "NoDevice",
             message: "all devices are held".to_owned(),
         })
@@ -251,7 +251,7 @@ impl MemoryDriver {
 fn wrong(claim: &ClaimToAllocate, message: String) -> CallError {
     CallError {
         kind: CallErrorKind::Invalid,
-        subject: Subject::Claim(ObjectKey::of(&claim.claim.metadata)),
+        subject: CallErrorSubject::Claim(ObjectKey::of(&claim.claim.metadata)),
         reason: "ParametersInvalid",
         message,
     }

@@ -15,7 +15,7 @@ use crate::api::resource::{
 use crate::driver::Holding;
 
 use super::event::{Answer, CallError, ClaimWrite, Moment, ObjectKey, Outcome, Settings, TransactionId};
-use super::queue::{Retry, WRITES_BEFORE_REPORT};
+use super::queue::{Backoff, WRITES_BEFORE_REPORT};
 
 /// How long a pod's own claim with `deallocationRequested` waits for its deletion, which the claim controller sends right after the pod has
 /// ended. Removing the finalizer is then the only write.
@@ -131,14 +131,14 @@ struct Marks {
 }
 
 /// All known claims. Boxed, because a tree that is filled in ascending order, as by a list, is half empty: its entries should be small.
-pub(super) type Claims = BTreeMap<ObjectKey, Box<Claim>>;
+pub(super) type ClaimMap = BTreeMap<ObjectKey, Box<Claim>>;
 
 #[derive(Clone, Debug)]
 pub(super) struct Claim {
     /// The latest object, from the watch or from the answer to our own write.
     pub(super) object: Arc<ResourceClaim>,
     pub(super) phase: ClaimPhase,
-    pub(super) retry: Retry,
+    pub(super) backoff: Backoff,
     /// The last reported message, which is not repeated.
     pub(super) reported: Option<String>,
     /// The capacity generation in which the driver refused an immediate claim as invalid. It is retried when the generation or its class
@@ -161,7 +161,7 @@ pub(super) struct Claim {
 
 /// What a claim needs to know for a step, apart from itself.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Surroundings {
+pub(super) struct ClaimInput {
     pub(super) class: ClassOwner,
     pub(super) capacity_generation: u64,
     /// Whether the pod of [`Claim::incomplete_pod`] still lacks a claim.
@@ -211,7 +211,7 @@ impl Claim {
         Self {
             object,
             phase: ClaimPhase::Idle,
-            retry: Retry::default(),
+            backoff: Backoff::default(),
             reported: None,
             invalid_at: None,
             allocation_refused: false,
@@ -260,7 +260,7 @@ impl Claim {
         }
         // The claim now needs another operation, so earlier failures do not delay it.
         if release_requested != (self.is_release_requested(), self.is_deleting()) {
-            self.retry.succeeded();
+            self.backoff.succeeded();
         }
         if self.is_release_requested() {
             self.release_seen.get_or_insert(now);
@@ -465,11 +465,11 @@ impl Claim {
     // === steps ===
 
     /// Takes the next step that concerns this claim alone: repair, release, or immediate allocation.
-    pub(super) fn step(&mut self, around: &Surroundings, now: Moment) -> Vec<ClaimAction> {
+    pub(super) fn step(&mut self, input: &ClaimInput, now: Moment) -> Vec<ClaimAction> {
         if !matches!(self.phase, ClaimPhase::Idle | ClaimPhase::Unconfirmed { .. }) {
             return Vec::new();
         }
-        if let Some(moment) = self.retry.wait_until(now) {
+        if let Some(moment) = self.backoff.wait_until(now) {
             return vec![ClaimAction::StepAt(moment)];
         }
         if let ClaimPhase::Unconfirmed { refusal } = &mut self.phase {
@@ -482,7 +482,7 @@ impl Claim {
         } else if self.must_be_deallocated() {
             self.deallocate()
         } else if self.wrong.is_some() && self.is_ours() && !self.is_release_requested() {
-            self.roll_back(around)
+            self.roll_back(input)
         } else if !self.object.status.reserved_for.is_empty() {
             // In use: a reserved claim is never deallocated.
             Vec::new()
@@ -491,14 +491,14 @@ impl Claim {
         } else if self.is_release_requested() {
             self.release(now)
         } else if !self.is_delayed() && !self.is_allocated() {
-            self.allocate(around)
+            self.allocate(input)
         } else {
             Vec::new()
         }
     }
 
-    fn allocate(&self, around: &Surroundings) -> Vec<ClaimAction> {
-        match around.class {
+    fn allocate(&self, input: &ClaimInput) -> Vec<ClaimAction> {
+        match input.class {
             ClassOwner::Missing => {
                 let message = format!(
                     "resource class \"{}\" does not exist, so nobody can allocate this claim: create the class, or delete the claim and name another",
@@ -506,7 +506,7 @@ impl Claim {
                 );
                 vec![ClaimAction::Report("ResourceClassMissing", message)]
             }
-            ClassOwner::Ours if self.invalid_at != Some(around.capacity_generation) => {
+            ClassOwner::Ours if self.invalid_at != Some(input.capacity_generation) => {
                 vec![ClaimAction::Allocate]
             }
             ClassOwner::Ours | ClassOwner::Other => Vec::new(),
@@ -555,14 +555,9 @@ impl Claim {
     }
 
     /// Handles an answer other than the read of this claim.
-    pub(super) fn answered(
-        &mut self,
-        answer: Answer,
-        around: &Surroundings,
-        now: Moment,
-    ) -> Vec<ClaimAction> {
+    pub(super) fn answered(&mut self, answer: Answer, input: &ClaimInput, now: Moment) -> Vec<ClaimAction> {
         if self.phase == ClaimPhase::RollingBack {
-            return self.rollback_answered(answer, around, now);
+            return self.rollback_answered(answer, input, now);
         }
         match answer {
             Answer::Deallocated(Ok(())) => self.driver_deallocated(),
@@ -584,18 +579,18 @@ impl Claim {
                 self.deallocated = false;
                 self.release_seen = None;
                 self.reported = None;
-                self.retry.succeeded();
+                self.backoff.succeeded();
                 vec![ClaimAction::Step, ClaimAction::StepUsers]
             }
             Answer::ClaimWritten(Outcome::Refused(message)) => self.unconfirmed(Some(message)),
             Answer::ClaimWritten(Outcome::Conflict(_)) => self.unconfirmed(None),
             Answer::ClaimWritten(Outcome::Unknown(message)) => {
                 self.mark_write_uncertain(now);
-                let is_lasting = self.retry.failures() >= WRITES_BEFORE_REPORT;
+                let is_lasting = self.backoff.failures() >= WRITES_BEFORE_REPORT;
                 self.unconfirmed(is_lasting.then_some(message))
             }
             Answer::ClaimRead(Err(_)) => {
-                self.retry.failed(now);
+                self.backoff.failed(now);
                 let refusal = self.take_refusal();
                 self.unconfirmed(refusal)
             }
@@ -623,7 +618,7 @@ impl Claim {
         self.clear_uncertain();
         if !self.is_release_requested() {
             self.phase = ClaimPhase::Idle;
-            self.retry.succeeded();
+            self.backoff.succeeded();
             return vec![ClaimAction::Step, ClaimAction::StepUsers];
         }
         // Each failed write is followed by another driver call, which succeeds: only the last write resets the delays, and only the
@@ -648,7 +643,7 @@ impl Claim {
 
     fn deallocation_failed(&mut self, error: &CallError, now: Moment) -> Vec<ClaimAction> {
         self.phase = ClaimPhase::Idle;
-        self.retry.failed(now);
+        self.backoff.failed(now);
         let message = format!("cannot be deallocated yet: {}", error.message);
         let mut actions = vec![ClaimAction::Report(error.reason, message), ClaimAction::Step];
         // A former leader has recorded an allocation meanwhile: its pod may be unable to get its other claims.
@@ -662,7 +657,7 @@ impl Claim {
     pub(super) fn read(&mut self, now: Moment) -> Option<String> {
         let refusal = self.take_refusal();
         self.phase = ClaimPhase::Idle;
-        self.retry.failed(now);
+        self.backoff.failed(now);
         refusal
     }
 
@@ -693,8 +688,8 @@ impl Claim {
     // === rollback of a wrong allocation ===
 
     /// Rolls back the allocation, or first reads its pod to check whether that is safe.
-    fn roll_back(&mut self, around: &Surroundings) -> Vec<ClaimAction> {
-        if !around.pod_lacks_a_claim {
+    fn roll_back(&mut self, input: &ClaimInput) -> Vec<ClaimAction> {
+        if !input.pod_lacks_a_claim {
             return self.allocation_is_right();
         }
         if !self.may_be_rolled_back() {
@@ -729,11 +724,11 @@ impl Claim {
         )
     }
 
-    fn rollback_answered(&mut self, answer: Answer, around: &Surroundings, now: Moment) -> Vec<ClaimAction> {
+    fn rollback_answered(&mut self, answer: Answer, input: &ClaimInput, now: Moment) -> Vec<ClaimAction> {
         self.phase = ClaimPhase::Idle;
         let mut actions = vec![ClaimAction::Step];
         match answer {
-            Answer::PodRead(_) if !around.pod_lacks_a_claim => actions.extend(self.allocation_is_right()),
+            Answer::PodRead(_) if !input.pod_lacks_a_claim => actions.extend(self.allocation_is_right()),
             Answer::PodRead(Ok(pod)) => {
                 let [user] = self.object.status.reserved_for.as_slice() else {
                     return actions;
@@ -752,7 +747,7 @@ impl Claim {
                 }
             }
             Answer::ClaimWritten(Outcome::Done(_)) => {
-                self.retry.succeeded();
+                self.backoff.succeeded();
                 actions.push(ClaimAction::CountDeallocation);
             }
             Answer::ClaimWritten(outcome) => {
@@ -764,7 +759,7 @@ impl Claim {
                 }
                 self.phase = ClaimPhase::Unconfirmed { refusal };
             }
-            _ => self.retry.failed(now),
+            _ => self.backoff.failed(now),
         }
         actions
     }
@@ -893,7 +888,7 @@ impl Index {
 pub(super) struct Cache {
     pub(super) settings: Settings,
     pub(super) classes: BTreeMap<String, Arc<ResourceClass>>,
-    pub(super) claims: Claims,
+    pub(super) claims: ClaimMap,
     pub(super) index: Index,
     /// Incremented when capacity may have been freed.
     pub(super) capacity_generation: u64,

@@ -19,12 +19,12 @@ use crate::driver::UnsuitableNodes;
 
 use super::claim::{Cache, ClaimPhase, Resolved};
 use super::event::{
-    CallError, CallErrorKind, ClaimToAllocate, Moment, ObjectKey, Outcome, Report, Subject, TransactionId,
-    is_newer,
+    CallError, CallErrorKind, CallErrorSubject, ClaimToAllocate, EventReport, Moment, ObjectKey, Outcome,
+    TransactionId, is_newer,
 };
-use super::queue::{Retry, WRITES_BEFORE_REPORT, Waiting, spread};
+use super::queue::{Backoff, WRITES_BEFORE_REPORT, WaitingPod, spread};
 use super::statistics::Statistics;
-use super::transaction::{Consumer, ConsumerState, Failure};
+use super::transaction::{Consumer, ConsumerState, TransactionFailure};
 
 /// Interval of the slow recheck of a waiting pod, a fallback for wake-ups. A recheck that helps counts as a lost wake-up.
 const RECHECK: Duration = Duration::from_secs(300);
@@ -74,7 +74,7 @@ enum ContextPhase {
     Allocating(TransactionId),
 }
 
-/// The inputs of an evaluation. Its verdict is valid while they are unchanged.
+/// The inputs of an evaluation. Its result is valid while they are unchanged.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct EvaluationInput {
     nodes: Vec<String>,
@@ -108,30 +108,30 @@ pub(super) struct Context {
     phase: ContextPhase,
     /// The claims that its pod names, whether or not they exist.
     named: BTreeSet<ObjectKey>,
-    /// The last verdict, in the order of `EvaluationInput::claims`.
-    verdict: Option<(EvaluationInput, Vec<UnsuitableNodes>)>,
+    /// The last result of an evaluation, in the order of `EvaluationInput::claims`.
+    evaluation: Option<(EvaluationInput, Vec<UnsuitableNodes>)>,
     /// Inputs that the driver cannot evaluate or allocate. It is not called again while they are unchanged.
     invalid: Option<EvaluationInput>,
     /// Nodes on which the driver refused to allocate although it had reported them as suitable, each with the reason. Cleared by a change,
     /// or when `refusals` allows another attempt.
     refused_nodes: BTreeMap<String, String>,
-    refusals: Retry,
+    refusals: Backoff,
     /// Set while the pod waits for a suitable node.
-    waiting: Option<Waiting>,
+    waiting: Option<WaitingPod>,
     /// The capacity generation at its last wake-up.
     capacity_generation: u64,
     /// The capacity generation when the driver was last called: its answer may predate later changes.
     called_at: u64,
     /// Number of evaluations requested by the slow recheck.
     rechecks: u64,
-    retry: Retry,
+    backoff: Backoff,
     last_report: Option<LastReport>,
     /// Other drivers that owe the scheduler an answer for this pod, or did when they were reported.
     silent: BTreeMap<String, Silence>,
     /// The next evaluation is requested by the slow recheck alone.
     by_recheck: bool,
     /// The reason that keeps the pod from its devices, for the statistics.
-    trouble: Option<&'static str>,
+    waiting_reason: Option<&'static str>,
     /// Start of the current wake-up: when capacity was freed, or when the pod began to wait if that was later.
     woken_at: Option<Moment>,
 }
@@ -181,7 +181,7 @@ pub(super) enum ContextAction {
     /// The wake-up that started at this time led to an allocation or to new entries.
     CountWakeUp(Moment),
     /// The reason that keeps the pod from its devices has changed.
-    CountTrouble {
+    CountWaiting {
         before: Option<&'static str>,
         after: Option<&'static str>,
     },
@@ -192,17 +192,17 @@ pub(super) enum ContextAction {
 type Actions = Vec<ContextAction>;
 
 /// A claim of the pod that this driver has yet to allocate.
-struct Pending {
+struct PendingClaim {
     pod_claim_name: String,
     key: ObjectKey,
-    /// Index of its verdict. Entries of the pod that name the same claim share it, because the driver evaluates each claim once.
+    /// Index of its result. Entries of the pod that name the same claim share it, because the driver evaluates each claim once.
     position: usize,
     to_allocate: ClaimToAllocate,
 }
 
 /// The pod's claims that can be allocated now.
 struct PendingClaims {
-    own: Vec<Pending>,
+    own: Vec<PendingClaim>,
     /// Number of unallocated claims, including those of other drivers.
     all: usize,
 }
@@ -222,19 +222,19 @@ impl Context {
             pod: PodKnown::Unread,
             phase: ContextPhase::Idle,
             named: BTreeSet::new(),
-            verdict: None,
+            evaluation: None,
             invalid: None,
             refused_nodes: BTreeMap::new(),
-            refusals: Retry::default(),
+            refusals: Backoff::default(),
             waiting: None,
             capacity_generation,
             called_at: 0,
             rechecks: 0,
-            retry: Retry::default(),
+            backoff: Backoff::default(),
             last_report: None,
             silent: BTreeMap::new(),
             by_recheck: false,
-            trouble: None,
+            waiting_reason: None,
             woken_at: None,
         }
     }
@@ -274,12 +274,12 @@ impl Context {
         &self.named
     }
 
-    pub(super) fn waiting(&self) -> Option<&Waiting> {
+    pub(super) fn waiting(&self) -> Option<&WaitingPod> {
         self.waiting.as_ref()
     }
 
-    pub(super) fn trouble(&self) -> Option<&'static str> {
-        self.trouble
+    pub(super) fn waiting_reason(&self) -> Option<&'static str> {
+        self.waiting_reason
     }
 
     /// The transaction that allocates for this context.
@@ -317,7 +317,7 @@ impl Context {
 
     /// The nodes to evaluate, without duplicates: those of the scheduler, and those found unsuitable before, because the scheduler lists
     /// only nodes that passed its filters.
-    fn nodes(&self, own: &[Pending]) -> Vec<String> {
+    fn nodes(&self, own: &[PendingClaim]) -> Vec<String> {
         let spec = &self.object.spec;
         let entries = &self.object.status.resource_claims;
         let before = entries
@@ -342,7 +342,7 @@ impl Context {
         self.capacity_generation = capacity_generation;
         self.refused_nodes.clear();
         self.refusals.succeeded();
-        self.retry.succeeded();
+        self.backoff.succeeded();
     }
 
     /// Lets the context be evaluated again because capacity was freed.
@@ -354,7 +354,7 @@ impl Context {
 
     /// Resets the delay: something has changed since the driver failed, so it is called again at once.
     pub(super) fn reset_backoff(&mut self) {
-        self.retry.succeeded();
+        self.backoff.succeeded();
     }
 
     /// Evaluates a waiting pod again although no change is known.
@@ -378,7 +378,7 @@ impl Context {
         let pod = self.pod.pod();
         let priority = pod.and_then(|pod| pod.spec.priority).unwrap_or_default();
         let recheck = now.after(spread(self.uid(), RECHECK, RECHECK_SPREAD));
-        self.waiting = Some(Waiting {
+        self.waiting = Some(WaitingPod {
             priority,
             since: now,
             recheck,
@@ -394,17 +394,17 @@ impl Context {
 
     // === reports ===
 
-    fn set_trouble(&mut self, trouble: Option<&'static str>, actions: &mut Actions) {
-        let before = std::mem::replace(&mut self.trouble, trouble);
-        actions.push(ContextAction::CountTrouble {
+    fn set_waiting_reason(&mut self, waiting_reason: Option<&'static str>, actions: &mut Actions) {
+        let before = std::mem::replace(&mut self.waiting_reason, waiting_reason);
+        actions.push(ContextAction::CountWaiting {
             before,
-            after: trouble,
+            after: waiting_reason,
         });
     }
 
     /// Reports a problem of the pod unless it repeats the last report. Returns whether it was reported.
     pub(super) fn report(&mut self, reason: &'static str, message: String, actions: &mut Actions) -> bool {
-        self.set_trouble(Some(reason), actions);
+        self.set_waiting_reason(Some(reason), actions);
         if self
             .last_report
             .as_ref()
@@ -431,17 +431,17 @@ impl Context {
     fn report_call(&mut self, error: CallError, actions: &mut Actions) {
         let (reason, message) = (error.reason, error.message);
         match error.subject {
-            Subject::Class(name) => {
+            CallErrorSubject::Class(name) => {
                 let text = format!("resource class \"{name}\": {message}");
                 if self.report(reason, text, actions) {
                     actions.push(ContextAction::ReportOnClass(name, reason, message));
                 }
             }
-            Subject::Claim(claim) => {
+            CallErrorSubject::Claim(claim) => {
                 self.report(reason, format!("claim {claim}: {message}"), actions);
                 actions.push(ContextAction::ReportOnClaim(claim, reason, message));
             }
-            Subject::Call => {
+            CallErrorSubject::Call => {
                 self.report(reason, message, actions);
             }
         }
@@ -450,7 +450,7 @@ impl Context {
     /// Reports that the pod fits on no node and why, but not with every change of the counts.
     fn report_no_node(
         &mut self,
-        own: &[Pending],
+        own: &[PendingClaim],
         reasons: &[BTreeMap<String, String>],
         now: Moment,
         actions: &mut Actions,
@@ -479,7 +479,7 @@ impl Context {
     }
 
     /// Forgets a report that was not delivered, so that it can be repeated. Returns whether it was the last one.
-    pub(super) fn forget_report(&mut self, pod_uid: &str, report: &Report) -> bool {
+    pub(super) fn forget_report(&mut self, pod_uid: &str, report: &EventReport) -> bool {
         if self.owner_uid() != Some(pod_uid) {
             return false;
         }
@@ -534,7 +534,7 @@ impl Context {
         self.end_phase(&mut actions);
         match answer {
             Ok(Some(pod)) => {
-                self.retry.succeeded();
+                self.backoff.succeeded();
                 let is_owner = pod.metadata.uid.is_some() && pod.metadata.uid.as_deref() == self.owner_uid();
                 let is_over = matches!(pod.status.phase.as_deref(), Some("Succeeded" | "Failed"));
                 let needs_claims = is_owner && !is_over && pod.metadata.deletion_timestamp.is_none();
@@ -545,7 +545,7 @@ impl Context {
                 };
             }
             Ok(None) => self.pod = PodKnown::Gone,
-            Err(_) => self.retry.failed(now),
+            Err(_) => self.backoff.failed(now),
         }
         actions
     }
@@ -566,13 +566,13 @@ impl Context {
         {
             return actions;
         }
-        if let Some(moment) = self.retry.wait_until(now) {
+        if let Some(moment) = self.backoff.wait_until(now) {
             actions.push(ContextAction::StepAt(moment));
             return actions;
         }
         if !self.refused_nodes.is_empty() && self.refusals.wait_until(now).is_none() {
             self.refused_nodes.clear();
-            self.verdict = None;
+            self.evaluation = None;
         }
         let pod = match &self.pod {
             PodKnown::Gone => return actions,
@@ -609,7 +609,7 @@ impl Context {
     ) -> Option<PendingClaims> {
         let resolved = cache.resolve_claims(&key.namespace, pod);
         self.note_claims(key, pod, &resolved, actions);
-        let mut own: Vec<Pending> = Vec::new();
+        let mut own: Vec<PendingClaim> = Vec::new();
         let mut others: Vec<OtherClaim> = Vec::new();
         let mut any_own = false;
         let mut distinct = 0;
@@ -681,7 +681,7 @@ impl Context {
             let before = own.iter().find(|pending| pending.key == claim_key);
             let position = before.map_or(distinct, |pending| pending.position);
             distinct = distinct.max(position + 1);
-            own.push(Pending {
+            own.push(PendingClaim {
                 pod_claim_name,
                 key: claim_key,
                 position,
@@ -696,7 +696,7 @@ impl Context {
             let messages: Vec<&str> = problems.iter().map(|(_, message)| message.as_str()).collect();
             self.report(reason, messages.join("; "), actions);
         } else if rest {
-            self.set_trouble(silent.then_some(SILENT_DRIVER_REASON), actions);
+            self.set_waiting_reason(silent.then_some(SILENT_DRIVER_REASON), actions);
         }
         (!rest).then_some(PendingClaims { own, all })
     }
@@ -787,7 +787,7 @@ impl Context {
         actions: &mut Actions,
     ) {
         let mut known = BTreeSet::new();
-        let distinct: Vec<&Pending> = pending
+        let distinct: Vec<&PendingClaim> = pending
             .own
             .iter()
             .filter(|claim| known.insert(claim.position))
@@ -809,10 +809,10 @@ impl Context {
             self.begin_to_wait(cache, now, actions);
             return;
         }
-        let known = self.verdict.as_ref().filter(|(known, _)| *known == input);
-        if let Some((_, verdict)) = known {
-            let verdict = verdict.clone();
-            self.act(key, pod, pending, &input.nodes, &verdict, cache, now, actions);
+        let known = self.evaluation.as_ref().filter(|(known, _)| *known == input);
+        if let Some((_, evaluation)) = known {
+            let evaluation = evaluation.clone();
+            self.act(key, pod, pending, &input.nodes, &evaluation, cache, now, actions);
             return;
         }
         // The driver is evaluating a shared claim for another pod.
@@ -831,7 +831,7 @@ impl Context {
         self.phase = ContextPhase::Evaluating(input);
     }
 
-    /// Handles the driver's verdicts.
+    /// Handles the results of an evaluation.
     pub(super) fn evaluated(
         &mut self,
         answer: Result<Vec<UnsuitableNodes>, CallError>,
@@ -844,26 +844,28 @@ impl Context {
         };
         let by_recheck = std::mem::take(&mut self.by_recheck);
         match answer {
-            Ok(verdict) if verdict.len() == input.claims.len() => {
-                self.retry.succeeded();
+            Ok(evaluation) if evaluation.len() == input.claims.len() => {
+                self.backoff.succeeded();
                 self.invalid = None;
-                let before = self.verdict.as_ref();
+                let before = self.evaluation.as_ref();
                 // Other claims or classes: the refused nodes may be tried again.
                 if before.is_some_and(|(before, _)| before.claims != input.claims) {
                     self.refused_nodes.clear();
                 }
-                let count =
-                    |verdict: &[UnsuitableNodes]| -> usize { verdict.iter().map(UnsuitableNodes::len).sum() };
-                let helped = before
-                    .is_some_and(|(before, old)| before.nodes == input.nodes && count(old) > count(&verdict));
-                self.verdict = Some((input, verdict));
+                let count = |evaluation: &[UnsuitableNodes]| -> usize {
+                    evaluation.iter().map(UnsuitableNodes::len).sum()
+                };
+                let helped = before.is_some_and(|(before, old)| {
+                    before.nodes == input.nodes && count(old) > count(&evaluation)
+                });
+                self.evaluation = Some((input, evaluation));
                 actions.extend((by_recheck && helped).then_some(ContextAction::CountRecheck));
             }
-            Ok(verdict) => {
-                self.retry.failed(now);
+            Ok(evaluation) => {
+                self.backoff.failed(now);
                 let message = format!(
                     "the driver answered for {} of {} claims",
-                    verdict.len(),
+                    evaluation.len(),
                     input.claims.len()
                 );
                 self.report("DriverMisbehaved", message, &mut actions);
@@ -876,7 +878,7 @@ impl Context {
                         self.give_up(&pod, cache, &mut actions);
                     }
                 } else {
-                    self.retry.failed(now);
+                    self.backoff.failed(now);
                 }
                 self.report_call(error, &mut actions);
             }
@@ -926,7 +928,7 @@ impl Context {
         pod: &Arc<Pod>,
         pending: &PendingClaims,
         nodes: &[String],
-        verdict: &[UnsuitableNodes],
+        evaluation: &[UnsuitableNodes],
         cache: &Cache,
         now: Moment,
         actions: &mut Actions,
@@ -934,7 +936,7 @@ impl Context {
         let own = &pending.own;
         let mut reasons: Vec<BTreeMap<String, String>> = own
             .iter()
-            .filter_map(|claim| verdict.get(claim.position))
+            .filter_map(|claim| evaluation.get(claim.position))
             .cloned()
             .collect();
         let evaluated: BTreeSet<&String> = nodes.iter().collect();
@@ -975,7 +977,7 @@ impl Context {
         let any_unsuitable = reasons.iter().any(|reasons| !reasons.is_empty());
         let is_unsuitable = |node: &String| reasons.iter().any(|reasons| reasons.contains_key(node));
         let fits_nowhere = !nodes.is_empty() && nodes.iter().all(is_unsuitable);
-        self.set_trouble(any_unsuitable.then_some(Statistics::SOME_NODES), actions);
+        self.set_waiting_reason(any_unsuitable.then_some(Statistics::SOME_NODES), actions);
         if any_unsuitable {
             self.begin_to_wait(cache, now, actions);
         }
@@ -984,7 +986,7 @@ impl Context {
             return;
         }
         if fits_nowhere {
-            self.set_trouble(Some("NoSuitableDevice"), actions);
+            self.set_waiting_reason(Some("NoSuitableDevice"), actions);
             self.woken_at = None;
             actions.push(ContextAction::EndWakeUp);
             self.report_no_node(own, &reasons, now, actions);
@@ -1017,7 +1019,7 @@ impl Context {
         self.end_phase(&mut actions);
         match outcome {
             Outcome::Done(object) => {
-                self.retry.succeeded();
+                self.backoff.succeeded();
                 if is_newer(
                     self.object.metadata.resource_version.as_deref(),
                     object.metadata.resource_version.as_deref(),
@@ -1029,13 +1031,13 @@ impl Context {
             }
             // Most often the context is gone because the pod was bound or deleted. If writes keep failing, it exists: report that.
             Outcome::Refused(message) | Outcome::Unknown(message) => {
-                self.retry.failed(now);
-                if self.retry.failures() > WRITES_BEFORE_REPORT {
+                self.backoff.failed(now);
+                if self.backoff.failures() > WRITES_BEFORE_REPORT {
                     let message = format!("the scheduler cannot be answered: {message}");
                     self.report("AnswerRefused", message, &mut actions);
                 }
             }
-            Outcome::Conflict(_) => self.retry.failed(now),
+            Outcome::Conflict(_) => self.backoff.failed(now),
         }
         actions
     }
@@ -1048,7 +1050,7 @@ impl Context {
     pub(super) fn transaction_ended(
         &mut self,
         node: Option<&str>,
-        failure: Option<Failure>,
+        failure: Option<TransactionFailure>,
         cache: &Cache,
         now: Moment,
     ) -> Actions {
@@ -1056,23 +1058,23 @@ impl Context {
         self.end_phase(&mut actions);
         match failure {
             None => {
-                self.retry.succeeded();
+                self.backoff.succeeded();
                 self.refusals.succeeded();
                 if let PodKnown::Read(pod) = &self.pod {
                     self.pod = PodKnown::Served(pod.clone());
                 }
                 self.waiting = None;
-                self.verdict = None;
+                self.evaluation = None;
                 self.last_report = None;
-                self.set_trouble(None, &mut actions);
+                self.set_waiting_reason(None, &mut actions);
             }
-            Some(Failure::Withdrawn) => self.verdict = None,
-            Some(Failure::Refused(message)) => {
-                self.retry.failed(now);
+            Some(TransactionFailure::Withdrawn) => self.evaluation = None,
+            Some(TransactionFailure::Refused(message)) => {
+                self.backoff.failed(now);
                 let message = format!("the allocation could not be recorded: {message}");
                 self.report("AllocationNotRecorded", message, &mut actions);
             }
-            Some(Failure::Driver(error)) => {
+            Some(TransactionFailure::Driver(error)) => {
                 // A change since the driver was called may have removed the cause.
                 let generation = cache.capacity_generation;
                 let changed = self.called_at < generation && error.kind != CallErrorKind::TimedOut;
@@ -1080,9 +1082,9 @@ impl Context {
                     self.capacity_generation = generation;
                 }
                 match error.kind {
-                    CallErrorKind::Invalid if changed => self.retry.failed(now),
+                    CallErrorKind::Invalid if changed => self.backoff.failed(now),
                     CallErrorKind::Invalid => {
-                        self.invalid = self.verdict.as_ref().map(|(input, _)| input.clone());
+                        self.invalid = self.evaluation.as_ref().map(|(input, _)| input.clone());
                     }
                     // The node is published as unsuitable, so that the scheduler can select another.
                     CallErrorKind::Retry => {
@@ -1092,10 +1094,10 @@ impl Context {
                         self.refusals.failed(now);
                         actions.extend(self.refusals.wait_until(now).map(ContextAction::StepAt));
                     }
-                    CallErrorKind::TimedOut => self.retry.failed(now),
+                    CallErrorKind::TimedOut => self.backoff.failed(now),
                 }
                 self.begin_to_wait(cache, now, &mut actions);
-                self.set_trouble(Some(error.reason), &mut actions);
+                self.set_waiting_reason(Some(error.reason), &mut actions);
                 if error.kind != CallErrorKind::Retry {
                     self.report_call(error, &mut actions);
                 }
@@ -1106,7 +1108,7 @@ impl Context {
 }
 
 /// Whether the driver is evaluating one of these claims for another pod.
-fn is_any_evaluated(own: &[Pending], cache: &Cache) -> bool {
+fn is_any_evaluated(own: &[PendingClaim], cache: &Cache) -> bool {
     own.iter().any(|claim| {
         let claim = cache.claims.get(&claim.key);
         claim.is_some_and(|claim| claim.phase == ClaimPhase::Evaluating)

@@ -153,7 +153,7 @@ pub enum Event {
     /// The driver found wrong allocations.
     Found(Vec<Finding>),
     /// A report was not written and is no longer queued.
-    ReportFailed(Report),
+    ReportFailed(EventReport),
     /// A command was executed, successfully or not.
     Answer {
         /// Id of the command.
@@ -201,7 +201,7 @@ pub struct CallError {
     /// Whether and when a retry can succeed.
     pub kind: CallErrorKind,
     /// The object that caused the error.
-    pub subject: Subject,
+    pub subject: CallErrorSubject,
     /// CamelCase reason from a small fixed set.
     pub reason: &'static str,
     /// The problem and its fix, for the user.
@@ -240,7 +240,7 @@ impl From<DriverErrorKind> for CallErrorKind {
 
 /// The object that caused an error.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Subject {
+pub enum CallErrorSubject {
     /// The resource class with this name.
     Class(String),
     /// The claim with this key.
@@ -300,7 +300,7 @@ pub enum Command {
     /// Waits until the driver is ready, then sends [`Event::DriverReady`].
     AwaitDriver,
     /// Reports a problem to users.
-    Report(Report),
+    Report(EventReport),
 }
 
 /// A change to a claim.
@@ -387,7 +387,7 @@ pub struct ClaimToAllocate {
 
 /// A message for users, written as an Event on the object.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Report {
+pub struct EventReport {
     /// The object that the Event is attached to.
     pub regarding: Regarding,
     /// CamelCase reason from a small fixed set.

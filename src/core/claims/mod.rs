@@ -25,8 +25,8 @@ mod transaction;
 
 pub(crate) use claim::{Resolved, is_made_for, resolve};
 pub use event::{
-    Answer, CallError, CallErrorKind, CallId, ClaimToAllocate, ClaimWrite, Command, DriverRequest, Event,
-    Moment, ObjectKey, Outcome, Regarding, Report, Settings, Subject,
+    Answer, CallError, CallErrorKind, CallErrorSubject, CallId, ClaimToAllocate, ClaimWrite, Command,
+    DriverRequest, Event, EventReport, Moment, ObjectKey, Outcome, Regarding, Settings,
 };
 pub use state::ControllerState;
 pub use statistics::{QueueStatistics, Statistics};

@@ -49,7 +49,7 @@ impl Work {
 
 /// The work queue: each piece of work once, in order.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Queue {
+pub(super) struct WorkQueue {
     /// Each piece of work, with the time of its addition.
     work: BTreeMap<Work, Moment>,
     /// Work that is due later.
@@ -61,7 +61,7 @@ pub(super) struct Queue {
     pending: BTreeMap<&'static str, BTreeMap<CallId, Moment>>,
 }
 
-impl Queue {
+impl WorkQueue {
     /// Adds a piece of work unless it is queued already.
     pub(super) fn insert(&mut self, work: Work) {
         let statistics = self.statistics.entry(work.queue()).or_default();
@@ -171,7 +171,7 @@ struct WakeUp {
 
 /// The facts that determine a context's turn.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Waiting {
+pub(super) struct WaitingPod {
     /// The pod's priority. Higher values come first.
     pub(super) priority: i32,
     pub(super) since: Moment,
@@ -184,7 +184,7 @@ impl WakeUps {
     /// the contexts that are awake: that capacity may be taken by now, so they are evaluated again, within their old deadlines.
     pub(super) fn capacity_freed(
         &mut self,
-        waiting: impl Iterator<Item = (ObjectKey, Waiting)>,
+        waiting: impl Iterator<Item = (ObjectKey, WaitingPod)>,
         pods: Option<usize>,
         now: Moment,
     ) -> Vec<ObjectKey> {
@@ -292,10 +292,10 @@ impl WakeUps {
 /// Sorts waiting contexts by priority, then round-robin over the namespaces, starting with the least recently served one, then by waiting
 /// time.
 fn in_turn(
-    waiting: impl Iterator<Item = (ObjectKey, Waiting)>,
+    waiting: impl Iterator<Item = (ObjectKey, WaitingPod)>,
     last_turns: &BTreeMap<String, u64>,
 ) -> Vec<ObjectKey> {
-    let mut sorted: Vec<(ObjectKey, Waiting)> = waiting.collect();
+    let mut sorted: Vec<(ObjectKey, WaitingPod)> = waiting.collect();
     sorted.sort_by(|(left_key, left), (right_key, right)| {
         right
             .priority
@@ -330,12 +330,12 @@ fn in_turn(
 
 /// The number of consecutive failures, and the time of the next attempt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Retry {
+pub(super) struct Backoff {
     failures: u32,
     not_before: Moment,
 }
 
-impl Retry {
+impl Backoff {
     pub(super) fn failed(&mut self, now: Moment) {
         let delay = FIRST_RETRY
             .saturating_mul(1 << self.failures.min(16))
@@ -372,9 +372,9 @@ pub(super) fn spread(name: &str, base: Duration, spread: Duration) -> Duration {
 mod tests {
     use super::*;
 
-    fn waiting(namespace: &str, name: &str, priority: i32, seconds: u64) -> (ObjectKey, Waiting) {
+    fn waiting(namespace: &str, name: &str, priority: i32, seconds: u64) -> (ObjectKey, WaitingPod) {
         let since = Moment::new(Duration::from_secs(seconds));
-        let waiting = Waiting {
+        let waiting = WaitingPod {
             priority,
             since,
             recheck: since,
@@ -489,17 +489,17 @@ mod tests {
     #[test]
     fn the_delay_doubles_up_to_30_s_and_a_success_resets_it() {
         let now = Moment::default();
-        let mut retry = Retry::default();
+        let mut backoff = Backoff::default();
         let mut delays = Vec::new();
         for _ in 0..40 {
-            retry.failed(now);
-            delays.push(retry.wait_until(now).unwrap().since_start());
+            backoff.failed(now);
+            delays.push(backoff.wait_until(now).unwrap().since_start());
         }
         assert_eq!(delays[0], FIRST_RETRY);
         assert_eq!(delays[1], FIRST_RETRY * 2);
         assert_eq!(delays[39], MAX_RETRY);
-        assert_eq!(retry.wait_until(now.after(MAX_RETRY)), None);
-        retry.succeeded();
-        assert_eq!(retry.wait_until(now), None);
+        assert_eq!(backoff.wait_until(now.after(MAX_RETRY)), None);
+        backoff.succeeded();
+        assert_eq!(backoff.wait_until(now), None);
     }
 }

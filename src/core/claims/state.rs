@@ -9,15 +9,17 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use crate::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass, pod_owner_of};
 use crate::driver::{CapacityChange, Finding, Observation};
 
-use super::claim::{self, Cache, Claim, ClaimAction, ClaimPhase, is_generated};
+use super::claim::{Cache, Claim, ClaimAction, ClaimInput, ClaimPhase, is_generated};
 use super::context::{Context, ContextAction};
 use super::event::{
-    Answer, CallId, ClaimToAllocate, Command, DriverRequest, Event, Moment, ObjectKey, Outcome, Regarding,
-    Report, Settings, TransactionId, is_newer,
+    Answer, CallId, ClaimToAllocate, Command, DriverRequest, Event, EventReport, Moment, ObjectKey, Outcome,
+    Regarding, Settings, TransactionId, is_newer,
 };
-use super::queue::{Queue, WAKE_UP_TIMEOUT, WakeUps, Work};
+use super::queue::{WAKE_UP_TIMEOUT, WakeUps, Work, WorkQueue};
 use super::statistics::{Statistics, is_failure};
-use super::transaction::{self, Consumer, Failure, ItemResult, Transaction, TransactionAction};
+use super::transaction::{
+    Consumer, ItemResult, Transaction, TransactionAction, TransactionFailure, TransactionInput,
+};
 
 /// When an object is revisited whose report was not written. The queue of reports was full at that time; at some ten milliseconds each,
 /// thousands of them are written meanwhile. If the server refuses the reports of a thousand objects, this makes 17 requests per second.
@@ -48,7 +50,7 @@ enum Barrier {
 #[derive(Clone, Copy, Debug)]
 enum Listed {
     Classes,
-    Claims,
+    ClaimMap,
     Contexts,
 }
 
@@ -103,7 +105,7 @@ pub struct ControllerState {
     early_pods: BTreeMap<String, EarlyPod>,
     transactions: BTreeMap<TransactionId, Transaction>,
     pending_calls: BTreeMap<CallId, PendingCall>,
-    queue: Queue,
+    queue: WorkQueue,
     wake_ups: WakeUps,
     commands: Vec<Command>,
     /// The last id of a call or a transaction.
@@ -125,7 +127,7 @@ impl ControllerState {
             early_pods: BTreeMap::new(),
             transactions: BTreeMap::new(),
             pending_calls: BTreeMap::new(),
-            queue: Queue::default(),
+            queue: WorkQueue::default(),
             wake_ups: WakeUps::default(),
             commands: Vec::new(),
             last_id: 0,
@@ -250,7 +252,7 @@ impl ControllerState {
 
     fn report(&mut self, regarding: Regarding, reason: &'static str, message: String) {
         *self.statistics.reports.entry(reason).or_default() += 1;
-        self.commands.push(Command::Report(Report {
+        self.commands.push(Command::Report(EventReport {
             regarding,
             reason: reason.to_owned(),
             message,
@@ -282,7 +284,7 @@ impl ControllerState {
     }
 
     /// Handles a report that was not written: it may be repeated, and its object is revisited after [`REPORT_RETRY_INTERVAL`].
-    fn report_failed(&mut self, report: &Report, now: Moment) {
+    fn report_failed(&mut self, report: &EventReport, now: Moment) {
         let next = now.after(REPORT_RETRY_INTERVAL);
         match &report.regarding {
             Regarding::Pod { key, uid } => {
@@ -318,7 +320,7 @@ impl ControllerState {
         };
         match list {
             Listed::Classes => *classes = true,
-            Listed::Claims => *claims = true,
+            Listed::ClaimMap => *claims = true,
             Listed::Contexts => *contexts = true,
         }
         if !(*classes && *claims && *contexts) {
@@ -401,7 +403,7 @@ impl ControllerState {
         for (key, claim) in &mut self.cache.claims {
             if claim.class_name() == name {
                 claim.invalid_at = None;
-                claim.retry.succeeded();
+                claim.backoff.succeeded();
                 keys.push(key.clone());
             }
         }
@@ -426,7 +428,7 @@ impl ControllerState {
         for claim in claims {
             self.see_claim(claim, now);
         }
-        self.listed(Listed::Claims);
+        self.listed(Listed::ClaimMap);
     }
 
     /// Applies the object returned by our own write, unless the watch has meanwhile reported the claim as deleted.
@@ -588,13 +590,13 @@ impl ControllerState {
     }
 
     /// What a claim needs to know for a step.
-    fn around_claim(&self, key: &ObjectKey) -> Option<claim::Surroundings> {
+    fn claim_input(&self, key: &ObjectKey) -> Option<ClaimInput> {
         let claim = self.cache.claims.get(key)?;
         let pod_lacks_a_claim = claim.incomplete_pod().is_none_or(|(context, uid)| {
             let context = self.contexts.get(context);
             context.is_some_and(|context| context.uid() == uid && context.lacks_a_claim(&self.cache))
         });
-        Some(claim::Surroundings {
+        Some(ClaimInput {
             class: self.cache.class_owner(claim.class_name()),
             capacity_generation: self.cache.capacity_generation,
             pod_lacks_a_claim,
@@ -602,21 +604,21 @@ impl ControllerState {
     }
 
     fn step_claim(&mut self, key: &ObjectKey, now: Moment) {
-        if let Some(around) = self.around_claim(key)
+        if let Some(input) = self.claim_input(key)
             && let Some(claim) = self.cache.claims.get_mut(key)
         {
-            let actions = claim.step(&around, now);
+            let actions = claim.step(&input, now);
             self.act_on_claim(key, actions);
         }
     }
 
     fn claim_answered(&mut self, key: &ObjectKey, uid: &str, answer: Answer, now: Moment) {
-        let around = self.around_claim(key);
-        let Some((claim, around)) = self.cache.claim_mut(key, uid).zip(around) else {
+        let input = self.claim_input(key);
+        let Some((claim, input)) = self.cache.claim_mut(key, uid).zip(input) else {
             return;
         };
         let Answer::ClaimRead(Ok(object)) = answer else {
-            let actions = claim.answered(answer, &around, now);
+            let actions = claim.answered(answer, &input, now);
             self.act_on_claim(key, actions);
             return;
         };
@@ -757,7 +759,8 @@ impl ControllerState {
             return;
         };
         self.wake_ups.remove(key);
-        self.statistics.trouble_changed(context.trouble(), None);
+        self.statistics
+            .waiting_reason_changed(context.waiting_reason(), None);
         for claim in context.named_claims() {
             self.cache.index.remove_user(claim, key);
         }
@@ -867,8 +870,8 @@ impl ControllerState {
                 ContextAction::LeaveWakeUps => self.wake_ups.remove(key),
                 ContextAction::EndWakeUp => self.wake_ups.end(key),
                 ContextAction::CountWakeUp(start) => self.statistics.wake_ups.observe(now.since(start)),
-                ContextAction::CountTrouble { before, after } => {
-                    self.statistics.trouble_changed(before, after);
+                ContextAction::CountWaiting { before, after } => {
+                    self.statistics.waiting_reason_changed(before, after);
                 }
                 ContextAction::CountRecheck => self.statistics.caught_by_recheck += 1,
             }
@@ -985,7 +988,7 @@ impl ControllerState {
         }
         for key in self.cache.index.immediate() {
             if let Some(claim) = self.cache.claims.get_mut(&key) {
-                claim.retry.succeeded();
+                claim.backoff.succeeded();
             }
             self.queue.insert(Work::Claim(key));
         }
@@ -1041,9 +1044,9 @@ impl ControllerState {
     }
 
     /// What a transaction needs to know for a step.
-    fn around_transaction(&self, transaction: &Transaction) -> transaction::Surroundings<'_> {
+    fn transaction_input(&self, transaction: &Transaction) -> TransactionInput<'_> {
         let node = transaction.node.as_ref();
-        transaction::Surroundings {
+        TransactionInput {
             settings: &self.cache.settings,
             claims: &self.cache.claims,
             consumer: transaction.consumer.as_ref().map(|consumer| {
@@ -1060,7 +1063,7 @@ impl ControllerState {
         let Some(mut transaction) = self.transactions.remove(&id) else {
             return;
         };
-        let actions = transaction.step(&self.around_transaction(&transaction), now);
+        let actions = transaction.step(&self.transaction_input(&transaction), now);
         let item = |uid| PendingCall::Item { transaction: id, uid };
         let mut has_ended = false;
         for action in actions {
@@ -1101,7 +1104,7 @@ impl ControllerState {
             return;
         };
         if let Answer::Allocated(result) = answer {
-            transaction.allocated(result, &self.around_transaction(&transaction));
+            transaction.allocated(result, &self.transaction_input(&transaction));
         }
         self.transactions.insert(id, transaction);
         self.queue.insert(Work::Transaction(id));
@@ -1135,7 +1138,7 @@ impl ControllerState {
 
     /// Reports a write that keeps failing without being refused.
     fn report_unclear(&mut self, transaction: &Transaction, key: &ObjectKey, message: &str, now: Moment) {
-        if !transaction.is_wanted(&self.around_transaction(transaction)) {
+        if !transaction.is_wanted(&self.transaction_input(transaction)) {
             return;
         }
         let message = format!("the allocation could not be recorded yet: {message}");
@@ -1151,8 +1154,8 @@ impl ControllerState {
     }
 
     fn end_transaction(&mut self, transaction: &Transaction, now: Moment) {
-        let failure = transaction.failure(&self.around_transaction(transaction));
-        let result = failure.as_ref().map_or("Allocated", Failure::as_str);
+        let failure = transaction.failure(&self.transaction_input(transaction));
+        let result = failure.as_ref().map_or("Allocated", TransactionFailure::as_str);
         self.statistics.attempted(result);
         for (key, uid) in transaction.claims() {
             if let Some(claim) = self.cache.claim_mut(key, uid) {

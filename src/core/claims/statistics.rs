@@ -63,19 +63,23 @@ impl Statistics {
         "Allocated",
         "Invalid",
         "NotRecorded",
-        "Retry",
+        "Backoff",
         "TimedOut",
         "Withdrawn",
     ];
     /// The driver methods.
     pub const CALLS: [&'static str; 3] = ["Allocate", "Deallocate", "UnsuitableNodes"];
     /// Results of a driver call.
-    pub const CALL_RESULTS: [&'static str; 4] = ["Done", "Invalid", "Retry", "TimedOut"];
+    pub const CALL_RESULTS: [&'static str; 4] = ["Done", "Invalid", "Backoff", "TimedOut"];
     /// Trouble of a waiting pod that is not an error: some of its nodes are unsuitable.
     pub const SOME_NODES: &'static str = "SomeNodesUnsuitable";
 
     /// Moves a waiting pod from one reason to another; `None` means that it does not wait.
-    pub(super) fn trouble_changed(&mut self, before: Option<&'static str>, after: Option<&'static str>) {
+    pub(super) fn waiting_reason_changed(
+        &mut self,
+        before: Option<&'static str>,
+        after: Option<&'static str>,
+    ) {
         if before == after {
             return;
         }

@@ -17,12 +17,12 @@ use crate::api::resource::{
     label_of_node,
 };
 
-use super::claim::{Claim, ClaimAction, Claims};
+use super::claim::{Claim, ClaimAction, ClaimMap};
 use super::event::{
-    Answer, CallError, CallErrorKind, ClaimToAllocate, ClaimWrite, Moment, ObjectKey, Outcome, Settings,
-    Subject,
+    Answer, CallError, CallErrorKind, CallErrorSubject, ClaimToAllocate, ClaimWrite, Moment, ObjectKey,
+    Outcome, Settings,
 };
-use super::queue::{Retry, WRITES_BEFORE_REPORT};
+use super::queue::{Backoff, WRITES_BEFORE_REPORT};
 
 /// The pod that a transaction allocates for, and its PodSchedulingContext.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,14 +45,14 @@ pub(super) struct ConsumerState {
 
 /// What a transaction needs to know for a step, apart from itself.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Surroundings<'a> {
+pub(super) struct TransactionInput<'a> {
     pub(super) settings: &'a Settings,
-    pub(super) claims: &'a Claims,
+    pub(super) claims: &'a ClaimMap,
     /// `None` for an immediate claim.
     pub(super) consumer: Option<ConsumerState>,
 }
 
-impl<'a> Surroundings<'a> {
+impl<'a> TransactionInput<'a> {
     /// The claim of an item, unless it is gone.
     fn claim(&self, item: &Item) -> Option<&'a Claim> {
         let claim = self.claims.get(&item.key).filter(|claim| claim.uid() == item.uid);
@@ -62,7 +62,7 @@ impl<'a> Surroundings<'a> {
 
 /// Phases of a transaction. The last two follow a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
+enum TransactionPhase {
     /// Adding our finalizer and the node label to each claim.
     AddingFinalizers,
     /// Waiting for the driver's allocations.
@@ -81,9 +81,9 @@ enum Phase {
     Deallocating,
 }
 
-/// Progress of one claim within the phase of its transaction.
+/// ItemPhase of one claim within the phase of its transaction.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Step {
+enum ItemPhase {
     /// Not started, or due for a retry.
     Waiting,
     /// A write or a call is pending.
@@ -102,7 +102,7 @@ enum Step {
     Failed,
 }
 
-impl Step {
+impl ItemPhase {
     fn is_in_progress(&self) -> bool {
         matches!(
             self,
@@ -127,7 +127,7 @@ struct Item {
     claim: Arc<ResourceClaim>,
     class: Arc<ResourceClass>,
     allocation: Option<AllocationResult>,
-    step: Step,
+    phase: ItemPhase,
     /// Number of writes with an unknown outcome.
     unclear: u32,
     /// Set when an allocation write had an unknown outcome. Cleared when that write can no longer be stored and the claim is read again.
@@ -136,12 +136,12 @@ struct Item {
     needed_version: Option<String>,
     /// Its allocation was refused in an earlier transaction, so it is recorded before the other claims.
     goes_first: bool,
-    retry: Retry,
+    backoff: Backoff,
 }
 
 /// Why a transaction failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Failure {
+pub(super) enum TransactionFailure {
     /// The driver returned an error or an unusable answer.
     Driver(CallError),
     /// The API server refused a write, or the claim is gone or was allocated by another writer.
@@ -150,7 +150,7 @@ pub(super) enum Failure {
     Withdrawn,
 }
 
-impl Failure {
+impl TransactionFailure {
     /// Its name in [`Statistics::ATTEMPTS`](super::Statistics::ATTEMPTS).
     pub(super) fn as_str(&self) -> &'static str {
         match self {
@@ -205,9 +205,9 @@ pub(super) enum ItemResult {
 pub(super) struct Transaction {
     pub(super) consumer: Option<Consumer>,
     pub(super) node: Option<String>,
-    phase: Phase,
+    phase: TransactionPhase,
     items: Vec<Item>,
-    failure: Option<Failure>,
+    failure: Option<TransactionFailure>,
     /// The capacity generation at the start: the driver's answer may predate later changes.
     started_at: u64,
 }
@@ -218,7 +218,7 @@ impl Transaction {
         Self {
             consumer,
             node,
-            phase: Phase::AddingFinalizers,
+            phase: TransactionPhase::AddingFinalizers,
             items: Vec::new(),
             failure: None,
             started_at: capacity_generation,
@@ -243,12 +243,12 @@ impl Transaction {
             claim: claim.object.clone(),
             class,
             allocation: None,
-            step: Step::Waiting,
+            phase: ItemPhase::Waiting,
             unclear: 0,
             may_be_recorded: false,
             needed_version: None,
             goes_first: claim.allocation_refused,
-            retry: Retry::default(),
+            backoff: Backoff::default(),
         });
         true
     }
@@ -259,42 +259,42 @@ impl Transaction {
     }
 
     /// Whether the transaction is still wanted: the context still selects its node, and no claim is gone, being deleted or allocated.
-    pub(super) fn is_wanted(&self, around: &Surroundings<'_>) -> bool {
+    pub(super) fn is_wanted(&self, input: &TransactionInput<'_>) -> bool {
         let is_wanted = |claim: &Claim| !claim.is_deleting() && !claim.is_allocated();
-        around.consumer.is_none_or(|consumer| consumer.selects_node)
+        input.consumer.is_none_or(|consumer| consumer.selects_node)
             && self
                 .items
                 .iter()
-                .all(|item| around.claim(item).is_some_and(is_wanted))
+                .all(|item| input.claim(item).is_some_and(is_wanted))
     }
 
     /// Takes the next steps.
-    pub(super) fn step(&mut self, around: &Surroundings<'_>, now: Moment) -> Vec<TransactionAction> {
+    pub(super) fn step(&mut self, input: &TransactionInput<'_>, now: Moment) -> Vec<TransactionAction> {
         let mut actions = Vec::new();
         for item in &mut self.items {
-            if let Some(known) = around.claim(item) {
+            if let Some(known) = input.claim(item) {
                 item.claim = known.object.clone();
             }
             item.read_unconfirmed(&mut actions, now);
         }
         match self.phase {
-            Phase::AddingFinalizers => self.add_finalizers(around, &mut actions, now),
-            Phase::Allocating => {}
-            Phase::WritingStatus => self.write_status(around, &mut actions, now),
-            Phase::RollingBack => self.roll_back(around, &mut actions, now),
-            Phase::Deallocating => self.deallocate(around, &mut actions, now),
+            TransactionPhase::AddingFinalizers => self.add_finalizers(input, &mut actions, now),
+            TransactionPhase::Allocating => {}
+            TransactionPhase::WritingStatus => self.write_status(input, &mut actions, now),
+            TransactionPhase::RollingBack => self.roll_back(input, &mut actions, now),
+            TransactionPhase::Deallocating => self.deallocate(input, &mut actions, now),
         }
         actions
     }
 
     fn add_finalizers(
         &mut self,
-        around: &Surroundings<'_>,
+        input: &TransactionInput<'_>,
         actions: &mut Vec<TransactionAction>,
         now: Moment,
     ) {
-        let is_wanted = self.is_wanted(around);
-        let label = around.settings.node_label();
+        let is_wanted = self.is_wanted(input);
+        let label = input.settings.node_label();
         let node = self
             .node
             .as_deref()
@@ -304,23 +304,23 @@ impl Transaction {
             claim.has_finalizer() && labels.and_then(|labels| labels.get(&label)) == Some(&node)
         };
         for item in &mut self.items {
-            if item.step == Step::Waiting && around.claim(item).is_some_and(has_finalizer) {
-                item.step = Step::Done;
+            if item.phase == ItemPhase::Waiting && input.claim(item).is_some_and(has_finalizer) {
+                item.phase = ItemPhase::Done;
             }
-            if item.step == Step::Waiting && is_wanted && self.failure.is_none() {
+            if item.phase == ItemPhase::Waiting && is_wanted && self.failure.is_none() {
                 item.write(ClaimWrite::AddFinalizer { node: node.clone() }, actions, now);
             }
         }
-        if self.items.iter().any(|item| item.step.is_in_progress()) {
+        if self.items.iter().any(|item| item.phase.is_in_progress()) {
             return;
         }
         if !is_wanted {
-            self.failure.get_or_insert(Failure::Withdrawn);
+            self.failure.get_or_insert(TransactionFailure::Withdrawn);
         }
         if self.failure.is_some() {
             actions.push(TransactionAction::End);
-        } else if self.items.iter().all(|item| item.step == Step::Done) {
-            self.phase = Phase::Allocating;
+        } else if self.items.iter().all(|item| item.phase == ItemPhase::Done) {
+            self.phase = TransactionPhase::Allocating;
             actions.push(TransactionAction::Allocate {
                 claims: self.items.iter().map(Item::to_allocate).collect(),
                 node: self.node.clone(),
@@ -332,9 +332,9 @@ impl Transaction {
     pub(super) fn allocated(
         &mut self,
         result: Result<Vec<AllocationResult>, CallError>,
-        around: &Surroundings<'_>,
+        input: &TransactionInput<'_>,
     ) {
-        if self.phase != Phase::Allocating {
+        if self.phase != TransactionPhase::Allocating {
             return;
         }
         match result {
@@ -353,41 +353,46 @@ impl Transaction {
                 let message = format!("the driver answered for {number} of {count} claims");
                 self.failure = Some(misbehaved(message));
             }
-            Err(error) => self.failure = Some(Failure::Driver(error)),
+            Err(error) => self.failure = Some(TransactionFailure::Driver(error)),
         }
-        if self.failure.is_none() && !self.is_wanted(around) {
-            self.failure = Some(Failure::Withdrawn);
+        if self.failure.is_none() && !self.is_wanted(input) {
+            self.failure = Some(TransactionFailure::Withdrawn);
         }
         if self.failure.is_some() {
             self.begin_to_deallocate(|_| true);
         } else {
-            self.restart_items(Phase::WritingStatus);
+            self.restart_items(TransactionPhase::WritingStatus);
         }
     }
 
-    fn restart_items(&mut self, phase: Phase) {
+    fn restart_items(&mut self, phase: TransactionPhase) {
         self.phase = phase;
         for item in &mut self.items {
-            item.step = Step::Waiting;
-            item.retry.succeeded();
+            item.phase = ItemPhase::Waiting;
+            item.backoff.succeeded();
         }
     }
 
-    fn write_status(&mut self, around: &Surroundings<'_>, actions: &mut Vec<TransactionAction>, now: Moment) {
+    fn write_status(
+        &mut self,
+        input: &TransactionInput<'_>,
+        actions: &mut Vec<TransactionAction>,
+        now: Moment,
+    ) {
         let reserved_for = self
             .consumer
             .as_ref()
-            .filter(|_| around.settings.reserve_for_pod)
+            .filter(|_| input.settings.reserve_for_pod)
             .map(|consumer| ResourceClaimConsumerReference::pod(&consumer.context.name, &consumer.pod_uid));
-        let is_open = |item: &Item| !matches!(item.step, Step::Done | Step::Failed);
+        let is_open = |item: &Item| !matches!(item.phase, ItemPhase::Done | ItemPhase::Failed);
         let hopeless = self
             .items
             .iter()
-            .any(|item| item.goes_first && item.step == Step::Failed);
+            .any(|item| item.goes_first && item.phase == ItemPhase::Failed);
         // If a `goes_first` claim has failed, nothing more is recorded, so no claim waits for the others that go first.
         let first_only = !hopeless && self.items.iter().any(|item| item.goes_first && is_open(item));
         for item in &mut self.items {
-            if item.step != Step::Waiting || (first_only && !item.goes_first) {
+            if item.phase != ItemPhase::Waiting || (first_only && !item.goes_first) {
                 continue;
             }
             match item.allocation.clone() {
@@ -403,53 +408,57 @@ impl Transaction {
                     };
                     item.write(write, actions, now);
                 }
-                _ => item.step = Step::Failed,
+                _ => item.phase = ItemPhase::Failed,
             }
         }
         if self.items.iter().any(is_open) {
             return;
         }
-        if self.items.iter().all(|item| item.step == Step::Done) {
+        if self.items.iter().all(|item| item.phase == ItemPhase::Done) {
             actions.push(TransactionAction::End);
             return;
         }
-        if !self.begin_to_roll_back(around) {
-            self.begin_to_deallocate(|item| item.step == Step::Failed);
+        if !self.begin_to_roll_back(input) {
+            self.begin_to_deallocate(|item| item.phase == ItemPhase::Failed);
         }
         actions.push(TransactionAction::Step);
     }
 
     /// Starts the rollback if it is safe, and returns whether it started.
-    fn begin_to_roll_back(&mut self, around: &Surroundings<'_>) -> bool {
-        let any_recorded = self.items.iter().any(|item| item.step == Step::Done);
+    fn begin_to_roll_back(&mut self, input: &TransactionInput<'_>) -> bool {
+        let any_recorded = self.items.iter().any(|item| item.phase == ItemPhase::Done);
         // If another writer has allocated the claim that we could not record, the pod may be starting with all its claims.
         let pod_cannot_run = self.items.iter().all(|item| {
-            item.step == Step::Done || around.claim(item).is_none_or(|claim| !claim.is_allocated())
+            item.phase == ItemPhase::Done || input.claim(item).is_none_or(|claim| !claim.is_allocated())
         });
-        let awaits_node = around.consumer.is_some_and(|consumer| consumer.awaits_node);
+        let awaits_node = input.consumer.is_some_and(|consumer| consumer.awaits_node);
         if !any_recorded || !pod_cannot_run || !awaits_node {
             return false;
         }
-        self.phase = Phase::RollingBack;
-        for item in self.items.iter_mut().filter(|item| item.step == Step::Done) {
-            item.step = Step::Waiting;
-            item.retry.succeeded();
+        self.phase = TransactionPhase::RollingBack;
+        for item in self.items.iter_mut().filter(|item| item.phase == ItemPhase::Done) {
+            item.phase = ItemPhase::Waiting;
+            item.backoff.succeeded();
         }
         true
     }
 
-    fn roll_back(&mut self, around: &Surroundings<'_>, actions: &mut Vec<TransactionAction>, now: Moment) {
+    fn roll_back(&mut self, input: &TransactionInput<'_>, actions: &mut Vec<TransactionAction>, now: Moment) {
         // A write with an unknown outcome is repeated seconds later; meanwhile another driver may have allocated the missing claim, for
         // example after its class changed.
         let lacks_a_claim = self
             .items
             .iter()
-            .any(|item| around.claim(item).is_none_or(|claim| !claim.is_allocated()));
-        let awaits_node = around.consumer.is_some_and(|consumer| consumer.awaits_node);
+            .any(|item| input.claim(item).is_none_or(|claim| !claim.is_allocated()));
+        let awaits_node = input.consumer.is_some_and(|consumer| consumer.awaits_node);
         let is_right = lacks_a_claim && awaits_node;
         let pod_uid = self.consumer.as_ref().map(|consumer| &*consumer.pod_uid);
-        for item in self.items.iter_mut().filter(|item| item.step == Step::Waiting) {
-            let known = around.claim(item);
+        for item in self
+            .items
+            .iter_mut()
+            .filter(|item| item.phase == ItemPhase::Waiting)
+        {
+            let known = input.claim(item);
             // A late allocation write must find the claim allocated: wait until none can be stored any more.
             if let Some(moment) = known.and_then(|known| known.late_write_until(now)) {
                 actions.push(TransactionAction::StepAt(moment));
@@ -458,15 +467,15 @@ impl Transaction {
             let known = known.filter(|_| is_right);
             match known.and_then(|known| item.rollback(known, pod_uid)) {
                 Some(write) => item.write(write, actions, now),
-                None => item.step = Step::Done,
+                None => item.phase = ItemPhase::Done,
             }
         }
         if self
             .items
             .iter()
-            .all(|item| matches!(item.step, Step::Done | Step::Failed))
+            .all(|item| matches!(item.phase, ItemPhase::Done | ItemPhase::Failed))
         {
-            self.begin_to_deallocate(|item| item.step == Step::Failed);
+            self.begin_to_deallocate(|item| item.phase == ItemPhase::Failed);
             actions.push(TransactionAction::Step);
         }
     }
@@ -474,23 +483,28 @@ impl Transaction {
     /// Deallocates the claims that `which` selects; the others count as done.
     fn begin_to_deallocate(&mut self, which: impl Fn(&Item) -> bool) {
         let selected: Vec<bool> = self.items.iter().map(which).collect();
-        self.restart_items(Phase::Deallocating);
+        self.restart_items(TransactionPhase::Deallocating);
         for (item, selected) in self.items.iter_mut().zip(selected) {
             if !selected {
-                item.step = Step::Done;
+                item.phase = ItemPhase::Done;
             }
         }
     }
 
-    fn deallocate(&mut self, around: &Surroundings<'_>, actions: &mut Vec<TransactionAction>, now: Moment) {
+    fn deallocate(
+        &mut self,
+        input: &TransactionInput<'_>,
+        actions: &mut Vec<TransactionAction>,
+        now: Moment,
+    ) {
         for item in &mut self.items {
-            if item.step != Step::Waiting {
+            if item.phase != ItemPhase::Waiting {
                 continue;
             }
             // An earlier leader's write may have recorded the allocation after all: it is in use, so keep it.
-            let known = around.claim(item);
+            let known = input.claim(item);
             if known.is_some_and(Claim::is_ours) {
-                item.step = Step::Done;
+                item.phase = ItemPhase::Done;
                 continue;
             }
             // Our own write may still be stored: wait until it no longer can, then read the claim once more.
@@ -501,23 +515,23 @@ impl Transaction {
                     actions.push(TransactionAction::StepAt(moment));
                 } else {
                     item.may_be_recorded = false;
-                    item.step = Step::Unconfirmed { refusal: None };
+                    item.phase = ItemPhase::Unconfirmed { refusal: None };
                     actions.push(TransactionAction::Step);
                 }
                 continue;
             }
-            if let Some(moment) = item.retry.wait_until(now) {
+            if let Some(moment) = item.backoff.wait_until(now) {
                 actions.push(TransactionAction::StepAt(moment));
                 continue;
             }
-            item.step = Step::Pending;
+            item.phase = ItemPhase::Pending;
             actions.push(TransactionAction::Deallocate {
                 uid: item.uid.clone(),
                 claim: item.claim.clone(),
                 allocation: item.allocation.clone(),
             });
         }
-        if self.items.iter().all(|item| item.step == Step::Done) {
+        if self.items.iter().all(|item| item.phase == ItemPhase::Done) {
             actions.push(TransactionAction::End);
         }
     }
@@ -536,29 +550,31 @@ impl Transaction {
         let Some(item) = self.items.iter_mut().find(|item| item.uid == uid) else {
             return ItemResult::Continues;
         };
-        if phase == Phase::RollingBack {
+        if phase == TransactionPhase::RollingBack {
             return item.rollback_answered(answer, known, now);
         }
-        let is_status = phase == Phase::WritingStatus;
+        let is_status = phase == TransactionPhase::WritingStatus;
         let mut known = known;
         let mut refused = None;
         let mut result = ItemResult::Continues;
         match answer {
-            Answer::ClaimWritten(Outcome::Done(_)) => item.step = Step::Done,
+            Answer::ClaimWritten(Outcome::Done(_)) => item.phase = ItemPhase::Done,
             Answer::Deallocated(Ok(())) => {
-                item.step = Step::Done;
+                item.phase = ItemPhase::Done;
                 if let Some(claim) = &mut known {
                     claim.clear_uncertain();
                 }
             }
             Answer::ClaimWritten(Outcome::Refused(message)) => {
-                item.step = Step::Unconfirmed {
+                item.phase = ItemPhase::Unconfirmed {
                     refusal: Some(message),
                 };
             }
-            Answer::ClaimWritten(Outcome::Conflict(_)) => item.step = Step::Unconfirmed { refusal: None },
+            Answer::ClaimWritten(Outcome::Conflict(_)) => {
+                item.phase = ItemPhase::Unconfirmed { refusal: None };
+            }
             Answer::ClaimWritten(Outcome::Unknown(message)) => {
-                item.step = Step::Unconfirmed { refusal: None };
+                item.phase = ItemPhase::Unconfirmed { refusal: None };
                 item.unclear += 1;
                 if item.unclear > WRITES_BEFORE_REPORT {
                     result = ItemResult::Unclear(message);
@@ -575,20 +591,20 @@ impl Transaction {
             Answer::ClaimRead(Err(_)) => item.read_failed(now),
             Answer::ClaimRead(Ok(object)) => {
                 let object = object.filter(|object| object.metadata.uid.as_deref() == Some(uid));
-                let refusal = item.step.take_refusal();
-                item.step = item.step_after_read(phase, object.as_deref(), driver_name);
-                item.retry.failed(now);
+                let refusal = item.phase.take_refusal();
+                item.phase = item.phase_after_read(phase, object.as_deref(), driver_name);
+                item.backoff.failed(now);
                 // After two writes with an unknown outcome, the other one may still be stored.
-                if item.step == Step::Done
+                if item.phase == ItemPhase::Done
                     && item.unclear < 2
                     && let Some(claim) = &mut known
                 {
                     claim.clear_late_writes();
                 }
-                if item.step == Step::Waiting && refusal.is_some() {
-                    item.step = Step::Failed;
+                if item.phase == ItemPhase::Waiting && refusal.is_some() {
+                    item.phase = ItemPhase::Failed;
                 }
-                if item.step == Step::Failed {
+                if item.phase == ItemPhase::Failed {
                     if is_status && let Some(claim) = &mut known {
                         claim.allocation_refused = true;
                     }
@@ -597,37 +613,37 @@ impl Transaction {
                 }
             }
             Answer::Deallocated(Err(_)) => {
-                item.step = Step::Waiting;
-                item.retry.failed(now);
+                item.phase = ItemPhase::Waiting;
+                item.backoff.failed(now);
             }
             Answer::PodRead(_) | Answer::ContextWritten(_) | Answer::Evaluated(_) | Answer::Allocated(_) => {}
         }
-        if is_status && item.step == Step::Done {
+        if is_status && item.phase == ItemPhase::Done {
             if let Some(claim) = known.filter(|claim| !claim.is_gone()) {
                 claim.allocation_refused = false;
                 result = ItemResult::Recorded;
             } else {
                 // The driver learned that the claim is gone before it could learn of the recorded allocation: deallocate.
-                item.step = Step::Failed;
+                item.phase = ItemPhase::Failed;
                 refused = Some("it is gone".to_owned());
             }
         }
         if let Some(message) = refused {
-            self.failure.get_or_insert(Failure::Refused(message));
+            self.failure.get_or_insert(TransactionFailure::Refused(message));
         }
         result
     }
 
     /// Why it failed, once it has ended. `None` if all claims are allocated.
-    pub(super) fn failure(&self, around: &Surroundings<'_>) -> Option<Failure> {
+    pub(super) fn failure(&self, input: &TransactionInput<'_>) -> Option<TransactionFailure> {
         // A refusal for a deleted claim needs no report: the allocation is no longer wanted.
         let deleted = || {
             self.items
                 .iter()
-                .any(|item| around.claim(item).is_none_or(Claim::is_deleting))
+                .any(|item| input.claim(item).is_none_or(Claim::is_deleting))
         };
         match &self.failure {
-            Some(Failure::Refused(_)) if deleted() => Some(Failure::Withdrawn),
+            Some(TransactionFailure::Refused(_)) if deleted() => Some(TransactionFailure::Withdrawn),
             other => other.clone(),
         }
     }
@@ -637,38 +653,40 @@ impl Transaction {
         &self,
         claim: &mut Claim,
         class: Option<&Arc<ResourceClass>>,
-        failure: Option<Failure>,
+        failure: Option<TransactionFailure>,
         capacity_generation: u64,
         now: Moment,
     ) -> Option<ClaimAction> {
         let item = self.items.iter().find(|item| item.uid == claim.uid())?;
         match failure {
             None => {
-                claim.retry.succeeded();
+                claim.backoff.succeeded();
                 claim.reported = None;
                 None
             }
-            Some(Failure::Withdrawn) => None,
-            Some(Failure::Refused(message)) => {
-                claim.retry.failed(now);
+            Some(TransactionFailure::Withdrawn) => None,
+            Some(TransactionFailure::Refused(message)) => {
+                claim.backoff.failed(now);
                 let message = format!("the allocation could not be recorded: {message}");
                 Some(ClaimAction::Report("AllocationNotRecorded", message))
             }
-            Some(Failure::Driver(error)) => {
+            Some(TransactionFailure::Driver(error)) => {
                 // A change since the driver was called may have removed the cause.
                 let changed = self.started_at < capacity_generation || class != Some(&item.class);
                 if error.kind == CallErrorKind::Invalid && !changed {
                     claim.invalid_at = Some(capacity_generation);
                 } else {
-                    claim.retry.failed(now);
+                    claim.backoff.failed(now);
                 }
                 Some(match error.subject {
-                    Subject::Class(class) => ClaimAction::ReportWithClass {
+                    CallErrorSubject::Class(class) => ClaimAction::ReportWithClass {
                         class,
                         reason: error.reason,
                         message: error.message,
                     },
-                    Subject::Claim(_) | Subject::Call => ClaimAction::Report(error.reason, error.message),
+                    CallErrorSubject::Claim(_) | CallErrorSubject::Call => {
+                        ClaimAction::Report(error.reason, error.message)
+                    }
                 })
             }
         }
@@ -685,50 +703,59 @@ impl Item {
     }
 
     fn write(&mut self, write: ClaimWrite, actions: &mut Vec<TransactionAction>, now: Moment) {
-        if let Some(moment) = self.retry.wait_until(now) {
+        if let Some(moment) = self.backoff.wait_until(now) {
             actions.push(TransactionAction::StepAt(moment));
             return;
         }
-        self.step = Step::Pending;
+        self.phase = ItemPhase::Pending;
         let (key, uid) = (self.key.clone(), self.uid.clone());
         actions.push(TransactionAction::Write { key, uid, write });
     }
 
     /// Reads the claim if its last write was not confirmed.
     fn read_unconfirmed(&mut self, actions: &mut Vec<TransactionAction>, now: Moment) {
-        let Step::Unconfirmed { refusal } = &mut self.step else {
+        let ItemPhase::Unconfirmed { refusal } = &mut self.phase else {
             return;
         };
-        if let Some(moment) = self.retry.wait_until(now) {
+        if let Some(moment) = self.backoff.wait_until(now) {
             actions.push(TransactionAction::StepAt(moment));
             return;
         }
         let refusal = refusal.take();
-        self.step = Step::Reading { refusal };
+        self.phase = ItemPhase::Reading { refusal };
         let (key, uid) = (self.key.clone(), self.uid.clone());
         actions.push(TransactionAction::Read { key, uid });
     }
 
     fn read_failed(&mut self, now: Moment) {
-        let refusal = self.step.take_refusal();
-        self.step = Step::Unconfirmed { refusal };
-        self.retry.failed(now);
+        let refusal = self.phase.take_refusal();
+        self.phase = ItemPhase::Unconfirmed { refusal };
+        self.backoff.failed(now);
     }
 
-    fn step_after_read(&self, phase: Phase, object: Option<&ResourceClaim>, driver_name: &str) -> Step {
-        if phase == Phase::Deallocating {
-            return Step::Waiting;
+    fn phase_after_read(
+        &self,
+        phase: TransactionPhase,
+        object: Option<&ResourceClaim>,
+        driver_name: &str,
+    ) -> ItemPhase {
+        if phase == TransactionPhase::Deallocating {
+            return ItemPhase::Waiting;
         }
-        let Some(object) = object else { return Step::Failed };
+        let Some(object) = object else {
+            return ItemPhase::Failed;
+        };
         match (phase, &object.status.allocation) {
-            (Phase::WritingStatus, Some(allocation)) => {
+            (TransactionPhase::WritingStatus, Some(allocation)) => {
                 let ours = object.status.driver_name.as_deref() == Some(driver_name)
                     && Some(allocation) == self.allocation.as_ref();
-                if ours { Step::Done } else { Step::Failed }
+                if ours { ItemPhase::Done } else { ItemPhase::Failed }
             }
             // The server stores no allocation in a claim that is being deleted.
-            (Phase::WritingStatus, None) if object.metadata.deletion_timestamp.is_some() => Step::Failed,
-            _ => Step::Waiting,
+            (TransactionPhase::WritingStatus, None) if object.metadata.deletion_timestamp.is_some() => {
+                ItemPhase::Failed
+            }
+            _ => ItemPhase::Waiting,
         }
     }
 
@@ -753,17 +780,19 @@ impl Item {
     fn rollback_answered(&mut self, answer: Answer, known: Option<&mut Claim>, now: Moment) -> ItemResult {
         match answer {
             Answer::ClaimWritten(Outcome::Done(_)) => {
-                self.step = Step::Failed;
+                self.phase = ItemPhase::Failed;
                 return ItemResult::RolledBack;
             }
             Answer::ClaimWritten(Outcome::Refused(message)) => {
-                self.step = Step::Unconfirmed {
+                self.phase = ItemPhase::Unconfirmed {
                     refusal: Some(message),
                 };
             }
-            Answer::ClaimWritten(Outcome::Conflict(_)) => self.step = Step::Unconfirmed { refusal: None },
+            Answer::ClaimWritten(Outcome::Conflict(_)) => {
+                self.phase = ItemPhase::Unconfirmed { refusal: None };
+            }
             Answer::ClaimWritten(Outcome::Unknown(_)) => {
-                self.step = Step::Unconfirmed { refusal: None };
+                self.phase = ItemPhase::Unconfirmed { refusal: None };
                 if let Some(claim) = known {
                     claim.mark_write_uncertain(now);
                     // If this write is stored later after all, the driver must deallocate.
@@ -771,18 +800,18 @@ impl Item {
                 }
             }
             Answer::ClaimRead(Ok(object)) => {
-                self.retry.failed(now);
-                let refused = self.step.take_refusal().is_some();
+                self.backoff.failed(now);
+                let refused = self.phase.take_refusal().is_some();
                 let is_recorded = object.is_some_and(|object| {
                     object.metadata.uid.as_deref() == Some(&self.uid)
                         && object.status.allocation.is_some()
                         && object.status.allocation == self.allocation
                 });
-                self.step = match (is_recorded, refused) {
-                    (true, false) => Step::Waiting,
+                self.phase = match (is_recorded, refused) {
+                    (true, false) => ItemPhase::Waiting,
                     // The server refuses the rollback: the allocation stays. The scheduler requests its deallocation if the pod fits nowhere.
-                    (true, true) => Step::Done,
-                    (false, _) => Step::Failed,
+                    (true, true) => ItemPhase::Done,
+                    (false, _) => ItemPhase::Failed,
                 };
             }
             Answer::ClaimRead(Err(_)) => self.read_failed(now),
@@ -793,10 +822,10 @@ impl Item {
 }
 
 /// The failure for an unusable answer of the driver. A retry may succeed.
-fn misbehaved(message: String) -> Failure {
-    Failure::Driver(CallError {
+fn misbehaved(message: String) -> TransactionFailure {
+    TransactionFailure::Driver(CallError {
         kind: CallErrorKind::Retry,
-        subject: Subject::Call,
+        subject: CallErrorSubject::Call,
         reason: "DriverMisbehaved",
         message,
     })
