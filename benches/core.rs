@@ -11,9 +11,8 @@ use std::time::{Duration, Instant};
 use drayman::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec, NodeInventory};
 use drayman::api::resource::{AllocationResult, Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
 use drayman::core::allocation::allocator::DeviceAllocator;
-use drayman::core::allocation::allocator::Target;
 use drayman::core::allocation::evaluate::RequestedClaim;
-use drayman::core::allocation::inventory::Node;
+use drayman::core::allocation::inventory::NodeInfo;
 use drayman::core::allocation::parameters::{ClassParameters, DeviceRequests};
 use drayman::core::claims::{
     Answer, ClaimWrite, Command, ControllerState, DriverRequest, Event, Moment, ObjectKey, Outcome, Settings,
@@ -65,7 +64,7 @@ fn main() {
 
 // === devices ===
 
-fn inventory(node: usize, devices: usize) -> Node {
+fn inventory(node: usize, devices: usize) -> NodeInfo {
     let devices: Vec<Value> = (0..devices)
         .map(|device| json!({ "name": format!("device-{device:03}"), "kind": "test", "mode": "claims" }))
         .collect();
@@ -79,7 +78,7 @@ fn inventory(node: usize, devices: usize) -> Node {
             "reason": "Serving", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z" }] },
     }))
     .unwrap();
-    Node::read(&inventory)
+    NodeInfo::read(&inventory)
 }
 
 fn node_name(node: usize) -> String {
@@ -130,7 +129,7 @@ fn unsuitable() {
                     device_requests: &wanted,
                     suitable_nodes: None,
                 };
-                allocator.allocate(&[request], Target::Node(node));
+                allocator.allocate(&[request], Some(node));
             }
         }
         let claim = claim("asked");
@@ -165,7 +164,7 @@ fn fits() {
         let mut times = Times::default();
         for _ in 0..1000 {
             let mut allocator = allocator.clone();
-            times.time(|| allocator.allocate(&[request], Target::Node("node-00000")));
+            times.time(|| allocator.allocate(&[request], Some("node-00000")));
         }
         figure(
             &format!("allocate 8 devices out of 64, {what}"),

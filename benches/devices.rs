@@ -12,13 +12,11 @@ use drayman::api::crd::{
 };
 use drayman::api::resource::{AllocationResult, ResourceClaim};
 use drayman::core::allocation::allocator::DeviceAllocator;
-use drayman::core::allocation::allocator::Target;
 use drayman::core::allocation::evaluate::RequestedClaim;
-use drayman::core::allocation::inventory::Node;
+use drayman::core::allocation::inventory::{Match, NodeInfo};
 use drayman::core::allocation::parameters::{ClassParameters, DeviceRequests};
 use drayman::core::allocation::search::Fit;
-use drayman::core::allocation::search::{NODE_WORK_MAX, Work};
-use drayman::core::allocation::selectors::Match;
+use drayman::core::allocation::search::{NODE_WORK_MAX, WorkBudget};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
 const DRIVER: &str = "drayman.dev";
@@ -31,8 +29,8 @@ fn node_name(number: usize) -> String {
     format!("node-{number:05}.example.internal")
 }
 
-fn node(number: usize) -> Node {
-    Node::read(&inventory(number))
+fn node(number: usize) -> NodeInfo {
+    NodeInfo::read(&inventory(number))
 }
 
 fn inventory(number: usize) -> NodeInventory {
@@ -95,7 +93,7 @@ fn device_requests(count: u32) -> Option<DeviceRequests> {
 }
 
 /// 64 devices of 2 generations on 4 NUMA nodes.
-fn large_node() -> Node {
+fn large_node() -> NodeInfo {
     let device = |number: i64| Device {
         name: format!("pci-0000-{number:02}-00-0"),
         kind: "gpu".into(),
@@ -109,7 +107,7 @@ fn large_node() -> Node {
     };
     let mut inventory = inventory(0);
     inventory.spec.devices = (0..64).map(device).collect();
-    Node::read(&inventory)
+    NodeInfo::read(&inventory)
 }
 
 /// Eight devices by a selector, with two matchAttribute constraints.
@@ -182,7 +180,7 @@ fn filled(one: &DeviceRequests) -> Option<(DeviceAllocator, Vec<ResourceClaim>)>
             suitable_nodes: None,
         };
         let allocation = allocator
-            .allocate(&[request], Target::Node(&target))
+            .allocate(&[request], Some(&target))
             .answers
             .pop()?
             .ok()?;
@@ -244,7 +242,7 @@ fn main() -> ExitCode {
             Duration::from_micros(50),
             || {
                 let mut fit = Fit::new([1; 64]);
-                let _ = black_box(fit.add(0, (0..64).collect(), 8, &mut Work::new(NODE_WORK_MAX)));
+                let _ = black_box(fit.add(0, (0..64).collect(), 8, &mut WorkBudget::new(NODE_WORK_MAX)));
                 black_box(fit.answers());
             },
         ),
@@ -254,18 +252,18 @@ fn main() -> ExitCode {
             millis(1),
             || {
                 let answer = large
-                    .allocate(&[request(&constrained)], Target::Node(&node_name(0)))
+                    .allocate(&[request(&constrained)], Some(&node_name(0)))
                     .answers;
                 assert!(answer.iter().all(Result::is_ok), "{answer:?}");
                 large.deallocate(&asking);
             },
         ),
         measure("allocate and deallocate, on a node", 1000, millis(1), || {
-            black_box(allocator.allocate(&[request(&one)], Target::Node(&last)));
+            black_box(allocator.allocate(&[request(&one)], Some(&last)));
             allocator.deallocate(&asking);
         }),
         measure("allocate and deallocate, anywhere", 50, millis(100), || {
-            black_box(allocator.allocate(&[request(&one)], Target::Anywhere));
+            black_box(allocator.allocate(&[request(&one)], None));
             allocator.deallocate(&asking);
         }),
         measure("observe, all claims at once", 20, millis(200), || {

@@ -16,22 +16,21 @@ use crate::api::crd::{
 };
 use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
 use crate::core::allocation::allocator::{
-    AllocateError, Allocated, DeviceAllocator, Observed, Problem, Target, add_unsuitable, first_fit, granted,
+    AllocateError, AllocateOutcome, DeviceAllocator, Observed, Problem, add_unsuitable, first_fit, granted,
     node_fit,
 };
 use crate::core::allocation::evaluate::{NodeSnapshot, RequestedClaim};
-use crate::core::allocation::inventory::{AttributeSet, Node};
+use crate::core::allocation::inventory::{AttributeSet, Match, NodeInfo, SelectorResults};
 use crate::core::allocation::parameters::{
-    CLAIM_PARAMETERS_KIND, CLASS_PARAMETERS_KIND, ClassParameters, DeviceRequests, ParametersError,
-    ReferenceError, Selector, claim_reference, class_reference,
+    CLAIM_PARAMETERS_KIND, CLASS_PARAMETERS_KIND, CheckedSelector, ClassParameters, DeviceRequests,
+    ParametersError, ReferenceError, claim_reference, class_reference,
 };
-use crate::core::allocation::search::{CALL_WORK_MAX, INSTANT_WORK_MAX, QUICK_WORK_MAX, Work};
-use crate::core::allocation::selectors::{Match, Matches};
+use crate::core::allocation::search::{CALL_WORK_MAX, INSTANT_WORK_MAX, QUICK_WORK_MAX, WorkBudget};
 use crate::driver::{
     CapacityCause, CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Finding, Observation,
     UnsuitableNodes,
 };
-use crate::host::changes::Changes;
+use crate::host::capacity_changes::CapacityChanges;
 use crate::host::selectors::{CHUNK, Evaluator, Expressions, FairQueue, Results, SelectorError};
 use crate::host::watch::{self, Guarded, ObjectChange, events, follow};
 
@@ -53,17 +52,17 @@ const PARAMETERS_PAGE: u32 = 500;
 /// of group `drayman.dev`, in addition to the permissions of the [controller](crate::controller).
 #[derive(Clone, Debug)]
 pub struct HostDriver {
-    shared: Arc<Shared>,
+    shared: Arc<HostDriverInner>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct HostDriverInner {
     name: String,
     /// Checking and holding devices is one step under this lock. It is never held across an await.
     state: Mutex<HostState>,
-    changes: Changes,
+    changes: CapacityChanges,
     /// Problems with existing allocations, kept until the controller reads them.
-    findings: Findings,
+    findings: FindingChannel,
     synced: cell::Sender<Synced>,
     evaluator: Evaluator,
     turns: FairQueue,
@@ -75,7 +74,7 @@ struct Shared {
 
 /// Both ends of the channel of findings.
 #[derive(Debug)]
-struct Findings(
+struct FindingChannel(
     mpsc::UnboundedSender<Finding>,
     Mutex<Option<mpsc::UnboundedReceiver<Finding>>>,
 );
@@ -183,13 +182,13 @@ impl HostDriver {
         let synced = cell::Sender::new(Synced::default());
         let evaluator = Evaluator::new(&name);
         Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(HostDriverInner {
                 name,
                 state,
-                changes: Changes::new(),
+                changes: CapacityChanges::new(),
                 findings: {
                     let (sender, receiver) = mpsc::unbounded_channel();
-                    Findings(sender, Mutex::new(Some(receiver)))
+                    FindingChannel(sender, Mutex::new(Some(receiver)))
                 },
                 synced,
                 evaluator,
@@ -202,12 +201,12 @@ impl HostDriver {
 }
 
 /// Returns the name of an inventory object, and its node if it belongs to driver `driver` and is readable.
-fn read_inventory(driver: &str, object: Guarded<NodeInventory>) -> (String, Option<Node>) {
+fn read_inventory(driver: &str, object: Guarded<NodeInventory>) -> (String, Option<NodeInfo>) {
     let key = watch::name(&object);
     match object.0 {
         Ok(inventory) => (
             key,
-            (inventory.spec.driver_name == driver).then(|| Node::read(&inventory)),
+            (inventory.spec.driver_name == driver).then(|| NodeInfo::read(&inventory)),
         ),
         Err(error) => {
             tracing::warn!(name = key, %error, "a NodeInventory cannot be read; nothing is allocated from it");
@@ -216,12 +215,12 @@ fn read_inventory(driver: &str, object: Guarded<NodeInventory>) -> (String, Opti
     }
 }
 
-impl Shared {
+impl HostDriverInner {
     fn state(&self) -> MutexGuard<'_, HostState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn inventories(&self, change: ObjectChange<String, Node>) {
+    fn inventories(&self, change: ObjectChange<String, NodeInfo>) {
         let all = matches!(change, ObjectChange::All(_));
         let (number, problems) = {
             let mut state = self.state();
@@ -230,7 +229,7 @@ impl Shared {
                 state.allocator.recheck_conflicts(),
             )
         };
-        self.tell(&problems);
+        self.send_findings(&problems);
         self.synced.send_modify(|synced| synced.inventories |= all);
         self.changes.report(CapacityCause::Inventory, number);
     }
@@ -254,12 +253,16 @@ impl Shared {
     }
 
     /// Ensures that these selectors are evaluated against all devices of a kind.
-    async fn evaluate_all(self: &Arc<Self>, kind: &str, selectors: &[Selector]) -> Result<(), DriverError> {
+    async fn evaluate_all(
+        self: &Arc<Self>,
+        kind: &str,
+        selectors: &[CheckedSelector],
+    ) -> Result<(), DriverError> {
         for selector in selectors {
             self.state().expressions.request(selector)?;
             let evaluated = self.evaluate_kind(kind, selector.expression()).await;
             evaluated.map_err(|refusal| match refusal {
-                SelectorError::Invalid(error) => selector.refusal(error).into(),
+                SelectorError::Wrong(error) => selector.refusal(error).into(),
                 SelectorError::Unfinished(error) => {
                     DriverError::retry("SelectorUnfinished", selector.refusal(error).to_string())
                 }
@@ -321,7 +324,7 @@ impl Shared {
     }
 
     /// Reports problems that are certain only since the inventories are known.
-    fn tell(&self, problems: &[Problem]) {
+    fn send_findings(&self, problems: &[Problem]) {
         for problem in problems {
             // Without a controller the channel has no receiver.
             let _ = self.findings.0.send(finding(problem));
@@ -462,7 +465,7 @@ impl HostState {
     }
 
     /// Applies a change of NodeInventory objects of this driver. Returns how many devices have become available.
-    fn apply_inventories(&mut self, change: ObjectChange<String, Node>) -> usize {
+    fn apply_inventories(&mut self, change: ObjectChange<String, NodeInfo>) -> usize {
         self.inventory_changes += 1;
         if self.inventory_changes >= INVENTORY_CHANGES_MAX {
             self.inventory_changes = 0;
@@ -636,7 +639,11 @@ impl HostDriver {
     }
 
     /// Copies the state that concerns the claims on some nodes.
-    async fn snapshots(&self, requested: &Requested, nodes: &[String]) -> (Vec<NodeSnapshot>, Matches) {
+    async fn snapshots(
+        &self,
+        requested: &Requested,
+        nodes: &[String],
+    ) -> (Vec<NodeSnapshot>, SelectorResults) {
         let requested = requested.get();
         let copy = |state: &mut HostState| {
             let allocator = &state.allocator;
@@ -649,14 +656,14 @@ impl HostDriver {
         self.piece(copy).await
     }
 
-    async fn search_verdicts(
+    async fn search_unsuitable_nodes(
         &self,
         claims: &[ClaimRequest<Self>],
         nodes: &[String],
         unsuitable: &mut [UnsuitableNodes],
     ) {
         let requested = Requested::of(claims);
-        let mut work = Work::new(CALL_WORK_MAX);
+        let mut work = WorkBudget::new(CALL_WORK_MAX);
         for some in nodes.chunks(MAX_SNAPSHOTS) {
             let (snapshots, matches) = self.snapshots(&requested, some).await;
             let requested = Arc::clone(&requested);
@@ -676,17 +683,17 @@ impl HostDriver {
     }
 
     /// Allocates the result of a search on copies if it is still available; checking and holding it is one step.
-    async fn search_allocation(&self, claims: &[ClaimRequest<Self>], target: Target<'_>) -> Allocated {
+    async fn search_allocation(&self, claims: &[ClaimRequest<Self>], node: Option<&str>) -> AllocateOutcome {
         let owned = Requested::of(claims);
         let refuse = |errors| self.shared.state().allocator.refuse(&owned.get(), errors);
         let route = self
-            .piece(|state| state.allocator.route(&owned.get(), target))
+            .piece(|state| state.allocator.route(&owned.get(), node))
             .await;
         let route = match route {
             Ok(route) => route,
             Err(errors) => return refuse(errors),
         };
-        let mut work = Work::new(CALL_WORK_MAX);
+        let mut work = WorkBudget::new(CALL_WORK_MAX);
         let nodes: Vec<String> = route.nodes().map(str::to_owned).collect();
         for some in nodes.chunks(MAX_SNAPSHOTS) {
             let mut tries = 0;
@@ -792,14 +799,14 @@ impl Driver for HostDriver {
     ) -> Result<Vec<UnsuitableNodes>, DriverError> {
         let requested: Vec<RequestedClaim<'_>> = claims.iter().map(requested_claim).collect();
         let mut unsuitable: Vec<UnsuitableNodes> = vec![BTreeMap::new(); claims.len()];
-        let mut instant = Work::new(INSTANT_WORK_MAX);
+        let mut instant = WorkBudget::new(INSTANT_WORK_MAX);
         let mut left =
             self.shared
                 .state()
                 .allocator
                 .unsuitable(&requested, nodes, &mut unsuitable, &mut instant);
         if !left.is_empty() {
-            let mut quick = Work::new(QUICK_WORK_MAX);
+            let mut quick = WorkBudget::new(QUICK_WORK_MAX);
             left = self
                 .piece(|state| {
                     state
@@ -809,7 +816,7 @@ impl Driver for HostDriver {
                 .await;
         }
         if !left.is_empty() {
-            self.search_verdicts(claims, left, &mut unsuitable).await;
+            self.search_unsuitable_nodes(claims, left, &mut unsuitable).await;
         }
         Ok(unsuitable)
     }
@@ -820,23 +827,22 @@ impl Driver for HostDriver {
         node: Option<&str>,
     ) -> Result<Vec<AllocationResult>, DriverError> {
         let requested: Vec<RequestedClaim<'_>> = claims.iter().map(requested_claim).collect();
-        let target = node.map_or(Target::Anywhere, Target::Node);
         let mut allocated = None;
         // Sorting all nodes takes longer than the limit of this attempt.
         if node.is_some() {
-            let mut instant = Work::new(INSTANT_WORK_MAX);
+            let mut instant = WorkBudget::new(INSTANT_WORK_MAX);
             let allocator = &mut self.shared.state().allocator;
-            allocated = allocator.allocate_within(&requested, target, &mut instant);
+            allocated = allocator.allocate_within(&requested, node, &mut instant);
         }
         if allocated.is_none() {
-            let mut quick = Work::new(QUICK_WORK_MAX);
+            let mut quick = WorkBudget::new(QUICK_WORK_MAX);
             allocated = self
-                .piece(|state| state.allocator.allocate_within(&requested, target, &mut quick))
+                .piece(|state| state.allocator.allocate_within(&requested, node, &mut quick))
                 .await;
         }
         let allocated = match allocated {
             Some(allocated) => allocated,
-            None => self.search_allocation(claims, target).await,
+            None => self.search_allocation(claims, node).await,
         };
         self.shared.changes.report(CapacityCause::Freed, allocated.freed);
         let refused = claims.iter().zip(&allocated.answers);

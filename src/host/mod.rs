@@ -1,7 +1,7 @@
 //! The built-in driver, for all host devices that the companions publish. It is the runtime of [`crate::core::allocation`]: it watches,
 //! locks and translates, and makes no decisions itself.
 
-mod changes;
+mod capacity_changes;
 mod driver;
 #[cfg(not(feature = "internals"))]
 pub(crate) mod selectors;

@@ -22,9 +22,8 @@ use kube_cel::cel::{Context, ExecutionError, IdedExpr, Program, Value};
 use tokio::sync::{Mutex as AsyncMutex, MutexGuard, OwnedMutexGuard, oneshot};
 
 use crate::api::crd::{EXPRESSION_MAX, REQUESTS_MAX, SELECTORS_MAX};
-use crate::core::allocation::inventory::{Attribute, AttributeSet};
-use crate::core::allocation::parameters::Selector;
-use crate::core::allocation::selectors::Match;
+use crate::core::allocation::inventory::{Attribute, AttributeSet, Match};
+use crate::core::allocation::parameters::CheckedSelector;
 use crate::driver::DriverError;
 
 /// Stack size in bytes of the thread that parses and evaluates expressions. The limits on expressions keep their stack usage well
@@ -133,7 +132,7 @@ pub(crate) type Results = Vec<(AttributeSet, Match)>;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum SelectorError {
     /// The expression is invalid: only its author can fix it.
-    Invalid(String),
+    Wrong(String),
     /// There was no time or no thread for it, possibly because of other expressions: a retry may succeed.
     Unfinished(String),
 }
@@ -170,10 +169,10 @@ impl Evaluator {
         })
         .map_err(SelectorError::Unfinished)?;
         match tokio::time::timeout(limit, answer).await {
-            Ok(Ok(evaluated)) => evaluated.map_err(SelectorError::Invalid),
+            Ok(Ok(evaluated)) => evaluated.map_err(SelectorError::Wrong),
             Ok(Err(_)) => {
                 self.forget_thread();
-                Err(SelectorError::Invalid("it cannot be evaluated".to_owned()))
+                Err(SelectorError::Wrong("it cannot be evaluated".to_owned()))
             }
             Err(_) => {
                 self.forget_thread();
@@ -372,7 +371,7 @@ impl Expressions {
     }
 
     /// Marks a selector as in use, unless too many are.
-    pub(crate) fn request(&mut self, selector: &Selector) -> Result<(), DriverError> {
+    pub(crate) fn request(&mut self, selector: &CheckedSelector) -> Result<(), DriverError> {
         let (namespace, expression) = (selector.namespace(), selector.expression());
         let in_namespace = self.used.get(namespace).copied().unwrap_or(0);
         // Operators write the classes, so the number of expressions in user objects must not make a class fail.
@@ -423,7 +422,7 @@ impl Expressions {
             ));
         }
         match self.statuses.get(expression) {
-            Some(EvaluationStatus::Invalid(error)) => Err(SelectorError::Invalid(error.clone())),
+            Some(EvaluationStatus::Invalid(error)) => Err(SelectorError::Wrong(error.clone())),
             Some(EvaluationStatus::Unfinished { error, retry_at, .. }) if *retry_at > now => {
                 Err(SelectorError::Unfinished(error.clone()))
             }
@@ -456,7 +455,7 @@ impl Expressions {
         }
         let (results, status) = match evaluated {
             Ok(results) => (results, EvaluationStatus::Valid),
-            Err(SelectorError::Invalid(error)) => (Vec::new(), EvaluationStatus::Invalid(error)),
+            Err(SelectorError::Wrong(error)) => (Vec::new(), EvaluationStatus::Invalid(error)),
             Err(SelectorError::Unfinished(error)) => {
                 let failures = match self.statuses.get(expression) {
                     Some(EvaluationStatus::Unfinished { failures, .. }) => failures.saturating_add(1),

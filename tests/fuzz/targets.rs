@@ -9,8 +9,7 @@ use drayman::api::handle::{DeviceHandle, HandleDevice, VERSION};
 use drayman::api::proto::{
     device_plugin_v1beta1, dra_v1alpha2, dra_v1alpha3, node_records, plugin_registration,
 };
-use drayman::core::allocation::inventory::{Attribute, AttributeSet};
-use drayman::core::allocation::selectors::Match;
+use drayman::core::allocation::inventory::{Attribute, AttributeSet, Match};
 use drayman::core::discovery::attributes::{Attributes, fit};
 use drayman::core::discovery::mounts::{Mounts, mounts as read_mounts, swap_areas};
 use drayman::core::discovery::pci::PciFacts;

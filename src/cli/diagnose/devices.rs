@@ -9,8 +9,7 @@ use serde::Serialize;
 use super::qualified_name;
 use crate::api::crd::{Mode, NodeInventory};
 use crate::api::resource::ResourceClaim;
-use crate::core::allocation::index;
-use crate::core::allocation::index::State as Recorded;
+use crate::core::allocation::index::{self, AllocationState};
 use crate::core::allocation::inventory::unready;
 
 /// State of a device.
@@ -192,7 +191,7 @@ pub fn devices(driver: &str, inventories: &[NodeInventory], claims: &[ResourceCl
         };
         let uid = claim.metadata.uid.as_deref().unwrap_or_default();
         match index::read(driver, uid, allocation).state {
-            Recorded::Recorded(grant) | Recorded::Held(grant) => {
+            AllocationState::Recorded(grant) | AllocationState::Held(grant) => {
                 let pods = status.reserved_for.iter();
                 let pods: Vec<_> = pods.map(|consumer| consumer.name.clone()).collect();
                 for device in grant.devices {
@@ -207,7 +206,7 @@ pub fn devices(driver: &str, inventories: &[NodeInventory], claims: &[ResourceCl
                     });
                 }
             }
-            Recorded::Unreadable { error, .. } => {
+            AllocationState::Unreadable { error, .. } => {
                 table.unreadable.insert(qualified_name(claim), error.into());
             }
         }
@@ -293,7 +292,7 @@ mod tests {
     use super::*;
     use crate::api::handle::HandleDevice;
     use crate::api::resource::ResourceClaimConsumerReference;
-    use crate::core::allocation::index::Grant;
+    use crate::core::allocation::index::DeviceGrant;
     use crate::core::allocation::tests::fixture::{DRIVER, inventory};
 
     fn claim(name: &str, node_uid: &str, device: &str) -> ResourceClaim {
@@ -301,7 +300,7 @@ mod tests {
         claim.metadata.namespace = Some("shop".into());
         claim.metadata.name = Some(name.into());
         claim.metadata.uid = Some(format!("uid-{name}"));
-        let grant = Grant {
+        let grant = DeviceGrant {
             node_name: "node-a".into(),
             node_uid: node_uid.into(),
             devices: vec![HandleDevice {

@@ -10,12 +10,14 @@ use crate::api::handle::HandleError;
 use crate::api::resource::{AllocationResult, ResourceClaim, label_of_node};
 use crate::core::allocation::evaluate::{NodeFit, NodeSnapshot, RequestedClaim, Shortage, Unsuitable};
 use crate::core::allocation::index::{
-    self, AllocationIndex, Change, Conflict, Grant, Holder, Place, State, claim_name, suits,
+    self, AllocationIndex, AllocationState, Conflict, DeviceGrant, DeviceKey, HoldingClaim, IndexChange,
+    claim_name, suits,
 };
-use crate::core::allocation::inventory::{AttributeSet, Device, Inventory, Node, Replaced};
-use crate::core::allocation::parameters::{Request, Selector};
-use crate::core::allocation::search::{CALL_WORK_MAX, NODE_WORK_MAX, Work};
-use crate::core::allocation::selectors::{ActiveSelectors, Match, Matches};
+use crate::core::allocation::inventory::{
+    ActiveSelectors, AttributeSet, DeviceInfo, Inventory, Match, NodeInfo, Replaced, SelectorResults,
+};
+use crate::core::allocation::parameters::{CheckedRequest, CheckedSelector};
+use crate::core::allocation::search::{CALL_WORK_MAX, NODE_WORK_MAX, WorkBudget};
 use crate::driver::UnsuitableNodes;
 
 /// The device allocator of one driver.
@@ -24,10 +26,10 @@ pub struct DeviceAllocator {
     pub(super) driver: String,
     pub(super) inventory: Inventory,
     pub(super) holdings: AllocationIndex,
-    pub(super) matches: Matches,
+    pub(super) matches: SelectorResults,
     active_selectors: ActiveSelectors,
     /// Devices with several holders, until the number of their shares is known.
-    unchecked: BTreeSet<Place>,
+    unchecked: BTreeSet<DeviceKey>,
     /// Whether all inventories were listed once. From then on, an unknown inventory does not exist.
     listed: bool,
 }
@@ -48,7 +50,7 @@ impl DeviceAllocator {
             driver: driver.into(),
             inventory: Inventory::default(),
             holdings: AllocationIndex::default(),
-            matches: Matches::default(),
+            matches: SelectorResults::default(),
             active_selectors: ActiveSelectors::default(),
             unchecked: BTreeSet::new(),
             listed: false,
@@ -66,7 +68,7 @@ impl DeviceAllocator {
     }
 
     /// The selector results.
-    pub fn matches(&self) -> &Matches {
+    pub fn matches(&self) -> &SelectorResults {
         &self.matches
     }
 
@@ -119,7 +121,7 @@ impl DeviceAllocator {
 
     /// Removes the results for attribute sets that no device has any more.
     pub fn forget_devices(&mut self) {
-        let devices = self.inventory.nodes().flat_map(Node::devices);
+        let devices = self.inventory.nodes().flat_map(NodeInfo::devices);
         let attributes = devices.map(|device| &device.attributes).collect();
         let gone = self.matches.retain(&attributes);
         self.active_selectors.forget_devices(&gone);
@@ -127,7 +129,7 @@ impl DeviceAllocator {
 
     /// Replaces the content of a NodeInventory object; `None` if it was deleted. Returns how many of the available devices were not
     /// available before or have changed.
-    pub fn set_inventory(&mut self, object: &str, node: Option<Node>) -> usize {
+    pub fn set_inventory(&mut self, object: &str, node: Option<NodeInfo>) -> usize {
         let replaced = self.inventory.set(object, node);
         for replaced in &replaced {
             if let Some(node) = self.inventory.node(&replaced.name) {
@@ -141,13 +143,13 @@ impl DeviceAllocator {
     }
 
     /// Replaces all NodeInventory objects, by name. Returns the sum of the results of [`DeviceAllocator::set_inventory`].
-    pub fn replace_inventories(&mut self, nodes: BTreeMap<String, Node>) -> usize {
+    pub fn replace_inventories(&mut self, nodes: BTreeMap<String, NodeInfo>) -> usize {
         let gone = self
             .inventory
             .objects()
             .filter(|object| !nodes.contains_key(*object))
             .map(str::to_owned);
-        let gone: Vec<(String, Option<Node>)> = gone.map(|object| (object, None)).collect();
+        let gone: Vec<(String, Option<NodeInfo>)> = gone.map(|object| (object, None)).collect();
         let all = gone
             .into_iter()
             .chain(nodes.into_iter().map(|(object, node)| (object, Some(node))));
@@ -162,21 +164,21 @@ impl DeviceAllocator {
         self.check_conflicts(unchecked)
     }
 
-    fn check_conflicts(&mut self, unchecked: impl IntoIterator<Item = Place>) -> Vec<Problem> {
+    fn check_conflicts(&mut self, unchecked: impl IntoIterator<Item = DeviceKey>) -> Vec<Problem> {
         let mut problems = Vec::new();
-        for place in unchecked {
+        for key in unchecked {
             let node = self
                 .inventory
-                .node(&place.node_name)
-                .filter(|node| *node.uid() == *place.node_uid);
+                .node(&key.node_name)
+                .filter(|node| *node.uid() == *key.node_uid);
             let shares = node
-                .and_then(|node| node.device(&place.device))
+                .and_then(|node| node.device(&key.device))
                 .map(|device| device.shares);
-            if shares.is_none() && !self.listed && self.holders(&place.node_uid, &place.device) > 1 {
-                self.unchecked.insert(place);
+            if shares.is_none() && !self.listed && self.holders(&key.node_uid, &key.device) > 1 {
+                self.unchecked.insert(key);
                 continue;
             }
-            let conflicts = self.holdings.conflicts(&place, shares.unwrap_or(1));
+            let conflicts = self.holdings.conflicts(&key, shares.unwrap_or(1));
             problems.extend(conflicts.into_iter().map(Problem::Conflict));
         }
         problems
@@ -218,8 +220,8 @@ impl DeviceAllocator {
         let before = self.holdings.get(uid).map(|holder| &holder.state);
         let Some(allocation) = allocation else {
             let freed = match before {
-                Some(State::Recorded(_) | State::Unreadable { .. }) => self.gone(uid),
-                Some(State::Held(_)) | None => 0,
+                Some(AllocationState::Recorded(_) | AllocationState::Unreadable { .. }) => self.gone(uid),
+                Some(AllocationState::Held(_)) | None => 0,
             };
             return Observed {
                 freed,
@@ -227,14 +229,14 @@ impl DeviceAllocator {
             };
         };
         let mut record = index::read(&self.driver, uid, allocation);
-        if let State::Unreadable { nodes, .. } = &mut record.state
+        if let AllocationState::Unreadable { nodes, .. } = &mut record.state
             && nodes.is_empty()
         {
             nodes.extend(index::labelled_node(&self.driver, claim));
         }
         let mut problems = Vec::new();
         if before != Some(&record.state) {
-            if let State::Unreadable { nodes, error } = &record.state {
+            if let AllocationState::Unreadable { nodes, error } = &record.state {
                 let nodes = nodes.iter().map(|node| &**node).collect::<Vec<_>>().join(", ");
                 problems.push(Problem::Unreadable {
                     claim: claim_name(claim),
@@ -268,16 +270,16 @@ impl DeviceAllocator {
         let uid = claim.metadata.uid.as_deref().unwrap_or_default();
         let recorded = claim.status.allocation_of(&self.driver).is_some();
         match self.holdings.get(uid).map(|holder| &holder.state) {
-            Some(State::Held(_)) if !recorded => self.gone(uid),
+            Some(AllocationState::Held(_)) if !recorded => self.gone(uid),
             _ => 0,
         }
     }
 
     /// Stores the devices of a claim; `copied` if its allocation was made for another claim.
-    pub(super) fn put(&mut self, claim: &ResourceClaim, state: State, copied: bool) -> Change {
+    pub(super) fn put(&mut self, claim: &ResourceClaim, state: AllocationState, copied: bool) -> IndexChange {
         let metadata = &claim.metadata;
         let created = metadata.creation_timestamp.as_ref().map(|time| time.0);
-        let holder = Holder {
+        let holder = HoldingClaim {
             claim: claim_name(claim).into(),
             created,
             copied,
@@ -288,28 +290,28 @@ impl DeviceAllocator {
     }
 
     /// How many devices have become available for claims by a change.
-    pub(super) fn available_again(&self, change: &Change) -> usize {
-        let mut places: BTreeSet<(&str, &str)> = BTreeSet::new();
-        for place in &change.freed {
+    pub(super) fn available_again(&self, change: &IndexChange) -> usize {
+        let mut available: BTreeSet<(&str, &str)> = BTreeSet::new();
+        for key in &change.freed {
             let node = self
-                .open_node(&place.node_name)
-                .filter(|node| *node.uid() == *place.node_uid);
-            let device = node.and_then(|node| node.device(&place.device));
-            places.extend(
+                .open_node(&key.node_name)
+                .filter(|node| *node.uid() == *key.node_uid);
+            let device = node.and_then(|node| node.device(&key.device));
+            available.extend(
                 device
-                    .filter(|device| device.claimable() && self.has_room(&place.node_uid, device))
-                    .map(|_| (&*place.node_name, &*place.device)),
+                    .filter(|device| device.claimable() && self.has_room(&key.node_uid, device))
+                    .map(|_| (&*key.node_name, &*key.device)),
             );
         }
         for name in &change.unblocked {
-            let is_it = |node: &&Node| *node.name() == **name || *label_of_node(node.name()) == **name;
+            let is_it = |node: &&NodeInfo| *node.name() == **name || *label_of_node(node.name()) == **name;
             let named = self.inventory.nodes().filter(is_it);
             for node in named.filter_map(|node| self.open_node(node.name())) {
                 let devices = self.available(node);
-                places.extend(devices.map(|device| (node.name(), &*device.name)));
+                available.extend(devices.map(|device| (node.name(), &*device.name)));
             }
         }
-        places.len()
+        available.len()
     }
 
     fn newly_available(&self, replaced: &Replaced) -> usize {
@@ -318,24 +320,25 @@ impl DeviceAllocator {
         };
         let before = replaced.before.as_ref();
         let before = before.filter(|before| before.unready().is_none() && before.uid() == node.uid());
-        let same = |device: &&Device| before.and_then(|before| before.device(&device.name)) == Some(*device);
+        let same =
+            |device: &&DeviceInfo| before.and_then(|before| before.device(&device.name)) == Some(*device);
         self.available(node).filter(|device| !same(device)).count()
     }
 
     /// The node, if devices can be allocated on it.
-    fn open_node(&self, name: &str) -> Option<&Node> {
+    fn open_node(&self, name: &str) -> Option<&NodeInfo> {
         let node = self.inventory.node(name)?;
         (node.unready().is_none() && !self.holdings.unreadable_on(name)).then_some(node)
     }
 
     /// The devices of a node that are healthy and have a share left.
-    pub fn available<'a>(&'a self, node: &'a Node) -> impl Iterator<Item = &'a Device> {
+    pub fn available<'a>(&'a self, node: &'a NodeInfo) -> impl Iterator<Item = &'a DeviceInfo> {
         let devices = node.devices().iter().filter(|device| device.claimable());
         devices.filter(|device| self.has_room(node.uid(), device))
     }
 
     /// Whether another claim could hold the device.
-    fn has_room(&self, node_uid: &str, device: &Device) -> bool {
+    fn has_room(&self, node_uid: &str, device: &DeviceInfo) -> bool {
         self.holders(node_uid, &device.name) < device.shares
     }
 
@@ -350,12 +353,12 @@ impl DeviceAllocator {
     }
 
     /// Copies the selector results for these claims.
-    pub fn matches_of(&self, requested: &[RequestedClaim<'_>]) -> Matches {
+    pub fn matches_of(&self, requested: &[RequestedClaim<'_>]) -> SelectorResults {
         let requests = requested
             .iter()
             .flat_map(|request| request.device_requests.requests());
-        let selectors = requests.flat_map(Request::selectors);
-        self.matches.some(selectors.map(Selector::expression))
+        let selectors = requests.flat_map(CheckedRequest::selectors);
+        self.matches.some(selectors.map(CheckedSelector::expression))
     }
 
     /// Returns the nodes on which each claim cannot be allocated together with the claims before it, with the reason.
@@ -365,7 +368,10 @@ impl DeviceAllocator {
         nodes: &[String],
     ) -> Vec<UnsuitableNodes> {
         let matches = self.matches_of(requested);
-        let (mut unsuitable, mut work) = (vec![BTreeMap::new(); requested.len()], Work::new(CALL_WORK_MAX));
+        let (mut unsuitable, mut work) = (
+            vec![BTreeMap::new(); requested.len()],
+            WorkBudget::new(CALL_WORK_MAX),
+        );
         for name in nodes {
             let fit = node_fit(&self.snapshot(requested, name), &matches, requested, &mut work);
             add_unsuitable(&mut unsuitable, name, &fit);
@@ -380,7 +386,7 @@ impl DeviceAllocator {
         requested: &[RequestedClaim<'_>],
         nodes: &'a [String],
         unsuitable: &mut [UnsuitableNodes],
-        work: &mut Work,
+        work: &mut WorkBudget,
     ) -> &'a [String] {
         let matches = self.matches_of(requested);
         let mut left = nodes;
@@ -395,10 +401,11 @@ impl DeviceAllocator {
         left
     }
 
-    /// Allocates claims together and holds their devices. A claim that already holds devices on that node gets the same ones, as long as
-    /// they are available; its unrecorded devices on other nodes are released.
-    pub fn allocate(&mut self, requested: &[RequestedClaim<'_>], target: Target<'_>) -> Allocated {
-        match self.decide(requested, target, &mut Work::new(CALL_WORK_MAX)) {
+    /// Allocates claims together and holds their devices: on `node`, or on any node that the class allows, starting with the one with the
+    /// most free devices of the wanted kinds, then with the lowest name. A claim that already holds devices on that node gets the same
+    /// ones, as long as they are available; its unrecorded devices on other nodes are released.
+    pub fn allocate(&mut self, requested: &[RequestedClaim<'_>], node: Option<&str>) -> AllocateOutcome {
+        match self.decide(requested, node, &mut WorkBudget::new(CALL_WORK_MAX)) {
             Ok(grants) => self.hold(requested, grants),
             Err(errors) => self.refuse(requested, errors),
         }
@@ -408,10 +415,10 @@ impl DeviceAllocator {
     pub fn allocate_within(
         &mut self,
         requested: &[RequestedClaim<'_>],
-        target: Target<'_>,
-        work: &mut Work,
-    ) -> Option<Allocated> {
-        match self.decide(requested, target, work) {
+        node: Option<&str>,
+        work: &mut WorkBudget,
+    ) -> Option<AllocateOutcome> {
+        match self.decide(requested, node, work) {
             Ok(grants) => Some(self.hold(requested, grants)),
             Err(_) if work.is_spent() => None,
             Err(errors) => Some(self.refuse(requested, errors)),
@@ -424,7 +431,7 @@ impl DeviceAllocator {
         requested: &[RequestedClaim<'_>],
         snapshot: &NodeSnapshot,
         fit: NodeFit,
-    ) -> Option<Allocated> {
+    ) -> Option<AllocateOutcome> {
         if !snapshot.still_grants(&self.snapshot(requested, snapshot.name()), &fit) {
             return None;
         }
@@ -435,10 +442,10 @@ impl DeviceAllocator {
     fn decide(
         &self,
         requested: &[RequestedClaim<'_>],
-        target: Target<'_>,
-        work: &mut Work,
-    ) -> Result<Vec<Grant>, Vec<AllocateError>> {
-        let route = self.route(requested, target)?;
+        node: Option<&str>,
+        work: &mut WorkBudget,
+    ) -> Result<Vec<DeviceGrant>, Vec<AllocateError>> {
+        let route = self.route(requested, node)?;
         let matches = self.matches_of(requested);
         for name in route.nodes() {
             match granted(
@@ -467,33 +474,37 @@ impl DeviceAllocator {
         Err(route.exhausted(requested, shortage, work))
     }
 
-    fn hold(&mut self, requested: &[RequestedClaim<'_>], grants: Vec<Grant>) -> Allocated {
+    fn hold(&mut self, requested: &[RequestedClaim<'_>], grants: Vec<DeviceGrant>) -> AllocateOutcome {
         let mut freed = 0;
-        let hold = |(request, grant): (&RequestedClaim<'_>, Grant)| {
+        let hold = |(request, grant): (&RequestedClaim<'_>, DeviceGrant)| {
             let answer = index::write(&self.driver, request.uid(), &grant)?;
             if !matches!(
                 self.holdings.get(request.uid()),
-                Some(Holder {
-                    state: State::Recorded(_),
+                Some(HoldingClaim {
+                    state: AllocationState::Recorded(_),
                     ..
                 })
             ) {
-                let change = self.put(request.claim, State::Held(grant), false);
+                let change = self.put(request.claim, AllocationState::Held(grant), false);
                 freed += self.available_again(&change);
             }
             Ok(answer)
         };
         let answers = requested.iter().zip(grants).map(hold).collect();
-        Allocated { answers, freed }
+        AllocateOutcome { answers, freed }
     }
 
     /// Allocates nothing, and releases unrecorded devices.
-    pub fn refuse(&mut self, requested: &[RequestedClaim<'_>], errors: Vec<AllocateError>) -> Allocated {
+    pub fn refuse(
+        &mut self,
+        requested: &[RequestedClaim<'_>],
+        errors: Vec<AllocateError>,
+    ) -> AllocateOutcome {
         let freed = requested
             .iter()
             .map(|request| self.deallocate(request.claim))
             .sum();
-        Allocated {
+        AllocateOutcome {
             answers: errors.into_iter().map(Err).collect(),
             freed,
         }
@@ -503,9 +514,9 @@ impl DeviceAllocator {
     pub fn route(
         &self,
         requested: &[RequestedClaim<'_>],
-        target: Target<'_>,
+        node: Option<&str>,
     ) -> Result<Route, Vec<AllocateError>> {
-        if let Target::Node(node) = target {
+        if let Some(node) = node {
             return Ok(Route::fixed(node));
         }
         let for_all = |error: AllocateError| Err(vec![error; requested.len()]);
@@ -513,15 +524,19 @@ impl DeviceAllocator {
         let holders = requested
             .iter()
             .filter_map(|request| self.holdings.get(request.uid()));
-        let states: Vec<&State> = holders.map(|holder| &holder.state).collect();
-        let recorded = states.iter().find(|state| matches!(state, State::Recorded(_)));
+        let states: Vec<&AllocationState> = holders.map(|holder| &holder.state).collect();
+        let recorded = states
+            .iter()
+            .find(|state| matches!(state, AllocationState::Recorded(_)));
         if states
             .iter()
-            .any(|state| matches!(state, State::Unreadable { .. }))
+            .any(|state| matches!(state, AllocationState::Unreadable { .. }))
         {
             return for_all(AllocateError::HoldingUnreadable);
         }
-        let held = states.iter().find(|state| matches!(state, State::Held(_)));
+        let held = states
+            .iter()
+            .find(|state| matches!(state, AllocationState::Held(_)));
         if let Some(grant) = recorded.and_then(|state| state.grant()) {
             return Ok(Route::fixed(&grant.node_name));
         }
@@ -573,18 +588,9 @@ impl DeviceAllocator {
     }
 }
 
-/// Where to allocate claims.
-#[derive(Clone, Copy, Debug)]
-pub enum Target<'a> {
-    /// On the node with this name.
-    Node(&'a str),
-    /// On any node that the class allows: the one with the most free devices of the wanted kinds, then the lowest name.
-    Anywhere,
-}
-
 /// The result of [`DeviceAllocator::allocate`].
 #[derive(Clone, Debug, PartialEq)]
-pub struct Allocated {
+pub struct AllocateOutcome {
     /// One result per claim. Either all claims without an allocation get one, or none does.
     pub answers: Vec<Result<AllocationResult, AllocateError>>,
     /// Number of devices that have become available because a claim was moved or lost its devices.
@@ -594,9 +600,9 @@ pub struct Allocated {
 /// Evaluates claims in a snapshot with at most one node's share of the work.
 pub fn node_fit(
     snapshot: &NodeSnapshot,
-    matches: &Matches,
+    matches: &SelectorResults,
     requested: &[RequestedClaim<'_>],
-    work: &mut Work,
+    work: &mut WorkBudget,
 ) -> NodeFit {
     work.part(NODE_WORK_MAX, |part| snapshot.evaluate(matches, requested, part))
 }
@@ -613,9 +619,9 @@ pub fn add_unsuitable(unsuitable: &mut [UnsuitableNodes], node: &str, fit: &Node
 /// Returns the first snapshot in which all claims fit, or else the last one.
 pub fn first_fit(
     snapshots: Vec<NodeSnapshot>,
-    matches: &Matches,
+    matches: &SelectorResults,
     requested: &[RequestedClaim<'_>],
-    work: &mut Work,
+    work: &mut WorkBudget,
 ) -> Option<(NodeSnapshot, NodeFit)> {
     let mut last = None;
     for snapshot in snapshots {
@@ -635,7 +641,7 @@ pub fn granted(
     node: &str,
     fit: NodeFit,
     requested: &[RequestedClaim<'_>],
-) -> Option<Result<Vec<Grant>, Vec<AllocateError>>> {
+) -> Option<Result<Vec<DeviceGrant>, Vec<AllocateError>>> {
     let misfit = requested.iter().zip(&fit).find(|(_, fit)| fit.is_err());
     let Some((misfit, _)) = misfit else {
         return Some(Ok(fit.into_iter().flatten().collect()));
@@ -644,7 +650,7 @@ pub fn granted(
         return None;
     }
     let claim = claim_name(misfit.claim);
-    let error = |fit: Result<Grant, Unsuitable>| match fit {
+    let error = |fit: Result<DeviceGrant, Unsuitable>| match fit {
         Ok(_) => AllocateError::Together {
             node: node.to_owned(),
             claim: claim.clone(),
@@ -711,10 +717,10 @@ impl Route {
     pub fn count(
         &self,
         snapshot: &NodeSnapshot,
-        matches: &Matches,
+        matches: &SelectorResults,
         requested: &[RequestedClaim<'_>],
         shortage: &mut Shortage,
-        work: &mut Work,
+        work: &mut WorkBudget,
     ) -> bool {
         let Some(first) = requested.first() else {
             return false;
@@ -730,7 +736,7 @@ impl Route {
         &self,
         requested: &[RequestedClaim<'_>],
         shortage: Shortage,
-        work: &Work,
+        work: &WorkBudget,
     ) -> Vec<AllocateError> {
         let nodes = self.candidates.as_ref().map_or(0, Vec::len);
         let error = if work.is_spent() {
@@ -757,7 +763,7 @@ pub enum Problem {
     #[error(
         "ResourceClaims {keeper} and {other} both hold device {device} of node {node}; {keeper} keeps it. {other} \
          is taken back unless its pod has a node already; then its devices are not prepared, and the pod must be deleted",
-        keeper = .0.keeper, other = .0.other, device = .0.place.device, node = .0.place.node_name
+        keeper = .0.keeper, other = .0.other, device = .0.device.device, node = .0.device.node_name
     )]
     Conflict(Conflict),
     /// A claim has an unreadable allocation.

@@ -13,11 +13,14 @@ use k8s_openapi::api::core::v1::NodeSelector;
 use crate::api::crd::{CLAIM_DEVICES_MAX, PlacementPolicy};
 use crate::api::handle::HandleDevice;
 use crate::api::resource::ResourceClaim;
-use crate::core::allocation::index::{AllocationIndex, Grant, State};
-use crate::core::allocation::inventory::{Attribute, Device, Inventory, Node};
-use crate::core::allocation::parameters::{Amount, Constraint, DeviceRequests, Request, Selector};
-use crate::core::allocation::search::{Ask, CALL_WORK_MAX, Equal, NODE_WORK_MAX, Unfit, Work, search};
-use crate::core::allocation::selectors::{Match, Matches};
+use crate::core::allocation::index::{AllocationIndex, AllocationState, DeviceGrant};
+use crate::core::allocation::inventory::{
+    Attribute, DeviceInfo, Inventory, Match, NodeInfo, SelectorResults,
+};
+use crate::core::allocation::parameters::{
+    Amount, CheckedRequest, CheckedSelector, Constraint, DeviceRequests,
+};
+use crate::core::allocation::search::{Ask, CALL_WORK_MAX, Equal, NODE_WORK_MAX, Unfit, WorkBudget, search};
 
 /// A claim with its device request.
 #[derive(Clone, Copy, Debug)]
@@ -38,16 +41,16 @@ impl<'a> RequestedClaim<'a> {
 }
 
 /// The result for each claim: its devices, beside those of the claims before it, or why it does not fit.
-pub type NodeFit = Vec<Result<Grant, Unsuitable>>;
+pub type NodeFit = Vec<Result<DeviceGrant, Unsuitable>>;
 
 /// A snapshot of a node for the claims of one pod.
 #[derive(Clone, Debug)]
 pub struct NodeSnapshot {
     name: Box<str>,
-    node: Result<Arc<Node>, Unsuitable>,
-    availabilities: Vec<Availability>,
+    node: Result<Arc<NodeInfo>, Unsuitable>,
+    availabilities: Vec<DeviceAvailability>,
     /// The current allocation of each claim.
-    states: Vec<Option<State>>,
+    states: Vec<Option<AllocationState>>,
 }
 
 impl NodeSnapshot {
@@ -103,7 +106,7 @@ impl NodeSnapshot {
         };
         // A recorded allocation is granted again as it is, and takes no room from new grants.
         let new = fit.iter().zip(&now.states);
-        new.filter(|(_, state)| !matches!(state, Some(State::Recorded(_))))
+        new.filter(|(_, state)| !matches!(state, Some(AllocationState::Recorded(_))))
             .all(|(fit, _)| {
                 fit.as_ref()
                     .is_ok_and(|grant| grant.devices.iter().all(&mut take))
@@ -116,33 +119,38 @@ impl NodeSnapshot {
     }
 
     /// Evaluates the claims together. A claim that exceeds the work limit gets [`Unsuitable::TooMuchWork`].
-    pub fn evaluate(&self, matches: &Matches, requested: &[RequestedClaim<'_>], work: &mut Work) -> NodeFit {
+    pub fn evaluate(
+        &self,
+        matches: &SelectorResults,
+        requested: &[RequestedClaim<'_>],
+        work: &mut WorkBudget,
+    ) -> NodeFit {
         let node = match &self.node {
             Ok(node) => node,
             Err(reason) => return requested.iter().map(|_| Err(reason.clone())).collect(),
         };
-        let room: Vec<usize> = self.availabilities.iter().map(Availability::room).collect();
+        let room: Vec<usize> = self.availabilities.iter().map(DeviceAvailability::room).collect();
         // The requests that the search can serve so far, and its answers.
         let mut asks: Vec<Ask> = Vec::with_capacity(requested.len());
         let mut answers = Vec::new();
         // For each claim that the search serves, the index of its first request there.
-        let mut met: Vec<Result<Met, Unsuitable>> = Vec::with_capacity(requested.len());
+        let mut fits: Vec<Result<ClaimFit, Unsuitable>> = Vec::with_capacity(requested.len());
         let mut wanted_before: BTreeMap<&str, usize> = BTreeMap::new();
         for (request, state) in requested.iter().zip(&self.states) {
-            met.push(match state {
-                Some(State::Recorded(grant)) if *grant.node_uid == *node.uid() => {
-                    Ok(Met::Before(grant.clone()))
+            fits.push(match state {
+                Some(AllocationState::Recorded(grant)) if *grant.node_uid == *node.uid() => {
+                    Ok(ClaimFit::Allocated(grant.clone()))
                 }
-                Some(State::Recorded(grant)) => {
+                Some(AllocationState::Recorded(grant)) => {
                     Err(Unsuitable::AllocatedElsewhere(grant.node_name.to_string()))
                 }
-                Some(State::Unreadable { .. }) => Err(Unsuitable::Unreadable),
+                Some(AllocationState::Unreadable { .. }) => Err(Unsuitable::Unreadable),
                 held => {
                     let held = held
                         .as_ref()
-                        .and_then(State::grant)
+                        .and_then(AllocationState::grant)
                         .filter(|grant| *grant.node_uid == *node.uid());
-                    let view = View {
+                    let view = NodeView {
                         node,
                         availabilities: &self.availabilities,
                         matches,
@@ -154,7 +162,7 @@ impl NodeSnapshot {
                             answers = found;
                             *wanted_before.entry(request.device_requests.kind()).or_default() +=
                                 request.device_requests.total();
-                            Ok(Met::From(first))
+                            Ok(ClaimFit::Found(first))
                         }
                         Err(Unsuitable::Short(mut shortage)) => {
                             shortage.wanted_besides = wanted_before
@@ -168,7 +176,7 @@ impl NodeSnapshot {
                 }
             });
         }
-        let grant = |request: &RequestedClaim<'_>, first: usize| Grant {
+        let grant = |request: &RequestedClaim<'_>, first: usize| DeviceGrant {
             node_name: node.name().into(),
             node_uid: node.uid().into(),
             devices: request
@@ -187,11 +195,11 @@ impl NodeSnapshot {
         };
         requested
             .iter()
-            .zip(met)
-            .map(|(request, met)| {
-                met.map(|met| match met {
-                    Met::Before(grant) => grant,
-                    Met::From(first) => grant(request, first),
+            .zip(fits)
+            .map(|(request, fit)| {
+                fit.map(|fit| match fit {
+                    ClaimFit::Allocated(grant) => grant,
+                    ClaimFit::Found(first) => grant(request, first),
                 })
             })
             .collect()
@@ -200,16 +208,16 @@ impl NodeSnapshot {
     /// Counts the devices of one kind, for claims that hold no devices yet.
     pub fn device_counts(
         &self,
-        matches: &Matches,
+        matches: &SelectorResults,
         device_requests: &DeviceRequests,
-        work: &mut Work,
+        work: &mut WorkBudget,
     ) -> Result<Shortage, Unfit> {
         let request = device_requests.requests().first();
         work.spend(self.availabilities.len() * (1 + request.map_or(0, |request| request.selectors().len())))?;
         let Ok(node) = &self.node else {
             return Ok(Shortage::default());
         };
-        let view = View {
+        let view = NodeView {
             node,
             availabilities: &self.availabilities,
             matches,
@@ -221,11 +229,11 @@ impl NodeSnapshot {
 
 /// Searches for one more claim. Its requests are kept only if they can be served.
 fn find(
-    view: &View<'_>,
-    held: Option<&Grant>,
+    view: &NodeView<'_>,
+    held: Option<&DeviceGrant>,
     room: &[usize],
     asks: &mut Vec<Ask>,
-    work: &mut Work,
+    work: &mut WorkBudget,
 ) -> Result<Vec<Vec<usize>>, Unsuitable> {
     asks.push(view.ask(held, work)?);
     search(room, asks, work).or_else(|unfit| match (unfit, asks.pop()) {
@@ -235,29 +243,29 @@ fn find(
 }
 
 /// The devices of a claim that fits.
-enum Met {
+enum ClaimFit {
     /// The claim is allocated already.
-    Before(Grant),
+    Allocated(DeviceGrant),
     /// The search's answers from this index on.
-    From(usize),
+    Found(usize),
 }
 
 fn availabilities(
     holdings: &AllocationIndex,
-    node: &Node,
+    node: &NodeInfo,
     requested: &[RequestedClaim<'_>],
-) -> Vec<Availability> {
+) -> Vec<DeviceAvailability> {
     // An unrecorded grant of one of these claims may be granted anew.
     let own = |holder: &&Arc<str>| {
         requested.iter().any(|request| *request.uid() == ***holder)
             && matches!(
                 holdings.get(holder).map(|holder| &holder.state),
-                Some(State::Held(_))
+                Some(AllocationState::Held(_))
             )
     };
     // Both lists are sorted by name.
     let mut held = holdings.on_node(node.uid()).into_iter().flatten().peekable();
-    let availability = |device: &Device| {
+    let availability = |device: &DeviceInfo| {
         while held.next_if(|(name, _)| **name < device.name).is_some() {}
         let holders = held
             .next_if(|(name, _)| **name == device.name)
@@ -265,10 +273,10 @@ fn availabilities(
         let ours = holders.iter().filter(own).count();
         let room = device.shares.saturating_sub(holders.len() - ours);
         match room {
-            _ if !device.mode.serves_claims() => Availability::OtherMode,
-            0 => Availability::Held,
-            _ if device.unhealthy.is_some() => Availability::Unhealthy,
-            room => Availability::Open { room, own: ours > 0 },
+            _ if !device.mode.serves_claims() => DeviceAvailability::OtherMode,
+            0 => DeviceAvailability::Held,
+            _ if device.unhealthy.is_some() => DeviceAvailability::Unhealthy,
+            room => DeviceAvailability::Open { room, own: ours > 0 },
         }
     };
     node.devices().iter().map(availability).collect()
@@ -276,7 +284,7 @@ fn availabilities(
 
 /// The availability of a device for the claims under evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Availability {
+pub(super) enum DeviceAvailability {
     /// The device can be allocated.
     Open {
         /// Number of claims to which it can be allocated.
@@ -292,7 +300,7 @@ pub(super) enum Availability {
     OtherMode,
 }
 
-impl Availability {
+impl DeviceAvailability {
     /// Number of claims to which the device can be allocated.
     pub(super) fn room(&self) -> usize {
         match *self {
@@ -303,25 +311,25 @@ impl Availability {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct View<'a> {
-    pub(super) node: &'a Node,
-    pub(super) availabilities: &'a [Availability],
-    pub(super) matches: &'a Matches,
+pub(super) struct NodeView<'a> {
+    pub(super) node: &'a NodeInfo,
+    pub(super) availabilities: &'a [DeviceAvailability],
+    pub(super) matches: &'a SelectorResults,
     pub(super) device_requests: &'a DeviceRequests,
 }
 
-impl<'a> View<'a> {
+impl<'a> NodeView<'a> {
     /// The input of the search. Devices granted to the claim before are preferred, then free ones, so that a repeated request gets the same
     /// devices.
-    pub(super) fn ask(&self, held: Option<&Grant>, work: &mut Work) -> Result<Ask, Unsuitable> {
+    pub(super) fn ask(&self, held: Option<&DeviceGrant>, work: &mut WorkBudget) -> Result<Ask, Unsuitable> {
         let mut ask = Ask::default();
         for request in self.device_requests.requests() {
-            self.look(request, work)?;
+            self.spend(request, work)?;
             let candidates = self.candidates(request, held);
             let count = match request.amount() {
                 Amount::Exactly(count) => count,
                 Amount::All => {
-                    self.look(request, work)?;
+                    self.spend(request, work)?;
                     self.all(request, candidates.len())?
                 }
             };
@@ -330,7 +338,7 @@ impl<'a> View<'a> {
         let wanted = ask.requests.iter().map(|(_, count)| count).sum();
         if wanted > CLAIM_DEVICES_MAX {
             return Err(Unsuitable::Short(Box::new(Shortage {
-                requirement: Some(Requirement::TooMany { wanted }),
+                unmet_condition: Some(UnmetCondition::TooMany { wanted }),
                 ..self.shortage(None)
             })));
         }
@@ -343,24 +351,24 @@ impl<'a> View<'a> {
     }
 
     /// Spends the work for evaluating the selectors of a request on each device.
-    fn look(&self, request: &Request, work: &mut Work) -> Result<(), Unfit> {
+    fn spend(&self, request: &CheckedRequest, work: &mut WorkBudget) -> Result<(), Unfit> {
         work.spend(self.node.devices().len() * (1 + request.selectors().len()))
     }
 
     /// Counts the devices of the kind by availability, and the available ones by the selector results of a request.
-    pub(super) fn shortage(&self, request: Option<&Request>) -> Shortage {
+    pub(super) fn shortage(&self, request: Option<&CheckedRequest>) -> Shortage {
         let mut shortage = Shortage {
             kind: self.device_requests.kind().into(),
             wanted: self.device_requests.total(),
             ..Shortage::default()
         };
         for (_, device, availability) in self.devices() {
-            shortage.total += usize::from(availability != Availability::OtherMode);
+            shortage.total += usize::from(availability != DeviceAvailability::OtherMode);
             match availability {
-                Availability::Held => shortage.held += 1,
-                Availability::Unhealthy => shortage.unhealthy += 1,
-                Availability::OtherMode => shortage.other_mode += 1,
-                Availability::Open { .. } => {
+                DeviceAvailability::Held => shortage.held += 1,
+                DeviceAvailability::Unhealthy => shortage.unhealthy += 1,
+                DeviceAvailability::OtherMode => shortage.other_mode += 1,
+                DeviceAvailability::Open { .. } => {
                     if let Some(misfit) = request.and_then(|request| self.misfit(request, device)) {
                         *shortage.misfits.entry(misfit).or_default() += 1;
                     }
@@ -371,18 +379,24 @@ impl<'a> View<'a> {
     }
 
     /// Explains why the search found nothing, as far as this claim alone shows it.
-    pub(super) fn explain(&self, room: &[usize], ask: &Ask, work: &mut Work) -> Result<Shortage, Unfit> {
-        let possible = |ask: &Ask, work: &mut Work| match search(room, std::slice::from_ref(ask), work) {
+    pub(super) fn explain(
+        &self,
+        room: &[usize],
+        ask: &Ask,
+        work: &mut WorkBudget,
+    ) -> Result<Shortage, Unfit> {
+        let possible = |ask: &Ask, work: &mut WorkBudget| match search(room, std::slice::from_ref(ask), work)
+        {
             Ok(_) => Ok(true),
             Err(Unfit::Impossible) => Ok(false),
             Err(Unfit::TooMuchWork) => Err(Unfit::TooMuchWork),
         };
         if let Some(request) = self.device_requests.requests().first() {
-            self.look(request, work)?;
+            self.spend(request, work)?;
         }
         for (request, (candidates, count)) in self.device_requests.requests().iter().zip(&ask.requests) {
             if candidates.len() < *count {
-                self.look(request, work)?;
+                self.spend(request, work)?;
                 return Ok(Shortage {
                     wanted: *count,
                     ..self.shortage(Some(request))
@@ -397,15 +411,15 @@ impl<'a> View<'a> {
         if ask.constraints.is_empty() || !possible(&alone, work)? || possible(ask, work)? {
             return Ok(shortage);
         }
-        let mut requirement = Requirement::Together;
+        let mut unmet_condition = UnmetCondition::Together;
         for (constraint, equal) in self.device_requests.constraints().iter().zip(&ask.constraints) {
             alone.constraints = vec![equal.clone()];
             if !possible(&alone, work)? {
                 let wanted = constraint
                     .requests()
                     .iter()
-                    .filter_map(|&place| ask.requests.get(place));
-                requirement = Requirement::Equal {
+                    .filter_map(|&index| ask.requests.get(index));
+                unmet_condition = UnmetCondition::Equal {
                     attribute: constraint.attribute().to_owned(),
                     wanted: wanted.map(|(_, count)| count).sum(),
                 };
@@ -413,24 +427,24 @@ impl<'a> View<'a> {
             }
         }
         Ok(Shortage {
-            requirement: Some(requirement),
+            unmet_condition: Some(unmet_condition),
             ..shortage
         })
     }
 
     /// The devices of the requested kind.
-    fn devices(&self) -> impl Iterator<Item = (usize, &'a Device, Availability)> {
+    fn devices(&self) -> impl Iterator<Item = (usize, &'a DeviceInfo, DeviceAvailability)> {
         let kind = self.device_requests.kind();
         let all = self.node.devices().iter().zip(self.availabilities).enumerate();
         all.map(|(index, (device, availability))| (index, device, *availability))
             .filter(move |(_, device, _)| *device.kind == *kind)
     }
 
-    fn candidates(&self, request: &Request, held: Option<&Grant>) -> Vec<usize> {
+    fn candidates(&self, request: &CheckedRequest, held: Option<&DeviceGrant>) -> Vec<usize> {
         let granted = held.map_or(&[][..], |grant| &grant.devices);
         let (mut before, mut free, mut others) = (Vec::new(), Vec::new(), Vec::new());
         for (index, device, availability) in self.devices() {
-            let Availability::Open { own, .. } = availability else {
+            let DeviceAvailability::Open { own, .. } = availability else {
                 continue;
             };
             if self.misfit(request, device).is_some() {
@@ -446,7 +460,7 @@ impl<'a> View<'a> {
             }
         }
         // Only shared devices differ here: any other free device has room for one claim.
-        let room = |&index: &usize| self.availabilities.get(index).map_or(0, Availability::room);
+        let room = |&index: &usize| self.availabilities.get(index).map_or(0, DeviceAvailability::room);
         match self.device_requests.policy() {
             PlacementPolicy::Packing => free.sort_by_key(room),
             PlacementPolicy::Spreading => free.sort_by_key(|index| std::cmp::Reverse(room(index))),
@@ -457,23 +471,23 @@ impl<'a> View<'a> {
     }
 
     /// The number of devices of a request for all. Every matching device must be available.
-    fn all(&self, request: &Request, candidates: usize) -> Result<usize, Unsuitable> {
+    fn all(&self, request: &CheckedRequest, candidates: usize) -> Result<usize, Unsuitable> {
         let matching = self
             .devices()
             .filter(|(_, device, availability)| {
-                *availability != Availability::OtherMode && self.misfit(request, device).is_none()
+                *availability != DeviceAvailability::OtherMode && self.misfit(request, device).is_none()
             })
             .count();
         // A device that has not been evaluated yet may match.
-        let pending = |device: &Device| matches!(self.misfit(request, device), Some(Misfit::Pending(_)));
-        let fit = !self
-            .devices()
-            .any(|(_, device, availability)| availability != Availability::OtherMode && pending(device));
+        let pending = |device: &DeviceInfo| matches!(self.misfit(request, device), Some(Misfit::Pending(_)));
+        let fit = !self.devices().any(|(_, device, availability)| {
+            availability != DeviceAvailability::OtherMode && pending(device)
+        });
         if fit && matching == candidates {
             return Ok(matching.max(1));
         }
         Err(Unsuitable::Short(Box::new(Shortage {
-            requirement: fit.then(|| Requirement::All {
+            unmet_condition: fit.then(|| UnmetCondition::All {
                 request: request.name().to_owned(),
                 matching,
                 unavailable: matching.saturating_sub(candidates),
@@ -483,8 +497,8 @@ impl<'a> View<'a> {
     }
 
     /// The first selector that the device does not match.
-    fn misfit(&self, request: &Request, device: &Device) -> Option<Misfit> {
-        let evaluate = |selector: &Selector| {
+    fn misfit(&self, request: &CheckedRequest, device: &DeviceInfo) -> Option<Misfit> {
+        let evaluate = |selector: &CheckedSelector| {
             let label = || selector.label().to_string();
             match self.matches.get(selector.expression(), &device.attributes) {
                 Some(Match::Yes) => None,
@@ -498,11 +512,11 @@ impl<'a> View<'a> {
 
     /// Groups the candidates by attribute value. Groups with devices granted to the claim before come first, then the policy decides, then
     /// the lower value.
-    fn equal(&self, constraint: &Constraint, ask: &Ask, held: Option<&Grant>) -> Equal {
+    fn equal(&self, constraint: &Constraint, ask: &Ask, held: Option<&DeviceGrant>) -> Equal {
         let requests = constraint
             .requests()
             .iter()
-            .filter_map(|&place| ask.requests.get(place));
+            .filter_map(|&index| ask.requests.get(index));
         let candidates: BTreeSet<usize> = requests.flat_map(|(candidates, _)| candidates).copied().collect();
         let mut groups: BTreeMap<&Attribute, Vec<usize>> = BTreeMap::new();
         for index in candidates {
@@ -602,7 +616,7 @@ pub struct Shortage {
     /// Available devices that do not match a selector, by reason.
     pub misfits: BTreeMap<Misfit, usize>,
     /// A further condition that is not met.
-    pub requirement: Option<Requirement>,
+    pub unmet_condition: Option<UnmetCondition>,
 }
 
 /// Why a device does not match, with the selector's name in messages.
@@ -618,7 +632,7 @@ pub enum Misfit {
 
 /// A condition that is not met although there are enough devices.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Requirement {
+pub enum UnmetCondition {
     /// Too few devices have an equal attribute.
     #[error("no {wanted} of the rest have an equal {attribute}")]
     Equal {
@@ -690,7 +704,7 @@ impl fmt::Display for Shortage {
             wanted,
             wanted_besides,
             misfits,
-            requirement,
+            unmet_condition,
         } = self;
         if *total == 0 && *other_mode > 0 {
             return write!(
@@ -714,8 +728,8 @@ impl fmt::Display for Shortage {
             separator = ", ";
         }
         let free = self.free();
-        if let Some(requirement) = requirement {
-            return write!(f, ", {requirement}");
+        if let Some(unmet_condition) = unmet_condition {
+            return write!(f, ", {unmet_condition}");
         }
         if free > 0 && held + unhealthy + misfits.len() > 0 {
             write!(f, ", {free} free")?;

@@ -18,7 +18,7 @@ use crate::api::resource::{
 
 /// The devices of one node that one claim holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Grant {
+pub struct DeviceGrant {
     /// Name of the node.
     pub node_name: Box<str>,
     /// Uid of the Node object at the time of the allocation.
@@ -29,11 +29,11 @@ pub struct Grant {
 
 /// How a claim holds its devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum AllocationState {
     /// Granted by this driver and not yet observed in the claim. Ends when it is observed or released.
-    Held(Grant),
+    Held(DeviceGrant),
     /// Observed in the claim. Ends only when the claim is observed without it.
-    Recorded(Grant),
+    Recorded(DeviceGrant),
     /// The claim has an unreadable allocation of this driver, for example one of a newer release. Its devices are on one of these nodes, so
     /// no device on them is granted to other claims meanwhile.
     Unreadable {
@@ -44,9 +44,9 @@ pub enum State {
     },
 }
 
-impl State {
+impl AllocationState {
     /// The devices, if they are known.
-    pub fn grant(&self) -> Option<&Grant> {
+    pub fn grant(&self) -> Option<&DeviceGrant> {
         match self {
             Self::Held(grant) | Self::Recorded(grant) => Some(grant),
             Self::Unreadable { .. } => None,
@@ -56,7 +56,7 @@ impl State {
 
 /// A claim that holds devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Holder {
+pub struct HoldingClaim {
     /// `namespace/name`, for messages.
     pub claim: Box<str>,
     /// Creation time of the claim.
@@ -64,21 +64,21 @@ pub struct Holder {
     /// Whether the allocation was made for another claim and copied into this one.
     pub copied: bool,
     /// How the claim holds its devices.
-    pub state: State,
+    pub state: AllocationState,
 }
 
-impl Holder {
+impl HoldingClaim {
     /// The order of claims that hold one device: the lowest keeps it. An original allocation comes before a copy, a recorded one before an
     /// unrecorded one, then the older claim, then the lower uid. The time of the allocation itself is not recorded in a claim.
     fn rank<'a>(&self, uid: &'a str) -> (bool, bool, Option<Timestamp>, &'a str) {
-        let is_held = matches!(self.state, State::Held(_));
+        let is_held = matches!(self.state, AllocationState::Held(_));
         (self.copied, is_held, self.created, uid)
     }
 }
 
 /// One device of a node, which is identified by name and uid.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Place {
+pub struct DeviceKey {
     /// Name of the node.
     pub node_name: Box<str>,
     /// Uid of the node.
@@ -91,7 +91,7 @@ pub struct Place {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Conflict {
     /// The device that both claims hold.
-    pub place: Place,
+    pub device: DeviceKey,
     /// `namespace/name` of the claim that keeps the device.
     pub keeper: Box<str>,
     /// `namespace/name` of the claim that must not keep it.
@@ -102,11 +102,11 @@ pub struct Conflict {
 
 /// The effects of a change.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Change {
+pub struct IndexChange {
     /// Devices that the claim no longer holds; other claims may still hold them.
-    pub freed: Vec<Place>,
+    pub freed: Vec<DeviceKey>,
     /// Devices that the claim holds although another claim does, too.
-    pub shared: Vec<Place>,
+    pub shared: Vec<DeviceKey>,
     /// Names of nodes that are no longer blocked by an unreadable allocation.
     pub unblocked: Vec<Box<str>>,
 }
@@ -117,7 +117,7 @@ pub type NodeAllocations = BTreeMap<Box<str>, Vec<Arc<str>>>;
 /// The allocation index.
 #[derive(Clone, Debug, Default)]
 pub struct AllocationIndex {
-    claims: BTreeMap<Arc<str>, Holder>,
+    claims: BTreeMap<Arc<str>, HoldingClaim>,
     /// Holders by node uid.
     nodes: BTreeMap<Box<str>, NodeAllocations>,
     /// Claims with an unreadable allocation, by node name.
@@ -126,7 +126,7 @@ pub struct AllocationIndex {
 
 impl AllocationIndex {
     /// The claim with this uid, if it holds devices.
-    pub fn get(&self, uid: &str) -> Option<&Holder> {
+    pub fn get(&self, uid: &str) -> Option<&HoldingClaim> {
         self.claims.get(uid)
     }
 
@@ -148,10 +148,10 @@ impl AllocationIndex {
     }
 
     /// The claims that hold a device in excess of its shares, in the order of their rank.
-    pub fn conflicts(&self, place: &Place, shares: usize) -> Vec<Conflict> {
-        let holders = self.nodes.get(&place.node_uid);
-        let holders = holders.and_then(|devices| devices.get(&place.device));
-        let mut ranked: Vec<(&Arc<str>, &Holder)> = holders
+    pub fn conflicts(&self, key: &DeviceKey, shares: usize) -> Vec<Conflict> {
+        let holders = self.nodes.get(&key.node_uid);
+        let holders = holders.and_then(|devices| devices.get(&key.device));
+        let mut ranked: Vec<(&Arc<str>, &HoldingClaim)> = holders
             .into_iter()
             .flatten()
             .filter_map(|uid| self.claims.get_key_value(uid))
@@ -160,8 +160,8 @@ impl AllocationIndex {
         let Some((_, keeper)) = ranked.first() else {
             return Vec::new();
         };
-        let conflict = |(uid, other): &(&Arc<str>, &Holder)| Conflict {
-            place: place.clone(),
+        let conflict = |(uid, other): &(&Arc<str>, &HoldingClaim)| Conflict {
+            device: key.clone(),
             keeper: keeper.claim.clone(),
             other: other.claim.clone(),
             other_uid: Arc::clone(uid),
@@ -170,9 +170,9 @@ impl AllocationIndex {
     }
 
     /// Replaces the allocation of a claim.
-    pub fn put(&mut self, uid: &str, holder: Holder) -> Change {
+    pub fn put(&mut self, uid: &str, holder: HoldingClaim) -> IndexChange {
         let uid: Arc<str> = uid.into();
-        let mut change = Change::default();
+        let mut change = IndexChange::default();
         if self
             .claims
             .get(&uid)
@@ -180,8 +180,8 @@ impl AllocationIndex {
         {
             return change;
         }
-        let new = places(&holder);
-        if let State::Unreadable { nodes, .. } = &holder.state {
+        let new = device_keys(&holder);
+        if let AllocationState::Unreadable { nodes, .. } = &holder.state {
             for node in nodes {
                 self.unreadable
                     .entry(node.clone())
@@ -190,20 +190,20 @@ impl AllocationIndex {
             }
         }
         if let Some(before) = self.claims.insert(Arc::clone(&uid), holder) {
-            let left = places(&before)
+            let left = device_keys(&before)
                 .into_iter()
-                .filter(|place| !new.contains(place))
+                .filter(|key| !new.contains(key))
                 .collect();
             self.leave(&uid, left, &mut change);
             self.leave_unreadable(&uid, &before, &mut change);
         }
-        for place in new {
-            let devices = self.nodes.entry(place.node_uid.clone()).or_default();
-            let holders = devices.entry(place.device.clone()).or_default();
+        for key in new {
+            let devices = self.nodes.entry(key.node_uid.clone()).or_default();
+            let holders = devices.entry(key.device.clone()).or_default();
             if !holders.contains(&uid) {
                 holders.push(Arc::clone(&uid));
                 if holders.len() > 1 {
-                    change.shared.push(place);
+                    change.shared.push(key);
                 }
             }
         }
@@ -211,42 +211,42 @@ impl AllocationIndex {
     }
 
     /// Removes the allocation of a claim.
-    pub fn remove(&mut self, uid: &str) -> Change {
-        let mut change = Change::default();
+    pub fn remove(&mut self, uid: &str) -> IndexChange {
+        let mut change = IndexChange::default();
         if let Some((uid, before)) = self.claims.remove_entry(uid) {
             self.leave_unreadable(&uid, &before, &mut change);
-            self.leave(&uid, places(&before).into_iter().collect(), &mut change);
+            self.leave(&uid, device_keys(&before).into_iter().collect(), &mut change);
         }
         change
     }
 
-    fn leave(&mut self, uid: &Arc<str>, places: Vec<Place>, change: &mut Change) {
-        for place in places {
-            let Some(devices) = self.nodes.get_mut(&place.node_uid) else {
+    fn leave(&mut self, uid: &Arc<str>, keys: Vec<DeviceKey>, change: &mut IndexChange) {
+        for key in keys {
+            let Some(devices) = self.nodes.get_mut(&key.node_uid) else {
                 continue;
             };
-            let Some(holders) = devices.get_mut(&place.device) else {
+            let Some(holders) = devices.get_mut(&key.device) else {
                 continue;
             };
             holders.retain(|holder| holder != uid);
             if holders.is_empty() {
-                devices.remove(&place.device);
+                devices.remove(&key.device);
                 if devices.is_empty() {
-                    self.nodes.remove(&place.node_uid);
+                    self.nodes.remove(&key.node_uid);
                 }
             }
-            change.freed.push(place);
+            change.freed.push(key);
         }
     }
 
     /// Unblocks the nodes that only the claim's former, unreadable allocation blocked.
-    fn leave_unreadable(&mut self, uid: &Arc<str>, before: &Holder, change: &mut Change) {
-        let State::Unreadable { nodes, .. } = &before.state else {
+    fn leave_unreadable(&mut self, uid: &Arc<str>, before: &HoldingClaim, change: &mut IndexChange) {
+        let AllocationState::Unreadable { nodes, .. } = &before.state else {
             return;
         };
         let still = self.claims.get(uid).map(|holder| &holder.state);
         for node in nodes {
-            if matches!(still, Some(State::Unreadable { nodes, .. }) if nodes.contains(node)) {
+            if matches!(still, Some(AllocationState::Unreadable { nodes, .. }) if nodes.contains(node)) {
                 continue;
             }
             let claims = self.unreadable.get_mut(node);
@@ -259,23 +259,23 @@ impl AllocationIndex {
 }
 
 /// The devices of a claim, without duplicates in its handle.
-fn places(holder: &Holder) -> BTreeSet<Place> {
+fn device_keys(holder: &HoldingClaim) -> BTreeSet<DeviceKey> {
     let Some(grant) = holder.state.grant() else {
         return BTreeSet::new();
     };
-    let place = |device: &HandleDevice| Place {
+    let key = |device: &HandleDevice| DeviceKey {
         node_name: grant.node_name.clone(),
         node_uid: grant.node_uid.clone(),
         device: device.device.as_str().into(),
     };
-    grant.devices.iter().map(place).collect()
+    grant.devices.iter().map(key).collect()
 }
 
 /// The content of a claim's allocation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
     /// The devices that the claim holds, or why they cannot be read.
-    pub state: State,
+    pub state: AllocationState,
     /// Uid of the claim for which the allocation was made, if that is another claim.
     pub made_for: Option<String>,
 }
@@ -285,7 +285,7 @@ pub fn read(driver: &str, claim_uid: &str, allocation: &AllocationResult) -> Rec
     match handle(driver, allocation) {
         Ok(handle) => {
             let (node_name, node_uid) = (handle.node_name.into(), handle.node_uid.into());
-            let state = State::Recorded(Grant {
+            let state = AllocationState::Recorded(DeviceGrant {
                 node_name,
                 node_uid,
                 devices: handle.devices,
@@ -298,7 +298,7 @@ pub fn read(driver: &str, claim_uid: &str, allocation: &AllocationResult) -> Rec
         Err(error) => {
             let nodes = node_names(allocation.available_on_nodes.as_ref());
             Record {
-                state: State::Unreadable {
+                state: AllocationState::Unreadable {
                     nodes,
                     error: error.into(),
                 },
@@ -323,7 +323,7 @@ fn handle(driver: &str, allocation: &AllocationResult) -> Result<DeviceHandle, S
 }
 
 /// The allocation that records `grant` in the claim with uid `claim_uid`.
-pub fn write(driver: &str, claim_uid: &str, grant: &Grant) -> Result<AllocationResult, HandleError> {
+pub fn write(driver: &str, claim_uid: &str, grant: &DeviceGrant) -> Result<AllocationResult, HandleError> {
     let handle = DeviceHandle {
         version: VERSION,
         claim_uid: claim_uid.to_owned(),

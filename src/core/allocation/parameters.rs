@@ -17,39 +17,39 @@ pub const DEFAULT_REQUEST: &str = "device";
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClassParameters {
     kind: String,
-    selectors: Vec<Selector>,
+    selectors: Vec<CheckedSelector>,
     policy: PlacementPolicy,
 }
 
 /// A condition on devices, with its origin.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Selector {
+pub struct CheckedSelector {
     namespace: Arc<str>,
     object: Arc<str>,
     label: Arc<str>,
     expression: Arc<str>,
 }
 
-impl Selector {
+impl CheckedSelector {
     fn check(
         namespace: &str,
         object: &str,
-        place: &str,
+        owner: &str,
         selectors: &[DeviceSelector],
     ) -> Result<Vec<Self>, ParametersError> {
         let (number, object) = (selectors.len(), Arc::<str>::from(object));
         let namespace: Arc<str> = namespace.into();
         if number > SELECTORS_MAX {
-            let (object, place) = (object.to_string(), place.to_owned());
+            let (object, owner) = (object.to_string(), owner.to_owned());
             return Err(ParametersError::Selectors {
                 object,
-                place,
+                owner,
                 number,
             });
         }
         let check = |(index, selector): (usize, &DeviceSelector)| {
             let expression = &selector.cel.expression;
-            let (length, label) = (expression.len(), format!("selector {} of {place}", index + 1));
+            let (length, label) = (expression.len(), format!("selector {} of {owner}", index + 1));
             if !(1..=EXPRESSION_MAX).contains(&length) {
                 let (object, selector) = (object.to_string(), label);
                 return Err(ParametersError::ExpressionLength {
@@ -105,7 +105,7 @@ impl ClassParameters {
         if is_label(&spec.kind) {
             Ok(Self {
                 kind: spec.kind.clone(),
-                selectors: Selector::check("", &object, "the class", &spec.selectors)?,
+                selectors: CheckedSelector::check("", &object, "the class", &spec.selectors)?,
                 policy: spec.policy.unwrap_or_default(),
             })
         } else {
@@ -123,7 +123,7 @@ impl ClassParameters {
     }
 
     /// The selectors that each device must match.
-    pub fn selectors(&self) -> &[Selector] {
+    pub fn selectors(&self) -> &[CheckedSelector] {
         &self.selectors
     }
 }
@@ -132,17 +132,17 @@ impl ClassParameters {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceRequests {
     kind: String,
-    requests: Vec<Request>,
+    requests: Vec<CheckedRequest>,
     constraints: Vec<Constraint>,
     policy: PlacementPolicy,
 }
 
 /// A request for a number of devices, or for all that match.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Request {
+pub struct CheckedRequest {
     name: String,
     amount: Amount,
-    selectors: Vec<Selector>,
+    selectors: Vec<CheckedSelector>,
 }
 
 /// The number of devices that a request wants.
@@ -154,7 +154,7 @@ pub enum Amount {
     All,
 }
 
-impl Request {
+impl CheckedRequest {
     /// Name, unique within the claim.
     pub fn name(&self) -> &str {
         &self.name
@@ -174,7 +174,7 @@ impl Request {
     }
 
     /// The selectors that each device must match: those of the class, then those of the request.
-    pub fn selectors(&self) -> &[Selector] {
+    pub fn selectors(&self) -> &[CheckedSelector] {
         &self.selectors
     }
 }
@@ -206,11 +206,11 @@ impl Constraint {
                     .iter()
                     .any(|request| self.requests.contains(request))
         };
-        let Some(place) = others.iter().position(shares) else {
+        let Some(index) = others.iter().position(shares) else {
             others.push(self);
             return;
         };
-        let other = others.remove(place);
+        let other = others.remove(index);
         self.requests.extend(other.requests);
         self.requests.sort_unstable();
         self.requests.dedup();
@@ -221,7 +221,7 @@ impl Constraint {
         object: &str,
         number: usize,
         constraint: &DeviceConstraint,
-        requests: &[Request],
+        requests: &[CheckedRequest],
     ) -> Result<Self, ParametersError> {
         let attribute = &constraint.match_attribute;
         let qualified = matches!(
@@ -235,9 +235,9 @@ impl Constraint {
                 attribute: shortened(attribute),
             });
         }
-        let place = |name: &String| {
-            let place = requests.iter().position(|request| request.name == *name);
-            place.ok_or_else(|| ParametersError::UnknownRequest {
+        let index = |name: &String| {
+            let index = requests.iter().position(|request| request.name == *name);
+            index.ok_or_else(|| ParametersError::UnknownRequest {
                 object: object.to_owned(),
                 constraint: number,
                 request: shortened(name),
@@ -246,7 +246,7 @@ impl Constraint {
         let named = constraint
             .requests
             .iter()
-            .map(place)
+            .map(index)
             .collect::<Result<BTreeSet<_>, _>>()?;
         let requests = if named.is_empty() {
             (0..requests.len()).collect()
@@ -263,7 +263,7 @@ impl DeviceRequests {
     pub fn one(class: &ClassParameters) -> Self {
         Self {
             kind: class.kind.clone(),
-            requests: vec![Request {
+            requests: vec![CheckedRequest {
                 name: DEFAULT_REQUEST.to_owned(),
                 amount: Amount::Exactly(1),
                 selectors: class.selectors.clone(),
@@ -294,7 +294,7 @@ impl DeviceRequests {
                 return Err(ParametersError::Twice { object, request });
             }
         }
-        let total: usize = requests.iter().map(Request::least).sum();
+        let total: usize = requests.iter().map(CheckedRequest::least).sum();
         if total > CLAIM_DEVICES_MAX {
             let total = u64::try_from(total).unwrap_or(u64::MAX);
             return Err(ParametersError::Total { object, total });
@@ -320,7 +320,7 @@ impl DeviceRequests {
         namespace: &str,
         object: &str,
         request: &DeviceRequest,
-    ) -> Result<Request, ParametersError> {
+    ) -> Result<CheckedRequest, ParametersError> {
         if !is_label(&request.name) {
             return Err(ParametersError::NotALabel {
                 object: object.to_owned(),
@@ -350,9 +350,14 @@ impl DeviceRequests {
             }
         };
         let mut selectors = class.selectors.clone();
-        let place = format!("request {}", request.name);
-        selectors.extend(Selector::check(namespace, object, &place, &request.selectors)?);
-        Ok(Request {
+        let owner = format!("request {}", request.name);
+        selectors.extend(CheckedSelector::check(
+            namespace,
+            object,
+            &owner,
+            &request.selectors,
+        )?);
+        Ok(CheckedRequest {
             name: request.name.clone(),
             amount,
             selectors,
@@ -365,7 +370,7 @@ impl DeviceRequests {
     }
 
     /// The requests, in the user's order.
-    pub fn requests(&self) -> &[Request] {
+    pub fn requests(&self) -> &[CheckedRequest] {
         &self.requests
     }
 
@@ -381,7 +386,7 @@ impl DeviceRequests {
 
     /// The minimum number of devices of all requests.
     pub fn total(&self) -> usize {
-        self.requests.iter().map(Request::least).sum()
+        self.requests.iter().map(CheckedRequest::least).sum()
     }
 }
 
@@ -471,12 +476,12 @@ pub enum ParametersError {
         request: String,
     },
     /// Too many selectors.
-    #[error("{object}: {place} has {number} selectors; at most {SELECTORS_MAX} are allowed")]
+    #[error("{object}: {owner} has {number} selectors; at most {SELECTORS_MAX} are allowed")]
     Selectors {
         /// Kind, namespace and name.
         object: String,
         /// The request, or the class.
-        place: String,
+        owner: String,
         /// Number of selectors.
         number: usize,
     },

@@ -1,5 +1,5 @@
 //! Finds devices for the requests of several claims so that all constraints hold. It finds a solution if there is one, unless that takes
-//! more than the given [`Work`].
+//! more than the given [`WorkBudget`].
 //!
 //! A constraint is met by one group of devices with an equal attribute. First the constraints are made as few and as small as possible, and
 //! the requests are fitted without them: if that fails, there is no solution. Then the groups are tried in order of preference. Once they
@@ -26,7 +26,7 @@ pub struct Equal {
 }
 
 /// Returns the devices of each request of each claim, one claim after the other. `room` is the number of claims that each device can serve.
-pub fn search(room: &[usize], asks: &[Ask], work: &mut Work) -> Result<Vec<Vec<usize>>, Unfit> {
+pub fn search(room: &[usize], asks: &[Ask], work: &mut WorkBudget) -> Result<Vec<Vec<usize>>, Unfit> {
     let fit = Fit::new(room.iter().copied());
     let constrained = asks.iter().any(|ask| !ask.constraints.is_empty());
     let mut asks = asks
@@ -45,13 +45,13 @@ pub fn search(room: &[usize], asks: &[Ask], work: &mut Work) -> Result<Vec<Vec<u
         }
         drop_equivalent_groups(room, &mut asks, work)?;
     }
-    let mut search = Search { asks: &asks, work };
+    let mut search = GroupSearch { asks: &asks, work };
     search.claim(0, fit).map(|fit| fit.answers())
 }
 
 /// Removes groups that are too small, and constraints that any remaining candidates meet: those for one device, or with only one group. The
 /// candidates of these constraints are sorted by group.
-fn narrowed(ask: &Ask, devices: usize, work: &mut Work) -> Result<Ask, Unfit> {
+fn narrowed(ask: &Ask, devices: usize, work: &mut WorkBudget) -> Result<Ask, Unfit> {
     let mut requests = ask.requests.clone();
     let mut constraints = Vec::new();
     // The first constraint has the greatest influence on the order, so it sorts last.
@@ -59,7 +59,7 @@ fn narrowed(ask: &Ask, devices: usize, work: &mut Work) -> Result<Ask, Unfit> {
         let named: Vec<&(Vec<usize>, usize)> = constraint
             .requests
             .iter()
-            .filter_map(|&place| requests.get(place))
+            .filter_map(|&index| requests.get(index))
             .collect();
         if named.is_empty() {
             continue;
@@ -107,8 +107,8 @@ fn narrowed(ask: &Ask, devices: usize, work: &mut Work) -> Result<Ask, Unfit> {
             let group = group_of.get(*device).copied().flatten();
             group.filter(|&group| enough.get(group) == Some(&true))
         };
-        for &place in &constraint.requests {
-            if let Some((candidates, _)) = requests.get_mut(place) {
+        for &index in &constraint.requests {
+            if let Some((candidates, _)) = requests.get_mut(index) {
                 work.spend(candidates.len())?;
                 candidates.retain(|device| rank(device).is_some());
                 if !is_needed {
@@ -130,35 +130,35 @@ fn narrowed(ask: &Ask, devices: usize, work: &mut Work) -> Result<Ask, Unfit> {
 
 /// Keeps one of several equivalent groups. Groups are equivalent if each device has a counterpart with the same room, wanted by the same
 /// requests, and in the same groups of all other constraints. If one of them leads to no solution, neither does another.
-fn drop_equivalent_groups(room: &[usize], asks: &mut [Ask], work: &mut Work) -> Result<(), Unfit> {
+fn drop_equivalent_groups(room: &[usize], asks: &mut [Ask], work: &mut WorkBudget) -> Result<(), Unfit> {
     // For each device: the requests that want it, as claim and request; and its groups, as claim, constraint and group.
     let mut wanted_by: Vec<Vec<(usize, usize)>> = vec![Vec::new(); room.len()];
     let mut member_of: Vec<Vec<(usize, usize, usize)>> = vec![Vec::new(); room.len()];
     for (claim, ask) in asks.iter().enumerate() {
-        for (place, (candidates, _)) in ask.requests.iter().enumerate() {
+        for (index, (candidates, _)) in ask.requests.iter().enumerate() {
             work.spend(candidates.len())?;
             for &device in candidates {
                 wanted_by
                     .get_mut(device)
                     .into_iter()
-                    .for_each(|by| by.push((claim, place)));
+                    .for_each(|by| by.push((claim, index)));
             }
         }
-        for (place, constraint) in ask.constraints.iter().enumerate() {
+        for (index, constraint) in ask.constraints.iter().enumerate() {
             for (number, group) in constraint.groups.iter().enumerate() {
                 work.spend(group.len())?;
                 for &device in group {
                     member_of
                         .get_mut(device)
                         .into_iter()
-                        .for_each(|of| of.push((claim, place, number)));
+                        .for_each(|of| of.push((claim, index, number)));
                 }
             }
         }
     }
     // Devices that differ only in the group of this constraint get the same number.
     for (claim, ask) in asks.iter_mut().enumerate() {
-        for (place, constraint) in ask.constraints.iter_mut().enumerate() {
+        for (index, constraint) in ask.constraints.iter_mut().enumerate() {
             let mut alike = BTreeMap::new();
             let mut seen = BTreeSet::new();
             let mut error = None;
@@ -169,7 +169,7 @@ fn drop_equivalent_groups(room: &[usize], asks: &mut [Ask], work: &mut Work) -> 
                         .get(device)
                         .into_iter()
                         .flatten()
-                        .filter(|of| (of.0, of.1) != (claim, place))
+                        .filter(|of| (of.0, of.1) != (claim, index))
                         .collect();
                     let by = wanted_by.get(device);
                     error = error.or_else(|| work.spend(1 + others.len() + by.map_or(0, Vec::len)).err());
@@ -187,12 +187,12 @@ fn drop_equivalent_groups(room: &[usize], asks: &mut [Ask], work: &mut Work) -> 
     Ok(())
 }
 
-struct Search<'a> {
+struct GroupSearch<'a> {
     asks: &'a [Ask],
-    work: &'a mut Work,
+    work: &'a mut WorkBudget,
 }
 
-impl Search<'_> {
+impl GroupSearch<'_> {
     fn claim(&mut self, claim: usize, fit: Fit) -> Result<Fit, Unfit> {
         let asks = self.asks;
         match asks.get(claim) {
@@ -220,8 +220,8 @@ impl Search<'_> {
             let copied: usize = requests.iter().map(|(candidates, _)| candidates.len()).sum();
             self.work.spend(1 + copied + fit.size())?;
             let mut narrowed = requests.to_vec();
-            for &place in &constraint.requests {
-                if let Some((candidates, _)) = narrowed.get_mut(place) {
+            for &index in &constraint.requests {
+                if let Some((candidates, _)) = narrowed.get_mut(index) {
                     candidates.retain(|device| group.binary_search(device).is_ok());
                 }
             }
@@ -255,19 +255,19 @@ impl Search<'_> {
 pub enum Unfit {
     /// No assignment exists.
     Impossible,
-    /// The limit of the [`Work`] was reached first.
+    /// The limit of the [`WorkBudget`] was reached first.
     TooMuchWork,
 }
 
 /// A growing set of requests with the devices assigned to each. Devices are numbers below a limit.
 #[derive(Clone, Debug)]
 pub struct Fit {
-    requests: Vec<ActiveSelectors>,
-    devices: Vec<Place>,
+    requests: Vec<RequestCandidates>,
+    devices: Vec<DeviceAssignments>,
 }
 
 #[derive(Clone, Debug)]
-struct ActiveSelectors {
+struct RequestCandidates {
     claim: usize,
     candidates: Vec<usize>,
     /// No candidate before this index has room for the request, and none ever will: a full device stays full, and a claim loses a device
@@ -277,7 +277,7 @@ struct ActiveSelectors {
 
 /// A device with the requests that it serves: at most one per claim.
 #[derive(Clone, Debug)]
-struct Place {
+struct DeviceAssignments {
     room: usize,
     taken: Vec<usize>,
 }
@@ -285,13 +285,13 @@ struct Place {
 impl Fit {
     /// No requests, and for each device the number of claims that it can serve.
     pub fn new(room: impl IntoIterator<Item = usize>) -> Self {
-        let place = |room| Place {
+        let device = |room| DeviceAssignments {
             room,
             taken: Vec::new(),
         };
         Self {
             requests: Vec::new(),
-            devices: room.into_iter().map(place).collect(),
+            devices: room.into_iter().map(device).collect(),
         }
     }
 
@@ -308,13 +308,13 @@ impl Fit {
         claim: usize,
         candidates: Vec<usize>,
         count: usize,
-        work: &mut Work,
+        work: &mut WorkBudget,
     ) -> Result<(), Unfit> {
         if candidates.len() < count {
             return Err(Unfit::Impossible);
         }
         let request = self.requests.len();
-        self.requests.push(ActiveSelectors {
+        self.requests.push(RequestCandidates {
             claim,
             candidates,
             next: 0,
@@ -325,8 +325,8 @@ impl Fit {
     /// The devices of each request, in the order in which the requests were added.
     pub fn answers(&self) -> Vec<Vec<usize>> {
         let mut answers = vec![Vec::new(); self.requests.len()];
-        for (device, place) in self.devices.iter().enumerate() {
-            for &request in &place.taken {
+        for (device, assignments) in self.devices.iter().enumerate() {
+            for &request in &assignments.taken {
                 if let Some(answer) = answers.get_mut(request) {
                     answer.push(device);
                 }
@@ -336,7 +336,7 @@ impl Fit {
     }
 
     /// Assigns one more device to `root`, along the shortest chain of requests that move to another device.
-    fn add_one(&mut self, root: usize, work: &mut Work) -> Result<(), Unfit> {
+    fn add_one(&mut self, root: usize, work: &mut WorkBudget) -> Result<(), Unfit> {
         // For each request on the path: the request that wants one of its devices, and that device.
         let mut wanted_by: Vec<Option<(usize, usize)>> = vec![None; self.requests.len()];
         let mut queue = VecDeque::from([root]);
@@ -350,7 +350,10 @@ impl Fit {
             };
             let mut steps = 0;
             for &device in &wanted.candidates {
-                let taken = self.devices.get(device).map_or(&[][..], |place| &place.taken);
+                let taken = self
+                    .devices
+                    .get(device)
+                    .map_or(&[][..], |assignments| &assignments.taken);
                 steps += 1 + taken.len();
                 // If a request of the same claim has the device, only that one is in the way; otherwise all that have it are.
                 let same = taken
@@ -376,15 +379,15 @@ impl Fit {
         self.requests.get(request).map(|wanted| wanted.claim)
     }
 
-    fn candidate_with_room(&mut self, request: usize, work: &mut Work) -> Result<Option<usize>, Unfit> {
+    fn candidate_with_room(&mut self, request: usize, work: &mut WorkBudget) -> Result<Option<usize>, Unfit> {
         let Some(wanted) = self.requests.get(request) else {
             return Ok(None);
         };
         let has_room = |&device: &usize| {
-            let place = self.devices.get(device);
-            place.is_some_and(|place| {
-                place.taken.len() < place.room
-                    && !place
+            let assignments = self.devices.get(device);
+            assignments.is_some_and(|assignments| {
+                assignments.taken.len() < assignments.room
+                    && !assignments
                         .taken
                         .iter()
                         .any(|&other| self.claim(other) == Some(wanted.claim))
@@ -409,13 +412,13 @@ impl Fit {
     fn pass_on(&mut self, root: usize, request: usize, device: usize, wanted_by: &[Option<(usize, usize)>]) {
         let (mut request, mut device) = (request, device);
         loop {
-            if let Some(place) = self.devices.get_mut(device) {
-                place.taken.push(request);
+            if let Some(assignments) = self.devices.get_mut(device) {
+                assignments.taken.push(request);
             }
             match wanted_by.get(request) {
                 Some(&Some((asker, asked_for))) if request != root => {
-                    if let Some(place) = self.devices.get_mut(asked_for) {
-                        place.taken.retain(|&other| other != request);
+                    if let Some(assignments) = self.devices.get_mut(asked_for) {
+                        assignments.taken.retain(|&other| other != request);
                     }
                     (request, device) = (asker, asked_for);
                 }
@@ -439,12 +442,12 @@ pub const QUICK_WORK_MAX: usize = 100_000;
 
 /// A work limit, and the steps taken so far.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Work {
+pub struct WorkBudget {
     limit: usize,
     done: usize,
 }
 
-impl Work {
+impl WorkBudget {
     /// A limit of this many steps.
     pub fn new(limit: usize) -> Self {
         Self { limit, done: 0 }

@@ -4,21 +4,21 @@ use std::fmt;
 
 use k8s_openapi::api::resource::v1::{Device, DeviceClass, ResourceClaim, ResourceSlice};
 
-use super::holdings::Holdings;
-use crate::core::allocation::selectors::Match;
+use super::holdings::DeviceHoldings;
+use crate::core::allocation::inventory::Match;
 
 /// Evaluates a CEL expression for a device of a driver.
 pub type Evaluate<'e> = dyn FnMut(&str, &str, &Device) -> Match + 'e;
 
 /// The objects that allocation depends on.
 #[derive(Clone, Copy, Debug)]
-pub struct Cluster<'a> {
+pub struct ClusterState<'a> {
     /// All slices.
     pub slices: &'a [ResourceSlice],
     /// All classes.
     pub classes: &'a [DeviceClass],
     /// Devices held by allocated claims.
-    pub holdings: &'a Holdings<'a>,
+    pub holdings: &'a DeviceHoldings<'a>,
 }
 
 /// `namespace/name` of a claim.

@@ -9,7 +9,7 @@ use super::quantity::Quantity;
 
 /// A claim that holds a device, and its result for the device.
 #[derive(Clone, Copy, Debug)]
-pub struct Holder<'a> {
+pub struct DeviceHolder<'a> {
     /// The claim.
     pub claim: &'a ResourceClaim,
     /// The result.
@@ -20,7 +20,7 @@ pub struct Holder<'a> {
 #[derive(Clone, Debug, Default)]
 pub struct Usage<'a> {
     /// The claims that hold the device.
-    pub holders: Vec<Holder<'a>>,
+    pub holders: Vec<DeviceHolder<'a>>,
     /// Whether one claim holds the whole device.
     pub exclusive: bool,
     /// Consumed capacity of a shared device.
@@ -29,9 +29,9 @@ pub struct Usage<'a> {
 
 /// The use of all devices.
 #[derive(Clone, Debug, Default)]
-pub struct Holdings<'a>(BTreeMap<DeviceId, Usage<'a>>);
+pub struct DeviceHoldings<'a>(BTreeMap<DeviceId, Usage<'a>>);
 
-impl<'a> Holdings<'a> {
+impl<'a> DeviceHoldings<'a> {
     /// Reads the allocated claims. A result with admin access holds nothing.
     pub fn read(claims: impl IntoIterator<Item = &'a ResourceClaim>) -> Self {
         let mut holdings = Self::default();
@@ -49,7 +49,7 @@ impl<'a> Holdings<'a> {
         }
         let id = DeviceId::new(&result.driver, &result.pool, &result.device);
         let usage = self.0.entry(id).or_default();
-        usage.holders.push(Holder { claim, result });
+        usage.holders.push(DeviceHolder { claim, result });
         if result.share_id.is_none() {
             usage.exclusive = true;
         }

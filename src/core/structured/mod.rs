@@ -23,15 +23,14 @@ mod pools;
 mod quantity;
 mod report;
 mod requests;
-mod results;
 mod search;
 
-pub use allocate::{Refusal, allocate};
-pub use cluster::{Cluster, Evaluate, claim_name};
-pub use holdings::{Holder, Holdings, Usage};
+pub use allocate::{AllocationFailure, allocate};
+pub use cluster::{ClusterState, Evaluate, claim_name};
+pub use holdings::{DeviceHolder, DeviceHoldings, Usage};
 pub use pools::{DeviceId, Pool, PoolState, all_pools, node_matches, pools};
 pub use quantity::Quantity;
-pub use report::{Availability, Report, RequestReport, report};
+pub use report::{Availability, NodeReport, RequestReport, report};
 pub use search::RESULTS_MAX;
 
 #[cfg(test)]

@@ -3,13 +3,13 @@
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::ResourceClaim;
 
-use super::allocate::Refusal;
+use super::allocate::AllocationFailure;
 use super::capacity::consumed;
-use super::cluster::{Cluster, Evaluate, claim_name};
+use super::cluster::{ClusterState, Evaluate, claim_name};
 use super::pools::{DeviceId, PoolState, pools};
 use super::quantity::Quantity;
-use super::requests::Amount;
-use super::search::{Search, Stop, attribute_name, fits, lookup};
+use super::search::{AllocationSearch, SearchError, attribute_name, fits, lookup};
+use crate::core::allocation::parameters::Amount;
 
 /// Why a device that matches a request is not available to it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -66,9 +66,9 @@ impl RequestReport {
 
 /// The state of a node for the claims of a pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Report {
+pub struct NodeReport {
     /// Whether, and if not why, the claims cannot be allocated.
-    pub outcome: Result<(), Refusal>,
+    pub outcome: Result<(), AllocationFailure>,
     /// The requests of all claims, in their order.
     pub requests: Vec<RequestReport>,
     /// Whether only the claims' constraints stand in the way.
@@ -81,33 +81,33 @@ pub struct Report {
 
 /// Describes a node for the unallocated claims of one pod.
 pub fn report(
-    cluster: Cluster<'_>,
+    cluster: ClusterState<'_>,
     node: &Node,
     claims: &[&ResourceClaim],
     evaluate: &mut Evaluate<'_>,
-) -> Result<Report, Refusal> {
-    let pools = pools(cluster.slices, node).map_err(Refusal::Invalid)?;
+) -> Result<NodeReport, AllocationFailure> {
+    let pools = pools(cluster.slices, node).map_err(AllocationFailure::Invalid)?;
     let unusable = pools
         .into_iter()
         .filter(|pool| pool.state != PoolState::Complete)
         .map(|pool| (format!("{}/{}", pool.driver, pool.name), pool.state))
         .collect();
-    let outcome = match Search::new(cluster, node, claims, evaluate) {
+    let outcome = match AllocationSearch::new(cluster, node, claims, evaluate) {
         Ok(mut search) => match search.run() {
             Ok(true) => Ok(()),
-            Ok(false) => Err(Refusal::DoesNotFit),
-            Err(stop) => Err(stop.into()),
+            Ok(false) => Err(AllocationFailure::DoesNotFit),
+            Err(error) => Err(error.into()),
         },
-        Err(stop) => Err(stop.into()),
+        Err(error) => Err(error.into()),
     };
-    let mut search = Search::of_requests(cluster, node, claims, evaluate)?;
+    let mut search = AllocationSearch::of_requests(cluster, node, claims, evaluate)?;
     let (devices, requests) = (search.devices.len(), requests(&mut search));
-    let only_constraints = outcome == Err(Refusal::DoesNotFit) && {
-        let mut search = Search::new(cluster, node, claims, evaluate)?;
+    let only_constraints = outcome == Err(AllocationFailure::DoesNotFit) && {
+        let mut search = AllocationSearch::new(cluster, node, claims, evaluate)?;
         search.ignore_constraints();
         search.run() == Ok(true)
     };
-    Ok(Report {
+    Ok(NodeReport {
         outcome,
         requests,
         only_constraints,
@@ -117,14 +117,14 @@ pub fn report(
 }
 
 /// Describes the devices for every request, with nothing chosen.
-fn requests(search: &mut Search<'_, '_, '_>) -> Vec<RequestReport> {
+fn requests(search: &mut AllocationSearch<'_, '_, '_>) -> Vec<RequestReport> {
     let mut reports = Vec::new();
     for (request, alternative) in search.alternatives() {
         let (mut of_class, mut matching, mut error) = (0, Vec::new(), None);
         for device in 0..search.devices.len() {
             match search.is_of_class(request, alternative, device) {
                 Ok(true) => of_class += 1,
-                Err(Stop::Invalid(wrong)) => {
+                Err(SearchError::Invalid(wrong)) => {
                     error.get_or_insert(wrong);
                     continue;
                 }
@@ -132,7 +132,7 @@ fn requests(search: &mut Search<'_, '_, '_>) -> Vec<RequestReport> {
             }
             match search.selects(request, alternative, device, false) {
                 Ok(true) => matching.extend(availability(search, request, alternative, device)),
-                Err(Stop::Invalid(wrong)) => {
+                Err(SearchError::Invalid(wrong)) => {
                     error.get_or_insert(wrong);
                 }
                 _ => {}
@@ -158,7 +158,7 @@ fn requests(search: &mut Search<'_, '_, '_>) -> Vec<RequestReport> {
 }
 
 fn availability(
-    search: &Search<'_, '_, '_>,
+    search: &AllocationSearch<'_, '_, '_>,
     request: usize,
     alternative: usize,
     device: usize,

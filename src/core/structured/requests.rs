@@ -8,11 +8,12 @@ use k8s_openapi::api::resource::v1::{
 };
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
 
-use super::cluster::{Cluster, claim_name};
+use super::cluster::{ClusterState, claim_name};
+use crate::core::allocation::parameters::Amount;
 
 /// A request of a claim.
 #[derive(Debug)]
-pub(super) struct Request<'a> {
+pub(super) struct StructuredRequest<'a> {
     /// Index of the claim.
     pub(super) claim: usize,
     /// The claim, as `namespace/name`.
@@ -21,13 +22,6 @@ pub(super) struct Request<'a> {
     pub(super) name: &'a str,
     /// The subrequests in order of preference, or the request itself.
     pub(super) alternatives: Vec<Alternative<'a>>,
-}
-
-/// Number of devices.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Amount {
-    Exactly(usize),
-    All,
 }
 
 /// A request without alternatives, or one subrequest.
@@ -43,7 +37,7 @@ pub(super) struct Alternative<'a> {
     pub(super) admin_access: bool,
 }
 
-impl Request<'_> {
+impl StructuredRequest<'_> {
     /// Name of the request in a result: `request` or `request/subrequest`.
     pub(super) fn result_name(&self, alternative: &Alternative<'_>) -> String {
         match alternative.subrequest {
@@ -91,9 +85,9 @@ fn tolerates(toleration: &DeviceToleration, taint: &DeviceTaint) -> bool {
 
 /// Reads the requests of all claims, in their order.
 pub(super) fn requests<'a>(
-    cluster: Cluster<'a>,
+    cluster: ClusterState<'a>,
     claims: &[&'a ResourceClaim],
-) -> Result<Vec<Request<'a>>, String> {
+) -> Result<Vec<StructuredRequest<'a>>, String> {
     let mut requests = Vec::new();
     for (index, claim) in claims.iter().enumerate() {
         for request in claim
@@ -109,7 +103,7 @@ pub(super) fn requests<'a>(
                     request.name
                 )
             })?;
-            requests.push(Request {
+            requests.push(StructuredRequest {
                 claim: index,
                 claim_name: claim_name(claim).to_string(),
                 name: &request.name,
@@ -121,7 +115,7 @@ pub(super) fn requests<'a>(
 }
 
 fn alternatives<'a>(
-    cluster: Cluster<'a>,
+    cluster: ClusterState<'a>,
     request: &'a DeviceRequest,
 ) -> Result<Vec<Alternative<'a>>, String> {
     if let Some(exactly) = &request.exactly {
@@ -159,7 +153,7 @@ fn alternatives<'a>(
     subrequests.iter().map(alternative).collect()
 }
 
-fn class<'a>(cluster: Cluster<'a>, name: &str) -> Result<&'a DeviceClass, String> {
+fn class<'a>(cluster: ClusterState<'a>, name: &str) -> Result<&'a DeviceClass, String> {
     let mut classes = cluster.classes.iter();
     classes
         .find(|class| class.metadata.name.as_deref() == Some(name))

@@ -8,12 +8,13 @@ use k8s_openapi::api::resource::v1::{
 };
 
 use super::capacity::{Consumed, consumed};
-use super::cluster::{Cluster, Evaluate, claim_name};
+use super::cluster::{ClusterState, Evaluate, claim_name};
 use super::holdings::Usage;
 use super::pools::{DeviceId, Pool, PoolState, pools};
 use super::quantity::Quantity;
-use super::requests::{Alternative, Amount, Request, requests};
-use crate::core::allocation::selectors::Match;
+use super::requests::{Alternative, StructuredRequest, requests};
+use crate::core::allocation::inventory::Match;
+use crate::core::allocation::parameters::Amount;
 
 /// Number of devices in the allocation of one claim, at most (`AllocationResultsMaxSize`).
 pub const RESULTS_MAX: usize = 32;
@@ -23,7 +24,7 @@ pub(super) const STEPS_MAX: usize = 100_000;
 
 /// Why a search ends without an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Stop {
+pub(super) enum SearchError {
     /// An object is invalid.
     Invalid(String),
     /// The claim would have more than [`RESULTS_MAX`] devices. Another subrequest may need fewer.
@@ -57,9 +58,9 @@ pub(super) struct Choice<'a> {
     pub(super) consumed: Consumed<'a>,
 }
 
-/// The place of the search: a device of a request.
+/// The position of the search: a device of a request.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct SearchPosition {
     request: usize,
     /// The alternative; `None` before one is chosen.
     alternative: Option<usize>,
@@ -69,7 +70,7 @@ struct Place {
     start: usize,
 }
 
-impl Place {
+impl SearchPosition {
     fn of(request: usize) -> Self {
         Self {
             request,
@@ -81,8 +82,8 @@ impl Place {
 }
 
 /// A search on one node.
-pub(super) struct Search<'a, 'e, 'f> {
-    pub(super) requests: Vec<Request<'a>>,
+pub(super) struct AllocationSearch<'a, 'e, 'f> {
+    pub(super) requests: Vec<StructuredRequest<'a>>,
     pub(super) devices: Vec<NodeDevice<'a>>,
     pub(super) chosen: Vec<Choice<'a>>,
     /// Constraints of each claim.
@@ -95,16 +96,16 @@ pub(super) struct Search<'a, 'e, 'f> {
     steps: usize,
 }
 
-impl<'a, 'e, 'f> Search<'a, 'e, 'f> {
+impl<'a, 'e, 'f> AllocationSearch<'a, 'e, 'f> {
     /// Prepares a search for the claims of one pod.
     pub(super) fn new(
-        cluster: Cluster<'a>,
+        cluster: ClusterState<'a>,
         node: &Node,
         claims: &[&'a ResourceClaim],
         evaluate: &'e mut Evaluate<'f>,
-    ) -> Result<Self, Stop> {
+    ) -> Result<Self, SearchError> {
         let mut search = Self::of_requests(cluster, node, claims, evaluate)?;
-        let pools = pools(cluster.slices, node).map_err(Stop::Invalid)?;
+        let pools = pools(cluster.slices, node).map_err(SearchError::Invalid)?;
         search.find_all(&pools)?;
         for (index, claim) in claims.iter().enumerate() {
             search.check_size(index, claim)?;
@@ -114,17 +115,17 @@ impl<'a, 'e, 'f> Search<'a, 'e, 'f> {
 
     /// Reads the requests and the node's devices.
     pub(super) fn of_requests(
-        cluster: Cluster<'a>,
+        cluster: ClusterState<'a>,
         node: &Node,
         claims: &[&'a ResourceClaim],
         evaluate: &'e mut Evaluate<'f>,
-    ) -> Result<Self, Stop> {
+    ) -> Result<Self, SearchError> {
         let mut devices = Vec::new();
-        for pool in pools(cluster.slices, node).map_err(Stop::Invalid)? {
+        for pool in pools(cluster.slices, node).map_err(SearchError::Invalid)? {
             if pool.state != PoolState::Complete {
                 continue;
             }
-            for (slice, device) in pool.devices(node).map_err(Stop::Invalid)? {
+            for (slice, device) in pool.devices(node).map_err(SearchError::Invalid)? {
                 let id = DeviceId::new(pool.driver, pool.name, &device.name);
                 devices.push(NodeDevice {
                     usage: cluster.holdings.get(&id),
@@ -141,7 +142,7 @@ impl<'a, 'e, 'f> Search<'a, 'e, 'f> {
                 .unwrap_or_default()
         };
         Ok(Self {
-            requests: requests(cluster, claims).map_err(Stop::Invalid)?,
+            requests: requests(cluster, claims).map_err(SearchError::Invalid)?,
             devices,
             chosen: Vec::new(),
             constraints: claims.iter().map(constraints).collect(),
@@ -158,7 +159,7 @@ impl<'a, 'e, 'f> Search<'a, 'e, 'f> {
     }
 
     /// Finds the devices of requests with mode All: those that match, whether or not they are available.
-    fn find_all(&mut self, pools: &[Pool<'_>]) -> Result<(), Stop> {
+    fn find_all(&mut self, pools: &[Pool<'_>]) -> Result<(), SearchError> {
         for (request, alternative) in self.alternatives() {
             let Some((of, wanted)) = self.alternative(request, alternative) else {
                 continue;
@@ -173,7 +174,7 @@ impl<'a, 'e, 'f> Search<'a, 'e, 'f> {
                     PoolState::Invalid(reason) => format!("is invalid: {reason}"),
                     _ => "is being updated".to_owned(),
                 };
-                return Err(Stop::Invalid(format!(
+                return Err(SearchError::Invalid(format!(
                     "{name}: it asks for all devices, but pool {} of driver {} {state}",
                     pool.name, pool.driver
                 )));
@@ -187,7 +188,7 @@ impl<'a, 'e, 'f> Search<'a, 'e, 'f> {
                     continue;
                 };
                 let consumed = consumed(of.device, capacity)
-                    .map_err(|error| Stop::Invalid(format!("{name}: device {}: {error}", of.id)))?;
+                    .map_err(|error| SearchError::Invalid(format!("{name}: device {}: {error}", of.id)))?;
                 if consumed.is_some_and(|consumed| fits(of.device, &consumed, |_| Quantity::default())) {
                     found.push(device);
                 }
@@ -198,7 +199,7 @@ impl<'a, 'e, 'f> Search<'a, 'e, 'f> {
     }
 
     /// Rejects a claim that needs more than [`RESULTS_MAX`] devices whichever subrequests are chosen.
-    fn check_size(&self, claim: usize, object: &ResourceClaim) -> Result<(), Stop> {
+    fn check_size(&self, claim: usize, object: &ResourceClaim) -> Result<(), SearchError> {
         let mut least = 0_usize;
         for (index, request) in self.requests.iter().enumerate() {
             if request.claim != claim {
@@ -208,7 +209,7 @@ impl<'a, 'e, 'f> Search<'a, 'e, 'f> {
             least = least.saturating_add(numbers.min().unwrap_or_default());
         }
         if least > RESULTS_MAX {
-            return Err(Stop::Invalid(format!(
+            return Err(SearchError::Invalid(format!(
                 "ResourceClaim {}: it needs {least} devices; at most {RESULTS_MAX} are allowed",
                 claim_name(object)
             )));
@@ -227,7 +228,7 @@ impl<'a, 'e, 'f> Search<'a, 'e, 'f> {
         &self,
         request: usize,
         alternative: usize,
-    ) -> Option<(&Request<'a>, &Alternative<'a>)> {
+    ) -> Option<(&StructuredRequest<'a>, &Alternative<'a>)> {
         let request = self.requests.get(request)?;
         Some((request, request.alternatives.get(alternative)?))
     }
@@ -245,56 +246,56 @@ impl<'a, 'e, 'f> Search<'a, 'e, 'f> {
     }
 
     /// Searches devices for all claims; they are then in `chosen`.
-    pub(super) fn run(&mut self) -> Result<bool, Stop> {
-        match self.next(Place::of(0)) {
-            Err(Stop::TooManyResults) => Ok(false),
+    pub(super) fn run(&mut self) -> Result<bool, SearchError> {
+        match self.next(SearchPosition::of(0)) {
+            Err(SearchError::TooManyResults) => Ok(false),
             other => other,
         }
     }
 
-    fn next(&mut self, place: Place) -> Result<bool, Stop> {
+    fn next(&mut self, position: SearchPosition) -> Result<bool, SearchError> {
         self.steps += 1;
         if self.steps > STEPS_MAX {
-            return Err(Stop::TooManySteps);
+            return Err(SearchError::TooManySteps);
         }
-        let Some(request) = self.requests.get(place.request) else {
+        let Some(request) = self.requests.get(position.request) else {
             return Ok(true);
         };
         let (claim, number_of_alternatives) = (request.claim, request.alternatives.len());
         let has_subrequests = request.alternatives.iter().any(|one| one.subrequest.is_some());
-        let alternative = match place.alternative {
+        let alternative = match position.alternative {
             Some(alternative) => alternative,
             None if !has_subrequests => 0,
-            None => return self.first_available(place, number_of_alternatives),
+            None => return self.first_available(position, number_of_alternatives),
         };
-        let all = self.all.get(&(place.request, alternative)).cloned();
-        let number = self.number(place.request, alternative);
+        let all = self.all.get(&(position.request, alternative)).cloned();
+        let number = self.number(position.request, alternative);
         if all.is_some() && number == 0 {
             return Ok(false);
         }
-        if place.taken >= number {
-            return self.next_request(place.request, claim);
+        if position.taken >= number {
+            return self.next_request(position.request, claim);
         }
         let results = self
             .chosen
             .iter()
             .filter(|choice| self.claim_of(choice) == Some(claim));
-        if number - place.taken > RESULTS_MAX.saturating_sub(results.count()) {
-            return Err(Stop::TooManyResults);
+        if number - position.taken > RESULTS_MAX.saturating_sub(results.count()) {
+            return Err(SearchError::TooManyResults);
         }
         if let Some(all) = all {
-            let Some(&device) = all.get(place.taken) else {
+            let Some(&device) = all.get(position.taken) else {
                 return Ok(false);
             };
             // In which order they are taken does not matter, so there is only one attempt.
-            return self.take(place, alternative, device, true);
+            return self.take(position, alternative, device, true);
         }
-        for device in place.start..self.devices.len() {
-            if self.is_in_use(place.request, alternative, device) {
+        for device in position.start..self.devices.len() {
+            if self.is_in_use(position.request, alternative, device) {
                 continue;
             }
-            if self.is_match(place.request, alternative, device)?
-                && self.take(place, alternative, device, false)?
+            if self.is_match(position.request, alternative, device)?
+                && self.take(position, alternative, device, false)?
             {
                 return Ok(true);
             }
@@ -303,50 +304,56 @@ impl<'a, 'e, 'f> Search<'a, 'e, 'f> {
     }
 
     /// Tries the subrequests of a request in their order.
-    fn first_available(&mut self, place: Place, number: usize) -> Result<bool, Stop> {
+    fn first_available(&mut self, position: SearchPosition, number: usize) -> Result<bool, SearchError> {
         let mut all_too_many = true;
         for alternative in 0..number {
-            let place = Place {
+            let position = SearchPosition {
                 alternative: Some(alternative),
-                ..place
+                ..position
             };
-            match self.next(place) {
-                Err(Stop::TooManyResults) => {}
+            match self.next(position) {
+                Err(SearchError::TooManyResults) => {}
                 Ok(false) => all_too_many = false,
                 other => return other,
             }
         }
         if all_too_many {
-            return Err(Stop::TooManyResults);
+            return Err(SearchError::TooManyResults);
         }
         Ok(false)
     }
 
-    fn next_request(&mut self, request: usize, claim: usize) -> Result<bool, Stop> {
+    fn next_request(&mut self, request: usize, claim: usize) -> Result<bool, SearchError> {
         let next = request + 1;
         let is_of_next_claim = self.requests.get(next).is_some_and(|next| next.claim != claim);
-        match self.next(Place::of(next)) {
+        match self.next(SearchPosition::of(next)) {
             // Another subrequest of this claim may leave the next one a smaller choice.
-            Err(Stop::TooManyResults) if is_of_next_claim => Ok(false),
+            Err(SearchError::TooManyResults) if is_of_next_claim => Ok(false),
             other => other,
         }
     }
 
     /// Takes a device, if possible, and continues; gives the device back if that fails.
-    fn take(&mut self, place: Place, alternative: usize, device: usize, must: bool) -> Result<bool, Stop> {
-        let Some(consumed) = self.consumption(place.request, alternative, device, must)? else {
+    fn take(
+        &mut self,
+        position: SearchPosition,
+        alternative: usize,
+        device: usize,
+        must: bool,
+    ) -> Result<bool, SearchError> {
+        let Some(consumed) = self.consumption(position.request, alternative, device, must)? else {
             return Ok(false);
         };
         self.chosen.push(Choice {
-            request: place.request,
+            request: position.request,
             alternative,
             device,
             consumed,
         });
-        let done = self.next(Place {
-            request: place.request,
+        let done = self.next(SearchPosition {
+            request: position.request,
             alternative: Some(alternative),
-            taken: place.taken + 1,
+            taken: position.taken + 1,
             start: device + 1,
         });
         if done != Ok(true) {
@@ -377,7 +384,7 @@ impl<'a, 'e, 'f> Search<'a, 'e, 'f> {
     }
 
     /// Whether the selectors of class and request match.
-    fn is_match(&mut self, request: usize, alternative: usize, device: usize) -> Result<bool, Stop> {
+    fn is_match(&mut self, request: usize, alternative: usize, device: usize) -> Result<bool, SearchError> {
         let key = (request, alternative, device);
         if let Some(&matches) = self.matches.get(&key) {
             return Ok(matches);
@@ -393,7 +400,7 @@ impl<'a, 'e, 'f> Search<'a, 'e, 'f> {
         request: usize,
         alternative: usize,
         device: usize,
-    ) -> Result<bool, Stop> {
+    ) -> Result<bool, SearchError> {
         self.selects(request, alternative, device, true)
     }
 
@@ -403,7 +410,7 @@ impl<'a, 'e, 'f> Search<'a, 'e, 'f> {
         alternative: usize,
         device: usize,
         by_class: bool,
-    ) -> Result<bool, Stop> {
+    ) -> Result<bool, SearchError> {
         let of = self.requests.get(request);
         let wanted = of.and_then(|request| Some((request, request.alternatives.get(alternative)?)));
         let (Some((of, wanted)), Some(device)) = (wanted, self.devices.get(device)) else {
@@ -423,7 +430,7 @@ impl<'a, 'e, 'f> Search<'a, 'e, 'f> {
             } else {
                 format!("ResourceClaim {}, request {}", of.claim_name, of.name)
             };
-            Stop::Invalid(format!("{owner}: selector #{index}{error}"))
+            SearchError::Invalid(format!("{owner}: selector #{index}{error}"))
         };
         for (index, selector) in selectors.iter().enumerate() {
             let Some(cel) = &selector.cel else {
@@ -448,7 +455,7 @@ impl<'a, 'e, 'f> Search<'a, 'e, 'f> {
         alternative: usize,
         device: usize,
         must: bool,
-    ) -> Result<Option<Consumed<'a>>, Stop> {
+    ) -> Result<Option<Consumed<'a>>, SearchError> {
         let (Some((of, wanted)), Some(candidate)) =
             (self.alternative(request, alternative), self.devices.get(device))
         else {
@@ -470,7 +477,7 @@ impl<'a, 'e, 'f> Search<'a, 'e, 'f> {
         for constraint in self.constraints.get(of.claim).copied().unwrap_or_default() {
             if !self.satisfies(constraint, of, wanted, candidate) {
                 if must {
-                    return Err(Stop::Invalid(format!(
+                    return Err(SearchError::Invalid(format!(
                         "ResourceClaim {}, request {}: it asks for all devices, and a constraint excludes device {}",
                         of.claim_name, of.name, candidate.id
                     )));
@@ -479,7 +486,7 @@ impl<'a, 'e, 'f> Search<'a, 'e, 'f> {
             }
         }
         let consumed = consumed(candidate.device, wanted.capacity).map_err(|error| {
-            Stop::Invalid(format!(
+            SearchError::Invalid(format!(
                 "ResourceClaim {}, request {}: device {}: {error}",
                 of.claim_name, of.name, candidate.id
             ))
@@ -510,7 +517,7 @@ impl<'a, 'e, 'f> Search<'a, 'e, 'f> {
     fn satisfies(
         &self,
         constraint: &DeviceConstraint,
-        request: &Request<'_>,
+        request: &StructuredRequest<'_>,
         wanted: &Alternative<'_>,
         device: &NodeDevice<'_>,
     ) -> bool {

@@ -5,7 +5,7 @@ use k8s_openapi::api::resource::v1::{AllocationResult, Device, DeviceClass, Reso
 use serde_json::{Value, json};
 
 use super::*;
-use crate::core::allocation::selectors::Match;
+use crate::core::allocation::inventory::Match;
 
 const DRIVER: &str = "drayman.dev";
 
@@ -134,16 +134,16 @@ impl Fixture {
         self
     }
 
-    fn with<T>(&self, run: impl FnOnce(Cluster<'_>) -> T) -> T {
-        let holdings = Holdings::read(&self.allocated);
-        run(Cluster {
+    fn with<T>(&self, run: impl FnOnce(ClusterState<'_>) -> T) -> T {
+        let holdings = DeviceHoldings::read(&self.allocated);
+        run(ClusterState {
             slices: &self.slices,
             classes: &self.classes,
             holdings: &holdings,
         })
     }
 
-    fn allocate(&self, claims: &[&ResourceClaim]) -> Result<Vec<AllocationResult>, Refusal> {
+    fn allocate(&self, claims: &[&ResourceClaim]) -> Result<Vec<AllocationResult>, AllocationFailure> {
         let mut shares = 0;
         let mut share_id = || {
             shares += 1;
@@ -153,12 +153,12 @@ impl Fixture {
     }
 
     /// The allocated devices of a single claim, as `request:device`.
-    fn devices(&self, claim: &ResourceClaim) -> Result<Vec<String>, Refusal> {
+    fn devices(&self, claim: &ResourceClaim) -> Result<Vec<String>, AllocationFailure> {
         let allocations = self.allocate(&[claim])?;
         Ok(names(&allocations[0]))
     }
 
-    fn report(&self, claim: &ResourceClaim) -> Report {
+    fn report(&self, claim: &ResourceClaim) -> NodeReport {
         self.with(|cluster| report(cluster, &node(), &[claim], &mut evaluate))
             .unwrap()
     }
@@ -175,9 +175,9 @@ fn names(allocation: &AllocationResult) -> Vec<String> {
     results.into_iter().flatten().map(name).collect()
 }
 
-fn invalid(outcome: Result<Vec<String>, Refusal>) -> String {
+fn invalid(outcome: Result<Vec<String>, AllocationFailure>) -> String {
     match outcome {
-        Err(Refusal::Invalid(error)) => error,
+        Err(AllocationFailure::Invalid(error)) => error,
         other => panic!("{other:?}"),
     }
 }
@@ -210,7 +210,10 @@ fn only_the_newest_generation_counts() {
     new["spec"]["nodeName"] = json!("node-b");
     old["spec"]["pool"]["resourceSliceCount"] = json!(2);
     let cluster = Fixture::new(vec![old, new]);
-    assert_eq!(cluster.devices(&one(json!({}))), Err(Refusal::DoesNotFit));
+    assert_eq!(
+        cluster.devices(&one(json!({}))),
+        Err(AllocationFailure::DoesNotFit)
+    );
     assert_eq!(pools(&cluster.slices, &node()).unwrap().len(), 0);
 }
 
@@ -224,7 +227,10 @@ fn incomplete_and_invalid_pools_are_not_used() {
         expected: 2,
     };
     assert_eq!(pools(&cluster.slices, &node()).unwrap()[0].state, state);
-    assert_eq!(cluster.devices(&one(json!({}))), Err(Refusal::DoesNotFit));
+    assert_eq!(
+        cluster.devices(&one(json!({}))),
+        Err(AllocationFailure::DoesNotFit)
+    );
     assert_eq!(
         cluster.report(&one(json!({}))).unusable,
         [("drayman.dev/node-a".to_owned(), state)]
@@ -237,7 +243,10 @@ fn incomplete_and_invalid_pools_are_not_used() {
         pools(&cluster.slices, &node()).unwrap()[0].state,
         PoolState::Invalid("duplicate device name x".to_owned())
     );
-    assert_eq!(cluster.devices(&one(json!({}))), Err(Refusal::DoesNotFit));
+    assert_eq!(
+        cluster.devices(&one(json!({}))),
+        Err(AllocationFailure::DoesNotFit)
+    );
 }
 
 #[test]
@@ -311,7 +320,10 @@ fn class_and_request_selectors_must_match() {
     let class = |class: &str| one(json!({ "deviceClassName": class }));
     assert_eq!(cluster.devices(&class("cameras")).unwrap(), ["device:camera"]);
     let selectors = json!({ "selectors": [{ "cel": { "expression": "kind=disks" } }] });
-    assert_eq!(cluster.devices(&one(selectors)), Err(Refusal::DoesNotFit));
+    assert_eq!(
+        cluster.devices(&one(selectors)),
+        Err(AllocationFailure::DoesNotFit)
+    );
     assert_eq!(
         invalid(cluster.devices(&class("failing"))),
         "DeviceClass failing: selector #0 fails on device drayman.dev/node-a/disk: no such key"
@@ -331,7 +343,7 @@ fn a_selector_fails_only_on_devices_that_are_tried() {
     assert!(invalid(cluster.devices(&with_kind)).contains("fails on device drayman.dev/node-a/disk"));
     // A device in use is not evaluated.
     let cluster = cluster.held(held("more", json!([result("disk", json!({}))])));
-    assert_eq!(cluster.devices(&with_kind), Err(Refusal::DoesNotFit));
+    assert_eq!(cluster.devices(&with_kind), Err(AllocationFailure::DoesNotFit));
 }
 
 #[test]
@@ -341,10 +353,10 @@ fn held_devices_are_left_out_and_their_claim_is_named() {
     assert_eq!(cluster.devices(&one(json!({}))).unwrap(), ["device:y"]);
     assert_eq!(
         cluster.devices(&one(json!({ "count": 2 }))),
-        Err(Refusal::DoesNotFit)
+        Err(AllocationFailure::DoesNotFit)
     );
     let report = cluster.report(&one(json!({ "count": 2 })));
-    assert_eq!(report.outcome, Err(Refusal::DoesNotFit));
+    assert_eq!(report.outcome, Err(AllocationFailure::DoesNotFit));
     assert_eq!(
         report.requests[0].matching,
         [
@@ -367,13 +379,16 @@ fn admin_access_passes_beside_a_holder_and_holds_nothing() {
     ));
     assert_eq!(cluster.devices(&one(json!({}))).unwrap(), ["device:x"]);
     let cluster = cluster.held(held("other", json!([result("x", json!({}))])));
-    assert_eq!(cluster.devices(&one(json!({}))), Err(Refusal::DoesNotFit));
+    assert_eq!(
+        cluster.devices(&one(json!({}))),
+        Err(AllocationFailure::DoesNotFit)
+    );
     let allocation = cluster.allocate(&[&admin]).unwrap().remove(0);
     let results = allocation.devices.unwrap().results.unwrap();
     assert_eq!(results[0].admin_access, Some(true));
     // One claim gets each device once.
     let two = one(json!({ "adminAccess": true, "count": 2 }));
-    assert_eq!(cluster.devices(&two), Err(Refusal::DoesNotFit));
+    assert_eq!(cluster.devices(&two), Err(AllocationFailure::DoesNotFit));
 }
 
 #[test]
@@ -383,9 +398,9 @@ fn all_takes_every_matching_device_or_none() {
     let cluster = Fixture::of_devices(devices);
     assert_eq!(cluster.devices(&all).unwrap(), ["device:x", "device:y"]);
     let cluster = cluster.held(held("other", json!([result("y", json!({}))])));
-    assert_eq!(cluster.devices(&all), Err(Refusal::DoesNotFit));
+    assert_eq!(cluster.devices(&all), Err(AllocationFailure::DoesNotFit));
     let none = Fixture::of_devices(json!([{ "name": "disk" }]));
-    assert_eq!(none.devices(&all), Err(Refusal::DoesNotFit));
+    assert_eq!(none.devices(&all), Err(AllocationFailure::DoesNotFit));
 }
 
 #[test]
@@ -409,7 +424,7 @@ fn the_first_subrequest_that_fits_is_chosen() {
     let choice = wants(json!([sub("many", "any", 33)]));
     assert!(invalid(cluster.devices(&choice)).contains("needs 33 devices; at most 32"));
     let none = wants(json!([sub("two", "cameras", 2)]));
-    assert_eq!(cluster.devices(&none), Err(Refusal::DoesNotFit));
+    assert_eq!(cluster.devices(&none), Err(AllocationFailure::DoesNotFit));
     let report = cluster.report(&none);
     assert_eq!(
         (report.requests[0].request.as_str(), report.requests[0].free()),
@@ -429,10 +444,10 @@ fn constraints_make_the_search_go_back() {
     };
     let matching = |count| wants(json!({ "matchAttribute": "drayman.dev/numa" }), count);
     assert_eq!(cluster.devices(&matching(2)).unwrap(), ["device:b", "device:c"]);
-    assert_eq!(cluster.devices(&matching(3)), Err(Refusal::DoesNotFit));
+    assert_eq!(cluster.devices(&matching(3)), Err(AllocationFailure::DoesNotFit));
     let distinct = |count| wants(json!({ "distinctAttribute": "drayman.dev/numa" }), count);
     assert_eq!(cluster.devices(&distinct(2)).unwrap(), ["device:a", "device:b"]);
-    assert_eq!(cluster.devices(&distinct(3)), Err(Refusal::DoesNotFit));
+    assert_eq!(cluster.devices(&distinct(3)), Err(AllocationFailure::DoesNotFit));
 
     let report = cluster.report(&matching(3));
     assert!(report.only_constraints);
@@ -468,7 +483,10 @@ fn taints_are_tolerated_as_by_the_scheduler() {
     };
     let tolerates = |toleration: Value| one(json!({ "tolerations": [toleration] }));
     let cluster = tainted("NoSchedule", json!("gone"));
-    assert_eq!(cluster.devices(&one(json!({}))), Err(Refusal::DoesNotFit));
+    assert_eq!(
+        cluster.devices(&one(json!({}))),
+        Err(AllocationFailure::DoesNotFit)
+    );
     let report = cluster.report(&one(json!({})));
     let says = Availability::Tainted("drayman.dev/unhealthy=gone:NoSchedule".to_owned());
     assert_eq!(report.requests[0].matching[0].1, says);
@@ -519,16 +537,16 @@ fn shares_are_given_until_none_is_left() {
     // Within a request, each device is taken once; two requests get a share each.
     assert_eq!(
         cluster.devices(&one(json!({ "count": 2 }))),
-        Err(Refusal::DoesNotFit)
+        Err(AllocationFailure::DoesNotFit)
     );
     let requests = |n: usize| {
         let each: Vec<_> = (0..n).map(|i| request(&format!("r{i}"), json!({}))).collect();
         claim("one", json!({ "requests": each }))
     };
     assert_eq!(cluster.devices(&requests(2)).unwrap(), ["r0:x", "r1:x"]);
-    assert_eq!(cluster.devices(&requests(3)), Err(Refusal::DoesNotFit));
+    assert_eq!(cluster.devices(&requests(3)), Err(AllocationFailure::DoesNotFit));
     let full = cluster.held(held("more", json!([share("2"), share("3")])));
-    assert_eq!(full.devices(&one(json!({}))), Err(Refusal::DoesNotFit));
+    assert_eq!(full.devices(&one(json!({}))), Err(AllocationFailure::DoesNotFit));
     let holders = Availability::Held(vec!["shop/more".to_owned(), "shop/other".to_owned()]);
     assert_eq!(full.report(&one(json!({}))).requests[0].matching[0].1, holders);
 }
@@ -543,7 +561,7 @@ fn capacity_requests_follow_the_policy_of_the_device() {
         let claim = one(json!({ "capacity": { "requests": asked } }));
         let allocations = Fixture::of_devices(json!([device])).allocate(&[&claim])?;
         let results = allocations[0].devices.clone().unwrap().results.unwrap();
-        Ok::<_, Refusal>(results[0].consumed_capacity.clone().unwrap()["memory"].0.clone())
+        Ok::<_, AllocationFailure>(results[0].consumed_capacity.clone().unwrap()["memory"].0.clone())
     };
     let range = json!({ "default": "1Gi", "validRange": { "min": "1Gi", "step": "1Gi", "max": "4Gi" } });
     let values = json!({ "default": "1Gi", "validValues": ["1Gi", "2Gi"] });
@@ -569,10 +587,13 @@ fn capacity_requests_follow_the_policy_of_the_device() {
         (&Value::Null, json!({ "bandwidth": "1" })),
     ] {
         let outcome = consumed(policy.clone(), asked.clone());
-        assert_eq!(outcome, Err(Refusal::DoesNotFit), "{policy} {asked}");
+        assert_eq!(outcome, Err(AllocationFailure::DoesNotFit), "{policy} {asked}");
     }
     let negative = consumed(Value::Null, json!({ "memory": "-1" }));
-    assert!(matches!(negative, Err(Refusal::Invalid(_))), "{negative:?}");
+    assert!(
+        matches!(negative, Err(AllocationFailure::Invalid(_))),
+        "{negative:?}"
+    );
 }
 
 #[test]
@@ -610,7 +631,10 @@ fn the_search_ends_at_its_limit() {
             "constraints": [{ "matchAttribute": "drayman.dev/numa", "requests": ["b"] }],
         }),
     );
-    assert_eq!(cluster.devices(&impossible), Err(Refusal::TooManyCombinations));
+    assert_eq!(
+        cluster.devices(&impossible),
+        Err(AllocationFailure::TooManyCombinations)
+    );
 }
 
 #[test]

@@ -12,7 +12,7 @@ use crate::core::allocation::tests::fixture::{self, DRIVER};
 mod state;
 
 /// A node with this number of devices of a kind, no two of them equal.
-fn node(name: &str, kind: &str, devices: usize) -> (String, Node) {
+fn node(name: &str, kind: &str, devices: usize) -> (String, NodeInfo) {
     let names: Vec<String> = (0..devices).map(|number| format!("d{number}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     let mut inventory = fixture::inventory(name, name, &names);
@@ -23,7 +23,7 @@ fn node(name: &str, kind: &str, devices: usize) -> (String, Node) {
             .attributes
             .insert("d/number".into(), AttributeValue::int(number));
     }
-    (name.to_owned(), Node::read(&inventory))
+    (name.to_owned(), NodeInfo::read(&inventory))
 }
 
 fn class(kind: &str, expression: &str) -> ClassParameters {
@@ -167,7 +167,7 @@ fn claims(pod: &str, number: usize, counts: &[u32], equal: Option<&str>) -> Vec<
 }
 
 /// Ten groups of six devices. If eleven claims each request four devices of one group, no count shows that they do not fit.
-fn grouped(name: &str) -> (String, Node) {
+fn grouped(name: &str) -> (String, NodeInfo) {
     let names: Vec<String> = (0..60).map(|number| format!("d{number}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     let mut inventory = fixture::inventory(name, name, &names);
@@ -176,7 +176,7 @@ fn grouped(name: &str) -> (String, Node) {
         let group = AttributeValue::int(i64::try_from(number / 6).unwrap());
         device.attributes.insert("d/group".into(), group);
     }
-    (name.to_owned(), Node::read(&inventory))
+    (name.to_owned(), NodeInfo::read(&inventory))
 }
 
 #[tokio::test]
@@ -236,13 +236,13 @@ async fn two_searches_at_once_get_different_devices() {
         .shared
         .inventories(ObjectChange::All(vec![node("a", "test", 600)]));
     let (first, second) = (claims("p", 16, &[1; 16], None), claims("q", 16, &[1; 16], None));
-    let mut quick = Work::new(QUICK_WORK_MAX);
+    let mut quick = WorkBudget::new(QUICK_WORK_MAX);
     let requested: Vec<_> = first.iter().map(requested_claim).collect();
     let decided = driver
         .shared
         .state()
         .allocator
-        .allocate_within(&requested, Target::Node("a"), &mut quick);
+        .allocate_within(&requested, Some("a"), &mut quick);
     assert_eq!(decided, None, "too much for the controller's thread");
     let (first, second) = tokio::join!(driver.allocate(&first, Some("a")), driver.allocate(&second, None));
     let answers = first.unwrap().into_iter().chain(second.unwrap());

@@ -6,7 +6,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use super::{Wait, assign, selects, suitable};
-use crate::core::structured::{Cluster, Holdings, allocate as allocate_claims};
+use crate::core::structured::{ClusterState, DeviceHoldings, allocate as allocate_claims};
 use crate::host::selectors::with_selectors;
 use crate::testcluster::api::object::{self, list, text};
 use crate::testcluster::api::structured::FINALIZER;
@@ -115,8 +115,8 @@ impl Devices {
             return Ok(Vec::new());
         }
         let node: Node = serde_json::from_value(node.clone()).map_err(|error| error.to_string())?;
-        let holdings = Holdings::read(&self.claims);
-        let cluster = Cluster {
+        let holdings = DeviceHoldings::read(&self.claims);
+        let cluster = ClusterState {
             slices: &self.slices,
             classes: &self.classes,
             holdings: &holdings,

@@ -5,8 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context as _, ensure};
-use drayman::core::allocation::inventory::{Attribute, AttributeSet};
-use drayman::core::allocation::selectors::Match;
+use drayman::core::allocation::inventory::{Attribute, AttributeSet, Match};
 use drayman::host::selectors::{Compiled, Environment, STACK};
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{ResourcePool, ResourceSlice, ResourceSliceSpec};

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use drayman::api::crd::{Device, Mode, NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY};
-use drayman::core::allocation::inventory::Node;
+use drayman::core::allocation::inventory::NodeInfo;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
 use crate::allocation_model::DRIVER;
@@ -16,7 +16,7 @@ pub(crate) fn name(node: usize) -> String {
 }
 
 /// A node as the allocator reads it from its inventory object.
-pub(crate) fn read(name: &str, uid: &str, ready: bool, devices: &KnownDevices) -> Node {
+pub(crate) fn read(name: &str, uid: &str, ready: bool, devices: &KnownDevices) -> NodeInfo {
     let device = |(name, (kind, healthy)): (&String, &(&str, bool))| Device {
         name: name.clone(),
         kind: (*kind).to_owned(),
@@ -43,5 +43,5 @@ pub(crate) fn read(name: &str, uid: &str, ready: bool, devices: &KnownDevices) -
         conditions: vec![condition],
         ..Default::default()
     });
-    Node::read(&inventory)
+    NodeInfo::read(&inventory)
 }

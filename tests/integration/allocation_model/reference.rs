@@ -6,7 +6,6 @@ use drayman::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec, De
 use drayman::api::handle::DeviceHandle;
 use drayman::api::resource::{AllocationResult, ResourceClaim};
 use drayman::core::allocation::allocator::DeviceAllocator;
-use drayman::core::allocation::allocator::Target;
 use drayman::core::allocation::evaluate::RequestedClaim;
 use drayman::core::allocation::parameters::{ClassParameters, DeviceRequests};
 
@@ -281,8 +280,7 @@ impl Comparison {
             Some(node) => self.fits(numbers, node),
             None => all.iter().any(|node| self.fits(numbers, node)),
         };
-        let target = node.as_deref().map_or(Target::Anywhere, Target::Node);
-        let answers = self.allocator.allocate(&requested, target).answers;
+        let answers = self.allocator.allocate(&requested, node.as_deref()).answers;
         assert_eq!(answers.iter().all(Result::is_ok), possible, "{answers:?}");
         assert_eq!(answers.iter().any(Result::is_ok), possible, "all or nothing");
 

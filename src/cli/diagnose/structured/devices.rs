@@ -9,11 +9,11 @@ use super::{SHARES, UNHEALTHY, kind, shares, text, value};
 use crate::api::crd::Mode;
 use crate::cli::diagnose::devices::{DeviceRow, DeviceState, DeviceTable, Holder};
 use crate::cli::diagnose::qualified_name;
-use crate::core::structured::{DeviceId, Holdings, PoolState, Usage, all_pools};
+use crate::core::structured::{DeviceHoldings, DeviceId, PoolState, Usage, all_pools};
 
 /// Joins the slices of `driver` with the allocated claims.
 pub fn devices(driver: &str, slices: &[ResourceSlice], claims: &[ResourceClaim]) -> DeviceTable {
-    let holdings = Holdings::read(claims);
+    let holdings = DeviceHoldings::read(claims);
     let mut table = DeviceTable::default();
     let mut listed = BTreeSet::new();
     for pool in all_pools(slices).iter().filter(|pool| pool.driver == driver) {

@@ -10,7 +10,7 @@ use super::{SHARES, UNHEALTHY, kind, text};
 use crate::cli::diagnose::doctor::Finding;
 use crate::cli::diagnose::gates::{Answer, some};
 use crate::cli::diagnose::nodes::{NodeFacts, without_companion};
-use crate::core::allocation::selectors::Match;
+use crate::core::allocation::inventory::Match;
 use crate::core::structured::{Evaluate, PoolState, all_pools};
 
 /// First minor version of Kubernetes 1 with these gates on by default.

@@ -14,7 +14,8 @@ use crate::cli::diagnose::explain::{
 use crate::cli::diagnose::qualified_name;
 use crate::cli::objects::Pod;
 use crate::core::structured::{
-    Availability, Cluster, DeviceId, Evaluate, Refusal, Report, RequestReport, holdings, node_matches, report,
+    AllocationFailure, Availability, ClusterState, DeviceId, Evaluate, NodeReport, RequestReport, holdings,
+    node_matches, report,
 };
 
 /// Number of pods that one claim serves, at most (`ResourceClaimReservedForMaxSize`).
@@ -78,11 +79,11 @@ pub fn find<'a>(pod: &Pod, entry: &PodResourceClaim, claims: &'a [ResourceClaim]
 }
 
 /// The state of each node for the unallocated claims of a pod; an error if the node is out of the question.
-pub type Nodes = BTreeMap<String, Result<Report, String>>;
+pub type Nodes = BTreeMap<String, Result<NodeReport, String>>;
 
 /// Evaluates the nodes for the claims of a pod: those that wait for allocation together, beside those that have it.
 pub fn judge(
-    cluster: Cluster<'_>,
+    cluster: ClusterState<'_>,
     nodes: &[Node],
     claims: &[&ResourceClaim],
     evaluate: &mut Evaluate<'_>,
@@ -138,7 +139,7 @@ pub fn explain(facts: &Facts<'_>) -> Explanation {
     let (step, because, advice) = standing(facts);
     let waits = matches!(step, Step::WaitsForDevice | Step::WaitsForScheduler);
     let nodes = facts.nodes.into_iter().flatten().filter(|_| waits);
-    let verdict = |(node, report): (&String, &Result<Report, String>)| NodeVerdict {
+    let verdict = |(node, report): (&String, &Result<NodeReport, String>)| NodeVerdict {
         node: node.clone(),
         reason: match report {
             Ok(report) => reason(report, facts.index),
@@ -345,7 +346,7 @@ fn waiting(facts: &Facts<'_>) -> (Step, String, String) {
     };
     let outcomes = || nodes.values().flatten().map(|report| &report.outcome);
     let invalid = outcomes().find_map(|outcome| match outcome {
-        Err(Refusal::Invalid(error)) => Some(error),
+        Err(AllocationFailure::Invalid(error)) => Some(error),
         _ => None,
     });
     if let Some(error) = invalid {
@@ -382,10 +383,10 @@ fn waiting(facts: &Facts<'_>) -> (Step, String, String) {
 }
 
 /// Why a node cannot serve a claim; `None` if it can.
-fn reason(report: &Report, claim: usize) -> Option<String> {
+fn reason(report: &NodeReport, claim: usize) -> Option<String> {
     match &report.outcome {
         Ok(()) => return None,
-        Err(Refusal::DoesNotFit) => {}
+        Err(AllocationFailure::DoesNotFit) => {}
         Err(refusal) => return Some(refusal.to_string()),
     }
     let mut reasons: Vec<String> = report

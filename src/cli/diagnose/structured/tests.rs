@@ -15,7 +15,7 @@ use crate::cli::diagnose::gates::Answer;
 use crate::cli::diagnose::nodes::NodeFacts;
 use crate::cli::objects::Pod;
 use crate::core::allocation::tests::fixture::inventory;
-use crate::core::structured::{Cluster, Holdings};
+use crate::core::structured::{ClusterState, DeviceHoldings};
 use crate::host::selectors::with_selectors;
 
 pub(crate) const DRIVER: &str = "drayman.dev";
@@ -253,8 +253,8 @@ impl Question {
         let entries = pod.spec.as_ref().unwrap().resource_claims.clone().unwrap();
         let found: Vec<Found<'_>> = entries.iter().map(|entry| find(&pod, entry, &claims)).collect();
         let own: Vec<&ResourceClaim> = found.iter().filter_map(|found| found.claim()).collect();
-        let holdings = Holdings::read(&claims);
-        let cluster = Cluster {
+        let holdings = DeviceHoldings::read(&claims);
+        let cluster = ClusterState {
             slices: &slices,
             classes: &classes,
             holdings: &holdings,

@@ -16,7 +16,7 @@ use crate::cli::diagnose::structured::explain::{Facts, Found, Nodes, explain, fi
 use crate::cli::objects::Pod;
 use crate::cli::tool::ask_for_gates;
 use crate::cli::tool::read::{self, Namespaces};
-use crate::core::structured::{Cluster, Holdings};
+use crate::core::structured::{ClusterState, DeviceHoldings};
 use crate::host::selectors::with_selectors;
 
 /// Explains a pod or claim; `None` if it does not exist.
@@ -156,8 +156,8 @@ fn evaluate(
     nodes: &[Node],
     own: &[&ResourceClaim],
 ) -> Result<Nodes, Error> {
-    let holdings = Holdings::read(claims);
-    let cluster = Cluster {
+    let holdings = DeviceHoldings::read(claims);
+    let cluster = ClusterState {
         slices,
         classes,
         holdings: &holdings,

@@ -20,11 +20,7 @@ mod allocator {
             device_requests: &device_requests("test", &[1]),
             suitable_nodes: None,
         };
-        allocator
-            .allocate(&[request], Target::Node("a"))
-            .answers
-            .pop()?
-            .ok()
+        allocator.allocate(&[request], Some("a")).answers.pop()?.ok()
     }
 
     fn observe(
@@ -238,7 +234,7 @@ mod allocator {
             assert_eq!(told(&observed.problems), ["AllocationMadeForAnother"]);
             let mut inventory = inventory("a", "1", &["d"]);
             inventory.spec.devices[0].shares = Some(shares);
-            let node = Node::read(&inventory);
+            let node = NodeInfo::read(&inventory);
             if listed {
                 allocator.replace_inventories(BTreeMap::from([("a".to_owned(), node)]));
             } else {
@@ -260,7 +256,7 @@ mod allocator {
 mod allocate {
     use super::*;
     use crate::api::crd::Mode;
-    use crate::core::allocation::inventory::Node;
+    use crate::core::allocation::inventory::NodeInfo;
     use crate::core::allocation::tests::fixture::{DRIVER, claim, device_requests, inventory, node};
 
     /// Node `a` has three devices of kind test, `b` has four, `c` has one and is not ready.
@@ -270,14 +266,14 @@ mod allocate {
         allocator.set_inventory("b", Some(node("b", "2", &["b1", "b2", "b3", "b4"])));
         let mut stopped = inventory("c", "3", &["c1"]);
         stopped.status = None;
-        allocator.set_inventory("c", Some(Node::read(&stopped)));
+        allocator.set_inventory("c", Some(NodeInfo::read(&stopped)));
         allocator
     }
 
     fn allocate(
         allocator: &mut DeviceAllocator,
         wanted: &[(&str, &[u32])],
-        target: Target<'_>,
+        node: Option<&str>,
     ) -> Vec<Result<String, String>> {
         let owned: Vec<_> = wanted
             .iter()
@@ -291,7 +287,7 @@ mod allocate {
                 suitable_nodes: None,
             })
             .collect();
-        let answers = allocator.allocate(&requested, target).answers;
+        let answers = allocator.allocate(&requested, node).answers;
         let short = |answer: Result<AllocationResult, AllocateError>| {
             let allocation = answer.map_err(|error| error.to_string())?;
             let record = index::read(DRIVER, "", &allocation);
@@ -330,19 +326,16 @@ mod allocate {
     fn a_claim_gets_the_same_devices_again_if_possible() {
         let mut allocator = allocator();
         assert_eq!(
-            allocate(&mut allocator, &[("u", &[1])], Target::Node("a")),
+            allocate(&mut allocator, &[("u", &[1])], Some("a")),
             [Ok("a1".into())]
         );
         assert_eq!(
-            allocate(&mut allocator, &[("v", &[1]), ("u", &[1])], Target::Node("a")),
+            allocate(&mut allocator, &[("v", &[1]), ("u", &[1])], Some("a")),
             [Ok("a2".into()), Ok("a1".into())]
         );
+        assert_eq!(allocate(&mut allocator, &[("u", &[1])], None), [Ok("a1".into())]);
         assert_eq!(
-            allocate(&mut allocator, &[("u", &[1])], Target::Anywhere),
-            [Ok("a1".into())]
-        );
-        assert_eq!(
-            allocate(&mut allocator, &[("u", &[1])], Target::Node("b")),
+            allocate(&mut allocator, &[("u", &[1])], Some("b")),
             [Ok("b1".into())]
         );
         assert_eq!(
@@ -352,7 +345,7 @@ mod allocate {
         );
         allocator.set_inventory("b", Some(node("b", "2", &["b2"])));
         assert_eq!(
-            allocate(&mut allocator, &[("u", &[1])], Target::Node("b")),
+            allocate(&mut allocator, &[("u", &[1])], Some("b")),
             [Ok("b2".into())],
             "b1 is gone"
         );
@@ -368,20 +361,17 @@ mod allocate {
             suitable_nodes: None,
         };
         let first = allocator
-            .allocate(&[request], Target::Node("a"))
+            .allocate(&[request], Some("a"))
             .answers
             .remove(0)
             .unwrap();
         allocator.observe(&claim("u", Some(&first)), Some(&first));
         assert_eq!(
-            allocator.allocate(&[request], Target::Node("a")).answers,
+            allocator.allocate(&[request], Some("a")).answers,
             [Ok(first.clone())]
         );
-        assert_eq!(
-            allocator.allocate(&[request], Target::Anywhere).answers,
-            [Ok(first)]
-        );
-        let error = allocate(&mut allocator, &[("u", &[1])], Target::Node("b"));
+        assert_eq!(allocator.allocate(&[request], None).answers, [Ok(first)]);
+        let error = allocate(&mut allocator, &[("u", &[1])], Some("b"));
         assert_eq!(
             error,
             [Err(
@@ -398,14 +388,14 @@ mod allocate {
     fn the_reason_counts_what_others_hold() {
         let mut allocator = allocator();
         for uid in ["u", "v", "w"] {
-            assert!(allocate(&mut allocator, &[(uid, &[1])], Target::Node("a"))[0].is_ok());
+            assert!(allocate(&mut allocator, &[(uid, &[1])], Some("a"))[0].is_ok());
         }
         assert_eq!(
             reasons(&allocator, &[("x", &[1])], "a"),
             [Some("3 of 3 held".into())]
         );
         assert_eq!(
-            allocate(&mut allocator, &[("x", &[1])], Target::Node("a")),
+            allocate(&mut allocator, &[("x", &[1])], Some("a")),
             [Err("resources exhausted on node a: 3 of 3 held".into())]
         );
         assert_eq!(
@@ -424,7 +414,7 @@ mod allocate {
         let mut allocator = allocator();
         let mut other = inventory("d", "4", &["d1"]);
         other.spec.devices[0].mode = Mode::ExtendedResource;
-        allocator.set_inventory("d", Some(Node::read(&other)));
+        allocator.set_inventory("d", Some(NodeInfo::read(&other)));
         allocator.set_inventory("e", Some(node("e", "5", &[])));
         let text = |node| reasons(&allocator, &[("u", &[1])], node).remove(0).unwrap();
         assert_eq!(text("z"), "no inventory: drayman node does not run here");
@@ -447,7 +437,7 @@ mod allocate {
         assert_eq!(reasons(&allocator, wanted, "a"), [None, Some(shortage.into())]);
         let together = "not allocated, because claim ns/v of the same pod does not fit on node a";
         assert_eq!(
-            allocate(&mut allocator, wanted, Target::Node("a")),
+            allocate(&mut allocator, wanted, Some("a")),
             [
                 Err(together.into()),
                 Err(format!("resources exhausted on node a: {shortage}"))
@@ -455,7 +445,7 @@ mod allocate {
         );
         assert_eq!(allocator.holdings().uids().count(), 0);
         assert_eq!(
-            allocate(&mut allocator, wanted, Target::Node("b")),
+            allocate(&mut allocator, wanted, Some("b")),
             [Ok("b1 b2".into()), Ok("b3 b4".into())]
         );
     }
@@ -463,15 +453,15 @@ mod allocate {
     #[test]
     fn a_claim_that_fails_holds_nothing_that_is_not_recorded() {
         let mut allocator = allocator();
-        allocate(&mut allocator, &[("u", &[3])], Target::Node("a"));
-        assert!(allocate(&mut allocator, &[("u", &[5])], Target::Node("b"))[0].is_err());
+        allocate(&mut allocator, &[("u", &[3])], Some("a"));
+        assert!(allocate(&mut allocator, &[("u", &[5])], Some("b"))[0].is_err());
         assert_eq!(reasons(&allocator, &[("v", &[3])], "a"), [None]);
     }
 }
 
 mod anywhere {
     use super::*;
-    use crate::core::allocation::index::{self, Grant};
+    use crate::core::allocation::index::{self, DeviceGrant};
     use crate::core::allocation::tests::fixture::{DRIVER, claim, device_requests, node};
 
     /// Node `a` has three devices of kind test, `b` has four.
@@ -490,7 +480,7 @@ mod anywhere {
             device_requests,
             suitable_nodes: None,
         };
-        let answer = allocator.allocate(&[request], Target::Anywhere).answers.remove(0);
+        let answer = allocator.allocate(&[request], None).answers.remove(0);
         let allocation = answer.map_err(|error| error.to_string())?;
         let state = index::read(DRIVER, uid, &allocation).state;
         Ok(state.grant().unwrap().devices[0].device.clone())
@@ -529,7 +519,7 @@ mod anywhere {
         let named = index::write(
             DRIVER,
             "u",
-            &Grant {
+            &DeviceGrant {
                 node_name: "a".into(),
                 node_uid: "1".into(),
                 devices: vec![],
@@ -546,7 +536,7 @@ mod anywhere {
                 device_requests,
                 suitable_nodes: Some(selector),
             };
-            allocator.allocate(&[request], Target::Anywhere).answers.remove(0)
+            allocator.allocate(&[request], None).answers.remove(0)
         };
         let error = anywhere(&by_label).unwrap_err();
         assert!(

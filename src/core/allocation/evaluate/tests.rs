@@ -10,12 +10,11 @@ mod view {
     use serde_json::{Value, json};
 
     use crate::api::crd::{AttributeValue, DeviceClaimParametersSpec};
-    use crate::core::allocation::allocator::{DeviceAllocator, Target};
+    use crate::core::allocation::allocator::DeviceAllocator;
     use crate::core::allocation::index;
-    use crate::core::allocation::inventory::{Attribute, Node};
+    use crate::core::allocation::inventory::{Attribute, Match, NodeInfo};
     use crate::core::allocation::parameters::{ClassParameters, Constraint, DeviceRequests};
-    use crate::core::allocation::search::{QUICK_WORK_MAX, Work};
-    use crate::core::allocation::selectors::Match;
+    use crate::core::allocation::search::{QUICK_WORK_MAX, WorkBudget};
     use crate::core::allocation::tests::fixture::{self, DRIVER, claim};
 
     /// Eight devices `d0` to `d7`; `d0` to `d2` are on NUMA node 0, the others on 1; even ones are of vendor `x`, others `y`.
@@ -34,7 +33,7 @@ mod view {
             device.shares = shares;
         }
         let mut allocator = DeviceAllocator::new(DRIVER);
-        allocator.set_inventory("a", Some(Node::read(&inventory)));
+        allocator.set_inventory("a", Some(NodeInfo::read(&inventory)));
         allocator
     }
 
@@ -82,7 +81,7 @@ mod view {
                 suitable_nodes: None,
             })
             .collect();
-        let answers = allocator.allocate(&requested, Target::Node("a")).answers;
+        let answers = allocator.allocate(&requested, Some("a")).answers;
         let short = |answer: Result<_, crate::core::allocation::allocator::AllocateError>| {
             let allocation = answer.map_err(|error| error.to_string())?;
             let record = index::read(DRIVER, "", &allocation);
@@ -339,7 +338,7 @@ mod view {
             device.attributes.insert("d/own".into(), own);
         }
         let mut allocator = DeviceAllocator::new(DRIVER);
-        allocator.set_inventory("a", Some(Node::read(&inventory)));
+        allocator.set_inventory("a", Some(NodeInfo::read(&inventory)));
         let requests: Vec<Value> = (1..=8)
             .map(|number| json!({"name": format!("r{number}"), "count": if number == 8 { 2 } else { 1 }}))
             .collect();
@@ -354,7 +353,7 @@ mod view {
             suitable_nodes: None,
         };
         let nodes = vec!["a".to_owned(); 64];
-        let mut work = Work::new(QUICK_WORK_MAX);
+        let mut work = WorkBudget::new(QUICK_WORK_MAX);
         let mut unsuitable = vec![BTreeMap::new()];
         let left = allocator.unsuitable(&[request], &nodes, &mut unsuitable, &mut work);
         assert_eq!(unsuitable[0]["a"], "8 of 8 free, 9 wanted");

@@ -5,20 +5,20 @@ use super::*;
 mod index {
     use super::*;
 
-    fn grant(node_uid: &str, devices: &[&str]) -> Grant {
+    fn grant(node_uid: &str, devices: &[&str]) -> DeviceGrant {
         let device = |name: &&str| HandleDevice {
             request: "r".into(),
             device: (*name).into(),
         };
-        Grant {
+        DeviceGrant {
             node_name: "a".into(),
             node_uid: node_uid.into(),
             devices: devices.iter().map(device).collect(),
         }
     }
 
-    fn holder(claim: &str, created: i64, state: State) -> Holder {
-        Holder {
+    fn holder(claim: &str, created: i64, state: AllocationState) -> HoldingClaim {
+        HoldingClaim {
             claim: claim.into(),
             created: Some(Timestamp::from_second(created).unwrap()),
             copied: false,
@@ -26,49 +26,64 @@ mod index {
         }
     }
 
-    fn unreadable(node: &str) -> State {
-        State::Unreadable {
+    fn unreadable(node: &str) -> AllocationState {
+        AllocationState::Unreadable {
             nodes: BTreeSet::from([node.into()]),
             error: "x".into(),
         }
     }
 
-    fn freed(places: &[Place]) -> Vec<&str> {
-        places.iter().map(|place| &*place.device).collect()
+    fn freed(keys: &[DeviceKey]) -> Vec<&str> {
+        keys.iter().map(|key| &*key.device).collect()
     }
 
     #[test]
     fn what_was_held_and_then_seen_in_the_claim_is_held_once() {
         let mut holdings = AllocationIndex::default();
         assert_eq!(
-            holdings.put("u", holder("n/c", 1, State::Held(grant("1", &["d"])))),
-            Change::default()
+            holdings.put("u", holder("n/c", 1, AllocationState::Held(grant("1", &["d"])))),
+            IndexChange::default()
         );
         assert_eq!(
-            holdings.put("u", holder("n/c", 1, State::Recorded(grant("1", &["d"])))),
-            Change::default()
+            holdings.put(
+                "u",
+                holder("n/c", 1, AllocationState::Recorded(grant("1", &["d"])))
+            ),
+            IndexChange::default()
         );
         assert_eq!(freed(&holdings.remove("u").freed), ["d"]);
-        assert!(holdings.remove("u") == Change::default() && holdings.on_node("1").is_none());
+        assert!(holdings.remove("u") == IndexChange::default() && holdings.on_node("1").is_none());
     }
 
     #[test]
     fn a_claim_that_comes_to_hold_something_else_frees_what_it_held() {
         let mut holdings = AllocationIndex::default();
-        holdings.put("u", holder("n/c", 1, State::Recorded(grant("1", &["d", "e"]))));
-        let change = holdings.put("u", holder("n/c", 1, State::Recorded(grant("1", &["e", "f"]))));
+        holdings.put(
+            "u",
+            holder("n/c", 1, AllocationState::Recorded(grant("1", &["d", "e"]))),
+        );
+        let change = holdings.put(
+            "u",
+            holder("n/c", 1, AllocationState::Recorded(grant("1", &["e", "f"]))),
+        );
         assert_eq!(freed(&change.freed), ["d"]);
     }
 
     #[test]
     fn the_older_claim_keeps_a_device_and_releases_are_reported() {
         let mut holdings = AllocationIndex::default();
-        holdings.put("u", holder("n/younger", 2, State::Recorded(grant("1", &["d"]))));
-        let change = holdings.put("v", holder("n/older", 1, State::Recorded(grant("1", &["d"]))));
-        let [place] = change.shared.as_slice() else {
+        holdings.put(
+            "u",
+            holder("n/younger", 2, AllocationState::Recorded(grant("1", &["d"]))),
+        );
+        let change = holdings.put(
+            "v",
+            holder("n/older", 1, AllocationState::Recorded(grant("1", &["d"]))),
+        );
+        let [key] = change.shared.as_slice() else {
             panic!("{change:?}")
         };
-        let conflicts = holdings.conflicts(place, 1);
+        let conflicts = holdings.conflicts(key, 1);
         let [conflict] = conflicts.as_slice() else {
             panic!("{conflicts:?}")
         };
@@ -76,9 +91,12 @@ mod index {
             (&*conflict.keeper, &*conflict.other, &*conflict.other_uid),
             ("n/older", "n/younger", "u")
         );
-        assert_eq!(holdings.conflicts(place, 2), [], "two may share it");
-        let again = holdings.put("v", holder("n/older", 1, State::Recorded(grant("1", &["d"]))));
-        assert_eq!(again, Change::default(), "said once");
+        assert_eq!(holdings.conflicts(key, 2), [], "two may share it");
+        let again = holdings.put(
+            "v",
+            holder("n/older", 1, AllocationState::Recorded(grant("1", &["d"]))),
+        );
+        assert_eq!(again, IndexChange::default(), "said once");
         assert_eq!(freed(&holdings.remove("u").freed), ["d"]);
         assert_eq!(freed(&holdings.remove("v").freed), ["d"]);
     }
@@ -86,8 +104,14 @@ mod index {
     #[test]
     fn recorded_allocations_win_over_held_and_then_the_lower_uid() {
         let mut holdings = AllocationIndex::default();
-        holdings.put("u", holder("n/held", 1, State::Held(grant("1", &["d"]))));
-        let change = holdings.put("v", holder("n/recorded", 2, State::Recorded(grant("1", &["d"]))));
+        holdings.put(
+            "u",
+            holder("n/held", 1, AllocationState::Held(grant("1", &["d"]))),
+        );
+        let change = holdings.put(
+            "v",
+            holder("n/recorded", 2, AllocationState::Recorded(grant("1", &["d"]))),
+        );
         let others = |holdings: &AllocationIndex| {
             let conflicts = holdings.conflicts(&change.shared[0], 1);
             let names = conflicts
@@ -97,7 +121,10 @@ mod index {
         };
         let pair = |keeper: &str, other: &str| (keeper.to_owned(), other.to_owned());
         assert_eq!(others(&holdings), [pair("n/recorded", "n/held")]);
-        holdings.put("a", holder("n/same-age", 2, State::Recorded(grant("1", &["d"]))));
+        holdings.put(
+            "a",
+            holder("n/same-age", 2, AllocationState::Recorded(grant("1", &["d"]))),
+        );
         assert_eq!(
             others(&holdings),
             [pair("n/same-age", "n/recorded"), pair("n/same-age", "n/held")]
@@ -106,9 +133,9 @@ mod index {
 
     #[test]
     fn a_copy_of_an_allocation_comes_last_however_old_its_claim_is() {
-        for state in [State::Recorded, State::Held] {
+        for state in [AllocationState::Recorded, AllocationState::Held] {
             let mut holdings = AllocationIndex::default();
-            let mut copy = holder("n/copy", 1, State::Recorded(grant("1", &["d"])));
+            let mut copy = holder("n/copy", 1, AllocationState::Recorded(grant("1", &["d"])));
             copy.copied = true;
             holdings.put("a", copy);
             let change = holdings.put("b", holder("n/original", 2, state(grant("1", &["d"]))));
@@ -123,11 +150,14 @@ mod index {
     #[test]
     fn a_node_of_another_uid_has_devices_of_its_own() {
         let mut holdings = AllocationIndex::default();
-        holdings.put("u", holder("n/c", 1, State::Recorded(grant("old", &["d"]))));
+        holdings.put(
+            "u",
+            holder("n/c", 1, AllocationState::Recorded(grant("old", &["d"]))),
+        );
         assert!(holdings.on_node("new").is_none());
         assert!(
             holdings
-                .put("v", holder("n/e", 1, State::Held(grant("new", &["d"]))))
+                .put("v", holder("n/e", 1, AllocationState::Held(grant("new", &["d"]))))
                 .shared
                 .is_empty()
         );
@@ -138,16 +168,19 @@ mod index {
         let mut holdings = AllocationIndex::default();
         holdings.put("u", holder("n/c", 1, unreadable("a")));
         holdings.put("v", holder("n/d", 1, unreadable("a")));
-        let other_error = State::Unreadable {
+        let other_error = AllocationState::Unreadable {
             nodes: BTreeSet::from(["a".into()]),
             error: "y".into(),
         };
         assert_eq!(
             holdings.put("v", holder("n/d", 1, other_error)),
-            Change::default()
+            IndexChange::default()
         );
         assert!(holdings.unreadable_on("a") && !holdings.unreadable_on("b"));
-        let change = holdings.put("u", holder("n/c", 1, State::Recorded(grant("1", &["d"]))));
+        let change = holdings.put(
+            "u",
+            holder("n/c", 1, AllocationState::Recorded(grant("1", &["d"]))),
+        );
         assert!(holdings.unreadable_on("a") && change.unblocked.is_empty());
         assert_eq!(holdings.remove("v").unblocked, ["a".into()]);
         assert!(!holdings.unreadable_on("a"));
@@ -166,7 +199,10 @@ mod index {
         let mut holdings = AllocationIndex::default();
         assert!(
             holdings
-                .put("u", holder("n/c", 1, State::Recorded(grant("1", &["d", "d"]))))
+                .put(
+                    "u",
+                    holder("n/c", 1, AllocationState::Recorded(grant("1", &["d", "d"])))
+                )
                 .shared
                 .is_empty()
         );
@@ -181,12 +217,12 @@ mod allocation_result {
     use crate::api::crd::CLAIM_DEVICES_MAX;
     use crate::api::handle::HandleDevice;
 
-    fn grant(devices: usize) -> Grant {
+    fn grant(devices: usize) -> DeviceGrant {
         let device = |index| HandleDevice {
             request: "r".repeat(63),
             device: format!("{index:0>63}"),
         };
-        Grant {
+        DeviceGrant {
             node_name: "n".repeat(253).into(),
             node_uid: "u".repeat(64).into(),
             devices: (0..devices).map(device).collect(),
@@ -196,7 +232,7 @@ mod allocation_result {
     #[test]
     fn an_allocation_reads_back_as_what_was_granted() {
         let allocation = write("d.example", "uid", &grant(2)).unwrap();
-        let state = State::Recorded(grant(2));
+        let state = AllocationState::Recorded(grant(2));
         assert_eq!(
             read("d.example", "uid", &allocation),
             Record {
@@ -233,7 +269,7 @@ mod allocation_result {
             let mut allocation = good.clone();
             change(&mut allocation);
             match read("d.example", "uid", &allocation).state {
-                State::Unreadable { nodes, error } => (nodes.len(), error.to_string()),
+                AllocationState::Unreadable { nodes, error } => (nodes.len(), error.to_string()),
                 state => panic!("{state:?}"),
             }
         };

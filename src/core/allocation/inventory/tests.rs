@@ -4,6 +4,8 @@ use super::*;
 use crate::api::crd::AttributeValue;
 use crate::core::allocation::tests::fixture;
 
+mod selectors;
+
 fn names(inventory: &Inventory, kind: &str) -> Vec<String> {
     inventory.nodes_with(kind).map(str::to_owned).collect()
 }
@@ -36,11 +38,11 @@ fn a_node_is_found_by_name_and_by_kind_until_its_object_is_gone() {
 #[test]
 fn of_two_objects_for_a_node_the_older_counts_until_it_is_gone() {
     let mut inventory = Inventory::default();
-    let later = Node {
+    let later = NodeInfo {
         created: Some(Timestamp::from_second(2).unwrap()),
         ..fixture::node("a", "2", &["x"])
     };
-    let earlier = Node {
+    let earlier = NodeInfo {
         created: Some(Timestamp::from_second(1).unwrap()),
         ..fixture::node("a", "1", &["y"])
     };
@@ -49,7 +51,7 @@ fn of_two_objects_for_a_node_the_older_counts_until_it_is_gone() {
     assert_eq!(inventory.node("a").unwrap().uid(), "1");
     inventory.set(
         "second",
-        Some(Node {
+        Some(NodeInfo {
             devices: Box::default(),
             ..earlier
         }),
@@ -82,18 +84,18 @@ fn an_inventory_recreated_for_another_node_leaves_the_first() {
 #[test]
 fn only_a_true_ready_condition_makes_a_node_ready() {
     let mut inventory = fixture::inventory("a", "1", &["d"]);
-    assert_eq!(Node::read(&inventory).unready(), None);
+    assert_eq!(NodeInfo::read(&inventory).unready(), None);
     let condition = inventory.status.as_mut().unwrap().conditions.first_mut().unwrap();
     condition.status = "False".into();
     condition.message = "drayman was stopped".into();
-    assert_eq!(Node::read(&inventory).unready(), Some("drayman was stopped"));
+    assert_eq!(NodeInfo::read(&inventory).unready(), Some("drayman was stopped"));
     inventory.status = None;
     assert_eq!(
-        Node::read(&inventory).unready(),
+        NodeInfo::read(&inventory).unready(),
         Some("its companion has not reported yet")
     );
     inventory.spec.node_uid.clear();
-    assert_eq!(Node::read(&inventory).unready(), Some("it names no node uid"));
+    assert_eq!(NodeInfo::read(&inventory).unready(), Some("it names no node uid"));
 }
 
 #[test]
@@ -105,7 +107,7 @@ fn what_the_schema_would_refuse_is_left_out() {
     };
     let attributes = [("e/both".into(), both), ("e/int".into(), AttributeValue::int(7))];
     inventory.spec.devices.first_mut().unwrap().attributes = attributes.into_iter().collect();
-    let node = Node::read(&inventory);
+    let node = NodeInfo::read(&inventory);
     assert_eq!(
         node.devices()
             .iter()

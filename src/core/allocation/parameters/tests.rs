@@ -47,7 +47,7 @@ mod parameters {
             device_requests
                 .requests()
                 .iter()
-                .map(Request::name)
+                .map(CheckedRequest::name)
                 .collect::<Vec<_>>(),
             ["b", "a"]
         );

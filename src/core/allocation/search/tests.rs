@@ -114,7 +114,7 @@ mod search {
                 (requests, constraints.into_iter().filter(|(_, named)| !named.is_empty()).collect())
             }).collect();
             let asks: Vec<Ask> = claims.iter().map(|claim| ask(&values, claim)).collect();
-            match search(&room, &asks, &mut Work::new(NODE_WORK_MAX)) {
+            match search(&room, &asks, &mut WorkBudget::new(NODE_WORK_MAX)) {
                 Ok(answers) => prop_assert!(holds(&room, &values, &claims, &answers), "{answers:?}"),
                 Err(error) => {
                     prop_assert_eq!(error, Unfit::Impossible);
@@ -133,7 +133,7 @@ mod search {
 
     /// The outcome, and the number of steps.
     fn searched(room: &[usize], asks: &[Ask]) -> (Result<Vec<Vec<usize>>, Unfit>, usize) {
-        let mut work = Work::new(NODE_WORK_MAX);
+        let mut work = WorkBudget::new(NODE_WORK_MAX);
         let outcome = search(room, asks, &mut work);
         (outcome, work.done())
     }
@@ -142,8 +142,8 @@ mod search {
     fn a_claim_that_wants_too_many_devices_is_refused_early() {
         // Eight devices, each with its own attribute value; seven requests for one device, and one for two.
         let groups: Vec<Vec<usize>> = (0..8).map(|device| vec![device]).collect();
-        let single = |place| Equal {
-            requests: vec![place],
+        let single = |index| Equal {
+            requests: vec![index],
             groups: groups.clone(),
         };
         let mut requests = vec![((0..8).collect(), 1); 7];
@@ -160,8 +160,8 @@ mod search {
     #[test]
     fn a_constraint_over_one_device_needs_no_search() {
         let pairs: Vec<Vec<usize>> = (0..32).map(|pair| vec![2 * pair, 2 * pair + 1]).collect();
-        let single = |place| Equal {
-            requests: vec![place],
+        let single = |index| Equal {
+            requests: vec![index],
             groups: pairs.clone(),
         };
         let ask = Ask {
@@ -186,7 +186,7 @@ mod search {
                 groups,
             }],
         }];
-        drop_equivalent_groups(&[1; 64], &mut asks, &mut Work::new(NODE_WORK_MAX)).unwrap();
+        drop_equivalent_groups(&[1; 64], &mut asks, &mut WorkBudget::new(NODE_WORK_MAX)).unwrap();
         assert_eq!(asks[0].constraints[0].groups.len(), 1);
         // The last device has room for two claims.
         let mut room = [1; 64];
@@ -195,7 +195,7 @@ mod search {
             .map(|group| (4 * group..4 * group + 4).collect())
             .collect();
         asks[0].constraints[0].groups = groups;
-        drop_equivalent_groups(&room, &mut asks, &mut Work::new(NODE_WORK_MAX)).unwrap();
+        drop_equivalent_groups(&room, &mut asks, &mut WorkBudget::new(NODE_WORK_MAX)).unwrap();
         assert_eq!(asks[0].constraints[0].groups.len(), 2);
     }
 
@@ -231,8 +231,8 @@ mod fit {
     use super::*;
     use proptest::prelude::*;
 
-    fn work() -> Work {
-        Work::new(NODE_WORK_MAX)
+    fn work() -> WorkBudget {
+        WorkBudget::new(NODE_WORK_MAX)
     }
 
     fn fit(devices: usize, requests: &[(&[usize], usize)]) -> Result<Vec<Vec<usize>>, Unfit> {
@@ -354,7 +354,7 @@ mod work {
 
     #[test]
     fn a_part_has_no_more_steps_than_are_left() {
-        let mut work = Work::new(10);
+        let mut work = WorkBudget::new(10);
         assert_eq!(work.part(8, |part| part.spend(8)), Ok(()));
         assert_eq!(work.part(8, |part| part.spend(3)), Err(Unfit::TooMuchWork));
         assert!(work.is_spent());

@@ -5,7 +5,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use crate::api::crd::{Device, Mode, NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY};
 use crate::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec, DeviceRequest};
 use crate::api::resource::{AllocationResult, ResourceClaim};
-use crate::core::allocation::inventory::Node;
+use crate::core::allocation::inventory::NodeInfo;
 use crate::core::allocation::parameters::{ClassParameters, DeviceRequests};
 
 /// The driver name of the tests.
@@ -43,9 +43,9 @@ pub(crate) fn inventory(node: &str, uid: &str, devices: &[&str]) -> NodeInventor
     inventory
 }
 
-/// The [`inventory`] as a [`Node`].
-pub(crate) fn node(node: &str, uid: &str, devices: &[&str]) -> Node {
-    Node::read(&inventory(node, uid, devices))
+/// The [`inventory`] as a [`NodeInfo`].
+pub(crate) fn node(node: &str, uid: &str, devices: &[&str]) -> NodeInfo {
+    NodeInfo::read(&inventory(node, uid, devices))
 }
 
 /// A class of this kind.

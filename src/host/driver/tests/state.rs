@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::super::*;
 use crate::api::crd::{DeviceRequest, GROUP, REQUESTS_MAX, SELECTORS_MAX};
 use crate::api::resource::{ResourceClaimParametersReference, ResourceClassParametersReference};
-use crate::core::allocation::parameters::Request;
+use crate::core::allocation::parameters::CheckedRequest;
 use crate::core::allocation::tests::fixture;
 use crate::driver::DriverErrorKind;
 
@@ -70,7 +70,10 @@ fn expressions_in_use_are_bounded_per_namespace_and_in_total() {
         state.apply_claims(ObjectChange::Set(key, Ok(object(from))));
         let device_requests =
             DeviceRequests::check(&fixture::class("test"), namespace, name, &object(from)).unwrap();
-        let selectors = device_requests.requests().iter().flat_map(Request::selectors);
+        let selectors = device_requests
+            .requests()
+            .iter()
+            .flat_map(CheckedRequest::selectors);
         selectors
             .map(|selector| state.expressions.request(selector))
             .collect::<Result<Vec<()>, _>>()
@@ -236,10 +239,10 @@ fn a_refused_selector_is_retried_only_after_a_change() {
         state.pending("test", &expression, now).unwrap().is_some(),
         "unknown, even without devices"
     );
-    state.evaluated(&expression, Err(SelectorError::Invalid("nonsense".into())), now);
+    state.evaluated(&expression, Err(SelectorError::Wrong("nonsense".into())), now);
     assert_eq!(
         state.pending("test", &expression, now).unwrap_err(),
-        SelectorError::Invalid("nonsense".into())
+        SelectorError::Wrong("nonsense".into())
     );
     write(&mut state, "p", &["yes"]);
     let gone = state.pending("test", &expression, now).unwrap_err();

@@ -19,9 +19,9 @@ struct Totals {
 
 /// The sending side of the changes.
 #[derive(Debug)]
-pub(crate) struct Changes(watch::Sender<Totals>);
+pub(crate) struct CapacityChanges(watch::Sender<Totals>);
 
-impl Changes {
+impl CapacityChanges {
     pub(crate) fn new() -> Self {
         Self(watch::Sender::new(Totals::default()))
     }
@@ -84,7 +84,7 @@ mod tests {
 
     #[test]
     fn a_slow_reader_gets_the_sum_of_all_capacity_changes() {
-        let changes = Changes::new();
+        let changes = CapacityChanges::new();
         changes.report(CapacityCause::Freed, 7);
         let mut stream = pin!(changes.subscribe());
         assert_eq!(
@@ -118,7 +118,7 @@ mod tests {
 
     #[test]
     fn each_reader_has_a_count_of_its_own() {
-        let changes = Changes::new();
+        let changes = CapacityChanges::new();
         let (mut first, mut second) = (pin!(changes.subscribe()), pin!(changes.subscribe()));
         changes.report(CapacityCause::Freed, 1);
         assert!(first.next().now_or_never().is_some());

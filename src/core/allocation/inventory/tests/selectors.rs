@@ -1,10 +1,9 @@
-//! Tests of [`super`].
+//! Tests of selector results and active selectors.
 
-use super::*;
+use super::super::*;
 
 mod attribute_set {
     use super::*;
-    use crate::core::allocation::inventory::Attribute;
 
     fn attributes(value: i64) -> AttributeSet {
         [("d/x".into(), Attribute::Int(value))].into_iter().collect()
@@ -12,7 +11,7 @@ mod attribute_set {
 
     #[test]
     fn a_selector_result_is_kept_per_attribute_set() {
-        let mut matches = Matches::default();
+        let mut matches = SelectorResults::default();
         let (first, second): (Arc<str>, Arc<str>) = ("first".into(), "second".into());
         matches.put(&first, [(attributes(1), Match::Yes), (attributes(2), Match::No)]);
         matches.put(&second, [(attributes(1), Match::No)]);
@@ -27,7 +26,7 @@ mod attribute_set {
 
     #[test]
     fn errors_that_differ_per_device_share_a_text() {
-        let mut matches = Matches::default();
+        let mut matches = SelectorResults::default();
         let expression: Arc<str> = "x".into();
         let failed = |number: i64| (attributes(number), Match::Failed(format!("no {number}").into()));
         matches.put(&expression, (0..100).map(failed));
@@ -73,7 +72,7 @@ mod active_selectors {
     const EXPRESSIONS: [&str; 2] = ["first", "second"];
 
     /// A node with one device per value, of kind `even` or `odd`.
-    fn node(name: &str, values: &[i64]) -> Node {
+    fn node(name: &str, values: &[i64]) -> NodeInfo {
         let names: Vec<String> = (0..values.len()).map(|number| format!("d{number}")).collect();
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         let mut inventory = inventory(name, name, &names);
@@ -83,7 +82,7 @@ mod active_selectors {
                 .attributes
                 .insert("d/x".into(), AttributeValue::int(*value));
         }
-        Node::read(&inventory)
+        NodeInfo::read(&inventory)
     }
 
     /// [`ActiveSelectors`] must agree with a scan of all devices.
@@ -96,7 +95,7 @@ mod active_selectors {
                 continue;
             }
             let pending: BTreeSet<&AttributeSet> = allocator.pending(kind, expression).collect();
-            for device in allocator.inventory().nodes().flat_map(Node::devices) {
+            for device in allocator.inventory().nodes().flat_map(NodeInfo::devices) {
                 let known = allocator.matches().get(expression, &device.attributes).is_some();
                 let left = pending.contains(&device.attributes);
                 prop_assert!(
