@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use drayman::api::crd::Device;
+use drayman::core::names::DriverName;
 use drayman::core::prepare::checkpoint::ClusterFacts;
-use drayman::core::prepare::names::DriverName;
 use drayman::node::publish;
-use drayman::node::publish::inventory::{Publisher, PublisherClient, RegistrationStatus};
+use drayman::node::publish::inventory::{InventoryPublisher, PublisherClient, RegistrationStatus};
 use futures::{StreamExt as _, TryStreamExt as _};
 use http::header::RETRY_AFTER;
 use http::{Request, Response, StatusCode};
@@ -172,7 +172,7 @@ fn start(
 ) -> anyhow::Result<Devices> {
     let client = kube::Client::try_from(configuration.clone())?;
     let sender = Devices::new(Arc::new(devices(DEVICES)));
-    let publisher = Publisher {
+    let publisher = InventoryPublisher {
         client: PublisherClient(observed(client, throttling.clone())),
         driver_name: DriverName::parse(DRIVER)?,
         node_name: node_name(number),

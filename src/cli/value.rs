@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use http::HeaderValue;
 
-use crate::core::prepare::names::{DriverName, is_dns_subdomain};
+use crate::core::names::{DriverName, is_dns_subdomain};
 
 /// Maximum length of the name of an object (a DNS subdomain).
 const NAME_MAX: usize = 253;

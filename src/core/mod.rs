@@ -8,6 +8,7 @@ pub mod claims;
 pub mod discovery;
 pub mod distribution;
 pub mod lease;
+pub mod names;
 pub mod prepare;
 pub mod slices;
 pub mod structured;

@@ -23,7 +23,7 @@ use crate::api::proto::node_records::{
     HandOverRequest, HandOverResponse, Holding as HoldingMessage, HoldingsRequest, HoldingsResponse,
     InContainer, ReleaseRequest, ReleaseResponse,
 };
-use crate::core::prepare::recovery::{Holding, HoldingState, holdings};
+use crate::core::prepare::recovery::{ClaimHolding, HoldingState, holdings};
 use crate::node::hand_over::HandOver;
 use crate::node::kubelet::transport::{Listening, SocketError, SocketPath, listen};
 use crate::node::service::{NodeService, ReleaseError};
@@ -49,17 +49,17 @@ pub(super) async fn serve(
     shutdown: CancellationToken,
 ) -> Result<Listening, SocketError> {
     let calls = node.grpc_calls();
-    let server = RecordsServer::new(Service { node, hand_over }).max_decoding_message_size(MAX_REQUEST);
+    let server = RecordsServer::new(AdminService { node, hand_over }).max_decoding_message_size(MAX_REQUEST);
     listen(location, Routes::new(server), calls, shutdown).await
 }
 
-struct Service {
+struct AdminService {
     node: NodeService,
     hand_over: HandOver,
 }
 
 #[tonic::async_trait]
-impl Records for Service {
+impl Records for AdminService {
     async fn holdings(&self, _: Request<HoldingsRequest>) -> Result<Response<HoldingsResponse>, Status> {
         let holdings = self
             .node
@@ -105,7 +105,7 @@ impl Records for Service {
     }
 }
 
-fn message(holding: Holding) -> HoldingMessage {
+fn message(holding: ClaimHolding) -> HoldingMessage {
     HoldingMessage {
         claim_uid: holding.uid,
         claim_namespace: holding.namespace,
@@ -116,13 +116,13 @@ fn message(holding: Holding) -> HoldingMessage {
     }
 }
 
-fn holding(message: HoldingMessage) -> Holding {
+fn holding(message: HoldingMessage) -> ClaimHolding {
     let states = [
         HoldingState::Preparing,
         HoldingState::Prepared,
         HoldingState::EarlierBoot,
     ];
-    Holding {
+    ClaimHolding {
         uid: message.claim_uid,
         namespace: message.claim_namespace,
         name: message.claim_name,
@@ -240,9 +240,9 @@ impl Companion {
 
 /// The holders of a node's devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Held {
+pub struct HeldDevices {
     /// The prepared claims.
-    pub by_claims: Vec<Holding>,
+    pub by_claims: Vec<ClaimHolding>,
     /// Devices of mode `both` that containers have as extended resources, each with its container's display name. `None` if no
     /// companion runs, because only a companion can ask kubelet.
     pub by_containers: Option<BTreeMap<String, String>>,
@@ -267,7 +267,7 @@ impl Access {
     }
 
     /// Lists the devices held by claims and by containers without a claim.
-    pub async fn holdings(&mut self) -> Result<Held, RecordsError> {
+    pub async fn holdings(&mut self) -> Result<HeldDevices, RecordsError> {
         match self {
             Self::Running(Companion { client, socket }) => {
                 let HoldingsResponse {
@@ -275,20 +275,20 @@ impl Access {
                     in_containers,
                 } = Companion::answer(socket, client.holdings(HoldingsRequest {})).await?;
                 let in_containers = in_containers.into_iter().map(|one| (one.device, one.holder));
-                Ok(Held {
+                Ok(HeldDevices {
                     by_claims: holdings.into_iter().map(holding).collect(),
                     by_containers: Some(in_containers.collect()),
                 })
             }
-            Self::Checkpoint { paths, boot_id } => Ok(Held {
-                by_claims: holdings(&Store::look(paths, boot_id)?, &BTreeMap::new()),
+            Self::Checkpoint { paths, boot_id } => Ok(HeldDevices {
+                by_claims: holdings(&Store::read(paths, boot_id)?, &BTreeMap::new()),
                 by_containers: None,
             }),
         }
     }
 
     /// Releases the devices of a claim and returns the former holding.
-    pub async fn release(&mut self, uid: &str, force: bool) -> Result<Holding, RecordsError> {
+    pub async fn release(&mut self, uid: &str, force: bool) -> Result<ClaimHolding, RecordsError> {
         match self {
             Self::Running(Companion { client, socket }) => {
                 let claim_uid = uid.to_owned();
@@ -304,7 +304,7 @@ impl Access {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::prepare::names::DriverName;
+    use crate::core::names::DriverName;
 
     #[tokio::test]
     async fn a_silent_companion_is_given_up() {

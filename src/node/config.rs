@@ -3,15 +3,15 @@
 //! The file is parsed into raw types that check only its shape, then converted to types that exclude invalid values. Every error
 //! names the file, the position, the value and the remedy.
 
+mod access;
+mod container_paths;
 mod error;
 mod extras;
 mod kind;
 mod kubelet_apis;
 mod pattern;
-mod positions;
 mod preset;
 mod schema;
-mod shared;
 mod source;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,58 +24,28 @@ use serde::Deserialize;
 use serde_saphyr::{MergeKeyPolicy, Spanned};
 
 use crate::api::crd::{GROUP, VERSION};
-use crate::core::prepare::container_edits::Mount;
+use access::AccessPositions;
 pub use error::{ConfigError, Position};
+use error::{ContentError, at, shown};
 pub use extras::{Probe, ProbeOpen, ProbeSysfs};
 use kind::RawKind;
+pub use kind::{DeviceKind, kind_schema};
 pub use kubelet_apis::{KindApis, KindMode};
 pub use pattern::PathPattern;
 pub use preset::{PRESETS, Preset};
-pub use schema::kind_schema;
-pub use source::{NODE_BUS, NODE_VFIO, NodeGroup, PciSource, Source, UsbSource, VFIO_CONTAINER};
+pub use schema::{NODE_BUS, NODE_VFIO};
+pub use source::{NodeGroup, PciSource, Source, UsbSource, VFIO_CONTAINER};
 
 /// Largest file, in bytes.
 const SIZE_MAX: u64 = 256 * 1024;
 /// Maximum number of kinds in a file.
 pub(in crate::node) const KINDS_MAX: usize = 64;
-/// Characters of a wrong value that an error repeats.
-const SHOWN_MAX: usize = 80;
-
 /// The kinds of devices of a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeConfiguration {
     /// The kinds in file order. A device that matches several kinds belongs to the first.
     pub kinds: Vec<Arc<DeviceKind>>,
 }
-
-/// One kind of device.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DeviceKind {
-    /// A DNS label, unique in the file.
-    pub name: String,
-    /// The APIs that offer its devices: claims, an extended resource, or both.
-    pub apis: KindApis,
-    /// The source of its devices.
-    pub source: Source,
-    /// Access to the device nodes in a container: a non-empty subset of `rwm`, in that order.
-    pub permissions: String,
-    /// How many holders may share a device; one if unset.
-    pub shares: Option<u32>,
-    /// Paths of device nodes in the container, by entry of the source; a node without an entry keeps its path. May contain the
-    /// placeholders `{device}`, `{key}` and `{n}`.
-    pub container_paths: BTreeMap<String, String>,
-    /// Additional mounts in the container.
-    pub mounts: Vec<Mount>,
-    /// Additional environment variables in the container.
-    pub environment: BTreeMap<String, String>,
-    /// Paths below `/dev` of dangerous devices that the operator explicitly allows.
-    pub dangerous_paths: BTreeSet<String>,
-    /// Health probe of its devices.
-    pub probe: Probe,
-}
-
-/// An error before the file name is added.
-type Refused = (Position, String);
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -140,7 +110,7 @@ impl NodeConfiguration {
     }
 
     /// Parses and validates the text of a file.
-    pub(in crate::node) fn parse(text: &str) -> Result<Self, Refused> {
+    pub(in crate::node) fn parse(text: &str) -> Result<Self, ContentError> {
         if text.trim().is_empty() {
             return Err((
                 Position::START,
@@ -170,9 +140,9 @@ impl NodeConfiguration {
 }
 
 impl TryFrom<RawConfiguration> for NodeConfiguration {
-    type Error = Refused;
+    type Error = ContentError;
 
-    fn try_from(raw: RawConfiguration) -> Result<Self, Refused> {
+    fn try_from(raw: RawConfiguration) -> Result<Self, ContentError> {
         if raw.kinds.value.len() > KINDS_MAX {
             return Err(at(
                 &raw.kinds,
@@ -212,16 +182,16 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
                     ),
                 ));
             }
-            let positions = shared::Positions::of(&raw, whole);
+            let positions = AccessPositions::of(&raw, whole);
             let kind = raw.check(&field, whole)?;
-            shared::check(&kinds, &kind, &field, &positions)?;
+            access::check(&kinds, &kind, &field, &positions)?;
             kinds.push(Arc::new(kind));
         }
         Ok(Self { kinds })
     }
 }
 
-fn from_yaml<'de, T: Deserialize<'de>>(text: &'de str) -> Result<T, Refused> {
+fn from_yaml<'de, T: Deserialize<'de>>(text: &'de str) -> Result<T, ContentError> {
     let options = serde_saphyr::options! {
         // Neither anchors nor aliases: nothing needs them, and they let a small file expand to a huge one.
         budget: serde_saphyr::budget! {
@@ -247,19 +217,7 @@ fn from_yaml<'de, T: Deserialize<'de>>(text: &'de str) -> Result<T, Refused> {
     })
 }
 
-fn at<T>(raw: &Spanned<T>, problem: String) -> Refused {
-    (Position::of(raw.referenced), problem)
-}
-
-fn shown(raw: &Spanned<String>) -> String {
-    let mut text: String = raw.value.chars().take(SHOWN_MAX).collect();
-    if text.len() < raw.value.len() {
-        text.push('…');
-    }
-    format!("{text:?}")
-}
-
-fn not_utf8(error: &std::string::FromUtf8Error) -> Refused {
+fn not_utf8(error: &std::string::FromUtf8Error) -> ContentError {
     let good = error
         .as_bytes()
         .get(..error.utf8_error().valid_up_to())

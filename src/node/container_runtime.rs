@@ -1,6 +1,6 @@
-//! Client of the container runtime's CRI socket: shows which containers have which devices.
+//! The container runtime: shows which containers have which devices, and checks whether any still has one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,15 +10,19 @@ use tokio::sync::Mutex;
 use tokio::time::{Instant, timeout};
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
-use tracing::info;
+use tracing::{debug, info, warn};
 
+use crate::api::crd::{Device, DeviceNumber};
 use crate::api::proto::cri_v1::runtime_service_client::RuntimeServiceClient;
 use crate::api::proto::cri_v1::{Container, ContainerState, ContainerStatusRequest, ListContainersRequest};
+use crate::core::names::{ClaimUid, DriverName};
+use crate::core::prepare::inventory::Devices;
+use crate::core::prepare::plan::Refusal;
+use crate::core::prepare::prepared_claims::{Entry, PreparedClaims};
 use crate::core::prepare::runtime_containers::{
-    Given, RuntimeContainer, RuntimeContainers, State, parse_info,
+    ContainerDevices, RuntimeContainer, RuntimeContainerState, RuntimeContainers, parse_info,
 };
 use crate::node::discovery::device_number;
-use crate::node::kubelet::KubeletPaths;
 
 /// Usual sockets of containerd, CRI-O and k3s.
 pub const SOCKETS: [&str; 3] = [
@@ -30,6 +34,9 @@ pub const SOCKETS: [&str; 3] = [
 const LIMIT: Duration = Duration::from_secs(5);
 /// Largest response in bytes: a list of all containers, or the OCI spec of one.
 const MAX_ANSWER: usize = 16 * 1024 * 1024;
+/// How long after the removal of a CDI file the runtime may not yet list a container created with it: the runtime reads the file during the
+/// create call, shortly before it lists the container.
+const SETTLE: Duration = Duration::from_secs(2);
 /// Labels that kubelet sets on its containers.
 const POD_NAMESPACE: &str = "io.kubernetes.pod.namespace";
 const POD_NAME: &str = "io.kubernetes.pod.name";
@@ -39,7 +46,7 @@ const CONTAINER_NAME: &str = "io.kubernetes.container.name";
 /// Source of the devices that containers have: the container runtime, or a fake in tests.
 pub trait ContainerRuntime: std::fmt::Debug + Send + Sync + 'static {
     /// All containers now. The error is a message for the user.
-    fn look(&self) -> BoxFuture<'_, Result<Arc<RuntimeContainers>, String>>;
+    fn list_containers(&self) -> BoxFuture<'_, Result<Arc<RuntimeContainers>, String>>;
 }
 
 /// The container runtime behind a CRI socket.
@@ -60,17 +67,17 @@ pub struct CriClient {
 #[derive(Debug, Default)]
 struct Connection {
     channel: Option<(PathBuf, Channel)>,
-    given: Known,
+    known: KnownContainers,
     /// The containers of the last query, and when it began.
     last: Option<(Instant, Arc<RuntimeContainers>)>,
 }
 
 /// The devices of each container, which never change, and when this process first saw it.
-type Known = BTreeMap<String, (Given, Instant)>;
+type KnownContainers = BTreeMap<String, (ContainerDevices, Instant)>;
 
 impl CriClient {
-    /// Uses this socket or, without one, the usual sockets that exist. `None` if there are none.
-    pub fn find(socket: Option<&Path>, kubelet: &KubeletPaths, dev: &Path) -> Option<Self> {
+    /// Uses this socket or, without one, the usual sockets that exist. `None` if there are none. `kubelet_root` is kubelet's root directory.
+    pub fn find(socket: Option<&Path>, kubelet_root: &Path, dev: &Path) -> Option<Self> {
         let (sockets, is_named) = if let Some(socket) = socket {
             (vec![socket.to_owned()], true)
         } else {
@@ -80,13 +87,13 @@ impl CriClient {
         (!sockets.is_empty()).then(|| Self {
             sockets,
             is_named,
-            pods: kubelet.root_dir.join("pods"),
+            pods: kubelet_root.join("pods"),
             dev: dev.to_owned(),
             state: Mutex::default(),
         })
     }
 
-    async fn ask(&self) -> Result<Arc<RuntimeContainers>, String> {
+    async fn shared_query(&self) -> Result<Arc<RuntimeContainers>, String> {
         let asked = Instant::now();
         let mut state = self.state.lock().await;
         // Callers that waited for the lock share the first query that began after their calls.
@@ -103,16 +110,16 @@ impl CriClient {
 
     async fn query(&self, state: &mut Connection) -> Result<RuntimeContainers, String> {
         if let Some((_, channel)) = state.channel.clone() {
-            let looked = self.containers(&mut state.given, channel).await;
+            let listed = self.containers(&mut state.known, channel).await;
             // The next query opens a new connection.
-            if looked.is_err() {
+            if listed.is_err() {
                 state.channel = None;
             }
-            return looked;
+            return listed;
         }
         let mut problems = Vec::new();
         for socket in &self.sockets {
-            match self.connect(&mut state.given, socket).await {
+            match self.connect(&mut state.known, socket).await {
                 Ok((channel, seen)) => {
                     info!(socket = %socket.display(), "the container runtime shows which containers have devices");
                     state.channel = Some((socket.clone(), channel));
@@ -126,7 +133,7 @@ impl CriClient {
 
     async fn connect(
         &self,
-        given: &mut Known,
+        known: &mut KnownContainers,
         socket: &Path,
     ) -> Result<(Channel, RuntimeContainers), String> {
         let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display()))
@@ -144,28 +151,32 @@ impl CriClient {
                 ));
             }
         }
-        let seen = self.containers(given, channel.clone()).await?;
+        let seen = self.containers(known, channel.clone()).await?;
         Ok((channel, seen))
     }
 
-    async fn containers(&self, given: &mut Known, channel: Channel) -> Result<RuntimeContainers, String> {
+    async fn containers(
+        &self,
+        known: &mut KnownContainers,
+        channel: Channel,
+    ) -> Result<RuntimeContainers, String> {
         let listed = list(channel.clone()).await?;
-        given.retain(|id, _| listed.iter().any(|container| container.id == *id));
+        known.retain(|id, _| listed.iter().any(|container| container.id == *id));
         let mut all = Vec::new();
         for container in listed {
             let state = state_of(&container);
-            if state == State::Exited {
+            if state == RuntimeContainerState::Exited {
                 continue;
             }
-            let (told, since) = match given.get(&container.id) {
-                Some(known) => known.clone(),
+            let (given, since) = match known.get(&container.id) {
+                Some(devices) => devices.clone(),
                 None => match status(channel.clone(), &container.id, &self.dev).await? {
                     // The container was removed after it was listed.
                     None => continue,
-                    Some(told) => {
-                        let known = (told, Instant::now());
-                        given.insert(container.id.clone(), known.clone());
-                        known
+                    Some(devices) => {
+                        let devices = (devices, Instant::now());
+                        known.insert(container.id.clone(), devices.clone());
+                        devices
                     }
                 },
             };
@@ -177,7 +188,7 @@ impl CriClient {
                 state,
                 // Measured by our own clock: the creation time from the runtime depends on the wall clock, which may be set.
                 age: since.elapsed(),
-                given: told,
+                given,
             });
         }
         Ok(RuntimeContainers(all))
@@ -185,9 +196,9 @@ impl CriClient {
 }
 
 impl ContainerRuntime for CriClient {
-    fn look(&self) -> BoxFuture<'_, Result<Arc<RuntimeContainers>, String>> {
+    fn list_containers(&self) -> BoxFuture<'_, Result<Arc<RuntimeContainers>, String>> {
         Box::pin(async {
-            timeout(LIMIT, self.ask())
+            timeout(LIMIT, self.shared_query())
                 .await
                 .unwrap_or_else(|_| Err(format!("no answer within {} s", LIMIT.as_secs())))
                 .map_err(|problem| {
@@ -200,11 +211,11 @@ impl ContainerRuntime for CriClient {
 async fn list(channel: Channel) -> Result<Vec<Container>, String> {
     let mut client = RuntimeServiceClient::new(channel).max_decoding_message_size(MAX_ANSWER);
     let answer = client.list_containers(ListContainersRequest {}).await;
-    Ok(answer.map_err(|status| told(&status))?.into_inner().containers)
+    Ok(answer.map_err(|status| message(&status))?.into_inner().containers)
 }
 
 /// The devices of a container; `None` if the container no longer exists.
-async fn status(channel: Channel, id: &str, dev: &Path) -> Result<Option<Given>, String> {
+async fn status(channel: Channel, id: &str, dev: &Path) -> Result<Option<ContainerDevices>, String> {
     let mut client = RuntimeServiceClient::new(channel).max_decoding_message_size(MAX_ANSWER);
     let request = ContainerStatusRequest {
         container_id: id.to_owned(),
@@ -213,7 +224,7 @@ async fn status(channel: Channel, id: &str, dev: &Path) -> Result<Option<Given>,
     let info = match client.container_status(request).await {
         Ok(answer) => answer.into_inner().info,
         Err(status) if status.code() == Code::NotFound => return Ok(None),
-        Err(status) => return Err(told(&status)),
+        Err(status) => return Err(message(&status)),
     };
     let mut given = parse_info(&info).map_err(|error| error.to_string())?;
     let numbers = given
@@ -224,16 +235,202 @@ async fn status(channel: Channel, id: &str, dev: &Path) -> Result<Option<Given>,
     Ok(Some(given))
 }
 
-fn told(status: &Status) -> String {
+fn message(status: &Status) -> String {
     format!("{:?}: {}", status.code(), status.message())
 }
 
-fn state_of(container: &Container) -> State {
+fn state_of(container: &Container) -> RuntimeContainerState {
     match container.state() {
-        ContainerState::ContainerCreated => State::Created,
-        ContainerState::ContainerExited => State::Exited,
+        ContainerState::ContainerCreated => RuntimeContainerState::Created,
+        ContainerState::ContainerExited => RuntimeContainerState::Exited,
         // Unknown counts as running: nothing shows that the container has ended.
-        ContainerState::ContainerRunning | ContainerState::ContainerUnknown => State::Running,
+        ContainerState::ContainerRunning | ContainerState::ContainerUnknown => RuntimeContainerState::Running,
+    }
+}
+
+/// The result of a check whether containers use the devices of claims.
+#[derive(Debug)]
+pub(in crate::node) enum ClaimUse {
+    /// The runtime does not answer or is not known.
+    Unknown,
+    /// It is too early to decide; repeat the check after this time.
+    TooEarly(Duration),
+    /// The claims whose devices no container has, and the others.
+    Known {
+        unused: BTreeSet<ClaimUid>,
+        in_use: BTreeSet<ClaimUid>,
+    },
+}
+
+/// The container runtime, and the claims that no further container can start with.
+#[derive(Debug)]
+pub(in crate::node) struct RuntimeCheck {
+    /// `None` if no runtime reports the devices of its containers.
+    runtime: Option<Arc<dyn ContainerRuntime>>,
+    driver_name: DriverName,
+    /// When the CDI files of claims that the API server no longer shows as holders were removed.
+    cdi_removed: BTreeMap<ClaimUid, Instant>,
+}
+
+impl RuntimeCheck {
+    pub(in crate::node) fn new(runtime: Option<Arc<dyn ContainerRuntime>>, driver_name: DriverName) -> Self {
+        Self {
+            runtime,
+            driver_name,
+            cdi_removed: BTreeMap::new(),
+        }
+    }
+
+    /// Whether a runtime reports the devices of its containers.
+    pub(in crate::node) fn is_possible(&self) -> bool {
+        self.runtime.is_some()
+    }
+
+    async fn containers(&self) -> Option<Result<Arc<RuntimeContainers>, String>> {
+        match &self.runtime {
+            Some(runtime) => Some(runtime.list_containers().await),
+            None => None,
+        }
+    }
+
+    /// Adds the container that has the device to the error, if the runtime shows it.
+    pub(in crate::node) async fn name_container(&self, refusal: Refusal, inventory: &Devices) -> Refusal {
+        let (Refusal::Held { device, .. } | Refusal::InContainer { device, .. }) = &refusal else {
+            return refusal;
+        };
+        let Some(Ok(containers)) = self.containers().await else {
+            return refusal;
+        };
+        let numbers = inventory.get(device).map(|device| &*device.device_numbers);
+        let numbers = numbers.unwrap_or_default();
+        let has = |given: &ContainerDevices| {
+            given.has_one_of(numbers) && !given.has_admin_access(&self.driver_name, device)
+        };
+        let Some(user) = containers.user(has) else {
+            return refusal;
+        };
+        match refusal {
+            Refusal::Held { device, holder } => Refusal::Held {
+                device,
+                holder: format!("{holder}, and {user} has it,"),
+            },
+            Refusal::InContainer { device, .. } => Refusal::InContainer {
+                device,
+                holder: user.to_string(),
+            },
+            other => other,
+        }
+    }
+
+    /// Refuses a starting container or a claim a device that another container still has: kubelet forgets pods deleted by force while their
+    /// containers are ending. A runtime failure does not block: kubelet needs the runtime to start the container, too. `listed` are the
+    /// containers, if the caller has listed them.
+    pub(in crate::node) async fn check_unused(
+        &self,
+        devices: &[&Device],
+        listed: Option<Result<Arc<RuntimeContainers>, String>>,
+    ) -> Result<(), Refusal> {
+        let containers = match listed {
+            Some(listed) => Some(listed),
+            None => self.containers().await,
+        };
+        let containers = match containers {
+            None => return Ok(()),
+            Some(Ok(containers)) => containers,
+            Some(Err(problem)) => {
+                warn!(
+                    reason = "ContainerRuntimeUnavailable",
+                    "whether another container has a device is not checked: {problem}"
+                );
+                return Ok(());
+            }
+        };
+        for device in devices {
+            if device.shares.is_some_and(|shares| shares > 1) {
+                continue;
+            }
+            let cdi_device = self.driver_name.cdi_device_id(&device.name);
+            let has = |given: &ContainerDevices| {
+                let has_it =
+                    given.has_one_of(&device.device_numbers) || given.cdi_devices.contains(&cdi_device);
+                has_it && !given.has_admin_access(&self.driver_name, &device.name)
+            };
+            if let Some(user) = containers.user(has) {
+                return Err(Refusal::StillUsed {
+                    device: device.name.clone(),
+                    holder: user.to_string(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Restricts the check to these claims, and returns those whose CDI files must be removed first, so that no further container starts
+    /// with them.
+    pub(in crate::node) fn begin(&mut self, uids: &[ClaimUid]) -> Vec<ClaimUid> {
+        self.cdi_removed.retain(|uid, _| uids.contains(uid));
+        let present = uids.iter().filter(|uid| !self.cdi_removed.contains_key(uid));
+        present.cloned().collect()
+    }
+
+    /// Records that the CDI file of a claim was removed.
+    pub(in crate::node) fn cdi_removed(&mut self, uid: ClaimUid) {
+        self.cdi_removed.insert(uid, Instant::now());
+    }
+
+    /// Asks the runtime whether containers use the devices of these claims.
+    pub(in crate::node) async fn claim_use(
+        &self,
+        uids: Vec<ClaimUid>,
+        prepared_claims: &PreparedClaims,
+    ) -> ClaimUse {
+        if uids.is_empty() {
+            return ClaimUse::Unknown;
+        }
+        if self.cdi_removed.values().any(|since| since.elapsed() < SETTLE) {
+            return ClaimUse::TooEarly(SETTLE);
+        }
+        let containers = match self.containers().await {
+            None => return ClaimUse::Unknown,
+            Some(Ok(containers)) => containers,
+            Some(Err(problem)) => {
+                warn!(
+                    reason = "ContainerRuntimeUnavailable",
+                    "whether containers use the devices of claims is not checked: {problem}"
+                );
+                return ClaimUse::Unknown;
+            }
+        };
+        let (unused, in_use) = uids.into_iter().partition(|uid| {
+            self.cdi_removed.contains_key(uid) && !self.is_used(uid, prepared_claims, &containers)
+        });
+        ClaimUse::Known { unused, in_use }
+    }
+
+    /// Whether a container uses a claim's devices. Without known device numbers, only the CDI device identifies it.
+    fn is_used(
+        &self,
+        uid: &ClaimUid,
+        prepared_claims: &PreparedClaims,
+        containers: &RuntimeContainers,
+    ) -> bool {
+        let held = prepared_claims
+            .entry(uid)
+            .into_iter()
+            .flat_map(Entry::held_devices);
+        let numbers: Vec<DeviceNumber> = held.flat_map(|held| held.numbers.iter().copied()).collect();
+        let driver = &self.driver_name;
+        let is_of_claim = |id: &String| driver.claim_of_cdi_id(id).as_ref() == Some(uid);
+        let has = |given: &ContainerDevices| {
+            given.has_one_of(&numbers) || given.cdi_devices.iter().any(is_of_claim)
+        };
+        match containers.user(has) {
+            Some(user) => {
+                debug!(claim_uid = %uid, holder = %user, "a container uses the devices of the claim");
+                true
+            }
+            None => false,
+        }
     }
 }
 
@@ -318,19 +515,15 @@ mod tests {
     #[tokio::test]
     async fn the_runtime_is_asked_for_each_container_once() {
         let root = tempfile::tempdir().unwrap();
-        let kubelet = KubeletPaths {
-            root_dir: root.path().to_owned(),
-            ..KubeletPaths::default()
-        };
         let socket = root.path().join("cri.sock");
         let runtime = Runtime::default();
         let (listed, asked) = (runtime.lists.clone(), runtime.statuses.clone());
         let listener = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());
         let server = Server::builder().add_service(RuntimeServiceServer::new(runtime));
         let server = tokio::spawn(server.serve_with_incoming(listener));
-        let witness = CriClient::find(Some(&socket), &kubelet, Path::new("/dev")).unwrap();
+        let client = CriClient::find(Some(&socket), root.path(), Path::new("/dev")).unwrap();
         for _ in 0..2 {
-            let seen = witness.look().await.unwrap();
+            let seen = client.list_containers().await.unwrap();
             let user = seen
                 .user(|given| given.has_one_of(&["c120:6".parse().unwrap()]))
                 .unwrap();
@@ -350,19 +543,19 @@ mod tests {
 
         // Those who call during a query share the next one.
         let before = listed.load(Ordering::SeqCst);
-        let all = futures::future::join_all((0..10).map(|_| witness.look())).await;
+        let all = futures::future::join_all((0..10).map(|_| client.list_containers())).await;
         assert!(all.iter().all(Result::is_ok));
         assert_eq!(listed.load(Ordering::SeqCst) - before, 2);
 
         // A socket that was not configured may belong to a runtime that kubelet does not use.
         let found = || CriClient {
             is_named: false,
-            ..CriClient::find(Some(&socket), &kubelet, Path::new("/dev")).unwrap()
+            ..CriClient::find(Some(&socket), root.path(), Path::new("/dev")).unwrap()
         };
-        let problem = found().look().await.unwrap_err();
+        let problem = found().list_containers().await.unwrap_err();
         assert!(problem.contains("kubelet's runtime"), "{problem}");
         std::fs::create_dir_all(root.path().join("pods/u-1")).unwrap();
-        found().look().await.unwrap();
+        found().list_containers().await.unwrap();
         server.abort();
     }
 }

@@ -12,9 +12,9 @@ use tracing::warn;
 
 use crate::api::crd::{ATTRIBUTE_NAME_MAX, ATTRIBUTES_MAX, DEVICES_MAX, TEXT_MAX, VERSION_MAX};
 pub use crate::api::crd::{AttributeValue, Device, Mode};
+use crate::core::names::is_dns_label;
 pub use crate::core::prepare::container_edits::{ContainerEdits, DeviceNode, Mount};
 use crate::core::prepare::inventory::Devices;
-use crate::core::prepare::names::is_dns_label;
 
 /// A source of a node's devices.
 ///

@@ -13,7 +13,6 @@
 //!
 //! At each moment one companion has the node's state: the one with the lock.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,7 +23,6 @@ use tokio_util::sync::CancellationToken;
 use tonic::Streaming;
 use tracing::{info, warn};
 
-use super::admin::Companion;
 use crate::api::proto::node_records::HandOverResponse;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::ClaimsApi;
@@ -93,11 +91,17 @@ impl HandOver {
     }
 }
 
-/// Waits until the companion with this admin socket offers the hand-over. The drop of the offer accepts it. `asked` is cancelled after the first
-/// call: the other companion then knows of this one, or hands over to none.
-pub(super) async fn wait_for_offer(socket: &Path, asked: &CancellationToken) -> Streaming<HandOverResponse> {
+/// Waits until the other companion offers the hand-over. The drop of the offer accepts it. `ask` calls the other companion, which answers when
+/// it ends. `asked` is cancelled after the first call: the other companion then knows of this one, or hands over to none.
+pub(super) async fn wait_for_offer<F>(
+    ask: impl Fn() -> F,
+    asked: &CancellationToken,
+) -> Streaming<HandOverResponse>
+where
+    F: Future<Output = Option<Streaming<HandOverResponse>>>,
+{
     loop {
-        let call = timeout(CALL_TIMEOUT, Companion::ask_for_hand_over(socket.to_owned())).await;
+        let call = timeout(CALL_TIMEOUT, ask()).await;
         asked.cancel();
         if let Ok(Some(mut offer)) = call
             && let Ok(Some(HandOverResponse {})) = offer.message().await
@@ -113,7 +117,7 @@ mod tests {
     use tokio::time::Instant;
 
     use super::*;
-    use crate::node::admin;
+    use crate::node::admin::{self, Companion};
     use crate::node::service::NodeService;
 
     fn hand_over(claims: ClaimsApi) -> HandOver {
@@ -153,7 +157,9 @@ mod tests {
         let path = socket.path.clone();
         let asked = CancellationToken::new();
         let told = asked.clone();
-        let successor = tokio::spawn(async move { wait_for_offer(&path, &told).await });
+        let successor = tokio::spawn(async move {
+            wait_for_offer(|| Companion::ask_for_hand_over(path.clone()), &told).await
+        });
         let hand_over = hand_over(ClaimsApi::Structured);
         let (node, _backend) = NodeService::new(None, Arc::default());
         let _served = admin::serve(socket, node, hand_over.clone(), CancellationToken::new())

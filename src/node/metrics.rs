@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use crate::core::distribution::Distribution;
-pub use crate::core::prepare::inventory::{Group, Owner};
+pub use crate::core::prepare::inventory::{DeviceCategory, Owner};
 pub use crate::core::slices::Omission;
 pub use crate::node::kubelet::transport::{GrpcCalls, GrpcMethod, MethodMetrics};
 
@@ -15,14 +15,14 @@ pub use crate::node::kubelet::transport::{GrpcCalls, GrpcMethod, MethodMetrics};
 pub struct Metrics {
     /// Kubelet's gRPC calls.
     pub calls: Arc<GrpcCalls>,
-    counted: Mutex<Counted>,
+    counted: Mutex<MetricsSnapshot>,
 }
 
 /// A snapshot of the metrics.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Counted {
+pub struct MetricsSnapshot {
     /// Device counts. A kind that was seen once stays, with 0 if it has no devices.
-    pub devices: BTreeMap<Group, u64>,
+    pub devices: BTreeMap<DeviceCategory, u64>,
     /// Claims that hold devices on this node.
     pub held: u64,
     /// Claims in quarantine, a subset of `held`.
@@ -67,7 +67,7 @@ impl Metrics {
     ];
 
     /// A snapshot of the current values.
-    pub fn counted(&self) -> Counted {
+    pub fn counted(&self) -> MetricsSnapshot {
         self.lock().clone()
     }
 
@@ -84,7 +84,7 @@ impl Metrics {
     }
 
     /// Counts an event about the node.
-    pub(super) fn told(&self, reason: &'static str) {
+    pub(super) fn event(&self, reason: &'static str) {
         *self.lock().events.entry(reason).or_default() += 1;
     }
 
@@ -99,7 +99,7 @@ impl Metrics {
     }
 
     /// Sets the current numbers of devices and claims.
-    pub(super) fn stock(&self, devices: BTreeMap<Group, u64>, held: usize, quarantined: usize) {
+    pub(super) fn stock(&self, devices: BTreeMap<DeviceCategory, u64>, held: usize, quarantined: usize) {
         let number = |count| u64::try_from(count).unwrap_or(u64::MAX);
         let mut counted = self.lock();
         for count in counted.devices.values_mut() {
@@ -110,7 +110,7 @@ impl Metrics {
         counted.quarantined = number(quarantined);
     }
 
-    fn lock(&self) -> MutexGuard<'_, Counted> {
+    fn lock(&self) -> MutexGuard<'_, MetricsSnapshot> {
         self.counted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -122,7 +122,7 @@ mod tests {
     #[test]
     fn a_kind_that_is_gone_stays_with_no_devices() {
         let metrics = Metrics::default();
-        let group = Group {
+        let group = DeviceCategory {
             kind: "camera".into(),
             healthy: true,
             owner: Owner::Nobody,

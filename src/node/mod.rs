@@ -35,9 +35,9 @@ pub(crate) mod service;
 #[cfg(feature = "internals")]
 pub mod service;
 
+pub use crate::core::names::{DriverNameError, NameError};
+pub use crate::core::prepare::allocate::ExtendedResource;
 pub use crate::core::prepare::checkpoint::CheckpointError;
-pub use crate::core::prepare::names::{DriverNameError, NameError};
-pub use crate::core::prepare::plan::ExtendedResource;
 pub use config::{ConfigError, Position};
 pub use kubelet::device_plugin::PluginRegistration;
 pub use kubelet::transport::{SocketError, SocketPath};

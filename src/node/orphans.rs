@@ -21,12 +21,12 @@ use tracing::{error, info, warn};
 
 use crate::api::handle::DeviceHandle;
 use crate::api::resource::ResourceClaim;
-use crate::core::prepare::allocation_results::{pod_claim_name, results_of_driver};
+use crate::core::names::{ClaimUid, DriverName};
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::ClaimsApi;
-use crate::core::prepare::names::{ClaimUid, DriverName};
 use crate::core::prepare::orphans::{ApiView, Question};
 use crate::core::prepare::plan::of_results;
+use crate::core::prepare::plan::{pod_claim_name, results_of_driver};
 use crate::core::prepare::prepared_claims::HeldDevice;
 use crate::node::metrics::Metrics;
 use crate::node::publish::events::{self, NodeEvent};
@@ -42,13 +42,13 @@ const PAGE: u32 = 500;
 const REASON: &str = "ClaimQuarantined";
 
 /// A claim of either API.
-trait Claim:
+trait ClaimObject:
     Resource<DynamicType = (), Scope = NamespaceResourceScope> + Clone + DeserializeOwned + Debug + Send
 {
 }
 
-impl Claim for ResourceClaim {}
-impl Claim for v1::ResourceClaim {}
+impl ClaimObject for ResourceClaim {}
+impl ClaimObject for v1::ResourceClaim {}
 
 /// The task that checks for orphaned claims.
 pub(super) struct OrphanCheck {
@@ -68,24 +68,24 @@ impl OrphanCheck {
     pub(super) async fn run(self, shutdown: CancellationToken) {
         tokio::select! {
             () = shutdown.cancelled() => {}
-            () = self.look_after() => {}
+            () = self.check_periodically() => {}
         }
     }
 
-    async fn look_after(&self) {
+    async fn check_periodically(&self) {
         let begin = Instant::now();
         let mut held = self.node.prepared();
-        let mut told = Quarantine::new();
+        let mut reported = Quarantine::new();
         loop {
             if held.wait_for(|count| *count > 0).await.is_err() {
                 return;
             }
-            let Some(look) = self.node.find_orphans(begin.elapsed()).await else {
+            let Some(suspects) = self.node.find_orphans(begin.elapsed()).await else {
                 return;
             };
-            let mut next = look.next;
+            let mut next = suspects.next;
             let mut answers = BTreeMap::new();
-            for question in look.questions {
+            for question in suspects.questions {
                 let answer = self.ask(&question).await;
                 if let ApiView::Unknown(why) = &answer {
                     next = next.min(RETRY);
@@ -94,11 +94,11 @@ impl OrphanCheck {
                 answers.insert(question.uid, answer);
             }
             // Evaluate even without an answer: a claim in quarantine may be in order again.
-            let Some(judged) = self.node.decide_orphans(begin.elapsed(), answers).await else {
+            let Some(report) = self.node.decide_orphans(begin.elapsed(), answers).await else {
                 return;
             };
-            next = judged.again.map_or(next, |again| next.min(again));
-            if !self.show(judged.quarantine, &mut told).await {
+            next = report.again.map_or(next, |again| next.min(again));
+            if !self.report(report.quarantine, &mut reported).await {
                 next = next.min(RETRY);
             }
             // No need to wake for a new claim: it is suspected only after the grace period.
@@ -121,7 +121,7 @@ impl OrphanCheck {
     }
 
     /// Looks up a claim of either API. `devices` returns this driver's devices on this node.
-    async fn view<K: Claim>(
+    async fn view<K: ClaimObject>(
         &self,
         question: &Question,
         devices: impl Fn(&K) -> Option<Vec<HeldDevice>>,
@@ -141,7 +141,7 @@ impl OrphanCheck {
         }
     }
 
-    async fn get<K: Claim>(&self, question: &Question) -> Result<Option<K>, kube::Error> {
+    async fn get<K: ClaimObject>(&self, question: &Question) -> Result<Option<K>, kube::Error> {
         let api = Api::<K>::namespaced(self.client.clone(), &question.namespace);
         match api.get(&question.name).await {
             Ok(claim) => {
@@ -162,7 +162,7 @@ impl OrphanCheck {
     }
 
     /// Finds a claim by uid, for claims whose name was lost with the checkpoint.
-    async fn find<K: Claim>(&self, uid: &ClaimUid) -> Result<Option<K>, kube::Error> {
+    async fn find<K: ClaimObject>(&self, uid: &ClaimUid) -> Result<Option<K>, kube::Error> {
         let api = Api::<K>::all(self.client.clone());
         let mut parameters = ListParams::default().limit(PAGE);
         loop {
@@ -204,12 +204,12 @@ impl OrphanCheck {
 
     /// Publishes the claims in quarantine and writes an event for each new one. Returns false if an event could not be written; the
     /// next check retries it.
-    async fn show(&self, now: Quarantine, told: &mut Quarantine) -> bool {
+    async fn report(&self, now: Quarantine, reported: &mut Quarantine) -> bool {
         let before = self.quarantine.send_replace(now.clone());
-        told.retain(|uid, quarantined| now.get(uid) == Some(quarantined));
+        reported.retain(|uid, quarantined| now.get(uid) == Some(quarantined));
         let mut all = true;
         for (uid, quarantined) in &now {
-            if told.contains_key(uid) {
+            if reported.contains_key(uid) {
                 continue;
             }
             let note = format!(
@@ -218,7 +218,7 @@ impl OrphanCheck {
             );
             if before.get(uid) != Some(quarantined) {
                 error!(claim_uid = %uid, reason = REASON, "{note}");
-                self.metrics.told(REASON);
+                self.metrics.event(REASON);
             }
             let api = Api::<Event>::namespaced(self.client.clone(), events::NAMESPACE);
             let event = NodeEvent {
@@ -233,7 +233,7 @@ impl OrphanCheck {
             let event = event.at(Timestamp::now());
             match timeout(CALL_TIMEOUT, api.create(&PostParams::default(), &event)).await {
                 Ok(Ok(_)) => {
-                    told.insert(uid.clone(), quarantined.clone());
+                    reported.insert(uid.clone(), quarantined.clone());
                     continue;
                 }
                 Ok(Err(error)) => warn!(%error, "the event is not written yet"),

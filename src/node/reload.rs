@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::core::discovery::events::DeviceEvent;
-use crate::core::prepare::plan::ExtendedResource;
+use crate::core::prepare::allocate::ExtendedResource;
 use crate::node::config::NodeConfiguration;
 
 /// How long to gather events before reading the file: a writer causes several.
@@ -30,20 +30,20 @@ const LOOK: Duration = Duration::from_secs(60);
 const BUFFER: usize = 4096;
 
 /// Extended resources by name.
-pub(super) type Resources = BTreeMap<String, ExtendedResource>;
+pub(super) type ConfiguredResources = BTreeMap<String, ExtendedResource>;
 
 /// Watches one configuration file.
 #[derive(Debug)]
 pub(super) struct Follower {
     pub(super) file: PathBuf,
     pub(super) configuration: watch::Sender<Arc<NodeConfiguration>>,
-    pub(super) resources: watch::Sender<Arc<Resources>>,
+    pub(super) resources: watch::Sender<Arc<ConfiguredResources>>,
     /// Events about configuration changes.
     pub(super) notices: mpsc::Sender<DeviceEvent>,
 }
 
 /// The extended resources of a configuration.
-pub(super) fn resources(configuration: &NodeConfiguration) -> Resources {
+pub(super) fn resources(configuration: &NodeConfiguration) -> ConfiguredResources {
     configuration
         .kinds
         .iter()
@@ -120,7 +120,7 @@ impl Follower {
                         reason,
                         "the configuration has changed and is refused; the one before stays in force: {problem}"
                     );
-                    self.tell(DeviceEvent {
+                    self.report(DeviceEvent {
                         reason,
                         warning: true,
                         note: format!("the configuration has changed and is refused; the one before stays in force: {problem}"),
@@ -141,7 +141,7 @@ impl Follower {
             .collect();
         let names = names.join(", ");
         info!(kinds = names, "the configuration has changed and is in force");
-        self.tell(DeviceEvent {
+        self.report(DeviceEvent {
             reason: "ConfigurationChanged",
             warning: false,
             note: format!("the configuration has changed and is in force; kinds: {names}"),
@@ -157,7 +157,7 @@ impl Follower {
         });
     }
 
-    fn tell(&self, event: DeviceEvent) {
+    fn report(&self, event: DeviceEvent) {
         // Already logged; the event is dropped if the queue is full.
         let _ = self.notices.try_send(event);
     }

@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 pub use self::builder::{Node, NodeBuilder};
 use super::reload;
-use crate::core::prepare::names::{DriverName, DriverNameError};
+use crate::core::names::{DriverName, DriverNameError};
 use crate::core::prepare::orphans;
 use crate::node::config::{ConfigError, NodeConfiguration};
 use crate::node::discovery::{HostDevices, HostPaths};
@@ -159,7 +159,7 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
     let configuration = NodeConfiguration::read(&options.config)?;
     let (resources, changing) = watch::channel(Arc::new(reload::resources(&configuration)));
     let (configuration, followed) = watch::channel(Arc::new(configuration));
-    let (notices, told) = mpsc::channel(NOTICES);
+    let (notices, received) = mpsc::channel(NOTICES);
     // Discovery outlives the endpoints: calls in progress at shutdown still need their devices.
     let search = CancellationToken::new();
     let _end_of_search = search.clone().drop_guard();
@@ -183,7 +183,7 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
         .container_runtime_socket(options.runtime_socket)
         .dev_root(options.host.dev)
         .changing(changing)
-        .notices(told)
+        .notices(received)
         .registration_status(options.registration_status)
         .metrics(options.metrics)
         .disk(options.disk);

@@ -10,16 +10,15 @@ use std::time::Duration;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep_until};
 
+use crate::core::names::{ClaimUid, device_of_plugin_id};
 pub use crate::core::prepare::allocate::Preference;
-use crate::core::prepare::allocate::{End, preferred};
+use crate::core::prepare::allocate::{End, ExtendedResource, preferred};
 use crate::core::prepare::container_edits::ContainerEdits;
-use crate::core::prepare::names::{ClaimUid, device_of_plugin_id};
+pub use crate::core::prepare::inventory::PluginDevice;
 use crate::core::prepare::orphans::{ApiView, Question};
-pub use crate::core::prepare::plan::{
-    Allocation, ClaimToPrepare, ClaimToUnprepare, DeviceResult, PluginDevice,
-};
-use crate::core::prepare::plan::{ExtendedResource, Refusal};
-use crate::core::prepare::recovery::{Holding, ReleaseRefusal};
+use crate::core::prepare::plan::Refusal;
+pub use crate::core::prepare::plan::{Allocation, ClaimToPrepare, ClaimToUnprepare, DeviceResult};
+use crate::core::prepare::recovery::{ClaimHolding, ReleaseRefusal};
 use crate::core::prepare::runtime_containers::RuntimeContainers;
 use crate::node::container_runtime::ContainerRuntime;
 use crate::node::driver::NodeDriverError;
@@ -172,7 +171,7 @@ impl ListedContainers {
 
 /// A request to the task that owns the node's state, with the channel for its answer.
 #[derive(Debug)]
-pub enum Request {
+pub enum NodeRequest {
     /// See [`NodeService::prepare`].
     Prepare(
         Vec<ClaimToPrepare>,
@@ -193,11 +192,11 @@ pub enum Request {
     /// See [`NodeService::check_start`]: a resource and its devices.
     CheckStart(String, Vec<String>, oneshot::Sender<Result<(), ServiceError>>),
     /// See [`NodeService::holdings`].
-    Holdings(oneshot::Sender<Vec<Holding>>),
+    Holdings(oneshot::Sender<Vec<ClaimHolding>>),
     /// See [`NodeService::in_containers`].
     InContainers(oneshot::Sender<BTreeMap<String, String>>),
     /// See [`NodeService::release`]: a claim's uid and whether it is forced.
-    Release(String, bool, oneshot::Sender<Result<Holding, ReleaseError>>),
+    Release(String, bool, oneshot::Sender<Result<ClaimHolding, ReleaseError>>),
     /// See [`NodeService::find_orphans`].
     FindOrphans(Duration, oneshot::Sender<Suspects>),
     /// See [`NodeService::decide_orphans`].
@@ -221,7 +220,7 @@ pub struct ServedResource {
 #[derive(Debug)]
 pub struct Backend {
     /// The queued requests.
-    pub requests: mpsc::Receiver<Request>,
+    pub requests: mpsc::Receiver<NodeRequest>,
     /// The extended resources.
     pub resources: watch::Sender<Arc<BTreeMap<String, ServedResource>>>,
     /// The number of prepared claims.
@@ -238,7 +237,7 @@ pub struct Backend {
 /// and ends.
 #[derive(Clone, Debug)]
 pub struct NodeService {
-    requests: mpsc::Sender<Request>,
+    requests: mpsc::Sender<NodeRequest>,
     resources: watch::Receiver<Arc<BTreeMap<String, ServedResource>>>,
     prepared: watch::Receiver<usize>,
     check_due: Arc<Notify>,
@@ -294,7 +293,7 @@ impl NodeService {
         let runtime = self.runtime.as_ref()?;
         let (released, at) = (*self.released.borrow(), Instant::now());
         Some(ListedContainers {
-            containers: runtime.look().await,
+            containers: runtime.list_containers().await,
             released,
             at,
         })
@@ -350,7 +349,7 @@ impl NodeService {
     ) -> Vec<Result<Vec<String>, ServiceError>> {
         let count = claims.len();
         let answers = self
-            .send(|sender| Request::Prepare(claims, containers, sender))
+            .send(|sender| NodeRequest::Prepare(claims, containers, sender))
             .await;
         answers.unwrap_or_else(|| stopping(count))
     }
@@ -360,7 +359,7 @@ impl NodeService {
     /// The answer has one entry per request, in order.
     pub async fn unprepare(&self, claims: Vec<ClaimToUnprepare>) -> Vec<Result<(), ServiceError>> {
         let count = claims.len();
-        let answers = self.send(|sender| Request::Unprepare(claims, sender)).await;
+        let answers = self.send(|sender| NodeRequest::Unprepare(claims, sender)).await;
         answers.unwrap_or_else(|| stopping(count))
     }
 
@@ -406,7 +405,7 @@ impl NodeService {
     /// Whether containers with these devices of an extended resource may start or restart now.
     pub async fn check_start(&self, resource_name: &str, devices: Vec<String>) -> Result<(), ServiceError> {
         let resource = resource_name.to_owned();
-        self.send(|sender| Request::CheckStart(resource, devices, sender))
+        self.send(|sender| NodeRequest::CheckStart(resource, devices, sender))
             .await
             .ok_or(ServiceError::Stopping)?
     }
@@ -418,32 +417,32 @@ impl NodeService {
         containers: Vec<Vec<String>>,
     ) -> Result<Vec<ContainerEdits>, ServiceError> {
         let resource = resource_name.to_owned();
-        self.send(|sender| Request::Allocate(resource, containers, sender))
+        self.send(|sender| NodeRequest::Allocate(resource, containers, sender))
             .await
             .ok_or(ServiceError::Stopping)?
     }
 
     /// Lists the prepared claims. `None` if the state task has ended.
-    pub async fn holdings(&self) -> Option<Vec<Holding>> {
-        self.send(Request::Holdings).await
+    pub async fn holdings(&self) -> Option<Vec<ClaimHolding>> {
+        self.send(NodeRequest::Holdings).await
     }
 
     /// Lists the devices of mode `both` that containers hold as extended resources, each with a description of its container, after a query
     /// of kubelet. `None` if the state task has ended.
     pub async fn in_containers(&self) -> Option<BTreeMap<String, String>> {
-        self.send(Request::InContainers).await
+        self.send(NodeRequest::InContainers).await
     }
 
     /// Releases a claim manually and returns its record.
-    pub async fn release(&self, uid: String, force: bool) -> Result<Holding, ReleaseError> {
-        self.send(|sender| Request::Release(uid, force, sender))
+    pub async fn release(&self, uid: String, force: bool) -> Result<ClaimHolding, ReleaseError> {
+        self.send(|sender| NodeRequest::Release(uid, force, sender))
             .await
             .unwrap_or(Err(ReleaseError::Stopping))
     }
 
     /// Compares the prepared claims with kubelet's list. `now` is the time since any fixed moment. `None` if the state task has ended.
     pub async fn find_orphans(&self, now: Duration) -> Option<Suspects> {
-        self.send(|sender| Request::FindOrphans(now, sender)).await
+        self.send(|sender| NodeRequest::FindOrphans(now, sender)).await
     }
 
     /// Decides from the API server's answers, and returns the resulting quarantine. `None` if the state task has ended.
@@ -452,7 +451,7 @@ impl NodeService {
         now: Duration,
         answers: BTreeMap<ClaimUid, ApiView>,
     ) -> Option<OrphanReport> {
-        self.send(|sender| Request::DecideOrphans(now, answers, sender))
+        self.send(|sender| NodeRequest::DecideOrphans(now, answers, sender))
             .await
     }
 
@@ -467,7 +466,7 @@ impl NodeService {
     }
 
     /// Queues a request and waits for its answer. `None` if the state task has ended.
-    async fn send<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> Option<T> {
+    async fn send<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> NodeRequest) -> Option<T> {
         let (sender, answer) = oneshot::channel();
         self.requests.send(request(sender)).await.ok()?;
         answer.await.ok()
@@ -506,14 +505,14 @@ mod tests {
     struct NoContainers;
 
     impl ContainerRuntime for NoContainers {
-        fn look(&self) -> BoxFuture<'_, Result<Arc<RuntimeContainers>, String>> {
+        fn list_containers(&self) -> BoxFuture<'_, Result<Arc<RuntimeContainers>, String>> {
             Box::pin(async { Ok(Arc::default()) })
         }
     }
 
     /// Answers one Prepare.
     async fn answer(backend: &mut Backend, answer: Result<Vec<String>, ServiceError>) {
-        let Some(Request::Prepare(_, _, sender)) = backend.requests.recv().await else {
+        let Some(NodeRequest::Prepare(_, _, sender)) = backend.requests.recv().await else {
             panic!("a Prepare");
         };
         sender.send(vec![answer]).unwrap();

@@ -52,8 +52,8 @@ const CHANCE: &str = "DefaultHasher HashMap HashSet RandomState SystemTime Times
     rand std::time::Instant";
 
 /// The largest number of files and of folders that import each other in a circle. They may only become smaller.
-const FILES_IN_CIRCLES: usize = 104;
-const FOLDERS_IN_CIRCLES: usize = 2;
+const FILES_IN_CIRCLES: usize = 60;
+const FOLDERS_IN_CIRCLES: usize = 0;
 
 /// The product's files without comments, by module path: `core::claims::state`.
 fn modules() -> BTreeMap<String, String> {

@@ -14,15 +14,15 @@ use drayman::core::discovery::attributes::{Attributes, fit};
 use drayman::core::discovery::mounts::{Mounts, mounts as read_mounts, swap_areas};
 use drayman::core::discovery::pci::PciFacts;
 use drayman::core::discovery::usb::{UsbFacts, UsbIdentity, identities};
+use drayman::core::names::{ClaimUid, DriverName};
 use drayman::core::prepare::checkpoint::Checkpoint;
-use drayman::core::prepare::container_edits::{cdi_spec, entry_of_cdi_spec};
+use drayman::core::prepare::container_edits::cdi_spec;
 use drayman::core::prepare::containers::Containers;
 use drayman::core::prepare::device_manager;
 use drayman::core::prepare::inventory::Devices;
 use drayman::core::prepare::kubelet_state;
-use drayman::core::prepare::names::{ClaimUid, DriverName};
 use drayman::core::prepare::plan::{Allocation, ClaimToPrepare, NodeIdentity, plan_prepare};
-use drayman::core::prepare::prepared_claims::PreparedClaims;
+use drayman::core::prepare::prepared_claims::{Entry, PreparedClaims};
 use drayman::host::selectors::{Compiled, Environment, STACK};
 use drayman::node::config::NodeConfiguration;
 use drayman::node::kubelet::transport::authority::Rewriter;
@@ -83,12 +83,12 @@ pub(crate) fn cdi(bytes: &[u8]) {
         return;
     };
     let uid = ClaimUid::parse(UID).unwrap();
-    let Some(entry) = entry_of_cdi_spec(&driver(), &uid, "boot", &spec) else {
+    let Some(entry) = Entry::of_cdi_spec(&driver(), &uid, "boot", &spec) else {
         return;
     };
     assert!(!entry.devices.is_empty());
     let again = cdi_spec(&driver(), &uid, entry.container_edits().unwrap());
-    let again = entry_of_cdi_spec(&driver(), &uid, "boot", &again).unwrap();
+    let again = Entry::of_cdi_spec(&driver(), &uid, "boot", &again).unwrap();
     assert_eq!(again.container_edits(), entry.container_edits());
 }
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use drayman::api::resource::{Pod, ResourceClaim, ResourceClaimConsumerReference, ResourceClaimStatus};
 use drayman::core::claims::ObjectKey;
-use drayman::core::prepare::allocation_results::results_of_claim;
+use drayman::core::prepare::plan::results_of_claim;
 use drayman::core::prepare::plan::{Allocation, ClaimToPrepare, DeviceResult};
 use k8s_openapi::api::resource::v1;
 

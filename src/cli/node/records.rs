@@ -8,8 +8,8 @@ use serde::Serialize;
 
 use crate::cli::output::{Answer, Output, Style, one_line, row, table};
 use crate::cli::{Error, group};
-use crate::core::prepare::names::DriverName;
-use crate::core::prepare::recovery::Holding;
+use crate::core::names::DriverName;
+use crate::core::prepare::recovery::ClaimHolding;
 use crate::node::admin::{Access, RecordsError};
 use crate::node::state::storage::Paths;
 
@@ -100,8 +100,8 @@ pub(in crate::cli) struct HoldingRow {
     quarantine: String,
 }
 
-impl From<Holding> for HoldingRow {
-    fn from(holding: Holding) -> Self {
+impl From<ClaimHolding> for HoldingRow {
+    fn from(holding: ClaimHolding) -> Self {
         Self {
             state: holding.state.as_str(),
             uid: holding.uid,
@@ -236,7 +236,7 @@ mod tests {
 
     #[test]
     fn holdings_are_shown_in_columns_with_what_is_not_known() {
-        let known = Holding {
+        let known = ClaimHolding {
             uid: "u-1".into(),
             namespace: "default".into(),
             name: "camera".into(),
@@ -244,13 +244,13 @@ mod tests {
             state: HoldingState::Prepared,
             quarantine: String::new(),
         };
-        let lost = Holding {
+        let lost = ClaimHolding {
             uid: "u-22".into(),
             state: HoldingState::EarlierBoot,
             quarantine: "nobody knows".into(),
-            ..Holding::default()
+            ..ClaimHolding::default()
         };
-        let holdings = |items: Vec<Holding>| Holdings {
+        let holdings = |items: Vec<ClaimHolding>| Holdings {
             items: items.into_iter().map(HoldingRow::from).collect(),
             containers: Some(BTreeMap::new()),
         };

@@ -12,7 +12,7 @@ use super::table::{CLAIMS, HEALTH, RESULTS};
 use super::write::{count_each, number, series};
 use super::{table, write};
 use crate::node::kubelet::transport::{GrpcCalls, GrpcMethod};
-use crate::node::metrics::{Counted, Metrics, Omission, SliceCounts};
+use crate::node::metrics::{Metrics, MetricsSnapshot, Omission, SliceCounts};
 use crate::node::publish::inventory::RegistrationStatus;
 
 /// Collector that reads the current metrics at each scrape.
@@ -37,7 +37,7 @@ impl Collector for NodeMetrics {
     }
 }
 
-fn stock(encoder: &mut DescriptorEncoder<'_>, counted: &Counted) -> Result {
+fn stock(encoder: &mut DescriptorEncoder<'_>, counted: &MetricsSnapshot) -> Result {
     let [healthy, unhealthy] = HEALTH;
     series(encoder, &table::DEVICES, |values| {
         for (group, count) in &counted.devices {
@@ -53,7 +53,7 @@ fn stock(encoder: &mut DescriptorEncoder<'_>, counted: &Counted) -> Result {
     })
 }
 
-fn operations(encoder: &mut DescriptorEncoder<'_>, counted: &Counted) -> Result {
+fn operations(encoder: &mut DescriptorEncoder<'_>, counted: &MetricsSnapshot) -> Result {
     series(encoder, &table::OPERATIONS, |values| {
         for operation in Metrics::OPERATIONS {
             for (result, done) in RESULTS.into_iter().zip([true, false]) {
@@ -68,7 +68,7 @@ fn operations(encoder: &mut DescriptorEncoder<'_>, counted: &Counted) -> Result 
     })
 }
 
-fn slices(encoder: &mut DescriptorEncoder<'_>, counted: &Counted) -> Result {
+fn slices(encoder: &mut DescriptorEncoder<'_>, counted: &MetricsSnapshot) -> Result {
     let SliceCounts {
         slices,
         devices,

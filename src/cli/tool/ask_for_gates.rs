@@ -15,7 +15,7 @@ use crate::cli::Error;
 use crate::cli::diagnose::doctor::Finding;
 use crate::cli::diagnose::gates::{Answer, GATE, api_server, by_symptoms, kubelets};
 use crate::cli::diagnose::structured::doctor::{GATES, Gate, gate};
-use crate::core::prepare::names::is_dns_subdomain;
+use crate::core::names::is_dns_subdomain;
 
 /// Limit for all components together; an unreachable node would block for long.
 const LIMIT: Duration = Duration::from_secs(20);

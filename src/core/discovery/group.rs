@@ -15,7 +15,7 @@ pub struct Matched {
 
 /// All paths that matched the patterns of a group.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Matches {
+pub struct GroupMatches {
     /// One list per pattern, in the order of the configuration: without a match there is no device.
     pub required: Vec<(String, Vec<Matched>)>,
     /// Added to a device if present.
@@ -26,7 +26,7 @@ pub struct Matches {
 
 /// Device nodes that form one device.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Group {
+pub struct DeviceGroup {
     /// The value of `{key}`; `None` if the group has no key and is one device.
     pub key: Option<String>,
     /// The nodes of this device only; the first one identifies the device. Never empty.
@@ -39,7 +39,7 @@ pub struct Group {
 ///
 /// A pattern without a key, in a group that has one, belongs to each value of it. For an incomplete group the error has its key and
 /// the missing part.
-pub fn assemble(matches: &Matches) -> Vec<Result<Group, (Option<String>, String)>> {
+pub fn assemble(matches: &GroupMatches) -> Vec<Result<DeviceGroup, (Option<String>, String)>> {
     let all = || {
         let required = matches.required.iter().flat_map(|(_, matched)| matched);
         required.chain(&matches.optional)
@@ -88,7 +88,7 @@ pub fn assemble(matches: &Matches) -> Vec<Result<Group, (Option<String>, String)
                 shared.push(matched.clone());
             }
         }
-        Ok(Group {
+        Ok(DeviceGroup {
             key: key.cloned(),
             own: ordered,
             shared,
@@ -119,13 +119,13 @@ mod tests {
         )
     }
 
-    fn paths(group: &Group) -> Vec<&str> {
+    fn paths(group: &DeviceGroup) -> Vec<&str> {
         group.own.iter().map(|matched| matched.path.as_str()).collect()
     }
 
     #[test]
     fn nodes_with_one_key_are_one_device_with_optional_nodes() {
-        let matches = Matches {
+        let matches = GroupMatches {
             required: vec![
                 required("video{key}", &["0", "1"]),
                 required("media{key}", &["0", "1"]),
@@ -133,7 +133,7 @@ mod tests {
             optional: vec![matched("sub{key}", Some("1")), matched("sub{key}", Some("7"))],
             shared: vec![matched("ctl", None)],
         };
-        let groups: Vec<Group> = assemble(&matches).into_iter().map(Result::unwrap).collect();
+        let groups: Vec<DeviceGroup> = assemble(&matches).into_iter().map(Result::unwrap).collect();
         assert_eq!(groups.len(), 2);
         assert_eq!(paths(&groups[0]), ["video0", "media0"]);
         assert_eq!(paths(&groups[1]), ["video1", "media1", "sub1"]);
@@ -142,12 +142,12 @@ mod tests {
 
     #[test]
     fn a_group_that_is_not_complete_says_what_is_missing() {
-        let matches = Matches {
+        let matches = GroupMatches {
             required: vec![
                 required("video{key}", &["0", "1"]),
                 required("media{key}", &["0"]),
             ],
-            ..Matches::default()
+            ..GroupMatches::default()
         };
         let groups = assemble(&matches);
         assert!(groups[0].is_ok());
@@ -159,18 +159,18 @@ mod tests {
 
     #[test]
     fn a_group_without_a_key_is_one_device() {
-        let matches = Matches {
+        let matches = GroupMatches {
             required: vec![
                 ("a".into(), vec![matched("a", None)]),
                 ("b".into(), vec![matched("b", None)]),
             ],
-            ..Matches::default()
+            ..GroupMatches::default()
         };
         let groups = assemble(&matches);
         assert_eq!(paths(groups[0].as_ref().unwrap()), ["a", "b"]);
-        let matches = Matches {
+        let matches = GroupMatches {
             required: vec![("a".into(), Vec::new())],
-            ..Matches::default()
+            ..GroupMatches::default()
         };
         assert_eq!(
             assemble(&matches),
@@ -180,17 +180,17 @@ mod tests {
 
     #[test]
     fn a_key_that_nothing_has_is_no_device_and_no_problem() {
-        let matches = Matches {
+        let matches = GroupMatches {
             required: vec![("video{key}".into(), Vec::new())],
             optional: vec![matched("sub{key}", Some("7"))],
-            ..Matches::default()
+            ..GroupMatches::default()
         };
         assert_eq!(assemble(&matches), []);
     }
 
     #[test]
     fn a_node_that_two_patterns_match_is_there_once() {
-        let matches = Matches {
+        let matches = GroupMatches {
             required: vec![("snd/control".into(), vec![matched("snd/control", None)])],
             optional: vec![matched("snd/control", None), matched("snd/pcm", None)],
             shared: vec![

@@ -1,4 +1,4 @@
-//! Device health: turns observations into a published state, with hysteresis.
+//! Device health: turns the results of checks into a published state, with hysteresis.
 //!
 //! One bad result makes a device unhealthy at once. To become healthy again it needs several good results in a row, some time
 //! apart, so that a device with a loose contact is not available each time it happens to connect. The health of a missing device
@@ -12,32 +12,23 @@ pub const GOOD_SPACING: Duration = Duration::from_secs(4);
 /// How long the health of a missing unhealthy device is remembered.
 pub const MEMORY: Duration = Duration::from_secs(60);
 
-/// The result of one check of a device.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Observation {
-    /// The device is healthy.
-    Good,
-    /// The device must not be allocated. The reason is written for users.
-    Bad(String),
-}
-
 /// One check of one device.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Look {
-    /// The result.
-    pub observation: Observation,
+pub struct HealthCheck {
+    /// The error says why the device must not be allocated, for users.
+    pub result: Result<(), String>,
     /// The number of consecutive good results that make it healthy again, at least 1.
     pub recover_after: u32,
 }
 
 /// The health of the devices of a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct HealthBook {
-    sick: BTreeMap<String, Sick>,
+pub struct HealthRecords {
+    unhealthy: BTreeMap<String, UnhealthyDevice>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Sick {
+struct UnhealthyDevice {
     cause: String,
     /// Number of consecutive good results.
     good: u32,
@@ -48,13 +39,13 @@ struct Sick {
     present: bool,
 }
 
-impl HealthBook {
+impl HealthRecords {
     /// Applies the results of a check of all present devices. `now` is the time since any fixed moment.
-    pub fn observe(&mut self, now: Duration, looks: &BTreeMap<String, Look>) {
-        for (name, look) in looks {
-            match (&look.observation, self.sick.get_mut(name)) {
-                (Observation::Good, None) => {}
-                (Observation::Good, Some(sick)) => {
+    pub fn observe(&mut self, now: Duration, checks: &BTreeMap<String, HealthCheck>) {
+        for (name, check) in checks {
+            match (&check.result, self.unhealthy.get_mut(name)) {
+                (Ok(()), None) => {}
+                (Ok(()), Some(sick)) => {
                     sick.seen = now;
                     sick.present = true;
                     let counts = sick
@@ -64,14 +55,14 @@ impl HealthBook {
                         sick.good += 1;
                         sick.counted = Some(now);
                     }
-                    if sick.good >= look.recover_after {
-                        self.sick.remove(name);
+                    if sick.good >= check.recover_after {
+                        self.unhealthy.remove(name);
                     }
                 }
-                (Observation::Bad(cause), sick) => {
+                (Err(cause), sick) => {
                     // A newer cause replaces the reported one.
                     let cause = cause.clone();
-                    let fresh = Sick {
+                    let fresh = UnhealthyDevice {
                         cause,
                         good: 0,
                         counted: None,
@@ -81,14 +72,14 @@ impl HealthBook {
                     match sick {
                         Some(sick) => *sick = fresh,
                         None => {
-                            self.sick.insert(name.clone(), fresh);
+                            self.unhealthy.insert(name.clone(), fresh);
                         }
                     }
                 }
             }
         }
-        self.sick.retain(|name, sick| {
-            if !looks.contains_key(name) {
+        self.unhealthy.retain(|name, sick| {
+            if !checks.contains_key(name) {
                 sick.present = false;
                 sick.good = 0;
                 sick.counted = None;
@@ -99,12 +90,12 @@ impl HealthBook {
 
     /// Why a device must not be allocated; `None` if it is healthy.
     pub fn cause(&self, device: &str) -> Option<&str> {
-        self.sick.get(device).map(|sick| sick.cause.as_str())
+        self.unhealthy.get(device).map(|sick| sick.cause.as_str())
     }
 
     /// Whether a present device is unhealthy, so that the next check should come soon.
-    pub fn is_restless(&self) -> bool {
-        self.sick.values().any(|sick| sick.present)
+    pub fn has_unhealthy(&self) -> bool {
+        self.unhealthy.values().any(|sick| sick.present)
     }
 }
 
@@ -114,20 +105,20 @@ mod tests {
 
     use super::*;
 
-    fn look(observation: Observation) -> BTreeMap<String, Look> {
-        let look = Look {
-            observation,
+    fn check(result: Result<(), String>) -> BTreeMap<String, HealthCheck> {
+        let check = HealthCheck {
+            result,
             recover_after: 3,
         };
-        BTreeMap::from([("x".to_owned(), look)])
+        BTreeMap::from([("x".to_owned(), check)])
     }
 
-    fn bad(cause: &str) -> BTreeMap<String, Look> {
-        look(Observation::Bad(cause.into()))
+    fn bad(cause: &str) -> BTreeMap<String, HealthCheck> {
+        check(Err(cause.into()))
     }
 
-    fn good() -> BTreeMap<String, Look> {
-        look(Observation::Good)
+    fn good() -> BTreeMap<String, HealthCheck> {
+        check(Ok(()))
     }
 
     fn at(seconds: u64) -> Duration {
@@ -136,76 +127,82 @@ mod tests {
 
     #[test]
     fn a_device_is_unhealthy_at_once_and_healthy_after_several() {
-        let mut book = HealthBook::default();
-        book.observe(at(0), &good());
-        assert_eq!((book.cause("x"), book.is_restless()), (None, false));
-        book.observe(at(10), &bad("it smokes"));
-        assert_eq!((book.cause("x"), book.is_restless()), (Some("it smokes"), true));
+        let mut records = HealthRecords::default();
+        records.observe(at(0), &good());
+        assert_eq!((records.cause("x"), records.has_unhealthy()), (None, false));
+        records.observe(at(10), &bad("it smokes"));
+        assert_eq!(
+            (records.cause("x"), records.has_unhealthy()),
+            (Some("it smokes"), true)
+        );
         for (second, healthy) in [(15, false), (20, false), (25, true)] {
-            book.observe(at(second), &good());
-            assert_eq!(book.cause("x").is_none(), healthy, "{second}");
+            records.observe(at(second), &good());
+            assert_eq!(records.cause("x").is_none(), healthy, "{second}");
         }
-        assert!(!book.is_restless());
+        assert!(!records.has_unhealthy());
     }
 
     #[test]
     fn a_burst_of_good_results_counts_once() {
-        let mut book = HealthBook::default();
-        book.observe(at(0), &bad("it smokes"));
+        let mut records = HealthRecords::default();
+        records.observe(at(0), &bad("it smokes"));
         for _ in 0..10 {
-            book.observe(at(5), &good());
+            records.observe(at(5), &good());
         }
-        book.observe(at(10), &good());
-        assert!(book.cause("x").is_some());
-        book.observe(at(15), &bad("it burns"));
-        assert_eq!(book.cause("x"), Some("it burns"));
+        records.observe(at(10), &good());
+        assert!(records.cause("x").is_some());
+        records.observe(at(15), &bad("it burns"));
+        assert_eq!(records.cause("x"), Some("it burns"));
         for second in [20, 25] {
-            book.observe(at(second), &good());
+            records.observe(at(second), &good());
         }
-        assert!(book.cause("x").is_some());
-        book.observe(at(30), &good());
-        assert_eq!(book.cause("x"), None);
+        assert!(records.cause("x").is_some());
+        records.observe(at(30), &good());
+        assert_eq!(records.cause("x"), None);
     }
 
     #[test]
     fn replugging_resets_health_only_after_a_long_absence() {
-        let mut book = HealthBook::default();
-        book.observe(at(0), &bad("it smokes"));
-        book.observe(at(5), &good());
-        book.observe(at(10), &BTreeMap::new());
-        assert!(!book.is_restless(), "what is not there need not be looked at");
-        book.observe(at(15), &good());
-        assert_eq!(book.cause("x"), Some("it smokes"));
+        let mut records = HealthRecords::default();
+        records.observe(at(0), &bad("it smokes"));
+        records.observe(at(5), &good());
+        records.observe(at(10), &BTreeMap::new());
+        assert!(
+            !records.has_unhealthy(),
+            "what is not there need not be looked at"
+        );
+        records.observe(at(15), &good());
+        assert_eq!(records.cause("x"), Some("it smokes"));
         for second in [20, 25] {
-            book.observe(at(second), &good());
+            records.observe(at(second), &good());
         }
-        assert_eq!(book.cause("x"), None, "the good results before do not count");
-        book.observe(at(30), &bad("it smokes"));
-        book.observe(at(31), &BTreeMap::new());
-        book.observe(at(95), &BTreeMap::new());
-        book.observe(at(96), &good());
-        assert_eq!(book.cause("x"), None);
+        assert_eq!(records.cause("x"), None, "the good results before do not count");
+        records.observe(at(30), &bad("it smokes"));
+        records.observe(at(31), &BTreeMap::new());
+        records.observe(at(95), &BTreeMap::new());
+        records.observe(at(96), &good());
+        assert_eq!(records.cause("x"), None);
     }
 
     proptest! {
         #[test]
         fn a_device_is_never_healthy_before_its_good_results(results in proptest::collection::vec((0..3_u8, 0..10_u64), 1..60)) {
-            let mut book = HealthBook::default();
+            let mut records = HealthRecords::default();
             let (mut now, mut streak, mut sick) = (0, Vec::<u64>::new(), false);
             for (result, pause) in results {
                 now += pause;
                 match result {
-                    0 => { book.observe(at(now), &bad("bad")); sick = true; streak.clear(); }
-                    1 => { book.observe(at(now), &good()); streak.push(now); }
-                    _ => { book.observe(at(now), &BTreeMap::new()); streak.clear(); }
+                    0 => { records.observe(at(now), &bad("bad")); sick = true; streak.clear(); }
+                    1 => { records.observe(at(now), &good()); streak.push(now); }
+                    _ => { records.observe(at(now), &BTreeMap::new()); streak.clear(); }
                 }
-                if sick && book.cause("x").is_none() && result == 1 {
+                if sick && records.cause("x").is_none() && result == 1 {
                     let spread = streak.last().unwrap() - streak.first().unwrap();
                     let forgotten = streak.len() < 3;
                     prop_assert!(forgotten || spread >= 2 * GOOD_SPACING.as_secs());
                     sick = false;
                 }
-                if result == 0 { prop_assert!(book.cause("x").is_some()); }
+                if result == 0 { prop_assert!(records.cause("x").is_some()); }
             }
         }
     }

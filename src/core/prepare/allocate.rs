@@ -3,10 +3,35 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::inventory::{Devices, HandedOut};
-use super::names::{ClaimUid, device_of_plugin_id};
 use super::plan::{Refusal, check_health, distinct, offered};
 use super::prepared_claims::PreparedClaims;
 use crate::api::crd::Mode;
+use crate::core::names::{ClaimUid, device_of_plugin_id};
+
+/// An extended resource and how its devices are passed to containers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ExtendedResource {
+    /// The kind of its devices.
+    pub kind: String,
+    /// Whether devices of the kind have [`Mode::Both`], so that claims may hold them, too.
+    pub also_by_claims: bool,
+    /// Whether containers get a device by its CDI name, with a CDI file that the companion maintains, instead of by its device nodes.
+    /// Kubelet 1.27 silently ignores CDI names, as does kubelet 1.28 without the feature gate `DevicePluginCDIDevices`.
+    pub cdi_devices: bool,
+    /// Whether PreStartContainer checks each device before a container starts. A container whose device is missing then waits instead of
+    /// starting without it.
+    pub pre_start_check: bool,
+}
+
+impl ExtendedResource {
+    /// The resource of a kind with default settings.
+    pub fn of_kind(kind: impl Into<String>) -> Self {
+        Self {
+            kind: kind.into(),
+            ..Self::default()
+        }
+    }
+}
 
 /// Checks whether an Allocate of the device plugin API may be granted, given one list of device ids per container.
 ///
@@ -101,10 +126,10 @@ pub enum End {
 /// devices, so that large groups stay whole; different devices rather than several shares of one; the order of names.
 ///
 /// A device near several NUMA nodes counts for each of them; devices without a NUMA node form a group of their own.
-pub fn preferred(wish: &Preference, numa_nodes: &BTreeMap<String, Vec<i64>>, end: End) -> Vec<String> {
+pub fn preferred(preference: &Preference, numa_nodes: &BTreeMap<String, Vec<i64>>, end: End) -> Vec<String> {
     let mut chosen: Vec<String> = Vec::new();
-    for id in &wish.must_include {
-        if chosen.len() < wish.size && !chosen.contains(id) {
+    for id in &preference.must_include {
+        if chosen.len() < preference.size && !chosen.contains(id) {
             chosen.push(id.clone());
         }
     }
@@ -114,14 +139,14 @@ pub fn preferred(wish: &Preference, numa_nodes: &BTreeMap<String, Vec<i64>>, end
             _ => vec![None],
         }
     };
-    let mut free: BTreeSet<&str> = wish.available.iter().map(String::as_str).collect();
+    let mut free: BTreeSet<&str> = preference.available.iter().map(String::as_str).collect();
     for id in &chosen {
         free.remove(id.as_str());
     }
     // The NUMA nodes in use in any case.
     let mut touched: BTreeSet<Option<i64>> = chosen.iter().flat_map(|id| groups(id)).collect();
-    while chosen.len() < wish.size && !free.is_empty() {
-        let missing = wish.size - chosen.len();
+    while chosen.len() < preference.size && !free.is_empty() {
+        let missing = preference.size - chosen.len();
         let mut members: BTreeMap<Option<i64>, BTreeSet<&str>> = BTreeMap::new();
         for id in &free {
             for group in groups(id) {
@@ -329,12 +354,12 @@ mod preferred_tests {
 
     fn choose_from(available: &str, must_include: &str, size: usize, end: End) -> String {
         let ids = |text: &str| text.split_whitespace().map(str::to_owned).collect();
-        let wish = Preference {
+        let preference = Preference {
             available: ids(available),
             must_include: ids(must_include),
             size,
         };
-        preferred(&wish, &numa_nodes(), end).join(" ")
+        preferred(&preference, &numa_nodes(), end).join(" ")
     }
 
     #[test]
@@ -396,8 +421,8 @@ mod preferred_tests {
             } else {
                 must.iter().map(|index| index.get(&available).clone()).collect()
             };
-            let wish = Preference { available: available.clone(), must_include: must_include.clone(), size };
-            let chosen = preferred(&wish, &numa_nodes(), if back { End::Back } else { End::Front });
+            let preference = Preference { available: available.clone(), must_include: must_include.clone(), size };
+            let chosen = preferred(&preference, &numa_nodes(), if back { End::Back } else { End::Front });
             prop_assert_eq!(chosen.len(), size.min(available.len()));
             prop_assert_eq!(chosen.iter().collect::<BTreeSet<_>>().len(), chosen.len());
             prop_assert!(chosen.iter().all(|id| available.contains(id)));

@@ -14,8 +14,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 use super::claims_api::ClaimsApi;
-use super::names::ClaimUid;
 use super::prepared_claims::{Entry, PreparedClaims};
+use crate::core::names::ClaimUid;
 
 /// The newest version that this release reads. It is written only for a checkpoint with a claim of structured mode, so that an earlier
 /// release can read all others.

@@ -6,10 +6,8 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::names::{ClaimDevice, ClaimUid, DriverName, device_of_environment_name, environment_name};
-use super::plan::Refusal;
-use super::prepared_claims::{Entry, HeldDevice, Progress, Structured};
 use crate::api::cdi;
+use crate::core::names::{ClaimUid, DriverName, device_of_environment_name, environment_name};
 
 /// The edits to a container. None of them comes from an object that a user can write.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
@@ -155,7 +153,7 @@ impl ContainerEdits {
 
     /// Refuses two different edits at one container path: the container would silently see only one of them. Identical edits are already
     /// merged by [`Self::extend`].
-    pub fn check_paths(&self) -> Result<(), Refusal> {
+    pub fn check_paths(&self) -> Result<(), PathConflict> {
         let nodes = self.device_nodes.iter().map(|node| {
             let what = format!("device node {}", node.host_path);
             (node.container_path.as_str(), what)
@@ -167,7 +165,7 @@ impl ContainerEdits {
         let mut taken = BTreeMap::new();
         for (container_path, second) in nodes.chain(mounts) {
             if let Some(first) = taken.insert(container_path, second.clone()) {
-                return Err(Refusal::SamePath {
+                return Err(PathConflict {
                     container_path: container_path.to_owned(),
                     first,
                     second,
@@ -176,6 +174,20 @@ impl ContainerEdits {
         }
         Ok(())
     }
+}
+
+/// Two different edits at one path of a container.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{first} and {second} would both be {container_path} in a container, which can see only one of them: write {{device}} or {{n}} into containerPaths of the kind, or ask for one device at a time"
+)]
+pub struct PathConflict {
+    /// The path in the container.
+    pub container_path: String,
+    /// The first edit: `device node` or `mount of`, and its path on the node.
+    pub first: String,
+    /// The second edit, in the same form.
+    pub second: String,
 }
 
 /// The permissions of either, in the order of [`DeviceNode::permissions`].
@@ -195,29 +207,6 @@ fn add_new<T: PartialEq>(all: &mut Vec<T>, more: Vec<T>) {
 /// Mount option for read-only mounts.
 const READ_ONLY: &str = "ro";
 
-/// Builds the CDI file of a claim; `None` if the driver has not made its edits. Kind and names derive only from the driver name, the claim's uid
-/// and the names of its devices.
-pub fn cdi_spec_of_entry(driver: &DriverName, uid: &ClaimUid, entry: &Entry) -> Option<cdi::Spec> {
-    let all = entry.container_edits()?;
-    if !entry.is_structured() {
-        return Some(cdi_spec(driver, uid, all));
-    }
-    let devices = entry.devices.iter().filter_map(|held| {
-        let structured = held.structured.as_ref()?;
-        let name = ClaimDevice {
-            uid: uid.clone(),
-            device: held.device.clone(),
-            admin_access: structured.admin_access,
-        };
-        Some(cdi_device(name.to_string(), &structured.container_edits))
-    });
-    Some(cdi::Spec {
-        cdi_version: cdi::VERSION.to_owned(),
-        kind: driver.cdi_kind(),
-        devices: devices.collect(),
-    })
-}
-
 /// Builds the CDI file of a classic claim.
 pub fn cdi_spec(driver: &DriverName, uid: &ClaimUid, container_edits: &ContainerEdits) -> cdi::Spec {
     spec(driver.cdi_kind(), uid.to_string(), container_edits)
@@ -236,7 +225,8 @@ fn spec(kind: String, name: String, container_edits: &ContainerEdits) -> cdi::Sp
     }
 }
 
-fn cdi_device(name: String, container_edits: &ContainerEdits) -> cdi::Device {
+/// Builds one CDI device.
+pub(super) fn cdi_device(name: String, container_edits: &ContainerEdits) -> cdi::Device {
     let node = |node: &DeviceNode| cdi::DeviceNode {
         path: node.container_path.clone(),
         host_path: node.host_path.clone(),
@@ -272,71 +262,8 @@ pub fn cdi_mount(mount: &Mount) -> cdi::Mount {
     }
 }
 
-/// Reads a claim's entry from a CDI file of this driver: in structured mode from the names of the CDI devices, in classic mode from the variables
-/// named after devices. Namespace, name, kinds and share ids are not in the file. Returns `None` if the file does not have the form that
-/// [`cdi_spec_of_entry`] produces.
-///
-/// The entry counts as prepared in this boot. That is true if `/var/run` is kept in memory, and the safe assumption elsewhere.
-pub fn entry_of_cdi_spec(
-    driver: &DriverName,
-    uid: &ClaimUid,
-    boot_id: &str,
-    spec: &cdi::Spec,
-) -> Option<Entry> {
-    if spec.kind != driver.cdi_kind() {
-        return None;
-    }
-    let (devices, container_edits) = match spec.devices.as_slice() {
-        [device] if device.name == uid.as_str() => classic_devices(device)?,
-        devices => structured_devices(uid, devices)?,
-    };
-    Some(Entry {
-        namespace: String::new(),
-        name: String::new(),
-        boot_id: boot_id.to_owned(),
-        devices,
-        progress: Progress::Done { container_edits },
-    })
-}
-
-fn classic_devices(device: &cdi::Device) -> Option<(Vec<HeldDevice>, ContainerEdits)> {
-    let container_edits = edits_of_cdi(&device.container_edits)?;
-    // A driver may set other variables, too.
-    let names = container_edits
-        .environment
-        .keys()
-        .filter_map(|name| device_of_environment_name(name));
-    let devices: Vec<HeldDevice> = names
-        .map(|device| HeldDevice {
-            device,
-            ..HeldDevice::default()
-        })
-        .collect();
-    (!devices.is_empty()).then_some((devices, container_edits))
-}
-
-fn structured_devices(uid: &ClaimUid, devices: &[cdi::Device]) -> Option<(Vec<HeldDevice>, ContainerEdits)> {
-    let mut all = ContainerEdits::default();
-    let mut held = Vec::new();
-    for device in devices {
-        let name = ClaimDevice::parse(&device.name).filter(|name| name.uid == *uid)?;
-        let container_edits = edits_of_cdi(&device.container_edits)?;
-        all.extend(container_edits.clone());
-        held.push(HeldDevice {
-            device: name.device,
-            structured: Some(Structured {
-                share_ids: Vec::new(),
-                admin_access: name.admin_access,
-                container_edits,
-                ..Structured::default()
-            }),
-            ..HeldDevice::default()
-        });
-    }
-    (!held.is_empty()).then_some((held, all))
-}
-
-fn edits_of_cdi(edits: &cdi::ContainerEdits) -> Option<ContainerEdits> {
+/// The edits of a CDI device; `None` if a variable has no value.
+pub(super) fn edits_of_cdi(edits: &cdi::ContainerEdits) -> Option<ContainerEdits> {
     let variable = |variable: &String| {
         let (name, value) = variable.split_once('=')?;
         Some((name.to_owned(), value.to_owned()))
@@ -363,6 +290,7 @@ fn edits_of_cdi(edits: &cdi::ContainerEdits) -> Option<ContainerEdits> {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::plan::Refusal;
     use super::*;
 
     fn node(path: &str) -> DeviceNode {
@@ -431,11 +359,11 @@ mod tests {
             at("/dev/control", "/dev/control"),
         );
         assert_eq!((apart.check_paths(), shared.check_paths()), (Ok(()), Ok(())));
-        let refusal = two(at("/dev/ttyUSB0", "/dev/port"), at("/dev/ttyUSB1", "/dev/port"))
+        let conflict = two(at("/dev/ttyUSB0", "/dev/port"), at("/dev/ttyUSB1", "/dev/port"))
             .check_paths()
             .unwrap_err();
-        assert_eq!(refusal.reason(), "ContainerPathTaken");
-        let text = refusal.to_string();
+        let text = conflict.to_string();
+        assert_eq!(Refusal::from(conflict).reason(), "ContainerPathTaken");
         for word in ["/dev/ttyUSB0", "/dev/ttyUSB1", "/dev/port ", "containerPaths"] {
             assert!(text.contains(word), "{word} in {text}");
         }
@@ -509,138 +437,6 @@ mod tests {
             }
         }
     }
-}
-
-#[cfg(test)]
-mod rendering_tests {
-    use super::*;
-
-    fn driver() -> DriverName {
-        DriverName::parse("drayman.dev").unwrap()
-    }
-
-    fn uid() -> ClaimUid {
-        ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap()
-    }
-
-    fn container_edits() -> ContainerEdits {
-        let node = |path: &str| DeviceNode {
-            host_path: path.into(),
-            container_path: path.into(),
-            permissions: "rw".into(),
-        };
-        let mut container_edits = ContainerEdits::of_device_node("kvm", node("/dev/kvm"));
-        container_edits.extend(ContainerEdits::of_device_node("tty-usb0", node("/dev/tty-usb0")));
-        container_edits
-    }
-
-    fn mounting() -> ContainerEdits {
-        let mount = |path: &str, read_only| Mount {
-            host_path: path.into(),
-            container_path: path.into(),
-            read_only,
-        };
-        ContainerEdits {
-            mounts: vec![mount("/opt/vendor", true), mount("/run/vendor", false)],
-            ..container_edits()
-        }
-    }
-
-    #[test]
-    fn mounts_are_read_back_as_they_were_written() {
-        let spec = cdi_spec(&driver(), &uid(), &mounting());
-        assert_eq!(
-            spec.devices[0].container_edits.mounts[0].options,
-            ["rbind", "nosuid", "nodev", "ro"]
-        );
-        let entry = entry_of_cdi_spec(&driver(), &uid(), "boot", &spec).unwrap();
-        assert_eq!(entry.container_edits(), Some(&mounting()));
-    }
-
-    #[test]
-    fn a_device_has_a_file_of_another_class_than_claims() {
-        let spec = cdi_spec_of_device(&driver(), "kvm", &container_edits());
-        assert_eq!(
-            (spec.kind.as_str(), spec.devices[0].name.as_str()),
-            ("drayman.dev/device", "kvm")
-        );
-    }
-
-    #[test]
-    fn the_file_says_what_the_specification_asks_for() {
-        let text = serde_json::to_string(&cdi_spec(&driver(), &uid(), &container_edits())).unwrap();
-        assert_eq!(
-            text,
-            concat!(
-                r#"{"cdiVersion":"0.5.0","kind":"drayman.dev/claim","devices":[{"name":"7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10","#,
-                r#""containerEdits":{"env":["DRAYMAN_DEVICE_KVM=/dev/kvm","DRAYMAN_DEVICE_TTY_USB0=/dev/tty-usb0"],"#,
-                r#""deviceNodes":[{"path":"/dev/kvm","hostPath":"/dev/kvm","permissions":"rw"},"#,
-                r#"{"path":"/dev/tty-usb0","hostPath":"/dev/tty-usb0","permissions":"rw"}]}}]}"#
-            )
-        );
-    }
-
-    #[test]
-    fn a_file_tells_which_devices_the_claim_holds() {
-        let entry = entry_of_cdi_spec(
-            &driver(),
-            &uid(),
-            "boot",
-            &cdi_spec(&driver(), &uid(), &container_edits()),
-        )
-        .unwrap();
-        assert_eq!(entry.container_edits(), Some(&container_edits()));
-        assert_eq!(
-            entry
-                .devices
-                .iter()
-                .map(|held| held.device.as_str())
-                .collect::<Vec<_>>(),
-            ["kvm", "tty-usb0"]
-        );
-    }
-
-    fn structured_entry() -> Entry {
-        let of = |device: &str, path: &str| {
-            let node = DeviceNode {
-                host_path: path.into(),
-                container_path: path.into(),
-                permissions: "rw".into(),
-            };
-            ContainerEdits::of_device_node(device, node)
-        };
-        let held = |device: &str, path: &str, admin_access| HeldDevice {
-            structured: Some(Structured {
-                share_ids: Vec::new(),
-                admin_access,
-                container_edits: of(device, path),
-                ..Structured::default()
-            }),
-            ..HeldDevice::named(device)
-        };
-        let mut all = of("kvm", "/dev/kvm");
-        all.extend(of("fuse", "/dev/fuse"));
-        Entry {
-            namespace: String::new(),
-            name: String::new(),
-            boot_id: "boot".into(),
-            devices: vec![held("kvm", "/dev/kvm", false), held("fuse", "/dev/fuse", true)],
-            progress: Progress::Done { container_edits: all },
-        }
-    }
-
-    #[test]
-    fn each_device_of_a_structured_claim_is_a_cdi_device() {
-        let entry = structured_entry();
-        let spec = cdi_spec_of_entry(&driver(), &uid(), &entry).unwrap();
-        let names: Vec<&str> = spec.devices.iter().map(|device| device.name.as_str()).collect();
-        assert_eq!(names, [format!("{}-kvm", uid()), format!("admin-{}-fuse", uid())]);
-        for device in &spec.devices {
-            assert_eq!(device.container_edits.device_nodes.len(), 1, "{device:?}");
-            assert_eq!(device.container_edits.env.len(), 1, "{device:?}");
-        }
-        assert_eq!(entry_of_cdi_spec(&driver(), &uid(), "boot", &spec), Some(entry));
-    }
 
     #[test]
     fn a_container_gets_only_the_edits_of_its_devices() {
@@ -677,28 +473,6 @@ mod rendering_tests {
             assert!(
                 !edits.environment.contains_key(&environment_name(other)),
                 "{edits:?}"
-            );
-        }
-    }
-
-    #[test]
-    fn a_file_that_is_not_as_we_write_it_tells_nothing() {
-        let good = cdi_spec(&driver(), &uid(), &container_edits());
-        let mut other_kind = good.clone();
-        other_kind.kind = "other.dev/claim".into();
-        let mut other_name = good.clone();
-        other_name.devices[0].name = "x".into();
-        let mut other_variable = good.clone();
-        other_variable.devices[0].container_edits.env = vec!["PATH=/x".into()];
-        let mut no_variable = good.clone();
-        no_variable.devices[0].container_edits.env.clear();
-        let mut two_devices = good.clone();
-        two_devices.devices.push(two_devices.devices[0].clone());
-        for spec in [other_kind, other_name, other_variable, no_variable, two_devices] {
-            assert_eq!(
-                entry_of_cdi_spec(&driver(), &uid(), "boot", &spec),
-                None,
-                "{spec:?}"
             );
         }
     }

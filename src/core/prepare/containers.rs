@@ -15,11 +15,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::time::Duration;
 
-use super::inventory::{Devices, shortened};
 use super::prepared_claims::{add_numbers, share_a_node};
-use crate::api::crd::{Device, DeviceNumber};
+use crate::api::crd::{Device, DeviceNumber, TEXT_MAX};
 use crate::api::handle::DeviceHandle;
 use crate::api::resource::ResourceClaim;
+use crate::core::discovery::Devices;
 
 /// How long a device counts as held after Allocate even if kubelet does not show it: pod admission continues after the response.
 const ADMISSION: Duration = Duration::from_secs(30);
@@ -35,7 +35,7 @@ const UNLISTED: Duration = Duration::from_secs(300);
 
 /// A container, as PodResources names it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Container {
+pub struct PodContainer {
     /// Namespace of the pod.
     pub namespace: String,
     /// Name of the pod.
@@ -46,11 +46,11 @@ pub struct Container {
 
 /// A snapshot of kubelet's view of one resource's devices.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Shown {
+pub struct ResourceSnapshot {
     /// Namespace and name of each pod that kubelet lists, with or without devices.
     pub pods: BTreeSet<(String, String)>,
     /// The container that each device is listed with.
-    pub listed: BTreeMap<String, Container>,
+    pub listed: BTreeMap<String, PodContainer>,
     /// The devices in the checkpoint of kubelet's device manager, for pods whose directory still exists.
     pub recorded: BTreeSet<String>,
     /// The device numbers that devices were granted with, where known.
@@ -59,7 +59,7 @@ pub struct Shown {
     pub pods_unseen: Option<String>,
 }
 
-impl Shown {
+impl ResourceSnapshot {
     /// Merges the snapshot of another resource, taken at the same moment.
     pub fn add(&mut self, other: &Self) {
         self.pods.extend(other.pods.iter().cloned());
@@ -93,7 +93,7 @@ struct Hold {
     /// The device counts as held at least until then.
     at_least_until: Option<Duration>,
     /// The container last listed with the device since its last grant.
-    container: Option<Container>,
+    container: Option<PodContainer>,
     /// Since when a pod of that container's name has been listed without the device.
     without_it_since: Option<Duration>,
 }
@@ -121,7 +121,7 @@ impl Containers {
     }
 
     /// Updates the holders from a snapshot of kubelet's view.
-    pub fn seen(&mut self, shown: &Shown, now: Duration) {
+    pub fn seen(&mut self, shown: &ResourceSnapshot, now: Duration) {
         self.known = true;
         let mut before = std::mem::take(&mut self.holds);
         for (device, container) in &shown.listed {
@@ -199,7 +199,7 @@ impl Hold {
     /// Whether the containers have ended: the pod has been listed without the device for long enough. A pod that is missing from the list
     /// may have been deleted by force while its containers are still ending, so its directory decides. If directories cannot be read, only
     /// a timeout can.
-    fn has_ended(&mut self, shown: &Shown, now: Duration) -> bool {
+    fn has_ended(&mut self, shown: &ResourceSnapshot, now: Duration) -> bool {
         let is_listed = self.container.as_ref().is_some_and(|container| {
             shown
                 .pods
@@ -218,7 +218,7 @@ impl Hold {
     }
 }
 
-impl fmt::Display for Container {
+impl fmt::Display for PodContainer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
@@ -282,7 +282,7 @@ impl WithdrawnDevices {
     }
 
     /// Updates the holders of a resource from a snapshot of kubelet's view.
-    pub fn seen(&mut self, resource: &str, shown: &Shown, now: Duration) {
+    pub fn seen(&mut self, resource: &str, shown: &ResourceSnapshot, now: Duration) {
         if let Some(left) = self.0.get_mut(resource) {
             left.containers.seen(shown, now);
         }
@@ -377,15 +377,23 @@ impl Left {
     }
 }
 
+/// Truncates a text to the limit of the inventory: claim names may be long.
+pub(super) fn shortened(text: String) -> String {
+    match text.char_indices().nth(TEXT_MAX) {
+        Some((end, _)) => text.get(..end).unwrap_or_default().to_owned(),
+        None => text,
+    }
+}
+
 /// The allocated claims with devices on this node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AllocatedClaims {
     known: bool,
-    claims: BTreeMap<String, Allocated>,
+    claims: BTreeMap<String, AllocatedClaim>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Allocated {
+struct AllocatedClaim {
     claim: String,
     devices: Vec<String>,
 }
@@ -425,7 +433,7 @@ impl AllocatedClaims {
             metadata.namespace.as_deref().unwrap_or_default(),
             metadata.name.as_deref().unwrap_or_default(),
         );
-        self.claims.insert(uid, Allocated { claim, devices });
+        self.claims.insert(uid, AllocatedClaim { claim, devices });
     }
 
     /// Forgets a deleted claim.
@@ -478,16 +486,16 @@ mod tests {
         START + Duration::from_secs(seconds)
     }
 
-    fn container(pod: &str) -> Container {
-        Container {
+    fn container(pod: &str) -> PodContainer {
+        PodContainer {
             namespace: "default".into(),
             pod: pod.into(),
             container: "main".into(),
         }
     }
 
-    fn shown(pods: &[&str], listed: &[(&str, &str)], recorded: &[&str]) -> Shown {
-        Shown {
+    fn shown(pods: &[&str], listed: &[(&str, &str)], recorded: &[&str]) -> ResourceSnapshot {
+        ResourceSnapshot {
             pods: pods
                 .iter()
                 .map(|pod| ("default".to_owned(), (*pod).to_owned()))
@@ -497,7 +505,7 @@ mod tests {
                 .map(|(device, pod)| ((*device).to_owned(), container(pod)))
                 .collect(),
             recorded: recorded.iter().map(|device| (*device).to_owned()).collect(),
-            ..Shown::default()
+            ..ResourceSnapshot::default()
         }
     }
 
@@ -512,7 +520,7 @@ mod tests {
 
     #[test]
     fn a_record_that_nobody_can_check_counts_for_five_minutes() {
-        let unseen = |pods: &[&str], listed: &[(&str, &str)]| Shown {
+        let unseen = |pods: &[&str], listed: &[(&str, &str)]| ResourceSnapshot {
             pods_unseen: Some("not mounted".into()),
             ..shown(pods, listed, &["x"])
         };
@@ -560,7 +568,7 @@ mod tests {
         // The next process reads the device number from kubelet's checkpoint.
         let mut next = Containers::default();
         let numbers = [("x".to_owned(), same.device_numbers.to_vec())].into();
-        let told = Shown {
+        let told = ResourceSnapshot {
             numbers,
             ..shown(&["p"], &[("x", "p")], &["x"])
         };
@@ -661,24 +669,24 @@ mod tests {
 
 #[cfg(test)]
 mod withdrawn_tests {
-    use super::super::containers::Container;
+    use super::super::containers::PodContainer;
     use super::*;
 
     const OLD: &str = "example.com/old";
 
-    fn shown(devices: &[&str]) -> Shown {
-        let container = Container {
+    fn shown(devices: &[&str]) -> ResourceSnapshot {
+        let container = PodContainer {
             namespace: "default".into(),
             pod: "p".into(),
             container: "main".into(),
         };
-        Shown {
+        ResourceSnapshot {
             pods: [("default".to_owned(), "p".to_owned())].into(),
             listed: devices
                 .iter()
                 .map(|device| ((*device).to_owned(), container.clone()))
                 .collect(),
-            ..Shown::default()
+            ..ResourceSnapshot::default()
         }
     }
 

@@ -11,10 +11,10 @@ use prost::Message as _;
 use serde::Deserialize;
 
 use super::kubelet_state::shortened;
-use super::names::{DriverName, device_of_plugin_id, environment_name};
 use super::prepared_claims::add_numbers;
 use crate::api::crd::DeviceNumber;
 use crate::api::proto::device_plugin_v1beta1::ContainerAllocateResponse;
+use crate::core::names::{DriverName, device_of_plugin_id, environment_name};
 
 /// File name in the device plugin directory.
 pub const FILE: &str = "kubelet_internal_checkpoint";
@@ -22,7 +22,7 @@ pub const FILE: &str = "kubelet_internal_checkpoint";
 /// The devices of one extended resource that a container of a pod was granted.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "PascalCase")]
-pub struct Grant {
+pub struct DeviceGrant {
     /// Uid of the pod.
     #[serde(rename = "PodUID")]
     pub pod_uid: String,
@@ -44,18 +44,18 @@ pub struct DeviceManagerError(String);
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct Document {
-    data: Data,
+    data: CheckpointData,
 }
 
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct Data {
+struct CheckpointData {
     #[serde(default)]
-    pod_device_entries: Option<Vec<Grant>>,
+    pod_device_entries: Option<Vec<DeviceGrant>>,
 }
 
 /// Parses the checkpoint.
-pub fn parse(text: &[u8]) -> Result<Vec<Grant>, DeviceManagerError> {
+pub fn parse(text: &[u8]) -> Result<Vec<DeviceGrant>, DeviceManagerError> {
     let document: Document =
         serde_json::from_slice(text).map_err(|error| DeviceManagerError(shortened(&error)))?;
     Ok(document.data.pod_device_entries.unwrap_or_default())
@@ -63,7 +63,7 @@ pub fn parse(text: &[u8]) -> Result<Vec<Grant>, DeviceManagerError> {
 
 /// The device nodes of a granted device, as far as the response to Allocate shows them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Given {
+pub struct GrantedDevice {
     /// The device numbers; empty if an earlier release wrote the response without them.
     pub numbers: Vec<DeviceNumber>,
     /// Host paths of the device's own nodes; empty if the response names a CDI device.
@@ -71,11 +71,11 @@ pub struct Given {
 }
 
 /// The devices that this driver granted, by name of the extended resource, including names it no longer uses.
-pub type Granted = BTreeMap<String, BTreeMap<String, Given>>;
+pub type Granted = BTreeMap<String, BTreeMap<String, GrantedDevice>>;
 
 /// Finds the grants of this driver to pods that may still have running containers. Resource names and ids are not proof of origin; a
 /// response is ours if it contains the variable or the CDI device that this driver adds for each device.
-pub fn granted_by(driver: &DriverName, grants: &[Grant], may_run: impl Fn(&str) -> bool) -> Granted {
+pub fn granted_by(driver: &DriverName, grants: &[DeviceGrant], may_run: impl Fn(&str) -> bool) -> Granted {
     let mut granted = Granted::new();
     for grant in grants.iter().filter(|grant| may_run(&grant.pod_uid)) {
         let answer = grant.answer.as_ref().map(|bytes| bytes.0.as_slice());
@@ -92,12 +92,12 @@ pub fn granted_by(driver: &DriverName, grants: &[Grant], may_run: impl Fn(&str) 
             let own: BTreeSet<&str> = paths.into_iter().flat_map(|paths| paths.split(',')).collect();
             let nodes = answer.devices.iter();
             let nodes = nodes.filter(|node| own.contains(node.container_path.as_str()));
-            let told = answer.annotations.get(&driver.numbers_annotation(device));
+            let annotation = answer.annotations.get(&driver.numbers_annotation(device));
             let devices = granted.entry(grant.resource_name.clone()).or_default();
             let given = devices.entry(device.to_owned()).or_default();
             add_numbers(
                 &mut given.numbers,
-                &told.map(|text| numbers(text)).unwrap_or_default(),
+                &annotation.map(|text| numbers(text)).unwrap_or_default(),
             );
             given.host_paths.extend(nodes.map(|node| node.host_path.clone()));
         }
@@ -117,7 +117,7 @@ fn numbers(text: &str) -> Vec<DeviceNumber> {
 
 /// The devices of these extended resources that are recorded for pods that may still have running containers.
 pub fn recorded(
-    grants: &[Grant],
+    grants: &[DeviceGrant],
     resources: &BTreeSet<String>,
     may_run: impl Fn(&str) -> bool,
 ) -> BTreeSet<String> {
@@ -137,7 +137,7 @@ mod tests {
     use crate::api::proto::device_plugin_v1beta1::{CdiDevice, DeviceSpec};
 
     /// As kubelet 1.30 writes it, shortened.
-    const WRITTEN: &str = r#"{"Data":{"PodDeviceEntries":[
+    const WRITTEN: &str = r#"{"CheckpointData":{"PodDeviceEntries":[
         {"PodUID":"u-1","ContainerName":"main","ResourceName":"x.dev/a","DeviceIDs":{"-1":["a0","a1.3"],"1":["a2"]},"AllocResp":"Eg=="},
         {"PodUID":"u-2","ContainerName":"main","ResourceName":"x.dev/a","DeviceIDs":{"-1":["a9"]},"AllocResp":""},
         {"PodUID":"u-1","ContainerName":"main","ResourceName":"x.dev/other","DeviceIDs":null,"AllocResp":null}],
@@ -171,7 +171,7 @@ mod tests {
             serde_json::json!({"PodUID": "u-1", "ContainerName": "main", "ResourceName": resource,
                 "DeviceIDs": {"-1": [id]}, "AllocResp": answer})
         };
-        let text = serde_json::json!({"Data": {"PodDeviceEntries": [
+        let text = serde_json::json!({"CheckpointData": {"PodDeviceEntries": [
             grant("x.dev/a", "cam-0", answer(Some("DRAYMAN_DEVICE_CAM_0"), None)),
             grant("x.dev/a", "cam-1.7", answer(None, Some("drayman.dev/device=cam-1"))),
             grant("x.dev/b", "cam-0", answer(Some("OTHER"), None)),
@@ -201,7 +201,7 @@ mod tests {
             annotations: [("drayman.dev/cam".to_owned(), "c81:0,c81:1".to_owned())].into(),
             ..ContainerAllocateResponse::default()
         };
-        let text = serde_json::json!({"Data": {"PodDeviceEntries": [
+        let text = serde_json::json!({"CheckpointData": {"PodDeviceEntries": [
             {"PodUID": "u-1", "ContainerName": "main", "ResourceName": "x.dev/a",
                 "DeviceIDs": {"-1": ["cam"]}, "AllocResp": ByteString(answer.encode_to_vec())},
         ]}});
@@ -216,19 +216,19 @@ mod tests {
     #[test]
     fn a_device_manager_file_without_grants_is_empty() {
         for text in [
-            r#"{"Data":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":1}"#,
-            r#"{"Data":{}}"#,
+            r#"{"CheckpointData":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":1}"#,
+            r#"{"CheckpointData":{}}"#,
         ] {
             assert_eq!(parse(text.as_bytes()), Ok(Vec::new()));
         }
-        for text in ["", "{", "[]", r#"{"Data":{"PodDeviceEntries":{}}}"#] {
+        for text in ["", "{", "[]", r#"{"CheckpointData":{"PodDeviceEntries":{}}}"#] {
             assert!(parse(text.as_bytes()).is_err(), "{text}");
         }
     }
 
     #[test]
     fn an_error_is_short_however_long_the_text_is_that_it_cites() {
-        let text = format!(r#"{{"Data":"{}"}}"#, "x".repeat(100_000));
+        let text = format!(r#"{{"CheckpointData":"{}"}}"#, "x".repeat(100_000));
         let error = parse(text.as_bytes()).unwrap_err().to_string();
         assert!(error.len() < 400, "{} bytes", error.len());
     }

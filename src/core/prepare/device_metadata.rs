@@ -9,9 +9,8 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::container_edits::Mount;
-use super::names::{ClaimDevice, ClaimUid, DriverName, is_dns_label, is_dns_subdomain};
-use super::prepared_claims::Entry;
 use crate::api::crd::{Device, DeviceAttributes};
+use crate::core::names::{ClaimDevice, DriverName, is_dns_label, is_dns_subdomain};
 use crate::core::slices::metadata_attributes;
 
 /// The versions of the format, the newest first. They do not differ.
@@ -102,26 +101,31 @@ pub fn base_request(request: &str) -> Option<&str> {
     (is_dns_label(base) && subrequest.is_none_or(is_dns_label)).then_some(base)
 }
 
+/// A claim, as its metadata names it.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(super) struct ClaimMetadata<'a> {
+    pub(super) name: &'a str,
+    pub(super) namespace: &'a str,
+    pub(super) uid: &'a str,
+    pub(super) generation: u32,
+}
+
 /// The metadata files of a claim, one for each request. None if its requests or its name are unknown.
-pub fn metadata_files(driver: &DriverName, uid: &ClaimUid, entry: &Entry) -> Vec<MetadataFile> {
+pub(super) fn metadata_files<'a>(
+    driver: &DriverName,
+    claim: ClaimMetadata<'_>,
+    devices: impl IntoIterator<Item = (ClaimDevice, &'a DeviceMetadata)>,
+) -> Vec<MetadataFile> {
     let mut requests: BTreeMap<&str, Vec<(&str, ClaimDevice, &DeviceMetadata)>> = BTreeMap::new();
-    for held in &entry.devices {
-        let Some(structured) = &held.structured else {
-            continue;
-        };
-        let device = ClaimDevice {
-            uid: uid.clone(),
-            device: held.device.clone(),
-            admin_access: structured.admin_access,
-        };
-        for request in &structured.metadata.requests {
+    for (device, metadata) in devices {
+        for request in &metadata.requests {
             if let Some(base) = base_request(request) {
                 let devices = requests.entry(base).or_default();
-                devices.push((request, device.clone(), &structured.metadata));
+                devices.push((request, device.clone(), metadata));
             }
         }
     }
-    if !is_dns_subdomain(&entry.name, 253) {
+    if !is_dns_subdomain(claim.name, 253) {
         return Vec::new();
     }
     let files = requests
@@ -129,9 +133,9 @@ pub fn metadata_files(driver: &DriverName, uid: &ClaimUid, entry: &Entry) -> Vec
         .enumerate()
         .filter_map(|(number, (base, devices))| {
             let (request, first, metadata) = devices.first()?;
-            let claim = match &metadata.pod_claim_name {
+            let directory = match &metadata.pod_claim_name {
                 Some(name) => format!("resourceclaimtemplates/{name}"),
-                None => format!("resourceclaims/{}", entry.name),
+                None => format!("resourceclaims/{}", claim.name),
             };
             let described = devices.iter().map(|(_, device, metadata)| DescribedDevice {
                 driver: driver.as_str(),
@@ -139,16 +143,11 @@ pub fn metadata_files(driver: &DriverName, uid: &ClaimUid, entry: &Entry) -> Vec
                 name: &device.device,
                 attributes: &metadata.attributes,
             });
-            let object = Object {
+            let object = MetadataObject {
                 kind: "DeviceMetadata",
-                metadata: Claim {
-                    name: &entry.name,
-                    namespace: &entry.namespace,
-                    uid: uid.as_str(),
-                    generation: 1,
-                },
+                metadata: claim,
                 pod_claim_name: metadata.pod_claim_name.as_deref(),
-                requests: [Request {
+                requests: [DescribedRequest {
                     name: request,
                     devices: described.collect(),
                 }],
@@ -157,17 +156,17 @@ pub fn metadata_files(driver: &DriverName, uid: &ClaimUid, entry: &Entry) -> Vec
                 name: format!("{number}.json"),
                 content: content(&object)?,
                 cdi_device: first.to_string(),
-                container_path: format!("{DIRECTORY}/{claim}/{base}/{driver}-metadata.json"),
+                container_path: format!("{DIRECTORY}/{directory}/{base}/{driver}-metadata.json"),
             })
         });
     files.collect()
 }
 
 /// The same object in each version, one per line.
-fn content(object: &Object<'_>) -> Option<String> {
+fn content(object: &MetadataObject<'_>) -> Option<String> {
     let mut content = String::new();
     for api_version in VERSIONS {
-        let versioned = Versioned { api_version, object };
+        let versioned = VersionedObject { api_version, object };
         content.push_str(&serde_json::to_string(&versioned).ok()?);
         content.push('\n');
     }
@@ -176,32 +175,24 @@ fn content(object: &Object<'_>) -> Option<String> {
 
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Versioned<'a> {
+struct VersionedObject<'a> {
     api_version: &'a str,
     #[serde(flatten)]
-    object: &'a Object<'a>,
+    object: &'a MetadataObject<'a>,
 }
 
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Object<'a> {
+struct MetadataObject<'a> {
     kind: &'a str,
-    metadata: Claim<'a>,
+    metadata: ClaimMetadata<'a>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pod_claim_name: Option<&'a str>,
-    requests: [Request<'a>; 1],
+    requests: [DescribedRequest<'a>; 1],
 }
 
 #[derive(Serialize)]
-struct Claim<'a> {
-    name: &'a str,
-    namespace: &'a str,
-    uid: &'a str,
-    generation: u32,
-}
-
-#[derive(Serialize)]
-struct Request<'a> {
+struct DescribedRequest<'a> {
     name: &'a str,
     devices: Vec<DescribedDevice<'a>>,
 }
@@ -219,9 +210,10 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::super::container_edits::ContainerEdits;
-    use super::super::prepared_claims::{HeldDevice, Progress, Structured};
+    use super::super::prepared_claims::{Entry, HeldDevice, Progress, Structured};
     use super::*;
     use crate::api::crd::AttributeValue;
+    use crate::core::names::ClaimUid;
 
     const UID: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10";
 
@@ -256,7 +248,7 @@ mod tests {
             },
         };
         let driver = DriverName::parse("drayman.dev").unwrap();
-        metadata_files(&driver, &ClaimUid::parse(UID).unwrap(), &entry)
+        entry.metadata_files(&driver, &ClaimUid::parse(UID).unwrap())
     }
 
     #[test]

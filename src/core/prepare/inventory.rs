@@ -2,13 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::containers::{AllocatedClaims, Conflicting, Containers};
-use super::names::{ClaimUid, plugin_ids};
-use super::plan::PluginDevice;
+use super::containers::{AllocatedClaims, Conflicting, Containers, shortened};
 use super::prepared_claims::{Entry, PreparedClaims, are_among, is_same_node};
-use crate::api::crd::{Device, Mode, TEXT_MAX};
+use crate::api::crd::{Device, Mode};
 pub use crate::core::discovery::Devices;
 use crate::core::discovery::attributes::numa_nodes;
+use crate::core::names::{ClaimUid, plugin_ids};
 
 /// Whether every held device was found unchanged. The inventory then equals the found devices and need not be built.
 pub fn is_as_found(found: &Devices, prepared_claims: &PreparedClaims) -> bool {
@@ -68,14 +67,6 @@ pub fn inventory(found: &Devices, previous: &Devices, prepared_claims: &Prepared
     all
 }
 
-/// Truncates a text to the limit of the inventory: claim names may be long.
-pub(super) fn shortened(text: String) -> String {
-    match text.char_indices().nth(TEXT_MAX) {
-        Some((end, _)) => text.get(..end).unwrap_or_default().to_owned(),
-        None => text,
-    }
-}
-
 /// Marks the devices of quarantined claims as unhealthy, so that none of them is allocated only to be refused at Prepare.
 pub fn withhold(
     devices: &mut Devices,
@@ -119,6 +110,17 @@ pub struct HandedOut<'a> {
     pub allocated_claims: &'a AllocatedClaims,
     /// Devices that containers hold as extended resources.
     pub containers: &'a Containers,
+}
+
+/// A device of an extended resource, as sent in ListAndWatch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PluginDevice {
+    /// The device plugin id: the inventory name, followed by a dot and a number if several containers may hold the device.
+    pub id: String,
+    /// Whether kubelet may grant it.
+    pub healthy: bool,
+    /// The nearby NUMA nodes; empty if unknown.
+    pub numa_nodes: Vec<i64>,
 }
 
 /// The devices of a kind for ListAndWatch. A device that a claim holds, may hold or has allocated is unhealthy, so that kubelet does not
@@ -190,7 +192,7 @@ impl Owner {
 
 /// Devices of one kind with the same holder and health.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Group {
+pub struct DeviceCategory {
     /// The kind, as configured.
     pub kind: String,
     /// Whether the devices themselves are fit to be allocated.
@@ -200,7 +202,7 @@ pub struct Group {
 }
 
 /// Counts the devices of a node. The result contains every group of each present kind, including those that count 0.
-pub fn device_counts(inventory: &Devices, handed_out: HandedOut<'_>) -> BTreeMap<Group, u64> {
+pub fn device_counts(inventory: &Devices, handed_out: HandedOut<'_>) -> BTreeMap<DeviceCategory, u64> {
     let claimed: BTreeSet<&str> = handed_out
         .prepared_claims
         .entries()
@@ -229,7 +231,7 @@ pub fn device_counts(inventory: &Devices, handed_out: HandedOut<'_>) -> BTreeMap
             for healthy in [false, true] {
                 let count = counted.get(&(kind, healthy, owner)).copied().unwrap_or_default();
                 let kind = kind.to_owned();
-                groups.insert(Group { kind, healthy, owner }, count);
+                groups.insert(DeviceCategory { kind, healthy, owner }, count);
             }
         }
     }
@@ -241,10 +243,10 @@ mod tests {
     use std::time::Duration;
 
     use super::super::container_edits::{ContainerEdits, DeviceNode};
-    use super::super::containers::Shown;
+    use super::super::containers::ResourceSnapshot;
     use super::super::prepared_claims::{HeldDevice, Progress};
     use super::*;
-    use crate::api::crd::AttributeValue;
+    use crate::api::crd::{AttributeValue, TEXT_MAX};
     use crate::core::discovery::attributes::NODES;
 
     fn device(name: &str, mode: Mode) -> (String, Device) {
@@ -420,7 +422,7 @@ mod tests {
             offered(&all, &PreparedClaims::default(), &containers),
             ["a?", "b?"]
         );
-        containers.seen(&Shown::default(), Duration::ZERO);
+        containers.seen(&ResourceSnapshot::default(), Duration::ZERO);
         assert_eq!(offered(&all, &PreparedClaims::default(), &containers), ["a", "b"]);
         assert_eq!(
             offered(&all, &prepared_claims_holding("b"), &containers),
@@ -432,7 +434,7 @@ mod tests {
     fn both_mode_offers_nothing_while_claims_are_unknown() {
         let all = Devices::from([device("a", Mode::Both), device("b", Mode::ExtendedResource)]);
         let mut containers = Containers::default();
-        containers.seen(&Shown::default(), Duration::ZERO);
+        containers.seen(&ResourceSnapshot::default(), Duration::ZERO);
         let known = prepared_claims_holding("elsewhere");
         let (uid, entry) = known.entries().iter().next().unwrap();
         let unknown = Entry {
@@ -492,10 +494,10 @@ mod device_counts_tests {
     use std::time::Duration;
 
     use super::super::containers::{AllocatedClaims, Containers};
-    use super::super::names::ClaimUid;
     use super::super::prepared_claims::{Entry, HeldDevice, PreparedClaims, Progress};
     use super::*;
     use crate::api::crd::Device;
+    use crate::core::names::ClaimUid;
 
     fn device(name: &str, mode: Mode, unhealthy: bool) -> (String, Device) {
         let device = Device {
@@ -544,7 +546,7 @@ mod device_counts_tests {
         let counts = device_counts(&inventory, handed_out);
         let count = |healthy, owner| {
             let kind = "camera".to_owned();
-            counts[&Group { kind, healthy, owner }]
+            counts[&DeviceCategory { kind, healthy, owner }]
         };
         assert_eq!(count(true, Owner::Claim), 1);
         assert_eq!(count(false, Owner::Claim), 1);

@@ -47,14 +47,14 @@ impl ApisDown {
     }
 
     /// The events for changes since the last report: at most two, regardless of the number of APIs.
-    pub fn events_since(&self, told: &Self) -> Vec<DeviceEvent> {
+    pub fn events_since(&self, reported: &Self) -> Vec<DeviceEvent> {
         let news = |one: &Self, other: &Self, is_news: fn(Option<&String>, &String) -> bool| {
             let news = one.0.iter().filter(|(api, why)| is_news(other.0.get(*api), why));
             news.map(|(api, why)| (api.clone(), why.clone()))
                 .collect::<Vec<_>>()
         };
-        let down = news(self, told, |before, why| before != Some(why));
-        let up = news(told, self, |after, _| after.is_none());
+        let down = news(self, reported, |before, why| before != Some(why));
+        let up = news(reported, self, |after, _| after.is_none());
         let mut events = Vec::new();
         if !down.is_empty() {
             let note = listed(down.iter().map(|(api, why)| format!("{api}: {why}")));

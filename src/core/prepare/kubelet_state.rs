@@ -8,9 +8,9 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
-use super::names::{ClaimDevice, ClaimUid, ClaimUidError, DriverName};
 use super::prepared_claims::{HeldDevice, Structured};
 use crate::api::handle::DeviceHandle;
+use crate::core::names::{ClaimDevice, ClaimUid, ClaimUidError, DriverName};
 
 /// File name below kubelet's root directory.
 pub const FILE: &str = "dra_manager_state";
@@ -112,14 +112,14 @@ enum File {
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct DataFile {
-    /// [`Data`], as JSON.
+    /// [`ClaimsData`], as JSON.
     data: String,
     #[serde(rename = "Checksum")]
     _checksum: u32,
 }
 
 #[derive(Deserialize)]
-struct Data {
+struct ClaimsData {
     #[serde(rename = "apiVersion")]
     api_version: String,
     #[serde(rename = "ClaimInfoStateList")]
@@ -200,7 +200,7 @@ pub fn parse(text: &[u8], driver: &DriverName) -> Result<KubeletClaims, KubeletS
 
 /// Parses the data that kubelet writes since 1.31.
 fn parse_data(text: &str, driver: &DriverName) -> Result<KubeletClaims, KubeletStateError> {
-    let data: Data =
+    let data: ClaimsData =
         serde_json::from_str(text).map_err(|error| KubeletStateError::Shape(shortened(&error)))?;
     if data.api_version != API_VERSION {
         return Err(KubeletStateError::Version(
@@ -335,7 +335,7 @@ mod tests {
         let data = format!(
             r#"{{"kind":"DRACheckpoint","apiVersion":"checkpoint.dra.kubelet.k8s.io/v1","ClaimInfoStateList":[{{"ClaimUID":"{UID}","ClaimName":"pod-device-x","Namespace":"default","PodUIDs":{{"5b6e":{{}}}},"DriverState":{drivers}}}]}}"#
         );
-        serde_json::json!({"Data": data, "Checksum": 7}).to_string()
+        serde_json::json!({"ClaimsData": data, "Checksum": 7}).to_string()
     }
 
     #[test]
@@ -370,7 +370,7 @@ mod tests {
 
     #[test]
     fn an_empty_list_is_a_list() {
-        let empty = r#"{"Data":"{\"kind\":\"DRACheckpoint\",\"apiVersion\":\"checkpoint.dra.kubelet.k8s.io/v1\",\"ClaimInfoStateList\":null}","Checksum":1}"#;
+        let empty = r#"{"ClaimsData":"{\"kind\":\"DRACheckpoint\",\"apiVersion\":\"checkpoint.dra.kubelet.k8s.io/v1\",\"ClaimInfoStateList\":null}","Checksum":1}"#;
         assert_eq!(parse(empty.as_bytes(), &driver()), Ok(KubeletClaims::new()));
         assert_eq!(
             parse(br#"{"version":"v1","checksum":1}"#, &driver()),
@@ -384,7 +384,7 @@ mod tests {
             "",
             "null",
             "{}",
-            r#"{"Data":"{}","Checksum":1}"#,
+            r#"{"ClaimsData":"{}","Checksum":1}"#,
             r#"{"version":"v2","checksum":1}"#,
             r#"{"version":"v1","entries":[{}],"checksum":1}"#,
             r#"{"version":"v1","entries":[{"ClaimUID":"../x","ClaimName":"a","Namespace":"b"}],"checksum":1}"#,

@@ -1,7 +1,6 @@
 //! Decisions of the node: prepared claims, device holders, and container edits for both kubelet APIs.
 
 pub mod allocate;
-pub mod allocation_results;
 pub mod checkpoint;
 pub mod claims_api;
 pub mod container_edits;
@@ -11,7 +10,6 @@ pub mod device_metadata;
 pub mod inventory;
 pub mod kubelet_apis;
 pub mod kubelet_state;
-pub mod names;
 pub mod orphans;
 pub mod plan;
 pub mod prepared_claims;

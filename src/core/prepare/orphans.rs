@@ -16,8 +16,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::kubelet_state::KubeletView;
-use super::names::ClaimUid;
 use super::prepared_claims::{Entry, HeldDevice, PreparedClaims};
+use crate::core::names::ClaimUid;
 
 /// How long a claim must be missing from kubelet's list before it counts as an orphan: more than twice the 45 s that kubelet waits for
 /// Prepare.

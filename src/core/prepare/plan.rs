@@ -1,19 +1,25 @@
 //! Kubelet's requests, unvalidated, their checks, and the plans to serve them.
 //!
-//! A plan is a list of [`Step`]s that the runtime performs in order, one plan at a time. A repeated request therefore finds the work done,
+//! A plan is a list of [`PlanStep`]s that the runtime performs in order, one plan at a time. A repeated request therefore finds the work done,
 //! and an Unprepare follows its Prepare. The process may be killed before, during and after every step; [`super::recovery`] then restores a
 //! consistent state. A [`Refusal`] says why a request has no plan.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
-use super::container_edits::ContainerEdits;
+use k8s_openapi::api::resource::v1::{DeviceRequestAllocationResult, ResourceClaim};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+
+use super::container_edits::{ContainerEdits, PathConflict};
 use super::containers::Containers;
-use super::device_metadata::DeviceMetadata;
-use super::inventory::Devices;
-use super::names::{ClaimUid, ClaimUidError, is_dns_label, is_dns_subdomain};
-use super::prepared_claims::{Change, Entry, Explanation, HeldDevice, PreparedClaims, Progress, Structured};
+use super::device_metadata::{DeviceMetadata, base_request};
+use super::prepared_claims::{
+    ClaimChange, ClaimDetails, Entry, HeldDevice, PreparedClaims, Progress, Structured,
+};
 use crate::api::crd::{Device, Mode};
 use crate::api::handle::{DeviceHandle, HandleError};
+use crate::core::discovery::Devices;
+use crate::core::names::{ClaimUid, ClaimUidError, DriverName, is_dns_label, is_dns_subdomain};
 
 /// Plans a Prepare, after which kubelet may be given the claim's CDI id.
 ///
@@ -25,7 +31,7 @@ pub fn plan_prepare(
     inventory: &Devices,
     node: &NodeIdentity,
     claim: &ClaimToPrepare,
-) -> Result<(ClaimUid, Vec<Step>), Refusal> {
+) -> Result<(ClaimUid, Vec<PlanStep>), Refusal> {
     let uid = ClaimUid::parse(&claim.uid)?;
     check_name("namespace", &claim.namespace, is_dns_label)?;
     check_name("name", &claim.name, |name| is_dns_subdomain(name, 253))?;
@@ -54,10 +60,10 @@ pub fn plan_prepare(
 
     // As at Unprepare, the files go first; then the driver undoes its work.
     let cleared: Vec<ClaimUid> = evicted.iter().cloned().chain(own.map(|_| uid.clone())).collect();
-    let mut steps: Vec<Step> = cleared.iter().cloned().map(Step::RemoveCdi).collect();
-    steps.extend(cleared.into_iter().map(Step::Unprepare));
-    let mut changes: Vec<Change> = evicted.into_iter().map(Change::Remove).collect();
-    changes.push(Change::Start(
+    let mut steps: Vec<PlanStep> = cleared.iter().cloned().map(PlanStep::RemoveCdi).collect();
+    steps.extend(cleared.into_iter().map(PlanStep::Unprepare));
+    let mut changes: Vec<ClaimChange> = evicted.into_iter().map(ClaimChange::Remove).collect();
+    changes.push(ClaimChange::Start(
         uid.clone(),
         Entry {
             namespace: claim.namespace.clone(),
@@ -69,10 +75,10 @@ pub fn plan_prepare(
             },
         },
     ));
-    steps.push(Step::Save(changes));
-    steps.push(Step::Prepare(uid.clone()));
-    steps.push(Step::WriteCdi(uid.clone()));
-    steps.push(Step::Save(vec![Change::Finish(uid.clone())]));
+    steps.push(PlanStep::Save(changes));
+    steps.push(PlanStep::Prepare(uid.clone()));
+    steps.push(PlanStep::WriteCdi(uid.clone()));
+    steps.push(PlanStep::Save(vec![ClaimChange::Finish(uid.clone())]));
     Ok((uid, steps))
 }
 
@@ -144,13 +150,13 @@ pub fn of_results(results: &[DeviceResult], node_name: &str) -> Result<Vec<HeldD
 }
 
 /// The devices that a plan newly takes, without those with admin access.
-pub fn taken(steps: &[Step]) -> impl Iterator<Item = &str> {
+pub fn taken(steps: &[PlanStep]) -> impl Iterator<Item = &str> {
     let changes = steps.iter().flat_map(|step| match step {
-        Step::Save(changes) => changes.as_slice(),
+        PlanStep::Save(changes) => changes.as_slice(),
         _ => &[],
     });
     let taken = changes.flat_map(|change| match change {
-        Change::Start(_, entry) => entry.devices.as_slice(),
+        ClaimChange::Start(_, entry) => entry.devices.as_slice(),
         _ => &[],
     });
     taken
@@ -159,7 +165,7 @@ pub fn taken(steps: &[Step]) -> impl Iterator<Item = &str> {
 }
 
 /// The first device that a plan newly takes and that both APIs offer.
-pub fn takes_from_both(steps: &[Step], inventory: &Devices) -> Option<String> {
+pub fn takes_from_both(steps: &[PlanStep], inventory: &Devices) -> Option<String> {
     taken(steps)
         .find(|name| {
             inventory
@@ -248,7 +254,7 @@ fn prepared_before(
     claim: &ClaimToPrepare,
     (uid, entry): (&ClaimUid, &Entry),
     allocated: &[HeldDevice],
-) -> Result<Vec<Step>, Refusal> {
+) -> Result<Vec<PlanStep>, Refusal> {
     let names = |devices: &[HeldDevice]| -> BTreeSet<String> {
         devices.iter().map(|held| held.device.clone()).collect()
     };
@@ -285,7 +291,7 @@ fn prepared_before(
         }
     }
     if !complete || lacks_metadata {
-        let known = Explanation {
+        let known = ClaimDetails {
             namespace: claim.namespace.clone(),
             name: claim.name.clone(),
             devices: allocated
@@ -293,7 +299,7 @@ fn prepared_before(
                 .map(|device| described(inventory, device))
                 .collect(),
         };
-        steps.push(Step::Save(vec![Change::Explain(uid.clone(), known)]));
+        steps.push(PlanStep::Save(vec![ClaimChange::Explain(uid.clone(), known)]));
     }
     steps.extend(restore(uid));
     Ok(steps)
@@ -339,22 +345,22 @@ pub(super) fn described(inventory: &Devices, allocated: &HeldDevice) -> HeldDevi
 pub fn plan_unprepare(
     prepared_claims: &PreparedClaims,
     claim: &ClaimToUnprepare,
-) -> Result<Vec<Step>, Refusal> {
+) -> Result<Vec<PlanStep>, Refusal> {
     let uid = ClaimUid::parse(&claim.uid)?;
-    let mut steps = vec![Step::RemoveCdi(uid.clone())];
+    let mut steps = vec![PlanStep::RemoveCdi(uid.clone())];
     if prepared_claims.entry(&uid).is_some() {
-        steps.push(Step::Unprepare(uid.clone()));
-        steps.push(Step::Save(vec![Change::Remove(uid)]));
+        steps.push(PlanStep::Unprepare(uid.clone()));
+        steps.push(PlanStep::Save(vec![ClaimChange::Remove(uid)]));
     }
     Ok(steps)
 }
 
 /// The steps that update a claim's CDI file to the present state of its devices.
-pub(super) fn restore(uid: &ClaimUid) -> Vec<Step> {
+pub(super) fn restore(uid: &ClaimUid) -> Vec<PlanStep> {
     vec![
-        Step::Prepare(uid.clone()),
-        Step::WriteCdi(uid.clone()),
-        Step::Save(Vec::new()),
+        PlanStep::Prepare(uid.clone()),
+        PlanStep::WriteCdi(uid.clone()),
+        PlanStep::Save(Vec::new()),
     ]
 }
 
@@ -403,6 +409,125 @@ pub struct DeviceResult {
     pub pod_claim_name: Option<String>,
 }
 
+/// Maximum number of results of a claim (`AllocationResultsMaxSize`).
+const RESULTS_MAX: usize = 32;
+/// Annotation of a claim made from a template: its name in the pod (`PodResourceClaimAnnotation`).
+const POD_CLAIM_NAME: &str = "resource.kubernetes.io/pod-claim-name";
+/// Why a claim gives this driver no devices. The message is for the pod's event.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ResultsError {
+    /// Another claim has the name.
+    #[error(
+        "the claim was deleted, and another of this name has uid {found:?}: delete the pod so that its replacement uses it"
+    )]
+    Replaced {
+        /// The uid of the other claim, truncated.
+        found: String,
+    },
+    /// The claim is not allocated.
+    #[error(
+        "the claim is not allocated (any more): delete the pod so that its replacement is scheduled again"
+    )]
+    NotAllocated,
+    /// The claim is reserved for no pod.
+    #[error(
+        "the claim is reserved for no pod (any more): delete the pod so that its replacement is scheduled again"
+    )]
+    NotReserved,
+    /// The allocation has no device of this driver.
+    #[error("the claim's allocation has no device of driver {0}")]
+    NoDevice(DriverName),
+    /// The allocation has more results than the API permits.
+    #[error("the claim's allocation has {0} results; at most {RESULTS_MAX} are possible")]
+    TooManyResults(usize),
+    /// The API server would reject the name of a request.
+    #[error("the claim's allocation names a request {0:?}, which is not a valid name")]
+    Request(String),
+    /// The claim or its class has parameters for this driver.
+    #[error(
+        "the claim or its DeviceClass has opaque parameters for driver {0}, which takes none: remove `config` from the claim or the class, and \
+         configure the kind of device instead"
+    )]
+    Parameters(DriverName),
+}
+
+impl ResultsError {
+    /// CamelCase, from a small fixed set: a metric label.
+    pub const fn reason(&self) -> &'static str {
+        match self {
+            Self::TooManyResults(_) | Self::Request(_) => "InvalidClaim",
+            Self::Replaced { .. } => "ClaimGone",
+            Self::NotAllocated | Self::NotReserved | Self::NoDevice(_) => "NotAllocated",
+            Self::Parameters(_) => "InvalidParameters",
+        }
+    }
+}
+
+/// The results of a driver in the allocation of the claim with this uid.
+pub fn results_of_claim(
+    claim: ResourceClaim,
+    uid: &str,
+    driver: &DriverName,
+) -> Result<Vec<DeviceResult>, ResultsError> {
+    let found = claim.metadata.uid.as_deref().unwrap_or_default();
+    if found != uid {
+        return Err(ResultsError::Replaced { found: shown(found) });
+    }
+    let status = claim.status.unwrap_or_default();
+    let devices = status
+        .allocation
+        .ok_or(ResultsError::NotAllocated)?
+        .devices
+        .unwrap_or_default();
+    if status.reserved_for.is_none_or(|consumers| consumers.is_empty()) {
+        return Err(ResultsError::NotReserved);
+    }
+    let results = devices.results.unwrap_or_default();
+    if results.len() > RESULTS_MAX {
+        return Err(ResultsError::TooManyResults(results.len()));
+    }
+    let mut configurations = devices.config.into_iter().flatten();
+    if configurations.any(|config| {
+        config
+            .opaque
+            .is_some_and(|opaque| opaque.driver == driver.as_str())
+    }) {
+        return Err(ResultsError::Parameters(driver.clone()));
+    }
+    let ours = results_of_driver(&results, driver, pod_claim_name(&claim.metadata));
+    if ours.is_empty() {
+        return Err(ResultsError::NoDevice(driver.clone()));
+    }
+    match ours.iter().find(|result| base_request(&result.request).is_none()) {
+        Some(result) => Err(ResultsError::Request(shown(&result.request))),
+        None => Ok(ours),
+    }
+}
+
+/// The name of a claim in its pod, if the claim was made from a template.
+pub fn pod_claim_name(claim: &ObjectMeta) -> Option<&str> {
+    let annotations = claim.annotations.as_ref()?;
+    annotations.get(POD_CLAIM_NAME).map(String::as_str)
+}
+
+/// The results of this driver.
+pub fn results_of_driver(
+    results: &[DeviceRequestAllocationResult],
+    driver: &DriverName,
+    pod_claim_name: Option<&str>,
+) -> Vec<DeviceResult> {
+    let ours = results.iter().filter(|result| result.driver == driver.as_str());
+    let device = |result: &DeviceRequestAllocationResult| DeviceResult {
+        request: result.request.clone(),
+        pool: result.pool.clone(),
+        device: result.device.clone(),
+        share_id: result.share_id.clone(),
+        admin_access: result.admin_access.unwrap_or_default(),
+        pod_claim_name: pod_claim_name.map(str::to_owned),
+    };
+    ours.map(device).collect()
+}
+
 /// A claim in kubelet's Unprepare request, unvalidated. The claim may no longer exist in the API.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ClaimToUnprepare {
@@ -414,17 +539,6 @@ pub struct ClaimToUnprepare {
     pub uid: String,
 }
 
-/// A device of an extended resource, as sent in ListAndWatch.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PluginDevice {
-    /// The device plugin id: the inventory name, followed by a dot and a number if several containers may hold the device.
-    pub id: String,
-    /// Whether kubelet may grant it.
-    pub healthy: bool,
-    /// The nearby NUMA nodes; empty if unknown.
-    pub numa_nodes: Vec<i64>,
-}
-
 /// The identity of this node, which a resource handle must match.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeIdentity {
@@ -432,31 +546,6 @@ pub struct NodeIdentity {
     pub name: String,
     /// Uid of the Node object; `None` until the API server has reported it once.
     pub uid: Option<String>,
-}
-
-/// An extended resource and how its devices are passed to containers.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ExtendedResource {
-    /// The kind of its devices.
-    pub kind: String,
-    /// Whether devices of the kind have [`Mode::Both`], so that claims may hold them, too.
-    pub also_by_claims: bool,
-    /// Whether containers get a device by its CDI name, with a CDI file that the companion maintains, instead of by its device nodes.
-    /// Kubelet 1.27 silently ignores CDI names, as does kubelet 1.28 without the feature gate `DevicePluginCDIDevices`.
-    pub cdi_devices: bool,
-    /// Whether PreStartContainer checks each device before a container starts. A container whose device is missing then waits instead of
-    /// starting without it.
-    pub pre_start_check: bool,
-}
-
-impl ExtendedResource {
-    /// The resource of a kind with default settings.
-    pub fn of_kind(kind: impl Into<String>) -> Self {
-        Self {
-            kind: kind.into(),
-            ..Self::default()
-        }
-    }
 }
 
 /// Why the node refuses a request. Each message is for the user who reads the pod's events.
@@ -643,17 +732,8 @@ pub enum Refusal {
         named: String,
     },
     /// Two container edits use the same path.
-    #[error(
-        "{first} and {second} would both be {container_path} in a container, which can see only one of them: write {{device}} or {{n}} into containerPaths of the kind, or ask for one device at a time"
-    )]
-    SamePath {
-        /// The path in the container.
-        container_path: String,
-        /// The first edit: `device node` or `mount of`, and its path on the node.
-        first: String,
-        /// The second edit, in the same form.
-        second: String,
-    },
+    #[error(transparent)]
+    SamePath(#[from] PathConflict),
     /// The extended resource does not exist.
     #[error("this node has no extended resource {0:?}")]
     NoResource(String),
@@ -694,7 +774,7 @@ impl Refusal {
             Self::ContainersUnknown { .. } => "PodResourcesUnavailable",
             Self::Unaccounted { .. } => "HoldingsUnknown",
             Self::Changed { .. } | Self::TooFewShares { .. } => "AllocationChanged",
-            Self::SamePath { .. } => "ContainerPathTaken",
+            Self::SamePath(_) => "ContainerPathTaken",
             Self::NoResource(_) | Self::OtherResource { .. } => "InvalidResource",
         }
     }
@@ -726,7 +806,7 @@ impl Refusal {
             | Self::Allocated { .. }
             | Self::Unaccounted { .. }
             | Self::Changed { .. }
-            | Self::SamePath { .. } => false,
+            | Self::SamePath(_) => false,
         }
     }
 }
@@ -846,10 +926,10 @@ pub(super) fn list<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
 
 /// One idempotent action.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum PlanStep {
     /// Applies these changes together and stores the checkpoint durably. Without changes, stores the present state. Writes nothing if the
     /// checkpoint is up to date.
-    Save(Vec<Change>),
+    Save(Vec<ClaimChange>),
     /// Calls the node's driver for the claim's container edits, which also checks that the devices exist, and records them.
     Prepare(ClaimUid),
     /// Updates the claim's CDI file from its record. Writes nothing if it is up to date.
@@ -875,7 +955,7 @@ pub trait Records {
     fn remove_cdi(&self, uid: &ClaimUid) -> Result<(), Self::Error>;
 }
 
-impl Step {
+impl PlanStep {
     /// Performs the step, unless it is one for the driver. Returns the new prepared claims if the step changes them. If storing fails,
     /// nothing changes.
     pub fn perform<R: Records>(
@@ -903,6 +983,61 @@ impl Step {
             Self::Prepare(_) | Self::Unprepare(_) => {}
         }
         Ok(None)
+    }
+}
+
+/// Pause before the first retry; it doubles with each failure.
+const FIRST: Duration = Duration::from_secs(1);
+/// Maximum pause.
+const LONGEST: Duration = Duration::from_secs(60);
+
+/// The missing files.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Missing {
+    /// The CDI file of a claim.
+    OfClaim(ClaimUid),
+    /// CDI files of devices that the device plugin API passes by name.
+    OfDevices,
+}
+
+/// The missing files, each with the time of its next retry. Times are since any fixed moment.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Retries(BTreeMap<Missing, ScheduledRetry>);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct ScheduledRetry {
+    pause: Duration,
+    due: Duration,
+}
+
+impl Retries {
+    /// Schedules a retry after a failed write.
+    pub fn failed(&mut self, missing: Missing, now: Duration) {
+        let before = self.0.get(&missing);
+        let pause = before.map_or(FIRST, |retry| retry.pause.saturating_mul(2).min(LONGEST));
+        let due = now.saturating_add(pause);
+        self.0.insert(missing, ScheduledRetry { pause, due });
+    }
+
+    /// Removes a file that was written or is no longer needed. Returns whether it was missing.
+    pub fn done(&mut self, missing: &Missing) -> bool {
+        self.0.remove(missing).is_some()
+    }
+
+    /// Whether a retry is scheduled.
+    pub fn has(&self, missing: &Missing) -> bool {
+        self.0.contains_key(missing)
+    }
+
+    /// The files whose retry is due.
+    pub fn due(&self, now: Duration) -> Vec<Missing> {
+        let due = self.0.iter().filter(|(_, retry)| retry.due <= now);
+        due.map(|(missing, _)| missing.clone()).collect()
+    }
+
+    /// The time of the next retry.
+    pub fn next(&self) -> Option<Duration> {
+        self.0.values().map(|retry| retry.due).min()
     }
 }
 

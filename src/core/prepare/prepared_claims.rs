@@ -1,6 +1,6 @@
 //! The prepared claims of this node and the devices they hold.
 //!
-//! They are the content of the checkpoint. They change only by [`Change`]s, and a change takes effect once the checkpoint that contains it
+//! They are the content of the checkpoint, and each has a CDI file. They change only by [`ClaimChange`]s, and a change takes effect once the checkpoint that contains it
 //! is durable.
 //!
 //! Two device names stand for the same device if they share a device node: names come from the configuration, and a reload can give a
@@ -10,12 +10,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use super::container_edits::ContainerEdits;
-use super::device_metadata::DeviceMetadata;
-use super::inventory::Devices;
-use super::names::{ClaimUid, environment_name};
+use super::container_edits::{ContainerEdits, cdi_device, cdi_spec, edits_of_cdi};
+use super::device_metadata::{ClaimMetadata, DeviceMetadata, MetadataFile, metadata_files};
+use crate::api::cdi;
 use crate::api::crd::{Device, DeviceNumber};
+use crate::core::discovery::Devices;
 use crate::core::discovery::attributes::NODES;
+use crate::core::names::{ClaimDevice, ClaimUid, DriverName, device_of_environment_name, environment_name};
 
 /// The claims that hold devices of this node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -153,20 +154,20 @@ pub enum Progress {
 
 /// One change of the prepared claims.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Change {
+pub enum ClaimChange {
     /// A claim takes its devices.
     Start(ClaimUid, Entry),
     /// The container edits are in place; kubelet may get the CDI id from now on.
     Finish(ClaimUid),
     /// Details of a rebuilt claim have become known; nothing else changes.
-    Explain(ClaimUid, Explanation),
+    Explain(ClaimUid, ClaimDetails),
     /// The claim holds nothing any more.
     Remove(ClaimUid),
 }
 
 /// Missing details of a claim that was rebuilt after the checkpoint was lost.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Explanation {
+pub struct ClaimDetails {
     /// Namespace of the claim.
     pub namespace: String,
     /// Name of the claim.
@@ -254,12 +255,12 @@ impl PreparedClaims {
     }
 
     /// Applies a change.
-    pub fn apply(&mut self, change: &Change) {
+    pub fn apply(&mut self, change: &ClaimChange) {
         match change {
-            Change::Start(uid, entry) => {
+            ClaimChange::Start(uid, entry) => {
                 self.entries.insert(uid.clone(), entry.clone());
             }
-            Change::Finish(uid) => {
+            ClaimChange::Finish(uid) => {
                 if let Some(entry) = self.entries.get_mut(uid)
                     && let Some(container_edits) = entry.container_edits().cloned()
                 {
@@ -267,14 +268,14 @@ impl PreparedClaims {
                     entry.boot_id.clone_from(&self.boot_id);
                 }
             }
-            Change::Explain(uid, known) => {
+            ClaimChange::Explain(uid, known) => {
                 if let Some(entry) = self.entries.get_mut(uid) {
                     entry.namespace.clone_from(&known.namespace);
                     entry.name.clone_from(&known.name);
                     entry.devices.clone_from(&known.devices);
                 }
             }
-            Change::Remove(uid) => {
+            ClaimChange::Remove(uid) => {
                 self.entries.remove(uid);
             }
         }
@@ -345,6 +346,74 @@ impl Entry {
         })
     }
 
+    /// The CDI file of the claim; `None` if the driver has not made its edits. Kind and names derive only from the driver name, the claim's
+    /// uid and the names of its devices.
+    pub fn cdi_spec(&self, driver: &DriverName, uid: &ClaimUid) -> Option<cdi::Spec> {
+        let all = self.container_edits()?;
+        if !self.is_structured() {
+            return Some(cdi_spec(driver, uid, all));
+        }
+        let devices = self.structured_devices(uid);
+        Some(cdi::Spec {
+            cdi_version: cdi::VERSION.to_owned(),
+            kind: driver.cdi_kind(),
+            devices: devices
+                .map(|(name, structured)| cdi_device(name.to_string(), &structured.container_edits))
+                .collect(),
+        })
+    }
+
+    /// The files with the metadata of the claim's devices.
+    pub fn metadata_files(&self, driver: &DriverName, uid: &ClaimUid) -> Vec<MetadataFile> {
+        let claim = ClaimMetadata {
+            name: &self.name,
+            namespace: &self.namespace,
+            uid: uid.as_str(),
+            generation: 1,
+        };
+        let devices = self.structured_devices(uid);
+        metadata_files(
+            driver,
+            claim,
+            devices.map(|(name, structured)| (name, &structured.metadata)),
+        )
+    }
+
+    /// The devices of structured mode, with their names in CDI.
+    fn structured_devices(&self, uid: &ClaimUid) -> impl Iterator<Item = (ClaimDevice, &Structured)> {
+        self.devices.iter().filter_map(|held| {
+            let structured = held.structured.as_ref()?;
+            let name = ClaimDevice {
+                uid: uid.clone(),
+                device: held.device.clone(),
+                admin_access: structured.admin_access,
+            };
+            Some((name, structured))
+        })
+    }
+
+    /// Reads the record from a CDI file of this driver: in structured mode from the names of the CDI devices, in classic mode from the variables
+    /// named after devices. Namespace, name, kinds and share ids are not in the file. Returns `None` if the file does not have the form that
+    /// [`Self::cdi_spec`] produces.
+    ///
+    /// The entry counts as prepared in this boot. That is true if `/var/run` is kept in memory, and the safe assumption elsewhere.
+    pub fn of_cdi_spec(driver: &DriverName, uid: &ClaimUid, boot_id: &str, spec: &cdi::Spec) -> Option<Self> {
+        if spec.kind != driver.cdi_kind() {
+            return None;
+        }
+        let (devices, container_edits) = match spec.devices.as_slice() {
+            [device] if device.name == uid.as_str() => classic_devices(device)?,
+            devices => structured_devices(uid, devices)?,
+        };
+        Some(Self {
+            namespace: String::new(),
+            name: String::new(),
+            boot_id: boot_id.to_owned(),
+            devices,
+            progress: Progress::Done { container_edits },
+        })
+    }
+
     /// Describes the claim for messages.
     pub fn describe(&self, uid: &ClaimUid) -> String {
         if self.name.is_empty() {
@@ -353,6 +422,43 @@ impl Entry {
             format!("claim {}/{} (uid {uid})", self.namespace, self.name)
         }
     }
+}
+
+fn classic_devices(device: &cdi::Device) -> Option<(Vec<HeldDevice>, ContainerEdits)> {
+    let container_edits = edits_of_cdi(&device.container_edits)?;
+    // A driver may set other variables, too.
+    let names = container_edits
+        .environment
+        .keys()
+        .filter_map(|name| device_of_environment_name(name));
+    let devices: Vec<HeldDevice> = names
+        .map(|device| HeldDevice {
+            device,
+            ..HeldDevice::default()
+        })
+        .collect();
+    (!devices.is_empty()).then_some((devices, container_edits))
+}
+
+fn structured_devices(uid: &ClaimUid, devices: &[cdi::Device]) -> Option<(Vec<HeldDevice>, ContainerEdits)> {
+    let mut all = ContainerEdits::default();
+    let mut held = Vec::new();
+    for device in devices {
+        let name = ClaimDevice::parse(&device.name).filter(|name| name.uid == *uid)?;
+        let container_edits = edits_of_cdi(&device.container_edits)?;
+        all.extend(container_edits.clone());
+        held.push(HeldDevice {
+            device: name.device,
+            structured: Some(Structured {
+                share_ids: Vec::new(),
+                admin_access: name.admin_access,
+                container_edits,
+                ..Structured::default()
+            }),
+            ..HeldDevice::default()
+        });
+    }
+    (!held.is_empty()).then_some((held, all))
 }
 
 /// Whether two devices have a device node in common.
@@ -437,11 +543,11 @@ mod tests {
     #[test]
     fn a_claim_is_not_done_before_its_injection_is_known() {
         let mut prepared_claims = PreparedClaims::new("boot", BTreeMap::new());
-        prepared_claims.apply(&Change::Start(uid(), started("boot")));
-        prepared_claims.apply(&Change::Finish(uid()));
+        prepared_claims.apply(&ClaimChange::Start(uid(), started("boot")));
+        prepared_claims.apply(&ClaimChange::Finish(uid()));
         assert!(!prepared_claims.entry(&uid()).unwrap().is_done());
         prepared_claims.set_container_edits(&uid(), ContainerEdits::default(), &Devices::new());
-        prepared_claims.apply(&Change::Finish(uid()));
+        prepared_claims.apply(&ClaimChange::Finish(uid()));
         assert!(prepared_claims.entry(&uid()).unwrap().is_done());
     }
 
@@ -449,12 +555,12 @@ mod tests {
     fn a_device_is_held_from_the_start_until_the_removal() {
         let mut prepared_claims = PreparedClaims::new("boot", BTreeMap::new());
         assert_eq!(prepared_claims.holder("kvm"), None);
-        prepared_claims.apply(&Change::Start(uid(), started("boot")));
+        prepared_claims.apply(&ClaimChange::Start(uid(), started("boot")));
         assert_eq!(
             prepared_claims.holder("kvm").map(|(holder, _)| holder),
             Some(&uid())
         );
-        prepared_claims.apply(&Change::Remove(uid()));
+        prepared_claims.apply(&ClaimChange::Remove(uid()));
         assert_eq!(prepared_claims.holder("kvm"), None);
     }
 
@@ -466,7 +572,162 @@ mod tests {
         };
         let mut prepared_claims = PreparedClaims::new("boot", BTreeMap::from([(uid(), entry)]));
         assert!(!prepared_claims.may_be_in_use(prepared_claims.entry(&uid()).unwrap()));
-        prepared_claims.apply(&Change::Finish(uid()));
+        prepared_claims.apply(&ClaimChange::Finish(uid()));
         assert!(prepared_claims.may_be_in_use(prepared_claims.entry(&uid()).unwrap()));
+    }
+}
+
+#[cfg(test)]
+mod cdi_tests {
+    use super::super::container_edits::{DeviceNode, Mount, cdi_spec_of_device};
+    use super::*;
+
+    fn driver() -> DriverName {
+        DriverName::parse("drayman.dev").unwrap()
+    }
+
+    fn uid() -> ClaimUid {
+        ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap()
+    }
+
+    fn container_edits() -> ContainerEdits {
+        let node = |path: &str| DeviceNode {
+            host_path: path.into(),
+            container_path: path.into(),
+            permissions: "rw".into(),
+        };
+        let mut container_edits = ContainerEdits::of_device_node("kvm", node("/dev/kvm"));
+        container_edits.extend(ContainerEdits::of_device_node("tty-usb0", node("/dev/tty-usb0")));
+        container_edits
+    }
+
+    fn mounting() -> ContainerEdits {
+        let mount = |path: &str, read_only| Mount {
+            host_path: path.into(),
+            container_path: path.into(),
+            read_only,
+        };
+        ContainerEdits {
+            mounts: vec![mount("/opt/vendor", true), mount("/run/vendor", false)],
+            ..container_edits()
+        }
+    }
+
+    #[test]
+    fn mounts_are_read_back_as_they_were_written() {
+        let spec = cdi_spec(&driver(), &uid(), &mounting());
+        assert_eq!(
+            spec.devices[0].container_edits.mounts[0].options,
+            ["rbind", "nosuid", "nodev", "ro"]
+        );
+        let entry = Entry::of_cdi_spec(&driver(), &uid(), "boot", &spec).unwrap();
+        assert_eq!(entry.container_edits(), Some(&mounting()));
+    }
+
+    #[test]
+    fn a_device_has_a_file_of_another_class_than_claims() {
+        let spec = cdi_spec_of_device(&driver(), "kvm", &container_edits());
+        assert_eq!(
+            (spec.kind.as_str(), spec.devices[0].name.as_str()),
+            ("drayman.dev/device", "kvm")
+        );
+    }
+
+    #[test]
+    fn the_file_says_what_the_specification_asks_for() {
+        let text = serde_json::to_string(&cdi_spec(&driver(), &uid(), &container_edits())).unwrap();
+        assert_eq!(
+            text,
+            concat!(
+                r#"{"cdiVersion":"0.5.0","kind":"drayman.dev/claim","devices":[{"name":"7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10","#,
+                r#""containerEdits":{"env":["DRAYMAN_DEVICE_KVM=/dev/kvm","DRAYMAN_DEVICE_TTY_USB0=/dev/tty-usb0"],"#,
+                r#""deviceNodes":[{"path":"/dev/kvm","hostPath":"/dev/kvm","permissions":"rw"},"#,
+                r#"{"path":"/dev/tty-usb0","hostPath":"/dev/tty-usb0","permissions":"rw"}]}}]}"#
+            )
+        );
+    }
+
+    #[test]
+    fn a_file_tells_which_devices_the_claim_holds() {
+        let entry = Entry::of_cdi_spec(
+            &driver(),
+            &uid(),
+            "boot",
+            &cdi_spec(&driver(), &uid(), &container_edits()),
+        )
+        .unwrap();
+        assert_eq!(entry.container_edits(), Some(&container_edits()));
+        assert_eq!(
+            entry
+                .devices
+                .iter()
+                .map(|held| held.device.as_str())
+                .collect::<Vec<_>>(),
+            ["kvm", "tty-usb0"]
+        );
+    }
+
+    fn structured_entry() -> Entry {
+        let of = |device: &str, path: &str| {
+            let node = DeviceNode {
+                host_path: path.into(),
+                container_path: path.into(),
+                permissions: "rw".into(),
+            };
+            ContainerEdits::of_device_node(device, node)
+        };
+        let held = |device: &str, path: &str, admin_access| HeldDevice {
+            structured: Some(Structured {
+                share_ids: Vec::new(),
+                admin_access,
+                container_edits: of(device, path),
+                ..Structured::default()
+            }),
+            ..HeldDevice::named(device)
+        };
+        let mut all = of("kvm", "/dev/kvm");
+        all.extend(of("fuse", "/dev/fuse"));
+        Entry {
+            namespace: String::new(),
+            name: String::new(),
+            boot_id: "boot".into(),
+            devices: vec![held("kvm", "/dev/kvm", false), held("fuse", "/dev/fuse", true)],
+            progress: Progress::Done { container_edits: all },
+        }
+    }
+
+    #[test]
+    fn each_device_of_a_structured_claim_is_a_cdi_device() {
+        let entry = structured_entry();
+        let spec = entry.cdi_spec(&driver(), &uid()).unwrap();
+        let names: Vec<&str> = spec.devices.iter().map(|device| device.name.as_str()).collect();
+        assert_eq!(names, [format!("{}-kvm", uid()), format!("admin-{}-fuse", uid())]);
+        for device in &spec.devices {
+            assert_eq!(device.container_edits.device_nodes.len(), 1, "{device:?}");
+            assert_eq!(device.container_edits.env.len(), 1, "{device:?}");
+        }
+        assert_eq!(Entry::of_cdi_spec(&driver(), &uid(), "boot", &spec), Some(entry));
+    }
+
+    #[test]
+    fn a_file_that_is_not_as_we_write_it_tells_nothing() {
+        let good = cdi_spec(&driver(), &uid(), &container_edits());
+        let mut other_kind = good.clone();
+        other_kind.kind = "other.dev/claim".into();
+        let mut other_name = good.clone();
+        other_name.devices[0].name = "x".into();
+        let mut other_variable = good.clone();
+        other_variable.devices[0].container_edits.env = vec!["PATH=/x".into()];
+        let mut no_variable = good.clone();
+        no_variable.devices[0].container_edits.env.clear();
+        let mut two_devices = good.clone();
+        two_devices.devices.push(two_devices.devices[0].clone());
+        for spec in [other_kind, other_name, other_variable, no_variable, two_devices] {
+            assert_eq!(
+                Entry::of_cdi_spec(&driver(), &uid(), "boot", &spec),
+                None,
+                "{spec:?}"
+            );
+        }
     }
 }

@@ -1,17 +1,15 @@
-//! Restores a consistent state after a start, a failed step or a device change; retries failed writes of CDI files; lists prepared claims
-//! and releases them manually.
+//! Restores a consistent state after a start, a failed step or a device change; lists prepared claims and releases them manually.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Duration;
 
-use super::container_edits::{ContainerEdits, entry_of_cdi_spec};
+use super::container_edits::ContainerEdits;
 use super::inventory::Devices;
 use super::kubelet_state::{KubeletClaim, KubeletClaims, KubeletView};
-use super::names::{ClaimUid, ClaimUidError, DriverName};
-use super::plan::{Step, described, restore};
-use super::prepared_claims::{Change, Entry, Explanation, HeldDevice, PreparedClaims, Progress};
+use super::plan::{PlanStep, described, restore};
+use super::prepared_claims::{ClaimChange, ClaimDetails, Entry, HeldDevice, PreparedClaims, Progress};
 use crate::api::cdi;
 use crate::api::proto::pod_resources_v1::PodResources;
+use crate::core::names::{ClaimUid, ClaimUidError, DriverName};
 
 /// Rebuilds the entries of a lost checkpoint from the other sources: CDI files of this driver, and the claims that kubelet lists.
 ///
@@ -32,8 +30,8 @@ pub fn rebuild(
     uids.into_iter()
         .map(|uid| {
             let spec = files.get(uid).and_then(Option::as_ref);
-            let told = spec.and_then(|spec| entry_of_cdi_spec(driver, uid, boot_id, spec));
-            let mut entry = told.unwrap_or_else(|| of_list(boot_id, listed.get(uid).copied()));
+            let of_file = spec.and_then(|spec| Entry::of_cdi_spec(driver, uid, boot_id, spec));
+            let mut entry = of_file.unwrap_or_else(|| of_list(boot_id, listed.get(uid).copied()));
             if let Some(claim) = listed.get(uid) {
                 entry.namespace.clone_from(&claim.namespace);
                 entry.name.clone_from(&claim.name);
@@ -151,11 +149,11 @@ pub fn plan_explained(
     inventory: &Devices,
     uid: &ClaimUid,
     devices: &[HeldDevice],
-) -> Vec<Step> {
+) -> Vec<PlanStep> {
     let Some(entry) = prepared_claims.entry(uid).filter(|entry| entry.is_unaccounted()) else {
         return Vec::new();
     };
-    let known = Explanation {
+    let known = ClaimDetails {
         namespace: entry.namespace.clone(),
         name: entry.name.clone(),
         devices: devices
@@ -163,7 +161,7 @@ pub fn plan_explained(
             .map(|device| described(inventory, device))
             .collect(),
     };
-    let mut steps = vec![Step::Save(vec![Change::Explain(uid.clone(), known)])];
+    let mut steps = vec![PlanStep::Save(vec![ClaimChange::Explain(uid.clone(), known)])];
     steps.extend(restore(uid));
     steps
 }
@@ -174,30 +172,30 @@ pub fn plan_explained(
 ///
 /// `files` are the claims with a CDI file of this driver. Cleaning up a started entry is safe: no container has been given any part of it,
 /// and kubelet, which got no answer, calls again or has forgotten it.
-pub fn plan_clearing(prepared_claims: &PreparedClaims, files: &BTreeSet<ClaimUid>) -> Vec<Vec<Step>> {
+pub fn plan_clearing(prepared_claims: &PreparedClaims, files: &BTreeSet<ClaimUid>) -> Vec<Vec<PlanStep>> {
     let unknown = files.iter().filter(|uid| prepared_claims.entry(uid).is_none());
     let unfinished = prepared_claims
         .entries()
         .iter()
         .filter(|(_, entry)| !entry.is_done());
     unknown
-        .map(|uid| vec![Step::RemoveCdi(uid.clone())])
+        .map(|uid| vec![PlanStep::RemoveCdi(uid.clone())])
         .chain(unfinished.map(|(uid, _)| plan_free(uid)))
         .collect()
 }
 
 /// Plans, claim by claim, the restoration of CDI files at a start: `/var/run/cdi` is empty after a boot. The caller adds a single
-/// [`Step::Save`] that stores the changes for all claims.
+/// [`PlanStep::Save`] that stores the changes for all claims.
 ///
 /// Claims prepared in an earlier boot are included although none of their containers runs: kubelet 1.27 does not call Prepare again for a
 /// claim in its own checkpoint.
-pub fn plan_restoring(prepared_claims: &PreparedClaims) -> Vec<(ClaimUid, Vec<Step>)> {
+pub fn plan_restoring(prepared_claims: &PreparedClaims) -> Vec<(ClaimUid, Vec<PlanStep>)> {
     let done = prepared_claims
         .entries()
         .iter()
         .filter(|(_, entry)| entry.is_done() && !entry.is_unaccounted());
     done.map(|(uid, _)| {
-        let steps = vec![Step::Prepare(uid.clone()), Step::WriteCdi(uid.clone())];
+        let steps = vec![PlanStep::Prepare(uid.clone()), PlanStep::WriteCdi(uid.clone())];
         (uid.clone(), steps)
     })
     .collect()
@@ -205,7 +203,7 @@ pub fn plan_restoring(prepared_claims: &PreparedClaims) -> Vec<(ClaimUid, Vec<St
 
 /// Plans a retry of restoring one claim's CDI file. Returns `None` if there is nothing to restore: the claim is gone, its devices are
 /// unknown, or no container uses it.
-pub fn plan_restoring_one(prepared_claims: &PreparedClaims, uid: &ClaimUid) -> Option<Vec<Step>> {
+pub fn plan_restoring_one(prepared_claims: &PreparedClaims, uid: &ClaimUid) -> Option<Vec<PlanStep>> {
     let entry = prepared_claims.entry(uid)?;
     (prepared_claims.may_be_in_use(entry) && !entry.is_unaccounted()).then(|| restore(uid))
 }
@@ -216,7 +214,7 @@ pub fn plan_refresh(
     prepared_claims: &PreparedClaims,
     before: &Devices,
     after: &Devices,
-) -> Vec<(ClaimUid, Vec<Step>)> {
+) -> Vec<(ClaimUid, Vec<PlanStep>)> {
     let changed = |name: &str| before.get(name) != after.get(name);
     let touched = prepared_claims
         .entries()
@@ -231,21 +229,21 @@ pub fn plan_refresh(
 ///
 /// A claim that containers may be using keeps its devices; only its file is removed, so that no further container starts with a device that
 /// is no longer the allocated one. Every other claim is rolled back completely.
-pub fn plan_undo(prepared_claims: &PreparedClaims, uid: &ClaimUid) -> Vec<Step> {
-    let mut steps = vec![Step::RemoveCdi(uid.clone())];
+pub fn plan_undo(prepared_claims: &PreparedClaims, uid: &ClaimUid) -> Vec<PlanStep> {
+    let mut steps = vec![PlanStep::RemoveCdi(uid.clone())];
     if prepared_claims
         .entry(uid)
         .is_some_and(|entry| !prepared_claims.may_be_in_use(entry))
     {
-        steps.push(Step::Unprepare(uid.clone()));
-        steps.push(Step::Save(vec![Change::Remove(uid.clone())]));
+        steps.push(PlanStep::Unprepare(uid.clone()));
+        steps.push(PlanStep::Save(vec![ClaimChange::Remove(uid.clone())]));
     }
     steps
 }
 
 /// A prepared claim, as shown to users.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Holding {
+pub struct ClaimHolding {
     /// Uid of the claim.
     pub uid: String,
     /// Namespace of the claim; empty if it was lost with the checkpoint.
@@ -313,7 +311,7 @@ pub fn plan_release(
     kubelet: &KubeletView,
     uid: &str,
     force: bool,
-) -> Result<(ClaimUid, Vec<Step>), ReleaseRefusal> {
+) -> Result<(ClaimUid, Vec<PlanStep>), ReleaseRefusal> {
     let uid = ClaimUid::parse(uid)?;
     let entry = prepared_claims
         .entry(&uid)
@@ -337,11 +335,11 @@ pub fn plan_release(
 }
 
 /// The steps that release a claim. The file goes first: after a kill in between, the claim is still recorded.
-pub fn plan_free(uid: &ClaimUid) -> Vec<Step> {
+pub fn plan_free(uid: &ClaimUid) -> Vec<PlanStep> {
     vec![
-        Step::RemoveCdi(uid.clone()),
-        Step::Unprepare(uid.clone()),
-        Step::Save(vec![Change::Remove(uid.clone())]),
+        PlanStep::RemoveCdi(uid.clone()),
+        PlanStep::Unprepare(uid.clone()),
+        PlanStep::Save(vec![ClaimChange::Remove(uid.clone())]),
     ]
 }
 
@@ -349,8 +347,8 @@ pub fn plan_free(uid: &ClaimUid) -> Vec<Step> {
 pub fn holdings(
     prepared_claims: &PreparedClaims,
     quarantine: &std::collections::BTreeMap<ClaimUid, String>,
-) -> Vec<Holding> {
-    let holding = |(uid, entry): (&ClaimUid, &Entry)| Holding {
+) -> Vec<ClaimHolding> {
+    let holding = |(uid, entry): (&ClaimUid, &Entry)| ClaimHolding {
         uid: uid.to_string(),
         namespace: entry.namespace.clone(),
         name: entry.name.clone(),
@@ -363,61 +361,6 @@ pub fn holdings(
         quarantine: quarantine.get(uid).cloned().unwrap_or_default(),
     };
     prepared_claims.entries().iter().map(holding).collect()
-}
-
-/// Pause before the first retry; it doubles with each failure.
-const FIRST: Duration = Duration::from_secs(1);
-/// Maximum pause.
-const LONGEST: Duration = Duration::from_secs(60);
-
-/// The missing files.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Missing {
-    /// The CDI file of a claim.
-    OfClaim(ClaimUid),
-    /// CDI files of devices that the device plugin API passes by name.
-    OfDevices,
-}
-
-/// The missing files, each with the time of its next retry. Times are since any fixed moment.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Retries(BTreeMap<Missing, Retry>);
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Retry {
-    pause: Duration,
-    due: Duration,
-}
-
-impl Retries {
-    /// Schedules a retry after a failed write.
-    pub fn failed(&mut self, missing: Missing, now: Duration) {
-        let before = self.0.get(&missing);
-        let pause = before.map_or(FIRST, |retry| retry.pause.saturating_mul(2).min(LONGEST));
-        let due = now.saturating_add(pause);
-        self.0.insert(missing, Retry { pause, due });
-    }
-
-    /// Removes a file that was written or is no longer needed. Returns whether it was missing.
-    pub fn done(&mut self, missing: &Missing) -> bool {
-        self.0.remove(missing).is_some()
-    }
-
-    /// Whether a retry is scheduled.
-    pub fn has(&self, missing: &Missing) -> bool {
-        self.0.contains_key(missing)
-    }
-
-    /// The files whose retry is due.
-    pub fn due(&self, now: Duration) -> Vec<Missing> {
-        let due = self.0.iter().filter(|(_, retry)| retry.due <= now);
-        due.map(|(missing, _)| missing.clone()).collect()
-    }
-
-    /// The time of the next retry.
-    pub fn next(&self) -> Option<Duration> {
-        self.0.values().map(|retry| retry.due).min()
-    }
 }
 
 #[cfg(test)]
@@ -581,7 +524,7 @@ mod tests {
         );
         assert_eq!(
             plan_clearing(&prepared_claims, &files.into_keys().collect()),
-            Vec::<Vec<Step>>::new()
+            Vec::<Vec<PlanStep>>::new()
         );
     }
 
@@ -595,7 +538,7 @@ mod tests {
         let none = Devices::new();
         let steps = plan_explained(&prepared_claims, &none, &uid('1'), &[HeldDevice::named("x")]);
         assert!(
-            matches!(&steps[0], Step::Save(changes) if matches!(changes[..], [Change::Explain(..)])),
+            matches!(&steps[0], PlanStep::Save(changes) if matches!(changes[..], [ClaimChange::Explain(..)])),
             "{steps:?}"
         );
         assert_eq!(steps[1..], restore(&uid('1')));
@@ -654,9 +597,9 @@ mod release_tests {
         assert_eq!(
             steps,
             [
-                Step::RemoveCdi(uid()),
-                Step::Unprepare(uid()),
-                Step::Save(vec![Change::Remove(uid())])
+                PlanStep::RemoveCdi(uid()),
+                PlanStep::Unprepare(uid()),
+                PlanStep::Save(vec![ClaimChange::Remove(uid())])
             ]
         );
     }
@@ -695,48 +638,5 @@ mod release_tests {
             (earlier.state, earlier.quarantine.as_str()),
             (HoldingState::EarlierBoot, "")
         );
-    }
-}
-
-#[cfg(test)]
-mod retries_tests {
-    use super::*;
-
-    #[test]
-    fn a_file_is_tried_again_ever_less_often_until_it_is_there() {
-        let (mut retries, mut now) = (Retries::default(), Duration::ZERO);
-        assert_eq!(retries.next(), None);
-        let mut pauses = Vec::new();
-        for _ in 0..8 {
-            retries.failed(Missing::OfDevices, now);
-            let due = retries.next().unwrap();
-            assert!(
-                retries
-                    .due(due.saturating_sub(Duration::from_millis(1)))
-                    .is_empty()
-            );
-            assert_eq!(retries.due(due), [Missing::OfDevices]);
-            pauses.push(due.saturating_sub(now).as_secs());
-            now = due;
-        }
-        assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60]);
-        assert!(retries.done(&Missing::OfDevices) && !retries.done(&Missing::OfDevices));
-        assert_eq!((retries.next(), retries.due(now)), (None, vec![]));
-        retries.failed(Missing::OfDevices, now);
-        assert_eq!(retries.next(), Some(now + FIRST), "the next time begins anew");
-    }
-
-    #[test]
-    fn each_claim_has_its_own_time() {
-        let claim = |last: char| {
-            let uid = format!("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0{last}");
-            Missing::OfClaim(ClaimUid::parse(&uid).unwrap())
-        };
-        let mut retries = Retries::default();
-        retries.failed(claim('1'), Duration::ZERO);
-        retries.failed(claim('1'), Duration::ZERO);
-        retries.failed(claim('2'), Duration::ZERO);
-        assert_eq!(retries.due(FIRST), [claim('2')]);
-        assert_eq!(retries.due(FIRST * 2), [claim('1'), claim('2')]);
     }
 }

@@ -11,8 +11,8 @@ use std::time::Duration;
 use serde::Deserialize;
 
 use super::kubelet_state::shortened;
-use super::names::{ClaimDevice, DriverName};
 use crate::api::crd::{DeviceNodeKind, DeviceNumber};
+use crate::core::names::{ClaimDevice, DriverName};
 
 /// How long a created container may still be started: kubelet waits two minutes for each call to the runtime. If kubelet was killed
 /// meanwhile, a created container is never started, and is removed with its pod.
@@ -23,7 +23,7 @@ const CDI_ANNOTATION: &str = "cdi.k8s.io/";
 
 /// The devices that a container was given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Given {
+pub struct ContainerDevices {
     /// The device numbers of its device nodes. A privileged container sees every device node of the host; for it, these are the nodes that
     /// kubelet requested.
     pub numbers: BTreeSet<DeviceNumber>,
@@ -35,7 +35,7 @@ pub struct Given {
 
 /// The state of a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum RuntimeContainerState {
     /// Created, and may be started.
     Created,
     /// Running, or unknown to the runtime.
@@ -54,11 +54,11 @@ pub struct RuntimeContainer {
     /// Name of the container.
     pub container: String,
     /// The state of the container.
-    pub state: State,
+    pub state: RuntimeContainerState,
     /// How long the container has been observed, by a monotonic clock.
     pub age: Duration,
     /// The devices that it was given.
-    pub given: Given,
+    pub given: ContainerDevices,
 }
 
 /// All containers of the runtime at one moment.
@@ -67,14 +67,14 @@ pub struct RuntimeContainers(pub Vec<RuntimeContainer>);
 
 impl RuntimeContainers {
     /// A container that may still run and has devices that match.
-    pub fn user(&self, matches: impl Fn(&Given) -> bool) -> Option<&RuntimeContainer> {
+    pub fn user(&self, matches: impl Fn(&ContainerDevices) -> bool) -> Option<&RuntimeContainer> {
         self.0
             .iter()
             .find(|container| container.may_run() && matches(&container.given))
     }
 }
 
-impl Given {
+impl ContainerDevices {
     /// Whether the container has one of these device nodes.
     pub fn has_one_of(&self, numbers: &[DeviceNumber]) -> bool {
         numbers.iter().any(|number| self.numbers.contains(number))
@@ -98,9 +98,9 @@ impl RuntimeContainer {
     /// Whether the container runs or may still be started.
     pub fn may_run(&self) -> bool {
         match self.state {
-            State::Created => self.age < START_LIMIT,
-            State::Running => true,
-            State::Exited => false,
+            RuntimeContainerState::Created => self.age < START_LIMIT,
+            RuntimeContainerState::Running => true,
+            RuntimeContainerState::Exited => false,
         }
     }
 }
@@ -123,7 +123,7 @@ pub struct RuntimeInfoError(String);
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Info {
-    runtime_spec: Spec,
+    runtime_spec: RuntimeSpec,
     #[serde(default)]
     config: Config,
     // Set by CRI-O.
@@ -132,7 +132,7 @@ struct Info {
 }
 
 #[derive(Deserialize)]
-struct Spec {
+struct RuntimeSpec {
     #[serde(default)]
     linux: Option<Linux>,
 }
@@ -191,7 +191,7 @@ struct SecurityContext {
 }
 
 /// Parses the `info` of a container's verbose status, as containerd and CRI-O write it.
-pub fn parse_info(info: &BTreeMap<String, String>) -> Result<Given, RuntimeInfoError> {
+pub fn parse_info(info: &BTreeMap<String, String>) -> Result<ContainerDevices, RuntimeInfoError> {
     let text = info
         .get("info")
         .ok_or_else(|| RuntimeInfoError("its verbose status has no \"info\"".to_owned()))?;
@@ -206,7 +206,7 @@ pub fn parse_info(info: &BTreeMap<String, String>) -> Result<Given, RuntimeInfoE
         .filter(|(name, _)| name.starts_with(CDI_ANNOTATION))
         .flat_map(|(_, names)| names.split(',').map(str::to_owned).collect::<Vec<_>>());
     let paths = info.config.devices.into_iter().flatten();
-    Ok(Given {
+    Ok(ContainerDevices {
         numbers: if is_privileged {
             BTreeSet::new()
         } else {
@@ -240,7 +240,7 @@ impl SpecDevice {
 mod tests {
     use super::*;
 
-    fn info(text: &str) -> Result<Given, RuntimeInfoError> {
+    fn info(text: &str) -> Result<ContainerDevices, RuntimeInfoError> {
         parse_info(&BTreeMap::from([("info".to_owned(), text.to_owned())]))
     }
 
@@ -270,7 +270,7 @@ mod tests {
         let given = info(
             r#"{"privileged":true,"runtimeSpec":{"linux":{"devices":[{"type":"c","major":1,"minor":3}]}}}"#,
         );
-        assert_eq!(given, Ok(Given::default()), "as CRI-O tells it");
+        assert_eq!(given, Ok(ContainerDevices::default()), "as CRI-O tells it");
     }
 
     #[test]
@@ -303,10 +303,10 @@ mod tests {
             container: "main".into(),
             state,
             age: Duration::from_secs(seconds),
-            given: Given {
+            given: ContainerDevices {
                 numbers: [number("c120:6")].into(),
                 cdi_devices: ["drayman.dev/claim=u-1".to_owned()].into(),
-                ..Given::default()
+                ..ContainerDevices::default()
             },
         };
         let has = |container| {
@@ -314,14 +314,14 @@ mod tests {
                 .user(|given| given.has_one_of(&[number("c120:6")]))
                 .is_some()
         };
-        assert!(has(container(State::Running, 9_999)));
-        assert!(has(container(State::Created, 1)));
+        assert!(has(container(RuntimeContainerState::Running, 9_999)));
+        assert!(has(container(RuntimeContainerState::Created, 1)));
         assert!(
-            !has(container(State::Created, 9_999)),
+            !has(container(RuntimeContainerState::Created, 9_999)),
             "nobody starts it any more"
         );
-        assert!(!has(container(State::Exited, 1)));
-        let all = RuntimeContainers(vec![container(State::Running, 1)]);
+        assert!(!has(container(RuntimeContainerState::Exited, 1)));
+        let all = RuntimeContainers(vec![container(RuntimeContainerState::Running, 1)]);
         assert!(all.user(|given| given.has_one_of(&[number("c120:7")])).is_none());
         assert!(
             all.user(|given| given.cdi_devices.contains("drayman.dev/claim=u-1"))

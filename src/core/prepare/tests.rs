@@ -11,14 +11,15 @@ use proptest::prelude::*;
 use super::container_edits::{ContainerEdits, DeviceNode};
 use super::containers::Containers;
 use super::inventory::Devices;
-use super::names::ClaimUid;
 use super::plan::{
-    Allocation, ClaimToPrepare, ClaimToUnprepare, NodeIdentity, Records, Step, plan_prepare, plan_unprepare,
+    Allocation, ClaimToPrepare, ClaimToUnprepare, NodeIdentity, PlanStep, Records, plan_prepare,
+    plan_unprepare,
 };
 use super::prepared_claims::{Entry, PreparedClaims};
 use super::recovery::{plan_clearing, plan_restoring, plan_undo};
 use crate::api::crd::Device;
 use crate::api::handle::{DeviceHandle, HandleDevice, VERSION};
+use crate::core::names::ClaimUid;
 
 /// Storage that the next process can read.
 pub(crate) trait Disk: Records {
@@ -217,7 +218,7 @@ where
                         Outcome::Failed => {
                             // Claims of an earlier boot that were being evicted have lost their file already.
                             let evicted = steps.iter().filter_map(|step| match step {
-                                Step::RemoveCdi(evicted) => Some(evicted.clone()),
+                                PlanStep::RemoveCdi(evicted) => Some(evicted.clone()),
                                 _ => None,
                             });
                             let removed = if let Fault::Failed { step } = fault {
@@ -256,7 +257,7 @@ where
         }
     }
 
-    fn run(&mut self, steps: &[Step], fault: Fault) -> Outcome {
+    fn run(&mut self, steps: &[PlanStep], fault: Fault) -> Outcome {
         for (number, step) in steps.iter().enumerate() {
             match fault {
                 Fault::Killed { step, .. } if step == number => return Outcome::Killed,
@@ -267,15 +268,15 @@ where
         Outcome::Done
     }
 
-    fn perform(&mut self, step: &Step) {
-        if let Step::Prepare(uid) = step
+    fn perform(&mut self, step: &PlanStep) {
+        if let PlanStep::Prepare(uid) = step
             && let Some(container_edits) = self.prepared_claims.entry(uid).map(inject)
         {
             self.prepared_claims
                 .set_container_edits(uid, container_edits, &inventory());
             self.driven.insert(uid.clone());
         }
-        if let Step::Unprepare(uid) = step {
+        if let PlanStep::Unprepare(uid) = step {
             self.driven.remove(uid);
         }
         if let Some(changed) = step.perform(&self.prepared_claims, &self.disk).unwrap() {
@@ -304,7 +305,7 @@ where
                 self.perform(&step);
             }
         }
-        self.perform(&Step::Save(Vec::new()));
+        self.perform(&PlanStep::Save(Vec::new()));
         self.without_file.clear();
     }
 
@@ -325,7 +326,7 @@ where
                 self.perform(&step);
             }
         }
-        self.perform(&Step::Save(Vec::new()));
+        self.perform(&PlanStep::Save(Vec::new()));
         self.without_file.clear();
     }
 

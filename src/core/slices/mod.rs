@@ -17,16 +17,14 @@ use std::sync::Arc;
 use k8s_openapi::api::resource::v1::{Device, ResourcePool, ResourceSlice, ResourceSliceSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 
-use crate::core::prepare::inventory::Devices;
-use crate::core::prepare::names::short_hash;
+use crate::core::discovery::Devices;
+use crate::core::names::short_hash;
 pub(in crate::core) use render::metadata_attributes;
-pub use render::{KIND, Omission, Omitted, SHARES, UNHEALTHY};
+pub use render::{
+    DEVICES_MAX, DEVICES_WITH_TAINTS_MAX, Features, KIND, Omission, Omitted, SHARES, UNHEALTHY,
+};
 use render::{has_shares, render};
 
-/// Devices in one slice without taints, at most (`ResourceSliceMaxDevices`).
-pub const DEVICES_MAX: usize = 128;
-/// Devices in one slice with taints, at most (`ResourceSliceMaxDevicesWithTaintsOrConsumesCounters`).
-pub const DEVICES_WITH_TAINTS_MAX: usize = 64;
 /// Slices of a node, at most: a name has two digits. A node has at most 1,024 devices, which fill 16 slices.
 const SLICES_MAX: usize = 100;
 /// Length of an object name, at most.
@@ -34,42 +32,13 @@ const NAME_MAX: usize = 253;
 
 /// Identity of a node's pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Pool {
+pub struct NodePool {
     /// The driver name.
     pub driver: String,
     /// Name of the Node, and of the pool.
     pub node_name: String,
     /// Uid of the Node, which owns the slices.
     pub node_uid: String,
-}
-
-/// Parts of the API that depend on feature gates. A gate that is off makes the API server drop the field.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Features {
-    /// Device taints (DRADeviceTaints): an unhealthy device is tainted. Otherwise it is left out.
-    pub taints: bool,
-    /// Consumable capacity (DRAConsumableCapacity): devices with shares are published. Otherwise they are left out.
-    pub shares: bool,
-}
-
-impl Features {
-    /// The features that a Kubernetes 1.x server has by default.
-    pub fn of_minor(minor: u32) -> Self {
-        Self {
-            taints: minor >= 36,
-            shares: minor >= 36,
-        }
-    }
-
-    /// Where taints are possible, a slice never has more devices than one with taints may have. Otherwise the first unhealthy device of a
-    /// full slice would move half of the devices, and with them rewrite the whole pool.
-    fn devices_per_slice(self) -> usize {
-        if self.taints {
-            DEVICES_WITH_TAINTS_MAX
-        } else {
-            DEVICES_MAX
-        }
-    }
 }
 
 /// A request to the API server.
@@ -121,7 +90,7 @@ struct Accepted {
 /// The slices of one pool.
 #[derive(Debug)]
 pub struct Slices {
-    pool: Pool,
+    pool: NodePool,
     /// The features that were set.
     offered: Features,
     /// The features that were set, without those that the API server dropped.
@@ -138,7 +107,7 @@ pub struct Slices {
 
 impl Slices {
     /// A pool without devices whose slices were not listed yet.
-    pub fn new(pool: Pool, features: Features) -> Self {
+    pub fn new(pool: NodePool, features: Features) -> Self {
         Self {
             pool,
             offered: features,
@@ -420,7 +389,7 @@ impl Slices {
 
     /// Name of the slice with this index.
     fn name(&self, index: usize) -> String {
-        let Pool {
+        let NodePool {
             driver, node_name, ..
         } = &self.pool;
         let name = format!("{node_name}.{driver}-{index:02}");

@@ -8,11 +8,10 @@ use k8s_openapi::api::resource::v1::{
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use semver::Version;
 
-use super::Features;
 use crate::api::crd::{self, AttributeValue, DeviceAttributes};
+use crate::core::discovery::Devices;
 use crate::core::discovery::attributes::{NUMA_NODE, importance};
-use crate::core::prepare::inventory::Devices;
-use crate::core::prepare::names::is_dns_subdomain;
+use crate::core::names::is_dns_subdomain;
 
 /// Attribute with the kind of a device.
 pub const KIND: &str = "drayman.dev/kind";
@@ -22,6 +21,11 @@ pub const UNHEALTHY: &str = "drayman.dev/unhealthy";
 pub const SHARES: &str = "drayman.dev/shares";
 /// The standard attribute for the NUMA node (`k8s.io/dynamic-resource-allocation/deviceattribute`).
 const STANDARD_NUMA_NODE: &str = "resource.kubernetes.io/numaNode";
+
+/// Devices in one slice without taints, at most (`ResourceSliceMaxDevices`).
+pub const DEVICES_MAX: usize = 128;
+/// Devices in one slice with taints, at most (`ResourceSliceMaxDevicesWithTaintsOrConsumesCounters`).
+pub const DEVICES_WITH_TAINTS_MAX: usize = 64;
 
 /// Attributes and capacities of a device together, at most (`ResourceSliceMaxAttributesAndCapacitiesPerDevice`).
 const ATTRIBUTES_MAX: usize = 32;
@@ -33,6 +37,35 @@ const NUMA_NODES_MAX: i64 = 1024;
 const DOMAIN_MAX: usize = 63;
 /// Characters in an attribute name after its domain, at most (`DeviceMaxIDLength`).
 const IDENTIFIER_MAX: usize = 32;
+
+/// Parts of the API that depend on feature gates. A gate that is off makes the API server drop the field.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Features {
+    /// Device taints (DRADeviceTaints): an unhealthy device is tainted. Otherwise it is left out.
+    pub taints: bool,
+    /// Consumable capacity (DRAConsumableCapacity): devices with shares are published. Otherwise they are left out.
+    pub shares: bool,
+}
+
+impl Features {
+    /// The features that a Kubernetes 1.x server has by default.
+    pub fn of_minor(minor: u32) -> Self {
+        Self {
+            taints: minor >= 36,
+            shares: minor >= 36,
+        }
+    }
+
+    /// Where taints are possible, a slice never has more devices than one with taints may have. Otherwise the first unhealthy device of a
+    /// full slice would move half of the devices, and with them rewrite the whole pool.
+    pub(super) fn devices_per_slice(self) -> usize {
+        if self.taints {
+            DEVICES_WITH_TAINTS_MAX
+        } else {
+            DEVICES_MAX
+        }
+    }
+}
 
 /// A device that is not published.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -18,8 +18,8 @@ const NO_TAINTS: Features = Features {
     shares: false,
 };
 
-fn pool() -> Pool {
-    Pool {
+fn pool() -> NodePool {
+    NodePool {
         driver: DRIVER.into(),
         node_name: NODE.into(),
         node_uid: "n-1".into(),
@@ -540,7 +540,7 @@ fn a_recreated_node_owns_its_slices() {
 fn names_fit_and_differ_for_long_node_names() {
     let name = |node: String| {
         Slices::new(
-            Pool {
+            NodePool {
                 node_name: node,
                 ..pool()
             },
@@ -651,7 +651,7 @@ impl History {
     /// A publisher that has just listed the slices.
     fn publisher(&self) -> Slices {
         let node_uid = format!("n-{}", self.node_uid);
-        let mut slices = Slices::new(Pool { node_uid, ..pool() }, self.features);
+        let mut slices = Slices::new(NodePool { node_uid, ..pool() }, self.features);
         slices.set_devices(Arc::new(self.devices.clone()));
         slices.listed(self.server.stored.values().cloned());
         slices

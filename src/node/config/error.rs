@@ -3,7 +3,10 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use serde_saphyr::Location;
+use serde_saphyr::{Location, Spanned};
+
+/// Characters of a wrong value that an error repeats.
+const SHOWN_MAX: usize = 80;
 
 /// Why a configuration file is rejected.
 #[derive(Debug, thiserror::Error)]
@@ -60,4 +63,21 @@ impl fmt::Display for Position {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}", self.line, self.column)
     }
+}
+
+/// An error before the file name is added.
+pub(in crate::node) type ContentError = (Position, String);
+
+/// The error at the position of a value.
+pub(super) fn at<T>(raw: &Spanned<T>, problem: String) -> ContentError {
+    (Position::of(raw.referenced), problem)
+}
+
+/// A wrong value, quoted and truncated.
+pub(super) fn shown(raw: &Spanned<String>) -> String {
+    let mut text: String = raw.value.chars().take(SHOWN_MAX).collect();
+    if text.len() < raw.value.len() {
+        text.push('…');
+    }
+    format!("{text:?}")
 }

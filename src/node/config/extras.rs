@@ -6,19 +6,16 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 
+use super::error::{ContentError, at, shown};
 use super::pattern::PathPattern;
-use super::schema::{MountPath, SysfsFile};
+use super::schema::{MountPath, PATH_MAX, SysfsFile, VALUE_MAX};
 use super::source::Source;
-use super::{Refused, at, shown};
+
+use crate::core::names::ENVIRONMENT_PREFIX;
 use crate::core::prepare::container_edits::Mount;
-use crate::core::prepare::names::ENVIRONMENT_PREFIX;
 
 /// Maximum number of entries in a list or map.
 pub(super) const ENTRIES_MAX: usize = 32;
-/// Largest path, in bytes.
-pub(super) const PATH_MAX: usize = 256;
-/// Largest value of a variable, in bytes.
-pub(super) const VALUE_MAX: usize = 4096;
 /// Default number of consecutive good results that make a device healthy again.
 const RECOVER_AFTER: u32 = 3;
 /// Largest such number: a device is not healthy for as many probes.
@@ -127,7 +124,7 @@ pub(super) fn container_paths(
     field: &str,
     source: &Source,
     raw: &Spanned<BTreeMap<String, Spanned<String>>>,
-) -> Result<BTreeMap<String, String>, Refused> {
+) -> Result<BTreeMap<String, String>, ContentError> {
     let field = format!("{field}.containerPaths");
     few(&field, raw, raw.value.len())?;
     let entries = source.entries();
@@ -161,7 +158,7 @@ pub(super) fn container_paths(
 }
 
 /// Validates the field `mounts`.
-pub(super) fn mounts(field: &str, raw: &Spanned<Vec<RawMount>>) -> Result<Vec<Mount>, Refused> {
+pub(super) fn mounts(field: &str, raw: &Spanned<Vec<RawMount>>) -> Result<Vec<Mount>, ContentError> {
     few(&format!("{field}.mounts"), raw, raw.value.len())?;
     let mut seen = BTreeSet::new();
     let mut mounts = Vec::new();
@@ -193,7 +190,7 @@ pub(super) fn mounts(field: &str, raw: &Spanned<Vec<RawMount>>) -> Result<Vec<Mo
 pub(super) fn environment(
     field: &str,
     raw: &Spanned<BTreeMap<String, Spanned<String>>>,
-) -> Result<BTreeMap<String, String>, Refused> {
+) -> Result<BTreeMap<String, String>, ContentError> {
     let field = format!("{field}.environment");
     few(&field, raw, raw.value.len())?;
     let mut all = BTreeMap::new();
@@ -221,7 +218,7 @@ pub(super) fn environment(
 pub(super) fn dangerous_paths(
     field: &str,
     raw: &Spanned<Vec<Spanned<String>>>,
-) -> Result<BTreeSet<String>, Refused> {
+) -> Result<BTreeSet<String>, ContentError> {
     let field = format!("{field}.dangerousPaths");
     few(&field, raw, raw.value.len())?;
     let mut all = BTreeSet::new();
@@ -239,7 +236,7 @@ pub(super) fn dangerous_paths(
 }
 
 /// Validates the field `health`.
-pub(super) fn health(field: &str, raw: &RawHealth) -> Result<Probe, Refused> {
+pub(super) fn health(field: &str, raw: &RawHealth) -> Result<Probe, ContentError> {
     let field = format!("{field}.health");
     let open = match &raw.open {
         None => None,
@@ -299,7 +296,7 @@ pub(super) fn health(field: &str, raw: &RawHealth) -> Result<Probe, Refused> {
     })
 }
 
-fn few<T>(field: &str, raw: &Spanned<T>, count: usize) -> Result<(), Refused> {
+fn few<T>(field: &str, raw: &Spanned<T>, count: usize) -> Result<(), ContentError> {
     if count > ENTRIES_MAX {
         return Err(at(
             raw,

@@ -1,22 +1,53 @@
-//! One kind of the file, with all its fields.
+//! One kind of the file, with all its fields and their schema.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use schemars::JsonSchema;
+use schemars::generate::SchemaSettings;
+use schemars::transform::RecursiveTransform;
+use schemars::{JsonSchema, Schema};
 use serde::Deserialize;
+use serde_json::Value;
 use serde_saphyr::Spanned;
 
+use super::container_paths::ContainerPaths;
+use super::error::{ContentError, Position, at, shown};
 use super::extras::{self, Probe};
-use super::kubelet_apis::{MODES, NAMES_MAX, RawApis};
-use super::positions::Positions;
+use super::kubelet_apis::{KindApis, MODES, NAMES_MAX, RawApis};
 use super::preset::{PRESETS, Preset};
 use super::schema;
 use super::source::{self, Source};
-use super::{DeviceKind, Position, Refused, at, shown};
-use crate::core::prepare::names::is_dns_label;
+
+use crate::core::names::is_dns_label;
+use crate::core::prepare::container_edits::Mount;
 
 /// Maximum number of holders of a device.
 const SHARES_MAX: u32 = 1024;
+
+/// One kind of device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceKind {
+    /// A DNS label, unique in the file.
+    pub name: String,
+    /// The APIs that offer its devices: claims, an extended resource, or both.
+    pub apis: KindApis,
+    /// The source of its devices.
+    pub source: Source,
+    /// Access to the device nodes in a container: a non-empty subset of `rwm`, in that order.
+    pub permissions: String,
+    /// How many holders may share a device; one if unset.
+    pub shares: Option<u32>,
+    /// Paths of device nodes in the container, by entry of the source; a node without an entry keeps its path. May contain the
+    /// placeholders `{device}`, `{key}` and `{n}`.
+    pub container_paths: BTreeMap<String, String>,
+    /// Additional mounts in the container.
+    pub mounts: Vec<Mount>,
+    /// Additional environment variables in the container.
+    pub environment: BTreeMap<String, String>,
+    /// Paths below `/dev` of dangerous devices that the operator explicitly allows.
+    pub dangerous_paths: BTreeSet<String>,
+    /// Health probe of its devices.
+    pub probe: Probe,
+}
 
 #[derive(Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -30,16 +61,16 @@ const SHARES_MAX: u32 = 1024;
     "else" = { "not": { "anyOf": [
         { "required": ["resourceName"] }, { "required": ["cdiDevices"] }, { "required": ["preStartCheck"] },
     ] } },
-    "allOf" = schema::rules_of_modes()
+    "allOf" = rules_of_modes()
 ))]
 pub(super) struct RawKind {
     /// Unique name that classes refer to; default: the preset's name.
     #[serde(default)]
-    #[schemars(with = "schema::Label")]
+    #[schemars(with = "schema::DnsLabel")]
     pub(super) name: Option<Spanned<String>>,
     /// Name of a predefined kind.
     #[serde(default)]
-    #[schemars(with = "String", extend("enum" = schema::presets()))]
+    #[schemars(with = "String", extend("enum" = presets()))]
     pub(super) preset: Option<Spanned<String>>,
     /// claims: through ResourceClaims; extended-resource: through resources.limits; split: a fixed division; both: each device through the
     /// API that requests it first.
@@ -52,7 +83,7 @@ pub(super) struct RawKind {
     pub(super) resource_name: Option<Spanned<String>>,
     /// For mode split: names of the devices of the extended resource.
     #[serde(default)]
-    #[schemars(with = "Vec<schema::Label>", length(min = 1, max = NAMES_MAX))]
+    #[schemars(with = "Vec<schema::DnsLabel>", length(min = 1, max = NAMES_MAX))]
     extended_resource_devices: Option<Spanned<Vec<Spanned<String>>>>,
     /// Give containers with the extended resource CDI names instead of device nodes.
     #[serde(default)]
@@ -112,7 +143,7 @@ pub(super) struct RawKind {
 }
 
 impl RawKind {
-    pub(super) fn check(self, field: &str, whole: Position) -> Result<DeviceKind, Refused> {
+    pub(super) fn check(self, field: &str, whole: Position) -> Result<DeviceKind, ContentError> {
         let preset = self
             .preset
             .as_ref()
@@ -164,7 +195,7 @@ impl RawKind {
             .mounts
             .as_ref()
             .map_or_else(|| Ok(Vec::new()), |raw| extras::mounts(field, raw))?;
-        Positions {
+        ContainerPaths {
             source: &source,
             paths: &container_paths,
             mounts: &mounts,
@@ -196,7 +227,7 @@ impl RawKind {
     }
 
     /// The kind's only source of devices.
-    fn source(&self, field: &str, whole: Position, preset: Option<&Preset>) -> Result<Source, Refused> {
+    fn source(&self, field: &str, whole: Position, preset: Option<&Preset>) -> Result<Source, ContentError> {
         let given = [
             ("preset", self.preset.is_some()),
             ("paths", self.paths.is_some()),
@@ -238,7 +269,7 @@ impl RawKind {
     }
 }
 
-fn check_preset(field: &str, raw: &Spanned<String>) -> Result<&'static Preset, Refused> {
+fn check_preset(field: &str, raw: &Spanned<String>) -> Result<&'static Preset, ContentError> {
     Preset::named(&raw.value).ok_or_else(|| {
         let names: Vec<&str> = PRESETS.iter().map(|preset| preset.name).collect();
         at(
@@ -252,7 +283,7 @@ fn check_preset(field: &str, raw: &Spanned<String>) -> Result<&'static Preset, R
     })
 }
 
-fn check_permissions(field: &str, raw: &Spanned<String>) -> Result<String, Refused> {
+fn check_permissions(field: &str, raw: &Spanned<String>) -> Result<String, ContentError> {
     let ordered: String = "rwm"
         .chars()
         .filter(|&character| raw.value.contains(character))
@@ -268,4 +299,50 @@ fn check_permissions(field: &str, raw: &Spanned<String>) -> Result<String, Refus
         ));
     }
     Ok(ordered)
+}
+
+/// Returns the schema of an entry of `kinds`, in the JSON Schema draft that Helm reads.
+pub fn kind_schema() -> Schema {
+    let mut settings = SchemaSettings::draft07();
+    settings.inline_subschemas = true;
+    settings.meta_schema = None;
+    // `default` is null for each optional field, and `format` names a type of Rust.
+    let clean = RecursiveTransform(|schema: &mut Schema| {
+        for keyword in ["default", "format", "title"] {
+            schema.remove(keyword);
+        }
+    });
+    let generator = settings.with_transform(clean).into_generator();
+    generator.into_root_schema_for::<RawKind>()
+}
+
+fn presets() -> Vec<&'static str> {
+    PRESETS.iter().map(|preset| preset.name).collect()
+}
+
+/// Presets that are shared unless the kind says otherwise.
+fn shared_presets() -> Vec<&'static str> {
+    let shared = PRESETS.iter().filter(|preset| preset.shares.is_some());
+    shared.map(|preset| preset.name).collect()
+}
+
+/// Rules on the fields about APIs together.
+fn rules_of_modes() -> Value {
+    let is_mode =
+        |mode: &str| serde_json::json!({ "required": ["mode"], "properties": { "mode": { "const": mode } } });
+    serde_json::json!([
+        {
+            "if": is_mode("split"),
+            "then": { "required": ["extendedResourceDevices"] },
+            "else": { "not": { "required": ["extendedResourceDevices"] } },
+        },
+        {
+            "if": is_mode("both"),
+            "then": {
+                "properties": { "shares": { "const": 1 } },
+                "if": { "required": ["preset"], "properties": { "preset": { "enum": shared_presets() } } },
+                "then": { "required": ["shares"] },
+            },
+        },
+    ])
 }

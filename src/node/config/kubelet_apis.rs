@@ -2,10 +2,10 @@
 
 use serde_saphyr::Spanned;
 
-use super::{Refused, at, shown};
+use super::error::{ContentError, at, shown};
 use crate::api::crd::{GROUP, Mode};
-use crate::core::prepare::names::{check_extended_resource, is_dns_label};
-use crate::core::prepare::plan::ExtendedResource;
+use crate::core::names::{check_extended_resource, is_dns_label};
+use crate::core::prepare::allocate::ExtendedResource;
 
 /// Maximum number of names in `extendedResourceDevices`.
 pub(super) const NAMES_MAX: usize = 1024;
@@ -110,7 +110,7 @@ pub(super) struct RawApis<'a> {
 
 impl RawApis<'_> {
     /// `shares` is the effective value, which may come from the preset.
-    pub(super) fn check(&self, field: &str, shares: Option<u32>) -> Result<KindApis, Refused> {
+    pub(super) fn check(&self, field: &str, shares: Option<u32>) -> Result<KindApis, ContentError> {
         let mode = self.check_mode(field)?;
         for (name, raw) in [
             ("cdiDevices", self.cdi_devices),
@@ -139,7 +139,7 @@ impl RawApis<'_> {
         })
     }
 
-    fn check_mode(&self, field: &str) -> Result<KindMode, Refused> {
+    fn check_mode(&self, field: &str) -> Result<KindMode, ContentError> {
         let mode = self.mode.map_or("claims", |mode| mode.value.as_str());
         if !MODES.contains(&mode) {
             let raw = self.mode.unwrap_or(self.name);
@@ -194,7 +194,7 @@ impl RawApis<'_> {
         })
     }
 
-    fn check_names(&self, field: &str) -> Result<Vec<String>, Refused> {
+    fn check_names(&self, field: &str) -> Result<Vec<String>, ContentError> {
         let Some(names) = self.extended_resource_devices else {
             return Err(at(
                 self.mode.unwrap_or(self.name),

@@ -14,12 +14,12 @@ pub struct PathPattern {
     text: String,
     /// The pattern relative to `/dev`, with `*` in place of the key.
     relative: String,
-    key: Option<Key>,
+    key: Option<KeyPosition>,
 }
 
 /// Position of `{key}` in a pattern: the path component, and the text before and after it in that component.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Key {
+struct KeyPosition {
     part: usize,
     prefix: String,
     suffix: String,
@@ -79,7 +79,7 @@ impl PathPattern {
                 if key.is_some() || wild(prefix) || wild(suffix) {
                     return Err(PatternError::Key);
                 }
-                key = Some(Key {
+                key = Some(KeyPosition {
                     part,
                     prefix: prefix.to_owned(),
                     suffix: suffix.to_owned(),

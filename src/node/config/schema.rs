@@ -2,68 +2,25 @@
 //! rules that depend on other fields or on the host.
 #![expect(dead_code, reason = "types of the schema, whose values the parser checks")]
 
-use schemars::generate::SchemaSettings;
-use schemars::transform::RecursiveTransform;
-use schemars::{JsonSchema, Schema};
+use schemars::JsonSchema;
 use serde_json::Value;
 
-use super::PRESETS;
-use super::extras::{PATH_MAX, VALUE_MAX};
-use super::kind::RawKind;
 use super::pattern::LENGTH_MAX;
-use super::source::{NODE_BUS, NODE_VFIO};
-use crate::core::prepare::names::ENVIRONMENT_PREFIX;
+use crate::core::names::ENVIRONMENT_PREFIX;
 
-/// Returns the schema of an entry of `kinds`, in the JSON Schema draft that Helm reads.
-pub fn kind_schema() -> Schema {
-    let mut settings = SchemaSettings::draft07();
-    settings.inline_subschemas = true;
-    settings.meta_schema = None;
-    // `default` is null for each optional field, and `format` names a type of Rust.
-    let clean = RecursiveTransform(|schema: &mut Schema| {
-        for keyword in ["default", "format", "title"] {
-            schema.remove(keyword);
-        }
-    });
-    let generator = settings.with_transform(clean).into_generator();
-    generator.into_root_schema_for::<RawKind>()
-}
-
-pub(super) fn presets() -> Vec<&'static str> {
-    PRESETS.iter().map(|preset| preset.name).collect()
-}
-
-/// Presets that are shared unless the kind says otherwise.
-fn shared_presets() -> Vec<&'static str> {
-    let shared = PRESETS.iter().filter(|preset| preset.shares.is_some());
-    shared.map(|preset| preset.name).collect()
-}
-
-/// Rules on the fields about APIs together.
-pub(super) fn rules_of_modes() -> Value {
-    let is_mode =
-        |mode: &str| serde_json::json!({ "required": ["mode"], "properties": { "mode": { "const": mode } } });
-    serde_json::json!([
-        {
-            "if": is_mode("split"),
-            "then": { "required": ["extendedResourceDevices"] },
-            "else": { "not": { "required": ["extendedResourceDevices"] } },
-        },
-        {
-            "if": is_mode("both"),
-            "then": {
-                "properties": { "shares": { "const": 1 } },
-                "if": { "required": ["preset"], "properties": { "preset": { "enum": shared_presets() } } },
-                "then": { "required": ["shares"] },
-            },
-        },
-    ])
-}
+/// Largest path, in bytes.
+pub(super) const PATH_MAX: usize = 256;
+/// Largest value of a variable, in bytes.
+pub(super) const VALUE_MAX: usize = 4096;
+/// The node of a USB device itself, `/dev/bus/usb/BBB/DDD`.
+pub const NODE_BUS: &str = "bus";
+/// The VFIO group of a PCI device, `/dev/vfio/<group>`, together with `/dev/vfio/vfio`.
+pub const NODE_VFIO: &str = "vfio";
 
 /// A DNS label.
 #[derive(JsonSchema)]
 #[schemars(inline)]
-pub(super) struct Label(
+pub(super) struct DnsLabel(
     #[schemars(length(max = 63), regex(pattern = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"))] String,
 );
 

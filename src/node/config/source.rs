@@ -4,19 +4,14 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 
+use super::error::{ContentError, at, shown};
 use super::pattern::{PathPattern, PatternError};
-use super::schema::{Id, PatternOfGroup, PciAddress, PciClass, PciNode, Plain, UsbNode};
-use super::{Refused, at, shown};
+use super::schema::{Id, NODE_BUS, NODE_VFIO, PatternOfGroup, PciAddress, PciClass, PciNode, Plain, UsbNode};
 use crate::core::discovery::pci::PciMatch;
 use crate::core::discovery::usb::{UsbIdentity, UsbMatch};
 
 /// Maximum number of entries in a list.
 pub(super) const ENTRIES_MAX: usize = 64;
-/// The node of a USB device itself, `/dev/bus/usb/BBB/DDD`.
-pub const NODE_BUS: &str = "bus";
-/// The VFIO group of a PCI device, `/dev/vfio/<group>`, together with `/dev/vfio/vfio`.
-pub const NODE_VFIO: &str = "vfio";
-
 /// Path of the VFIO container below `/dev`. Every user of a VFIO group also opens it.
 pub const VFIO_CONTAINER: &str = "vfio/vfio";
 
@@ -205,7 +200,7 @@ struct RawPciMatch {
 }
 
 /// Validates the field `paths`.
-pub(super) fn paths(field: &str, raw: &Spanned<Vec<Spanned<String>>>) -> Result<Source, Refused> {
+pub(super) fn paths(field: &str, raw: &Spanned<Vec<Spanned<String>>>) -> Result<Source, ContentError> {
     Ok(Source::Paths(patterns(
         &format!("{field}.paths"),
         raw,
@@ -217,7 +212,7 @@ fn patterns(
     field: &str,
     raw: &Spanned<Vec<Spanned<String>>>,
     parse: impl Fn(&str) -> Result<PathPattern, PatternError>,
-) -> Result<Vec<PathPattern>, Refused> {
+) -> Result<Vec<PathPattern>, ContentError> {
     count(field, raw)?;
     let pattern = |(index, raw): (usize, &Spanned<String>)| {
         parse(&raw.value).map_err(|error| at(raw, format!("{field}[{index}] {} {error}", shown(raw))))
@@ -226,7 +221,7 @@ fn patterns(
 }
 
 /// Rejects an empty list or one with too many entries.
-fn count<T>(field: &str, raw: &Spanned<Vec<T>>) -> Result<(), Refused> {
+fn count<T>(field: &str, raw: &Spanned<Vec<T>>) -> Result<(), ContentError> {
     if raw.value.is_empty() {
         return Err(at(
             raw,
@@ -237,7 +232,7 @@ fn count<T>(field: &str, raw: &Spanned<Vec<T>>) -> Result<(), Refused> {
 }
 
 /// Rejects a list with too many entries.
-fn few<T>(field: &str, raw: &Spanned<Vec<T>>) -> Result<(), Refused> {
+fn few<T>(field: &str, raw: &Spanned<Vec<T>>) -> Result<(), ContentError> {
     let entries = raw.value.len();
     if entries > ENTRIES_MAX {
         let problem = format!("{field} has {entries} entries; at most {ENTRIES_MAX} are allowed");
@@ -247,7 +242,7 @@ fn few<T>(field: &str, raw: &Spanned<Vec<T>>) -> Result<(), Refused> {
 }
 
 /// Validates the field `groups`.
-pub(super) fn groups(field: &str, raw: &Spanned<Vec<RawGroup>>) -> Result<Source, Refused> {
+pub(super) fn groups(field: &str, raw: &Spanned<Vec<RawGroup>>) -> Result<Source, ContentError> {
     count(&format!("{field}.groups"), raw)?;
     let mut groups = Vec::new();
     for (index, raw) in raw.value.iter().enumerate() {
@@ -279,7 +274,7 @@ pub(super) fn groups(field: &str, raw: &Spanned<Vec<RawGroup>>) -> Result<Source
                 .iter()
                 .enumerate()
                 .map(pattern)
-                .collect::<Result<Vec<_>, Refused>>()
+                .collect::<Result<Vec<_>, ContentError>>()
         };
         let first = required.first().is_some_and(PathPattern::has_key);
         if keyed && !first {
@@ -298,7 +293,7 @@ pub(super) fn groups(field: &str, raw: &Spanned<Vec<RawGroup>>) -> Result<Source
 }
 
 /// Validates the field `usb`.
-pub(super) fn usb(field: &str, raw: &RawUsb) -> Result<Source, Refused> {
+pub(super) fn usb(field: &str, raw: &RawUsb) -> Result<Source, ContentError> {
     let field = format!("{field}.usb");
     count(&format!("{field}.match"), &raw.matching)?;
     let mut matching = Vec::new();
@@ -347,7 +342,7 @@ pub(super) fn usb(field: &str, raw: &RawUsb) -> Result<Source, Refused> {
 }
 
 /// Validates the field `pci`.
-pub(super) fn pci(field: &str, raw: &RawPci) -> Result<Source, Refused> {
+pub(super) fn pci(field: &str, raw: &RawPci) -> Result<Source, ContentError> {
     let field = format!("{field}.pci");
     count(&format!("{field}.match"), &raw.matching)?;
     let mut matching = Vec::new();
@@ -401,18 +396,18 @@ pub(super) fn pci(field: &str, raw: &RawPci) -> Result<Source, Refused> {
     }))
 }
 
-type List = Spanned<Vec<Spanned<String>>>;
+type NodeList = Spanned<Vec<Spanned<String>>>;
 
 /// Validates the fields `nodes` and `optionalNodes`.
 fn nodes(
     field: &str,
-    required: Option<&List>,
-    optional: Option<&List>,
+    required: Option<&NodeList>,
+    optional: Option<&NodeList>,
     default: &str,
     foreign: &str,
-) -> Result<(Vec<String>, Vec<String>), Refused> {
+) -> Result<(Vec<String>, Vec<String>), ContentError> {
     let mut seen: Vec<String> = Vec::new();
-    let mut read = |name: &str, raw: &List| {
+    let mut read = |name: &str, raw: &NodeList| {
         few(&format!("{field}.{name}"), raw)?;
         let mut all = Vec::new();
         for (index, raw) in raw.value.iter().enumerate() {
@@ -463,7 +458,7 @@ fn is_address(text: &str) -> bool {
 }
 
 /// Parses a vendor, product or device id.
-fn id(field: &str, raw: Option<&Spanned<String>>) -> Result<Option<u16>, Refused> {
+fn id(field: &str, raw: Option<&Spanned<String>>) -> Result<Option<u16>, ContentError> {
     let Some(raw) = raw else { return Ok(None) };
     let number = (raw.value.len() == 4 && raw.value.bytes().all(|byte| byte.is_ascii_hexdigit()))
         .then(|| u16::from_str_radix(&raw.value, 16).ok())
@@ -481,7 +476,7 @@ fn id(field: &str, raw: Option<&Spanned<String>>) -> Result<Option<u16>, Refused
 }
 
 /// Validates a text that is compared as a whole.
-fn plain(field: &str, raw: Option<&Spanned<String>>) -> Result<Option<String>, Refused> {
+fn plain(field: &str, raw: Option<&Spanned<String>>) -> Result<Option<String>, ContentError> {
     let Some(raw) = raw else { return Ok(None) };
     if raw.value.is_empty() || raw.value.len() > 255 || raw.value.chars().any(char::is_control) {
         let problem = format!(

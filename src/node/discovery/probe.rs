@@ -10,11 +10,10 @@ use rustix::io::Errno;
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::timeout;
 
-use super::HostPaths;
-use super::found::Found;
-use super::node::{DevRoot, NodeKind, Numbers};
+use super::device::{DevRoot, FoundDevice, HostPaths};
 use super::sysfs::{link_name, read_below};
-use crate::core::discovery::health::{Look, Observation};
+use crate::api::crd::{DeviceNodeKind, DeviceNumber};
+use crate::core::discovery::health::HealthCheck;
 use crate::node::config::{ProbeOpen, ProbeSysfs};
 
 /// Deadline of a probe.
@@ -31,34 +30,31 @@ pub(super) struct Prober {
 
 impl Prober {
     /// Probes all devices.
-    pub(super) async fn look(
+    pub(super) async fn probe(
         &self,
-        found: &BTreeMap<String, Found>,
+        found: &BTreeMap<String, FoundDevice>,
         paths: &HostPaths,
-    ) -> BTreeMap<String, Look> {
-        let mut looks = BTreeMap::new();
+    ) -> BTreeMap<String, HealthCheck> {
+        let mut checks = BTreeMap::new();
         let mut probes = JoinSet::new();
         for (name, device) in found {
             let recover_after = device.kind.probe.recover_after;
-            let look = |observation| Look {
-                observation,
+            let check = |result| HealthCheck {
+                result,
                 recover_after,
             };
             let has_disk = device
                 .nodes
                 .iter()
-                .any(|node| node.node.numbers.kind == NodeKind::Block);
+                .any(|node| node.node.number.kind == DeviceNodeKind::Block);
             if !device.kind.probe.is_asked_for() && !has_disk {
-                looks.insert(name.clone(), look(Observation::Good));
+                checks.insert(name.clone(), check(Ok(())));
                 continue;
             }
             // The result unless the probe returns in time.
-            looks.insert(
+            checks.insert(
                 name.clone(),
-                look(Observation::Bad(format!(
-                    "it has not answered within {} s",
-                    LIMIT.as_secs()
-                ))),
+                check(Err(format!("it has not answered within {} s", LIMIT.as_secs()))),
             );
             if !self.lock().insert(name.clone()) {
                 continue;
@@ -82,14 +78,11 @@ impl Prober {
             let Ok((name, Ok(Ok(result)))) = probed else {
                 continue;
             };
-            if let Some(look) = looks.get_mut(&name) {
-                look.observation = match result {
-                    Ok(()) => Observation::Good,
-                    Err(problem) => Observation::Bad(problem),
-                };
+            if let Some(check) = checks.get_mut(&name) {
+                check.result = result;
             }
         }
-        looks
+        checks
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, BTreeSet<String>> {
@@ -98,7 +91,7 @@ impl Prober {
 }
 
 /// Checks that a device is healthy and not in use by the node. Mounted devices were already rejected by the search.
-fn probe(device: &Found, paths: &HostPaths) -> Result<(), String> {
+fn probe(device: &FoundDevice, paths: &HostPaths) -> Result<(), String> {
     if let Some(problem) = device.used_by(paths, false) {
         return Err(problem);
     }
@@ -111,12 +104,14 @@ fn probe(device: &Found, paths: &HostPaths) -> Result<(), String> {
     let root = DevRoot::new(&paths.dev).map_err(|error| error.to_string())?;
     for node in device.nodes.iter().filter(|node| node.own) {
         let path = &node.path;
-        let now = root.look(path).map_err(|error| format!("/dev/{path} {error}"))?;
+        let now = root
+            .identify(path)
+            .map_err(|error| format!("/dev/{path} {error}"))?;
         if now != node.node {
             return Err(format!("/dev/{path} has become {now}"));
         }
-        let numbers = now.numbers;
-        if is_watchdog(numbers, paths) {
+        let number = now.number;
+        if is_watchdog(number, paths) {
             return Err(format!(
                 "/dev/{path} is a watchdog, which reboots the machine when it is opened; take open out of the kind's health"
             ));
@@ -142,10 +137,11 @@ fn probe(device: &Found, paths: &HostPaths) -> Result<(), String> {
 }
 
 /// Whether opening the node starts a watchdog's timer. `/dev/watchdog0` and its like have a major number that the kernel chooses.
-fn is_watchdog(numbers: Numbers, paths: &HostPaths) -> bool {
-    let Numbers { kind, major, minor } = numbers;
+fn is_watchdog(number: DeviceNumber, paths: &HostPaths) -> bool {
+    let DeviceNumber { kind, major, minor } = number;
     let subsystem = || link_name(&paths.sys.join(format!("dev/char/{major}:{minor}/subsystem")));
-    kind == NodeKind::Character && ((major, minor) == WATCHDOG || subsystem().as_deref() == Some("watchdog"))
+    kind == DeviceNodeKind::Character
+        && ((major, minor) == WATCHDOG || subsystem().as_deref() == Some("watchdog"))
 }
 
 fn probe_sysfs(wanted: &ProbeSysfs, directory: Option<&Path>, paths: &HostPaths) -> Result<(), String> {

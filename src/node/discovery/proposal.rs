@@ -4,9 +4,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
-use super::search::survey;
+use super::device::HostPaths;
+use super::search::{Survey, survey};
 use super::sysfs::{SysRoot, nodes_of};
-use super::{HostPaths, Survey};
 use crate::api::crd::{GROUP, VERSION};
 use crate::core::discovery::pci::VFIO_DRIVER;
 use crate::node::config::{KINDS_MAX, NodeConfiguration, PRESETS};
@@ -17,7 +17,7 @@ const SUBSYSTEMS: [&str; 3] = ["tty", "video4linux", "hidraw"];
 const NAME_MAX: usize = 40;
 
 /// A kind of the proposal.
-struct Kind {
+struct ProposedKind {
     name: String,
     /// Text of the comment above it.
     comment: String,
@@ -31,9 +31,9 @@ struct Kind {
 ///
 /// If a kind does not pass the checks of the configuration; the error is the failed check.
 pub async fn proposal(paths: HostPaths) -> Result<Option<String>, String> {
-    let mut kinds: Vec<Kind> = PRESETS
+    let mut kinds: Vec<ProposedKind> = PRESETS
         .iter()
-        .map(|preset| Kind {
+        .map(|preset| ProposedKind {
             name: preset.name.to_owned(),
             comment: format!("{}. {}.", sentence(preset.summary), sentence(preset.caveat)),
             yaml: format!("preset: {}\n", preset.name),
@@ -64,11 +64,11 @@ fn devices_of(found: &Survey, kind: &str) -> Vec<String> {
 }
 
 /// Returns a kind for each model of USB devices, and of PCI functions that vfio-pci drives.
-fn on_buses(paths: &HostPaths, names: &mut BTreeSet<String>) -> Vec<Kind> {
+fn on_buses(paths: &HostPaths, names: &mut BTreeSet<String>) -> Vec<ProposedKind> {
     let Some(sys) = SysRoot::new(&paths.sys) else {
         return Vec::new();
     };
-    let mut kinds: BTreeMap<(&str, u16, u16), Kind> = BTreeMap::new();
+    let mut kinds: BTreeMap<(&str, u16, u16), ProposedKind> = BTreeMap::new();
     for usb in sys.usb_devices().into_iter().filter(|usb| !usb.facts.is_hub()) {
         let (vendor, product) = (usb.facts.vendor, usb.facts.product);
         let nodes = nodes_of(&usb.directory);
@@ -104,7 +104,7 @@ fn on_buses(paths: &HostPaths, names: &mut BTreeSet<String>) -> Vec<Kind> {
 }
 
 /// Names a kind after the model, or else as `plain`.
-fn kind(model: &str, plain: &str, yaml: &str, names: &mut BTreeSet<String>) -> Kind {
+fn kind(model: &str, plain: &str, yaml: &str, names: &mut BTreeSet<String>) -> ProposedKind {
     let words = model
         .split(|c: char| !c.is_ascii_alphanumeric())
         .filter(|word| !word.is_empty());
@@ -117,7 +117,7 @@ fn kind(model: &str, plain: &str, yaml: &str, names: &mut BTreeSet<String>) -> K
     };
     names.insert(name.clone());
     let model: String = model.chars().filter(|c| !c.is_control()).collect();
-    Kind {
+    ProposedKind {
         comment: if model.is_empty() {
             plain.to_owned()
         } else {
@@ -129,7 +129,7 @@ fn kind(model: &str, plain: &str, yaml: &str, names: &mut BTreeSet<String>) -> K
 }
 
 /// Writes a configuration file; each kind has the names of its devices in a comment.
-fn file(kinds: &[(&Kind, Vec<String>)]) -> String {
+fn file(kinds: &[(&ProposedKind, Vec<String>)]) -> String {
     let mut text = format!("apiVersion: {GROUP}/{VERSION}\nkind: NodeConfiguration\nkinds:\n");
     for (kind, devices) in kinds {
         let _ = writeln!(text, "# {}", kind.comment);

@@ -4,15 +4,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::HostPaths;
-use super::found::{Found, FoundNode};
-use super::in_use::in_use;
-use super::node::{DevRoot, Node, NodeError, NodeKind, Numbers};
-use super::report::Candidate;
+use schemars::JsonSchema;
+use serde::Serialize;
+
+use super::device::{
+    DevRoot, DevicePathError, FoundDevice, FoundNode, HostDeviceNode, HostPaths, described, in_use, is_memory,
+};
 use super::sysfs::SysRoot;
-use crate::api::crd::DEVICES_MAX;
+use crate::api::crd::{DEVICES_MAX, DeviceNodeKind, DeviceNumber};
 use crate::core::discovery::attributes::Attributes;
-use crate::core::prepare::names::device_name;
+use crate::core::names::device_name;
 use crate::node::config::{DeviceKind, NodeConfiguration, Source};
 
 /// Longest path in bytes that the inventory can show.
@@ -22,11 +23,29 @@ const PROBLEMS_MAX: usize = 100;
 /// Maximum number of listed candidates.
 const CANDIDATES_MAX: usize = 8192;
 
+/// A path, device or pattern that a kind may describe.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Candidate {
+    /// Name of the kind.
+    pub kind: String,
+    /// The path, the USB or PCI device, or a pattern without matches.
+    pub candidate: String,
+    /// Name of the resulting device; absent if the candidate was rejected.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
+    /// Why it was rejected; empty if it was not.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub why: String,
+    /// Whether the operator probably meant this candidate to be a device, but it was rejected.
+    pub problem: bool,
+}
+
 /// The result of a search.
 #[derive(Debug, Default)]
 pub(super) struct Scan {
     /// The devices by name.
-    pub(super) found: BTreeMap<String, Found>,
+    pub(super) found: BTreeMap<String, FoundDevice>,
     /// The candidates, in the order of the configuration.
     pub(super) candidates: Vec<Candidate>,
     /// The directories that were read: without a uevent, the result changes only if one of them does.
@@ -59,7 +78,7 @@ pub(super) struct Member {
     /// Whether the node belongs to this device alone.
     pub(super) own: bool,
     /// The device number according to sysfs.
-    pub(super) expected: Option<Numbers>,
+    pub(super) expected: Option<DeviceNumber>,
 }
 
 /// Searches for the devices of all kinds, in the order of the configuration. A device that matches several kinds belongs to the
@@ -81,7 +100,7 @@ pub(super) fn scan(configuration: &NodeConfiguration, paths: &HostPaths) -> Scan
             };
         }
     };
-    let mut search = Searching {
+    let mut scanner = Scanner {
         root,
         sys: SysRoot::new(&paths.sys),
         paths,
@@ -92,16 +111,16 @@ pub(super) fn scan(configuration: &NodeConfiguration, paths: &HostPaths) -> Scan
     };
     for kind in &configuration.kinds {
         match &kind.source {
-            Source::Paths(patterns) => search.paths(kind, patterns),
-            Source::Groups(groups) => search.groups(kind, groups),
-            Source::Usb(usb) => search.usb(kind, usb),
-            Source::Pci(pci) => search.pci(kind, pci),
+            Source::Paths(patterns) => scanner.paths(kind, patterns),
+            Source::Groups(groups) => scanner.groups(kind, groups),
+            Source::Usb(usb) => scanner.usb(kind, usb),
+            Source::Pci(pci) => scanner.pci(kind, pci),
         }
     }
-    search.scan
+    scanner.scan
 }
 
-pub(super) struct Searching<'a> {
+pub(super) struct Scanner<'a> {
     pub(super) root: DevRoot,
     pub(super) sys: Option<SysRoot>,
     paths: &'a HostPaths,
@@ -110,17 +129,17 @@ pub(super) struct Searching<'a> {
     /// The kind of each path.
     paths_seen: BTreeMap<Box<str>, Arc<DeviceKind>>,
     /// The path of each device number.
-    numbers_seen: BTreeMap<Numbers, Box<str>>,
+    numbers_seen: BTreeMap<DeviceNumber, Box<str>>,
     pub(super) scan: Scan,
 }
 
 /// Why a draft is rejected.
-pub(super) struct Refused {
+pub(super) struct Rejection {
     why: String,
     problem: bool,
 }
 
-impl Refused {
+impl Rejection {
     pub(super) fn problem(why: impl Into<String>) -> Self {
         Self {
             why: why.into(),
@@ -136,19 +155,19 @@ impl Refused {
     }
 }
 
-impl Searching<'_> {
+impl Scanner<'_> {
     /// Adds a draft as a device, or records why it is rejected.
     pub(super) fn take(&mut self, kind: &Arc<DeviceKind>, draft: Draft) {
         let shown = draft.shown.clone();
-        match self.judge(kind, draft) {
+        match self.check(kind, draft) {
             Ok((name, found)) => {
                 for node in &found.nodes {
                     self.paths_seen.insert(node.path.clone(), Arc::clone(kind));
                     if node.own {
-                        self.numbers_seen.insert(node.node.numbers, node.path.clone());
+                        self.numbers_seen.insert(node.node.number, node.path.clone());
                     }
                 }
-                self.note(Candidate {
+                self.record(Candidate {
                     kind: kind.name.clone(),
                     candidate: shown,
                     device: Some(name.clone()),
@@ -157,14 +176,14 @@ impl Searching<'_> {
                 });
                 self.scan.found.insert(name, found);
             }
-            Err(refused) => self.refuse(kind, shown, refused),
+            Err(rejection) => self.refuse(kind, shown, rejection),
         }
     }
 
     /// Records a rejected candidate.
-    pub(super) fn refuse(&mut self, kind: &DeviceKind, candidate: String, refused: Refused) {
-        let Refused { why, problem } = refused;
-        self.note(Candidate {
+    pub(super) fn refuse(&mut self, kind: &DeviceKind, candidate: String, rejection: Rejection) {
+        let Rejection { why, problem } = rejection;
+        self.record(Candidate {
             kind: kind.name.clone(),
             candidate,
             device: None,
@@ -173,7 +192,7 @@ impl Searching<'_> {
         });
     }
 
-    fn note(&mut self, candidate: Candidate) {
+    fn record(&mut self, candidate: Candidate) {
         if candidate.problem {
             self.scan.problems += 1;
             if self.scan.problems > PROBLEMS_MAX {
@@ -185,30 +204,30 @@ impl Searching<'_> {
         }
     }
 
-    fn judge(&mut self, kind: &Arc<DeviceKind>, draft: Draft) -> Result<(String, Found), Refused> {
+    fn check(&mut self, kind: &Arc<DeviceKind>, draft: Draft) -> Result<(String, FoundDevice), Rejection> {
         let name = device_name(&draft.identity);
         let mut nodes = Vec::new();
         for member in &draft.members {
-            let node = self.look(kind, member, draft.literal)?;
+            let node = self.identify(kind, member, draft.literal)?;
             nodes.push((member, node));
         }
         if self.scan.found.contains_key(&name) {
-            return Err(Refused::problem(format!(
+            return Err(Rejection::problem(format!(
                 "its name {name:?} is taken by another device"
             )));
         }
         if self.scan.found.len() >= DEVICES_MAX {
-            return Err(Refused::problem(format!(
+            return Err(Rejection::problem(format!(
                 "this node has {DEVICES_MAX} devices already, more are not handed out"
             )));
         }
-        let nodes = place(kind, &name, draft.key.as_deref(), nodes)?;
+        let nodes = with_container_paths(kind, &name, draft.key.as_deref(), nodes)?;
         let mut attributes = draft.attributes;
         let mut sysfs = draft.sysfs;
         if let Some(first) = nodes.first() {
             if sysfs.is_none()
                 && let Some(sys) = &self.sys
-                && let Some(directory) = sys.directory_of(first.node.numbers)
+                && let Some(directory) = sys.directory_of(first.node.number)
             {
                 sys.describe(&directory, &mut attributes);
                 sysfs = Some(directory);
@@ -218,82 +237,88 @@ impl Searching<'_> {
             attributes
                 .text("path", Some(&format!("/dev/{}", first.path)))
                 .text("nodes", Some(&host.join(",")))
-                .int("major", Some(first.node.numbers.major.into()))
-                .int("minor", Some(first.node.numbers.minor.into()));
+                .int("major", Some(first.node.number.major.into()))
+                .int("minor", Some(first.node.number.minor.into()));
         }
         let sysfs = sysfs.map(PathBuf::into_boxed_path);
-        let found = Found::new(kind, &name, nodes, attributes.finish(), sysfs);
+        let found = FoundDevice::new(kind, &name, nodes, attributes.finish(), sysfs);
         Ok((name, found))
     }
 
     /// Identifies one node, and rejects it if it belongs to another device or is dangerous.
-    fn look(&mut self, kind: &DeviceKind, member: &Member, literal: bool) -> Result<Node, Refused> {
+    fn identify(
+        &mut self,
+        kind: &DeviceKind,
+        member: &Member,
+        literal: bool,
+    ) -> Result<HostDeviceNode, Rejection> {
         let path = &member.path;
         if member.own
             && let Some(first) = self.paths_seen.get(path.as_str()).map(|kind| &kind.name)
         {
             return Err(if *first == kind.name {
-                Refused::quiet(format!(
+                Rejection::quiet(format!(
                     "/dev/{path} belongs to another device of this kind already"
                 ))
             } else {
-                Refused::problem(format!(
+                Rejection::problem(format!(
                     "/dev/{path} belongs to kind {first:?}, which stands first in the configuration"
                 ))
             });
         }
         if path.len() + "/dev/".len() > PATH_MAX || path.chars().any(char::is_control) {
-            return Err(Refused::problem(format!(
+            return Err(Rejection::problem(format!(
                 "its path has more than {PATH_MAX} bytes or a control character"
             )));
         }
-        let node = self.root.look(path).map_err(|error| Refused {
+        let node = self.root.identify(path).map_err(|error| Rejection {
             why: error.to_string(),
             // A pattern may match directories and files besides devices.
-            problem: literal || !matches!(error, NodeError::NoDevice),
+            problem: literal || !matches!(error, DevicePathError::NoDevice),
         })?;
         if let Some(expected) = member.expected
-            && expected != node.numbers
+            && expected != node.number
         {
-            return Err(Refused::problem(format!(
-                "/dev/{path} is {}, but sysfs says {expected}; it has just changed, or this /dev is not this /sys's",
-                node.numbers
+            return Err(Rejection::problem(format!(
+                "/dev/{path} is {}, but sysfs says {}; it has just changed, or this /dev is not this /sys's",
+                described(node.number),
+                described(expected)
             )));
         }
         if member.own
-            && let Some(first) = self.numbers_seen.get(&node.numbers)
+            && let Some(first) = self.numbers_seen.get(&node.number)
         {
-            return Err(Refused::problem(format!(
+            return Err(Rejection::problem(format!(
                 "is the same device as /dev/{first} ({})",
-                node.numbers
+                described(node.number)
             )));
         }
         if !kind.dangerous_paths.contains(path.as_str()) {
-            self.refuse_dangerous(path, node.numbers)?;
+            self.refuse_dangerous(path, node.number)?;
         }
         Ok(node)
     }
 
     /// Rejects memory, I/O ports and block devices that the node uses.
-    fn refuse_dangerous(&mut self, path: &str, numbers: Numbers) -> Result<(), Refused> {
+    fn refuse_dangerous(&mut self, path: &str, number: DeviceNumber) -> Result<(), Rejection> {
         let remedy = format!("put \"/dev/{path}\" into dangerousPaths of the kind if it is meant");
-        if numbers.is_memory() {
-            return Err(Refused::problem(format!(
+        if is_memory(number) {
+            return Err(Rejection::problem(format!(
                 "is the machine's own memory or ports; {remedy}"
             )));
         }
-        if numbers.kind == NodeKind::Character {
+        if number.kind == DeviceNodeKind::Character {
             return Ok(());
         }
         match self
             .in_use
             .get_or_insert_with(|| in_use(self.paths).map_err(|error| error.to_string()))
         {
-            Ok(used) if used.contains(&(numbers.major, numbers.minor)) => Err(Refused::problem(format!(
+            Ok(used) if used.contains(&(number.major, number.minor)) => Err(Rejection::problem(format!(
                 "is mounted, or something on it is; {remedy}"
             ))),
             Ok(_) => Ok(()),
-            Err(error) => Err(Refused::problem(format!(
+            Err(error) => Err(Rejection::problem(format!(
                 "whether it is mounted cannot be seen ({error}); {remedy}"
             ))),
         }
@@ -301,12 +326,12 @@ impl Searching<'_> {
 }
 
 /// Chooses the container path of each node.
-fn place(
+fn with_container_paths(
     kind: &DeviceKind,
     device: &str,
     key: Option<&str>,
-    nodes: Vec<(&Member, Node)>,
-) -> Result<Vec<FoundNode>, Refused> {
+    nodes: Vec<(&Member, HostDeviceNode)>,
+) -> Result<Vec<FoundNode>, Rejection> {
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
     let mut taken: BTreeMap<String, String> = BTreeMap::new();
     let mut placed = Vec::with_capacity(nodes.len());
@@ -322,7 +347,7 @@ fn place(
         };
         *number += 1;
         if let Some(other) = taken.insert(container_path.clone(), member.path.clone()) {
-            return Err(Refused::problem(format!(
+            return Err(Rejection::problem(format!(
                 "/dev/{other} and /dev/{} would both be {container_path} in a container; write {{n}} into containerPaths",
                 member.path
             )));

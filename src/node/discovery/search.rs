@@ -12,16 +12,15 @@ use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::found::Found;
+use super::device::{FoundDevice, FoundDevices, HostPaths};
 use super::probe::Prober;
-use super::report::Candidate;
-use super::scan::{Scan, scan};
+use super::scan::{Candidate, Scan, scan};
 use super::uevent::Uevents;
 use super::watch::DirectoryWatches;
-use super::{HostPaths, Shared, Survey};
 use crate::api::crd::{Device, TEXT_MAX};
 use crate::core::discovery::attributes::fit;
-use crate::core::discovery::health::{HealthBook, Look, Observation};
+use crate::core::discovery::health::HealthRecords;
+use crate::core::prepare::container_edits::ContainerEdits;
 use crate::core::prepare::inventory::Devices;
 use crate::node::config::NodeConfiguration;
 use crate::node::resync;
@@ -92,12 +91,13 @@ impl ChangeCounts {
 }
 
 /// The discovery task.
-pub(super) struct Search {
-    shared: Arc<Shared>,
+pub(super) struct DeviceSearch {
+    devices: Arc<FoundDevices>,
+    change_counts: Arc<ChangeCounts>,
     configuration: value::Receiver<Arc<NodeConfiguration>>,
     sender: value::Sender<Arc<Devices>>,
     prober: Prober,
-    health: HealthBook,
+    health: HealthRecords,
     began: Instant,
     /// Problems already logged: each is logged when it appears and when it is resolved, not at every search.
     reported: BTreeSet<Candidate>,
@@ -107,19 +107,21 @@ pub(super) struct Search {
     dropped: Vec<String>,
 }
 
-impl Search {
+impl DeviceSearch {
     pub(super) async fn start(
-        shared: Arc<Shared>,
+        devices: Arc<FoundDevices>,
+        change_counts: Arc<ChangeCounts>,
         configuration: value::Receiver<Arc<NodeConfiguration>>,
         sender: value::Sender<Arc<Devices>>,
         shutdown: CancellationToken,
     ) {
         let mut search = Self {
-            shared,
+            devices,
+            change_counts,
             configuration,
             sender,
             prober: Prober::default(),
-            health: HealthBook::default(),
+            health: HealthRecords::default(),
             began: Instant::now(),
             reported: BTreeSet::new(),
             searched_by: None,
@@ -133,7 +135,7 @@ impl Search {
 
     /// Searches, publishes changes, and returns the directories that the result depends on.
     async fn once(&mut self, cause: Option<Cause>) -> BTreeSet<PathBuf> {
-        let shared = self.shared.clone();
+        let devices = self.devices.clone();
         let configuration = self.configuration.borrow_and_update().clone();
         let is_another = self
             .searched_by
@@ -150,20 +152,20 @@ impl Search {
             candidates,
             directories,
             ..
-        }) = spawn_blocking(move || scan(&configuration, &shared.paths)).await
+        }) = spawn_blocking(move || scan(&configuration, &devices.paths)).await
         else {
             warn!("a search for devices was broken off; the next one comes by itself");
             return BTreeSet::new();
         };
-        self.recognise(&mut found);
+        self.share_attributes(&mut found);
         self.report(
             candidates
                 .into_iter()
                 .filter(|candidate| candidate.problem)
                 .collect(),
         );
-        let looks = self.prober.look(&found, &self.shared.paths).await;
-        self.health.observe(self.began.elapsed(), &looks);
+        let checks = self.prober.probe(&found, &self.devices.paths).await;
+        self.health.observe(self.began.elapsed(), &checks);
         let (devices, dropped) = published(&found, &self.health);
         if dropped != self.dropped {
             if !dropped.is_empty() {
@@ -184,7 +186,7 @@ impl Search {
                 unhealthy, noticed_by, "the devices of this node have changed"
             );
             if let Some(cause) = cause {
-                self.shared.change_counts.add(cause);
+                self.change_counts.add(cause);
             }
             self.sender.send_replace(Arc::new(devices));
         }
@@ -192,8 +194,8 @@ impl Search {
     }
 
     /// Shares attributes with the previous search if they are unchanged, to save memory.
-    fn recognise(&self, found: &mut BTreeMap<String, Found>) {
-        let before = self.shared.found.lock().unwrap_or_else(PoisonError::into_inner);
+    fn share_attributes(&self, found: &mut BTreeMap<String, FoundDevice>) {
+        let before = self.devices.found.lock().unwrap_or_else(PoisonError::into_inner);
         for (name, found) in found {
             if let Some(before) = before.get(name)
                 && before.attributes == found.attributes
@@ -204,10 +206,14 @@ impl Search {
     }
 
     /// Stores the result. Devices dropped by a new configuration are kept as retired, because claims may hold them.
-    fn remember(&self, found: BTreeMap<String, Found>, is_another: bool) {
-        let mut retired = self.shared.retired.lock().unwrap_or_else(PoisonError::into_inner);
+    fn remember(&self, found: BTreeMap<String, FoundDevice>, is_another: bool) {
+        let mut retired = self
+            .devices
+            .retired
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         retired.retain(|name, _| !found.contains_key(name));
-        let mut current = self.shared.found.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut current = self.devices.found.lock().unwrap_or_else(PoisonError::into_inner);
         if is_another {
             let gone = current.iter().filter(|(name, _)| !found.contains_key(*name));
             retired.extend(gone.map(|(name, found)| (name.clone(), found.clone())));
@@ -238,7 +244,7 @@ impl Search {
             // A newly watched directory may have changed since the search, so search again.
             if !watches.watch(&directories) {
                 // Resyncs probe healthy devices too.
-                let (next, due) = if self.health.is_restless() {
+                let (next, due) = if self.health.has_unhealthy() {
                     (Instant::now() + RECHECK, Cause::Recheck)
                 } else {
                     (resync::next(), Cause::Rescan)
@@ -247,7 +253,7 @@ impl Search {
                     () = shutdown.cancelled() => return,
                     _ = uevents.changed() => Cause::Kernel,
                     () = watches.changed() => Cause::Directory,
-                    () = self.shared.look_again.notified() => Cause::Request,
+                    () = self.devices.rescan.notified() => Cause::Request,
                     changed = self.configuration.changed(), if reloads => {
                         reloads = changed.is_ok();
                         Cause::Configuration
@@ -266,7 +272,7 @@ impl Search {
 }
 
 /// The devices with their health, with attributes limited to the size of an inventory, and the names of dropped attributes.
-fn published(found: &BTreeMap<String, Found>, health: &HealthBook) -> (Devices, Vec<String>) {
+fn published(found: &BTreeMap<String, FoundDevice>, health: &HealthRecords) -> (Devices, Vec<String>) {
     let mut devices: Vec<Device> = found
         .iter()
         .map(|(name, found)| Device {
@@ -284,21 +290,26 @@ fn published(found: &BTreeMap<String, Found>, health: &HealthBook) -> (Devices, 
     (devices, dropped)
 }
 
-/// Searches once and probes the discovered devices.
-pub(super) async fn survey(configuration: NodeConfiguration, paths: HostPaths) -> Survey {
+/// Result of a single search, for display.
+#[derive(Clone, Debug, Default)]
+pub struct Survey {
+    /// The devices, sorted by name.
+    pub devices: Vec<Device>,
+    /// Container edits by device name.
+    pub container_edits_of: BTreeMap<String, ContainerEdits>,
+    /// All candidates, whether they became a device or not.
+    pub candidates: Vec<Candidate>,
+}
+
+/// Searches once and probes the discovered devices, without a cluster.
+pub async fn survey(configuration: NodeConfiguration, paths: HostPaths) -> Survey {
     let there = paths.clone();
     let Ok(scan) = spawn_blocking(move || scan(&configuration, &there)).await else {
         return Survey::default();
     };
-    let looks = Prober::default().look(&scan.found, &paths).await;
-    let unhealthy = |name: &str| match looks.get(name) {
-        Some(Look {
-            observation: Observation::Bad(cause),
-            ..
-        }) => Some(cause.clone()),
-        _ => None,
-    };
-    let device = |(name, found): (&String, &Found)| Device {
+    let checks = Prober::default().probe(&scan.found, &paths).await;
+    let unhealthy = |name: &str| checks.get(name)?.result.clone().err();
+    let device = |(name, found): (&String, &FoundDevice)| Device {
         unhealthy: unhealthy(name),
         ..found.device(name)
     };

@@ -4,19 +4,19 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
-use super::node::NodeError;
-use super::scan::{Draft, Member, Refused, Searching};
+use super::device::DevicePathError;
+use super::scan::{Draft, Member, Rejection, Scanner};
 use super::sysfs::{NodeOf, OnBus, SysRoot, nodes_of};
 use super::walk::{Walked, walk};
 use crate::core::discovery::attributes::Attributes;
-use crate::core::discovery::group::{Group, Matched, Matches, assemble};
+use crate::core::discovery::group::{DeviceGroup, GroupMatches, Matched, assemble};
 use crate::core::discovery::pci::{self, PciFacts, Vfio};
 use crate::core::discovery::usb::{self, UsbFacts};
 use crate::node::config::{
     DeviceKind, NODE_BUS, NODE_VFIO, NodeGroup, PathPattern, PciSource, UsbSource, VFIO_CONTAINER,
 };
 
-impl Searching<'_> {
+impl Scanner<'_> {
     /// Adds a draft for each path that a pattern matches.
     pub(super) fn paths(&mut self, kind: &Arc<DeviceKind>, patterns: &[PathPattern]) {
         for pattern in patterns {
@@ -47,7 +47,7 @@ impl Searching<'_> {
                 let matched = patterns.iter().flat_map(|pattern| self.matched(kind, pattern));
                 matched.collect::<Vec<_>>()
             };
-            let matches = Matches {
+            let matches = GroupMatches {
                 required: group
                     .required
                     .iter()
@@ -63,9 +63,9 @@ impl Searching<'_> {
                         self.take(kind, group_draft(identity, assembled));
                     }
                     Err((Some(key), why)) => {
-                        self.refuse(kind, format!("the group of {key:?}"), Refused::problem(why));
+                        self.refuse(kind, format!("the group of {key:?}"), Rejection::problem(why));
                     }
-                    Err((None, why)) => self.refuse(kind, "the group".to_owned(), Refused::quiet(why)),
+                    Err((None, why)) => self.refuse(kind, "the group".to_owned(), Rejection::quiet(why)),
                 }
             }
         }
@@ -74,20 +74,20 @@ impl Searching<'_> {
     /// Adds a draft for each USB device with its device nodes.
     pub(super) fn usb(&mut self, kind: &Arc<DeviceKind>, source: &UsbSource) {
         let Some(devices) = self.sys.as_ref().map(SysRoot::usb_devices) else {
-            return self.refuse(kind, "/sys".to_owned(), Refused::problem("cannot be seen"));
+            return self.refuse(kind, "/sys".to_owned(), Rejection::problem("cannot be seen"));
         };
         let facts: Vec<UsbFacts> = devices.iter().map(|device| device.facts.clone()).collect();
         let identities = usb::identities(&facts, source.identity);
         for (OnBus { directory, facts }, identity) in devices.into_iter().zip(identities) {
             let shown = facts.to_string();
             if let Some(why) = usb::refuse(&facts, &source.matching, source.hubs) {
-                self.refuse(kind, shown, Refused::quiet(why));
+                self.refuse(kind, shown, Rejection::quiet(why));
                 continue;
             }
             let identity = match identity {
                 Ok(identity) => identity,
                 Err(why) => {
-                    self.refuse(kind, shown, Refused::problem(why));
+                    self.refuse(kind, shown, Rejection::problem(why));
                     continue;
                 }
             };
@@ -101,7 +101,7 @@ impl Searching<'_> {
                 own.to_owned()
             };
             match choose(&nodes, entry, &source.nodes, &source.optional_nodes) {
-                Err(why) => self.refuse(kind, shown, Refused::problem(why)),
+                Err(why) => self.refuse(kind, shown, Rejection::problem(why)),
                 Ok(members) => {
                     let mut attributes = Attributes::default();
                     self.describe(&directory, &mut attributes);
@@ -123,7 +123,7 @@ impl Searching<'_> {
     /// Adds a draft for each PCI device with its device nodes.
     pub(super) fn pci(&mut self, kind: &Arc<DeviceKind>, source: &PciSource) {
         let Some(devices) = self.sys.as_ref().map(SysRoot::pci_devices) else {
-            return self.refuse(kind, "/sys".to_owned(), Refused::problem("cannot be seen"));
+            return self.refuse(kind, "/sys".to_owned(), Rejection::problem("cannot be seen"));
         };
         let facts: Vec<PciFacts> = devices.iter().map(|device| device.facts.clone()).collect();
         let matching: Vec<&PciFacts> = facts
@@ -141,7 +141,7 @@ impl Searching<'_> {
         for OnBus { directory, facts } in devices {
             let shown = facts.to_string();
             if let Some(why) = pci::refuse(&facts, &source.matching) {
-                self.refuse(kind, shown, Refused::quiet(why));
+                self.refuse(kind, shown, Rejection::quiet(why));
                 continue;
             }
             let mut nodes = nodes_of(&directory);
@@ -164,11 +164,11 @@ impl Searching<'_> {
                 }
                 Some(Vfio::PartOf { address }) => {
                     let why = format!("it is part of the IOMMU group that {address} stands for");
-                    self.refuse(kind, shown, Refused::quiet(why));
+                    self.refuse(kind, shown, Rejection::quiet(why));
                     continue;
                 }
                 Some(Vfio::Unusable(why)) => {
-                    self.refuse(kind, shown, Refused::problem(why.clone()));
+                    self.refuse(kind, shown, Rejection::problem(why.clone()));
                     continue;
                 }
             }
@@ -186,7 +186,7 @@ impl Searching<'_> {
                 &others(&source.nodes),
                 &others(&source.optional_nodes),
             ) {
-                Err(why) => self.refuse(kind, shown, Refused::problem(why)),
+                Err(why) => self.refuse(kind, shown, Rejection::problem(why)),
                 Ok(more) => {
                     members.extend(more);
                     let mut attributes = Attributes::default();
@@ -220,7 +220,7 @@ impl Searching<'_> {
             path,
         });
         // A directory among the matches (`/dev/snd/by-path`) is ignored: it neither belongs to the group nor invalidates it.
-        let is_node = |path: &str| !matches!(self.root.look(path), Err(NodeError::NoDevice));
+        let is_node = |path: &str| !matches!(self.root.identify(path), Err(DevicePathError::NoDevice));
         matched
             .filter(|matched| matched.key.is_some() == pattern.has_key() && is_node(&matched.path))
             .collect()
@@ -230,7 +230,7 @@ impl Searching<'_> {
     fn matches(&mut self, kind: &DeviceKind, pattern: &PathPattern) -> Vec<String> {
         let Walked { paths, outside } = walk(&self.root, pattern, &mut self.scan.directories);
         for (path, why) in outside {
-            self.refuse(kind, format!("/dev/{path}"), Refused::problem(why));
+            self.refuse(kind, format!("/dev/{path}"), Rejection::problem(why));
         }
         if paths.is_empty() {
             let why = if pattern.is_literal() {
@@ -238,7 +238,7 @@ impl Searching<'_> {
             } else {
                 "matches nothing"
             };
-            self.refuse(kind, pattern.text().to_owned(), Refused::quiet(why));
+            self.refuse(kind, pattern.text().to_owned(), Rejection::quiet(why));
         }
         paths
     }
@@ -246,7 +246,12 @@ impl Searching<'_> {
 
 /// Identity of a group: its first node if the key or a literal pattern determines it, otherwise the kind. A wildcard alone may
 /// match another node first tomorrow.
-fn group_identity(kind: &DeviceKind, groups: &[NodeGroup], group: &NodeGroup, assembled: &Group) -> String {
+fn group_identity(
+    kind: &DeviceKind,
+    groups: &[NodeGroup],
+    group: &NodeGroup,
+    assembled: &DeviceGroup,
+) -> String {
     let named = assembled.key.is_some() || group.required.first().is_some_and(PathPattern::is_literal);
     match (named, assembled.own.first(), group.required.first()) {
         (true, Some(first), _) => first.path.clone(),
@@ -255,7 +260,7 @@ fn group_identity(kind: &DeviceKind, groups: &[NodeGroup], group: &NodeGroup, as
     }
 }
 
-fn group_draft(identity: String, group: Group) -> Draft {
+fn group_draft(identity: String, group: DeviceGroup) -> Draft {
     let shown = group.own.iter().map(|matched| format!("/dev/{}", matched.path));
     let shown = shown.collect::<Vec<_>>().join(" + ");
     let member = |matched: Matched, own| Member {
@@ -299,7 +304,7 @@ fn choose(
                     entry: wanted.clone(),
                     path: node.path.clone(),
                     own: true,
-                    expected: Some(node.numbers),
+                    expected: Some(node.number),
                 }),
         );
         if must && members.len() == before {

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Component, Path, PathBuf};
 
-use super::node::{NodeKind, Numbers};
+use crate::api::crd::{DeviceNodeKind, DeviceNumber};
 use crate::core::discovery::attributes::Attributes;
 use crate::core::discovery::pci::PciFacts;
 use crate::core::discovery::usb::UsbFacts;
@@ -30,7 +30,7 @@ pub(super) struct NodeOf {
     pub(super) subsystem: String,
     /// Path below `/dev`.
     pub(super) path: String,
-    pub(super) numbers: Numbers,
+    pub(super) number: DeviceNumber,
 }
 
 /// A device on a bus, with its sysfs directory.
@@ -89,15 +89,15 @@ impl SysRoot {
     }
 
     /// The sysfs directory of a device number.
-    pub(super) fn directory_of(&self, numbers: Numbers) -> Option<PathBuf> {
-        let kind = match numbers.kind {
-            NodeKind::Character => "char",
-            NodeKind::Block => "block",
+    pub(super) fn directory_of(&self, number: DeviceNumber) -> Option<PathBuf> {
+        let kind = match number.kind {
+            DeviceNodeKind::Character => "char",
+            DeviceNodeKind::Block => "block",
         };
         self.resolve(
             &self
                 .root
-                .join(format!("dev/{kind}/{}:{}", numbers.major, numbers.minor)),
+                .join(format!("dev/{kind}/{}:{}", number.major, number.minor)),
         )
     }
 
@@ -129,13 +129,13 @@ impl SysRoot {
 /// hub or bridge.
 pub(super) fn nodes_of(device: &Path) -> Vec<NodeOf> {
     let mut nodes = Vec::new();
-    let mut looked = 0;
+    let mut visited = 0;
     let mut level = vec![device.to_owned()];
     for _ in 0..DEPTH_MAX {
         let mut next = Vec::new();
         for directory in level {
-            looked += 1;
-            if looked > DIRECTORIES_MAX {
+            visited += 1;
+            if visited > DIRECTORIES_MAX {
                 return nodes;
             }
             if directory != device && is_on_bus(&directory) {
@@ -301,14 +301,14 @@ fn node_at(directory: &Path) -> Option<NodeOf> {
     let inside = !path.split('/').any(|part| matches!(part, "" | "." | ".."));
     let subsystem = link_name(&directory.join("subsystem"))?;
     let kind = if subsystem == "block" {
-        NodeKind::Block
+        DeviceNodeKind::Block
     } else {
-        NodeKind::Character
+        DeviceNodeKind::Character
     };
     inside.then_some(())?;
     Some(NodeOf {
         path: path.to_owned(),
-        numbers: Numbers {
+        number: DeviceNumber {
             kind,
             major: values.get("MAJOR")?.parse().ok()?,
             minor: values.get("MINOR")?.parse().ok()?,

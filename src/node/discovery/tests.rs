@@ -1,5 +1,5 @@
 use std::os::unix::fs::symlink;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::fs::{CWD, FileType, Mode as FileMode, makedev, mknodat};
@@ -7,8 +7,8 @@ use rustix::fs::{CWD, FileType, Mode as FileMode, makedev, mknodat};
 use super::scan::{Scan, scan};
 use super::*;
 use crate::api::crd::Mode;
+use crate::core::names::device_name;
 use crate::core::prepare::container_edits::DeviceNode;
-use crate::core::prepare::names::device_name;
 
 #[path = "../../../tests/support/not_run.rs"]
 mod not_run;
@@ -346,13 +346,13 @@ async fn a_device_that_has_gone_or_become_another_is_refused_at_once() {
     // Without an `await` in between, so that no search intervenes.
     std::fs::remove_file(host.dev("test-a")).unwrap();
     assert_eq!(
-        driver.shared.container_edits("test-a").unwrap_err().reason(),
+        driver.found.container_edits("test-a").unwrap_err().reason(),
         "DeviceGone"
     );
     std::fs::remove_file(host.dev("test-b")).unwrap();
     host.character("test-b", 7);
     assert_eq!(
-        driver.shared.container_edits("test-b").unwrap_err().reason(),
+        driver.found.container_edits("test-b").unwrap_err().reason(),
         "DeviceChanged"
     );
     let mut devices = driver.devices.clone();
@@ -364,7 +364,7 @@ async fn a_device_that_has_gone_or_become_another_is_refused_at_once() {
     std::fs::remove_file(host.dev("test-b")).unwrap();
     symlink(Path::new("/etc/passwd"), host.dev("test-b")).unwrap();
     assert_eq!(
-        driver.shared.container_edits("test-b").unwrap_err().reason(),
+        driver.found.container_edits("test-b").unwrap_err().reason(),
         "DeviceGone"
     );
     shutdown.cancel();

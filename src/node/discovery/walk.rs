@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use glob::{MatchOptions, Pattern};
 
-use super::node::{DevRoot, NodeError};
+use super::device::{DevRoot, DevicePathError};
 use crate::node::config::PathPattern;
 
 /// Matches like a shell: `*` does not match a leading dot.
@@ -36,7 +36,7 @@ pub(super) fn walk(root: &DevRoot, pattern: &PathPattern, directories: &mut BTre
             if depth > 0 {
                 match root.resolve(&directory) {
                     Ok(real) if real.is_dir() => {}
-                    Err(error @ NodeError::Outside(_)) => {
+                    Err(error @ DevicePathError::Outside(_)) => {
                         walked.outside.push((parent, error.to_string()));
                         continue;
                     }

@@ -25,14 +25,12 @@ use crate::api::proto::device_plugin_v1beta1::{
     PreferredAllocationRequest, PreferredAllocationResponse, TopologyInfo,
 };
 use crate::api::proto::{MAX_CONTAINERS, MAX_DEVICES_PER_CONTAINER, MAX_REQUEST};
+use crate::core::names::check_extended_resource;
 use crate::core::prepare::container_edits::ContainerEdits;
-use crate::core::prepare::names::check_extended_resource;
 use crate::node::kubelet::transport::listen;
 use crate::node::service::{NodeService, PluginDevice, Preference};
-use register::{Registrar, WatchedPlugin};
+use register::{Registrar, Streams, WatchedPlugin};
 
-/// The only version of the API.
-const VERSION: &str = "v1beta1";
 /// Largest list of devices in bytes: gRPC's default, which kubelet's client keeps.
 const MAX_LIST: usize = 4 * 1024 * 1024;
 
@@ -148,15 +146,6 @@ fn options(checks_start: bool) -> DevicePluginOptions {
         pre_start_required: checks_start,
         get_preferred_allocation_available: true,
     }
-}
-
-/// ListAndWatch streams, numbered from 1.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Streams {
-    /// Number of the newest stream.
-    opened: u64,
-    /// Numbers of the open streams.
-    open: BTreeSet<u64>,
 }
 
 struct DevicePluginService {

@@ -5,23 +5,21 @@ mod classic;
 pub(crate) mod device_health;
 pub(crate) mod structured;
 
-use std::collections::BTreeSet;
 use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
-use tonic::Status;
 use tonic::service::Routes;
 
 use self::device_health::DeviceHealth;
 use self::structured::ClaimReader;
 use super::registration::RegistrationService;
-use super::{KubeletApiError, KubeletApiState, KubeletPaths, health, is_served, refused, shown};
+use super::{KubeletApiError, KubeletApiState, KubeletPaths, health, is_served};
+use crate::api::proto::MAX_REQUEST;
 use crate::api::proto::plugin_registration::PluginInfo;
 use crate::api::proto::plugin_registration::registration_server::RegistrationServer;
-use crate::api::proto::{MAX_CLAIMS, MAX_REQUEST};
-use crate::core::prepare::names::check_driver;
+use crate::core::names::check_driver;
 use crate::node::kubelet::transport::{SocketError, SocketPath, listen, remove_stale};
 use crate::node::service::NodeService;
 
@@ -181,39 +179,6 @@ pub async fn serve(
     Ok(())
 }
 
-/// Rejects a call with too many claims, a missing uid or a duplicate uid. `claims` are namespace, name and uid of each.
-fn check_claims<'a>(
-    claims: impl ExactSizeIterator<Item = (&'a str, &'a str, &'a str)>,
-) -> Result<(), Status> {
-    let count = claims.len();
-    if count > MAX_CLAIMS {
-        return Err(refused(format!(
-            "{count} claims in one call, {MAX_CLAIMS} are possible"
-        )));
-    }
-    let mut uids = BTreeSet::new();
-    for (namespace, name, uid) in claims {
-        if uid.is_empty() {
-            return Err(no_uid(namespace, name));
-        }
-        if !uids.insert(uid) {
-            return Err(refused(format!(
-                "the claim uid {} comes twice in one call",
-                shown(uid)
-            )));
-        }
-    }
-    Ok(())
-}
-
-fn no_uid(namespace: &str, name: &str) -> Status {
-    refused(format!(
-        "the claim {} in namespace {} has no uid",
-        shown(name),
-        shown(namespace)
-    ))
-}
-
 #[cfg(test)]
 mod tests {
     use std::os::unix::net::UnixListener;
@@ -223,7 +188,7 @@ mod tests {
     use tokio::task::JoinHandle;
 
     use super::*;
-    use crate::core::prepare::names::DriverName;
+    use crate::core::names::DriverName;
 
     const DRIVER: &str = "drayman.dev";
 

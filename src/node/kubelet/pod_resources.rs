@@ -16,8 +16,7 @@ use tonic::{Code, Status};
 use super::KubeletPaths;
 use crate::api::proto::pod_resources_v1 as v1;
 use crate::api::proto::pod_resources_v1::pod_resources_lister_client::PodResourcesListerClient;
-pub(in crate::node) use grants::withdrawn_devices;
-pub use grants::{Grants, HostNodes, KubeletGrants};
+pub use grants::{Grants, HostNodes, KubeletGrants, withdrawn_devices};
 
 /// Deadline of a call, including the connection.
 const CALL_LIMIT: Duration = Duration::from_secs(3);
@@ -72,11 +71,11 @@ impl PodResourcesError {
 #[derive(Debug)]
 pub struct PodResourcesClient {
     socket: PathBuf,
-    state: Mutex<State>,
+    state: Mutex<ClientState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct ClientState {
     channel: Option<Channel>,
     allowance: Allowance,
 }
@@ -86,7 +85,7 @@ impl PodResourcesClient {
     pub fn new(paths: &KubeletPaths) -> Self {
         Self {
             socket: paths.pod_resources_socket(),
-            state: Mutex::new(State {
+            state: Mutex::new(ClientState {
                 channel: None,
                 allowance: Allowance::new(Instant::now()),
             }),

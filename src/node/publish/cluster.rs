@@ -7,7 +7,7 @@ use kube::api::Api;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use super::{PublishError, call, spread};
+use super::calls::{PublishError, call, spread};
 use crate::api::resource;
 use crate::core::discovery::events::DeviceEvent;
 use crate::core::prepare::checkpoint::ClusterFacts;
@@ -22,7 +22,7 @@ pub(super) struct ClusterReader {
     /// When to query the API for claims again.
     pub(super) due: Instant,
     /// Events not written yet.
-    pub(super) untold: Vec<DeviceEvent>,
+    pub(super) unwritten: Vec<DeviceEvent>,
 }
 
 impl ClusterReader {
@@ -34,7 +34,7 @@ impl ClusterReader {
             facts,
             claims,
             due: Instant::now(),
-            untold: Vec::new(),
+            unwritten: Vec::new(),
         }
     }
 
@@ -77,7 +77,7 @@ impl ClusterReader {
     async fn discover(&mut self) -> Result<(Option<ClaimsApi>, Option<u32>), PublishError> {
         let answer = self.served_claims().await;
         if let Ok((served, _)) = answer {
-            self.untold.extend(self.claims.answered(served));
+            self.unwritten.extend(self.claims.answered(served));
         }
         self.due = Instant::now() + spread(self.claims.pause(), &self.node_name);
         answer.map(|(_, minor)| (self.claims.served(), minor))

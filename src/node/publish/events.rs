@@ -7,9 +7,9 @@ use k8s_openapi::jiff::Timestamp;
 use kube::api::{Api, ObjectMeta, PostParams};
 use tracing::{info, warn};
 
-use super::call;
+use super::calls::call;
 use crate::core::discovery::events::DeviceEvent;
-use crate::core::prepare::names::DriverName;
+use crate::core::names::DriverName;
 use crate::node::metrics::Metrics;
 
 /// Bytes of a note before the ellipsis (`events.k8s.io/v1` allows 1,024 in total).
@@ -33,23 +33,23 @@ pub(super) struct NodeEvents<'a> {
 
 impl NodeEvents<'_> {
     /// Writes events. A failed write is logged and not retried, since the event itself is in the log.
-    pub(super) async fn tell(&self, node_uid: Option<&str>, events: &[DeviceEvent]) {
+    pub(super) async fn write(&self, node_uid: Option<&str>, events: &[DeviceEvent]) {
         let api: Api<Event> = Api::namespaced(self.client.clone(), NAMESPACE);
-        for told in events {
-            info!(reason = told.reason, "{}", told.note);
-            self.metrics.told(told.reason);
-            let event = NodeEvent {
+        for event in events {
+            info!(reason = event.reason, "{}", event.note);
+            self.metrics.event(event.reason);
+            let object = NodeEvent {
                 driver_name: self.driver_name,
                 node_name: self.node_name,
                 node_uid: node_uid.map(str::to_owned),
                 action: "CheckDevices",
-                reason: told.reason,
-                warning: told.warning,
-                note: &told.note,
+                reason: event.reason,
+                warning: event.warning,
+                note: &event.note,
             };
-            let event = event.at(Timestamp::now());
-            if let Err(error) = call(api.create(&PostParams::default(), &event)).await {
-                warn!(reason = told.reason, "the event is not written: {error}");
+            let object = object.at(Timestamp::now());
+            if let Err(error) = call(api.create(&PostParams::default(), &object)).await {
+                warn!(reason = event.reason, "the event is not written: {error}");
             }
         }
     }
@@ -122,7 +122,7 @@ mod tests {
     #[test]
     fn an_event_is_about_the_node_and_fits_what_the_server_takes() {
         let (driver_name, note) = (DriverName::parse("drayman.dev").unwrap(), "ü".repeat(800));
-        let told = |node_name| NodeEvent {
+        let event_of = |node_name| NodeEvent {
             driver_name: &driver_name,
             node_name,
             node_uid: Some("n-1".into()),
@@ -131,7 +131,7 @@ mod tests {
             warning: true,
             note: &note,
         };
-        let event = told("node-a").at(Timestamp::UNIX_EPOCH);
+        let event = event_of("node-a").at(Timestamp::UNIX_EPOCH);
         let note = event.note.unwrap();
         assert!(note.len() <= 1024 && note.ends_with("ü…"), "{}", note.len());
         assert_eq!(event.type_.as_deref(), Some("Warning"));
@@ -142,12 +142,12 @@ mod tests {
         );
         assert_eq!(event.metadata.namespace.as_deref(), Some("default"));
         let long = "n".repeat(253);
-        let event = told(&long).at(Timestamp::MAX);
+        let event = event_of(&long).at(Timestamp::MAX);
         assert!(event.metadata.name.unwrap().len() <= 253);
         assert_eq!(event.reporting_instance.unwrap().len(), 128);
         assert_eq!(event.regarding.unwrap().name.as_deref(), Some(&*long));
         let hyphen = format!("{}-.{}", "n".repeat(NAME_MAX - 2), "n".repeat(18));
-        let name = told(&hyphen).at(Timestamp::MAX).metadata.name.unwrap();
+        let name = event_of(&hyphen).at(Timestamp::MAX).metadata.name.unwrap();
         assert!(!name.contains("-.") && !name.contains(".."), "{name}");
     }
 }

@@ -20,18 +20,19 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
+use super::calls::{PublishError, RETRY, call, spread};
 use super::cluster::ClusterReader;
 use super::events::NodeEvents;
-use super::{PublishError, RETRY, call, spread};
 use crate::core::discovery::events::{DeviceEvent, device_events};
+use crate::core::names::DriverName;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::kubelet_apis::ApisDown;
-use crate::core::prepare::names::DriverName;
 use crate::node::metrics::Metrics;
 use crate::node::service::Quarantine;
+pub use object::RegistrationStatus;
 use object::{inventory, object_name, status};
-use stored::{Counted, Stored, StoredDevices};
+use stored::{DeviceCounts, Stored, StoredDevices};
 
 /// Field manager of server-side apply.
 const FIELD_MANAGER: &str = "drayman-node";
@@ -40,45 +41,9 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 /// Minimum interval between reads of the Node object, so that repeated requests cannot flood the API server.
 const DOUBT_PAUSE: Duration = Duration::from_secs(10);
 
-/// The registration status with kubelet, for the companion's readiness and the inventory's condition `Ready`.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RegistrationStatus {
-    /// Whether all endpoints are served and kubelet has rejected none of them.
-    pub ready: bool,
-    /// Whether claims are served, or this cluster has no claims API. Devices may then be allocated to claims, even if other APIs
-    /// are down.
-    pub claims_ready: bool,
-    /// Reason in CamelCase.
-    pub reason: String,
-    /// Message for the user.
-    pub message: String,
-    /// Kubelet APIs that are down, for events.
-    pub down: ApisDown,
-}
-
-impl RegistrationStatus {
-    /// The status while another companion runs on the node. This one takes over when that one ends.
-    pub fn standby() -> Self {
-        Self {
-            ready: true,
-            reason: "Standby".to_owned(),
-            message: "another companion runs on this node; this one takes over when it ends".to_owned(),
-            ..Self::default()
-        }
-    }
-
-    /// The status before any endpoint is served.
-    pub fn starting() -> Self {
-        Self {
-            reason: "Starting".to_owned(),
-            ..Self::default()
-        }
-    }
-}
-
 /// The task that writes the inventory.
 #[derive(Debug)]
-pub struct Publisher {
+pub struct InventoryPublisher {
     /// API server client.
     pub client: PublisherClient,
     /// The driver name.
@@ -112,7 +77,7 @@ impl std::fmt::Debug for PublisherClient {
 }
 
 /// API for inventories, decoding only the required fields.
-type Inventories = Api<Stored<Counted>>;
+type Inventories = Api<Stored<DeviceCounts>>;
 
 /// The last known state of the server. Devices are shared, not copied: there may be a thousand.
 #[derive(Debug, Default)]
@@ -120,16 +85,16 @@ struct Seen {
     /// The last applied devices, with the uid of their Node.
     applied: Option<(Option<String>, Arc<Devices>)>,
     /// The last response of the server.
-    stored: Option<Stored<Counted>>,
+    stored: Option<Stored<DeviceCounts>>,
     /// Attributes dropped from the last inventory.
     dropped: Vec<String>,
     /// The devices in the last reported events.
-    told: Option<Arc<Devices>>,
+    reported: Option<Arc<Devices>>,
     /// The APIs in the last reported events.
     down: ApisDown,
 }
 
-impl Publisher {
+impl InventoryPublisher {
     /// Writes until the token is cancelled, then writes that the companion is not ready.
     pub async fn run(mut self, shutdown: CancellationToken) {
         let api: Inventories = Api::all(self.client.0.clone());
@@ -177,7 +142,7 @@ impl Publisher {
                 // An event needs the Node: without it, the event waits in the queue.
                 Some(notice) = next_notice(self.notices.as_mut()), if node.is_some() => {
                     if let Some(node) = &node {
-                        self.events().tell(node.metadata.uid.as_deref(), &[notice]).await;
+                        self.events().write(node.metadata.uid.as_deref(), &[notice]).await;
                     }
                 }
                 Ok(()) = self.quarantine.changed(), if retry.is_none() => {}
@@ -190,8 +155,8 @@ impl Publisher {
                 () = next_deletion(deleted.as_mut()) => {
                     info!(inventory = name, "the inventory was deleted; it is written again");
                     // The Node may have been deleted too: its replacement has the same name and another uid.
-                    let (told, down) = (seen.told.take(), std::mem::take(&mut seen.down));
-                    (node, seen) = (None, Seen { told, down, ..Seen::default() });
+                    let (reported, down) = (seen.reported.take(), std::mem::take(&mut seen.down));
+                    (node, seen) = (None, Seen { reported, down, ..Seen::default() });
                 }
             }
         }
@@ -225,9 +190,9 @@ impl Publisher {
         let devices = self.devices.borrow_and_update().clone();
         if cluster.is_structured() {
             // Nothing tells which events a previous process has written.
-            let told = seen.told.take().unwrap_or_default();
+            let reported = seen.reported.take().unwrap_or_default();
             *seen = Seen {
-                told: Some(told),
+                reported: Some(reported),
                 down: std::mem::take(&mut seen.down),
                 ..Seen::default()
             };
@@ -240,12 +205,15 @@ impl Publisher {
         if !cluster.is_structured() {
             self.write_status(api, name, &registration_status, seen).await?;
         }
-        let mut events = std::mem::take(&mut cluster.untold);
+        let mut events = std::mem::take(&mut cluster.unwritten);
         events.extend(registration_status.down.events_since(&seen.down));
-        events.extend(device_events(seen.told.as_ref().unwrap_or(&devices), &devices));
+        events.extend(device_events(
+            seen.reported.as_ref().unwrap_or(&devices),
+            &devices,
+        ));
         seen.down = registration_status.down;
-        self.events().tell(node.metadata.uid.as_deref(), &events).await;
-        seen.told = Some(devices);
+        self.events().write(node.metadata.uid.as_deref(), &events).await;
+        seen.reported = Some(devices);
         Ok(())
     }
 
@@ -257,12 +225,12 @@ impl Publisher {
         devices: &Arc<Devices>,
         seen: &mut Seen,
     ) -> Result<(), PublishError> {
-        if seen.told.is_none() {
+        if seen.reported.is_none() {
             // Events of a previous process are not repeated.
             let whole: Api<Stored<StoredDevices>> = Api::all(self.client.0.clone());
             let stored = call(whole.get_opt(name)).await?;
             let StoredDevices(earlier) = stored.map(|stored| stored.devices).unwrap_or_default();
-            seen.told = Some(Arc::new(earlier));
+            seen.reported = Some(Arc::new(earlier));
         }
         let wanted = (node.metadata.uid.clone(), devices.clone());
         if seen.applied.as_ref() == Some(&wanted) {
@@ -355,7 +323,7 @@ async fn in_doubt(doubt: &Notify, asked: Instant) {
 
 /// Reports deletions of the inventory.
 struct Deletions {
-    events: BoxStream<'static, Result<Option<Stored<Counted>>, watcher::Error>>,
+    events: BoxStream<'static, Result<Option<Stored<DeviceCounts>>, watcher::Error>>,
     complained: bool,
 }
 

@@ -23,15 +23,15 @@ use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
+use super::calls::{PublishError, RETRY, call, spread};
 use super::events::NodeEvents;
-use super::inventory::Publisher;
-use super::{PublishError, RETRY, call, spread};
+use super::inventory::InventoryPublisher;
 use crate::core::discovery::events::DeviceEvent;
+use crate::core::names::DriverName;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::inventory::Devices;
-use crate::core::prepare::names::DriverName;
-use crate::core::slices::{Altered, Features, Omission, Omitted, Pool, Slices, Write};
+use crate::core::slices::{Altered, Features, NodePool, Omission, Omitted, Slices, Write};
 use crate::node::metrics::{Metrics, SliceCounts};
 
 /// Writes in one go, at most: enough for a new generation of the largest pool, which has 16 slices.
@@ -136,7 +136,7 @@ impl SliceError {
 }
 
 /// What happened to a write.
-enum Written {
+enum WriteOutcome {
     Done(BTreeSet<Altered>),
     /// Another writer was faster; its version is observed.
     Conflict,
@@ -144,7 +144,7 @@ enum Written {
 
 impl SlicePublisher {
     /// Publishes the same devices as the publisher of the NodeInventory.
-    pub(super) fn beside(publisher: &Publisher) -> Self {
+    pub(super) fn beside(publisher: &InventoryPublisher) -> Self {
         Self {
             client: publisher.client.0.clone(),
             driver_name: publisher.driver_name.clone(),
@@ -244,14 +244,14 @@ struct Publication<'a> {
     /// A slice whose last write may have been executed. Until it is read, a device in it could be published in another slice, too.
     unknown: Option<String>,
     budget: Budget,
-    retry: Retry<'a>,
-    reports: Reports<'a>,
+    retry: WriteRetry<'a>,
+    reports: SliceReports<'a>,
 }
 
 impl<'a> Publication<'a> {
     fn new(publisher: &'a SlicePublisher, facts: ClusterFacts) -> Self {
         let node_uid = facts.node_uid.unwrap_or_default();
-        let pool = Pool {
+        let pool = NodePool {
             driver: publisher.driver_name.to_string(),
             node_name: publisher.node_name.clone(),
             node_uid: node_uid.clone(),
@@ -268,8 +268,8 @@ impl<'a> Publication<'a> {
             is_node_confirmed: false,
             unknown: None,
             budget: Budget::new(),
-            retry: Retry::new(&publisher.node_name),
-            reports: Reports::new(publisher),
+            retry: WriteRetry::new(&publisher.node_name),
+            reports: SliceReports::new(publisher),
         }
     }
 
@@ -308,7 +308,7 @@ impl<'a> Publication<'a> {
         self.is_node_confirmed &= self.slices.stored().count() >= before;
     }
 
-    /// Reports the present state; `is_settled` if all slices are published.
+    /// SliceReports the present state; `is_settled` if all slices are published.
     async fn report(&mut self, is_settled: bool) {
         let counts = counts(&self.slices);
         if is_settled {
@@ -353,12 +353,12 @@ impl<'a> Publication<'a> {
         self.budget.take();
         let written = execute(&self.api, &mut self.slices, write).await;
         self.publisher.metrics.slice_written(match &written {
-            Ok(Written::Done(_)) => "Done",
-            Ok(Written::Conflict) => "Conflict",
+            Ok(WriteOutcome::Done(_)) => "Done",
+            Ok(WriteOutcome::Conflict) => "Conflict",
             Err(error) => error.result(),
         });
         match written {
-            Ok(Written::Done(altered)) => {
+            Ok(WriteOutcome::Done(altered)) => {
                 self.reports.has_written = true;
                 if altered.contains(&Altered::Otherwise) {
                     self.retry.later();
@@ -368,7 +368,7 @@ impl<'a> Publication<'a> {
                 self.reports.altered(write, altered, &self.node_uid).await;
                 Ok(())
             }
-            Ok(Written::Conflict) => Ok(()),
+            Ok(WriteOutcome::Conflict) => Ok(()),
             Err(error) => {
                 if error.is_unknown() {
                     self.unknown = Some(write.name().to_owned());
@@ -383,7 +383,7 @@ async fn execute(
     api: &Api<ResourceSlice>,
     slices: &mut Slices,
     write: &Write,
-) -> Result<Written, SliceError> {
+) -> Result<WriteOutcome, SliceError> {
     let parameters = PostParams::default();
     let answer = match write {
         Write::Create(slice) => call(api.create(&parameters, slice)).await.map(Some),
@@ -405,16 +405,16 @@ async fn execute(
         }
     };
     match answer {
-        Ok(stored) => Ok(Written::Done(slices.written(write, stored))),
+        Ok(stored) => Ok(WriteOutcome::Done(slices.written(write, stored))),
         Err(PublishError::Api(kube::Error::Api(status))) if status.code == 409 => {
             read(api, slices, write.name()).await?;
-            Ok(Written::Conflict)
+            Ok(WriteOutcome::Conflict)
         }
         Err(PublishError::Api(kube::Error::Api(status)))
             if status.code == 404 && !matches!(write, Write::Create(_)) =>
         {
             slices.absent(write.name());
-            Ok(Written::Conflict)
+            Ok(WriteOutcome::Conflict)
         }
         Err(error) => Err(SliceError::of_write(write, error)),
     }
@@ -482,13 +482,13 @@ impl Budget {
 }
 
 /// When to write again after a failure.
-struct Retry<'a> {
+struct WriteRetry<'a> {
     node_name: &'a str,
     due: Instant,
     pause: Duration,
 }
 
-impl<'a> Retry<'a> {
+impl<'a> WriteRetry<'a> {
     fn new(node_name: &'a str) -> Self {
         Self {
             node_name,
@@ -550,8 +550,8 @@ fn with_retry_after(client: &kube::Client, node_name: &str) -> (kube::Client, Th
     (kube::Client::new(service, namespace), throttled)
 }
 
-/// What people are told, each problem once.
-struct Reports<'a> {
+/// Events about the slices, each problem once.
+struct SliceReports<'a> {
     events: NodeEvents<'a>,
     /// Whether a slice was written since all were last published.
     has_written: bool,
@@ -562,7 +562,7 @@ struct Reports<'a> {
     shares: Vec<String>,
 }
 
-impl<'a> Reports<'a> {
+impl<'a> SliceReports<'a> {
     fn new(publisher: &'a SlicePublisher) -> Self {
         Self {
             events: NodeEvents {
@@ -624,7 +624,8 @@ impl<'a> Reports<'a> {
             debug!("the slices are still not published: {note}");
             return;
         }
-        self.tell("ResourceSliceRejected", note.clone(), node_uid).await;
+        self.write_event("ResourceSliceRejected", note.clone(), node_uid)
+            .await;
         self.rejected = Some(note);
     }
 
@@ -648,11 +649,11 @@ impl<'a> Reports<'a> {
                 }
             };
             let note = format!("ResourceSlice {:?}: {what}", write.name());
-            self.tell("ResourceSliceAltered", note, node_uid).await;
+            self.write_event("ResourceSliceAltered", note, node_uid).await;
         }
     }
 
-    /// Reports devices with shares. Unhealthy devices have events of their own.
+    /// SliceReports devices with shares. Unhealthy devices have events of their own.
     async fn omitted(&mut self, omitted: &[Omitted], node_uid: &str) {
         let shares = omitted.iter().filter(|omitted| omitted.why == Omission::Shares);
         let shares: Vec<String> = shares.map(|omitted| omitted.device.clone()).collect();
@@ -666,18 +667,18 @@ impl<'a> Reports<'a> {
                  upgrade the cluster or remove shares from the kind: {}",
                 shares.join(", ")
             );
-            self.tell("DevicesNotPublished", note, node_uid).await;
+            self.write_event("DevicesNotPublished", note, node_uid).await;
         }
         self.shares = shares;
     }
 
-    async fn tell(&self, reason: &'static str, note: String, node_uid: &str) {
+    async fn write_event(&self, reason: &'static str, note: String, node_uid: &str) {
         let event = DeviceEvent {
             reason,
             warning: true,
             note,
         };
-        self.events.tell(Some(node_uid), &[event]).await;
+        self.events.write(Some(node_uid), &[event]).await;
     }
 }
 

@@ -16,15 +16,15 @@ use super::kubelet_apis::{ClaimsEndpoint, KubeletApis, ServedClaims};
 use super::mounted::mounted;
 use super::{NodeError, boot_id};
 use crate::core::discovery::events::DeviceEvent;
+use crate::core::names::DriverName;
+use crate::core::prepare::allocate::ExtendedResource;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::containers::WithdrawnDevices;
 use crate::core::prepare::inventory::Devices;
-use crate::core::prepare::names::DriverName;
 use crate::core::prepare::orphans;
-use crate::core::prepare::plan::ExtendedResource;
 use crate::core::prepare::recovery::running_claims;
-use crate::node::admin;
+use crate::node::admin::{self, Companion};
 use crate::node::container_runtime::{ContainerRuntime, CriClient};
 use crate::node::driver::NodeDriver;
 use crate::node::hand_over::{self, HandOver};
@@ -40,8 +40,8 @@ use crate::node::kubelet::{KubeletApiError, KubeletPaths};
 use crate::node::metrics::Metrics;
 use crate::node::orphans::OrphanCheck;
 use crate::node::publish;
-use crate::node::publish::inventory::{Publisher, PublisherClient, RegistrationStatus};
-use crate::node::reload::Resources;
+use crate::node::publish::inventory::{InventoryPublisher, PublisherClient, RegistrationStatus};
+use crate::node::reload::ConfiguredResources;
 use crate::node::service::{Backend, NodeService};
 use crate::node::state::storage::disk::Disk;
 use crate::node::state::storage::{Opened, Paths, Store, StoreError};
@@ -100,7 +100,7 @@ pub struct NodeBuilder<D> {
     dev_root: PathBuf,
     resources: BTreeMap<String, ExtendedResource>,
     /// Overrides `resources` with ones that change.
-    changing: Option<watch::Receiver<Arc<Resources>>>,
+    changing: Option<watch::Receiver<Arc<ConfiguredResources>>>,
     notices: Option<mpsc::Receiver<DeviceEvent>>,
     registration_status: watch::Sender<RegistrationStatus>,
     metrics: Arc<Metrics>,
@@ -196,7 +196,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
     }
 
     /// Extended resources that change while the companion runs. They override [`Self::extended_resource`].
-    pub(super) fn changing(mut self, resources: watch::Receiver<Arc<Resources>>) -> Self {
+    pub(super) fn changing(mut self, resources: watch::Receiver<Arc<ConfiguredResources>>) -> Self {
         self.changing = Some(resources);
         self
     }
@@ -236,7 +236,11 @@ impl<D: NodeDriver> NodeBuilder<D> {
     /// stop, calls in flight have been answered, the sockets are removed and the inventory says "not ready".
     pub async fn run(self, shutdown: CancellationToken) -> Result<(), NodeError> {
         let driver_name = DriverName::parse(&self.driver_name)?;
-        let runtime = container_runtime(self.runtime_socket.as_deref(), &self.kubelet, &self.dev_root);
+        let runtime = container_runtime(
+            self.runtime_socket.as_deref(),
+            &self.kubelet.root_dir,
+            &self.dev_root,
+        );
         let (node, backend) = NodeService::new(runtime.clone(), self.metrics.clone());
         let (inventory, devices) = watch::channel(Arc::default());
         let (cluster, _) = watch::channel(ClusterFacts::default());
@@ -384,7 +388,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
         let records = records.await.map_err(KubeletApiError::from)?;
         let ending = AbortOnDropHandle::new(tokio::spawn(end_after(shutdown, hand_over, claims.end())));
 
-        let publisher = Publisher {
+        let publisher = InventoryPublisher {
             client: PublisherClient(self.client.clone()),
             driver_name: driver_name.clone(),
             node_name: self.node_name,
@@ -439,7 +443,8 @@ async fn take_over(
     cluster: &watch::Sender<ClusterFacts>,
     claims: &ServedClaims,
 ) {
-    let mut offer = hand_over::wait_for_offer(socket, asked).await;
+    let mut offer =
+        hand_over::wait_for_offer(|| Companion::ask_for_hand_over(socket.to_owned()), asked).await;
     info!("the other companion of this node ends; this one registers with kubelet");
     // Only a companion of this mode hands over.
     cluster.send_modify(|facts| facts.claims = Some(ClaimsApi::Structured));
@@ -457,7 +462,7 @@ async fn end_after(shutdown: CancellationToken, hand_over: HandOver, end: Cancel
     end.cancel();
 }
 
-/// The devices that containers hold: a source for the current ones, and those of former extended resources.
+/// The devices that containers hold: a source for the current ones, and those of withdrawn extended resources.
 async fn kubelet_shows(
     kubelet: &KubeletPaths,
     driver: &DriverName,
@@ -465,17 +470,17 @@ async fn kubelet_shows(
 ) -> Result<(Arc<dyn Grants>, Option<WithdrawnDevices>), NodeError> {
     let grants = Arc::new(KubeletGrants::new(kubelet, driver, nodes.clone()));
     let (kubelet, driver) = (kubelet.clone(), driver.clone());
-    let former = spawn_blocking(move || withdrawn_devices(&kubelet, &driver, &nodes));
-    Ok((grants, former.await.map_err(NodeError::Broken)?))
+    let withdrawn = spawn_blocking(move || withdrawn_devices(&kubelet, &driver, &nodes));
+    Ok((grants, withdrawn.await.map_err(NodeError::Broken)?))
 }
 
 /// The container runtime, if it has a socket.
 fn container_runtime(
     socket: Option<&Path>,
-    kubelet: &KubeletPaths,
+    kubelet_root: &Path,
     dev: &Path,
 ) -> Option<Arc<dyn ContainerRuntime>> {
-    let Some(runtime) = CriClient::find(socket, kubelet, dev) else {
+    let Some(runtime) = CriClient::find(socket, kubelet_root, dev) else {
         info!(
             reason = "ContainerRuntimeUnavailable",
             "no socket of a container runtime is here, so devices of pods that were deleted by force are freed only by kubelet or manually"
@@ -488,7 +493,7 @@ fn container_runtime(
 /// Watches the claims of this node once a kind is offered both as claims and as an extended resource.
 async fn watch_claims(
     claims: ClaimWatch,
-    mut resources: watch::Receiver<Arc<Resources>>,
+    mut resources: watch::Receiver<Arc<ConfiguredResources>>,
     end: CancellationToken,
 ) {
     let both = async {
@@ -518,21 +523,21 @@ async fn open(
     shutdown: &CancellationToken,
 ) -> Result<Option<Opened>, NodeError> {
     let until = Instant::now() + LOCK_PATIENCE;
-    let mut told = false;
+    let mut is_logged = false;
     loop {
         let (disk, paths, boot_id) = (disk.clone(), paths.clone(), boot_id.to_owned());
         let opened = spawn_blocking(move || Store::open_on(&disk, &paths, &boot_id)).await;
         match opened.map_err(NodeError::Broken)? {
             Err(StoreError::Locked(lock)) if Instant::now() < until => {
-                if !told && asked.is_cancelled() {
-                    told = true;
+                if !is_logged && asked.is_cancelled() {
+                    is_logged = true;
                     info!(lock = %lock.display(), "another companion runs on this node; waiting for its end");
                     registration_status.send_replace(RegistrationStatus::standby());
                 }
             }
             Err(error) if error.is_of_a_read() && Instant::now() < until => {
-                if !told {
-                    told = true;
+                if !is_logged {
+                    is_logged = true;
                     warn!(
                         reason = error.reason(),
                         "the records of this node are tried again: {error}"

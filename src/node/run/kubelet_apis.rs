@@ -13,16 +13,16 @@ use super::NodeError;
 use super::mounted::cut_off;
 use super::resource_apis::{KubeletApiStates, ResourceApis};
 use super::retried::serve_again;
+use crate::core::names::DriverName;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::kubelet_apis::{ApiState, ApisDown, problems};
-use crate::core::prepare::names::DriverName;
 use crate::node::kubelet::device_plugin::PluginRegistration;
 use crate::node::kubelet::dra::DraApi;
 use crate::node::kubelet::transport::check_path;
 use crate::node::kubelet::{self, KubeletApiError, KubeletApiState, KubeletPaths};
 use crate::node::publish::inventory::RegistrationStatus;
-use crate::node::reload::Resources;
+use crate::node::reload::ConfiguredResources;
 use crate::node::service::NodeService;
 
 /// Name of the DRA API among the extended resources, whose names contain a slash.
@@ -103,7 +103,7 @@ pub(super) struct KubeletApis {
     pub(super) paths: KubeletPaths,
     pub(super) plugin_registration: PluginRegistration,
     pub(super) driver_name: DriverName,
-    pub(super) resources: watch::Receiver<Arc<Resources>>,
+    pub(super) resources: watch::Receiver<Arc<ConfiguredResources>>,
     pub(super) cluster: watch::Receiver<ClusterFacts>,
     /// Mounted host directories without which the endpoints are not visible outside the pod.
     pub(super) mounted: Vec<PathBuf>,

@@ -20,13 +20,13 @@ const EVERY: Duration = Duration::from_secs(5);
 
 /// A directory held open, so that its removal is noticed even if another one now has its path.
 #[derive(Debug)]
-struct Held {
+struct MountedDirectory {
     path: PathBuf,
-    directory: Option<Directory>,
+    directory: Option<OpenDirectory>,
 }
 
 #[derive(Debug)]
-struct Directory {
+struct OpenDirectory {
     file: File,
     writable: bool,
 }
@@ -49,10 +49,10 @@ pub(super) fn mounted(paths: &Paths, kubelet: &KubeletPaths) -> Vec<PathBuf> {
 /// Waits until the host has removed one of the directories so that its path no longer reaches the host's current one, and returns
 /// that path. A directory that does not exist yet, or that can be recreated by its path, does not count.
 pub(super) async fn cut_off(directories: Vec<PathBuf>) -> PathBuf {
-    let mut held: Vec<Held> = directories
+    let mut held: Vec<MountedDirectory> = directories
         .into_iter()
-        .map(|path| Held {
-            directory: Directory::open(&path),
+        .map(|path| MountedDirectory {
+            directory: OpenDirectory::open(&path),
             path,
         })
         .collect();
@@ -67,7 +67,7 @@ pub(super) async fn cut_off(directories: Vec<PathBuf>) -> PathBuf {
     }
 }
 
-impl Held {
+impl MountedDirectory {
     fn is_cut_off(&mut self) -> bool {
         if let Some(directory) = &self.directory {
             if !directory.is_removed() {
@@ -77,12 +77,12 @@ impl Held {
                 return true;
             }
         }
-        self.directory = Directory::open(&self.path);
+        self.directory = OpenDirectory::open(&self.path);
         false
     }
 }
 
-impl Directory {
+impl OpenDirectory {
     fn open(path: &Path) -> Option<Self> {
         let file = open(
             path,

@@ -11,10 +11,10 @@ use tokio_util::sync::CancellationToken;
 use tracing::info;
 
 use super::retried::serve_again;
-use crate::core::prepare::plan::ExtendedResource;
+use crate::core::prepare::allocate::ExtendedResource;
 use crate::node::kubelet::device_plugin::PluginRegistration;
 use crate::node::kubelet::{self, KubeletApiState, KubeletPaths};
-use crate::node::reload::Resources;
+use crate::node::reload::ConfiguredResources;
 use crate::node::service::NodeService;
 
 /// How long an endpoint stays open after its devices were withdrawn, so that kubelet receives the update. Otherwise the Node
@@ -47,7 +47,7 @@ impl ResourceApis {
     /// Serves an endpoint for each extended resource until the shutdown. An endpoint that fails is retried independently.
     pub(super) async fn serve(
         self,
-        mut wanted: watch::Receiver<Arc<Resources>>,
+        mut wanted: watch::Receiver<Arc<ConfiguredResources>>,
         shutdown: CancellationToken,
     ) {
         let ours = shutdown.child_token();

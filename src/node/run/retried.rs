@@ -22,7 +22,7 @@ pub(super) async fn serve_again<F>(
     F: Future<Output = Result<(), KubeletApiError>>,
 {
     let mut pause = RETRY.0;
-    let mut told = None;
+    let mut logged = None;
     loop {
         // A separate channel per attempt, so that no follower of an attempt's state outlives it.
         let (sender, mut seen) = watch::channel(KubeletApiState::Starting);
@@ -34,7 +34,7 @@ pub(super) async fn serve_again<F>(
                 Ok(()) = seen.changed() => {
                     let now = seen.borrow_and_update().clone();
                     if !matches!(now, KubeletApiState::Starting | KubeletApiState::Closed) {
-                        (pause, told) = (RETRY.0, None);
+                        (pause, logged) = (RETRY.0, None);
                         state.send_replace(now);
                     }
                 }
@@ -42,14 +42,14 @@ pub(super) async fn serve_again<F>(
         };
         let Err(failure) = ended else { break };
         let message = failure.to_string();
-        if told.as_ref() != Some(&message) {
+        if logged.as_ref() != Some(&message) {
             error!(
                 api,
                 reason = failure.reason(),
                 "this API of kubelet is down and tried again, the others go on: {message}"
             );
         }
-        told = Some(message.clone());
+        logged = Some(message.clone());
         state.send_replace(KubeletApiState::Failed { message });
         tokio::select! {
             () = end.cancelled() => break,

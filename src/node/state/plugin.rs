@@ -9,16 +9,15 @@ use tokio::time::timeout;
 use tracing::warn;
 
 use super::NodeState;
-use super::kubelet_query::{Finished, Waiting};
-use super::resources::QueryGap;
+use super::resources::{FinishedQuery, QueryGap, WaitingRequest};
 use crate::api::crd::DeviceNumber;
+use crate::core::names::device_of_plugin_id;
 use crate::core::prepare::allocate::{check_allocate, evicted};
 use crate::core::prepare::container_edits::ContainerEdits;
 use crate::core::prepare::device_manager::numbers_value;
 use crate::core::prepare::inventory::Devices;
-use crate::core::prepare::names::device_of_plugin_id;
-use crate::core::prepare::plan::Refusal;
-use crate::core::prepare::recovery::{Missing, plan_free};
+use crate::core::prepare::plan::{Missing, Refusal};
+use crate::core::prepare::recovery::plan_free;
 use crate::node::driver::NodeDriver;
 use crate::node::service::ServiceError;
 
@@ -42,7 +41,7 @@ impl<D: NodeDriver> NodeState<D> {
         let Some(config) = self.resources.get(resource).cloned() else {
             return Err(Refusal::NoResource(resource.to_owned()).into());
         };
-        let inventory = self.publisher.inventory().clone();
+        let inventory = self.inventory.clone();
         let handed_out = self.resources.handed_out(&self.prepared_claims);
         check_allocate(handed_out, &inventory, resource, &config.kind, containers)?;
         for uid in evicted(&self.prepared_claims, &inventory, containers) {
@@ -61,7 +60,7 @@ impl<D: NodeDriver> NodeState<D> {
                 }
                 whole.extend(made);
             }
-            whole.check_paths()?;
+            whole.check_paths().map_err(Refusal::from)?;
             if config.cdi_devices {
                 whole = ContainerEdits::default();
                 for (device, made) in apart {
@@ -104,7 +103,7 @@ impl<D: NodeDriver> NodeState<D> {
             let device = if is_lost {
                 self.device(name)
             } else {
-                self.publisher.inventory().get(name)
+                self.inventory.get(name)
             };
             let Some(device) = device else {
                 if is_lost {
@@ -153,7 +152,7 @@ impl<D: NodeDriver> NodeState<D> {
             .all()
             .filter(|resource| resource.config.cdi_devices);
         let kinds: BTreeSet<&str> = named.map(|resource| resource.config.kind.as_str()).collect();
-        let inventory = self.publisher.inventory().values();
+        let inventory = self.inventory.values();
         let devices: Vec<String> = inventory
             .filter(|device| device.mode.serves_extended_resource() && kinds.contains(device.kind.as_str()))
             .map(|device| device.name.clone())
@@ -206,7 +205,7 @@ impl<D: NodeDriver> NodeState<D> {
     /// Applies a change of the configured extended resources.
     pub(super) fn configure(&mut self) {
         let configured = self.inputs.configured.borrow_and_update().clone();
-        let served = self.resources.configure(&configured, self.publisher.inventory());
+        let served = self.resources.configure(&configured, &self.inventory);
         self.backend.resources.send_replace(std::sync::Arc::new(served));
     }
 
@@ -249,15 +248,15 @@ impl<D: NodeDriver> NodeState<D> {
     }
 
     /// Queues a request for the next query to begin.
-    pub(super) fn wait_for_query(&mut self, request: Waiting) {
+    pub(super) fn wait_for_query(&mut self, request: WaitingRequest) {
         if self.query.wait(request) {
             self.query_kubelet();
         }
     }
 
     /// Processes the result of a query and serves the requests that waited for it.
-    pub(super) async fn take_up(&mut self, finished: Finished) {
-        let Finished {
+    pub(super) async fn take_up(&mut self, finished: FinishedQuery) {
+        let FinishedQuery {
             view,
             waiting,
             mut again,
@@ -275,7 +274,7 @@ impl<D: NodeDriver> NodeState<D> {
         self.rebuild_inventory();
         for request in waiting {
             match request {
-                Waiting::Prepare {
+                WaitingRequest::Prepare {
                     claims,
                     withdrawn,
                     answer,
@@ -283,10 +282,10 @@ impl<D: NodeDriver> NodeState<D> {
                     self.prepare_all(&claims, &withdrawn, Some(&updated), None, answer)
                         .await;
                 }
-                Waiting::InContainers(answer) => {
+                WaitingRequest::InContainers(answer) => {
                     let containers = self.resources.containers();
                     let holder = |device: &String| Some((device.clone(), containers.holder(device)?));
-                    let _ = answer.send(self.publisher.inventory().keys().filter_map(holder).collect());
+                    let _ = answer.send(self.inventory.keys().filter_map(holder).collect());
                 }
             }
         }

@@ -1,23 +1,64 @@
-//! The extended resources and the holders of their devices: containers, claims that have one of them allocated, and containers of
-//! withdrawn resources.
+//! The extended resources and the holders of their devices: containers, which are queried from kubelet, claims that have one of them
+//! allocated, and containers of withdrawn resources.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::watch;
-use tracing::{info, warn};
+use tokio::sync::{oneshot, watch};
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+use tracing::{debug, info, warn};
 
-use super::publisher::Versioned;
 use crate::api::crd::{Device, DeviceNumber};
-use crate::core::prepare::containers::{AllocatedClaims, Conflicting, Containers, Shown, WithdrawnDevices};
-use crate::core::prepare::inventory::{Devices, HandedOut};
-use crate::core::prepare::plan::{ExtendedResource, PluginDevice};
+use crate::core::prepare::allocate::ExtendedResource;
+use crate::core::prepare::containers::{
+    AllocatedClaims, Conflicting, Containers, ResourceSnapshot, WithdrawnDevices,
+};
+use crate::core::prepare::inventory::{Devices, HandedOut, PluginDevice};
+use crate::core::prepare::plan::ClaimToPrepare;
 use crate::core::prepare::prepared_claims::{PreparedClaims, are_among, share_a_node};
-use crate::node::service::ServedResource;
+use crate::node::kubelet::pod_resources::Grants;
+use crate::node::service::{ServedResource, ServiceError};
+
+/// Pauses between queries for containers that hold devices of withdrawn resources: until kubelet has answered, and from then on until these
+/// containers have ended.
+const WITHDRAWN_PAUSES: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(5)];
+
+/// A value with a count of its possible changes.
+#[derive(Debug, Default)]
+pub(super) struct Versioned<T> {
+    value: T,
+    version: u64,
+}
+
+impl<T> Versioned<T> {
+    pub(super) fn new(value: T) -> Self {
+        Self { value, version: 0 }
+    }
+
+    /// Mutable access; counts as a change.
+    pub(super) fn change(&mut self) -> &mut T {
+        self.version = self.version.wrapping_add(1);
+        &mut self.value
+    }
+
+    pub(super) fn version(&self) -> u64 {
+        self.version
+    }
+}
+
+impl<T> Deref for Versioned<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.value
+    }
+}
 
 /// Kubelet's view of each resource, or why it is unavailable.
-pub(super) type KubeletView = Result<BTreeMap<String, Shown>, String>;
+pub(super) type ResourceSnapshots = Result<BTreeMap<String, ResourceSnapshot>, String>;
 
 /// Devices that a resource has lost, with their former device numbers.
 type Lost = BTreeMap<String, Vec<DeviceNumber>>;
@@ -287,7 +328,7 @@ impl ExtendedResources {
     /// `Err` says why the holders of `both` devices remain unknown. `is_asked` tells whether a request waits for them.
     pub(super) fn update(
         &mut self,
-        view: &KubeletView,
+        view: &ResourceSnapshots,
         devices: &Devices,
         is_asked: bool,
         now: Duration,
@@ -321,7 +362,7 @@ impl ExtendedResources {
 
     fn update_both(
         &mut self,
-        shown: &BTreeMap<String, Shown>,
+        shown: &BTreeMap<String, ResourceSnapshot>,
         is_asked: bool,
         now: Duration,
     ) -> Result<(), QueryGap> {
@@ -330,7 +371,7 @@ impl ExtendedResources {
             // The query covered no resource with mode `both`, so there is no news about such devices.
             return Ok(());
         }
-        let mut all = Shown::default();
+        let mut all = ResourceSnapshot::default();
         for name in &names {
             let Some(shown) = shown.get(name) else {
                 return Err(QueryGap::Added(name.clone()));
@@ -408,4 +449,175 @@ impl std::fmt::Display for QueryGap {
 
 fn lost(device: &Device) -> (String, Vec<DeviceNumber>) {
     (device.name.clone(), device.device_numbers.to_vec())
+}
+
+/// The response channel of a Prepare.
+pub(super) type PrepareAnswer = oneshot::Sender<Vec<Result<Vec<String>, ServiceError>>>;
+
+/// A request that waits for a query.
+#[derive(Debug)]
+pub(super) enum WaitingRequest {
+    /// Claims for devices that containers could hold, and those of them that kubelet has unprepared in the meantime.
+    Prepare {
+        claims: Vec<ClaimToPrepare>,
+        withdrawn: BTreeSet<String>,
+        answer: PrepareAnswer,
+    },
+    /// An administrative request for the devices that containers hold.
+    InContainers(oneshot::Sender<BTreeMap<String, String>>),
+}
+
+#[derive(Debug)]
+struct RunningQuery {
+    task: JoinHandle<ResourceSnapshots>,
+    /// Whether another query must follow.
+    again: bool,
+    /// Requests that arrived after this query had begun.
+    next: Vec<WaitingRequest>,
+}
+
+/// A finished query.
+#[derive(Debug)]
+pub(super) struct FinishedQuery {
+    pub(super) view: ResourceSnapshots,
+    /// The requests that waited for it.
+    pub(super) waiting: Vec<WaitingRequest>,
+    /// Whether another query must follow.
+    pub(super) again: bool,
+}
+
+/// Queries of kubelet's containers, outside the state task, and the requests that wait for them.
+///
+/// Kubelet may take seconds to answer, or never answer. Each query is therefore a separate task, one at a time, for all resources together.
+/// Requests that need its result wait apart from those that do not.
+#[derive(Debug)]
+pub(super) struct KubeletQuery {
+    /// Kubelet's view of its containers; `None` if it cannot be queried.
+    grants: Option<Arc<dyn Grants>>,
+    running: Option<RunningQuery>,
+    waiting: Vec<WaitingRequest>,
+    /// The time of the next query for withdrawn resources.
+    withdrawn_due: Instant,
+    /// Whether the failure of the last query has been logged.
+    pub(super) has_warned: bool,
+}
+
+impl KubeletQuery {
+    pub(super) fn new(grants: Option<Arc<dyn Grants>>) -> Self {
+        Self {
+            grants,
+            running: None,
+            waiting: Vec::new(),
+            withdrawn_due: Instant::now(),
+            has_warned: false,
+        }
+    }
+
+    /// Whether kubelet can be queried.
+    pub(super) fn is_possible(&self) -> bool {
+        self.grants.is_some()
+    }
+
+    pub(super) fn is_running(&self) -> bool {
+        self.running.is_some()
+    }
+
+    pub(super) fn withdrawn_due(&self) -> Instant {
+        self.withdrawn_due
+    }
+
+    /// Schedules the next query for withdrawn resources.
+    pub(super) fn schedule_withdrawn(&mut self, is_known: bool) {
+        let [unknown, known] = WITHDRAWN_PAUSES;
+        self.withdrawn_due = Instant::now() + if is_known { known } else { unknown };
+    }
+
+    /// Starts a query for these resources, or schedules another one after the query in progress.
+    pub(super) fn start(&mut self, names: BTreeSet<String>) {
+        let Some(grants) = self.grants.clone() else {
+            return;
+        };
+        if let Some(query) = &mut self.running {
+            query.again = true;
+            return;
+        }
+        if names.is_empty() && self.waiting.is_empty() {
+            return;
+        }
+        self.running = Some(RunningQuery {
+            task: tokio::spawn(async move { grants.query(names).await }),
+            again: false,
+            next: Vec::new(),
+        });
+    }
+
+    /// Queues a request for the next query to begin. Returns whether the caller must start one.
+    pub(super) fn wait(&mut self, request: WaitingRequest) -> bool {
+        match &mut self.running {
+            Some(query) => {
+                query.next.push(request);
+                false
+            }
+            None => {
+                self.waiting.push(request);
+                true
+            }
+        }
+    }
+
+    /// Waits for the query to end; forever if there is none. Cancel safe.
+    pub(super) async fn finished(&mut self) -> FinishedQuery {
+        let Some(query) = &mut self.running else {
+            return std::future::pending().await;
+        };
+        let view = (&mut query.task)
+            .await
+            .unwrap_or_else(|error| Err(error.to_string()));
+        let (again, next) = (query.again, std::mem::take(&mut query.next));
+        self.running = None;
+        FinishedQuery {
+            view,
+            waiting: std::mem::replace(&mut self.waiting, next),
+            again: again || !self.waiting.is_empty(),
+        }
+    }
+
+    /// Marks a waiting claim as withdrawn, because kubelet has called Unprepare for it.
+    pub(super) fn withdraw(&mut self, uid: &str) {
+        let next = self.running.iter_mut().flat_map(|query| &mut query.next);
+        for waiting in self.waiting.iter_mut().chain(next) {
+            if let WaitingRequest::Prepare {
+                claims, withdrawn, ..
+            } = waiting
+                && claims.iter().any(|claim| claim.uid == uid)
+            {
+                withdrawn.insert(uid.to_owned());
+            }
+        }
+    }
+
+    /// Logs once why kubelet does not show its containers, and the effects.
+    pub(super) fn report(&mut self, problem: Option<&str>, has_both: bool, has_withdrawn: bool) {
+        let Some(problem) = problem else {
+            self.has_warned = false;
+            return;
+        };
+        if self.has_warned {
+            debug!("kubelet still does not show its containers: {problem}");
+            return;
+        }
+        self.has_warned = true;
+        let mut effects = Vec::new();
+        if has_both {
+            effects.push("devices of mode both are given to nobody new");
+        }
+        if has_withdrawn {
+            effects.push("devices of withdrawn extended resources are given to nobody");
+        }
+        warn!(
+            reason = "PodResourcesUnavailable",
+            "kubelet does not show which devices its containers hold ({}): {problem}",
+            effects.join(", and ")
+        );
+    }
 }

@@ -11,7 +11,7 @@ mod waiting;
 use super::*;
 use crate::api::crd::Mode;
 use crate::api::resource::ResourceClaim;
-use crate::core::prepare::containers::{Container, Shown};
+use crate::core::prepare::containers::{PodContainer, ResourceSnapshot};
 use crate::node::service::{Allocation, ClaimToPrepare, PluginDevice, Preference};
 use fixture::*;
 
@@ -327,16 +327,16 @@ fn allocated_claims(uid: &str, device: &str) -> AllocatedClaims {
     allocated_claims
 }
 
-fn granted(device: &str) -> Shown {
-    let container = Container {
+fn granted(device: &str) -> ResourceSnapshot {
+    let container = PodContainer {
         namespace: "default".into(),
         pod: "plugged".into(),
         container: "main".into(),
     };
-    Shown {
+    ResourceSnapshot {
         pods: [("default".to_owned(), "plugged".to_owned())].into(),
         listed: [(device.to_owned(), container)].into(),
-        ..Shown::default()
+        ..ResourceSnapshot::default()
     }
 }
 
@@ -358,11 +358,11 @@ async fn both_mode_needs_kubelet_and_claims_before_it_serves() {
     until_offered(&life, "x? y").await;
     life.announcer.send_replace(Arc::new(nothing_announced()));
     until_offered(&life, "x y").await;
-    let looks = kubelet.looks.load(Ordering::SeqCst);
+    let queries = kubelet.queries.load(Ordering::SeqCst);
     life.prepare(A, &["x"]).await.unwrap();
     assert_eq!(
-        kubelet.looks.load(Ordering::SeqCst),
-        looks + 1,
+        kubelet.queries.load(Ordering::SeqCst),
+        queries + 1,
         "asked at the moment of the decision"
     );
     until_offered(&life, "x? y").await;
@@ -375,7 +375,7 @@ async fn both_mode_needs_kubelet_and_claims_before_it_serves() {
 async fn an_allocated_device_is_withdrawn_before_prepare() {
     let root = tempfile::tempdir().unwrap();
     let (life, _driver, kubelet) = live_with_both(root.path()).await;
-    *kubelet.shown.lock().unwrap() = Some(Shown::default());
+    *kubelet.shown.lock().unwrap() = Some(ResourceSnapshot::default());
     life.announcer.send_replace(Arc::new(allocated_claims(A, "x")));
     until_offered(&life, "x? y").await;
     let allocate = async |device: &str| {
@@ -414,7 +414,7 @@ async fn a_device_of_a_container_is_refused_to_claims_until_it_ends() {
     assert!(refused.to_string().contains("default/plugged"), "{refused}");
     // The container keeps its device, and no other container gets it afterwards.
     until_offered(&life, "x? y").await;
-    *kubelet.shown.lock().unwrap() = Some(Shown::default());
+    *kubelet.shown.lock().unwrap() = Some(ResourceSnapshot::default());
     soon(
         life.inventory
             .wait_for(|devices| devices["x"].unhealthy.is_none()),

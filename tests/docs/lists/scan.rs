@@ -224,7 +224,7 @@ pub(crate) fn event_reasons() -> Found {
         "invalid",
         "error",
         "push",
-        "tell",
+        "write_event",
     ];
     for (file, tokens) in sources() {
         if !places.iter().any(|place| file.starts_with(place)) {
@@ -269,11 +269,10 @@ pub(crate) fn event_reasons() -> Found {
 /// Reasons for which the companion refuses a call.
 pub(crate) fn refusal_reasons() -> Found {
     answered(&[
-        "core/prepare/allocation_results.rs",
         "core/prepare/plan.rs",
         "node/driver.rs",
         "node/kubelet/dra/structured.rs",
         "node/service.rs",
-        "node/state/storage/mod.rs",
+        "node/state/storage/disk.rs",
     ])
 }

@@ -11,7 +11,7 @@ use drayman::node::kubelet::transport::GrpcCalls;
 use drayman::node::kubelet::{KubeletApiError, KubeletApiState, KubeletPaths, dra};
 use drayman::node::metrics::Metrics;
 use drayman::node::service::{
-    Allocation, NodeService, PluginDevice, Request as Call, ServedResource, ServiceError,
+    Allocation, NodeRequest as Call, NodeService, PluginDevice, ServedResource, ServiceError,
 };
 use loona_hpack::{Decoder, Encoder};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};

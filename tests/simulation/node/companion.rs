@@ -4,19 +4,19 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use drayman::api::crd::{Device, Mode};
+use drayman::core::names::ClaimUid;
 use drayman::core::prepare::container_edits::{ContainerEdits, DeviceNode};
 use drayman::core::prepare::containers::{AllocatedClaims, Conflicting, Containers};
 use drayman::core::prepare::inventory::{Devices, inventory};
 use drayman::core::prepare::kubelet_state::KubeletView;
-use drayman::core::prepare::names::ClaimUid;
 use drayman::core::prepare::orphans::{ApiView, Decision, GRACE, Orphans, Question};
 use drayman::core::prepare::plan::{
-    ClaimToPrepare, ClaimToUnprepare, NodeIdentity, Refusal, Step, plan_unprepare,
+    ClaimToPrepare, ClaimToUnprepare, Missing, NodeIdentity, PlanStep, Refusal, Retries, plan_unprepare,
 };
 use drayman::core::prepare::prepared_claims::{ClaimEdits, Entry, PreparedClaims};
 use drayman::core::prepare::recovery::{
-    Missing, Retries, Start, plan_clearing, plan_explained, plan_free, plan_refresh, plan_release,
-    plan_restoring, plan_restoring_one, plan_undo,
+    Start, plan_clearing, plan_explained, plan_free, plan_refresh, plan_release, plan_restoring,
+    plan_restoring_one, plan_undo,
 };
 
 use super::disk::{Disk, Stop, driver_name};
@@ -143,7 +143,7 @@ impl Companion {
         for (uid, steps) in plan_restoring(&companion.prepared_claims) {
             companion.execute_or_undo(access, &uid, &steps)?;
         }
-        companion.try_execute(access, &[Step::Save(Vec::new())])?;
+        companion.try_execute(access, &[PlanStep::Save(Vec::new())])?;
         companion.rebuild_inventory(found);
         Ok(companion)
     }
@@ -256,21 +256,21 @@ impl Companion {
         Ok(())
     }
 
-    fn execute(&mut self, access: &mut NodeAccess<'_>, steps: &[Step]) -> Result<(), Stop> {
+    fn execute(&mut self, access: &mut NodeAccess<'_>, steps: &[PlanStep]) -> Result<(), Stop> {
         for step in steps {
             match step {
-                Step::Prepare(uid) => {
+                PlanStep::Prepare(uid) => {
                     access.disk.external_step()?;
                     let container_edits = self.container_edits(uid)?;
                     self.prepared_claims
                         .set_container_edits(uid, container_edits, &self.inventory);
                     access.driver_claims.insert(uid.clone());
                 }
-                Step::Unprepare(uid) => {
+                PlanStep::Unprepare(uid) => {
                     access.disk.external_step()?;
                     access.driver_claims.remove(uid);
                 }
-                Step::Save(_) | Step::WriteCdi(_) | Step::RemoveCdi(_) => {
+                PlanStep::Save(_) | PlanStep::WriteCdi(_) | PlanStep::RemoveCdi(_) => {
                     if let Some(changed) = step.perform(&self.prepared_claims, access.disk)? {
                         self.prepared_claims = changed;
                     }
@@ -324,7 +324,7 @@ impl Companion {
         &mut self,
         access: &mut NodeAccess<'_>,
         uid: &ClaimUid,
-        steps: &[Step],
+        steps: &[PlanStep],
     ) -> Result<(), Stop> {
         match self.execute(access, steps) {
             Err(Stop::Failed) => self.undo(access, uid),
@@ -337,7 +337,7 @@ impl Companion {
     }
 
     /// Executes steps; a failure is repaired later.
-    fn try_execute(&mut self, access: &mut NodeAccess<'_>, steps: &[Step]) -> Result<(), Stop> {
+    fn try_execute(&mut self, access: &mut NodeAccess<'_>, steps: &[PlanStep]) -> Result<(), Stop> {
         match self.execute(access, steps) {
             Err(Stop::Failed) => Ok(()),
             other => other,

@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use drayman::core::prepare::names::device_of_plugin_id;
-use drayman::core::prepare::plan::PluginDevice;
+use drayman::core::names::device_of_plugin_id;
+use drayman::core::prepare::inventory::PluginDevice;
 
 pub(super) type Devices = BTreeSet<String>;
 

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use drayman::api::resource::{AllocationResult, ResourceClaim, ResourceHandle};
 use drayman::core::claims::ObjectKey;
 use drayman::core::prepare::allocate::{End, Preference, preferred};
-use drayman::core::prepare::containers::{Container, Shown};
+use drayman::core::prepare::containers::{PodContainer, ResourceSnapshot};
 use drayman::core::prepare::plan::{Allocation, Refusal};
 
 use super::companion::{Companion, Failure};
@@ -167,7 +167,7 @@ impl Cluster {
         let early = self.now < node.manager.since + EARLY && self.occurs_on_node(Fault::PodResourcesEarly);
         let pods = if early { Vec::new() } else { self.pods_on(name) };
         let active = self.active(name);
-        let mut shown = Shown::default();
+        let mut shown = ResourceSnapshot::default();
         let extended_resource_pods = &self.nodes.extended_resource_pods;
         let manager = &mut self.nodes.all.get_mut(name)?.manager;
         if !early {
@@ -183,7 +183,7 @@ impl Cluster {
                 continue;
             }
             for device in manager.granted.get(&uid).into_iter().flatten() {
-                let container = Container {
+                let container = PodContainer {
                     namespace: key.namespace.clone(),
                     pod: key.name.clone(),
                     container: "main".to_owned(),

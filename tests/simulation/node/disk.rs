@@ -7,9 +7,8 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::cdi::Spec;
+use drayman::core::names::{ClaimUid, DriverName};
 use drayman::core::prepare::checkpoint::{Checkpoint, ClusterFacts};
-use drayman::core::prepare::container_edits::cdi_spec_of_entry;
-use drayman::core::prepare::names::{ClaimUid, DriverName};
 use drayman::core::prepare::plan::Records;
 use drayman::core::prepare::prepared_claims::{Entry, PreparedClaims};
 
@@ -245,7 +244,7 @@ impl Records for Disk {
     }
 
     fn write_cdi(&self, uid: &ClaimUid, entry: &Entry) -> Result<(), Stop> {
-        let Some(spec) = cdi_spec_of_entry(&driver_name(), uid, entry) else {
+        let Some(spec) = entry.cdi_spec(&driver_name(), uid) else {
             return Ok(());
         };
         let mut state = self.0.borrow_mut();

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use drayman::core::prepare::names::ClaimUid;
+use drayman::core::names::ClaimUid;
 use drayman::core::prepare::plan::of_results;
 use drayman::core::prepare::prepared_claims::{Entry, HeldDevice};
 

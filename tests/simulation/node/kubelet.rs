@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::resource::{Pod, ResourceClaim};
 use drayman::core::claims::ObjectKey;
+use drayman::core::names::{ClaimDevice, ClaimUid};
 use drayman::core::prepare::kubelet_state::{self, KubeletClaim, KubeletView};
-use drayman::core::prepare::names::{ClaimDevice, ClaimUid};
 use drayman::core::prepare::plan::{DeviceResult, Refusal};
 use drayman::core::prepare::prepared_claims::HeldDevice;
 use serde_json::{Value, json};

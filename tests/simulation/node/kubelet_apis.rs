@@ -4,13 +4,11 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use drayman::api::resource::ResourceClaim;
+use drayman::core::names::{ClaimUid, device_of_plugin_id};
 use drayman::core::prepare::allocate::check_allocate;
-use drayman::core::prepare::containers::Shown;
-use drayman::core::prepare::inventory::{HandedOut, plugin_devices};
-use drayman::core::prepare::names::{ClaimUid, device_of_plugin_id};
-use drayman::core::prepare::plan::{
-    ClaimToPrepare, PluginDevice, Refusal, Step, plan_prepare, takes_from_both,
-};
+use drayman::core::prepare::containers::ResourceSnapshot;
+use drayman::core::prepare::inventory::{HandedOut, PluginDevice, plugin_devices};
+use drayman::core::prepare::plan::{ClaimToPrepare, PlanStep, Refusal, plan_prepare, takes_from_both};
 
 use super::companion::{Companion, Failure, KIND};
 use crate::driver::DRIVER;
@@ -18,7 +16,7 @@ use crate::driver::DRIVER;
 const RESOURCE: &str = "example.com/test";
 
 /// The container devices according to kubelet, or an error.
-pub(super) type PodResources = Result<Shown, String>;
+pub(super) type PodResources = Result<ResourceSnapshot, String>;
 
 impl Companion {
     fn handed_out(&self) -> HandedOut<'_> {
@@ -55,7 +53,7 @@ impl Companion {
         claim: &ClaimToPrepare,
         pod_resources: Option<&PodResources>,
         now: Duration,
-    ) -> Result<(ClaimUid, Vec<Step>), Refusal> {
+    ) -> Result<(ClaimUid, Vec<PlanStep>), Refusal> {
         let planned = self.plan_from_known_state(claim);
         let Some(pod_resources) = pod_resources else {
             return planned;
@@ -78,7 +76,7 @@ impl Companion {
         planned
     }
 
-    fn plan_from_known_state(&self, claim: &ClaimToPrepare) -> Result<(ClaimUid, Vec<Step>), Refusal> {
+    fn plan_from_known_state(&self, claim: &ClaimToPrepare) -> Result<(ClaimUid, Vec<PlanStep>), Refusal> {
         plan_prepare(
             &self.prepared_claims,
             &self.containers,

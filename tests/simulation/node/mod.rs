@@ -18,7 +18,7 @@ use std::time::Duration;
 use drayman::api::handle::{DeviceHandle, HandleDevice, VERSION};
 use drayman::api::resource::ResourceClaim;
 use drayman::core::claims::ObjectKey;
-use drayman::core::prepare::names::ClaimUid;
+use drayman::core::names::ClaimUid;
 use drayman::core::prepare::plan::{Allocation, ClaimToPrepare};
 
 use crate::cluster::{Action, Cluster, SECOND};

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::crd::Mode;
+use drayman::core::names::ClaimUid;
 use drayman::core::prepare::kubelet_state::KubeletView;
-use drayman::core::prepare::names::ClaimUid;
 use drayman::core::prepare::orphans::ApiView;
 use drayman::core::prepare::plan::of_results;
 use drayman::core::prepare::prepared_claims::HeldDevice;

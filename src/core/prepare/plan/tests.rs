@@ -1,8 +1,11 @@
+mod results;
+mod retries;
+
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::super::container_edits::ContainerEdits;
-use super::super::containers::Shown;
+use super::super::containers::ResourceSnapshot;
 use super::*;
 use crate::api::handle::{HandleDevice, VERSION};
 
@@ -71,7 +74,7 @@ fn claim(uid: &str, handle: &DeviceHandle) -> ClaimToPrepare {
     }
 }
 
-fn plan(prepared_claims: &PreparedClaims, uid: &str, devices: &[&str]) -> Result<Vec<Step>, Refusal> {
+fn plan(prepared_claims: &PreparedClaims, uid: &str, devices: &[&str]) -> Result<Vec<PlanStep>, Refusal> {
     plan_beside(prepared_claims, &Containers::default(), uid, devices)
 }
 
@@ -80,7 +83,7 @@ fn plan_beside(
     containers: &Containers,
     uid: &str,
     devices: &[&str],
-) -> Result<Vec<Step>, Refusal> {
+) -> Result<Vec<PlanStep>, Refusal> {
     let claim = claim(uid, &handle(uid, devices));
     plan_prepare(prepared_claims, containers, &inventory(), &node(), &claim).map(|(_, steps)| steps)
 }
@@ -112,12 +115,12 @@ fn the_checkpoint_is_written_before_the_driver_call_and_answer() {
     let uid = ClaimUid::parse(A).unwrap();
     let steps = plan(&PreparedClaims::new("boot", BTreeMap::new()), A, &["x"]).unwrap();
     assert!(
-        matches!(&steps[0], Step::Save(changes) if matches!(changes[..], [Change::Start(..)])),
+        matches!(&steps[0], PlanStep::Save(changes) if matches!(changes[..], [ClaimChange::Start(..)])),
         "{steps:?}"
     );
-    assert_eq!(steps[1], Step::Prepare(uid.clone()));
-    assert_eq!(steps[2], Step::WriteCdi(uid.clone()));
-    assert_eq!(steps[3], Step::Save(vec![Change::Finish(uid)]));
+    assert_eq!(steps[1], PlanStep::Prepare(uid.clone()));
+    assert_eq!(steps[2], PlanStep::WriteCdi(uid.clone()));
+    assert_eq!(steps[3], PlanStep::Save(vec![ClaimChange::Finish(uid)]));
 }
 
 #[test]
@@ -149,10 +152,10 @@ fn leftovers_of_failed_attempts_and_earlier_boots_give_way() {
         held(A, &["x"], "before", done()),
     ] {
         let steps = plan(&prepared_claims, B, &["x"]).unwrap();
-        assert_eq!(steps[0], Step::RemoveCdi(ClaimUid::parse(A).unwrap()));
-        assert_eq!(steps[1], Step::Unprepare(ClaimUid::parse(A).unwrap()));
+        assert_eq!(steps[0], PlanStep::RemoveCdi(ClaimUid::parse(A).unwrap()));
+        assert_eq!(steps[1], PlanStep::Unprepare(ClaimUid::parse(A).unwrap()));
         assert!(
-            matches!(&steps[2], Step::Save(changes) if matches!(changes[..], [Change::Remove(_), Change::Start(..)]))
+            matches!(&steps[2], PlanStep::Save(changes) if matches!(changes[..], [ClaimChange::Remove(_), ClaimChange::Start(..)]))
         );
     }
 }
@@ -172,10 +175,10 @@ fn a_claim_that_was_allocated_anew_without_unprepare_is_refused() {
 #[test]
 fn a_claim_of_unknown_devices_is_explained_by_its_own_prepare() {
     let steps = plan(&held(A, &[], "boot", done()), A, &["x"]).unwrap();
-    let Step::Save(changes) = &steps[0] else {
+    let PlanStep::Save(changes) = &steps[0] else {
         panic!("{steps:?}")
     };
-    let [Change::Explain(uid, known)] = &changes[..] else {
+    let [ClaimChange::Explain(uid, known)] = &changes[..] else {
         panic!("{changes:?}")
     };
     assert_eq!((uid.as_str(), known.name.as_str()), (A, "camera"));
@@ -207,7 +210,7 @@ fn unknown_devices_are_not_those_that_another_claim_holds() {
     let other = held(B, &["x"], "boot", done())
         .entry(&ClaimUid::parse(B).unwrap())
         .cloned();
-    prepared_claims.apply(&Change::Start(ClaimUid::parse(B).unwrap(), other.unwrap()));
+    prepared_claims.apply(&ClaimChange::Start(ClaimUid::parse(B).unwrap(), other.unwrap()));
     assert_eq!(
         plan(&prepared_claims, A, &["x"]).unwrap_err().reason(),
         "DeviceHeld"
@@ -331,14 +334,14 @@ fn unprepare_removes_the_file_first_and_accepts_unknown_claims() {
     let empty = PreparedClaims::new("boot", BTreeMap::new());
     assert_eq!(
         plan_unprepare(&empty, &claim),
-        Ok(vec![Step::RemoveCdi(uid.clone())])
+        Ok(vec![PlanStep::RemoveCdi(uid.clone())])
     );
     assert_eq!(
         plan_unprepare(&held(A, &["x"], "boot", done()), &claim),
         Ok(vec![
-            Step::RemoveCdi(uid.clone()),
-            Step::Unprepare(uid.clone()),
-            Step::Save(vec![Change::Remove(uid)])
+            PlanStep::RemoveCdi(uid.clone()),
+            PlanStep::Unprepare(uid.clone()),
+            PlanStep::Save(vec![ClaimChange::Remove(uid)])
         ])
     );
 }
@@ -359,10 +362,10 @@ fn a_shared_device_is_given_to_as_many_claims_as_it_has_shares() {
     // Stale claims are evicted only if their share is needed.
     entries.extend(held(B, &["shared"], "before", done()).entries().clone());
     let steps = plan(&PreparedClaims::new("boot", entries.clone()), C, &["shared"]).unwrap();
-    assert_eq!(steps[0], Step::RemoveCdi(ClaimUid::parse(B).unwrap()));
+    assert_eq!(steps[0], PlanStep::RemoveCdi(ClaimUid::parse(B).unwrap()));
     entries.remove(&ClaimUid::parse(A).unwrap());
     let steps = plan(&PreparedClaims::new("boot", entries), C, &["shared"]).unwrap();
-    assert!(matches!(&steps[0], Step::Save(_)), "{steps:?}");
+    assert!(matches!(&steps[0], PlanStep::Save(_)), "{steps:?}");
 }
 
 #[test]
@@ -373,7 +376,7 @@ fn devices_of_containers_count_for_mode_both() {
         plan_beside(&empty, containers, A, &["both"]).map_err(|refusal| refusal.reason())
     };
     assert_eq!(reason(&containers), Err("PodResourcesUnavailable"));
-    containers.seen(&Shown::default(), Duration::ZERO);
+    containers.seen(&ResourceSnapshot::default(), Duration::ZERO);
     let steps = reason(&containers).unwrap();
     assert_eq!(takes_from_both(&steps, &inventory()).as_deref(), Some("both"));
     assert_eq!(
@@ -418,7 +421,7 @@ fn plan_structured(
     prepared_claims: &PreparedClaims,
     uid: &str,
     results: &[&str],
-) -> Result<Vec<Step>, Refusal> {
+) -> Result<Vec<PlanStep>, Refusal> {
     let claim = structured_claim(uid, results);
     let containers = Containers::default();
     plan_prepare(prepared_claims, &containers, &inventory(), &node(), &claim).map(|(_, steps)| steps)
@@ -430,8 +433,8 @@ fn prepared(claims: &[(&str, &[&str])]) -> PreparedClaims {
     for (uid, results) in claims {
         for step in plan_structured(&prepared_claims, uid, results).unwrap() {
             match step {
-                Step::Save(changes) => changes.iter().for_each(|change| prepared_claims.apply(change)),
-                Step::Prepare(uid) => {
+                PlanStep::Save(changes) => changes.iter().for_each(|change| prepared_claims.apply(change)),
+                PlanStep::Prepare(uid) => {
                     prepared_claims.set_container_edits(&uid, ContainerEdits::default(), &inventory());
                 }
                 _ => {}
@@ -546,9 +549,9 @@ fn share_ids_lost_with_the_checkpoint_are_recorded_again() {
     for held in &mut entry.devices {
         held.structured.as_mut().unwrap().share_ids.clear();
     }
-    prepared_claims.apply(&Change::Start(uid.clone(), entry));
+    prepared_claims.apply(&ClaimChange::Start(uid.clone(), entry));
     let steps = plan_structured(&prepared_claims, A, &["shared#1", "shared#2"]).unwrap();
-    let Step::Save(changes) = &steps[0] else {
+    let PlanStep::Save(changes) = &steps[0] else {
         panic!("{steps:?}");
     };
     prepared_claims.apply(&changes[0]);

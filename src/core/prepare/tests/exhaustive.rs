@@ -1,9 +1,9 @@
 //! Every short sequence of operations with every fault at every step, and every way of losing the checkpoint.
 
 use super::*;
+use crate::core::names::DriverName;
 use crate::core::prepare::container_edits::cdi_spec;
 use crate::core::prepare::kubelet_state::{KubeletClaim, KubeletClaims, KubeletView};
-use crate::core::prepare::names::DriverName;
 use crate::core::prepare::prepared_claims::HeldDevice;
 use crate::core::prepare::recovery::{plan_explained, rebuild};
 

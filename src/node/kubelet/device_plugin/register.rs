@@ -1,5 +1,6 @@
 //! Registers a device plugin with kubelet, and again whenever kubelet has lost it.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +12,6 @@ use tonic::service::Routes;
 use tonic::transport::Endpoint;
 use tonic::{Code, Status};
 
-use super::{Streams, VERSION};
 use crate::api::proto::MAX_REQUEST;
 use crate::api::proto::device_plugin_v1beta1::registration_client::RegistrationClient;
 use crate::api::proto::device_plugin_v1beta1::{DevicePluginOptions, RegisterRequest};
@@ -21,6 +21,8 @@ use crate::node::kubelet::registration::RegistrationService;
 use crate::node::kubelet::transport::{GrpcCalls, Identity, SocketPath, listen};
 use crate::node::kubelet::{KubeletApiError, KubeletApiState, is_served};
 
+/// The only version of the API.
+const VERSION: &str = "v1beta1";
 /// Deadline of a registration, within which kubelet dials the plugin for up to 10 s.
 const CALL_LIMIT: Duration = Duration::from_secs(20);
 /// How long a registered plugin may be without ListAndWatch before it registers again.
@@ -31,6 +33,15 @@ const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_
 /// First and longest time without ListAndWatch before the registration socket is recreated. The plugin watcher needs a second or
 /// two; a stopped kubelet finds the socket when it starts.
 const WATCHER_GRACE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(300));
+
+/// ListAndWatch streams, numbered from 1.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Streams {
+    /// Number of the newest stream.
+    pub(super) opened: u64,
+    /// Numbers of the open streams.
+    pub(super) open: BTreeSet<u64>,
+}
 
 /// Keeps one resource registered through `kubelet.sock`.
 ///
@@ -48,7 +59,7 @@ pub(super) struct Registrar {
 }
 
 /// Why a registration failed.
-enum Failure {
+enum RegistrationFailure {
     /// Kubelet does not answer.
     Absent(String),
     /// Kubelet rejected the registration.
@@ -75,12 +86,12 @@ impl Registrar {
                     // Back off if streams keep ending immediately, to avoid a busy loop.
                     pause = if held { RETRY.0 } else { RETRY.1.min(pause * 2) };
                 }
-                Err(Failure::Absent(error)) => {
+                Err(RegistrationFailure::Absent(error)) => {
                     tracing::debug!(resource, error, "kubelet is not there yet");
                     self.state.send_replace(KubeletApiState::Waiting);
                     pause = RETRY.1.min(pause * 2);
                 }
-                Err(Failure::Refused(status)) => {
+                Err(RegistrationFailure::Refused(status)) => {
                     let message = status.message().to_owned();
                     tracing::error!(
                         resource,
@@ -149,13 +160,13 @@ impl Registrar {
         }
     }
 
-    async fn register(&self) -> Result<(), Failure> {
+    async fn register(&self) -> Result<(), RegistrationFailure> {
         let absent = |error: &dyn std::error::Error| {
             let mut text = error.to_string();
             if let Some(source) = error.source() {
                 text = format!("{text}: {source}");
             }
-            Failure::Absent(text)
+            RegistrationFailure::Absent(text)
         };
         let request = RegisterRequest {
             version: VERSION.into(),
@@ -173,12 +184,14 @@ impl Registrar {
                 .map(drop)
                 .map_err(|status| match status.code() {
                     Code::Unavailable | Code::Cancelled => absent(&status),
-                    _ => Failure::Refused(status),
+                    _ => RegistrationFailure::Refused(status),
                 })
         };
-        timeout(CALL_LIMIT, call)
-            .await
-            .unwrap_or_else(|_| Err(Failure::Absent(format!("no answer within {CALL_LIMIT:?}"))))
+        timeout(CALL_LIMIT, call).await.unwrap_or_else(|_| {
+            Err(RegistrationFailure::Absent(format!(
+                "no answer within {CALL_LIMIT:?}"
+            )))
+        })
     }
 }
 

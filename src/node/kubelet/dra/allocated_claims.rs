@@ -14,10 +14,10 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::api::resource::{LABEL_OF_ANY_NODE, NODE_LABEL, ResourceClaim, label_of_node};
+use crate::core::names::DriverName;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::containers::AllocatedClaims;
-use crate::core::prepare::names::DriverName;
 
 /// Watches the claims allocated on this node.
 pub(in crate::node) struct ClaimWatch {

@@ -3,11 +3,10 @@
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
-use super::super::{status, wrong_number_of_answers};
-use super::{check_claims, no_uid};
 use crate::api::proto::MAX_REQUEST;
 use crate::api::proto::dra_v1alpha2 as v1alpha2;
 use crate::api::proto::dra_v1alpha3 as v1alpha3;
+use crate::node::kubelet::{check_claims, no_uid, status, wrong_number_of_answers};
 use crate::node::service::{Allocation, ClaimToPrepare, ClaimToUnprepare, NodeService, ServiceError};
 
 /// Error for a claim with structured parameters.

@@ -41,7 +41,7 @@ pub struct DeviceHealth {
 impl DeviceHealth {
     /// Adds the services. Their streams end at the shutdown.
     pub(super) fn add_to(&self, routes: Routes, shutdown: &CancellationToken) -> Routes {
-        let service = Service {
+        let service = DeviceHealthService {
             health: self.clone(),
             shutdown: shutdown.clone(),
         };
@@ -54,12 +54,12 @@ impl DeviceHealth {
 }
 
 #[derive(Clone)]
-struct Service {
+struct DeviceHealthService {
     health: DeviceHealth,
     shutdown: CancellationToken,
 }
 
-impl Service {
+impl DeviceHealthService {
     /// The health of all devices: once they are known, after each change, and again before it expires.
     fn responses(&self) -> impl Stream<Item = v1::NodeWatchResourcesResponse> + Send + use<> {
         let DeviceHealth { node_name, devices } = self.health.clone();
@@ -118,7 +118,7 @@ fn now() -> i64 {
 }
 
 #[tonic::async_trait]
-impl v1::dra_resource_health_server::DraResourceHealth for Service {
+impl v1::dra_resource_health_server::DraResourceHealth for DeviceHealthService {
     type NodeWatchResourcesStream =
         Pin<Box<dyn Stream<Item = Result<v1::NodeWatchResourcesResponse, Status>> + Send>>;
 
@@ -131,7 +131,7 @@ impl v1::dra_resource_health_server::DraResourceHealth for Service {
 }
 
 #[tonic::async_trait]
-impl v1alpha1::dra_resource_health_server::DraResourceHealth for Service {
+impl v1alpha1::dra_resource_health_server::DraResourceHealth for DeviceHealthService {
     type NodeWatchResourcesStream =
         Pin<Box<dyn Stream<Item = Result<v1alpha1::NodeWatchResourcesResponse, Status>> + Send>>;
 
@@ -191,7 +191,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_health_of_devices_is_sent_at_each_change_and_resync() {
         let (sender, receiver) = watch::channel(devices(None));
-        let service = Service {
+        let service = DeviceHealthService {
             health: DeviceHealth {
                 node_name: "node-a".into(),
                 devices: receiver,

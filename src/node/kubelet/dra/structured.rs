@@ -11,14 +11,13 @@ use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 use tracing::warn;
 
-use super::super::{shown, wrong_number_of_answers};
-use super::check_claims;
 use super::device_health;
 use crate::api::proto::MAX_REQUEST;
 use crate::api::proto::{dra_v1 as v1, dra_v1beta1 as v1beta1};
-use crate::core::prepare::allocation_results::{ResultsError, results_of_claim};
+use crate::core::names::{DriverName, is_dns_label, is_dns_subdomain};
 use crate::core::prepare::device_metadata::base_request;
-use crate::core::prepare::names::{DriverName, is_dns_label, is_dns_subdomain};
+use crate::core::prepare::plan::{ResultsError, results_of_claim};
+use crate::node::kubelet::{check_claims, shown, wrong_number_of_answers};
 use crate::node::service::{Allocation, ClaimToPrepare, ClaimToUnprepare, DeviceResult, NodeService};
 
 /// Reads in flight at once for one call, so that a pod with many claims does not flood the API server.
@@ -67,11 +66,11 @@ struct DraPlugin {
 }
 
 /// The answer for one claim: each result with its CDI id, or an error.
-type Prepared = Result<Vec<(DeviceResult, String)>, String>;
+type PreparedDevices = Result<Vec<(DeviceResult, String)>, String>;
 
 impl DraPlugin {
     /// Prepares claims; one answer each, in order. A claim that fails does not affect the others.
-    async fn prepare(&self, claims: &[v1::Claim]) -> Result<Vec<Prepared>, Status> {
+    async fn prepare(&self, claims: &[v1::Claim]) -> Result<Vec<PreparedDevices>, Status> {
         check_claims(claims.iter().map(id))?;
         let deadline = Instant::now() + READS_TIMEOUT;
         let reads = claims.iter().cloned().map(|claim| {

@@ -15,9 +15,9 @@ use super::PodResourcesClient;
 use crate::api::cdi;
 use crate::api::crd::DeviceNumber;
 use crate::api::proto::pod_resources_v1::PodResources;
-use crate::core::prepare::containers::{Container, Containers, Shown, WithdrawnDevices};
-use crate::core::prepare::device_manager::{self, Given, Grant, granted_by};
-use crate::core::prepare::names::{DriverName, device_of_plugin_id, environment_name};
+use crate::core::names::{DriverName, device_of_plugin_id, environment_name};
+use crate::core::prepare::containers::{Containers, PodContainer, ResourceSnapshot, WithdrawnDevices};
+use crate::core::prepare::device_manager::{self, DeviceGrant, GrantedDevice, granted_by};
 use crate::node::discovery::device_number;
 
 /// Bytes that are read of kubelet's checkpoint file.
@@ -27,7 +27,10 @@ const SIZE_MAX: u64 = 64 * 1024 * 1024;
 pub trait Grants: std::fmt::Debug + Send + Sync + 'static {
     /// The devices held now under these extended resources, by resource, from one consistent read. The error is a message for the
     /// user.
-    fn look(&self, resources: BTreeSet<String>) -> BoxFuture<'_, Result<BTreeMap<String, Shown>, String>>;
+    fn query(
+        &self,
+        resources: BTreeSet<String>,
+    ) -> BoxFuture<'_, Result<BTreeMap<String, ResourceSnapshot>, String>>;
 }
 
 /// Kubelet as the source: its PodResources API, plus its device manager checkpoint (`kubelet_internal_checkpoint`), which includes
@@ -59,7 +62,10 @@ impl KubeletGrants {
 }
 
 impl Grants for KubeletGrants {
-    fn look(&self, resources: BTreeSet<String>) -> BoxFuture<'_, Result<BTreeMap<String, Shown>, String>> {
+    fn query(
+        &self,
+        resources: BTreeSet<String>,
+    ) -> BoxFuture<'_, Result<BTreeMap<String, ResourceSnapshot>, String>> {
         Box::pin(async move {
             // List first: it makes kubelet drop ended containers, and devices granted after it are in the file.
             let list = self.client.list().await.map_err(|error| error.to_string())?;
@@ -90,7 +96,7 @@ impl Grants for KubeletGrants {
 }
 
 /// Reads the checkpoint entries; none if the file does not exist yet. Kubelet replaces the file atomically.
-fn read(path: &Path) -> io::Result<Vec<Grant>> {
+fn read(path: &Path) -> io::Result<Vec<DeviceGrant>> {
     let file = match File::open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -107,7 +113,7 @@ fn read(path: &Path) -> io::Result<Vec<Grant>> {
 /// containers and of force-deleted pods would count as free.
 fn remain<'a>(
     pods: &Path,
-    entries: &'a [Grant],
+    entries: &'a [DeviceGrant],
     resources: &BTreeSet<String>,
 ) -> Result<Result<BTreeSet<&'a str>, String>, String> {
     if !is_directory(pods)? {
@@ -142,11 +148,11 @@ fn is_directory(path: &Path) -> Result<bool, String> {
 
 fn shown(
     list: &[PodResources],
-    entries: &[Grant],
+    entries: &[DeviceGrant],
     resources: &BTreeSet<String>,
     has_directory: impl Fn(&str) -> bool,
-) -> Shown {
-    let mut shown = Shown::default();
+) -> ResourceSnapshot {
+    let mut shown = ResourceSnapshot::default();
     for pod in list {
         shown.pods.insert((pod.namespace.clone(), pod.name.clone()));
         for container in &pod.containers {
@@ -155,7 +161,7 @@ fn shown(
                 .iter()
                 .filter(|devices| resources.contains(&devices.resource_name));
             for id in ours.flat_map(|devices| &devices.device_ids) {
-                let holder = Container {
+                let holder = PodContainer {
                     namespace: pod.namespace.clone(),
                     pod: pod.name.clone(),
                     container: container.name.clone(),
@@ -172,7 +178,7 @@ fn shown(
 ///
 /// Returns `None` if the directory of the PodResources API or of the device manager is missing. Kubelet creates both, so they are
 /// not mounted here, and neither the granted devices nor the end of their containers can be observed.
-pub(in crate::node) fn withdrawn_devices(
+pub fn withdrawn_devices(
     paths: &KubeletPaths,
     driver: &DriverName,
     nodes: &HostNodes,
@@ -201,7 +207,7 @@ pub(in crate::node) fn withdrawn_devices(
     });
     let mut withdrawn = WithdrawnDevices::default();
     for (resource, devices) in granted_by(driver, &grants, |_| true) {
-        let numbers = |(device, given): (String, Given)| {
+        let numbers = |(device, given): (String, GrantedDevice)| {
             let numbers = nodes.numbers_of(driver, &device, &given);
             (device, numbers)
         };
@@ -223,7 +229,7 @@ pub struct HostNodes {
 impl HostNodes {
     /// The device numbers a device was granted with. Earlier releases did not record them: then the current numbers of the device's
     /// own nodes are used, whose paths come from the recorded response or from the CDI file it names.
-    fn numbers_of(&self, driver: &DriverName, device: &str, given: &Given) -> Vec<DeviceNumber> {
+    fn numbers_of(&self, driver: &DriverName, device: &str, given: &GrantedDevice) -> Vec<DeviceNumber> {
         if !given.numbers.is_empty() {
             return given.numbers.clone();
         }

@@ -74,9 +74,9 @@ impl AuthorityError {
     }
 }
 
-/// Position of the rewriter in the byte stream.
+/// StreamPosition of the rewriter in the byte stream.
 #[derive(Debug)]
-enum Position {
+enum StreamPosition {
     /// Within the preface, with the number of bytes seen.
     Preface(usize),
     /// Within a frame header.
@@ -87,7 +87,7 @@ enum Position {
     Collect { left: usize, flags: u8, first: bool },
 }
 
-const START_OF_FRAME: Position = Position::Head {
+const START_OF_FRAME: StreamPosition = StreamPosition::Head {
     bytes: [0; HEAD],
     filled: 0,
 };
@@ -104,7 +104,7 @@ struct OpenBlock {
 
 /// Rewrites the byte stream from one client on one connection.
 pub struct Rewriter {
-    position: Position,
+    position: StreamPosition,
     payload: Vec<u8>,
     open: Option<OpenBlock>,
     decoder: Decoder<'static>,
@@ -125,7 +125,7 @@ impl Default for Rewriter {
         let mut decoder = Decoder::new();
         decoder.set_max_allowed_table_size(HEADER_TABLE);
         Self {
-            position: Position::Preface(0),
+            position: StreamPosition::Preface(0),
             payload: Vec::new(),
             open: None,
             decoder,
@@ -141,7 +141,7 @@ impl Rewriter {
         let mut rest = input;
         while !rest.is_empty() && output.len() < OUTPUT_MARK {
             match &mut self.position {
-                Position::Preface(seen) => {
+                StreamPosition::Preface(seen) => {
                     let (byte, after) = split(rest, 1);
                     if PREFACE.get(*seen..*seen + 1) != Some(byte) {
                         return Err(AuthorityError::Preface);
@@ -153,7 +153,7 @@ impl Rewriter {
                         self.end_of_part(START_OF_FRAME);
                     }
                 }
-                Position::Head { bytes, filled } => {
+                StreamPosition::Head { bytes, filled } => {
                     let (part, after) = split(rest, HEAD - *filled);
                     for (target, byte) in bytes.iter_mut().skip(*filled).zip(part) {
                         *target = *byte;
@@ -165,7 +165,7 @@ impl Rewriter {
                         self.start_frame(head, output)?;
                     }
                 }
-                Position::Copy(left) => {
+                StreamPosition::Copy(left) => {
                     let (part, after) = split(rest, *left);
                     output.extend_from_slice(part);
                     rest = after;
@@ -174,7 +174,7 @@ impl Rewriter {
                         self.position = START_OF_FRAME;
                     }
                 }
-                Position::Collect { left, flags, first } => {
+                StreamPosition::Collect { left, flags, first } => {
                     let (part, after) = split(rest, *left);
                     self.payload.extend_from_slice(part);
                     rest = after;
@@ -193,10 +193,10 @@ impl Rewriter {
     ///
     /// A caller may close the connection if the number does not change in time: no well-behaved client pauses there.
     pub fn owed(&self) -> Option<u64> {
-        (matches!(self.position, Position::Preface(_)) || self.open.is_some()).then_some(self.finished)
+        (matches!(self.position, StreamPosition::Preface(_)) || self.open.is_some()).then_some(self.finished)
     }
 
-    fn end_of_part(&mut self, next: Position) {
+    fn end_of_part(&mut self, next: StreamPosition) {
         self.position = next;
         self.finished = self.finished.wrapping_add(1);
     }
@@ -226,7 +226,7 @@ impl Rewriter {
                 self.position = if length == 0 {
                     START_OF_FRAME
                 } else {
-                    Position::Copy(length)
+                    StreamPosition::Copy(length)
                 };
                 return Ok(());
             }
@@ -238,7 +238,7 @@ impl Rewriter {
         {
             return Err(AuthorityError::BlockTooLarge);
         }
-        self.position = Position::Collect {
+        self.position = StreamPosition::Collect {
             left: length,
             flags,
             first: kind == HEADERS,

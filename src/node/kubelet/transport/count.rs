@@ -162,9 +162,9 @@ fn method(path: &str) -> GrpcMethod {
 
 /// The `tower` layer.
 #[derive(Clone, Debug)]
-pub(super) struct Count(pub(super) Arc<GrpcCalls>);
+pub(super) struct CountLayer(pub(super) Arc<GrpcCalls>);
 
-impl<S> Layer<S> for Count {
+impl<S> Layer<S> for CountLayer {
     type Service = Counting<S>;
 
     fn layer(&self, inner: S) -> Counting<S> {
@@ -307,7 +307,7 @@ mod tests {
     ) -> Result<Response<Body>, std::convert::Infallible> {
         let inner = tower::service_fn(move |_: Request<Body>| async move { Ok(answer()) });
         let request = Request::post(path).body(Body::empty()).unwrap();
-        Count(calls.clone()).layer(inner).call(request).await
+        CountLayer(calls.clone()).layer(inner).call(request).await
     }
 
     async fn read(answer: Response<Body>) {

@@ -19,7 +19,7 @@ use tonic::service::Routes;
 use tonic::transport::Server;
 
 use super::authority::{MAX_DECODED_BLOCK, MAX_FRAME, Rewriter};
-use super::count::{Count, GrpcCalls};
+use super::count::{CountLayer, GrpcCalls};
 use super::socket::{DirectoryWatch, Socket, SocketError, SocketPath, check_path};
 
 /// Connections to one socket at a time; further ones are closed at once. Kubelet opens one or two, so the rest is for health checks
@@ -97,7 +97,7 @@ pub async fn listen(
         .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
         .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
         .timeout(CALL_LIMIT)
-        .layer(Count(calls))
+        .layer(CountLayer(calls))
         .add_routes(routes)
         .serve_with_incoming_shutdown(ReceiverStream::new(incoming), shutdown.clone().cancelled_owned());
     let mut keeper = Keeper {

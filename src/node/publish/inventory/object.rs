@@ -6,18 +6,55 @@ use k8s_openapi::jiff::Timestamp;
 use kube::ResourceExt;
 use kube::api::ObjectMeta;
 
-use super::stored::{Counted, Stored};
-use super::{Quarantine, RegistrationStatus};
+use super::stored::{DeviceCounts, Stored};
 use crate::api::crd::{Device, NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY};
 use crate::core::discovery::attributes::fit;
+use crate::core::names::DriverName;
 use crate::core::prepare::inventory::Devices;
-use crate::core::prepare::names::DriverName;
+use crate::core::prepare::kubelet_apis::ApisDown;
+use crate::node::service::Quarantine;
 
 /// Reason of the condition `Ready` while claims are served, or this cluster has no claims API. The message names other APIs that
 /// are down.
 const SERVING: &str = "Serving";
 /// The condition that lists claims in quarantine; absent if there are none.
 const QUARANTINED: &str = "Quarantined";
+
+/// The registration status with kubelet, for the companion's readiness and the inventory's condition `Ready`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RegistrationStatus {
+    /// Whether all endpoints are served and kubelet has rejected none of them.
+    pub ready: bool,
+    /// Whether claims are served, or this cluster has no claims API. Devices may then be allocated to claims, even if other APIs
+    /// are down.
+    pub claims_ready: bool,
+    /// Reason in CamelCase.
+    pub reason: String,
+    /// Message for the user.
+    pub message: String,
+    /// Kubelet APIs that are down, for events.
+    pub down: ApisDown,
+}
+
+impl RegistrationStatus {
+    /// The status while another companion runs on the node. This one takes over when that one ends.
+    pub fn standby() -> Self {
+        Self {
+            ready: true,
+            reason: "Standby".to_owned(),
+            message: "another companion runs on this node; this one takes over when it ends".to_owned(),
+            ..Self::default()
+        }
+    }
+
+    /// The status before any endpoint is served.
+    pub fn starting() -> Self {
+        Self {
+            reason: "Starting".to_owned(),
+            ..Self::default()
+        }
+    }
+}
 
 /// Name of the inventory of a node and driver.
 pub(super) fn object_name(node_name: &str, driver_name: &DriverName) -> String {
@@ -59,7 +96,7 @@ pub(super) fn inventory(
 
 /// The desired status for a stored inventory; equal to the stored one if nothing changes.
 pub(super) fn status(
-    stored: &Stored<Counted>,
+    stored: &Stored<DeviceCounts>,
     registration_status: &RegistrationStatus,
     quarantine: &Quarantine,
     now: Timestamp,

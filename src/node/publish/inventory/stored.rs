@@ -26,7 +26,7 @@ pub(super) struct Stored<D> {
 
 /// Device counts of a stored inventory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Counted {
+pub(super) struct DeviceCounts {
     pub(super) devices: u32,
     pub(super) unhealthy: u32,
 }
@@ -45,7 +45,7 @@ struct Metadata {
 }
 
 #[derive(Deserialize)]
-struct Spec<D> {
+struct StoredSpec<D> {
     #[serde(default)]
     devices: D,
 }
@@ -54,7 +54,7 @@ struct Spec<D> {
 struct Whole<D: Default> {
     metadata: Metadata,
     #[serde(bound(deserialize = "D: Deserialize<'de> + Default"))]
-    spec: Spec<D>,
+    spec: StoredSpec<D>,
     status: Option<NodeInventoryStatus>,
 }
 
@@ -109,22 +109,22 @@ impl<D> Resource for Stored<D> {
     }
 }
 
-impl<'de> Deserialize<'de> for Counted {
+impl<'de> Deserialize<'de> for DeviceCounts {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
         struct Health {
             unhealthy: Option<IgnoredAny>,
         }
-        struct Count;
-        impl<'de> Visitor<'de> for Count {
-            type Value = Counted;
+        struct DeviceCounter;
+        impl<'de> Visitor<'de> for DeviceCounter {
+            type Value = DeviceCounts;
 
             fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
                 formatter.write_str("a list of devices")
             }
 
-            fn visit_seq<A: SeqAccess<'de>>(self, mut devices: A) -> Result<Counted, A::Error> {
-                let mut counted = Counted::default();
+            fn visit_seq<A: SeqAccess<'de>>(self, mut devices: A) -> Result<DeviceCounts, A::Error> {
+                let mut counted = DeviceCounts::default();
                 while let Some(device) = devices.next_element::<Health>()? {
                     counted.devices = counted.devices.saturating_add(1);
                     if device.unhealthy.is_some() {
@@ -134,19 +134,19 @@ impl<'de> Deserialize<'de> for Counted {
                 Ok(counted)
             }
         }
-        deserializer.deserialize_seq(Count)
+        deserializer.deserialize_seq(DeviceCounter)
     }
 }
 
 impl<'de> Deserialize<'de> for StoredDevices {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
-        struct Known {
+        struct StoredDevice {
             name: String,
             kind: String,
             unhealthy: Option<String>,
         }
-        let told = |known: Known| {
+        let device = |known: StoredDevice| {
             let device = Device {
                 name: known.name.clone(),
                 kind: known.kind,
@@ -155,8 +155,8 @@ impl<'de> Deserialize<'de> for StoredDevices {
             };
             (known.name, device)
         };
-        let all = Vec::<Known>::deserialize(deserializer)?;
-        Ok(Self(all.into_iter().map(told).collect()))
+        let all = Vec::<StoredDevice>::deserialize(deserializer)?;
+        Ok(Self(all.into_iter().map(device).collect()))
     }
 }
 
@@ -176,7 +176,7 @@ mod tests {
 
     #[test]
     fn the_devices_of_an_answer_are_counted_and_not_kept() {
-        let stored: Stored<Counted> = serde_json::from_str(TEXT).unwrap();
+        let stored: Stored<DeviceCounts> = serde_json::from_str(TEXT).unwrap();
         let whole: NodeInventory = serde_json::from_str(TEXT).unwrap();
         assert_eq!((stored.devices.devices, stored.devices.unhealthy), (2, 1));
         assert_eq!(stored.status, whole.status);
@@ -201,7 +201,7 @@ mod tests {
     #[test]
     fn an_inventory_without_devices_or_status_is_one() {
         let text = r#"{ "metadata": {}, "spec": {} }"#;
-        let stored: Stored<Counted> = serde_json::from_str(text).unwrap();
+        let stored: Stored<DeviceCounts> = serde_json::from_str(text).unwrap();
         assert_eq!(stored, Stored::default());
     }
 }

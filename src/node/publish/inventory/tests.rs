@@ -99,7 +99,7 @@ fn publish(server: &Server, cluster: ClusterFacts) -> (watch::Receiver<ClusterFa
     let (devices, _) = watch::channel(Arc::default());
     let (registration_status, _) = watch::channel(RegistrationStatus::starting());
     let (quarantine, _) = watch::channel(Quarantine::new());
-    let publisher = Publisher {
+    let publisher = InventoryPublisher {
         client: PublisherClient(server.client()),
         driver_name: DriverName::parse("drayman.dev").unwrap(),
         node_name: "node-a".into(),

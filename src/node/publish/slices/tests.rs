@@ -42,7 +42,7 @@ impl http_body::Body for Reply {
 /// The server's response to the next write, which it does not execute.
 #[derive(Clone)]
 enum Fault {
-    /// Answers with this code and message, and `Retry-After` for 429.
+    /// Answers with this code and message, and `WriteRetry-After` for 429.
     Reject(u16, &'static str),
     /// Executes the write and never answers.
     LoseAnswer,

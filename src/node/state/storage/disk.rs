@@ -9,7 +9,55 @@ use std::sync::Arc;
 
 use rustix::fs::OFlags;
 
-use super::StoreError;
+use crate::core::prepare::checkpoint::CheckpointError;
+
+/// Why state could not be stored or loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// An I/O operation failed.
+    #[error("cannot {action} {path:?}: {source}")]
+    Io {
+        /// The operation.
+        action: &'static str,
+        /// The file or directory.
+        path: PathBuf,
+        /// The error.
+        source: io::Error,
+    },
+    /// Another companion of the same driver runs on this node.
+    #[error("another companion of this driver runs on this node and holds {0:?}: stop it first")]
+    Locked(PathBuf),
+    /// The checkpoint could not be serialized.
+    #[error("cannot write the prepared claims as a checkpoint: {0}")]
+    Encode(CheckpointError),
+}
+
+impl StoreError {
+    /// CamelCase reason from a small fixed set, for the event and the metric label.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Io { .. } => "StorageFailed",
+            Self::Locked(_) => "AlreadyRunning",
+            Self::Encode(_) => "CheckpointFailed",
+        }
+    }
+
+    /// Whether reading failed, for instance due to too many open files or a failing disk. The content may be intact.
+    pub fn is_of_a_read(&self) -> bool {
+        matches!(
+            self,
+            Self::Io {
+                action: "read" | "list",
+                ..
+            }
+        )
+    }
+
+    pub(super) fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        let path = path.to_owned();
+        move |source| Self::Io { action, path, source }
+    }
+}
 
 /// A disk operation. Between any two, the power may fail or the process may be killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -1,7 +1,5 @@
 //! The companion's files on the node: the checkpoint and the CDI files.
 
-pub mod cdi;
-pub mod checkpoint;
 pub mod disk;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,83 +10,41 @@ use std::sync::{Mutex, PoisonError};
 use tracing::{error, warn};
 
 use crate::api::cdi::Spec;
+use crate::core::names::{ClaimUid, DriverName};
 use crate::core::prepare::checkpoint::{Checkpoint, CheckpointError, ClusterFacts};
-use crate::core::prepare::container_edits::ContainerEdits;
+use crate::core::prepare::container_edits::{ContainerEdits, cdi_mount, cdi_spec_of_device};
 use crate::core::prepare::kubelet_state::{self, KubeletClaims, KubeletView};
-use crate::core::prepare::names::{ClaimUid, DriverName};
 use crate::core::prepare::plan::Records;
 use crate::core::prepare::prepared_claims::{Entry, PreparedClaims};
 use crate::core::prepare::recovery::{Start, with_running};
 use crate::node::kubelet::transport::Identity;
-use cdi::CdiDirectory;
-use checkpoint::{CheckpointFile, Loaded, Unusable};
-use disk::{Disk, Lock};
+pub use disk::StoreError;
+use disk::{Disk, DiskStep, Lock};
 
 /// Name of the lock file.
 const LOCK: &str = "lock";
+/// Maximum size of a checkpoint, in bytes: far above the needs of a node's pods.
+const CHECKPOINT_MAX: u64 = 16 * 1024 * 1024;
+/// Number of damaged checkpoints kept for inspection; from then on, the last is overwritten.
+const KEPT_MAX: u32 = 16;
+/// Maximum size of a CDI file, in bytes.
+const CDI_FILE_MAX: u64 = 1024 * 1024;
 /// Maximum size of kubelet's list of claims, in bytes.
 const KUBELET_STATE_MAX: u64 = 16 * 1024 * 1024;
-
-/// Why state could not be stored or loaded.
-#[derive(Debug, thiserror::Error)]
-pub enum StoreError {
-    /// An I/O operation failed.
-    #[error("cannot {action} {path:?}: {source}")]
-    Io {
-        /// The operation.
-        action: &'static str,
-        /// The file or directory.
-        path: PathBuf,
-        /// The error.
-        source: io::Error,
-    },
-    /// Another companion of the same driver runs on this node.
-    #[error("another companion of this driver runs on this node and holds {0:?}: stop it first")]
-    Locked(PathBuf),
-    /// The checkpoint could not be serialized.
-    #[error("cannot write the prepared claims as a checkpoint: {0}")]
-    Encode(CheckpointError),
-}
-
-impl StoreError {
-    /// CamelCase reason from a small fixed set, for the event and the metric label.
-    pub fn reason(&self) -> &'static str {
-        match self {
-            Self::Io { .. } => "StorageFailed",
-            Self::Locked(_) => "AlreadyRunning",
-            Self::Encode(_) => "CheckpointFailed",
-        }
-    }
-
-    /// Whether reading failed, for instance due to too many open files or a failing disk. The content may be intact.
-    pub fn is_of_a_read(&self) -> bool {
-        matches!(
-            self,
-            Self::Io {
-                action: "read" | "list",
-                ..
-            }
-        )
-    }
-
-    fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
-        let path = path.to_owned();
-        move |source| Self::Io { action, path, source }
-    }
-}
 
 /// The checkpoint and the CDI files of one driver on this node, locked by one process at a time.
 #[derive(Debug)]
 pub struct Store {
     checkpoint: CheckpointFile,
     cdi: CdiDirectory,
-    written: Mutex<Written>,
-    state: PathBuf,
+    inner: Mutex<StoreState>,
+    /// The state directory.
+    directory: PathBuf,
 }
 
-/// The known content of the checkpoint.
+/// The known content of the checkpoint, and its lock.
 #[derive(Debug, Default)]
-struct Written {
+struct StoreState {
     cluster: ClusterFacts,
     /// The durable text and the identity of its file; `None` while uncertain.
     text: Option<(String, Option<Identity>)>,
@@ -159,6 +115,323 @@ impl Opened {
             let why = "containers have claims that it did not have".to_owned();
             report(&self.prepared_claims, self.rebuilt.get_or_insert(why));
         }
+    }
+}
+
+/// The checkpoint in the state directory of a driver, `checkpoint.json`.
+#[derive(Debug)]
+struct CheckpointFile {
+    directory: PathBuf,
+    path: PathBuf,
+    disk: Disk,
+}
+
+/// The result of loading the checkpoint.
+#[derive(Debug)]
+enum Loaded {
+    /// No file: this driver has not run on this node before.
+    Nothing,
+    /// A valid checkpoint and its text.
+    Read(Checkpoint, String),
+    /// A checkpoint that this release cannot use, left in place.
+    Unusable(Unusable),
+}
+
+/// A checkpoint that is damaged, or written by a newer release.
+#[derive(Debug)]
+struct Unusable {
+    /// Why it is unusable.
+    error: String,
+    /// The part of the file name under which it is kept.
+    label: &'static str,
+}
+
+impl CheckpointFile {
+    /// The checkpoint in an existing directory.
+    fn new(directory: &Path) -> Self {
+        Self {
+            directory: directory.to_owned(),
+            path: directory.join("checkpoint.json"),
+            disk: Disk::default(),
+        }
+    }
+
+    /// Uses this disk, which a test can observe.
+    #[must_use]
+    fn on(mut self, disk: Disk) -> Self {
+        self.disk = disk;
+        self
+    }
+
+    /// Reads the checkpoint without changing anything.
+    ///
+    /// Only its content can make it unusable. An I/O error, for instance too many open files or a failing disk, is returned as an error,
+    /// because a retry may succeed.
+    fn load(&self) -> Result<Loaded, StoreError> {
+        let unusable = |error: String, label| Ok(Loaded::Unusable(Unusable { error, label }));
+        match disk::read(&self.path, CHECKPOINT_MAX) {
+            Ok(None) => Ok(Loaded::Nothing),
+            Ok(Some(text)) => match Checkpoint::decode(&text) {
+                Ok(checkpoint) => Ok(Loaded::Read(
+                    checkpoint,
+                    String::from_utf8_lossy(&text).into_owned(),
+                )),
+                Err(error @ CheckpointError::Newer(_)) => unusable(error.to_string(), "newer"),
+                Err(error) => unusable(error.to_string(), "damaged"),
+            },
+            Err(error) if disk::is_no_file_of_ours(&error) => unusable(error.to_string(), "damaged"),
+            Err(error) => Err(StoreError::io("read", &self.path)(error)),
+        }
+    }
+
+    /// Renames an unusable checkpoint to keep it for inspection, and returns its new name. Returns `None` if renaming fails; the next save
+    /// then replaces the file.
+    fn put_aside(&self, unusable: &Unusable) -> Option<PathBuf> {
+        let kept_as = self.free_name(unusable.label);
+        let rename = || std::fs::rename(&self.path, &kept_as);
+        let kept_as = match self.disk.step(DiskStep::Rename, &kept_as, rename) {
+            Ok(()) => Some(kept_as),
+            Err(error) => {
+                tracing::error!(path = %self.path.display(), %error, "the checkpoint cannot be put aside");
+                None
+            }
+        };
+        if let Err(error) = disk::sync_directory(&self.disk, &self.directory) {
+            tracing::warn!(reason = error.reason(), "{error}");
+        }
+        kept_as
+    }
+
+    /// Replaces the checkpoint. On failure, the last checkpoint is still in place and as durable as before. On success, the new one is in
+    /// place, and [`CheckpointFile::make_durable`] makes it survive a power loss.
+    fn replace(&self, text: &str) -> Result<(), StoreError> {
+        disk::replace(&self.disk, &self.path, text.as_bytes(), 0o600)
+    }
+
+    /// The identity of the file in place: device, inode and change time.
+    fn identity(&self) -> Option<Identity> {
+        Identity::of(&self.path)
+    }
+
+    /// Makes the checkpoint in place survive a power loss.
+    fn make_durable(&self) -> Result<(), StoreError> {
+        disk::sync_directory(&self.disk, &self.directory)
+    }
+
+    fn free_name(&self, label: &str) -> PathBuf {
+        let name = |number: u32| self.directory.join(format!("checkpoint.json.{label}-{number}"));
+        (1..KEPT_MAX)
+            .map(name)
+            .find(|path| path.symlink_metadata().is_err())
+            .unwrap_or_else(|| name(KEPT_MAX))
+    }
+}
+
+/// The CDI files of one driver: those of claims, and those of devices that the device plugin API passes by name, one for each device as long as
+/// the device exists. Kubelet restarts a container with its original CDI names, so such a file outlives every container.
+///
+/// Other files in the directory are never touched.
+#[derive(Debug)]
+struct CdiDirectory {
+    driver: DriverName,
+    directory: PathBuf,
+    disk: Disk,
+}
+
+impl CdiDirectory {
+    /// The files of a driver in a directory.
+    fn new(driver: DriverName, directory: &Path) -> Self {
+        Self {
+            driver,
+            directory: directory.to_owned(),
+            disk: Disk::default(),
+        }
+    }
+
+    /// Uses this disk, which a test can observe.
+    #[must_use]
+    fn on(mut self, disk: Disk) -> Self {
+        self.disk = disk;
+        self
+    }
+
+    /// The claims with a CDI file; none if the directory is missing.
+    fn claims(&self) -> Result<BTreeSet<ClaimUid>, StoreError> {
+        self.list().map(|(claims, _)| claims)
+    }
+
+    /// Removes incomplete files of an earlier process, as far as possible.
+    fn remove_half_written(&self) -> Result<(), StoreError> {
+        for name in self.list()?.1 {
+            if let Err(error) = disk::remove(&self.disk, &self.directory.join(&name)) {
+                tracing::warn!(reason = error.reason(), "{error}");
+            }
+        }
+        Ok(())
+    }
+
+    /// The claims with a file, and the names of incomplete files.
+    fn list(&self) -> Result<(BTreeSet<ClaimUid>, Vec<String>), StoreError> {
+        let list = StoreError::io("list", &self.directory);
+        let entries = match std::fs::read_dir(&self.directory) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Default::default()),
+            Err(error) => return Err(list(error)),
+        };
+        let names: Vec<String> = entries
+            .map(|entry| entry.map(|entry| entry.file_name()))
+            .collect::<io::Result<Vec<_>>>()
+            .map_err(list)?
+            .into_iter()
+            .filter_map(|name| name.into_string().ok())
+            .collect();
+        let prefix = self.driver.cdi_file_prefix();
+        let (mut claims, mut half_written) = (BTreeSet::new(), Vec::new());
+        for name in names {
+            let Some(rest) = name.strip_prefix(&prefix) else {
+                continue;
+            };
+            let (rest, temporary) = match rest.strip_suffix(disk::TEMPORARY) {
+                Some(rest) => (rest, true),
+                None => (rest, false),
+            };
+            let Some(Ok(uid)) = rest.strip_suffix(".json").map(ClaimUid::parse) else {
+                continue;
+            };
+            if temporary {
+                half_written.push(name);
+            } else {
+                claims.insert(uid);
+            }
+        }
+        Ok((claims, half_written))
+    }
+
+    /// Updates the file of a claim, and before it the metadata files that it mounts. Writes nothing if they are up to date.
+    fn write(&self, uid: &ClaimUid, entry: &Entry) -> Result<(), StoreError> {
+        let Some(mut spec) = entry.cdi_spec(&self.driver, uid) else {
+            return Ok(());
+        };
+        let directory = self.metadata_directory(uid);
+        for file in entry.metadata_files(&self.driver, uid) {
+            let path = directory.join(&file.name);
+            self.write_file(&path, file.content.as_bytes())?;
+            let mut devices = spec.devices.iter_mut();
+            if let Some(device) = devices.find(|device| device.name == file.cdi_device) {
+                let mount = file.mount(path.display().to_string());
+                device.container_edits.mounts.push(cdi_mount(&mount));
+            }
+        }
+        self.write_spec(&self.path(uid), &spec)
+    }
+
+    /// Updates a CDI file. Writes nothing if it is up to date.
+    fn write_spec(&self, path: &Path, spec: &Spec) -> Result<(), StoreError> {
+        let text = serde_json::to_vec(spec).map_err(|error| StoreError::io("write", path)(error.into()))?;
+        self.write_file(path, &text)
+    }
+
+    fn write_file(&self, path: &Path, text: &[u8]) -> Result<(), StoreError> {
+        if disk::read(path, CDI_FILE_MAX).is_ok_and(|found| found.as_deref() == Some(text)) {
+            return Ok(());
+        }
+        // The directory may have been removed together with the rest of /var/run.
+        disk::make_directory(path.parent().unwrap_or(&self.directory), 0o755)?;
+        disk::replace(&self.disk, path, text, 0o644)
+    }
+
+    /// Reads the file of a claim. Returns `None` if it is missing or not a valid CDI file. An error is an I/O error; a retry may succeed.
+    fn read(&self, uid: &ClaimUid) -> Result<Option<Spec>, StoreError> {
+        let path = self.path(uid);
+        let text = match disk::read(&path, CDI_FILE_MAX) {
+            Err(error) if disk::is_no_file_of_ours(&error) => None,
+            read => read.map_err(StoreError::io("read", &path))?,
+        };
+        Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
+    }
+
+    /// Removes the file of a claim, if it exists. The removal survives a power loss, because a stale file would indicate a prepared claim.
+    /// Then removes the metadata files of the claim.
+    fn remove(&self, uid: &ClaimUid) -> Result<(), StoreError> {
+        let path = self.path(uid);
+        if path.symlink_metadata().is_err() {
+            disk::remove(&self.disk, &path)?;
+        } else {
+            disk::remove(&self.disk, &path)?;
+            disk::sync_directory(&self.disk, &self.directory)?;
+        }
+        self.remove_metadata(uid)
+    }
+
+    /// Removes the metadata files of claims that are not prepared, as far as possible: a process may have been killed before it removed them.
+    fn keep_metadata(&self, claims: &BTreeMap<ClaimUid, Entry>) {
+        let directory = self.directory.join(self.driver.metadata_directory());
+        let Ok(entries) = std::fs::read_dir(directory) else {
+            return;
+        };
+        let uids = entries
+            .flatten()
+            .filter_map(|entry| ClaimUid::parse(entry.file_name().to_str()?).ok());
+        for uid in uids.filter(|uid| !claims.contains_key(uid)) {
+            if let Err(error) = self.remove_metadata(&uid) {
+                tracing::warn!(reason = error.reason(), "{error}");
+            }
+        }
+    }
+
+    fn remove_metadata(&self, uid: &ClaimUid) -> Result<(), StoreError> {
+        let directory = self.metadata_directory(uid);
+        if directory.symlink_metadata().is_err() {
+            return Ok(());
+        }
+        self.disk
+            .step(DiskStep::Remove, &directory, || {
+                std::fs::remove_dir_all(&directory)
+            })
+            .map_err(StoreError::io("remove", &directory))
+    }
+
+    /// Updates the file of a device, whose name is a DNS label.
+    fn write_device(&self, device: &str, container_edits: &ContainerEdits) -> Result<(), StoreError> {
+        let path = self.directory.join(self.driver.cdi_device_file(device));
+        self.write_spec(&path, &cdi_spec_of_device(&self.driver, device, container_edits))
+    }
+
+    /// Removes the files of all other devices, and incomplete files of an earlier process.
+    fn keep_devices(&self, devices: &BTreeSet<String>) -> Result<(), StoreError> {
+        let entries = match std::fs::read_dir(&self.directory) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(error) => return Err(StoreError::io("list", &self.directory)(error)),
+        };
+        let prefix = self.driver.cdi_device_file_prefix();
+        for entry in entries {
+            let entry = entry.map_err(StoreError::io("list", &self.directory))?;
+            let name = entry.file_name();
+            let Some(rest) = name.to_str().and_then(|name| name.strip_prefix(&prefix)) else {
+                continue;
+            };
+            let (file, half_written) = match rest.strip_suffix(disk::TEMPORARY) {
+                Some(file) => (file, true),
+                None => (rest, false),
+            };
+            if let Some(device) = file.strip_suffix(".json")
+                && (half_written || !devices.contains(device))
+            {
+                disk::remove(&self.disk, &entry.path())?;
+            }
+        }
+        Ok(())
+    }
+
+    fn metadata_directory(&self, uid: &ClaimUid) -> PathBuf {
+        self.directory
+            .join(self.driver.metadata_directory())
+            .join(uid.as_str())
+    }
+
+    fn path(&self, uid: &ClaimUid) -> PathBuf {
+        self.directory.join(self.driver.cdi_file(uid))
     }
 }
 
@@ -236,7 +509,7 @@ impl Store {
         let (cluster, start) = (found.cluster, found.start);
         let (prepared_claims, rebuilt, complete) = rebuild(start, unusable, &found.traces, paths, boot_id);
         found.cdi.keep_metadata(prepared_claims.entries());
-        let written = Mutex::new(Written {
+        let inner = Mutex::new(StoreState {
             cluster: cluster.clone(),
             text,
             lock: Some(lock),
@@ -245,8 +518,8 @@ impl Store {
             store: Self {
                 checkpoint: found.file,
                 cdi: found.cdi,
-                written,
-                state: paths.state.clone(),
+                inner,
+                directory: paths.state.clone(),
             },
             prepared_claims,
             cluster,
@@ -257,7 +530,7 @@ impl Store {
     }
 
     /// Reads the prepared claims without changing the disk. A running companion is an error.
-    pub fn look(paths: &Paths, boot_id: &str) -> Result<PreparedClaims, StoreError> {
+    pub fn read(paths: &Paths, boot_id: &str) -> Result<PreparedClaims, StoreError> {
         let _lock = disk::lock_if_there(&paths.state.join(LOCK))?;
         let found = OnDisk::read(&Disk::default(), paths)?;
         let unusable = found.unusable.map(|unusable| unusable.error);
@@ -266,22 +539,19 @@ impl Store {
 
     /// Ensures that the directory and the lock file are still those that were opened. A cleanup of kubelet's root directory removes both,
     /// and a second companion could then start beside this one.
-    fn keep_place(&self, written: &mut Written) -> Result<(), StoreError> {
-        if written.lock.as_ref().is_some_and(Lock::is_in_place) {
+    fn keep_lock(&self, state: &mut StoreState) -> Result<(), StoreError> {
+        if state.lock.as_ref().is_some_and(Lock::is_in_place) {
             return Ok(());
         }
-        disk::make_directory(&self.state, 0o750)?;
-        written.lock = Some(disk::lock(&self.state.join(LOCK))?);
-        warn!(directory = %self.state.display(), "somebody has removed the lock of this companion; it is made again");
+        disk::make_directory(&self.directory, 0o750)?;
+        state.lock = Some(disk::lock(&self.directory.join(LOCK))?);
+        warn!(directory = %self.directory.display(), "somebody has removed the lock of this companion; it is made again");
         Ok(())
     }
 
     /// Sets the cluster facts; the next [`Records::save`] stores them.
     pub fn set_cluster(&self, cluster: ClusterFacts) {
-        self.written
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .cluster = cluster;
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner).cluster = cluster;
     }
 
     /// Updates the CDI file of a device that is passed by name.
@@ -352,19 +622,19 @@ impl Records for Store {
     type Error = StoreError;
 
     fn save(&self, prepared_claims: &PreparedClaims) -> Result<(), StoreError> {
-        let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
-        let text = Checkpoint::of(prepared_claims, &written.cluster)
+        let mut state = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        let text = Checkpoint::of(prepared_claims, &state.cluster)
             .encode()
             .map_err(StoreError::Encode)?;
-        self.keep_place(&mut written)?;
+        self.keep_lock(&mut state)?;
         let in_place = (text, self.checkpoint.identity());
-        if written.text.as_ref() != Some(&in_place) {
+        if state.text.as_ref() != Some(&in_place) {
             let (text, _) = in_place;
             // A failed write changes nothing: the last checkpoint stays durable, and needs no disk space to be so.
             self.checkpoint.replace(&text)?;
-            written.text = None;
+            state.text = None;
             self.checkpoint.make_durable()?;
-            written.text = Some((text, self.checkpoint.identity()));
+            state.text = Some((text, self.checkpoint.identity()));
         }
         Ok(())
     }

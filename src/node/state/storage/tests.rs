@@ -1,6 +1,8 @@
+mod cdi;
+
 use super::*;
 use crate::core::prepare::container_edits::DeviceNode;
-use crate::core::prepare::prepared_claims::{Change, Entry, HeldDevice, Progress};
+use crate::core::prepare::prepared_claims::{ClaimChange, Entry, HeldDevice, Progress};
 use crate::core::prepare::tests::{Disk, Node, operations};
 use proptest::prelude::*;
 
@@ -55,8 +57,8 @@ fn prepared(root: &Path) -> PreparedClaims {
             container_edits: Some(container_edits()),
         },
     };
-    prepared_claims.apply(&Change::Start(uid(), entry));
-    prepared_claims.apply(&Change::Finish(uid()));
+    prepared_claims.apply(&ClaimChange::Start(uid(), entry));
+    prepared_claims.apply(&ClaimChange::Finish(uid()));
     store.set_cluster(ClusterFacts {
         node_uid: Some("n-1".into()),
         claims: Some(crate::core::prepare::claims_api::ClaimsApi::Classic),
@@ -178,7 +180,7 @@ fn a_look_changes_nothing_on_the_disk() {
     for content in [good, b"damaged".to_vec(), newer.into_bytes()] {
         std::fs::write(&path, &content).unwrap();
         let before = everything(root.path());
-        let prepared_claims = Store::look(&paths, "boot").unwrap();
+        let prepared_claims = Store::read(&paths, "boot").unwrap();
         assert_eq!(
             prepared_claims.holder("kvm").map(|(holder, _)| holder),
             Some(&uid())
@@ -191,7 +193,7 @@ fn a_look_changes_nothing_on_the_disk() {
 fn a_look_beside_a_running_companion_is_refused() {
     let root = directory();
     let _companion = open(root.path(), "boot").unwrap();
-    let error = Store::look(&paths(root.path()), "boot").unwrap_err();
+    let error = Store::read(&paths(root.path()), "boot").unwrap_err();
     assert!(matches!(error, StoreError::Locked(_)), "{error}");
 }
 
@@ -205,7 +207,7 @@ fn a_file_that_the_system_does_not_give_is_not_damaged() {
         cdi: root.path().join("plugins/drayman.dev/checkpoint.json/cdi"),
         ..paths(root.path())
     };
-    let error = Store::look(&paths, "boot").unwrap_err();
+    let error = Store::read(&paths, "boot").unwrap_err();
     assert!(matches!(error, StoreError::Io { .. }), "{error}");
     assert_eq!(everything(root.path()), before);
 }
@@ -366,4 +368,101 @@ proptest! {
     fn a_kill_at_any_step_on_a_real_disk_is_survived(operations in operations()) {
         Node::new(Real::new()).live(&operations);
     }
+}
+
+/// Loads the checkpoint and renames it, like a starting companion.
+fn put_aside(file: &CheckpointFile) -> (String, Option<PathBuf>) {
+    let Loaded::Unusable(unusable) = file.load().unwrap() else {
+        panic!("it was taken")
+    };
+    let kept_as = file.put_aside(&unusable);
+    (unusable.error, kept_as)
+}
+
+#[test]
+fn a_checkpoint_is_read_back() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = CheckpointFile::new(directory.path());
+    assert!(matches!(file.load().unwrap(), Loaded::Nothing));
+    file.replace(&Checkpoint::default().encode().unwrap()).unwrap();
+    file.make_durable().unwrap();
+    assert!(
+        matches!(file.load().unwrap(), Loaded::Read(checkpoint, _) if checkpoint == Checkpoint::default())
+    );
+}
+
+#[test]
+fn damaged_checkpoints_are_put_aside_each_under_its_own_name() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = CheckpointFile::new(directory.path());
+    for content in ["", "{}", "\0\0\0", "{\"version\":1"] {
+        std::fs::write(&file.path, content).unwrap();
+        let kept_as = put_aside(&file).1.unwrap();
+        assert_eq!(std::fs::read_to_string(kept_as).unwrap(), content);
+        assert!(matches!(file.load().unwrap(), Loaded::Nothing));
+    }
+}
+
+#[test]
+fn damaged_checkpoints_do_not_pile_up_for_ever() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = CheckpointFile::new(directory.path());
+    for _ in 0..40 {
+        std::fs::write(&file.path, "x").unwrap();
+        put_aside(&file);
+    }
+    assert_eq!(
+        std::fs::read_dir(directory.path()).unwrap().count(),
+        KEPT_MAX as usize
+    );
+}
+
+#[test]
+fn a_newer_checkpoint_is_kept_under_a_telling_name() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = CheckpointFile::new(directory.path());
+    // The checksum of version 3 over "{}", as a later release would write it.
+    let mut hasher = crc32fast::Hasher::new();
+    hasher.update(&3_u32.to_le_bytes());
+    hasher.update(b"{}");
+    let text = format!(r#"{{"version":3,"checksum":{},"data":{{}}}}"#, hasher.finalize());
+    std::fs::write(&file.path, &text).unwrap();
+    let (error, kept_as) = put_aside(&file);
+    let kept_as = kept_as.unwrap();
+    assert!(error.contains("version 3"), "{error}");
+    assert!(kept_as.ends_with("checkpoint.json.newer-1"), "{kept_as:?}");
+    assert_eq!(std::fs::read_to_string(kept_as).unwrap(), text);
+}
+
+#[test]
+fn loading_a_checkpoint_changes_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = CheckpointFile::new(directory.path());
+    std::fs::write(&file.path, "damaged").unwrap();
+    for _ in 0..2 {
+        assert!(matches!(file.load().unwrap(), Loaded::Unusable(_)));
+    }
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
+    assert_eq!(std::fs::read_to_string(&file.path).unwrap(), "damaged");
+}
+
+#[test]
+fn a_read_that_fails_is_no_damage() {
+    // A name too long for the file system simulates EMFILE and EIO: the content was never read.
+    let directory = tempfile::tempdir().unwrap();
+    let file = CheckpointFile::new(&directory.path().join("n".repeat(300)));
+    let error = file.load().unwrap_err();
+    assert!(matches!(error, StoreError::Io { action: "read", .. }), "{error}");
+    assert!(error.to_string().contains("checkpoint.json"), "{error}");
+}
+
+#[test]
+fn a_checkpoint_that_cannot_be_read_does_not_stop_the_companion() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = CheckpointFile::new(directory.path());
+    std::os::unix::fs::symlink("/etc/passwd", &file.path).unwrap();
+    put_aside(&file);
+    std::fs::create_dir(&file.path).unwrap();
+    put_aside(&file);
+    file.replace(&Checkpoint::default().encode().unwrap()).unwrap();
 }

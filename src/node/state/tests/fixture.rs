@@ -13,9 +13,9 @@ use tokio_stream::wrappers::WatchStream;
 use super::super::*;
 use crate::api::crd::{Device, DeviceNodeKind, DeviceNumber, Mode};
 use crate::api::handle::{DeviceHandle, HandleDevice, VERSION};
+use crate::core::names::DriverName;
 use crate::core::prepare::container_edits::{ContainerEdits, DeviceNode};
-use crate::core::prepare::containers::Shown;
-use crate::core::prepare::names::DriverName;
+use crate::core::prepare::containers::ResourceSnapshot;
 use crate::core::prepare::plan::{Allocation, ClaimToPrepare, ClaimToUnprepare};
 use crate::core::prepare::runtime_containers::RuntimeContainers;
 use crate::node::container_runtime::ContainerRuntime;
@@ -181,20 +181,23 @@ pub(in crate::node::state) struct Life {
 /// A kubelet whose view is defined by the test.
 #[derive(Debug, Default)]
 pub(in crate::node::state) struct Kubelet {
-    pub(in crate::node::state) shown: Mutex<Option<Shown>>,
+    pub(in crate::node::state) shown: Mutex<Option<ResourceSnapshot>>,
     /// The only extended resource under which it shows devices, if set.
     pub(in crate::node::state) under: Mutex<Option<String>>,
-    pub(in crate::node::state) looks: AtomicUsize,
+    pub(in crate::node::state) queries: AtomicUsize,
     /// Whether it does not answer.
     pub(in crate::node::state) hangs: AtomicBool,
 }
 
 impl Grants for Kubelet {
-    fn look(&self, resources: BTreeSet<String>) -> BoxFuture<'_, Result<BTreeMap<String, Shown>, String>> {
-        self.looks.fetch_add(1, Ordering::SeqCst);
+    fn query(
+        &self,
+        resources: BTreeSet<String>,
+    ) -> BoxFuture<'_, Result<BTreeMap<String, ResourceSnapshot>, String>> {
+        self.queries.fetch_add(1, Ordering::SeqCst);
         let shown = self.shown.lock().unwrap().clone();
         let under = self.under.lock().unwrap().clone();
-        let of_resource = |shown: &Shown, resource: String| {
+        let of_resource = |shown: &ResourceSnapshot, resource: String| {
             let mut shown = shown.clone();
             if under.as_ref().is_some_and(|under| *under != resource) {
                 shown.listed.clear();
@@ -255,7 +258,7 @@ pub(in crate::node::state) async fn begin(
 pub(in crate::node::state) struct Runtime(pub(in crate::node::state) Mutex<RuntimeContainers>);
 
 impl ContainerRuntime for Runtime {
-    fn look(&self) -> BoxFuture<'_, Result<Arc<RuntimeContainers>, String>> {
+    fn list_containers(&self) -> BoxFuture<'_, Result<Arc<RuntimeContainers>, String>> {
         let seen = self.0.lock().unwrap().clone();
         Box::pin(async { Ok(Arc::new(seen)) })
     }

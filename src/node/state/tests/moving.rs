@@ -1,29 +1,29 @@
 use super::super::*;
 use super::fixture::*;
 use crate::api::crd::Mode;
-use crate::core::prepare::containers::{Container, Containers, Shown};
+use crate::core::prepare::containers::{Containers, PodContainer, ResourceSnapshot};
 use crate::node::service::{PluginDevice, ServiceError};
 
 const OLD: &str = "example.com/camera";
 const NEW: &str = "example.com/eye";
 
 /// A pod holds camera `x` under the original name of the resource.
-fn granted() -> Shown {
-    let container = Container {
+fn granted() -> ResourceSnapshot {
+    let container = PodContainer {
         namespace: "default".into(),
         pod: "plugged".into(),
         container: "main".into(),
     };
-    Shown {
+    ResourceSnapshot {
         pods: [("default".to_owned(), "plugged".to_owned())].into(),
         listed: [("x".to_owned(), container)].into(),
-        ..Shown::default()
+        ..ResourceSnapshot::default()
     }
 }
 
 async fn live_with(
     mode: Mode,
-    shown: Option<Shown>,
+    shown: Option<ResourceSnapshot>,
 ) -> (tempfile::TempDir, Life, Arc<FakeDriver>, Arc<Kubelet>) {
     let root = tempfile::tempdir().unwrap();
     let (driver, kubelet) = (FakeDriver::new(&[]), Arc::new(Kubelet::default()));
@@ -83,7 +83,7 @@ async fn until_published(life: &mut Life, such: impl Fn(Option<&str>) -> bool) {
 
 /// The pod ends, and all devices become free.
 async fn ends(life: &mut Life, kubelet: &Kubelet) {
-    *kubelet.shown.lock().unwrap() = Some(Shown::default());
+    *kubelet.shown.lock().unwrap() = Some(ResourceSnapshot::default());
     until_published(life, |unhealthy| unhealthy.is_none()).await;
 }
 
@@ -180,7 +180,7 @@ async fn silence_of_kubelet_about_a_former_name_is_logged_once() {
         owner.query.has_warned,
         "at the first time, though nothing was known before"
     );
-    *kubelet.shown.lock().unwrap() = Some(Shown::default());
+    *kubelet.shown.lock().unwrap() = Some(ResourceSnapshot::default());
     owner.query_and_wait().await;
     assert!(!owner.query.has_warned && !owner.resources.has_withdrawn());
     drop(life);
@@ -188,7 +188,7 @@ async fn silence_of_kubelet_about_a_former_name_is_logged_once() {
 
 #[tokio::test]
 async fn an_unlisted_grant_counts_after_a_rename_of_the_resource() {
-    let (_root, mut life, _driver, _kubelet) = live_with(Mode::Both, Some(Shown::default())).await;
+    let (_root, mut life, _driver, _kubelet) = live_with(Mode::Both, Some(ResourceSnapshot::default())).await;
     until_offered(&life, OLD, "x y").await;
     allocate(&life, OLD, "x").await.unwrap();
     life.wanted.send_replace(resources(Some(NEW), true));
@@ -237,7 +237,7 @@ async fn a_reload_that_renames_devices_gives_no_node_twice() {
             let refused = life.prepare(A, &["by-id-x"]).await.unwrap_err();
             assert!(refused.to_string().contains("pod default/plugged"), "{refused}");
         }
-        *kubelet.shown.lock().unwrap() = Some(Shown::default());
+        *kubelet.shown.lock().unwrap() = Some(ResourceSnapshot::default());
         let mut inventory = life.inventory.clone();
         let free = inventory.wait_for(|all| all.get("by-id-x").is_some_and(|x| x.unhealthy.is_none()));
         soon(free).await.unwrap();
@@ -256,7 +256,7 @@ async fn a_device_with_the_number_of_an_unplugged_one_waits() {
     until_offered(&life, OLD, "y").await;
     driver.say_numbered(&[("y", 7), ("z", 6)], "camera", Mode::ExtendedResource);
     until_offered(&life, OLD, "y z?").await;
-    *kubelet.shown.lock().unwrap() = Some(Shown::default());
+    *kubelet.shown.lock().unwrap() = Some(ResourceSnapshot::default());
     until_offered(&life, OLD, "y z").await;
     life.end().await;
 }
@@ -264,7 +264,7 @@ async fn a_device_with_the_number_of_an_unplugged_one_waits() {
 #[tokio::test]
 async fn a_claim_keeps_its_node_from_every_other_name_and_api() {
     for numbers in [[6, 7], [7, 6]] {
-        let (_root, life, driver, _kubelet) = live_with(Mode::Both, Some(Shown::default())).await;
+        let (_root, life, driver, _kubelet) = live_with(Mode::Both, Some(ResourceSnapshot::default())).await;
         driver.say_numbered(&[("by-id-x", 6), ("by-id-y", 7)], "camera", Mode::Both);
         until_offered(&life, OLD, "by-id-x by-id-y").await;
         life.prepare(A, &["by-id-x"]).await.unwrap();

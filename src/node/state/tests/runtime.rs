@@ -4,7 +4,9 @@ use std::sync::Arc;
 use super::fixture::*;
 use super::*;
 use crate::core::prepare::orphans::ApiView;
-use crate::core::prepare::runtime_containers::{Given, RuntimeContainer, RuntimeContainers, State};
+use crate::core::prepare::runtime_containers::{
+    ContainerDevices, RuntimeContainer, RuntimeContainerState, RuntimeContainers,
+};
 use crate::node::service::NodeService;
 
 fn container(minor: u32) -> RuntimeContainer {
@@ -13,11 +15,11 @@ fn container(minor: u32) -> RuntimeContainer {
         namespace: "default".into(),
         pod: "forced".into(),
         container: "main".into(),
-        state: State::Running,
+        state: RuntimeContainerState::Running,
         age: Duration::from_secs(60),
-        given: Given {
+        given: ContainerDevices {
             numbers: [number].into(),
-            ..Given::default()
+            ..ContainerDevices::default()
         },
     }
 }
@@ -208,9 +210,9 @@ async fn an_orphan_keeps_a_device_of_a_privileged_container() {
     std::fs::write(root.path().join("dra_manager_state"), empty).unwrap();
     // Its device numbers are those of the whole host, so they are not used.
     let privileged = RuntimeContainer {
-        given: Given {
+        given: ContainerDevices {
             cdi_devices: [format!("drayman.dev/claim={A}")].into(),
-            ..Given::default()
+            ..ContainerDevices::default()
         },
         ..container(6)
     };

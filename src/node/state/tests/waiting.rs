@@ -5,7 +5,7 @@ use tokio::task::JoinHandle;
 use super::super::*;
 use super::fixture::*;
 use crate::api::crd::Mode;
-use crate::core::prepare::containers::Shown;
+use crate::core::prepare::containers::ResourceSnapshot;
 use crate::node::service::ServiceError;
 
 /// A node whose cameras have mode `both`, and a kubelet that shows no container.
@@ -13,7 +13,7 @@ async fn live_with_cameras() -> (tempfile::TempDir, Life, Arc<Kubelet>) {
     let root = tempfile::tempdir().unwrap();
     let (driver, kubelet) = (FakeDriver::new(&[]), Arc::new(Kubelet::default()));
     driver.say(&["x", "y"], "camera", Mode::Both);
-    *kubelet.shown.lock().unwrap() = Some(Shown::default());
+    *kubelet.shown.lock().unwrap() = Some(ResourceSnapshot::default());
     let life = live_beside(root.path(), "boot", &driver, Some(kubelet.clone())).await;
     life.cluster.send_replace(ClusterFacts {
         node_uid: Some("n-1".into()),
@@ -29,11 +29,11 @@ async fn live_with_cameras() -> (tempfile::TempDir, Life, Arc<Kubelet>) {
 /// Kubelet stops answering, and a claim for a camera waits for it.
 async fn waits(life: &Life, kubelet: &Kubelet) -> JoinHandle<Result<Vec<String>, ServiceError>> {
     kubelet.hangs.store(true, Ordering::SeqCst);
-    let looks = kubelet.looks.load(Ordering::SeqCst);
+    let queries = kubelet.queries.load(Ordering::SeqCst);
     let handle = life.handle.clone();
     let prepared = tokio::spawn(async move { handle.prepare(vec![claim(A, &["x"])], None).await.remove(0) });
     soon(async {
-        while kubelet.looks.load(Ordering::SeqCst) == looks {
+        while kubelet.queries.load(Ordering::SeqCst) == queries {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     })
@@ -83,7 +83,7 @@ async fn kubelet_is_asked_once_for_all_former_names() {
         }
     })
     .await;
-    let looks = kubelet.looks.load(Ordering::SeqCst);
+    let queries = kubelet.queries.load(Ordering::SeqCst);
     life.wanted.send_replace(resources(&["example.com/d"]));
     soon(async {
         while life.handle.plugin_devices("example.com/d").is_none() {
@@ -93,6 +93,6 @@ async fn kubelet_is_asked_once_for_all_former_names() {
     .await;
     // All earlier queries are complete, because a request is served after the change.
     soon(life.unprepare(B)).await.unwrap();
-    assert_eq!(kubelet.looks.load(Ordering::SeqCst), looks + 1);
+    assert_eq!(kubelet.queries.load(Ordering::SeqCst), queries + 1);
     life.end().await;
 }

@@ -7,18 +7,20 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::kind::RawKind;
+use super::error::{ContentError, Position};
+use super::kind::{DeviceKind, RawKind};
+use super::kubelet_apis::KindMode;
 use super::pattern::PathPattern;
-use super::source::{NODE_VFIO, VFIO_CONTAINER};
-use super::{DeviceKind, KindMode, Position, Refused, Source};
+use super::schema::NODE_VFIO;
+use super::source::{Source, VFIO_CONTAINER};
 
-/// Positions of a kind's access fields in the file.
-pub(super) struct Positions {
+/// AccessPositions of a kind's access fields in the file.
+pub(super) struct AccessPositions {
     permissions: Position,
     mounts: Position,
 }
 
-impl Positions {
+impl AccessPositions {
     /// The fields' positions; the position of the kind for absent fields.
     pub(super) fn of(raw: &RawKind, whole: Position) -> Self {
         let permissions = raw.permissions.as_ref().map(|raw| Position::of(raw.referenced));
@@ -36,8 +38,8 @@ pub(super) fn check(
     earlier: &[Arc<DeviceKind>],
     kind: &DeviceKind,
     field: &str,
-    positions: &Positions,
-) -> Result<(), Refused> {
+    positions: &AccessPositions,
+) -> Result<(), ContentError> {
     if !described_to_kubelet(kind) {
         return Ok(());
     }
@@ -57,8 +59,8 @@ fn check_permissions(
     other: &DeviceKind,
     kind: &DeviceKind,
     field: &str,
-    positions: &Positions,
-) -> Result<(), Refused> {
+    positions: &AccessPositions,
+) -> Result<(), ContentError> {
     if other.permissions == kind.permissions {
         return Ok(());
     }
@@ -84,8 +86,8 @@ fn check_mounts(
     other: &DeviceKind,
     kind: &DeviceKind,
     field: &str,
-    positions: &Positions,
-) -> Result<(), Refused> {
+    positions: &AccessPositions,
+) -> Result<(), ContentError> {
     for (index, mount) in kind.mounts.iter().enumerate() {
         let differs = other.mounts.iter().any(|other| {
             (&other.host_path, &other.container_path) == (&mount.host_path, &mount.container_path)

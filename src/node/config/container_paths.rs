@@ -4,14 +4,15 @@ use std::collections::BTreeMap;
 
 use serde_saphyr::Spanned;
 
+use super::error::{ContentError, Position, at};
 use super::extras::RawMount;
 use super::pattern::PathPattern;
 use super::source::Source;
-use super::{Position, Refused, at};
+
 use crate::core::prepare::container_edits::Mount;
 
 /// The source, container paths and mounts of a kind, with their positions in the file.
-pub(super) struct Positions<'a> {
+pub(super) struct ContainerPaths<'a> {
     pub(super) source: &'a Source,
     /// Container paths by entry; other nodes keep their own path.
     pub(super) paths: &'a BTreeMap<String, String>,
@@ -20,10 +21,10 @@ pub(super) struct Positions<'a> {
     pub(super) raw_mounts: Option<&'a Spanned<Vec<RawMount>>>,
 }
 
-impl Positions<'_> {
+impl ContainerPaths<'_> {
     /// Rejects two nodes of the same device, or a node and a mount, with the same container path. Collisions that depend on the
     /// discovered devices or on the number of devices per container are rejected later.
-    pub(super) fn check(&self, field: &str, whole: Position) -> Result<(), Refused> {
+    pub(super) fn check(&self, field: &str, whole: Position) -> Result<(), ContentError> {
         for entries in together(self.source) {
             let mut taken: BTreeMap<&str, &str> = BTreeMap::new();
             for (entry, own_path) in entries {
@@ -52,7 +53,7 @@ impl Positions<'_> {
     }
 
     /// The error at the position of the first entry with a container path in the file.
-    fn of_entry(&self, entries: &[&str], whole: Position, problem: String) -> Refused {
+    fn of_entry(&self, entries: &[&str], whole: Position, problem: String) -> ContentError {
         let given = entries.iter().find_map(|entry| self.raw_paths?.value.get(*entry));
         match given {
             Some(raw) => at(raw, problem),

@@ -1,0 +1,523 @@
+//! A discovered device: its device nodes, their use by the node itself, and its container edits.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
+use std::fmt;
+use std::fs::Metadata;
+use std::io;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rustix::fs::{major, minor};
+use tokio::sync::Notify;
+
+use crate::api::crd::{Device, DeviceAttributes, DeviceNodeKind, DeviceNumber, Mode};
+use crate::core::discovery::mounts::{mounts, numbers, swap_areas};
+use crate::core::names::environment_name;
+use crate::core::prepare::container_edits::{ContainerEdits, DeviceNode};
+use crate::node::config::DeviceKind;
+use crate::node::driver::NodeDriverError;
+
+/// Where the host's files are visible to this process. Published paths always begin with the host's `/dev`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostPaths {
+    /// The host's `/dev`.
+    pub dev: PathBuf,
+    /// The host's `/sys`, which relates partitions and volumes to their disks.
+    pub sys: PathBuf,
+    /// The host's mounts. In a pod that does not share the host's PID namespace, this is the pod's own mount table, which is
+    /// incomplete.
+    pub mountinfo: PathBuf,
+    /// The host's swap areas.
+    pub swaps: PathBuf,
+}
+
+impl Default for HostPaths {
+    fn default() -> Self {
+        Self {
+            dev: "/dev".into(),
+            sys: "/sys".into(),
+            mountinfo: "/proc/1/mountinfo".into(),
+            swaps: "/proc/swaps".into(),
+        }
+    }
+}
+
+/// A discovered device. A node may have a thousand of them, and twice as many during a search.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct FoundDevice {
+    pub(super) kind: Arc<DeviceKind>,
+    pub(super) mode: Mode,
+    pub(super) attributes: DeviceAttributes,
+    /// The device nodes; the first one identifies the device.
+    pub(super) nodes: Box<[FoundNode]>,
+    /// Its sysfs directory, if any.
+    pub(super) sysfs: Option<Box<Path>>,
+}
+
+/// A device node of a device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct FoundNode {
+    /// The path of discovery, relative to `/dev`.
+    pub(super) path: Box<str>,
+    /// The path in the container, if it differs from `/dev/{path}`.
+    pub(super) container_path: Option<Box<str>>,
+    /// Whether the node belongs to this device alone.
+    pub(super) own: bool,
+    pub(super) node: HostDeviceNode,
+}
+
+impl FoundNode {
+    fn container_path(&self) -> String {
+        match &self.container_path {
+            Some(path) => path.to_string(),
+            None => format!("/dev/{}", self.path),
+        }
+    }
+}
+
+impl FoundDevice {
+    pub(super) fn new(
+        kind: &Arc<DeviceKind>,
+        name: &str,
+        nodes: Vec<FoundNode>,
+        attributes: DeviceAttributes,
+        sysfs: Option<Box<Path>>,
+    ) -> Self {
+        Self {
+            kind: Arc::clone(kind),
+            mode: kind.apis.mode_of(name),
+            attributes,
+            nodes: nodes.into(),
+            sysfs,
+        }
+    }
+
+    /// The device for the inventory.
+    pub(super) fn device(&self, name: &str) -> Device {
+        Device {
+            name: name.to_owned(),
+            kind: self.kind.name.clone(),
+            mode: self.mode,
+            attributes: self.attributes.clone(),
+            unhealthy: None,
+            shares: self.kind.shares,
+            device_numbers: self
+                .nodes
+                .iter()
+                .filter(|node| node.own)
+                .map(|node| node.node.number)
+                .collect(),
+        }
+    }
+
+    /// Describes the node's own use of a block device of this device, except paths in the kind's `dangerousPaths`. Mounts are
+    /// checked only with `with_mounts`, since a search has already checked them.
+    pub(super) fn used_by(&self, paths: &HostPaths, with_mounts: bool) -> Option<String> {
+        let disks = self.nodes.iter().filter(|node| {
+            node.node.number.kind == DeviceNodeKind::Block && !self.kind.dangerous_paths.contains(&*node.path)
+        });
+        let mut mounted = None;
+        for disk in disks {
+            let numbers = (disk.node.number.major, disk.node.number.minor);
+            let path = &disk.path;
+            let remedy = format!("put \"/dev/{path}\" into dangerousPaths of the kind if it is meant");
+            if with_mounts {
+                match mounted.get_or_insert_with(|| in_use(paths)) {
+                    Ok(used) if used.contains(&numbers) => {
+                        return Some(format!("/dev/{path} is mounted, or something on it is; {remedy}"));
+                    }
+                    Ok(_) => {}
+                    Err(error) => {
+                        return Some(format!(
+                            "whether /dev/{path} is mounted cannot be seen ({error}); {remedy}"
+                        ));
+                    }
+                }
+            }
+            let holders: Vec<String> = holders(&paths.sys, numbers).into_iter().collect();
+            if !holders.is_empty() {
+                let holders = holders.join(", ");
+                return Some(format!("the kernel has {holders} on /dev/{path}; {remedy}"));
+            }
+        }
+        None
+    }
+
+    /// Container edits: the device nodes, a variable with the paths of the device's own nodes, and the kind's mounts and
+    /// environment.
+    pub(super) fn container_edits(&self, name: &str) -> ContainerEdits {
+        let own = self.nodes.iter().filter(|node| node.own);
+        let paths: Vec<String> = own.map(FoundNode::container_path).collect();
+        let mut environment = self.kind.environment.clone();
+        environment.insert(environment_name(name), paths.join(","));
+        let node = |node: &FoundNode| DeviceNode {
+            host_path: node.node.host_path.to_string(),
+            container_path: node.container_path(),
+            permissions: self.kind.permissions.clone(),
+        };
+        ContainerEdits {
+            device_nodes: self.nodes.iter().map(node).collect(),
+            environment,
+            mounts: self.kind.mounts.clone(),
+            ..ContainerEdits::default()
+        }
+    }
+}
+
+/// The discovered devices.
+#[derive(Debug)]
+pub(super) struct FoundDevices {
+    pub(super) paths: HostPaths,
+    /// Result of the last search, by name.
+    pub(super) found: Mutex<BTreeMap<String, FoundDevice>>,
+    /// Devices of former configurations; claims that hold them keep them.
+    pub(super) retired: Mutex<BTreeMap<String, FoundDevice>>,
+    /// Requests a search after a device was found changed.
+    pub(super) rescan: Notify,
+}
+
+impl FoundDevices {
+    pub(super) fn new(paths: HostPaths) -> Self {
+        Self {
+            paths,
+            found: Mutex::default(),
+            retired: Mutex::default(),
+            rescan: Notify::new(),
+        }
+    }
+
+    /// Repeats the search's checks for mounts, swap areas and volumes on a block device, because a mount causes no event and the
+    /// periodic search runs only once a minute.
+    pub(super) fn check_unused(&self, device: &str) -> Result<(), NodeDriverError> {
+        let found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+        // A missing device is rejected by `container_edits`.
+        let Some(found) = found.get(device).cloned() else {
+            return Ok(());
+        };
+        found.used_by(&self.paths, true).map_or(Ok(()), |problem| {
+            self.rescan.notify_one();
+            Err(NodeDriverError::InUse {
+                device: device.to_owned(),
+                problem,
+            })
+        })
+    }
+
+    pub(super) fn container_edits(&self, device: &str) -> Result<ContainerEdits, NodeDriverError> {
+        let known = |devices: &Mutex<BTreeMap<String, FoundDevice>>| {
+            let devices = devices.lock().unwrap_or_else(PoisonError::into_inner);
+            devices.get(device).cloned()
+        };
+        let found = known(&self.found).or_else(|| known(&self.retired));
+        let gone = |problem: String| NodeDriverError::Gone {
+            device: device.to_owned(),
+            problem,
+        };
+        let found = found.ok_or_else(|| gone("the search for devices does not find it".to_owned()))?;
+        let root = DevRoot::new(&self.paths.dev).map_err(|error| gone(error.to_string()))?;
+        for node in &found.nodes {
+            let now = root
+                .identify(&node.path)
+                .inspect_err(|_| self.rescan.notify_one())
+                .map_err(|error: DevicePathError| gone(format!("/dev/{} {error}", node.path)))?;
+            if now != node.node {
+                self.rescan.notify_one();
+                return Err(NodeDriverError::Changed {
+                    device: device.to_owned(),
+                    before: node.node.to_string(),
+                    now: now.to_string(),
+                });
+            }
+        }
+        Ok(found.container_edits(device))
+    }
+}
+
+/// The device number at a host path, with the host's `/dev` mounted at `dev`; `None` if there is no device node.
+pub(in crate::node) fn device_number(dev: &Path, host_path: &str) -> Option<DeviceNumber> {
+    let node = DevRoot::new(dev)
+        .ok()?
+        .identify(host_path.strip_prefix("/dev/")?)
+        .ok()?;
+    Some(node.number)
+}
+
+/// The directory where the host's `/dev` is visible.
+pub(super) struct DevRoot {
+    /// Canonical path, without symbolic links.
+    root: PathBuf,
+}
+
+/// Identity of a device node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct HostDeviceNode {
+    /// Path of the node on the host, without symbolic links.
+    pub(super) host_path: Box<str>,
+    pub(super) number: DeviceNumber,
+}
+
+/// Why a path is not a usable device node.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum DevicePathError {
+    #[error("cannot be looked at: {0}")]
+    Io(#[from] io::Error),
+    #[error("leads out of /dev, to {0:?}")]
+    Outside(PathBuf),
+    #[error("is not a character or block device")]
+    NoDevice,
+    #[error("has a name that is not UTF-8")]
+    NotUtf8,
+}
+
+impl DevRoot {
+    pub(super) fn new(root: &Path) -> Result<Self, DevicePathError> {
+        Ok(Self {
+            root: root.canonicalize()?,
+        })
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.root
+    }
+
+    /// Identifies the device node at a path relative to the root. Symbolic links are followed within the root.
+    pub(super) fn identify(&self, relative: &str) -> Result<HostDeviceNode, DevicePathError> {
+        let real = self.resolve(&self.root.join(relative))?;
+        // Does not follow links: a node that was replaced by a link meanwhile is detected.
+        let number = number_of(&real.symlink_metadata()?).ok_or(DevicePathError::NoDevice)?;
+        let below = real
+            .strip_prefix(&self.root)
+            .map_err(|_| DevicePathError::Outside(real.clone()))?;
+        let below = below.to_str().ok_or(DevicePathError::NotUtf8)?;
+        Ok(HostDeviceNode {
+            host_path: format!("/dev/{below}").into(),
+            number,
+        })
+    }
+
+    /// Resolves a path, which must stay inside the root. An absolute link target below `/dev` refers to the host's `/dev`, even if
+    /// that is mounted elsewhere.
+    pub(super) fn resolve(&self, path: &Path) -> Result<PathBuf, DevicePathError> {
+        let real = match path.read_link() {
+            Ok(target) if target.starts_with("/dev") => {
+                let below = target.strip_prefix("/dev").unwrap_or(&target);
+                self.root.join(below).canonicalize()?
+            }
+            _ => path.canonicalize()?,
+        };
+        if real.starts_with(&self.root) {
+            Ok(real)
+        } else {
+            Err(DevicePathError::Outside(real))
+        }
+    }
+}
+
+/// The device number of a device node; `None` for another file.
+pub(super) fn number_of(metadata: &Metadata) -> Option<DeviceNumber> {
+    let file_type = metadata.file_type();
+    let kind = if file_type.is_char_device() {
+        DeviceNodeKind::Character
+    } else if file_type.is_block_device() {
+        DeviceNodeKind::Block
+    } else {
+        return None;
+    };
+    Some(DeviceNumber {
+        kind,
+        major: major(metadata.rdev()),
+        minor: minor(metadata.rdev()),
+    })
+}
+
+/// Whether this is the machine's memory or I/O ports: `mem`, `kmem` and `port` in the kernel's
+/// `Documentation/admin-guide/devices.txt`.
+pub(super) fn is_memory(number: DeviceNumber) -> bool {
+    number.kind == DeviceNodeKind::Character && number.major == 1 && matches!(number.minor, 1 | 2 | 4)
+}
+
+/// Describes a device node for messages.
+pub(super) fn described(number: DeviceNumber) -> String {
+    let kind = match number.kind {
+        DeviceNodeKind::Character => "character",
+        DeviceNodeKind::Block => "block",
+    };
+    format!("{kind} device {}:{}", number.major, number.minor)
+}
+
+impl fmt::Display for HostDeviceNode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} at {}", described(self.number), self.host_path)
+    }
+}
+
+/// DeviceNumber of mounted block devices and swap areas, and of the disks and volumes below them.
+pub(super) fn in_use(paths: &HostPaths) -> io::Result<BTreeSet<(u32, u32)>> {
+    let mounted = mounts(&std::fs::read(&paths.mountinfo)?);
+    // A kernel without swap support has no such file.
+    let swapped = match std::fs::read(&paths.swaps) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => BTreeSet::new(),
+        swaps => swap_areas(&swaps?),
+    };
+    let named = mounted.sources.iter().chain(&swapped);
+    let mut above: Vec<(u32, u32)> = named.filter_map(|path| block_numbers(&paths.dev, path)).collect();
+    above.extend(mounted.numbers);
+    let mut all = BTreeSet::new();
+    while let Some(numbers) = above.pop() {
+        if all.insert(numbers) {
+            above.extend(below(&paths.sys, numbers));
+        }
+    }
+    Ok(all)
+}
+
+fn block_numbers(dev: &Path, path: &[u8]) -> Option<(u32, u32)> {
+    let below = Path::new(OsStr::from_bytes(path)).strip_prefix("/dev").ok()?;
+    let metadata = std::fs::metadata(dev.join(below)).ok()?;
+    number_of(&metadata)
+        .filter(|number| number.kind == DeviceNodeKind::Block)
+        .map(|number| (number.major, number.minor))
+}
+
+/// The disk of a partition, and the members of a volume or array.
+fn below(sys: &Path, (major, minor): (u32, u32)) -> Vec<(u32, u32)> {
+    let Ok(device) = sys.join(format!("dev/block/{major}:{minor}")).canonicalize() else {
+        return Vec::new();
+    };
+    let mut lower: Vec<PathBuf> = std::fs::read_dir(device.join("slaves"))
+        .map(|slaves| slaves.flatten().map(|slave| slave.path()).collect())
+        .unwrap_or_default();
+    if device.join("partition").exists() {
+        lower.extend(device.parent().map(Path::to_owned));
+    }
+    let number_of = |device: PathBuf| {
+        std::fs::read(device.join("dev"))
+            .ok()
+            .and_then(|text| numbers(text.trim_ascii()))
+    };
+    lower.into_iter().filter_map(number_of).collect()
+}
+
+/// Names of the volumes and arrays that the kernel has built on a block device or its partitions, from `/sys/block/*/holders`.
+pub(super) fn holders(sys: &Path, (major, minor): (u32, u32)) -> BTreeSet<String> {
+    let device = sys.join(format!("dev/block/{major}:{minor}"));
+    let entries = |directory: &Path| {
+        let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+        entries.map(|entry| entry.path()).collect::<Vec<PathBuf>>()
+    };
+    let partitions = entries(&device)
+        .into_iter()
+        .filter(|path| path.join("partition").exists());
+    std::iter::once(device.clone())
+        .chain(partitions)
+        .flat_map(|device| entries(&device.join("holders")))
+        .filter_map(|holder| Some(holder.file_name()?.to_string_lossy().into_owned()))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    /// A disk 8:0 with partitions 8:1 (a physical volume) and 8:2; a volume 253:0 on 8:1, mounted as root; an unused disk 8:16 with
+    /// partition 8:17; and a swap area 8:32.
+    fn host() -> (tempfile::TempDir, HostPaths) {
+        let root = tempfile::tempdir().unwrap();
+        let sys = root.path().join("sys");
+        let devices = sys.join("devices");
+        std::fs::create_dir_all(sys.join("dev/block")).unwrap();
+        let add = |path: &str, numbers: &str, partition: bool| {
+            let device = devices.join(path);
+            std::fs::create_dir_all(&device).unwrap();
+            std::fs::write(device.join("dev"), format!("{numbers}\n")).unwrap();
+            if partition {
+                std::fs::write(device.join("partition"), "1\n").unwrap();
+            }
+            symlink(&device, sys.join("dev/block").join(numbers)).unwrap();
+            device
+        };
+        add("sda", "8:0", false);
+        let volume_of = add("sda/sda1", "8:1", true);
+        add("sda/sda2", "8:2", true);
+        add("sdb", "8:16", false);
+        add("sdb/sdb1", "8:17", true);
+        let volume = add("dm-0", "253:0", false);
+        std::fs::create_dir(volume.join("slaves")).unwrap();
+        symlink(volume_of, volume.join("slaves/sda1")).unwrap();
+        std::fs::write(
+            root.path().join("mountinfo"),
+            "22 1 253:0 / / rw,relatime shared:1 - ext4 /dev/mapper/root rw\n\
+             23 22 0:21 / /proc rw - proc proc rw\n\
+             24 22 0:44 /home /home rw - btrfs /dev/missing rw\n\
+             a line of a newer kernel\n",
+        )
+        .unwrap();
+        std::fs::write(
+            root.path().join("swaps"),
+            "Filename Type Size Used Priority\n/dev/missing partition 1 0 -2\n",
+        )
+        .unwrap();
+        let paths = HostPaths {
+            dev: root.path().join("dev"),
+            sys,
+            mountinfo: root.path().join("mountinfo"),
+            swaps: root.path().join("swaps"),
+        };
+        (root, paths)
+    }
+
+    #[test]
+    fn disks_below_the_root_file_system_are_in_use() {
+        let (_root, paths) = host();
+        assert_eq!(
+            in_use(&paths).unwrap(),
+            BTreeSet::from([(253, 0), (8, 1), (8, 0)])
+        );
+    }
+
+    #[test]
+    fn a_volume_on_a_disk_or_its_partition_holds_both() {
+        let (_root, paths) = host();
+        for (device, partition) in [("sdb", false), ("sdb/sdb1", true)] {
+            let holders_of = paths.sys.join("devices").join(device).join("holders");
+            std::fs::create_dir_all(&holders_of).unwrap();
+            std::fs::write(holders_of.join(if partition { "dm-7" } else { "md0" }), "").unwrap();
+        }
+        let named = |numbers| holders(&paths.sys, numbers).into_iter().collect::<Vec<_>>();
+        assert_eq!(named((8, 16)), ["dm-7", "md0"]);
+        assert_eq!(named((8, 17)), ["dm-7"]);
+        assert_eq!(named((8, 0)), Vec::<String>::new());
+        assert_eq!(named((9, 9)), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_mount_whose_name_is_no_utf_8_does_not_withhold_every_disk() {
+        let (_root, paths) = host();
+        let mut mountinfo = std::fs::read(&paths.mountinfo).unwrap();
+        mountinfo.extend(b"25 22 0:50 / /mnt/\xff rw - fuse \xfe rw\n");
+        std::fs::write(&paths.mountinfo, mountinfo).unwrap();
+        assert!(in_use(&paths).unwrap().contains(&(8, 0)));
+    }
+
+    #[test]
+    fn what_cannot_be_known_is_an_error() {
+        let (_root, mut paths) = host();
+        paths.mountinfo = "/nonexistent".into();
+        assert!(in_use(&paths).is_err());
+    }
+
+    #[test]
+    fn the_disk_of_this_machine_is_in_use() {
+        // The device of the root file system, if it is a block device.
+        let used = in_use(&HostPaths::default()).unwrap();
+        let told = std::fs::read("/proc/1/mountinfo").unwrap();
+        for numbers in mounts(&told).numbers {
+            assert!(used.contains(&numbers), "{numbers:?}");
+        }
+    }
+}
