@@ -89,7 +89,7 @@ impl Metrics {
     }
 
     /// Sets the current numbers of published ResourceSlices and devices.
-    pub(super) fn sliced(&self, slices: SliceCounts) {
+    pub(super) fn set_slices(&self, slices: SliceCounts) {
         self.lock().slices = slices;
     }
 
@@ -99,7 +99,12 @@ impl Metrics {
     }
 
     /// Sets the current numbers of devices and claims.
-    pub(super) fn stock(&self, devices: BTreeMap<DeviceCategory, u64>, held: usize, quarantined: usize) {
+    pub(super) fn set_devices(
+        &self,
+        devices: BTreeMap<DeviceCategory, u64>,
+        held: usize,
+        quarantined: usize,
+    ) {
         let number = |count| u64::try_from(count).unwrap_or(u64::MAX);
         let mut counted = self.lock();
         for count in counted.devices.values_mut() {
@@ -127,8 +132,8 @@ mod tests {
             healthy: true,
             owner: Owner::Nobody,
         };
-        metrics.stock(BTreeMap::from([(group.clone(), 3)]), 2, 1);
-        metrics.stock(BTreeMap::new(), 0, 0);
+        metrics.set_devices(BTreeMap::from([(group.clone(), 3)]), 2, 1);
+        metrics.set_devices(BTreeMap::new(), 0, 0);
         let counted = metrics.counted();
         assert_eq!(counted.devices, BTreeMap::from([(group, 0)]));
         assert_eq!((counted.held, counted.quarantined), (0, 0));

@@ -69,7 +69,7 @@ impl Follower {
         loop {
             // Recreated each time: the directory itself may have been replaced.
             let mut changes = self.changes();
-            self.take_up(&mut refused).await;
+            self.reload(&mut refused).await;
             tokio::select! {
                 () = shutdown.cancelled() => return,
                 () = changed(changes.as_mut()) => {
@@ -105,7 +105,7 @@ impl Follower {
     }
 
     /// Reads the file and applies it if it is valid and has changed.
-    async fn take_up(&self, refused: &mut Option<String>) {
+    async fn reload(&self, refused: &mut Option<String>) {
         let file = self.file.clone();
         let Ok(read) = spawn_blocking(move || NodeConfiguration::read(&file)).await else {
             return;

@@ -259,10 +259,10 @@ impl Conflicting {
 
 /// Withdrawn extended resources, by name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct WithdrawnDevices(BTreeMap<String, Left>);
+pub struct WithdrawnDevices(BTreeMap<String, WithdrawnResource>);
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Left {
+struct WithdrawnResource {
     /// The devices that it had, with their device numbers. All of them count as held until kubelet has shown its holders.
     devices: BTreeMap<String, Vec<DeviceNumber>>,
     containers: Containers,
@@ -270,33 +270,33 @@ struct Left {
 
 impl WithdrawnDevices {
     /// Records that a resource has, or may have, lost these devices. `granted` are grants that kubelet may not show yet.
-    pub fn left(
+    pub fn withdraw(
         &mut self,
         resource: &str,
         devices: BTreeMap<String, Vec<DeviceNumber>>,
         granted: Containers,
     ) {
-        let left = self.0.entry(resource.to_owned()).or_default();
-        left.devices.extend(devices);
-        left.containers = granted;
+        let withdrawn = self.0.entry(resource.to_owned()).or_default();
+        withdrawn.devices.extend(devices);
+        withdrawn.containers = granted;
     }
 
     /// Updates the holders of a resource from a snapshot of kubelet's view.
     pub fn seen(&mut self, resource: &str, shown: &ResourceSnapshot, now: Duration) {
-        if let Some(left) = self.0.get_mut(resource) {
-            left.containers.seen(shown, now);
+        if let Some(withdrawn) = self.0.get_mut(resource) {
+            withdrawn.containers.seen(shown, now);
         }
     }
 
     /// Drops each resource whose devices in use it still serves under the same names and device nodes: kubelet tracks those itself.
     pub fn settle(&mut self, serves: impl Fn(&str, &str, &[DeviceNumber]) -> bool) {
-        self.0.retain(|resource, left| {
-            if left.containers.known() {
-                let mut held = left.containers.devices();
+        self.0.retain(|resource, withdrawn| {
+            if withdrawn.containers.known() {
+                let mut held = withdrawn.containers.devices();
                 held.any(|(device, numbers)| !serves(resource, device, numbers))
             } else {
                 // A resource without devices may have had some that were unplugged since.
-                let mut had = left.devices.iter();
+                let mut had = withdrawn.devices.iter();
                 had.len() == 0 || had.any(|(device, numbers)| !serves(resource, device, numbers))
             }
         });
@@ -309,7 +309,7 @@ impl WithdrawnDevices {
 
     /// Whether kubelet has shown the holders of every resource.
     pub fn is_known(&self) -> bool {
-        self.0.values().all(|left| left.containers.known())
+        self.0.values().all(|withdrawn| withdrawn.containers.known())
     }
 
     /// The resource names to query kubelet for.
@@ -319,7 +319,9 @@ impl WithdrawnDevices {
 
     /// Whether a container holds, or may hold, a device under this name.
     pub fn has(&self, resource: &str, device: &str) -> bool {
-        self.0.get(resource).is_some_and(|left| left.has(device))
+        self.0
+            .get(resource)
+            .is_some_and(|withdrawn| withdrawn.has(device))
     }
 
     /// Marks devices as unhealthy that containers hold, or may hold, under a name that does not serve them (any more). Devices with several
@@ -329,15 +331,15 @@ impl WithdrawnDevices {
             if device.unhealthy.is_some() || device.shares.is_some_and(|shares| shares > 1) {
                 continue;
             }
-            let cause = self.0.iter().find_map(|(resource, left)| {
+            let cause = self.0.iter().find_map(|(resource, withdrawn)| {
                 if !serves(resource, device)
-                    && let Some(why) = left.why(&device.name)
+                    && let Some(why) = withdrawn.why(&device.name)
                 {
                     return Some(format!(
                         "{why} as {resource}, by which it no longer leaves this node; it is free when that has ended"
                     ));
                 }
-                let (name, why) = left.why_by_another_name(device)?;
+                let (name, why) = withdrawn.why_by_another_name(device)?;
                 Some(format!(
                     "{why} as {name} of {resource}, which is the same device node; it is free when that has ended"
                 ))
@@ -347,7 +349,7 @@ impl WithdrawnDevices {
     }
 }
 
-impl Left {
+impl WithdrawnResource {
     /// Whether a container holds, or may hold, a device under this name.
     fn has(&self, device: &str) -> bool {
         self.containers.hold(device) || (!self.containers.known() && self.devices.contains_key(device))
@@ -695,10 +697,10 @@ mod withdrawn_tests {
         devices.iter().map(unnumbered).collect()
     }
 
-    fn left(devices: &[&str], granted: Containers) -> WithdrawnDevices {
-        let mut former = WithdrawnDevices::default();
-        former.left(OLD, unnumbered(devices), granted);
-        former
+    fn withdrawing(devices: &[&str], granted: Containers) -> WithdrawnDevices {
+        let mut withdrawn = WithdrawnDevices::default();
+        withdrawn.withdraw(OLD, unnumbered(devices), granted);
+        withdrawn
     }
 
     fn devices(names: &[&str], shares: Option<u32>) -> Devices {
@@ -714,44 +716,44 @@ mod withdrawn_tests {
     }
 
     /// The withheld devices among `x`, `y` and `z`.
-    fn withheld(former: &WithdrawnDevices, serves: bool) -> Vec<String> {
+    fn withheld(withdrawn: &WithdrawnDevices, serves: bool) -> Vec<String> {
         let mut all = devices(&["x", "y", "z"], None);
-        former.withhold(&mut all, |_, _| serves);
+        withdrawn.withhold(&mut all, |_, _| serves);
         let withheld = all.values().filter(|device| device.unhealthy.is_some());
         withheld.map(|device| device.name.clone()).collect()
     }
 
     #[test]
     fn withdrawn_devices_are_withheld_until_kubelet_lists_grants() {
-        let mut former = left(&["x", "y"], Containers::default());
-        assert!(!former.is_known() && former.has(OLD, "y") && !former.has(OLD, "z"));
-        assert_eq!(withheld(&former, false), ["x", "y"]);
-        assert_eq!(withheld(&former, true), Vec::<String>::new(), "it serves them");
-        former.settle(|_, _, _| false);
-        assert!(!former.is_empty());
-        former.seen(OLD, &shown(&["x"]), Duration::ZERO);
-        former.settle(|_, _, _| false);
-        assert!(former.is_known());
-        assert_eq!(withheld(&former, false), ["x"]);
-        former.seen(OLD, &shown(&[]), Duration::ZERO);
-        former.settle(|_, _, _| false);
-        assert!(former.is_empty());
-        assert_eq!(withheld(&former, false), Vec::<String>::new());
+        let mut withdrawn = withdrawing(&["x", "y"], Containers::default());
+        assert!(!withdrawn.is_known() && withdrawn.has(OLD, "y") && !withdrawn.has(OLD, "z"));
+        assert_eq!(withheld(&withdrawn, false), ["x", "y"]);
+        assert_eq!(withheld(&withdrawn, true), Vec::<String>::new(), "it serves them");
+        withdrawn.settle(|_, _, _| false);
+        assert!(!withdrawn.is_empty());
+        withdrawn.seen(OLD, &shown(&["x"]), Duration::ZERO);
+        withdrawn.settle(|_, _, _| false);
+        assert!(withdrawn.is_known());
+        assert_eq!(withheld(&withdrawn, false), ["x"]);
+        withdrawn.seen(OLD, &shown(&[]), Duration::ZERO);
+        withdrawn.settle(|_, _, _| false);
+        assert!(withdrawn.is_empty());
+        assert_eq!(withheld(&withdrawn, false), Vec::<String>::new());
     }
 
     #[test]
     fn devices_still_served_by_the_resource_need_no_check() {
-        let mut former = left(&["x"], Containers::default());
-        former.seen(OLD, &shown(&["x", "y"]), Duration::ZERO);
-        former.settle(|_, device, _| device == "x");
-        assert_eq!(former.names(), [OLD], "y has left it");
-        former.settle(|_, _, _| true);
-        assert!(former.is_empty());
+        let mut withdrawn = withdrawing(&["x"], Containers::default());
+        withdrawn.seen(OLD, &shown(&["x", "y"]), Duration::ZERO);
+        withdrawn.settle(|_, device, _| device == "x");
+        assert_eq!(withdrawn.names(), [OLD], "y has left it");
+        withdrawn.settle(|_, _, _| true);
+        assert!(withdrawn.is_empty());
         // Without a change, kubelet need not be queried at all.
-        let mut same = left(&["x"], Containers::default());
+        let mut same = withdrawing(&["x"], Containers::default());
         same.settle(|_, _, _| true);
         assert!(same.is_empty());
-        let mut unplugged = left(&[], Containers::default());
+        let mut unplugged = withdrawing(&[], Containers::default());
         unplugged.settle(|_, _, _| true);
         assert!(!unplugged.is_empty());
     }
@@ -760,19 +762,19 @@ mod withdrawn_tests {
     fn an_unlisted_grant_counts_and_a_renamed_resource_asks_again() {
         let mut granted = Containers::default();
         granted.allocated([("x", &[][..])], Duration::ZERO);
-        let mut former = left(&["x", "y"], granted);
-        former.seen(OLD, &shown(&[]), Duration::from_secs(29));
-        assert_eq!(withheld(&former, false), ["x"]);
-        former.left(OLD, unnumbered(&["z"]), Containers::default());
-        assert_eq!(withheld(&former, false), ["x", "y", "z"]);
+        let mut withdrawn = withdrawing(&["x", "y"], granted);
+        withdrawn.seen(OLD, &shown(&[]), Duration::from_secs(29));
+        assert_eq!(withheld(&withdrawn, false), ["x"]);
+        withdrawn.withdraw(OLD, unnumbered(&["z"]), Containers::default());
+        assert_eq!(withheld(&withdrawn, false), ["x", "y", "z"]);
     }
 
     #[test]
     fn the_reason_names_the_container_and_shared_devices_are_free() {
-        let mut former = left(&["x"], Containers::default());
-        former.seen(OLD, &shown(&["x"]), Duration::ZERO);
+        let mut withdrawn = withdrawing(&["x"], Containers::default());
+        withdrawn.seen(OLD, &shown(&["x"]), Duration::ZERO);
         let mut all = devices(&["x"], Some(1));
-        former.withhold(&mut all, |_, _| false);
+        withdrawn.withhold(&mut all, |_, _| false);
         let why = all["x"].unhealthy.clone().unwrap();
         assert!(
             why.contains("container main of pod default/p") && why.contains(OLD),
@@ -780,7 +782,7 @@ mod withdrawn_tests {
         );
         assert!(why.len() <= crate::api::crd::TEXT_MAX);
         let mut all = devices(&["x"], Some(110));
-        former.withhold(&mut all, |_, _| false);
+        withdrawn.withhold(&mut all, |_, _| false);
         assert_eq!(all["x"].unhealthy, None);
     }
 }

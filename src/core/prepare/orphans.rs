@@ -129,7 +129,7 @@ impl Orphans {
     }
 
     /// Records that another claim needs a device of this one. Returns true if that is new and a check is due.
-    pub fn contest(&mut self, uid: &ClaimUid) -> bool {
+    pub fn mark_conflicting(&mut self, uid: &ClaimUid) -> bool {
         self.conflicting.insert(uid.clone())
     }
 

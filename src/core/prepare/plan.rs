@@ -1,4 +1,4 @@
-//! Kubelet's requests, unvalidated, their checks, and the plans to serve them.
+//! Kubelet's requests, unvalidated, with the allocations of their claims; their checks, and the plans to serve them.
 //!
 //! A plan is a list of [`PlanStep`]s that the runtime performs in order, one plan at a time. A repeated request therefore finds the work done,
 //! and an Unprepare follows its Prepare. The process may be killed before, during and after every step; [`super::recovery`] then restores a
@@ -413,6 +413,7 @@ pub struct DeviceResult {
 const RESULTS_MAX: usize = 32;
 /// Annotation of a claim made from a template: its name in the pod (`PodResourceClaimAnnotation`).
 const POD_CLAIM_NAME: &str = "resource.kubernetes.io/pod-claim-name";
+
 /// Why a claim gives this driver no devices. The message is for the pod's event.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ResultsError {

@@ -55,7 +55,7 @@ impl ClusterReader {
             .clone()
             .ok_or_else(|| PublishError::NoUid(self.node_name.clone()))?;
         let (claims, minor) = self.discover().await?;
-        self.learn(|facts| {
+        self.update_facts(|facts| {
             facts.node_uid = Some(uid);
             facts.claims = claims;
             facts.minor = minor.or(facts.minor);
@@ -66,7 +66,7 @@ impl ClusterReader {
     /// Queries again which API for claims the cluster serves: it may have been enabled or disabled, and API servers may differ.
     pub(super) async fn read_claims_api(&mut self) -> Result<(), PublishError> {
         let (claims, minor) = self.discover().await?;
-        self.learn(|facts| {
+        self.update_facts(|facts| {
             facts.claims = claims;
             facts.minor = minor.or(facts.minor);
         });
@@ -83,7 +83,7 @@ impl ClusterReader {
         answer.map(|(_, minor)| (self.claims.served(), minor))
     }
 
-    fn learn(&self, change: impl FnOnce(&mut ClusterFacts)) {
+    fn update_facts(&self, change: impl FnOnce(&mut ClusterFacts)) {
         self.facts.send_if_modified(|known| {
             let before = known.clone();
             change(known);

@@ -176,7 +176,7 @@ impl SlicePublisher {
                 return;
             }
             info!("the cluster no longer serves resource.k8s.io/v1: slices are not published");
-            self.metrics.sliced(SliceCounts::default());
+            self.metrics.set_slices(SliceCounts::default());
         }
     }
 
@@ -204,7 +204,7 @@ impl SlicePublisher {
                     Err(_) => return,
                 },
                 changed = cluster.changed() => match changed {
-                    Ok(()) => publication.learn(cluster.borrow_and_update().clone()),
+                    Ok(()) => publication.update_facts(cluster.borrow_and_update().clone()),
                     Err(_) => return,
                 },
                 event = events.next() => match event {
@@ -278,7 +278,7 @@ impl<'a> Publication<'a> {
         self.retry.due.max(self.budget.due()).max(self.throttled.until())
     }
 
-    fn learn(&mut self, facts: ClusterFacts) {
+    fn update_facts(&mut self, facts: ClusterFacts) {
         self.slices.set_features(features(facts.minor));
         if self.set_node_uid(facts.node_uid.unwrap_or_default()) {
             self.is_node_confirmed = false;
@@ -314,7 +314,7 @@ impl<'a> Publication<'a> {
         if is_settled {
             self.reports.settled(counts.devices);
         }
-        self.publisher.metrics.sliced(counts);
+        self.publisher.metrics.set_slices(counts);
         self.reports.omitted(self.slices.omitted(), &self.node_uid).await;
     }
 

@@ -209,7 +209,7 @@ impl<D: NodeDriver> NodeState<D> {
             tokio::select! {
                 // Updates are processed before any request that depends on them. Both kinds are rare.
                 biased;
-                Ok(()) = self.inputs.cluster.changed() => self.learn().await,
+                Ok(()) = self.inputs.cluster.changed() => self.update_cluster().await,
                 Ok(()) = self.inputs.configured.changed() => {
                     self.configure();
                     self.query_after_change().await;
@@ -218,7 +218,7 @@ impl<D: NodeDriver> NodeState<D> {
                 }
                 Ok(()) = self.inputs.found.changed() => self.refresh().await,
                 Ok(()) = self.inputs.allocated.changed(), if self.has_both() => self.update_allocated(),
-                finished = self.query.finished(), if self.query.is_running() => self.take_up(finished).await,
+                finished = self.query.finished(), if self.query.is_running() => self.finish_query(finished).await,
                 request = self.backend.requests.recv() => match request {
                     Some(request) => self.serve(request).await,
                     None => return,
@@ -297,7 +297,7 @@ impl<D: NodeDriver> NodeState<D> {
         }
     }
 
-    async fn learn(&mut self) {
+    async fn update_cluster(&mut self) {
         let facts = self.inputs.cluster.borrow_and_update().clone();
         self.node.uid.clone_from(&facts.node_uid);
         self.store.set_cluster(facts);
@@ -405,7 +405,7 @@ impl<D: NodeDriver> NodeState<D> {
             // Kubelet may have lost the claim before it was allocated again.
             Err(Refusal::Changed { .. }) => {
                 if let Ok(uid) = ClaimUid::parse(&claim.uid) {
-                    self.orphans.change().contest(&uid);
+                    self.orphans.change().mark_conflicting(&uid);
                     self.backend.check_due.notify_one();
                 }
             }
@@ -696,7 +696,7 @@ impl<D: NodeDriver> NodeState<D> {
         let holders: Vec<ClaimUid> = holders.map(|(uid, _)| uid.clone()).collect();
         let mut is_due = false;
         for uid in holders {
-            let is_news = self.orphans.change().contest(&uid);
+            let is_news = self.orphans.change().mark_conflicting(&uid);
             is_due |= is_news || self.runtime.is_possible();
         }
         if is_due {
@@ -733,7 +733,7 @@ impl<D: NodeDriver> NodeState<D> {
         });
         let lost: Vec<ClaimUid> = lost.map(|(uid, _)| uid.clone()).collect();
         for uid in lost {
-            if self.orphans.change().contest(&uid) {
+            if self.orphans.change().mark_conflicting(&uid) {
                 self.backend.check_due.notify_one();
             }
         }

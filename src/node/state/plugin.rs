@@ -232,7 +232,7 @@ impl<D: NodeDriver> NodeState<D> {
         self.query_kubelet();
         if self.query.is_running() {
             let finished = self.query.finished().await;
-            self.take_up(finished).await;
+            self.finish_query(finished).await;
         }
     }
 
@@ -243,7 +243,7 @@ impl<D: NodeDriver> NodeState<D> {
         if self.query.is_running()
             && let Ok(finished) = timeout(QUERY_TIMEOUT, self.query.finished()).await
         {
-            self.take_up(finished).await;
+            self.finish_query(finished).await;
         }
     }
 
@@ -255,7 +255,7 @@ impl<D: NodeDriver> NodeState<D> {
     }
 
     /// Processes the result of a query and serves the requests that waited for it.
-    pub(super) async fn take_up(&mut self, finished: FinishedQuery) {
+    pub(super) async fn finish_query(&mut self, finished: FinishedQuery) {
         let FinishedQuery {
             view,
             waiting,

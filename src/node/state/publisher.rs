@@ -58,7 +58,8 @@ impl Publisher {
         prepared.send_if_modified(|before| std::mem::replace(before, count) != count);
         let handed_out = resources.handed_out(prepared_claims);
         let devices = device_counts(inventory, handed_out);
-        self.metrics.stock(devices, count, orphans.quarantine().len());
+        self.metrics
+            .set_devices(devices, count, orphans.quarantine().len());
         for resource in resources.all() {
             let devices = plugin_devices(inventory, handed_out, &resource.config.kind);
             resource.devices.send_if_modified(|before| {

@@ -193,7 +193,7 @@ impl ExtendedResources {
             return;
         };
         let granted = self.granted.get(name).cloned().unwrap_or_default();
-        withdrawn.change().left(name, devices, granted);
+        withdrawn.change().withdraw(name, devices, granted);
     }
 
     /// Drops the withdrawn resources that kubelet need not be queried for.
@@ -553,16 +553,12 @@ impl KubeletQuery {
 
     /// Queues a request for the next query to begin. Returns whether the caller must start one.
     pub(super) fn wait(&mut self, request: WaitingRequest) -> bool {
-        match &mut self.running {
-            Some(query) => {
-                query.next.push(request);
-                false
-            }
-            None => {
-                self.waiting.push(request);
-                true
-            }
+        if let Some(query) = &mut self.running {
+            query.next.push(request);
+            return false;
         }
+        self.waiting.push(request);
+        true
     }
 
     /// Waits for the query to end; forever if there is none. Cancel safe.

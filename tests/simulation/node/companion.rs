@@ -182,7 +182,7 @@ impl Companion {
             && let Some((uid, _)) = self.prepared_claims.holder(device)
         {
             let uid = uid.clone();
-            self.orphan_check_due |= self.orphans.contest(&uid);
+            self.orphan_check_due |= self.orphans.mark_conflicting(&uid);
         }
         let (uid, steps) = planned.map_err(Failure::Refused)?;
         self.orphans.forget(&uid);

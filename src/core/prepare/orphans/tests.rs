@@ -207,7 +207,7 @@ fn a_listed_claim_is_checked_only_if_its_device_is_reallocated() {
     assert_eq!(orphans.find(&prepared_claims, &kubelet, GRACE), []);
     assert_eq!(orphans.next_check(GRACE), GRACE * 5 / 2);
     assert!(
-        orphans.contest(&uid()) && !orphans.contest(&uid()),
+        orphans.mark_conflicting(&uid()) && !orphans.mark_conflicting(&uid()),
         "news only once"
     );
     assert_eq!(
@@ -251,7 +251,7 @@ fn a_conflicting_claim_without_containers_is_freed_at_once() {
         [],
         "nobody wants its device"
     );
-    orphans.contest(&uid());
+    orphans.mark_conflicting(&uid());
     assert_eq!(
         orphans
             .find(&prepared_claims, &lists(&[uid()]), Duration::ZERO)
@@ -298,7 +298,7 @@ fn a_claim_with_other_devices_since_is_freed_by_the_runtime() {
     };
     let answers = BTreeMap::from([(uid(), elsewhere)]);
     let mut orphans = Orphans::new(GRACE).with_runtime();
-    orphans.contest(&uid());
+    orphans.mark_conflicting(&uid());
     let kubelet = lists(&[uid()]);
     orphans.find(&prepared_claims, &kubelet, Duration::ZERO);
     let to_check = orphans.claims_to_check(&prepared_claims, &kubelet, &answers, Duration::ZERO);
@@ -321,7 +321,7 @@ fn a_claim_in_the_api_is_never_freed_by_the_runtime() {
     ] {
         let answers = BTreeMap::from([(uid(), answer)]);
         let mut orphans = Orphans::new(GRACE).with_runtime();
-        orphans.contest(&uid());
+        orphans.mark_conflicting(&uid());
         orphans.find(&prepared_claims, &lists(&[uid()]), Duration::ZERO);
         assert_eq!(
             orphans.claims_to_check(&prepared_claims, &lists(&[uid()]), &answers, GRACE),

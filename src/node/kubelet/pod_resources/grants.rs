@@ -212,7 +212,7 @@ pub fn withdrawn_devices(
             (device, numbers)
         };
         let devices = devices.into_iter().map(numbers).collect();
-        withdrawn.left(&resource, devices, Containers::default());
+        withdrawn.withdraw(&resource, devices, Containers::default());
     }
     Some(withdrawn)
 }

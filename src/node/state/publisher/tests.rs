@@ -37,7 +37,7 @@ async fn allocate_and_prepare_copy_none_of_a_thousand_devices() {
         claims: Some(crate::core::prepare::claims_api::ClaimsApi::Classic),
         minor: None,
     });
-    owner.learn().await;
+    owner.update_cluster().await;
     let before = owner.inventory.clone();
     owner.prepare(&claim(A, &["port-7"]), None, None).await.unwrap();
     assert!(

@@ -173,7 +173,7 @@ async fn silence_of_kubelet_about_a_former_name_is_logged_once() {
     owner.query.has_warned = false;
     let devices = [("x".to_owned(), Vec::new())].into();
     let mut withdrawn = WithdrawnDevices::default();
-    withdrawn.left("example.com/old", devices, Containers::default());
+    withdrawn.withdraw("example.com/old", devices, Containers::default());
     owner.resources = ExtendedResources::new(AllocatedClaims::default(), Some(withdrawn));
     owner.query_and_wait().await;
     assert!(
