@@ -13,7 +13,7 @@ use kube::config::{Config, Context, KubeConfigOptions, Kubeconfig};
 use tower::BoxError;
 use tower::util::MapErrLayer;
 
-use super::Error;
+use super::error::Error;
 use super::observe::Requests;
 
 /// Limit for establishing a connection, including TLS.
@@ -346,7 +346,7 @@ users: [{name: me, user: {token: secret}}]
     async fn requests_are_sent_once_and_carry_the_component_s_name() {
         use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
-        super::super::choose_tls_provider();
+        crate::cli::runtime::choose_tls_provider();
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
             .await
             .expect("a port");

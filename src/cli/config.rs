@@ -1,11 +1,9 @@
 //! `drayman config check`: validates a device configuration without starting anything.
 
-use std::io::Write as _;
 use std::path::PathBuf;
 
-use anyhow::Context as _;
-
-use super::Error;
+use super::error::Error;
+use super::output::write_all;
 use crate::node::config::NodeConfiguration;
 
 /// Validate device configurations
@@ -43,10 +41,5 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
     } else {
         format!("{}: valid; kinds: {}\n", file.display(), names.join(", "))
     };
-    let mut stdout = std::io::stdout().lock();
-    stdout
-        .write_all(text.as_bytes())
-        .and_then(|()| stdout.flush())
-        .context("cannot write to stdout")?;
-    Ok(())
+    Ok(write_all(&text)?)
 }

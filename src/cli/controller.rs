@@ -8,8 +8,11 @@ use kube::Client;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use super::observe::{self, Observer};
-use super::{Error, client, group, logging, shutdown, value};
+use super::error::Error;
+use super::logging::LoggingFlags;
+use super::observe::{ObserveFlags, Observer};
+use super::runtime::{block_on, choose_tls_provider};
+use super::{client, flags, logging, shutdown, value};
 use crate::controller::{
     Controller, ControllerError, LeaderElection, LeaseConnection, Metrics, PredecessorsError,
 };
@@ -22,24 +25,24 @@ use crate::host::HostDriver;
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct Arguments {
     #[command(flatten)]
-    cluster: group::Cluster,
+    cluster: flags::ClusterFlags,
 
     #[command(flatten)]
-    driver: Driver,
+    driver: DriverFlags,
 
     #[command(flatten)]
-    leader: Leader,
+    leader: LeaderElectionFlags,
 
     #[command(flatten)]
-    observe: observe::Flags,
+    observe: ObserveFlags,
 
     #[command(flatten)]
-    logging: group::Logging,
+    logging: LoggingFlags,
 }
 
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Driver")]
-struct Driver {
+struct DriverFlags {
     /// Timeout of one driver call, from 100ms to 10m. A call that times out is retried
     #[arg(
         long,
@@ -59,7 +62,7 @@ struct Driver {
     clippy::struct_field_names,
     reason = "the flags are named after the fields, and begin as those of Kubernetes do"
 )]
-struct Leader {
+struct LeaderElectionFlags {
     /// Lead only while holding a Lease. Required for more than one controller
     #[arg(long, env = "DRAYMAN_LEADER_ELECT", hide_env_values = true)]
     leader_elect: bool,
@@ -121,7 +124,7 @@ struct Leader {
     leader_elect_state_dir: Option<PathBuf>,
 }
 
-impl Leader {
+impl LeaderElectionFlags {
     /// Returns the leader election, unless disabled. The lease has the driver's name.
     fn election(
         &self,
@@ -158,9 +161,9 @@ impl Leader {
 
 /// Runs until a signal requests shutdown.
 pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
-    super::choose_tls_provider();
+    choose_tls_provider();
     // One thread: a single task makes all decisions; everything else waits for the API server.
-    super::block_on(async {
+    block_on(async {
         // First, so that every signal is handled.
         let shutdown = shutdown::on_signal()?;
         let Arguments {
@@ -230,7 +233,7 @@ async fn serve(
     client: Client,
     driver_name: String,
     call_timeout: Duration,
-    (leader, connection): (&Leader, LeaseConnection),
+    (leader, connection): (&LeaderElectionFlags, LeaseConnection),
     (leading, metrics): (watch::Sender<bool>, watch::Sender<Metrics>),
     shutdown: CancellationToken,
 ) -> Result<(), Error> {

@@ -12,8 +12,11 @@ use kube::runtime::wait::await_condition;
 use serde_json::Value;
 use tokio::time::timeout;
 
-use super::objects::Definition;
-use super::{Error, client};
+use super::client;
+use super::error::Error;
+use super::objects::CustomResourceDefinition;
+use super::output::write_all;
+use super::runtime::{block_on, choose_tls_provider};
 
 /// The definitions, in the order in which they are printed and applied. `make generate` makes them from the types: building them here would
 /// need code that is in the memory of every companion.
@@ -61,16 +64,11 @@ pub(super) struct Arguments {
 /// Prints, writes or applies the CRDs.
 pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
     if arguments.apply {
-        super::choose_tls_provider();
-        return super::block_on(apply(arguments)).map_err(Error::unanswered);
+        choose_tls_provider();
+        return block_on(apply(arguments)).map_err(Error::unanswered);
     }
     let Some(directory) = &arguments.output_directory else {
-        let mut stdout = std::io::stdout().lock();
-        stdout
-            .write_all(yaml().as_bytes())
-            .and_then(|()| stdout.flush())
-            .context("cannot write to stdout")?;
-        return Ok(());
+        return Ok(write_all(&yaml())?);
     };
     std::fs::create_dir_all(directory).map_err(|error| {
         Error::Configuration(format!("--output-directory {}: {error}", directory.display()))
@@ -102,7 +100,7 @@ async fn apply(arguments: &Arguments) -> Result<(), Error> {
 }
 
 async fn apply_one(client: Client, name: &str, definition: &Value) -> anyhow::Result<()> {
-    let definitions = Api::<Definition>::all(client);
+    let definitions = Api::<CustomResourceDefinition>::all(client);
     // Forced: the CRD's fields may belong to the field manager that installed it.
     let parameters = PatchParams::apply(FIELD_MANAGER).force();
     timeout(
@@ -113,9 +111,13 @@ async fn apply_one(client: Client, name: &str, definition: &Value) -> anyhow::Re
     .map_err(|_| anyhow!("the API server does not answer"))??;
     timeout(
         PATIENCE,
-        await_condition(definitions, name, |definition: Option<&Definition>| {
-            definition.is_some_and(Definition::is_established)
-        }),
+        await_condition(
+            definitions,
+            name,
+            |definition: Option<&CustomResourceDefinition>| {
+                definition.is_some_and(CustomResourceDefinition::is_established)
+            },
+        ),
     )
     .await
     .map_err(|_| anyhow!("it is stored, but the API server does not serve it"))??;

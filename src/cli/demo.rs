@@ -1,16 +1,22 @@
 //! `drayman demo`: runs the test cluster and prints its events, one per line.
 
-use std::io::{IsTerminal as _, Write as _};
-use std::path::{Path, PathBuf};
+use std::io::IsTerminal as _;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use super::{Error, group, logging, shutdown};
-use crate::testcluster::api::Mode;
-use crate::testcluster::demo::{Demo, REAL, SCENARIOS, Scenario, Shown, Summary};
+use super::error::Error;
+use super::logging::LoggingFlags;
+use super::output::write_all;
+use super::runtime::{block_on, choose_tls_provider};
+use super::{logging, shutdown};
+use crate::testcluster::api::ClusterMode;
+use crate::testcluster::cluster::TestClusterError;
+use crate::testcluster::demo::{Demo, OutputLine, REAL, SCENARIOS, Scenario, Summary};
+use crate::testcluster::temporary_directory::TemporaryDirectory;
 
 /// Demonstrate drayman on an embedded cluster
 ///
@@ -41,7 +47,7 @@ pub(super) struct Arguments {
     logs: bool,
 
     #[command(flatten)]
-    logging: group::Logging,
+    logging: LoggingFlags,
 }
 
 /// All scenarios.
@@ -72,19 +78,21 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
                 format!("{:<12} {}{asked}\n", scenario.name, scenario.about)
             })
             .collect();
-        return Ok(print(&lines.concat())?);
+        return Ok(write_all(&lines.concat())?);
     }
-    super::choose_tls_provider();
-    super::block_on(async {
+    choose_tls_provider();
+    block_on(async {
         let shutdown = shutdown::on_signal()?;
         if arguments.logs {
             logging::start(arguments.logging)?;
         }
-        let directory = Directory::make()?;
-        let (shown, lines) = mpsc::unbounded_channel();
+        let name = format!("drayman-demo-{}", std::process::id());
+        let directory = TemporaryDirectory::create(&name)
+            .with_context(|| format!("cannot make {}", std::env::temp_dir().join(&name).display()))?;
+        let (output, lines) = mpsc::unbounded_channel();
         let printing = tokio::spawn(print_all(lines, std::io::stdout().is_terminal()));
         let summary = tokio::select! {
-            summary = play(arguments, &directory.0, shown, &shutdown) => summary,
+            summary = run_scenarios(arguments, directory.path(), output, &shutdown) => summary,
             // With `--keep`, a shutdown is the normal end.
             () = shutdown.cancelled(), if !arguments.keep => return Err(Error::Runtime(anyhow!("ended before all was shown"))),
         };
@@ -97,23 +105,26 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
 }
 
 /// Runs the scenarios and returns their summary. With `--keep`, continues until shutdown.
-async fn play(
+async fn run_scenarios(
     arguments: &Arguments,
     directory: &Path,
-    shown: mpsc::UnboundedSender<Shown>,
+    output: mpsc::UnboundedSender<OutputLine>,
     shutdown: &CancellationToken,
 ) -> Result<Summary, Error> {
-    let failed = |error: crate::testcluster::stage::StageError| Error::Runtime(error.into());
+    let failed = |error: TestClusterError| Error::Runtime(error.into());
     let start = Instant::now();
-    let remarks = shown.clone();
+    let remarks = output.clone();
     let remark = |text: String| {
         // Fails only if printing has stopped.
-        let _ = remarks.send(Shown::Remark(text));
+        let _ = remarks.send(OutputLine::Remark(text));
     };
     let scenarios = chosen(arguments);
     let mut summary = Summary::default();
     let mut kept = None;
-    for (mode, name) in [(Mode::Structured, "structured"), (Mode::Classic, "classic")] {
+    for (mode, name) in [
+        (ClusterMode::Structured, "structured"),
+        (ClusterMode::Classic, "classic"),
+    ] {
         let scenarios: Vec<Scenario> = scenarios
             .iter()
             .copied()
@@ -125,11 +136,11 @@ async fn play(
         }
         let directory = directory.join(name);
         std::fs::create_dir(&directory).map_err(|error| Error::Runtime(error.into()))?;
-        let mut demo = Demo::start(mode, &directory, shown.clone(), scenarios.contains(&REAL))
+        let mut demo = Demo::start(mode, &directory, output.clone(), scenarios.contains(&REAL))
             .await
             .map_err(failed)?;
         for scenario in &scenarios {
-            demo.play(scenario).await.map_err(failed)?;
+            demo.run(scenario).await.map_err(failed)?;
         }
         summary = summary.and(demo.summary());
         if arguments.keep && kept.is_none() {
@@ -144,8 +155,8 @@ async fn play(
     };
     let file = demo.keep(shutdown.clone()).await.map_err(failed)?;
     let (devices, apply) = match mode {
-        Mode::Structured => ("resourceslices", ""),
-        Mode::Classic => ("nodeinventories", "  kubectl apply -f examples/basic\n"),
+        ClusterMode::Structured => ("resourceslices", ""),
+        ClusterMode::Classic => ("nodeinventories", "  kubectl apply -f examples/basic\n"),
     };
     remark(format!(
         "the cluster goes on until Ctrl-C; look at it with\n\n  export KUBECONFIG={}\n  kubectl get {devices},pods,resourceclaims\n{apply}",
@@ -189,22 +200,17 @@ fn total(summary: &Summary, took: Duration) -> String {
     )
 }
 
-async fn print_all(mut lines: mpsc::UnboundedReceiver<Shown>, colour: bool) -> Result<(), anyhow::Error> {
-    while let Some(shown) = lines.recv().await {
-        print(&format!("{}\n", text(&shown, colour)))?;
+async fn print_all(
+    mut lines: mpsc::UnboundedReceiver<OutputLine>,
+    colour: bool,
+) -> Result<(), anyhow::Error> {
+    while let Some(output) = lines.recv().await {
+        write_all(&format!("{}\n", text(&output, colour)))?;
     }
     Ok(())
 }
 
-fn print(text: &str) -> Result<(), anyhow::Error> {
-    let mut stdout = std::io::stdout().lock();
-    stdout
-        .write_all(text.as_bytes())
-        .and_then(|()| stdout.flush())
-        .context("cannot write to stdout")
-}
-
-fn text(shown: &Shown, colour: bool) -> String {
+fn text(output: &OutputLine, colour: bool) -> String {
     let painted = |code: &str, text: &str| {
         if colour {
             format!("\u{1b}[{code}m{text}\u{1b}[0m")
@@ -212,38 +218,15 @@ fn text(shown: &Shown, colour: bool) -> String {
             text.to_owned()
         }
     };
-    match shown {
-        Shown::Heading(text) => format!("\n{}", painted("1", &format!("== {text}"))),
-        Shown::Step(time, who, what) => {
+    match output {
+        OutputLine::Heading(text) => format!("\n{}", painted("1", &format!("== {text}"))),
+        OutputLine::Step(time, who, what) => {
             let who = painted("36", &format!("{who:<16}"));
             format!("{:>7.2}s  {who}  {what}", time.as_secs_f64())
         }
-        Shown::Check(what, true) => format!("          {}", painted("32", &format!("ok      {what}"))),
-        Shown::Check(what, false) => format!("          {}", painted("31", &format!("FAILED  {what}"))),
-        Shown::Remark(text) => format!("\n{text}"),
-    }
-}
-
-/// A private directory of this process, removed on drop.
-struct Directory(PathBuf);
-
-impl Directory {
-    fn make() -> Result<Self, anyhow::Error> {
-        use std::os::unix::fs::DirBuilderExt as _;
-        // Short, because the length of a socket path is limited.
-        let path = std::env::temp_dir().join(format!("drayman-demo-{}", std::process::id()));
-        std::fs::DirBuilder::new()
-            .mode(0o700)
-            .create(&path)
-            .with_context(|| format!("cannot make {}", path.display()))?;
-        Ok(Self(path))
-    }
-}
-
-impl Drop for Directory {
-    fn drop(&mut self) {
-        // Best effort: leftovers stay in the directory of temporary files.
-        let _ = std::fs::remove_dir_all(&self.0);
+        OutputLine::Check(what, true) => format!("          {}", painted("32", &format!("ok      {what}"))),
+        OutputLine::Check(what, false) => format!("          {}", painted("31", &format!("FAILED  {what}"))),
+        OutputLine::Remark(text) => format!("\n{text}"),
     }
 }
 
@@ -253,11 +236,11 @@ mod tests {
 
     #[test]
     fn lines_have_colour_on_a_terminal_only() {
-        let step = Shown::Step(Duration::from_millis(1234), "controller".into(), "waits".into());
+        let step = OutputLine::Step(Duration::from_millis(1234), "controller".into(), "waits".into());
         assert_eq!(text(&step, false), "   1.23s  controller        waits");
         assert!(text(&step, true).contains('\u{1b}'));
         assert_eq!(
-            text(&Shown::Check("it runs".into(), false), false),
+            text(&OutputLine::Check("it runs".into(), false), false),
             "          FAILED  it runs"
         );
     }

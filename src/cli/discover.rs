@@ -7,8 +7,10 @@ use std::process::ExitCode;
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use super::output::{Answer, Output, Style, row, table, write};
-use super::{Error, value};
+use super::error::Error;
+use super::output::{OutputFlags, Printable, Style, row, table, write};
+use super::runtime::block_on;
+use super::value;
 use crate::api::crd::Device;
 use crate::core::prepare::container_edits::ContainerEdits;
 use crate::node::config::{NodeConfiguration, PRESETS, Preset};
@@ -41,16 +43,16 @@ pub(super) struct Arguments {
     propose: bool,
 
     #[command(flatten)]
-    output: Output,
+    output: OutputFlags,
 
     #[command(flatten)]
-    host: Host,
+    host: HostFlags,
 }
 
 /// Where the host's own files are.
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Directories")]
-pub(super) struct Host {
+pub(super) struct HostFlags {
     /// Path of the host's /dev for this process. In a pod, mount it at another path than /dev.
     #[arg(
         long,
@@ -85,7 +87,7 @@ pub(super) struct Host {
     pub(super) mountinfo: PathBuf,
 }
 
-impl Host {
+impl HostFlags {
     /// Returns the host paths; swap areas use the kernel's default location.
     pub(super) fn paths(self) -> HostPaths {
         HostPaths {
@@ -109,7 +111,7 @@ fn preset(text: &str) -> Result<String, String> {
 #[derive(Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Discovered {
-    devices: Vec<Found>,
+    devices: Vec<DiscoveredDevice>,
     /// Everything that a kind may describe, with the reason if it is no device.
     candidates: Vec<Candidate>,
     /// What to know about the presets.
@@ -119,7 +121,7 @@ pub(super) struct Discovered {
 
 #[derive(Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-struct Found {
+struct DiscoveredDevice {
     #[serde(flatten)]
     device: Device,
     /// The container edits for the device.
@@ -146,7 +148,7 @@ pub(super) fn run(arguments: Arguments) -> Result<ExitCode, Error> {
     };
     let kinds: Vec<String> = configuration.kinds.iter().map(|kind| kind.name.clone()).collect();
     let paths = arguments.host.paths();
-    super::block_on(async {
+    block_on(async {
         let survey = survey(configuration, paths).await;
         let found: BTreeSet<&str> = survey.devices.iter().map(|device| device.kind.as_str()).collect();
         let without: Vec<&str> = kinds
@@ -166,7 +168,7 @@ pub(super) fn run(arguments: Arguments) -> Result<ExitCode, Error> {
 }
 
 fn propose(paths: HostPaths) -> Result<ExitCode, Error> {
-    let proposed = super::block_on(async { Ok(proposal(paths).await.map_err(anyhow::Error::msg)?) })?;
+    let proposed = block_on(async { Ok(proposal(paths).await.map_err(anyhow::Error::msg)?) })?;
     let Some(configuration) = proposed else {
         eprintln!("error: no device found; run this as root, with the host's /dev and /sys");
         return Ok(ExitCode::FAILURE);
@@ -189,7 +191,7 @@ impl Discovered {
             devices: survey
                 .devices
                 .into_iter()
-                .map(|device| Found {
+                .map(|device| DiscoveredDevice {
                     container: survey.container_edits_of.remove(&device.name),
                     device,
                 })
@@ -199,7 +201,7 @@ impl Discovered {
     }
 }
 
-impl Answer for Discovered {
+impl Printable for Discovered {
     const KIND: &'static str = "DiscoveredDevices";
 
     fn text(&self, style: Style) -> String {
@@ -226,7 +228,7 @@ impl Answer for Discovered {
 }
 
 /// Describes a device's container edits in one line.
-fn describe(found: &Found) -> String {
+fn describe(found: &DiscoveredDevice) -> String {
     let container_edits = found.container.as_ref();
     let mut parts: Vec<String> = container_edits
         .iter()

@@ -11,7 +11,7 @@ use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
-use super::{Error, group};
+use super::error::Error;
 
 /// The form of the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -22,11 +22,41 @@ pub(super) enum Format {
     Json,
 }
 
+/// Log level and format. Logs go to stderr.
+#[derive(Clone, Copy, Debug, clap::Args)]
+#[command(next_help_heading = "Logging")]
+pub(super) struct LoggingFlags {
+    /// Log format: text for people, json for programs (one object per line with ts, level, msg, target and the fields of the
+    /// event).
+    #[arg(
+        long,
+        value_name = "FORMAT",
+        env = "DRAYMAN_LOGGING_FORMAT",
+        hide_env_values = true,
+        value_enum,
+        default_value_t = Format::Text
+    )]
+    pub(super) logging_format: Format,
+
+    /// Log level: 0 info, with the configuration at start; 2 also info of libraries; 4 each decision; 6 each API request; 8
+    /// every step; 9 also every step of libraries.
+    #[arg(
+        short = 'v',
+        long = "v",
+        value_name = "LEVEL",
+        env = "DRAYMAN_V",
+        hide_env_values = true,
+        default_value_t = 0,
+        value_parser = clap::value_parser!(u8).range(0..=9)
+    )]
+    pub(super) verbosity: u8,
+}
+
 /// API client libraries; at level 6 their requests are logged.
 const API_CLIENTS: [&str; 2] = ["kube_client", "kube_runtime"];
 
 /// Starts logging. Called once, after all flags are validated.
-pub(super) fn start(logging: group::Logging) -> Result<(), Error> {
+pub(super) fn start(logging: LoggingFlags) -> Result<(), Error> {
     let levels = levels(logging.verbosity);
     let registry = tracing_subscriber::registry();
     let started = match logging.logging_format {
@@ -48,7 +78,7 @@ pub(super) fn start_for_person(verbosity: u8) -> Result<(), Error> {
     if tracing::dispatcher::has_been_set() {
         return Ok(());
     }
-    start(group::Logging {
+    start(LoggingFlags {
         logging_format: Format::Text,
         verbosity,
     })

@@ -16,26 +16,27 @@ mod demo;
 pub mod diagnose;
 mod discover;
 mod error;
-mod group;
+mod flags;
+
 mod logging;
 mod node;
 pub mod objects;
 mod observe;
 mod output;
+mod runtime;
 mod shutdown;
 mod tool;
 mod value;
 mod version;
 
 use std::ffi::OsString;
-use std::future::Future;
 use std::process::ExitCode;
 
 use clap::error::ContextKind;
 use clap::{CommandFactory as _, Parser, Subcommand};
 use clap_complete::CompleteEnv;
 
-pub use self::error::Error;
+use self::error::Error;
 
 /// Former names of commands, each with the present one.
 const RENAMED: [(&str, &str); 1] = [("drain", "leftovers")];
@@ -75,9 +76,9 @@ pub fn output_schemas() -> Vec<(&'static str, schemars::Schema)> {
     vec![
         output::schema::<diagnose::devices::DeviceTable>(),
         output::schema::<tool::explain::answer::Explained>(),
-        output::schema::<tool::doctor::Findings>(),
+        output::schema::<tool::doctor::FindingList>(),
         output::schema::<tool::leftovers::Leftovers>(),
-        output::schema::<node::Holdings>(),
+        output::schema::<node::HoldingList>(),
         output::schema::<node::Released>(),
         output::schema::<discover::Discovered>(),
     ]
@@ -149,23 +150,6 @@ fn ended(result: Result<ExitCode, Error>) -> ExitCode {
 
 fn succeeded((): ()) -> ExitCode {
     ExitCode::SUCCESS
-}
-
-/// Runs a component on a single-threaded runtime. Does not wait for tasks that outlive the component.
-fn block_on<T>(component: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(|error| anyhow::Error::from(error).context("cannot start the runtime"))?;
-    let result = runtime.block_on(component);
-    runtime.shutdown_background();
-    result
-}
-
-/// Installs the process-wide TLS provider, so that no dependency makes the choice ambiguous.
-fn choose_tls_provider() {
-    // An error means that a provider is already installed.
-    let _ = rustls::crypto::ring::default_provider().install_default();
 }
 
 #[cfg(test)]

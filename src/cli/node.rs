@@ -2,7 +2,7 @@
 
 mod records;
 
-pub(super) use self::records::{Holdings, Released};
+pub(super) use self::records::{HoldingList, Released};
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -16,8 +16,11 @@ use crate::node::kubelet::transport::SocketError;
 use crate::node::publish::inventory::RegistrationStatus;
 use crate::node::run::{NodeError, NodeOptions};
 
-use super::observe::{self, Observer};
-use super::{Error, client, discover, group, logging, shutdown, value};
+use super::error::Error;
+use super::logging::LoggingFlags;
+use super::observe::{ObserveFlags, Observer};
+use super::runtime::{block_on, choose_tls_provider};
+use super::{client, discover, flags, logging, shutdown, value};
 
 /// Run the node companion, which publishes this node's devices and injects them into containers
 ///
@@ -30,39 +33,35 @@ pub(super) struct Arguments {
     command: Option<Command>,
 
     #[command(flatten)]
-    cluster: group::Cluster,
+    cluster: flags::ClusterFlags,
 
     #[command(flatten)]
-    node: Node,
+    node: NodeFlags,
 
     #[command(flatten)]
     directories: Directories,
 
     #[command(flatten)]
-    host: discover::Host,
+    host: discover::HostFlags,
 
     #[command(flatten)]
-    observe: observe::Flags,
+    observe: ObserveFlags,
 
     #[command(flatten)]
-    logging: group::Logging,
+    logging: LoggingFlags,
 }
 
 /// What else there is to do on a node, for a person.
 #[derive(Clone, Debug, clap::Subcommand)]
 enum Command {
     Discover(discover::Arguments),
-    Holdings(records::List),
-    Release(records::Release),
+    Holdings(records::HoldingsArguments),
+    Release(records::ReleaseArguments),
 }
 
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Node")]
-#[expect(
-    clippy::struct_field_names,
-    reason = "the fields are named as their flags are"
-)]
-struct Node {
+struct NodeFlags {
     /// Name of this machine's Node object. In a pod, set NODE_NAME from the field spec.nodeName.
     #[arg(long, value_name = "NAME", env = "NODE_NAME", hide_env_values = true, required = true, value_parser = value::node_name)]
     node_name: Option<String>,
@@ -95,10 +94,10 @@ struct Node {
 #[command(next_help_heading = "Directories")]
 struct Directories {
     #[command(flatten)]
-    kubelet: group::KubeletRoot,
+    kubelet: flags::KubeletRootFlag,
 
     #[command(flatten)]
-    device_plugins: group::DevicePluginDir,
+    device_plugins: flags::DevicePluginDirFlag,
 
     /// Registration of extended resources: by a call to kubelet's socket, or by its plugin watcher (plugins_registry)
     #[arg(
@@ -111,10 +110,10 @@ struct Directories {
     device_plugin_registration: Registration,
 
     #[command(flatten)]
-    cdi: group::CdiRoot,
+    cdi: flags::CdiRootFlag,
 
     #[command(flatten)]
-    container_runtime: group::RuntimeSocket,
+    container_runtime: flags::RuntimeSocketFlag,
 }
 
 /// [`PluginRegistration`] as a flag says it.
@@ -160,9 +159,9 @@ pub(super) fn run(arguments: Arguments) -> Result<ExitCode, Error> {
             "--node-name and --config are required".to_owned(),
         ));
     };
-    super::choose_tls_provider();
+    choose_tls_provider();
     // One thread: the companion is mostly idle, and each thread costs memory on every node.
-    super::block_on(async {
+    block_on(async {
         // First, so that every signal is handled.
         let shutdown = shutdown::on_signal()?;
         // The companion reads the file itself; this check only reports errors early.

@@ -13,19 +13,19 @@ use serde::{Deserialize, Serialize};
 /// A pod.
 #[derive(Clone, Debug, Default, Resource, Serialize, Deserialize)]
 #[resource(inherit = v1::Pod)]
-pub struct Pod {
+pub struct PartialPod {
     /// Standard object metadata.
     pub metadata: ObjectMeta,
     /// The spec.
-    pub spec: Option<PodSpec>,
+    pub spec: Option<PartialPodSpec>,
     /// The status.
-    pub status: Option<PodStatus>,
+    pub status: Option<PartialPodStatus>,
 }
 
 /// Its spec.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct PodSpec {
+pub struct PartialPodSpec {
     /// The node to which the pod is bound.
     pub node_name: Option<String>,
     /// The account of the pod.
@@ -33,22 +33,22 @@ pub struct PodSpec {
     /// The claims of the pod.
     pub resource_claims: Option<Vec<PodResourceClaim>>,
     /// The init containers.
-    pub init_containers: Option<Vec<Container>>,
+    pub init_containers: Option<Vec<PartialContainer>>,
     /// The containers.
     #[serde(default)]
-    pub containers: Vec<Container>,
+    pub containers: Vec<PartialContainer>,
 }
 
 /// A container of a pod.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Container {
+pub struct PartialContainer {
     /// The arguments.
     pub args: Option<Vec<String>>,
     /// The variables.
     pub env: Option<Vec<EnvVar>>,
     /// The resources.
-    pub resources: Option<Resources>,
+    pub resources: Option<ResourceRequirements>,
     /// `Always` for an init container that stays.
     pub restart_policy: Option<String>,
 }
@@ -64,7 +64,7 @@ pub struct EnvVar {
 
 /// The resources of a container.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct Resources {
+pub struct ResourceRequirements {
     /// The limits by resource.
     pub limits: Option<BTreeMap<String, Quantity>>,
 }
@@ -72,7 +72,7 @@ pub struct Resources {
 /// The status of a pod.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct PodStatus {
+pub struct PartialPodStatus {
     /// The phase.
     pub phase: Option<String>,
     /// Why the pod is in this phase.
@@ -100,27 +100,27 @@ pub struct Condition {
 /// A CustomResourceDefinition.
 #[derive(Clone, Debug, Default, Resource, Serialize, Deserialize)]
 #[resource(inherit = extensions::CustomResourceDefinition)]
-pub struct Definition {
+pub struct CustomResourceDefinition {
     /// Standard object metadata.
     pub metadata: ObjectMeta,
     /// The spec.
     #[serde(default)]
-    pub spec: DefinitionSpec,
+    pub spec: CustomResourceDefinitionSpec,
     /// The status.
-    pub status: Option<DefinitionStatus>,
+    pub status: Option<CustomResourceDefinitionStatus>,
 }
 
 /// Its spec.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct DefinitionSpec {
+pub struct CustomResourceDefinitionSpec {
     /// The versions.
     #[serde(default)]
-    pub versions: Vec<DefinitionVersion>,
+    pub versions: Vec<ServedVersion>,
 }
 
 /// A version of a definition.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct DefinitionVersion {
+pub struct ServedVersion {
     /// The name.
     pub name: String,
     /// Whether the API server serves it.
@@ -130,12 +130,12 @@ pub struct DefinitionVersion {
 
 /// Its status.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct DefinitionStatus {
+pub struct CustomResourceDefinitionStatus {
     /// The conditions.
     pub conditions: Option<Vec<Condition>>,
 }
 
-impl Definition {
+impl CustomResourceDefinition {
     /// Whether the API server serves it.
     pub fn is_established(&self) -> bool {
         let conditions = self

@@ -1,13 +1,13 @@
 //! Prints answers: tables aligned like kubectl's, names, or objects with `apiVersion` and `kind` as JSON or YAML.
 
-use std::io::{IsTerminal as _, Write as _};
+use std::io::{ErrorKind, IsTerminal as _, Write as _};
 
 use anyhow::Context as _;
 use schemars::{JsonSchema, Schema, schema_for};
 use serde::Serialize;
 use tabwriter::TabWriter;
 
-use super::Error;
+use super::error::Error;
 
 /// Version of the JSON and YAML objects. Fields may be added to a version.
 pub(super) const API_VERSION: &str = "cli.drayman.dev/v1alpha1";
@@ -30,7 +30,7 @@ pub(super) enum Form {
 /// The flags that choose the form.
 #[derive(Clone, Copy, Debug, clap::Args)]
 #[command(next_help_heading = "Output")]
-pub(super) struct Output {
+pub(super) struct OutputFlags {
     /// Output format
     #[arg(short = 'o', long = "output", value_name = "FORM", value_enum, default_value_t = Form::Table)]
     pub(super) form: Form,
@@ -50,7 +50,7 @@ pub(super) struct Style {
 }
 
 /// The answer of a command.
-pub(super) trait Answer: Serialize + JsonSchema {
+pub(super) trait Printable: Serialize + JsonSchema {
     /// `kind` of the JSON and YAML object.
     const KIND: &'static str;
 
@@ -64,7 +64,7 @@ pub(super) trait Answer: Serialize + JsonSchema {
 /// An answer as JSON or YAML.
 #[derive(Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-struct Object<'a, T> {
+struct AnswerObject<'a, T> {
     /// Version of this object.
     api_version: &'static str,
     /// Kind of this object.
@@ -73,7 +73,7 @@ struct Object<'a, T> {
     answer: &'a T,
 }
 
-impl Output {
+impl OutputFlags {
     /// For more rows of the same table.
     pub(super) fn without_headers(mut self) -> Self {
         self.no_headers = true;
@@ -81,12 +81,12 @@ impl Output {
     }
 
     /// Prints an answer. Returns no error if the reader has closed the pipe, as `head` does.
-    pub(super) fn print<T: Answer>(self, answer: &T) -> Result<(), Error> {
+    pub(super) fn print<T: Printable>(self, answer: &T) -> Result<(), Error> {
         let style = Style {
             wide: self.form == Form::Wide,
             no_headers: self.no_headers,
         };
-        let object = Object {
+        let object = AnswerObject {
             api_version: API_VERSION,
             kind: T::KIND,
             answer,
@@ -100,18 +100,27 @@ impl Output {
     }
 }
 
-/// Writes to stdout.
+/// Writes to stdout. Returns no error if the reader has closed the pipe.
 pub(super) fn write(text: &str) -> Result<(), Error> {
-    let mut stdout = std::io::stdout().lock();
-    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+    match to_stdout(text) {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
         other => Ok(other.context("cannot write to stdout")?),
     }
 }
 
+/// Writes to stdout; a closed pipe is an error.
+pub(super) fn write_all(text: &str) -> Result<(), anyhow::Error> {
+    to_stdout(text).context("cannot write to stdout")
+}
+
+fn to_stdout(text: &str) -> std::io::Result<()> {
+    let mut stdout = std::io::stdout().lock();
+    stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush())
+}
+
 /// Returns the JSON schema of an answer's object.
-pub(super) fn schema<T: Answer + 'static>() -> (&'static str, Schema) {
-    let mut schema = schema_for!(Object<'static, T>);
+pub(super) fn schema<T: Printable + 'static>() -> (&'static str, Schema) {
+    let mut schema = schema_for!(AnswerObject<'static, T>);
     for (field, value) in [("apiVersion", API_VERSION), ("kind", T::KIND)] {
         if let Some(field) = schema.pointer_mut(&format!("/properties/{field}"))
             && let Some(field) = field.as_object_mut()

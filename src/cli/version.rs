@@ -1,10 +1,7 @@
 //! `drayman version`: prints the program's version and the APIs it supports.
 
-use std::io::Write as _;
-
-use anyhow::Context as _;
-
-use super::Error;
+use super::error::Error;
+use super::output::write_all;
 use crate::api::crd;
 
 /// Print the versions of this program and of its protocols
@@ -12,12 +9,7 @@ use crate::api::crd;
 pub(super) struct Arguments {}
 
 pub(super) fn run(_: Arguments) -> Result<(), Error> {
-    let mut stdout = std::io::stdout().lock();
-    stdout
-        .write_all(text().as_bytes())
-        .and_then(|()| stdout.flush())
-        .context("cannot write to stdout")?;
-    Ok(())
+    Ok(write_all(&text())?)
 }
 
 fn text() -> String {

@@ -7,13 +7,13 @@ use serde_json::{Value, json};
 
 use crate::api::resource::{POD_CLAIM_NAME_ANNOTATION, RESERVED_FOR_MAX};
 use crate::testcluster::api::structured::{FINALIZER, RESERVED_FOR_MAX as STRUCTURED_RESERVED_FOR_MAX};
-use crate::testcluster::api::{Mode, Patch, Refusal, object};
+use crate::testcluster::api::{ClusterMode, Patch, StatusError, object};
 use crate::testcluster::client::{
     ApiClient, claims_of, is_done, is_reserved_for, owned_by, owner_uid, source_of,
 };
 
 /// Runs one reconciliation.
-pub(crate) fn pass(client: &ApiClient) {
+pub(crate) fn reconcile(client: &ApiClient) {
     for pod in client.list("pods") {
         if object::is_deleting(&pod) {
             continue;
@@ -24,7 +24,7 @@ pub(crate) fn pass(client: &ApiClient) {
         serve_bound(client, &pod);
     }
     for claim in client.list("resourceclaims") {
-        trim(client, &claim);
+        update_reservations(client, &claim);
     }
 }
 
@@ -141,7 +141,7 @@ fn serve_bound(client: &ApiClient, pod: &Value) {
 /// Returns whether an allocated claim may have another consumer.
 pub(crate) fn may_reserve(client: &ApiClient, claim: &Value) -> bool {
     let reserved = object::list(claim, "/status/reservedFor").len();
-    if client.server.mode() == Mode::Structured {
+    if client.server.mode() == ClusterMode::Structured {
         return reserved < STRUCTURED_RESERVED_FOR_MAX;
     }
     let shareable = claim.pointer("/status/allocation/shareable") == Some(&Value::Bool(true));
@@ -161,7 +161,7 @@ pub(crate) fn write_reservations(
     claim: &Value,
     consumers: &[Value],
     deallocate: bool,
-) -> Result<Value, Refusal> {
+) -> Result<Value, StatusError> {
     let reserved = if consumers.is_empty() {
         Value::Null
     } else {
@@ -176,7 +176,7 @@ pub(crate) fn write_reservations(
 
 /// Removes finished pods from the reservations. After the last one, deallocates the claim or requests its deallocation,
 /// and deletes a template claim.
-fn trim(client: &ApiClient, claim: &Value) {
+fn update_reservations(client: &ApiClient, claim: &Value) {
     let namespace = object::namespace(claim);
     let lives = |name: &str, uid: &str| {
         client
@@ -192,9 +192,9 @@ fn trim(client: &ApiClient, claim: &Value) {
         })
         .cloned()
         .collect();
-    if client.server.mode() == Mode::Structured {
+    if client.server.mode() == ClusterMode::Structured {
         // A conflict means another change, which triggers another pass.
-        let _ = trim_structured(client, claim, &kept);
+        let _ = update_structured_reservations(client, claim, &kept);
     } else if kept.len() < reserved.len() {
         let delayed = claim["spec"]["allocationMode"] == "WaitForFirstConsumer";
         // A conflict means another change, which triggers another pass.
@@ -216,7 +216,11 @@ fn trim(client: &ApiClient, claim: &Value) {
 }
 
 /// Writes the remaining reservations, deallocates an unused claim, and removes the finalizer of its allocation.
-fn trim_structured(client: &ApiClient, claim: &Value, kept: &[Value]) -> Result<(), Refusal> {
+fn update_structured_reservations(
+    client: &ApiClient,
+    claim: &Value,
+    kept: &[Value],
+) -> Result<(), StatusError> {
     let is_protected = |claim: &Value| object::texts(claim, "/metadata/finalizers").contains(&FINALIZER);
     let is_allocated = |claim: &Value| claim.pointer("/status/allocation").is_some();
     let is_trimmed = kept.len() < object::list(claim, "/status/reservedFor").len();

@@ -2,7 +2,9 @@
 
 use serde_json::{Value, json};
 
-use crate::testcluster::api::{ApiServer, Deletion, ListQuery, Patch, Refusal, Target, WriteOptions, object};
+use crate::testcluster::api::{
+    ApiServer, Deletion, ListQuery, Patch, ResourcePath, StatusError, WriteOptions, object,
+};
 
 /// API client of one component.
 #[derive(Clone, Debug)]
@@ -26,9 +28,9 @@ impl ApiClient {
         namespace: &str,
         name: &str,
         subresource: &str,
-    ) -> Result<Target, Refusal> {
-        let kind = self.server.kind_of(plural).ok_or_else(Refusal::no_path)?;
-        Ok(Target {
+    ) -> Result<ResourcePath, StatusError> {
+        let kind = self.server.kind_of(plural).ok_or_else(StatusError::no_path)?;
+        Ok(ResourcePath {
             kind,
             namespace: namespace.to_owned(),
             name: name.to_owned(),
@@ -58,7 +60,7 @@ impl ApiClient {
         self.server.get(&target).ok().map(|(_, object)| object)
     }
 
-    pub(crate) fn create(&self, plural: &str, namespace: &str, object: Value) -> Result<Value, Refusal> {
+    pub(crate) fn create(&self, plural: &str, namespace: &str, object: Value) -> Result<Value, StatusError> {
         let target = self.target(plural, namespace, "", "")?;
         Ok(self.server.create(&target, object, &self.options())?.1)
     }
@@ -70,7 +72,7 @@ impl ApiClient {
         object: &Value,
         subresource: &str,
         patch: Value,
-    ) -> Result<Value, Refusal> {
+    ) -> Result<Value, StatusError> {
         self.patch(plural, object, subresource, &Patch::Merge(patch))
     }
 
@@ -80,7 +82,7 @@ impl ApiClient {
         object: &Value,
         subresource: &str,
         patch: &Patch,
-    ) -> Result<Value, Refusal> {
+    ) -> Result<Value, StatusError> {
         let target = self.target(
             plural,
             object::namespace(object),
@@ -91,20 +93,20 @@ impl ApiClient {
     }
 
     /// Binds a pod to a node.
-    pub(crate) fn bind(&self, pod: &Value, node: &str) -> Result<(), Refusal> {
+    pub(crate) fn bind(&self, pod: &Value, node: &str) -> Result<(), StatusError> {
         let target = self.target("pods", object::namespace(pod), object::name(pod), "binding")?;
         let binding = json!({ "target": { "kind": "Node", "name": node } });
         self.server.create(&target, binding, &self.options()).map(drop)
     }
 
     /// Deletes an object with a uid precondition. `grace` applies to pods.
-    pub(crate) fn delete(&self, plural: &str, object: &Value, grace: Option<i64>) -> Result<(), Refusal> {
+    pub(crate) fn delete(&self, plural: &str, object: &Value, grace: Option<i64>) -> Result<(), StatusError> {
         let target = self.target(plural, object::namespace(object), object::name(object), "")?;
         let asked = Deletion {
             grace,
             uid: object::uid(object).to_owned(),
             version: String::new(),
-            pretends: false,
+            dry_run: false,
         };
         self.server.delete(&target, &asked).map(drop)
     }
@@ -115,18 +117,18 @@ impl ApiClient {
             "" => "default",
             namespace => namespace,
         };
-        let told = self.list("events").into_iter().find(|event| {
+        let existing = self.list("events").into_iter().find(|event| {
             event["involvedObject"]["uid"] == about["metadata"]["uid"]
                 && event["reason"] == reason
                 && event["message"] == message
         });
         let now = self.server.now();
-        if let Some(told) = told {
-            let count = told["count"].as_i64().unwrap_or(1) + 1;
+        if let Some(existing) = existing {
+            let count = existing["count"].as_i64().unwrap_or(1) + 1;
             // Events are best effort.
             let _ = self.merge(
                 "events",
-                &told,
+                &existing,
                 "",
                 json!({ "count": count, "lastTimestamp": now }),
             );

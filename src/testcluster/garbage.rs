@@ -8,7 +8,7 @@ use crate::testcluster::api::object;
 use crate::testcluster::client::ApiClient;
 
 /// Deletes objects without a remaining owner and the contents of terminating namespaces.
-pub(crate) fn pass(client: &ApiClient) {
+pub(crate) fn reconcile(client: &ApiClient) {
     // One snapshot: if an owner were read before its dependents, it could appear to be missing.
     let all = client.server.snapshot();
     let alive: BTreeSet<&str> = all.iter().map(|(_, object)| object::uid(object)).collect();

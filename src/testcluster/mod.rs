@@ -3,15 +3,14 @@
 //! with a real control plane.
 //!
 //! * [`api`]: the API server, for [`kube::Client`] directly and over TCP.
-//! * [`stage`]: the cluster with the real controller and the real companions.
+//! * [`cluster`]: the cluster with the real controller and the real companions.
 //! * [`kubelet`], [`runtime`]: the nodes.
 //! * [`faults`]: fault injection for the programs on the cluster.
 //! * [`demo`]: implementation of `drayman demo`.
-//! * [`source`]: time and randomness of the cluster.
+//! * [`clock_and_rng`]: time and randomness of the cluster.
 
 #![expect(
     clippy::similar_names,
-    clippy::struct_field_names,
     clippy::struct_excessive_bools,
     clippy::option_option,
     clippy::needless_pass_by_value,
@@ -21,14 +20,15 @@
 pub mod api;
 mod claims;
 pub(crate) mod client;
+pub mod clock_and_rng;
+pub mod cluster;
 pub mod demo;
 pub mod faults;
 mod garbage;
 pub mod kubelet;
 pub mod runtime;
 pub(crate) mod scheduler;
-pub mod source;
-pub mod stage;
+pub(crate) mod temporary_directory;
 
 #[cfg(test)]
 mod tests;

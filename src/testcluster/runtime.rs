@@ -3,12 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use super::kubelet::NodePlace;
 use crate::api::cdi;
 
 /// Devices, environment and mounts of a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Outfit {
+pub struct ContainerConfig {
     /// Device nodes: container path, host path, permissions.
     pub devices: Vec<(String, String, String)>,
     /// Environment variables.
@@ -38,13 +37,13 @@ impl RuntimeError {
     }
 }
 
-impl Outfit {
-    /// Adds the container edits of a CDI device. Ignores other files in the directory, as runtimes do.
-    pub fn add_cdi(&mut self, place: &NodePlace, id: &str) -> Result<(), RuntimeError> {
+impl ContainerConfig {
+    /// Adds the container edits of a CDI device in a file of the directory `cdi`. Ignores other files there, as runtimes do.
+    pub fn add_cdi(&mut self, cdi: &Path, dev: &Path, id: &str) -> Result<(), RuntimeError> {
         let unresolvable = || RuntimeError::Unresolvable(id.to_owned());
         let (kind, name) = id.split_once('=').ok_or_else(unresolvable)?;
         let mut found = Vec::new();
-        for entry in std::fs::read_dir(&place.cdi).into_iter().flatten().flatten() {
+        for entry in std::fs::read_dir(cdi).into_iter().flatten().flatten() {
             if entry
                 .path()
                 .extension()
@@ -66,7 +65,7 @@ impl Outfit {
             return Err(unresolvable());
         };
         for node in &device.container_edits.device_nodes {
-            self.add_device(&place.dev, &node.path, &node.host_path, &node.permissions)?;
+            self.add_device(dev, &node.path, &node.host_path, &node.permissions)?;
         }
         for mount in &device.container_edits.mounts {
             // Whether the mount would succeed is not checked.
@@ -109,8 +108,7 @@ mod tests {
     #[test]
     fn a_device_is_resolved_from_the_one_file_that_has_it() {
         let directory = tempfile::tempdir().unwrap();
-        let mut place = NodePlace::within("node", directory.path());
-        place.cdi = directory.path().to_owned();
+        let dev = Path::new("/dev");
         let spec = cdi::Spec {
             cdi_version: cdi::VERSION.into(),
             kind: "v/claim".into(),
@@ -137,20 +135,20 @@ mod tests {
         )
         .unwrap();
         std::fs::write(directory.path().join("broken.json"), "{").unwrap();
-        let mut outfit = Outfit::default();
-        outfit.add_cdi(&place, "v/claim=a").unwrap();
+        let mut config = ContainerConfig::default();
+        config.add_cdi(directory.path(), dev, "v/claim=a").unwrap();
         assert_eq!(
-            outfit.devices,
+            config.devices,
             [("/dev/x".into(), "/dev/null".into(), "rw".into())]
         );
-        assert_eq!(outfit.environment["A"], "b");
+        assert_eq!(config.environment["A"], "b");
         assert_eq!(
-            outfit.mounts,
+            config.mounts,
             [("/library".into(), "/opt/library".into(), vec!["ro".into()])]
         );
         for id in ["v/claim=b", "w/claim=a", "nonsense"] {
             assert_eq!(
-                outfit.add_cdi(&place, id).unwrap_err().reason(),
+                config.add_cdi(directory.path(), dev, id).unwrap_err().reason(),
                 "CdiUnresolvable"
             );
         }
@@ -159,10 +157,10 @@ mod tests {
             serde_json::to_vec(&spec).unwrap(),
         )
         .unwrap();
-        assert!(outfit.add_cdi(&place, "v/claim=a").is_err());
+        assert!(config.add_cdi(directory.path(), dev, "v/claim=a").is_err());
         assert_eq!(
-            outfit
-                .add_device(&place.dev, "/dev/x", "/dev/none", "rw")
+            config
+                .add_device(dev, "/dev/x", "/dev/none", "rw")
                 .unwrap_err()
                 .reason(),
             "DeviceNodeMissing"

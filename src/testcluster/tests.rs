@@ -8,11 +8,11 @@ use serde_json::{Value, json};
 
 use super::api::{ApiServer, object};
 use super::client::ApiClient;
-use super::source::Source;
+use super::clock_and_rng::ClockAndRng;
 use super::{claims, garbage, scheduler};
 
 fn cluster() -> ApiClient {
-    let source = Source::new(Box::new(|| jiff::Timestamp::UNIX_EPOCH), 1);
+    let source = ClockAndRng::new(Box::new(|| jiff::Timestamp::UNIX_EPOCH), 1);
     let client = ApiClient::new(&ApiServer::new(Arc::new(source)), "test");
     for name in ["node-a", "node-b"] {
         let node = json!({
@@ -66,8 +66,8 @@ fn context(client: &ApiClient) -> Option<Value> {
 fn a_claim_is_made_once_from_a_template_and_named_in_the_pod() {
     let client = cluster();
     pod(&client, "p", &["device"]);
-    claims::pass(&client);
-    claims::pass(&client);
+    claims::reconcile(&client);
+    claims::reconcile(&client);
     let claim = the_claim(&client);
     assert!(object::name(&claim).starts_with("p-device-"));
     let pod = client.get("pods", "default", "p").unwrap();
@@ -81,17 +81,17 @@ fn a_claim_is_made_once_from_a_template_and_named_in_the_pod() {
 fn with_one_claim_the_node_is_selected_at_once() {
     let client = cluster();
     pod(&client, "p", &["device"]);
-    scheduler::pass(&client);
+    scheduler::reconcile(&client);
     assert!(context(&client).is_none(), "the claim is not there yet");
-    claims::pass(&client);
-    scheduler::pass(&client);
+    claims::reconcile(&client);
+    scheduler::reconcile(&client);
     let spec = context(&client).unwrap()["spec"].clone();
     assert_eq!(
         spec,
         json!({ "potentialNodes": ["node-a", "node-b"], "selectedNode": "node-a" })
     );
     allocate(&client, &the_claim(&client), "node-a");
-    scheduler::pass(&client);
+    scheduler::reconcile(&client);
     let pod = client.get("pods", "default", "p").unwrap();
     assert_eq!(pod["spec"]["nodeName"], "node-a");
     assert_eq!(
@@ -105,8 +105,8 @@ fn with_one_claim_the_node_is_selected_at_once() {
 fn with_two_claims_the_node_waits_for_both_answers() {
     let client = cluster();
     pod(&client, "p", &["a", "b"]);
-    claims::pass(&client);
-    scheduler::pass(&client);
+    claims::reconcile(&client);
+    scheduler::reconcile(&client);
     let asked = context(&client).unwrap();
     assert_eq!(asked["spec"].get("selectedNode"), None);
     let answer = |entries: Value| json!({ "status": { "resourceClaims": entries } });
@@ -118,13 +118,13 @@ fn with_two_claims_the_node_waits_for_both_answers() {
             answer(json!([{ "name": "a" }])),
         )
         .unwrap();
-    scheduler::pass(&client);
+    scheduler::reconcile(&client);
     assert_eq!(context(&client).unwrap()["spec"].get("selectedNode"), None);
     let both = json!([{ "name": "a" }, { "name": "b", "unsuitableNodes": ["node-a"] }]);
     client
         .merge("podschedulingcontexts", &asked, "status", answer(both))
         .unwrap();
-    scheduler::pass(&client);
+    scheduler::reconcile(&client);
     assert_eq!(context(&client).unwrap()["spec"]["selectedNode"], "node-b");
 }
 
@@ -136,8 +136,8 @@ fn a_pod_that_fits_nowhere_is_told_why_and_only_once() {
         "spec": { "containers": [{ "name": "main", "resources": { "limits": { "x.dev/y": 2 } } }] },
     });
     client.create("pods", "default", wants).unwrap();
-    scheduler::pass(&client);
-    scheduler::pass(&client);
+    scheduler::reconcile(&client);
+    scheduler::reconcile(&client);
     let events = client.list("events");
     assert_eq!(events.len(), 1);
     assert_eq!(
@@ -151,9 +151,9 @@ fn a_pod_that_fits_nowhere_is_told_why_and_only_once() {
 fn a_claim_that_is_in_the_way_is_given_up() {
     let client = cluster();
     pod(&client, "p", &["device"]);
-    claims::pass(&client);
+    claims::reconcile(&client);
     allocate(&client, &the_claim(&client), "elsewhere");
-    scheduler::pass(&client);
+    scheduler::reconcile(&client);
     assert_eq!(the_claim(&client)["status"]["deallocationRequested"], true);
 }
 
@@ -161,12 +161,12 @@ fn a_claim_that_is_in_the_way_is_given_up() {
 fn the_last_pod_that_is_done_asks_for_deallocation_and_deletion() {
     let client = cluster();
     let pod = pod(&client, "p", &["device"]);
-    claims::pass(&client);
+    claims::reconcile(&client);
     let claim = the_claim(&client);
     let finalizer = json!({ "metadata": { "finalizers": ["drayman.dev/deletion-protection"] } });
     client.merge("resourceclaims", &claim, "", finalizer).unwrap();
     allocate(&client, &claim, "node-a");
-    scheduler::pass(&client);
+    scheduler::reconcile(&client);
     client
         .merge(
             "pods",
@@ -175,7 +175,7 @@ fn the_last_pod_that_is_done_asks_for_deallocation_and_deletion() {
             json!({ "status": { "phase": "Succeeded" } }),
         )
         .unwrap();
-    claims::pass(&client);
+    claims::reconcile(&client);
     let claim = the_claim(&client);
     assert_eq!(claim["status"].get("reservedFor"), None);
     assert_eq!(claim["status"]["deallocationRequested"], true);
@@ -186,11 +186,11 @@ fn the_last_pod_that_is_done_asks_for_deallocation_and_deletion() {
 fn orphans_are_collected_and_empty_namespaces_are_removed() {
     let client = cluster();
     let first = pod(&client, "p", &["device"]);
-    claims::pass(&client);
-    garbage::pass(&client);
+    claims::reconcile(&client);
+    garbage::reconcile(&client);
     the_claim(&client);
     client.delete("pods", &first, None).unwrap();
-    garbage::pass(&client);
+    garbage::reconcile(&client);
     assert!(client.list("resourceclaims").is_empty());
     let namespace = client
         .create("namespaces", "", json!({ "metadata": { "name": "n" } }))
@@ -206,7 +206,7 @@ fn orphans_are_collected_and_empty_namespaces_are_removed() {
             .code,
         403
     );
-    garbage::pass(&client);
-    garbage::pass(&client);
+    garbage::reconcile(&client);
+    garbage::reconcile(&client);
     assert!(client.get("namespaces", "", "n").is_none());
 }

@@ -4,9 +4,8 @@ use std::time::Duration;
 
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use super::conformance::Kit;
-use super::fixture::{Done, Fixture, summed};
-use super::instance::{Held, Instance, shown_error};
+use super::fixture::{CheckResult, Fixture, summed};
+use super::instance::{AllocatedClaim, Instance, Kit, shown_error};
 use super::measure::Capacity;
 use super::rule::Rule;
 use crate::driver::{CapacityChange, Driver, DriverErrorKind, Holding, Observation};
@@ -17,7 +16,7 @@ const MAX_POLLS: usize = 12;
 const ROUNDS: usize = 5;
 
 /// Exhausted capacity.
-pub(super) async fn full<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &Capacity) -> Done<()> {
+pub(super) async fn full<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &Capacity) -> CheckResult<()> {
     let instance = kit.started(fixture).await?;
     let Some(places) = capacity.places else {
         return Ok(());
@@ -58,7 +57,7 @@ pub(super) async fn full<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &
 }
 
 /// More concurrent calls than capacity.
-pub(super) async fn rush<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &Capacity) -> Done<()> {
+pub(super) async fn rush<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &Capacity) -> CheckResult<()> {
     let instance = kit.started(fixture).await?;
     let Some(places) = capacity.places else {
         return Ok(());
@@ -66,7 +65,7 @@ pub(super) async fn rush<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &
     for _ in 0..ROUNDS {
         let claims = fixture.claims(places + fixture.nodes.len().max(2))?;
         let results = instance.at_once(&claims).await?;
-        let held: Vec<Held> = results.iter().flatten().cloned().collect();
+        let held: Vec<AllocatedClaim> = results.iter().flatten().cloned().collect();
         fixture.note(format!(
             "({} allocations at the same time -> {} done)",
             claims.len(),
@@ -93,7 +92,11 @@ pub(super) async fn rush<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &
 }
 
 /// Repeated calls, and allocations that were never recorded.
-pub(super) async fn again<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &Capacity) -> Done<()> {
+pub(super) async fn again<D: Driver>(
+    kit: &Kit<D>,
+    fixture: &Fixture,
+    capacity: &Capacity,
+) -> CheckResult<()> {
     let instance = kit.started(fixture).await?;
     let held = instance.some(1).await?;
     let places = capacity.places;
@@ -140,7 +143,11 @@ pub(super) async fn again<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: 
 }
 
 /// Recorded allocations, through `observe`.
-pub(super) async fn recorded<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &Capacity) -> Done<()> {
+pub(super) async fn recorded<D: Driver>(
+    kit: &Kit<D>,
+    fixture: &Fixture,
+    capacity: &Capacity,
+) -> CheckResult<()> {
     let instance = kit.started(fixture).await?;
     let places = capacity.places;
     for gone in [false, true] {
@@ -191,7 +198,11 @@ pub(super) async fn recorded<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacit
 }
 
 /// State of a new instance after a restart.
-pub(super) async fn restart<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &Capacity) -> Done<()> {
+pub(super) async fn restart<D: Driver>(
+    kit: &Kit<D>,
+    fixture: &Fixture,
+    capacity: &Capacity,
+) -> CheckResult<()> {
     let places = capacity.places;
     let instance = kit.started(fixture).await?;
     let held = instance.some(places.map_or(2, |places| places.min(2))).await?;
@@ -223,7 +234,7 @@ pub(super) async fn restart<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity
     let lost = instance.some(1).await?;
     instance.kill().await;
     let instance = kit.instance(fixture).await?;
-    let holdings: Vec<Holding> = lost.iter().map(Held::unrecorded).collect();
+    let holdings: Vec<Holding> = lost.iter().map(AllocatedClaim::unrecorded).collect();
     instance.begin(holdings.clone()).await?;
     for holding in &holdings {
         instance.deallocate(holding, None).await?;
@@ -235,7 +246,11 @@ pub(super) async fn restart<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity
 }
 
 /// Several claims of one pod.
-pub(super) async fn batch<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &Capacity) -> Done<()> {
+pub(super) async fn batch<D: Driver>(
+    kit: &Kit<D>,
+    fixture: &Fixture,
+    capacity: &Capacity,
+) -> CheckResult<()> {
     let instance = kit.started(fixture).await?;
     let Capacity {
         places,
@@ -244,10 +259,10 @@ pub(super) async fn batch<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: 
     } = capacity;
     let claims = fixture.claims(*together)?;
     let allocations = instance.take(&claims, node).await?;
-    let held: Vec<Held> = claims
+    let held: Vec<AllocatedClaim> = claims
         .into_iter()
         .zip(allocations)
-        .map(|(claim, allocation)| Held {
+        .map(|(claim, allocation)| AllocatedClaim {
             claim,
             allocation,
             node: node.clone(),
@@ -282,7 +297,11 @@ pub(super) async fn batch<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: 
 }
 
 /// Calls dropped at a wait because of the time limit.
-pub(super) async fn dropped<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &Capacity) -> Done<()> {
+pub(super) async fn dropped<D: Driver>(
+    kit: &Kit<D>,
+    fixture: &Fixture,
+    capacity: &Capacity,
+) -> CheckResult<()> {
     let instance = kit.started(fixture).await?;
     for waits in 1..=MAX_POLLS {
         let claim = fixture.claim()?;
@@ -304,7 +323,11 @@ pub(super) async fn dropped<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity
 }
 
 /// Wake-up of waiting pods.
-pub(super) async fn woken<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &Capacity) -> Done<()> {
+pub(super) async fn woken<D: Driver>(
+    kit: &Kit<D>,
+    fixture: &Fixture,
+    capacity: &Capacity,
+) -> CheckResult<()> {
     let instance = kit.instance(fixture).await?;
     let mut changes = instance.capacity_changes();
     instance.begin(Vec::new()).await?;
@@ -320,30 +343,28 @@ pub(super) async fn woken<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: 
     settle(&mut changes).await;
     instance.observe(Observation::Changed(first.unrecorded())).await?;
     let tried = "all is held; one claim is observed without allocation";
-    wait_for(&instance, kit.limit(), &mut changes, tried).await?;
+    wait_for(&instance, kit.limit, &mut changes, tried).await?;
     if let Some(last) = held.get(1) {
         settle(&mut changes).await;
         instance
             .deallocate(&last.unrecorded(), Some(&last.allocation))
             .await?;
         let tried = "all but one is held; deallocate what was never recorded";
-        wait_for(&instance, kit.limit(), &mut changes, tried).await?;
+        wait_for(&instance, kit.limit, &mut changes, tried).await?;
     }
     Ok(())
 }
 
-type Changes = UnboundedReceiver<CapacityChange>;
-
-async fn settle(changes: &mut Changes) {
+async fn settle(changes: &mut UnboundedReceiver<CapacityChange>) {
     while let Ok(Some(_)) = tokio::time::timeout(Duration::from_millis(50), changes.recv()).await {}
 }
 
 async fn wait_for<D: Driver>(
     instance: &Instance<'_, D>,
     limit: Duration,
-    changes: &mut Changes,
+    changes: &mut UnboundedReceiver<CapacityChange>,
     tried: &str,
-) -> Done<()> {
+) -> CheckResult<()> {
     let found = match tokio::time::timeout(limit, changes.recv()).await {
         Ok(Some(_)) => return Ok(()),
         Ok(None) => "the stream has ended".to_owned(),

@@ -7,14 +7,14 @@ use std::time::Duration;
 use futures::future::{FutureExt as _, ready};
 
 use super::checks;
-use super::fixture::{Done, Environment, Fixture, Setup};
-use super::instance::{Instance, Make};
+use super::fixture::{CheckResult, Environment, Fixture, Setup};
+use super::instance::Kit;
 use super::lifecycle;
 use super::measure::{Capacity, basics};
-use super::process::{Fault, FaultKind, FaultPlan, numbered};
-use super::report::{Broken, Report};
+use super::process::{FaultKind, StepFault, numbered};
+use super::report::{Broken, ConformanceReport};
 use super::rule::Rule;
-use super::run::{self, Findings, Selection};
+use super::run::{self, BrokenRules, Selection};
 use crate::controller::is_driver_name;
 use crate::driver::Driver;
 
@@ -30,55 +30,17 @@ const MAX_CONCURRENT: usize = 8;
 /// Conformance test of a [`Driver`]. Created by [`conformance`](super::conformance()).
 pub struct Conformance<D> {
     kit: Kit<D>,
+    setup: Setup,
     wakes: bool,
     only: Selection,
-}
-
-/// Input of the checks.
-pub(super) struct Kit<D> {
-    make: Make<D>,
-    pub(super) setup: Setup,
-    limit: Duration,
-    pub(super) timeout: Duration,
 }
 
 impl<D> fmt::Debug for Conformance<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Conformance")
-            .field("nodes", &self.kit.setup.nodes)
+            .field("nodes", &self.setup.nodes)
             .field("limit", &self.kit.limit)
             .finish_non_exhaustive()
-    }
-}
-
-impl<D: Driver> Kit<D> {
-    pub(super) fn limit(&self) -> Duration {
-        self.limit
-    }
-
-    /// Starts an instance without any observation.
-    pub(super) async fn instance<'a>(&self, fixture: &'a Fixture) -> Done<Instance<'a, D>> {
-        self.with_faults(fixture, FaultPlan::new(None)).await
-    }
-
-    /// Starts an instance with a fault plan.
-    pub(super) async fn with_faults<'a>(
-        &self,
-        fixture: &'a Fixture,
-        fault_plan: FaultPlan,
-    ) -> Done<Instance<'a, D>> {
-        Instance::start(&self.make, fixture, fault_plan, self.limit).await
-    }
-
-    /// Starts an instance that has observed an empty list of claims.
-    pub(super) async fn started<'a>(&self, fixture: &'a Fixture) -> Done<Instance<'a, D>> {
-        let instance = self.instance(fixture).await?;
-        instance.begin(Vec::new()).await?;
-        Ok(instance)
-    }
-
-    fn fixture(&self, check: &str) -> Done<Fixture> {
-        Fixture::open(&self.setup, check)
     }
 }
 
@@ -161,13 +123,13 @@ impl<D: Driver> Conformance<D> {
         Self {
             kit: Kit {
                 make: Arc::new(move |environment| ready(make(environment)).boxed()),
-                setup: Setup {
-                    nodes,
-                    max_claims: MAX_CLAIMS,
-                    ..Setup::default()
-                },
                 limit: LIMIT,
                 timeout: TIMEOUT,
+            },
+            setup: Setup {
+                nodes,
+                max_claims: MAX_CLAIMS,
+                ..Setup::default()
             },
             wakes: true,
             only: Selection::default(),
@@ -182,8 +144,8 @@ impl<D: Driver> Conformance<D> {
     /// parameters.
     #[must_use]
     pub fn objects(mut self, yaml: &str) -> Self {
-        self.kit.setup.objects += "\n---\n";
-        self.kit.setup.objects += yaml;
+        self.setup.objects += "\n---\n";
+        self.setup.objects += yaml;
         self
     }
 
@@ -191,7 +153,7 @@ impl<D: Driver> Conformance<D> {
     /// coverage needs at least two nodes.
     #[must_use]
     pub fn nodes(mut self, names: impl IntoIterator<Item = impl Into<String>>) -> Self {
-        self.kit.setup.nodes = names.into_iter().map(Into::into).collect();
+        self.setup.nodes = names.into_iter().map(Into::into).collect();
         self
     }
 
@@ -199,7 +161,7 @@ impl<D: Driver> Conformance<D> {
     /// unlimited, and the rules about exhausted capacity are not checked.
     #[must_use]
     pub fn at_most(mut self, claims: usize) -> Self {
-        self.kit.setup.max_claims = claims;
+        self.setup.max_claims = claims;
         self
     }
 
@@ -234,18 +196,18 @@ impl<D: Driver> Conformance<D> {
     }
 
     /// Runs all checks and returns a report, or the broken rules. Must be called within a tokio runtime.
-    pub async fn run(mut self) -> Result<Report, Broken> {
-        let mut report = Report::default();
-        self.kit.setup.driver_name = self.name(&mut report).await?;
-        let fixture = self.kit.fixture("the basics")?;
+    pub async fn run(mut self) -> Result<ConformanceReport, Broken> {
+        let mut report = ConformanceReport::default();
+        self.setup.driver_name = self.name(&mut report).await?;
+        let fixture = self.fixture("the basics")?;
         let capacity = basics(&self.kit, &fixture, &mut report).await?;
         drop(fixture);
-        let mut findings = Findings::default();
+        let mut findings = BrokenRules::default();
         for check in Check::ALL {
             if !self.wanted(check.rules(), capacity.places, &mut report) {
                 continue;
             }
-            let done = match self.kit.fixture(check.about()) {
+            let done = match self.fixture(check.about()) {
                 Ok(fixture) => self.check(check, &fixture, &capacity).await,
                 Err(stop) => Err(stop),
             };
@@ -264,9 +226,9 @@ impl<D: Driver> Conformance<D> {
     }
 
     /// Returns the driver's name, which the other checks need.
-    async fn name(&self, report: &mut Report) -> Done<String> {
+    async fn name(&self, report: &mut ConformanceReport) -> CheckResult<String> {
         let nothing = Setup {
-            nodes: self.kit.setup.nodes.clone(),
+            nodes: self.setup.nodes.clone(),
             driver_name: "unknown.example.com".to_owned(),
             ..Setup::default()
         };
@@ -283,11 +245,11 @@ impl<D: Driver> Conformance<D> {
     }
 
     /// Returns whether to check the rules; otherwise reports why not.
-    fn wanted(&self, rules: &[Rule], places: Option<usize>, report: &mut Report) -> bool {
+    fn wanted(&self, rules: &[Rule], places: Option<usize>, report: &mut ConformanceReport) -> bool {
         let any = self.only.any(rules, report);
         for rule in rules.iter().filter(|rule| self.only.contains(**rule)) {
             if places.is_none() && !WITHOUT_LIMIT.contains(rule) {
-                let most = self.kit.setup.max_claims;
+                let most = self.setup.max_claims;
                 report.skipped(
                     *rule,
                     format!("at least {most} claims fit at the same time, which counts as unlimited"),
@@ -303,7 +265,11 @@ impl<D: Driver> Conformance<D> {
         any
     }
 
-    async fn check(&self, check: Check, fixture: &Fixture, capacity: &Capacity) -> Done<()> {
+    fn fixture(&self, check: &str) -> CheckResult<Fixture> {
+        Fixture::open(&self.setup, check)
+    }
+
+    async fn check(&self, check: Check, fixture: &Fixture, capacity: &Capacity) -> CheckResult<()> {
         let kit = &self.kit;
         match check {
             Check::Full => checks::full(kit, fixture, capacity).await,
@@ -318,7 +284,7 @@ impl<D: Driver> Conformance<D> {
     }
 
     /// Runs the real controller with the driver on the test cluster, with a fault at each step.
-    async fn lifecycles(&self, capacity: &Capacity, report: &mut Report) -> Done<()> {
+    async fn lifecycles(&self, capacity: &Capacity, report: &mut ConformanceReport) -> CheckResult<()> {
         let kinds = [
             (FaultKind::Crash, Rule::SurvivesCrash),
             (FaultKind::Slow, Rule::SurvivesSlowCall),
@@ -335,12 +301,12 @@ impl<D: Driver> Conformance<D> {
         run::lifecycles(&self.only, kinds, MAX_CONCURRENT, steps, run, report).await
     }
 
-    async fn lifecycle(&self, capacity: &Capacity, fault: Option<Fault>) -> Done<Vec<String>> {
+    async fn lifecycle(&self, capacity: &Capacity, fault: Option<StepFault>) -> CheckResult<Vec<String>> {
         let about = fault.map_or_else(
             || "pods".to_owned(),
             |fault| format!("pods, {}", fault.describe()),
         );
-        let fixture = self.kit.fixture(&about)?;
+        let fixture = self.fixture(&about)?;
         lifecycle::run(&self.kit, &fixture, capacity, fault).await
     }
 }

@@ -8,19 +8,25 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use serde_json::{Value, json};
 
-use super::report::{Broken, Finding};
+use super::report::{Broken, BrokenRule};
 use super::rule::Rule;
 use crate::api::resource::{ResourceClaim, ResourceClass};
-use crate::testcluster::api::Mode;
+use crate::testcluster::api::ClusterMode;
 use crate::testcluster::api::object::{self, text};
 use crate::testcluster::client::ApiClient;
-use crate::testcluster::source::Source;
-use crate::testcluster::stage::{Stage, StageError};
+use crate::testcluster::clock_and_rng::ClockAndRng;
+use crate::testcluster::cluster::{TestCluster, TestClusterError};
+use crate::testcluster::temporary_directory::TemporaryDirectory;
 
 /// Name of the class and the template that the kit creates by default.
 pub(super) const OWN: &str = "conformance";
 /// Namespace of all pods and claims.
 pub(super) const NAMESPACE: &str = "default";
+
+/// Name of the directory of the driver, below that of the fixture.
+const OWN_DIRECTORY: &str = "own";
+/// Number of directories made by this process.
+static DIRECTORIES: AtomicUsize = AtomicUsize::new(0);
 
 /// Environment of a driver under test.
 #[derive(Clone)]
@@ -50,7 +56,7 @@ impl Environment {
 
 impl fmt::Debug for Environment {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Place")
+        f.debug_struct("Environment")
             .field("directory", &self.directory)
             .field("node_name", &self.node_name)
             .finish_non_exhaustive()
@@ -59,40 +65,40 @@ impl fmt::Debug for Environment {
 
 /// Why a check ends early.
 #[derive(Debug)]
-pub(super) enum Stop {
+pub(super) enum CheckFailure {
     /// The driver breaks a rule.
-    Rule(Box<Finding>),
+    Rule(Box<BrokenRule>),
     /// The settings of the test are invalid, or the machine prevents it.
     Setup(String),
 }
 
-impl From<StageError> for Stop {
-    fn from(error: StageError) -> Self {
+impl From<TestClusterError> for CheckFailure {
+    fn from(error: TestClusterError) -> Self {
         Self::Setup(error.to_string())
     }
 }
 
-impl From<std::io::Error> for Stop {
+impl From<std::io::Error> for CheckFailure {
     fn from(error: std::io::Error) -> Self {
         Self::Setup(error.to_string())
     }
 }
 
-impl From<Stop> for Broken {
-    fn from(stop: Stop) -> Self {
+impl From<CheckFailure> for Broken {
+    fn from(stop: CheckFailure) -> Self {
         match stop {
-            Stop::Rule(finding) => Self::Rules(vec![*finding]),
-            Stop::Setup(problem) => Self::Setup(problem),
+            CheckFailure::Rule(finding) => Self::Rules(vec![*finding]),
+            CheckFailure::Setup(problem) => Self::Setup(problem),
         }
     }
 }
 
-pub(super) type Done<T> = Result<T, Stop>;
+pub(super) type CheckResult<T> = Result<T, CheckFailure>;
 
 /// The vendor's settings of a test.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Setup {
-    pub(super) mode: Mode,
+    pub(super) mode: ClusterMode,
     /// The objects as YAML.
     pub(super) objects: String,
     pub(super) nodes: Vec<String>,
@@ -104,9 +110,9 @@ pub(super) struct Setup {
 /// Cluster and directory of one check, removed on drop.
 #[derive(Debug)]
 pub(super) struct Fixture {
-    pub(super) cluster: Stage,
+    pub(super) cluster: TestCluster,
     pub(super) client: ApiClient,
-    pub(super) directory: Directory,
+    pub(super) directory: TemporaryDirectory,
     pub(super) nodes: Vec<String>,
     pub(super) max_claims: usize,
     driver_name: String,
@@ -123,8 +129,8 @@ pub(super) struct Fixture {
 
 impl Fixture {
     /// Creates a cluster with the nodes and objects of the test. Must be called within a runtime.
-    pub(super) fn open(setup: &Setup, check: &str) -> Done<Self> {
-        let cluster = Stage::with_mode(Source::system(), setup.mode);
+    pub(super) fn open(setup: &Setup, check: &str) -> CheckResult<Self> {
+        let cluster = TestCluster::with_mode(ClockAndRng::system(), setup.mode);
         let client = ApiClient::new(cluster.server(), OWN);
         for name in &setup.nodes {
             let node = json!({
@@ -133,25 +139,28 @@ impl Fixture {
             });
             client
                 .create("nodes", "", node)
-                .map_err(|refusal| Stop::Setup(format!("node {name}: {}", refusal.message)))?;
+                .map_err(|refusal| CheckFailure::Setup(format!("node {name}: {}", refusal.message)))?;
         }
         apply(&cluster, &client, &setup.objects)?;
         let class = match setup.mode {
-            Mode::Classic => Some(resource_class(&client, &setup.driver_name)?),
-            Mode::Structured => None,
+            ClusterMode::Classic => Some(resource_class(&client, &setup.driver_name)?),
+            ClusterMode::Structured => None,
         };
         let template = template(&client, class.as_ref())?;
         if object::namespace(&template) != NAMESPACE {
-            return Err(Stop::Setup(format!(
+            return Err(CheckFailure::Setup(format!(
                 "ResourceClaimTemplate {} must be in namespace {NAMESPACE}, where the pods of the test are",
                 object::name(&template)
             )));
         }
         let class = class.map(serde_json::from_value::<ResourceClass>).transpose();
-        let class = class.map_err(|error| Stop::Setup(error.to_string()))?;
+        let class = class.map_err(|error| CheckFailure::Setup(error.to_string()))?;
+        let number = DIRECTORIES.fetch_add(1, Ordering::Relaxed);
+        let directory = TemporaryDirectory::create(&format!("conform-{}-{number}", std::process::id()))?;
+        std::fs::create_dir(directory.path().join(OWN_DIRECTORY))?;
         Ok(Self {
             client,
-            directory: Directory::make()?,
+            directory,
             nodes: setup.nodes.clone(),
             max_claims: setup.max_claims,
             driver_name: setup.driver_name.clone(),
@@ -165,31 +174,36 @@ impl Fixture {
         })
     }
 
+    /// The driver's own directory.
+    pub(super) fn driver_directory(&self) -> PathBuf {
+        self.directory.path().join(OWN_DIRECTORY)
+    }
+
     pub(super) fn driver_name(&self) -> &str {
         &self.driver_name
     }
 
-    pub(super) fn mode(&self) -> Mode {
+    pub(super) fn mode(&self) -> ClusterMode {
         self.cluster.server().mode()
     }
 
-    pub(super) fn class(&self) -> Done<Arc<ResourceClass>> {
+    pub(super) fn class(&self) -> CheckResult<Arc<ResourceClass>> {
         let class = self.class.clone();
-        class.ok_or_else(|| Stop::Setup("structured mode has no ResourceClass".to_owned()))
+        class.ok_or_else(|| CheckFailure::Setup("structured mode has no ResourceClass".to_owned()))
     }
 
     /// Returns an entry of a pod's `resourceClaims`, with the template.
     pub(super) fn pod_claim(&self, entry: &str) -> Value {
         match self.mode() {
-            Mode::Classic => {
+            ClusterMode::Classic => {
                 json!({ "name": entry, "source": { "resourceClaimTemplateName": self.template } })
             }
-            Mode::Structured => json!({ "name": entry, "resourceClaimTemplateName": self.template }),
+            ClusterMode::Structured => json!({ "name": entry, "resourceClaimTemplateName": self.template }),
         }
     }
 
     /// Creates a claim with our finalizer, which the controller adds before an allocation.
-    pub(super) fn claim(&self) -> Done<Arc<ResourceClaim>> {
+    pub(super) fn claim(&self) -> CheckResult<Arc<ResourceClaim>> {
         let number = self.claims.fetch_add(1, Ordering::Relaxed) + 1;
         let claim = json!({
             "metadata": {
@@ -199,11 +213,11 @@ impl Fixture {
             },
             "spec": self.claim_spec,
         });
-        let claim = serde_json::from_value(claim).map_err(|error| Stop::Setup(error.to_string()))?;
+        let claim = serde_json::from_value(claim).map_err(|error| CheckFailure::Setup(error.to_string()))?;
         Ok(Arc::new(claim))
     }
 
-    pub(super) fn claims(&self, count: usize) -> Done<Vec<Arc<ResourceClaim>>> {
+    pub(super) fn claims(&self, count: usize) -> CheckResult<Vec<Arc<ResourceClaim>>> {
         (0..count).map(|_| self.claim()).collect()
     }
 
@@ -229,7 +243,7 @@ impl Fixture {
         rule: Rule,
         expected: &str,
         found: impl Into<String>,
-    ) -> Stop {
+    ) -> CheckFailure {
         for step in steps {
             self.note(step);
         }
@@ -243,12 +257,12 @@ impl Fixture {
         tried: &str,
         expected: impl Into<String>,
         found: impl Into<String>,
-    ) -> Stop {
+    ) -> CheckFailure {
         let tried = match tried {
             "" => self.check.clone(),
             tried => format!("{}: {tried}", self.check),
         };
-        Stop::Rule(Box::new(Finding {
+        CheckFailure::Rule(Box::new(BrokenRule {
             rule,
             tried,
             expected: expected.into(),
@@ -259,19 +273,19 @@ impl Fixture {
 }
 
 /// Returns the class of the driver; creates one if there is none.
-fn resource_class(client: &ApiClient, driver_name: &str) -> Done<Value> {
+fn resource_class(client: &ApiClient, driver_name: &str) -> CheckResult<Value> {
     let mut classes = client.list("resourceclasses").into_iter();
     if let Some(class) = classes.find(|class| text(class, "/driverName") == driver_name) {
         return Ok(class);
     }
     let class = json!({ "metadata": { "name": OWN }, "driverName": driver_name });
     let made = client.create("resourceclasses", "", class);
-    made.map_err(|refusal| Stop::Setup(format!("class {OWN}: {}", refusal.message)))
+    made.map_err(|refusal| CheckFailure::Setup(format!("class {OWN}: {}", refusal.message)))
 }
 
 /// Returns the template of the class; creates one if there is none. In structured mode, creates one for the DeviceClass
 /// [`OWN`].
-fn template(client: &ApiClient, class: Option<&Value>) -> Done<Value> {
+fn template(client: &ApiClient, class: Option<&Value>) -> CheckResult<Value> {
     let spec = if let Some(class) = class.map(object::name) {
         let mut templates = client.list("resourceclaimtemplates").into_iter();
         let is_of_class = |template: &Value| text(template, "/spec/spec/resourceClassName") == class;
@@ -285,13 +299,13 @@ fn template(client: &ApiClient, class: Option<&Value>) -> Done<Value> {
     };
     let template = json!({ "metadata": { "name": OWN }, "spec": { "spec": spec } });
     let made = client.create("resourceclaimtemplates", NAMESPACE, template);
-    made.map_err(|refusal| Stop::Setup(format!("template {OWN}: {}", refusal.message)))
+    made.map_err(|refusal| CheckFailure::Setup(format!("template {OWN}: {}", refusal.message)))
 }
 
 /// Applies objects including their status, such as the inventory of a companion that does not run here.
-fn apply(cluster: &Stage, client: &ApiClient, yaml: &str) -> Done<()> {
+fn apply(cluster: &TestCluster, client: &ApiClient, yaml: &str) -> CheckResult<()> {
     let documents: Vec<Value> =
-        serde_saphyr::from_multiple(yaml).map_err(|error| StageError::Yaml(error.to_string()))?;
+        serde_saphyr::from_multiple(yaml).map_err(|error| TestClusterError::Yaml(error.to_string()))?;
     for mut document in documents.into_iter().filter(Value::is_object) {
         let status = document.as_object_mut().and_then(|map| map.remove("status"));
         let applied = cluster.apply(&document.to_string())?;
@@ -305,7 +319,7 @@ fn apply(cluster: &Stage, client: &ApiClient, yaml: &str) -> Done<()> {
         client
             .merge(&kind.plural, object, "status", json!({ "status": status }))
             .map_err(|refusal| {
-                Stop::Setup(format!(
+                CheckFailure::Setup(format!(
                     "the status of {}: {}",
                     object::name(object),
                     refusal.message
@@ -313,40 +327,6 @@ fn apply(cluster: &Stage, client: &ApiClient, yaml: &str) -> Done<()> {
             })?;
     }
     Ok(())
-}
-
-/// A directory removed on drop. Its path is short, because the length of a socket path is limited.
-#[derive(Debug)]
-pub(super) struct Directory(PathBuf);
-
-static DIRECTORIES: AtomicUsize = AtomicUsize::new(0);
-
-impl Directory {
-    fn make() -> std::io::Result<Self> {
-        use std::os::unix::fs::DirBuilderExt as _;
-        let number = DIRECTORIES.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("conform-{}-{number}", std::process::id()));
-        std::fs::DirBuilder::new().mode(0o700).create(&path)?;
-        let made = Self(path);
-        std::fs::create_dir(made.own())?;
-        Ok(made)
-    }
-
-    /// The driver's subdirectory.
-    pub(super) fn own(&self) -> PathBuf {
-        self.0.join("own")
-    }
-
-    pub(super) fn path(&self) -> &Path {
-        &self.0
-    }
-}
-
-impl Drop for Directory {
-    fn drop(&mut self) {
-        // Best effort: leftovers stay in the directory of temporary files.
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
 }
 
 /// Formats claim names for a finding.

@@ -9,7 +9,7 @@ use futures::future::BoxFuture;
 use tokio::sync::mpsc;
 use tokio::task::JoinError;
 
-use super::fixture::{Done, Environment, Fixture, Stop, names};
+use super::fixture::{CheckFailure, CheckResult, Environment, Fixture, names};
 use super::process::{FaultPlan, Process, polled};
 use super::rule::Rule;
 use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClaimStatus};
@@ -28,13 +28,13 @@ pub(super) type Make<D> = Arc<dyn Fn(Environment) -> BoxFuture<'static, D> + Sen
 
 /// A claim and its allocation.
 #[derive(Clone, Debug)]
-pub(super) struct Held {
+pub(super) struct AllocatedClaim {
     pub(super) claim: Arc<ResourceClaim>,
     pub(super) allocation: AllocationResult,
     pub(super) node: String,
 }
 
-impl Held {
+impl AllocatedClaim {
     /// Returns the claim with its allocation recorded.
     pub(super) fn recorded(&self, driver: &str) -> Holding {
         let mut claim = (*self.claim).clone();
@@ -56,6 +56,55 @@ impl Held {
     }
 }
 
+/// How a test creates instances, and its limits.
+pub(super) struct Kit<D> {
+    pub(super) make: Make<D>,
+    /// Limit for a call.
+    pub(super) limit: Duration,
+    /// Limit for one step of a scenario.
+    pub(super) timeout: Duration,
+}
+
+impl<D: Send + Sync + 'static> Kit<D> {
+    /// Starts an instance, without any call.
+    pub(super) async fn instance<'a>(&self, fixture: &'a Fixture) -> CheckResult<Instance<'a, D>> {
+        self.with_faults(fixture, FaultPlan::new(None)).await
+    }
+
+    /// Starts an instance with a fault plan.
+    pub(super) async fn with_faults<'a>(
+        &self,
+        fixture: &'a Fixture,
+        fault_plan: FaultPlan,
+    ) -> CheckResult<Instance<'a, D>> {
+        let process = Process::start(fault_plan)?;
+        let environment = Environment {
+            client: process.client(fixture.cluster.server()),
+            directory: fixture.driver_directory(),
+            node_name: fixture.nodes.first().map_or(NODE, String::as_str).to_owned(),
+        };
+        let make = self.make.clone();
+        let making = process.run(async move { Arc::new(make(environment).await) });
+        let driver = limited(fixture, self.limit, "the driver is made", making).await?;
+        fixture.note("(a new instance)");
+        Ok(Instance {
+            driver,
+            fixture,
+            process,
+            limit: self.limit,
+        })
+    }
+}
+
+impl<D: Driver> Kit<D> {
+    /// Starts an instance that has observed an empty list of claims.
+    pub(super) async fn started<'a>(&self, fixture: &'a Fixture) -> CheckResult<Instance<'a, D>> {
+        let instance = self.instance(fixture).await?;
+        instance.begin(Vec::new()).await?;
+        Ok(instance)
+    }
+}
+
 /// An instance of a driver or a node driver in its own simulated process.
 pub(super) struct Instance<'a, D> {
     pub(super) driver: Arc<D>,
@@ -65,32 +114,7 @@ pub(super) struct Instance<'a, D> {
     pub(super) limit: Duration,
 }
 
-impl<'a, D: Send + Sync + 'static> Instance<'a, D> {
-    /// Starts an instance, without any call.
-    pub(super) async fn start(
-        make: &Make<D>,
-        fixture: &'a Fixture,
-        fault_plan: FaultPlan,
-        limit: Duration,
-    ) -> Done<Instance<'a, D>> {
-        let process = Process::start(fault_plan)?;
-        let environment = Environment {
-            client: process.client(fixture.cluster.server()),
-            directory: fixture.directory.own(),
-            node_name: fixture.nodes.first().map_or(NODE, String::as_str).to_owned(),
-        };
-        let make = make.clone();
-        let making = process.run(async move { Arc::new(make(environment).await) });
-        let driver = limited(fixture, limit, "the driver is made", making).await?;
-        fixture.note("(a new instance)");
-        Ok(Self {
-            driver,
-            fixture,
-            process,
-            limit,
-        })
-    }
-
+impl<D: Send + Sync + 'static> Instance<'_, D> {
     /// Returns a client whose writes are steps of the instance's process.
     pub(super) fn client(&self) -> kube::Client {
         self.process.client(self.fixture.cluster.server())
@@ -112,7 +136,7 @@ impl<'a, D: Send + Sync + 'static> Instance<'a, D> {
         &self,
         what: &str,
         work: impl Future<Output = T> + Send + 'static,
-    ) -> Done<T> {
+    ) -> CheckResult<T> {
         limited(self.fixture, self.limit, what, self.process.run(work)).await
     }
 
@@ -122,7 +146,7 @@ impl<'a, D: Send + Sync + 'static> Instance<'a, D> {
         tried: &str,
         expected: impl Into<String>,
         found: impl Into<String>,
-    ) -> Stop {
+    ) -> CheckFailure {
         self.fixture.broken(rule, tried, expected, found)
     }
 }
@@ -133,7 +157,7 @@ async fn limited<T>(
     limit: Duration,
     what: &str,
     call: impl Future<Output = Result<T, JoinError>>,
-) -> Done<T> {
+) -> CheckResult<T> {
     let expected = "an answer or an error";
     match tokio::time::timeout(limit, call).await {
         Ok(Ok(answer)) => Ok(answer),
@@ -147,7 +171,7 @@ async fn limited<T>(
 
 impl<D: Driver> Instance<'_, D> {
     /// Sends an observation and checks that the driver reports no findings.
-    pub(super) async fn observe(&self, observation: Observation) -> Done<()> {
+    pub(super) async fn observe(&self, observation: Observation) -> CheckResult<()> {
         let shown = match &observation {
             Observation::All(all) => format!("observe(All({}))", holdings(all, self.fixture)),
             Observation::Changed(one) => {
@@ -176,7 +200,7 @@ impl<D: Driver> Instance<'_, D> {
     }
 
     /// Starts the driver in the controller's order.
-    pub(super) async fn begin(&self, all: Vec<Holding>) -> Done<()> {
+    pub(super) async fn begin(&self, all: Vec<Holding>) -> CheckResult<()> {
         self.observe(Observation::All(all)).await?;
         let driver = self.driver.clone();
         let ready = self.process.run(async move { driver.ready().await });
@@ -197,7 +221,7 @@ impl<D: Driver> Instance<'_, D> {
     }
 
     /// Parses the parameters of claims, as the controller does before each call.
-    pub(super) async fn requests(&self, claims: &[Arc<ResourceClaim>]) -> Done<Vec<ClaimRequest<D>>> {
+    pub(super) async fn requests(&self, claims: &[Arc<ResourceClaim>]) -> CheckResult<Vec<ClaimRequest<D>>> {
         let (driver, class, list) = (self.driver.clone(), self.fixture.class()?, claims.to_vec());
         let read = self
             .call("class_parameters, claim_parameters", async move {
@@ -227,7 +251,7 @@ impl<D: Driver> Instance<'_, D> {
         &self,
         claims: &[Arc<ResourceClaim>],
         nodes: &[String],
-    ) -> Done<Vec<UnsuitableNodes>> {
+    ) -> CheckResult<Vec<UnsuitableNodes>> {
         let requests = self.requests(claims).await?;
         let (driver, asked) = (self.driver.clone(), nodes.to_vec());
         let what = format!("unsuitable_nodes({}, [{}])", names(claims), nodes.join(", "));
@@ -269,7 +293,7 @@ impl<D: Driver> Instance<'_, D> {
         &self,
         claims: &[Arc<ResourceClaim>],
         node: Option<&str>,
-    ) -> Done<Result<Vec<AllocationResult>, DriverError>> {
+    ) -> CheckResult<Result<Vec<AllocationResult>, DriverError>> {
         let requests = self.requests(claims).await?;
         let (driver, to) = (self.driver.clone(), node.map(str::to_owned));
         let what = format!("allocate({}, {})", names(claims), node.unwrap_or("anywhere"));
@@ -308,7 +332,7 @@ impl<D: Driver> Instance<'_, D> {
         claim: &Arc<ResourceClaim>,
         node: &str,
         polls: usize,
-    ) -> Done<bool> {
+    ) -> CheckResult<bool> {
         let requests = self.requests(std::slice::from_ref(claim)).await?;
         let (driver, to) = (self.driver.clone(), node.to_owned());
         let what = format!("allocate({}, {node})", names(std::slice::from_ref(claim)));
@@ -328,7 +352,7 @@ impl<D: Driver> Instance<'_, D> {
         &self,
         holding: &Holding,
         allocation: Option<&AllocationResult>,
-    ) -> Done<()> {
+    ) -> CheckResult<()> {
         let (driver, claim, allocation) = (self.driver.clone(), holding.claim.clone(), allocation.cloned());
         let what = format!(
             "deallocate({})",
@@ -373,7 +397,7 @@ impl<D: Driver> Instance<'_, D> {
     pub(super) async fn at_once(
         &self,
         claims: &[Arc<ResourceClaim>],
-    ) -> Done<Vec<Result<Held, DriverError>>> {
+    ) -> CheckResult<Vec<Result<AllocatedClaim, DriverError>>> {
         let nodes = self.fixture.nodes.iter().cycle();
         let mut prepared = Vec::new();
         for (claim, node) in claims.iter().zip(nodes) {
@@ -398,7 +422,7 @@ impl<D: Driver> Instance<'_, D> {
                         "none",
                     ));
                 };
-                Ok(Ok(Held {
+                Ok(Ok(AllocatedClaim {
                     claim: claim.clone(),
                     allocation,
                     node: node.clone(),
@@ -408,7 +432,7 @@ impl<D: Driver> Instance<'_, D> {
         futures::future::join_all(calls).await.into_iter().collect()
     }
 
-    fn readable(&self, what: &str, error: &DriverError) -> Done<()> {
+    fn readable(&self, what: &str, error: &DriverError) -> CheckResult<()> {
         let camel = error.reason.starts_with(|c: char| c.is_ascii_uppercase())
             && error.reason.chars().all(|c| c.is_ascii_alphanumeric())
             && error.reason.len() <= REASON_MAX;
@@ -421,7 +445,7 @@ impl<D: Driver> Instance<'_, D> {
             .broken(Rule::ReadableErrors, what, expected, shown_error(error)))
     }
 
-    fn check(&self, what: &str, allocation: &AllocationResult, node: Option<&str>) -> Done<()> {
+    fn check(&self, what: &str, allocation: &AllocationResult, node: Option<&str>) -> CheckResult<()> {
         if let Err(problem) = allocation.check() {
             let expected = "an allocation that the API server takes";
             return Err(self
@@ -429,7 +453,8 @@ impl<D: Driver> Instance<'_, D> {
                 .broken(Rule::RecordableAllocation, what, expected, problem));
         }
         let Some(node) = node else { return Ok(()) };
-        let value = serde_json::to_value(allocation).map_err(|error| Stop::Setup(error.to_string()))?;
+        let value =
+            serde_json::to_value(allocation).map_err(|error| CheckFailure::Setup(error.to_string()))?;
         if crate::testcluster::scheduler::reaches(&value, node) {
             return Ok(());
         }

@@ -2,22 +2,25 @@
 //! the controller; the final state must be as without it.
 
 use std::collections::BTreeSet;
+use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use futures::Stream;
 use serde_json::{Value, json};
 use tokio::time::Instant as Moment;
 use tokio_util::sync::CancellationToken;
 
-use super::conformance::Kit;
-use super::fixture::{Done, Fixture, NAMESPACE, Stop};
-use super::instance::Instance;
+use super::fixture::{CheckFailure, CheckResult, Fixture, NAMESPACE, names};
+use super::instance::{Instance, Kit};
 use super::measure::Capacity;
-use super::process::{Fault, FaultKind, FaultPlan};
+use super::process::{FaultKind, FaultPlan, StepFault};
 use super::rule::Rule;
-use super::wrapped::Wrapped;
+use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
 use crate::controller::Controller;
-use crate::driver::Driver;
+use crate::driver::{
+    CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, Finding, Observation, UnsuitableNodes,
+};
 use crate::testcluster::api::object::{self, list, text};
 use crate::testcluster::client::ApiClient;
 
@@ -25,6 +28,139 @@ use crate::testcluster::client::ApiClient;
 pub(super) const OBSERVE: &str = "observe";
 /// Limit for a driver call and for a request.
 const CALL: Duration = Duration::from_millis(500);
+
+/// Driver that injects faults between the real controller and the driver under test.
+struct FaultyDriver<D> {
+    driver: Arc<D>,
+    fault_plan: FaultPlan,
+}
+
+/// Parameters read by the driver under test, moved into the call that uses them.
+type Once<T> = Mutex<Option<T>>;
+
+fn lost() -> DriverError {
+    DriverError::retry("ConformanceFault", "the conformance test lets this call fail")
+}
+
+impl<D: Driver> FaultyDriver<D> {
+    fn inner(claims: &[ClaimRequest<Self>]) -> Result<Vec<ClaimRequest<D>>, DriverError> {
+        claims
+            .iter()
+            .map(|request| {
+                let parameters = request
+                    .claim_parameters
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .take();
+                let (claim, class) = (request.claim.clone(), request.class.clone());
+                let class_parameters = (*request.class_parameters).clone();
+                let inner = ClaimRequest::new(claim, class, class_parameters, parameters.ok_or_else(lost)?);
+                Ok(inner.pod_claim_name(&request.pod_claim_name))
+            })
+            .collect()
+    }
+
+    async fn step<T>(
+        &self,
+        what: String,
+        work: impl Future<Output = Result<T, DriverError>>,
+    ) -> Result<T, DriverError> {
+        self.fault_plan.step(what, work, || Err(lost())).await
+    }
+}
+
+fn claims_of<D: Driver>(requests: &[ClaimRequest<D>]) -> String {
+    let claims: Vec<Arc<ResourceClaim>> = requests.iter().map(|request| request.claim.clone()).collect();
+    names(&claims)
+}
+
+impl<D: Driver> Driver for FaultyDriver<D> {
+    type ClassParameters = Arc<D::ClassParameters>;
+    type ClaimParameters = Once<D::ClaimParameters>;
+
+    fn name(&self) -> &str {
+        self.driver.name()
+    }
+
+    async fn ready(&self) -> Result<(), DriverError> {
+        self.driver.ready().await
+    }
+
+    async fn class_parameters(&self, class: &ResourceClass) -> Result<Arc<D::ClassParameters>, DriverError> {
+        self.driver.class_parameters(class).await.map(Arc::new)
+    }
+
+    async fn claim_parameters(
+        &self,
+        claim: &ResourceClaim,
+        class: &ResourceClass,
+        class_parameters: &Arc<D::ClassParameters>,
+    ) -> Result<Once<D::ClaimParameters>, DriverError> {
+        let read = self
+            .driver
+            .claim_parameters(claim, class, class_parameters)
+            .await?;
+        Ok(Mutex::new(Some(read)))
+    }
+
+    async fn unsuitable_nodes(
+        &self,
+        pod: &Pod,
+        claims: &[ClaimRequest<Self>],
+        nodes: &[String],
+    ) -> Result<Vec<UnsuitableNodes>, DriverError> {
+        let inner = Self::inner(claims)?;
+        let what = format!("unsuitable_nodes({}, [{}])", claims_of(&inner), nodes.join(", "));
+        self.step(what, self.driver.unsuitable_nodes(pod, &inner, nodes))
+            .await
+    }
+
+    async fn allocate(
+        &self,
+        claims: &[ClaimRequest<Self>],
+        node: Option<&str>,
+    ) -> Result<Vec<AllocationResult>, DriverError> {
+        let inner = Self::inner(claims)?;
+        let what = format!("allocate({}, {})", claims_of(&inner), node.unwrap_or("anywhere"));
+        self.step(what, self.driver.allocate(&inner, node)).await
+    }
+
+    async fn deallocate(&self, deallocation: Deallocation<'_>) -> Result<(), DriverError> {
+        let name = deallocation.claim.metadata.name.as_deref().unwrap_or_default();
+        let what = format!("deallocate({name})");
+        self.step(what, self.driver.deallocate(deallocation)).await
+    }
+
+    async fn observe(&self, observation: &Observation) -> Vec<Finding> {
+        let what = match observation {
+            Observation::All(all) => format!("{OBSERVE}(All of {} claims)", all.len()),
+            Observation::Changed(holding) => {
+                let claim = &holding.claim;
+                let name = claim.metadata.name.as_deref().unwrap_or_default();
+                let with = if claim.status.allocation.is_some() {
+                    "with"
+                } else {
+                    "without"
+                };
+                format!("{OBSERVE}({name} {with} allocation)")
+            }
+            Observation::Gone { .. } => format!("{OBSERVE}(Gone)"),
+        };
+        if self.fault_plan.count(what) {
+            self.driver.observe(observation).await
+        } else {
+            Vec::new()
+        }
+    }
+
+    fn capacity_changes(&self) -> impl Stream<Item = CapacityChange> + Send + 'static {
+        self.driver.capacity_changes()
+    }
+
+    fn findings(&self) -> impl Stream<Item = Finding> + Send + 'static {
+        self.driver.findings()
+    }
+}
 
 struct Lifecycle<'a, D> {
     kit: &'a Kit<D>,
@@ -43,8 +179,8 @@ pub(super) async fn run<D: Driver>(
     kit: &Kit<D>,
     fixture: &Fixture,
     capacity: &Capacity,
-    fault: Option<Fault>,
-) -> Done<Vec<String>> {
+    fault: Option<StepFault>,
+) -> CheckResult<Vec<String>> {
     let rule = match fault.map(|fault| fault.kind) {
         None => Rule::ServesPods,
         Some(FaultKind::Crash) => Rule::SurvivesCrash,
@@ -91,12 +227,12 @@ pub(super) async fn run<D: Driver>(
 
 impl<D: Driver> Lifecycle<'_, D> {
     /// Starts the controller with the driver.
-    async fn begin(&mut self) -> Done<()> {
+    async fn begin(&mut self) -> CheckResult<()> {
         let instance = self
             .kit
             .with_faults(self.fixture, self.fault_plan.clone())
             .await?;
-        let wrapped = Wrapped {
+        let wrapped = FaultyDriver {
             driver: instance.driver.clone(),
             fault_plan: self.fault_plan.clone(),
         };
@@ -104,7 +240,7 @@ impl<D: Driver> Lifecycle<'_, D> {
             .call_timeout(CALL)
             .request_timeout(CALL)
             .build(instance.client())
-            .map_err(|error| Stop::Setup(error.to_string()))?;
+            .map_err(|error| CheckFailure::Setup(error.to_string()))?;
         let ended = self.ended.clone();
         instance.spawn(async move {
             // Never cancelled: the process is killed.
@@ -121,7 +257,7 @@ impl<D: Driver> Lifecycle<'_, D> {
         self.past.extend(self.fault_plan.steps());
     }
 
-    async fn restart(&mut self) -> Done<()> {
+    async fn restart(&mut self) -> CheckResult<()> {
         self.remember();
         self.past.push("(killed, and started anew)".to_owned());
         if let Some(instance) = self.instance.take() {
@@ -131,7 +267,7 @@ impl<D: Driver> Lifecycle<'_, D> {
         self.begin().await
     }
 
-    fn create(&self, name: &str, claims: usize) -> Done<()> {
+    fn create(&self, name: &str, claims: usize) -> CheckResult<()> {
         let entries: Vec<Value> = (0..claims)
             .map(|number| self.fixture.pod_claim(&format!("entry-{number}")))
             .collect();
@@ -144,7 +280,7 @@ impl<D: Driver> Lifecycle<'_, D> {
         });
         let made = self.fixture.client.create("pods", NAMESPACE, pod);
         made.map(drop)
-            .map_err(|refusal| Stop::Setup(format!("pod {name}: {}", refusal.message)))
+            .map_err(|refusal| CheckFailure::Setup(format!("pod {name}: {}", refusal.message)))
     }
 
     fn delete(&self, name: &str) {
@@ -154,7 +290,7 @@ impl<D: Driver> Lifecycle<'_, D> {
         }
     }
 
-    async fn bound(&mut self, name: &str) -> Done<()> {
+    async fn bound(&mut self, name: &str) -> CheckResult<()> {
         let what = format!("pod {name} has a node, and its claims are allocated and reserved for it");
         self.wait(&what, |client| {
             let pod = client.get("pods", NAMESPACE, name).unwrap_or_default();
@@ -163,7 +299,7 @@ impl<D: Driver> Lifecycle<'_, D> {
         .await
     }
 
-    async fn settled(&mut self, what: &str, claims: usize) -> Done<()> {
+    async fn settled(&mut self, what: &str, claims: usize) -> CheckResult<()> {
         self.wait(what, |client| {
             let pending = client.list("pods").iter().any(object::is_deleting);
             !pending && client.list("resourceclaims").len() == claims
@@ -171,7 +307,7 @@ impl<D: Driver> Lifecycle<'_, D> {
         .await
     }
 
-    async fn wait(&mut self, what: &str, holds: impl Fn(&ApiClient) -> bool) -> Done<()> {
+    async fn wait(&mut self, what: &str, holds: impl Fn(&ApiClient) -> bool) -> CheckResult<()> {
         let until = Moment::now() + self.kit.timeout;
         let mut changes = self.fixture.cluster.server().changes();
         loop {
@@ -223,13 +359,13 @@ impl<D: Driver> Lifecycle<'_, D> {
         parts.join("; ")
     }
 
-    fn broken(&self, expected: &str, found: impl Into<String>) -> Stop {
+    fn broken(&self, expected: &str, found: impl Into<String>) -> CheckFailure {
         let steps = self.past.iter().cloned().chain(self.fault_plan.steps());
         self.fixture.broken_after(steps, self.rule, expected, found)
     }
 
     /// Checks that recorded allocations never exceeded the capacity.
-    fn check_history(&self, capacity: &Capacity) -> Done<()> {
+    fn check_history(&self, capacity: &Capacity) -> CheckResult<()> {
         let Some(places) = capacity.places else {
             return Ok(());
         };
@@ -254,7 +390,7 @@ impl<D: Driver> Lifecycle<'_, D> {
     }
 
     /// Checks that the driver's whole capacity is free at the end.
-    async fn check_capacity(&mut self, capacity: &Capacity) -> Done<()> {
+    async fn check_capacity(&mut self, capacity: &Capacity) -> CheckResult<()> {
         let Some(places) = capacity.places else {
             return Ok(());
         };

@@ -2,10 +2,9 @@
 
 use std::sync::Arc;
 
-use super::conformance::Kit;
-use super::fixture::{Done, Fixture, Stop};
-use super::instance::{Held, Instance, shown_error};
-use super::report::Report;
+use super::fixture::{CheckFailure, CheckResult, Fixture};
+use super::instance::{AllocatedClaim, Instance, Kit, shown_error};
+use super::report::ConformanceReport;
 use super::rule::Rule;
 use crate::api::resource::{AllocationResult, ResourceClaim};
 use crate::driver::{Driver, Holding, Observation};
@@ -25,7 +24,7 @@ pub(super) struct Capacity {
 
 impl<D: Driver> Instance<'_, D> {
     /// Allocates a claim on a suitable node; `None` if no node is suitable.
-    pub(super) async fn allocate_one(&self) -> Done<Option<Held>> {
+    pub(super) async fn allocate_one(&self) -> CheckResult<Option<AllocatedClaim>> {
         let claim = [self.fixture.claim()?];
         let unsuitable = self.unsuitable_nodes(&claim, &self.fixture.nodes).await?;
         let objects = |node: &&String| {
@@ -38,7 +37,7 @@ impl<D: Driver> Instance<'_, D> {
         };
         let [claim] = claim;
         let allocation = self.take(std::slice::from_ref(&claim), node).await?;
-        Ok(allocation.into_iter().next().map(|allocation| Held {
+        Ok(allocation.into_iter().next().map(|allocation| AllocatedClaim {
             claim,
             allocation,
             node: node.clone(),
@@ -50,7 +49,7 @@ impl<D: Driver> Instance<'_, D> {
         &self,
         claims: &[Arc<ResourceClaim>],
         node: &str,
-    ) -> Done<Vec<AllocationResult>> {
+    ) -> CheckResult<Vec<AllocationResult>> {
         self.allocate(claims, Some(node)).await?.map_err(|error| {
             let tried = format!("allocate on {node}, to which unsuitable_nodes did not object");
             self.broken(
@@ -62,7 +61,7 @@ impl<D: Driver> Instance<'_, D> {
         })
     }
 
-    pub(super) async fn some(&self, count: usize) -> Done<Vec<Held>> {
+    pub(super) async fn some(&self, count: usize) -> CheckResult<Vec<AllocatedClaim>> {
         let mut held = Vec::new();
         while held.len() < count {
             let Some(one) = self.allocate_one().await? else {
@@ -74,7 +73,7 @@ impl<D: Driver> Instance<'_, D> {
     }
 
     /// Deallocates claims that were never recorded.
-    pub(super) async fn give_back(&self, held: &[Held]) -> Done<()> {
+    pub(super) async fn give_back(&self, held: &[AllocatedClaim]) -> CheckResult<()> {
         for (number, one) in held.iter().enumerate() {
             // With and without the allocation, because a restarted controller does not know it.
             let allocation = (number % 2 == 0).then_some(&one.allocation);
@@ -84,7 +83,7 @@ impl<D: Driver> Instance<'_, D> {
     }
 
     /// Counts the claims that fit now, and deallocates all of them.
-    pub(super) async fn free(&self) -> Done<usize> {
+    pub(super) async fn free(&self) -> CheckResult<usize> {
         self.fixture.note("(how many claims fit?)");
         let held = self.some(self.fixture.max_claims).await?;
         self.give_back(&held).await?;
@@ -99,7 +98,7 @@ impl<D: Driver> Instance<'_, D> {
         tried: &str,
         places: Option<usize>,
         held: usize,
-    ) -> Done<()> {
+    ) -> CheckResult<()> {
         let Some(places) = places else { return Ok(()) };
         let expected = places.saturating_sub(held);
         let free = self.free().await?;
@@ -110,12 +109,12 @@ impl<D: Driver> Instance<'_, D> {
         Err(self.broken(rule, tried, expected, format!("{free} more claims fit")))
     }
 
-    pub(super) async fn record(&self, held: &Held) -> Done<()> {
+    pub(super) async fn record(&self, held: &AllocatedClaim) -> CheckResult<()> {
         let holding = held.recorded(self.fixture.driver_name());
         self.observe(Observation::Changed(holding)).await
     }
 
-    pub(super) fn recorded(&self, held: &[Held]) -> Vec<Holding> {
+    pub(super) fn recorded(&self, held: &[AllocatedClaim]) -> Vec<Holding> {
         held.iter()
             .map(|held| held.recorded(self.fixture.driver_name()))
             .collect()
@@ -126,8 +125,8 @@ impl<D: Driver> Instance<'_, D> {
 pub(super) async fn basics<D: Driver>(
     kit: &Kit<D>,
     fixture: &Fixture,
-    report: &mut Report,
-) -> Done<Capacity> {
+    report: &mut ConformanceReport,
+) -> CheckResult<Capacity> {
     let instance = kit.instance(fixture).await?;
     instance.begin(Vec::new()).await?;
     report.tried(Rule::BecomesReady);
@@ -168,7 +167,7 @@ pub(super) async fn basics<D: Driver>(
         report.tried(rule);
     }
     if fit == 0 {
-        return Err(Stop::Setup(
+        return Err(CheckFailure::Setup(
             "no claim fits on any node: give the test objects and nodes with which at least one does"
                 .to_owned(),
         ));

@@ -107,17 +107,16 @@ mod process;
 mod report;
 mod rule;
 mod run;
-mod wrapped;
 
 use std::future::Future;
 
 pub use conformance::Conformance;
 pub use fixture::Environment;
 pub use node_conformance::NodeConformance;
-pub use report::{Broken, Finding, Report};
+pub use report::{Broken, BrokenRule, ConformanceReport};
 pub use rule::Rule;
 
-pub use crate::testcluster::api::Mode;
+pub use crate::testcluster::api::ClusterMode;
 
 use crate::driver::Driver;
 use crate::node::driver::NodeDriver;

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use super::fixture::{Done, Fixture};
-use super::instance::Instance;
-use super::node_conformance::NodeKit;
+use super::fixture::{CheckResult, Fixture};
+use super::instance::{Instance, Kit};
+use super::node_instance::LeftOver;
 use super::rule::Rule;
 use crate::node::driver::{ContainerEdits, Device, NodeDriver, PreparedClaim, served};
 
@@ -25,7 +25,7 @@ fn claim(fixture: &Fixture, name: &str, devices: &[&str]) -> PreparedClaim {
 }
 
 /// Checks two device lists. Returns the devices available to claims.
-pub(super) async fn devices<D: NodeDriver>(kit: &NodeKit<D>, fixture: &Fixture) -> Done<Vec<Device>> {
+pub(super) async fn devices<D: NodeDriver>(kit: &Kit<D>, fixture: &Fixture) -> CheckResult<Vec<Device>> {
     let instance = kit.instance(fixture).await?;
     let list = instance.devices().await?;
     let (_, problems) = served(list.clone());
@@ -52,10 +52,10 @@ pub(super) async fn devices<D: NodeDriver>(kit: &NodeKit<D>, fixture: &Fixture) 
 
 /// Container edits of each device.
 pub(super) async fn container_edits_of<D: NodeDriver>(
-    kit: &NodeKit<D>,
+    kit: &Kit<D>,
     fixture: &Fixture,
     devices: &[Device],
-) -> Done<()> {
+) -> CheckResult<()> {
     let instance = kit.listening(fixture).await?;
     for device in devices {
         let first = match instance.container_edits(&device.name).await? {
@@ -90,7 +90,7 @@ async fn same_container_edits<D: NodeDriver>(
     device: &str,
     first: &ContainerEdits,
     when: &str,
-) -> Done<()> {
+) -> CheckResult<()> {
     let again = instance.container_edits(device).await?;
     if again.as_ref() == Ok(first) {
         return Ok(());
@@ -110,7 +110,7 @@ fn usable<D: NodeDriver>(
     instance: &Instance<'_, D>,
     device: &str,
     container_edits: &ContainerEdits,
-) -> Done<()> {
+) -> CheckResult<()> {
     let mut problems = Vec::new();
     let mut path = |what: &str, path: &str, exists: bool| {
         if !Path::new(path).is_absolute() {
@@ -152,10 +152,11 @@ fn usable<D: NodeDriver>(
 
 /// Repeated prepare and unprepare, also by other instances.
 pub(super) async fn claims<D: NodeDriver>(
-    kit: &NodeKit<D>,
+    kit: &Kit<D>,
+    left_over: Option<&LeftOver>,
     fixture: &Fixture,
     devices: &[Device],
-) -> Done<()> {
+) -> CheckResult<()> {
     let instance = kit.listening(fixture).await?;
     let Some(first) = devices.first() else {
         return Ok(());
@@ -208,15 +209,16 @@ pub(super) async fn claims<D: NodeDriver>(
             .unprepare(claim, fine, "killed, and unprepare by a new instance")
             .await?;
     }
-    instance.nothing_left(kit.left_over.as_ref(), "all claims are undone")
+    instance.nothing_left(left_over, "all claims are undone")
 }
 
 /// An interrupted prepare.
 pub(super) async fn unfinished<D: NodeDriver>(
-    kit: &NodeKit<D>,
+    kit: &Kit<D>,
+    left_over: Option<&LeftOver>,
     fixture: &Fixture,
     devices: &[Device],
-) -> Done<()> {
+) -> CheckResult<()> {
     let instance = kit.listening(fixture).await?;
     let Some(device) = devices.first() else {
         return Ok(());
@@ -234,15 +236,16 @@ pub(super) async fn unfinished<D: NodeDriver>(
     let tried = "prepare the next claim with the first device of one that has failed and was undone";
     instance.prepared(&next, None, rule, tried).await?;
     instance.unprepare(&next, rule, "unprepare it").await?;
-    instance.nothing_left(kit.left_over.as_ref(), "a prepare has failed, and was undone")
+    instance.nothing_left(left_over, "a prepare has failed, and was undone")
 }
 
 /// A prepare that exceeds its limit.
 pub(super) async fn dropped<D: NodeDriver>(
-    kit: &NodeKit<D>,
+    kit: &Kit<D>,
+    left_over: Option<&LeftOver>,
     fixture: &Fixture,
     devices: &[Device],
-) -> Done<()> {
+) -> CheckResult<()> {
     let instance = kit.listening(fixture).await?;
     let rule = Rule::DroppedPrepareCanBeUndone;
     let Some(device) = devices.first() else {
@@ -259,7 +262,7 @@ pub(super) async fn dropped<D: NodeDriver>(
         let tried = format!("{tried}, and undone; prepare the next claim");
         instance.prepared(&next, None, rule, &tried).await?;
         instance.unprepare(&next, rule, "unprepare it").await?;
-        instance.nothing_left(kit.left_over.as_ref(), &tried)?;
+        instance.nothing_left(left_over, &tried)?;
         if done {
             break;
         }

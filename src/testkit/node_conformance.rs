@@ -11,18 +11,18 @@ use futures::FutureExt as _;
 use serde_json::json;
 use tokio::sync::Semaphore;
 
-use super::fixture::{Done, Environment, Fixture, OWN, Setup, Stop};
-use super::instance::{Instance, Make};
+use super::fixture::{CheckFailure, CheckResult, Environment, Fixture, OWN, Setup};
+use super::instance::Kit;
 use super::node_checks as checks;
-use super::node_instance::LeftOver;
+use super::node_instance::{DRIVER, LeftOver};
 use super::node_lifecycle;
-use super::process::{Fault, FaultKind, FaultPlan, Sort, numbered};
-use super::report::{Broken, Report};
+use super::process::{FaultKind, Sort, StepFault, numbered};
+use super::report::{Broken, ConformanceReport};
 use super::rule::Rule;
-use super::run::{self, Findings, Selection};
+use super::run::{self, BrokenRules, Selection};
 use crate::api::crd::definitions;
 use crate::node::driver::{Device, NodeDriver};
-use crate::testcluster::api::Mode;
+use crate::testcluster::api::ClusterMode;
 
 /// Default limit for a call, equal to the companion's.
 const LIMIT: Duration = Duration::from_secs(10);
@@ -33,22 +33,13 @@ const MAX_CONCURRENT: usize = 4;
 /// Limits concurrent scenarios across all tests of this process. Each has a companion, and the number of inotify
 /// instances per user is limited (`fs.inotify.max_user_instances`, 128 by default).
 static RUNNING: Semaphore = Semaphore::const_new(MAX_CONCURRENT);
-/// Driver name on the test cluster.
-pub(super) const DRIVER: &str = "conformance.example.com";
 
 /// Conformance test of a [`NodeDriver`]. Created by [`node_conformance`](super::node_conformance()).
 pub struct NodeConformance<D> {
-    kit: NodeKit<D>,
+    kit: Kit<D>,
+    left_over: Option<LeftOver>,
     only: Selection,
-    modes: Vec<Mode>,
-}
-
-/// Input of the checks.
-pub(super) struct NodeKit<D> {
-    make: Make<D>,
-    limit: Duration,
-    pub(super) timeout: Duration,
-    pub(super) left_over: Option<LeftOver>,
+    modes: Vec<ClusterMode>,
 }
 
 impl<D> fmt::Debug for NodeConformance<D> {
@@ -59,36 +50,15 @@ impl<D> fmt::Debug for NodeConformance<D> {
     }
 }
 
-impl<D: NodeDriver> NodeKit<D> {
-    pub(super) async fn instance<'a>(&self, fixture: &'a Fixture) -> Done<Instance<'a, D>> {
-        self.with_faults(fixture, FaultPlan::new(None)).await
-    }
-
-    pub(super) async fn with_faults<'a>(
-        &self,
-        fixture: &'a Fixture,
-        fault_plan: FaultPlan,
-    ) -> Done<Instance<'a, D>> {
-        Instance::start(&self.make, fixture, fault_plan, self.limit).await
-    }
-
-    /// Starts an instance and waits for its first device list, as the companion does.
-    pub(super) async fn listening<'a>(&self, fixture: &'a Fixture) -> Done<Instance<'a, D>> {
-        let instance = self.instance(fixture).await?;
-        instance.devices().await?;
-        Ok(instance)
-    }
-}
-
 #[derive(Clone, Copy, Debug)]
-enum Check {
+enum NodeCheck {
     Injections,
     Claims,
     Unfinished,
     Dropped,
 }
 
-impl Check {
+impl NodeCheck {
     const ALL: [Self; 4] = [Self::Injections, Self::Claims, Self::Unfinished, Self::Dropped];
 
     fn about(self) -> &'static str {
@@ -131,22 +101,22 @@ impl<D: NodeDriver> NodeConformance<D> {
         F: Future<Output = D> + Send + 'static,
     {
         Self {
-            kit: NodeKit {
+            kit: Kit {
                 make: Arc::new(move |environment| make(environment).boxed()),
                 limit: LIMIT,
                 timeout: TIMEOUT,
-                left_over: None,
             },
+            left_over: None,
             only: Selection::default(),
-            modes: vec![Mode::Classic, Mode::Structured],
+            modes: vec![ClusterMode::Classic, ClusterMode::Structured],
         }
     }
 
     /// Sets a function that lists leftovers of claims: given [`Environment::directory`], it returns the prepared items, and
     /// nothing without a prepared claim. Without it, the kit cannot check [`Rule::NothingIsLeft`].
     #[must_use]
-    pub fn left_over(mut self, look: impl Fn(&Path) -> Vec<String> + Send + Sync + 'static) -> Self {
-        self.kit.left_over = Some(Arc::new(look));
+    pub fn left_over(mut self, list: impl Fn(&Path) -> Vec<String> + Send + Sync + 'static) -> Self {
+        self.left_over = Some(Arc::new(list));
         self
     }
 
@@ -166,7 +136,7 @@ impl<D: NodeDriver> NodeConformance<D> {
 
     /// Runs pods in this mode only; default: both modes, one after the other.
     #[must_use]
-    pub fn mode(mut self, mode: Mode) -> Self {
+    pub fn mode(mut self, mode: ClusterMode) -> Self {
         self.modes = vec![mode];
         self
     }
@@ -179,10 +149,10 @@ impl<D: NodeDriver> NodeConformance<D> {
     }
 
     /// Runs all checks and returns a report, or the broken rules. Must be called within a tokio runtime.
-    pub async fn run(self) -> Result<Report, Broken> {
-        let mut report = Report::default();
+    pub async fn run(self) -> Result<ConformanceReport, Broken> {
+        let mut report = ConformanceReport::default();
         // No rule about calls alone depends on the mode.
-        let without_pods = setup(Mode::Classic, "none")?;
+        let without_pods = setup(ClusterMode::Classic, "none")?;
         let fixture = Fixture::open(&without_pods, "the list of devices")?;
         let devices = checks::devices(&self.kit, &fixture).await?;
         drop(fixture);
@@ -199,8 +169,8 @@ impl<D: NodeDriver> NodeConformance<D> {
             let problem = "no device is well and may be had by a claim: give the test at least one";
             return Err(Broken::Setup(problem.to_owned()));
         };
-        let mut findings = Findings::default();
-        for check in Check::ALL {
+        let mut findings = BrokenRules::default();
+        for check in NodeCheck::ALL {
             if !self.only.any(check.rules(), &mut report) {
                 continue;
             }
@@ -208,7 +178,7 @@ impl<D: NodeDriver> NodeConformance<D> {
             let done = self.check(check, &fixture, &devices).await;
             if done.is_ok() {
                 for rule in check.rules() {
-                    if *rule == Rule::NothingIsLeft && self.kit.left_over.is_none() {
+                    if *rule == Rule::NothingIsLeft && self.left_over.is_none() {
                         report.skipped(*rule, "the test does not list leftovers (left_over)");
                     } else {
                         report.tried(*rule);
@@ -223,17 +193,23 @@ impl<D: NodeDriver> NodeConformance<D> {
         findings.conclude(report)
     }
 
-    async fn check(&self, check: Check, fixture: &Fixture, devices: &[Device]) -> Done<()> {
+    async fn check(&self, check: NodeCheck, fixture: &Fixture, devices: &[Device]) -> CheckResult<()> {
+        let (kit, left_over) = (&self.kit, self.left_over.as_ref());
         match check {
-            Check::Injections => checks::container_edits_of(&self.kit, fixture, devices).await,
-            Check::Claims => checks::claims(&self.kit, fixture, devices).await,
-            Check::Unfinished => checks::unfinished(&self.kit, fixture, devices).await,
-            Check::Dropped => checks::dropped(&self.kit, fixture, devices).await,
+            NodeCheck::Injections => checks::container_edits_of(kit, fixture, devices).await,
+            NodeCheck::Claims => checks::claims(kit, left_over, fixture, devices).await,
+            NodeCheck::Unfinished => checks::unfinished(kit, left_over, fixture, devices).await,
+            NodeCheck::Dropped => checks::dropped(kit, left_over, fixture, devices).await,
         }
     }
 
     /// Runs the real companion with the driver on the test cluster, with a fault at each step.
-    async fn lifecycles(&self, mode: Mode, kind: &str, report: &mut Report) -> Done<()> {
+    async fn lifecycles(
+        &self,
+        mode: ClusterMode,
+        kind: &str,
+        report: &mut ConformanceReport,
+    ) -> CheckResult<()> {
         let kinds = [
             (FaultKind::Crash, Rule::NodeSurvivesCrash),
             (FaultKind::Slow, Rule::NodeSurvivesSlowCall),
@@ -251,10 +227,15 @@ impl<D: NodeDriver> NodeConformance<D> {
         run::lifecycles(&self.only, kinds, MAX_CONCURRENT, steps, run, report).await
     }
 
-    async fn lifecycle(&self, mode: Mode, kind: &str, fault: Option<Fault>) -> Done<Vec<String>> {
+    async fn lifecycle(
+        &self,
+        mode: ClusterMode,
+        kind: &str,
+        fault: Option<StepFault>,
+    ) -> CheckResult<Vec<String>> {
         let mut about = match mode {
-            Mode::Classic => "pods on a node in classic mode".to_owned(),
-            Mode::Structured => "pods on a node in structured mode".to_owned(),
+            ClusterMode::Classic => "pods on a node in classic mode".to_owned(),
+            ClusterMode::Structured => "pods on a node in structured mode".to_owned(),
         };
         if let Some(fault) = fault {
             about = format!("{about}, {}", fault.describe());
@@ -262,7 +243,7 @@ impl<D: NodeDriver> NodeConformance<D> {
         // The semaphore is never closed.
         let _playing = RUNNING.acquire().await;
         let fixture = Fixture::open(&setup(mode, kind)?, &about)?;
-        node_lifecycle::run(&self.kit, &fixture, fault).await
+        node_lifecycle::run(&self.kit, self.left_over.as_ref(), &fixture, fault).await
     }
 }
 
@@ -278,13 +259,13 @@ fn first_of_each(steps: &[String]) -> Vec<(Sort, usize, &String)> {
 }
 
 /// Returns a class for the driver's devices of a kind, with the objects that the class refers to.
-fn setup(mode: Mode, kind: &str) -> Done<Setup> {
+fn setup(mode: ClusterMode, kind: &str) -> CheckResult<Setup> {
     let mut objects = Vec::new();
     match mode {
-        Mode::Classic => {
+        ClusterMode::Classic => {
             for definition in definitions() {
                 let definition = serde_json::to_value(definition);
-                objects.push(definition.map_err(|error| Stop::Setup(error.to_string()))?);
+                objects.push(definition.map_err(|error| CheckFailure::Setup(error.to_string()))?);
             }
             objects.push(json!({
                 "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClassParameters", "metadata": { "name": OWN },
@@ -296,7 +277,7 @@ fn setup(mode: Mode, kind: &str) -> Done<Setup> {
                 "parametersRef": { "apiGroup": "drayman.dev", "kind": "DeviceClassParameters", "name": OWN },
             }));
         }
-        Mode::Structured => {
+        ClusterMode::Structured => {
             let expression = format!(
                 r#"device.driver == "{DRIVER}" && device.attributes["drayman.dev"].kind == "{kind}""#
             );

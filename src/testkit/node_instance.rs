@@ -6,15 +6,30 @@ use std::sync::Arc;
 use futures::StreamExt as _;
 use tokio::time::timeout;
 
-use super::fixture::Done;
-use super::instance::Instance;
+use super::fixture::{CheckResult, Fixture};
+use super::instance::{Instance, Kit};
 use super::process::polled;
 use super::rule::Rule;
 use crate::node::driver::{ContainerEdits, Device, NodeDriver, NodeDriverError, PreparedClaim};
 
+/// Driver name on the test cluster.
+pub(super) const DRIVER: &str = "conformance.example.com";
+
+/// Vendor function that lists leftovers of claims in a directory.
+pub(super) type LeftOver = Arc<dyn Fn(&Path) -> Vec<String> + Send + Sync>;
+
+impl<D: NodeDriver> Kit<D> {
+    /// Starts an instance and waits for its first device list, as the companion does.
+    pub(super) async fn listening<'a>(&self, fixture: &'a Fixture) -> CheckResult<Instance<'a, D>> {
+        let instance = self.instance(fixture).await?;
+        instance.devices().await?;
+        Ok(instance)
+    }
+}
+
 impl<D: NodeDriver> Instance<'_, D> {
     /// Returns the first device list.
-    pub(super) async fn devices(&self) -> Done<Vec<Device>> {
+    pub(super) async fn devices(&self) -> CheckResult<Vec<Device>> {
         let driver = self.driver.clone();
         let first = async move { Box::pin(driver.devices()).next().await };
         let found = match timeout(self.limit, self.process.run(first)).await {
@@ -38,7 +53,7 @@ impl<D: NodeDriver> Instance<'_, D> {
     pub(super) async fn container_edits(
         &self,
         device: &str,
-    ) -> Done<Result<ContainerEdits, NodeDriverError>> {
+    ) -> CheckResult<Result<ContainerEdits, NodeDriverError>> {
         let (driver, name) = (self.driver.clone(), device.to_owned());
         let call = async move { driver.container_edits(&name).await };
         let what = format!("injection({device})");
@@ -50,7 +65,7 @@ impl<D: NodeDriver> Instance<'_, D> {
     pub(super) async fn prepare(
         &self,
         claim: &PreparedClaim,
-    ) -> Done<Result<ContainerEdits, NodeDriverError>> {
+    ) -> CheckResult<Result<ContainerEdits, NodeDriverError>> {
         let (driver, of) = (self.driver.clone(), claim.clone());
         let call = async move { driver.prepare(&of).await };
         let what = format!("prepare({})", described(claim));
@@ -60,7 +75,7 @@ impl<D: NodeDriver> Instance<'_, D> {
     }
 
     /// Starts a prepare and drops the call after `polls` waits. Returns whether the call finished before.
-    pub(super) async fn prepare_and_drop(&self, claim: &PreparedClaim, polls: usize) -> Done<bool> {
+    pub(super) async fn prepare_and_drop(&self, claim: &PreparedClaim, polls: usize) -> CheckResult<bool> {
         let (driver, of) = (self.driver.clone(), claim.clone());
         let call = async move { polled(driver.prepare(&of), polls).await.is_some() };
         let what = format!("prepare({})", described(claim));
@@ -71,7 +86,7 @@ impl<D: NodeDriver> Instance<'_, D> {
     }
 
     /// Calls `unprepare`; an error breaks `rule`.
-    pub(super) async fn unprepare(&self, claim: &PreparedClaim, rule: Rule, tried: &str) -> Done<()> {
+    pub(super) async fn unprepare(&self, claim: &PreparedClaim, rule: Rule, tried: &str) -> CheckResult<()> {
         let (driver, of) = (self.driver.clone(), claim.clone());
         let call = async move { driver.unprepare(&of).await };
         let what = format!("unprepare({})", described(claim));
@@ -92,7 +107,7 @@ impl<D: NodeDriver> Instance<'_, D> {
         before: Option<&ContainerEdits>,
         rule: Rule,
         tried: &str,
-    ) -> Done<ContainerEdits> {
+    ) -> CheckResult<ContainerEdits> {
         let expected = before.map_or_else(
             || "what the container gets: the devices are listed, and well".to_owned(),
             |before| format!("{before:?}, as before"),
@@ -107,9 +122,9 @@ impl<D: NodeDriver> Instance<'_, D> {
     }
 
     /// Checks that no claim has leftovers, as far as the vendor's function can tell.
-    pub(super) fn nothing_left(&self, look: Option<&LeftOver>, tried: &str) -> Done<()> {
-        let left = look
-            .map(|look| look(&self.fixture.directory.own()))
+    pub(super) fn nothing_left(&self, left_over: Option<&LeftOver>, tried: &str) -> CheckResult<()> {
+        let left = left_over
+            .map(|list| list(&self.fixture.driver_directory()))
             .unwrap_or_default();
         if left.is_empty() {
             return Ok(());
@@ -117,9 +132,6 @@ impl<D: NodeDriver> Instance<'_, D> {
         Err(self.broken(Rule::NothingIsLeft, tried, "nothing", format!("{left:?}")))
     }
 }
-
-/// Vendor function that lists leftovers of claims in a directory.
-pub(super) type LeftOver = Arc<dyn Fn(&Path) -> Vec<String> + Send + Sync>;
 
 pub(super) fn described(claim: &PreparedClaim) -> String {
     format!("{}: {}", claim.name, claim.devices.join(", "))

@@ -9,21 +9,20 @@ use serde_json::json;
 use tokio::time::Instant as Moment;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use super::fixture::{Done, Fixture, NAMESPACE, Stop};
-use super::instance::{Instance, NODE};
-use super::node_conformance::{DRIVER, NodeKit};
-use super::node_instance::described;
-use super::process::{Fault, FaultKind, FaultPlan};
+use super::fixture::{CheckFailure, CheckResult, Fixture, NAMESPACE};
+use super::instance::{Instance, Kit, NODE};
+use super::node_instance::{DRIVER, LeftOver, described};
+use super::process::{FaultKind, FaultPlan, StepFault};
 use super::rule::Rule;
 use crate::controller::Controller;
 use crate::host::HostDriver;
 use crate::node::driver::{ContainerEdits, Device, NodeDriver, NodeDriverError, PreparedClaim};
 use crate::node::kubelet::KubeletPaths;
 use crate::node::{Node, NodeError};
-use crate::testcluster::api::Mode;
+use crate::testcluster::api::ClusterMode;
 use crate::testcluster::api::object::{self, text};
-use crate::testcluster::kubelet::{Kubelet, NodePlace};
-use crate::testcluster::runtime::Outfit;
+use crate::testcluster::kubelet::{Kubelet, TestNode};
+use crate::testcluster::runtime::ContainerConfig;
 
 /// Poll interval for changes that bypass the API server.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -31,12 +30,12 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 const RESTART_DELAY: Duration = Duration::from_millis(500);
 
 /// Driver that injects faults between the real companion and the driver under test.
-struct Wrapped<D> {
+struct FaultyNodeDriver<D> {
     driver: Arc<D>,
     fault_plan: FaultPlan,
 }
 
-impl<D: NodeDriver> Wrapped<D> {
+impl<D: NodeDriver> FaultyNodeDriver<D> {
     async fn step<T>(
         &self,
         what: String,
@@ -51,7 +50,7 @@ impl<D: NodeDriver> Wrapped<D> {
     }
 }
 
-impl<D: NodeDriver> NodeDriver for Wrapped<D> {
+impl<D: NodeDriver> NodeDriver for FaultyNodeDriver<D> {
     fn devices(&self) -> impl Stream<Item = Vec<Device>> + Send + 'static {
         self.driver.devices()
     }
@@ -83,8 +82,9 @@ impl<D: NodeDriver> NodeDriver for Wrapped<D> {
 /// Result of a companion that ended unexpectedly.
 type Ended = Result<(), NodeError>;
 
-struct Lifecycle<'a, D> {
-    kit: &'a NodeKit<D>,
+struct NodeLifecycle<'a, D> {
+    kit: &'a Kit<D>,
+    left_over: Option<&'a LeftOver>,
     fixture: &'a Fixture,
     rule: Rule,
     kubelet: Kubelet,
@@ -98,10 +98,11 @@ struct Lifecycle<'a, D> {
 
 /// Runs the scenario and returns the companion's steps.
 pub(super) async fn run<D: NodeDriver>(
-    kit: &NodeKit<D>,
+    kit: &Kit<D>,
+    left_over: Option<&LeftOver>,
     fixture: &Fixture,
-    fault: Option<Fault>,
-) -> Done<Vec<String>> {
+    fault: Option<StepFault>,
+) -> CheckResult<Vec<String>> {
     let rule = match fault.map(|fault| fault.kind) {
         None => Rule::ServesPods,
         Some(FaultKind::Crash) => Rule::NodeSurvivesCrash,
@@ -115,15 +116,16 @@ pub(super) async fn run<D: NodeDriver>(
     let kubelet = Kubelet::new(server, environment);
     // Runs until the scenario ends; a kubelet failure shows as a missing change.
     tokio::spawn(kubelet.clone().run(shutdown.clone()));
-    if fixture.mode() == Mode::Classic {
+    if fixture.mode() == ClusterMode::Classic {
         let driver = HostDriver::start(server.client(), DRIVER, shutdown.clone());
         let controller = Controller::builder(driver)
             .build(server.client())
-            .map_err(|error| Stop::Setup(error.to_string()))?;
+            .map_err(|error| CheckFailure::Setup(error.to_string()))?;
         tokio::spawn(controller.run(shutdown.clone()));
     }
-    let mut lifecycle = Lifecycle {
+    let mut lifecycle = NodeLifecycle {
         kit,
+        left_over,
         fixture,
         rule,
         kubelet,
@@ -138,11 +140,11 @@ pub(super) async fn run<D: NodeDriver>(
         lifecycle.create(name)?;
         let what = format!("pod {name} runs with a device");
         lifecycle.wait(&what, |lifecycle| lifecycle.runs(name)).await?;
-        let before = lifecycle.outfit(name);
+        let before = lifecycle.container_config(name);
         lifecycle.delete(name);
         let what = format!("pod {name} is deleted; its claim and its CDI file are gone");
-        lifecycle.wait(&what, Lifecycle::is_clear).await?;
-        if before.is_none_or(|outfit| outfit.environment.is_empty()) {
+        lifecycle.wait(&what, NodeLifecycle::is_clear).await?;
+        if before.is_none_or(|container_config| container_config.environment.is_empty()) {
             let expected = format!("the container of pod {name} has a device");
             return Err(lifecycle.broken(&expected, "it has nothing"));
         }
@@ -155,17 +157,17 @@ pub(super) async fn run<D: NodeDriver>(
     Ok(lifecycle.past)
 }
 
-fn environment(fixture: &Fixture) -> NodePlace {
-    NodePlace::within(NODE, fixture.directory.path())
+fn environment(fixture: &Fixture) -> TestNode {
+    TestNode::within(NODE, fixture.directory.path())
 }
 
-impl<D: NodeDriver> Lifecycle<'_, D> {
-    async fn begin(&mut self) -> Done<()> {
+impl<D: NodeDriver> NodeLifecycle<'_, D> {
+    async fn begin(&mut self) -> CheckResult<()> {
         let instance = self
             .kit
             .with_faults(self.fixture, self.fault_plan.clone())
             .await?;
-        let wrapped = Wrapped {
+        let wrapped = FaultyNodeDriver {
             driver: instance.driver.clone(),
             fault_plan: self.fault_plan.clone(),
         };
@@ -187,7 +189,7 @@ impl<D: NodeDriver> Lifecycle<'_, D> {
         Ok(())
     }
 
-    async fn restart(&mut self) -> Done<()> {
+    async fn restart(&mut self) -> CheckResult<()> {
         self.past.extend(self.fault_plan.steps());
         self.past.push("(killed, and started anew)".to_owned());
         if let Some(instance) = self.instance.take() {
@@ -197,7 +199,7 @@ impl<D: NodeDriver> Lifecycle<'_, D> {
         self.begin().await
     }
 
-    fn create(&self, name: &str) -> Done<()> {
+    fn create(&self, name: &str) -> CheckResult<()> {
         let pod = json!({
             "metadata": { "name": name },
             "spec": {
@@ -207,7 +209,7 @@ impl<D: NodeDriver> Lifecycle<'_, D> {
         });
         let made = self.fixture.client.create("pods", NAMESPACE, pod);
         made.map(drop)
-            .map_err(|refusal| Stop::Setup(format!("pod {name}: {}", refusal.message)))
+            .map_err(|refusal| CheckFailure::Setup(format!("pod {name}: {}", refusal.message)))
     }
 
     fn delete(&self, name: &str) {
@@ -226,9 +228,13 @@ impl<D: NodeDriver> Lifecycle<'_, D> {
         text(&pod, "/status/phase") == "Running"
     }
 
-    fn outfit(&self, name: &str) -> Option<Outfit> {
+    fn container_config(&self, name: &str) -> Option<ContainerConfig> {
         let key = (NAMESPACE.to_owned(), name.to_owned());
-        self.kubelet.outfits().remove(&key)?.into_values().next()
+        self.kubelet
+            .container_configs()
+            .remove(&key)?
+            .into_values()
+            .next()
     }
 
     fn is_clear(&self) -> bool {
@@ -242,7 +248,7 @@ impl<D: NodeDriver> Lifecycle<'_, D> {
         !left && client.list("pods").is_empty() && client.list("resourceclaims").is_empty()
     }
 
-    async fn wait(&mut self, what: &str, holds: impl Fn(&Self) -> bool) -> Done<()> {
+    async fn wait(&mut self, what: &str, holds: impl Fn(&Self) -> bool) -> CheckResult<()> {
         let until = Moment::now() + self.kit.timeout;
         loop {
             if holds(self) {
@@ -261,7 +267,7 @@ impl<D: NodeDriver> Lifecycle<'_, D> {
                 // The machine temporarily prevents a start; a supervisor would restart the companion.
                 Some(Err(error)) => {
                     if Moment::now() > until {
-                        return Err(Stop::Setup(format!("the companion cannot run: {error}")));
+                        return Err(CheckFailure::Setup(format!("the companion cannot run: {error}")));
                     }
                     tokio::time::sleep(RESTART_DELAY).await;
                     self.restart().await?;
@@ -277,7 +283,7 @@ impl<D: NodeDriver> Lifecycle<'_, D> {
     }
 
     /// Checks that no leftovers remain. Kubelet's last call may still be pending.
-    async fn check_left(&mut self) -> Done<()> {
+    async fn check_left(&mut self) -> CheckResult<()> {
         let until = Moment::now() + self.kit.timeout;
         loop {
             if self.fault_plan.is_dead() {
@@ -286,7 +292,7 @@ impl<D: NodeDriver> Lifecycle<'_, D> {
             let Some(instance) = &self.instance else {
                 return Ok(());
             };
-            let left = instance.nothing_left(self.kit.left_over.as_ref(), "all pods are gone");
+            let left = instance.nothing_left(self.left_over, "all pods are gone");
             if left.is_ok() {
                 return Ok(());
             }
@@ -294,7 +300,7 @@ impl<D: NodeDriver> Lifecycle<'_, D> {
                 for step in self.past.iter().chain(&self.fault_plan.steps()) {
                     self.fixture.note(step.clone());
                 }
-                return instance.nothing_left(self.kit.left_over.as_ref(), "all pods are gone");
+                return instance.nothing_left(self.left_over, "all pods are gone");
             }
             tokio::time::sleep(POLL_INTERVAL).await;
         }
@@ -311,7 +317,7 @@ impl<D: NodeDriver> Lifecycle<'_, D> {
         parts.join("; ")
     }
 
-    fn broken(&self, expected: &str, found: impl Into<String>) -> Stop {
+    fn broken(&self, expected: &str, found: impl Into<String>) -> CheckFailure {
         let steps = self.past.iter().cloned().chain(self.fault_plan.steps());
         self.fixture.broken_after(steps, self.rule, expected, found)
     }

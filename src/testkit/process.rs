@@ -24,7 +24,7 @@ const END: Duration = Duration::from_secs(5);
 
 /// A fault at one step of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Fault {
+pub(super) struct StepFault {
     /// Index of the step among those of its sort.
     pub(super) step: usize,
     pub(super) sort: Sort,
@@ -80,7 +80,7 @@ pub(super) enum When {
     After,
 }
 
-impl Fault {
+impl StepFault {
     /// Describes the fault in words.
     pub(super) fn describe(self) -> String {
         let sort = match self.sort {
@@ -103,7 +103,7 @@ impl Fault {
 #[derive(Clone, Debug)]
 pub(super) struct FaultPlan {
     steps: Arc<Mutex<Vec<String>>>,
-    fault: Option<Fault>,
+    fault: Option<StepFault>,
     dead: CancellationToken,
 }
 
@@ -111,7 +111,7 @@ pub(super) struct FaultPlan {
 pub(super) type Injected = Option<(FaultKind, When)>;
 
 impl FaultPlan {
-    pub(super) fn new(fault: Option<Fault>) -> Self {
+    pub(super) fn new(fault: Option<StepFault>) -> Self {
         Self {
             steps: Arc::default(),
             fault,
@@ -330,7 +330,7 @@ mod tests {
     use super::*;
 
     fn fault(sort: Sort, step: usize, kind: FaultKind, when: When) -> FaultPlan {
-        FaultPlan::new(Some(Fault {
+        FaultPlan::new(Some(StepFault {
             step,
             sort,
             kind,

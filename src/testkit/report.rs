@@ -10,7 +10,7 @@ const MAX_CALLS_SHOWN: usize = 24;
 
 /// A rule that the driver has broken.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Finding {
+pub struct BrokenRule {
     /// The broken rule.
     pub rule: Rule,
     /// The check and its step.
@@ -23,7 +23,7 @@ pub struct Finding {
     pub calls: Vec<String>,
 }
 
-impl fmt::Display for Finding {
+impl fmt::Display for BrokenRule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}: {}", self.rule, self.rule.sentence())?;
         writeln!(f, "  tried:    {}", self.tried)?;
@@ -45,14 +45,14 @@ impl fmt::Display for Finding {
 
 /// Result of a driver that has broken no rule.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Report {
+pub struct ConformanceReport {
     /// Checked rules, with the number of checks.
     pub kept: BTreeMap<Rule, usize>,
     /// Rules that could not be checked, with the reason.
     pub not_tried: BTreeMap<Rule, String>,
 }
 
-impl Report {
+impl ConformanceReport {
     pub(super) fn tried(&mut self, rule: Rule) {
         *self.kept.entry(rule).or_default() += 1;
     }
@@ -68,7 +68,7 @@ impl Report {
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for ConformanceReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (rule, times) in &self.kept {
             writeln!(f, "kept       {rule} ({times}): {}", rule.sentence())?;
@@ -85,7 +85,7 @@ impl fmt::Display for Report {
 pub enum Broken {
     /// The driver breaks rules.
     #[error("{}", show(.0))]
-    Rules(Vec<Finding>),
+    Rules(Vec<BrokenRule>),
     /// The settings of the test are invalid, or the machine prevents it.
     #[error("the test cannot be run: {0}")]
     Setup(String),
@@ -101,7 +101,7 @@ impl Broken {
     }
 
     /// The broken rules; empty for an invalid setup.
-    pub fn findings(&self) -> &[Finding] {
+    pub fn findings(&self) -> &[BrokenRule] {
         match self {
             Self::Rules(findings) => findings,
             Self::Setup(_) => &[],
@@ -109,12 +109,12 @@ impl Broken {
     }
 }
 
-fn show(findings: &[Finding]) -> String {
+fn show(findings: &[BrokenRule]) -> String {
     let rules = match findings {
         [_] => "a rule is broken".to_owned(),
         several => format!("{} rules are broken", several.len()),
     };
-    let all: Vec<String> = findings.iter().map(Finding::to_string).collect();
+    let all: Vec<String> = findings.iter().map(BrokenRule::to_string).collect();
     format!("{rules}\n\n{}", all.join("\n"))
 }
 
@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn a_finding_says_rule_expectation_and_the_last_calls() {
-        let finding = Finding {
+        let finding = BrokenRule {
             rule: Rule::RecordedIsHeld,
             tried: "deallocate".into(),
             expected: "0 fit".into(),

@@ -5,9 +5,9 @@ use std::future::Future;
 
 use futures::{StreamExt as _, stream};
 
-use super::fixture::{Done, Stop};
-use super::process::{Fault, FaultKind, Sort, When};
-use super::report::{Broken, Finding, Report};
+use super::fixture::{CheckFailure, CheckResult};
+use super::process::{FaultKind, Sort, StepFault, When};
+use super::report::{Broken, BrokenRule, ConformanceReport};
 use super::rule::Rule;
 
 /// The rules to check; all of them by default.
@@ -24,7 +24,7 @@ impl Selection {
     }
 
     /// Returns whether any of the rules is selected; reports the others as skipped.
-    pub(super) fn any(&self, rules: &[Rule], report: &mut Report) -> bool {
+    pub(super) fn any(&self, rules: &[Rule], report: &mut ConformanceReport) -> bool {
         let (selected, others): (Vec<Rule>, Vec<Rule>) = rules.iter().partition(|rule| self.contains(**rule));
         for rule in others {
             report.skipped(rule, "the test selects other rules");
@@ -35,20 +35,20 @@ impl Selection {
 
 /// The findings of the checks so far.
 #[derive(Debug, Default)]
-pub(super) struct Findings(Vec<Finding>);
+pub(super) struct BrokenRules(Vec<BrokenRule>);
 
-impl Findings {
+impl BrokenRules {
     /// Keeps a broken rule; fails if the test cannot go on.
-    pub(super) fn add(&mut self, done: Done<()>) -> Result<(), Broken> {
+    pub(super) fn add(&mut self, done: CheckResult<()>) -> Result<(), Broken> {
         match done {
             Ok(()) => {}
-            Err(Stop::Rule(finding)) => self.0.push(*finding),
+            Err(CheckFailure::Rule(finding)) => self.0.push(*finding),
             Err(stop) => return Err(stop.into()),
         }
         Ok(())
     }
 
-    pub(super) fn conclude(self, mut report: Report) -> Result<Report, Broken> {
+    pub(super) fn conclude(self, mut report: ConformanceReport) -> Result<ConformanceReport, Broken> {
         report.settle();
         if self.0.is_empty() {
             Ok(report)
@@ -59,14 +59,14 @@ impl Findings {
 }
 
 /// Runs a lifecycle without a fault, which returns its steps, and then with a fault before and after each step that `steps` selects.
-pub(super) async fn lifecycles<F: Future<Output = Done<Vec<String>>>>(
+pub(super) async fn lifecycles<F: Future<Output = CheckResult<Vec<String>>>>(
     selection: &Selection,
     kinds: [(FaultKind, Rule); 3],
     concurrent: usize,
     steps: impl Fn(FaultKind, &[String]) -> Vec<(Sort, usize)>,
-    lifecycle: impl Fn(Option<Fault>) -> F,
-    report: &mut Report,
-) -> Done<()> {
+    lifecycle: impl Fn(Option<StepFault>) -> F,
+    report: &mut ConformanceReport,
+) -> CheckResult<()> {
     let all: Vec<Rule> = [Rule::ServesPods]
         .into_iter()
         .chain(kinds.map(|(_, rule)| rule))
@@ -78,7 +78,7 @@ pub(super) async fn lifecycles<F: Future<Output = Done<Vec<String>>>>(
     report.tried(Rule::ServesPods);
     for (kind, rule) in kinds.into_iter().filter(|(_, rule)| selection.contains(*rule)) {
         let faults = steps(kind, &done).into_iter().flat_map(|(sort, step)| {
-            [When::Before, When::After].map(|when| Fault {
+            [When::Before, When::After].map(|when| StepFault {
                 step,
                 sort,
                 kind,

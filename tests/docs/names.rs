@@ -189,8 +189,8 @@ fn every_reason_among_the_symptoms_is_one_that_is_given() {
     };
     // `tests/docs/lists` compares these lists with the sources.
     let listed = crate::page::page("docs/reference/metrics.md");
-    // Steps of `explain` and states of `devices` have the same form.
-    let mut others: Vec<String> = STEPS.iter().flat_map(|file| steps(file)).collect();
+    // Steps of `explain` and states of `devices` look the same.
+    let mut others: Vec<String> = STEPS.iter().flat_map(|(file, step)| steps(file, step)).collect();
     others.extend(states());
     let symptoms = ["docs/operator/troubleshoot.md", "docs/user/waiting.md"].map(crate::page::page);
     let spans: Vec<&Span> = symptoms.iter().flat_map(|page| &page.spans).collect();
@@ -209,8 +209,11 @@ fn every_reason_among_the_symptoms_is_one_that_is_given() {
     }
 }
 
-/// The files with the steps of `drayman explain`.
-const STEPS: [&str; 2] = ["src/cli/diagnose/explain.rs", "src/cli/diagnose/limits.rs"];
+/// The files and enums with the steps of `drayman explain`.
+const STEPS: [(&str, &str); 2] = [
+    ("src/cli/diagnose/explain.rs", "ClaimStep"),
+    ("src/cli/diagnose/limits.rs", "ExtendedResourceStep"),
+];
 
 /// The states of `drayman devices`.
 fn states() -> Vec<String> {
@@ -223,8 +226,8 @@ fn states() -> Vec<String> {
     values.iter().map(|value| value.get_name().to_owned()).collect()
 }
 
-/// The variants of the enum `Step` in a file.
-fn steps(file: &str) -> Vec<String> {
+/// The variants of an enum of a file, which have no fields.
+fn steps(file: &str, step: &str) -> Vec<String> {
     let text = std::fs::read_to_string(repository(file)).expect("UTF-8");
     let tokens: TokenStream = text.parse().expect("tokens");
     let tokens: Vec<TokenTree> = tokens.into_iter().collect();
@@ -233,7 +236,7 @@ fn steps(file: &str) -> Vec<String> {
             TokenTree::Ident(word),
             TokenTree::Ident(name),
             TokenTree::Group(body),
-        ] if word == "enum" && name == "Step" => Some(body.stream()),
+        ] if word == "enum" && name == step => Some(body.stream()),
         _ => None,
     });
     let variants = body.expect("the enum").into_iter();
@@ -248,8 +251,8 @@ fn steps(file: &str) -> Vec<String> {
 #[test]
 fn every_step_that_explain_may_name_is_on_its_page() {
     let page = crate::page::page("docs/user/waiting.md");
-    for file in STEPS {
-        let steps = steps(file);
+    for (file, step) in STEPS {
+        let steps = steps(file, step);
         assert!(steps.len() > 5, "{file}: {steps:?}");
         for step in steps {
             assert!(

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use drayman::api::handle::DeviceHandle;
-use drayman::testcluster::api::{ApiServer, Changed, Mode};
+use drayman::testcluster::api::{ApiServer, ClusterMode, ObjectChange};
 use drayman::testcluster::kubelet::Kubelet;
 use serde_json::Value;
 
@@ -98,7 +98,7 @@ impl Checker {
             self.version = change.version;
             match change.plural.as_str() {
                 // In structured mode, the scheduler writes claims.
-                "resourceclaims" if self.server.mode() == Mode::Classic => self.claim(&change),
+                "resourceclaims" if self.server.mode() == ClusterMode::Classic => self.claim(&change),
                 "podschedulingcontexts" => self.context(&change),
                 _ => {}
             }
@@ -131,7 +131,7 @@ impl Checker {
     }
 
     /// Checks I6 and I13 for a changed context.
-    fn context(&mut self, change: &Changed) {
+    fn context(&mut self, change: &ObjectChange) {
         let Some(after) = &change.after else { return };
         let name = text(after, "/metadata/name").to_owned();
         let named = list(after, "/spec/potentialNodes")
@@ -207,9 +207,9 @@ impl Checker {
     /// I1 and I14 in the containers.
     fn no_device_in_two_pods(&mut self) {
         let mut holders: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
-        let outfits = self.kubelet.iter().flat_map(Kubelet::outfits);
-        for ((_, pod), containers) in outfits {
-            for (_, host, _) in containers.into_values().flat_map(|outfit| outfit.devices) {
+        let container_configs = self.kubelet.iter().flat_map(Kubelet::container_configs);
+        for ((_, pod), containers) in container_configs {
+            for (_, host, _) in containers.into_values().flat_map(|config| config.devices) {
                 holders.entry(host).or_default().insert(pod.clone());
             }
         }
@@ -218,7 +218,7 @@ impl Checker {
         }
     }
 
-    fn claim(&mut self, change: &Changed) {
+    fn claim(&mut self, change: &ObjectChange) {
         let nothing = Value::Null;
         let before = change.before.as_ref().unwrap_or(&nothing);
         let after = change.after.as_ref().unwrap_or(&nothing);

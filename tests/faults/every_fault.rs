@@ -4,31 +4,31 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use drayman::testcluster::api::Mode;
-use drayman::testcluster::faults::{Place, Planned, Trouble};
+use drayman::testcluster::api::ClusterMode;
+use drayman::testcluster::faults::{Fault, Operation, PlannedFault};
 use tokio::runtime::Runtime;
 
 use crate::not_run::is_root;
 use crate::program::panics;
 use crate::scenario::{COMPANION, CONTROLLER, RunResult, run};
 
-/// By program, place and kind of fault: number of planned and of injected faults.
-type Hits = BTreeMap<(&'static str, Place, Trouble), (u64, u64)>;
+/// By program, operation and kind of fault: number of planned and of injected faults.
+type Hits = BTreeMap<(&'static str, Operation, Fault), (u64, u64)>;
 
 /// Concurrent runs. Each of them mostly waits.
 const AT_ONCE: usize = 12;
 const PROGRAMS: [&str; 2] = [CONTROLLER, COMPANION];
 /// Places that occur in every run. If one is missing, faults are no longer injected there.
-const PLACES: [(&str, Place); 6] = [
-    (CONTROLLER, Place::Request),
-    (CONTROLLER, Place::Event),
-    (COMPANION, Place::Request),
-    (COMPANION, Place::Event),
-    (COMPANION, Place::Disk),
-    (COMPANION, Place::Call),
+const PLACES: [(&str, Operation); 6] = [
+    (CONTROLLER, Operation::Request),
+    (CONTROLLER, Operation::Event),
+    (COMPANION, Operation::Request),
+    (COMPANION, Operation::Event),
+    (COMPANION, Operation::Disk),
+    (COMPANION, Operation::Call),
 ];
 /// Places that occur in every run of structured mode, which has no controller.
-const STRUCTURED_PLACES: [(&str, Place); 4] = [PLACES[2], PLACES[3], PLACES[4], PLACES[5]];
+const STRUCTURED_PLACES: [(&str, Operation); 4] = [PLACES[2], PLACES[3], PLACES[4], PLACES[5]];
 
 fn runtime() -> Runtime {
     tokio::runtime::Builder::new_multi_thread()
@@ -42,11 +42,11 @@ fn number(name: &str, default: usize) -> usize {
     std::env::var(name).map_or(default, |text| text.parse().unwrap())
 }
 
-fn command(mode: Mode, planned: &[Planned]) -> String {
+fn command(mode: ClusterMode, planned: &[PlannedFault]) -> String {
     let planned: Vec<String> = planned.iter().map(ToString::to_string).collect();
     let variable = match mode {
-        Mode::Classic => "FAULT",
-        Mode::Structured => "STRUCTURED_FAULT",
+        ClusterMode::Classic => "FAULT",
+        ClusterMode::Structured => "STRUCTURED_FAULT",
     };
     format!(
         "{variable}={} cargo test --test faults replay -- --nocapture",
@@ -55,20 +55,20 @@ fn command(mode: Mode, planned: &[Planned]) -> String {
 }
 
 /// Parses the output of [`command`].
-fn parse(text: &str) -> Option<Planned> {
+fn parse(text: &str) -> Option<PlannedFault> {
     let parts: Vec<&str> = text.split(':').collect();
-    let [program, place, number, trouble] = parts.as_slice() else {
+    let [program, operation, number, fault] = parts.as_slice() else {
         return None;
     };
-    let place = Place::ALL
+    let operation = Operation::ALL
         .into_iter()
-        .find(|known| format!("{known:?}") == *place)?;
-    let troubles = place.troubles().iter();
-    Some(Planned {
+        .find(|known| format!("{known:?}") == *operation)?;
+    let faults = operation.faults().iter();
+    Some(PlannedFault {
         program: PROGRAMS.into_iter().find(|known| known == program)?,
-        place,
+        operation,
         number: number.parse().ok()?,
-        trouble: *troubles.clone().find(|known| format!("{known:?}") == *trouble)?,
+        fault: *faults.clone().find(|known| format!("{known:?}") == *fault)?,
     })
 }
 
@@ -76,17 +76,17 @@ fn now() -> jiff::Timestamp {
     jiff::Timestamp::now()
 }
 
-/// Every fault at every place of a run without faults.
-fn plans(counts: &BTreeMap<(&'static str, Place), u64>) -> Vec<Planned> {
+/// Every fault at every operation of a run without faults.
+fn plans(counts: &BTreeMap<(&'static str, Operation), u64>) -> Vec<PlannedFault> {
     let mut plans = Vec::new();
-    for (&(program, place), &count) in counts {
+    for (&(program, operation), &count) in counts {
         for number in 1..=count {
-            for &trouble in place.troubles() {
-                plans.push(Planned {
+            for &fault in operation.faults() {
+                plans.push(PlannedFault {
                     program,
-                    place,
+                    operation,
                     number,
-                    trouble,
+                    fault,
                 });
             }
         }
@@ -94,20 +94,18 @@ fn plans(counts: &BTreeMap<(&'static str, Place), u64>) -> Vec<Planned> {
     plans
 }
 
-/// Kills and lost replies at every place, and the other faults, after which the program keeps running, at every fourth. A kill before a
+/// Kills and lost replies at every operation, and the other faults, after which the program keeps running, at every fourth. A kill before a
 /// disk step or an event is almost equivalent to one after the previous step, so it is reduced like the others.
-fn daily(plans: Vec<Planned>) -> Vec<Planned> {
-    let is_daily = |planned: &Planned| {
-        let ends = match planned.place {
-            Place::Disk | Place::Event => &[Trouble::KilledAfter][..],
-            _ => &[Trouble::KilledBefore, Trouble::KilledAfter, Trouble::ReplyLost],
+fn daily(plans: Vec<PlannedFault>) -> Vec<PlannedFault> {
+    let is_daily = |planned: &PlannedFault| {
+        let ends = match planned.operation {
+            Operation::Disk | Operation::Event => &[Fault::KilledAfter][..],
+            _ => &[Fault::KilledBefore, Fault::KilledAfter, Fault::ReplyLost],
         };
-        let troubles = planned.place.troubles().iter();
-        let turn = troubles
-            .zip(0_u64..)
-            .find(|(trouble, _)| **trouble == planned.trouble);
+        let faults = planned.operation.faults().iter();
+        let turn = faults.zip(0_u64..).find(|(fault, _)| **fault == planned.fault);
         let turn = turn.map_or(0, |(_, turn)| turn);
-        ends.contains(&planned.trouble) || planned.number == 1 || (planned.number + turn).is_multiple_of(4)
+        ends.contains(&planned.fault) || planned.number == 1 || (planned.number + turn).is_multiple_of(4)
     };
     plans.into_iter().filter(is_daily).collect()
 }
@@ -117,7 +115,7 @@ fn every_fault_at_every_point_of_a_scenario_is_survived() {
     if !is_root() {
         return;
     }
-    let baseline = every_fault(Mode::Classic, &PLACES);
+    let baseline = every_fault(ClusterMode::Classic, &PLACES);
     // One call for each pod with claims, even for two claims. The third pod is refused a device that a container holds, and retried.
     let is_prepare = |line: &&String| line.contains(" Call ") && line.contains("/NodePrepareResources");
     let of_two = baseline
@@ -135,12 +133,12 @@ fn every_fault_at_every_point_of_a_scenario_is_survived() {
 #[test]
 fn every_fault_in_structured_mode_is_survived() {
     if is_root() {
-        every_fault(Mode::Structured, &STRUCTURED_PLACES);
+        every_fault(ClusterMode::Structured, &STRUCTURED_PLACES);
     }
 }
 
-/// Runs the scenario with every fault at every place, and returns the run without faults.
-fn every_fault(mode: Mode, expected: &[(&'static str, Place)]) -> RunResult {
+/// Runs the scenario with every fault at every operation, and returns the run without faults.
+fn every_fault(mode: ClusterMode, expected: &[(&'static str, Operation)]) -> RunResult {
     let runtime = runtime();
     let baseline = runtime.block_on(run(mode, Vec::new(), now));
     assert_eq!(
@@ -165,7 +163,7 @@ fn every_fault(mode: Mode, expected: &[(&'static str, Place)]) -> RunResult {
     }
     println!("{} runs", plans.len());
     let next = AtomicUsize::new(0);
-    let failures: Mutex<Vec<(Planned, RunResult)>> = Mutex::default();
+    let failures: Mutex<Vec<(PlannedFault, RunResult)>> = Mutex::default();
     let hits: Mutex<Hits> = Mutex::default();
     std::thread::scope(|scope| {
         for _ in 0..number("AT_ONCE", AT_ONCE) {
@@ -182,7 +180,7 @@ fn every_fault(mode: Mode, expected: &[(&'static str, Place)]) -> RunResult {
                     }
                     let result = runtime.block_on(run(mode, vec![planned], now));
                     let mut hits = hits.lock().unwrap();
-                    let kind = (planned.program, planned.place, planned.trouble);
+                    let kind = (planned.program, planned.operation, planned.fault);
                     let (tried, hit) = hits.entry(kind).or_default();
                     *tried += 1;
                     *hit += result.hits.len() as u64;
@@ -200,8 +198,8 @@ fn every_fault(mode: Mode, expected: &[(&'static str, Place)]) -> RunResult {
         println!("{}\n", result.trace.join("\n"));
     }
     let hits = hits.into_inner().unwrap();
-    for ((program, place, trouble), (tried, hit)) in &hits {
-        println!("{program} {place:?} {trouble:?}: {hit} of {tried}");
+    for ((program, operation, fault), (tried, hit)) in &hits {
+        println!("{program} {operation:?} {fault:?}: {hit} of {tried}");
     }
     assert!(
         failures.is_empty(),
@@ -210,10 +208,10 @@ fn every_fault(mode: Mode, expected: &[(&'static str, Place)]) -> RunResult {
         plans.len()
     );
     assert_eq!(panics(), Vec::<String>::new(), "I15");
-    for (program, place) in expected {
-        for &trouble in place.troubles() {
-            let hit = hits.get(&(program, place, trouble)).map_or(0, |(_, hit)| *hit);
-            assert!(hit > 0, "{program} {place:?} {trouble:?} was never injected");
+    for (program, operation) in expected {
+        for &fault in operation.faults() {
+            let hit = hits.get(&(program, operation, fault)).map_or(0, |(_, hit)| *hit);
+            assert!(hit > 0, "{program} {operation:?} {fault:?} was never injected");
         }
     }
     baseline
@@ -222,12 +220,12 @@ fn every_fault(mode: Mode, expected: &[(&'static str, Place)]) -> RunResult {
 /// Repeats the run with the faults in `FAULT` or `STRUCTURED_FAULT`, and prints its trace.
 #[test]
 fn replay() {
-    let classic = std::env::var("FAULT").map(|text| (Mode::Classic, text));
-    let structured = || std::env::var("STRUCTURED_FAULT").map(|text| (Mode::Structured, text));
+    let classic = std::env::var("FAULT").map(|text| (ClusterMode::Classic, text));
+    let structured = || std::env::var("STRUCTURED_FAULT").map(|text| (ClusterMode::Structured, text));
     let Ok((mode, text)) = classic.or_else(|_| structured()) else {
         return;
     };
-    let planned: Vec<Planned> = text.split(',').map(|text| parse(text).unwrap()).collect();
+    let planned: Vec<PlannedFault> = text.split(',').map(|text| parse(text).unwrap()).collect();
     let result = runtime().block_on(run(mode, planned, now));
     println!("{}", result.trace.join("\n"));
     assert_eq!(result.violations, Vec::<String>::new());
@@ -236,13 +234,13 @@ fn replay() {
 
 #[test]
 fn a_printed_command_can_be_parsed() {
-    for place in Place::ALL {
-        for &trouble in place.troubles() {
-            let planned = Planned {
+    for operation in Operation::ALL {
+        for &fault in operation.faults() {
+            let planned = PlannedFault {
                 program: COMPANION,
-                place,
+                operation,
                 number: 7,
-                trouble,
+                fault,
             };
             assert_eq!(parse(&planned.to_string()), Some(planned));
         }

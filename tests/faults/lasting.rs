@@ -7,10 +7,10 @@ use std::time::Duration;
 use drayman::api::crd::NodeInventory;
 use drayman::controller::Controller;
 use drayman::host::HostDriver;
-use drayman::testcluster::api::{ApiServer, Mode};
-use drayman::testcluster::faults::{Faults, Place, Planned, Trouble};
-use drayman::testcluster::source::Source;
-use drayman::testcluster::stage::Stage;
+use drayman::testcluster::api::{ApiServer, ClusterMode};
+use drayman::testcluster::clock_and_rng::ClockAndRng;
+use drayman::testcluster::cluster::TestCluster;
+use drayman::testcluster::faults::{Fault, Faults, Operation, PlannedFault};
 use jiff::{SignedDuration, Timestamp};
 use kube::api::{Api, Patch, PatchParams};
 use serde_json::json;
@@ -38,7 +38,7 @@ fn the_clock_of_the_api_server_may_jump_by_an_hour() {
     if !is_root() {
         return;
     }
-    let result = runtime().block_on(run(Mode::Classic, Vec::new(), jumping));
+    let result = runtime().block_on(run(ClusterMode::Classic, Vec::new(), jumping));
     assert_eq!(
         result.violations,
         Vec::<String>::new(),
@@ -52,7 +52,7 @@ fn the_first_lists_come_from_the_quorum_and_not_a_cache() {
     if !is_root() {
         return;
     }
-    let result = runtime().block_on(run(Mode::Classic, Vec::new(), Timestamp::now));
+    let result = runtime().block_on(run(ClusterMode::Classic, Vec::new(), Timestamp::now));
     assert_eq!(result.violations, Vec::<String>::new());
     let requests = result
         .trace
@@ -77,8 +77,8 @@ fn the_first_lists_come_from_the_quorum_and_not_a_cache() {
 }
 
 /// A control plane with the inventory of a node with this many devices, without the node itself.
-pub(crate) async fn control_plane(devices: usize) -> Stage {
-    let cluster = Stage::start(Source::new(Box::new(Timestamp::now), 1));
+pub(crate) async fn control_plane(devices: usize) -> TestCluster {
+    let cluster = TestCluster::start(ClockAndRng::new(Box::new(Timestamp::now), 1));
     for definition in drayman::api::crd::definitions() {
         cluster
             .apply(&serde_json::to_string(&definition).unwrap())
@@ -106,7 +106,7 @@ pub(crate) async fn control_plane(devices: usize) -> Stage {
     cluster
 }
 
-pub(crate) fn make_claim(cluster: &Stage, name: &str) {
+pub(crate) fn make_claim(cluster: &TestCluster, name: &str) {
     let claim = format!(
         "apiVersion: resource.k8s.io/v1alpha2\nkind: ResourceClaim\nmetadata: {{name: {name}, namespace: default}}\n\
          spec: {{resourceClassName: test, allocationMode: Immediate}}\n"
@@ -136,11 +136,11 @@ async fn a_watch_that_hangs_without_an_end_is_begun_anew() {
     let (mut hung, mut events) = (0, 4);
     let mut number = 1;
     while number <= events {
-        let faults = Faults::new(vec![Planned {
+        let faults = Faults::new(vec![PlannedFault {
             program: CONTROLLER,
-            place: Place::Event,
+            operation: Operation::Event,
             number,
-            trouble: Trouble::Lost,
+            fault: Fault::Lost,
         }]);
         faults.count(true);
         let cluster = control_plane(2).await;
@@ -156,7 +156,7 @@ async fn a_watch_that_hangs_without_an_end_is_begun_anew() {
                 faults.trace().join("\n")
             );
         }
-        events = events.max(faults.counts()[&(CONTROLLER, Place::Event)]);
+        events = events.max(faults.counts()[&(CONTROLLER, Operation::Event)]);
         hung += faults.hits().len();
         process.stop().cancel();
         assert!(serving.await.unwrap());
@@ -247,11 +247,11 @@ fn asked(trace: &[String]) -> Vec<(u64, bool)> {
 async fn a_busy_api_server_is_not_asked_before_retry_after() {
     let (mut refused, mut requests, mut number) = (0, 1, 1);
     while number <= requests {
-        let faults = Faults::new(vec![Planned {
+        let faults = Faults::new(vec![PlannedFault {
             program: CONTROLLER,
-            place: Place::Request,
+            operation: Operation::Request,
             number,
-            trouble: Trouble::Busy,
+            fault: Fault::Busy,
         }]);
         let cluster = control_plane(1).await;
         let process = faults.begin(CONTROLLER);
@@ -272,7 +272,7 @@ async fn a_busy_api_server_is_not_asked_before_retry_after() {
                 .find(|(moment, _)| (throttled_at + 1..throttled_at + 1000).contains(moment));
             assert_eq!(early, None, "request {number}:\n{}", trace.join("\n"));
         }
-        requests = requests.max(faults.counts()[&(CONTROLLER, Place::Request)]);
+        requests = requests.max(faults.counts()[&(CONTROLLER, Operation::Request)]);
         process.stop().cancel();
         let served = serving.await.unwrap();
         assert!(served || asked.is_empty());

@@ -11,7 +11,7 @@ use drayman::api::resource::ResourceClaim;
 use drayman::controller::{Controller, LeaderElection};
 use drayman::host::HostDriver;
 use drayman::testcluster::api::ApiServer;
-use drayman::testcluster::faults::{Faults, Life, Place, Planned, Trouble};
+use drayman::testcluster::faults::{Fault, Faults, Operation, PlannedFault, ProgramProcess};
 use kube::api::{Api, DeleteParams};
 use tokio_util::sync::CancellationToken;
 
@@ -40,7 +40,7 @@ fn start(
     shutdown: &CancellationToken,
 ) -> JoinHandle<Vec<String>> {
     let (server, identities) = (server.clone(), identities.clone());
-    let start = move |process: Life| {
+    let start = move |process: ProgramProcess| {
         let client = process.client(&server);
         let identities = identities.clone();
         let running = async move {
@@ -71,7 +71,7 @@ struct RunResult {
 }
 
 /// Claims for the only device come and go while two controllers compete.
-async fn run(planned: Vec<Planned>) -> RunResult {
+async fn run(planned: Vec<PlannedFault>) -> RunResult {
     let cluster = control_plane(1).await;
     let server = cluster.server().clone();
     let faults = Faults::new(planned);
@@ -133,9 +133,9 @@ fn watch_writers(
     checker: &Arc<Mutex<Checker>>,
 ) {
     let (server, identities, checker) = (server.clone(), identities.clone(), checker.clone());
-    faults.look(move |program, place, what| {
+    faults.observe(move |program, operation, what| {
         // Events do not count.
-        if place != Place::Request || what.starts_with("GET ") || what.contains("/events") {
+        if operation != Operation::Request || what.starts_with("GET ") || what.contains("/events") {
             return;
         }
         let leases = server.objects("leases");
@@ -166,15 +166,15 @@ fn no_fault_of_the_lease_lets_two_controllers_write() {
     let mut plans = Vec::new();
     for (turn, program) in LEADERS.into_iter().enumerate() {
         for number in 1..=REQUESTS {
-            for (index, &trouble) in Place::Lease.troubles().iter().enumerate() {
+            for (index, &fault) in Operation::Lease.faults().iter().enumerate() {
                 // Each fault at two of each controller's requests; with EVERY_FAULT, at all of them.
                 let is_daily = (index + turn) as u64 % 2 == number % 2;
                 if is_daily || std::env::var("EVERY_FAULT").is_ok() {
-                    plans.push(Planned {
+                    plans.push(PlannedFault {
                         program,
-                        place: Place::Lease,
+                        operation: Operation::Lease,
                         number,
-                        trouble,
+                        fault,
                     });
                 }
             }
@@ -182,7 +182,7 @@ fn no_fault_of_the_lease_lets_two_controllers_write() {
     }
     println!("{} runs", plans.len());
     let next = AtomicUsize::new(0);
-    let results: Mutex<Vec<(Planned, RunResult)>> = Mutex::default();
+    let results: Mutex<Vec<(PlannedFault, RunResult)>> = Mutex::default();
     std::thread::scope(|scope| {
         for _ in 0..AT_ONCE {
             scope.spawn(|| {
@@ -194,8 +194,8 @@ fn no_fault_of_the_lease_lets_two_controllers_write() {
         }
     });
     let mut results = results.into_inner().unwrap();
-    let injected = |results: &[(Planned, RunResult)], program: &str, trouble: Trouble| {
-        let of_kind = |planned: &Planned| planned.program == program && planned.trouble == trouble;
+    let injected = |results: &[(PlannedFault, RunResult)], program: &str, fault: Fault| {
+        let of_kind = |planned: &PlannedFault| planned.program == program && planned.fault == fault;
         results
             .iter()
             .any(|(planned, result)| of_kind(planned) && result.hits > 0)
@@ -203,17 +203,17 @@ fn no_fault_of_the_lease_lets_two_controllers_write() {
     // The number of requests of the standby depends on timing. A fault that was not injected has to occur at another request; every
     // controller makes the first.
     for program in LEADERS {
-        for &trouble in Place::Lease.troubles() {
+        for &fault in Operation::Lease.faults() {
             for number in 1..=REQUESTS {
-                if injected(&results, program, trouble) {
+                if injected(&results, program, fault) {
                     break;
                 }
-                let place = Place::Lease;
-                let planned = Planned {
+                let operation = Operation::Lease;
+                let planned = PlannedFault {
                     program,
-                    place,
+                    operation,
                     number,
-                    trouble,
+                    fault,
                 };
                 results.push((planned, runtime.block_on(run(vec![planned]))));
             }
@@ -239,9 +239,9 @@ fn no_fault_of_the_lease_lets_two_controllers_write() {
     assert_eq!(failed, 0, "of {} runs", results.len());
     assert_eq!(panics(), Vec::<String>::new(), "I15");
     for program in LEADERS {
-        for &trouble in Place::Lease.troubles() {
-            let injected = injected(&results, program, trouble);
-            assert!(injected, "{program} {trouble:?} was never injected");
+        for &fault in Operation::Lease.faults() {
+            let injected = injected(&results, program, fault);
+            assert!(injected, "{program} {fault:?} was never injected");
         }
     }
 }

@@ -6,7 +6,7 @@ use std::sync::{Mutex, Once, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use drayman::testcluster::faults::{Faults, Life};
+use drayman::testcluster::faults::{Faults, ProgramProcess};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
@@ -18,7 +18,8 @@ const RESTARTS: usize = 20;
 const END: Duration = Duration::from_secs(60);
 
 /// Starts a program.
-pub(crate) type Start = Box<dyn Fn(Life) -> Pin<Box<dyn Future<Output = Result<(), String>> + Send>> + Send>;
+pub(crate) type Start =
+    Box<dyn Fn(ProgramProcess) -> Pin<Box<dyn Future<Output = Result<(), String>> + Send>> + Send>;
 
 static PANICS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
@@ -68,7 +69,7 @@ pub(crate) fn run(
                     .build()
                     .unwrap();
                 let end = runtime.block_on(run_once(&process, &shutdown, &start));
-                process.bury();
+                process.mark_ended();
                 runtime.shutdown_timeout(Duration::from_secs(10));
                 match end {
                     End::Killed => {}
@@ -93,7 +94,7 @@ pub(crate) fn run(
         .unwrap()
 }
 
-async fn run_once(process: &Life, shutdown: &CancellationToken, start: &Start) -> End {
+async fn run_once(process: &ProgramProcess, shutdown: &CancellationToken, start: &Start) -> End {
     let mut running = start(process.clone());
     tokio::select! {
         biased;

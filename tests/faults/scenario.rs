@@ -10,10 +10,10 @@ use drayman::controller::Controller;
 use drayman::core::prepare::containers::Conflicting;
 use drayman::host::HostDriver;
 use drayman::testcluster::api::{self, ApiServer};
-use drayman::testcluster::faults::{Faults, Life, Place, Planned};
-use drayman::testcluster::kubelet::{Kubelet, NodePlace};
-use drayman::testcluster::source::Source;
-use drayman::testcluster::stage::Stage;
+use drayman::testcluster::clock_and_rng::ClockAndRng;
+use drayman::testcluster::cluster::TestCluster;
+use drayman::testcluster::faults::{Faults, Operation, PlannedFault, ProgramProcess};
+use drayman::testcluster::kubelet::{Kubelet, TestNode};
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::api::{Api, DeleteParams, PostParams};
@@ -43,55 +43,49 @@ pub(crate) type Clock = fn() -> jiff::Timestamp;
 #[derive(Debug)]
 pub(crate) struct RunResult {
     pub(crate) violations: Vec<String>,
-    pub(crate) counts: BTreeMap<(&'static str, Place), u64>,
-    pub(crate) hits: Vec<Planned>,
+    pub(crate) counts: BTreeMap<(&'static str, Operation), u64>,
+    pub(crate) hits: Vec<PlannedFault>,
     pub(crate) trace: Vec<String>,
 }
 
 /// A node with one device for each of two kinds of mode `claims` and one of mode `both`.
-fn make_node(directory: &Path) -> std::io::Result<NodePlace> {
-    let mut place = NodePlace::within("node-a", directory);
-    place.dev = directory.join("dev");
-    place.make()?;
-    std::fs::create_dir_all(&place.dev)?;
+fn make_node(directory: &Path) -> std::io::Result<TestNode> {
+    let mut node = TestNode::within("node-a", directory);
+    node.dev = directory.join("dev");
+    node.make()?;
+    std::fs::create_dir_all(&node.dev)?;
     for (minor, name) in ["test-0", "camera-0", "other-0"].into_iter().enumerate() {
         let numbers = makedev(240, u32::try_from(minor).unwrap_or_default());
         let mode = Mode::RUSR | Mode::WUSR;
-        mknodat(
-            CWD,
-            place.dev.join(name),
-            FileType::CharacterDevice,
-            mode,
-            numbers,
-        )?;
+        mknodat(CWD, node.dev.join(name), FileType::CharacterDevice, mode, numbers)?;
     }
     let configuration = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n\
         - {name: test, paths: [\"/dev/test-*\"]}\n\
         - {name: other, paths: [\"/dev/other-*\"]}\n\
         - {name: camera, mode: both, resourceName: example.com/camera, paths: [\"/dev/camera-*\"]}\n";
     std::fs::write(directory.join("node.yaml"), configuration)?;
-    Ok(place)
+    Ok(node)
 }
 
 struct Scenario {
     server: ApiServer,
     kubelet: Kubelet,
-    place: NodePlace,
-    cluster: Stage,
+    node: TestNode,
+    cluster: TestCluster,
     faults: Faults,
     checker: Arc<Mutex<Checker>>,
     never: Option<String>,
 }
 
 /// Runs the scenario of a mode with these faults.
-pub(crate) async fn run(mode: api::Mode, planned: Vec<Planned>, clock: Clock) -> RunResult {
+pub(crate) async fn run(mode: api::ClusterMode, planned: Vec<PlannedFault>, clock: Clock) -> RunResult {
     let directory = tempfile::tempdir().unwrap();
-    let place = make_node(directory.path()).unwrap();
+    let node = make_node(directory.path()).unwrap();
     let faults = Faults::new(planned);
-    let mut cluster = Stage::with_mode(Source::new(Box::new(clock), 1), mode);
+    let mut cluster = TestCluster::with_mode(ClockAndRng::new(Box::new(clock), 1), mode);
     let server = cluster.server().clone();
-    let is_structured = mode == api::Mode::Structured;
-    let kubelet = Kubelet::with_faults(&server, place.clone(), &faults, COMPANION);
+    let is_structured = mode == api::ClusterMode::Structured;
+    let kubelet = Kubelet::with_faults(&server, node.clone(), &faults, COMPANION);
     if is_structured {
         for kind in ["test", "other"] {
             cluster.apply(&structured_class(kind)).unwrap();
@@ -112,25 +106,19 @@ pub(crate) async fn run(mode: api::Mode, planned: Vec<Planned>, clock: Clock) ->
         cluster.apply(&of_another_driver()).unwrap();
     }
     let checker = Arc::new(Mutex::new(Checker::new(&server, Some(&kubelet))));
-    check_records(&faults, &place, &checker);
+    check_records(&faults, &node, &checker);
     let checking = tokio::spawn(check(server.clone(), checker.clone()));
     let shutdown = CancellationToken::new();
     faults.count(true);
     let configuration = directory.path().join("node.yaml");
-    let mut programs = vec![start_companion(
-        &faults,
-        &server,
-        &place,
-        configuration,
-        &shutdown,
-    )];
+    let mut programs = vec![start_companion(&faults, &server, &node, configuration, &shutdown)];
     if !is_structured {
         programs.push(start_controller(&faults, &server, &shutdown));
     }
     let mut scenario = Scenario {
         server,
         kubelet,
-        place,
+        node,
         cluster,
         faults: faults.clone(),
         checker: checker.clone(),
@@ -163,19 +151,19 @@ pub(crate) async fn run(mode: api::Mode, planned: Vec<Planned>, clock: Clock) ->
 }
 
 /// Checks I14 after every disk step, and at every answer to Prepare.
-fn check_records(faults: &Faults, place: &NodePlace, checker: &Arc<Mutex<Checker>>) {
-    let (cdi, checkpoint) = (place.cdi.clone(), state(place).join("checkpoint.json"));
+fn check_records(faults: &Faults, node: &TestNode, checker: &Arc<Mutex<Checker>>) {
+    let (cdi, checkpoint) = (node.cdi.clone(), state(node).join("checkpoint.json"));
     let checker = checker.clone();
     // A failed step leaves less than required until it is repeated.
     let may_fail = faults
         .planned()
         .iter()
-        .any(|planned| planned.place == Place::Disk);
-    faults.look(move |_, place, what| {
-        let wrong = match place {
-            Place::Disk => files_without_entry(&cdi, &checkpoint),
+        .any(|planned| planned.operation == Operation::Disk);
+    faults.observe(move |_, operation, what| {
+        let wrong = match operation {
+            Operation::Disk => files_without_entry(&cdi, &checkpoint),
             // At the answer to another call, an Unprepare may be in progress, which removes the file first.
-            Place::Call if !may_fail && what.ends_with("/NodePrepareResources") => {
+            Operation::Call if !may_fail && what.ends_with("/NodePrepareResources") => {
                 entries_without_file(&cdi, &checkpoint)
             }
             _ => Vec::new(),
@@ -188,8 +176,8 @@ fn check_records(faults: &Faults, place: &NodePlace, checker: &Arc<Mutex<Checker
 }
 
 /// The state directory of the companion.
-fn state(place: &NodePlace) -> PathBuf {
-    place.root.join("plugins").join(DRIVER)
+fn state(node: &TestNode) -> PathBuf {
+    node.root.join("plugins").join(DRIVER)
 }
 
 /// Checks every change, and the containers between changes.
@@ -210,7 +198,7 @@ fn start_controller(
     shutdown: &CancellationToken,
 ) -> std::thread::JoinHandle<Vec<String>> {
     let server = server.clone();
-    let start = move |process: Life| {
+    let start = move |process: ProgramProcess| {
         let client = process.client(&server);
         let running = async move {
             let stop = process.stop().clone();
@@ -229,13 +217,13 @@ fn start_controller(
 fn start_companion(
     faults: &Faults,
     server: &ApiServer,
-    place: &NodePlace,
+    node: &TestNode,
     configuration: PathBuf,
     shutdown: &CancellationToken,
 ) -> std::thread::JoinHandle<Vec<String>> {
-    let (server, place) = (server.clone(), place.clone());
-    let start = move |process: Life| {
-        let mut options = place.options(&configuration, process.client(&server));
+    let (server, node) = (server.clone(), node.clone());
+    let start = move |process: ProgramProcess| {
+        let mut options = node.options(&configuration, process.client(&server));
         options.disk = process.disk();
         let running = async move {
             let running = drayman::node::run::run(options, process.stop().clone());
@@ -438,12 +426,12 @@ impl Scenario {
 
     /// Checks that a running container has the requested devices.
     fn check_devices(&mut self, name: &str, wanted: usize) {
-        let outfits = self.kubelet.outfits();
-        let devices = outfits
+        let configs = self.kubelet.container_configs();
+        let devices = configs
             .get(&("default".to_owned(), name.to_owned()))
             .into_iter()
             .flat_map(BTreeMap::values)
-            .map(|outfit| outfit.devices.len())
+            .map(|config| config.devices.len())
             .sum::<usize>();
         if devices != wanted && self.never.is_none() && !self.is_broken() {
             self.never = Some(format!("{name} runs with {devices} devices"));
@@ -478,8 +466,8 @@ impl Scenario {
             .flat_map(|plural| self.server.objects(plural))
             .map(|object| text(&object, "/metadata/name").to_owned())
             .collect();
-        let state = state(&self.place);
-        for directory in [&self.place.cdi, &state] {
+        let state = state(&self.node);
+        for directory in [&self.node.cdi, &state] {
             for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
                 let name = entry.file_name().to_string_lossy().into_owned();
                 if ["-claim_", ".tmp", "damaged"]
@@ -503,7 +491,7 @@ impl Scenario {
         let end = Instant::now() + TIMEOUT;
         let asked = |scenario: &Self| {
             let counts = scenario.faults.counts();
-            let of = |program| counts.get(&(program, Place::Request)).copied();
+            let of = |program| counts.get(&(program, Operation::Request)).copied();
             (of(CONTROLLER), of(COMPANION))
         };
         let mut last = (asked(self), Instant::now());

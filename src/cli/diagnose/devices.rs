@@ -73,6 +73,29 @@ impl fmt::Display for DeviceState {
 }
 
 impl DeviceRow {
+    /// Returns the row of a device that claims hold and nothing lists.
+    pub(super) fn gone(
+        driver: &str,
+        node: String,
+        device: String,
+        cause: &str,
+        holders: Vec<DeviceHolder>,
+    ) -> Self {
+        Self {
+            node,
+            node_uid: String::new(),
+            device,
+            kind: String::new(),
+            driver: driver.to_owned(),
+            mode: None,
+            state: DeviceState::Gone,
+            cause: Some(cause.to_owned()),
+            shares: 1,
+            holders,
+            attributes: BTreeMap::new(),
+        }
+    }
+
     /// Returns `node/device`.
     pub fn name(&self) -> String {
         format!("{}/{}", self.node, self.device)
@@ -90,7 +113,7 @@ impl DeviceRow {
 /// A claim that holds a device.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-pub struct Holder {
+pub struct DeviceHolder {
     /// `namespace/name` of the claim.
     pub claim: String,
     /// The claim's request that the device satisfies.
@@ -123,7 +146,7 @@ pub struct DeviceRow {
     /// Maximum number of claims that can hold the device at once.
     pub shares: usize,
     /// Claims that hold the device.
-    pub holders: Vec<Holder>,
+    pub holders: Vec<DeviceHolder>,
     /// Attributes, by qualified name.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub attributes: BTreeMap<String, String>,
@@ -143,6 +166,11 @@ pub struct DeviceTable {
 }
 
 impl DeviceTable {
+    pub(super) fn sort(&mut self) {
+        self.devices
+            .sort_by(|a, b| (&a.node, &a.device, &a.node_uid).cmp(&(&b.node, &b.device, &b.node_uid)));
+    }
+
     /// Returns the rows that differ from `earlier`; devices that are no longer listed are [`DeviceState::Gone`].
     #[must_use]
     pub fn changed_since(&self, earlier: &Self) -> Self {
@@ -183,7 +211,7 @@ impl DeviceTable {
 pub fn devices(driver: &str, inventories: &[NodeInventory], claims: &[ResourceClaim]) -> DeviceTable {
     let mut table = DeviceTable::default();
     // By node uid and device name.
-    let mut held: BTreeMap<(String, String), (String, Vec<Holder>)> = BTreeMap::new();
+    let mut held: BTreeMap<(String, String), (String, Vec<DeviceHolder>)> = BTreeMap::new();
     for claim in claims {
         let status = &claim.status;
         let Some(allocation) = status.allocation_of(driver) else {
@@ -199,7 +227,7 @@ pub fn devices(driver: &str, inventories: &[NodeInventory], claims: &[ResourceCl
                     let (_, holders) = held
                         .entry(place)
                         .or_insert_with(|| (grant.node_name.to_string(), Vec::new()));
-                    holders.push(Holder {
+                    holders.push(DeviceHolder {
                         claim: qualified_name(claim),
                         request: device.request,
                         pods: pods.clone(),
@@ -256,23 +284,11 @@ pub fn devices(driver: &str, inventories: &[NodeInventory], claims: &[ResourceCl
     }
     for ((node_uid, device), (node, mut holders)) in held {
         holders.sort();
-        table.devices.push(DeviceRow {
-            node,
-            node_uid,
-            device,
-            kind: String::new(),
-            driver: driver.to_owned(),
-            mode: None,
-            state: DeviceState::Gone,
-            cause: Some("a claim holds it, but no inventory of this node lists it".to_owned()),
-            shares: 1,
-            holders,
-            attributes: BTreeMap::new(),
-        });
+        let cause = "a claim holds it, but no inventory of this node lists it";
+        let gone = DeviceRow::gone(driver, node, device, cause, holders);
+        table.devices.push(DeviceRow { node_uid, ..gone });
     }
-    table
-        .devices
-        .sort_by(|a, b| (&a.node, &a.device, &a.node_uid).cmp(&(&b.node, &b.device, &b.node_uid)));
+    table.sort();
     table
 }
 
@@ -333,7 +349,7 @@ mod tests {
             states(&table),
             [("a", DeviceState::Free), ("b", DeviceState::Held)]
         );
-        let holder = Holder {
+        let holder = DeviceHolder {
             claim: "shop/one".into(),
             request: "device".into(),
             pods: vec!["till".into()],

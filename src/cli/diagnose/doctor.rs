@@ -28,7 +28,7 @@ pub enum Level {
 /// A check and its result.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-pub struct Finding {
+pub struct DoctorFinding {
     /// Severity.
     pub level: Level,
     /// Name of the check.
@@ -40,7 +40,7 @@ pub struct Finding {
     pub fix: Option<String>,
 }
 
-impl Finding {
+impl DoctorFinding {
     /// Returns a finding without a problem.
     pub fn fine(check: &'static str, message: impl Into<String>) -> Self {
         Self {
@@ -94,7 +94,7 @@ pub fn server(
     minor: &str,
     serves_resource: Result<bool, &str>,
     needs_claims: bool,
-) -> Vec<Finding> {
+) -> Vec<DoctorFinding> {
     let number: String = minor.chars().take_while(char::is_ascii_digit).collect();
     let version = format!("Kubernetes {major}.{minor}");
     let classic = major == "1" && number.parse::<u32>().is_ok_and(|minor| MINORS.contains(&minor));
@@ -103,15 +103,15 @@ pub fn server(
     let can_claim = classic && serves_resource != Ok(false);
     if !needs_claims && !can_claim {
         let what = "does not serve classic Dynamic Resource Allocation, which no device here needs: all are extended resources";
-        return vec![Finding::fine(check, format!("{version} {what}"))];
+        return vec![DoctorFinding::fine(check, format!("{version} {what}"))];
     }
     let mut findings = vec![if classic {
-        Finding::fine(
+        DoctorFinding::fine(
             check,
             format!("{version} has classic Dynamic Resource Allocation"),
         )
     } else {
-        Finding::problem(
+        DoctorFinding::problem(
             check,
             format!("{version} does not have resource.k8s.io/v1alpha2 in the form of 1.27 to 1.{newest}"),
             "claims cannot be served here; devices of mode extended-resource still can, through the device plugin API",
@@ -119,15 +119,15 @@ pub fn server(
     }];
     let check = "api";
     findings.push(match serves_resource {
-        Ok(true) => Finding::fine(check, "resource.k8s.io/v1alpha2 is served"),
-        Ok(false) => Finding::problem(
+        Ok(true) => DoctorFinding::fine(check, "resource.k8s.io/v1alpha2 is served"),
+        Ok(false) => DoctorFinding::problem(
             check,
             "resource.k8s.io/v1alpha2 is not served",
             "start kube-apiserver with --feature-gates=DynamicResourceAllocation=true and \
              --runtime-config=resource.k8s.io/v1alpha2=true, and set the gate in kube-controller-manager, kube-scheduler \
              and every kubelet too",
         ),
-        Err(error) => Finding::warning(
+        Err(error) => DoctorFinding::warning(
             check,
             format!("it is not known whether resource.k8s.io/v1alpha2 is served: {error}"),
             "if you may not read the path /apis, ask for the ClusterRole system:discovery; otherwise see the API server's log",
@@ -141,27 +141,29 @@ pub fn definitions<'a>(
     wanted: impl IntoIterator<Item = &'a str>,
     version: &str,
     found: &BTreeMap<String, Vec<String>>,
-) -> Vec<Finding> {
+) -> Vec<DoctorFinding> {
     let check = "definitions";
     let fix = "drayman crds | kubectl apply --server-side --force-conflicts -f -";
-    let wrong: Vec<Finding> = wanted
+    let wrong: Vec<DoctorFinding> = wanted
         .into_iter()
         .filter_map(|name| match found.get(name) {
-            None => Some(Finding::problem(
+            None => Some(DoctorFinding::problem(
                 check,
                 format!("CustomResourceDefinition {name} is missing"),
                 fix,
             )),
-            Some(versions) if !versions.iter().any(|served| served == version) => Some(Finding::problem(
-                check,
-                format!("CustomResourceDefinition {name} does not serve {version}"),
-                fix,
-            )),
+            Some(versions) if !versions.iter().any(|served| served == version) => {
+                Some(DoctorFinding::problem(
+                    check,
+                    format!("CustomResourceDefinition {name} does not serve {version}"),
+                    fix,
+                ))
+            }
             Some(_) => None,
         })
         .collect();
     if wrong.is_empty() {
-        vec![Finding::fine(
+        vec![DoctorFinding::fine(
             check,
             format!("all kinds of drayman.dev/{version} are defined"),
         )]
@@ -176,13 +178,13 @@ pub fn lease(
     lease: Option<(Timestamp, SignedDuration, &str)>,
     now: Timestamp,
     needs_claims: bool,
-) -> Finding {
+) -> DoctorFinding {
     let check = "controller";
     match lease {
         None if !needs_claims => {
-            Finding::fine(check, "none leads, and none is needed for extended resources")
+            DoctorFinding::fine(check, "none leads, and none is needed for extended resources")
         }
-        None => Finding::warning(
+        None => DoctorFinding::warning(
             check,
             "the driver has no Lease, so it is unknown whether a controller runs",
             "check that its Deployment is ready; with --leader-elect it holds a Lease",
@@ -191,19 +193,19 @@ pub fn lease(
             let age = now.duration_since(renewed);
             let seconds = age.as_secs();
             if holder.is_empty() {
-                Finding::problem(
+                DoctorFinding::problem(
                     check,
                     "no controller leads",
                     "start one: kubectl get deployments -A",
                 )
             } else if age > duration {
-                Finding::problem(
+                DoctorFinding::problem(
                     check,
                     format!("{holder} stopped leading {seconds} s ago, and no controller has taken over"),
                     "check the controller's pods and logs",
                 )
             } else {
-                Finding::fine(check, format!("{holder} leads"))
+                DoctorFinding::fine(check, format!("{holder} leads"))
             }
         }
     }
@@ -216,7 +218,7 @@ pub fn classes(
     classes: &[ResourceClass],
     parameters: &BTreeMap<String, String>,
     kinds: &BTreeSet<String>,
-) -> Vec<Finding> {
+) -> Vec<DoctorFinding> {
     let check = "classes";
     let mut findings = Vec::new();
     let mut ours = 0;
@@ -224,7 +226,7 @@ pub fn classes(
         let name = class.metadata.name.as_deref().unwrap_or_default();
         if class.driver_name != driver {
             if class.driver_name.eq_ignore_ascii_case(driver) {
-                findings.push(Finding::problem(
+                findings.push(DoctorFinding::problem(
                     check,
                     format!(
                         "ResourceClass {name} has driverName {}, which is not {driver}",
@@ -237,7 +239,7 @@ pub fn classes(
         }
         ours += 1;
         if class.structured_parameters == Some(true) {
-            findings.push(Finding::problem(
+            findings.push(DoctorFinding::problem(
                 check,
                 format!("ResourceClass {name} has structuredParameters, which drayman ignores"),
                 "recreate the class without structuredParameters",
@@ -245,18 +247,18 @@ pub fn classes(
             continue;
         }
         match class_reference(class) {
-            Err(error) => findings.push(Finding::problem(
+            Err(error) => findings.push(DoctorFinding::problem(
                 check,
                 error.to_string(),
                 "make the class anew so",
             )),
             Ok(reference) => match parameters.get(reference) {
-                None => findings.push(Finding::problem(
+                None => findings.push(DoctorFinding::problem(
                     check,
                     format!("ResourceClass {name}: there is no DeviceClassParameters {reference}"),
                     "create it",
                 )),
-                Some(kind) if !kinds.contains(kind) => findings.push(Finding::warning(
+                Some(kind) if !kinds.contains(kind) => findings.push(DoctorFinding::warning(
                     check,
                     format!("ResourceClass {name}: no node has a device of kind {kind}"),
                     "check the kinds of the nodes' configuration, and run `drayman node discover` on a node",
@@ -266,13 +268,13 @@ pub fn classes(
         }
     }
     if ours == 0 {
-        findings.push(Finding::warning(
+        findings.push(DoctorFinding::warning(
             check,
             format!("no ResourceClass has driverName {driver}"),
             "create one; until then no claim can ask for a device",
         ));
     } else if findings.is_empty() {
-        findings.push(Finding::fine(
+        findings.push(DoctorFinding::fine(
             check,
             format!("{ours} of driver {driver}, all usable"),
         ));
@@ -282,7 +284,7 @@ pub fn classes(
 
 /// Returns the worst level, for tests.
 #[cfg(test)]
-pub(super) fn worst(findings: &[Finding]) -> Level {
+pub(super) fn worst(findings: &[DoctorFinding]) -> Level {
     let levels = findings.iter().map(|finding| finding.level);
     levels.max().unwrap_or(Level::Fine)
 }

@@ -14,7 +14,7 @@ use crate::core::claims::{Resolved, is_made_for, resolve};
 
 /// Step of a claim on its way to a running pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
-pub enum Step {
+pub enum ClaimStep {
     /// The pod's entry needs no claim.
     NotNeeded,
     /// The claim does not exist.
@@ -51,22 +51,9 @@ pub enum Step {
     Allocated,
 }
 
-/// The claim that a pod's entry refers to.
-#[derive(Clone, Copy, Debug)]
-pub enum Found<'a> {
-    /// The entry needs no claim.
-    NotNeeded,
-    /// No such claim exists.
-    Missing,
-    /// The claim with that name is not owned by the pod.
-    NotOwned(&'a ResourceClaim),
-    /// The claim.
-    Claim(&'a ResourceClaim),
-}
-
 /// Input to the explanation of one claim.
 #[derive(Clone, Copy, Debug)]
-pub struct Facts<'a> {
+pub(crate) struct ExplainInput<'a> {
     /// Our driver's name.
     pub driver: &'a str,
     /// The pod, if the question concerns one.
@@ -74,7 +61,7 @@ pub struct Facts<'a> {
     /// The pod's entry in `spec.resourceClaims`.
     pub entry: Option<&'a PodResourceClaim>,
     /// The claim.
-    pub found: Found<'a>,
+    pub found: Resolved<&'a ResourceClaim>,
     /// The claim's class, if it exists.
     pub class: Option<&'a ResourceClass>,
     /// Description of the request, or the error in the parameters of the class or claim; absent if the driver was not
@@ -115,7 +102,7 @@ pub struct DeviceVerdict {
 /// Explanation of one claim.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-pub struct Explanation {
+pub struct ClaimExplanation {
     /// Name of the pod's entry, if the question concerns a pod.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub entry: Option<String>,
@@ -132,7 +119,7 @@ pub struct Explanation {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub wants: Option<String>,
     /// Current step.
-    pub step: Step,
+    pub step: ClaimStep,
     /// Why the claim is at this step.
     pub because: String,
     /// Suggested fix; absent if no action is needed.
@@ -147,7 +134,11 @@ pub struct Explanation {
 }
 
 /// Finds the claim for an entry of `pod` by the controller's rules.
-pub fn find<'a>(pod: &Pod, entry: &PodResourceClaim, claims: &'a [ResourceClaim]) -> Found<'a> {
+pub(crate) fn find<'a>(
+    pod: &Pod,
+    entry: &PodResourceClaim,
+    claims: &'a [ResourceClaim],
+) -> Resolved<&'a ResourceClaim> {
     let uid = pod.metadata.uid.as_deref().unwrap_or_default();
     let own = |claim: &&ResourceClaim| controller_of(&claim.metadata).is_some_and(|owner| owner.uid == uid);
     let by_name = |name: &str| {
@@ -161,44 +152,39 @@ pub fn find<'a>(pod: &Pod, entry: &PodResourceClaim, claims: &'a [ResourceClaim]
             .filter(|claim| own(claim) && is_made_for(claim, &entry.name));
         made_for.min_by_key(|claim| (claim.metadata.deletion_timestamp.is_some(), &claim.metadata.name))
     };
-    match resolve(pod, entry, by_name, own, annotated) {
-        Resolved::NotNeeded => Found::NotNeeded,
-        Resolved::Awaited => Found::Missing,
-        Resolved::Claim(claim) => Found::Claim(claim),
-        Resolved::NotOwned(claim) => Found::NotOwned(claim),
-    }
+    resolve(pod, entry, by_name, own, annotated)
 }
 
 /// Explains one claim.
-pub fn explain(facts: &Facts<'_>) -> Explanation {
-    let claim = match facts.found {
-        Found::Claim(claim) => Some(claim),
-        Found::NotNeeded | Found::Missing | Found::NotOwned(_) => None,
+pub(crate) fn explain(input: &ExplainInput<'_>) -> ClaimExplanation {
+    let claim = match input.found {
+        Resolved::Claim(claim) => Some(claim),
+        Resolved::NotNeeded | Resolved::Awaited | Resolved::NotOwned(_) => None,
     };
     let class = claim.map(|claim| claim.spec.resource_class_name.clone());
     let driver = claim
         .and_then(|claim| claim.status.driver_name.clone())
-        .or_else(|| facts.class.map(|class| class.driver_name.clone()));
-    let (step, because, advice) = standing(facts);
+        .or_else(|| input.class.map(|class| class.driver_name.clone()));
+    let (step, because, advice) = standing(input);
     let tell_nodes = matches!(
         step,
-        Step::WaitsForDevice | Step::Allocating | Step::WaitsForScheduler
+        ClaimStep::WaitsForDevice | ClaimStep::Allocating | ClaimStep::WaitsForScheduler
     );
     let verdict = |(node, reason): (&String, &Option<String>)| NodeVerdict {
         node: node.clone(),
         reason: reason.clone(),
     };
-    Explanation {
-        entry: facts.entry.map(|entry| entry.name.clone()),
+    ClaimExplanation {
+        entry: input.entry.map(|entry| entry.name.clone()),
         claim: claim.map(qualified_name),
         class,
         driver,
-        wants: facts.wants.and_then(Result::ok).map(str::to_owned),
+        wants: input.wants.and_then(Result::ok).map(str::to_owned),
         step,
         because,
         advice: Some(advice).filter(|advice| !advice.is_empty()),
         nodes: if tell_nodes {
-            facts.nodes.iter().map(verdict).collect()
+            input.nodes.iter().map(verdict).collect()
         } else {
             Vec::new()
         },
@@ -207,18 +193,12 @@ pub fn explain(facts: &Facts<'_>) -> Explanation {
 }
 
 /// Returns the step, its cause and a suggested fix.
-fn standing(facts: &Facts<'_>) -> (Step, String, String) {
-    let claim = match facts.found {
-        Found::NotNeeded => {
-            return (
-                Step::NotNeeded,
-                "the pod needs no claim here".into(),
-                String::new(),
-            );
-        }
-        Found::Missing => return missing(facts.entry),
-        Found::NotOwned(claim) => return claim_not_owned(&qualified_name(claim)),
-        Found::Claim(claim) => claim,
+fn standing(input: &ExplainInput<'_>) -> (ClaimStep, String, String) {
+    let claim = match input.found {
+        Resolved::NotNeeded => return not_needed(),
+        Resolved::Awaited => return missing(input.entry),
+        Resolved::NotOwned(claim) => return claim_not_owned(&qualified_name(claim)),
+        Resolved::Claim(claim) => claim,
     };
     if claim.metadata.deletion_timestamp.is_some() {
         let pods = claim.status.reserved_for.iter();
@@ -226,26 +206,26 @@ fn standing(facts: &Facts<'_>) -> (Step, String, String) {
         return deleting(&pods, claim.metadata.finalizers.as_deref().unwrap_or_default());
     }
     if claim.status.allocation.is_some() {
-        return allocated(claim, facts.pod);
+        return allocated(claim, input.pod);
     }
     let class_name = &claim.spec.resource_class_name;
-    let Some(class) = facts.class else {
+    let Some(class) = input.class else {
         return (
-            Step::ClassMissing,
+            ClaimStep::ClassMissing,
             format!("there is no ResourceClass {class_name}"),
             "create it, or recreate the claim with an existing class: kubectl get resourceclasses".into(),
         );
     };
     if class.structured_parameters == Some(true) {
         return (
-            Step::NotOurs,
+            ClaimStep::NotOurs,
             format!("ResourceClass {class_name} has structured parameters: the scheduler itself allocates"),
             String::new(),
         );
     }
-    if class.driver_name != facts.driver {
+    if class.driver_name != input.driver {
         return (
-            Step::NotOurs,
+            ClaimStep::NotOurs,
             format!(
                 "ResourceClass {class_name} is served by driver {}",
                 class.driver_name
@@ -256,14 +236,14 @@ fn standing(facts: &Facts<'_>) -> (Step, String, String) {
             ),
         );
     }
-    if let Some(Err(error)) = facts.wants {
+    if let Some(Err(error)) = input.wants {
         return (
-            Step::ParametersInvalid,
+            ClaimStep::ParametersInvalid,
             error.to_owned(),
             "correct the named object; the claim is then evaluated again at once".into(),
         );
     }
-    waiting(claim, facts)
+    waiting(claim, input)
 }
 
 /// Returns whether the entry refers to a claim of `resource.k8s.io/v1`: since Kubernetes 1.31 the reference has no
@@ -272,10 +252,10 @@ fn is_structured(entry: &PodResourceClaim) -> bool {
     entry.other.contains_key("resourceClaimName") || entry.other.contains_key("resourceClaimTemplateName")
 }
 
-fn missing(entry: Option<&PodResourceClaim>) -> (Step, String, String) {
+fn missing(entry: Option<&PodResourceClaim>) -> (ClaimStep, String, String) {
     if entry.is_some_and(is_structured) {
         return (
-            Step::NotServed,
+            ClaimStep::NotServed,
             "the pod's claim is of structured Dynamic Resource Allocation, and this cluster does not serve resource.k8s.io/v1, which \
              Kubernetes has from 1.34 on"
                 .to_owned(),
@@ -291,8 +271,17 @@ fn missing(entry: Option<&PodResourceClaim>) -> (Step, String, String) {
     )
 }
 
+/// The step of an entry that needs no claim.
+pub(super) fn not_needed() -> (ClaimStep, String, String) {
+    (
+        ClaimStep::NotNeeded,
+        "the pod needs no claim here".into(),
+        String::new(),
+    )
+}
+
 /// The step of an entry whose claim does not exist.
-pub(super) fn claim_missing(claim: Option<&str>, template: Option<&str>) -> (Step, String, String) {
+pub(super) fn claim_missing(claim: Option<&str>, template: Option<&str>) -> (ClaimStep, String, String) {
     let (because, advice) = match (claim, template) {
         (Some(name), _) => (
             format!("there is no ResourceClaim {name} in the pod's namespace"),
@@ -307,121 +296,145 @@ pub(super) fn claim_missing(claim: Option<&str>, template: Option<&str>) -> (Ste
             "name one".to_owned(),
         ),
     };
-    (Step::ClaimMissing, because, advice)
+    (ClaimStep::ClaimMissing, because, advice)
 }
 
 /// The step of an entry whose claim belongs to another pod.
-pub(super) fn claim_not_owned(claim: &str) -> (Step, String, String) {
+pub(super) fn claim_not_owned(claim: &str) -> (ClaimStep, String, String) {
     (
-        Step::ClaimNotOwned,
+        ClaimStep::ClaimNotOwned,
         format!("ResourceClaim {claim} exists and was not made for this pod"),
         "delete that claim, or rename the pod or its claim".into(),
     )
 }
 
 /// The step of a claim that is being deleted.
-pub(super) fn deleting(pods: &[String], finalizers: &[String]) -> (Step, String, String) {
+pub(super) fn deleting(pods: &[String], finalizers: &[String]) -> (ClaimStep, String, String) {
     if !pods.is_empty() {
         return (
-            Step::Deleting,
+            ClaimStep::Deleting,
             format!("it is being deleted, and still used by {}", pods.join(", ")),
             "it is deleted when these pods have ended".into(),
         );
     }
     let finalizers = finalizers.join(", ");
     (
-        Step::Deleting,
+        ClaimStep::Deleting,
         format!("it is being deleted, and waits for {finalizers}"),
         "the driver of each finalizer must run to remove it".into(),
     )
 }
 
-fn allocated(claim: &ResourceClaim, pod: Option<&Pod>) -> (Step, String, String) {
-    let nothing = String::new();
+fn allocated(claim: &ResourceClaim, pod: Option<&Pod>) -> (ClaimStep, String, String) {
     if claim.status.deallocation_requested {
         return (
-            Step::DeallocationRequested,
+            ClaimStep::DeallocationRequested,
             "it is allocated where the pod cannot run, and will be deallocated".into(),
-            nothing,
+            String::new(),
         );
     }
-    let users = &claim.status.reserved_for;
+    let allocation = claim.status.allocation.as_ref();
+    let users = claim.status.reserved_for.iter();
+    let users: Vec<&str> = users.map(|user| user.uid.as_str()).collect();
+    let users_max = match allocation {
+        Some(allocation) if !allocation.shareable => 1,
+        _ => RESERVED_FOR_MAX,
+    };
+    let pod = pod.map(|pod| PodSummary {
+        uid: pod.metadata.uid.as_deref().unwrap_or_default(),
+        node: pod.spec.node_name.as_deref(),
+        phase: pod.status.phase.as_deref(),
+    });
+    reserved(&users, users_max, pod)
+}
+
+/// The fields of a pod that decide the step of an allocated claim.
+pub(super) struct PodSummary<'a> {
+    pub(super) uid: &'a str,
+    pub(super) node: Option<&'a str>,
+    pub(super) phase: Option<&'a str>,
+}
+
+/// The step of a claim that is allocated and reserved for users, given by uid. It may have `users_max` of them.
+pub(super) fn reserved(
+    users: &[&str],
+    users_max: usize,
+    pod: Option<PodSummary<'_>>,
+) -> (ClaimStep, String, String) {
+    let nothing = String::new();
     let Some(pod) = pod else {
         return match users.len() {
             0 => (
-                Step::Allocated,
+                ClaimStep::Allocated,
                 "it is allocated, and no pod uses it".into(),
                 nothing,
             ),
             number => (
-                Step::InUse,
+                ClaimStep::InUse,
                 format!("it is allocated and reserved for {number} pod(s)"),
                 nothing,
             ),
         };
     };
-    let uid = pod.metadata.uid.as_deref().unwrap_or_default();
-    if !users.iter().any(|user| user.uid == uid) {
-        let shareable = claim
-            .status
-            .allocation
-            .as_ref()
-            .is_some_and(|allocation| allocation.shareable);
-        let advice = if users.is_empty() {
-            nothing
-        } else if !shareable {
-            "the claim is for one pod at a time: use a template, which creates a claim for each pod".into()
-        } else if users.len() >= RESERVED_FOR_MAX {
-            format!("a claim serves at most {RESERVED_FOR_MAX} pods: create another one")
-        } else {
-            nothing
+    if !users.contains(&pod.uid) {
+        let advice = match users.len() {
+            number if number < users_max => nothing,
+            _ if users_max == 1 => {
+                "the claim is for one pod at a time: use a template, which creates a claim for each pod"
+                    .into()
+            }
+            _ => format!("a claim serves at most {users_max} pods: create another one"),
         };
         return (
-            Step::WaitsForReservation,
+            ClaimStep::WaitsForReservation,
             format!("it is allocated, and reserved for {} other pod(s)", users.len()),
             advice,
         );
     }
-    on_node(pod.spec.node_name.as_deref(), pod.status.phase.as_deref())
+    on_node(pod.node, pod.phase)
 }
 
 /// The step of a claim that is allocated and reserved for the pod.
-pub(super) fn on_node(node: Option<&str>, phase: Option<&str>) -> (Step, String, String) {
+fn on_node(node: Option<&str>, phase: Option<&str>) -> (ClaimStep, String, String) {
     let nothing = String::new();
     match (node, phase) {
-        (Some(node), Some("Running")) => (Step::InUse, format!("the pod runs with it on {node}"), nothing),
+        (Some(node), Some("Running")) => (
+            ClaimStep::InUse,
+            format!("the pod runs with it on {node}"),
+            nothing,
+        ),
         (Some(_), Some(phase @ ("Succeeded" | "Failed"))) => (
-            Step::InUse,
+            ClaimStep::InUse,
             format!("the pod has {}", phase.to_lowercase()),
             "it will be deallocated".into(),
         ),
         (Some(node), _) => (
-            Step::Preparing,
+            ClaimStep::Preparing,
             format!("kubelet on {node} has to prepare it and start the pod"),
             format!("if this persists, see the pod's events and the log of the companion on {node}"),
         ),
         (None, _) => (
-            Step::WaitsForBinding,
+            ClaimStep::WaitsForBinding,
             "it is allocated for the pod, which the scheduler has not bound yet".into(),
             "other claims or requirements of the pod delay it: kubectl describe pod".into(),
         ),
     }
 }
 
-fn waiting(claim: &ResourceClaim, facts: &Facts<'_>) -> (Step, String, String) {
-    let total = facts.nodes.len();
-    let able = facts.nodes.values().filter(|reason| reason.is_none()).count();
+fn waiting(claim: &ResourceClaim, input: &ExplainInput<'_>) -> (ClaimStep, String, String) {
+    let total = input.nodes.len();
+    let able = input.nodes.values().filter(|reason| reason.is_none()).count();
     let immediate = claim.spec.allocation_mode == Some(AllocationMode::Immediate);
-    if total == 0 && facts.wants.is_none() {
+    if total == 0 && input.wants.is_none() {
         return (
-            Step::WaitsForScheduler,
+            ClaimStep::WaitsForScheduler,
             "it is not allocated yet, and the suitable nodes are unknown".into(),
             "with the right to list nodeinventories, this command evaluates the nodes; see also the pod's events: kubectl describe pod".into(),
         );
     }
     if able == 0 {
         return (
-            Step::WaitsForDevice,
+            ClaimStep::WaitsForDevice,
             format!("none of {total} nodes can serve it now"),
             "it is evaluated again as soon as a device is freed, added or repaired; to speed this up, \
              delete a pod that holds one (drayman devices), add a node, or request less"
@@ -430,16 +443,16 @@ fn waiting(claim: &ResourceClaim, facts: &Facts<'_>) -> (Step, String, String) {
     }
     if immediate {
         return (
-            Step::Allocating,
+            ClaimStep::Allocating,
             format!("{able} of {total} nodes can serve it: it is allocated at once"),
             "if it lasts: does the controller run? (drayman doctor)".into(),
         );
     }
-    let Some(context) = facts.context.filter(|_| facts.pod.is_some()) else {
+    let Some(context) = input.context.filter(|_| input.pod.is_some()) else {
         return (
-            Step::WaitsForScheduler,
+            ClaimStep::WaitsForScheduler,
             "it is allocated when a pod needs it, and the scheduler has not asked yet".into(),
-            if facts.pod.is_some() {
+            if input.pod.is_some() {
                 "what holds the pod up otherwise: kubectl describe pod".into()
             } else {
                 "nothing is wrong: create a pod that names it".into()
@@ -447,15 +460,15 @@ fn waiting(claim: &ResourceClaim, facts: &Facts<'_>) -> (Step, String, String) {
         );
     };
     let selected = context.spec.selected_node.as_str();
-    if facts.nodes.get(selected).is_some_and(Option::is_none) {
+    if input.nodes.get(selected).is_some_and(Option::is_none) {
         return (
-            Step::Allocating,
+            ClaimStep::Allocating,
             format!("the scheduler has chosen {selected}, which can serve it"),
             "if it lasts: does the controller run? (drayman doctor)".into(),
         );
     }
     (
-        Step::WaitsForScheduler,
+        ClaimStep::WaitsForScheduler,
         format!("{able} of {total} nodes can serve it; the scheduler has not chosen one of them yet"),
         "it tries again within seconds; if it lasts, the pod's other needs do not fit there: kubectl describe pod".into(),
     )

@@ -5,11 +5,12 @@ use std::collections::BTreeMap;
 
 use jiff::{SignedDuration, Timestamp};
 
-use super::doctor::Finding;
-use super::explain::{Found, find};
+use super::doctor::DoctorFinding;
+use super::explain::find;
 use super::qualified_name;
 use crate::api::crd::{Mode, NodeInventory};
 use crate::api::resource::{Pod, PodSchedulingContext, ResourceClaim};
+use crate::core::claims::Resolved;
 
 /// Feature gate of the API server, controller manager, scheduler and kubelet.
 pub const GATE: &str = "DynamicResourceAllocation";
@@ -23,7 +24,7 @@ const NAMES_MAX: usize = 3;
 
 /// A component's answer about the gate.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Answer {
+pub enum GateState {
     /// The gate is on.
     On,
     /// The gate is off.
@@ -34,7 +35,7 @@ pub enum Answer {
     NotAsked(String),
 }
 
-impl Answer {
+impl GateState {
     /// Parses a component's metrics for a gate: `kubernetes_feature_enabled` of `k8s.io/component-base`, served by every component
     /// since Kubernetes 1.27.
     pub fn of_metrics(text: &str, gate: &str) -> Self {
@@ -61,16 +62,18 @@ pub fn needs_claims(driver: &str, inventories: &[NodeInventory]) -> bool {
 }
 
 /// Checks the API server's answer.
-pub fn api_server(answer: &Answer) -> Finding {
+pub fn api_server(answer: &GateState) -> DoctorFinding {
     match answer {
-        Answer::On => Finding::fine(CHECK, format!("kube-apiserver has {GATE} on")),
-        Answer::Off => Finding::problem(
+        GateState::On => DoctorFinding::fine(CHECK, format!("kube-apiserver has {GATE} on")),
+        GateState::Off => DoctorFinding::problem(
             CHECK,
             format!("kube-apiserver has {GATE} off, so that it drops the claims that pods name"),
             format!("start kube-apiserver with --feature-gates={GATE}=true"),
         ),
-        Answer::Silent => Finding::note(CHECK, format!("kube-apiserver does not say whether {GATE} is on")),
-        Answer::NotAsked(why) => Finding::note(
+        GateState::Silent => {
+            DoctorFinding::note(CHECK, format!("kube-apiserver does not say whether {GATE} is on"))
+        }
+        GateState::NotAsked(why) => DoctorFinding::note(
             CHECK,
             format!(
                 "kube-apiserver could not be asked for {GATE} (the verb get on the path /metrics): {why}"
@@ -80,15 +83,15 @@ pub fn api_server(answer: &Answer) -> Finding {
 }
 
 /// Checks the answers of the kubelets on the driver's nodes, by node.
-pub fn kubelets(answers: &BTreeMap<String, Answer>) -> Vec<Finding> {
-    let nodes = |wanted: fn(&Answer) -> bool| -> Vec<&str> {
+pub fn kubelets(answers: &BTreeMap<String, GateState>) -> Vec<DoctorFinding> {
+    let nodes = |wanted: fn(&GateState) -> bool| -> Vec<&str> {
         let found = answers.iter().filter(|(_, answer)| wanted(answer));
         found.map(|(node, _)| node.as_str()).collect()
     };
     let mut findings = Vec::new();
-    let off = nodes(|answer| *answer == Answer::Off);
+    let off = nodes(|answer| *answer == GateState::Off);
     if !off.is_empty() {
-        findings.push(Finding::problem(
+        findings.push(DoctorFinding::problem(
             CHECK,
             format!(
                 "kubelet has {GATE} off on {}, so that pods with claims get no device there",
@@ -99,27 +102,27 @@ pub fn kubelets(answers: &BTreeMap<String, Answer>) -> Vec<Finding> {
             ),
         ));
     }
-    let on = nodes(|answer| *answer == Answer::On);
+    let on = nodes(|answer| *answer == GateState::On);
     if !on.is_empty() {
-        findings.push(Finding::fine(
+        findings.push(DoctorFinding::fine(
             CHECK,
             format!("kubelet has {GATE} on on {}", some(&on)),
         ));
     }
-    let silent = nodes(|answer| *answer == Answer::Silent);
+    let silent = nodes(|answer| *answer == GateState::Silent);
     if !silent.is_empty() {
-        findings.push(Finding::note(
+        findings.push(DoctorFinding::note(
             CHECK,
             format!("kubelet does not say whether {GATE} is on, on {}", some(&silent)),
         ));
     }
-    let not_asked = nodes(|answer| matches!(answer, Answer::NotAsked(_)));
+    let not_asked = nodes(|answer| matches!(answer, GateState::NotAsked(_)));
     let why = answers.values().find_map(|answer| match answer {
-        Answer::NotAsked(why) => Some(why),
+        GateState::NotAsked(why) => Some(why),
         _ => None,
     });
     if let Some(why) = why {
-        findings.push(Finding::note(
+        findings.push(DoctorFinding::note(
             CHECK,
             format!(
                 "kubelet could not be asked for {GATE} (the verb get on nodes/proxy) on {}: {why}; \
@@ -138,14 +141,14 @@ pub fn by_symptoms(
     claims: &[ResourceClaim],
     contexts: &[PodSchedulingContext],
     now: Timestamp,
-) -> Vec<Finding> {
+) -> Vec<DoctorFinding> {
     let (mut unreserved, mut unmade) = (Vec::new(), Vec::new());
     let (mut reserved, mut made) = (false, false);
     for pod in pods.iter().filter(|pod| lives(pod)) {
         let uid = pod.metadata.uid.as_deref().unwrap_or_default();
         for entry in &pod.spec.resource_claims {
             match find(pod, entry, claims) {
-                Found::Claim(claim) => {
+                Resolved::Claim(claim) => {
                     made |= entry.source.resource_claim_template_name.is_some();
                     let is_reserved = claim.status.reserved_for.iter().any(|user| user.uid == uid);
                     reserved |= is_reserved;
@@ -153,18 +156,18 @@ pub fn by_symptoms(
                         unreserved.push(qualified_name(pod));
                     }
                 }
-                Found::Missing
+                Resolved::Awaited
                     if entry.source.resource_claim_template_name.is_some() && is_late(pod, now) =>
                 {
                     unmade.push(qualified_name(pod));
                 }
-                Found::Missing | Found::NotNeeded | Found::NotOwned(_) => {}
+                Resolved::Awaited | Resolved::NotNeeded | Resolved::NotOwned(_) => {}
             }
         }
     }
     let texts = |names: &[String]| some(&names.iter().map(String::as_str).collect::<Vec<_>>());
     let scheduler = if !unreserved.is_empty() {
-        Finding::warning(
+        DoctorFinding::warning(
             CHECK,
             format!(
                 "{} bound to a node although a claim is not reserved, as kube-scheduler does with {GATE} off",
@@ -175,12 +178,12 @@ pub fn by_symptoms(
             ),
         )
     } else if reserved || !contexts.is_empty() {
-        Finding::fine(
+        DoctorFinding::fine(
             CHECK,
             format!("kube-scheduler allocates for pods, so it has {GATE} on"),
         )
     } else {
-        Finding::note(
+        DoctorFinding::note(
             CHECK,
             format!(
                 "kube-scheduler cannot be asked for {GATE}, and no pod shows it: with it off, a pod with a claim is bound at once \
@@ -189,7 +192,7 @@ pub fn by_symptoms(
         )
     };
     let manager = if !unmade.is_empty() {
-        Finding::warning(
+        DoctorFinding::warning(
             CHECK,
             format!(
                 "{} without a claim that was to be made from a template, as with kube-controller-manager's {GATE} off",
@@ -200,12 +203,12 @@ pub fn by_symptoms(
             ),
         )
     } else if made {
-        Finding::fine(
+        DoctorFinding::fine(
             CHECK,
             format!("kube-controller-manager makes claims from templates, so it has {GATE} on"),
         )
     } else {
-        Finding::note(
+        DoctorFinding::note(
             CHECK,
             format!(
                 "kube-controller-manager cannot be asked for {GATE}, and no pod shows it: with it off, a pod with a template has \
@@ -217,16 +220,16 @@ pub fn by_symptoms(
 }
 
 /// Checks the gates in kubelet's configuration file: this gate and `AllAlpha`.
-pub fn configuration(file: &str, gate: Option<bool>, all_alpha: Option<bool>) -> Finding {
+pub fn configuration(file: &str, gate: Option<bool>, all_alpha: Option<bool>) -> DoctorFinding {
     let fix = format!("set featureGates: {{{GATE}: true}} there and restart kubelet");
     match gate.or(all_alpha) {
-        Some(true) => Finding::fine(CHECK, format!("kubelet has {GATE} on, by {file}")),
-        Some(false) => Finding::problem(
+        Some(true) => DoctorFinding::fine(CHECK, format!("kubelet has {GATE} on, by {file}")),
+        Some(false) => DoctorFinding::problem(
             CHECK,
             format!("kubelet has {GATE} off, by {file}: pods with claims get no device here"),
             fix,
         ),
-        None => Finding::warning(
+        None => DoctorFinding::warning(
             CHECK,
             format!("{file} does not switch {GATE} on, without which pods with claims get no device here"),
             format!("{fix}, unless its flag --feature-gates says it; extended resources do not need it"),
@@ -276,19 +279,19 @@ mod tests {
                  kubernetes_feature_enabled{{name=\"DynamicResourceAllocation\",stage=\"ALPHA\"}} {value}\nother 1\n"
             )
         };
-        assert_eq!(Answer::of_metrics(&line("1"), GATE), Answer::On);
-        assert_eq!(Answer::of_metrics(&line("0"), GATE), Answer::Off);
-        assert_eq!(Answer::of_metrics("up 1\n", GATE), Answer::Silent);
+        assert_eq!(GateState::of_metrics(&line("1"), GATE), GateState::On);
+        assert_eq!(GateState::of_metrics(&line("0"), GATE), GateState::Off);
+        assert_eq!(GateState::of_metrics("up 1\n", GATE), GateState::Silent);
     }
 
     #[test]
     fn a_disabled_gate_is_a_problem_and_an_unknown_one_is_not() {
-        let kubelet = |answer: Answer| worst(&kubelets(&BTreeMap::from([("a".to_owned(), answer)])));
-        let refused = Answer::NotAsked("no right".into());
+        let kubelet = |answer: GateState| worst(&kubelets(&BTreeMap::from([("a".to_owned(), answer)])));
+        let refused = GateState::NotAsked("no right".into());
         for (answer, level) in [
-            (Answer::On, Level::Fine),
-            (Answer::Off, Level::Problem),
-            (Answer::Silent, Level::Note),
+            (GateState::On, Level::Fine),
+            (GateState::Off, Level::Problem),
+            (GateState::Silent, Level::Note),
             (refused.clone(), Level::Note),
         ] {
             assert_eq!(api_server(&answer).level, level, "{answer:?}");
@@ -296,7 +299,8 @@ mod tests {
         }
         assert!(api_server(&refused).message.contains("no right"));
         assert!(kubelets(&BTreeMap::new()).is_empty());
-        let many: BTreeMap<String, Answer> = (0..5).map(|node| (format!("n{node}"), Answer::Off)).collect();
+        let many: BTreeMap<String, GateState> =
+            (0..5).map(|node| (format!("n{node}"), GateState::Off)).collect();
         assert!(kubelets(&many)[0].message.contains("n0, n1, n2 and 2 more"));
     }
 

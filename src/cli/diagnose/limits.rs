@@ -7,14 +7,14 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::explain::NodeVerdict;
-use crate::cli::objects::{Container, Pod};
+use crate::cli::objects::{PartialContainer, PartialPod};
 
 /// Reason for a pod that kubelet rejects because its devices are unavailable (`pkg/kubelet/lifecycle/predicate.go`).
 const NOT_ADMITTED: &str = "UnexpectedAdmissionError";
 
 /// Step of a pod with an extended resource.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
-pub enum Step {
+pub enum ExtendedResourceStep {
     /// No node offers the resource.
     NotOffered,
     /// No node has enough left.
@@ -34,13 +34,13 @@ pub enum Step {
 /// Explanation of one extended resource of a pod.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-pub struct Explanation {
+pub struct ExtendedResourceExplanation {
     /// Resource name, such as `drayman.dev/fuse`.
     pub resource: String,
     /// Requested amount.
     pub amount: u64,
     /// Current step.
-    pub step: Step,
+    pub step: ExtendedResourceStep,
     /// Why the pod is at this step.
     pub because: String,
     /// Suggested fix; absent if no action is needed.
@@ -54,7 +54,7 @@ pub struct Explanation {
 /// Returns the extended resources that a pod requests, by name; native resources (CPU, memory, huge pages) are omitted.
 /// Init containers run one after the other before the others and release their resources, unless restartable
 /// (`restartPolicy: Always`): see `PodLimits` in `pkg/api/v1/resource`.
-pub fn wanted(pod: &Pod) -> BTreeMap<String, u64> {
+pub fn wanted(pod: &PartialPod) -> BTreeMap<String, u64> {
     let Some(spec) = &pod.spec else {
         return BTreeMap::new();
     };
@@ -75,7 +75,7 @@ pub fn wanted(pod: &Pod) -> BTreeMap<String, u64> {
     most
 }
 
-fn add(sums: &mut BTreeMap<String, u64>, container: &Container) {
+fn add(sums: &mut BTreeMap<String, u64>, container: &PartialContainer) {
     for (resource, amount) in limits(container) {
         let sum = sums.entry(resource).or_default();
         *sum = sum.saturating_add(amount);
@@ -89,7 +89,7 @@ fn raise(most: &mut BTreeMap<String, u64>, amounts: BTreeMap<String, u64>) {
     }
 }
 
-fn limits(container: &Container) -> impl Iterator<Item = (String, u64)> {
+fn limits(container: &PartialContainer) -> impl Iterator<Item = (String, u64)> {
     let limits = container
         .resources
         .as_ref()
@@ -108,10 +108,14 @@ fn is_extended(name: &str) -> bool {
 
 /// Explains each extended resource of a pod. `pods` are the pods of all namespaces, for the amounts in use. `None`
 /// means that the user may not read the objects.
-pub fn explain(pod: &Pod, nodes: Option<&[Node]>, pods: Option<&[Pod]>) -> Vec<Explanation> {
+pub fn explain(
+    pod: &PartialPod,
+    nodes: Option<&[Node]>,
+    pods: Option<&[PartialPod]>,
+) -> Vec<ExtendedResourceExplanation> {
     let explained = wanted(pod).into_iter().map(|(resource, amount)| {
         let (step, because, advice, nodes) = standing(pod, &resource, amount, nodes, pods);
-        Explanation {
+        ExtendedResourceExplanation {
             resource,
             amount,
             step,
@@ -124,12 +128,12 @@ pub fn explain(pod: &Pod, nodes: Option<&[Node]>, pods: Option<&[Pod]>) -> Vec<E
 }
 
 fn standing(
-    pod: &Pod,
+    pod: &PartialPod,
     resource: &str,
     amount: u64,
     nodes: Option<&[Node]>,
-    pods: Option<&[Pod]>,
-) -> (Step, String, String, Vec<NodeVerdict>) {
+    pods: Option<&[PartialPod]>,
+) -> (ExtendedResourceStep, String, String, Vec<NodeVerdict>) {
     let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
     let node = match (node, nodes) {
         (Some(node), _) => node,
@@ -137,7 +141,12 @@ fn standing(
         (None, None) => {
             let because = "no node is selected, and the nodes that offer it are unknown".to_owned();
             let advice = "see the scheduler's events: kubectl describe pod".to_owned();
-            return (Step::WaitsForScheduler, because, advice, Vec::new());
+            return (
+                ExtendedResourceStep::WaitsForScheduler,
+                because,
+                advice,
+                Vec::new(),
+            );
         }
     };
     let status = pod.status.as_ref();
@@ -151,15 +160,23 @@ fn standing(
                 .and_then(|status| status.message.as_deref())
                 .unwrap_or(NOT_ADMITTED);
             (
-                Step::TurnedAway,
+                ExtendedResourceStep::TurnedAway,
                 format!("kubelet on {node} rejected the pod: {message}"),
                 "delete the pod: kubelet does not retry it, and its owner creates another one",
             )
         }
-        ("Succeeded" | "Failed", _) => (Step::Ended, format!("the pod has {}", phase.to_lowercase()), ""),
-        ("Running", _) => (Step::InUse, format!("the pod runs with it on {node}"), ""),
+        ("Succeeded" | "Failed", _) => (
+            ExtendedResourceStep::Ended,
+            format!("the pod has {}", phase.to_lowercase()),
+            "",
+        ),
+        ("Running", _) => (
+            ExtendedResourceStep::InUse,
+            format!("the pod runs with it on {node}"),
+            "",
+        ),
         _ => (
-            Step::Starting,
+            ExtendedResourceStep::Starting,
             format!("kubelet on {node} has to allocate it and start the pod"),
             "if this persists, see the pod's events and the log of the companion there",
         ),
@@ -171,8 +188,8 @@ fn waiting(
     resource: &str,
     amount: u64,
     nodes: &[Node],
-    pods: Option<&[Pod]>,
-) -> (Step, String, String, Vec<NodeVerdict>) {
+    pods: Option<&[PartialPod]>,
+) -> (ExtendedResourceStep, String, String, Vec<NodeVerdict>) {
     let offering: Vec<(&str, u64)> = nodes.iter().filter_map(|node| offers(node, resource)).collect();
     let verdicts: Vec<NodeVerdict> = offering
         .iter()
@@ -184,14 +201,14 @@ fn waiting(
     let able = verdicts.iter().filter(|verdict| verdict.reason.is_none()).count();
     let (step, because, advice) = if verdicts.is_empty() {
         (
-            Step::NotOffered,
+            ExtendedResourceStep::NotOffered,
             format!("none of {} nodes offers it", nodes.len()),
             "the nodes' configuration sets a kind's mode and resource name; check the name, and that the companion runs there \
              (drayman doctor)",
         )
     } else if offering.iter().all(|(_, offered)| *offered < amount) {
         (
-            Step::WaitsForDevice,
+            ExtendedResourceStep::WaitsForDevice,
             format!(
                 "none of the {} nodes that offer it offers as many as {amount}",
                 verdicts.len()
@@ -200,7 +217,7 @@ fn waiting(
         )
     } else if able == 0 {
         (
-            Step::WaitsForDevice,
+            ExtendedResourceStep::WaitsForDevice,
             format!(
                 "none of the {} nodes that offer it has {amount} left",
                 verdicts.len()
@@ -209,7 +226,7 @@ fn waiting(
         )
     } else {
         (
-            Step::WaitsForScheduler,
+            ExtendedResourceStep::WaitsForScheduler,
             format!(
                 "{able} of the {} nodes that offer it have {amount} left",
                 verdicts.len()
@@ -231,7 +248,7 @@ fn offers<'a>(node: &'a Node, resource: &str) -> Option<(&'a str, u64)> {
 }
 
 /// Sums the amount that the pods on a node use.
-fn used(pods: &[Pod], node: &str, resource: &str) -> u64 {
+fn used(pods: &[PartialPod], node: &str, resource: &str) -> u64 {
     let there = pods.iter().filter(|pod| {
         let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
         let spec = pod.spec.as_ref();
@@ -261,12 +278,12 @@ mod tests {
 
     const RESOURCE: &str = "drayman.dev/fuse";
 
-    fn pod(spec: &Value, status: &Value) -> Pod {
+    fn pod(spec: &Value, status: &Value) -> PartialPod {
         serde_json::from_value(json!({ "metadata": { "name": "p" }, "spec": spec, "status": status }))
             .unwrap()
     }
 
-    fn asking(amount: &str, node: Option<&str>, phase: &str) -> Pod {
+    fn asking(amount: &str, node: Option<&str>, phase: &str) -> PartialPod {
         let container = json!({ "name": "c", "resources": { "limits": { RESOURCE: amount, "cpu": "2" } } });
         pod(
             &json!({ "nodeName": node, "containers": [container] }),
@@ -286,13 +303,13 @@ mod tests {
         .unwrap()
     }
 
-    fn one(pod: &Pod, nodes: &[Node], pods: Option<&[Pod]>) -> Explanation {
+    fn one(pod: &PartialPod, nodes: &[Node], pods: Option<&[PartialPod]>) -> ExtendedResourceExplanation {
         let mut all = explain(pod, Some(nodes), pods);
         assert_eq!(all.len(), 1);
         all.remove(0)
     }
 
-    fn reasons(explanation: &Explanation) -> Vec<(&str, Option<&str>)> {
+    fn reasons(explanation: &ExtendedResourceExplanation) -> Vec<(&str, Option<&str>)> {
         let verdicts = explanation.nodes.iter();
         verdicts
             .map(|verdict| (verdict.node.as_str(), verdict.reason.as_deref()))
@@ -340,38 +357,50 @@ mod tests {
             asking("1", Some("d"), "Succeeded"),
             waiting.clone(),
         ];
-        let told = one(&waiting, &nodes, Some(&pods));
-        assert_eq!((told.step, told.amount), (Step::WaitsForDevice, 2));
+        let explanation = one(&waiting, &nodes, Some(&pods));
+        assert_eq!(
+            (explanation.step, explanation.amount),
+            (ExtendedResourceStep::WaitsForDevice, 2)
+        );
         let none = "it offers 0: its devices are gone, unhealthy or with claims";
         assert_eq!(
-            reasons(&told),
+            reasons(&explanation),
             [
                 ("a", Some("1 of 2 in use")),
                 ("b", Some(none)),
                 ("d", Some("2 of 3 in use"))
             ]
         );
-        let told = one(&waiting, &nodes, Some(&pods[..1]));
-        assert_eq!(told.step, Step::WaitsForScheduler);
-        assert_eq!(told.because, "1 of the 3 nodes that offer it have 2 left");
+        let explanation = one(&waiting, &nodes, Some(&pods[..1]));
+        assert_eq!(explanation.step, ExtendedResourceStep::WaitsForScheduler);
+        assert_eq!(explanation.because, "1 of the 3 nodes that offer it have 2 left");
         // Without access to all pods, only certain results are reported.
-        let told = one(&waiting, &nodes[..2], None);
-        assert_eq!(reasons(&told), [("a", None), ("b", Some("it offers 0"))]);
-        let told = one(&asking("4", None, "Pending"), &nodes, Some(&[]));
-        assert_eq!(told.step, Step::WaitsForDevice);
-        assert!(told.because.ends_with("offers as many as 4"), "{told:?}");
-        let told = one(&waiting, &nodes[2..3], Some(&pods));
-        assert_eq!((told.step, told.nodes.len()), (Step::NotOffered, 0));
-        let told = explain(&waiting, None, None);
-        assert_eq!(told.first().map(|told| told.step), Some(Step::WaitsForScheduler));
+        let explanation = one(&waiting, &nodes[..2], None);
+        assert_eq!(reasons(&explanation), [("a", None), ("b", Some("it offers 0"))]);
+        let explanation = one(&asking("4", None, "Pending"), &nodes, Some(&[]));
+        assert_eq!(explanation.step, ExtendedResourceStep::WaitsForDevice);
+        assert!(
+            explanation.because.ends_with("offers as many as 4"),
+            "{explanation:?}"
+        );
+        let explanation = one(&waiting, &nodes[2..3], Some(&pods));
+        assert_eq!(
+            (explanation.step, explanation.nodes.len()),
+            (ExtendedResourceStep::NotOffered, 0)
+        );
+        let explanation = explain(&waiting, None, None);
+        assert_eq!(
+            explanation.first().map(|explanation| explanation.step),
+            Some(ExtendedResourceStep::WaitsForScheduler)
+        );
     }
 
     #[test]
     fn a_pod_on_its_node_starts_runs_has_ended_or_was_turned_away() {
         for (phase, step) in [
-            ("Pending", Step::Starting),
-            ("Running", Step::InUse),
-            ("Failed", Step::Ended),
+            ("Pending", ExtendedResourceStep::Starting),
+            ("Running", ExtendedResourceStep::InUse),
+            ("Failed", ExtendedResourceStep::Ended),
         ] {
             assert_eq!(one(&asking("1", Some("a"), phase), &[], None).step, step);
         }
@@ -379,9 +408,12 @@ mod tests {
         let status = refused.status.as_mut().unwrap();
         status.reason = Some(NOT_ADMITTED.to_owned());
         status.message = Some("Allocate failed due to no healthy devices present".to_owned());
-        let told = one(&refused, &[], None);
-        assert_eq!(told.step, Step::TurnedAway);
-        assert!(told.because.contains("no healthy devices"), "{told:?}");
-        assert!(told.advice.is_some());
+        let explanation = one(&refused, &[], None);
+        assert_eq!(explanation.step, ExtendedResourceStep::TurnedAway);
+        assert!(
+            explanation.because.contains("no healthy devices"),
+            "{explanation:?}"
+        );
+        assert!(explanation.advice.is_some());
     }
 }

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use k8s_openapi::api::core::v1::Node;
 use kube::ResourceExt as _;
 
-use super::doctor::Finding;
+use super::doctor::DoctorFinding;
 use crate::api::crd::{Mode, NodeInventory};
 use crate::core::allocation::inventory::unready;
 
@@ -45,7 +45,7 @@ impl NodeFacts {
 }
 
 /// Checks the inventories of `driver` against the cluster's nodes.
-pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFacts]) -> Vec<Finding> {
+pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFacts]) -> Vec<DoctorFinding> {
     let check = "nodes";
     let mut findings = Vec::new();
     let by_name: BTreeMap<&str, &NodeFacts> = nodes.iter().map(|node| (node.name.as_str(), node)).collect();
@@ -59,7 +59,7 @@ pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFac
         let name = spec.node_name.as_str();
         match by_name.get(name) {
             None => {
-                findings.push(Finding::warning(
+                findings.push(DoctorFinding::warning(
                     check,
                     format!("there is an inventory of node {name}, and no such node"),
                     format!(
@@ -69,7 +69,7 @@ pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFac
                 ));
                 continue;
             }
-            Some(node) if node.uid != spec.node_uid => findings.push(Finding::problem(
+            Some(node) if node.uid != spec.node_uid => findings.push(DoctorFinding::problem(
                 check,
                 format!("the inventory of node {name} is of an earlier node of that name"),
                 "restart the companion there: it has not noticed that the node was made again",
@@ -77,7 +77,7 @@ pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFac
             Some(_) => {}
         }
         if let Some(cause) = unready(inventory) {
-            findings.push(Finding::problem(
+            findings.push(DoctorFinding::problem(
                 check,
                 format!("the companion of node {name} does not serve: {cause}"),
                 "see its pod and log there",
@@ -87,7 +87,7 @@ pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFac
         ready += 1;
         devices += spec.devices.len();
         for device in spec.devices.iter().filter(|device| device.unhealthy.is_some()) {
-            findings.push(Finding::warning(
+            findings.push(DoctorFinding::warning(
                 check,
                 format!(
                     "device {} of node {name} is unhealthy: {}",
@@ -98,31 +98,39 @@ pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFac
             ));
         }
         if spec.devices.is_empty() {
-            findings.push(Finding::warning(
-                check,
-                format!("node {name} has no device of any kind"),
-                "`drayman node discover` there says why each candidate was not taken",
-            ));
+            findings.push(without_device(name));
         }
     }
-    if ready == 0 {
-        findings.push(Finding::problem(
-            check,
-            format!("no node offers devices of driver {driver}"),
-            "see that the companion's DaemonSet has pods, and their logs",
-        ));
+    findings.push(if ready == 0 {
+        without_nodes(driver)
     } else {
-        findings.push(Finding::fine(
-            check,
-            format!("{ready} of {} nodes offer {devices} devices", nodes.len()),
-        ));
-    }
+        let message = format!("{ready} of {} nodes offer {devices} devices", nodes.len());
+        DoctorFinding::fine(check, message)
+    });
     findings.extend(without(inventories, driver, nodes));
     findings
 }
 
+/// Reports a node whose companion has no device.
+pub(super) fn without_device(node: &str) -> DoctorFinding {
+    DoctorFinding::warning(
+        "nodes",
+        format!("node {node} has no device of any kind"),
+        "`drayman node discover` there says why each candidate was not taken",
+    )
+}
+
+/// Reports that no node offers devices.
+pub(super) fn without_nodes(driver: &str) -> DoctorFinding {
+    DoctorFinding::problem(
+        "nodes",
+        format!("no node offers devices of driver {driver}"),
+        "see that the companion's DaemonSet has pods, and their logs",
+    )
+}
+
 /// Reports nodes without an inventory of `driver`, if others have one.
-fn without(inventories: &[NodeInventory], driver: &str, nodes: &[NodeFacts]) -> Option<Finding> {
+fn without(inventories: &[NodeInventory], driver: &str, nodes: &[NodeFacts]) -> Option<DoctorFinding> {
     let ours = inventories
         .iter()
         .filter(|object| object.spec.driver_name == driver);
@@ -133,7 +141,7 @@ fn without(inventories: &[NodeInventory], driver: &str, nodes: &[NodeFacts]) -> 
 }
 
 /// Reports nodes that are not in `with`, the nodes with a companion, if any is.
-pub(super) fn without_companion(with: &BTreeSet<&str>, nodes: &[NodeFacts]) -> Option<Finding> {
+pub(super) fn without_companion(with: &BTreeSet<&str>, nodes: &[NodeFacts]) -> Option<DoctorFinding> {
     let (have, lack): (Vec<&str>, Vec<&str>) = nodes
         .iter()
         .map(|node| node.name.as_str())
@@ -150,7 +158,7 @@ pub(super) fn without_companion(with: &BTreeSet<&str>, nodes: &[NodeFacts]) -> O
     if lack.len() > NAMES_MAX {
         let _ = write!(names, " and {} more", lack.len() - NAMES_MAX);
     }
-    Some(Finding::note(
+    Some(DoctorFinding::note(
         "nodes",
         format!(
             "{} of {} nodes have no companion: {names}; the chart's node.nodeSelector says where it runs, and this may be meant so",
@@ -162,11 +170,11 @@ pub(super) fn without_companion(with: &BTreeSet<&str>, nodes: &[NodeFacts]) -> O
 
 /// Checks whether companions can query the container runtime for the devices of containers; one entry per companion,
 /// `true` if it has the socket.
-pub fn runtime_sockets(companions: &[bool]) -> Option<Finding> {
+pub fn runtime_sockets(companions: &[bool]) -> Option<DoctorFinding> {
     let without = companions.iter().filter(|has_socket| !**has_socket).count();
     match (without, companions.len()) {
         (_, 0) => None,
-        (0, all) => Some(Finding::fine(
+        (0, all) => Some(DoctorFinding::fine(
             RUNTIME,
             format!("{all} companions have its socket"),
         )),
@@ -178,25 +186,29 @@ pub fn runtime_sockets(companions: &[bool]) -> Option<Finding> {
 
 /// Describes the consequences of a companion without access to the container runtime. The socket grants root on the
 /// node, so an operator may omit it deliberately.
-pub fn without_runtime(what: &str) -> Finding {
+pub fn without_runtime(what: &str) -> DoctorFinding {
     let message = format!(
         "{what}: if a pod is deleted by force, its devices can stay withheld until `drayman node release --force`, and kubelet can \
          give its extended resources to the next pod while its containers still have them"
     );
-    Finding {
+    DoctorFinding {
         fix: Some(
             "if pods are deleted by force here: set node.containerRuntimeSocket of the chart (containerd: \
              /run/containerd/containerd.sock, CRI-O: /var/run/crio/crio.sock), and outside of a pod --container-runtime-socket; \
              whoever reaches this socket is root on the node"
                 .to_owned(),
         ),
-        ..Finding::note(RUNTIME, message)
+        ..DoctorFinding::note(RUNTIME, message)
     }
 }
 
 /// Reports extended resources with the driver's prefix that a node advertises without a matching device in its
 /// inventory.
-pub fn extended_resources(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFacts]) -> Vec<Finding> {
+pub fn extended_resources(
+    driver: &str,
+    inventories: &[NodeInventory],
+    nodes: &[NodeFacts],
+) -> Vec<DoctorFinding> {
     let prefix = format!("{driver}/");
     let mut findings = Vec::new();
     for node in nodes {
@@ -208,7 +220,7 @@ pub fn extended_resources(driver: &str, inventories: &[NodeInventory], nodes: &[
         let announces = devices.any(|device| device.mode != Mode::Claims);
         for (resource, number) in &node.allocatable {
             if resource.starts_with(&prefix) && number != "0" && !announces {
-                findings.push(Finding::warning(
+                findings.push(DoctorFinding::warning(
                     "extended resources",
                     format!("node {} announces {number} of {resource}, and its companion has no device for that", node.name),
                     "another device plugin uses this name, or kubelet remembers what is gone: restart kubelet there",

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::doctor::Finding;
+use super::doctor::DoctorFinding;
 use super::gates::some;
 use super::usage::held_by;
 use crate::api::crd::{NodeInventory, READY};
@@ -25,7 +25,7 @@ pub struct Sharers<'a> {
 }
 
 /// Reports other installations that use the name `driver`.
-pub fn judge(driver: &str, sharers: Sharers<'_>) -> Vec<Finding> {
+pub fn judge(driver: &str, sharers: Sharers<'_>) -> Vec<DoctorFinding> {
     let (check, fix) = (CHECK, FIX);
     let mut findings = Vec::new();
     if sharers.leaders.len() > 1 {
@@ -34,7 +34,7 @@ pub fn judge(driver: &str, sharers: Sharers<'_>) -> Vec<Finding> {
             .iter()
             .map(|(namespace, holder)| format!("{holder} in namespace {namespace}"))
             .collect();
-        findings.push(Finding::problem(
+        findings.push(DoctorFinding::problem(
             check,
             format!(
                 "several controllers of driver {driver} lead at once: {}",
@@ -44,7 +44,7 @@ pub fn judge(driver: &str, sharers: Sharers<'_>) -> Vec<Finding> {
         ));
     }
     if sharers.roles.len() > 1 {
-        findings.push(Finding::problem(
+        findings.push(DoctorFinding::problem(
             check,
             format!(
                 "several releases serve driver {driver}, by their ClusterRoles {}",
@@ -54,7 +54,7 @@ pub fn judge(driver: &str, sharers: Sharers<'_>) -> Vec<Finding> {
         ));
     }
     for (claim, reason) in sharers.unreadable {
-        findings.push(Finding::problem(
+        findings.push(DoctorFinding::problem(
             check,
             format!(
                 "ResourceClaim {claim} was allocated in the name of driver {driver} by something that is not this drayman: {reason}"
@@ -66,10 +66,10 @@ pub fn judge(driver: &str, sharers: Sharers<'_>) -> Vec<Finding> {
 }
 
 /// Reports companions of `driver` of several releases.
-pub fn companions(driver: &str, releases: &BTreeSet<String>) -> Option<Finding> {
+pub fn companions(driver: &str, releases: &BTreeSet<String>) -> Option<DoctorFinding> {
     (releases.len() > 1).then(|| {
         let releases: Vec<&str> = releases.iter().map(String::as_str).collect();
-        Finding::problem(
+        DoctorFinding::problem(
             CHECK,
             format!(
                 "companions of driver {driver} belong to several releases: {}",
@@ -81,7 +81,7 @@ pub fn companions(driver: &str, releases: &BTreeSet<String>) -> Option<Finding> 
 }
 
 /// The same as [`unserved`] in classic mode, for drivers with inventories: a companion that stops says so in its inventory.
-pub fn unserved_inventories(inventories: &[NodeInventory], claims: &[ResourceClaim]) -> Vec<Finding> {
+pub fn unserved_inventories(inventories: &[NodeInventory], claims: &[ResourceClaim]) -> Vec<DoctorFinding> {
     let is_ready = |inventory: &&NodeInventory| {
         let mut conditions = inventory.status.iter().flat_map(|status| &status.conditions);
         conditions.any(|condition| condition.type_ == READY && condition.status == "True")
@@ -99,12 +99,12 @@ pub fn unserved_inventories(inventories: &[NodeInventory], claims: &[ResourceCla
 
 /// Reports claims with devices of drivers that nothing serves, as after a change of the driver's name. `held` maps drivers to claims. A
 /// warning, because a driver of another vendor may just be restarting.
-pub fn unserved(held: &BTreeMap<&str, BTreeSet<String>>, served: &BTreeSet<&str>) -> Vec<Finding> {
+pub fn unserved(held: &BTreeMap<&str, BTreeSet<String>>, served: &BTreeSet<&str>) -> Vec<DoctorFinding> {
     let unserved = held.iter().filter(|(driver, _)| !served.contains(*driver));
     unserved
         .map(|(driver, claims)| {
             let claims: Vec<&str> = claims.iter().map(String::as_str).collect();
-            Finding::warning(
+            DoctorFinding::warning(
                 CHECK,
                 format!(
                     "no node serves driver {driver} now, whose devices these claims have: {}; pods with them can neither start nor terminate",

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::doctor::Finding;
+use super::doctor::DoctorFinding;
 
 /// Component that needs a permission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -24,7 +24,7 @@ impl fmt::Display for Component {
 
 /// Verbs on resources of one API group, as in a rule of a role.
 #[derive(Clone, Copy, Debug)]
-pub struct Rule {
+pub struct PolicyRule {
     /// The API group; empty for the core group.
     pub group: &'static str,
     /// Resources; a subresource follows a slash.
@@ -37,8 +37,8 @@ const fn rule(
     group: &'static str,
     resources: &'static [&'static str],
     verbs: &'static [&'static str],
-) -> Rule {
-    Rule {
+) -> PolicyRule {
+    PolicyRule {
         group,
         resources,
         verbs,
@@ -46,7 +46,7 @@ const fn rule(
 }
 
 /// The controller's cluster-wide permissions.
-const CONTROLLER: [Rule; 7] = [
+const CONTROLLER: [PolicyRule; 7] = [
     rule("resource.k8s.io", &["resourceclasses"], &["get", "list", "watch"]),
     rule(
         "resource.k8s.io",
@@ -77,7 +77,7 @@ const CONTROLLER: [Rule; 7] = [
 ];
 
 /// A companion's cluster-wide permissions.
-const NODE: [Rule; 4] = [
+const NODE: [PolicyRule; 4] = [
     rule("", &["nodes"], &["get"]),
     rule("resource.k8s.io", &["resourceclaims"], &["get", "list"]),
     rule(
@@ -89,7 +89,7 @@ const NODE: [Rule; 4] = [
 ];
 
 /// A companion's cluster-wide permissions in structured mode.
-const STRUCTURED_NODE: [Rule; 3] = [
+const STRUCTURED_NODE: [PolicyRule; 3] = [
     rule("", &["nodes"], &["get"]),
     rule("resource.k8s.io", &["resourceclaims"], &["get"]),
     rule(
@@ -100,22 +100,22 @@ const STRUCTURED_NODE: [Rule; 3] = [
 ];
 
 /// Additional permissions of a companion for devices of mode `both`.
-const NODE_OF_BOTH: [Rule; 1] = [rule("resource.k8s.io", &["resourceclaims"], &["watch"])];
+const NODE_OF_BOTH: [PolicyRule; 1] = [rule("resource.k8s.io", &["resourceclaims"], &["watch"])];
 /// A companion's permissions in the namespace of Node events.
-const NODE_EVENTS: [Rule; 1] = [rule("events.k8s.io", &["events"], &["create"])];
+const NODE_EVENTS: [PolicyRule; 1] = [rule("events.k8s.io", &["events"], &["create"])];
 /// Namespace of events about cluster-scoped objects.
 const EVENTS_NAMESPACE: &str = "default";
 
 /// A controller's permissions in the Lease's namespace, with leader election.
-const LEASES: [Rule; 1] = [rule("coordination.k8s.io", &["leases"], &["create"])];
+const LEASES: [PolicyRule; 1] = [rule("coordination.k8s.io", &["leases"], &["create"])];
 /// A controller's permissions on the Lease itself.
-const LEASE: [Rule; 1] = [rule("coordination.k8s.io", &["leases"], &["get", "update"])];
+const LEASE: [PolicyRule; 1] = [rule("coordination.k8s.io", &["leases"], &["get", "update"])];
 
 /// A controller's permissions on Leases in other namespaces: another release may use the same driver name.
-const LEASES_ELSEWHERE: [Rule; 1] = [rule("coordination.k8s.io", &["leases"], &["list"])];
+const LEASES_ELSEWHERE: [PolicyRule; 1] = [rule("coordination.k8s.io", &["leases"], &["list"])];
 
 /// Permissions of a component whose metrics are for authenticated scrapers only.
-const REVIEWS: [Rule; 2] = [
+const REVIEWS: [PolicyRule; 2] = [
     rule("authentication.k8s.io", &["tokenreviews"], &["create"]),
     rule("authorization.k8s.io", &["subjectaccessreviews"], &["create"]),
 ];
@@ -163,7 +163,7 @@ impl fmt::Display for Right {
 /// Returns the permissions that a component needs. `lease` is the controller's Lease, if it elects a leader;
 /// `mode_both` says whether devices of that mode exist.
 pub fn needed(component: Component, lease: Option<&LeaseName>, mode_both: bool) -> Vec<Right> {
-    let (rules, of_both, events): (&[Rule], &[Rule], &[Rule]) = match component {
+    let (rules, of_both, events): (&[PolicyRule], &[PolicyRule], &[PolicyRule]) = match component {
         Component::Controller => (&CONTROLLER, &[], &[]),
         Component::Node => (&NODE, &NODE_OF_BOTH, &NODE_EVENTS),
     };
@@ -197,7 +197,7 @@ pub fn needed_for_reviews() -> Vec<Right> {
     REVIEWS.iter().flat_map(|rule| each(rule, "", "")).collect()
 }
 
-fn each(rule: &Rule, namespace: &str, name: &str) -> Vec<Right> {
+fn each(rule: &PolicyRule, namespace: &str, name: &str) -> Vec<Right> {
     let (group, verbs) = (rule.group, rule.verbs);
     let of = |resource: &'static str| {
         verbs.iter().map(move |verb| Right {
@@ -212,10 +212,10 @@ fn each(rule: &Rule, namespace: &str, name: &str) -> Vec<Right> {
 }
 
 /// Reports the permissions that a component's account lacks.
-pub fn judge(component: Component, account: &str, missing: &[Right]) -> Vec<Finding> {
+pub fn judge(component: Component, account: &str, missing: &[Right]) -> Vec<DoctorFinding> {
     let check = "rights";
     if missing.is_empty() {
-        return vec![Finding::fine(
+        return vec![DoctorFinding::fine(
             check,
             format!("{account} may do what the {component} needs"),
         )];
@@ -223,7 +223,7 @@ pub fn judge(component: Component, account: &str, missing: &[Right]) -> Vec<Find
     missing
         .iter()
         .map(|right| {
-            Finding::problem(
+            DoctorFinding::problem(
                 check,
                 format!("{account} may not {right}, which the {component} needs"),
                 format!(

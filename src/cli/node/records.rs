@@ -6,8 +6,10 @@ use std::process::ExitCode;
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use crate::cli::output::{Answer, Output, Style, one_line, row, table};
-use crate::cli::{Error, group};
+use crate::cli::error::Error;
+use crate::cli::flags;
+use crate::cli::output::{OutputFlags, Printable, Style, one_line, row, table};
+use crate::cli::runtime::block_on;
 use crate::core::names::DriverName;
 use crate::core::prepare::recovery::ClaimHolding;
 use crate::node::admin::{Access, RecordsError};
@@ -18,12 +20,12 @@ use crate::node::state::storage::Paths;
 /// Queries the running companion, or reads its checkpoint if none runs. Lists containers only for devices of mode `both`,
 /// and only while the companion runs; for other extended resources only kubelet knows them. Requires root.
 #[derive(Clone, Debug, clap::Args)]
-pub(super) struct List {
+pub(super) struct HoldingsArguments {
     #[command(flatten)]
-    place: Place,
+    storage: StorageFlags,
 
     #[command(flatten)]
-    output: Output,
+    output: OutputFlags,
 }
 
 /// Free the devices of a claim on this node that kubelet has forgotten
@@ -31,7 +33,7 @@ pub(super) struct List {
 /// Use it for claims in quarantine (see the events of the Node and `drayman node holdings`). Refuses claims that kubelet
 /// lists as prepared; delete their pods instead. Requires root and a running companion.
 #[derive(Clone, Debug, clap::Args)]
-pub(super) struct Release {
+pub(super) struct ReleaseArguments {
     /// Uid of the claim (see `drayman node holdings`)
     #[arg(value_name = "UID")]
     claim_uid: String,
@@ -42,26 +44,26 @@ pub(super) struct Release {
     force: bool,
 
     #[command(flatten)]
-    place: Place,
+    storage: StorageFlags,
 
     #[command(flatten)]
-    output: Output,
+    output: OutputFlags,
 }
 
 /// Which records.
 #[derive(Clone, Debug, clap::Args)]
-struct Place {
+struct StorageFlags {
     #[command(flatten)]
-    driver: group::DriverName,
+    driver: flags::DriverNameFlag,
 
     #[command(flatten)]
-    kubelet: group::KubeletRoot,
+    kubelet: flags::KubeletRootFlag,
 
     #[command(flatten)]
-    cdi: group::CdiRoot,
+    cdi: flags::CdiRootFlag,
 }
 
-impl Place {
+impl StorageFlags {
     async fn access(&self) -> Result<Access, Error> {
         let driver =
             DriverName::parse(&self.driver.name).map_err(|error| Error::Configuration(error.to_string()))?;
@@ -74,7 +76,7 @@ impl Place {
 /// The holders of a node's devices.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-pub(in crate::cli) struct Holdings {
+pub(crate) struct HoldingList {
     /// The prepared claims.
     items: Vec<HoldingRow>,
     /// Containers that have a device without a claim, by device; absent if no companion runs.
@@ -85,7 +87,7 @@ pub(in crate::cli) struct Holdings {
 /// A prepared claim.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-pub(in crate::cli) struct HoldingRow {
+pub(crate) struct HoldingRow {
     /// Uid of the claim.
     uid: String,
     /// Namespace of the claim; empty if it is unknown.
@@ -114,14 +116,14 @@ impl From<ClaimHolding> for HoldingRow {
 }
 
 /// Prints the prepared claims.
-pub(super) fn holdings(arguments: &List) -> Result<ExitCode, Error> {
-    super::super::block_on(async {
-        let mut access = arguments.place.access().await?;
+pub(super) fn holdings(arguments: &HoldingsArguments) -> Result<ExitCode, Error> {
+    block_on(async {
+        let mut access = arguments.storage.access().await?;
         let holdings = access
             .holdings()
             .await
             .map_err(|error| Error::Runtime(error.into()))?;
-        arguments.output.print(&Holdings {
+        arguments.output.print(&HoldingList {
             items: holdings.by_claims.into_iter().map(HoldingRow::from).collect(),
             containers: holdings.by_containers,
         })?;
@@ -131,14 +133,14 @@ pub(super) fn holdings(arguments: &List) -> Result<ExitCode, Error> {
 
 /// A claim that has been released.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
-pub(in crate::cli) struct Released {
+pub(crate) struct Released {
     released: HoldingRow,
 }
 
 /// Releases a claim and prints the devices it held.
-pub(super) fn release(arguments: &Release) -> Result<ExitCode, Error> {
-    super::super::block_on(async {
-        let mut access = arguments.place.access().await?;
+pub(super) fn release(arguments: &ReleaseArguments) -> Result<ExitCode, Error> {
+    block_on(async {
+        let mut access = arguments.storage.access().await?;
         match access.release(&arguments.claim_uid, arguments.force).await {
             Ok(released) => {
                 let released = released.into();
@@ -154,7 +156,7 @@ pub(super) fn release(arguments: &Release) -> Result<ExitCode, Error> {
     })
 }
 
-impl Answer for Released {
+impl Printable for Released {
     const KIND: &'static str = "ReleasedHolding";
 
     fn text(&self, _: Style) -> String {
@@ -166,7 +168,7 @@ impl Answer for Released {
     }
 }
 
-impl Answer for Holdings {
+impl Printable for HoldingList {
     const KIND: &'static str = "HoldingList";
 
     fn text(&self, style: Style) -> String {
@@ -250,7 +252,7 @@ mod tests {
             quarantine: "nobody knows".into(),
             ..ClaimHolding::default()
         };
-        let holdings = |items: Vec<ClaimHolding>| Holdings {
+        let holdings = |items: Vec<ClaimHolding>| HoldingList {
             items: items.into_iter().map(HoldingRow::from).collect(),
             containers: Some(BTreeMap::new()),
         };

@@ -10,7 +10,7 @@ use prometheus_client::encoding::text::encode;
 use tokio::sync::watch;
 
 use super::reasons::{By, EVENTS, REFUSALS};
-use super::table::{self, ALL, Kind, Of, Series, Values};
+use super::table::{self, ALL, LabelValues, MetricKind, Of, Series};
 use super::{Observer, write};
 use crate::node::publish::inventory::RegistrationStatus;
 
@@ -34,9 +34,9 @@ fn series_list() -> String {
             Of::Companion => "companion",
         };
         let sort = match series.kind {
-            Kind::Counter => "counter",
-            Kind::Gauge => "gauge",
-            Kind::Histogram => "histogram",
+            MetricKind::Counter => "counter",
+            MetricKind::Gauge => "gauge",
+            MetricKind::Histogram => "histogram",
         };
         writeln!(
             list,
@@ -53,8 +53,8 @@ fn series_list() -> String {
 fn label_list() -> String {
     let mut values: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
     for label in ALL.iter().flat_map(|series| series.labels) {
-        let said = match label.values {
-            Values::These(these)
+        let text = match label.values {
+            LabelValues::These(these)
                 if std::ptr::fn_addr_eq(these, table::waiting as fn() -> Vec<&'static str>) =>
             {
                 format!(
@@ -62,22 +62,22 @@ fn label_list() -> String {
                     crate::core::claims::Statistics::SOME_NODES
                 )
             }
-            Values::These(_) if label.name == "reason" => {
+            LabelValues::These(_) if label.name == "reason" => {
                 "the [reasons of a companion](#refusals)".to_owned()
             }
-            Values::These(these) => these()
+            LabelValues::These(these) => these()
                 .iter()
                 .map(|value| format!("`{value}`"))
                 .collect::<Vec<_>>()
                 .join(", "),
-            Values::Such(said) => said.to_owned(),
+            LabelValues::Such(text) => text.to_owned(),
         };
-        values.entry(label.name).or_default().insert(said);
+        values.entry(label.name).or_default().insert(text);
     }
     let mut list = String::from("| label | values |\n|---|---|\n");
-    for (name, said) in values {
-        let said: Vec<String> = said.into_iter().collect();
-        writeln!(list, "| `{name}` | {} |", said.join("; ")).expect("a text takes it");
+    for (name, values) in values {
+        let values: Vec<String> = values.into_iter().collect();
+        writeln!(list, "| `{name}` | {} |", values.join("; ")).expect("a text takes it");
     }
     list
 }
@@ -151,9 +151,9 @@ fn words_are_in_order_and_none_comes_twice() {
     assert_eq!(names.len(), ALL.len());
     for series in ALL {
         let is_counter = series.name.ends_with("_total");
-        assert_eq!(is_counter, series.kind == Kind::Counter, "{}", series.name);
+        assert_eq!(is_counter, series.kind == MetricKind::Counter, "{}", series.name);
         assert!(
-            series.kind != Kind::Histogram || series.name.ends_with("_seconds"),
+            series.kind != MetricKind::Histogram || series.name.ends_with("_seconds"),
             "{}",
             series.name
         );
@@ -161,7 +161,7 @@ fn words_are_in_order_and_none_comes_twice() {
 }
 
 /// Returns the metrics of a freshly started component.
-fn said(observer: &Observer) -> String {
+fn metrics_of(observer: &Observer) -> String {
     let mut text = String::new();
     encode(&mut text, &observer.registry).expect("it can be written");
     text
@@ -186,7 +186,7 @@ fn observers() -> [(Of, Observer); 2] {
 #[test]
 fn each_component_has_exactly_its_series_from_the_start() {
     for (of, observer) in observers() {
-        let text = said(&observer);
+        let text = metrics_of(&observer);
         let described: BTreeSet<&str> = text
             .lines()
             .filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next())
@@ -208,14 +208,14 @@ fn each_component_has_exactly_its_series_from_the_start() {
             let begins = |line: &&str| {
                 line.strip_prefix(series.name).is_some_and(|rest| {
                     rest.starts_with(['{', ' '])
-                        || (series.kind == Kind::Histogram && rest.starts_with("_count"))
+                        || (series.kind == MetricKind::Histogram && rest.starts_with("_count"))
                 })
             };
             let lines: Vec<&str> = text.lines().filter(begins).collect();
             assert!(!lines.is_empty(), "{} has no value from the start", series.name);
             // Every value of the label is present.
             for label in series.labels {
-                let Values::These(these) = label.values else {
+                let LabelValues::These(these) = label.values else {
                     continue;
                 };
                 for value in these() {
@@ -235,7 +235,7 @@ fn each_component_has_exactly_its_series_from_the_start() {
 #[test]
 fn reasons_of_events_are_there_at_zero_each_at_its_component() {
     for (of, observer) in observers() {
-        let text = said(&observer);
+        let text = metrics_of(&observer);
         for event in EVENTS {
             let line = format!("drayman_events_total{{reason=\"{}\"}} 0\n", event.word);
             let own = (of == Of::Controller) == (event.by == By::Controller);

@@ -10,12 +10,12 @@ use super::table;
 use super::write::series;
 
 #[derive(Debug)]
-pub(super) struct Process {
+pub(super) struct ProcessMetrics {
     /// Unix time in seconds.
     started: f64,
 }
 
-impl Process {
+impl ProcessMetrics {
     pub(super) fn of_this_one() -> Self {
         let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Self {
@@ -24,7 +24,7 @@ impl Process {
     }
 }
 
-impl Collector for Process {
+impl Collector for ProcessMetrics {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result {
         let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
         if let Some(seconds) = processor_time(&stat, rustix::param::clock_ticks_per_second()) {

@@ -22,21 +22,21 @@ use super::{table, write};
 const BUCKETS: [f64; 10] = [0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0];
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Answered {
+struct ResponseLabels {
     code: String,
     method: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Asked {
+struct RequestLabels {
     verb: &'static str,
 }
 
 /// Counts requests and responses, under client-go's metric names.
 #[derive(Clone)]
-pub(in crate::cli) struct Requests {
-    answers: Family<Answered, Counter>,
-    durations: Family<Asked, Histogram>,
+pub(crate) struct Requests {
+    answers: Family<ResponseLabels, Counter>,
+    durations: Family<RequestLabels, Histogram>,
     answered: Arc<AtomicBool>,
 }
 
@@ -69,7 +69,7 @@ impl Requests {
     }
 
     /// Returns whether the API server has granted a request since the start.
-    pub(in crate::cli) fn granted(&self) -> bool {
+    pub(crate) fn granted(&self) -> bool {
         self.answered.load(Ordering::Relaxed)
     }
 
@@ -92,19 +92,19 @@ fn known(method: &Method) -> &'static str {
     known.unwrap_or("GET")
 }
 
-fn labels(method: &'static str, code: String) -> Answered {
-    Answered { code, method }
+fn labels(method: &'static str, code: String) -> ResponseLabels {
+    ResponseLabels { code, method }
 }
 
-fn verb(method: &'static str) -> Asked {
-    Asked { verb: method }
+fn verb(method: &'static str) -> RequestLabels {
+    RequestLabels { verb: method }
 }
 
 impl<S> Layer<S> for Requests {
-    type Service = Counted<S>;
+    type Service = CountedClient<S>;
 
-    fn layer(&self, inner: S) -> Counted<S> {
-        Counted {
+    fn layer(&self, inner: S) -> CountedClient<S> {
+        CountedClient {
             inner,
             requests: self.clone(),
         }
@@ -113,12 +113,12 @@ impl<S> Layer<S> for Requests {
 
 /// A client service that counts requests.
 #[derive(Clone, Debug)]
-pub(in crate::cli) struct Counted<S> {
+pub(crate) struct CountedClient<S> {
     inner: S,
     requests: Requests,
 }
 
-impl<S, B, A> Service<Request<B>> for Counted<S>
+impl<S, B, A> Service<Request<B>> for CountedClient<S>
 where
     S: Service<Request<B>, Response = Response<A>>,
     S::Future: Send + 'static,

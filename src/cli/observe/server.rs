@@ -5,7 +5,8 @@
 mod connections;
 mod secure;
 
-use std::net::SocketAddr;
+use std::net::{Ipv6Addr, SocketAddr};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context as _;
@@ -20,7 +21,7 @@ use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-use super::{Bind, Error, Flags, Readiness};
+use crate::cli::error::Error;
 use secure::{Certificate, Guard};
 
 /// Content type for clients that accept OpenMetrics, such as Prometheus.
@@ -28,10 +29,84 @@ const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset
 /// Content type for all other clients.
 const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
+/// Where metrics and probes are served.
+#[derive(Clone, Debug, clap::Args)]
+#[command(next_help_heading = "Observability")]
+pub(crate) struct ObserveFlags {
+    /// Address of /metrics: an IP address and port, or ":8080" for all addresses; 0 disables it
+    #[arg(
+        long,
+        value_name = "ADDRESS",
+        env = "DRAYMAN_METRICS_BIND_ADDRESS",
+        hide_env_values = true,
+        default_value = "0",
+        value_parser = bind_address
+    )]
+    pub(crate) metrics_bind_address: Bind,
+
+    /// Address of /livez, /readyz and /healthz: an IP address and port, or ":8081" for all addresses; 0 disables them
+    #[arg(
+        long,
+        value_name = "ADDRESS",
+        env = "DRAYMAN_HEALTH_PROBE_BIND_ADDRESS",
+        hide_env_values = true,
+        default_value = "0",
+        value_parser = bind_address
+    )]
+    pub(crate) health_probe_bind_address: Bind,
+
+    /// Directory with tls.crt and tls.key. Serves /metrics over HTTPS, to bearer tokens whose account may get the path /metrics
+    /// (TokenReview and SubjectAccessReview)
+    #[arg(
+        long,
+        value_name = "DIRECTORY",
+        env = "DRAYMAN_METRICS_CERT_DIR",
+        hide_env_values = true
+    )]
+    pub(crate) metrics_cert_dir: Option<PathBuf>,
+}
+
+/// Listen address, or none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Bind {
+    Nowhere,
+    At(SocketAddr),
+}
+
+impl std::fmt::Display for Bind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Nowhere => f.write_str("0"),
+            Self::At(address) => address.fmt(f),
+        }
+    }
+}
+
+/// Parses an address in Kubernetes syntax: `0`, `:8080`, `127.0.0.1:8080`, `[::1]:8080`.
+fn bind_address(text: &str) -> Result<Bind, String> {
+    if text == "0" {
+        return Ok(Bind::Nowhere);
+    }
+    let wrong =
+        || "must be 0, or a port with or without an address, such as :8080 or 127.0.0.1:8080".to_owned();
+    let address = match text.strip_prefix(':') {
+        // IPv4 and IPv6, as far as the machine supports them.
+        Some(port) => SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), port.parse().map_err(|_| wrong())?),
+        None => text.parse().map_err(|_| wrong())?,
+    };
+    if address.port() == 0 {
+        return Err(wrong());
+    }
+    Ok(Bind::At(address))
+}
+
+/// Returns whether a component is ready, or why not.
+pub(crate) type Readiness = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
+
 /// Binds the addresses and serves them in the background until the token is cancelled.
 pub(super) async fn serve(
     registry: Arc<Registry>,
-    flags: Flags,
+    flags: ObserveFlags,
     ready: Readiness,
     client: Client,
     shutdown: &CancellationToken,
@@ -223,7 +298,7 @@ mod tests {
 
     #[tokio::test]
     async fn probes_and_metrics_are_served_at_their_addresses() {
-        let flags = Flags {
+        let flags = ObserveFlags {
             metrics_bind_address: Bind::At(free().await),
             health_probe_bind_address: Bind::At(free().await),
             metrics_cert_dir: None,
@@ -291,7 +366,7 @@ mod tests {
     #[tokio::test]
     async fn one_address_serves_both_and_one_in_use_is_named() {
         let address = free().await;
-        let both = Flags {
+        let both = ObserveFlags {
             metrics_bind_address: Bind::At(address),
             health_probe_bind_address: Bind::At(address),
             metrics_cert_dir: None,
@@ -321,7 +396,7 @@ mod tests {
 
     #[tokio::test]
     async fn nothing_is_served_unless_asked_for() {
-        let nowhere = Flags {
+        let nowhere = ObserveFlags {
             metrics_bind_address: Bind::Nowhere,
             health_probe_bind_address: Bind::Nowhere,
             metrics_cert_dir: None,
@@ -359,8 +434,8 @@ mod tests {
     }
 
     /// Flags for secure metrics alone.
-    fn secure(address: SocketAddr, directory: &std::path::Path) -> Flags {
-        Flags {
+    fn secure(address: SocketAddr, directory: &std::path::Path) -> ObserveFlags {
+        ObserveFlags {
             metrics_bind_address: Bind::At(address),
             health_probe_bind_address: Bind::Nowhere,
             metrics_cert_dir: Some(directory.to_owned()),
@@ -390,7 +465,7 @@ mod tests {
 
     #[tokio::test]
     async fn secure_metrics_need_tls_a_token_and_the_right() {
-        crate::cli::choose_tls_provider();
+        crate::cli::runtime::choose_tls_provider();
         let directory = tempfile::tempdir().unwrap();
         let root = certificate(directory.path());
         let address = free().await;
@@ -427,7 +502,7 @@ mod tests {
         assert!(!answer.starts_with(b"HTTP"), "{answer:?}");
 
         // An API server that answers nonsense grants nothing.
-        let silent = Flags {
+        let silent = ObserveFlags {
             metrics_bind_address: Bind::At(free().await),
             ..flags.clone()
         };
@@ -448,11 +523,11 @@ mod tests {
 
     #[tokio::test]
     async fn secure_metrics_need_a_certificate_and_an_address() {
-        crate::cli::choose_tls_provider();
+        crate::cli::runtime::choose_tls_provider();
         let directory = tempfile::tempdir().unwrap();
         let address = free().await;
         let mut flags = secure(address, directory.path());
-        let refused = async |flags: Flags| {
+        let refused = async |flags: ObserveFlags| {
             let shutdown = CancellationToken::new();
             let served = Observer::new("node")
                 .serve(flags, never(), nobody(), &shutdown)
@@ -476,7 +551,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_new_certificate_is_served_without_a_restart() {
-        crate::cli::choose_tls_provider();
+        crate::cli::runtime::choose_tls_provider();
         let directory = tempfile::tempdir().unwrap();
         let first = certificate(directory.path());
         let address = free().await;
@@ -495,5 +570,32 @@ mod tests {
         assert!(ask_securely(address, &second, "").await.is_ok());
         assert!(ask_securely(address, &first, "").await.is_err(), "it is replaced");
         shutdown.cancel();
+    }
+
+    #[test]
+    fn an_address_is_written_as_for_the_components_of_kubernetes() {
+        assert_eq!(bind_address("0"), Ok(Bind::Nowhere));
+        assert_eq!(bind_address(":8080"), Ok(Bind::At("[::]:8080".parse().unwrap())));
+        assert_eq!(
+            bind_address("127.0.0.1:1"),
+            Ok(Bind::At("127.0.0.1:1".parse().unwrap()))
+        );
+        assert_eq!(
+            bind_address("[::1]:8080"),
+            Ok(Bind::At("[::1]:8080".parse().unwrap()))
+        );
+        for wrong in [
+            "",
+            ":",
+            "8080",
+            ":0",
+            "127.0.0.1:0",
+            ":65536",
+            "localhost:80",
+            ":http",
+        ] {
+            let refusal = bind_address(wrong).expect_err(wrong);
+            assert!(refusal.contains(":8080"), "{wrong:?}: {refusal}");
+        }
     }
 }

@@ -6,7 +6,7 @@ use crate::node::kubelet::transport::GrpcCalls;
 use crate::node::metrics::{Metrics, Omission};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum MetricKind {
     Counter,
     Gauge,
     Histogram,
@@ -21,7 +21,7 @@ pub(super) enum Of {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Values {
+pub(super) enum LabelValues {
     /// Fixed values, present from the start.
     These(fn() -> Vec<&'static str>),
     /// Open set of values, described in words.
@@ -29,41 +29,41 @@ pub(super) enum Values {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Label {
+pub(super) struct MetricLabel {
     pub(super) name: &'static str,
-    pub(super) values: Values,
+    pub(super) values: LabelValues,
 }
 
 /// A metric.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Series {
     pub(super) name: &'static str,
-    pub(super) kind: Kind,
+    pub(super) kind: MetricKind,
     pub(super) of: Of,
     /// Labels, in order.
-    pub(super) labels: &'static [Label],
+    pub(super) labels: &'static [MetricLabel],
     pub(super) help: &'static str,
 }
 
-const fn these(name: &'static str, values: fn() -> Vec<&'static str>) -> Label {
-    Label {
+const fn these(name: &'static str, values: fn() -> Vec<&'static str>) -> MetricLabel {
+    MetricLabel {
         name,
-        values: Values::These(values),
+        values: LabelValues::These(values),
     }
 }
 
-const fn such(name: &'static str, values: &'static str) -> Label {
-    Label {
+const fn such(name: &'static str, values: &'static str) -> MetricLabel {
+    MetricLabel {
         name,
-        values: Values::Such(values),
+        values: LabelValues::Such(values),
     }
 }
 
 const fn series(
     name: &'static str,
-    kind: Kind,
+    kind: MetricKind,
     of: Of,
-    labels: &'static [Label],
+    labels: &'static [MetricLabel],
     help: &'static str,
 ) -> Series {
     Series {
@@ -75,7 +75,7 @@ const fn series(
     }
 }
 
-use Kind::{Counter, Gauge, Histogram};
+use MetricKind::{Counter, Gauge, Histogram};
 use Of::{Both, Companion, Controller};
 
 /// HTTP methods of API requests.
@@ -121,10 +121,10 @@ fn grpc(part: fn(&crate::node::kubelet::transport::GrpcMethod) -> &'static str) 
     all
 }
 
-const GRPC_TYPE: Label = these("grpc_type", || grpc(|method| method.sort));
-const GRPC_SERVICE: Label = these("grpc_service", || grpc(|method| method.service));
-const GRPC_METHOD: Label = these("grpc_method", || grpc(|method| method.method));
-const QUEUE: Label = these("name", || Statistics::QUEUES.to_vec());
+const GRPC_TYPE: MetricLabel = these("grpc_type", || grpc(|method| method.sort));
+const GRPC_SERVICE: MetricLabel = these("grpc_service", || grpc(|method| method.service));
+const GRPC_METHOD: MetricLabel = these("grpc_method", || grpc(|method| method.method));
+const QUEUE: MetricLabel = these("name", || Statistics::QUEUES.to_vec());
 
 pub(super) const BUILD: Series = series(
     "drayman_build_info",

@@ -7,39 +7,39 @@ use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 
 use super::reasons::By;
-use super::table::{self, Kind, Series};
+use super::table::{self, MetricKind, Series};
 use crate::core::distribution::Distribution;
 
 /// Encodes one metric; `values` writes its samples.
 pub(super) fn series(
     encoder: &mut DescriptorEncoder<'_>,
     series: &Series,
-    values: impl FnOnce(&mut Values<'_>) -> Result,
+    values: impl FnOnce(&mut SampleEncoder<'_>) -> Result,
 ) -> Result {
     let sort = match series.kind {
-        Kind::Counter => MetricType::Counter,
-        Kind::Gauge => MetricType::Gauge,
-        Kind::Histogram => MetricType::Histogram,
+        MetricKind::Counter => MetricType::Counter,
+        MetricKind::Gauge => MetricType::Gauge,
+        MetricKind::Histogram => MetricType::Histogram,
     };
     let encoder = encoder.encode_descriptor(base(series), series.help, None, sort)?;
-    values(&mut Values { encoder, series })
+    values(&mut SampleEncoder { encoder, series })
 }
 
 /// Returns the name without the suffix that the encoder appends.
 pub(super) fn base(series: &Series) -> &'static str {
     match series.kind {
-        Kind::Counter => series.name.strip_suffix("_total").unwrap_or(series.name),
-        Kind::Gauge | Kind::Histogram => series.name,
+        MetricKind::Counter => series.name.strip_suffix("_total").unwrap_or(series.name),
+        MetricKind::Gauge | MetricKind::Histogram => series.name,
     }
 }
 
 /// Encoder for the samples of one metric.
-pub(super) struct Values<'a> {
+pub(super) struct SampleEncoder<'a> {
     encoder: MetricEncoder<'a>,
     series: &'a Series,
 }
 
-impl Values<'_> {
+impl SampleEncoder<'_> {
     /// Encodes a counter. `labels` are in the order of the table.
     pub(super) fn counter(&mut self, labels: &[&str], value: u64) -> Result {
         self.with(labels, |encoder| {
@@ -96,7 +96,7 @@ pub(super) fn with_all<'a>(
 
 /// Encodes counters with one label.
 pub(super) fn count_each(
-    values: &mut Values<'_>,
+    values: &mut SampleEncoder<'_>,
     all: &[&'static str],
     counts: &BTreeMap<&'static str, u64>,
 ) -> Result {

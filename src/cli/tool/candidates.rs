@@ -12,12 +12,14 @@ use kube::ResourceExt as _;
 use kube::api::ListParams;
 use tokio::time::timeout;
 
-use super::read::Api;
-use super::{Cluster, read};
+use super::kubectl_flags::{KubectlFlags, fitting};
+use super::read;
+use super::read::ServedApi;
 use crate::cli::diagnose::devices::{self, DeviceTable};
 use crate::cli::diagnose::structured;
-use crate::cli::objects::Pod;
-use crate::cli::{Error, block_on, choose_tls_provider, client};
+use crate::cli::error::Error;
+use crate::cli::objects::PartialPod;
+use crate::cli::runtime::{block_on, choose_tls_provider};
 
 /// Limit for all requests of a completion.
 const LIMIT: Duration = Duration::from_secs(2);
@@ -46,11 +48,11 @@ pub(super) fn kinds(typed: &OsStr) -> Vec<CompletionCandidate> {
 
 /// Pods and claims in the context's namespace.
 pub(super) fn pods_and_claims(typed: &OsStr) -> Vec<CompletionCandidate> {
-    let names = ask(async |cluster: &Cluster| {
+    let names = ask(async |cluster: &KubectlFlags| {
         let (client, namespace) = cluster.connect().await?;
         let all = ListParams::default();
         let mut names = BTreeSet::new();
-        let pods = kube::Api::<Pod>::namespaced(client.clone(), &namespace)
+        let pods = kube::Api::<PartialPod>::namespaced(client.clone(), &namespace)
             .list_metadata(&all)
             .await;
         let pods = pods.map_err(anyhow::Error::from)?;
@@ -67,20 +69,13 @@ pub(super) fn pods_and_claims(typed: &OsStr) -> Vec<CompletionCandidate> {
     fitting(typed, names)
 }
 
-/// Contexts of the kubeconfig.
-pub(super) fn contexts(typed: &OsStr) -> Vec<CompletionCandidate> {
-    let content = client::kubeconfig_of_person().ok().flatten();
-    let contexts = content.map(|content| content.contexts).unwrap_or_default();
-    fitting(typed, contexts.into_iter().map(|context| context.name).collect())
-}
-
 fn of_devices(names: impl Fn(&DeviceTable) -> BTreeSet<String>) -> BTreeSet<String> {
-    ask(async |cluster: &Cluster| {
+    ask(async |cluster: &KubectlFlags| {
         let (client, _) = cluster.connect().await?;
         let driver = &cluster.driver.name;
         Ok(names(&match read::api(&client).await? {
-            Api::Structured => structured::devices::devices(driver, &read::all(&client).await?, &[]),
-            Api::Classic => devices::devices(driver, &read::all(&client).await?, &[]),
+            ServedApi::Structured => structured::devices::devices(driver, &read::all(&client).await?, &[]),
+            ServedApi::Classic => devices::devices(driver, &read::all(&client).await?, &[]),
         }))
     })
 }
@@ -89,11 +84,11 @@ fn of_devices(names: impl Fn(&DeviceTable) -> BTreeSet<String>) -> BTreeSet<Stri
 #[derive(Parser)]
 struct Defaults {
     #[command(flatten)]
-    cluster: Cluster,
+    cluster: KubectlFlags,
 }
 
 /// Asks the cluster of the current context.
-fn ask(names: impl AsyncFnOnce(&Cluster) -> Result<BTreeSet<String>, Error>) -> BTreeSet<String> {
+fn ask(names: impl AsyncFnOnce(&KubectlFlags) -> Result<BTreeSet<String>, Error>) -> BTreeSet<String> {
     choose_tls_provider();
     let Ok(Defaults { cluster }) = Defaults::try_parse_from(["drayman"]) else {
         return BTreeSet::new();
@@ -103,13 +98,4 @@ fn ask(names: impl AsyncFnOnce(&Cluster) -> Result<BTreeSet<String>, Error>) -> 
         answer.unwrap_or_else(|_| Ok(BTreeSet::new()))
     });
     asked.unwrap_or_default()
-}
-
-fn fitting(typed: &OsStr, names: BTreeSet<String>) -> Vec<CompletionCandidate> {
-    let typed = typed.to_string_lossy();
-    names
-        .into_iter()
-        .filter(|name| !name.is_empty() && name.starts_with(&*typed))
-        .map(CompletionCandidate::new)
-        .collect()
 }

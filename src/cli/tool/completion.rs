@@ -9,7 +9,7 @@ use clap_complete::Shell;
 use clap_complete::engine;
 use clap_complete::env::Shells;
 
-use crate::cli::Error;
+use crate::cli::error::Error;
 use crate::cli::output::write;
 
 /// cobra's `ShellCompDirectiveNoSpace` and `ShellCompDirectiveNoFileComp`; the candidates already include matching
@@ -21,14 +21,14 @@ const NO_FILES: u8 = 4;
 ///
 /// For bash: `source <(drayman completion bash)`. For `kubectl drayman`, link the program as `kubectl_complete-drayman` into the PATH.
 #[derive(Clone, Copy, Debug, clap::Args)]
-pub(in crate::cli) struct Arguments {
+pub(crate) struct Arguments {
     /// The shell
     #[arg(value_name = "SHELL", value_enum)]
     shell: Shell,
 }
 
 /// Prints the script. The shell runs this program for the candidates, so that names come from the cluster.
-pub(in crate::cli) fn run(arguments: Arguments) -> Result<(), Error> {
+pub(crate) fn run(arguments: Arguments) -> Result<(), Error> {
     let program = std::env::current_exe().context("cannot find this program")?;
     let mut script = Vec::new();
     let shells = Shells::builtins();
@@ -49,7 +49,7 @@ pub(in crate::cli) fn run(arguments: Arguments) -> Result<(), Error> {
 
 /// Prints the candidates for the last word after `kubectl drayman`, each with its help, and the shell directive. This
 /// is cobra's protocol, used in kubectl's `pkg/cmd/plugin/plugin_completion.go`.
-pub(in crate::cli) fn for_kubectl(words: Vec<OsString>, mut command: clap::Command) -> Result<(), Error> {
+pub(crate) fn for_kubectl(words: Vec<OsString>, mut command: clap::Command) -> Result<(), Error> {
     let here = std::env::current_dir().ok();
     let last = words.len().saturating_sub(1);
     let fitting =

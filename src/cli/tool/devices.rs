@@ -8,18 +8,21 @@ use clap_complete::ArgValueCompleter;
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::Client;
 
-use super::read::{Api, Namespaces};
-use super::selector::Selector;
-use super::{Cluster, candidates, read, watch};
+use super::kubectl_flags::KubectlFlags;
+use super::read::{Namespaces, ServedApi};
+use super::selector::AttributeSelector;
+use super::{candidates, read, watch};
 use crate::api::crd::{Mode, NodeInventory};
 use crate::cli::diagnose::devices::{DeviceRow, DeviceState, DeviceTable, devices};
 use crate::cli::diagnose::structured;
-use crate::cli::output::{Answer, Colour, Output, Style, coloured, one_line, row, table};
-use crate::cli::{Error, block_on, choose_tls_provider, value};
+use crate::cli::error::Error;
+use crate::cli::output::{Colour, OutputFlags, Printable, Style, coloured, one_line, row, table};
+use crate::cli::runtime::{block_on, choose_tls_provider};
+use crate::cli::value;
 
 /// List the devices of the cluster with their states and holders
 #[derive(Clone, Debug, clap::Args)]
-pub(in crate::cli) struct Arguments {
+pub(crate) struct Arguments {
     /// Only devices of this node
     #[arg(long, value_name = "NAME", add = ArgValueCompleter::new(candidates::nodes))]
     node: Option<String>,
@@ -34,7 +37,7 @@ pub(in crate::cli) struct Arguments {
 
     /// Only devices with these attributes, such as vendorId=046d,serial!=7
     #[arg(short = 'l', long, value_name = "SELECTOR")]
-    selector: Option<Selector>,
+    selector: Option<AttributeSelector>,
 
     /// After the list, print each device that changes, until Ctrl-C
     #[arg(short, long)]
@@ -44,10 +47,10 @@ pub(in crate::cli) struct Arguments {
     namespace: Namespace,
 
     #[command(flatten)]
-    cluster: Cluster,
+    cluster: KubectlFlags,
 
     #[command(flatten)]
-    output: Output,
+    output: OutputFlags,
 }
 
 /// Namespaces of the claims.
@@ -94,7 +97,7 @@ impl clap::ValueEnum for DeviceState {
 }
 
 /// Prints the table.
-pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     let cluster = &arguments.cluster;
     let mut answer = read_all(cluster, |context| arguments.namespace.of_context(context))?;
     arguments.retain(&mut answer);
@@ -160,7 +163,7 @@ impl Arguments {
 
 /// Reads all devices of the driver. `namespaces` gets the context's namespace.
 pub(super) fn read_all(
-    cluster: &Cluster,
+    cluster: &KubectlFlags,
     namespaces: impl FnOnce(String) -> Namespaces,
 ) -> Result<DeviceTable, Error> {
     choose_tls_provider();
@@ -172,7 +175,7 @@ pub(super) fn read_all(
 
 async fn read_table(client: &Client, driver: &str, namespaces: &Namespaces) -> Result<DeviceTable, Error> {
     let (table, read_namespace) = match read::api(client).await? {
-        Api::Structured => {
+        ServedApi::Structured => {
             let slices: Vec<ResourceSlice> = read::all(client).await?;
             let claims = read::served_claims(client, namespaces).await?;
             let table = structured::devices::devices(driver, &slices, &claims.items);
@@ -183,7 +186,7 @@ async fn read_table(client: &Client, driver: &str, namespaces: &Namespaces) -> R
                 claims.namespace,
             )
         }
-        Api::Classic => {
+        ServedApi::Classic => {
             let inventories: Vec<NodeInventory> = read::all(client).await?;
             let claims = read::claims(client, namespaces).await?;
             (devices(driver, &inventories, &claims.items), claims.namespace)
@@ -195,7 +198,7 @@ async fn read_table(client: &Client, driver: &str, namespaces: &Namespaces) -> R
     })
 }
 
-impl Answer for DeviceTable {
+impl Printable for DeviceTable {
     const KIND: &'static str = "DeviceList";
 
     fn text(&self, style: Style) -> String {

@@ -16,19 +16,22 @@ use kube::{Client, ResourceExt as _};
 use schemars::JsonSchema;
 use serde::Serialize;
 
+use super::kubectl_flags::KubectlFlags;
 use super::rights::{self, Account};
-use super::{Cluster, ask_for_gates, node_check, read};
+use super::{feature_gates, node_check, read};
 use crate::api::crd::{self, DeviceClassParameters, Mode, NodeInventory};
 use crate::api::resource::{GROUP, ResourceClaim, ResourceClass, VERSION};
 use crate::cli::diagnose::devices::devices;
-use crate::cli::diagnose::doctor::{Finding, Level, classes, definitions, lease, server};
+use crate::cli::diagnose::doctor::{DoctorFinding, Level, classes, definitions, lease, server};
 use crate::cli::diagnose::gates;
 use crate::cli::diagnose::nodes::{NodeFacts, extended_resources, inventories, runtime_sockets};
 use crate::cli::diagnose::overlap::{self, Sharers};
 use crate::cli::diagnose::rights::Component;
-use crate::cli::objects::Definition;
-use crate::cli::output::{Answer, Colour, Output, Style, coloured, one_line};
-use crate::cli::{Error, block_on, choose_tls_provider, group, value};
+use crate::cli::error::Error;
+use crate::cli::objects::CustomResourceDefinition;
+use crate::cli::output::{Colour, OutputFlags, Printable, Style, coloured, one_line};
+use crate::cli::runtime::{block_on, choose_tls_provider};
+use crate::cli::{flags, value};
 
 /// Label of the controller's objects in the chart.
 const CONTROLLER: &str = "app.kubernetes.io/component=controller";
@@ -38,22 +41,22 @@ const CONTROLLER: &str = "app.kubernetes.io/component=controller";
 /// Checks the cluster, or with --this-node this machine (kubelet's directories, sockets, CDI in the container runtime).
 /// The exit code is 1 if there are problems.
 #[derive(Clone, Debug, clap::Args)]
-pub(in crate::cli) struct Arguments {
+pub(crate) struct Arguments {
     /// Check this node instead of the cluster
     #[arg(long)]
     this_node: bool,
 
     #[command(flatten)]
-    kubelet: group::KubeletRoot,
+    kubelet: flags::KubeletRootFlag,
 
     #[command(flatten)]
-    device_plugins: group::DevicePluginDir,
+    device_plugins: flags::DevicePluginDirFlag,
 
     #[command(flatten)]
-    cdi: group::CdiRoot,
+    cdi: flags::CdiRootFlag,
 
     #[command(flatten)]
-    container_runtime: group::RuntimeSocket,
+    container_runtime: flags::RuntimeSocketFlag,
 
     /// Configuration file of kubelet, for --this-node
     #[arg(
@@ -78,10 +81,10 @@ pub(in crate::cli) struct Arguments {
     node_user: Option<String>,
 
     #[command(flatten)]
-    cluster: Cluster,
+    cluster: KubectlFlags,
 
     #[command(flatten)]
-    output: Output,
+    output: OutputFlags,
 }
 
 fn without_containerd_config(_: &str) -> Result<String, &'static str> {
@@ -89,7 +92,7 @@ fn without_containerd_config(_: &str) -> Result<String, &'static str> {
 }
 
 /// Prints the findings.
-pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     let driver = &arguments.cluster.driver.name;
     let findings = if arguments.this_node {
         let machine = node_check::Machine {
@@ -100,15 +103,15 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
             kubelet_config: &arguments.kubelet_config,
             runtime_socket: arguments.container_runtime.path.as_deref(),
         };
-        block_on(async { Ok(node_check::look(&machine).await) })?
+        block_on(async { Ok(node_check::check(&machine).await) })?
     } else {
         choose_tls_provider();
         block_on(async {
             let (client, _) = arguments.cluster.connect().await?;
-            look(&client, arguments).await
+            check(&client, arguments).await
         })?
     };
-    let findings = Findings { items: findings };
+    let findings = FindingList { items: findings };
     arguments.output.print(&findings)?;
     let worst = findings.items.iter().map(|finding| finding.level).max();
     Ok(if worst == Some(Level::Problem) {
@@ -119,15 +122,15 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
 }
 
 /// Runs all checks. Read errors become findings; only an unreachable API server ends the run.
-async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Error> {
+async fn check(client: &Client, arguments: &Arguments) -> Result<Vec<DoctorFinding>, Error> {
     let driver = &arguments.cluster.driver.name;
     let version = client
         .apiserver_version()
         .await
         .map_err(|error| anyhow::Error::from(error).context("cannot read the version of the API server"))?;
     // An error of discovery is a finding below.
-    if let Ok(read::Api::Structured) = read::api(client).await {
-        return Ok(structured::look(
+    if let Ok(read::ServedApi::Structured) = read::api(client).await {
+        return Ok(structured::check(
             client,
             driver,
             arguments.node_user.as_deref(),
@@ -144,11 +147,11 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
     let serves = discovery != Ok(false);
     let mut findings = Vec::new();
     let mut unread = Vec::new();
-    let mut note = |error: Error| unread.push(Finding::unread(&error.to_string()));
+    let mut note = |error: Error| unread.push(DoctorFinding::unread(&error.to_string()));
     let mut defined = true;
-    match read::all::<Definition>(client).await {
+    match read::all::<CustomResourceDefinition>(client).await {
         Ok(found) => {
-            let versions_of = |definition: Definition| {
+            let versions_of = |definition: CustomResourceDefinition| {
                 let versions = definition.spec.versions.iter().filter(|version| version.served);
                 (
                     definition.name_any(),
@@ -179,7 +182,7 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
         server(&version.major, &version.minor, discovery, needs_claims),
     );
     if needs_claims && serves {
-        let (found, errors) = ask_for_gates::look(client, driver, inventories.as_deref()).await;
+        let (found, errors) = feature_gates::check_classic(client, driver, inventories.as_deref()).await;
         findings.extend(found);
         errors.into_iter().for_each(&mut note);
     }
@@ -191,14 +194,14 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
     .await
     {
         Ok(found) => {
-            findings.push(judge_lease(&found, needs_claims));
+            findings.push(check_lease(&found, needs_claims));
             leases = found;
         }
         Err(error) => note(error),
     }
     for found in [
-        look_at_rights(client, arguments, inventories.as_deref()).await,
-        look_for_others(client, driver, &leases, inventories.as_deref().filter(|_| serves)).await,
+        check_rights(client, arguments, inventories.as_deref()).await,
+        check_other_installations(client, driver, &leases, inventories.as_deref().filter(|_| serves)).await,
     ] {
         match found {
             Ok(found) => findings.extend(found),
@@ -206,7 +209,7 @@ async fn look(client: &Client, arguments: &Arguments) -> Result<Vec<Finding>, Er
         }
     }
     if let Some(inventories) = &inventories {
-        match look_at_devices(client, driver, inventories, serves && needs_claims).await {
+        match check_devices(client, driver, inventories, serves && needs_claims).await {
             Ok(found) => findings.extend(found),
             Err(error) => note(error),
         }
@@ -225,11 +228,11 @@ fn is_served<T>(answer: Result<T, kube::Error>) -> Result<bool, String> {
 }
 
 /// Checks the permissions of the chart's pods and of accounts given by flags.
-async fn look_at_rights(
+async fn check_rights(
     client: &Client,
     arguments: &Arguments,
     inventories: Option<&[NodeInventory]>,
-) -> Result<Vec<Finding>, Error> {
+) -> Result<Vec<DoctorFinding>, Error> {
     let driver = &arguments.cluster.driver.name;
     let of_driver = inventories
         .into_iter()
@@ -252,21 +255,21 @@ async fn look_at_rights(
         }));
     }
     let companions: Vec<bool> = rights::companions_with_socket(&pods, driver);
-    let mut findings: Vec<Finding> = runtime_sockets(&companions).into_iter().collect();
+    let mut findings: Vec<DoctorFinding> = runtime_sockets(&companions).into_iter().collect();
     for account in &accounts {
-        findings.extend(rights::look(client, account, mode_both).await?);
+        findings.extend(rights::check_classic(client, account, mode_both).await?);
     }
     Ok(findings)
 }
 
 /// Looks for other installations with the same driver name, and for claims of drivers that nothing serves. `None` if claims and inventories
 /// cannot be read.
-async fn look_for_others(
+async fn check_other_installations(
     client: &Client,
     driver: &str,
     leases: &[Lease],
     inventories: Option<&[NodeInventory]>,
-) -> Result<Vec<Finding>, Error> {
+) -> Result<Vec<DoctorFinding>, Error> {
     let now = Timestamp::now();
     let leads = |object: &Lease| {
         let (renewed, duration, holder) = terms(object)?;
@@ -296,12 +299,12 @@ async fn look_for_others(
     Ok(findings)
 }
 
-async fn look_at_devices(
+async fn check_devices(
     client: &Client,
     driver: &str,
     objects: &[NodeInventory],
     with_classes: bool,
-) -> Result<Vec<Finding>, Error> {
+) -> Result<Vec<DoctorFinding>, Error> {
     let nodes: Vec<NodeFacts> = read::all::<Node>(client)
         .await?
         .iter()
@@ -327,7 +330,7 @@ async fn look_at_devices(
     Ok(findings)
 }
 
-fn judge_lease(found: &[Lease], needs_claims: bool) -> Finding {
+fn check_lease(found: &[Lease], needs_claims: bool) -> DoctorFinding {
     let newest = found
         .iter()
         .filter_map(terms)
@@ -346,11 +349,11 @@ fn terms(object: &Lease) -> Option<(Timestamp, SignedDuration, &str)> {
 
 /// The findings of all checks.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
-pub(in crate::cli) struct Findings {
-    items: Vec<Finding>,
+pub(crate) struct FindingList {
+    items: Vec<DoctorFinding>,
 }
 
-impl Answer for Findings {
+impl Printable for FindingList {
     const KIND: &'static str = "FindingList";
 
     fn text(&self, _: Style) -> String {
@@ -368,7 +371,7 @@ impl Answer for Findings {
     }
 }
 
-fn text(findings: &[Finding]) -> String {
+fn text(findings: &[DoctorFinding]) -> String {
     let mut text = String::new();
     for finding in findings {
         let word = match finding.level {

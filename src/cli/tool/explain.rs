@@ -2,7 +2,7 @@
 //! nodes with the controller's code on objects that this command reads; it reserves and writes nothing. In structured mode,
 //! [`structured`] evaluates them as the scheduler does.
 
-pub(in crate::cli) mod answer;
+pub(crate) mod answer;
 mod structured;
 
 use std::collections::BTreeMap;
@@ -17,18 +17,22 @@ use kube::{Client, ResourceExt as _};
 use tokio_util::sync::CancellationToken;
 
 use self::answer::{
-    Explained, Subject, about_claim, about_pod, events, explain_limits, pod_answer, scheduler_says,
+    Explained, ObjectArgument, about_claim, about_pod, events, explain_limits, pod_answer, scheduler_says,
 };
+use super::kubectl_flags::KubectlFlags;
 use super::read::Namespaces;
-use super::{Cluster, candidates, read};
+use super::{candidates, read};
 use crate::api::crd::{DeviceClassParameters, NodeInventory};
 use crate::api::resource::{Pod, PodResourceClaim, PodSchedulingContext, ResourceClaim, ResourceClass};
-use crate::cli::diagnose::explain::{Facts, Found, explain, find};
+use crate::cli::diagnose::explain::{ExplainInput, explain, find};
 use crate::cli::diagnose::qualified_name;
+use crate::cli::error::Error;
 use crate::cli::objects;
-use crate::cli::output::Output;
-use crate::cli::{Error, block_on, choose_tls_provider, value};
+use crate::cli::output::OutputFlags;
+use crate::cli::runtime::{block_on, choose_tls_provider};
+use crate::cli::value;
 use crate::core::allocation::parameters::{Amount, DeviceRequests};
+use crate::core::claims::Resolved;
 use crate::driver::{ClaimRequest, Driver as _, Holding, Observation};
 use crate::host::HostDriver;
 
@@ -37,7 +41,7 @@ const READY_LIMIT: Duration = Duration::from_secs(30);
 
 /// Show the current step of a pod or claim, the reason, and the fix
 #[derive(Clone, Debug, clap::Args)]
-pub(in crate::cli) struct Arguments {
+pub(crate) struct Arguments {
     /// pod/NAME or claim/NAME; NAME alone means the pod, or the claim if there is no such pod
     #[arg(
         value_name = "POD|CLAIM",
@@ -52,33 +56,33 @@ pub(in crate::cli) struct Arguments {
     namespace: Option<String>,
 
     #[command(flatten)]
-    cluster: Cluster,
+    cluster: KubectlFlags,
 
     #[command(flatten)]
-    output: Output,
+    output: OutputFlags,
 }
 
 /// Prints the explanation. Returns exit code 1 if the object does not exist.
-pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
-    let subject = Subject::read(&arguments.object)?;
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
+    let subject = ObjectArgument::read(&arguments.object)?;
     choose_tls_provider();
     let answer = block_on(async {
         let (client, context_namespace) = arguments.cluster.connect().await?;
         let namespace = arguments.namespace.clone().unwrap_or(context_namespace);
         let driver = &arguments.cluster.driver.name;
-        if read::api(&client).await? == read::Api::Structured {
+        if read::api(&client).await? == read::ServedApi::Structured {
             return structured::answer(&client, &namespace, driver, &subject).await;
         }
         let pods = Api::<Pod>::namespaced(client.clone(), &namespace);
         let pod = match &subject {
-            Subject::Pod(name) | Subject::Either(name) => {
+            ObjectArgument::Pod(name) | ObjectArgument::Either(name) => {
                 pods.get_opt(name).await.context("cannot read the pod")?
             }
-            Subject::Claim(_) => None,
+            ObjectArgument::Claim(_) => None,
         };
         let claims = read::claims(&client, &Namespaces::AllOr(namespace.clone())).await?;
         let claim = match &subject {
-            Subject::Claim(name) | Subject::Either(name) if pod.is_none() => {
+            ObjectArgument::Claim(name) | ObjectArgument::Either(name) if pod.is_none() => {
                 claims.items.iter().find(|claim| {
                     claim.metadata.namespace.as_ref() == Some(&namespace)
                         && claim.metadata.name.as_ref() == Some(name)
@@ -113,12 +117,12 @@ struct Reading<'a> {
     client: Client,
     namespace: String,
     driver: &'a str,
-    claims: &'a read::Claims,
+    claims: &'a read::ClaimList,
 }
 
 /// The driver's evaluation of a claim.
 #[derive(Default)]
-struct Said {
+struct Evaluation {
     wants: Option<Result<String, String>>,
     nodes: BTreeMap<String, Option<String>>,
 }
@@ -134,54 +138,60 @@ impl Reading<'_> {
             None => None,
         };
         // Pairs of entry and claim.
-        let found: Vec<(Option<&PodResourceClaim>, Found<'_>)> = match (pod, claim) {
+        let found: Vec<(Option<&PodResourceClaim>, Resolved<&ResourceClaim>)> = match (pod, claim) {
             (Some(pod), _) => {
                 let entries = pod.spec.resource_claims.iter();
                 entries
                     .map(|entry| (Some(entry), find(pod, entry, &self.claims.items)))
                     .collect()
             }
-            (None, Some(claim)) => vec![(None, Found::Claim(claim))],
+            (None, Some(claim)) => vec![(None, Resolved::Claim(claim))],
             (None, None) => Vec::new(),
         };
-        let mut said = self.ask_driver(pod, &found, &classes).await?;
+        let mut evaluations = self.ask_driver(pod, &found, &classes).await?;
         if let Some(context) = &context {
             // Without inventories, the driver has not evaluated any node.
-            for said in said.iter_mut().filter(|said| said.wants.is_none()) {
-                said.nodes = context
+            for evaluation in evaluations
+                .iter_mut()
+                .filter(|evaluation| evaluation.wants.is_none())
+            {
+                evaluation.nodes = context
                     .spec
                     .potential_nodes
                     .iter()
                     .map(|node| (node.clone(), None))
                     .collect();
             }
-            let judged_by_driver = said.iter().all(|said| said.wants.is_some());
+            let judged_by_driver = evaluations.iter().all(|evaluation| evaluation.wants.is_some());
             if self.claims.namespace.is_some() || !judged_by_driver {
-                ask_controller(&mut said, &found, context);
+                ask_controller(&mut evaluations, &found, context);
             }
         }
-        let explanations = found.iter().zip(&said).map(|((entry, found), said)| {
-            let class = match found {
-                Found::Claim(claim) => class_of(claim, &classes),
-                _ => None,
-            };
-            explain(&Facts {
-                driver: self.driver,
-                pod,
-                entry: *entry,
-                found: *found,
-                class,
-                wants: said
-                    .wants
-                    .as_ref()
-                    .map(|wants| wants.as_deref().map_err(String::as_str)),
-                context: context.as_ref(),
-                nodes: &said.nodes,
-            })
-        });
+        let explanations = found
+            .iter()
+            .zip(&evaluations)
+            .map(|((entry, found), evaluation)| {
+                let class = match found {
+                    Resolved::Claim(claim) => class_of(claim, &classes),
+                    _ => None,
+                };
+                explain(&ExplainInput {
+                    driver: self.driver,
+                    pod,
+                    entry: *entry,
+                    found: *found,
+                    class,
+                    wants: evaluation
+                        .wants
+                        .as_ref()
+                        .map(|wants| wants.as_deref().map_err(String::as_str)),
+                    context: context.as_ref(),
+                    nodes: &evaluation.nodes,
+                })
+            });
         // Our own pod type lacks conditions and limits.
         let whole = match pod {
-            Some(pod) => Api::<objects::Pod>::namespaced(self.client.clone(), &self.namespace)
+            Some(pod) => Api::<objects::PartialPod>::namespaced(self.client.clone(), &self.namespace)
                 .get_opt(&pod.name_any())
                 .await
                 .context("cannot read the pod")?,
@@ -203,7 +213,7 @@ impl Reading<'_> {
             },
             events: {
                 let claims = found.iter().filter_map(|(_, found)| match found {
-                    Found::Claim(claim) => Some(*claim),
+                    Resolved::Claim(claim) => Some(*claim),
                     _ => None,
                 });
                 let about = pod.into_iter().map(about_pod).chain(claims.map(about_claim));
@@ -216,12 +226,12 @@ impl Reading<'_> {
     async fn ask_driver(
         &self,
         pod: Option<&Pod>,
-        found: &[(Option<&PodResourceClaim>, Found<'_>)],
+        found: &[(Option<&PodResourceClaim>, Resolved<&ResourceClaim>)],
         classes: &[ResourceClass],
-    ) -> Result<Vec<Said>, Error> {
-        let mut said: Vec<Said> = found.iter().map(|_| Said::default()).collect();
-        let ours = |found: &Found<'_>| match found {
-            Found::Claim(claim) if claim.status.allocation.is_none() => {
+    ) -> Result<Vec<Evaluation>, Error> {
+        let mut evaluations: Vec<Evaluation> = found.iter().map(|_| Evaluation::default()).collect();
+        let ours = |found: &Resolved<&ResourceClaim>| match found {
+            Resolved::Claim(claim) if claim.status.allocation.is_none() => {
                 let class = class_of(claim, classes)?;
                 let served = class.driver_name == self.driver && class.structured_parameters != Some(true);
                 served.then(|| ((*claim).clone(), class.clone()))
@@ -230,7 +240,7 @@ impl Reading<'_> {
         };
         let wanted: Vec<_> = found.iter().map(|(_, found)| ours(found)).collect();
         if wanted.iter().all(Option::is_none) {
-            return Ok(said);
+            return Ok(evaluations);
         }
         // The driver's watches would retry a forbidden list forever.
         match read::can_list::<NodeInventory>(&self.client).await {
@@ -239,7 +249,7 @@ impl Reading<'_> {
                     "note: you may not list nodeinventories; nodes are judged only by what the controller has written into the pod's \
                      scheduling context (an operator can set rbac.readInventoriesByAuthenticated)"
                 );
-                return Ok(said);
+                return Ok(evaluations);
             }
             listed => listed?,
         }
@@ -256,10 +266,10 @@ impl Reading<'_> {
              deviceclassparameters and deviceclaimparameters (and `drayman doctor` says whether they are defined)",
         )?.map_err(anyhow::Error::from)?;
         let mut requests = Vec::new();
-        let mut places = Vec::new();
-        for (place, wanted) in wanted.into_iter().enumerate() {
+        let mut indexes = Vec::new();
+        for (index, wanted) in wanted.into_iter().enumerate() {
             let Some((claim, class)) = wanted else { continue };
-            let entry = found.get(place).and_then(|(entry, _)| *entry);
+            let entry = found.get(index).and_then(|(entry, _)| *entry);
             let parameters = async {
                 let class_parameters = driver.class_parameters(&class).await?;
                 let demand = driver.claim_parameters(&claim, &class, &class_parameters).await?;
@@ -268,7 +278,7 @@ impl Reading<'_> {
             let wants = match parameters.await {
                 Ok((class_parameters, claim_parameters)) => {
                     let wants = in_words(&claim_parameters);
-                    places.push(place);
+                    indexes.push(index);
                     let name = entry.map(|entry| entry.name.as_str()).unwrap_or_default();
                     let request =
                         ClaimRequest::<HostDriver>::new(claim, class, class_parameters, claim_parameters);
@@ -277,8 +287,8 @@ impl Reading<'_> {
                 }
                 Err(error) => Err(error.to_string()),
             };
-            if let Some(said) = said.get_mut(place) {
-                said.wants = Some(wants);
+            if let Some(evaluation) = evaluations.get_mut(index) {
+                evaluation.wants = Some(wants);
             }
         }
         let nodes = self.nodes().await?;
@@ -287,13 +297,13 @@ impl Reading<'_> {
             .unsuitable_nodes(pod.unwrap_or(&no_pod), &requests, &nodes)
             .await
             .context("the driver cannot evaluate the nodes")?;
-        for (place, verdict) in places.into_iter().zip(verdicts) {
-            if let Some(said) = said.get_mut(place) {
+        for (index, verdict) in indexes.into_iter().zip(verdicts) {
+            if let Some(evaluation) = evaluations.get_mut(index) {
                 let reason = |node: &String| (node.clone(), verdict.get(node).cloned());
-                said.nodes = nodes.iter().map(reason).collect();
+                evaluation.nodes = nodes.iter().map(reason).collect();
             }
         }
-        Ok(said)
+        Ok(evaluations)
     }
 
     /// Returns the names of all nodes; only of nodes with an inventory if the user may not list nodes.
@@ -317,18 +327,18 @@ impl Reading<'_> {
 /// Uses the controller's results. Without access to all claims, the devices of other claims are unknown. So if the
 /// driver finds a node suitable, the result in the pod's PodSchedulingContext decides.
 fn ask_controller(
-    said: &mut [Said],
-    found: &[(Option<&PodResourceClaim>, Found<'_>)],
+    evaluations: &mut [Evaluation],
+    found: &[(Option<&PodResourceClaim>, Resolved<&ResourceClaim>)],
     context: &PodSchedulingContext,
 ) {
-    for (said, (entry, _)) in said.iter_mut().zip(found) {
+    for (evaluation, (entry, _)) in evaluations.iter_mut().zip(found) {
         let written = context
             .status
             .resource_claims
             .iter()
             .filter(|written| entry.is_some_and(|entry| entry.name == written.name));
         for node in written.flat_map(|written| &written.unsuitable_nodes) {
-            if let Some(reason @ None) = said.nodes.get_mut(node) {
+            if let Some(reason @ None) = evaluation.nodes.get_mut(node) {
                 *reason =
                     Some("not by the controller's word, which knows claims that you may not read".to_owned());
             }
@@ -368,16 +378,19 @@ fn in_words(demand: &DeviceRequests) -> String {
 mod tests {
     use super::*;
 
-    fn subject(words: &[&str]) -> Result<Subject, Error> {
-        Subject::read(&words.iter().map(|&word| word.to_owned()).collect::<Vec<_>>())
+    fn subject(words: &[&str]) -> Result<ObjectArgument, Error> {
+        ObjectArgument::read(&words.iter().map(|&word| word.to_owned()).collect::<Vec<_>>())
     }
 
     #[test]
     fn pods_and_claims_are_named_as_for_kubectl() {
-        assert_eq!(subject(&["pod/a"]).unwrap(), Subject::Pod("a".into()));
-        assert_eq!(subject(&["pod", "a"]).unwrap(), Subject::Pod("a".into()));
-        assert_eq!(subject(&["resourceclaim/a"]).unwrap(), Subject::Claim("a".into()));
-        assert_eq!(subject(&["a"]).unwrap(), Subject::Either("a".into()));
+        assert_eq!(subject(&["pod/a"]).unwrap(), ObjectArgument::Pod("a".into()));
+        assert_eq!(subject(&["pod", "a"]).unwrap(), ObjectArgument::Pod("a".into()));
+        assert_eq!(
+            subject(&["resourceclaim/a"]).unwrap(),
+            ObjectArgument::Claim("a".into())
+        );
+        assert_eq!(subject(&["a"]).unwrap(), ObjectArgument::Either("a".into()));
         assert!(subject(&["node/a"]).unwrap_err().to_string().contains("pod/NAME"));
     }
 }

@@ -6,10 +6,12 @@ use kube::Client;
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use super::{Cluster, read};
+use super::kubectl_flags::KubectlFlags;
+use super::read;
 use crate::cli::diagnose::usage::{Dependent, Objects, dependents, held_by};
-use crate::cli::output::{Answer, Output, Style, row, table};
-use crate::cli::{Error, block_on, choose_tls_provider};
+use crate::cli::error::Error;
+use crate::cli::output::{OutputFlags, Printable, Style, row, table};
+use crate::cli::runtime::{block_on, choose_tls_provider};
 
 /// List objects that still use classic Dynamic Resource Allocation
 ///
@@ -17,20 +19,20 @@ use crate::cli::{Error, block_on, choose_tls_provider};
 /// claims keep finalizers that no controller removes. Covers all drivers, or one with --this-driver. Evicts and deletes nothing.
 /// Exit code 0 if nothing is left, 1 if something is left, 3 if the API is not served.
 #[derive(Clone, Debug, clap::Args)]
-pub(in crate::cli) struct Arguments {
+pub(crate) struct Arguments {
     /// List only claims that hold devices of this driver; delete them before you uninstall it
     #[arg(long)]
     this_driver: bool,
 
     #[command(flatten)]
-    cluster: Cluster,
+    cluster: KubectlFlags,
 
     #[command(flatten)]
-    output: Output,
+    output: OutputFlags,
 }
 
 /// Prints the remaining objects.
-pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     choose_tls_provider();
     let driver = &arguments.cluster.driver.name;
     let left = block_on(async {
@@ -57,14 +59,14 @@ pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
 
 /// Objects that still use classic DRA.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
-pub(in crate::cli) struct Leftovers {
+pub(crate) struct Leftovers {
     items: Vec<Dependent>,
     /// The only driver whose claims are listed.
     #[serde(skip_serializing_if = "Option::is_none")]
     driver: Option<String>,
 }
 
-impl Answer for Leftovers {
+impl Printable for Leftovers {
     const KIND: &'static str = "LeftoverList";
 
     fn text(&self, style: Style) -> String {

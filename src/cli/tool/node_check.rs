@@ -15,7 +15,7 @@ use tonic::transport::Endpoint;
 
 use crate::api::proto::cri_v1::runtime_service_client::RuntimeServiceClient;
 use crate::api::proto::cri_v1::{StatusRequest, VersionRequest};
-use crate::cli::diagnose::doctor::Finding;
+use crate::cli::diagnose::doctor::DoctorFinding;
 use crate::cli::diagnose::gates;
 use crate::cli::diagnose::nodes::{RUNTIME, without_runtime};
 use crate::core::discovery::mounts;
@@ -48,7 +48,7 @@ pub(super) struct Machine<'a> {
 
 /// Checks kubelet's directories and feature gate, the lengths of our socket paths, and whether the container runtime listens and
 /// reads CDI files.
-pub(super) async fn look(machine: &Machine<'_>) -> Vec<Finding> {
+pub(super) async fn check(machine: &Machine<'_>) -> Vec<DoctorFinding> {
     let mut findings = directories(machine.kubelet_root, machine.device_plugins);
     // Reads mounts and directories in this process's mount namespace.
     findings.extend(propagation(machine.kubelet_root, fs::read(MOUNTS)));
@@ -61,12 +61,12 @@ pub(super) async fn look(machine: &Machine<'_>) -> Vec<Finding> {
 }
 
 /// Checks whether a container runtime listens on one of these sockets, and whether it reads CDI files in `cdi_root`.
-async fn runtime(sockets: &[&Path], cdi_root: &Path) -> Vec<Finding> {
+async fn runtime(sockets: &[&Path], cdi_root: &Path) -> Vec<DoctorFinding> {
     let mut causes = Vec::new();
     for socket in sockets {
         match UnixStream::connect(socket) {
             Ok(_) => {
-                let listens = Finding::fine(RUNTIME, format!("listens at {}", socket.display()));
+                let listens = DoctorFinding::fine(RUNTIME, format!("listens at {}", socket.display()));
                 let cdi = match query(socket).await {
                     Ok(runtime) => reads_cdi(&runtime, cdi_root),
                     Err(cause) => vec![unknown(&format!("{}: {cause}", socket.display()))],
@@ -83,8 +83,8 @@ async fn runtime(sockets: &[&Path], cdi_root: &Path) -> Vec<Finding> {
     ]
 }
 
-fn unknown(cause: &str) -> Finding {
-    Finding::warning(
+fn unknown(cause: &str) -> DoctorFinding {
+    DoctorFinding::warning(
         CDI,
         format!("whether the container runtime reads CDI files is not known: {cause}"),
         "start the runtime, run this as root, and give the runtime's socket by --container-runtime-socket",
@@ -93,7 +93,7 @@ fn unknown(cause: &str) -> Finding {
 
 /// A container runtime, as it describes itself over CRI.
 #[derive(Debug)]
-struct Runtime {
+struct RuntimeInfo {
     /// Name and version.
     name: String,
     major: Option<u32>,
@@ -101,7 +101,7 @@ struct Runtime {
     configuration: Option<String>,
 }
 
-async fn query(socket: &Path) -> Result<Runtime, String> {
+async fn query(socket: &Path) -> Result<RuntimeInfo, String> {
     let queries = async {
         let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display()))
             .map_err(|error| error.to_string())?;
@@ -121,7 +121,7 @@ async fn query(socket: &Path) -> Result<Runtime, String> {
             .await
             .map_err(refused)?;
         let number = version.runtime_version.trim_start_matches('v');
-        Ok(Runtime {
+        Ok(RuntimeInfo {
             name: format!("{} {number}", version.runtime_name),
             major: number.split('.').next().and_then(|major| major.parse().ok()),
             configuration: status.into_inner().info.remove("config"),
@@ -141,7 +141,7 @@ struct CriConfiguration {
     spec_dirs: Option<Vec<String>>,
 }
 
-fn reads_cdi(runtime: &Runtime, cdi_root: &Path) -> Vec<Finding> {
+fn reads_cdi(runtime: &RuntimeInfo, cdi_root: &Path) -> Vec<DoctorFinding> {
     let name = &runtime.name;
     let configuration = runtime.configuration.as_deref().unwrap_or("{}");
     let configuration: CriConfiguration = match serde_json::from_str(configuration) {
@@ -150,7 +150,7 @@ fn reads_cdi(runtime: &Runtime, cdi_root: &Path) -> Vec<Finding> {
     };
     match configuration.enable_cdi {
         Some(true) => vec![
-            Finding::fine(CDI, format!("{name} reads CDI files")),
+            DoctorFinding::fine(CDI, format!("{name} reads CDI files")),
             spec_dirs(name, &configuration.spec_dirs.unwrap_or_default(), cdi_root),
         ],
         Some(false) => {
@@ -158,20 +158,20 @@ fn reads_cdi(runtime: &Runtime, cdi_root: &Path) -> Vec<Finding> {
                 Some(0 | 1) => "io.containerd.grpc.v1.cri",
                 _ => "io.containerd.cri.v1.runtime",
             };
-            vec![Finding::problem(
+            vec![DoctorFinding::problem(
                 CDI,
                 format!("{name} does not read CDI files"),
                 format!("set enable_cdi = true in [plugins.\"{section}\"] and restart containerd"),
             )]
         }
         None if name.starts_with("containerd ") && matches!(runtime.major, Some(0 | 1)) => {
-            vec![Finding::problem(
+            vec![DoctorFinding::problem(
                 CDI,
                 format!("{name} has no CDI"),
                 "upgrade to containerd 1.7 or later",
             )]
         }
-        None => vec![Finding::note(
+        None => vec![DoctorFinding::note(
             CDI,
             format!("{name} does not tell whether it reads CDI files; CRI-O does by default"),
         )],
@@ -179,12 +179,12 @@ fn reads_cdi(runtime: &Runtime, cdi_root: &Path) -> Vec<Finding> {
 }
 
 /// Checks whether the runtime's CDI directories include the companion's.
-fn spec_dirs(runtime: &str, directories: &[String], cdi_root: &Path) -> Finding {
+fn spec_dirs(runtime: &str, directories: &[String], cdi_root: &Path) -> DoctorFinding {
     // /var/run is usually a symlink to /run.
     let real = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     let mut all = directories.iter().map(|directory| real(Path::new(directory)));
     if all.any(|directory| directory == real(cdi_root)) {
-        return Finding::fine(
+        return DoctorFinding::fine(
             CDI,
             format!("{runtime} reads CDI files in {}", cdi_root.display()),
         );
@@ -194,7 +194,7 @@ fn spec_dirs(runtime: &str, directories: &[String], cdi_root: &Path) -> Finding 
     } else {
         directories.join(", ")
     };
-    Finding::problem(
+    DoctorFinding::problem(
         CDI,
         format!(
             "{runtime} reads CDI files in {directories}, and not in {}, where the companion writes them",
@@ -205,13 +205,13 @@ fn spec_dirs(runtime: &str, directories: &[String], cdi_root: &Path) -> Finding 
     )
 }
 
-fn directories(kubelet_root: &Path, device_plugins: &Path) -> Vec<Finding> {
+fn directories(kubelet_root: &Path, device_plugins: &Path) -> Vec<DoctorFinding> {
     let check = "kubelet";
     let mut findings = Vec::new();
     for name in ["plugins_registry", "plugins"] {
         let directory = kubelet_root.join(name);
         if !directory.is_dir() {
-            findings.push(Finding::problem(
+            findings.push(DoctorFinding::problem(
                 check,
                 format!("there is no directory {}", directory.display()),
                 "kubelet makes it at its start: is --kubelet-root-dir kubelet's --root-dir?",
@@ -220,12 +220,12 @@ fn directories(kubelet_root: &Path, device_plugins: &Path) -> Vec<Finding> {
     }
     let socket = device_plugins.join("kubelet.sock");
     if socket.exists() {
-        findings.push(Finding::fine(
+        findings.push(DoctorFinding::fine(
             check,
             format!("serves device plugins at {}", socket.display()),
         ));
     } else {
-        findings.push(Finding::warning(
+        findings.push(DoctorFinding::warning(
             check,
             format!("there is no {}", socket.display()),
             "kubelet does not run, or its device plugin directory is elsewhere (--device-plugin-dir)",
@@ -236,13 +236,13 @@ fn directories(kubelet_root: &Path, device_plugins: &Path) -> Vec<Finding> {
 
 /// Checks whether mounts and unmounts below kubelet's root directory propagate to the companion. A missing directory
 /// has its own finding.
-fn propagation(kubelet_root: &Path, mountinfo: io::Result<Vec<u8>>) -> Option<Finding> {
+fn propagation(kubelet_root: &Path, mountinfo: io::Result<Vec<u8>>) -> Option<DoctorFinding> {
     let check = "kubelet";
     let real = fs::canonicalize(kubelet_root).ok()?;
     let root = kubelet_root.display();
     let unknown = |cause: String| {
         let message = format!("whether {root} lies on a shared mount is not known: {MOUNTS}: {cause}");
-        Some(Finding::note(check, message))
+        Some(DoctorFinding::note(check, message))
     };
     let mountinfo = match mountinfo {
         Ok(mountinfo) => mountinfo,
@@ -253,9 +253,9 @@ fn propagation(kubelet_root: &Path, mountinfo: io::Result<Vec<u8>>) -> Option<Fi
     };
     let point = String::from_utf8_lossy(&point).into_owned();
     Some(if is_shared {
-        Finding::fine(check, format!("{root} lies on a shared mount, {point}"))
+        DoctorFinding::fine(check, format!("{root} lies on a shared mount, {point}"))
     } else {
-        Finding::warning(
+        DoctorFinding::warning(
             check,
             format!("{root} lies on {point}, which is not a shared mount"),
             format!(
@@ -277,13 +277,13 @@ struct KubeletConfiguration {
     feature_gates: BTreeMap<String, bool>,
 }
 
-fn gate(config: &Path) -> Finding {
+fn gate(config: &Path) -> DoctorFinding {
     let file = config.display().to_string();
     let read = |file: fs::File| io::read_to_string(file.take(KUBELET_CONFIG_MAX));
     let text = match fs::File::open(config).and_then(read) {
         Ok(text) => text,
         Err(error) => {
-            return Finding::note(
+            return DoctorFinding::note(
                 "gates",
                 format!(
                     "{file}: {error}; give kubelet's file by --kubelet-config, or look for {} in its --feature-gates",
@@ -297,11 +297,11 @@ fn gate(config: &Path) -> Finding {
             let gate = |name: &str| read.feature_gates.get(name).copied();
             gates::configuration(&file, gate(gates::GATE), gate("AllAlpha"))
         }
-        Err(error) => Finding::note("gates", format!("{file} is not kubelet's configuration: {error}")),
+        Err(error) => DoctorFinding::note("gates", format!("{file} is not kubelet's configuration: {error}")),
     }
 }
 
-fn socket_lengths(driver: &str, kubelet_root: &Path) -> Finding {
+fn socket_lengths(driver: &str, kubelet_root: &Path) -> DoctorFinding {
     let check = "sockets";
     // The longest socket path of every companion. The temporary name at bind is one dot longer.
     let longest = kubelet_root
@@ -310,12 +310,12 @@ fn socket_lengths(driver: &str, kubelet_root: &Path) -> Finding {
         .join(".reg.sock");
     let length = longest.as_os_str().len();
     if length <= SOCKET_PATH_MAX {
-        Finding::fine(
+        DoctorFinding::fine(
             check,
             format!("the longest path has {length} of {SOCKET_PATH_MAX} bytes"),
         )
     } else {
-        Finding::problem(
+        DoctorFinding::problem(
             check,
             format!(
                 "{} has {length} bytes, and a socket's path has at most {SOCKET_PATH_MAX}",
@@ -360,7 +360,7 @@ mod tests {
     #[test]
     fn a_machine_without_kubelet_is_told_so() {
         let directory = tempfile::tempdir().unwrap();
-        let worst = |findings: Vec<Finding>| findings.into_iter().map(|finding| finding.level).max();
+        let worst = |findings: Vec<DoctorFinding>| findings.into_iter().map(|finding| finding.level).max();
         let plugins = directory.path().join("device-plugins");
         assert_eq!(
             worst(directories(directory.path(), &plugins)),
@@ -392,8 +392,8 @@ mod tests {
         // An unknown result is a note.
         let unknown = [Ok(Vec::new()), Err(io::Error::other("no /proc"))];
         for mountinfo in unknown {
-            let told = propagation(directory.path(), mountinfo).map(|finding| finding.level);
-            assert_eq!(told, Some(Level::Note));
+            let level = propagation(directory.path(), mountinfo).map(|finding| finding.level);
+            assert_eq!(level, Some(Level::Note));
         }
     }
 
@@ -432,13 +432,13 @@ mod tests {
 
     fn cdi(name: &str, configuration: &str, root: &str) -> Vec<(Level, String)> {
         let number = name.rsplit(' ').next().unwrap();
-        let runtime = Runtime {
+        let runtime = RuntimeInfo {
             name: name.into(),
             major: number.split('.').next().and_then(|major| major.parse().ok()),
             configuration: (!configuration.is_empty()).then(|| configuration.to_owned()),
         };
         let findings = reads_cdi(&runtime, Path::new(root)).into_iter();
-        let text = |finding: Finding| {
+        let text = |finding: DoctorFinding| {
             let fix = finding.fix.unwrap_or_default();
             (finding.level, format!("{} {fix}", finding.message))
         };

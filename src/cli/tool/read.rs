@@ -8,9 +8,9 @@ use kube::api::ListParams;
 use kube::{Client, Resource};
 use serde::de::DeserializeOwned;
 
-use super::super::Error;
 use crate::api::crd::NodeInventory;
 use crate::api::resource::{GROUP, ResourceClaim, ResourceClass};
+use crate::cli::error::Error;
 
 /// Page size of lists.
 const PAGE: u32 = 500;
@@ -47,7 +47,7 @@ where
 
 /// The API of claims that the cluster serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Api {
+pub(super) enum ServedApi {
     /// `resource.k8s.io/v1alpha2`, or none.
     Classic,
     /// `resource.k8s.io/v1`.
@@ -55,10 +55,10 @@ pub(super) enum Api {
 }
 
 /// Finds out which API of claims the cluster serves.
-pub(super) async fn api(client: &Client) -> Result<Api, Error> {
+pub(super) async fn api(client: &Client) -> Result<ServedApi, Error> {
     match client.list_api_group_resources(&format!("{GROUP}/v1")).await {
-        Ok(_) => Ok(Api::Structured),
-        Err(kube::Error::Api(status)) if status.code == 404 => Ok(Api::Classic),
+        Ok(_) => Ok(ServedApi::Structured),
+        Err(kube::Error::Api(status)) if status.code == 404 => Ok(ServedApi::Classic),
         Err(error) => {
             let error = anyhow::Error::from(error);
             Err(error
@@ -81,7 +81,7 @@ pub(super) enum Namespaces {
 
 /// The claims that the user may read.
 #[derive(Clone, Debug)]
-pub(super) struct Claims<K = ResourceClaim> {
+pub(super) struct ClaimList<K = ResourceClaim> {
     /// The claims.
     pub(super) items: Vec<K>,
     /// The only namespace read.
@@ -89,14 +89,14 @@ pub(super) struct Claims<K = ResourceClaim> {
 }
 
 /// Lists claims, none if the API is not served, which is noted on stderr.
-pub(super) async fn claims(client: &Client, namespaces: &Namespaces) -> Result<Claims, Error> {
+pub(super) async fn claims(client: &Client, namespaces: &Namespaces) -> Result<ClaimList, Error> {
     match served_claims(client, namespaces).await {
         Err(error) if is_not_served(&error) => {
             eprintln!(
                 "note: this API server has no claims of classic Dynamic Resource Allocation (drayman doctor says more); devices leave their \
                  nodes as extended resources only"
             );
-            Ok(Claims {
+            Ok(ClaimList {
                 items: Vec::new(),
                 namespace: None,
             })
@@ -106,7 +106,7 @@ pub(super) async fn claims(client: &Client, namespaces: &Namespaces) -> Result<C
 }
 
 /// Lists claims of an API that is served.
-pub(super) async fn served_claims<K>(client: &Client, namespaces: &Namespaces) -> Result<Claims<K>, Error>
+pub(super) async fn served_claims<K>(client: &Client, namespaces: &Namespaces) -> Result<ClaimList<K>, Error>
 where
     K: Resource<DynamicType = (), Scope = NamespaceResourceScope> + Clone + DeserializeOwned + Debug,
 {
@@ -121,7 +121,7 @@ where
                 namespace
             }
             (items, _) => {
-                return Ok(Claims {
+                return Ok(ClaimList {
                     items: items?,
                     namespace: None,
                 });
@@ -129,7 +129,7 @@ where
         },
     };
     let api = kube::Api::<K>::namespaced(client.clone(), namespace);
-    Ok(Claims {
+    Ok(ClaimList {
         items: list(&api, ListParams::default()).await?,
         namespace: Some(namespace.clone()),
     })

@@ -9,10 +9,10 @@ use kube::Client;
 use kube::api::{Api, ListParams, PostParams};
 
 use super::read;
-use crate::cli::Error;
-use crate::cli::diagnose::doctor::Finding;
+use crate::cli::diagnose::doctor::DoctorFinding;
 use crate::cli::diagnose::rights::{Component, LeaseName, Right, judge, needed, needed_for_reviews};
-use crate::cli::objects::{EnvVar, Pod};
+use crate::cli::error::Error;
+use crate::cli::objects::{EnvVar, PartialPod};
 
 /// Label of the chart's pods.
 const PODS: &str = "app.kubernetes.io/part-of=drayman";
@@ -36,20 +36,20 @@ pub(super) struct Account {
 }
 
 /// Lists the chart's pods.
-pub(super) async fn pods(client: &Client) -> Result<Vec<Pod>, Error> {
-    let pods = Api::<Pod>::all(client.clone());
+pub(super) async fn pods(client: &Client) -> Result<Vec<PartialPod>, Error> {
+    let pods = Api::<PartialPod>::all(client.clone());
     read::list(&pods, ListParams::default().labels(PODS)).await
 }
 
 /// Returns the accounts of this driver's pods.
-pub(super) fn accounts(pods: &[Pod], driver: &str) -> BTreeSet<Account> {
+pub(super) fn accounts(pods: &[PartialPod], driver: &str) -> BTreeSet<Account> {
     pods.iter().filter_map(|pod| account(pod, driver)).collect()
 }
 
 /// Returns the releases of this driver's companions, as `NAMESPACE/RELEASE`. Companions that no release labels count by their account. During an
 /// update, the companions of one release may have two accounts.
-pub(super) fn releases(pods: &[Pod], driver: &str) -> BTreeSet<String> {
-    let release = |pod: &Pod| {
+pub(super) fn releases(pods: &[PartialPod], driver: &str) -> BTreeSet<String> {
+    let release = |pod: &PartialPod| {
         let account = account(pod, driver).filter(|account| account.component == Component::Node)?;
         let labels = pod.metadata.labels.iter().flatten();
         let mut instances = labels.filter(|(name, _)| *name == "app.kubernetes.io/instance");
@@ -61,23 +61,27 @@ pub(super) fn releases(pods: &[Pod], driver: &str) -> BTreeSet<String> {
 }
 
 /// Returns for each companion of this driver whether it has the container runtime's socket.
-pub(super) fn companions_with_socket(pods: &[Pod], driver: &str) -> Vec<bool> {
+pub(super) fn companions_with_socket(pods: &[PartialPod], driver: &str) -> Vec<bool> {
     let companions = pods
         .iter()
         .filter(|pod| account(pod, driver).is_some_and(|account| account.component == Component::Node));
     companions
-        .map(|pod| Flags::of(pod).value("--container-runtime-socket").is_some())
+        .map(|pod| {
+            ContainerFlags::of(pod)
+                .value("--container-runtime-socket")
+                .is_some()
+        })
         .collect()
 }
 
 /// Flags and environment variables of a pod's containers.
-struct Flags<'a> {
+struct ContainerFlags<'a> {
     flags: Vec<&'a str>,
     variables: Vec<&'a EnvVar>,
 }
 
-impl<'a> Flags<'a> {
-    fn of(pod: &'a Pod) -> Self {
+impl<'a> ContainerFlags<'a> {
+    fn of(pod: &'a PartialPod) -> Self {
         let containers = pod.spec.iter().flat_map(|spec| &spec.containers);
         let flags = containers
             .clone()
@@ -106,7 +110,7 @@ impl<'a> Flags<'a> {
     }
 }
 
-fn account(pod: &Pod, driver: &str) -> Option<Account> {
+fn account(pod: &PartialPod, driver: &str) -> Option<Account> {
     let labels = pod.metadata.labels.as_ref()?;
     let component = match labels.get("app.kubernetes.io/component")?.as_str() {
         "controller" => Component::Controller,
@@ -114,7 +118,7 @@ fn account(pod: &Pod, driver: &str) -> Option<Account> {
         _ => return None,
     };
     let spec = pod.spec.as_ref()?;
-    let flags = Flags::of(pod);
+    let flags = ContainerFlags::of(pod);
     if flags.value("--driver-name") != Some(driver) {
         return None;
     }
@@ -136,7 +140,11 @@ fn account(pod: &Pod, driver: &str) -> Option<Account> {
 }
 
 /// Checks the permissions of one account in classic mode.
-pub(super) async fn look(client: &Client, account: &Account, mode_both: bool) -> Result<Vec<Finding>, Error> {
+pub(super) async fn check_classic(
+    client: &Client,
+    account: &Account,
+    mode_both: bool,
+) -> Result<Vec<DoctorFinding>, Error> {
     let rights = needed(account.component, account.lease.as_ref(), mode_both);
     check(client, account, rights).await
 }
@@ -146,7 +154,7 @@ pub(super) async fn check(
     client: &Client,
     account: &Account,
     mut rights: Vec<Right>,
-) -> Result<Vec<Finding>, Error> {
+) -> Result<Vec<DoctorFinding>, Error> {
     if account.reviews {
         rights.extend(needed_for_reviews());
     }
@@ -203,7 +211,7 @@ async fn is_allowed(client: &Client, user: &str, right: &Right) -> anyhow::Resul
 mod tests {
     use super::*;
 
-    fn pod(component: &str, flags: &[&str]) -> Pod {
+    fn pod(component: &str, flags: &[&str]) -> PartialPod {
         serde_json::from_value(serde_json::json!({
             "metadata": { "name": "p", "namespace": "drayman", "labels": { "app.kubernetes.io/component": component } },
             "spec": { "serviceAccountName": "acc", "containers": [{ "name": "c", "args": flags }] },

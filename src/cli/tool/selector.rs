@@ -8,10 +8,10 @@ const REQUIREMENTS_MAX: usize = 32;
 
 /// Requirements on the attributes of a device; all must hold.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Selector(Vec<Requirement>);
+pub(super) struct AttributeSelector(Vec<AttributeRequirement>);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Requirement {
+enum AttributeRequirement {
     Equals(String, String),
     /// Also holds without the attribute, as for labels.
     Differs(String, String),
@@ -19,12 +19,14 @@ enum Requirement {
     Missing(String),
 }
 
-impl FromStr for Selector {
+impl FromStr for AttributeSelector {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let requirements: Vec<Requirement> =
-            text.split(',').map(Requirement::read).collect::<Result<_, _>>()?;
+        let requirements: Vec<AttributeRequirement> = text
+            .split(',')
+            .map(AttributeRequirement::read)
+            .collect::<Result<_, _>>()?;
         if requirements.len() > REQUIREMENTS_MAX {
             return Err(format!("more than {REQUIREMENTS_MAX} requirements"));
         }
@@ -32,7 +34,7 @@ impl FromStr for Selector {
     }
 }
 
-impl Selector {
+impl AttributeSelector {
     /// Returns whether the attributes of a device of `driver` match. A name without a domain is an attribute of the driver.
     pub(super) fn matches(&self, driver: &str, attributes: &BTreeMap<String, String>) -> bool {
         let value = |name: &str| {
@@ -41,15 +43,15 @@ impl Selector {
             attributes.get(name).or_else(qualified).or_else(unqualified)
         };
         self.0.iter().all(|requirement| match requirement {
-            Requirement::Equals(name, wanted) => value(name) == Some(wanted),
-            Requirement::Differs(name, unwanted) => value(name) != Some(unwanted),
-            Requirement::Exists(name) => value(name).is_some(),
-            Requirement::Missing(name) => value(name).is_none(),
+            AttributeRequirement::Equals(name, wanted) => value(name) == Some(wanted),
+            AttributeRequirement::Differs(name, unwanted) => value(name) != Some(unwanted),
+            AttributeRequirement::Exists(name) => value(name).is_some(),
+            AttributeRequirement::Missing(name) => value(name).is_none(),
         })
     }
 }
 
-impl Requirement {
+impl AttributeRequirement {
     fn read(text: &str) -> Result<Self, String> {
         let wrong =
             || format!("{text:?} is none of NAME=VALUE, NAME!=VALUE, NAME and !NAME, separated by commas");
@@ -96,7 +98,7 @@ mod tests {
             ("!productId,vendorId", true),
             ("!vendorId", false),
         ] {
-            let selector: Selector = text.parse().unwrap();
+            let selector: AttributeSelector = text.parse().unwrap();
             assert_eq!(selector.matches("a.example", &attributes), expected, "{text}");
         }
     }
@@ -104,13 +106,13 @@ mod tests {
     #[test]
     fn an_invalid_selector_is_refused_with_its_part() {
         for invalid in ["", "a=b,", "=b", "a b=c", "!", "a in (b)"] {
-            let error = invalid.parse::<Selector>().unwrap_err();
+            let error = invalid.parse::<AttributeSelector>().unwrap_err();
             assert!(error.contains("NAME!=VALUE"), "{invalid}: {error}");
         }
         assert!(
             vec!["a"; 33]
                 .join(",")
-                .parse::<Selector>()
+                .parse::<AttributeSelector>()
                 .unwrap_err()
                 .contains("32")
         );

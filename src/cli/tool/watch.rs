@@ -13,9 +13,9 @@ use serde::de::DeserializeOwned;
 use super::read;
 use crate::api::crd::NodeInventory;
 use crate::api::resource::ResourceClaim;
-use crate::cli::Error;
 use crate::cli::diagnose::devices::{DeviceTable, devices as of_inventories};
 use crate::cli::diagnose::structured;
+use crate::cli::error::Error;
 
 /// Calls `changed` with all devices of the driver after each change, until it fails. Reads claims in all namespaces, or in one.
 pub(super) async fn devices(
@@ -31,7 +31,7 @@ pub(super) async fn devices(
         })
     };
     match read::api(client).await? {
-        read::Api::Structured => {
+        read::ServedApi::Structured => {
             let inventories = read::inventories_of_structured_mode(client).await?;
             let unclaimed = of_inventories(driver, &inventories, &[]);
             let slices = Api::<v1::ResourceSlice>::all(client.clone());
@@ -41,7 +41,7 @@ pub(super) async fn devices(
             })
             .await
         }
-        read::Api::Classic => {
+        read::ServedApi::Classic => {
             let inventories = Api::<NodeInventory>::all(client.clone());
             let claims = claims::<ResourceClaim>(client, namespace);
             both(inventories, claims, |inventories, claims| {

@@ -8,16 +8,18 @@ use clap_complete::ArgValueCompleter;
 use schemars::JsonSchema;
 use serde::Serialize;
 
+use super::candidates;
 use super::devices::{api, read_all, state};
+use super::kubectl_flags::KubectlFlags;
 use super::read::Namespaces;
-use super::{Cluster, candidates};
 use crate::cli::diagnose::devices::{DeviceRow, DeviceState, DeviceTable};
-use crate::cli::output::{Answer, Output, Style, one_line};
-use crate::cli::{Error, value};
+use crate::cli::error::Error;
+use crate::cli::output::{OutputFlags, Printable, Style, one_line};
+use crate::cli::value;
 
 /// Show the holder of a device
 #[derive(Clone, Debug, clap::Args)]
-pub(in crate::cli) struct Arguments {
+pub(crate) struct Arguments {
     /// The device, as DEVICE or NODE/DEVICE
     #[arg(value_name = "DEVICE", value_parser = NonEmptyStringValueParser::new(), add = ArgValueCompleter::new(candidates::devices))]
     device: String,
@@ -27,14 +29,14 @@ pub(in crate::cli) struct Arguments {
     namespace: Option<String>,
 
     #[command(flatten)]
-    cluster: Cluster,
+    cluster: KubectlFlags,
 
     #[command(flatten)]
-    output: Output,
+    output: OutputFlags,
 }
 
 /// Prints the device; several rows if devices on several nodes share the name.
-pub(in crate::cli) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     let (node, device) = split(&arguments.device);
     let namespace = arguments.namespace.clone();
     let namespaces = |context| Namespaces::AllOr(namespace.unwrap_or(context));
@@ -59,7 +61,7 @@ struct Details {
     items: Vec<DeviceRow>,
 }
 
-impl Answer for Details {
+impl Printable for Details {
     const KIND: &'static str = DeviceTable::KIND;
 
     fn text(&self, _: Style) -> String {
@@ -90,9 +92,9 @@ const OFFERED: usize = 3;
 /// Formats the message for an unknown device: nodes that have a device of that name, or similar names.
 fn no_such(driver: &str, all: &[DeviceRow], asked: &str) -> String {
     let (node, device) = split(asked);
-    let mut said = format!("driver {driver} has no device {}", one_line(asked));
+    let mut message = format!("driver {driver} has no device {}", one_line(asked));
     if all.is_empty() {
-        return said + ", and no other: `drayman doctor` says why";
+        return message + ", and no other: `drayman doctor` says why";
     }
     let here = || all.iter().filter(|row| node.is_none_or(|node| node == row.node));
     let elsewhere = || all.iter().filter(|row| row.device == device);
@@ -119,11 +121,11 @@ fn no_such(driver: &str, all: &[DeviceRow], asked: &str) -> String {
         }
     }
     if let Some(node) = node.filter(|_| here().next().is_none()) {
-        let _ = write!(said, ": it has none on node {}", one_line(node));
+        let _ = write!(message, ": it has none on node {}", one_line(node));
     }
     match names.as_slice() {
-        [] => said + "; `drayman devices` lists all",
-        names => said + "; did you mean " + &one_line(&names.join(" or ")) + "?",
+        [] => message + "; `drayman devices` lists all",
+        names => message + "; did you mean " + &one_line(&names.join(" or ")) + "?",
     }
 }
 

@@ -1000,7 +1000,7 @@ impl Cache {
 }
 
 /// One entry of a pod, resolved to its claim. `C` identifies a claim.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Resolved<C = ObjectKey> {
     /// The pod needs no claim for this entry.
     NotNeeded,

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 
-use super::fields::{FieldSet, Path, element_of, flatten, flatten_all, from_json, remove, to_json};
-use super::kinds::Kind;
+use super::fields::{FieldPath, FieldSet, element_of, flatten, flatten_all, from_json, remove, to_json};
+use super::kinds::ResourceKind;
 use super::last_applied;
 use super::lists::{Asker, ListKind, has_atomic_elements, is_atomic_structure, list_kind};
-use super::refusal::{FieldError, Refusal};
+use super::status_error::{FieldError, StatusError};
 
 /// Field manager of a write.
 #[derive(Clone, Copy, Debug)]
@@ -22,7 +22,7 @@ pub(crate) struct Manager<'a> {
 
 /// An entry of `managedFields`.
 #[derive(Clone, Debug)]
-struct Entry {
+struct ManagedFieldsEntry {
     manager: String,
     operation: String,
     subresource: String,
@@ -31,7 +31,7 @@ struct Entry {
     fields: FieldSet,
 }
 
-fn entries_of(object: &Value) -> Vec<Entry> {
+fn entries_of(object: &Value) -> Vec<ManagedFieldsEntry> {
     let text = |entry: &Value, key: &str| {
         entry
             .get(key)
@@ -41,7 +41,7 @@ fn entries_of(object: &Value) -> Vec<Entry> {
     };
     super::object::list(object, "/metadata/managedFields")
         .iter()
-        .map(|entry| Entry {
+        .map(|entry| ManagedFieldsEntry {
             manager: text(entry, "manager"),
             operation: text(entry, "operation"),
             subresource: text(entry, "subresource"),
@@ -51,10 +51,10 @@ fn entries_of(object: &Value) -> Vec<Entry> {
         .collect()
 }
 
-fn write_entries(kind: &Kind, object: &mut Value, mut entries: Vec<Entry>) {
+fn write_entries(kind: &ResourceKind, object: &mut Value, mut entries: Vec<ManagedFieldsEntry>) {
     // Same order as `sortEncodedManagedFields`.
     entries.sort_by(|one, other| {
-        let order = |entry: &Entry| {
+        let order = |entry: &ManagedFieldsEntry| {
             (
                 entry.operation.clone(),
                 entry.time.clone(),
@@ -89,17 +89,17 @@ fn write_entries(kind: &Kind, object: &mut Value, mut entries: Vec<Entry>) {
 }
 
 fn entry_of<'a>(
-    entries: &'a mut Vec<Entry>,
+    entries: &'a mut Vec<ManagedFieldsEntry>,
     manager: &Manager<'_>,
     operation: &str,
-) -> Option<&'a mut Entry> {
-    let is_it = |entry: &Entry| {
+) -> Option<&'a mut ManagedFieldsEntry> {
+    let is_it = |entry: &ManagedFieldsEntry| {
         entry.manager == manager.name
             && entry.operation == operation
             && entry.subresource == manager.subresource
     };
     if !entries.iter().any(is_it) {
-        entries.push(Entry {
+        entries.push(ManagedFieldsEntry {
             manager: manager.name.to_owned(),
             operation: operation.to_owned(),
             subresource: manager.subresource.to_owned(),
@@ -111,7 +111,7 @@ fn entry_of<'a>(
 }
 
 /// Records in `after` that the manager of a write other than apply now owns the fields it changed.
-pub(crate) fn track_update(kind: &Kind, before: &Value, after: &mut Value, manager: &Manager<'_>) {
+pub(crate) fn track_update(kind: &ResourceKind, before: &Value, after: &mut Value, manager: &Manager<'_>) {
     let mut entries = entries_of(before);
     let (old, new) = (flatten_all(kind, before), flatten_all(kind, after));
     let changed: FieldSet = new
@@ -135,7 +135,7 @@ pub(crate) fn track_update(kind: &Kind, before: &Value, after: &mut Value, manag
 }
 
 /// Returns whether the endpoint ignores the field (`GetResetFields`) or the server sets it.
-fn is_reset(kind: &Kind, manager: &Manager<'_>, path: &[String]) -> bool {
+fn is_reset(kind: &ResourceKind, manager: &Manager<'_>, path: &[String]) -> bool {
     let first = path.first().map_or("", String::as_str);
     match manager.subresource {
         "" if first == "f:status" => kind.status,
@@ -150,12 +150,12 @@ fn is_reset(kind: &Kind, manager: &Manager<'_>, path: &[String]) -> bool {
 
 /// Applies a configuration to an object.
 pub(crate) fn apply(
-    kind: &Kind,
+    kind: &ResourceKind,
     live: &Value,
     configuration: &Value,
     manager: &Manager<'_>,
     force: bool,
-) -> Result<Value, Refusal> {
+) -> Result<Value, StatusError> {
     let applied = merged(kind, live, configuration, manager, force);
     if manager.name != last_applied::MANAGER {
         return applied.map_err(|conflicts| refused(&conflicts));
@@ -176,12 +176,12 @@ pub(crate) fn apply(
 
 /// Merges the configuration into the object, or returns the fields that conflict with other managers.
 fn merged(
-    kind: &Kind,
+    kind: &ResourceKind,
     live: &Value,
     configuration: &Value,
     manager: &Manager<'_>,
     force: bool,
-) -> Result<Value, Vec<(Path, FieldError)>> {
+) -> Result<Value, Vec<(FieldPath, FieldError)>> {
     let mut configuration = configuration.clone();
     // Status and the rest of the object have separate endpoints.
     if let Some(map) = configuration.as_object_mut() {
@@ -201,13 +201,13 @@ fn merged(
         merge(kind, &mut Vec::new(), &mut merged, map);
     }
     let mut entries = entries_of(live);
-    let mine = |entry: &Entry| {
+    let mine = |entry: &ManagedFieldsEntry| {
         entry.manager == manager.name
             && entry.operation == "Apply"
             && entry.subresource == manager.subresource
     };
     let old = flatten(kind, live);
-    let differs: BTreeMap<&Path, &Value> = wanted
+    let differs: BTreeMap<&FieldPath, &Value> = wanted
         .iter()
         .filter(|(path, value)| old.get(*path).is_some_and(|old| old != *value))
         .collect();
@@ -236,14 +236,14 @@ fn merged(
         return Err(conflicts);
     }
     // Removes fields that this manager has dropped and no other manager owns.
-    let gone: Vec<Path> = entries
+    let gone: Vec<FieldPath> = entries
         .iter()
         .filter(|entry| mine(entry))
         .flat_map(|entry| entry.fields.iter())
         .filter(|path| !wanted.contains_key(*path))
         // Keeps parents of fields that another manager owns.
         .filter(|path| {
-            let below = |entry: &Entry| {
+            let below = |entry: &ManagedFieldsEntry| {
                 let mut next = entry.fields.range((*path).clone()..);
                 next.next().is_some_and(|next| next.starts_with(path))
             };
@@ -265,7 +265,7 @@ fn merged(
     Ok(merged)
 }
 
-fn refused(conflicts: &[(Path, FieldError)]) -> Refusal {
+fn refused(conflicts: &[(FieldPath, FieldError)]) -> StatusError {
     let conflicts: Vec<FieldError> = conflicts.iter().map(|(_, conflict)| conflict.clone()).collect();
     let conflicts = conflicts.as_slice();
     let message = if let [one] = conflicts {
@@ -288,7 +288,7 @@ fn refused(conflicts: &[(Path, FieldError)]) -> Refusal {
             lines.join("\n")
         )
     };
-    Refusal::apply_conflict(conflicts, message)
+    StatusError::apply_conflict(conflicts, message)
 }
 
 /// Formats a path, for example `.status.resourceClaims[name="c"].unsuitableNodes`.
@@ -306,7 +306,12 @@ fn dotted(path: &[String]) -> String {
         .collect()
 }
 
-fn merge(kind: &Kind, path: &mut Vec<String>, target: &mut Value, configuration: &Map<String, Value>) {
+fn merge(
+    kind: &ResourceKind,
+    path: &mut Vec<String>,
+    target: &mut Value,
+    configuration: &Map<String, Value>,
+) {
     if !target.is_object() {
         *target = Value::Object(Map::new());
     }
@@ -358,11 +363,11 @@ fn merge(kind: &Kind, path: &mut Vec<String>, target: &mut Value, configuration:
 
 #[cfg(test)]
 mod tests {
-    use super::super::kinds::{Mode, built_in};
+    use super::super::kinds::{ClusterMode, built_in};
     use super::*;
 
-    fn applied(live: &Value, manager: &str, entries: &Value, force: bool) -> Result<Value, Refusal> {
-        let context = built_in(Mode::Classic)
+    fn applied(live: &Value, manager: &str, entries: &Value, force: bool) -> Result<Value, StatusError> {
+        let context = built_in(ClusterMode::Classic)
             .into_iter()
             .find(|kind| kind.kind == "PodSchedulingContext")
             .unwrap();

@@ -7,27 +7,26 @@ use serde_json::{Map, Value};
 
 use super::custom;
 use super::decode::read;
-use super::kinds::Kind;
+use super::kinds::{ResourceKind, ResourcePath};
 use super::lists::{Asker, ListKind, key_has_default, list_kind};
 use super::object::{self, text};
-use super::refusal::Refusal;
-use super::server::Target;
+use super::status_error::StatusError;
 
 /// Rejects a configuration that does not belong to this object. `creates` means that the object does not exist yet.
-pub(crate) fn check(target: &Target, configuration: &Value, creates: bool) -> Result<(), Refusal> {
+pub(crate) fn check(target: &ResourcePath, configuration: &Value, creates: bool) -> Result<(), StatusError> {
     let kind = &target.kind;
     let (version, sort) = (text(configuration, "/apiVersion"), text(configuration, "/kind"));
     if version != kind.api_version() || sort != kind.kind {
-        return Err(Refusal::bad_request(format!(
+        return Err(StatusError::bad_request(format!(
             "invalid object type: {}, Kind={sort}",
             group_version(version)
         )));
     }
     if !object::list(configuration, "/metadata/managedFields").is_empty() {
-        return Err(Refusal::bad_request("metadata.managedFields must be nil"));
+        return Err(StatusError::bad_request("metadata.managedFields must be nil"));
     }
     if let Some(wrong) = untyped(kind, configuration) {
-        return Err(Refusal::internal(format!(
+        return Err(StatusError::internal(format!(
             "failed to create typed patch object ({}/{}; {}, Kind={sort}): {wrong}",
             object::namespace(configuration),
             object::name(configuration),
@@ -35,15 +34,15 @@ pub(crate) fn check(target: &Target, configuration: &Value, creates: bool) -> Re
         )));
     }
     match object::name(configuration) {
-        "" if creates => return Err(Refusal::nameless(&target.name)),
+        "" if creates => return Err(StatusError::nameless(&target.name)),
         name if !name.is_empty() && name != target.name => {
-            return Err(Refusal::misnamed(name, &target.name));
+            return Err(StatusError::misnamed(name, &target.name));
         }
         _ => {}
     }
     let namespace = object::namespace(configuration);
     if kind.namespaced && !namespace.is_empty() && namespace != target.namespace {
-        return Err(Refusal::misplaced());
+        return Err(StatusError::misplaced());
     }
     Ok(())
 }
@@ -58,7 +57,7 @@ fn group_version(version: &str) -> String {
 }
 
 /// Returns why the configuration does not match the type of its kind.
-fn untyped(kind: &Kind, configuration: &Value) -> Option<String> {
+fn untyped(kind: &ResourceKind, configuration: &Value) -> Option<String> {
     if let Some(map) = configuration.as_object()
         && let Some(wrong) = wrong_list(kind, &mut Vec::new(), "", map)
     {
@@ -86,7 +85,12 @@ fn untyped(kind: &Kind, configuration: &Value) -> Option<String> {
 }
 
 /// Finds a list map or set with duplicate elements.
-fn wrong_list(kind: &Kind, names: &mut Vec<String>, at: &str, map: &Map<String, Value>) -> Option<String> {
+fn wrong_list(
+    kind: &ResourceKind,
+    names: &mut Vec<String>,
+    at: &str,
+    map: &Map<String, Value>,
+) -> Option<String> {
     for (key, value) in map {
         names.push(key.clone());
         let at = format!("{at}.{key}");
@@ -103,7 +107,12 @@ fn wrong_list(kind: &Kind, names: &mut Vec<String>, at: &str, map: &Map<String, 
     None
 }
 
-fn wrong_elements(kind: &Kind, names: &mut Vec<String>, at: &str, elements: &[Value]) -> Option<String> {
+fn wrong_elements(
+    kind: &ResourceKind,
+    names: &mut Vec<String>,
+    at: &str,
+    elements: &[Value],
+) -> Option<String> {
     let mut seen = BTreeSet::new();
     match list_kind(kind, names, Asker::Apply) {
         ListKind::Atomic => None,
@@ -142,15 +151,15 @@ fn wrong_elements(kind: &Kind, names: &mut Vec<String>, at: &str, elements: &[Va
 mod tests {
     use serde_json::json;
 
-    use super::super::kinds::{Mode, built_in};
+    use super::super::kinds::{ClusterMode, built_in};
     use super::*;
 
     fn checked(kind: &str, configuration: Value) -> Result<(), (u16, String)> {
-        let kind = built_in(Mode::Classic)
+        let kind = built_in(ClusterMode::Classic)
             .into_iter()
             .find(|each| each.kind == kind)
             .unwrap();
-        let target = Target {
+        let target = ResourcePath {
             namespace: "t".into(),
             name: "a".into(),
             subresource: String::new(),

@@ -4,20 +4,12 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
-use super::kinds::{Kind, Mode};
+use super::kinds::{ClusterMode, CustomResourceDefinitionVersion, ResourceKind};
 use super::object;
-use super::refusal::{FieldError, Refusal};
-
-/// One version of a CRD.
-#[derive(Debug)]
-pub(crate) struct Definition {
-    pub(crate) schema: Value,
-    pub(crate) columns: Vec<Value>,
-    validator: jsonschema::Validator,
-}
+use super::status_error::{FieldError, StatusError};
 
 /// Returns the kinds of a CRD: one per served version.
-pub(crate) fn kinds_of(definition: &Value) -> Result<Vec<Arc<Kind>>, Refusal> {
+pub(crate) fn kinds_of(definition: &Value) -> Result<Vec<Arc<ResourceKind>>, StatusError> {
     let names = |key: &str| {
         object::texts(definition, &format!("/spec/names/{key}"))
             .into_iter()
@@ -35,12 +27,12 @@ pub(crate) fn kinds_of(definition: &Value) -> Result<Vec<Arc<Kind>>, Refusal> {
             .cloned()
             .unwrap_or_else(|| json!({}));
         let validator = jsonschema::validator_for(&draft(&schema)).map_err(|error| {
-            Refusal::bad_request(format!(
+            StatusError::bad_request(format!(
                 "the schema of {} cannot be used: {error}",
                 object::name(definition)
             ))
         })?;
-        kinds.push(Arc::new(Kind {
+        kinds.push(Arc::new(ResourceKind {
             group: object::text(definition, "/spec/group").to_owned(),
             version: object::text(version, "/name").to_owned(),
             kind: name("kind"),
@@ -54,8 +46,8 @@ pub(crate) fn kinds_of(definition: &Value) -> Result<Vec<Arc<Kind>>, Refusal> {
             generation: true,
             unconditional: false,
             created_by_update: false,
-            mode: Mode::default(),
-            definition: Some(Arc::new(Definition {
+            mode: ClusterMode::default(),
+            definition: Some(Arc::new(CustomResourceDefinitionVersion {
                 schema,
                 columns: object::list(version, "/additionalPrinterColumns").to_vec(),
                 validator,
@@ -182,7 +174,11 @@ pub(crate) fn mistyped(schema: &Value, value: &Value) -> Option<String> {
 }
 
 /// Validates a custom object against its schema, and if the schema holds, against its CEL rules.
-pub(crate) fn validate(definition: &Definition, value: &Value, before: Option<&Value>) -> Vec<FieldError> {
+pub(crate) fn validate(
+    definition: &CustomResourceDefinitionVersion,
+    value: &Value,
+    before: Option<&Value>,
+) -> Vec<FieldError> {
     const BLOCKING: [&str; 5] = [
         "FieldValueNotSupported",
         "FieldValueRequired",
@@ -220,7 +216,11 @@ fn has_rules(schema: &Value) -> bool {
 }
 
 /// Returns the violated rules of `x-kubernetes-validations`.
-fn rules(definition: &Definition, value: &Value, before: Option<&Value>) -> Vec<FieldError> {
+fn rules(
+    definition: &CustomResourceDefinitionVersion,
+    value: &Value,
+    before: Option<&Value>,
+) -> Vec<FieldError> {
     match kube_cel::Validator::new().validate(&definition.schema, value, before) {
         Ok(()) => Vec::new(),
         Err(errors) => errors

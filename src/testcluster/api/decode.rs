@@ -6,15 +6,19 @@ use serde_json::{Map, Value, json};
 
 use super::custom;
 use super::events;
-use super::kinds::Kind;
+use super::kinds::ResourceKind;
 use super::pods;
-use super::refusal::Refusal;
 use super::server::WriteOptions;
+use super::status_error::StatusError;
 use super::structured;
 use super::typed::{is_empty, lost, typed};
 
 /// Decodes the object of a request. Rejects unknown fields, or drops them with a warning.
-pub(crate) fn decode(kind: &Kind, value: Value, options: &WriteOptions) -> Result<Value, Refusal> {
+pub(crate) fn decode(
+    kind: &ResourceKind,
+    value: Value,
+    options: &WriteOptions,
+) -> Result<Value, StatusError> {
     let (mut object, unknown) = read(kind, value)?;
     let unknown: Vec<String> = unknown
         .iter()
@@ -25,7 +29,7 @@ pub(crate) fn decode(kind: &Kind, value: Value, options: &WriteOptions) -> Resul
             options.unknown.add(field.clone());
         }
     } else if !unknown.is_empty() {
-        return Err(Refusal::bad_request(format!(
+        return Err(StatusError::bad_request(format!(
             "{} in version {:?} cannot be handled as a {}: strict decoding error: {}",
             kind.kind,
             kind.version,
@@ -38,9 +42,9 @@ pub(crate) fn decode(kind: &Kind, value: Value, options: &WriteOptions) -> Resul
 }
 
 /// Decodes an object of a kind and returns its unknown fields.
-pub(crate) fn read(kind: &Kind, value: Value) -> Result<(Value, Vec<String>), Refusal> {
+pub(crate) fn read(kind: &ResourceKind, value: Value) -> Result<(Value, Vec<String>), StatusError> {
     let wrong = |error: &dyn std::fmt::Display| {
-        Refusal::bad_request(format!(
+        StatusError::bad_request(format!(
             "{} in version {:?} cannot be handled as a {}: json: {error}",
             kind.kind, kind.version, kind.kind
         ))
@@ -55,7 +59,7 @@ pub(crate) fn read(kind: &Kind, value: Value) -> Result<(Value, Vec<String>), Re
             .get(key)
             .is_some_and(|given| !given.is_string() && !given.is_null())
         {
-            return Err(Refusal::bad_request(format!(
+            return Err(StatusError::bad_request(format!(
                 "the object provided is unrecognized (must be of type {}): couldn't get version/kind: {key} is no text",
                 kind.kind
             )));
@@ -63,7 +67,7 @@ pub(crate) fn read(kind: &Kind, value: Value) -> Result<(Value, Vec<String>), Re
     }
     let given = |key: &str| map.get(key).and_then(Value::as_str).unwrap_or_default();
     if kind.definition.is_some() && given("kind").is_empty() {
-        return Err(Refusal::bad_request(format!(
+        return Err(StatusError::bad_request(format!(
             "the object provided is unrecognized (must be of type {}): Object 'Kind' is missing",
             kind.kind
         )));
@@ -71,7 +75,7 @@ pub(crate) fn read(kind: &Kind, value: Value) -> Result<(Value, Vec<String>), Re
     if (!given("kind").is_empty() && given("kind") != kind.kind)
         || (!given("apiVersion").is_empty() && given("apiVersion") != kind.api_version())
     {
-        return Err(Refusal::bad_request(format!(
+        return Err(StatusError::bad_request(format!(
             "the API version in the data ({}) does not match the expected API version ({})",
             format_args!("{}, Kind={}", given("apiVersion"), given("kind")),
             format_args!("{}, Kind={}", kind.api_version(), kind.kind),

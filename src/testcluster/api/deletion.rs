@@ -4,7 +4,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{DeleteOptions, Precondition
 use serde_json::{Value, json};
 
 use super::query::Query;
-use super::refusal::{FieldError, Refusal};
+use super::status_error::{FieldError, StatusError};
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Deletion {
@@ -15,12 +15,12 @@ pub(crate) struct Deletion {
     /// Required resource version; empty matches any.
     pub(crate) version: String,
     /// Whether the request is a dry run.
-    pub(crate) pretends: bool,
+    pub(crate) dry_run: bool,
 }
 
 impl Deletion {
     /// Reads the options from the body, or from the query parameters if there is no body.
-    pub(crate) fn read(body: Option<Value>, query: &Query) -> Result<Self, Refusal> {
+    pub(crate) fn read(body: Option<Value>, query: &Query) -> Result<Self, StatusError> {
         let options = match body {
             Some(body) => from_body(body)?,
             None => DeleteOptions {
@@ -37,10 +37,10 @@ impl Deletion {
         let policy = options.propagation_policy.as_deref();
         let errors = wrong(&dry_run, policy, options.orphan_dependents);
         if !errors.is_empty() {
-            return Err(Refusal::options("DeleteOptions", &errors));
+            return Err(StatusError::options("DeleteOptions", &errors));
         }
         if options.orphan_dependents == Some(true) || !matches!(policy, None | Some("Background")) {
-            return Err(Refusal::bad_request(format!(
+            return Err(StatusError::bad_request(format!(
                 "propagationPolicy {:?} is not played on this stage: dependents are deleted in the background",
                 policy.unwrap_or("Orphan")
             )));
@@ -56,26 +56,26 @@ impl Deletion {
                 .map(|seconds| if seconds < 0 { 1 } else { seconds }),
             uid: uid.unwrap_or_default(),
             version: resource_version.unwrap_or_default(),
-            pretends: !dry_run.is_empty(),
+            dry_run: !dry_run.is_empty(),
         })
     }
 }
 
-fn from_body(body: Value) -> Result<DeleteOptions, Refusal> {
+fn from_body(body: Value) -> Result<DeleteOptions, StatusError> {
     match &body {
         Value::Null => return Ok(DeleteOptions::default()),
         Value::Object(_) => {}
         _ => {
-            return Err(Refusal::internal(
+            return Err(StatusError::internal(
                 "couldn't get version/kind; json parse error: json: cannot unmarshal it into an object",
             ));
         }
     }
     let options: DeleteOptions =
-        serde_json::from_value(body).map_err(|error| Refusal::internal(format!("json: {error}")))?;
+        serde_json::from_value(body).map_err(|error| StatusError::internal(format!("json: {error}")))?;
     match options.kind.as_deref() {
         None | Some("" | "DeleteOptions") => Ok(options),
-        Some(kind) => Err(Refusal::internal(format!(
+        Some(kind) => Err(StatusError::internal(format!(
             "no kind {kind:?} is registered for version {:?} in scheme \"pkg/runtime/scheme.go:100\"",
             options.api_version.unwrap_or_default()
         ))),
@@ -118,7 +118,7 @@ pub(crate) fn wrong_dry_run(dry_run: &[String]) -> Option<FieldError> {
 mod tests {
     use super::*;
 
-    fn read(body: Value) -> Result<Deletion, Refusal> {
+    fn read(body: Value) -> Result<Deletion, StatusError> {
         Deletion::read(Some(body), &Query::read(""))
     }
 
@@ -138,12 +138,12 @@ mod tests {
 
     #[test]
     fn dry_run_is_read_from_the_body_or_the_parameter() {
-        assert!(read(json!({ "dryRun": ["All"] })).unwrap().pretends);
+        assert!(read(json!({ "dryRun": ["All"] })).unwrap().dry_run);
         assert_eq!(read(json!({ "dryRun": ["Some"] })).unwrap_err().code, 422);
         let query = Query::read("dryRun=All");
-        assert!(Deletion::read(None, &query).unwrap().pretends);
+        assert!(Deletion::read(None, &query).unwrap().dry_run);
         // Same as the real server.
-        assert!(!Deletion::read(Some(json!({})), &query).unwrap().pretends);
+        assert!(!Deletion::read(Some(json!({})), &query).unwrap().dry_run);
     }
 
     #[test]

@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use super::kinds::{Kind, Mode};
+use super::kinds::{ClusterMode, ResourceKind};
 
 /// `/version`.
-pub(crate) fn version(mode: Mode) -> Value {
+pub(crate) fn version(mode: ClusterMode) -> Value {
     let version = mode.kubernetes();
     let minor = version.split('.').nth(1);
     json!({ "major": "1", "minor": minor, "gitVersion": version, "platform": "linux/amd64" })
@@ -20,7 +20,7 @@ pub(crate) fn core() -> Value {
 }
 
 /// `/apis`.
-pub(crate) fn groups(kinds: &[Arc<Kind>]) -> Value {
+pub(crate) fn groups(kinds: &[Arc<ResourceKind>]) -> Value {
     let names: BTreeSet<&str> = kinds
         .iter()
         .map(|kind| kind.group.as_str())
@@ -31,7 +31,7 @@ pub(crate) fn groups(kinds: &[Arc<Kind>]) -> Value {
 }
 
 /// `/apis/<group>`; `None` if the group does not exist.
-pub(crate) fn group(kinds: &[Arc<Kind>], name: &str) -> Option<Value> {
+pub(crate) fn group(kinds: &[Arc<ResourceKind>], name: &str) -> Option<Value> {
     let versions: BTreeSet<&str> = kinds
         .iter()
         .filter(|kind| kind.group == name)
@@ -48,7 +48,7 @@ pub(crate) fn group(kinds: &[Arc<Kind>], name: &str) -> Option<Value> {
 }
 
 /// `/api/v1` and `/apis/<group>/<version>`; `None` if the version does not exist.
-pub(crate) fn resources(kinds: &[Arc<Kind>], group: &str, version: &str) -> Option<Value> {
+pub(crate) fn resources(kinds: &[Arc<ResourceKind>], group: &str, version: &str) -> Option<Value> {
     const VERBS: [&str; 8] = [
         "create",
         "delete",

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::kinds::Kind;
+use super::kinds::ResourceKind;
 
 /// Field names in `events.k8s.io/v1` and in the core group.
 const NAMES: &[(&str, &str)] = &[
@@ -25,7 +25,7 @@ fn rename(object: &mut Value, pairs: impl Iterator<Item = (&'static str, &'stati
 }
 
 /// Converts to the stored form.
-pub(crate) fn to_stored(kind: &Kind, object: &mut Value) {
+pub(crate) fn to_stored(kind: &ResourceKind, object: &mut Value) {
     if kind.is("events.k8s.io", "events") {
         rename(object, NAMES.iter().copied());
         object["apiVersion"] = "v1".into();
@@ -33,7 +33,7 @@ pub(crate) fn to_stored(kind: &Kind, object: &mut Value) {
 }
 
 /// Converts from the stored form.
-pub(crate) fn from_stored(kind: &Kind, object: &mut Value) {
+pub(crate) fn from_stored(kind: &ResourceKind, object: &mut Value) {
     if kind.is("events.k8s.io", "events") {
         rename(object, NAMES.iter().map(|(new, core)| (*core, *new)));
         object["apiVersion"] = kind.api_version().into();

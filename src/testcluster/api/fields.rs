@@ -7,11 +7,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value};
 
-use super::kinds::Kind;
+use super::kinds::ResourceKind;
 use super::lists::{Asker, ListKind, has_atomic_elements, is_atomic_structure, list_kind};
 
-pub(crate) type Path = Vec<String>;
-pub(crate) type FieldSet = BTreeSet<Path>;
+pub(crate) type FieldPath = Vec<String>;
+pub(crate) type FieldSet = BTreeSet<FieldPath>;
 
 /// Fields without an owner.
 const UNOWNED: &[&[&str]] = &[
@@ -49,17 +49,17 @@ const ALWAYS: &[&str] = &[
 
 /// Returns the fields of an object that can be owned, with their values. List entries are included in addition to their
 /// fields, without a value.
-pub(crate) fn flatten(kind: &Kind, object: &Value) -> BTreeMap<Path, Value> {
+pub(crate) fn flatten(kind: &ResourceKind, object: &Value) -> BTreeMap<FieldPath, Value> {
     fields_of(kind, object, false)
 }
 
 /// Like [`flatten`], but includes the enclosing structures, maps and lists without values; the manager that adds them
 /// owns them.
-pub(crate) fn flatten_all(kind: &Kind, object: &Value) -> BTreeMap<Path, Value> {
+pub(crate) fn flatten_all(kind: &ResourceKind, object: &Value) -> BTreeMap<FieldPath, Value> {
     fields_of(kind, object, true)
 }
 
-fn fields_of(kind: &Kind, object: &Value, whole: bool) -> BTreeMap<Path, Value> {
+fn fields_of(kind: &ResourceKind, object: &Value, whole: bool) -> BTreeMap<FieldPath, Value> {
     let mut fields = BTreeMap::new();
     if let Some(map) = object.as_object() {
         let walk = Walk { kind, whole };
@@ -74,7 +74,7 @@ fn fields_of(kind: &Kind, object: &Value, whole: bool) -> BTreeMap<Path, Value> 
 }
 
 struct Walk<'a> {
-    kind: &'a Kind,
+    kind: &'a ResourceKind,
     /// Whether enclosing structures, maps and lists count as fields.
     whole: bool,
 }
@@ -82,10 +82,10 @@ struct Walk<'a> {
 impl Walk<'_> {
     fn descend(
         &self,
-        path: &mut Path,
+        path: &mut FieldPath,
         names: &mut Vec<String>,
         map: &Map<String, Value>,
-        fields: &mut BTreeMap<Path, Value>,
+        fields: &mut BTreeMap<FieldPath, Value>,
     ) {
         for (key, value) in map {
             path.push(format!("f:{key}"));
@@ -137,7 +137,7 @@ impl Walk<'_> {
     }
 
     /// Records an enclosing structure, map or list.
-    fn enter(&self, path: &[String], names: &[String], fields: &mut BTreeMap<Path, Value>) {
+    fn enter(&self, path: &[String], names: &[String], fields: &mut BTreeMap<FieldPath, Value>) {
         let dotted = names.join(".");
         let always =
             dotted == "metadata" || self.kind.definition.is_none() && ALWAYS.contains(&dotted.as_str());
@@ -199,11 +199,11 @@ fn position(list: &Value, element: &str) -> Option<usize> {
 /// Serializes a set as `fieldsV1`.
 pub(crate) fn to_json(set: &FieldSet) -> Value {
     #[derive(Default)]
-    struct Node {
+    struct FieldTree {
         own: bool,
         below: BTreeMap<String, Self>,
     }
-    fn written(node: Node) -> Value {
+    fn written(node: FieldTree) -> Value {
         // A leaf is an empty object without the dot.
         let dot = (node.own && !node.below.is_empty()).then(|| (".".to_owned(), Value::Object(Map::new())));
         let below = node
@@ -212,7 +212,7 @@ pub(crate) fn to_json(set: &FieldSet) -> Value {
             .map(|(element, node)| (element, written(node)));
         Value::Object(dot.into_iter().chain(below).collect())
     }
-    let mut root = Node::default();
+    let mut root = FieldTree::default();
     for path in set {
         let at = path.iter().fold(&mut root, |at, element| {
             at.below.entry(element.clone()).or_default()
@@ -224,7 +224,7 @@ pub(crate) fn to_json(set: &FieldSet) -> Value {
 
 /// Parses `fieldsV1`.
 pub(crate) fn from_json(fields: &Value) -> FieldSet {
-    fn walk(value: &Value, path: &mut Path, set: &mut FieldSet) {
+    fn walk(value: &Value, path: &mut FieldPath, set: &mut FieldSet) {
         let Some(map) = value.as_object() else { return };
         if map.is_empty() {
             set.insert(path.clone());
@@ -250,11 +250,11 @@ pub(crate) fn from_json(fields: &Value) -> FieldSet {
 mod tests {
     use serde_json::json;
 
-    use super::super::kinds::{Mode, built_in};
+    use super::super::kinds::{ClusterMode, built_in};
     use super::*;
 
-    fn context() -> std::sync::Arc<Kind> {
-        built_in(Mode::Classic)
+    fn context() -> std::sync::Arc<ResourceKind> {
+        built_in(ClusterMode::Classic)
             .into_iter()
             .find(|kind| kind.kind == "PodSchedulingContext")
             .unwrap()

@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
-use super::custom::Definition;
+use serde_json::Value;
+
+use super::store::StorageKey;
 
 /// Who allocates the claims of a cluster, and the Kubernetes version that the cluster imitates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Mode {
+pub enum ClusterMode {
     /// The drivers' controllers: `resource.k8s.io/v1alpha2` of 1.30.
     #[default]
     Classic,
@@ -14,7 +16,7 @@ pub enum Mode {
     Structured,
 }
 
-impl Mode {
+impl ClusterMode {
     /// Returns the Kubernetes version.
     pub(crate) fn kubernetes(self) -> &'static str {
         match self {
@@ -24,8 +26,16 @@ impl Mode {
     }
 }
 
+/// One version of a CRD.
+#[derive(Debug)]
+pub(crate) struct CustomResourceDefinitionVersion {
+    pub(crate) schema: Value,
+    pub(crate) columns: Vec<Value>,
+    pub(crate) validator: jsonschema::Validator,
+}
+
 #[derive(Clone, Debug)]
-pub(crate) struct Kind {
+pub(crate) struct ResourceKind {
     /// API group; empty for the core group.
     pub(crate) group: String,
     pub(crate) version: String,
@@ -51,13 +61,13 @@ pub(crate) struct Kind {
     /// Whether an update creates a missing object (`AllowCreateOnUpdate`).
     pub(crate) created_by_update: bool,
     /// The mode of the cluster, which the fields of some kinds depend on.
-    pub(crate) mode: Mode,
+    pub(crate) mode: ClusterMode,
     /// The CRD's definition; `None` for built-in kinds.
-    pub(crate) definition: Option<Arc<Definition>>,
+    pub(crate) definition: Option<Arc<CustomResourceDefinitionVersion>>,
 }
 
-impl Kind {
-    /// Returns `Kind.group`, or the kind alone for the core group.
+impl ResourceKind {
+    /// Returns `ResourceKind.group`, or the kind alone for the core group.
     pub(crate) fn qualified(&self) -> String {
         match self.group.as_str() {
             "" => self.kind.clone(),
@@ -119,12 +129,12 @@ impl Kind {
 
     /// Returns whether this kind belongs to `resource.k8s.io/v1`.
     pub(crate) fn is_structured(&self) -> bool {
-        self.group == RESOURCE && self.mode == Mode::Structured && self.definition.is_none()
+        self.group == RESOURCE && self.mode == ClusterMode::Structured && self.definition.is_none()
     }
 
     /// Returns whether this kind belongs to `resource.k8s.io/v1alpha2`.
     pub(crate) fn is_classic(&self) -> bool {
-        self.group == RESOURCE && self.mode == Mode::Classic && self.definition.is_none()
+        self.group == RESOURCE && self.mode == ClusterMode::Classic && self.definition.is_none()
     }
 
     fn of(group: &str, version: &str, kind: &str, plural: &str, namespaced: bool) -> Self {
@@ -142,7 +152,7 @@ impl Kind {
             generation: false,
             unconditional: !matches!(group, EXTENSIONS | COORDINATION),
             created_by_update: matches!(plural, "leases" | "events"),
-            mode: Mode::default(),
+            mode: ClusterMode::default(),
             definition: None,
         }
     }
@@ -168,20 +178,51 @@ impl Kind {
     }
 }
 
+/// Resource that a request refers to.
+#[derive(Clone, Debug)]
+pub(crate) struct ResourcePath {
+    pub(crate) kind: Arc<ResourceKind>,
+    /// Empty for cluster-scoped kinds, and for lists of all namespaces.
+    pub(crate) namespace: String,
+    /// Empty for a collection.
+    pub(crate) name: String,
+    /// `status`, `binding`, `finalize`, or empty.
+    pub(crate) subresource: String,
+}
+
+impl ResourcePath {
+    /// Returns the collection of this object.
+    pub(crate) fn collection(&self) -> Self {
+        Self {
+            name: String::new(),
+            subresource: String::new(),
+            ..self.clone()
+        }
+    }
+
+    pub(crate) fn key(&self) -> StorageKey {
+        StorageKey {
+            storage: self.kind.storage(),
+            namespace: self.namespace.clone(),
+            name: self.name.clone(),
+        }
+    }
+}
+
 pub(crate) const RESOURCE: &str = crate::api::resource::GROUP;
 pub(crate) const COORDINATION: &str = "coordination.k8s.io";
 pub(crate) const EXTENSIONS: &str = "apiextensions.k8s.io";
 
 /// Returns the built-in kinds of a cluster.
-pub(crate) fn built_in(mode: Mode) -> Vec<Arc<Kind>> {
+pub(crate) fn built_in(mode: ClusterMode) -> Vec<Arc<ResourceKind>> {
     let resource = |kind, plural, namespaced| {
         let version = match mode {
-            Mode::Classic => crate::api::resource::VERSION,
-            Mode::Structured => "v1",
+            ClusterMode::Classic => crate::api::resource::VERSION,
+            ClusterMode::Structured => "v1",
         };
-        Kind::of(RESOURCE, version, kind, plural, namespaced)
+        ResourceKind::of(RESOURCE, version, kind, plural, namespaced)
     };
-    let definitions = Kind::of(
+    let definitions = ResourceKind::of(
         EXTENSIONS,
         "v1",
         "CustomResourceDefinition",
@@ -192,31 +233,31 @@ pub(crate) fn built_in(mode: Mode) -> Vec<Arc<Kind>> {
     .with_status()
     .with_generation();
     let (class, other) = match mode {
-        Mode::Classic => (
+        ClusterMode::Classic => (
             resource("ResourceClass", "resourceclasses", false),
             resource("PodSchedulingContext", "podschedulingcontexts", true).with_status(),
         ),
-        Mode::Structured => (
+        ClusterMode::Structured => (
             resource("DeviceClass", "deviceclasses", false).with_generation(),
             resource("ResourceSlice", "resourceslices", false).with_generation(),
         ),
     };
     [
-        Kind::of("", "v1", "Pod", "pods", true)
+        ResourceKind::of("", "v1", "Pod", "pods", true)
             .short("po")
             .with_status()
             .returning_deleted(),
-        Kind::of("", "v1", "Node", "nodes", false)
+        ResourceKind::of("", "v1", "Node", "nodes", false)
             .short("no")
             .with_status(),
-        Kind::of("", "v1", "Namespace", "namespaces", false)
+        ResourceKind::of("", "v1", "Namespace", "namespaces", false)
             .short("ns")
             .with_status()
             .returning_deleted(),
-        Kind::of("", "v1", "Event", "events", true).short("ev"),
-        Kind::of("", "v1", "ConfigMap", "configmaps", true).short("cm"),
-        Kind::of("events.k8s.io", "v1", "Event", "events", true).short("ev"),
-        Kind::of(COORDINATION, "v1", "Lease", "leases", true),
+        ResourceKind::of("", "v1", "Event", "events", true).short("ev"),
+        ResourceKind::of("", "v1", "ConfigMap", "configmaps", true).short("cm"),
+        ResourceKind::of("events.k8s.io", "v1", "Event", "events", true).short("ev"),
+        ResourceKind::of(COORDINATION, "v1", "Lease", "leases", true),
         class,
         resource("ResourceClaim", "resourceclaims", true).with_status(),
         resource("ResourceClaimTemplate", "resourceclaimtemplates", true),
@@ -224,6 +265,6 @@ pub(crate) fn built_in(mode: Mode) -> Vec<Arc<Kind>> {
         definitions,
     ]
     .into_iter()
-    .map(|kind| Arc::new(Kind { mode, ..kind }))
+    .map(|kind| Arc::new(ResourceKind { mode, ..kind }))
     .collect()
 }

@@ -4,7 +4,7 @@
 use serde_json::Value;
 
 use super::fields::{FieldSet, flatten};
-use super::kinds::Kind;
+use super::kinds::ResourceKind;
 use super::object::text;
 
 /// Field manager for which the annotation applies; all others ignore it.
@@ -13,7 +13,7 @@ const ANNOTATION: &str = "/metadata/annotations/kubectl.kubernetes.io~1last-appl
 
 /// Returns the fields that kubectl applied last and that have not changed since: kubectl may take them over from
 /// itself.
-pub(crate) fn fields(kind: &Kind, live: &Value) -> FieldSet {
+pub(crate) fn fields(kind: &ResourceKind, live: &Value) -> FieldSet {
     let Ok(last) = serde_json::from_str::<Value>(text(live, ANNOTATION)) else {
         return FieldSet::new();
     };
@@ -55,7 +55,7 @@ pub(crate) fn renew(object: &mut Value, configuration: &Value) {
 mod tests {
     use serde_json::json;
 
-    use super::super::kinds::{Mode, built_in};
+    use super::super::kinds::{ClusterMode, built_in};
     use super::*;
 
     fn annotated(data: &Value, last: &Value) -> Value {
@@ -65,7 +65,7 @@ mod tests {
 
     #[test]
     fn what_has_changed_since_is_nobodys_to_take_over() {
-        let kind = built_in(Mode::Classic)
+        let kind = built_in(ClusterMode::Classic)
             .into_iter()
             .find(|kind| kind.kind == "ConfigMap")
             .unwrap();

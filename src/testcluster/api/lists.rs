@@ -3,7 +3,7 @@
 
 use serde_json::Value;
 
-use super::kinds::Kind;
+use super::kinds::ResourceKind;
 
 /// Merge strategy of a list.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,7 +68,7 @@ const ATOMIC_STRUCTURES: &[(&str, &str)] = &[
 ];
 
 /// Returns the merge strategy of the list at `path`.
-pub(crate) fn list_kind(kind: &Kind, path: &[String], asker: Asker) -> ListKind {
+pub(crate) fn list_kind(kind: &ResourceKind, path: &[String], asker: Asker) -> ListKind {
     let dotted = path.join(".");
     let known = LISTS.iter().find(|(of, at, ..)| {
         *at == dotted && (of.is_empty() || (kind.definition.is_none() && *of == kind.kind))
@@ -101,12 +101,12 @@ pub(crate) fn list_kind(kind: &Kind, path: &[String], asker: Asker) -> ListKind 
 }
 
 /// Returns whether a missing key of the list map at `path` is an empty string, because Go always serializes the key.
-pub(crate) fn key_has_default(kind: &Kind, path: &[String]) -> bool {
+pub(crate) fn key_has_default(kind: &ResourceKind, path: &[String]) -> bool {
     kind.definition.is_none() && path.join(".") != "status.resourceClaims"
 }
 
 /// Returns whether the object at `path` is one field.
-pub(crate) fn is_atomic_structure(kind: &Kind, path: &[String]) -> bool {
+pub(crate) fn is_atomic_structure(kind: &ResourceKind, path: &[String]) -> bool {
     let dotted = path.join(".");
     ATOMIC_STRUCTURES
         .iter()

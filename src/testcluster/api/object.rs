@@ -38,8 +38,8 @@ pub(crate) fn list<'a>(object: &'a Value, pointer: &str) -> &'a [Value] {
 
 /// Returns the size of the JSON encoding in bytes.
 pub(crate) fn json_size(object: &Value) -> usize {
-    struct Count(usize);
-    impl std::io::Write for Count {
+    struct ByteCounter(usize);
+    impl std::io::Write for ByteCounter {
         fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
             self.0 += bytes.len();
             Ok(bytes.len())
@@ -49,7 +49,7 @@ pub(crate) fn json_size(object: &Value) -> usize {
             Ok(())
         }
     }
-    let mut count = Count(0);
+    let mut count = ByteCounter(0);
     // Infallible: the writer only counts, and a `Value` always serializes.
     let _ = serde_json::to_writer(&mut count, object);
     count.0

@@ -6,14 +6,14 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
-use super::kinds::Kind;
+use super::kinds::ResourceKind;
 
 /// Content type of the OpenAPI v2 document, which kubectl requests if v3 lacks a kind. An empty document (zero bytes)
 /// means that v2 lacks it as well.
 pub(crate) const PROTOBUF: &str = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf";
 
 /// Returns `api/v1` or `apis/<group>/<version>`.
-fn path_of(kind: &Kind) -> String {
+fn path_of(kind: &ResourceKind) -> String {
     match kind.group.as_str() {
         "" => format!("api/{}", kind.version),
         group => format!("apis/{group}/{}", kind.version),
@@ -21,7 +21,7 @@ fn path_of(kind: &Kind) -> String {
 }
 
 /// `/openapi/v3`: the URL of each group version's document.
-pub(crate) fn index(kinds: &[Arc<Kind>]) -> Value {
+pub(crate) fn index(kinds: &[Arc<ResourceKind>]) -> Value {
     let paths: BTreeMap<String, Value> = kinds
         .iter()
         .map(|kind| {
@@ -35,7 +35,7 @@ pub(crate) fn index(kinds: &[Arc<Kind>]) -> Value {
 
 /// `/openapi/v3/<path>`: declares that each kind accepts `fieldValidation` and `dryRun` on PATCH; `None` if the version
 /// does not exist.
-pub(crate) fn document(kinds: &[Arc<Kind>], path: &str) -> Option<Value> {
+pub(crate) fn document(kinds: &[Arc<ResourceKind>], path: &str) -> Option<Value> {
     let mut paths = Map::new();
     let version = kinds.first().map(|kind| kind.mode.kubernetes());
     let parameter = |name: &str| json!({ "name": name, "in": "query", "schema": { "type": "string", "uniqueItems": true } });
@@ -60,12 +60,12 @@ pub(crate) fn document(kinds: &[Arc<Kind>], path: &str) -> Option<Value> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::kinds::{Mode, built_in};
+    use super::super::kinds::{ClusterMode, built_in};
     use super::*;
 
     #[test]
     fn every_openapi_group_version_names_its_kinds() {
-        let kinds = built_in(Mode::Classic);
+        let kinds = built_in(ClusterMode::Classic);
         let index = index(&kinds);
         let paths = index["paths"].as_object().unwrap();
         assert_eq!(paths["api/v1"]["serverRelativeURL"], "/openapi/v3/api/v1");

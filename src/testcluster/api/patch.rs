@@ -4,9 +4,9 @@ use json_patch::PatchOperation;
 use serde_json::{Map, Value};
 
 use super::apply::{self, Manager};
-use super::kinds::Kind;
+use super::kinds::ResourceKind;
 use super::object::json_size;
-use super::refusal::Refusal;
+use super::status_error::StatusError;
 use super::strategic;
 
 /// Maximum number of operations in a JSON patch (`maxJSONPatchOperations`).
@@ -33,33 +33,33 @@ pub(crate) enum Patch {
 
 impl Patch {
     /// Parses a body by its content type.
-    pub(crate) fn read(kind: &Kind, content_type: &str, body: &[u8]) -> Result<Self, Refusal> {
+    pub(crate) fn read(kind: &ResourceKind, content_type: &str, body: &[u8]) -> Result<Self, StatusError> {
         let strategic = if kind.definition.is_none() {
             ", application/strategic-merge-patch+json"
         } else {
             ""
         };
-        let json = || -> Result<Value, Refusal> {
+        let json = || -> Result<Value, StatusError> {
             serde_json::from_slice(body)
-                .map_err(|error| Refusal::bad_request(format!("error decoding patch: {error}")))
+                .map_err(|error| StatusError::bad_request(format!("error decoding patch: {error}")))
         };
         let unsupported = || {
-            Refusal::unsupported_media_type(&format!(
+            StatusError::unsupported_media_type(&format!(
                 "application/json-patch+json, application/merge-patch+json{strategic}, application/apply-patch+yaml"
             ))
         };
         match content_type.split(';').next().unwrap_or_default().trim() {
             JSON_PATCH => {
                 let patch: json_patch::Patch = serde_json::from_value(json()?)
-                    .map_err(|error| Refusal::bad_request(format!("error decoding patch: {error}")))?;
+                    .map_err(|error| StatusError::bad_request(format!("error decoding patch: {error}")))?;
                 if patch.0.len() > OPERATIONS_MAX {
-                    return Err(Refusal::too_many_operations(OPERATIONS_MAX, patch.0.len()));
+                    return Err(StatusError::too_many_operations(OPERATIONS_MAX, patch.0.len()));
                 }
                 Ok(Self::Json(patch))
             }
             MERGE_PATCH => match json()? {
                 patch @ Value::Object(_) => Ok(Self::Merge(patch)),
-                _ => Err(Refusal::bad_request(
+                _ => Err(StatusError::bad_request(
                     "error decoding patch: it is not a JSON object",
                 )),
             },
@@ -68,14 +68,14 @@ impl Patch {
             }
             "application/apply-patch+yaml" => {
                 let text = std::str::from_utf8(body)
-                    .map_err(|error| Refusal::bad_request(format!("error decoding YAML: {error}")))?;
+                    .map_err(|error| StatusError::bad_request(format!("error decoding YAML: {error}")))?;
                 let configuration: Value = serde_saphyr::from_str(text)
-                    .map_err(|error| Refusal::bad_request(format!("error decoding YAML: {error}")))?;
+                    .map_err(|error| StatusError::bad_request(format!("error decoding YAML: {error}")))?;
                 match configuration {
                     Value::Object(_) => Ok(Self::Apply(configuration)),
                     // Treated as an empty object, which is rejected because it lacks apiVersion and kind.
                     Value::Null => Ok(Self::Apply(Value::Object(Map::new()))),
-                    _ => Err(Refusal::bad_request(
+                    _ => Err(StatusError::bad_request(
                         "error decoding YAML: error unmarshaling JSON: it is not an object",
                     )),
                 }
@@ -87,11 +87,11 @@ impl Patch {
     /// Returns the patched object.
     pub(crate) fn apply_to(
         &self,
-        kind: &Kind,
+        kind: &ResourceKind,
         object: &Value,
         manager: &Manager<'_>,
         force: bool,
-    ) -> Result<Value, Refusal> {
+    ) -> Result<Value, StatusError> {
         let mut patched = object.clone();
         match self {
             Self::Json(patch) => {
@@ -100,7 +100,7 @@ impl Patch {
                     if let PatchOperation::Copy(copy) = operation {
                         copied += patched.pointer(copy.from.as_str()).map_or(0, json_size);
                         if copied > COPIES_MAX {
-                            return Err(Refusal::unprocessable());
+                            return Err(StatusError::unprocessable());
                         }
                     }
                     // A missing value equals null.
@@ -115,7 +115,7 @@ impl Patch {
                     }
                     // Works on a copy, so a partial failure has no effect.
                     json_patch::patch_unsafe(&mut patched, std::slice::from_ref(operation))
-                        .map_err(|_| Refusal::unprocessable())?;
+                        .map_err(|_| StatusError::unprocessable())?;
                 }
             }
             Self::Merge(patch) => json_patch::merge(&mut patched, patch),
@@ -124,7 +124,7 @@ impl Patch {
         }
         if !patched.is_object() {
             // Null is not an empty object.
-            return Err(Refusal::unprocessable());
+            return Err(StatusError::unprocessable());
         }
         Ok(patched)
     }
@@ -134,11 +134,11 @@ impl Patch {
 mod tests {
     use serde_json::json;
 
-    use super::super::kinds::{Mode, built_in};
+    use super::super::kinds::{ClusterMode, built_in};
     use super::*;
 
-    fn patched(operations: Value) -> Result<Value, Refusal> {
-        let kind = built_in(Mode::Classic)
+    fn patched(operations: Value) -> Result<Value, StatusError> {
+        let kind = built_in(ClusterMode::Classic)
             .into_iter()
             .find(|kind| kind.kind == "ConfigMap")
             .unwrap();

@@ -104,7 +104,7 @@ fn fill(map: &mut Map<String, Value>, defaults: &[(&str, Value)]) {
 /// Adds tolerations that keep a pod on an unavailable node for five minutes, unless it has its own.
 pub(crate) fn tolerate(pod: &mut Value) {
     for key in ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"] {
-        let said = list(pod, "/spec/tolerations").iter().any(|toleration| {
+        let has_toleration = list(pod, "/spec/tolerations").iter().any(|toleration| {
             let matches = |field: &str, any: &str, one: &str| {
                 let value = toleration.get(field).and_then(Value::as_str).unwrap_or_default();
                 value == any || value == one
@@ -115,7 +115,7 @@ pub(crate) fn tolerate(pod: &mut Value) {
             return;
         };
         let tolerations = spec.entry("tolerations").or_insert_with(|| json!([]));
-        if let (false, Some(tolerations)) = (said, tolerations.as_array_mut()) {
+        if let (false, Some(tolerations)) = (has_toleration, tolerations.as_array_mut()) {
             let toleration =
                 json!({ "key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300 });
             tolerations.push(toleration);

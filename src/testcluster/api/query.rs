@@ -6,9 +6,9 @@ use std::num::IntErrorKind;
 
 use serde_json::json;
 
-use super::refusal::{FieldError, Refusal};
-use super::selector::Selector;
-use super::server::{ListQuery, Target};
+use super::kinds::ResourcePath;
+use super::selector::ObjectSelector;
+use super::status_error::{FieldError, StatusError};
 
 /// Query parameters of a request.
 pub(crate) struct Query(BTreeMap<String, String>);
@@ -43,12 +43,12 @@ impl Query {
     }
 
     /// Returns a number.
-    pub(crate) fn number(&self, key: &str) -> Result<Option<i64>, Refusal> {
+    pub(crate) fn number(&self, key: &str) -> Result<Option<i64>, StatusError> {
         let Some(text) = self.given(key) else {
             return Ok(None);
         };
         text.parse().map(Some).map_err(|error: std::num::ParseIntError| {
-            Refusal::bad_request(format!("strconv.ParseInt: parsing {text:?}: {}", why(&error)))
+            StatusError::bad_request(format!("strconv.ParseInt: parsing {text:?}: {}", why(&error)))
         })
     }
 }
@@ -62,11 +62,11 @@ fn why(error: &std::num::ParseIntError) -> &'static str {
 }
 
 /// Parses a resource version; `None` if any version will do.
-pub(crate) fn version(text: &str) -> Result<Option<u64>, Refusal> {
+pub(crate) fn version(text: &str) -> Result<Option<u64>, StatusError> {
     match text {
         "" | "0" => Ok(None),
         text => text.parse().map(Some).map_err(|error| {
-            Refusal::internal(format!(
+            StatusError::internal(format!(
                 "resourceVersion: Invalid value: {text:?}: strconv.ParseUint: parsing {text:?}: {}",
                 why(&error)
             ))
@@ -74,24 +74,46 @@ pub(crate) fn version(text: &str) -> Result<Option<u64>, Refusal> {
     }
 }
 
+/// Parameters of a list or watch.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct ListQuery {
+    pub(crate) selector: ObjectSelector,
+    pub(crate) limit: Option<usize>,
+    /// Version of the first page (0 for the current one), and the last returned object.
+    pub(crate) continued: Option<(u64, (String, String))>,
+    pub(crate) version: String,
+    pub(crate) exact: bool,
+}
+
+impl ListQuery {
+    /// Returns the version of the list.
+    pub(super) fn version(&self, current: u64) -> Result<u64, StatusError> {
+        match version(&self.version)? {
+            Some(asked) if asked > current => Err(StatusError::from_the_future(asked, current)),
+            Some(asked) if self.exact => Ok(asked),
+            _ => Ok(current),
+        }
+    }
+}
+
 /// Decodes the parameters of a list, or of a watch's initial list.
-pub(crate) fn list_query(target: &Target, query: &Query) -> Result<ListQuery, Refusal> {
+pub(crate) fn list_query(target: &ResourcePath, query: &Query) -> Result<ListQuery, StatusError> {
     let limit = query.number("limit")?.unwrap_or(0);
     // Only validated: a list never blocks.
     query.number("timeoutSeconds")?;
     let errors = wrong_match(query);
     if !errors.is_empty() {
-        return Err(Refusal::options("ListOptions", &errors));
+        return Err(StatusError::options("ListOptions", &errors));
     }
     let continued = match query.text("continue") {
         "" => None,
         text => {
             let token: Result<(u64, String, String), _> = serde_json::from_str(text);
             let (version, namespace, name) = token.map_err(|_| {
-                Refusal::bad_request("continue key is not valid: it is not one that was given out")
+                StatusError::bad_request("continue key is not valid: it is not one that was given out")
             })?;
             if !matches!(query.text("resourceVersion"), "" | "0") {
-                return Err(Refusal::bad_request(
+                return Err(StatusError::bad_request(
                     "specifying resource version is not allowed when using continue",
                 ));
             }
@@ -99,7 +121,7 @@ pub(crate) fn list_query(target: &Target, query: &Query) -> Result<ListQuery, Re
         }
     };
     Ok(ListQuery {
-        selector: Selector::read(
+        selector: ObjectSelector::read(
             &target.kind,
             query.text("labelSelector"),
             query.text("fieldSelector"),

@@ -4,13 +4,12 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::kinds::Kind;
+use super::kinds::{ResourceKind, ResourcePath};
 use super::object::{self, copy_root, set_metadata, text};
 use super::pods;
-use super::server::Target;
 
 /// Sets the initial fields of a new object.
-pub(crate) fn begin(kind: &Kind, object: &mut Value) {
+pub(crate) fn begin(kind: &ResourceKind, object: &mut Value) {
     if kind.is("", "pods") {
         pods::tolerate(object);
         object["status"] = json!({ "phase": "Pending", "qosClass": pods::quality(object) });
@@ -37,7 +36,7 @@ pub(crate) fn begin(kind: &Kind, object: &mut Value) {
 }
 
 /// Restores fields that a request to this endpoint cannot change.
-pub(crate) fn restrict(target: &Target, before: &Value, after: &mut Value) {
+pub(crate) fn restrict(target: &ResourcePath, before: &Value, after: &mut Value) {
     let all: Vec<String> = [before, after]
         .iter()
         .filter_map(|object| object.as_object())

@@ -4,10 +4,9 @@ use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
 
-use super::kinds::{Kind, RESOURCE};
+use super::kinds::{RESOURCE, ResourceKind};
 use super::object::{self, list, text};
-use super::refusal::FieldError;
-use super::structured;
+use super::status_error::FieldError;
 use crate::api::resource::{NODE_LIST_MAX, RESERVED_FOR_MAX, RESOURCE_HANDLE_MAX, RESOURCE_HANDLES_MAX};
 
 /// Maximum size of an object's annotations in bytes (`TotalAnnotationSizeLimitB`).
@@ -161,9 +160,9 @@ pub(crate) fn metadata_update(before: &Value, after: &Value) -> Vec<FieldError> 
 
 pub(super) const IMMUTABLE: &str = "field is immutable";
 
-/// Validates a new object, or an update of `before`.
+/// Validates a new object, or an update of `before`. [`structured`](super::structured) validates `resource.k8s.io/v1`.
 pub(crate) fn object(
-    kind: &Kind,
+    kind: &ResourceKind,
     subresource: &str,
     before: Option<&Value>,
     after: &Value,
@@ -174,11 +173,8 @@ pub(crate) fn object(
         let error = (size > CONFIG_MAP_MAX).then(|| FieldError::too_many_bytes("[]", CONFIG_MAP_MAX));
         return error.into_iter().collect();
     }
-    if kind.definition.is_some() || kind.group != RESOURCE {
+    if kind.group != RESOURCE {
         return Vec::new();
-    }
-    if kind.is_structured() {
-        return structured::validate(kind, subresource, before, after);
     }
     match (kind.kind.as_str(), subresource) {
         ("ResourceClass", _) => class(after),
@@ -203,7 +199,12 @@ pub(crate) fn object(
 }
 
 /// Rejects changes to a pod's spec, except container images and tolerations.
-pub(crate) fn pod_update(kind: &Kind, subresource: &str, before: &Value, after: &Value) -> Vec<FieldError> {
+pub(crate) fn pod_update(
+    kind: &ResourceKind,
+    subresource: &str,
+    before: &Value,
+    after: &Value,
+) -> Vec<FieldError> {
     if !kind.is("", "pods") || !subresource.is_empty() {
         return Vec::new();
     }

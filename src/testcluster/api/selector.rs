@@ -2,13 +2,13 @@
 
 use serde_json::Value;
 
-use super::kinds::Kind;
+use super::kinds::ResourceKind;
 use super::object;
-use super::refusal::Refusal;
+use super::status_error::StatusError;
 
 /// Label and field selector of a list or watch.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Selector {
+pub(crate) struct ObjectSelector {
     labels: Vec<LabelRequirement>,
     fields: Vec<(String, String, bool)>,
 }
@@ -61,9 +61,9 @@ const FIELDS: &[(&str, &str, &str)] = &[
     ("events", "type", "/type"),
 ];
 
-impl Selector {
+impl ObjectSelector {
     /// Parses both selector parameters.
-    pub(crate) fn read(kind: &Kind, labels: &str, fields: &str) -> Result<Self, Refusal> {
+    pub(crate) fn read(kind: &ResourceKind, labels: &str, fields: &str) -> Result<Self, StatusError> {
         Ok(Self {
             labels: read_labels(labels)?,
             fields: read_fields(kind, fields)?,
@@ -104,7 +104,7 @@ impl Selector {
     }
 }
 
-fn read_fields(kind: &Kind, text: &str) -> Result<Vec<(String, String, bool)>, Refusal> {
+fn read_fields(kind: &ResourceKind, text: &str) -> Result<Vec<(String, String, bool)>, StatusError> {
     let mut fields = Vec::new();
     for term in text.split(',').map(str::trim).filter(|term| !term.is_empty()) {
         let (field, value, equal) = term
@@ -113,7 +113,7 @@ fn read_fields(kind: &Kind, text: &str) -> Result<Vec<(String, String, bool)>, R
             .or_else(|| term.split_once("==").map(|(field, value)| (field, value, true)))
             .or_else(|| term.split_once('=').map(|(field, value)| (field, value, true)))
             .ok_or_else(|| {
-                Refusal::bad_request(format!(
+                StatusError::bad_request(format!(
                     "invalid field selector: {text:?}: can't understand {term:?}"
                 ))
             })?;
@@ -130,7 +130,7 @@ fn read_fields(kind: &Kind, text: &str) -> Result<Vec<(String, String, bool)>, R
                 .map(|(_, _, pointer)| *pointer),
         };
         let Some(pointer) = pointer else {
-            return Err(Refusal::bad_request(format!(
+            return Err(StatusError::bad_request(format!(
                 "field label not supported: {field}"
             )));
         };
@@ -139,15 +139,15 @@ fn read_fields(kind: &Kind, text: &str) -> Result<Vec<(String, String, bool)>, R
     Ok(fields)
 }
 
-fn read_labels(text: &str) -> Result<Vec<LabelRequirement>, Refusal> {
+fn read_labels(text: &str) -> Result<Vec<LabelRequirement>, StatusError> {
     let mut requirements = Vec::new();
     for term in terms(text) {
         let term = term.trim();
         if term.is_empty() {
             continue;
         }
-        let wrong = || Refusal::bad_request(format!("unable to parse requirement: {term:?}"));
-        let set = |list: &str| -> Result<Vec<String>, Refusal> {
+        let wrong = || StatusError::bad_request(format!("unable to parse requirement: {term:?}"));
+        let set = |list: &str| -> Result<Vec<String>, StatusError> {
             let list = list.trim();
             let inner = list
                 .strip_prefix('(')
@@ -206,11 +206,11 @@ fn terms(text: &str) -> Vec<&str> {
 mod tests {
     use serde_json::json;
 
-    use super::super::kinds::{Mode, built_in};
+    use super::super::kinds::{ClusterMode, built_in};
     use super::*;
 
-    fn pods() -> std::sync::Arc<Kind> {
-        built_in(Mode::Classic)
+    fn pods() -> std::sync::Arc<ResourceKind> {
+        built_in(ClusterMode::Classic)
             .into_iter()
             .find(|kind| kind.is("", "pods"))
             .unwrap()
@@ -231,18 +231,22 @@ mod tests {
             ("!app", false),
             ("other", false),
         ] {
-            let selector = Selector::read(&pods(), text, "").unwrap();
+            let selector = ObjectSelector::read(&pods(), text, "").unwrap();
             assert_eq!(selector.matches(&object), matches, "{text}");
         }
         for text in ["a in b", "=x", "a b c"] {
-            assert_eq!(Selector::read(&pods(), text, "").unwrap_err().code, 400, "{text}");
+            assert_eq!(
+                ObjectSelector::read(&pods(), text, "").unwrap_err().code,
+                400,
+                "{text}"
+            );
         }
     }
 
     #[test]
     fn only_the_fields_that_a_kind_has_can_be_selected_by() {
         let object = json!({ "metadata": { "name": "p" }, "spec": { "nodeName": "n" } });
-        let select = |text: &str| Selector::read(&pods(), "", text);
+        let select = |text: &str| ObjectSelector::read(&pods(), "", text);
         assert!(
             select("metadata.name=p,spec.nodeName!=m")
                 .unwrap()

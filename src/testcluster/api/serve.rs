@@ -13,11 +13,12 @@ use tokio_util::sync::CancellationToken;
 
 use super::deletion::{Deletion, wrong_dry_run};
 use super::discovery;
+use super::kinds::ResourcePath;
 use super::openapi;
 use super::patch::{JSON_PATCH, MERGE_PATCH, Patch};
 use super::query::{self, Query, list_query};
-use super::refusal::{FieldError, Refusal};
-use super::server::{Answer, ApiServer, Target, Unknown, WriteOptions, list_of};
+use super::server::{ApiResponse, ApiServer, Unknown, WriteOptions, list_of};
+use super::status_error::{FieldError, StatusError};
 use super::table::table;
 use super::watch::{WatchQuery, watch};
 
@@ -79,7 +80,7 @@ fn respond(code: u16, body: &Value) -> Response {
     (code, json, body.to_string()).into_response()
 }
 
-async fn answer(server: &ApiServer, request: Request) -> Result<Response, Refusal> {
+async fn answer(server: &ApiServer, request: Request) -> Result<Response, StatusError> {
     let (parts, body) = request.into_parts();
     let path: Vec<&str> = parts
         .uri
@@ -98,16 +99,16 @@ async fn answer(server: &ApiServer, request: Request) -> Result<Response, Refusa
     if let Some(found) = discovered(server, &path) {
         return found
             .map(|found| respond(200, &found))
-            .ok_or_else(Refusal::no_path);
+            .ok_or_else(StatusError::no_path);
     }
-    let target = target(server, &path).ok_or_else(Refusal::no_path)?;
+    let target = target(server, &path).ok_or_else(StatusError::no_path)?;
     let as_table = header(&parts.headers, &ACCEPT).contains("as=Table");
     if parts.method == Method::GET {
         return read(server, target, &query, as_table);
     }
     let body = to_bytes(body, BODY_MAX)
         .await
-        .map_err(|_| Refusal::too_large(BODY_MAX))?;
+        .map_err(|_| StatusError::too_large(BODY_MAX))?;
     let content_type = header(&parts.headers, &CONTENT_TYPE);
     let options = WriteOptions {
         manager: match query.text("fieldManager") {
@@ -122,7 +123,7 @@ async fn answer(server: &ApiServer, request: Request) -> Result<Response, Refusa
         strict: query.text("fieldValidation") == "Strict",
         patches: matches!(content_type, JSON_PATCH | MERGE_PATCH),
         applies: false,
-        pretends: query.given("dryRun").is_some(),
+        dry_run: query.given("dryRun").is_some(),
         unknown: Unknown::default(),
     };
     let validation = query.text("fieldValidation");
@@ -138,7 +139,7 @@ async fn answer(server: &ApiServer, request: Request) -> Result<Response, Refusa
             ));
         }
         if !errors.is_empty() {
-            return Err(Refusal::write_options(parts.method.as_str(), &errors));
+            return Err(StatusError::write_options(parts.method.as_str(), &errors));
         }
     }
     let warns = matches!(validation, "" | "Warn");
@@ -164,22 +165,22 @@ async fn answer(server: &ApiServer, request: Request) -> Result<Response, Refusa
 fn write(
     server: &ApiServer,
     method: &Method,
-    target: &Target,
+    target: &ResourcePath,
     query: &Query,
     content_type: &str,
     body: &[u8],
     options: &WriteOptions,
-) -> Result<Answer, Refusal> {
+) -> Result<ApiResponse, StatusError> {
     let named = !target.name.is_empty();
     if !named && (target.kind.namespaced && target.namespace.is_empty()) {
         // A cluster-wide collection of a namespaced kind is read-only.
         return Err(match target.kind.definition {
-            Some(_) => Refusal::no_path(),
-            None => Refusal::method_not_allowed(),
+            Some(_) => StatusError::no_path(),
+            None => StatusError::method_not_allowed(),
         });
     }
     if named && !target.kind.has(&target.subresource) {
-        return Err(Refusal::no_path());
+        return Err(StatusError::no_path());
     }
     match method.as_str() {
         "POST" if !named || !target.subresource.is_empty() => {
@@ -190,13 +191,13 @@ fn write(
             let patch = Patch::read(&target.kind, content_type, body)?;
             let applies = matches!(patch, Patch::Apply(_));
             if applies && query.text("fieldManager").is_empty() {
-                return Err(Refusal::patch_options(
+                return Err(StatusError::patch_options(
                     "fieldManager",
                     "is required for apply patch",
                 ));
             }
             if !applies && !query.text("force").is_empty() {
-                return Err(Refusal::patch_options(
+                return Err(StatusError::patch_options(
                     "force",
                     "may not be specified for non-apply patch",
                 ));
@@ -209,7 +210,7 @@ fn write(
                 .transpose()
                 .map_err(|refusal| match refusal.code {
                     // The real server returns an internal error here instead of a bad request.
-                    400 => Refusal::internal(refusal.message),
+                    400 => StatusError::internal(refusal.message),
                     _ => refusal,
                 })?;
             let asked = Deletion::read(options, query)?;
@@ -218,19 +219,19 @@ fn write(
             } else {
                 let among = list_query(target, query)?;
                 query::version(&among.version).map_err(|refusal| {
-                    Refusal::bad_request(format!("invalid resource version: {}", refusal.message))
+                    StatusError::bad_request(format!("invalid resource version: {}", refusal.message))
                 })?;
                 server.delete_collection(target, &among, &asked)
             }
         }
-        _ => Err(Refusal::method_not_allowed()),
+        _ => Err(StatusError::method_not_allowed()),
     }
 }
 
 /// Decodes the object in a body.
-fn object(content_type: &str, body: &[u8]) -> Result<Value, Refusal> {
+fn object(content_type: &str, body: &[u8]) -> Result<Value, StatusError> {
     let refused = |error: &dyn std::fmt::Display| {
-        Refusal::bad_request(format!(
+        StatusError::bad_request(format!(
             "the object provided is unrecognized (must be of type JSON): {error}"
         ))
     };
@@ -240,13 +241,18 @@ fn object(content_type: &str, body: &[u8]) -> Result<Value, Refusal> {
             let text = std::str::from_utf8(body).map_err(|error| refused(&error))?;
             serde_saphyr::from_str(text).map_err(|error| refused(&error))
         }
-        _ => Err(Refusal::unsupported_media_type(
+        _ => Err(StatusError::unsupported_media_type(
             "application/json, application/yaml",
         )),
     }
 }
 
-fn read(server: &ApiServer, target: Target, query: &Query, as_table: bool) -> Result<Response, Refusal> {
+fn read(
+    server: &ApiServer,
+    target: ResourcePath,
+    query: &Query,
+    as_table: bool,
+) -> Result<Response, StatusError> {
     if query.is("watch") {
         let asked = list_query(&target, query)?;
         let stream = watch(
@@ -265,7 +271,7 @@ fn read(server: &ApiServer, target: Target, query: &Query, as_table: bool) -> Re
     }
     if !target.name.is_empty() {
         if !matches!(target.subresource.as_str(), "" | "status") {
-            return Err(Refusal::no_path());
+            return Err(StatusError::no_path());
         }
         query::version(query.text("resourceVersion"))?;
         let (code, found) = server.get(&target)?;
@@ -305,7 +311,7 @@ fn discovered(server: &ApiServer, path: &[&str]) -> Option<Option<Value>> {
 }
 
 /// Resolves a path to a target.
-fn target(server: &ApiServer, path: &[&str]) -> Option<Target> {
+fn target(server: &ApiServer, path: &[&str]) -> Option<ResourcePath> {
     let (group, version, rest) = match path {
         ["api", version, rest @ ..] => ("", *version, rest),
         ["apis", group, version, rest @ ..] => (*group, *version, rest),
@@ -327,7 +333,7 @@ fn target(server: &ApiServer, path: &[&str]) -> Option<Target> {
     if kind.namespaced == namespace.is_empty() && !(kind.namespaced && name.is_empty()) {
         return None;
     }
-    Some(Target {
+    Some(ResourcePath {
         kind,
         namespace: namespace.to_owned(),
         name: name.to_owned(),

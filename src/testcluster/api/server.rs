@@ -6,46 +6,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
-use super::kinds::{Kind, Mode, built_in};
-use super::query;
-use super::refusal::Refusal;
-use super::selector::Selector;
-use super::store::{Change, Key, Store};
-use crate::testcluster::source::Source;
+use super::kinds::{ClusterMode, ResourceKind, ResourcePath, built_in};
+use super::query::ListQuery;
+use super::status_error::StatusError;
+use super::store::{ObjectStore, StorageKey, StoreChange};
+use crate::testcluster::clock_and_rng::ClockAndRng;
 
 /// Number of changes kept for watches and for later pages of lists.
 const WINDOW: usize = 20_000;
-
-/// Resource that a request refers to.
-#[derive(Clone, Debug)]
-pub(crate) struct Target {
-    pub(crate) kind: Arc<Kind>,
-    /// Empty for cluster-scoped kinds, and for lists of all namespaces.
-    pub(crate) namespace: String,
-    /// Empty for a collection.
-    pub(crate) name: String,
-    /// `status`, `binding`, `finalize`, or empty.
-    pub(crate) subresource: String,
-}
-
-impl Target {
-    /// Returns the collection of this object.
-    pub(crate) fn collection(&self) -> Self {
-        Self {
-            name: String::new(),
-            subresource: String::new(),
-            ..self.clone()
-        }
-    }
-
-    pub(crate) fn key(&self) -> Key {
-        Key {
-            storage: self.kind.storage(),
-            namespace: self.namespace.clone(),
-            name: self.name.clone(),
-        }
-    }
-}
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct WriteOptions {
@@ -60,7 +28,7 @@ pub(crate) struct WriteOptions {
     /// Whether the patch is a server-side apply.
     pub(crate) applies: bool,
     /// Whether the request is a dry run (`dryRun=All`).
-    pub(crate) pretends: bool,
+    pub(crate) dry_run: bool,
     /// Unknown fields that were dropped.
     pub(crate) unknown: Unknown,
 }
@@ -83,11 +51,11 @@ impl Unknown {
 }
 
 /// Status code and object of a successful response.
-pub(crate) type Answer = (u16, Value);
+pub(crate) type ApiResponse = (u16, Value);
 
 /// A change of an object, as watches see it.
 #[derive(Clone, Debug)]
-pub struct Changed {
+pub struct ObjectChange {
     /// Resource version after the change.
     pub version: u64,
     /// Plural of the object's kind.
@@ -101,29 +69,29 @@ pub struct Changed {
 /// In-memory API server. Clones share state.
 #[derive(Clone, Debug)]
 pub struct ApiServer {
-    state: Arc<Mutex<State>>,
-    mode: Mode,
-    pub(crate) source: Arc<Source>,
+    state: Arc<Mutex<ServerState>>,
+    mode: ClusterMode,
+    pub(crate) source: Arc<ClockAndRng>,
     pub(crate) changed: watch::Sender<u64>,
 }
 
 #[derive(Debug)]
-pub(crate) struct State {
-    pub(crate) store: Store,
-    pub(crate) kinds: Vec<Arc<Kind>>,
+pub(crate) struct ServerState {
+    pub(crate) store: ObjectStore,
+    pub(crate) kinds: Vec<Arc<ResourceKind>>,
 }
 
 impl ApiServer {
     /// Creates a server in classic mode, with only the initial namespaces of every cluster.
-    pub fn new(source: Arc<Source>) -> Self {
-        Self::with_mode(source, Mode::Classic)
+    pub fn new(source: Arc<ClockAndRng>) -> Self {
+        Self::with_mode(source, ClusterMode::Classic)
     }
 
     /// Like [`ApiServer::new`], in the given mode.
-    pub fn with_mode(source: Arc<Source>, mode: Mode) -> Self {
+    pub fn with_mode(source: Arc<ClockAndRng>, mode: ClusterMode) -> Self {
         let server = Self {
-            state: Arc::new(Mutex::new(State {
-                store: Store::new(WINDOW),
+            state: Arc::new(Mutex::new(ServerState {
+                store: ObjectStore::new(WINDOW),
                 kinds: built_in(mode),
             })),
             mode,
@@ -132,7 +100,7 @@ impl ApiServer {
         };
         if let Some(kind) = server.kind("", "v1", "namespaces") {
             for name in ["default", "kube-system", "kube-public", "kube-node-lease"] {
-                let target = Target {
+                let target = ResourcePath {
                     kind: kind.clone(),
                     namespace: String::new(),
                     name: String::new(),
@@ -147,7 +115,7 @@ impl ApiServer {
     }
 
     /// Returns the mode of the cluster.
-    pub fn mode(&self) -> Mode {
+    pub fn mode(&self) -> ClusterMode {
         self.mode
     }
 
@@ -157,15 +125,15 @@ impl ApiServer {
         self.changed.send_modify(|count| *count += 1);
     }
 
-    pub(crate) fn state(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn state(&self) -> MutexGuard<'_, ServerState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Executes one or more changes atomically and notifies watches.
     pub(crate) fn change<T>(
         &self,
-        make: impl FnOnce(&mut State) -> Result<T, Refusal>,
-    ) -> Result<T, Refusal> {
+        make: impl FnOnce(&mut ServerState) -> Result<T, StatusError>,
+    ) -> Result<T, StatusError> {
         let mut state = self.state();
         let before = state.store.version();
         let made = make(&mut state);
@@ -180,16 +148,16 @@ impl ApiServer {
     /// Executes a change, or computes its result as a dry run.
     pub(crate) fn change_or_try<T>(
         &self,
-        pretends: bool,
-        make: impl FnOnce(&mut State) -> Result<T, Refusal>,
-    ) -> Result<T, Refusal> {
-        if !pretends {
+        dry_run: bool,
+        make: impl FnOnce(&mut ServerState) -> Result<T, StatusError>,
+    ) -> Result<T, StatusError> {
+        if !dry_run {
             return self.change(make);
         }
         let mut tried = {
             let state = self.state();
-            State {
-                store: state.store.pretence(),
+            ServerState {
+                store: state.store.for_dry_run(),
                 kinds: state.kinds.clone(),
             }
         };
@@ -205,13 +173,13 @@ impl ApiServer {
     }
 
     /// Returns the changes after a version, in order; the first version is 1. Empty if that version has expired.
-    pub fn history(&self, version: u64) -> Vec<Changed> {
+    pub fn history(&self, version: u64) -> Vec<ObjectChange> {
         let plurals: BTreeMap<String, String> = {
             let state = self.state();
-            let plural = |kind: &Arc<Kind>| (kind.storage(), kind.plural.clone());
+            let plural = |kind: &Arc<ResourceKind>| (kind.storage(), kind.plural.clone());
             state.kinds.iter().map(plural).collect()
         };
-        let seen = |change: Change| Changed {
+        let seen = |change: StoreChange| ObjectChange {
             version: change.version,
             plural: plurals.get(&change.key.storage).cloned().unwrap_or_default(),
             before: change.before.as_deref().cloned(),
@@ -235,7 +203,7 @@ impl ApiServer {
         self.source.now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
     }
 
-    pub(crate) fn kind(&self, group: &str, version: &str, plural: &str) -> Option<Arc<Kind>> {
+    pub(crate) fn kind(&self, group: &str, version: &str, plural: &str) -> Option<Arc<ResourceKind>> {
         self.state()
             .kinds
             .iter()
@@ -244,7 +212,7 @@ impl ApiServer {
     }
 
     /// Returns the kind with this plural; the core group takes precedence.
-    pub(crate) fn kind_of(&self, plural: &str) -> Option<Arc<Kind>> {
+    pub(crate) fn kind_of(&self, plural: &str) -> Option<Arc<ResourceKind>> {
         self.state()
             .kinds
             .iter()
@@ -253,7 +221,7 @@ impl ApiServer {
     }
 
     /// Returns the kind with this apiVersion and kind.
-    pub(crate) fn kind_named(&self, api_version: &str, kind: &str) -> Option<Arc<Kind>> {
+    pub(crate) fn kind_named(&self, api_version: &str, kind: &str) -> Option<Arc<ResourceKind>> {
         self.state()
             .kinds
             .iter()
@@ -279,7 +247,7 @@ impl ApiServer {
     }
 
     /// Returns the changes after a version and the current version. No changes if the version has expired.
-    pub(crate) fn changes_after(&self, version: u64) -> (Vec<Change>, u64) {
+    pub(crate) fn changes_after(&self, version: u64) -> (Vec<StoreChange>, u64) {
         let state = self.state();
         let changes = state
             .store
@@ -290,14 +258,18 @@ impl ApiServer {
 
     // === reading ===
 
-    pub(crate) fn get(&self, target: &Target) -> Result<Answer, Refusal> {
+    pub(crate) fn get(&self, target: &ResourcePath) -> Result<ApiResponse, StatusError> {
         let state = self.state();
         let object = state.existing(target)?;
-        Ok((200, shown(&target.kind, object)))
+        Ok((200, converted(&target.kind, object)))
     }
 
     /// Returns the objects of a list, converted to the kind, and the list metadata.
-    pub(crate) fn list(&self, target: &Target, query: &ListQuery) -> Result<(Value, Vec<Value>), Refusal> {
+    pub(crate) fn list(
+        &self,
+        target: &ResourcePath,
+        query: &ListQuery,
+    ) -> Result<(Value, Vec<Value>), StatusError> {
         let state = self.state();
         let current = state.store.version();
         let (version, after) = match &query.continued {
@@ -309,12 +281,12 @@ impl ApiServer {
             return Err(match &query.continued {
                 // 0 stands for the current version.
                 Some((_, (namespace, name))) => {
-                    Refusal::expired_continue(json!([0, namespace, name]).to_string())
+                    StatusError::expired_continue(json!([0, namespace, name]).to_string())
                 }
-                None => Refusal::expired("The resourceVersion for the provided list is too old."),
+                None => StatusError::expired("The resourceVersion for the provided list is too old."),
             });
         };
-        let after = after.map(|(namespace, name)| Key {
+        let after = after.map(|(namespace, name)| StorageKey {
             storage: target.kind.storage(),
             namespace,
             name,
@@ -323,7 +295,7 @@ impl ApiServer {
             after.as_ref().is_none_or(|after| *key > after) && query.selector.matches(object)
         });
         let limit = query.limit.unwrap_or(usize::MAX);
-        let page: Vec<(&Key, &Arc<Value>)> = remaining.by_ref().take(limit).collect();
+        let page: Vec<(&StorageKey, &Arc<Value>)> = remaining.by_ref().take(limit).collect();
         let left = remaining.count();
         let mut metadata = json!({ "resourceVersion": version.to_string() });
         if let (true, Some((last, _))) = (left > 0, page.last()) {
@@ -335,51 +307,29 @@ impl ApiServer {
         Ok((
             metadata,
             page.into_iter()
-                .map(|(_, object)| shown(&target.kind, object))
+                .map(|(_, object)| converted(&target.kind, object))
                 .collect(),
         ))
     }
 }
 
-/// Parameters of a list or watch.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct ListQuery {
-    pub(crate) selector: Selector,
-    pub(crate) limit: Option<usize>,
-    /// Version of the first page (0 for the current one), and the last returned object.
-    pub(crate) continued: Option<(u64, (String, String))>,
-    pub(crate) version: String,
-    pub(crate) exact: bool,
-}
-
-impl ListQuery {
-    /// Returns the version of the list.
-    fn version(&self, current: u64) -> Result<u64, Refusal> {
-        match query::version(&self.version)? {
-            Some(asked) if asked > current => Err(Refusal::from_the_future(asked, current)),
-            Some(asked) if self.exact => Ok(asked),
-            _ => Ok(current),
-        }
-    }
-}
-
-impl State {
-    pub(crate) fn existing(&self, target: &Target) -> Result<&Arc<Value>, Refusal> {
+impl ServerState {
+    pub(crate) fn existing(&self, target: &ResourcePath) -> Result<&Arc<Value>, StatusError> {
         self.store
             .get(&target.key())
-            .ok_or_else(|| Refusal::not_found(&target.kind, &target.name))
+            .ok_or_else(|| StatusError::not_found(&target.kind, &target.name))
     }
 }
 
 /// Converts the stored object to the kind.
-pub(crate) fn shown(kind: &Kind, stored: &Value) -> Value {
+pub(crate) fn converted(kind: &ResourceKind, stored: &Value) -> Value {
     let mut object = stored.clone();
     super::events::from_stored(kind, &mut object);
     object
 }
 
 /// Returns a list object. Items of built-in kinds have no apiVersion and kind.
-pub(crate) fn list_of(kind: &Kind, metadata: Value, mut items: Vec<Value>) -> Value {
+pub(crate) fn list_of(kind: &ResourceKind, metadata: Value, mut items: Vec<Value>) -> Value {
     if kind.definition.is_none() {
         for item in items.iter_mut().filter_map(Value::as_object_mut) {
             item.remove("apiVersion");

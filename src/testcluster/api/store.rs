@@ -13,8 +13,8 @@ const SIZE_MAX: usize = 32 << 20;
 
 /// Key of an object.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Key {
-    /// [`Kind::storage`](super::kinds::Kind::storage).
+pub(crate) struct StorageKey {
+    /// [`ResourceKind::storage`](super::kinds::Kind::storage).
     pub(crate) storage: String,
     /// Empty for cluster-scoped objects.
     pub(crate) namespace: String,
@@ -22,10 +22,10 @@ pub(crate) struct Key {
 }
 
 #[derive(Clone, Debug)]
-pub(crate) struct Change {
+pub(crate) struct StoreChange {
     /// Resource version after the change.
     pub(crate) version: u64,
-    pub(crate) key: Key,
+    pub(crate) key: StorageKey,
     /// Previous object; `None` if created.
     pub(crate) before: Option<Arc<Value>>,
     /// New object; `None` if deleted.
@@ -33,10 +33,10 @@ pub(crate) struct Change {
 }
 
 #[derive(Debug)]
-pub(crate) struct Store {
+pub(crate) struct ObjectStore {
     version: u64,
-    objects: BTreeMap<Key, Arc<Value>>,
-    history: VecDeque<Change>,
+    objects: BTreeMap<StorageKey, Arc<Value>>,
+    history: VecDeque<StoreChange>,
     /// Approximate size of each change.
     sizes: VecDeque<usize>,
     size: usize,
@@ -44,10 +44,10 @@ pub(crate) struct Store {
     /// Last version that is no longer in the history.
     forgotten: u64,
     /// Whether this is a dry run: stored objects keep their resource version.
-    pretends: bool,
+    dry_run: bool,
 }
 
-impl Store {
+impl ObjectStore {
     /// Creates an empty store that keeps `window` changes.
     pub(crate) fn new(window: usize) -> Self {
         Self {
@@ -59,17 +59,17 @@ impl Store {
             size: 0,
             window,
             forgotten: 1,
-            pretends: false,
+            dry_run: false,
         }
     }
 
     /// Copies the objects without their history, for a dry run.
-    pub(crate) fn pretence(&self) -> Self {
+    pub(crate) fn for_dry_run(&self) -> Self {
         Self {
             version: self.version,
             objects: self.objects.clone(),
             forgotten: self.version,
-            pretends: true,
+            dry_run: true,
             ..Self::new(self.window)
         }
     }
@@ -92,14 +92,14 @@ impl Store {
         self.forgotten = self.version;
     }
 
-    pub(crate) fn get(&self, key: &Key) -> Option<&Arc<Value>> {
+    pub(crate) fn get(&self, key: &StorageKey) -> Option<&Arc<Value>> {
         self.objects.get(key)
     }
 
     /// Stores an object with its new resource version.
-    pub(crate) fn put(&mut self, key: Key, mut object: Value) -> Arc<Value> {
+    pub(crate) fn put(&mut self, key: StorageKey, mut object: Value) -> Arc<Value> {
         self.version += 1;
-        let version = if self.pretends {
+        let version = if self.dry_run {
             let before = self.objects.get(&key);
             before.and_then(|before| before.pointer("/metadata/resourceVersion").cloned())
         } else {
@@ -112,14 +112,14 @@ impl Store {
         object
     }
 
-    pub(crate) fn remove(&mut self, key: &Key) -> Option<Arc<Value>> {
+    pub(crate) fn remove(&mut self, key: &StorageKey) -> Option<Arc<Value>> {
         let before = self.objects.remove(key)?;
         self.version += 1;
         self.record(key.clone(), Some(before.clone()), None);
         Some(before)
     }
 
-    fn record(&mut self, key: Key, before: Option<Arc<Value>>, after: Option<Arc<Value>>) {
+    fn record(&mut self, key: StorageKey, before: Option<Arc<Value>>, after: Option<Arc<Value>>) {
         // Both objects are retained, but usually each is shared with another change, so only the larger one counts.
         let size = before
             .as_deref()
@@ -127,7 +127,7 @@ impl Store {
             .max(after.as_deref().map_or(0, size));
         self.sizes.push_back(size);
         self.size += size;
-        self.history.push_back(Change {
+        self.history.push_back(StoreChange {
             version: self.version,
             key,
             before,
@@ -143,7 +143,7 @@ impl Store {
     }
 
     /// Returns the changes after a version, in order. `None` if the version has expired.
-    pub(crate) fn changes_after(&self, version: u64) -> Option<impl Iterator<Item = &Change>> {
+    pub(crate) fn changes_after(&self, version: u64) -> Option<impl Iterator<Item = &StoreChange>> {
         let known = version >= self.forgotten;
         let first = self.history.partition_point(|change| change.version <= version);
         known.then(|| self.history.range(first..))
@@ -155,13 +155,13 @@ impl Store {
         version: u64,
         storage: &str,
         namespace: &str,
-    ) -> Option<BTreeMap<Key, Arc<Value>>> {
+    ) -> Option<BTreeMap<StorageKey, Arc<Value>>> {
         let belongs =
-            |key: &Key| key.storage == storage && (namespace.is_empty() || key.namespace == namespace);
-        let mut objects: BTreeMap<Key, Arc<Value>> = self
+            |key: &StorageKey| key.storage == storage && (namespace.is_empty() || key.namespace == namespace);
+        let mut objects: BTreeMap<StorageKey, Arc<Value>> = self
             .objects
             .range(
-                Key {
+                StorageKey {
                     storage: storage.to_owned(),
                     namespace: namespace.to_owned(),
                     name: String::new(),
@@ -171,7 +171,7 @@ impl Store {
             .map(|(key, object)| (key.clone(), object.clone()))
             .collect();
         if version < self.version {
-            let later: Vec<&Change> = self
+            let later: Vec<&StoreChange> = self
                 .changes_after(version)?
                 .filter(|change| belongs(&change.key))
                 .collect();
@@ -191,13 +191,13 @@ impl Store {
         version: u64,
         storage: &str,
         namespace: &str,
-        after: Option<&Key>,
+        after: Option<&StorageKey>,
         count: usize,
-    ) -> Option<Vec<(Key, Arc<Value>)>> {
+    ) -> Option<Vec<(StorageKey, Arc<Value>)>> {
         let changed = self
             .changes_after(version)?
             .any(|change| change.key.storage == storage);
-        let next = |(key, object): (&Key, &Arc<Value>)| (key.clone(), object.clone());
+        let next = |(key, object): (&StorageKey, &Arc<Value>)| (key.clone(), object.clone());
         if changed {
             let then = self.at(version, storage, namespace)?;
             let later = then
@@ -205,7 +205,7 @@ impl Store {
                 .filter(|(key, _)| after.is_none_or(|after| *key > after));
             return Some(later.take(count).map(next).collect());
         }
-        let first = Key {
+        let first = StorageKey {
             storage: storage.to_owned(),
             namespace: namespace.to_owned(),
             name: String::new(),
@@ -213,7 +213,7 @@ impl Store {
         let from = after.map_or(Bound::Included(&first), Bound::Excluded);
         let later = self.objects.range((from, Bound::Unbounded));
         let belongs =
-            |key: &Key| key.storage == storage && (namespace.is_empty() || key.namespace == namespace);
+            |key: &StorageKey| key.storage == storage && (namespace.is_empty() || key.namespace == namespace);
         Some(
             later
                 .take_while(|(key, _)| belongs(key))
@@ -223,7 +223,7 @@ impl Store {
         )
     }
 
-    pub(crate) fn all(&self) -> impl Iterator<Item = (&Key, &Arc<Value>)> {
+    pub(crate) fn all(&self) -> impl Iterator<Item = (&StorageKey, &Arc<Value>)> {
         self.objects.iter()
     }
 }
@@ -244,22 +244,22 @@ mod tests {
 
     use super::*;
 
-    fn key(name: &str) -> Key {
-        Key {
+    fn key(name: &str) -> StorageKey {
+        StorageKey {
             storage: "things".into(),
             namespace: "n".into(),
             name: name.into(),
         }
     }
 
-    fn names(store: &Store, version: u64) -> Option<Vec<String>> {
+    fn names(store: &ObjectStore, version: u64) -> Option<Vec<String>> {
         let objects = store.at(version, "things", "n")?;
         Some(objects.into_keys().map(|key| key.name).collect())
     }
 
     #[test]
     fn a_list_can_be_had_as_it_was() {
-        let mut store = Store::new(10);
+        let mut store = ObjectStore::new(10);
         let object = || json!({ "metadata": {} });
         store.put(key("a"), object());
         store.put(key("b"), object());
@@ -272,11 +272,11 @@ mod tests {
 
     #[test]
     fn what_is_only_tried_has_no_version_and_leaves_no_trace() {
-        let mut store = Store::new(10);
+        let mut store = ObjectStore::new(10);
         let object = || json!({ "metadata": {} });
         let stored = store.put(key("a"), object());
         let then = store.version();
-        let mut tried = store.pretence();
+        let mut tried = store.for_dry_run();
         assert_eq!(tried.put(key("b"), object())["metadata"], json!({}));
         let again = tried.put(key("a"), json!({ "metadata": {}, "data": 1 }));
         assert_eq!(again["metadata"], stored["metadata"]);
@@ -288,7 +288,7 @@ mod tests {
 
     #[test]
     fn large_objects_make_the_history_short() {
-        let mut store = Store::new(1000);
+        let mut store = ObjectStore::new(1000);
         let large = || json!({ "metadata": {}, "data": "x".repeat(SIZE_MAX / 8) });
         for _ in 0..100 {
             store.put(key("a"), large());
@@ -300,7 +300,7 @@ mod tests {
 
     #[test]
     fn what_a_deletion_holds_counts_too() {
-        let mut store = Store::new(1000);
+        let mut store = ObjectStore::new(1000);
         for number in 0..100 {
             let large = json!({ "metadata": {}, "data": "x".repeat(SIZE_MAX / 8) });
             store.put(key(&number.to_string()), large);
@@ -324,12 +324,12 @@ mod tests {
 
     #[test]
     fn pages_of_a_version_are_the_same_whatever_happens_meanwhile() {
-        let mut store = Store::new(100);
+        let mut store = ObjectStore::new(100);
         for name in ["a", "b", "c", "d"] {
             store.put(key(name), json!({ "metadata": {} }));
         }
         let then = store.version();
-        let page = |store: &Store, after: Option<&Key>| -> Option<Vec<String>> {
+        let page = |store: &ObjectStore, after: Option<&StorageKey>| -> Option<Vec<String>> {
             let page = store.page(then, "things", "n", after, 2)?;
             Some(page.into_iter().map(|(key, _)| key.name).collect())
         };
@@ -345,7 +345,7 @@ mod tests {
 
     #[test]
     fn what_is_forgotten_is_not_guessed() {
-        let mut store = Store::new(2);
+        let mut store = ObjectStore::new(2);
         let then = store.version();
         for name in ["a", "b", "c"] {
             store.put(key(name), json!({ "metadata": {} }));

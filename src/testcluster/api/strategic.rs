@@ -6,9 +6,9 @@
 
 use serde_json::{Map, Value};
 
-use super::kinds::Kind;
+use super::kinds::ResourceKind;
 use super::lists::{Asker, ListKind, list_kind};
-use super::refusal::Refusal;
+use super::status_error::StatusError;
 
 const DELETE_FROM: &str = "$deleteFromPrimitiveList/";
 const ORDER: &str = "$setElementOrder/";
@@ -16,19 +16,21 @@ const RETAIN: &str = "$retainKeys";
 const PATCH: &str = "$patch";
 
 /// Applies a patch to an object.
-pub(crate) fn apply(kind: &Kind, object: &mut Value, patch: &Value) -> Result<(), Refusal> {
+pub(crate) fn apply(kind: &ResourceKind, object: &mut Value, patch: &Value) -> Result<(), StatusError> {
     let Some(patch) = patch.as_object() else {
-        return Err(Refusal::bad_request("a strategic merge patch is a JSON object"));
+        return Err(StatusError::bad_request(
+            "a strategic merge patch is a JSON object",
+        ));
     };
     merge(kind, &mut Vec::new(), object, patch)
 }
 
 fn merge(
-    kind: &Kind,
+    kind: &ResourceKind,
     path: &mut Vec<String>,
     target: &mut Value,
     patch: &Map<String, Value>,
-) -> Result<(), Refusal> {
+) -> Result<(), StatusError> {
     match patch.get(PATCH).and_then(Value::as_str) {
         Some("replace") => {
             let mut whole = patch.clone();
@@ -41,7 +43,11 @@ fn merge(
             return Ok(());
         }
         Some("merge") | None => {}
-        Some(other) => return Err(Refusal::internal(format!("Unknown patch type found: {other}"))),
+        Some(other) => {
+            return Err(StatusError::internal(format!(
+                "Unknown patch type found: {other}"
+            )));
+        }
     }
     if !target.is_object() {
         *target = Value::Object(Map::new());
@@ -155,12 +161,12 @@ fn ordered(known: &[Value], patch: Vec<Value>, same: impl Fn(&Value, &Value) -> 
 }
 
 fn merged_map(
-    kind: &Kind,
+    kind: &ResourceKind,
     path: &mut Vec<String>,
     mut known: Vec<Value>,
     patches: &[Value],
     key: &str,
-) -> Result<Vec<Value>, Refusal> {
+) -> Result<Vec<Value>, StatusError> {
     if patches
         .iter()
         .any(|patch| patch.get(PATCH).and_then(Value::as_str) == Some("replace"))
@@ -170,13 +176,13 @@ fn merged_map(
     let mut named: Vec<Value> = Vec::new();
     for patch in patches {
         let Some(inner) = patch.as_object() else {
-            return Err(Refusal::bad_request(format!(
+            return Err(StatusError::bad_request(format!(
                 "{}: expected objects in the list",
                 path.join(".")
             )));
         };
         let Some(id) = inner.get(key) else {
-            return Err(Refusal::unprocessable());
+            return Err(StatusError::unprocessable());
         };
         if inner.get(PATCH).and_then(Value::as_str) == Some("delete") {
             known.retain(|element| element.get(key) != Some(id));
@@ -197,11 +203,11 @@ fn merged_map(
 mod tests {
     use serde_json::json;
 
-    use super::super::kinds::{Mode, built_in};
+    use super::super::kinds::{ClusterMode, built_in};
     use super::*;
 
     fn patched(mut object: Value, patch: &Value) -> Value {
-        let claims = built_in(Mode::Classic)
+        let claims = built_in(ClusterMode::Classic)
             .into_iter()
             .find(|kind| kind.kind == "ResourceClaim")
             .unwrap();

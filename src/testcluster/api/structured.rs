@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
 
-use super::kinds::Kind;
+use super::kinds::ResourceKind;
 use super::object::{self, list, text};
-use super::refusal::FieldError;
 use super::rules::{IMMUTABLE, SUBDOMAIN, consumers, immutable_spec, is_qualified, is_subdomain};
+use super::status_error::FieldError;
 
 /// Maximum number of devices of a slice (`ResourceSliceMaxDevices`).
 const DEVICES_MAX: usize = 128;
@@ -112,7 +112,7 @@ fn omit_empty(value: &mut Value) {
 }
 
 /// Sets the time of new taints.
-pub(crate) fn stamp_taints(kind: &Kind, object: &mut Value, now: &str) {
+pub(crate) fn stamp_taints(kind: &ResourceKind, object: &mut Value, now: &str) {
     if !kind.is_structured() || kind.kind != "ResourceSlice" {
         return;
     }
@@ -128,13 +128,13 @@ pub(crate) fn stamp_taints(kind: &Kind, object: &mut Value, now: &str) {
 }
 
 /// Removes the status of devices that are no longer allocated to the claim.
-pub(crate) fn drop_deallocated(kind: &Kind, before: &Value, after: &mut Value) {
+pub(crate) fn drop_deallocated(kind: &ResourceKind, before: &Value, after: &mut Value) {
     if !kind.is_structured() || kind.kind != "ResourceClaim" {
         return;
     }
     let old = allocated(before);
     let new = allocated(after);
-    let gone: BTreeSet<DeviceId> = old.difference(&new).cloned().collect();
+    let gone: BTreeSet<SharedDeviceId> = old.difference(&new).cloned().collect();
     let Some(status) = after.get_mut("status").and_then(Value::as_object_mut) else {
         return;
     };
@@ -147,13 +147,13 @@ pub(crate) fn drop_deallocated(kind: &Kind, before: &Value, after: &mut Value) {
 }
 
 /// Driver, pool, device and share.
-type DeviceId = [String; 4];
+type SharedDeviceId = [String; 4];
 
-fn device_id(device: &Value) -> DeviceId {
+fn device_id(device: &Value) -> SharedDeviceId {
     ["/driver", "/pool", "/device", "/shareID"].map(|field| text(device, field).to_owned())
 }
 
-fn allocated(claim: &Value) -> BTreeSet<DeviceId> {
+fn allocated(claim: &Value) -> BTreeSet<SharedDeviceId> {
     list(claim, "/status/allocation/devices/results")
         .iter()
         .map(device_id)
@@ -180,7 +180,7 @@ pub(crate) fn claim_state(claim: &Value) -> String {
 
 /// Returns why a claim may not have admin access: its namespace lacks the label.
 pub(crate) fn admin_access(
-    kind: &Kind,
+    kind: &ResourceKind,
     before: Option<&Value>,
     after: &Value,
     namespace: &Value,
@@ -222,7 +222,7 @@ pub(crate) fn admin_access(
 
 /// Validates a new object, or an update of `before`.
 pub(crate) fn validate(
-    kind: &Kind,
+    kind: &ResourceKind,
     subresource: &str,
     before: Option<&Value>,
     after: &Value,
@@ -909,15 +909,15 @@ fn allocation(allocation: &Value, names: &BTreeSet<String>) -> Vec<FieldError> {
 mod tests {
     use std::sync::Arc;
 
-    use super::super::selector::Selector;
-    use super::super::{ApiServer, ListQuery, Mode, Target};
+    use super::super::selector::ObjectSelector;
+    use super::super::{ApiServer, ClusterMode, ListQuery, ResourcePath};
     use super::*;
     use crate::testcluster::client::ApiClient;
-    use crate::testcluster::source::Source;
+    use crate::testcluster::clock_and_rng::ClockAndRng;
 
     fn cluster() -> ApiClient {
-        let source = Source::new(Box::new(|| jiff::Timestamp::UNIX_EPOCH), 1);
-        let server = ApiServer::with_mode(Arc::new(source), Mode::Structured);
+        let source = ClockAndRng::new(Box::new(|| jiff::Timestamp::UNIX_EPOCH), 1);
+        let server = ApiServer::with_mode(Arc::new(source), ClusterMode::Structured);
         ApiClient::new(&server, "test")
     }
 
@@ -1241,10 +1241,10 @@ mod tests {
         let kind = client.server.kind_of("resourceslices").unwrap();
         let names = |fields: &str| {
             let query = ListQuery {
-                selector: Selector::read(&kind, "", fields).unwrap(),
+                selector: ObjectSelector::read(&kind, "", fields).unwrap(),
                 ..ListQuery::default()
             };
-            let target = Target {
+            let target = ResourcePath {
                 kind: kind.clone(),
                 namespace: String::new(),
                 name: String::new(),
@@ -1255,7 +1255,7 @@ mod tests {
         };
         assert_eq!(names("spec.driver=x.dev"), "a c");
         assert_eq!(names("spec.driver=x.dev,spec.nodeName=node-a"), "a");
-        assert!(Selector::read(&kind, "", "spec.pool.generation=1").is_err());
+        assert!(ObjectSelector::read(&kind, "", "spec.pool.generation=1").is_err());
     }
 
     #[test]

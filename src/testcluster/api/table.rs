@@ -6,12 +6,12 @@ use std::collections::BTreeSet;
 use jiff::Timestamp;
 use serde_json::{Map, Value, json};
 
-use super::kinds::{Kind, RESOURCE};
+use super::kinds::{RESOURCE, ResourceKind};
 use super::object::{self, list, text};
 use super::structured;
 
 /// Formats objects as a table.
-pub(crate) fn table(kind: &Kind, metadata: Value, objects: &[Value], now: Timestamp) -> Value {
+pub(crate) fn table(kind: &ResourceKind, metadata: Value, objects: &[Value], now: Timestamp) -> Value {
     let columns = columns(kind);
     let definitions: Vec<Value> = columns
         .iter()
@@ -40,7 +40,7 @@ pub(crate) fn table(kind: &Kind, metadata: Value, objects: &[Value], now: Timest
     })
 }
 
-fn columns(kind: &Kind) -> Vec<(&str, &str, i64)> {
+fn columns(kind: &ResourceKind) -> Vec<(&str, &str, i64)> {
     let mut columns = vec![("Name", "string", 0)];
     if let Some(definition) = &kind.definition {
         for column in &definition.columns {
@@ -122,7 +122,7 @@ fn columns(kind: &Kind) -> Vec<(&str, &str, i64)> {
     columns
 }
 
-fn cells(kind: &Kind, object: &Value, now: Timestamp) -> Vec<Value> {
+fn cells(kind: &ResourceKind, object: &Value, now: Timestamp) -> Vec<Value> {
     let name = json!(object::name(object));
     let age = json!(age(text(object, "/metadata/creationTimestamp"), now));
     let at = |pointer: &str| json!(text(object, pointer));
@@ -264,7 +264,7 @@ fn node(node: &Value, name: Value, age: Value) -> Vec<Value> {
     ]
 }
 
-fn event(kind: &Kind, event: &Value, now: Timestamp) -> Vec<Value> {
+fn event(kind: &ResourceKind, event: &Value, now: Timestamp) -> Vec<Value> {
     let [about, message, first, last, count, source, component] = match kind.group.as_str() {
         "" => [
             "/involvedObject",

@@ -11,11 +11,11 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
-use super::kinds::{Kind, Mode, RESOURCE};
+use super::kinds::{ClusterMode, RESOURCE, ResourceKind};
 use crate::api::resource;
 
 /// Returns the object in its typed form and its unknown fields. An error names a value of a wrong type.
-pub(crate) fn typed(kind: &Kind, mut object: Value) -> Result<(Value, Vec<String>), String> {
+pub(crate) fn typed(kind: &ResourceKind, mut object: Value) -> Result<(Value, Vec<String>), String> {
     let mut unknown = Vec::new();
     let through = match (kind.group.as_str(), kind.kind.as_str()) {
         (RESOURCE, "DeviceClass") => through::<structured::DeviceClass>,
@@ -37,7 +37,7 @@ pub(crate) fn typed(kind: &Kind, mut object: Value) -> Result<(Value, Vec<String
         ("coordination.k8s.io", _) => through::<Lease>,
         _ => through::<CustomResourceDefinition>,
     };
-    if kind.is("", "pods") && kind.mode == Mode::Classic {
+    if kind.is("", "pods") && kind.mode == ClusterMode::Classic {
         let sources = take_sources(&mut object, &mut unknown)?;
         object = through(&object, &mut unknown)?;
         put_sources(&mut object, sources);
@@ -157,11 +157,11 @@ fn put_sources(pod: &mut Value, sources: Vec<Option<Value>>) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::kinds::{Mode, built_in};
+    use super::super::kinds::{ClusterMode, built_in};
     use super::*;
 
     fn of(kind: &str, mut object: Value) -> Result<(Value, Vec<String>), String> {
-        let kind = built_in(Mode::Classic)
+        let kind = built_in(ClusterMode::Classic)
             .into_iter()
             .find(|each| each.kind == kind)
             .unwrap();

@@ -11,11 +11,12 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 
+use super::kinds::ResourcePath;
 use super::object;
-use super::refusal::Refusal;
-use super::selector::Selector;
-use super::server::{ApiServer, Target, shown};
-use super::store::Key;
+use super::selector::ObjectSelector;
+use super::server::{ApiServer, converted};
+use super::status_error::StatusError;
+use super::store::StorageKey;
 use super::table;
 
 /// Number of initial objects that a watch reads at once.
@@ -32,7 +33,7 @@ const LIFE_MAX: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 /// Parameters of a watch.
 #[derive(Clone, Debug)]
 pub(crate) struct WatchQuery {
-    pub(crate) selector: Selector,
+    pub(crate) selector: ObjectSelector,
     pub(crate) version: String,
     pub(crate) bookmarks: bool,
     /// In seconds; 0 means the default.
@@ -43,7 +44,7 @@ pub(crate) struct WatchQuery {
 struct Watcher {
     server: ApiServer,
     changes: watch::Receiver<u64>,
-    target: Target,
+    target: ResourcePath,
     query: WatchQuery,
     position: u64,
     /// Progress of the initial list; `None` once it is complete.
@@ -57,17 +58,17 @@ struct Watcher {
 #[derive(Default)]
 struct Beginning {
     /// Last object sent or skipped.
-    last: Option<Key>,
+    last: Option<StorageKey>,
     /// Objects read but not yet sent.
-    found: VecDeque<(Key, Arc<Value>)>,
+    found: VecDeque<(StorageKey, Arc<Value>)>,
 }
 
 /// Returns the lines of a watch.
 pub(crate) fn watch(
     server: &ApiServer,
-    target: Target,
+    target: ResourcePath,
     query: WatchQuery,
-) -> Result<impl Stream<Item = Result<Bytes, Infallible>> + Send + use<>, Refusal> {
+) -> Result<impl Stream<Item = Result<Bytes, Infallible>> + Send + use<>, StatusError> {
     let changes = server.changes();
     let asked = super::query::version(&query.version)?;
     let current = server.state().store.version();
@@ -202,7 +203,7 @@ impl Watcher {
             self.server.state().store.forgotten()
         );
         self.ended = true;
-        let error = json!({ "type": "ERROR", "object": Refusal::expired(message).status() });
+        let error = json!({ "type": "ERROR", "object": StatusError::expired(message).status() });
         Bytes::from(format!("{error}\n"))
     }
 
@@ -220,7 +221,7 @@ impl Watcher {
 
     fn line(&self, sort: &str, stored: &Value, version: Option<u64>) -> Bytes {
         let kind = &self.target.kind;
-        let mut object = shown(kind, stored);
+        let mut object = converted(kind, stored);
         if let Some(version) = version {
             object::set_metadata(&mut object, "resourceVersion", Some(version.to_string().into()));
         }
@@ -231,6 +232,6 @@ impl Watcher {
     }
 }
 
-fn concerns(target: &Target, selector: &Selector, name: &str, object: &Value) -> bool {
+fn concerns(target: &ResourcePath, selector: &ObjectSelector, name: &str, object: &Value) -> bool {
     (target.name.is_empty() || target.name == name) && selector.matches(object)
 }

@@ -9,14 +9,15 @@ use super::configuration;
 use super::custom;
 use super::decode::decode;
 use super::deletion::Deletion;
-use super::kinds::{EXTENSIONS, Kind};
+use super::kinds::{EXTENSIONS, ResourceKind, ResourcePath};
 use super::object::{self, is_deleting, set_metadata, text};
 use super::patch::Patch;
-use super::refusal::Refusal;
+use super::query::ListQuery;
 use super::restrict::{begin, content, restrict};
 use super::rules;
-use super::server::{Answer, ApiServer, ListQuery, State, Target, WriteOptions, list_of, shown};
-use super::store::Key;
+use super::server::{ApiResponse, ApiServer, ServerState, WriteOptions, converted, list_of};
+use super::status_error::{FieldError, StatusError};
+use super::store::StorageKey;
 use super::structured;
 
 /// Number of attempts for a generated name that already exists.
@@ -27,56 +28,55 @@ const OBJECT_MAX: usize = 3 << 19;
 impl ApiServer {
     pub(crate) fn create(
         &self,
-        target: &Target,
+        target: &ResourcePath,
         value: Value,
         options: &WriteOptions,
-    ) -> Result<Answer, Refusal> {
+    ) -> Result<ApiResponse, StatusError> {
         if !target.subresource.is_empty() {
             return match (target.subresource.as_str(), target.kind.is("", "pods")) {
                 ("binding", true) => self.bind(target, &value, options),
-                _ => Err(Refusal::method_not_allowed()),
+                _ => Err(StatusError::method_not_allowed()),
             };
         }
         let object = decode(&target.kind, value, options)?;
-        self.change_or_try(options.pretends, |state| {
+        self.change_or_try(options.dry_run, |state| {
             self.create_in(state, target, object, options)
         })
     }
 
     fn create_in(
         &self,
-        state: &mut State,
-        target: &Target,
+        state: &mut ServerState,
+        target: &ResourcePath,
         mut object: Value,
         options: &WriteOptions,
-    ) -> Result<Answer, Refusal> {
+    ) -> Result<ApiResponse, StatusError> {
         let created = state.create(self, target, &mut object, options)?;
-        Ok((201, shown(&target.kind, &created)))
+        Ok((201, converted(&target.kind, &created)))
     }
 
     pub(crate) fn replace(
         &self,
-        target: &Target,
+        target: &ResourcePath,
         mut value: Value,
         options: &WriteOptions,
-    ) -> Result<Answer, Refusal> {
+    ) -> Result<ApiResponse, StatusError> {
         let kind = &target.kind;
         match text(&value, "/metadata/name") {
             // Decoding errors take precedence.
             "" => {
-                return Err(
-                    decode(kind, value, options).map_or_else(|why| why, |_| Refusal::nameless(&target.name))
-                );
+                return Err(decode(kind, value, options)
+                    .map_or_else(|why| why, |_| StatusError::nameless(&target.name)));
             }
-            name if name != target.name => return Err(Refusal::misnamed(name, &target.name)),
+            name if name != target.name => return Err(StatusError::misnamed(name, &target.name)),
             _ => {}
         }
         let namespace = object::namespace(&value);
         if kind.namespaced && !namespace.is_empty() && namespace != target.namespace {
-            return Err(Refusal::misplaced());
+            return Err(StatusError::misplaced());
         }
         let uid = text(&value, "/metadata/uid").to_owned();
-        self.change_or_try(options.pretends, |state| {
+        self.change_or_try(options.dry_run, |state| {
             let missing = state.store.get(&target.key()).is_none();
             if !missing {
                 return self.update(state, target, options, |before| {
@@ -85,7 +85,7 @@ impl ApiServer {
                 });
             }
             if !kind.created_by_update || !target.subresource.is_empty() {
-                return Err(Refusal::not_found(kind, &target.name));
+                return Err(StatusError::not_found(kind, &target.name));
             }
             same_uid(target, &uid, "")?;
             set_metadata(&mut value, "resourceVersion", None);
@@ -96,20 +96,20 @@ impl ApiServer {
 
     pub(crate) fn patch(
         &self,
-        target: &Target,
+        target: &ResourcePath,
         patch: &Patch,
         options: &WriteOptions,
-    ) -> Result<Answer, Refusal> {
+    ) -> Result<ApiResponse, StatusError> {
         let now = self.now();
         let options = &WriteOptions {
             applies: matches!(patch, Patch::Apply(_)),
             ..options.clone()
         };
-        self.change_or_try(options.pretends, |state| {
+        self.change_or_try(options.dry_run, |state| {
             if let Patch::Apply(configuration) = patch {
                 let missing = state.store.get(&target.key()).is_none();
                 if missing && !target.subresource.is_empty() {
-                    return Err(Refusal::not_found(&target.kind, &target.name));
+                    return Err(StatusError::not_found(&target.kind, &target.name));
                 }
                 configuration::check(target, configuration, missing)?;
                 if missing {
@@ -117,30 +117,30 @@ impl ApiServer {
                 }
             }
             self.update(state, target, options, |before| {
-                let shown = shown(&target.kind, before);
+                let converted = converted(&target.kind, before);
                 let manager = Manager {
                     name: &options.manager,
                     subresource: &target.subresource,
                     now: &now,
                 };
-                patch.apply_to(&target.kind, &shown, &manager, options.force)
+                patch.apply_to(&target.kind, &converted, &manager, options.force)
             })
         })
     }
 
     fn create_by_apply(
         &self,
-        state: &mut State,
-        target: &Target,
+        state: &mut ServerState,
+        target: &ResourcePath,
         configuration: &Value,
         options: &WriteOptions,
-    ) -> Result<Answer, Refusal> {
+    ) -> Result<ApiResponse, StatusError> {
         if !text(configuration, "/metadata/uid").is_empty() {
             let why = format!(
                 "uid mismatch: the provided object specified uid {}, and no existing object was found",
                 text(configuration, "/metadata/uid")
             );
-            return Err(Refusal::conflict(&target.kind, &target.name, &why));
+            return Err(StatusError::conflict(&target.kind, &target.name, &why));
         }
         let now = self.now();
         let manager = Manager {
@@ -161,34 +161,34 @@ impl ApiServer {
     /// Updates an object. Silently keeps fields that the request may not change.
     fn update(
         &self,
-        state: &mut State,
-        target: &Target,
+        state: &mut ServerState,
+        target: &ResourcePath,
         options: &WriteOptions,
-        make: impl FnOnce(&Value) -> Result<Value, Refusal>,
-    ) -> Result<Answer, Refusal> {
+        make: impl FnOnce(&Value) -> Result<Value, StatusError>,
+    ) -> Result<ApiResponse, StatusError> {
         let kind = &target.kind;
         if !kind.has(&target.subresource) || target.subresource == "binding" {
-            return Err(Refusal::no_path());
+            return Err(StatusError::no_path());
         }
         let now = self.now();
         let before = state.existing(target)?.clone();
         let value = make(&before)?;
         let mut after = decode(kind, value, options).map_err(|refusal| {
             if options.patches {
-                Refusal::invalid_patch(&refusal.message)
+                StatusError::invalid_patch(&refusal.message)
             } else {
                 refusal
             }
         })?;
         match text(&after, "/metadata/resourceVersion") {
             "" | "0" if kind.unconditional => {}
-            "" | "0" => return Err(Refusal::version_required(kind, &target.name)),
+            "" | "0" => return Err(StatusError::version_required(kind, &target.name)),
             version if version.parse::<u64>().is_err() => {
                 let why = format!("strconv.ParseUint: parsing {version:?}: invalid syntax");
-                return Err(Refusal::internal(why));
+                return Err(StatusError::internal(why));
             }
             version if version != text(&before, "/metadata/resourceVersion") => {
-                return Err(Refusal::modified(kind, &target.name));
+                return Err(StatusError::modified(kind, &target.name));
             }
             _ => {}
         }
@@ -199,13 +199,10 @@ impl ApiServer {
         let namespace = state.namespace(&target.namespace).cloned().unwrap_or_default();
         errors.extend(structured::admin_access(kind, Some(&before), &after, &namespace));
         errors.extend(rules::metadata(&after));
-        errors.extend(rules::object(kind, &target.subresource, Some(&before), &after));
+        errors.extend(validate(kind, &target.subresource, Some(&before), &after));
         errors.extend(rules::pod_update(kind, &target.subresource, &before, &after));
-        if let Some(definition) = &kind.definition {
-            errors.extend(custom::validate(definition, &after, Some(&before)));
-        }
         if !errors.is_empty() {
-            return Err(Refusal::invalid(kind, &target.name, &errors));
+            return Err(StatusError::invalid(kind, &target.name, &errors));
         }
         let manager = Manager {
             name: &options.manager,
@@ -218,7 +215,7 @@ impl ApiServer {
         }
         let same = after == *before;
         if same {
-            return Ok((200, shown(kind, &before)));
+            return Ok((200, converted(kind, &before)));
         }
         if kind.generation && content(&before) != content(&after) {
             let generation = before
@@ -238,29 +235,34 @@ impl ApiServer {
         } else {
             state.store.put(target.key(), after)
         };
-        Ok((200, shown(kind, &stored)))
+        Ok((200, converted(kind, &stored)))
     }
 
     /// Binds a pod to a node, as requested by the scheduler.
-    fn bind(&self, target: &Target, binding: &Value, options: &WriteOptions) -> Result<Answer, Refusal> {
+    fn bind(
+        &self,
+        target: &ResourcePath,
+        binding: &Value,
+        options: &WriteOptions,
+    ) -> Result<ApiResponse, StatusError> {
         let node = text(binding, "/target/name");
         if node.is_empty() {
-            return Err(Refusal::bad_request("target.name is required"));
+            return Err(StatusError::bad_request("target.name is required"));
         }
         let now = self.now();
-        self.change_or_try(options.pretends, |state| {
+        self.change_or_try(options.dry_run, |state| {
         let before = state.existing(target)?.clone();
         let known = text(&before, "/spec/nodeName");
         if !known.is_empty() {
             let why = format!("pod {} is already assigned to node {known:?}", target.name);
-            return Err(Refusal::binding_conflict(&target.name, &why));
+            return Err(StatusError::binding_conflict(&target.name, &why));
         }
         if is_deleting(&before) {
             let why = format!(
                 "pod {} is being deleted, cannot be assigned to a host",
                 target.name
             );
-            return Err(Refusal::binding_conflict(&target.name, &why));
+            return Err(StatusError::binding_conflict(&target.name, &why));
         }
         let mut after = (*before).clone();
         after["spec"]["nodeName"] = node.into();
@@ -282,26 +284,26 @@ impl ApiServer {
     }
 }
 
-impl State {
+impl ServerState {
     fn create(
         &mut self,
         server: &ApiServer,
-        target: &Target,
+        target: &ResourcePath,
         object: &mut Value,
         options: &WriteOptions,
-    ) -> Result<Arc<Value>, Refusal> {
+    ) -> Result<Arc<Value>, StatusError> {
         let kind = &target.kind;
         if kind.namespaced {
             let given = object::namespace(object).to_owned();
             if !given.is_empty() && given != target.namespace {
-                return Err(Refusal::misplaced());
+                return Err(StatusError::misplaced());
             }
             set_metadata(object, "namespace", Some(target.namespace.clone().into()));
         } else if !object::namespace(object).is_empty() {
-            return Err(Refusal::bad_request("namespace is not allowed on this type"));
+            return Err(StatusError::bad_request("namespace is not allowed on this type"));
         }
         if !text(object, "/metadata/resourceVersion").is_empty() {
-            return Err(Refusal::internal(
+            return Err(StatusError::internal(
                 "resourceVersion should not be set on objects to be created",
             ));
         }
@@ -337,15 +339,12 @@ impl State {
         let mut errors = rules::metadata(object);
         let namespace = self.namespace(&target.namespace).cloned().unwrap_or_default();
         errors.extend(structured::admin_access(kind, None, object, &namespace));
-        errors.extend(rules::object(kind, "", None, object));
-        if let Some(definition) = &kind.definition {
-            errors.extend(custom::validate(definition, object, None));
-        }
+        errors.extend(validate(kind, "", None, object));
         if !errors.is_empty() {
-            return Err(Refusal::invalid(kind, &key.name, &errors));
+            return Err(StatusError::invalid(kind, &key.name, &errors));
         }
         if self.store.get(&key).is_some() {
-            return Err(Refusal::already_exists(kind, &key.name));
+            return Err(StatusError::already_exists(kind, &key.name));
         }
         if object::list(object, "/metadata/managedFields").is_empty() {
             let manager = Manager {
@@ -365,32 +364,32 @@ impl State {
 
     fn namespace(&self, name: &str) -> Option<&Arc<Value>> {
         let kind = self.kinds.iter().find(|kind| kind.is("", "namespaces"))?;
-        self.store.get(&Key {
+        self.store.get(&StorageKey {
             storage: kind.storage(),
             namespace: String::new(),
             name: name.to_owned(),
         })
     }
 
-    fn check_namespace(&self, target: &Target, name: &str) -> Result<(), Refusal> {
+    fn check_namespace(&self, target: &ResourcePath, name: &str) -> Result<(), StatusError> {
         let Some(namespaces) = self.kinds.iter().find(|kind| kind.is("", "namespaces")) else {
             return Ok(());
         };
         match self.namespace(&target.namespace) {
-            None => Err(Refusal::not_found(namespaces, &target.namespace)),
+            None => Err(StatusError::not_found(namespaces, &target.namespace)),
             Some(namespace) if is_deleting(namespace) => {
                 let why = format!(
                     "unable to create new content in namespace {} because it is being terminated",
                     target.namespace
                 );
-                Err(Refusal::forbidden(&target.kind, name, &why))
+                Err(StatusError::forbidden(&target.kind, name, &why))
             }
             Some(_) => Ok(()),
         }
     }
 
     /// Serves the kinds of a CRD.
-    fn define(&mut self, before: Option<&Value>, after: &Value) -> Result<(), Refusal> {
+    fn define(&mut self, before: Option<&Value>, after: &Value) -> Result<(), StatusError> {
         let new = custom::kinds_of(after)?;
         if let Some(before) = before {
             let (group, plural) = (text(before, "/spec/group"), text(before, "/spec/names/plural"));
@@ -403,15 +402,15 @@ impl State {
 }
 
 /// Checks etcd's size limit.
-fn fits(object: &Value) -> Result<(), Refusal> {
+fn fits(object: &Value) -> Result<(), StatusError> {
     if object::json_size(object) > OBJECT_MAX {
-        return Err(Refusal::too_large_for_etcd());
+        return Err(StatusError::too_large_for_etcd());
     }
     Ok(())
 }
 
 /// Checks the uid precondition of an update.
-fn same_uid(target: &Target, wanted: &str, found: &str) -> Result<(), Refusal> {
+fn same_uid(target: &ResourcePath, wanted: &str, found: &str) -> Result<(), StatusError> {
     if wanted.is_empty() || wanted == found {
         return Ok(());
     }
@@ -419,15 +418,20 @@ fn same_uid(target: &Target, wanted: &str, found: &str) -> Result<(), Refusal> {
         "StorageError: invalid object, Code: 4, Key: {}, ResourceVersion: 0, AdditionalErrorMsg: Precondition failed: UID in precondition: {wanted}, UID in object meta: {found}",
         target.kind.registry(&target.namespace, &target.name)
     );
-    Err(Refusal::conflict(&target.kind, &target.name, &why))
+    Err(StatusError::conflict(&target.kind, &target.name, &why))
 }
 
 impl ApiServer {
-    pub(crate) fn delete(&self, target: &Target, asked: &Deletion) -> Result<Answer, Refusal> {
-        self.change_or_try(asked.pretends, |state| self.delete_in(state, target, asked))
+    pub(crate) fn delete(&self, target: &ResourcePath, asked: &Deletion) -> Result<ApiResponse, StatusError> {
+        self.change_or_try(asked.dry_run, |state| self.delete_in(state, target, asked))
     }
 
-    fn delete_in(&self, state: &mut State, target: &Target, asked: &Deletion) -> Result<Answer, Refusal> {
+    fn delete_in(
+        &self,
+        state: &mut ServerState,
+        target: &ResourcePath,
+        asked: &Deletion,
+    ) -> Result<ApiResponse, StatusError> {
         let kind = &target.kind;
         let before = state.existing(target)?.clone();
         for (key, word, wanted) in [
@@ -444,7 +448,7 @@ impl ApiServer {
                 let why = format!(
                     "the {word} in the precondition ({wanted}) does not match the {word} in record ({found}). The object might have been {hint}"
                 );
-                return Err(Refusal::precondition(kind, &target.name, &why));
+                return Err(StatusError::precondition(kind, &target.name, &why));
             }
         }
         let grace = grace_of(kind, &before, asked);
@@ -483,16 +487,16 @@ impl ApiServer {
             if kind.returns_deleted {
                 // A deleted object has the resource version of its deletion; only a pod has a deletion timestamp.
                 let mut gone = if grace.is_some() { after } else { (*before).clone() };
-                if !asked.pretends {
+                if !asked.dry_run {
                     let version = state.store.version().to_string();
                     set_metadata(&mut gone, "resourceVersion", Some(version.into()));
                 }
-                shown(kind, &gone)
+                converted(kind, &gone)
             } else {
                 deleted_status(kind, &before)
             }
         } else if after == *before {
-            shown(kind, &before)
+            converted(kind, &before)
         } else {
             if kind.generation && fresh {
                 let generation = before
@@ -501,20 +505,20 @@ impl ApiServer {
                     .unwrap_or(0);
                 set_metadata(&mut after, "generation", Some((generation + 1).into()));
             }
-            shown(kind, &state.store.put(target.key(), after))
+            converted(kind, &state.store.put(target.key(), after))
         };
         Ok((200, answer))
     }
 
     pub(crate) fn delete_collection(
         &self,
-        target: &Target,
+        target: &ResourcePath,
         query: &ListQuery,
         asked: &Deletion,
-    ) -> Result<Answer, Refusal> {
+    ) -> Result<ApiResponse, StatusError> {
         let (metadata, items) = self.list(target, query)?;
         for item in &items {
-            let one = Target {
+            let one = ResourcePath {
                 namespace: object::namespace(item).to_owned(),
                 name: object::name(item).to_owned(),
                 ..target.clone()
@@ -528,9 +532,9 @@ impl ApiServer {
     }
 }
 
-impl State {
+impl ServerState {
     /// Removes an object; for a CRD, also its custom objects.
-    pub(crate) fn remove(&mut self, key: &Key) {
+    pub(crate) fn remove(&mut self, key: &StorageKey) {
         let Some(gone) = self.store.remove(key) else {
             return;
         };
@@ -540,7 +544,7 @@ impl State {
             self.kinds
                 .retain(|kind| kind.definition.is_none() || kind.group != group || kind.plural != plural);
             let storage = format!("{plural}.{group}");
-            let orphans: Vec<Key> = self
+            let orphans: Vec<StorageKey> = self
                 .store
                 .all()
                 .map(|(key, _)| key)
@@ -555,7 +559,7 @@ impl State {
 }
 
 /// Returns whether a terminating object can be removed.
-pub(crate) fn may_go(kind: &Kind, object: &Value) -> bool {
+pub(crate) fn may_go(kind: &ResourceKind, object: &Value) -> bool {
     let waits = object
         .pointer("/metadata/deletionGracePeriodSeconds")
         .and_then(Value::as_i64)
@@ -564,8 +568,22 @@ pub(crate) fn may_go(kind: &Kind, object: &Value) -> bool {
     is_deleting(object) && object::list(object, "/metadata/finalizers").is_empty() && !waits && finalized
 }
 
+/// Validates a new object, or an update of `before`, by the rules of its kind.
+fn validate(
+    kind: &ResourceKind,
+    subresource: &str,
+    before: Option<&Value>,
+    after: &Value,
+) -> Vec<FieldError> {
+    match &kind.definition {
+        Some(definition) => custom::validate(definition, after, before),
+        None if kind.is_structured() => structured::validate(kind, subresource, before, after),
+        None => rules::object(kind, subresource, before, after),
+    }
+}
+
 /// Returns the grace period; only pods have one.
-fn grace_of(kind: &Kind, object: &Value, asked: &Deletion) -> Option<i64> {
+fn grace_of(kind: &ResourceKind, object: &Value, asked: &Deletion) -> Option<i64> {
     if !kind.is("", "pods") {
         return None;
     }
@@ -581,7 +599,7 @@ fn grace_of(kind: &Kind, object: &Value, asked: &Deletion) -> Option<i64> {
     }
 }
 
-fn deleted_status(kind: &Kind, object: &Value) -> Value {
+fn deleted_status(kind: &ResourceKind, object: &Value) -> Value {
     let mut details =
         json!({ "name": object::name(object), "kind": kind.plural, "uid": object::uid(object) });
     if !kind.group.is_empty() {

@@ -3,14 +3,12 @@
 //! The demo has three nodes with simulated devices, a real companion per node and, in classic mode, the real controller
 //! and the files of `examples/`. It prints events with their source as they occur, and each expectation with its result.
 
-mod devices;
-mod extended_resources;
-mod narrator;
-mod real;
+mod describe;
+mod pseudo_terminal;
 mod scenarios;
-mod structured;
 
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -22,13 +20,15 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use self::devices::Device;
-use self::narrator::Line;
-use super::api::{Mode, kubeconfig};
+use self::describe::Line;
+use self::pseudo_terminal::PseudoTerminal;
+use super::api::{ClusterMode, kubeconfig};
 use super::client::ApiClient;
+use super::clock_and_rng::ClockAndRng;
+use super::cluster::{TestCluster, TestClusterError};
 use super::kubelet::Kubelet;
-use super::source::Source;
-use super::stage::{Stage, StageError};
+use crate::node::config::PRESETS;
+use crate::testcluster::api::object::{list, text};
 
 pub use scenarios::{REAL, SCENARIOS, Scenario};
 
@@ -38,16 +38,18 @@ const DRIVER: &str = "drayman.dev";
 const CAMERA: &str = "example.com/camera";
 /// Extended resource of the second node; its device can be claimed as well.
 const SHARED: &str = "example.com/either";
+/// Additional node with the devices of this machine.
+const THIS_MACHINE: &str = "this-machine";
 /// Number of claimable devices per node.
 const DEVICES: usize = 2;
 /// Limit for an expectation.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 /// Poll interval for changes that bypass the API server.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// One line of output.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Shown {
+pub enum OutputLine {
     /// Start of a scenario.
     Heading(String),
     /// An event: time since the start, source and description.
@@ -100,11 +102,11 @@ enum Halt {
     /// An expectation was not met. Later steps would depend on it.
     Unmet,
     /// A part of the cluster has failed.
-    Broken(StageError),
+    Broken(TestClusterError),
 }
 
-impl From<StageError> for Halt {
-    fn from(error: StageError) -> Self {
+impl From<TestClusterError> for Halt {
+    fn from(error: TestClusterError) -> Self {
         Self::Broken(error)
     }
 }
@@ -118,80 +120,83 @@ impl From<io::Error> for Halt {
 /// The running demo.
 #[derive(Debug)]
 pub struct Demo {
-    stage: Stage,
+    cluster: TestCluster,
     directory: PathBuf,
     kubelets: BTreeMap<String, Kubelet>,
     /// Claimable devices by node.
-    devices: BTreeMap<String, Vec<Device>>,
+    devices: BTreeMap<String, Vec<PseudoTerminal>>,
     /// The camera and the device in mode `both`.
-    _others: [Device; 2],
+    _others: [PseudoTerminal; 2],
     client: ApiClient,
-    shown: mpsc::UnboundedSender<Shown>,
+    shown: mpsc::UnboundedSender<OutputLine>,
     start: Instant,
     /// Stops with the demo.
-    _telling: JoinSet<()>,
+    _describing: JoinSet<()>,
     summary: Summary,
     /// Time from the start to the first allocation.
     first_allocation: Arc<OnceLock<Duration>>,
     /// Limit for an expectation.
-    patience: Duration,
+    timeout: Duration,
 }
 
 impl Demo {
     /// Starts a cluster in an empty directory and sends output to `shown`. `real_devices` adds a node with the
     /// devices of this machine.
     pub async fn start(
-        mode: Mode,
+        mode: ClusterMode,
         directory: &Path,
-        shown: mpsc::UnboundedSender<Shown>,
+        shown: mpsc::UnboundedSender<OutputLine>,
         real_devices: bool,
-    ) -> Result<Self, StageError> {
+    ) -> Result<Self, TestClusterError> {
         let start = Instant::now();
-        let mut stage = Stage::with_mode(Source::system(), mode);
-        let client = ApiClient::new(stage.server(), "user");
+        let mut cluster = TestCluster::with_mode(ClockAndRng::system(), mode);
+        let client = ApiClient::new(cluster.server(), "user");
         let first_allocation = Arc::default();
-        let mut telling = JoinSet::new();
-        telling.spawn(tell(
+        let mut describing = JoinSet::new();
+        describing.spawn(describe_changes(
             client.clone(),
             shown.clone(),
             start,
             Arc::clone(&first_allocation),
         ));
-        if mode == Mode::Classic {
+        if mode == ClusterMode::Classic {
             for definition in crate::api::crd::definitions() {
-                let definition =
-                    serde_json::to_value(definition).map_err(|error| StageError::Yaml(error.to_string()))?;
-                stage.apply(&definition.to_string())?;
+                let definition = serde_json::to_value(definition)
+                    .map_err(|error| TestClusterError::Yaml(error.to_string()))?;
+                cluster.apply(&definition.to_string())?;
             }
         }
-        let others = [Device::new()?, Device::new()?];
+        let others = [PseudoTerminal::new()?, PseudoTerminal::new()?];
         let [camera, either] = &others;
         let (mut devices, mut kubelets) = (BTreeMap::new(), BTreeMap::new());
         for name in ["node-a", "node-b", "node-c"] {
             let own = (0..DEVICES)
-                .map(|_| Device::new())
+                .map(|_| PseudoTerminal::new())
                 .collect::<io::Result<Vec<_>>>()?;
             let configuration = configuration(
                 &own,
-                (mode == Mode::Classic && name == "node-a").then_some(camera),
-                (mode == Mode::Classic && name == "node-b").then_some(either),
+                (mode == ClusterMode::Classic && name == "node-a").then_some(camera),
+                (mode == ClusterMode::Classic && name == "node-b").then_some(either),
             );
-            let place = directory.join(name);
-            std::fs::create_dir_all(&place)?;
-            kubelets.insert(name.to_owned(), stage.add_node(name, &place, &configuration)?);
+            let directory = directory.join(name);
+            std::fs::create_dir_all(&directory)?;
+            kubelets.insert(
+                name.to_owned(),
+                cluster.add_node(name, &directory, &configuration)?,
+            );
             devices.insert(name.to_owned(), own);
         }
         if real_devices {
-            let place = directory.join(real::NODE);
-            std::fs::create_dir_all(&place)?;
-            let kubelet = stage.add_node(real::NODE, &place, &real::configuration())?;
-            kubelets.insert(real::NODE.to_owned(), kubelet);
+            let directory = directory.join(THIS_MACHINE);
+            std::fs::create_dir_all(&directory)?;
+            let kubelet = cluster.add_node(THIS_MACHINE, &directory, &preset_configuration())?;
+            kubelets.insert(THIS_MACHINE.to_owned(), kubelet);
         }
-        if mode == Mode::Classic {
-            stage.add_controller(DRIVER)?;
+        if mode == ClusterMode::Classic {
+            cluster.add_controller(DRIVER)?;
         }
         let mut demo = Self {
-            stage,
+            cluster,
             directory: directory.to_owned(),
             kubelets,
             devices,
@@ -199,15 +204,15 @@ impl Demo {
             client,
             shown,
             start,
-            _telling: telling,
+            _describing: describing,
             summary: Summary::default(),
             first_allocation,
-            patience: PATIENCE,
+            timeout: TIMEOUT,
         };
         let machine = if real_devices { "; and this machine" } else { "" };
         let (what, camera) = match mode {
-            Mode::Structured => ("structured mode (Kubernetes 1.34 and later)", ""),
-            Mode::Classic => (
+            ClusterMode::Structured => ("structured mode (Kubernetes 1.34 and later)", ""),
+            ClusterMode::Classic => (
                 "classic mode (Kubernetes 1.27 to 1.30)",
                 ", and a camera on node-a",
             ),
@@ -216,8 +221,8 @@ impl Demo {
             "{what}: a cluster of three nodes, each with two devices{camera}{machine}"
         ));
         let started = match mode {
-            Mode::Structured => demo.expect_slices().await,
-            Mode::Classic => {
+            ClusterMode::Structured => demo.expect_slices().await,
+            ClusterMode::Classic => {
                 let ready = |demo: &Self| {
                     let inventories = demo.client.list("nodeinventories");
                     inventories.iter().filter(|inventory| is_ready(inventory)).count()
@@ -230,25 +235,6 @@ impl Demo {
             Ok(()) | Err(Halt::Unmet) => Ok(demo),
             Err(Halt::Broken(error)) => Err(error),
         }
-    }
-
-    /// Runs a scenario, unless an earlier one has failed and left the cluster in an unknown state. Stops at the first
-    /// unmet expectation.
-    pub async fn play(&mut self, scenario: &Scenario) -> Result<(), StageError> {
-        if self.has_failed() {
-            return Ok(());
-        }
-        debug_assert_eq!(scenario.mode, self.stage.server().mode(), "{}", scenario.name);
-        self.heading(&format!("{}: {}", scenario.name, scenario.about));
-        self.summary.scenarios += 1;
-        match scenarios::play(self, scenario).await {
-            Ok(()) => {}
-            Err(Halt::Unmet) => {
-                self.show(Shown::Remark("what comes after that is not played".to_owned()));
-            }
-            Err(Halt::Broken(error)) => return Err(error),
-        }
-        Ok(())
     }
 
     fn has_failed(&self) -> bool {
@@ -264,52 +250,56 @@ impl Demo {
     }
 
     /// Serves the API over TCP and writes a kubeconfig. Returns its path.
-    pub async fn keep(&self, shutdown: CancellationToken) -> Result<PathBuf, StageError> {
-        let address = self.stage.server().listen(shutdown).await?;
+    pub async fn keep(&self, shutdown: CancellationToken) -> Result<PathBuf, TestClusterError> {
+        let address = self.cluster.server().listen(shutdown).await?;
         let file = self.directory.join("kubeconfig");
         std::fs::write(&file, kubeconfig(address))?;
         Ok(file)
     }
 
     /// Returns when a part of the cluster has failed; never otherwise.
-    pub async fn broken(&mut self) -> StageError {
-        self.stage.broken().await
+    pub async fn broken(&mut self) -> TestClusterError {
+        self.cluster.broken().await
     }
 
     /// Stops the cluster.
     pub async fn stop(self) {
-        self.stage.stop().await;
+        self.cluster.stop().await;
     }
 
-    fn show(&self, shown: Shown) {
+    fn show(&self, shown: OutputLine) {
         // Fails only if the receiver is gone.
         let _ = self.shown.send(shown);
     }
 
     fn heading(&self, text: &str) {
-        self.show(Shown::Heading(text.to_owned()));
+        self.show(OutputLine::Heading(text.to_owned()));
     }
 
     fn step(&self, who: &str, what: impl Into<String>) {
-        self.show(Shown::Step(self.start.elapsed(), who.to_owned(), what.into()));
+        self.show(OutputLine::Step(
+            self.start.elapsed(),
+            who.to_owned(),
+            what.into(),
+        ));
     }
 
     /// Waits for an expectation and prints its result.
     async fn expect(&mut self, what: &str, holds: impl Fn(&Self) -> bool) -> Result<(), Halt> {
-        let mut changes = self.stage.server().changes();
-        let end = Instant::now() + self.patience;
+        let mut changes = self.cluster.server().changes();
+        let end = Instant::now() + self.timeout;
         let held = loop {
             changes.borrow_and_update();
             if holds(self) {
                 break true;
             }
-            if let Some(error) = self.stage.broken_by_now() {
+            if let Some(error) = self.cluster.broken_by_now() {
                 return Err(Halt::Broken(error));
             }
             tokio::select! {
                 _ = changes.changed() => {}
                 // File changes do not notify the server's watches.
-                () = tokio::time::sleep(LOOK) => {}
+                () = tokio::time::sleep(POLL_INTERVAL) => {}
             }
             if Instant::now() >= end {
                 break holds(self);
@@ -320,23 +310,53 @@ impl Demo {
         self.check(what, held)
     }
 
+    /// Waits until kubelet can call each companion, and each companion has published its devices.
+    async fn expect_slices(&mut self) -> Result<(), Halt> {
+        let what = "kubelet has registered each companion, and each has published its devices";
+        self.expect(what, |demo| {
+            demo.kubelets
+                .iter()
+                .all(|(node, kubelet)| kubelet.has_plugin(DRIVER) && demo.published(node).len() == DEVICES)
+        })
+        .await
+    }
+
+    /// Returns the devices in a node's ResourceSlices, and whether each has a taint.
+    fn published(&self, node: &str) -> Vec<(String, bool)> {
+        let slices = self.client.list("resourceslices");
+        let of_node = slices
+            .iter()
+            .filter(|slice| text(slice, "/spec/nodeName") == node);
+        of_node
+            .flat_map(|slice| list(slice, "/spec/devices"))
+            .map(|device| {
+                let is_tainted = !list(device, "/taints").is_empty();
+                (text(device, "/name").to_owned(), is_tainted)
+            })
+            .collect()
+    }
+
     /// Checks an expectation now and prints its result.
     fn check(&mut self, what: &str, held: bool) -> Result<(), Halt> {
         self.summary.expected += 1;
         self.summary.held += usize::from(held);
-        self.show(Shown::Check(what.to_owned(), held));
+        self.show(OutputLine::Check(what.to_owned(), held));
         if held { Ok(()) } else { Err(Halt::Unmet) }
     }
 }
 
 fn is_ready(inventory: &Value) -> bool {
-    super::api::object::list(inventory, "/status/conditions")
+    list(inventory, "/status/conditions")
         .iter()
         .any(|condition| condition["type"] == "Ready" && condition["status"] == "True")
 }
 
 /// Returns the companion's configuration of a node. Kind `test` is the one in `examples/`.
-fn configuration(own: &[Device], camera: Option<&Device>, either: Option<&Device>) -> String {
+fn configuration(
+    own: &[PseudoTerminal],
+    camera: Option<&PseudoTerminal>,
+    either: Option<&PseudoTerminal>,
+) -> String {
     let paths: Vec<&str> = own.iter().map(|device| device.path.as_str()).collect();
     let mut text = format!(
         "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n- name: test\n  mode: claims\n  paths: [{}]\n",
@@ -353,10 +373,20 @@ fn configuration(own: &[Device], camera: Option<&Device>, either: Option<&Device
     text
 }
 
+/// Returns the companion's configuration of this machine: every preset, for claims.
+fn preset_configuration() -> String {
+    let mut text = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n".to_owned();
+    for preset in &PRESETS {
+        // Writing to a `String` cannot fail.
+        let _ = writeln!(text, "- preset: {}", preset.name);
+    }
+    text
+}
+
 /// Prints changes as they occur.
-async fn tell(
+async fn describe_changes(
     client: ApiClient,
-    shown: mpsc::UnboundedSender<Shown>,
+    shown: mpsc::UnboundedSender<OutputLine>,
     start: Instant,
     first_allocation: Arc<OnceLock<Duration>>,
 ) {
@@ -373,8 +403,8 @@ async fn tell(
                 // Only the first call has an effect.
                 let _ = first_allocation.set(start.elapsed());
             }
-            for Line { who, what } in narrator::tell(change) {
-                if shown.send(Shown::Step(start.elapsed(), who, what)).is_err() {
+            for Line { who, what } in describe::describe(change) {
+                if shown.send(OutputLine::Step(start.elapsed(), who, what)).is_err() {
                     return;
                 }
             }
@@ -388,6 +418,7 @@ async fn tell(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::node::config::NodeConfiguration;
 
     #[test]
     fn the_demo_succeeds_only_if_all_of_some_expectations_held() {
@@ -407,18 +438,28 @@ mod tests {
         assert!(verdict(0, 0).is_err());
     }
 
+    #[test]
+    fn every_ready_made_kind_is_looked_for() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), preset_configuration()).unwrap();
+        assert_eq!(
+            NodeConfiguration::read(file.path()).unwrap().kinds.len(),
+            PRESETS.len()
+        );
+    }
+
     #[tokio::test]
     async fn a_failed_expectation_is_counted_and_ends_the_demo() {
-        let _alone = devices::ALONE.lock().await;
+        let _alone = pseudo_terminal::ALONE.lock().await;
         let directory = tempfile::tempdir().unwrap();
         let (shown, mut lines) = mpsc::unbounded_channel();
-        let mut demo = Demo::start(Mode::Structured, directory.path(), shown, false)
+        let mut demo = Demo::start(ClusterMode::Structured, directory.path(), shown, false)
             .await
             .unwrap();
-        demo.patience = Duration::from_millis(100);
+        demo.timeout = Duration::from_millis(100);
         let unmet = demo.expect("pigs fly", |_| false).await;
         assert!(matches!(unmet, Err(Halt::Unmet)), "{unmet:?}");
-        demo.play(&SCENARIOS[0]).await.unwrap();
+        demo.run(&SCENARIOS[0]).await.unwrap();
         let summary = demo.summary();
         demo.stop().await;
         assert_eq!((summary.scenarios, summary.expected - summary.held), (0, 1));
@@ -429,7 +470,7 @@ mod tests {
             shown.push(line);
         }
         assert!(
-            shown.contains(&Shown::Check("pigs fly".to_owned(), false)),
+            shown.contains(&OutputLine::Check("pigs fly".to_owned(), false)),
             "{shown:?}"
         );
     }

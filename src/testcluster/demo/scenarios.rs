@@ -1,15 +1,17 @@
 //! The demo's scenarios.
 
+use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::path::Path;
 
 use serde_json::Value;
 
-use super::narrator::devices_of;
-use super::{CAMERA, DEVICES, Demo, Halt, extended_resources, real, structured};
-use crate::testcluster::api::Mode;
+use super::describe::devices_of;
+use super::{CAMERA, DEVICES, Demo, Halt, OutputLine, SHARED, THIS_MACHINE};
+use crate::testcluster::api::ClusterMode;
 use crate::testcluster::api::object::{list, text};
-use crate::testcluster::runtime::Outfit;
+use crate::testcluster::cluster::TestClusterError;
+use crate::testcluster::runtime::ContainerConfig;
 
 const CLASS: &str = include_str!("../../../examples/basic/class.yaml");
 const TEMPLATE: &str = include_str!("../../../examples/basic/claim-template.yaml");
@@ -21,7 +23,7 @@ const SEVERAL_POD: &str = include_str!("../../../examples/several/pod.yaml");
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scenario {
     /// Mode of its cluster.
-    pub mode: Mode,
+    pub mode: ClusterMode,
     /// Name for `--scenario`.
     pub name: &'static str,
     /// Summary.
@@ -31,47 +33,47 @@ pub struct Scenario {
 /// Default scenarios, in order.
 pub const SCENARIOS: [Scenario; 9] = [
     Scenario {
-        mode: Mode::Structured,
+        mode: ClusterMode::Structured,
         name: "structured",
         about: "the scheduler allocates a device to a pod's claim, and the companion prepares it",
     },
     Scenario {
-        mode: Mode::Structured,
+        mode: ClusterMode::Structured,
         name: "scheduled",
         about: "all devices are held; a pod waits and runs once a device is free",
     },
     Scenario {
-        mode: Mode::Structured,
+        mode: ClusterMode::Structured,
         name: "tainted",
         about: "a device is unplugged while a pod holds it: it has a taint until it is plugged in again",
     },
     Scenario {
-        mode: Mode::Classic,
+        mode: ClusterMode::Classic,
         name: "basic",
         about: "a pod with one device, from its claim to its deletion (examples/basic)",
     },
     Scenario {
-        mode: Mode::Classic,
+        mode: ClusterMode::Classic,
         name: "several",
         about: "a pod with two devices of one claim, both on one node (examples/several)",
     },
     Scenario {
-        mode: Mode::Classic,
+        mode: ClusterMode::Classic,
         name: "waiting",
         about: "all devices are held; a pod waits, an event says why, and it runs once a device is free",
     },
     Scenario {
-        mode: Mode::Classic,
+        mode: ClusterMode::Classic,
         name: "unplugged",
         about: "a device is unplugged while a pod holds it, and plugged in again",
     },
     Scenario {
-        mode: Mode::Classic,
+        mode: ClusterMode::Classic,
         name: "both-apis",
         about: "a claim, and two pods that request one camera through the device plugin API",
     },
     Scenario {
-        mode: Mode::Classic,
+        mode: ClusterMode::Classic,
         name: "competing",
         about: "a claim and pods with a limit compete for one device of mode `both`",
     },
@@ -79,14 +81,14 @@ pub const SCENARIOS: [Scenario; 9] = [
 
 /// Additional scenario of `--real-devices`; it requires the node of this machine.
 pub const REAL: Scenario = Scenario {
-    mode: Mode::Classic,
+    mode: ClusterMode::Classic,
     name: "real",
     about: "the devices of this machine, one claim per kind",
 };
 
-pub(super) async fn play(demo: &mut Demo, scenario: &Scenario) -> Result<(), Halt> {
-    if scenario.mode == Mode::Structured {
-        return structured::play(demo, scenario).await;
+async fn run_scenario(demo: &mut Demo, scenario: &Scenario) -> Result<(), Halt> {
+    if scenario.mode == ClusterMode::Structured {
+        return run_structured(demo, scenario).await;
     }
     demo.apply("examples/basic/class.yaml", CLASS)?;
     demo.apply("examples/basic/claim-template.yaml", TEMPLATE)?;
@@ -95,33 +97,54 @@ pub(super) async fn play(demo: &mut Demo, scenario: &Scenario) -> Result<(), Hal
         "several" => several(demo).await,
         "waiting" => waiting(demo).await,
         "unplugged" => unplugged(demo).await,
-        "competing" => extended_resources::competing(demo).await,
-        "real" => real::play(demo).await,
-        _ => extended_resources::both_apis(demo).await,
+        "competing" => competing(demo).await,
+        "real" => real(demo).await,
+        _ => both_apis(demo).await,
     }
 }
 
 /// Returns the pod of the first example under another name.
-pub(super) fn pod(name: &str) -> String {
+fn pod(name: &str) -> String {
     POD.replace("\n  name: basic\n", &format!("\n  name: {name}\n"))
 }
 
-pub(super) fn camera_pod(name: &str) -> String {
+fn camera_pod(name: &str) -> String {
     limit_pod(name, CAMERA)
 }
 
 /// Returns a pod with a limit of one unit of an extended resource.
-pub(super) fn limit_pod(name: &str, resource: &str) -> String {
+fn limit_pod(name: &str, resource: &str) -> String {
     format!(
         "apiVersion: v1\nkind: Pod\nmetadata:\n  name: {name}\nspec:\n  containers:\n  - name: main\n    image: localhost/busybox:1\n    resources:\n      limits:\n        {resource}: 1\n  terminationGracePeriodSeconds: 0\n"
     )
 }
 
 impl Demo {
-    pub(super) fn apply(&self, file: &str, yaml: &str) -> Result<(), Halt> {
-        let known = self.stage.server().state().store.version();
-        self.stage.apply(yaml)?;
-        if self.stage.server().state().store.version() != known {
+    /// Runs a scenario, unless an earlier one has failed and left the cluster in an unknown state. Stops at the first
+    /// unmet expectation.
+    pub async fn run(&mut self, scenario: &Scenario) -> Result<(), TestClusterError> {
+        if self.has_failed() {
+            return Ok(());
+        }
+        debug_assert_eq!(scenario.mode, self.cluster.server().mode(), "{}", scenario.name);
+        self.heading(&format!("{}: {}", scenario.name, scenario.about));
+        self.summary.scenarios += 1;
+        match run_scenario(self, scenario).await {
+            Ok(()) => {}
+            Err(Halt::Unmet) => {
+                self.show(OutputLine::Remark(
+                    "what comes after that is not played".to_owned(),
+                ));
+            }
+            Err(Halt::Broken(error)) => return Err(error),
+        }
+        Ok(())
+    }
+
+    fn apply(&self, file: &str, yaml: &str) -> Result<(), Halt> {
+        let known = self.cluster.server().state().store.version();
+        self.cluster.apply(yaml)?;
+        if self.cluster.server().state().store.version() != known {
             self.step("user", format!("applies {file}"));
         }
         Ok(())
@@ -131,40 +154,42 @@ impl Demo {
         self.client.get("pods", "default", name)
     }
 
-    pub(super) fn runs(&self, name: &str) -> bool {
+    fn runs(&self, name: &str) -> bool {
         self.pod(name)
             .is_some_and(|pod| text(&pod, "/status/phase") == "Running")
     }
 
-    pub(super) fn node_of(&self, name: &str) -> String {
+    fn node_of(&self, name: &str) -> String {
         self.pod(name)
             .map(|pod| text(&pod, "/spec/nodeName").to_owned())
             .unwrap_or_default()
     }
 
     /// Returns the devices, environment and mounts of a pod's only container.
-    pub(super) fn outfit(&self, name: &str) -> Option<Outfit> {
+    fn container_config(&self, name: &str) -> Option<ContainerConfig> {
         let kubelet = self.kubelets.get(&self.node_of(name))?;
         kubelet
-            .outfits()
+            .container_configs()
             .remove(&("default".to_owned(), name.to_owned()))?
             .into_values()
             .next()
     }
 
-    pub(super) fn tell_outfit(&self, name: &str) {
-        let Some(outfit) = self.outfit(name) else { return };
-        let devices: Vec<String> = outfit
+    fn show_container(&self, name: &str) {
+        let Some(container_config) = self.container_config(name) else {
+            return;
+        };
+        let devices: Vec<String> = container_config
             .devices
             .iter()
             .map(|(path, _, permissions)| format!("{path} ({permissions})"))
             .collect();
-        let variables: Vec<String> = outfit
+        let variables: Vec<String> = container_config
             .environment
             .iter()
             .map(|(name, value)| format!("{name}={value}"))
             .collect();
-        let mounts = outfit
+        let mounts = container_config
             .mounts
             .iter()
             .map(|(path, host, options)| format!("{path} from {host} ({})", options.join(",")));
@@ -181,17 +206,19 @@ impl Demo {
     }
 
     /// Returns how many of the pod's devices can be opened.
-    pub(super) fn opens(&self, name: &str) -> usize {
-        let Some(outfit) = self.outfit(name) else { return 0 };
+    fn opens(&self, name: &str) -> usize {
+        let Some(container_config) = self.container_config(name) else {
+            return 0;
+        };
         let can_open = |host: &String| OpenOptions::new().read(true).write(true).open(host).is_ok();
-        outfit
+        container_config
             .devices
             .iter()
             .filter(|(_, host, _)| can_open(host))
             .count()
     }
 
-    pub(super) fn delete(&self, name: &str) {
+    fn delete(&self, name: &str) {
         if let Some(pod) = self.pod(name) {
             self.step("user", format!("deletes pod {name}"));
             // The pod may already be deleted.
@@ -199,7 +226,7 @@ impl Demo {
         }
     }
 
-    pub(super) fn claim_of(&self, pod: &str) -> Option<Value> {
+    fn claim_of(&self, pod: &str) -> Option<Value> {
         self.client.list("resourceclaims").into_iter().find(|claim| {
             list(claim, "/metadata/ownerReferences")
                 .iter()
@@ -208,7 +235,7 @@ impl Demo {
     }
 
     /// Counts the CDI files of claims on all nodes.
-    pub(super) fn cdi_files(&self) -> usize {
+    fn cdi_files(&self) -> usize {
         let of = |node: &String| {
             let files = std::fs::read_dir(self.directory.join(node).join("cdi"));
             files
@@ -222,7 +249,7 @@ impl Demo {
     }
 
     /// Deletes pods and waits until they, their claims and their CDI files are gone.
-    pub(super) async fn clear(&mut self, pods: &[String]) -> Result<(), Halt> {
+    async fn clear(&mut self, pods: &[String]) -> Result<(), Halt> {
         for pod in pods {
             self.delete(pod);
         }
@@ -246,13 +273,12 @@ impl Demo {
 async fn basic(demo: &mut Demo) -> Result<(), Halt> {
     demo.apply("examples/basic/pod.yaml", POD)?;
     demo.expect("pod basic runs", |demo| demo.runs("basic")).await?;
-    demo.tell_outfit("basic");
+    demo.show_container("basic");
     demo.expect("its container has one device, which can be opened", |demo| {
         demo.opens("basic") == 1
     })
     .await?;
-    demo.clear(&["basic".to_owned()]).await?;
-    Ok(())
+    demo.clear(&["basic".to_owned()]).await
 }
 
 async fn several(demo: &mut Demo) -> Result<(), Halt> {
@@ -260,27 +286,33 @@ async fn several(demo: &mut Demo) -> Result<(), Halt> {
     demo.apply("examples/several/pod.yaml", SEVERAL_POD)?;
     demo.expect("pod several runs", |demo| demo.runs("several"))
         .await?;
-    demo.tell_outfit("several");
+    demo.show_container("several");
     demo.expect("its container has two devices, which can be opened", |demo| {
         demo.opens("several") == 2
     })
     .await?;
-    demo.clear(&["several".to_owned()]).await?;
-    Ok(())
+    demo.clear(&["several".to_owned()]).await
+}
+
+/// Creates a pod for each device, waits until all run, and creates one more, `late`. Returns all names but that of
+/// `holder-3`, which makes room for it.
+async fn hold_all(demo: &mut Demo, pod: fn(&str) -> String, what: &str) -> Result<Vec<String>, Halt> {
+    let count = demo.devices.len() * DEVICES;
+    let mut pods: Vec<String> = (1..=count).map(|number| format!("holder-{number}")).collect();
+    for name in &pods {
+        demo.cluster.apply(&pod(name))?;
+    }
+    let all = pods.clone();
+    demo.expect(what, move |demo| all.iter().all(|pod| demo.runs(pod)))
+        .await?;
+    demo.cluster.apply(&pod("late"))?;
+    pods.retain(|name| name != "holder-3");
+    pods.push("late".to_owned());
+    Ok(pods)
 }
 
 async fn waiting(demo: &mut Demo) -> Result<(), Halt> {
-    let count = demo.devices.len() * DEVICES;
-    let holders: Vec<String> = (1..=count).map(|number| format!("holder-{number}")).collect();
-    for holder in &holders {
-        demo.stage.apply(&pod(holder))?;
-    }
-    let all = holders.clone();
-    demo.expect("a pod runs for each device that there is", move |demo| {
-        all.iter().all(|pod| demo.runs(pod))
-    })
-    .await?;
-    demo.stage.apply(&pod("late"))?;
+    let holders = hold_all(demo, pod, "a pod runs for each device that there is").await?;
     demo.expect(
         "one more pod waits, and an event on it says how many devices are held",
         |demo| {
@@ -299,7 +331,7 @@ async fn waiting(demo: &mut Demo) -> Result<(), Halt> {
     demo.delete("holder-3");
     demo.expect("it runs as soon as another pod is gone", |demo| demo.runs("late"))
         .await?;
-    demo.tell_outfit("late");
+    demo.show_container("late");
     let same = demo
         .claim_of("late")
         .is_some_and(|claim| devices_of(&claim) == (freed.clone(), node.clone()));
@@ -307,23 +339,17 @@ async fn waiting(demo: &mut Demo) -> Result<(), Halt> {
         &format!("it has the device that was freed, {} on {node}", freed.join(", ")),
         same,
     )?;
-    let rest: Vec<String> = holders
-        .into_iter()
-        .filter(|holder| holder != "holder-3")
-        .chain(["late".to_owned()])
-        .collect();
-    demo.clear(&rest).await?;
-    Ok(())
+    demo.clear(&holders).await
 }
 
 async fn unplugged(demo: &mut Demo) -> Result<(), Halt> {
-    demo.stage.apply(&pod("plugged"))?;
+    demo.cluster.apply(&pod("plugged"))?;
     demo.expect("pod plugged runs", |demo| demo.runs("plugged"))
         .await?;
     let node = demo.node_of("plugged");
     let path = demo
-        .outfit("plugged")
-        .and_then(|outfit| outfit.devices.first().map(|(_, host, _)| host.clone()))
+        .container_config("plugged")
+        .and_then(|container_config| container_config.devices.first().map(|(_, host, _)| host.clone()))
         .unwrap_or_default();
     let unhealthy = |demo: &Demo| {
         demo.client.list("nodeinventories").iter().any(|inventory| {
@@ -363,12 +389,11 @@ async fn unplugged(demo: &mut Demo) -> Result<(), Halt> {
     .await?;
     plug(demo, &node, &path, true)?;
     demo.expect("and is in it again when it is back", move |demo| has(demo, &path))
-        .await?;
-    Ok(())
+        .await
 }
 
 /// Plugs or unplugs a device of a node.
-pub(super) fn plug(demo: &mut Demo, node: &str, path: &str, plugged: bool) -> Result<(), Halt> {
+fn plug(demo: &mut Demo, node: &str, path: &str, plugged: bool) -> Result<(), Halt> {
     let device = demo
         .devices
         .get_mut(node)
@@ -386,4 +411,341 @@ pub(super) fn plug(demo: &mut Demo, node: &str, path: &str, plugged: bool) -> Re
     let word = if plugged { "plugs in" } else { "unplugs" };
     demo.step("somebody", format!("{word} {path} of {node}"));
     Ok(())
+}
+
+// === extended resources ===
+
+/// Class of the device in mode `both`.
+const SHARED_OBJECTS: &str = "apiVersion: drayman.dev/v1alpha1
+kind: DeviceClassParameters
+metadata: { name: either }
+spec: { kind: either }
+---
+apiVersion: resource.k8s.io/v1alpha2
+kind: ResourceClass
+metadata: { name: either }
+driverName: drayman.dev
+parametersRef: { apiGroup: drayman.dev, kind: DeviceClassParameters, name: either }
+---
+apiVersion: resource.k8s.io/v1alpha2
+kind: ResourceClaimTemplate
+metadata: { name: either }
+spec: { spec: { resourceClassName: either } }
+";
+
+/// Returns the host paths of a container's device nodes.
+fn hosts(container_config: Option<ContainerConfig>) -> Vec<String> {
+    container_config
+        .map(|container_config| {
+            container_config
+                .devices
+                .into_iter()
+                .map(|(_, host, _)| host)
+                .collect()
+        })
+        .unwrap_or_default()
+}
+
+fn has_event(demo: &Demo, pod: &str, words: &str) -> bool {
+    demo.client
+        .list("events")
+        .iter()
+        .any(|event| text(event, "/involvedObject/name") == pod && text(event, "/message").contains(words))
+}
+
+async fn both_apis(demo: &mut Demo) -> Result<(), Halt> {
+    demo.expect("node-a has one allocatable camera", |demo| {
+        let node = demo.client.get("nodes", "", "node-a").unwrap_or_default();
+        node["status"]["allocatable"][CAMERA] == "1"
+    })
+    .await?;
+    demo.cluster.apply(&camera_pod("camera-1"))?;
+    demo.expect(
+        "pod camera-1 has the camera, through the device plugin API",
+        |demo| demo.opens("camera-1") == 1,
+    )
+    .await?;
+    demo.show_container("camera-1");
+    demo.cluster.apply(&camera_pod("camera-2"))?;
+    demo.cluster.apply(&pod("claiming"))?;
+    demo.expect(
+        "pod claiming gets a device through its claim at the same time",
+        |demo| demo.opens("claiming") == 1,
+    )
+    .await?;
+    demo.show_container("claiming");
+    demo.expect("pod camera-2 waits, and an event names the resource", |demo| {
+        has_event(demo, "camera-2", CAMERA)
+    })
+    .await?;
+    let camera = demo
+        .container_config("camera-1")
+        .map(|container_config| container_config.devices);
+    demo.delete("camera-1");
+    demo.expect("camera-2 runs when camera-1 is gone", |demo| {
+        demo.runs("camera-2")
+    })
+    .await?;
+    let same = demo
+        .container_config("camera-2")
+        .map(|container_config| container_config.devices)
+        == camera;
+    demo.check("and has the same camera", same)?;
+    let (claimed, cameras) = (
+        hosts(demo.container_config("claiming")),
+        hosts(demo.container_config("camera-2")),
+    );
+    let apart = !claimed.is_empty() && claimed.iter().all(|device| !cameras.contains(device));
+    demo.check("no device was allocated through both APIs", apart)?;
+    demo.clear(&["camera-2".to_owned(), "claiming".to_owned()]).await
+}
+
+/// A claim and an extended resource compete for one device.
+async fn competing(demo: &mut Demo) -> Result<(), Halt> {
+    demo.apply("a class for the device of mode `both`", SHARED_OBJECTS)?;
+    let claiming = pod("claiming").replace(
+        "resourceClaimTemplateName: test",
+        "resourceClaimTemplateName: either",
+    );
+    demo.expect("node-b has one device of mode `both`", |demo| {
+        let node = demo.client.get("nodes", "", "node-b").unwrap_or_default();
+        node["status"]["allocatable"][SHARED] == "1"
+    })
+    .await?;
+    demo.cluster.apply(&limit_pod("first", SHARED))?;
+    demo.expect("pod first has it, through the device plugin API", |demo| {
+        demo.opens("first") == 1
+    })
+    .await?;
+    demo.show_container("first");
+    demo.cluster.apply(&claiming)?;
+    // Only the node knows the devices of containers, so its Prepare is the last check.
+    demo.expect(
+        "pod claiming gets it by its claim, and the node refuses to prepare it and names the holder",
+        |demo| has_event(demo, "claiming", "first"),
+    )
+    .await?;
+    demo.check(
+        "pod claiming has no container yet",
+        demo.container_config("claiming").is_none(),
+    )?;
+    let device = hosts(demo.container_config("first"));
+    demo.delete("first");
+    demo.expect("it runs when pod first is gone", |demo| {
+        demo.opens("claiming") == 1
+    })
+    .await?;
+    demo.show_container("claiming");
+    demo.check(
+        "with the same device",
+        hosts(demo.container_config("claiming")) == device,
+    )?;
+    demo.expect("the device plugin API no longer offers the device", |demo| {
+        let node = demo.client.get("nodes", "", "node-b").unwrap_or_default();
+        node["status"]["allocatable"][SHARED] == "0"
+    })
+    .await?;
+    demo.cluster.apply(&limit_pod("second", SHARED))?;
+    demo.expect("pod second waits for it through the device plugin API", |demo| {
+        has_event(demo, "second", SHARED)
+    })
+    .await?;
+    let held = demo.claim_of("claiming").map(|claim| devices_of(&claim).0);
+    demo.delete("claiming");
+    demo.expect("and runs when the claim is deleted", |demo| {
+        demo.opens("second") == 1
+    })
+    .await?;
+    let named = held.unwrap_or_default().join(", ");
+    demo.check(
+        &format!("one device, {named}, has served all three, one after the other"),
+        hosts(demo.container_config("second")) == device && !named.is_empty(),
+    )?;
+    demo.clear(&["second".to_owned()]).await
+}
+
+// === devices of this machine ===
+
+/// Returns the class, parameters and template for a kind.
+fn classic_class(kind: &str) -> String {
+    format!(
+        "apiVersion: drayman.dev/v1alpha1\nkind: DeviceClassParameters\nmetadata: {{ name: {kind} }}\nspec: {{ kind: {kind} }}\n---\n\
+         apiVersion: resource.k8s.io/v1alpha2\nkind: ResourceClass\nmetadata: {{ name: {kind} }}\ndriverName: drayman.dev\n\
+         parametersRef: {{ apiGroup: drayman.dev, kind: DeviceClassParameters, name: {kind} }}\n---\n\
+         apiVersion: resource.k8s.io/v1alpha2\nkind: ResourceClaimTemplate\nmetadata: {{ name: {kind} }}\n\
+         spec: {{ spec: {{ resourceClassName: {kind} }} }}\n"
+    )
+}
+
+/// Returns the healthy devices by kind.
+fn healthy_devices(demo: &Demo) -> BTreeMap<String, Vec<String>> {
+    let mut found: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for inventory in demo.client.list("nodeinventories") {
+        if text(&inventory, "/spec/nodeName") != THIS_MACHINE {
+            continue;
+        }
+        for device in list(&inventory, "/spec/devices") {
+            let (name, kind) = (text(device, "/name"), text(device, "/kind"));
+            if text(device, "/unhealthy").is_empty() {
+                found.entry(kind.to_owned()).or_default().push(name.to_owned());
+            }
+        }
+    }
+    found
+}
+
+async fn real(demo: &mut Demo) -> Result<(), Halt> {
+    let found = healthy_devices(demo);
+    if found.is_empty() {
+        let text = "this machine has no device of a ready-made kind that can be handed out; drayman node discover says why";
+        demo.show(OutputLine::Remark(text.to_owned()));
+        return Ok(());
+    }
+    let mut pods = Vec::new();
+    for (kind, devices) in &found {
+        demo.apply(
+            &format!("a class for {kind}, of which there is {}", devices.join(", ")),
+            &classic_class(kind),
+        )?;
+        let name = format!("real-{kind}");
+        let template = format!("resourceClaimTemplateName: {kind}");
+        demo.cluster
+            .apply(&pod(&name).replace("resourceClaimTemplateName: test", &template))?;
+        let of = name.clone();
+        demo.expect(
+            &format!("pod {name} runs on {THIS_MACHINE} with a device of this machine"),
+            move |demo| {
+                // Whether this user may open the device does not matter here.
+                demo.runs(&of)
+                    && demo
+                        .container_config(&of)
+                        .is_some_and(|container_config| !container_config.devices.is_empty())
+            },
+        )
+        .await?;
+        demo.show_container(&name);
+        pods.push(name);
+    }
+    demo.clear(&pods).await
+}
+
+// === structured mode ===
+
+const STRUCTURED_CLASS: &str = r#"apiVersion: resource.k8s.io/v1
+kind: DeviceClass
+metadata:
+  name: test
+spec:
+  selectors:
+  - cel:
+      expression: device.driver == "drayman.dev" && device.attributes["drayman.dev"].kind == "test"
+"#;
+const STRUCTURED_TEMPLATE: &str = "apiVersion: resource.k8s.io/v1
+kind: ResourceClaimTemplate
+metadata:
+  name: test
+spec:
+  spec:
+    devices:
+      requests:
+      - name: device
+        exactly:
+          deviceClassName: test
+";
+
+/// Returns a pod with one device.
+fn structured_pod(name: &str) -> String {
+    format!(
+        "apiVersion: v1
+kind: Pod
+metadata:
+  name: {name}
+spec:
+  resourceClaims:
+  - name: device
+    resourceClaimTemplateName: test
+  containers:
+  - name: main
+    image: localhost/busybox:1
+    resources:
+      claims:
+      - name: device
+  terminationGracePeriodSeconds: 0
+"
+    )
+}
+
+impl Demo {
+    fn tainted(&self, node: &str) -> usize {
+        let devices = self.published(node);
+        devices.iter().filter(|(_, is_tainted)| *is_tainted).count()
+    }
+}
+
+async fn run_structured(demo: &mut Demo, scenario: &Scenario) -> Result<(), Halt> {
+    demo.apply("a DeviceClass for the devices of kind test", STRUCTURED_CLASS)?;
+    demo.apply(
+        "a ResourceClaimTemplate for one device of the class",
+        STRUCTURED_TEMPLATE,
+    )?;
+    match scenario.name {
+        "structured" => structured(demo).await,
+        "scheduled" => scheduled(demo).await,
+        _ => tainted(demo).await,
+    }
+}
+
+async fn structured(demo: &mut Demo) -> Result<(), Halt> {
+    demo.cluster.apply(&structured_pod("first"))?;
+    demo.expect("pod first runs", |demo| demo.runs("first")).await?;
+    demo.show_container("first");
+    demo.expect("its container has one device, which can be opened", |demo| {
+        demo.opens("first") == 1
+    })
+    .await?;
+    demo.clear(&["first".to_owned()]).await
+}
+
+async fn scheduled(demo: &mut Demo) -> Result<(), Halt> {
+    let holders = hold_all(demo, structured_pod, "one pod per device runs").await?;
+    demo.expect("one more pod waits, and an event says why", |demo| {
+        demo.client.list("events").iter().any(|event| {
+            text(event, "/involvedObject/name") == "late"
+                && text(event, "/message").contains("cannot allocate all claims")
+        })
+    })
+    .await?;
+    let freed = demo.claim_of("holder-3").map(|claim| devices_of(&claim));
+    demo.delete("holder-3");
+    demo.expect("it runs once another pod is gone", |demo| demo.runs("late"))
+        .await?;
+    demo.show_container("late");
+    let same = freed.is_some() && demo.claim_of("late").map(|claim| devices_of(&claim)) == freed;
+    demo.check("it has the device of that pod", same)?;
+    demo.clear(&holders).await
+}
+
+async fn tainted(demo: &mut Demo) -> Result<(), Halt> {
+    demo.cluster.apply(&structured_pod("plugged"))?;
+    demo.expect("pod plugged runs", |demo| demo.runs("plugged"))
+        .await?;
+    let node = demo.node_of("plugged");
+    let path = demo
+        .container_config("plugged")
+        .and_then(|container_config| container_config.devices.first().map(|(_, host, _)| host.clone()))
+        .unwrap_or_default();
+    plug(demo, &node, &path, false)?;
+    let of_node = node.clone();
+    demo.expect(
+        "the device has a taint, and its CDI file is gone, so that no container starts with another device",
+        move |demo| demo.tainted(&of_node) == 1 && demo.cdi_files() == 0,
+    )
+    .await?;
+    plug(demo, &node, &path, true)?;
+    let of_node = node.clone();
+    demo.expect("the taint is gone, and the CDI file is back", move |demo| {
+        demo.tainted(&of_node) == 0 && demo.cdi_files() == 1
+    })
+    .await?;
+    demo.clear(&["plugged".to_owned()]).await
 }

@@ -4,30 +4,30 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::{Life, Place, Trouble};
+use super::{Fault, Operation, ProgramProcess};
 use crate::node::state::storage::disk::{Disk, DiskStep, DiskWatcher};
 
-impl Life {
+impl ProgramProcess {
     /// Returns the disk of this process.
     pub fn disk(&self) -> Disk {
         Disk::watched(Arc::new(self.clone()))
     }
 }
 
-impl DiskWatcher for Life {
+impl DiskWatcher for ProgramProcess {
     fn before(&self, step: DiskStep, path: &Path) -> io::Result<()> {
         // Clears the state of an earlier, failed step.
         AFTER.set(None);
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        match self.meet(Place::Disk, &format!("{step:?} {name}")) {
-            Ok(Some(Trouble::Refused)) => Err(io::Error::from(io::ErrorKind::StorageFull)),
-            Ok(Some(Trouble::KilledAfter)) => {
+        match self.start_operation(Operation::Disk, &format!("{step:?} {name}")) {
+            Ok(Some(Fault::Refused)) => Err(io::Error::from(io::ErrorKind::StorageFull)),
+            Ok(Some(Fault::KilledAfter)) => {
                 // Thread-local until the step is done: each thread executes one step at a time.
-                AFTER.set(Some(Trouble::KilledAfter));
+                AFTER.set(Some(Fault::KilledAfter));
                 Ok(())
             }
-            Ok(Some(Trouble::Failed)) => {
-                AFTER.set(Some(Trouble::Failed));
+            Ok(Some(Fault::Failed)) => {
+                AFTER.set(Some(Fault::Failed));
                 Ok(())
             }
             Ok(_) => Ok(()),
@@ -37,9 +37,9 @@ impl DiskWatcher for Life {
 
     fn after(&self, step: DiskStep, path: &Path) -> io::Result<()> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        self.show(Place::Disk, &format!("{step:?} {name}"));
+        self.notify(Operation::Disk, &format!("{step:?} {name}"));
         match AFTER.take() {
-            Some(Trouble::KilledAfter) => {
+            Some(Fault::KilledAfter) => {
                 self.kill();
                 Err(self.dead())
             }
@@ -50,13 +50,13 @@ impl DiskWatcher for Life {
 }
 
 thread_local! {
-    static AFTER: std::cell::Cell<Option<Trouble>> = const { std::cell::Cell::new(None) };
+    static AFTER: std::cell::Cell<Option<Fault>> = const { std::cell::Cell::new(None) };
 }
 
-impl Life {
+impl ProgramProcess {
     /// Blocks the thread until the process has fully ended, then returns an error that is ignored.
     fn dead(&self) -> io::Error {
-        self.rest();
+        self.wait_until_ended();
         io::Error::other("the program was killed")
     }
 }

@@ -1,11 +1,11 @@
 //! Fault injection for the programs on the test cluster: one fault at the n-th request, watch event, disk step or
 //! kubelet call of a program.
 //!
-//! A program runs as a sequence of processes ([`Life`]). A killed process has no further effect: its requests do not
+//! A program runs as a sequence of processes ([`ProgramProcess`]). A killed process has no further effect: its requests do not
 //! arrive, it receives no events, its disk steps are not executed, and kubelet receives no responses.
 
+mod connection;
 mod disk;
-mod wire;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 
 /// Operation that can fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Place {
+pub enum Operation {
     /// An API request, including the start of a watch.
     Request,
     /// A request for the leader election's Lease.
@@ -32,7 +32,7 @@ pub enum Place {
 
 /// Kind of fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Trouble {
+pub enum Fault {
     /// Kills the program before the operation.
     KilledBefore,
     /// Kills the program after the operation, before it sees the result.
@@ -40,7 +40,7 @@ pub enum Trouble {
     /// Requests shutdown (SIGTERM) before the operation.
     Stopped,
     /// Drops the operation without an error for a long time. A watch that loses an event stays silent and open; this is
-    /// not part of [`Place::troubles`], because it takes five minutes to detect.
+    /// not part of [`Operation::faults`], because it takes five minutes to detect.
     Lost,
     /// Executes the operation, but withholds the response for a long time.
     ReplyLost,
@@ -60,13 +60,13 @@ pub enum Trouble {
     Failed,
 }
 
-impl Place {
+impl Operation {
     /// All operations.
     pub const ALL: [Self; 5] = [Self::Request, Self::Lease, Self::Event, Self::Disk, Self::Call];
 
     /// Returns the faults that apply to the operation.
-    pub fn troubles(self) -> &'static [Trouble] {
-        use Trouble::{
+    pub fn faults(self) -> &'static [Fault] {
+        use Fault::{
             Broken, Busy, Failed, Forgotten, KilledAfter, KilledBefore, Late, Lost, Refused, ReplyLost,
             Stopped, Twice,
         };
@@ -93,26 +93,26 @@ impl Place {
 
 /// A planned fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Planned {
+pub struct PlannedFault {
     /// The affected program.
     pub program: &'static str,
     /// The affected operation.
-    pub place: Place,
+    pub operation: Operation,
     /// Number of the operation, counted from 1 across all processes of the program.
     pub number: u64,
     /// The fault.
-    pub trouble: Trouble,
+    pub fault: Fault,
 }
 
-impl fmt::Display for Planned {
+impl fmt::Display for PlannedFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             program,
-            place,
+            operation,
             number,
-            trouble,
+            fault,
         } = self;
-        write!(f, "{program}:{place:?}:{number}:{trouble:?}")
+        write!(f, "{program}:{operation:?}:{number}:{fault:?}")
     }
 }
 
@@ -122,50 +122,50 @@ pub struct Faults(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    state: Mutex<State>,
+    state: Mutex<FaultState>,
     /// Notifies when a process has been killed.
-    ended: watch::Sender<u64>,
-    buried: Condvar,
+    kills: watch::Sender<u64>,
+    ended: Condvar,
     start: Instant,
-    look: Look,
+    observer: OperationObserver,
 }
 
-/// Observer of operations. Its arguments are the program, the place and a description.
+/// Observer of operations. Its arguments are the program, the operation and a description.
 #[derive(Default)]
-struct Look(OnceLock<Box<Looker>>);
+struct OperationObserver(OnceLock<Box<Observe>>);
 
-type Looker = dyn Fn(&'static str, Place, &str) + Send + Sync;
+type Observe = dyn Fn(&'static str, Operation, &str) + Send + Sync;
 
-impl fmt::Debug for Look {
+impl fmt::Debug for OperationObserver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Look")
+        f.write_str("OperationObserver")
     }
 }
 
 #[derive(Debug, Default)]
-struct State {
-    planned: Vec<Planned>,
+struct FaultState {
+    planned: Vec<PlannedFault>,
     /// Operations are counted and faults injected only while set.
     counting: bool,
-    counts: BTreeMap<(&'static str, Place), u64>,
-    hits: Vec<Planned>,
-    lives: BTreeMap<&'static str, Lived>,
+    counts: BTreeMap<(&'static str, Operation), u64>,
+    hits: Vec<PlannedFault>,
+    processes: BTreeMap<&'static str, ProcessState>,
     trace: Vec<String>,
 }
 
 /// Latest process of a program.
 #[derive(Debug, Default)]
-struct Lived {
+struct ProcessState {
     number: u64,
     killed: bool,
     /// Whether all its tasks and threads have ended.
-    buried: bool,
+    ended: bool,
     stop: CancellationToken,
 }
 
 /// One process of a program.
 #[derive(Clone, Debug)]
-pub struct Life {
+pub struct ProgramProcess {
     faults: Faults,
     program: &'static str,
     number: u64,
@@ -178,28 +178,28 @@ pub(crate) struct Killed;
 
 impl Faults {
     /// Creates a fault plan. Counting starts with [`Faults::count`].
-    pub fn new(planned: Vec<Planned>) -> Self {
-        let state = State {
+    pub fn new(planned: Vec<PlannedFault>) -> Self {
+        let state = FaultState {
             planned,
-            ..State::default()
+            ..FaultState::default()
         };
         Self(Arc::new(Inner {
             state: Mutex::new(state),
-            ended: watch::Sender::new(0),
-            buried: Condvar::new(),
+            kills: watch::Sender::new(0),
+            ended: Condvar::new(),
             start: Instant::now(),
-            look: Look::default(),
+            observer: OperationObserver::default(),
         }))
     }
 
     /// Installs an observer for each request on arrival, each completed disk step, and each answered kubelet call. Only
     /// the first observer is used.
-    pub fn look(&self, look: impl Fn(&'static str, Place, &str) + Send + Sync + 'static) {
+    pub fn observe(&self, observe: impl Fn(&'static str, Operation, &str) + Send + Sync + 'static) {
         // Further observers are ignored.
-        let _ = self.0.look.0.set(Box::new(look));
+        let _ = self.0.observer.0.set(Box::new(observe));
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, FaultState> {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -208,18 +208,18 @@ impl Faults {
         self.state().counting = counting;
     }
 
-    /// Returns the number of operations by program and place.
-    pub fn counts(&self) -> BTreeMap<(&'static str, Place), u64> {
+    /// Returns the number of operations by program and operation.
+    pub fn counts(&self) -> BTreeMap<(&'static str, Operation), u64> {
         self.state().counts.clone()
     }
 
     /// Returns the planned faults.
-    pub fn planned(&self) -> Vec<Planned> {
+    pub fn planned(&self) -> Vec<PlannedFault> {
         self.state().planned.clone()
     }
 
     /// Returns the injected faults.
-    pub fn hits(&self) -> Vec<Planned> {
+    pub fn hits(&self) -> Vec<PlannedFault> {
         self.state().hits.clone()
     }
 
@@ -235,21 +235,25 @@ impl Faults {
     }
 
     /// Starts the next process of a program.
-    pub fn begin(&self, program: &'static str) -> Life {
+    pub fn begin(&self, program: &'static str) -> ProgramProcess {
         let stop = CancellationToken::new();
         let number = {
             let mut state = self.state();
-            let number = state.lives.get(program).map_or(0, |lived| lived.number) + 1;
-            let lived = Lived {
+            let number = state
+                .processes
+                .get(program)
+                .map_or(0, |process_state| process_state.number)
+                + 1;
+            let process_state = ProcessState {
                 number,
                 stop: stop.clone(),
-                ..Lived::default()
+                ..ProcessState::default()
             };
-            state.lives.insert(program, lived);
+            state.processes.insert(program, process_state);
             number
         };
-        self.note(&format!("{program} starts (life {number})"));
-        Life {
+        self.note(&format!("{program} starts (process {number})"));
+        ProgramProcess {
             faults: self.clone(),
             program,
             number,
@@ -258,19 +262,19 @@ impl Faults {
     }
 
     /// Returns the current process of a program; `None` before its first.
-    pub(crate) fn present(&self, program: &'static str) -> Option<Life> {
+    pub(crate) fn present(&self, program: &'static str) -> Option<ProgramProcess> {
         let state = self.state();
-        let lived = state.lives.get(program)?;
-        Some(Life {
+        let process_state = state.processes.get(program)?;
+        Some(ProgramProcess {
             faults: self.clone(),
             program,
-            number: lived.number,
-            stop: lived.stop.clone(),
+            number: process_state.number,
+            stop: process_state.stop.clone(),
         })
     }
 }
 
-impl Life {
+impl ProgramProcess {
     /// Cancelled when the program should shut down.
     pub fn stop(&self) -> &CancellationToken {
         &self.stop
@@ -280,65 +284,65 @@ impl Life {
     pub fn is_killed(&self) -> bool {
         let state = self.faults.state();
         state
-            .lives
+            .processes
             .get(self.program)
-            .is_none_or(|lived| lived.number != self.number || lived.killed)
+            .is_none_or(|process_state| process_state.number != self.number || process_state.killed)
     }
 
-    /// Kills the process. The caller must [bury](Life::bury) it after its tasks have ended.
+    /// Kills the process. The caller must [mark it ended](ProgramProcess::mark_ended) after its tasks have ended.
     pub fn kill(&self) {
         if self.is_killed() {
             return;
         }
-        if let Some(lived) = self.faults.state().lives.get_mut(self.program) {
-            lived.killed = true;
+        if let Some(process_state) = self.faults.state().processes.get_mut(self.program) {
+            process_state.killed = true;
         }
         self.faults.note(&format!("{} is killed", self.program));
-        self.faults.0.ended.send_modify(|count| *count += 1);
+        self.faults.0.kills.send_modify(|count| *count += 1);
     }
 
     /// Returns when the process has been killed.
     pub async fn killed(&self) {
-        let mut ended = self.faults.0.ended.subscribe();
+        let mut kills = self.faults.0.kills.subscribe();
         // Cannot fail: `self` keeps the sender alive.
-        let _ = ended.wait_for(|_| self.is_killed()).await;
+        let _ = kills.wait_for(|_| self.is_killed()).await;
     }
 
     /// Declares that the process has fully ended, so that threads blocked in a step may return.
-    pub fn bury(&self) {
-        if let Some(lived) = self.faults.state().lives.get_mut(self.program) {
-            lived.buried = true;
+    pub fn mark_ended(&self) {
+        if let Some(process_state) = self.faults.state().processes.get_mut(self.program) {
+            process_state.ended = true;
         }
-        self.faults.0.buried.notify_all();
+        self.faults.0.ended.notify_all();
     }
 
-    /// Blocks the thread until the process is buried.
-    fn rest(&self) {
+    /// Blocks the thread until the process has ended.
+    fn wait_until_ended(&self) {
         let mut state = self.faults.state();
         while state
-            .lives
+            .processes
             .get(self.program)
-            .is_some_and(|lived| lived.number == self.number && !lived.buried)
+            .is_some_and(|process_state| process_state.number == self.number && !process_state.ended)
         {
             state = self
                 .faults
                 .0
-                .buried
+                .ended
                 .wait(state)
                 .unwrap_or_else(PoisonError::into_inner);
         }
     }
 
     /// Calls the observer.
-    pub(crate) fn show(&self, place: Place, what: &str) {
-        if let Some(look) = self.faults.0.look.0.get() {
-            look(self.program, place, what);
+    pub(crate) fn notify(&self, operation: Operation, what: &str) {
+        if let Some(observe) = self.faults.0.observer.0.get() {
+            observe(self.program, operation, what);
         }
     }
 
     /// Counts an operation and returns its fault, if any. The caller implements the fault and, for
-    /// [`Trouble::KilledAfter`], calls [`Life::kill`] after the operation.
-    pub(crate) fn meet(&self, place: Place, what: &str) -> Result<Option<Trouble>, Killed> {
+    /// [`Fault::KilledAfter`], calls [`ProgramProcess::kill`] after the operation.
+    pub(crate) fn start_operation(&self, operation: Operation, what: &str) -> Result<Option<Fault>, Killed> {
         if self.is_killed() {
             return Err(Killed);
         }
@@ -347,25 +351,27 @@ impl Life {
             if !state.counting {
                 return Ok(None);
             }
-            let number = state.counts.entry((self.program, place)).or_default();
+            let number = state.counts.entry((self.program, operation)).or_default();
             *number += 1;
             let number = *number;
-            let here = |planned: &&Planned| {
-                planned.program == self.program && planned.place == place && planned.number == number
+            let here = |planned: &&PlannedFault| {
+                planned.program == self.program && planned.operation == operation && planned.number == number
             };
             let found = state.planned.iter().find(here).copied();
             state.hits.extend(found);
-            (number, found.map(|planned| planned.trouble))
+            (number, found.map(|planned| planned.fault))
         };
-        let happens = found.map_or_else(String::new, |trouble| format!("  <-- {trouble:?}"));
-        self.faults
-            .note(&format!("{} {place:?} {number}: {what}{happens}", self.program));
+        let happens = found.map_or_else(String::new, |fault| format!("  <-- {fault:?}"));
+        self.faults.note(&format!(
+            "{} {operation:?} {number}: {what}{happens}",
+            self.program
+        ));
         match found {
-            Some(Trouble::KilledBefore) => {
+            Some(Fault::KilledBefore) => {
                 self.kill();
                 Err(Killed)
             }
-            Some(Trouble::Stopped) => {
+            Some(Fault::Stopped) => {
                 self.stop.cancel();
                 Ok(None)
             }
@@ -378,28 +384,31 @@ impl Life {
 mod tests {
     use super::*;
 
-    const PLANNED: Planned = Planned {
+    const PLANNED: PlannedFault = PlannedFault {
         program: "p",
-        place: Place::Disk,
+        operation: Operation::Disk,
         number: 2,
-        trouble: Trouble::KilledBefore,
+        fault: Fault::KilledBefore,
     };
 
     #[test]
     fn a_planned_fault_happens_once_and_only_while_counting() {
         let faults = Faults::new(vec![PLANNED]);
-        let life = faults.begin("p");
-        assert_eq!(life.meet(Place::Disk, "uncounted"), Ok(None));
+        let process = faults.begin("p");
+        assert_eq!(process.start_operation(Operation::Disk, "uncounted"), Ok(None));
         faults.count(true);
-        assert_eq!(life.meet(Place::Disk, "first"), Ok(None));
-        assert_eq!(life.meet(Place::Request, "another sort"), Ok(None));
-        assert_eq!(life.meet(Place::Disk, "second"), Err(Killed));
-        assert_eq!(life.meet(Place::Disk, "third"), Err(Killed));
+        assert_eq!(process.start_operation(Operation::Disk, "first"), Ok(None));
+        assert_eq!(
+            process.start_operation(Operation::Request, "another sort"),
+            Ok(None)
+        );
+        assert_eq!(process.start_operation(Operation::Disk, "second"), Err(Killed));
+        assert_eq!(process.start_operation(Operation::Disk, "third"), Err(Killed));
         assert_eq!(faults.hits(), [PLANNED]);
         let next = faults.begin("p");
-        assert!(life.is_killed() && !next.is_killed());
-        assert_eq!(next.meet(Place::Disk, "third"), Ok(None));
-        assert_eq!(faults.counts()[&("p", Place::Disk)], 3);
+        assert!(process.is_killed() && !next.is_killed());
+        assert_eq!(next.start_operation(Operation::Disk, "third"), Ok(None));
+        assert_eq!(faults.counts()[&("p", Operation::Disk)], 3);
     }
 
     #[test]
@@ -410,12 +419,12 @@ mod tests {
     #[tokio::test]
     async fn the_end_of_a_process_is_announced_to_all_waiters() {
         let faults = Faults::new(Vec::new());
-        let life = faults.begin("p");
+        let process = faults.begin("p");
         let waiting = tokio::spawn({
-            let life = life.clone();
-            async move { life.killed().await }
+            let process = process.clone();
+            async move { process.killed().await }
         });
-        life.kill();
+        process.kill();
         waiting.await.unwrap();
     }
 }

@@ -2,28 +2,24 @@
 //! pod, and one for all claims that no other pod uses.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::PoisonError;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde_json::Value;
 
-use super::Kubelet;
-use super::containers::Trouble;
-use super::plugins::{DraApi, Plugin};
-use super::wire::CallError;
+use super::grpc_client::{GrpcClient, GrpcError};
+use super::plugins::{Plugin, PluginApi, Registry};
 use crate::api::proto::{dra_v1, dra_v1alpha3};
-use crate::testcluster::api::Mode;
+use crate::testcluster::api::ClusterMode;
 use crate::testcluster::api::object::{self, list, text};
-use crate::testcluster::client::{claims_of, is_reserved_for};
+use crate::testcluster::client::{ApiClient, claims_of, is_reserved_for};
 
 /// Deadline of a DRA call.
 const PREPARE: Duration = Duration::from_secs(45);
-/// Event reason.
-const REASON: &str = "FailedPrepareDynamicResources";
 
 /// A claim that a pod uses on this node, with one driver.
 #[derive(Clone, Debug)]
-pub(crate) struct Held {
+pub(crate) struct ClaimInfo {
     driver: String,
     namespace: String,
     name: String,
@@ -32,12 +28,12 @@ pub(crate) struct Held {
     handle: String,
     /// Whether the driver has prepared the claim.
     prepared: bool,
-    devices: Vec<Device>,
+    devices: Vec<PreparedDevice>,
 }
 
 /// Devices of a prepared claim.
 #[derive(Clone, Debug, Default)]
-struct Device {
+struct PreparedDevice {
     /// The requests of the claim; empty for all.
     requests: Vec<String>,
     /// CDI device ids.
@@ -45,13 +41,13 @@ struct Device {
 }
 
 /// The claims of a pod, by the pod's entry.
-pub(super) struct Prepared(Vec<(String, Held)>);
+pub(super) struct PodClaims(Vec<(String, ClaimInfo)>);
 
-impl Prepared {
+impl PodClaims {
     /// Returns the CDI device ids of a claim's request, or of all its requests if `request` is empty.
     pub(super) fn ids<'a>(&'a self, entry: &'a str, request: &'a str) -> impl Iterator<Item = &'a String> {
         let of_entry = self.0.iter().filter(move |(name, _)| name == entry);
-        let devices = of_entry.flat_map(|(_, held)| &held.devices);
+        let devices = of_entry.flat_map(|(_, claim)| &claim.devices);
         let named = devices.filter(move |device| {
             request.is_empty()
                 || device.requests.is_empty()
@@ -62,93 +58,116 @@ impl Prepared {
 }
 
 /// The devices of each prepared claim by its uid, or an error.
-type Answers = BTreeMap<String, Result<Vec<Device>, String>>;
+type Answers = BTreeMap<String, Result<Vec<PreparedDevice>, String>>;
 
-fn later(message: String) -> Trouble {
-    Trouble::Later(REASON, message)
+/// Kubelet's record of the claims that pods use, and its calls to their drivers. Clones share the record.
+#[derive(Clone, Debug)]
+pub(crate) struct ClaimManager {
+    client: ApiClient,
+    registry: Registry,
+    grpc: GrpcClient,
+    /// Claims that drivers prepare, or have prepared, by the uid of the pod.
+    claims: Arc<Mutex<BTreeMap<String, Vec<ClaimInfo>>>>,
 }
 
-impl Kubelet {
+impl ClaimManager {
+    pub(super) fn new(client: ApiClient, registry: Registry, grpc: GrpcClient) -> Self {
+        Self {
+            client,
+            registry,
+            grpc,
+            claims: Arc::default(),
+        }
+    }
+
+    /// Returns the uids of the pods with claims.
+    pub(super) fn pods(&self) -> Vec<String> {
+        self.claims().keys().cloned().collect()
+    }
+
+    fn claims(&self) -> MutexGuard<'_, BTreeMap<String, Vec<ClaimInfo>>> {
+        self.claims.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn plugin(&self, driver: &str) -> Result<Plugin, String> {
         self.registry
             .with(|plugins| plugins.driver(driver).cloned())
             .ok_or_else(|| match self.client.server.mode() {
-                Mode::Classic => {
+                ClusterMode::Classic => {
                     format!("plugin name {driver} not found in the list of registered DRA plugins")
                 }
-                Mode::Structured => format!("DRA driver {driver} is not registered"),
+                ClusterMode::Structured => format!("DRA driver {driver} is not registered"),
             })
     }
 
     /// Returns a prepared claim of a driver, for any pod.
-    fn prepared(&self, driver: &str, uid: &str) -> Option<Held> {
-        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut held = running.values().flat_map(|running| &running.claims);
-        held.find(|held| held.driver == driver && held.uid == uid && held.prepared)
+    fn prepared(&self, driver: &str, uid: &str) -> Option<ClaimInfo> {
+        let claims = self.claims();
+        let mut all = claims.values().flatten();
+        all.find(|claim| claim.driver == driver && claim.uid == uid && claim.prepared)
             .cloned()
     }
 
     /// Records that a pod uses a claim.
-    fn hold(&self, pod: &Value, new: Held) {
-        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        let held = &mut running.entry(object::uid(pod).to_owned()).or_default().claims;
-        held.retain(|held| held.driver != new.driver || held.uid != new.uid);
-        held.push(new);
+    fn record(&self, pod: &Value, new: ClaimInfo) {
+        let mut claims = self.claims();
+        let of_pod = claims.entry(object::uid(pod).to_owned()).or_default();
+        of_pod.retain(|claim| claim.driver != new.driver || claim.uid != new.uid);
+        of_pod.push(new);
     }
 
     /// Prepares the pod's claims.
-    pub(super) async fn prepare_claims(&self, pod: &Value) -> Result<Prepared, Trouble> {
+    pub(super) async fn prepare_claims(&self, pod: &Value) -> Result<PodClaims, String> {
         let used = match self.client.server.mode() {
-            Mode::Classic => self.classic_claims(pod),
-            Mode::Structured => self.structured_claims(pod),
-        };
-        let used = used.map_err(later)?;
-        let mut batches: BTreeMap<&str, Vec<Held>> = BTreeMap::new();
-        for (_, held) in &used {
-            if let Some(known) = self.prepared(&held.driver, &held.uid) {
-                self.hold(pod, known);
+            ClusterMode::Classic => self.classic_claims(pod),
+            ClusterMode::Structured => self.structured_claims(pod),
+        }?;
+        let mut batches: BTreeMap<&str, Vec<ClaimInfo>> = BTreeMap::new();
+        for (_, claim) in &used {
+            if let Some(known) = self.prepared(&claim.driver, &claim.uid) {
+                self.record(pod, known);
             } else {
-                let batch = batches.entry(&held.driver).or_default();
-                if batch.iter().all(|other| other.uid != held.uid) {
-                    batch.push(held.clone());
+                let batch = batches.entry(&claim.driver).or_default();
+                if batch.iter().all(|other| other.uid != claim.uid) {
+                    batch.push(claim.clone());
                 }
             }
         }
-        if self.client.server.mode() == Mode::Structured {
+        if self.client.server.mode() == ClusterMode::Structured {
             // Unprepared at the end of the pod, even if a call fails.
-            for held in batches.values().flatten() {
-                self.hold(pod, held.clone());
+            for claim in batches.values().flatten() {
+                self.record(pod, claim.clone());
             }
         }
         let mut ready = Vec::new();
         for (driver, claims) in batches {
-            let (prepared, failure) = self.prepare(driver, claims).await.map_err(later)?;
+            let (prepared, failure) = self.prepare(driver, claims).await?;
             match self.client.server.mode() {
                 // Claims without an error count as prepared, even if others failed.
-                Mode::Classic => {
-                    for held in prepared {
-                        self.hold(pod, held);
+                ClusterMode::Classic => {
+                    for claim in prepared {
+                        self.record(pod, claim);
                     }
                 }
                 // No claim counts as prepared before all are.
-                Mode::Structured => ready.extend(prepared),
+                ClusterMode::Structured => ready.extend(prepared),
             }
             if let Some(failure) = failure {
-                return Err(later(failure));
+                return Err(failure);
             }
         }
-        for held in ready {
-            self.hold(pod, held);
+        for claim in ready {
+            self.record(pod, claim);
         }
-        let prepared = used.into_iter().filter_map(|(entry, held)| {
-            let held = self.prepared(&held.driver, &held.uid)?;
-            Some((entry, held))
+        let prepared = used.into_iter().filter_map(|(entry, claim)| {
+            let claim = self.prepared(&claim.driver, &claim.uid)?;
+            Some((entry, claim))
         });
-        Ok(Prepared(prepared.collect()))
+        Ok(PodClaims(prepared.collect()))
     }
 
     /// Returns the claims that the pod's containers use, once per driver and entry.
-    fn classic_claims(&self, pod: &Value) -> Result<Vec<(String, Held)>, String> {
+    fn classic_claims(&self, pod: &Value) -> Result<Vec<(String, ClaimInfo)>, String> {
         let mut used = Vec::new();
         for (entry, claim) in claims_of(&self.client, pod) {
             let claim = claim.ok_or_else(|| format!("the resource claim of entry {entry} does not exist"))?;
@@ -160,16 +179,16 @@ impl Kubelet {
                 continue;
             }
             for handle in list(&claim, "/status/allocation/resourceHandles") {
-                let mut held = held(text(handle, "/driverName"), &claim);
-                text(handle, "/data").clone_into(&mut held.handle);
-                used.push((entry.clone(), held));
+                let mut info = claim_info(text(handle, "/driverName"), &claim);
+                text(handle, "/data").clone_into(&mut info.handle);
+                used.push((entry.clone(), info));
             }
         }
         Ok(used)
     }
 
     /// Returns the claims of the pod, once per driver and entry. All their drivers must be registered.
-    fn structured_claims(&self, pod: &Value) -> Result<Vec<(String, Held)>, String> {
+    fn structured_claims(&self, pod: &Value) -> Result<Vec<(String, ClaimInfo)>, String> {
         let mut used = Vec::new();
         for (entry, claim) in claims_of(&self.client, pod) {
             let claim = claim.ok_or_else(|| format!("the ResourceClaim of entry {entry} does not exist"))?;
@@ -188,18 +207,22 @@ impl Kubelet {
             let drivers: BTreeSet<&str> = results.iter().map(|result| text(result, "/driver")).collect();
             for driver in drivers {
                 self.plugin(driver)?;
-                used.push((entry.clone(), held(driver, &claim)));
+                used.push((entry.clone(), claim_info(driver, &claim)));
             }
         }
         Ok(used)
     }
 
     /// Calls NodePrepareResources. Returns the prepared claims, and the first failure of a claim.
-    async fn prepare(&self, driver: &str, claims: Vec<Held>) -> Result<(Vec<Held>, Option<String>), String> {
+    async fn prepare(
+        &self,
+        driver: &str,
+        claims: Vec<ClaimInfo>,
+    ) -> Result<(Vec<ClaimInfo>, Option<String>), String> {
         let plugin = self.plugin(driver)?;
         let answers = match plugin.api {
-            DraApi::V1alpha3 => self.prepare_v1alpha3(&plugin, &claims).await,
-            DraApi::V1 | DraApi::V1beta1 => self.prepare_v1(&plugin, &claims).await,
+            PluginApi::V1alpha3 => self.prepare_v1alpha3(&plugin, &claims).await,
+            PluginApi::V1 | PluginApi::V1beta1 => self.prepare_v1(&plugin, &claims).await,
         };
         let mut answers = answers.map_err(|error| format!("NodePrepareResources failed: {error}"))?;
         let mut failure = None;
@@ -215,7 +238,7 @@ impl Kubelet {
                 }
                 Some(Err(error)) => {
                     failure.get_or_insert_with(|| {
-                        let Held { namespace, name, .. } = &claim;
+                        let ClaimInfo { namespace, name, .. } = &claim;
                         format!("NodePrepareResources failed for claim {namespace}/{name}: {error}")
                     });
                 }
@@ -227,38 +250,38 @@ impl Kubelet {
         Ok((ready, failure))
     }
 
-    async fn prepare_v1alpha3(&self, plugin: &Plugin, claims: &[Held]) -> Result<Answers, CallError> {
+    async fn prepare_v1alpha3(&self, plugin: &Plugin, claims: &[ClaimInfo]) -> Result<Answers, GrpcError> {
         let request = dra_v1alpha3::NodePrepareResourcesRequest {
             claims: claims.iter().map(claim_v1alpha3).collect(),
         };
         let method = plugin.api.method("NodePrepareResources");
         let answer: dra_v1alpha3::NodePrepareResourcesResponse = self
-            .calls
+            .grpc
             .call(&plugin.endpoint, &method, &request, PREPARE)
             .await?;
         let entries = answer.claims.into_iter().map(|entry| {
             let value = entry.value.unwrap_or_default();
-            let device = Device {
+            let device = PreparedDevice {
                 ids: value.cdi_devices,
-                ..Device::default()
+                ..PreparedDevice::default()
             };
             (entry.key, or_error(vec![device], value.error))
         });
         Ok(entries.collect())
     }
 
-    async fn prepare_v1(&self, plugin: &Plugin, claims: &[Held]) -> Result<Answers, CallError> {
+    async fn prepare_v1(&self, plugin: &Plugin, claims: &[ClaimInfo]) -> Result<Answers, GrpcError> {
         let request = dra_v1::NodePrepareResourcesRequest {
             claims: claims.iter().map(claim_v1).collect(),
         };
         let method = plugin.api.method("NodePrepareResources");
         let answer: dra_v1::NodePrepareResourcesResponse = self
-            .calls
+            .grpc
             .call(&plugin.endpoint, &method, &request, PREPARE)
             .await?;
         let entries = answer.claims.into_iter().map(|entry| {
             let value = entry.value.unwrap_or_default();
-            let devices = value.devices.into_iter().map(|device| Device {
+            let devices = value.devices.into_iter().map(|device| PreparedDevice {
                 requests: device.request_names,
                 ids: device.cdi_device_ids,
             });
@@ -269,21 +292,21 @@ impl Kubelet {
 
     /// Unprepares the claims that no other pod uses. Returns whether all calls succeeded.
     pub(super) async fn release(&self, uid: &str) -> bool {
-        let mut batches: BTreeMap<String, Vec<Held>> = BTreeMap::new();
+        let mut batches: BTreeMap<String, Vec<ClaimInfo>> = BTreeMap::new();
         {
-            let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-            let Some(mine) = running.get(uid) else {
+            let claims = self.claims();
+            let Some(mine) = claims.get(uid) else {
                 return true;
             };
-            let others: BTreeSet<&str> = running
+            let others: BTreeSet<&str> = claims
                 .iter()
                 .filter(|(other, _)| *other != uid)
-                .flat_map(|(_, running)| running.claims.iter().map(|held| held.uid.as_str()))
+                .flat_map(|(_, claims)| claims.iter().map(|claim| claim.uid.as_str()))
                 .collect();
-            for held in &mine.claims {
-                if !others.contains(held.uid.as_str()) {
-                    let batch = batches.entry(held.driver.clone()).or_default();
-                    batch.push(held.clone());
+            for claim in mine {
+                if !others.contains(claim.uid.as_str()) {
+                    let batch = batches.entry(claim.driver.clone()).or_default();
+                    batch.push(claim.clone());
                 }
             }
         }
@@ -292,39 +315,34 @@ impl Kubelet {
                 return false;
             }
         }
-        self.running
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(uid);
+        self.claims().remove(uid);
         true
     }
 
     /// Calls NodeUnprepareResources for a pod's claims. Returns whether all succeeded; successful ones are not
     /// repeated.
-    async fn unprepare(&self, uid: &str, driver: &str, claims: Vec<Held>) -> bool {
+    async fn unprepare(&self, uid: &str, driver: &str, claims: Vec<ClaimInfo>) -> bool {
         let Ok(plugin) = self.plugin(driver) else {
             return false;
         };
         let Ok(done) = self.unprepared(&plugin, &claims).await else {
             return false;
         };
-        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(mine) = running.get_mut(uid) {
-            mine.claims
-                .retain(|held| held.driver != driver || !done.contains(&held.uid));
+        if let Some(mine) = self.claims().get_mut(uid) {
+            mine.retain(|claim| claim.driver != driver || !done.contains(&claim.uid));
         }
         claims.iter().all(|claim| done.contains(&claim.uid))
     }
 
     /// Returns the uids of the claims that a plugin has unprepared.
-    async fn unprepared(&self, plugin: &Plugin, claims: &[Held]) -> Result<BTreeSet<String>, CallError> {
+    async fn unprepared(&self, plugin: &Plugin, claims: &[ClaimInfo]) -> Result<BTreeSet<String>, GrpcError> {
         let method = plugin.api.method("NodeUnprepareResources");
-        if plugin.api == DraApi::V1alpha3 {
+        if plugin.api == PluginApi::V1alpha3 {
             let request = dra_v1alpha3::NodeUnprepareResourcesRequest {
                 claims: claims.iter().map(claim_v1alpha3).collect(),
             };
             let answer: dra_v1alpha3::NodeUnprepareResourcesResponse = self
-                .calls
+                .grpc
                 .call(&plugin.endpoint, &method, &request, PREPARE)
                 .await?;
             let done = answer
@@ -337,7 +355,7 @@ impl Kubelet {
             claims: claims.iter().map(claim_v1).collect(),
         };
         let answer: dra_v1::NodeUnprepareResourcesResponse = self
-            .calls
+            .grpc
             .call(&plugin.endpoint, &method, &request, PREPARE)
             .await?;
         let done = answer
@@ -348,8 +366,8 @@ impl Kubelet {
     }
 }
 
-fn held(driver: &str, claim: &Value) -> Held {
-    Held {
+fn claim_info(driver: &str, claim: &Value) -> ClaimInfo {
+    ClaimInfo {
         driver: driver.to_owned(),
         namespace: object::namespace(claim).to_owned(),
         name: object::name(claim).to_owned(),
@@ -360,25 +378,25 @@ fn held(driver: &str, claim: &Value) -> Held {
     }
 }
 
-fn claim_v1alpha3(held: &Held) -> dra_v1alpha3::Claim {
+fn claim_v1alpha3(claim: &ClaimInfo) -> dra_v1alpha3::Claim {
     dra_v1alpha3::Claim {
-        namespace: held.namespace.clone(),
-        uid: held.uid.clone(),
-        name: held.name.clone(),
-        resource_handle: held.handle.clone(),
+        namespace: claim.namespace.clone(),
+        uid: claim.uid.clone(),
+        name: claim.name.clone(),
+        resource_handle: claim.handle.clone(),
         ..dra_v1alpha3::Claim::default()
     }
 }
 
-fn claim_v1(held: &Held) -> dra_v1::Claim {
+fn claim_v1(claim: &ClaimInfo) -> dra_v1::Claim {
     dra_v1::Claim {
-        namespace: held.namespace.clone(),
-        uid: held.uid.clone(),
-        name: held.name.clone(),
+        namespace: claim.namespace.clone(),
+        uid: claim.uid.clone(),
+        name: claim.name.clone(),
     }
 }
 
-fn or_error(devices: Vec<Device>, error: String) -> Result<Vec<Device>, String> {
+fn or_error(devices: Vec<PreparedDevice>, error: String) -> Result<Vec<PreparedDevice>, String> {
     if error.is_empty() { Ok(devices) } else { Err(error) }
 }
 
@@ -397,7 +415,7 @@ mod tests {
 
     #[test]
     fn a_container_gets_the_devices_of_the_requests_it_names() {
-        let device = |requests: &[&str], id: &str| Device {
+        let device = |requests: &[&str], id: &str| PreparedDevice {
             requests: requests.iter().map(|request| (*request).to_owned()).collect(),
             ids: vec![id.to_owned()],
         };
@@ -406,11 +424,11 @@ mod tests {
             device(&["lens", "either/lens"], "lens-1"),
             device(&[], "all-1"),
         ];
-        let held = Held {
+        let claim = ClaimInfo {
             devices,
-            ..held("x.dev", &Value::Null)
+            ..claim_info("x.dev", &Value::Null)
         };
-        let prepared = Prepared(vec![("entry".to_owned(), held)]);
+        let prepared = PodClaims(vec![("entry".to_owned(), claim)]);
         let ids = |entry: &str, request: &str| {
             let ids: Vec<&String> = prepared.ids(entry, request).collect();
             ids.into_iter().cloned().collect::<Vec<_>>().join(" ")

@@ -2,30 +2,54 @@
 //! containers; the [`runtime`](super::runtime) computes their devices, environment and mounts.
 
 mod claims;
-mod containers;
+mod grpc_client;
 mod plugins;
-mod wire;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use serde_json::{Value, json};
+use tokio::net::UnixListener;
 use tokio::task::JoinSet;
+use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
+use tonic::transport::Server;
+use tonic::{Request, Response, Status};
 
-use self::containers::Running;
+use self::claims::ClaimManager;
+use self::grpc_client::{GrpcClient, GrpcError};
 use self::plugins::Registry;
-use self::wire::Calls;
 use super::client::ApiClient;
 use super::faults::Faults;
-use super::runtime::Outfit;
+use super::runtime::ContainerConfig;
+use crate::api::proto::device_plugin_v1beta1::{AllocateRequest, ContainerAllocateRequest};
+use crate::api::proto::pod_resources_v1 as v1;
+use crate::api::proto::pod_resources_v1::pod_resources_lister_server::{
+    PodResourcesLister, PodResourcesListerServer,
+};
 use crate::node::run::NodeOptions;
-use crate::testcluster::api::{ApiServer, Mode, object};
+use crate::testcluster::api::object::{self, list, text};
+use crate::testcluster::api::{ApiServer, ClusterMode};
+
+/// Deadline of Allocate; kubelet has none.
+const ALLOCATE: Duration = Duration::from_secs(45);
+
+/// Reason of the event of a failed Prepare.
+const PREPARE_FAILED: &str = "FailedPrepareDynamicResources";
+
+/// Why a pod does not start.
+enum StartError {
+    /// Temporary.
+    Later(&'static str, String),
+    /// Permanent: admission has failed.
+    Never(String),
+}
 
 /// A node's name and directories.
 #[derive(Clone, Debug)]
-pub struct NodePlace {
+pub struct TestNode {
     /// Name of the Node object.
     pub name: String,
     /// Kubelet's root directory.
@@ -38,7 +62,7 @@ pub struct NodePlace {
     pub dev: PathBuf,
 }
 
-impl NodePlace {
+impl TestNode {
     /// Returns a node with all directories below `directory`; its devices are the machine's.
     pub fn within(name: &str, directory: &Path) -> Self {
         Self {
@@ -75,44 +99,51 @@ impl NodePlace {
 }
 
 /// Devices, environment and mounts of the node's containers, by pod namespace and name, then by container.
-pub type Outfits = BTreeMap<(String, String), BTreeMap<String, Outfit>>;
+pub type ContainerConfigs = BTreeMap<(String, String), BTreeMap<String, ContainerConfig>>;
+
+/// Device plugin devices of pods, by pod uid and resource.
+type AllocatedDevices = BTreeMap<String, BTreeMap<String, BTreeSet<String>>>;
 
 /// A kubelet whose actions can be inspected.
 #[derive(Clone, Debug)]
 pub struct Kubelet {
-    place: NodePlace,
+    node: TestNode,
     client: ApiClient,
     registry: Registry,
-    calls: Calls,
-    running: Arc<Mutex<BTreeMap<String, Running>>>,
-    outfits: Arc<Mutex<Outfits>>,
+    grpc: GrpcClient,
+    claims: ClaimManager,
+    devices: Arc<Mutex<AllocatedDevices>>,
+    container_configs: Arc<Mutex<ContainerConfigs>>,
 }
 
 impl Kubelet {
     /// Creates a kubelet for a node. It has no effect before it runs.
-    pub fn new(server: &ApiServer, place: NodePlace) -> Self {
-        Self::calling(server, place, Calls::default())
+    pub fn new(server: &ApiServer, node: TestNode) -> Self {
+        Self::calling(server, node, GrpcClient::default())
     }
 
     /// Like [`Kubelet::new`], with fault injection for its calls to a program.
-    pub fn with_faults(server: &ApiServer, place: NodePlace, faults: &Faults, program: &'static str) -> Self {
-        Self::calling(server, place, Calls::new(faults.clone(), program))
+    pub fn with_faults(server: &ApiServer, node: TestNode, faults: &Faults, program: &'static str) -> Self {
+        Self::calling(server, node, GrpcClient::new(faults.clone(), program))
     }
 
-    fn calling(server: &ApiServer, place: NodePlace, calls: Calls) -> Self {
+    fn calling(server: &ApiServer, node: TestNode, grpc: GrpcClient) -> Self {
+        let client = ApiClient::new(server, "kubelet");
+        let registry = Registry::new(server.mode(), node.device_plugins.clone(), grpc.clone());
         Self {
-            client: ApiClient::new(server, "kubelet"),
-            registry: Registry::new(server.mode(), place.device_plugins.clone(), calls.clone()),
-            calls,
-            place,
-            running: Arc::default(),
-            outfits: Arc::default(),
+            claims: ClaimManager::new(client.clone(), registry.clone(), grpc.clone()),
+            client,
+            registry,
+            grpc,
+            node,
+            devices: Arc::default(),
+            container_configs: Arc::default(),
         }
     }
 
     /// Returns the devices, environment and mounts of all containers.
-    pub fn outfits(&self) -> Outfits {
-        self.outfits
+    pub fn container_configs(&self) -> ContainerConfigs {
+        self.container_configs
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .clone()
@@ -127,18 +158,18 @@ impl Kubelet {
     pub async fn run(self, shutdown: CancellationToken) -> std::io::Result<()> {
         self.announce();
         let mut parts = JoinSet::new();
-        if self.client.server.mode() == Mode::Structured {
+        if self.client.server.mode() == ClusterMode::Structured {
             // Pods could otherwise be scheduled to drivers that never come back.
             self.wipe_slices(None);
             parts.spawn(self.clone().wipe(shutdown.clone()));
         }
         parts.spawn(self.registry.clone().serve(shutdown.clone()));
-        parts.spawn(containers::serve(
+        parts.spawn(serve_pod_resources(
             self.clone(),
-            self.place.root.clone(),
+            self.node.root.clone(),
             shutdown.clone(),
         ));
-        let watched = self.place.root.join("plugins_registry");
+        let watched = self.node.root.join("plugins_registry");
         let watching = self.registry.clone().watch(watched, shutdown.clone());
         parts.spawn(async move {
             watching.await;
@@ -157,7 +188,7 @@ impl Kubelet {
                 Ok(()) = plugins.changed() => {}
                 Some(Ok(Err(error))) = parts.join_next() => return Err(error),
                 // Retries failed prepares; the real kubelet takes up to a minute and a half.
-                () = tokio::time::sleep(std::time::Duration::from_secs(1)) => {}
+                () = tokio::time::sleep(Duration::from_secs(1)) => {}
             }
         }
         while parts.join_next().await.is_some() {}
@@ -166,7 +197,7 @@ impl Kubelet {
 
     /// Creates the Node object.
     fn announce(&self) {
-        let name = &self.place.name;
+        let name = &self.node.name;
         let node = json!({ "metadata": { "name": name, "labels": { "kubernetes.io/hostname": name } } });
         // It may exist from an earlier run.
         let _ = self.client.create("nodes", "", node);
@@ -180,7 +211,7 @@ impl Kubelet {
             }
             tokio::select! {
                 () = shutdown.cancelled() => return Ok(()),
-                () = tokio::time::sleep(plugins::LOOK) => {}
+                () = tokio::time::sleep(plugins::POLL_INTERVAL) => {}
             }
         }
     }
@@ -188,8 +219,8 @@ impl Kubelet {
     /// Deletes the node's ResourceSlices of a driver, or of all drivers.
     fn wipe_slices(&self, driver: Option<&str>) {
         for slice in self.client.list("resourceslices") {
-            let is_of_driver = driver.is_none_or(|driver| object::text(&slice, "/spec/driver") == driver);
-            if is_of_driver && object::text(&slice, "/spec/nodeName") == self.place.name {
+            let is_of_driver = driver.is_none_or(|driver| text(&slice, "/spec/driver") == driver);
+            if is_of_driver && text(&slice, "/spec/nodeName") == self.node.name {
                 // A slice that is deleted meanwhile needs no deletion.
                 let _ = self.client.delete("resourceslices", &slice, None);
             }
@@ -198,7 +229,7 @@ impl Kubelet {
 
     /// Updates the node's status if it has changed.
     fn report(&self) {
-        let Some(node) = self.client.get("nodes", "", &self.place.name) else {
+        let Some(node) = self.client.get("nodes", "", &self.node.name) else {
             return;
         };
         let mut capacity = json!({ "cpu": "2", "memory": "4Gi", "pods": "110" });
@@ -231,28 +262,373 @@ impl Kubelet {
             .client
             .list("pods")
             .into_iter()
-            .filter(|pod| object::text(pod, "/spec/nodeName") == self.place.name)
+            .filter(|pod| text(pod, "/spec/nodeName") == self.node.name)
             .collect();
         self.stop_missing(&pods).await;
         for pod in &pods {
             if object::is_deleting(pod) {
                 self.stop(pod).await;
-            } else if object::text(pod, "/status/phase") == "Pending" {
+            } else if text(pod, "/status/phase") == "Pending" {
                 self.start(pod).await;
             }
         }
     }
 }
 
+impl Kubelet {
+    /// Starts a pod, or reports why it cannot start.
+    async fn start(&self, pod: &Value) {
+        match self.configure_containers(pod).await {
+            Ok(container_configs) => {
+                let key = (object::namespace(pod).to_owned(), object::name(pod).to_owned());
+                self.container_configs
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .insert(key, container_configs);
+                let now = self.client.server.now();
+                let statuses: Vec<Value> = list(pod, "/spec/containers")
+                    .iter()
+                    .map(|container| {
+                        json!({
+                            "name": container["name"], "image": container["image"], "imageID": "", "ready": true,
+                            "restartCount": 0, "state": { "running": { "startedAt": now } },
+                        })
+                    })
+                    .collect();
+                let ready = json!({ "type": "Ready", "status": "True", "lastTransitionTime": now });
+                let mut conditions: Vec<Value> = list(pod, "/status/conditions")
+                    .iter()
+                    .filter(|each| each["type"] != "Ready")
+                    .cloned()
+                    .collect();
+                conditions.push(ready);
+                let status = json!({ "phase": "Running", "startTime": now, "containerStatuses": statuses, "conditions": conditions });
+                self.write(pod, status);
+                self.client
+                    .event(pod, "Normal", "Started", "Started all containers");
+            }
+            Err(StartError::Later(reason, message)) => {
+                if !self.has_event(pod, &message) {
+                    self.client.event(pod, "Warning", reason, &message);
+                }
+            }
+            Err(StartError::Never(message)) => {
+                let status =
+                    json!({ "phase": "Failed", "reason": "UnexpectedAdmissionError", "message": message });
+                self.write(pod, status);
+                self.client
+                    .event(pod, "Warning", "UnexpectedAdmissionError", &message);
+            }
+        }
+    }
+
+    /// Returns whether the event exists: repeated attempts report the same message only once.
+    fn has_event(&self, pod: &Value, message: &str) -> bool {
+        self.client.list("events").iter().any(|event| {
+            event["involvedObject"]["uid"] == pod["metadata"]["uid"] && event["message"] == message
+        })
+    }
+
+    fn write(&self, pod: &Value, status: Value) {
+        // The next pass handles a pod deleted meanwhile.
+        let _ = self
+            .client
+            .merge("pods", pod, "status", json!({ "status": status }));
+    }
+
+    async fn configure_containers(
+        &self,
+        pod: &Value,
+    ) -> Result<BTreeMap<String, ContainerConfig>, StartError> {
+        let devices = self.allocate_devices(pod).await?;
+        let prepared = self.claims.prepare_claims(pod).await;
+        let prepared = prepared.map_err(|error| StartError::Later(PREPARE_FAILED, error))?;
+        let mut container_configs = BTreeMap::new();
+        for container in list(pod, "/spec/containers") {
+            let mut config = ContainerConfig::default();
+            let failed = |error: crate::testcluster::runtime::RuntimeError| {
+                StartError::Later("Failed", error.to_string())
+            };
+            for claim in list(container, "/resources/claims") {
+                for id in prepared.ids(text(claim, "/name"), text(claim, "/request")) {
+                    config
+                        .add_cdi(&self.node.cdi, &self.node.dev, id)
+                        .map_err(failed)?;
+                }
+            }
+            for (path, host, permissions) in devices
+                .get(text(container, "/name"))
+                .into_iter()
+                .flat_map(|got| &got.devices)
+            {
+                config
+                    .add_device(&self.node.dev, path, host, permissions)
+                    .map_err(failed)?;
+            }
+            if let Some(got) = devices.get(text(container, "/name")) {
+                config.environment.extend(got.environment.clone());
+                config.mounts.extend(got.mounts.clone());
+            }
+            container_configs.insert(text(container, "/name").to_owned(), config);
+        }
+        Ok(container_configs)
+    }
+
+    /// Allocates extended resources. Returns the container edits by container.
+    async fn allocate_devices(&self, pod: &Value) -> Result<BTreeMap<String, ContainerConfig>, StartError> {
+        let mut container_configs: BTreeMap<String, ContainerConfig> = BTreeMap::new();
+        for container in list(pod, "/spec/containers") {
+            let limits = container.pointer("/resources/limits").and_then(Value::as_object);
+            for (resource, amount) in limits
+                .into_iter()
+                .flatten()
+                .filter(|(name, _)| name.contains('/'))
+            {
+                let amount = amount
+                    .as_str()
+                    .map_or_else(|| amount.as_u64(), |text| text.parse().ok())
+                    .unwrap_or(0);
+                let ids = self.choose(pod, resource, usize::try_from(amount).unwrap_or(usize::MAX))?;
+                let client = self
+                    .registry
+                    .with(|plugins| plugins.resources.get(resource).map(|(client, _)| client.clone()));
+                let Some(client) = client else { continue };
+                let request = AllocateRequest {
+                    container_requests: vec![ContainerAllocateRequest {
+                        devices_ids: ids.into_iter().collect(),
+                    }],
+                };
+                let allocate = || {
+                    let (mut client, request) = (client.clone(), Request::new(request.clone()));
+                    async move {
+                        let answer = client
+                            .allocate(request)
+                            .await
+                            .map_err(|status| GrpcError::Status {
+                                code: format!("{:?}", status.code()),
+                                message: status.message().to_owned(),
+                            })?;
+                        Ok(answer.into_inner())
+                    }
+                };
+                let answer = self.grpc.with_fault("Allocate", ALLOCATE, allocate).await;
+                let answer = answer.map_err(|error| {
+                    StartError::Never(format!("Allocate failed due to {error}, which is unexpected"))
+                })?;
+                let config = container_configs
+                    .entry(text(container, "/name").to_owned())
+                    .or_default();
+                for response in answer.container_responses {
+                    config.environment.extend(response.envs);
+                    config.mounts.extend(response.mounts.into_iter().map(|mount| {
+                        let options = if mount.read_only {
+                            vec!["ro".to_owned()]
+                        } else {
+                            Vec::new()
+                        };
+                        (mount.container_path, mount.host_path, options)
+                    }));
+                    config.devices.extend(
+                        response
+                            .devices
+                            .into_iter()
+                            .map(|device| (device.container_path, device.host_path, device.permissions)),
+                    );
+                }
+            }
+        }
+        Ok(container_configs)
+    }
+
+    /// Selects free, healthy devices of a resource for a pod. A repeated attempt keeps the pod's devices.
+    fn choose(&self, pod: &Value, resource: &str, amount: usize) -> Result<BTreeSet<String>, StartError> {
+        let mut allocated = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+        let uid = object::uid(pod);
+        if let Some(known) = allocated.get(uid).and_then(|devices| devices.get(resource)) {
+            return Ok(known.clone());
+        }
+        let held: BTreeSet<String> = allocated
+            .values()
+            .filter_map(|devices| devices.get(resource))
+            .flatten()
+            .cloned()
+            .collect();
+        let free: BTreeSet<String> = self.registry.with(|plugins| {
+            let devices = plugins
+                .resources
+                .get(resource)
+                .map(|(_, devices)| devices.clone())
+                .unwrap_or_default();
+            devices
+                .into_iter()
+                .filter(|(id, healthy)| *healthy && !held.contains(id))
+                .map(|(id, _)| id)
+                .take(amount)
+                .collect()
+        });
+        if free.len() < amount {
+            return Err(StartError::Never(format!(
+                "Allocate failed due to requested number of devices unavailable for {resource}. Requested: {amount}, Available: {}, which is unexpected",
+                free.len()
+            )));
+        }
+        allocated
+            .entry(uid.to_owned())
+            .or_default()
+            .insert(resource.to_owned(), free.clone());
+        Ok(free)
+    }
+
+    /// Stops a terminating pod, and deletes it once its claims are unprepared.
+    async fn stop(&self, pod: &Value) {
+        if self.release(object::uid(pod)).await {
+            let key = (object::namespace(pod).to_owned(), object::name(pod).to_owned());
+            self.container_configs
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .remove(&key);
+            // Another client may have deleted the pod already.
+            let _ = self.client.delete("pods", pod, Some(0));
+        }
+    }
+
+    /// Releases the resources of deleted pods.
+    async fn stop_missing(&self, pods: &[Value]) {
+        let mut known: BTreeSet<String> = self.claims.pods().into_iter().collect();
+        {
+            let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+            known.extend(devices.keys().cloned());
+        }
+        for uid in known {
+            if !pods.iter().any(|pod| object::uid(pod) == uid) {
+                self.release(&uid).await;
+            }
+        }
+    }
+
+    /// Unprepares the claims of a pod and frees its devices. Returns whether that is complete.
+    async fn release(&self, uid: &str) -> bool {
+        let released = self.claims.release(uid).await;
+        if released {
+            self.devices
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .remove(uid);
+        }
+        released
+    }
+}
+
+/// Serves the API below kubelet's root directory until shutdown.
+async fn serve_pod_resources(
+    kubelet: Kubelet,
+    root: PathBuf,
+    shutdown: CancellationToken,
+) -> std::io::Result<()> {
+    let socket = root.join("pod-resources/kubelet.sock");
+    if let Some(directory) = socket.parent() {
+        std::fs::create_dir_all(directory)?;
+    }
+    remove(&socket)?;
+    let listener = UnixListener::bind(socket)?;
+    Server::builder()
+        .add_service(PodResourcesListerServer::new(kubelet))
+        .serve_with_incoming_shutdown(UnixListenerStream::new(listener), shutdown.cancelled_owned())
+        .await
+        .map_err(std::io::Error::other)
+}
+
+/// Removes a leftover socket of an earlier process.
+fn remove(socket: &Path) -> std::io::Result<()> {
+    match std::fs::remove_file(socket) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+impl Kubelet {
+    /// Returns the node's pods in the PodResources format, with the devices of each container.
+    fn pod_resources(&self) -> Vec<v1::PodResources> {
+        let allocated = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+        let pods = self.client.list("pods");
+        let mine = pods
+            .iter()
+            .filter(|pod| text(pod, "/spec/nodeName") == self.node.name);
+        mine.map(|pod| {
+            let devices = allocated.get(object::uid(pod));
+            let of = |container: &Value| {
+                let limits = container.pointer("/resources/limits").and_then(Value::as_object);
+                let has = |resource: &String| limits.is_some_and(|limits| limits.contains_key(resource));
+                let devices = devices
+                    .into_iter()
+                    .flatten()
+                    .filter(|(resource, _)| has(resource));
+                v1::ContainerResources {
+                    name: text(container, "/name").to_owned(),
+                    devices: devices
+                        .map(|(resource, ids)| v1::ContainerDevices {
+                            resource_name: resource.clone(),
+                            device_ids: ids.iter().cloned().collect(),
+                            topology: None,
+                        })
+                        .collect(),
+                    ..v1::ContainerResources::default()
+                }
+            };
+            v1::PodResources {
+                name: object::name(pod).to_owned(),
+                namespace: object::namespace(pod).to_owned(),
+                containers: list(pod, "/spec/containers").iter().map(of).collect(),
+            }
+        })
+        .collect()
+    }
+}
+
+#[tonic::async_trait]
+impl PodResourcesLister for Kubelet {
+    async fn list(
+        &self,
+        _: Request<v1::ListPodResourcesRequest>,
+    ) -> Result<Response<v1::ListPodResourcesResponse>, Status> {
+        let pod_resources = self.pod_resources();
+        Ok(Response::new(v1::ListPodResourcesResponse { pod_resources }))
+    }
+
+    async fn get_allocatable_resources(
+        &self,
+        _: Request<v1::AllocatableResourcesRequest>,
+    ) -> Result<Response<v1::AllocatableResourcesResponse>, Status> {
+        let devices = self.registry.with(|plugins| {
+            let one =
+                |(resource, (_, devices)): (&String, &(_, BTreeMap<String, bool>))| v1::ContainerDevices {
+                    resource_name: resource.clone(),
+                    device_ids: devices.keys().cloned().collect(),
+                    topology: None,
+                };
+            plugins.resources.iter().map(one).collect()
+        });
+        Ok(Response::new(v1::AllocatableResourcesResponse { devices }))
+    }
+
+    async fn get(
+        &self,
+        _: Request<v1::GetPodResourcesRequest>,
+    ) -> Result<Response<v1::GetPodResourcesResponse>, Status> {
+        // Same as kubelet 1.30 with default feature gates.
+        Err(Status::unknown("PodResources API Get method disabled"))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testcluster::source::Source;
+    use crate::testcluster::clock_and_rng::ClockAndRng;
 
     #[test]
     fn only_slices_of_the_node_and_driver_are_deleted() {
-        let server = ApiServer::with_mode(Arc::new(Source::system()), Mode::Structured);
-        let kubelet = Kubelet::new(&server, NodePlace::within("node-a", Path::new("/nowhere")));
+        let server = ApiServer::with_mode(Arc::new(ClockAndRng::system()), ClusterMode::Structured);
+        let kubelet = Kubelet::new(&server, TestNode::within("node-a", Path::new("/nowhere")));
         for (name, driver, node) in [
             ("a", "x.dev", "node-a"),
             ("b", "y.dev", "node-a"),

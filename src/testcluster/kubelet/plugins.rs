@@ -14,17 +14,17 @@ use tokio_util::task::AbortOnDropHandle;
 use tonic::transport::{Channel, Endpoint, Server};
 use tonic::{Request, Response, Status};
 
-use super::wire::{Calls, hold};
+use super::grpc_client::{GrpcClient, hold_connection};
 use crate::api::proto::device_plugin_v1beta1::device_plugin_client::DevicePluginClient;
 use crate::api::proto::device_plugin_v1beta1::registration_server::{Registration, RegistrationServer};
 use crate::api::proto::device_plugin_v1beta1::{Empty, RegisterRequest};
 use crate::api::proto::plugin_registration::{
     InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse,
 };
-use crate::testcluster::api::Mode;
+use crate::testcluster::api::ClusterMode;
 
 /// Poll interval of the plugin watcher. The real one uses inotify and reconciles about every second.
-pub(super) const LOOK: Duration = Duration::from_millis(100);
+pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Deadline of GetInfo.
 const INFO: Duration = Duration::from_secs(1);
 /// Deadline of NotifyRegistrationStatus.
@@ -37,7 +37,7 @@ const WIPING_DELAY: Duration = Duration::from_secs(30);
 
 /// DRA API of a plugin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum DraApi {
+pub(crate) enum PluginApi {
     /// `v1alpha3.Node`: the allocation is in the call.
     V1alpha3,
     /// `v1beta1.DRAPlugin`: the plugin reads the allocation from the claim.
@@ -46,15 +46,15 @@ pub(crate) enum DraApi {
     V1,
 }
 
-impl DraApi {
+impl PluginApi {
     /// Returns the API that kubelet uses: before 1.32 by version, later the first service of the plugin that it knows.
-    fn of(mode: Mode, versions: &[String]) -> Option<Self> {
+    fn of(mode: ClusterMode, versions: &[String]) -> Option<Self> {
         match mode {
-            Mode::Classic => versions
+            ClusterMode::Classic => versions
                 .iter()
                 .any(|version| version.starts_with("1."))
                 .then_some(Self::V1alpha3),
-            Mode::Structured => versions.iter().find_map(|version| match version.as_str() {
+            ClusterMode::Structured => versions.iter().find_map(|version| match version.as_str() {
                 "v1.DRAPlugin" => Some(Self::V1),
                 "v1beta1.DRAPlugin" => Some(Self::V1beta1),
                 _ => None,
@@ -78,13 +78,10 @@ impl DraApi {
 pub(crate) struct Plugin {
     /// Service socket.
     pub(crate) endpoint: PathBuf,
-    pub(crate) api: DraApi,
+    pub(crate) api: PluginApi,
     /// Whether kubelet's idle connection to the socket is open.
     connected: bool,
 }
-
-/// Devices of a device plugin; the value is `true` if healthy.
-pub(crate) type Devices = BTreeMap<String, bool>;
 
 /// Registered plugins.
 #[derive(Debug, Default)]
@@ -93,8 +90,8 @@ pub(crate) struct Plugins {
     drivers: BTreeMap<String, Vec<Plugin>>,
     /// When the ResourceSlices of drivers without a connected plugin are deleted.
     wipes: BTreeMap<String, Instant>,
-    /// Clients and devices of device plugins by resource.
-    pub(crate) resources: BTreeMap<String, (DevicePluginClient<Channel>, Devices)>,
+    /// Clients and devices of device plugins by resource; the value of a device is `true` if it is healthy.
+    pub(crate) resources: BTreeMap<String, (DevicePluginClient<Channel>, BTreeMap<String, bool>)>,
 }
 
 impl Plugins {
@@ -108,9 +105,9 @@ impl Plugins {
     }
 
     /// Adds a plugin. Before 1.33, a driver has one plugin.
-    fn add(&mut self, mode: Mode, driver: &str, plugin: Plugin) {
+    fn add(&mut self, mode: ClusterMode, driver: &str, plugin: Plugin) {
         let plugins = self.drivers.entry(driver.to_owned()).or_default();
-        plugins.retain(|known| mode == Mode::Structured && known.endpoint != plugin.endpoint);
+        plugins.retain(|known| mode == ClusterMode::Structured && known.endpoint != plugin.endpoint);
         plugins.push(plugin);
         self.plan_wipe(driver);
     }
@@ -161,26 +158,26 @@ pub(crate) struct Registry {
     pub(crate) plugins: Arc<Mutex<Plugins>>,
     pub(crate) changed: watch::Sender<u64>,
     directory: PathBuf,
-    calls: Calls,
-    mode: Mode,
+    grpc: GrpcClient,
+    mode: ClusterMode,
 }
 
 impl Registry {
-    pub(crate) fn new(mode: Mode, directory: PathBuf, calls: Calls) -> Self {
+    pub(crate) fn new(mode: ClusterMode, directory: PathBuf, grpc: GrpcClient) -> Self {
         Self {
             mode,
             plugins: Arc::default(),
             changed: watch::Sender::new(0),
             directory,
-            calls,
+            grpc,
         }
     }
 
-    pub(crate) fn with<T>(&self, look: impl FnOnce(&mut Plugins) -> T) -> T {
-        look(&mut self.plugins.lock().unwrap_or_else(PoisonError::into_inner))
+    pub(crate) fn with<T>(&self, access: impl FnOnce(&mut Plugins) -> T) -> T {
+        access(&mut self.plugins.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn tell(&self) {
+    fn notify(&self) {
         self.changed.send_modify(|count| *count += 1);
     }
 
@@ -212,12 +209,12 @@ impl Registry {
             for path in gone {
                 if let Some(gone) = known.remove(&path) {
                     self.with(|plugins| plugins.remove(&gone.driver, &gone.endpoint));
-                    self.tell();
+                    self.notify();
                 }
             }
             for (path, inode) in sockets {
                 if known.get(&path).is_none_or(|known| known.inode != inode)
-                    && let Some((driver, plugin)) = register(&path, &self.calls, self.mode).await
+                    && let Some((driver, plugin)) = register(&path, &self.grpc, self.mode).await
                 {
                     let endpoint = plugin.endpoint.clone();
                     self.with(|plugins| {
@@ -226,7 +223,7 @@ impl Registry {
                         }
                         plugins.add(self.mode, &driver, plugin);
                     });
-                    let connection = (self.mode == Mode::Structured).then(|| {
+                    let connection = (self.mode == ClusterMode::Structured).then(|| {
                         let monitor = self.clone().monitor(driver.clone(), endpoint.clone());
                         AbortOnDropHandle::new(tokio::spawn(monitor))
                     });
@@ -237,12 +234,12 @@ impl Registry {
                         _connection: connection,
                     };
                     known.insert(path, registered);
-                    self.tell();
+                    self.notify();
                 }
             }
             tokio::select! {
                 () = shutdown.cancelled() => return,
-                () = tokio::time::sleep(LOOK) => {}
+                () = tokio::time::sleep(POLL_INTERVAL) => {}
             }
         }
     }
@@ -251,7 +248,7 @@ impl Registry {
     async fn monitor(self, driver: String, endpoint: PathBuf) {
         loop {
             let connect = |connected| self.with(|plugins| plugins.connect(&driver, &endpoint, connected));
-            hold(&endpoint, || connect(true)).await;
+            hold_connection(&endpoint, || connect(true)).await;
             connect(false);
             tokio::time::sleep(RECONNECT).await;
         }
@@ -272,7 +269,7 @@ impl Registry {
                         .resources
                         .insert(resource.clone(), (client.clone(), devices))
                 });
-                self.tell();
+                self.notify();
             }
         }
         self.with(|plugins| {
@@ -282,7 +279,7 @@ impl Registry {
                 }
             }
         });
-        self.tell();
+        self.notify();
     }
 }
 
@@ -340,14 +337,14 @@ fn sockets(directory: &Path) -> BTreeMap<PathBuf, u64> {
 }
 
 /// Queries a registration socket for its plugin and confirms the registration.
-async fn register(socket: &Path, calls: &Calls, mode: Mode) -> Option<(String, Plugin)> {
+async fn register(socket: &Path, grpc: &GrpcClient, mode: ClusterMode) -> Option<(String, Plugin)> {
     const SERVICE: &str = "/pluginregistration.Registration";
-    let info: PluginInfo = calls
+    let info: PluginInfo = grpc
         .call(socket, &format!("{SERVICE}/GetInfo"), &InfoRequest {}, INFO)
         .await
         .ok()?;
     let api = (info.r#type == "DRAPlugin")
-        .then(|| DraApi::of(mode, &info.supported_versions))
+        .then(|| PluginApi::of(mode, &info.supported_versions))
         .flatten();
     let status = RegistrationStatus {
         plugin_registered: api.is_some(),
@@ -357,7 +354,7 @@ async fn register(socket: &Path, calls: &Calls, mode: Mode) -> Option<(String, P
             "no handler for this type or version".to_owned()
         },
     };
-    let _: RegistrationStatusResponse = calls
+    let _: RegistrationStatusResponse = grpc
         .call(
             socket,
             &format!("{SERVICE}/NotifyRegistrationStatus"),
@@ -388,7 +385,7 @@ mod tests {
     fn plugin(endpoint: &str) -> Plugin {
         Plugin {
             endpoint: endpoint.into(),
-            api: DraApi::V1,
+            api: PluginApi::V1,
             connected: false,
         }
     }
@@ -401,31 +398,31 @@ mod tests {
     fn the_first_known_service_of_the_plugin_is_called() {
         let api = |mode, versions: &[&str]| {
             let versions: Vec<String> = versions.iter().map(|version| (*version).to_owned()).collect();
-            DraApi::of(mode, &versions)
+            PluginApi::of(mode, &versions)
         };
-        let structured = |versions: &[&str]| api(Mode::Structured, versions);
+        let structured = |versions: &[&str]| api(ClusterMode::Structured, versions);
         assert_eq!(
             structured(&["v1.DRAPlugin", "v1beta1.DRAPlugin"]),
-            Some(DraApi::V1)
+            Some(PluginApi::V1)
         );
         assert_eq!(
             structured(&["v1beta1.DRAPlugin", "v1.DRAPlugin"]),
-            Some(DraApi::V1beta1)
+            Some(PluginApi::V1beta1)
         );
         assert_eq!(
             structured(&["v1alpha1.DRAResourceHealth", "v1.DRAPlugin"]),
-            Some(DraApi::V1)
+            Some(PluginApi::V1)
         );
         assert_eq!(structured(&["1.0.0"]), None);
-        assert_eq!(api(Mode::Classic, &["1.0.1"]), Some(DraApi::V1alpha3));
-        assert_eq!(api(Mode::Classic, &["v1.DRAPlugin"]), None);
+        assert_eq!(api(ClusterMode::Classic, &["1.0.1"]), Some(PluginApi::V1alpha3));
+        assert_eq!(api(ClusterMode::Classic, &["v1.DRAPlugin"]), None);
     }
 
     #[tokio::test(start_paused = true)]
     async fn the_newest_connected_plugin_is_called() {
         let mut plugins = Plugins::default();
         for endpoint in ["old", "new"] {
-            plugins.add(Mode::Structured, DRIVER, plugin(endpoint));
+            plugins.add(ClusterMode::Structured, DRIVER, plugin(endpoint));
         }
         assert_eq!(endpoint(&plugins), Some("new"));
         plugins.connect(DRIVER, Path::new("old"), true);
@@ -439,7 +436,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn slices_are_wiped_thirty_seconds_after_the_connection() {
         let mut plugins = Plugins::default();
-        plugins.add(Mode::Structured, DRIVER, plugin("socket"));
+        plugins.add(ClusterMode::Structured, DRIVER, plugin("socket"));
         plugins.connect(DRIVER, Path::new("socket"), true);
         plugins.connect(DRIVER, Path::new("socket"), false);
         tokio::time::advance(WIPING_DELAY / 2).await;
@@ -454,7 +451,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_plugin_that_comes_back_keeps_its_slices() {
         let mut plugins = Plugins::default();
-        plugins.add(Mode::Structured, DRIVER, plugin("socket"));
+        plugins.add(ClusterMode::Structured, DRIVER, plugin("socket"));
         plugins.connect(DRIVER, Path::new("socket"), true);
         plugins.connect(DRIVER, Path::new("socket"), false);
         tokio::time::advance(WIPING_DELAY / 2).await;

@@ -5,15 +5,18 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 
 use crate::testcluster::api::structured::FINALIZER;
-use crate::testcluster::api::{ApiServer, Mode, object};
+use crate::testcluster::api::{ApiServer, ClusterMode, object};
 use crate::testcluster::client::ApiClient;
-use crate::testcluster::source::Source;
+use crate::testcluster::clock_and_rng::ClockAndRng;
 use crate::testcluster::{claims, scheduler};
 
 /// A cluster of two nodes with a camera each, and a template for one camera.
 fn cluster() -> ApiClient {
-    let source = Source::new(Box::new(|| jiff::Timestamp::UNIX_EPOCH), 1);
-    let client = ApiClient::new(&ApiServer::with_mode(Arc::new(source), Mode::Structured), "test");
+    let source = ClockAndRng::new(Box::new(|| jiff::Timestamp::UNIX_EPOCH), 1);
+    let client = ApiClient::new(
+        &ApiServer::with_mode(Arc::new(source), ClusterMode::Structured),
+        "test",
+    );
     for name in ["node-a", "node-b"] {
         let node = json!({
             "metadata": { "name": name },
@@ -70,8 +73,8 @@ fn shared_claim(client: &ApiClient) -> Value {
 
 fn run(client: &ApiClient) {
     for _ in 0..2 {
-        claims::pass(client);
-        scheduler::pass(client);
+        claims::reconcile(client);
+        scheduler::reconcile(client);
     }
 }
 
@@ -164,12 +167,12 @@ fn a_claim_is_deallocated_after_its_last_pod() {
         ["node-a", "node-a"]
     );
     finish(&client, &pods[0]);
-    claims::pass(&client);
+    claims::reconcile(&client);
     let claim = client.get("resourceclaims", "default", "shared").unwrap();
     assert_eq!(object::list(&claim, "/status/reservedFor").len(), 1);
     assert!(claim.pointer("/status/allocation").is_some());
     finish(&client, &pods[1]);
-    claims::pass(&client);
+    claims::reconcile(&client);
     let claim = client.get("resourceclaims", "default", "shared").unwrap();
     assert_eq!(claim["status"], json!({}));
     assert_eq!(claim["metadata"].get("finalizers"), None);
@@ -182,10 +185,10 @@ fn a_deleted_claim_stays_until_its_pod_ends() {
     let pod = pod(&client, "p", json!({ "resourceClaimName": "shared" }));
     run(&client);
     client.delete("resourceclaims", &claim, None).unwrap();
-    claims::pass(&client);
+    claims::reconcile(&client);
     assert!(client.get("resourceclaims", "default", "shared").is_some());
     finish(&client, &pod);
-    claims::pass(&client);
+    claims::reconcile(&client);
     assert!(client.get("resourceclaims", "default", "shared").is_none());
 }
 
@@ -201,12 +204,12 @@ fn an_unused_allocation_on_an_unsuitable_node_is_cleared() {
     let status = json!({ "status": { "allocation": allocation } });
     client.merge("resourceclaims", &claim, "status", status).unwrap();
     let pod = pod(&client, "p", json!({ "resourceClaimName": "shared" }));
-    scheduler::pass(&client);
+    scheduler::reconcile(&client);
     assert_eq!(
         messages(&client),
         ["0/2 nodes are available: 2 resourceclaim not available on the node."]
     );
-    scheduler::pass(&client);
+    scheduler::reconcile(&client);
     assert_eq!(node_of(&client, &pod), "node-a");
 }
 

@@ -4,9 +4,9 @@
 use std::collections::BTreeSet;
 
 use anyhow::Context as _;
-use drayman::testcluster::api::Mode;
-use drayman::testcluster::source::Source;
-use drayman::testcluster::stage::Stage;
+use drayman::testcluster::api::ClusterMode;
+use drayman::testcluster::clock_and_rng::ClockAndRng;
+use drayman::testcluster::cluster::TestCluster;
 use serde_json::{Value, json};
 use tokio::sync::OnceCell;
 use tokio::time::{Duration, sleep, timeout};
@@ -43,7 +43,7 @@ struct Fixture {
 /// Runs a scenario on both clusters, and compares claims and pods at its end.
 fn both(name: &str, scenario: impl AsyncFn(&Fixture) -> anyhow::Result<()>) {
     run(async {
-        let stage = Stage::with_mode(Source::system(), Mode::Structured);
+        let stage = TestCluster::with_mode(ClockAndRng::system(), ClusterMode::Structured);
         let actual = run_scenario(stage.server().client(), name, &scenario).await;
         let actual = actual.expect("the scenario succeeds on the test cluster");
         stage.stop().await;

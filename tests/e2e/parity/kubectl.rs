@@ -9,8 +9,8 @@ use std::process::Stdio;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use drayman::testcluster::api::{ApiServer, Mode, kubeconfig};
-use drayman::testcluster::source::Source;
+use drayman::testcluster::api::{ApiServer, ClusterMode, kubeconfig};
+use drayman::testcluster::clock_and_rng::ClockAndRng;
 use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
 use tokio_util::sync::CancellationToken;
@@ -132,14 +132,14 @@ type Step = (&'static [&'static str], &'static str);
 /// Runs commands on both servers and compares kubectl's output.
 fn both(namespace: &'static str, steps: &[Step]) {
     run(async {
-        let server = ApiServer::new(Arc::new(Source::system()));
+        let server = ApiServer::new(Arc::new(ClockAndRng::system()));
         let shutdown = CancellationToken::new();
         let _end = shutdown.clone().drop_guard();
         let address = server.listen(shutdown).await.expect("a port");
         let directory = tempfile::tempdir().expect("a directory");
         let file = directory.path().join("kubeconfig");
         std::fs::write(&file, kubeconfig(address)).expect("a file");
-        let real = real(Mode::Classic).await;
+        let real = real(ClusterMode::Classic).await;
         let kubectl = |kubeconfig: &Path, cache: &str| Kubectl {
             program: real.kubectl_program().to_owned(),
             kubeconfig: kubeconfig.to_owned(),

@@ -6,8 +6,8 @@ use std::future::Future;
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-use drayman::testcluster::api::{ApiServer, Mode};
-use drayman::testcluster::source::Source;
+use drayman::testcluster::api::{ApiServer, ClusterMode};
+use drayman::testcluster::clock_and_rng::ClockAndRng;
 use futures::{AsyncBufReadExt as _, TryStreamExt as _};
 use http::{Method, Request};
 use kube::client::Body;
@@ -45,14 +45,14 @@ pub(crate) struct Server {
     transcript: Vec<Value>,
     /// The test cluster's API server; `None` for the real one.
     embedded: Option<ApiServer>,
-    mode: Mode,
+    mode: ClusterMode,
 }
 
 /// The real control plane of a mode, shared by all tests.
-pub(crate) async fn real(mode: Mode) -> &'static Cluster {
+pub(crate) async fn real(mode: ClusterMode) -> &'static Cluster {
     let (cluster, name, builder) = match mode {
-        Mode::Classic => (&CLASSIC, "parity", Cluster::builder()),
-        Mode::Structured => (&STRUCTURED, "parity-structured", Cluster::structured()),
+        ClusterMode::Classic => (&CLASSIC, "parity", Cluster::builder()),
+        ClusterMode::Structured => (&STRUCTURED, "parity-structured", Cluster::structured()),
     };
     cluster
         .get_or_try_init(|| {
@@ -68,12 +68,12 @@ pub(crate) async fn real(mode: Mode) -> &'static Cluster {
 }
 
 /// Locks the history of the real server: shared by tests that need an older version, exclusive to compact it.
-async fn history(mode: Mode, operation: FlockOperation) -> anyhow::Result<File> {
+async fn history(mode: ClusterMode, operation: FlockOperation) -> anyhow::Result<File> {
     lock(&real(mode).await.directory().join("history.lock"), operation).await
 }
 
 /// A client with its own connection and without retries: a 504 is an expected answer.
-async fn client(mode: Mode) -> kube::Client {
+async fn client(mode: ClusterMode) -> kube::Client {
     let cluster = real(mode).await;
     let client = async {
         let file = Kubeconfig::read_from(cluster.kubeconfig())?;
@@ -91,7 +91,7 @@ pub(crate) fn run<T>(work: impl Future<Output = T>) -> T {
 
 /// Sends the same requests to both servers and compares the answers, including managed fields.
 pub(crate) fn both(namespace: &str, conversation: impl AsyncFn(&mut Server) -> anyhow::Result<()>) {
-    run_both(Mode::Classic, namespace, true, conversation);
+    run_both(ClusterMode::Classic, namespace, true, conversation);
 }
 
 /// As [`both`], in structured mode.
@@ -99,7 +99,7 @@ pub(crate) fn both_structured(
     namespace: &str,
     conversation: impl AsyncFn(&mut Server) -> anyhow::Result<()>,
 ) {
-    run_both(Mode::Structured, namespace, true, conversation);
+    run_both(ClusterMode::Structured, namespace, true, conversation);
 }
 
 /// As [`both_structured`], without managed fields.
@@ -107,7 +107,7 @@ pub(crate) fn both_structured_but_managers(
     namespace: &str,
     conversation: impl AsyncFn(&mut Server) -> anyhow::Result<()>,
 ) {
-    run_both(Mode::Structured, namespace, false, conversation);
+    run_both(ClusterMode::Structured, namespace, false, conversation);
 }
 
 /// As [`both`], without managed fields.
@@ -115,17 +115,17 @@ pub(crate) fn both_but_managers(
     namespace: &str,
     conversation: impl AsyncFn(&mut Server) -> anyhow::Result<()>,
 ) {
-    run_both(Mode::Classic, namespace, false, conversation);
+    run_both(ClusterMode::Classic, namespace, false, conversation);
 }
 
 fn run_both(
-    mode: Mode,
+    mode: ClusterMode,
     namespace: &str,
     managed: bool,
     conversation: impl AsyncFn(&mut Server) -> anyhow::Result<()>,
 ) {
     RUNTIME.block_on(async {
-        let server = ApiServer::with_mode(Arc::new(Source::system()), mode);
+        let server = ApiServer::with_mode(Arc::new(ClockAndRng::system()), mode);
         let actual = run_one(
             server.client(),
             Some(server),
@@ -156,7 +156,7 @@ pub(crate) fn compare(actual: &[Value], expected: &[Value]) {
 async fn run_one(
     client: kube::Client,
     embedded: Option<ApiServer>,
-    mode: Mode,
+    mode: ClusterMode,
     namespace: &str,
     managed: bool,
     conversation: &impl AsyncFn(&mut Server) -> anyhow::Result<()>,

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use drayman::testcluster::api::ApiServer;
-use drayman::testcluster::source::Source;
+use drayman::testcluster::clock_and_rng::ClockAndRng;
 use futures::future::try_join_all;
 use http::Request;
 use kube::client::Body;
@@ -99,7 +99,7 @@ fn a_client_that_never_reads_is_cut_off_and_costs_little() {
 async fn slow_clients() -> anyhow::Result<()> {
     const CHANGES: usize = 1500;
     const MAPS: &str = "/api/v1/namespaces/default/configmaps";
-    let server = ApiServer::new(Arc::new(Source::system()));
+    let server = ApiServer::new(Arc::new(ClockAndRng::system()));
     let shutdown = CancellationToken::new();
     let _end = shutdown.clone().drop_guard();
     let address = server.listen(shutdown).await?;

@@ -3,14 +3,14 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use drayman::testkit::{Finding, Rule, conformance};
+use drayman::testkit::{BrokenRule, Rule, conformance};
 
 use crate::testkit::driver::TestDriver;
 use crate::testkit::expect_finding;
 
 /// Runs the kit for one rule on a driver that breaks it. Only rules about hanging calls have a short limit, because printing a panic takes
 /// seconds on a loaded machine.
-async fn broken(rule: Rule) -> Vec<Finding> {
+async fn broken(rule: Rule) -> Vec<BrokenRule> {
     let hangs = matches!(rule, Rule::ReturnsInTime | Rule::BecomesReady);
     let outcome = conformance(move |environment| TestDriver::new(&environment, Some(rule)))
         .only([rule])

@@ -18,10 +18,10 @@ mod node_defects;
 mod node_driver;
 mod own_drivers;
 
-use drayman::testkit::{Broken, Finding, Report, Rule};
+use drayman::testkit::{Broken, BrokenRule, ConformanceReport, Rule};
 
 /// Checks that the findings of the kit include the rule, and that the finding is complete.
-fn expect_finding(rule: Rule, outcome: Result<Report, Broken>) -> Vec<Finding> {
+fn expect_finding(rule: Rule, outcome: Result<ConformanceReport, Broken>) -> Vec<BrokenRule> {
     let findings = match outcome {
         Ok(report) => panic!("{rule} is broken, but the kit reports\n{report}"),
         Err(Broken::Rules(findings)) => findings,

@@ -3,12 +3,12 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use drayman::testkit::{Mode, Rule, node_conformance};
+use drayman::testkit::{ClusterMode, Rule, node_conformance};
 
 use crate::testkit::expect_finding;
 use crate::testkit::node_driver::{TestNodeDriver, left_over};
 
-async fn is_found(rule: Rule, mode: Mode) {
+async fn is_found(rule: Rule, mode: ClusterMode) {
     let hangs = matches!(rule, Rule::ReturnsInTime | Rule::FirstListComes);
     let outcome = node_conformance(move |environment| async move { TestNodeDriver::new(&environment, Some(rule)) })
         .left_over(left_over)
@@ -23,8 +23,8 @@ async fn is_found(rule: Rule, mode: Mode) {
     let findings = expect_finding(rule, outcome);
     if POD_RULES.contains(&rule) {
         let name = match mode {
-            Mode::Classic => "classic mode",
-            Mode::Structured => "structured mode",
+            ClusterMode::Classic => "classic mode",
+            ClusterMode::Structured => "structured mode",
         };
         assert!(
             findings.iter().all(|finding| finding.tried.contains(name)),
@@ -46,13 +46,13 @@ macro_rules! defects {
         $(
             #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $name() {
-                is_found(Rule::$rule, Mode::Classic).await;
+                is_found(Rule::$rule, ClusterMode::Classic).await;
             }
         )*
 
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn defects_that_pods_show_are_found_in_structured_mode() {
-            futures::future::join_all(POD_RULES.map(|rule| is_found(rule, Mode::Structured))).await;
+            futures::future::join_all(POD_RULES.map(|rule| is_found(rule, ClusterMode::Structured))).await;
         }
 
         #[test]

@@ -7,14 +7,14 @@ use drayman::api::crd::definitions;
 use drayman::host::HostDriver;
 use drayman::node::config::NodeConfiguration;
 use drayman::node::discovery::{HostDevices, HostPaths};
-use drayman::testkit::{Environment, Report, Rule, conformance, node_conformance};
+use drayman::testkit::{ConformanceReport, Environment, Rule, conformance, node_conformance};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::testkit::network_attached::NetworkAttached;
 use crate::testkit::sensors::Sensors;
 
-fn print(report: &Report) {
+fn print(report: &ConformanceReport) {
     println!("{report}");
     assert!(report.not_tried.is_empty(), "{report}");
     assert_eq!(report.kept.len(), Rule::DRIVER.len());
@@ -91,7 +91,7 @@ parametersRef: { kind: ConfigMap, namespace: default, name: dongles }
 }
 
 /// Prints a report of a node driver and checks that every rule was tested.
-fn print_node(report: &Report) {
+fn print_node(report: &ConformanceReport) {
     println!("{report}");
     assert!(report.not_tried.is_empty(), "{report}");
     assert_eq!(report.kept.len(), Rule::NODE_DRIVER.len());

@@ -44,14 +44,14 @@ fn step(
     class: Option<&ResourceClass>,
     reasons: &[Option<&str>],
     selected: &str,
-) -> Explanation {
+) -> ClaimExplanation {
     let pod = pod();
     let context: PodSchedulingContext = read(json!({ "spec": { "selectedNode": selected } }));
-    explain(&Facts {
+    explain(&ExplainInput {
         driver: "drayman.dev",
         pod: Some(&pod),
         entry: pod.spec.resource_claims.first(),
-        found: Found::Claim(claim),
+        found: Resolved::Claim(claim),
         class,
         wants: Some(Ok("1 of kind radio")),
         context: Some(&context),
@@ -65,10 +65,10 @@ fn a_claim_is_found_by_pod_status_annotation_and_old_name() {
     let found = |pod: &Pod, claim: &ResourceClaim| {
         let entry = pod.spec.resource_claims[0].clone();
         match find(pod, &entry, std::slice::from_ref(claim)) {
-            Found::Claim(_) => "claim",
-            Found::NotOwned(_) => "not owned",
-            Found::Missing => "missing",
-            Found::NotNeeded => "not needed",
+            Resolved::Claim(_) => "claim",
+            Resolved::NotOwned(_) => "not owned",
+            Resolved::Awaited => "missing",
+            Resolved::NotNeeded => "not needed",
         }
     };
     assert_eq!(found(&pod, &claim), "claim");
@@ -84,15 +84,15 @@ fn a_claim_is_found_by_pod_status_annotation_and_old_name() {
 
 #[test]
 fn a_claim_that_no_node_can_serve_tells_what_each_node_says() {
-    let told = step(
+    let explanation = step(
         &claim(&json!({})),
         Some(&class()),
         &[Some("3 of 3 held"), Some("no inventory")],
         "",
     );
-    assert_eq!(told.step, Step::WaitsForDevice);
-    assert_eq!(told.because, "none of 2 nodes can serve it now");
-    assert_eq!(told.nodes[0].reason.as_deref(), Some("3 of 3 held"));
+    assert_eq!(explanation.step, ClaimStep::WaitsForDevice);
+    assert_eq!(explanation.because, "none of 2 nodes can serve it now");
+    assert_eq!(explanation.nodes[0].reason.as_deref(), Some("3 of 3 held"));
 }
 
 #[test]
@@ -101,20 +101,23 @@ fn a_servable_claim_waits_for_the_scheduler_or_is_in_progress() {
     let (claim, class) = (claim(&json!({})), class());
     assert_eq!(
         step(&claim, Some(&class), &free, "node-1").step,
-        Step::WaitsForScheduler
+        ClaimStep::WaitsForScheduler
     );
-    assert_eq!(step(&claim, Some(&class), &free, "node-0").step, Step::Allocating);
+    assert_eq!(
+        step(&claim, Some(&class), &free, "node-0").step,
+        ClaimStep::Allocating
+    );
 }
 
 #[test]
 fn what_is_missing_or_not_ours_is_named() {
     let claim = claim(&json!({}));
-    assert_eq!(step(&claim, None, &[None], "").step, Step::ClassMissing);
+    assert_eq!(step(&claim, None, &[None], "").step, ClaimStep::ClassMissing);
     let mut other = class();
     other.driver_name = "gpu.example".into();
-    let told = step(&claim, Some(&other), &[None], "");
-    assert_eq!(told.step, Step::NotOurs);
-    assert!(told.because.contains("gpu.example"));
+    let explanation = step(&claim, Some(&other), &[None], "");
+    assert_eq!(explanation.step, ClaimStep::NotOurs);
+    assert!(explanation.because.contains("gpu.example"));
     other.structured_parameters = Some(true);
     assert!(
         step(&claim, Some(&other), &[None], "")
@@ -127,13 +130,13 @@ fn what_is_missing_or_not_ours_is_named() {
 fn an_allocated_claim_tells_whom_it_is_for() {
     let reserved =
         json!({ "allocation": {}, "reservedFor": [{ "resource": "pods", "name": "till", "uid": "p" }] });
-    let told = step(&claim(&reserved), Some(&class()), &[], "");
-    assert_eq!(told.step, Step::WaitsForBinding);
+    let explanation = step(&claim(&reserved), Some(&class()), &[], "");
+    assert_eq!(explanation.step, ClaimStep::WaitsForBinding);
     let other =
         json!({ "allocation": {}, "reservedFor": [{ "resource": "pods", "name": "bar", "uid": "q" }] });
-    let told = step(&claim(&other), Some(&class()), &[], "");
-    assert_eq!(told.step, Step::WaitsForReservation);
-    assert!(told.advice.unwrap().contains("template"));
+    let explanation = step(&claim(&other), Some(&class()), &[], "");
+    assert_eq!(explanation.step, ClaimStep::WaitsForReservation);
+    assert!(explanation.advice.unwrap().contains("template"));
 }
 
 #[test]
@@ -143,25 +146,25 @@ fn a_claim_that_goes_names_whoever_keeps_it() {
         jiff::Timestamp::UNIX_EPOCH,
     ));
     claim.metadata.finalizers = Some(vec!["gpu.example/deletion-protection".into()]);
-    let told = step(&claim, Some(&class()), &[], "");
-    assert_eq!(told.step, Step::Deleting);
-    assert!(told.because.contains("gpu.example/deletion-protection"));
+    let explanation = step(&claim, Some(&class()), &[], "");
+    assert_eq!(explanation.step, ClaimStep::Deleting);
+    assert!(explanation.because.contains("gpu.example/deletion-protection"));
 }
 
 #[test]
 fn without_inventories_no_node_is_called_unable() {
     let (pod, claim, class) = (pod(), claim(&json!({})), class());
-    let explanation = explain(&Facts {
+    let explanation = explain(&ExplainInput {
         driver: "drayman.dev",
         pod: Some(&pod),
         entry: pod.spec.resource_claims.first(),
-        found: Found::Claim(&claim),
+        found: Resolved::Claim(&claim),
         class: Some(&class),
         wants: None,
         context: None,
         nodes: &BTreeMap::new(),
     });
-    assert_eq!(explanation.step, Step::WaitsForScheduler);
+    assert_eq!(explanation.step, ClaimStep::WaitsForScheduler);
     assert!(explanation.because.contains("unknown"), "{}", explanation.because);
 }
 
@@ -175,7 +178,7 @@ fn a_claim_of_a_newer_api_is_named_as_such() {
             "status": status,
         }));
         let entry = pod.spec.resource_claims.first().unwrap();
-        let explanation = explain(&Facts {
+        let explanation = explain(&ExplainInput {
             driver: "drayman.dev",
             pod: Some(&pod),
             entry: Some(entry),
@@ -185,7 +188,7 @@ fn a_claim_of_a_newer_api_is_named_as_such() {
             context: None,
             nodes: &BTreeMap::new(),
         });
-        assert_eq!(explanation.step, Step::NotServed);
+        assert_eq!(explanation.step, ClaimStep::NotServed);
         for word in ["does not serve resource.k8s.io/v1,", "from 1.34 on"] {
             assert!(
                 explanation.because.contains(word),

@@ -7,7 +7,7 @@ use kube::ResourceExt as _;
 
 use super::{SHARES, UNHEALTHY, kind, shares, text, value};
 use crate::api::crd::Mode;
-use crate::cli::diagnose::devices::{DeviceRow, DeviceState, DeviceTable, Holder};
+use crate::cli::diagnose::devices::{DeviceHolder, DeviceRow, DeviceState, DeviceTable};
 use crate::cli::diagnose::qualified_name;
 use crate::core::structured::{DeviceHoldings, DeviceId, PoolState, Usage, all_pools};
 
@@ -50,22 +50,13 @@ pub fn devices(driver: &str, slices: &[ResourceSlice], claims: &[ResourceClaim])
         if id.driver != driver || listed.contains(id) {
             continue;
         }
-        table.devices.push(DeviceRow {
-            // A pool of ours has the name of its node.
-            node: id.pool.clone(),
-            node_uid: String::new(),
-            device: id.device.clone(),
-            kind: String::new(),
-            driver: driver.to_owned(),
-            mode: None,
-            state: DeviceState::Gone,
-            cause: Some("a claim holds it, but no ResourceSlice of its pool lists it".to_owned()),
-            shares: 1,
-            holders: holders(Some(usage)),
-            attributes: std::collections::BTreeMap::new(),
-        });
+        let cause = "a claim holds it, but no ResourceSlice of its pool lists it";
+        // A pool of ours has the name of its node.
+        let (node, device) = (id.pool.clone(), id.device.clone());
+        let gone = DeviceRow::gone(driver, node, device, cause, holders(Some(usage)));
+        table.devices.push(gone);
     }
-    sort(&mut table);
+    table.sort();
     table
 }
 
@@ -91,14 +82,8 @@ pub fn with_inventories(mut table: DeviceTable, inventoried: DeviceTable) -> Dev
         }
         table.devices.push(row);
     }
-    sort(&mut table);
+    table.sort();
     table
-}
-
-fn sort(table: &mut DeviceTable) {
-    table
-        .devices
-        .sort_by(|a, b| (&a.node, &a.device, &a.node_uid).cmp(&(&b.node, &b.device, &b.node_uid)));
 }
 
 fn state(device: &Device, usage: Option<&Usage<'_>>, pool: &PoolState) -> (DeviceState, Option<String>) {
@@ -130,7 +115,7 @@ fn is_used_up(device: &Device, usage: &Usage<'_>) -> bool {
 }
 
 /// Number of claims that can hold a device. Another driver's shared device has no number: it is one more than those that do.
-fn number_of_shares(device: &Device, holders: &[Holder]) -> usize {
+fn number_of_shares(device: &Device, holders: &[DeviceHolder]) -> usize {
     if device.allow_multiple_allocations != Some(true) {
         return 1;
     }
@@ -138,10 +123,10 @@ fn number_of_shares(device: &Device, holders: &[Holder]) -> usize {
     own.unwrap_or(holders.len() + 1)
 }
 
-fn holders(usage: Option<&Usage<'_>>) -> Vec<Holder> {
+fn holders(usage: Option<&Usage<'_>>) -> Vec<DeviceHolder> {
     let holders = usage.into_iter().flat_map(|usage| &usage.holders);
-    let mut holders: Vec<Holder> = holders
-        .map(|holder| Holder {
+    let mut holders: Vec<DeviceHolder> = holders
+        .map(|holder| DeviceHolder {
             claim: qualified_name(holder.claim),
             request: holder.result.request.clone(),
             pods: pods(holder.claim),

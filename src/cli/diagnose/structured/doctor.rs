@@ -7,9 +7,9 @@ use kube::ResourceExt as _;
 
 use super::devices::node_uid;
 use super::{SHARES, UNHEALTHY, kind, text};
-use crate::cli::diagnose::doctor::Finding;
-use crate::cli::diagnose::gates::{Answer, some};
-use crate::cli::diagnose::nodes::{NodeFacts, without_companion};
+use crate::cli::diagnose::doctor::DoctorFinding;
+use crate::cli::diagnose::gates::{GateState, some};
+use crate::cli::diagnose::nodes::{NodeFacts, without_companion, without_device, without_nodes};
 use crate::core::allocation::inventory::Match;
 use crate::core::structured::{Evaluate, PoolState, all_pools};
 
@@ -27,11 +27,11 @@ pub struct Gate {
 
 impl Gate {
     /// Whether the gate is off by the API server's answer, or else by the default of its minor version.
-    pub fn is_off(self, answer: &Answer, minor: Option<u32>) -> bool {
+    pub fn is_off(self, answer: &GateState, minor: Option<u32>) -> bool {
         match answer {
-            Answer::On => false,
-            Answer::Off => true,
-            Answer::Silent | Answer::NotAsked(_) => minor.is_some_and(|minor| minor < ON_SINCE),
+            GateState::On => false,
+            GateState::Off => true,
+            GateState::Silent | GateState::NotAsked(_) => minor.is_some_and(|minor| minor < ON_SINCE),
         }
     }
 }
@@ -49,7 +49,7 @@ pub const GATES: [Gate; 2] = [
 ];
 
 /// Checks the API server's answer about a gate.
-pub fn gate(gate: Gate, answer: &Answer, minor: Option<u32>) -> Finding {
+pub fn gate(gate: Gate, answer: &GateState, minor: Option<u32>) -> DoctorFinding {
     let (check, Gate { name, without }) = ("gates", gate);
     let fix = format!(
         "start kube-apiserver, kube-scheduler and kube-controller-manager with --feature-gates={name}=true; from 1.{ON_SINCE} on it is on \
@@ -57,16 +57,18 @@ pub fn gate(gate: Gate, answer: &Answer, minor: Option<u32>) -> Finding {
     );
     let is_on_by_default = minor.is_none_or(|minor| minor >= ON_SINCE);
     match answer {
-        Answer::On => Finding::fine(check, format!("kube-apiserver has {name} on")),
-        Answer::Off if is_on_by_default => {
-            Finding::warning(check, format!("kube-apiserver has {name} off: {without}"), fix)
+        GateState::On => DoctorFinding::fine(check, format!("kube-apiserver has {name} on")),
+        GateState::Off if is_on_by_default => {
+            DoctorFinding::warning(check, format!("kube-apiserver has {name} off: {without}"), fix)
         }
-        Answer::Off => Finding::note(
+        GateState::Off => DoctorFinding::note(
             check,
             format!("kube-apiserver has {name} off, as by default below 1.{ON_SINCE}: {without}"),
         ),
-        Answer::Silent => Finding::note(check, format!("kube-apiserver does not say whether {name} is on")),
-        Answer::NotAsked(why) => Finding::note(
+        GateState::Silent => {
+            DoctorFinding::note(check, format!("kube-apiserver does not say whether {name} is on"))
+        }
+        GateState::NotAsked(why) => DoctorFinding::note(
             check,
             format!(
                 "kube-apiserver could not be asked for {name} (the verb get on the path /metrics): {why}; by default it is on from \
@@ -77,7 +79,7 @@ pub fn gate(gate: Gate, answer: &Answer, minor: Option<u32>) -> Finding {
 }
 
 /// Reports devices whose fields the API server has dropped.
-pub fn dropped_fields(driver: &str, slices: &[ResourceSlice]) -> Vec<Finding> {
+pub fn dropped_fields(driver: &str, slices: &[ResourceSlice]) -> Vec<DoctorFinding> {
     let check = "gates";
     let mut findings = Vec::new();
     let names = |is_wrong: fn(&Device) -> bool| -> Vec<String> {
@@ -89,7 +91,7 @@ pub fn dropped_fields(driver: &str, slices: &[ResourceSlice]) -> Vec<Finding> {
         text(device, UNHEALTHY).is_some() && !taints.any(|taint| taint.key == UNHEALTHY)
     });
     if !untainted.is_empty() {
-        findings.push(Finding::problem(
+        findings.push(DoctorFinding::problem(
             check,
             format!(
                 "unhealthy devices have no taint, so that the scheduler allocates them: {}; the API server drops taints, so the gate \
@@ -105,7 +107,7 @@ pub fn dropped_fields(driver: &str, slices: &[ResourceSlice]) -> Vec<Finding> {
             && device.allow_multiple_allocations != Some(true)
     });
     if !unshared.is_empty() {
-        findings.push(Finding::problem(
+        findings.push(DoctorFinding::problem(
             check,
             format!(
                 "devices with shares go to one claim only: {}; the API server drops allowMultipleAllocations, so the gate \
@@ -149,7 +151,7 @@ pub fn classes(
     classes: &[DeviceClass],
     slices: &[ResourceSlice],
     evaluate: &mut Evaluate<'_>,
-) -> Vec<Finding> {
+) -> Vec<DoctorFinding> {
     let check = "classes";
     let all: Vec<_> = devices(driver, slices).collect();
     let mut selected = vec![false; all.len()];
@@ -185,7 +187,7 @@ pub fn classes(
         }
         ours += usize::from(names_driver || matches > 0);
         if let Some((device, error)) = failure {
-            findings.push(Finding::warning(
+            findings.push(DoctorFinding::warning(
                 check,
                 format!(
                     "DeviceClass {name} fails on device {device}: {error}; the scheduler gives up on a claim when it meets such a device"
@@ -193,7 +195,7 @@ pub fn classes(
                 "begin the selector with the driver (device.driver == \"...\" &&), and test optional attributes with has() or in",
             ));
         } else if names_driver && matches == 0 {
-            findings.push(Finding::warning(
+            findings.push(DoctorFinding::warning(
                 check,
                 format!("DeviceClass {name} matches no device of driver {driver}"),
                 "check the kinds of the nodes' configuration against the selector, and run `drayman node discover` on a node",
@@ -211,20 +213,20 @@ pub fn classes(
     }
     for (kind, pools) in unselected {
         let pools: Vec<&str> = pools.into_iter().collect();
-        findings.push(Finding::warning(
+        findings.push(DoctorFinding::warning(
             check,
             format!("no DeviceClass selects the devices of kind {kind:?} in pool {}", some(&pools)),
             "create one: the chart does for each kind, and docs/operator/devices.md shows how; until then no claim can ask for them",
         ));
     }
     if ours == 0 {
-        findings.push(Finding::warning(
+        findings.push(DoctorFinding::warning(
             check,
             format!("no DeviceClass is for driver {driver}"),
             "create one; until then no claim can ask for a device",
         ));
     } else if findings.is_empty() {
-        findings.push(Finding::fine(
+        findings.push(DoctorFinding::fine(
             check,
             format!("{ours} for driver {driver}, all usable"),
         ));
@@ -233,7 +235,7 @@ pub fn classes(
 }
 
 /// Checks the slices of `driver` against each other and against the cluster's nodes.
-pub fn slices(driver: &str, slices: &[ResourceSlice], nodes: &[NodeFacts]) -> Vec<Finding> {
+pub fn slices(driver: &str, slices: &[ResourceSlice], nodes: &[NodeFacts]) -> Vec<DoctorFinding> {
     let ours: Vec<&ResourceSlice> = slices
         .iter()
         .filter(|slice| slice.spec.driver == driver)
@@ -245,14 +247,14 @@ pub fn slices(driver: &str, slices: &[ResourceSlice], nodes: &[NodeFacts]) -> Ve
 }
 
 /// Reports pools that the scheduler does not use, and slices that were left behind.
-fn pools(driver: &str, slices: &[ResourceSlice], ours: &[&ResourceSlice]) -> Vec<Finding> {
+fn pools(driver: &str, slices: &[ResourceSlice], ours: &[&ResourceSlice]) -> Vec<DoctorFinding> {
     let check = "slices";
     let mut findings = Vec::new();
     let all = all_pools(slices);
     for pool in all.iter().filter(|pool| pool.driver == driver) {
         let name = pool.name;
         if pool.state != PoolState::Complete {
-            findings.push(Finding::problem(
+            findings.push(DoctorFinding::problem(
                 check,
                 format!("pool {name} is {}: the scheduler allocates none of its devices", pool.state),
                 "if it lasts, see the log of the companion there, and whether something else writes or deletes its ResourceSlices",
@@ -264,7 +266,7 @@ fn pools(driver: &str, slices: &[ResourceSlice], ours: &[&ResourceSlice]) -> Vec
             .map(|slice| slice.name_any())
             .collect();
         if !older.is_empty() {
-            findings.push(Finding::warning(
+            findings.push(DoctorFinding::warning(
                 check,
                 format!(
                     "pool {name} is at generation {}, and older slices remain: {}",
@@ -276,7 +278,7 @@ fn pools(driver: &str, slices: &[ResourceSlice], ours: &[&ResourceSlice]) -> Vec
         }
     }
     if findings.is_empty() && !ours.is_empty() {
-        findings.push(Finding::fine(
+        findings.push(DoctorFinding::fine(
             check,
             format!("{} of driver {driver}, all pools complete", ours.len()),
         ));
@@ -285,7 +287,7 @@ fn pools(driver: &str, slices: &[ResourceSlice], ours: &[&ResourceSlice]) -> Vec
 }
 
 /// Reports nodes whose slices come from two programs or from an earlier node.
-fn owners(driver: &str, ours: &[&ResourceSlice], nodes: &[NodeFacts]) -> Vec<Finding> {
+fn owners(driver: &str, ours: &[&ResourceSlice], nodes: &[NodeFacts]) -> Vec<DoctorFinding> {
     let mut findings = Vec::new();
     let mut by_node: BTreeMap<&str, (BTreeSet<&str>, BTreeSet<String>)> = BTreeMap::new();
     for slice in ours {
@@ -312,14 +314,14 @@ fn owners(driver: &str, ours: &[&ResourceSlice], nodes: &[NodeFacts]) -> Vec<Fin
                 "slices of node {node} are in more than one pool: {}",
                 some(&pools)
             );
-            findings.push(Finding::problem("driver name", message, fix));
+            findings.push(DoctorFinding::problem("driver name", message, fix));
         } else if owners.len() > 1 {
             let owners: Vec<String> = owners.iter().cloned().collect();
             let message = format!(
                 "slices of node {node} have different owners: {}",
                 some_of(&owners)
             );
-            findings.push(Finding::problem("driver name", message, fix));
+            findings.push(DoctorFinding::problem("driver name", message, fix));
         }
     }
     for node in nodes {
@@ -327,7 +329,7 @@ fn owners(driver: &str, ours: &[&ResourceSlice], nodes: &[NodeFacts]) -> Vec<Fin
             .iter()
             .filter(|slice| slice.spec.node_name.as_ref() == Some(&node.name));
         if of_node.any(|slice| !node_uid(slice).is_empty() && node_uid(slice) != node.uid) {
-            findings.push(Finding::problem(
+            findings.push(DoctorFinding::problem(
                 "nodes",
                 format!(
                     "slices of node {} belong to an earlier node of that name",
@@ -341,7 +343,7 @@ fn owners(driver: &str, ours: &[&ResourceSlice], nodes: &[NodeFacts]) -> Vec<Fin
 }
 
 /// Reports which nodes offer devices, and unhealthy devices.
-fn offers(driver: &str, slices: &[ResourceSlice], nodes: &[NodeFacts]) -> Vec<Finding> {
+fn offers(driver: &str, slices: &[ResourceSlice], nodes: &[NodeFacts]) -> Vec<DoctorFinding> {
     let check = "nodes";
     let mut findings = Vec::new();
     let names: BTreeSet<&str> = nodes.iter().map(|node| node.name.as_str()).collect();
@@ -361,7 +363,7 @@ fn offers(driver: &str, slices: &[ResourceSlice], nodes: &[NodeFacts]) -> Vec<Fi
             *number += 1;
         }
         if let Some(cause) = text(device, UNHEALTHY) {
-            findings.push(Finding::warning(
+            findings.push(DoctorFinding::warning(
                 check,
                 format!("device {} is unhealthy: {cause}", device_name(slice, device)),
                 "look after the device; it is given out again when it is well",
@@ -370,32 +372,24 @@ fn offers(driver: &str, slices: &[ResourceSlice], nodes: &[NodeFacts]) -> Vec<Fi
     }
     for (node, number) in &offered {
         if !names.contains(node) {
-            findings.push(Finding::warning(
+            findings.push(DoctorFinding::warning(
                 check,
                 format!("there are slices of node {node}, and no such node"),
                 format!("if the node is gone for good: kubectl delete resourceslice --field-selector spec.nodeName={node},spec.driver={driver}"),
             ));
         } else if *number == 0 {
-            findings.push(Finding::warning(
-                check,
-                format!("node {node} has no device of any kind"),
-                "`drayman node discover` there says why each candidate was not taken",
-            ));
+            findings.push(without_device(node));
         }
     }
     if offered.is_empty() {
-        findings.push(Finding::problem(
-            check,
-            format!("no node offers devices of driver {driver}"),
-            "see that the companion's DaemonSet has pods, and their logs",
-        ));
+        findings.push(without_nodes(driver));
     } else {
         let (with, all) = (
             offered.keys().filter(|node| names.contains(*node)).count(),
             nodes.len(),
         );
         let number: usize = offered.values().sum();
-        findings.push(Finding::fine(
+        findings.push(DoctorFinding::fine(
             check,
             format!("{with} of {all} nodes offer {number} devices"),
         ));

@@ -9,10 +9,12 @@ use kube::ResourceExt as _;
 use super::devices::pods;
 use super::doctor::Gate;
 use crate::cli::diagnose::explain::{
-    DeviceVerdict, Explanation, NodeVerdict, Step, claim_missing, claim_not_owned, deleting, on_node,
+    ClaimExplanation, ClaimStep, DeviceVerdict, NodeVerdict, PodSummary, claim_missing, claim_not_owned,
+    deleting, not_needed, reserved,
 };
 use crate::cli::diagnose::qualified_name;
-use crate::cli::objects::Pod;
+use crate::cli::objects::PartialPod;
+use crate::core::claims::Resolved;
 use crate::core::structured::{
     AllocationFailure, Availability, ClusterState, DeviceId, Evaluate, NodeReport, RequestReport, holdings,
     node_matches, report,
@@ -21,38 +23,27 @@ use crate::core::structured::{
 /// Number of pods that one claim serves, at most (`ResourceClaimReservedForMaxSize`).
 const RESERVED_FOR_MAX: usize = 256;
 
-/// The claim that a pod's entry refers to.
-#[derive(Clone, Copy, Debug)]
-pub enum Found<'a> {
-    /// The entry needs no claim.
-    NotNeeded,
-    /// No such claim exists.
-    Missing,
-    /// The claim with that name is not owned by the pod.
-    NotOwned(&'a ResourceClaim),
-    /// The claim.
-    Claim(&'a ResourceClaim),
-}
-
-impl<'a> Found<'a> {
-    /// The claim, if the entry has one.
-    pub fn claim(self) -> Option<&'a ResourceClaim> {
-        match self {
-            Self::Claim(claim) => Some(claim),
-            Self::NotNeeded | Self::Missing | Self::NotOwned(_) => None,
-        }
+/// Returns the claim of an entry, if it has one.
+pub(crate) fn claim_of(found: Resolved<&ResourceClaim>) -> Option<&ResourceClaim> {
+    match found {
+        Resolved::Claim(claim) => Some(claim),
+        Resolved::NotNeeded | Resolved::Awaited | Resolved::NotOwned(_) => None,
     }
 }
 
 /// Finds the claim for an entry of `pod`, as the scheduler does.
-pub fn find<'a>(pod: &Pod, entry: &PodResourceClaim, claims: &'a [ResourceClaim]) -> Found<'a> {
+pub(crate) fn find<'a>(
+    pod: &PartialPod,
+    entry: &PodResourceClaim,
+    claims: &'a [ResourceClaim],
+) -> Resolved<&'a ResourceClaim> {
     let by_name = |name: &str| {
         claims.iter().find(|claim| {
             claim.metadata.namespace == pod.metadata.namespace && claim.metadata.name.as_deref() == Some(name)
         })
     };
     if let Some(name) = &entry.resource_claim_name {
-        return by_name(name).map_or(Found::Missing, Found::Claim);
+        return by_name(name).map_or(Resolved::Awaited, Resolved::Claim);
     }
     let statuses = pod
         .status
@@ -60,21 +51,21 @@ pub fn find<'a>(pod: &Pod, entry: &PodResourceClaim, claims: &'a [ResourceClaim]
         .flat_map(|status| status.resource_claim_statuses.iter().flatten());
     let mut of_entry = statuses.filter(|status| status.name == entry.name);
     let Some(status) = of_entry.next() else {
-        return Found::Missing;
+        return Resolved::Awaited;
     };
     let Some(name) = &status.resource_claim_name else {
-        return Found::NotNeeded;
+        return Resolved::NotNeeded;
     };
     let Some(claim) = by_name(name) else {
-        return Found::Missing;
+        return Resolved::Awaited;
     };
     let mut owners = claim.owner_references().iter();
     let is_owner =
         owners.any(|owner| owner.controller == Some(true) && Some(&owner.uid) == pod.metadata.uid.as_ref());
     if is_owner {
-        Found::Claim(claim)
+        Resolved::Claim(claim)
     } else {
-        Found::NotOwned(claim)
+        Resolved::NotOwned(claim)
     }
 }
 
@@ -114,17 +105,17 @@ pub fn judge(
 
 /// Input to the explanation of one claim.
 #[derive(Clone, Copy, Debug)]
-pub struct Facts<'a> {
+pub(crate) struct StructuredExplainInput<'a> {
     /// Our driver's name.
     pub driver: &'a str,
     /// The feature gates that are off.
     pub gates_off: &'a [Gate],
     /// The pod, if the question concerns one.
-    pub pod: Option<&'a Pod>,
+    pub pod: Option<&'a PartialPod>,
     /// The pod's entry in `spec.resourceClaims`.
     pub entry: Option<&'a PodResourceClaim>,
     /// The claim.
-    pub found: Found<'a>,
+    pub found: Resolved<&'a ResourceClaim>,
     /// Index of the claim among the unallocated ones of the pod.
     pub index: usize,
     /// All classes, if they can be read.
@@ -134,15 +125,15 @@ pub struct Facts<'a> {
 }
 
 /// Explains one claim.
-pub fn explain(facts: &Facts<'_>) -> Explanation {
-    let claim = facts.found.claim();
-    let (step, because, advice) = standing(facts);
-    let waits = matches!(step, Step::WaitsForDevice | Step::WaitsForScheduler);
-    let nodes = facts.nodes.into_iter().flatten().filter(|_| waits);
+pub(crate) fn explain(input: &StructuredExplainInput<'_>) -> ClaimExplanation {
+    let claim = claim_of(input.found);
+    let (step, because, advice) = standing(input);
+    let waits = matches!(step, ClaimStep::WaitsForDevice | ClaimStep::WaitsForScheduler);
+    let nodes = input.nodes.into_iter().flatten().filter(|_| waits);
     let verdict = |(node, report): (&String, &Result<NodeReport, String>)| NodeVerdict {
         node: node.clone(),
         reason: match report {
-            Ok(report) => reason(report, facts.index),
+            Ok(report) => reason(report, input.index),
             Err(error) => Some(error.clone()),
         },
     };
@@ -150,7 +141,7 @@ pub fn explain(facts: &Facts<'_>) -> Explanation {
     let mut devices = Vec::new();
     for (node, report) in nodes.clone() {
         for request in report.iter().flat_map(|report| &report.requests) {
-            if request.claim != facts.index {
+            if request.claim != input.index {
                 continue;
             }
             for (id, state) in &request.matching {
@@ -158,7 +149,7 @@ pub fn explain(facts: &Facts<'_>) -> Explanation {
                 devices.push(DeviceVerdict {
                     node: node.clone(),
                     request: request.request.clone(),
-                    device: device_name(id, facts.driver),
+                    device: device_name(id, input.driver),
                     reason: unavailable(state),
                 });
             }
@@ -168,8 +159,8 @@ pub fn explain(facts: &Facts<'_>) -> Explanation {
         drivers.extend(holdings::results(claim).map(|result| result.driver.as_str()));
     }
     let drivers: Vec<&str> = drivers.into_iter().collect();
-    Explanation {
-        entry: facts.entry.map(|entry| entry.name.clone()),
+    ClaimExplanation {
+        entry: input.entry.map(|entry| entry.name.clone()),
         claim: claim.map(qualified_name),
         class: claim.map(classes_of).map(|classes| classes.join(", ")),
         driver: Some(drivers.join(", ")).filter(|drivers| !drivers.is_empty()),
@@ -251,33 +242,27 @@ fn wants(claim: &ResourceClaim) -> String {
 }
 
 /// Returns the step, its cause and a suggested fix.
-fn standing(facts: &Facts<'_>) -> (Step, String, String) {
-    let claim = match facts.found {
-        Found::NotNeeded => {
-            return (
-                Step::NotNeeded,
-                "the pod needs no claim here".into(),
-                String::new(),
-            );
-        }
-        Found::Missing => {
-            let entry = facts.entry;
+fn standing(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
+    let claim = match input.found {
+        Resolved::NotNeeded => return not_needed(),
+        Resolved::Awaited => {
+            let entry = input.entry;
             return claim_missing(
                 entry.and_then(|entry| entry.resource_claim_name.as_deref()),
                 entry.and_then(|entry| entry.resource_claim_template_name.as_deref()),
             );
         }
-        Found::NotOwned(claim) => return claim_not_owned(&qualified_name(claim)),
-        Found::Claim(claim) => claim,
+        Resolved::NotOwned(claim) => return claim_not_owned(&qualified_name(claim)),
+        Resolved::Claim(claim) => claim,
     };
     if claim.metadata.deletion_timestamp.is_some() {
         let finalizers = claim.metadata.finalizers.clone().unwrap_or_default();
         return deleting(&pods(claim), &finalizers);
     }
     if is_allocated(claim) {
-        return allocated(claim, facts.pod);
+        return allocated(claim, input.pod);
     }
-    if let Some(classes) = facts.classes {
+    if let Some(classes) = input.classes {
         let exists = |name: &String| {
             classes
                 .iter()
@@ -285,59 +270,31 @@ fn standing(facts: &Facts<'_>) -> (Step, String, String) {
         };
         if let Some(missing) = classes_of(claim).into_iter().find(|name| !exists(name)) {
             return (
-                Step::ClassMissing,
+                ClaimStep::ClassMissing,
                 format!("there is no DeviceClass {missing}"),
                 "create it, or recreate the claim with an existing class: kubectl get deviceclasses".into(),
             );
         }
     }
-    waiting(facts)
+    waiting(input)
 }
 
-fn allocated(claim: &ResourceClaim, pod: Option<&Pod>) -> (Step, String, String) {
+fn allocated(claim: &ResourceClaim, pod: Option<&PartialPod>) -> (ClaimStep, String, String) {
     let status = claim.status.iter();
-    let users: Vec<_> = status
-        .flat_map(|status| status.reserved_for.iter().flatten())
-        .collect();
-    let nothing = String::new();
-    let Some(pod) = pod else {
-        return match users.len() {
-            0 => (
-                Step::Allocated,
-                "it is allocated, and no pod uses it".into(),
-                nothing,
-            ),
-            number => (
-                Step::InUse,
-                format!("it is allocated and reserved for {number} pod(s)"),
-                nothing,
-            ),
-        };
-    };
-    if !users
-        .iter()
-        .any(|user| Some(&user.uid) == pod.metadata.uid.as_ref())
-    {
-        let advice = if users.len() >= RESERVED_FOR_MAX {
-            format!("a claim serves at most {RESERVED_FOR_MAX} pods: create another one")
-        } else {
-            nothing
-        };
-        return (
-            Step::WaitsForReservation,
-            format!("it is allocated, and reserved for {} other pod(s)", users.len()),
-            advice,
-        );
-    }
-    let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
-    let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
-    on_node(node, phase)
+    let users = status.flat_map(|status| status.reserved_for.iter().flatten());
+    let users: Vec<&str> = users.map(|user| user.uid.as_str()).collect();
+    let pod = pod.map(|pod| PodSummary {
+        uid: pod.metadata.uid.as_deref().unwrap_or_default(),
+        node: pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()),
+        phase: pod.status.as_ref().and_then(|status| status.phase.as_deref()),
+    });
+    reserved(&users, RESERVED_FOR_MAX, pod)
 }
 
-fn waiting(facts: &Facts<'_>) -> (Step, String, String) {
-    let Some(nodes) = facts.nodes else {
+fn waiting(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
+    let Some(nodes) = input.nodes else {
         return (
-            Step::WaitsForScheduler,
+            ClaimStep::WaitsForScheduler,
             "it is not allocated yet, and the suitable nodes are unknown".into(),
             "with the right to list resourceslices and deviceclasses, this command evaluates the nodes; see also the pod's events: \
              kubectl describe pod"
@@ -351,7 +308,7 @@ fn waiting(facts: &Facts<'_>) -> (Step, String, String) {
     });
     if let Some(error) = invalid {
         return (
-            Step::ParametersInvalid,
+            ClaimStep::ParametersInvalid,
             format!("the scheduler gives up: {error}"),
             "correct the named object".into(),
         );
@@ -359,24 +316,24 @@ fn waiting(facts: &Facts<'_>) -> (Step, String, String) {
     let (total, able) = (nodes.len(), outcomes().filter(|outcome| outcome.is_ok()).count());
     if able == 0 {
         let gate = |gate: &Gate| format!("; the gate {} is off: {}", gate.name, gate.without);
-        let gates: String = facts.gates_off.iter().map(gate).collect();
+        let gates: String = input.gates_off.iter().map(gate).collect();
         return (
-            Step::WaitsForDevice,
+            ClaimStep::WaitsForDevice,
             format!("none of {total} nodes can serve it now{gates}"),
             "the scheduler tries again as soon as a device is freed, added or repaired; to speed this up, delete a pod that holds \
              one (drayman devices), add a node, or request less"
                 .into(),
         );
     }
-    if facts.pod.is_none() {
+    if input.pod.is_none() {
         return (
-            Step::WaitsForScheduler,
+            ClaimStep::WaitsForScheduler,
             format!("{able} of {total} nodes can serve it; it is allocated when a pod needs it"),
             "nothing is wrong: create a pod that names it".into(),
         );
     }
     (
-        Step::WaitsForScheduler,
+        ClaimStep::WaitsForScheduler,
         format!("{able} of {total} nodes can serve it; the scheduler has not allocated it yet"),
         "if it lasts, the pod's other needs do not fit there: kubectl describe pod".into(),
     )

@@ -6,15 +6,16 @@ use serde_json::{Value, json};
 
 use super::devices::{devices, with_inventories};
 use super::doctor::{GATES, classes, dropped_fields, gate, slices};
-use super::explain::{Facts, Found, explain, find, is_waiting, judge};
+use super::explain::{StructuredExplainInput, claim_of, explain, find, is_waiting, judge};
 use crate::api::crd::Mode;
 use crate::cli::diagnose::devices::{DeviceState, DeviceTable};
-use crate::cli::diagnose::doctor::{Finding, Level};
-use crate::cli::diagnose::explain::{Explanation, Step};
-use crate::cli::diagnose::gates::Answer;
+use crate::cli::diagnose::doctor::{DoctorFinding, Level};
+use crate::cli::diagnose::explain::{ClaimExplanation, ClaimStep};
+use crate::cli::diagnose::gates::GateState;
 use crate::cli::diagnose::nodes::NodeFacts;
-use crate::cli::objects::Pod;
+use crate::cli::objects::PartialPod;
 use crate::core::allocation::tests::fixture::inventory;
+use crate::core::claims::Resolved;
 use crate::core::structured::{ClusterState, DeviceHoldings};
 use crate::host::selectors::with_selectors;
 
@@ -244,15 +245,16 @@ struct Question {
 
 impl Question {
     /// Explains the pod's claims.
-    fn ask(self) -> Vec<Explanation> {
+    fn ask(self) -> Vec<ClaimExplanation> {
         let slices: Vec<ResourceSlice> = self.slices.into_iter().map(read).collect();
         let classes: Vec<DeviceClass> = self.classes.into_iter().map(read).collect();
         let claims: Vec<ResourceClaim> = self.claims.into_iter().map(read).collect();
         let nodes: Vec<Node> = ["node-a", "node-b"].map(node).map(read).into();
-        let pod: Pod = read(self.pod);
+        let pod: PartialPod = read(self.pod);
         let entries = pod.spec.as_ref().unwrap().resource_claims.clone().unwrap();
-        let found: Vec<Found<'_>> = entries.iter().map(|entry| find(&pod, entry, &claims)).collect();
-        let own: Vec<&ResourceClaim> = found.iter().filter_map(|found| found.claim()).collect();
+        let found: Vec<Resolved<&ResourceClaim>> =
+            entries.iter().map(|entry| find(&pod, entry, &claims)).collect();
+        let own: Vec<&ResourceClaim> = found.iter().filter_map(|found| claim_of(*found)).collect();
         let holdings = DeviceHoldings::read(&claims);
         let cluster = ClusterState {
             slices: &slices,
@@ -268,7 +270,7 @@ impl Question {
         let mut index = 0;
         let mut explanations = Vec::new();
         for (entry, found) in entries.iter().zip(found) {
-            explanations.push(explain(&Facts {
+            explanations.push(explain(&StructuredExplainInput {
                 driver: DRIVER,
                 gates_off: &[],
                 pod: Some(&pod),
@@ -278,12 +280,12 @@ impl Question {
                 classes: Some(&classes),
                 nodes: Some(&nodes),
             }));
-            index += usize::from(found.claim().is_some_and(is_waiting));
+            index += usize::from(claim_of(found).is_some_and(is_waiting));
         }
         explanations
     }
 
-    fn of(slices: Vec<Value>, claims: Vec<Value>, names: &[&str]) -> Vec<Explanation> {
+    fn of(slices: Vec<Value>, claims: Vec<Value>, names: &[&str]) -> Vec<ClaimExplanation> {
         Self {
             slices,
             classes: vec![class("cameras"), class("radios")],
@@ -294,7 +296,7 @@ impl Question {
     }
 }
 
-fn reasons(explanation: &Explanation) -> Vec<&str> {
+fn reasons(explanation: &ClaimExplanation) -> Vec<&str> {
     let nodes = explanation.nodes.iter();
     nodes
         .map(|node| node.reason.as_deref().unwrap_or("can serve it"))
@@ -306,7 +308,7 @@ fn a_waiting_claim_is_explained_by_node_and_device() {
     let slices = vec![slice("node-a", json!([camera("a"), camera("b"), unhealthy("c")]))];
     let claims = vec![claim("two", "cameras", 2), held("one", "node-a", &["a"])];
     let explanation = Question::of(slices, claims, &["two"]).remove(0);
-    assert_eq!(explanation.step, Step::WaitsForDevice);
+    assert_eq!(explanation.step, ClaimStep::WaitsForDevice);
     assert_eq!(explanation.because, "none of 2 nodes can serve it now");
     assert_eq!(explanation.wants.as_deref(), Some("device: 2 of class cameras"));
     assert_eq!(explanation.driver.as_deref(), Some(DRIVER));
@@ -396,7 +398,10 @@ fn an_allocated_claim_binds_the_others_to_its_node() {
         slice("node-b", json!([camera("x")])),
     ];
     let both = Question::of(slices, vec![mine, claim("two", "cameras", 1)], &["one", "two"]);
-    assert_eq!((both[0].step, both[0].nodes.len()), (Step::WaitsForBinding, 0));
+    assert_eq!(
+        (both[0].step, both[0].nodes.len()),
+        (ClaimStep::WaitsForBinding, 0)
+    );
     assert_eq!(
         reasons(&both[1]),
         [
@@ -413,30 +418,30 @@ fn each_step_of_a_claim_is_recognised() {
         let explanation = Question::of(slices(), claims, &["one"]).remove(0);
         (explanation.step, explanation.because)
     };
-    assert_eq!(step(Vec::new()).0, Step::ClaimMissing);
+    assert_eq!(step(Vec::new()).0, ClaimStep::ClaimMissing);
     let (waits, because) = step(vec![claim("one", "cameras", 1)]);
-    assert_eq!(waits, Step::WaitsForScheduler);
+    assert_eq!(waits, ClaimStep::WaitsForScheduler);
     assert!(because.starts_with("1 of 2 nodes can serve it"), "{because}");
     assert_eq!(
         step(vec![claim("one", "none", 1)]),
-        (Step::ClassMissing, "there is no DeviceClass none".to_owned())
+        (ClaimStep::ClassMissing, "there is no DeviceClass none".to_owned())
     );
     let mut wrong = claim("one", "cameras", 1);
     wrong["spec"]["devices"]["requests"][0]["exactly"]["selectors"] =
         json!([{ "cel": { "expression": "device.attributes['drayman.dev'].model == 'x'" } }]);
     let (step_of_wrong, because) = step(vec![wrong]);
-    assert_eq!(step_of_wrong, Step::ParametersInvalid);
+    assert_eq!(step_of_wrong, ClaimStep::ParametersInvalid);
     assert!(
         because.contains("selector #0 fails on device drayman.dev/node-a/a"),
         "{because}"
     );
     assert_eq!(
         step(vec![held("one", "node-a", &["a"])]).0,
-        Step::WaitsForReservation
+        ClaimStep::WaitsForReservation
     );
     let mut deleting = claim("one", "cameras", 1);
     deleting["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
-    assert_eq!(step(vec![deleting]).0, Step::Deleting);
+    assert_eq!(step(vec![deleting]).0, ClaimStep::Deleting);
 }
 
 #[test]
@@ -457,20 +462,23 @@ fn a_claim_of_a_template_is_found_by_the_status_of_the_pod() {
         question.ask().remove(0).step
     };
     let status = json!([{ "name": "c", "resourceClaimName": "made" }]);
-    assert_eq!(step(status.clone(), &made), Step::WaitsForScheduler);
-    assert_eq!(step(status, &claim("made", "cameras", 1)), Step::ClaimNotOwned);
-    assert_eq!(step(json!([]), &made), Step::ClaimMissing);
-    assert_eq!(step(json!([{ "name": "c" }]), &made), Step::NotNeeded);
+    assert_eq!(step(status.clone(), &made), ClaimStep::WaitsForScheduler);
+    assert_eq!(
+        step(status, &claim("made", "cameras", 1)),
+        ClaimStep::ClaimNotOwned
+    );
+    assert_eq!(step(json!([]), &made), ClaimStep::ClaimMissing);
+    assert_eq!(step(json!([{ "name": "c" }]), &made), ClaimStep::NotNeeded);
 }
 
-fn messages(findings: &[Finding]) -> Vec<(Level, &str)> {
+fn messages(findings: &[DoctorFinding]) -> Vec<(Level, &str)> {
     findings
         .iter()
         .map(|finding| (finding.level, finding.message.as_str()))
         .collect()
 }
 
-fn of_classes(of: Vec<Value>, slices: Vec<Value>) -> Vec<Finding> {
+fn of_classes(of: Vec<Value>, slices: Vec<Value>) -> Vec<DoctorFinding> {
     let of: Vec<DeviceClass> = of.into_iter().map(read).collect();
     let slices: Vec<ResourceSlice> = slices.into_iter().map(read).collect();
     with_selectors(|selectors| {
@@ -530,7 +538,7 @@ fn classes_and_devices_must_find_each_other() {
     );
 }
 
-fn of_slices(all: Vec<Value>, nodes: &[&str]) -> Vec<Finding> {
+fn of_slices(all: Vec<Value>, nodes: &[&str]) -> Vec<DoctorFinding> {
     let all: Vec<ResourceSlice> = all.into_iter().map(read).collect();
     let fact = |name: &&str| NodeFacts {
         name: (*name).to_owned(),
@@ -542,7 +550,7 @@ fn of_slices(all: Vec<Value>, nodes: &[&str]) -> Vec<Finding> {
 
 /// Checks that one finding has this level and text.
 #[track_caller]
-fn contains(findings: &[Finding], level: Level, text: &str) {
+fn contains(findings: &[DoctorFinding], level: Level, text: &str) {
     let found = messages(findings);
     let says = |(of, message): &&(Level, &str)| *of == level && message.contains(text);
     assert!(found.iter().find(says).is_some(), "{text}: {found:?}");
@@ -667,12 +675,12 @@ fn dropped_fields_show_which_gate_is_off() {
 
 #[test]
 fn a_gate_that_is_off_is_expected_below_its_release() {
-    let level = |answer: Answer, minor| gate(GATES[0], &answer, Some(minor)).level;
-    assert_eq!(level(Answer::On, 37), Level::Fine);
-    assert_eq!(level(Answer::Off, 37), Level::Warning);
-    assert_eq!(level(Answer::Off, 35), Level::Note);
-    assert_eq!(level(Answer::NotAsked("no right".into()), 37), Level::Note);
-    let is_off = |answer: Answer, minor| GATES[0].is_off(&answer, Some(minor));
-    assert!(is_off(Answer::Off, 37) && !is_off(Answer::On, 35));
-    assert!(is_off(Answer::Silent, 35) && !is_off(Answer::Silent, 36));
+    let level = |answer: GateState, minor| gate(GATES[0], &answer, Some(minor)).level;
+    assert_eq!(level(GateState::On, 37), Level::Fine);
+    assert_eq!(level(GateState::Off, 37), Level::Warning);
+    assert_eq!(level(GateState::Off, 35), Level::Note);
+    assert_eq!(level(GateState::NotAsked("no right".into()), 37), Level::Note);
+    let is_off = |answer: GateState, minor| GATES[0].is_off(&answer, Some(minor));
+    assert!(is_off(GateState::Off, 37) && !is_off(GateState::On, 35));
+    assert!(is_off(GateState::Silent, 35) && !is_off(GateState::Silent, 36));
 }

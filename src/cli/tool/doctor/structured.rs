@@ -6,47 +6,51 @@ use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
 use kube::{Client, ResourceExt as _};
 
-use crate::cli::Error;
-use crate::cli::diagnose::doctor::Finding;
+use crate::cli::diagnose::doctor::DoctorFinding;
 use crate::cli::diagnose::nodes::{NodeFacts, runtime_sockets};
 use crate::cli::diagnose::overlap;
 use crate::cli::diagnose::rights::{Component, needed_in_structured_mode};
 use crate::cli::diagnose::structured::doctor::{classes, dropped_fields, slices};
+use crate::cli::error::Error;
 use crate::cli::tool::rights::{self, Account};
-use crate::cli::tool::{ask_for_gates, read};
+use crate::cli::tool::{feature_gates, read};
 use crate::host::selectors::with_selectors;
 
 /// Runs all checks. Read errors become findings.
-pub(super) async fn look(
+pub(super) async fn check(
     client: &Client,
     driver: &str,
     node_user: Option<&str>,
     version: (&str, &str),
-) -> Vec<Finding> {
+) -> Vec<DoctorFinding> {
     let (major, number) = version;
-    let mut findings = vec![Finding::fine(
+    let mut findings = vec![DoctorFinding::fine(
         "version",
         format!(
             "Kubernetes {major}.{number} serves resource.k8s.io/v1: the scheduler allocates, and no controller is needed"
         ),
     )];
-    findings.extend(ask_for_gates::structured(client, read::minor(number)).await);
+    findings.extend(feature_gates::check_structured(client, read::minor(number)).await);
     let mut unread = Vec::new();
     match of_accounts(client, driver, node_user).await {
         Ok(found) => findings.extend(found),
-        Err(error) => unread.push(Finding::unread(&error.to_string())),
+        Err(error) => unread.push(DoctorFinding::unread(&error.to_string())),
     }
     for found in [of_devices(client, driver).await, of_drivers(client).await] {
         match found {
             Ok(found) => findings.extend(found),
-            Err(error) => unread.push(Finding::unread(&error.to_string())),
+            Err(error) => unread.push(DoctorFinding::unread(&error.to_string())),
         }
     }
     findings.extend(unread);
     findings
 }
 
-async fn of_accounts(client: &Client, driver: &str, node_user: Option<&str>) -> Result<Vec<Finding>, Error> {
+async fn of_accounts(
+    client: &Client,
+    driver: &str,
+    node_user: Option<&str>,
+) -> Result<Vec<DoctorFinding>, Error> {
     let pods = rights::pods(client).await?;
     let mut accounts = rights::accounts(&pods, driver);
     let shared = overlap::companions(driver, &rights::releases(&pods, driver));
@@ -56,7 +60,7 @@ async fn of_accounts(client: &Client, driver: &str, node_user: Option<&str>) -> 
         lease: None,
         reviews: false,
     }));
-    let mut findings: Vec<Finding> = runtime_sockets(&rights::companions_with_socket(&pods, driver))
+    let mut findings: Vec<DoctorFinding> = runtime_sockets(&rights::companions_with_socket(&pods, driver))
         .into_iter()
         .collect();
     findings.extend(shared);
@@ -65,7 +69,7 @@ async fn of_accounts(client: &Client, driver: &str, node_user: Option<&str>) -> 
             Component::Node => {
                 findings.extend(rights::check(client, account, needed_in_structured_mode()).await?);
             }
-            Component::Controller => findings.push(Finding::note(
+            Component::Controller => findings.push(DoctorFinding::note(
                 "controller",
                 format!(
                     "{} runs a controller, which has nothing to do here (controller.enabled of the chart)",
@@ -78,7 +82,7 @@ async fn of_accounts(client: &Client, driver: &str, node_user: Option<&str>) -> 
 }
 
 /// Checks for claims with devices of drivers that nothing serves.
-async fn of_drivers(client: &Client) -> Result<Vec<Finding>, Error> {
+async fn of_drivers(client: &Client) -> Result<Vec<DoctorFinding>, Error> {
     let slices: Vec<ResourceSlice> = read::all(client).await?;
     let claims: Vec<ResourceClaim> = read::all(client).await?;
     let mut held: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
@@ -101,7 +105,7 @@ async fn of_drivers(client: &Client) -> Result<Vec<Finding>, Error> {
     Ok(overlap::unserved(&held, &served))
 }
 
-async fn of_devices(client: &Client, driver: &str) -> Result<Vec<Finding>, Error> {
+async fn of_devices(client: &Client, driver: &str) -> Result<Vec<DoctorFinding>, Error> {
     let all_slices: Vec<ResourceSlice> = read::all(client).await?;
     let all_classes: Vec<DeviceClass> = read::all(client).await?;
     let nodes: Vec<NodeFacts> = read::all::<Node>(client)
@@ -134,7 +138,7 @@ mod tests {
 
     async fn run(server: Server) -> Vec<(Level, String)> {
         let user = "system:serviceaccount:drayman:node";
-        let findings = look(&server.client(), "drayman.dev", Some(user), ("1", "37")).await;
+        let findings = check(&server.client(), "drayman.dev", Some(user), ("1", "37")).await;
         findings
             .into_iter()
             .map(|finding| (finding.level, finding.message))

@@ -9,12 +9,13 @@ use kube::{Client, ResourceExt as _};
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use crate::cli::diagnose::explain::{DeviceVerdict, Explanation, NodeVerdict, Step};
-use crate::cli::diagnose::limits::{self, Explanation as ByLimit};
-use crate::cli::objects::{Condition, Pod};
-use crate::cli::output::{Answer, Colour, Style, coloured, columns, one_line, row};
+use crate::cli::diagnose::explain::{ClaimExplanation, ClaimStep, DeviceVerdict, NodeVerdict};
+use crate::cli::diagnose::limits::{self, ExtendedResourceExplanation, ExtendedResourceStep};
+use crate::cli::error::Error;
+use crate::cli::objects::{Condition, PartialPod};
+use crate::cli::output::{Colour, Printable, Style, coloured, columns, one_line, row};
 use crate::cli::tool::read;
-use crate::cli::{Error, value};
+use crate::cli::value;
 
 /// Maximum number of events shown: the newest ones.
 const EVENTS_MAX: usize = 8;
@@ -24,13 +25,13 @@ const DEVICES_MAX: usize = 10;
 
 /// The object to explain.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Subject {
+pub(super) enum ObjectArgument {
     Pod(String),
     Claim(String),
     Either(String),
 }
 
-impl Subject {
+impl ObjectArgument {
     pub(super) fn read(words: &[String]) -> Result<Self, Error> {
         let (kind, name) = match words {
             [one] => match one.split_once('/') {
@@ -59,22 +60,22 @@ impl Subject {
 /// A pod or claim with everything that is known about its step.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-pub(in crate::cli) struct Explained {
+pub(crate) struct Explained {
     /// The pod, if the question concerns one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) pod: Option<PodAnswer>,
     /// The pod's claims, or the claim itself.
-    pub(super) claims: Vec<Explanation>,
+    pub(super) claims: Vec<ClaimExplanation>,
     /// Extended resources in the limits of the pod's containers.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub(super) limits: Vec<ByLimit>,
+    pub(super) limits: Vec<ExtendedResourceExplanation>,
     /// The newest events about these objects.
     pub(super) events: Vec<EventAnswer>,
 }
 
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-pub(in crate::cli) struct PodAnswer {
+pub(crate) struct PodAnswer {
     name: String,
     phase: String,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -86,7 +87,7 @@ pub(in crate::cli) struct PodAnswer {
 
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
-pub(in crate::cli) struct EventAnswer {
+pub(crate) struct EventAnswer {
     about: String,
     reason: String,
     message: String,
@@ -141,7 +142,7 @@ pub(super) async fn events(
 }
 
 /// Returns why the scheduler has not bound the pod.
-pub(super) fn scheduler_says(pod: &Pod) -> Option<String> {
+pub(super) fn scheduler_says(pod: &PartialPod) -> Option<String> {
     if pod.spec.as_ref().is_some_and(|spec| spec.node_name.is_some()) {
         return None;
     }
@@ -170,7 +171,10 @@ pub(super) fn pod_answer(
 
 /// Explains each extended resource of a pod. Reads nodes and their pods only while the pod waits for a resource; if
 /// this is forbidden, a note on stderr names the missing information.
-pub(super) async fn explain_limits(client: &Client, pod: &Pod) -> Result<Vec<ByLimit>, Error> {
+pub(super) async fn explain_limits(
+    client: &Client,
+    pod: &PartialPod,
+) -> Result<Vec<ExtendedResourceExplanation>, Error> {
     let is_bound = pod.spec.as_ref().is_some_and(|spec| spec.node_name.is_some());
     if is_bound || limits::wanted(pod).is_empty() {
         return Ok(limits::explain(pod, None, None));
@@ -180,7 +184,7 @@ pub(super) async fn explain_limits(client: &Client, pod: &Pod) -> Result<Vec<ByL
         "nodes: which of them offer an extended resource is not known",
     )?;
     let pods = unless_forbidden(
-        read::all::<Pod>(client).await,
+        read::all::<PartialPod>(client).await,
         "pods of all namespaces: how many of an extended resource are in use is not known",
     )?;
     Ok(limits::explain(pod, nodes.as_deref(), pods.as_deref()))
@@ -196,7 +200,7 @@ pub(super) fn unless_forbidden<T>(read: Result<T, Error>, what: &str) -> Result<
     }
 }
 
-impl Answer for Explained {
+impl Printable for Explained {
     const KIND: &'static str = "Explanation";
 
     fn text(&self, style: Style) -> String {
@@ -260,19 +264,19 @@ fn text(answer: &Explained, wide: bool) -> String {
     text
 }
 
-fn claim_text(claim: &Explanation, wide: bool) -> String {
+fn claim_text(claim: &ClaimExplanation, wide: bool) -> String {
     let name = match (&claim.entry, &claim.claim) {
         (Some(entry), Some(name)) => format!("Claim {entry} (ResourceClaim {name})"),
         (Some(entry), None) => format!("Claim {entry}"),
         (None, name) => format!("ResourceClaim {}", name.as_deref().unwrap_or_default()),
     };
     let colour = match claim.step {
-        Step::InUse | Step::Allocated | Step::NotNeeded => Colour::Green,
-        Step::ClaimMissing
-        | Step::ClaimNotOwned
-        | Step::ClassMissing
-        | Step::NotServed
-        | Step::ParametersInvalid => Colour::Red,
+        ClaimStep::InUse | ClaimStep::Allocated | ClaimStep::NotNeeded => Colour::Green,
+        ClaimStep::ClaimMissing
+        | ClaimStep::ClaimNotOwned
+        | ClaimStep::ClassMissing
+        | ClaimStep::NotServed
+        | ClaimStep::ParametersInvalid => Colour::Red,
         _ => Colour::Yellow,
     };
     let step = coloured(&format!("{:?}", claim.step), colour);
@@ -292,10 +296,10 @@ fn claim_text(claim: &Explanation, wide: bool) -> String {
     text
 }
 
-fn limit_text(limit: &ByLimit, wide: bool) -> String {
+fn limit_text(limit: &ExtendedResourceExplanation, wide: bool) -> String {
     let colour = match limit.step {
-        limits::Step::InUse | limits::Step::Ended => Colour::Green,
-        limits::Step::NotOffered | limits::Step::TurnedAway => Colour::Red,
+        ExtendedResourceStep::InUse | ExtendedResourceStep::Ended => Colour::Green,
+        ExtendedResourceStep::NotOffered | ExtendedResourceStep::TurnedAway => Colour::Red,
         _ => Colour::Yellow,
     };
     let step = coloured(&format!("{:?}", limit.step), colour);

@@ -7,15 +7,18 @@ use kube::Client;
 use kube::api::{Api, ObjectMeta};
 
 use super::answer::{
-    Explained, Subject, about_claim, about_pod, events, explain_limits, pod_answer, scheduler_says,
+    Explained, ObjectArgument, about_claim, about_pod, events, explain_limits, pod_answer, scheduler_says,
     unless_forbidden,
 };
-use crate::cli::Error;
 use crate::cli::diagnose::qualified_name;
-use crate::cli::diagnose::structured::explain::{Facts, Found, Nodes, explain, find, is_waiting, judge};
-use crate::cli::objects::Pod;
-use crate::cli::tool::ask_for_gates;
+use crate::cli::diagnose::structured::explain::{
+    Nodes, StructuredExplainInput, claim_of, explain, find, is_waiting, judge,
+};
+use crate::cli::error::Error;
+use crate::cli::objects::PartialPod;
+use crate::cli::tool::feature_gates;
 use crate::cli::tool::read::{self, Namespaces};
+use crate::core::claims::Resolved;
 use crate::core::structured::{ClusterState, DeviceHoldings};
 use crate::host::selectors::with_selectors;
 
@@ -24,14 +27,14 @@ pub(super) async fn answer(
     client: &Client,
     namespace: &str,
     driver: &str,
-    subject: &Subject,
+    subject: &ObjectArgument,
 ) -> Result<Option<Explained>, Error> {
-    let pods = Api::<Pod>::namespaced(client.clone(), namespace);
+    let pods = Api::<PartialPod>::namespaced(client.clone(), namespace);
     let pod = match subject {
-        Subject::Pod(name) | Subject::Either(name) => {
+        ObjectArgument::Pod(name) | ObjectArgument::Either(name) => {
             pods.get_opt(name).await.context("cannot read the pod")?
         }
-        Subject::Claim(_) => None,
+        ObjectArgument::Claim(_) => None,
     };
     let claims =
         read::served_claims::<ResourceClaim>(client, &Namespaces::AllOr(namespace.to_owned())).await?;
@@ -47,18 +50,17 @@ pub(super) async fn answer(
         (Some(pod), _) => entries
             .map(|entry| (Some(entry), find(pod, entry, &claims.items)))
             .collect(),
-        (None, Subject::Claim(name) | Subject::Either(name)) => {
+        (None, ObjectArgument::Claim(name) | ObjectArgument::Either(name)) => {
             let Some(claim) = named(name) else { return Ok(None) };
-            vec![(None, Found::Claim(claim))]
+            vec![(None, Resolved::Claim(claim))]
         }
-        (None, Subject::Pod(_)) => return Ok(None),
+        (None, ObjectArgument::Pod(_)) => return Ok(None),
     };
     let mut own: Vec<&ResourceClaim> = Vec::new();
     for (_, found) in &found {
         // Two entries may name one claim.
         own.extend(
-            found
-                .claim()
+            claim_of(*found)
                 .filter(|claim| !own.iter().any(|other| other.metadata.name == claim.metadata.name)),
         );
     }
@@ -80,17 +82,17 @@ pub(super) async fn answer(
             }
             let all_nodes = read_nodes(client, slices).await?;
             nodes = Some(evaluate(slices, classes, &claims.items, &all_nodes, &own)?);
-            gates_off = ask_for_gates::off(client).await?;
+            gates_off = feature_gates::gates_off(client).await?;
         }
     }
     let waiting: Vec<_> = own.iter().filter(|claim| is_waiting(claim)).collect();
     let mut explanations = Vec::new();
     for (entry, found) in &found {
-        let name = found.claim().map(|claim| &claim.metadata.name);
+        let name = claim_of(*found).map(|claim| &claim.metadata.name);
         let index = waiting
             .iter()
             .position(|claim| Some(&claim.metadata.name) == name);
-        explanations.push(explain(&Facts {
+        explanations.push(explain(&StructuredExplainInput {
             driver,
             gates_off: &gates_off,
             pod: pod.as_ref(),
@@ -176,7 +178,7 @@ mod tests {
 
     use super::*;
     use crate::cli::diagnose::structured::tests::{DRIVER, camera, claim, class, held, node, pod, slice};
-    use crate::cli::output::{Answer as _, Style};
+    use crate::cli::output::{Printable as _, Style};
     use crate::cli::tool::mock::Server;
 
     fn server() -> Server {
@@ -198,13 +200,15 @@ mod tests {
             )
     }
 
-    async fn ask(server: Server, subject: Subject) -> Option<Explained> {
+    async fn ask(server: Server, subject: ObjectArgument) -> Option<Explained> {
         answer(&server.client(), "shop", DRIVER, &subject).await.unwrap()
     }
 
     #[tokio::test]
     async fn a_waiting_pod_is_explained_as_by_the_scheduler() {
-        let answer = ask(server(), Subject::Either("second".into())).await.unwrap();
+        let answer = ask(server(), ObjectArgument::Either("second".into()))
+            .await
+            .unwrap();
         assert_eq!(
             answer.text(Style::default()),
             "Pod shop/second: Pending, no node yet\n  \
@@ -225,19 +229,23 @@ mod tests {
 
     #[tokio::test]
     async fn a_claim_is_explained_without_a_pod() {
-        let answer = ask(server(), Subject::Claim("one".into())).await.unwrap();
+        let answer = ask(server(), ObjectArgument::Claim("one".into())).await.unwrap();
         let answer = serde_json::to_value(answer).unwrap();
         assert_eq!(answer["claims"][0]["step"], "InUse");
         assert_eq!(answer["claims"][0]["driver"], DRIVER);
         assert_eq!(answer["claims"][0].get("devices"), None::<&Value>);
-        assert!(ask(server(), Subject::Claim("none".into())).await.is_none());
-        assert!(ask(server(), Subject::Pod("none".into())).await.is_none());
+        assert!(
+            ask(server(), ObjectArgument::Claim("none".into()))
+                .await
+                .is_none()
+        );
+        assert!(ask(server(), ObjectArgument::Pod("none".into())).await.is_none());
     }
 
     #[tokio::test]
     async fn without_the_right_to_read_slices_nodes_are_unknown() {
         let server = server().without_right("/apis/resource.k8s.io/v1/resourceslices");
-        let answer = ask(server, Subject::Pod("second".into())).await.unwrap();
+        let answer = ask(server, ObjectArgument::Pod("second".into())).await.unwrap();
         let answer = serde_json::to_value(answer).unwrap();
         assert_eq!(answer["claims"][0]["step"], "WaitsForScheduler");
         assert_eq!(

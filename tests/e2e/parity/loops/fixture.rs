@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use drayman::testcluster::source::Source;
-use drayman::testcluster::stage::Stage;
+use drayman::testcluster::clock_and_rng::ClockAndRng;
+use drayman::testcluster::cluster::TestCluster;
 use http::Request;
 use serde_json::{Value, json};
 use tokio::sync::OnceCell;
@@ -107,7 +107,7 @@ pub(crate) struct Fixture {
 /// Runs a scenario on both clusters and compares the sequences of states.
 pub(crate) fn both(namespace: &str, scenario: impl AsyncFn(&Fixture) -> anyhow::Result<()>) {
     run(async {
-        let stage = Stage::start(Source::system());
+        let stage = TestCluster::start(ClockAndRng::system());
         let client = stage.server().client();
         make_nodes(&client).await.expect("nodes");
         let actual = ordered(run_scenario(client, namespace, &scenario).await);

@@ -11,10 +11,10 @@ use tokio::time::{Instant, timeout_at};
 
 use super::read;
 use crate::api::crd::NodeInventory;
-use crate::cli::Error;
-use crate::cli::diagnose::doctor::Finding;
-use crate::cli::diagnose::gates::{Answer, GATE, api_server, by_symptoms, kubelets};
+use crate::cli::diagnose::doctor::DoctorFinding;
+use crate::cli::diagnose::gates::{GATE, GateState, api_server, by_symptoms, kubelets};
 use crate::cli::diagnose::structured::doctor::{GATES, Gate, gate};
+use crate::cli::error::Error;
 use crate::core::names::is_dns_subdomain;
 
 /// Limit for all components together; an unreachable node would block for long.
@@ -27,13 +27,13 @@ const CONCURRENCY: usize = 16;
 const NODE_NAME_MAX: usize = 253;
 
 /// Returns findings and read errors.
-pub(super) async fn look(
+pub(super) async fn check_classic(
     client: &Client,
     driver: &str,
     inventories: Option<&[NodeInventory]>,
-) -> (Vec<Finding>, Vec<Error>) {
+) -> (Vec<DoctorFinding>, Vec<Error>) {
     let deadline = Instant::now() + LIMIT;
-    let of_server = answer(&ask(client, API_SERVER, deadline).await, GATE);
+    let of_server = state_of(&read_metrics(client, API_SERVER, deadline).await, GATE);
     let mut findings = vec![api_server(&of_server)];
     let nodes: BTreeSet<&str> = inventories
         .unwrap_or_default()
@@ -43,17 +43,20 @@ pub(super) async fn look(
         // The name becomes part of a path, and companions write it.
         .filter(|name| is_dns_subdomain(name, NODE_NAME_MAX))
         .collect();
-    let answers: BTreeMap<String, Answer> = futures::stream::iter(nodes)
+    let answers: BTreeMap<String, GateState> = futures::stream::iter(nodes)
         .map(|node| async move {
             let path = format!("/api/v1/nodes/{node}/proxy/metrics");
-            (node.to_owned(), answer(&ask(client, &path, deadline).await, GATE))
+            (
+                node.to_owned(),
+                state_of(&read_metrics(client, &path, deadline).await, GATE),
+            )
         })
         .buffer_unordered(CONCURRENCY)
         .collect()
         .await;
     findings.extend(kubelets(&answers));
     let mut errors = Vec::new();
-    match symptoms(client).await {
+    match check_symptoms(client).await {
         Ok(found) => findings.extend(found),
         Err(error) => errors.push(error),
     }
@@ -61,32 +64,32 @@ pub(super) async fn look(
 }
 
 /// Asks the API server for the gates of structured mode.
-pub(super) async fn structured(client: &Client, minor: Option<u32>) -> Vec<Finding> {
-    let metrics = ask(client, API_SERVER, Instant::now() + LIMIT).await;
+pub(super) async fn check_structured(client: &Client, minor: Option<u32>) -> Vec<DoctorFinding> {
+    let metrics = read_metrics(client, API_SERVER, Instant::now() + LIMIT).await;
     let gates = GATES.into_iter();
     gates
-        .map(|of| gate(of, &answer(&metrics, of.name), minor))
+        .map(|of| gate(of, &state_of(&metrics, of.name), minor))
         .collect()
 }
 
 /// Returns the gates of structured mode that are off.
-pub(super) async fn off(client: &Client) -> Result<Vec<Gate>, Error> {
+pub(super) async fn gates_off(client: &Client) -> Result<Vec<Gate>, Error> {
     let version = client.apiserver_version().await.map_err(anyhow::Error::from)?;
     let minor = read::minor(&version.minor);
-    let metrics = ask(client, API_SERVER, Instant::now() + LIMIT).await;
-    let is_off = |gate: &Gate| gate.is_off(&answer(&metrics, gate.name), minor);
+    let metrics = read_metrics(client, API_SERVER, Instant::now() + LIMIT).await;
+    let is_off = |gate: &Gate| gate.is_off(&state_of(&metrics, gate.name), minor);
     Ok(GATES.into_iter().filter(is_off).collect())
 }
 
-fn answer(metrics: &Result<String, String>, gate: &str) -> Answer {
+fn state_of(metrics: &Result<String, String>, gate: &str) -> GateState {
     match metrics {
-        Ok(text) => Answer::of_metrics(text, gate),
-        Err(why) => Answer::NotAsked(why.clone()),
+        Ok(text) => GateState::of_metrics(text, gate),
+        Err(why) => GateState::NotAsked(why.clone()),
     }
 }
 
 /// Reads a component's metrics, or returns why that is not possible.
-async fn ask(client: &Client, path: &str, deadline: Instant) -> Result<String, String> {
+async fn read_metrics(client: &Client, path: &str, deadline: Instant) -> Result<String, String> {
     let request = Request::get(path)
         .body(Vec::new())
         .map_err(|error| error.to_string())?;
@@ -98,7 +101,7 @@ async fn ask(client: &Client, path: &str, deadline: Instant) -> Result<String, S
     }
 }
 
-async fn symptoms(client: &Client) -> Result<Vec<Finding>, Error> {
+async fn check_symptoms(client: &Client) -> Result<Vec<DoctorFinding>, Error> {
     let (pods, claims) = (read::all(client).await?, read::all(client).await?);
     let contexts = read::all(client).await?;
     Ok(by_symptoms(&pods, &claims, &contexts, Timestamp::now()))

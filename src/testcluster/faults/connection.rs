@@ -17,7 +17,7 @@ use serde_json::json;
 use tokio::time::sleep;
 use tower::ServiceExt as _;
 
-use super::{Life, Place, Trouble};
+use super::{Fault, Operation, ProgramProcess};
 use crate::testcluster::api::ApiServer;
 
 /// Time after which a silent connection breaks. Longer than all time limits of the programs under test.
@@ -27,26 +27,26 @@ const LATE: Duration = Duration::from_millis(1200);
 /// Maximum size of a request body in bytes; larger than the server's limit.
 const BODY_MAX: usize = 8 * 1024 * 1024;
 
-impl Life {
+impl ProgramProcess {
     /// Returns an API client of this process.
     pub fn client(&self, server: &ApiServer) -> kube::Client {
-        let wire = Wire {
-            life: self.clone(),
+        let connection = FaultyConnection {
+            process: self.clone(),
             router: server.router(),
         };
-        kube::Client::new(wire, "default")
+        kube::Client::new(connection, "default")
     }
 }
 
 #[derive(Clone)]
-struct Wire {
-    life: Life,
+struct FaultyConnection {
+    process: ProgramProcess,
     router: Router,
 }
 
 type Answering = Pin<Box<dyn Future<Output = io::Result<Response<Body>>> + Send>>;
 
-impl tower::Service<Request<kube::client::Body>> for Wire {
+impl tower::Service<Request<kube::client::Body>> for FaultyConnection {
     type Response = Response<Body>;
     type Error = io::Error;
     type Future = Answering;
@@ -60,7 +60,7 @@ impl tower::Service<Request<kube::client::Body>> for Wire {
     }
 }
 
-impl Wire {
+impl FaultyConnection {
     async fn send(self, request: Request<kube::client::Body>) -> io::Result<Response<Body>> {
         let (parts, body) = request.into_parts();
         let body = to_bytes(Body::new(body), BODY_MAX)
@@ -68,38 +68,42 @@ impl Wire {
             .map_err(io::Error::other)?;
         let what = format!("{} {}", parts.method, parts.uri);
         let is_lease = parts.uri.path().contains("/leases");
-        let place = if is_lease { Place::Lease } else { Place::Request };
-        let Ok(trouble) = self.life.meet(place, &what) else {
+        let operation = if is_lease {
+            Operation::Lease
+        } else {
+            Operation::Request
+        };
+        let Ok(fault) = self.process.start_operation(operation, &what) else {
             return std::future::pending().await;
         };
         let silent = || io::Error::from(io::ErrorKind::TimedOut);
-        match trouble {
-            Some(Trouble::Lost) => {
+        match fault {
+            Some(Fault::Lost) => {
                 sleep(SILENCE).await;
                 return Err(silent());
             }
-            Some(Trouble::Refused) => return Ok(refusal(StatusCode::INTERNAL_SERVER_ERROR, "InternalError")),
-            Some(Trouble::Forgotten) => return Ok(refusal(StatusCode::GONE, "Expired")),
-            Some(Trouble::Busy) => return Ok(refusal(StatusCode::TOO_MANY_REQUESTS, "TooManyRequests")),
-            Some(Trouble::Late) => sleep(LATE).await,
+            Some(Fault::Refused) => return Ok(refusal(StatusCode::INTERNAL_SERVER_ERROR, "InternalError")),
+            Some(Fault::Forgotten) => return Ok(refusal(StatusCode::GONE, "Expired")),
+            Some(Fault::Busy) => return Ok(refusal(StatusCode::TOO_MANY_REQUESTS, "TooManyRequests")),
+            Some(Fault::Late) => sleep(LATE).await,
             _ => {}
         }
-        if self.life.is_killed() {
+        if self.process.is_killed() {
             return std::future::pending().await;
         }
-        self.life.show(place, &what);
+        self.process.notify(operation, &what);
         let answer = self.deliver(&parts, body.clone()).await;
-        match trouble {
-            Some(Trouble::KilledAfter) => {
-                self.life.kill();
+        match fault {
+            Some(Fault::KilledAfter) => {
+                self.process.kill();
                 std::future::pending().await
             }
-            Some(Trouble::ReplyLost) => {
+            Some(Fault::ReplyLost) => {
                 sleep(SILENCE).await;
                 Err(silent())
             }
-            Some(Trouble::Broken) => Err(io::ErrorKind::ConnectionReset.into()),
-            Some(Trouble::Twice) => {
+            Some(Fault::Broken) => Err(io::ErrorKind::ConnectionReset.into()),
+            Some(Fault::Twice) => {
                 // Simulates a proxy that resends the request; the program receives one response.
                 drop(self.deliver(&parts, body).await);
                 Ok(answer)
@@ -123,14 +127,17 @@ impl Wire {
         }
         let (head, body) = answer.into_parts();
         let path = parts.uri.path().to_owned();
-        Response::from_parts(head, Body::from_stream(shown(self.life.clone(), path, body)))
+        Response::from_parts(
+            head,
+            Body::from_stream(faulty_watch(self.process.clone(), path, body)),
+        )
     }
 }
 
 fn refusal(code: StatusCode, reason: &str) -> Response<Body> {
     let status = json!({
         "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-        "code": code.as_u16(), "reason": reason, "message": "a fault of the stage",
+        "code": code.as_u16(), "reason": reason, "message": "an injected fault",
     });
     let mut response = Response::new(Body::from(status.to_string()));
     *response.status_mut() = code;
@@ -141,8 +148,8 @@ fn refusal(code: StatusCode, reason: &str) -> Response<Body> {
 }
 
 /// A watch with fault injection. The server sends one event per chunk.
-struct Shown {
-    life: Life,
+struct FaultyWatch {
+    process: ProgramProcess,
     path: String,
     events: BoxStream<'static, io::Result<Bytes>>,
     /// Chunk to repeat before new ones.
@@ -150,9 +157,9 @@ struct Shown {
     ended: bool,
 }
 
-fn shown(life: Life, path: String, body: Body) -> BoxStream<'static, io::Result<Bytes>> {
-    let shown = Shown {
-        life,
+fn faulty_watch(process: ProgramProcess, path: String, body: Body) -> BoxStream<'static, io::Result<Bytes>> {
+    let faulty_watch = FaultyWatch {
+        process,
         path,
         events: body
             .into_data_stream()
@@ -161,14 +168,14 @@ fn shown(life: Life, path: String, body: Body) -> BoxStream<'static, io::Result<
         again: None,
         ended: false,
     };
-    futures::stream::unfold(shown, |mut shown| async move {
-        let event = shown.next().await?;
-        Some((event, shown))
+    futures::stream::unfold(faulty_watch, |mut faulty_watch| async move {
+        let event = faulty_watch.next().await?;
+        Some((event, faulty_watch))
     })
     .boxed()
 }
 
-impl Shown {
+impl FaultyWatch {
     async fn next(&mut self) -> Option<io::Result<Bytes>> {
         if let Some(event) = self.again.take() {
             return Some(Ok(event));
@@ -180,14 +187,17 @@ impl Shown {
             Ok(event) => event,
             failed => return Some(failed),
         };
-        let Ok(trouble) = self.life.meet(Place::Event, &self.describe(&event)) else {
+        let Ok(fault) = self
+            .process
+            .start_operation(Operation::Event, &self.describe(&event))
+        else {
             return std::future::pending().await;
         };
-        match trouble {
-            Some(Trouble::Broken) => None,
+        match fault {
+            Some(Fault::Broken) => None,
             // Blocks this and all later events; the connection stays open.
-            Some(Trouble::Lost) => std::future::pending().await,
-            Some(Trouble::Forgotten) => {
+            Some(Fault::Lost) => std::future::pending().await,
+            Some(Fault::Forgotten) => {
                 self.ended = true;
                 let status = json!({
                     "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
@@ -196,18 +206,18 @@ impl Shown {
                 let error = json!({ "type": "ERROR", "object": status });
                 Some(Ok(Bytes::from(format!("{error}\n"))))
             }
-            Some(Trouble::Late) => {
+            Some(Fault::Late) => {
                 sleep(LATE).await;
                 Some(Ok(event))
             }
-            Some(Trouble::Twice) => {
+            Some(Fault::Twice) => {
                 self.again = Some(event.clone());
                 Some(Ok(event))
             }
-            Some(Trouble::KilledAfter) => {
+            Some(Fault::KilledAfter) => {
                 // Delivers the event, but kills the process before it can do more than one poll.
-                let life = self.life.clone();
-                tokio::spawn(async move { life.kill() });
+                let process = self.process.clone();
+                tokio::spawn(async move { process.kill() });
                 Some(Ok(event))
             }
             _ => Some(Ok(event)),

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::{logging, value};
+use super::value;
 
 /// Default driver name of the built-in driver.
 const DRIVER_NAME: &str = "drayman.dev";
@@ -10,18 +10,18 @@ const DRIVER_NAME: &str = "drayman.dev";
 /// How the API server is found.
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Cluster")]
-pub(super) struct Cluster {
+pub(super) struct ClusterFlags {
     /// Kubeconfig file. Default: the service account of the pod
     #[arg(long, value_name = "FILE", env = "DRAYMAN_KUBECONFIG", hide_env_values = true)]
     pub(super) kubeconfig: Option<PathBuf>,
 
     #[command(flatten)]
-    pub(super) driver: DriverName,
+    pub(super) driver: DriverNameFlag,
 }
 
 /// Which driver.
 #[derive(Clone, Debug, clap::Args)]
-pub(super) struct DriverName {
+pub(super) struct DriverNameFlag {
     /// Driver name, the driverName of its ResourceClasses: a lower-case DNS subdomain of at most 63 characters, the same for
     /// the controller and all companions
     #[arg(
@@ -38,7 +38,7 @@ pub(super) struct DriverName {
 
 /// Where kubelet's files are.
 #[derive(Clone, Debug, clap::Args)]
-pub(super) struct KubeletRoot {
+pub(super) struct KubeletRootFlag {
     /// Kubelet's root directory (its --root-dir), with the sockets and the checkpoint in plugins and plugins_registry.
     #[arg(
         id = "kubelet_root_dir",
@@ -55,7 +55,7 @@ pub(super) struct KubeletRoot {
 
 /// Where kubelet takes device plugins.
 #[derive(Clone, Debug, clap::Args)]
-pub(super) struct DevicePluginDir {
+pub(super) struct DevicePluginDirFlag {
     /// Kubelet's device plugin directory; independent of its root directory
     #[arg(
         id = "device_plugin_dir",
@@ -71,7 +71,7 @@ pub(super) struct DevicePluginDir {
 
 /// Where CDI files are.
 #[derive(Clone, Debug, clap::Args)]
-pub(super) struct CdiRoot {
+pub(super) struct CdiRootFlag {
     /// Directory for CDI files; the container runtime must read it (cdi_spec_dirs)
     #[arg(
         id = "cdi_root",
@@ -88,7 +88,7 @@ pub(super) struct CdiRoot {
 
 /// Where the container runtime answers.
 #[derive(Clone, Debug, clap::Args)]
-pub(super) struct RuntimeSocket {
+pub(super) struct RuntimeSocketFlag {
     /// CRI socket of the container runtime, for checks whether containers still have a device. Default: the usual paths of
     /// containerd, CRI-O and k3s
     #[arg(
@@ -100,34 +100,4 @@ pub(super) struct RuntimeSocket {
         value_parser = value::absolute_path
     )]
     pub(super) path: Option<PathBuf>,
-}
-
-/// Log level and format. Logs go to stderr.
-#[derive(Clone, Copy, Debug, clap::Args)]
-#[command(next_help_heading = "Logging")]
-pub(super) struct Logging {
-    /// Log format: text for people, json for programs (one object per line with ts, level, msg, target and the fields of the
-    /// event).
-    #[arg(
-        long,
-        value_name = "FORMAT",
-        env = "DRAYMAN_LOGGING_FORMAT",
-        hide_env_values = true,
-        value_enum,
-        default_value_t = logging::Format::Text
-    )]
-    pub(super) logging_format: logging::Format,
-
-    /// Log level: 0 info, with the configuration at start; 2 also info of libraries; 4 each decision; 6 each API request; 8
-    /// every step; 9 also every step of libraries.
-    #[arg(
-        short = 'v',
-        long = "v",
-        value_name = "LEVEL",
-        env = "DRAYMAN_V",
-        hide_env_values = true,
-        default_value_t = 0,
-        value_parser = clap::value_parser!(u8).range(0..=9)
-    )]
-    pub(super) verbosity: u8,
 }

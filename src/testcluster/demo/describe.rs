@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use serde_json::Value;
 
 use crate::api::handle::DeviceHandle;
-use crate::testcluster::api::Change;
+use crate::testcluster::api::StoreChange;
 use crate::testcluster::api::object::{self, is_deleting, list, text};
 
 /// Description of one event.
@@ -25,7 +25,7 @@ fn line(who: impl Into<String>, what: impl Into<String>) -> Line {
 }
 
 /// Describes a change.
-pub(super) fn tell(change: &Change) -> Vec<Line> {
+pub(super) fn describe(change: &StoreChange) -> Vec<Line> {
     let nothing = Value::Null;
     let before = change.before.as_deref().unwrap_or(&nothing);
     let after = change.after.as_deref().unwrap_or(&nothing);
@@ -210,25 +210,25 @@ fn inventory(before: &Value, after: &Value) -> Vec<Line> {
         text(after, "/spec/nodeName")
     };
     let who = format!("companion {node}");
-    let told = |word: &str, names: Vec<&String>| {
+    let listed = |word: &str, names: Vec<&String>| {
         let names: Vec<&str> = names.into_iter().map(String::as_str).collect();
         (!names.is_empty()).then(|| line(who.clone(), format!("{word} {}", names.join(", "))))
     };
     let (old, new) = (names(before, None), names(after, None));
     let (sick, was_sick) = (names(after, Some(true)), names(before, Some(true)));
     [
-        told("has found", new.difference(&old).collect()),
-        told("no longer has", old.difference(&new).collect()),
-        told("says unhealthy:", sick.difference(&was_sick).collect()).map(|told| {
+        listed("has found", new.difference(&old).collect()),
+        listed("no longer has", old.difference(&new).collect()),
+        listed("says unhealthy:", sick.difference(&was_sick).collect()).map(|listed| {
             let devices = list(after, "/spec/devices");
             let new = devices.iter().find(|device| {
                 let name = text(device, "/name");
                 sick.contains(name) && !was_sick.contains(name)
             });
             let reason = new.map(|device| text(device, "/unhealthy")).unwrap_or_default();
-            line(told.who, format!("{}, because {reason}", told.what))
+            line(listed.who, format!("{}, because {reason}", listed.what))
         }),
-        told(
+        listed(
             "says healthy again:",
             was_sick
                 .intersection(&new)
@@ -304,21 +304,21 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::testcluster::api::Key;
+    use crate::testcluster::api::StorageKey;
 
-    fn told(storage: &str, before: Option<Value>, after: Option<Value>) -> Vec<String> {
-        let key = Key {
+    fn listed(storage: &str, before: Option<Value>, after: Option<Value>) -> Vec<String> {
+        let key = StorageKey {
             storage: storage.to_owned(),
             namespace: "default".to_owned(),
             name: "x".to_owned(),
         };
-        let change = Change {
+        let change = StoreChange {
             version: 1,
             key,
             before: before.map(Arc::new),
             after: after.map(Arc::new),
         };
-        tell(&change)
+        describe(&change)
             .into_iter()
             .map(|line| format!("{}: {}", line.who, line.what))
             .collect()
@@ -337,7 +337,7 @@ mod tests {
             "reservedFor": [{ "name": "p" }],
         } });
         assert_eq!(
-            told("resourceclaims.resource.k8s.io", Some(json!({})), Some(allocated)),
+            listed("resourceclaims.resource.k8s.io", Some(json!({})), Some(allocated)),
             ["controller: allocates a and b on node-a to claim x, reserved for pod p"]
         );
     }
@@ -352,11 +352,11 @@ mod tests {
         });
         let (storage, before) = ("resourceclaims.resource.k8s.io", Some(pending.clone()));
         assert_eq!(
-            told(storage, before, Some(allocated.clone())),
+            listed(storage, before, Some(allocated.clone())),
             ["scheduler: allocates a on node-a to claim x, reserved for pod p"]
         );
         assert_eq!(
-            told(storage, Some(allocated), Some(pending)),
+            listed(storage, Some(allocated), Some(pending)),
             ["claim controller: deallocates claim x: a on node-a is free"]
         );
     }
@@ -368,7 +368,7 @@ mod tests {
         let before = slice(json!([{ "name": "a" }, { "name": "b" }]));
         let after = slice(json!([{ "name": "a", "taints": [{}] }, { "name": "c" }]));
         assert_eq!(
-            told(storage, Some(before), Some(after)),
+            listed(storage, Some(before), Some(after)),
             [
                 "companion node-a: publishes c",
                 "companion node-a: withdraws b",
@@ -379,8 +379,11 @@ mod tests {
 
     #[test]
     fn what_nobody_needs_to_know_is_not_told() {
-        assert_eq!(told("leases.coordination.k8s.io", None, Some(json!({}))), [""; 0]);
+        assert_eq!(
+            listed("leases.coordination.k8s.io", None, Some(json!({}))),
+            [""; 0]
+        );
         let pod = json!({ "spec": { "nodeName": "n" } });
-        assert_eq!(told("pods", Some(pod.clone()), Some(pod)), [""; 0]);
+        assert_eq!(listed("pods", Some(pod.clone()), Some(pod)), [""; 0]);
     }
 }

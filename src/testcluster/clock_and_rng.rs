@@ -15,21 +15,24 @@ const SUFFIX_LENGTH: usize = 5;
 pub type Clock = Box<dyn Fn() -> Timestamp + Send + Sync>;
 
 /// Clock and seeded random numbers.
-pub struct Source {
+pub struct ClockAndRng {
     clock: Clock,
     state: Mutex<u64>,
 }
 
-impl fmt::Debug for Source {
+impl fmt::Debug for ClockAndRng {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Source").finish_non_exhaustive()
+        f.debug_struct("ClockAndRng").finish_non_exhaustive()
     }
 }
 
-impl Source {
+impl ClockAndRng {
     /// Uses the system clock and a random seed.
     pub fn system() -> Self {
-        Self::new(Box::new(Timestamp::now), RandomState::new().hash_one("stage"))
+        Self::new(
+            Box::new(Timestamp::now),
+            RandomState::new().hash_one("testcluster"),
+        )
     }
 
     /// Uses the given clock and seed.
@@ -85,13 +88,13 @@ impl Source {
 mod tests {
     use super::*;
 
-    fn seeded(seed: u64) -> Source {
-        Source::new(Box::new(|| Timestamp::UNIX_EPOCH), seed)
+    fn seeded(seed: u64) -> ClockAndRng {
+        ClockAndRng::new(Box::new(|| Timestamp::UNIX_EPOCH), seed)
     }
 
     #[test]
     fn one_seed_is_one_sequence() {
-        let draw = |source: Source| (source.uid(), source.suffix(), source.below(1000));
+        let draw = |source: ClockAndRng| (source.uid(), source.suffix(), source.below(1000));
         assert_eq!(draw(seeded(7)), draw(seeded(7)));
         assert_ne!(draw(seeded(7)), draw(seeded(8)));
     }

@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
 
-use super::kinds::Kind;
+use super::kinds::ResourceKind;
 
 /// A rejected request, returned as a `Status`.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Refusal {
+pub(crate) struct StatusError {
     /// HTTP status code.
     pub(crate) code: u16,
     /// Machine-readable reason.
@@ -109,7 +109,7 @@ impl FieldError {
     }
 }
 
-impl Refusal {
+impl StatusError {
     fn new(code: u16, reason: &'static str, message: impl Into<String>) -> Self {
         Self {
             code,
@@ -120,7 +120,7 @@ impl Refusal {
         }
     }
 
-    fn about(mut self, kind: &Kind, name: &str) -> Self {
+    fn about(mut self, kind: &ResourceKind, name: &str) -> Self {
         let mut details = json!({ "name": name, "kind": kind.plural });
         if !kind.group.is_empty() {
             details["group"] = kind.group.clone().into();
@@ -129,7 +129,7 @@ impl Refusal {
         self
     }
 
-    pub(crate) fn not_found(kind: &Kind, name: &str) -> Self {
+    pub(crate) fn not_found(kind: &ResourceKind, name: &str) -> Self {
         Self::new(404, "NotFound", format!("{} {name:?} not found", kind.resource())).about(kind, name)
     }
 
@@ -144,13 +144,13 @@ impl Refusal {
         refusal
     }
 
-    pub(crate) fn already_exists(kind: &Kind, name: &str) -> Self {
+    pub(crate) fn already_exists(kind: &ResourceKind, name: &str) -> Self {
         let message = format!("{} {name:?} already exists", kind.resource());
         Self::new(409, "AlreadyExists", message).about(kind, name)
     }
 
     /// The object differs from the expected one, or has changed.
-    pub(crate) fn conflict(kind: &Kind, name: &str, why: &str) -> Self {
+    pub(crate) fn conflict(kind: &ResourceKind, name: &str, why: &str) -> Self {
         let message = format!(
             "Operation cannot be fulfilled on {} {name:?}: {why}",
             kind.resource()
@@ -159,7 +159,7 @@ impl Refusal {
     }
 
     /// A precondition of a deletion does not hold. Unlike other conflicts, it names the kind.
-    pub(crate) fn precondition(kind: &Kind, name: &str, why: &str) -> Self {
+    pub(crate) fn precondition(kind: &ResourceKind, name: &str, why: &str) -> Self {
         let what = kind.qualified();
         let message = format!("Operation cannot be fulfilled on {what} {name:?}: {why}");
         let mut refusal = Self::new(409, "Conflict", message).about(kind, name);
@@ -170,7 +170,7 @@ impl Refusal {
     }
 
     /// The request is based on an older resource version.
-    pub(crate) fn modified(kind: &Kind, name: &str) -> Self {
+    pub(crate) fn modified(kind: &ResourceKind, name: &str) -> Self {
         let why =
             "the object has been modified; please apply your changes to the latest version and try again";
         Self::conflict(kind, name, why)
@@ -184,7 +184,7 @@ impl Refusal {
     }
 
     /// The object is invalid.
-    pub(crate) fn invalid(kind: &Kind, name: &str, errors: &[FieldError]) -> Self {
+    pub(crate) fn invalid(kind: &ResourceKind, name: &str, errors: &[FieldError]) -> Self {
         let mut refusal = Self::of_fields(&format!("{} {name:?}", kind.qualified()), errors);
         refusal.details = Some(json!({ "name": name, "kind": kind.kind, "causes": causes_of(errors) }));
         if let (false, Some(details)) = (kind.group.is_empty(), &mut refusal.details) {
@@ -243,7 +243,7 @@ impl Refusal {
         Self::new(400, "BadRequest", message)
     }
 
-    pub(crate) fn forbidden(kind: &Kind, name: &str, why: &str) -> Self {
+    pub(crate) fn forbidden(kind: &ResourceKind, name: &str, why: &str) -> Self {
         let message = format!("{} {name:?} is forbidden: {why}", kind.resource());
         Self::new(403, "Forbidden", message).about(kind, name)
     }
@@ -296,7 +296,7 @@ impl Refusal {
     }
 
     /// An update without the resource version that its kind requires.
-    pub(crate) fn version_required(kind: &Kind, name: &str) -> Self {
+    pub(crate) fn version_required(kind: &ResourceKind, name: &str) -> Self {
         let error = FieldError {
             cause: "FieldValueInvalid",
             field: "metadata.resourceVersion".to_owned(),

@@ -13,7 +13,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
 use tokio::time::{sleep, timeout};
 
-use crate::testcluster::faults::{Faults, Place, Trouble};
+use crate::testcluster::faults::{Fault, Faults, Operation};
 
 const DATA: u8 = 0;
 const HEADERS: u8 = 1;
@@ -30,7 +30,7 @@ const WINDOW: usize = 65_535;
 
 /// Why a call fails.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum CallError {
+pub(crate) enum GrpcError {
     #[error("{0}")]
     Io(#[from] std::io::Error),
     #[error("no answer within {} s", .0.as_secs())]
@@ -46,9 +46,9 @@ const LATE: Duration = Duration::from_millis(1200);
 
 /// Connection from kubelet to a program, with optional fault injection.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Calls(Option<(Faults, &'static str)>);
+pub(crate) struct GrpcClient(Option<(Faults, &'static str)>);
 
-impl Calls {
+impl GrpcClient {
     /// Creates a connection with fault injection.
     pub(crate) fn new(faults: Faults, program: &'static str) -> Self {
         Self(Some((faults, program)))
@@ -61,66 +61,68 @@ impl Calls {
         method: &str,
         request: &Q,
         limit: Duration,
-    ) -> Result<A, CallError> {
-        self.pass(method, limit, || call(socket, method, request, limit))
+    ) -> Result<A, GrpcError> {
+        self.with_fault(method, limit, || call(socket, method, request, limit))
             .await
     }
 
     /// Makes a call through `exchange`, with fault injection.
-    pub(crate) async fn pass<A, F: Future<Output = Result<A, CallError>>>(
+    pub(crate) async fn with_fault<A, F: Future<Output = Result<A, GrpcError>>>(
         &self,
         method: &str,
         limit: Duration,
         exchange: impl Fn() -> F,
-    ) -> Result<A, CallError> {
-        let Some(life) = self
+    ) -> Result<A, GrpcError> {
+        let Some(process) = self
             .0
             .as_ref()
             .and_then(|(faults, program)| faults.present(program))
         else {
             return exchange().await;
         };
-        let gone = || CallError::Io(std::io::ErrorKind::ConnectionReset.into());
-        let trouble = life.meet(Place::Call, method).map_err(|_| gone())?;
-        match trouble {
-            Some(Trouble::Lost) => return Err(CallError::Late(limit)),
-            Some(Trouble::Late) => sleep(LATE).await,
+        let gone = || GrpcError::Io(std::io::ErrorKind::ConnectionReset.into());
+        let fault = process
+            .start_operation(Operation::Call, method)
+            .map_err(|_| gone())?;
+        match fault {
+            Some(Fault::Lost) => return Err(GrpcError::Late(limit)),
+            Some(Fault::Late) => sleep(LATE).await,
             _ => {}
         }
-        let answer = if trouble == Some(Trouble::Twice) {
+        let answer = if fault == Some(Fault::Twice) {
             // The first response belongs to a call that kubelet has abandoned.
             tokio::join!(exchange(), exchange()).1
         } else {
             exchange().await
         };
-        if answer.is_ok() && !life.is_killed() {
-            life.show(Place::Call, method);
+        if answer.is_ok() && !process.is_killed() {
+            process.notify(Operation::Call, method);
         }
-        match trouble {
-            Some(Trouble::KilledAfter) => life.kill(),
-            Some(Trouble::ReplyLost) => return Err(CallError::Late(limit)),
+        match fault {
+            Some(Fault::KilledAfter) => process.kill(),
+            Some(Fault::ReplyLost) => return Err(GrpcError::Late(limit)),
             _ => {}
         }
         // A killed process does not respond.
-        if life.is_killed() { Err(gone()) } else { answer }
+        if process.is_killed() { Err(gone()) } else { answer }
     }
 }
 
-/// Like [`Calls::call`], without fault injection.
+/// Like [`GrpcClient::call`], without fault injection.
 async fn call<Q: Message, A: Message + Default>(
     socket: &Path,
     method: &str,
     request: &Q,
     limit: Duration,
-) -> Result<A, CallError> {
+) -> Result<A, GrpcError> {
     timeout(limit, exchange(socket, method, &request.encode_to_vec()))
         .await
-        .map_err(|_| CallError::Late(limit))?
-        .and_then(|body| A::decode(body.as_slice()).map_err(|error| CallError::Unreadable(error.to_string())))
+        .map_err(|_| GrpcError::Late(limit))?
+        .and_then(|body| A::decode(body.as_slice()).map_err(|error| GrpcError::Unreadable(error.to_string())))
 }
 
 /// Opens a connection, reports it, and waits until it ends, like a gRPC client without calls.
-pub(crate) async fn hold(socket: &Path, connected: impl FnOnce()) {
+pub(crate) async fn hold_connection(socket: &Path, connected: impl FnOnce()) {
     let Ok(mut stream) = UnixStream::connect(socket).await else {
         return;
     };
@@ -135,12 +137,12 @@ pub(crate) async fn hold(socket: &Path, connected: impl FnOnce()) {
     }
 }
 
-async fn exchange(socket: &Path, method: &str, message: &[u8]) -> Result<Vec<u8>, CallError> {
+async fn exchange(socket: &Path, method: &str, message: &[u8]) -> Result<Vec<u8>, GrpcError> {
     let mut stream = UnixStream::connect(socket).await?;
     let length = u32::try_from(message.len()).unwrap_or(u32::MAX).to_be_bytes();
     let body = [&[0][..], &length, message].concat();
     if body.len() > WINDOW {
-        return Err(CallError::Unreadable(format!(
+        return Err(GrpcError::Unreadable(format!(
             "a request of {} bytes is not sent here",
             body.len()
         )));
@@ -201,7 +203,7 @@ fn frame(bytes: &mut Vec<u8>, kind: u8, flags: u8, stream: u32, payload: &[u8]) 
     bytes.extend_from_slice(payload);
 }
 
-async fn answer(stream: &mut UnixStream) -> Result<Vec<u8>, CallError> {
+async fn answer(stream: &mut UnixStream) -> Result<Vec<u8>, GrpcError> {
     let mut decoder = Decoder::new();
     let (mut body, mut code, mut message) = (Vec::new(), String::new(), String::new());
     loop {
@@ -211,7 +213,7 @@ async fn answer(stream: &mut UnixStream) -> Result<Vec<u8>, CallError> {
             HEADERS => {
                 let headers = decoder
                     .decode(&payload)
-                    .map_err(|error| CallError::Unreadable(format!("{error:?}")))?;
+                    .map_err(|error| GrpcError::Unreadable(format!("{error:?}")))?;
                 for (name, value) in headers {
                     let value = String::from_utf8_lossy(&value).into_owned();
                     match name.as_slice() {
@@ -224,7 +226,7 @@ async fn answer(stream: &mut UnixStream) -> Result<Vec<u8>, CallError> {
             RESET | GO_AWAY => {
                 let code = format!("{kind}");
                 let message = "the connection was reset".to_owned();
-                return Err(CallError::Status { code, message });
+                return Err(GrpcError::Status { code, message });
             }
             _ => stream.write_all(&reply(kind, flags, &payload)).await?,
         }
@@ -235,17 +237,17 @@ async fn answer(stream: &mut UnixStream) -> Result<Vec<u8>, CallError> {
     if code == "0" {
         Ok(body.get(5..).unwrap_or_default().to_vec())
     } else {
-        Err(CallError::Status { code, message })
+        Err(GrpcError::Status { code, message })
     }
 }
 
 /// Decodes the percent-encoding of `grpc-message`.
 fn unescaped(text: &str) -> String {
     let mut bytes = Vec::new();
-    let mut rest = text.bytes();
-    while let Some(byte) = rest.next() {
+    let mut wait_until_ended = text.bytes();
+    while let Some(byte) = wait_until_ended.next() {
         let code = (byte == b'%').then(|| {
-            let digits: Vec<u8> = rest.clone().take(2).collect();
+            let digits: Vec<u8> = wait_until_ended.clone().take(2).collect();
             std::str::from_utf8(&digits)
                 .ok()
                 .and_then(|digits| u8::from_str_radix(digits, 16).ok())
@@ -253,7 +255,7 @@ fn unescaped(text: &str) -> String {
         match code.flatten() {
             Some(code) => {
                 bytes.push(code);
-                rest.nth(1);
+                wait_until_ended.nth(1);
             }
             None => bytes.push(byte),
         }
@@ -272,7 +274,7 @@ mod tests {
         let listener = tokio::net::UnixListener::bind(&socket).unwrap();
         let (connected, is_connected) = tokio::sync::oneshot::channel();
         let holding = tokio::spawn(async move {
-            hold(&socket, || connected.send(()).unwrap()).await;
+            hold_connection(&socket, || connected.send(()).unwrap()).await;
         });
         let (mut stream, _) = listener.accept().await.unwrap();
         is_connected.await.unwrap();

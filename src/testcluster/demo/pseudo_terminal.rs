@@ -14,7 +14,7 @@ const ATTEMPTS: usize = 64;
 
 /// A device that is plugged in; dropping it unplugs it.
 #[derive(Debug)]
-pub(super) struct Device {
+pub(super) struct PseudoTerminal {
     /// Path of the form `/dev/pts/<number>`.
     pub(super) path: String,
     master: Option<OwnedFd>,
@@ -31,7 +31,7 @@ fn open() -> io::Result<(OwnedFd, String)> {
     Ok((master, path))
 }
 
-impl Device {
+impl PseudoTerminal {
     /// Plugs in a new device.
     pub(super) fn new() -> io::Result<Self> {
         let mut spare = Vec::new();
@@ -82,7 +82,7 @@ mod tests {
     #[test]
     fn a_device_comes_back_although_other_terminals_were_opened() {
         let _alone = ALONE.blocking_lock();
-        let mut device = Device::new().unwrap();
+        let mut device = PseudoTerminal::new().unwrap();
         let number = device.path.clone();
         device.unplug();
         assert!(!std::path::Path::new(&number).exists());

@@ -7,10 +7,10 @@ use serde_json::Value;
 use tokio::task::{JoinError, JoinSet};
 use tokio_util::sync::CancellationToken;
 
-use super::api::{ApiServer, Mode, Patch, Refusal, Target, WriteOptions, object};
+use super::api::{ApiServer, ClusterMode, Patch, ResourcePath, StatusError, WriteOptions, object};
 use super::client::ApiClient;
-use super::kubelet::{Kubelet, NodePlace};
-use super::source::Source;
+use super::clock_and_rng::ClockAndRng;
+use super::kubelet::{Kubelet, TestNode};
 use super::{claims, garbage, scheduler};
 use crate::controller::{Controller, ControllerError};
 use crate::host::HostDriver;
@@ -18,7 +18,7 @@ use crate::node::run::NodeError;
 
 /// Why the test cluster fails.
 #[derive(Debug, thiserror::Error)]
-pub enum StageError {
+pub enum TestClusterError {
     /// A file operation of a node has failed.
     #[error(transparent)]
     Io(#[from] std::io::Error),
@@ -41,7 +41,7 @@ pub enum StageError {
     Yaml(String),
 }
 
-impl StageError {
+impl TestClusterError {
     /// A CamelCase reason from a small fixed set.
     pub fn reason(&self) -> &'static str {
         match self {
@@ -54,32 +54,36 @@ impl StageError {
     }
 }
 
-/// An in-process cluster. It stops when dropped; [`Stage::stop`] also waits for the end.
+/// An in-process cluster. It stops when dropped; [`TestCluster::stop`] also waits for the end.
 #[derive(Debug)]
-pub struct Stage {
+pub struct TestCluster {
     server: ApiServer,
     shutdown: CancellationToken,
-    parts: JoinSet<Result<(), StageError>>,
+    parts: JoinSet<Result<(), TestClusterError>>,
 }
 
-impl Stage {
+impl TestCluster {
     /// Starts a control plane in classic mode, without nodes. Must be called within a runtime.
-    pub fn start(source: Source) -> Self {
-        Self::with_mode(source, Mode::Classic)
+    pub fn start(source: ClockAndRng) -> Self {
+        Self::with_mode(source, ClusterMode::Classic)
     }
 
-    /// Like [`Stage::start`], in the given mode.
-    pub fn with_mode(source: Source, mode: Mode) -> Self {
+    /// Like [`TestCluster::start`], in the given mode.
+    pub fn with_mode(source: ClockAndRng, mode: ClusterMode) -> Self {
         let server = ApiServer::with_mode(Arc::new(source), mode);
         let shutdown = CancellationToken::new();
         let mut parts = JoinSet::new();
-        let loops: [(&str, Pass); 3] = [
-            ("ResourceClaimController", claims::pass),
-            ("kube-scheduler", scheduler::pass),
-            ("garbage-collector", garbage::pass),
+        let loops: [(&str, Reconcile); 3] = [
+            ("ResourceClaimController", claims::reconcile),
+            ("kube-scheduler", scheduler::reconcile),
+            ("garbage-collector", garbage::reconcile),
         ];
-        for (name, pass) in loops {
-            parts.spawn(keep(ApiClient::new(&server, name), pass, shutdown.clone()));
+        for (name, reconcile) in loops {
+            parts.spawn(run_loop(
+                ApiClient::new(&server, name),
+                reconcile,
+                shutdown.clone(),
+            ));
         }
         Self {
             server,
@@ -94,7 +98,7 @@ impl Stage {
     }
 
     /// Starts the real controller with the built-in driver, which allocates claims in classic mode.
-    pub fn add_controller(&mut self, driver_name: &str) -> Result<(), StageError> {
+    pub fn add_controller(&mut self, driver_name: &str) -> Result<(), TestClusterError> {
         let client = self.server.client();
         let driver = HostDriver::start(client.clone(), driver_name.to_owned(), self.shutdown.clone());
         let controller = Controller::builder(driver).build(client)?;
@@ -109,13 +113,13 @@ impl Stage {
         name: &str,
         directory: &Path,
         configuration: &str,
-    ) -> Result<Kubelet, StageError> {
-        let place = NodePlace::within(name, directory);
+    ) -> Result<Kubelet, TestClusterError> {
+        let node = TestNode::within(name, directory);
         let file = directory.join("node.yaml");
         std::fs::write(&file, configuration)?;
-        let options = place.options(&file, self.server.client());
-        place.make()?;
-        let kubelet = Kubelet::new(&self.server, place);
+        let options = node.options(&file, self.server.client());
+        node.make()?;
+        let kubelet = Kubelet::new(&self.server, node);
         self.add_kubelet(&kubelet);
         let companion = crate::node::run::run(options, self.shutdown.clone());
         self.parts.spawn(async move { Ok(companion.await?) });
@@ -129,9 +133,9 @@ impl Stage {
     }
 
     /// Applies YAML documents like `kubectl apply --server-side`.
-    pub fn apply(&self, yaml: &str) -> Result<Vec<Value>, StageError> {
+    pub fn apply(&self, yaml: &str) -> Result<Vec<Value>, TestClusterError> {
         let documents: Vec<Value> =
-            serde_saphyr::from_multiple(yaml).map_err(|error| StageError::Yaml(error.to_string()))?;
+            serde_saphyr::from_multiple(yaml).map_err(|error| TestClusterError::Yaml(error.to_string()))?;
         documents
             .into_iter()
             .filter(Value::is_object)
@@ -139,10 +143,10 @@ impl Stage {
             .collect()
     }
 
-    fn apply_one(&self, document: Value) -> Result<Value, StageError> {
+    fn apply_one(&self, document: Value) -> Result<Value, TestClusterError> {
         let name = object::name(&document).to_owned();
         let shown = format!("{} {name}", object::text(&document, "/kind"));
-        let refused = |refusal: Refusal| StageError::Refused {
+        let refused = |refusal: StatusError| TestClusterError::Refused {
             object: shown.clone(),
             message: refusal.message,
         };
@@ -152,13 +156,13 @@ impl Stage {
                 object::text(&document, "/apiVersion"),
                 object::text(&document, "/kind"),
             )
-            .ok_or_else(|| refused(Refusal::no_path()))?;
+            .ok_or_else(|| refused(StatusError::no_path()))?;
         let namespace = match (kind.namespaced, object::namespace(&document)) {
             (false, _) => "",
             (true, "") => "default",
             (true, namespace) => namespace,
         };
-        let target = Target {
+        let target = ResourcePath {
             namespace: namespace.to_owned(),
             kind,
             name,
@@ -177,9 +181,9 @@ impl Stage {
     }
 
     /// Returns when a part has failed; never otherwise.
-    pub async fn broken(&mut self) -> StageError {
+    pub async fn broken(&mut self) -> TestClusterError {
         loop {
-            match self.parts.join_next().await.map(trouble) {
+            match self.parts.join_next().await.map(error_of) {
                 Some(Some(error)) => return error,
                 Some(None) => {}
                 None => std::future::pending().await,
@@ -188,8 +192,8 @@ impl Stage {
     }
 
     /// Returns a failure that has occurred but has not been returned yet.
-    pub fn broken_by_now(&mut self) -> Option<StageError> {
-        std::iter::from_fn(|| self.parts.try_join_next()).find_map(trouble)
+    pub fn broken_by_now(&mut self) -> Option<TestClusterError> {
+        std::iter::from_fn(|| self.parts.try_join_next()).find_map(error_of)
     }
 
     /// Stops the cluster and waits for its end.
@@ -200,29 +204,33 @@ impl Stage {
 }
 
 /// Returns the error of a part that has ended.
-fn trouble(ended: Result<Result<(), StageError>, JoinError>) -> Option<StageError> {
+fn error_of(ended: Result<Result<(), TestClusterError>, JoinError>) -> Option<TestClusterError> {
     match ended {
         Ok(Ok(())) => None,
         Ok(Err(error)) => Some(error),
-        Err(error) => Some(StageError::Io(std::io::Error::other(error))),
+        Err(error) => Some(TestClusterError::Io(std::io::Error::other(error))),
     }
 }
 
-impl Drop for Stage {
+impl Drop for TestCluster {
     fn drop(&mut self) {
         self.shutdown.cancel();
     }
 }
 
 /// One reconciliation of a control loop.
-type Pass = fn(&ApiClient);
+type Reconcile = fn(&ApiClient);
 
 /// Runs the control loop after every change.
-async fn keep(client: ApiClient, pass: Pass, shutdown: CancellationToken) -> Result<(), StageError> {
+async fn run_loop(
+    client: ApiClient,
+    reconcile: Reconcile,
+    shutdown: CancellationToken,
+) -> Result<(), TestClusterError> {
     let mut news = client.server.changes();
     loop {
         news.borrow_and_update();
-        pass(&client);
+        reconcile(&client);
         tokio::select! {
             () = shutdown.cancelled() => return Ok(()),
             changed = news.changed() => if changed.is_err() { return Ok(()) },
