@@ -32,7 +32,7 @@ use crate::driver::{
 };
 use crate::host::capacity_changes::CapacityChanges;
 use crate::host::selectors::{CHUNK, Evaluator, Expressions, FairQueue, Results, SelectorError};
-use crate::host::watch::{self, Guarded, ObjectChange, events, follow};
+use crate::host::watch::{self, Guarded, WatchUpdate, events, follow};
 
 /// NodeInventory objects per page of a list: a page stays below some 10 MiB even if each node has hundreds of devices.
 const INVENTORY_PAGE: u32 = 100;
@@ -145,7 +145,7 @@ impl HostDriver {
                 )
             },
             move |change| {
-                let all = matches!(change, ObjectChange::All(_));
+                let all = matches!(change, WatchUpdate::All(_));
                 let number = {
                     let mut state = shared.state();
                     state.apply_classes(change)
@@ -165,7 +165,7 @@ impl HostDriver {
                 )
             },
             move |change| {
-                let all = matches!(change, ObjectChange::All(_));
+                let all = matches!(change, WatchUpdate::All(_));
                 let number = {
                     let mut state = shared.state();
                     state.apply_claims(change)
@@ -220,8 +220,8 @@ impl HostDriverInner {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn inventories(&self, change: ObjectChange<String, NodeInfo>) {
-        let all = matches!(change, ObjectChange::All(_));
+    fn inventories(&self, change: WatchUpdate<String, NodeInfo>) {
+        let all = matches!(change, WatchUpdate::All(_));
         let (number, problems) = {
             let mut state = self.state();
             (
@@ -375,7 +375,7 @@ impl HostState {
     /// Applies a change of DeviceClassParameters. Returns how many objects are new or different.
     fn apply_classes(
         &mut self,
-        change: ObjectChange<String, Result<DeviceClassParametersSpec, String>>,
+        change: WatchUpdate<String, Result<DeviceClassParametersSpec, String>>,
     ) -> usize {
         fn texts(spec: Option<&DeviceClassParametersSpec>) -> BTreeSet<&str> {
             let selectors = spec.into_iter().flat_map(|spec| &spec.selectors);
@@ -396,7 +396,7 @@ impl HostState {
     /// Applies a change of DeviceClaimParameters. Returns how many objects are new or different.
     fn apply_claims(
         &mut self,
-        change: ObjectChange<(String, String), Result<DeviceClaimParametersSpec, String>>,
+        change: WatchUpdate<(String, String), Result<DeviceClaimParametersSpec, String>>,
     ) -> usize {
         fn texts(spec: Option<&DeviceClaimParametersSpec>) -> BTreeSet<&str> {
             let requests = spec.into_iter().flat_map(|spec| &spec.requests);
@@ -465,16 +465,16 @@ impl HostState {
     }
 
     /// Applies a change of NodeInventory objects of this driver. Returns how many devices have become available.
-    fn apply_inventories(&mut self, change: ObjectChange<String, NodeInfo>) -> usize {
+    fn apply_inventories(&mut self, change: WatchUpdate<String, NodeInfo>) -> usize {
         self.inventory_changes += 1;
         if self.inventory_changes >= INVENTORY_CHANGES_MAX {
             self.inventory_changes = 0;
             self.allocator.forget_devices();
         }
         match change {
-            ObjectChange::All(nodes) => self.allocator.replace_inventories(nodes.into_iter().collect()),
-            ObjectChange::Set(object, node) => self.allocator.set_inventory(&object, Some(node)),
-            ObjectChange::Gone(object) => self.allocator.set_inventory(&object, None),
+            WatchUpdate::All(nodes) => self.allocator.replace_inventories(nodes.into_iter().collect()),
+            WatchUpdate::Set(object, node) => self.allocator.set_inventory(&object, Some(node)),
+            WatchUpdate::Gone(object) => self.allocator.set_inventory(&object, None),
         }
     }
 
@@ -522,18 +522,18 @@ impl<K, V> Default for ObjectCache<K, V> {
 impl<K: Ord, V: PartialEq> ObjectCache<K, V> {
     /// Applies a change. Returns how many objects are new or different; deleted objects do not count.
     #[cfg(test)]
-    fn apply(&mut self, change: ObjectChange<K, Result<V, String>>) -> usize {
+    fn apply(&mut self, change: WatchUpdate<K, Result<V, String>>) -> usize {
         self.apply_with(change, |_, _, _| ())
     }
 
     /// Like `apply`, and calls `changed` for each changed object with its key, its old value and its new value.
     fn apply_with(
         &mut self,
-        change: ObjectChange<K, Result<V, String>>,
+        change: WatchUpdate<K, Result<V, String>>,
         mut changed: impl FnMut(&K, Option<&V>, Option<&V>),
     ) -> usize {
         match change {
-            ObjectChange::All(objects) => {
+            WatchUpdate::All(objects) => {
                 let before = std::mem::take(&mut self.objects);
                 self.objects = objects.into_iter().collect();
                 self.synced = true;
@@ -550,7 +550,7 @@ impl<K: Ord, V: PartialEq> ObjectCache<K, V> {
                 }
                 number
             }
-            ObjectChange::Set(key, value) => {
+            WatchUpdate::Set(key, value) => {
                 let old = self.objects.get(&key);
                 let same = old == Some(&value);
                 if !same {
@@ -559,7 +559,7 @@ impl<K: Ord, V: PartialEq> ObjectCache<K, V> {
                 self.objects.insert(key, value);
                 usize::from(!same)
             }
-            ObjectChange::Gone(key) => {
+            WatchUpdate::Gone(key) => {
                 if let Some(Ok(old)) = self.objects.remove(&key) {
                     changed(&key, Some(&old), None);
                 }

@@ -1,4 +1,4 @@
-//! The three watches of the built-in driver, from the API server to [`ObjectChange`]s.
+//! The three watches of the built-in driver, from the API server to [`WatchUpdate`]s.
 
 use std::fmt::Debug;
 use std::pin::pin;
@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 
 /// A change of the objects of one kind.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum ObjectChange<K, V> {
+pub(crate) enum WatchUpdate<K, V> {
     /// The complete list of objects.
     All(Vec<(K, V)>),
     /// An object is new or has changed.
@@ -42,7 +42,7 @@ pub(crate) async fn follow<K, T, V>(
     events: impl Stream<Item = watcher::Result<watcher::Event<Guarded<K>>>>,
     shutdown: CancellationToken,
     read: impl Fn(Guarded<K>) -> (T, Option<V>),
-    mut apply: impl FnMut(ObjectChange<T, V>),
+    mut apply: impl FnMut(WatchUpdate<T, V>),
 ) where
     K: Resource<DynamicType = ()>,
 {
@@ -68,12 +68,12 @@ pub(crate) async fn follow<K, T, V>(
                         let (key, value) = read(object);
                         listed.extend(value.map(|value| (key, value)));
                     }
-                    watcher::Event::InitDone => apply(ObjectChange::All(std::mem::take(&mut listed))),
+                    watcher::Event::InitDone => apply(WatchUpdate::All(std::mem::take(&mut listed))),
                     watcher::Event::Apply(object) => match read(object) {
-                        (key, Some(value)) => apply(ObjectChange::Set(key, value)),
-                        (key, None) => apply(ObjectChange::Gone(key)),
+                        (key, Some(value)) => apply(WatchUpdate::Set(key, value)),
+                        (key, None) => apply(WatchUpdate::Gone(key)),
                     },
-                    watcher::Event::Delete(object) => apply(ObjectChange::Gone(read(object).0)),
+                    watcher::Event::Delete(object) => apply(WatchUpdate::Gone(read(object).0)),
                 }
             }
             Some(Err(error)) => {
@@ -134,7 +134,7 @@ mod tests {
 
     async fn changes(
         events: Vec<watcher::Result<watcher::Event<Guarded<DeviceClassParameters>>>>,
-    ) -> Vec<ObjectChange<String, Result<String, String>>> {
+    ) -> Vec<WatchUpdate<String, Result<String, String>>> {
         let mut changes = Vec::new();
         let read = |object: Guarded<DeviceClassParameters>| {
             let key = name(&object);
@@ -178,10 +178,10 @@ mod tests {
         ])
         .await;
         let expected = [
-            ObjectChange::All(vec![("a".into(), ok("x"))]),
-            ObjectChange::Set("b".into(), ok("y")),
-            ObjectChange::Gone("f".into()),
-            ObjectChange::Gone("a".into()),
+            WatchUpdate::All(vec![("a".into(), ok("x"))]),
+            WatchUpdate::Set("b".into(), ok("y")),
+            WatchUpdate::Gone("f".into()),
+            WatchUpdate::Gone("a".into()),
         ];
         assert_eq!(changes, expected);
     }
@@ -196,7 +196,7 @@ mod tests {
             Ok(InitDone),
         ];
         let changes = changes(events).await;
-        let [ObjectChange::All(objects)] = changes.as_slice() else {
+        let [WatchUpdate::All(objects)] = changes.as_slice() else {
             panic!("{changes:?}")
         };
         let [(bad, Err(error)), (good, Ok(_))] = objects.as_slice() else {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::fixture::{CheckResult, Fixture, summed};
-use super::instance::{AllocatedClaim, Instance, Kit, shown_error};
+use super::instance::{ClaimAllocation, Instance, Kit, shown_error};
 use super::measure::Capacity;
 use super::rule::Rule;
 use crate::driver::{CapacityChange, Driver, DriverErrorKind, Holding, Observation};
@@ -65,7 +65,7 @@ pub(super) async fn rush<D: Driver>(kit: &Kit<D>, fixture: &Fixture, capacity: &
     for _ in 0..ROUNDS {
         let claims = fixture.claims(places + fixture.nodes.len().max(2))?;
         let results = instance.at_once(&claims).await?;
-        let held: Vec<AllocatedClaim> = results.iter().flatten().cloned().collect();
+        let held: Vec<ClaimAllocation> = results.iter().flatten().cloned().collect();
         fixture.note(format!(
             "({} allocations at the same time -> {} done)",
             claims.len(),
@@ -234,7 +234,7 @@ pub(super) async fn restart<D: Driver>(
     let lost = instance.some(1).await?;
     instance.kill().await;
     let instance = kit.instance(fixture).await?;
-    let holdings: Vec<Holding> = lost.iter().map(AllocatedClaim::unrecorded).collect();
+    let holdings: Vec<Holding> = lost.iter().map(ClaimAllocation::unrecorded).collect();
     instance.begin(holdings.clone()).await?;
     for holding in &holdings {
         instance.deallocate(holding, None).await?;
@@ -259,10 +259,10 @@ pub(super) async fn batch<D: Driver>(
     } = capacity;
     let claims = fixture.claims(*together)?;
     let allocations = instance.take(&claims, node).await?;
-    let held: Vec<AllocatedClaim> = claims
+    let held: Vec<ClaimAllocation> = claims
         .into_iter()
         .zip(allocations)
-        .map(|(claim, allocation)| AllocatedClaim {
+        .map(|(claim, allocation)| ClaimAllocation {
             claim,
             allocation,
             node: node.clone(),

@@ -28,13 +28,13 @@ pub(super) type Make<D> = Arc<dyn Fn(Environment) -> BoxFuture<'static, D> + Sen
 
 /// A claim and its allocation.
 #[derive(Clone, Debug)]
-pub(super) struct AllocatedClaim {
+pub(super) struct ClaimAllocation {
     pub(super) claim: Arc<ResourceClaim>,
     pub(super) allocation: AllocationResult,
     pub(super) node: String,
 }
 
-impl AllocatedClaim {
+impl ClaimAllocation {
     /// Returns the claim with its allocation recorded.
     pub(super) fn recorded(&self, driver: &str) -> Holding {
         let mut claim = (*self.claim).clone();
@@ -397,7 +397,7 @@ impl<D: Driver> Instance<'_, D> {
     pub(super) async fn at_once(
         &self,
         claims: &[Arc<ResourceClaim>],
-    ) -> CheckResult<Vec<Result<AllocatedClaim, DriverError>>> {
+    ) -> CheckResult<Vec<Result<ClaimAllocation, DriverError>>> {
         let nodes = self.fixture.nodes.iter().cycle();
         let mut prepared = Vec::new();
         for (claim, node) in claims.iter().zip(nodes) {
@@ -422,7 +422,7 @@ impl<D: Driver> Instance<'_, D> {
                         "none",
                     ));
                 };
-                Ok(Ok(AllocatedClaim {
+                Ok(Ok(ClaimAllocation {
                     claim: claim.clone(),
                     allocation,
                     node: node.clone(),

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::fixture::{CheckFailure, CheckResult, Fixture};
-use super::instance::{AllocatedClaim, Instance, Kit, shown_error};
+use super::instance::{ClaimAllocation, Instance, Kit, shown_error};
 use super::report::ConformanceReport;
 use super::rule::Rule;
 use crate::api::resource::{AllocationResult, ResourceClaim};
@@ -24,7 +24,7 @@ pub(super) struct Capacity {
 
 impl<D: Driver> Instance<'_, D> {
     /// Allocates a claim on a suitable node; `None` if no node is suitable.
-    pub(super) async fn allocate_one(&self) -> CheckResult<Option<AllocatedClaim>> {
+    pub(super) async fn allocate_one(&self) -> CheckResult<Option<ClaimAllocation>> {
         let claim = [self.fixture.claim()?];
         let unsuitable = self.unsuitable_nodes(&claim, &self.fixture.nodes).await?;
         let objects = |node: &&String| {
@@ -37,7 +37,7 @@ impl<D: Driver> Instance<'_, D> {
         };
         let [claim] = claim;
         let allocation = self.take(std::slice::from_ref(&claim), node).await?;
-        Ok(allocation.into_iter().next().map(|allocation| AllocatedClaim {
+        Ok(allocation.into_iter().next().map(|allocation| ClaimAllocation {
             claim,
             allocation,
             node: node.clone(),
@@ -61,7 +61,7 @@ impl<D: Driver> Instance<'_, D> {
         })
     }
 
-    pub(super) async fn some(&self, count: usize) -> CheckResult<Vec<AllocatedClaim>> {
+    pub(super) async fn some(&self, count: usize) -> CheckResult<Vec<ClaimAllocation>> {
         let mut held = Vec::new();
         while held.len() < count {
             let Some(one) = self.allocate_one().await? else {
@@ -73,7 +73,7 @@ impl<D: Driver> Instance<'_, D> {
     }
 
     /// Deallocates claims that were never recorded.
-    pub(super) async fn give_back(&self, held: &[AllocatedClaim]) -> CheckResult<()> {
+    pub(super) async fn give_back(&self, held: &[ClaimAllocation]) -> CheckResult<()> {
         for (number, one) in held.iter().enumerate() {
             // With and without the allocation, because a restarted controller does not know it.
             let allocation = (number % 2 == 0).then_some(&one.allocation);
@@ -109,12 +109,12 @@ impl<D: Driver> Instance<'_, D> {
         Err(self.broken(rule, tried, expected, format!("{free} more claims fit")))
     }
 
-    pub(super) async fn record(&self, held: &AllocatedClaim) -> CheckResult<()> {
+    pub(super) async fn record(&self, held: &ClaimAllocation) -> CheckResult<()> {
         let holding = held.recorded(self.fixture.driver_name());
         self.observe(Observation::Changed(holding)).await
     }
 
-    pub(super) fn recorded(&self, held: &[AllocatedClaim]) -> Vec<Holding> {
+    pub(super) fn recorded(&self, held: &[ClaimAllocation]) -> Vec<Holding> {
         held.iter()
             .map(|held| held.recorded(self.fixture.driver_name()))
             .collect()

@@ -1,5 +1,5 @@
-//! Checks what the compiler does not within one crate: `src/core` is pure, layers name only those below them, and import circles
-//! between files and folders become no larger.
+//! Checks what the compiler does not within one crate: `src/core` is pure, layers name only those below them, import circles
+//! between files and folders become no larger, and no two types share a name.
 //!
 //! Sources are read as rustfmt writes them. Unit tests take part in the check for purity, but their imports do not count.
 
@@ -54,6 +54,23 @@ const CHANCE: &str = "DefaultHasher HashMap HashSet RandomState SystemTime Times
 /// The largest number of files and of folders that import each other in a circle. They may only become smaller.
 const FILES_IN_CIRCLES: usize = 50;
 const FOLDERS_IN_CIRCLES: usize = 2;
+
+/// Names that several types may have, with the reason.
+const SHARED_NAMES: [(&str, &str); 7] = [
+    ("Arguments", "clap: the flags of a command, private to its module"),
+    (
+        "Command",
+        "clap: the subcommands of a command; in the core a command to the runtime",
+    ),
+    (
+        "ContainerEdits",
+        "the CDI file's form, and the one that is also rendered for device plugins",
+    ),
+    ("Device", "the CDI file's, and ours"),
+    ("DeviceNode", "as ContainerEdits"),
+    ("Metrics", "public: of the controller and of the companion"),
+    ("Mount", "as ContainerEdits"),
+];
 
 /// The product's files without comments, by module path: `core::claims::state`.
 fn modules() -> BTreeMap<String, String> {
@@ -156,12 +173,13 @@ fn imports(module: &str, code: &str, modules: &BTreeMap<String, String>) -> BTre
     paths(product).into_iter().filter_map(resolve).collect()
 }
 
+fn is_test(part: &str) -> bool {
+    ["tests", "model", "fixture"].contains(&part)
+}
+
 /// The modules that each module of the product imports, without those of unit tests.
 fn graph(modules: &BTreeMap<String, String>) -> BTreeMap<String, BTreeSet<String>> {
-    let is_product = |module: &str| {
-        let is_test = |part| ["tests", "model", "fixture"].contains(&part);
-        !["lib", "main"].contains(&module) && !module.split("::").any(is_test)
-    };
+    let is_product = |module: &str| !["lib", "main"].contains(&module) && !module.split("::").any(is_test);
     let file_of = |path: &str| {
         let mut path = path;
         while !modules.contains_key(path) {
@@ -291,4 +309,36 @@ fn import_circles_do_not_become_larger() {
         folders.entry(own.clone()).or_default().extend(others);
     }
     check("folders", &folders, FOLDERS_IN_CIRCLES);
+}
+
+/// The types that a module defines outside functions and nested modules: rustfmt writes these without indentation.
+fn types(code: &str) -> impl Iterator<Item = &str> {
+    code.lines().filter_map(|line| {
+        let mut words = line.split(|c| !is_word(c)).filter(|word| !word.is_empty());
+        words.find(|word| ["struct", "enum", "trait", "type"].contains(word))?;
+        (!line.starts_with(' ')).then(|| words.next()).flatten()
+    })
+}
+
+#[test]
+fn no_two_types_share_a_name() {
+    let modules = modules();
+    let mut places: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for (module, code) in &modules {
+        if !module.split("::").any(is_test) {
+            for name in types(code) {
+                places.entry(name).or_default().push(module);
+            }
+        }
+    }
+    assert!(places.len() > 500, "{} types", places.len());
+    let is_shared = |name: &str| SHARED_NAMES.iter().any(|(shared, _)| *shared == name);
+    places.retain(|name, modules| (modules.len() > 1) != is_shared(name));
+    assert!(
+        places.is_empty(),
+        "rename one, or change SHARED_NAMES: {places:#?}"
+    );
+    let found: Vec<_> =
+        types("pub struct A(u8);\npub(in crate::x) enum B {}\n    struct C;\ntype D<T> = E<T>;").collect();
+    assert_eq!(found, ["A", "B", "D"]);
 }

@@ -22,7 +22,7 @@ pub const FILE: &str = "kubelet_internal_checkpoint";
 /// The devices of one extended resource that a container of a pod was granted.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "PascalCase")]
-pub struct DeviceGrant {
+pub struct PodDevicesEntry {
     /// Uid of the pod.
     #[serde(rename = "PodUID")]
     pub pod_uid: String,
@@ -51,11 +51,11 @@ struct Document {
 #[serde(rename_all = "PascalCase")]
 struct CheckpointData {
     #[serde(default)]
-    pod_device_entries: Option<Vec<DeviceGrant>>,
+    pod_device_entries: Option<Vec<PodDevicesEntry>>,
 }
 
 /// Parses the checkpoint.
-pub fn parse(text: &[u8]) -> Result<Vec<DeviceGrant>, DeviceManagerError> {
+pub fn parse(text: &[u8]) -> Result<Vec<PodDevicesEntry>, DeviceManagerError> {
     let document: Document =
         serde_json::from_slice(text).map_err(|error| DeviceManagerError(shortened(&error)))?;
     Ok(document.data.pod_device_entries.unwrap_or_default())
@@ -75,7 +75,11 @@ pub type Granted = BTreeMap<String, BTreeMap<String, GrantedDevice>>;
 
 /// Finds the grants of this driver to pods that may still have running containers. Resource names and ids are not proof of origin; a
 /// response is ours if it contains the variable or the CDI device that this driver adds for each device.
-pub fn granted_by(driver: &DriverName, grants: &[DeviceGrant], may_run: impl Fn(&str) -> bool) -> Granted {
+pub fn granted_by(
+    driver: &DriverName,
+    grants: &[PodDevicesEntry],
+    may_run: impl Fn(&str) -> bool,
+) -> Granted {
     let mut granted = Granted::new();
     for grant in grants.iter().filter(|grant| may_run(&grant.pod_uid)) {
         let answer = grant.answer.as_ref().map(|bytes| bytes.0.as_slice());
@@ -117,7 +121,7 @@ fn numbers(text: &str) -> Vec<DeviceNumber> {
 
 /// The devices of these extended resources that are recorded for pods that may still have running containers.
 pub fn recorded(
-    grants: &[DeviceGrant],
+    grants: &[PodDevicesEntry],
     resources: &BTreeSet<String>,
     may_run: impl Fn(&str) -> bool,
 ) -> BTreeSet<String> {

@@ -9,7 +9,7 @@ use super::quantity::Quantity;
 
 /// A claim that holds a device, and its result for the device.
 #[derive(Clone, Copy, Debug)]
-pub struct DeviceHolder<'a> {
+pub struct AllocatedResult<'a> {
     /// The claim.
     pub claim: &'a ResourceClaim,
     /// The result.
@@ -20,7 +20,7 @@ pub struct DeviceHolder<'a> {
 #[derive(Clone, Debug, Default)]
 pub struct Usage<'a> {
     /// The claims that hold the device.
-    pub holders: Vec<DeviceHolder<'a>>,
+    pub holders: Vec<AllocatedResult<'a>>,
     /// Whether one claim holds the whole device.
     pub exclusive: bool,
     /// Consumed capacity of a shared device.
@@ -49,7 +49,7 @@ impl<'a> DeviceHoldings<'a> {
         }
         let id = DeviceId::new(&result.driver, &result.pool, &result.device);
         let usage = self.0.entry(id).or_default();
-        usage.holders.push(DeviceHolder { claim, result });
+        usage.holders.push(AllocatedResult { claim, result });
         if result.share_id.is_none() {
             usage.exclusive = true;
         }

@@ -27,7 +27,7 @@ mod search;
 
 pub use allocate::{AllocationFailure, allocate};
 pub use cluster::{ClusterState, Evaluate, claim_name};
-pub use holdings::{DeviceHolder, DeviceHoldings, Usage};
+pub use holdings::{AllocatedResult, DeviceHoldings, Usage};
 pub use pools::{DeviceId, Pool, PoolState, all_pools, node_matches, pools};
 pub use quantity::Quantity;
 pub use report::{Availability, NodeReport, RequestReport, report};

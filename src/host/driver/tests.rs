@@ -45,7 +45,7 @@ fn write(driver: &HostDriver, name: &str, kind: &str, expression: &str) {
     driver
         .shared
         .state()
-        .apply_classes(ObjectChange::Set(name.to_owned(), Ok(spec)));
+        .apply_classes(WatchUpdate::Set(name.to_owned(), Ok(spec)));
 }
 
 async fn evaluate(driver: HostDriver, class: ClassParameters) -> Result<(), DriverError> {
@@ -68,7 +68,7 @@ async fn an_expensive_selector_does_not_delay_other_claims() {
     const DEVICES: usize = 5_000;
     let driver = HostDriver::unwatched(DRIVER);
     let nodes = vec![node("large", "large", DEVICES), node("small", "small", 1)];
-    driver.shared.inventories(ObjectChange::All(nodes));
+    driver.shared.inventories(WatchUpdate::All(nodes));
     // Some milliseconds per device: nearly the maximum cost of an expression.
     let dear = format!("[{}].all(a, a + a + a > 0)", vec!["1"; 400].join(","));
     write(&driver, "dear", "large", &dear);
@@ -109,22 +109,22 @@ async fn only_new_devices_of_an_inventory_are_evaluated_in_advance() {
     let driver = HostDriver::unwatched(DRIVER);
     let mut changes = std::pin::pin!(driver.capacity_changes());
     let nodes = vec![node("a", "test", 3)];
-    driver.shared.inventories(ObjectChange::All(nodes));
+    driver.shared.inventories(WatchUpdate::All(nodes));
     write(&driver, "class", "test", "device.attributes['d'].number > 1");
     let class = class("test", "device.attributes['d'].number > 1");
     evaluate(driver.clone(), class.clone()).await.unwrap();
     assert_eq!(results(&driver), 3);
     // Devices with equal attributes, and devices of another kind.
     let (name, same) = node("b", "test", 2);
-    driver.shared.inventories(ObjectChange::Set(name, same));
+    driver.shared.inventories(WatchUpdate::Set(name, same));
     let (name, other) = node("c", "other", 9);
-    driver.shared.inventories(ObjectChange::Set(name, other));
+    driver.shared.inventories(WatchUpdate::Set(name, other));
     driver.shared.evaluate_due();
     assert!(driver.shared.state().due().is_none());
     while changes.next().now_or_never().is_some() {}
 
     let (name, more) = node("a", "test", 5);
-    driver.shared.inventories(ObjectChange::Set(name, more));
+    driver.shared.inventories(WatchUpdate::Set(name, more));
     let new = changes.next().await.unwrap();
     assert_eq!((new.cause, new.pods), (CapacityCause::Inventory, Some(2)));
     driver.shared.evaluate_due();
@@ -185,7 +185,7 @@ async fn a_hard_search_leaves_the_thread_to_other_pods() {
     let names: Vec<String> = (0..64).map(|number| format!("n{number}")).collect();
     let mut nodes: Vec<_> = names.iter().map(|name| grouped(name)).collect();
     nodes.push(node("easy", "test", 1));
-    driver.shared.inventories(ObjectChange::All(nodes));
+    driver.shared.inventories(WatchUpdate::All(nodes));
     let hard = tokio::spawn({
         let (driver, names) = (driver.clone(), names.clone());
         async move {
@@ -213,7 +213,7 @@ async fn a_hard_search_leaves_the_thread_to_other_pods() {
 async fn many_calls_at_once_are_answered_one_at_a_time() {
     let driver = HostDriver::unwatched(DRIVER);
     let nodes = (0..64).map(|number| node(&format!("n{number}"), "test", 8));
-    driver.shared.inventories(ObjectChange::All(nodes.collect()));
+    driver.shared.inventories(WatchUpdate::All(nodes.collect()));
     let calls: Vec<_> = (0..8)
         .map(|call| {
             let driver = driver.clone();
@@ -234,7 +234,7 @@ async fn two_searches_at_once_get_different_devices() {
     let driver = HostDriver::unwatched(DRIVER);
     driver
         .shared
-        .inventories(ObjectChange::All(vec![node("a", "test", 600)]));
+        .inventories(WatchUpdate::All(vec![node("a", "test", 600)]));
     let (first, second) = (claims("p", 16, &[1; 16], None), claims("q", 16, &[1; 16], None));
     let mut quick = WorkBudget::new(QUICK_WORK_MAX);
     let requested: Vec<_> = first.iter().map(requested_claim).collect();

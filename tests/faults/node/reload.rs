@@ -122,7 +122,7 @@ async fn a_broken_file_changes_nothing_and_is_reported_once() {
         assert_eq!(
             events(state, "ConfigurationInvalid"),
             std::slice::from_ref(&message)
-        )
+        );
     });
     std::fs::write(
         node.path("node.yaml"),

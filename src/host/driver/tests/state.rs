@@ -44,7 +44,7 @@ fn write(state: &mut HostState, name: &str, expressions: &[&str]) {
     let mut with = spec("test");
     let selector = |expression: &&str| crate::api::crd::DeviceSelector::cel(*expression);
     with.selectors = expressions.iter().map(selector).collect();
-    state.apply_classes(ObjectChange::Set(name.into(), Ok(with)));
+    state.apply_classes(WatchUpdate::Set(name.into(), Ok(with)));
 }
 
 #[test]
@@ -67,7 +67,7 @@ fn expressions_in_use_are_bounded_per_namespace_and_in_total() {
     };
     let use_all = |state: &mut HostState, namespace: &str, name: &str, from: usize| {
         let key = (namespace.to_owned(), name.to_owned());
-        state.apply_claims(ObjectChange::Set(key, Ok(object(from))));
+        state.apply_claims(WatchUpdate::Set(key, Ok(object(from))));
         let device_requests =
             DeviceRequests::check(&fixture::class("test"), namespace, name, &object(from)).unwrap();
         let selectors = device_requests
@@ -99,7 +99,7 @@ fn expressions_in_use_are_bounded_per_namespace_and_in_total() {
         state.classes.get(&"class".to_owned(), String::new).unwrap(),
     );
     assert!(state.expressions.request(&class.unwrap().selectors()[0]).is_ok());
-    state.apply_claims(ObjectChange::Gone(("n1".into(), "p".into())));
+    state.apply_claims(WatchUpdate::Gone(("n1".into(), "p".into())));
     assert!(use_all(&mut state, "n8", "p", 9000).is_ok());
 }
 
@@ -108,8 +108,8 @@ fn missing_parameters_are_reported_once_the_watch_is_synced() {
     let mut state = HostState::new(fixture::DRIVER);
     let error = state.class_parameters(&class()).unwrap_err();
     assert_eq!((error.kind, error.reason), (DriverErrorKind::Retry, "NotSynced"));
-    state.classes.apply(ObjectChange::All(vec![]));
-    state.claims.apply(ObjectChange::All(vec![]));
+    state.classes.apply(WatchUpdate::All(vec![]));
+    state.claims.apply(WatchUpdate::All(vec![]));
     let error = state.class_parameters(&class()).unwrap_err();
     assert_eq!(
         (error.kind, error.reason),
@@ -128,7 +128,7 @@ fn missing_parameters_are_reported_once_the_watch_is_synced() {
 #[test]
 fn an_unreadable_object_does_not_end_the_watch() {
     let mut state = HostState::new(fixture::DRIVER);
-    state.classes.apply(ObjectChange::All(vec![(
+    state.classes.apply(WatchUpdate::All(vec![(
         "p".into(),
         Err("unknown field `knid`".into()),
     )]));
@@ -139,14 +139,14 @@ fn an_unreadable_object_does_not_end_the_watch() {
     );
     state
         .classes
-        .apply(ObjectChange::Set("p".into(), Ok(spec("Not A Label"))));
+        .apply(WatchUpdate::Set("p".into(), Ok(spec("Not A Label"))));
     assert_eq!(
         state.class_parameters(&class()).unwrap_err().reason,
         "ParametersInvalid"
     );
     state
         .classes
-        .apply(ObjectChange::Set("p".into(), Ok(spec("test"))));
+        .apply(WatchUpdate::Set("p".into(), Ok(spec("test"))));
     assert_eq!(state.class_parameters(&class()).unwrap().kind(), "test");
 }
 
@@ -164,7 +164,7 @@ fn a_claim_wants_what_its_parameters_in_its_own_namespace_say() {
     let entry = |namespace: &str, count| ((namespace.to_owned(), "p".to_owned()), Ok(requests(count)));
     state
         .claims
-        .apply(ObjectChange::All(vec![entry("another", 1), entry("ns", 3)]));
+        .apply(WatchUpdate::All(vec![entry("another", 1), entry("ns", 3)]));
     assert_eq!(
         state
             .claim_parameters(&claim(), &fixture::class("test"))
@@ -186,14 +186,14 @@ fn a_claim_wants_what_its_parameters_in_its_own_namespace_say() {
 fn only_what_is_new_or_different_can_help_somebody() {
     let mut cache: ObjectCache<String, u8> = ObjectCache::default();
     assert_eq!(
-        cache.apply(ObjectChange::All(vec![("a".into(), Ok(1)), ("b".into(), Ok(1))])),
+        cache.apply(WatchUpdate::All(vec![("a".into(), Ok(1)), ("b".into(), Ok(1))])),
         2
     );
-    assert_eq!(cache.apply(ObjectChange::Set("a".into(), Ok(1))), 0);
-    assert_eq!(cache.apply(ObjectChange::Set("a".into(), Ok(2))), 1);
-    assert_eq!(cache.apply(ObjectChange::Gone("b".into())), 0);
+    assert_eq!(cache.apply(WatchUpdate::Set("a".into(), Ok(1))), 0);
+    assert_eq!(cache.apply(WatchUpdate::Set("a".into(), Ok(2))), 1);
+    assert_eq!(cache.apply(WatchUpdate::Gone("b".into())), 0);
     assert_eq!(
-        cache.apply(ObjectChange::All(vec![("a".into(), Ok(2)), ("b".into(), Ok(1))])),
+        cache.apply(WatchUpdate::All(vec![("a".into(), Ok(2)), ("b".into(), Ok(1))])),
         1
     );
 }
@@ -204,7 +204,7 @@ fn a_selector_is_evaluated_once_and_dropped_with_its_object() {
     let mut state = HostState::new(fixture::DRIVER);
     let expression: Arc<str> = "true".into();
     write(&mut state, "p", &["true"]);
-    state.apply_inventories(ObjectChange::Set("a".into(), fixture::node("a", "1", &["d"])));
+    state.apply_inventories(WatchUpdate::Set("a".into(), fixture::node("a", "1", &["d"])));
     let pending = state.pending("test", &expression, now).unwrap().unwrap();
     assert_eq!(pending.devices.len(), 1);
     let results = pending
@@ -216,15 +216,15 @@ fn a_selector_is_evaluated_once_and_dropped_with_its_object() {
     assert!(state.pending("test", &expression, now).unwrap().is_none());
     assert!(state.due().is_none());
     // A device with equal attributes needs no evaluation of its own.
-    state.apply_inventories(ObjectChange::Set("b".into(), fixture::node("b", "2", &["e"])));
+    state.apply_inventories(WatchUpdate::Set("b".into(), fixture::node("b", "2", &["e"])));
     assert!(state.due().is_none());
 
     write(&mut state, "q", &["true", "false"]);
-    state.apply_classes(ObjectChange::Gone("p".into()));
+    state.apply_classes(WatchUpdate::Gone("p".into()));
     assert_eq!(state.allocator.matches().len(), 1);
     write(&mut state, "q", &["true"]);
     assert_eq!(state.allocator.matches().len(), 1);
-    state.apply_classes(ObjectChange::All(vec![]));
+    state.apply_classes(WatchUpdate::All(vec![]));
     assert!(state.allocator.matches().is_empty());
     assert!(state.expressions.is_empty() && state.allocator.active_selectors().is_empty());
 }
@@ -260,7 +260,7 @@ fn a_selector_that_timed_out_is_retried_with_backoff() {
     let mut state = HostState::new(fixture::DRIVER);
     let expression: Arc<str> = "slow".into();
     write(&mut state, "p", &["slow"]);
-    state.apply_inventories(ObjectChange::Set("a".into(), fixture::node("a", "1", &["d"])));
+    state.apply_inventories(WatchUpdate::Set("a".into(), fixture::node("a", "1", &["d"])));
     assert!(state.pending("test", &expression, start).unwrap().is_some());
     let slow = || Err(SelectorError::Unfinished("slow".into()));
     state.evaluated(&expression, slow(), start);

@@ -17,7 +17,7 @@ use crate::api::crd::DeviceNumber;
 use crate::api::proto::pod_resources_v1::PodResources;
 use crate::core::names::{DriverName, device_of_plugin_id, environment_name};
 use crate::core::prepare::containers::{Containers, PodContainer, ResourceSnapshot, WithdrawnDevices};
-use crate::core::prepare::device_manager::{self, DeviceGrant, GrantedDevice, granted_by};
+use crate::core::prepare::device_manager::{self, GrantedDevice, PodDevicesEntry, granted_by};
 use crate::node::discovery::device_number;
 
 /// Bytes that are read of kubelet's checkpoint file.
@@ -96,7 +96,7 @@ impl Grants for KubeletGrants {
 }
 
 /// Reads the checkpoint entries; none if the file does not exist yet. Kubelet replaces the file atomically.
-fn read(path: &Path) -> io::Result<Vec<DeviceGrant>> {
+fn read(path: &Path) -> io::Result<Vec<PodDevicesEntry>> {
     let file = match File::open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -113,7 +113,7 @@ fn read(path: &Path) -> io::Result<Vec<DeviceGrant>> {
 /// containers and of force-deleted pods would count as free.
 fn remain<'a>(
     pods: &Path,
-    entries: &'a [DeviceGrant],
+    entries: &'a [PodDevicesEntry],
     resources: &BTreeSet<String>,
 ) -> Result<Result<BTreeSet<&'a str>, String>, String> {
     if !is_directory(pods)? {
@@ -148,7 +148,7 @@ fn is_directory(path: &Path) -> Result<bool, String> {
 
 fn shown(
     list: &[PodResources],
-    entries: &[DeviceGrant],
+    entries: &[PodDevicesEntry],
     resources: &BTreeSet<String>,
     has_directory: impl Fn(&str) -> bool,
 ) -> ResourceSnapshot {
