@@ -63,14 +63,14 @@ impl Statistics {
         "Allocated",
         "Invalid",
         "NotRecorded",
-        "Backoff",
+        "Retry",
         "TimedOut",
         "Withdrawn",
     ];
     /// The driver methods.
     pub const CALLS: [&'static str; 3] = ["Allocate", "Deallocate", "UnsuitableNodes"];
     /// Results of a driver call.
-    pub const CALL_RESULTS: [&'static str; 4] = ["Done", "Invalid", "Backoff", "TimedOut"];
+    pub const CALL_RESULTS: [&'static str; 4] = ["Done", "Invalid", "Retry", "TimedOut"];
     /// Trouble of a waiting pod that is not an error: some of its nodes are unsuitable.
     pub const SOME_NODES: &'static str = "SomeNodesUnsuitable";
 

@@ -141,7 +141,7 @@ mod tests {
     use crate::api::proto::device_plugin_v1beta1::{CdiDevice, DeviceSpec};
 
     /// As kubelet 1.30 writes it, shortened.
-    const WRITTEN: &str = r#"{"CheckpointData":{"PodDeviceEntries":[
+    const WRITTEN: &str = r#"{"Data":{"PodDeviceEntries":[
         {"PodUID":"u-1","ContainerName":"main","ResourceName":"x.dev/a","DeviceIDs":{"-1":["a0","a1.3"],"1":["a2"]},"AllocResp":"Eg=="},
         {"PodUID":"u-2","ContainerName":"main","ResourceName":"x.dev/a","DeviceIDs":{"-1":["a9"]},"AllocResp":""},
         {"PodUID":"u-1","ContainerName":"main","ResourceName":"x.dev/other","DeviceIDs":null,"AllocResp":null}],
@@ -175,7 +175,7 @@ mod tests {
             serde_json::json!({"PodUID": "u-1", "ContainerName": "main", "ResourceName": resource,
                 "DeviceIDs": {"-1": [id]}, "AllocResp": answer})
         };
-        let text = serde_json::json!({"CheckpointData": {"PodDeviceEntries": [
+        let text = serde_json::json!({"Data": {"PodDeviceEntries": [
             grant("x.dev/a", "cam-0", answer(Some("DRAYMAN_DEVICE_CAM_0"), None)),
             grant("x.dev/a", "cam-1.7", answer(None, Some("drayman.dev/device=cam-1"))),
             grant("x.dev/b", "cam-0", answer(Some("OTHER"), None)),
@@ -205,7 +205,7 @@ mod tests {
             annotations: [("drayman.dev/cam".to_owned(), "c81:0,c81:1".to_owned())].into(),
             ..ContainerAllocateResponse::default()
         };
-        let text = serde_json::json!({"CheckpointData": {"PodDeviceEntries": [
+        let text = serde_json::json!({"Data": {"PodDeviceEntries": [
             {"PodUID": "u-1", "ContainerName": "main", "ResourceName": "x.dev/a",
                 "DeviceIDs": {"-1": ["cam"]}, "AllocResp": ByteString(answer.encode_to_vec())},
         ]}});
@@ -220,19 +220,19 @@ mod tests {
     #[test]
     fn a_device_manager_file_without_grants_is_empty() {
         for text in [
-            r#"{"CheckpointData":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":1}"#,
-            r#"{"CheckpointData":{}}"#,
+            r#"{"Data":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":1}"#,
+            r#"{"Data":{}}"#,
         ] {
             assert_eq!(parse(text.as_bytes()), Ok(Vec::new()));
         }
-        for text in ["", "{", "[]", r#"{"CheckpointData":{"PodDeviceEntries":{}}}"#] {
+        for text in ["", "{", "[]", r#"{"Data":{"PodDeviceEntries":{}}}"#] {
             assert!(parse(text.as_bytes()).is_err(), "{text}");
         }
     }
 
     #[test]
     fn an_error_is_short_however_long_the_text_is_that_it_cites() {
-        let text = format!(r#"{{"CheckpointData":"{}"}}"#, "x".repeat(100_000));
+        let text = format!(r#"{{"Data":"{}"}}"#, "x".repeat(100_000));
         let error = parse(text.as_bytes()).unwrap_err().to_string();
         assert!(error.len() < 400, "{} bytes", error.len());
     }

@@ -335,7 +335,7 @@ mod tests {
         let data = format!(
             r#"{{"kind":"DRACheckpoint","apiVersion":"checkpoint.dra.kubelet.k8s.io/v1","ClaimInfoStateList":[{{"ClaimUID":"{UID}","ClaimName":"pod-device-x","Namespace":"default","PodUIDs":{{"5b6e":{{}}}},"DriverState":{drivers}}}]}}"#
         );
-        serde_json::json!({"ClaimsData": data, "Checksum": 7}).to_string()
+        serde_json::json!({"Data": data, "Checksum": 7}).to_string()
     }
 
     #[test]
@@ -370,7 +370,7 @@ mod tests {
 
     #[test]
     fn an_empty_list_is_a_list() {
-        let empty = r#"{"ClaimsData":"{\"kind\":\"DRACheckpoint\",\"apiVersion\":\"checkpoint.dra.kubelet.k8s.io/v1\",\"ClaimInfoStateList\":null}","Checksum":1}"#;
+        let empty = r#"{"Data":"{\"kind\":\"DRACheckpoint\",\"apiVersion\":\"checkpoint.dra.kubelet.k8s.io/v1\",\"ClaimInfoStateList\":null}","Checksum":1}"#;
         assert_eq!(parse(empty.as_bytes(), &driver()), Ok(KubeletClaims::new()));
         assert_eq!(
             parse(br#"{"version":"v1","checksum":1}"#, &driver()),
@@ -384,7 +384,7 @@ mod tests {
             "",
             "null",
             "{}",
-            r#"{"ClaimsData":"{}","Checksum":1}"#,
+            r#"{"Data":"{}","Checksum":1}"#,
             r#"{"version":"v2","checksum":1}"#,
             r#"{"version":"v1","entries":[{}],"checksum":1}"#,
             r#"{"version":"v1","entries":[{"ClaimUID":"../x","ClaimName":"a","Namespace":"b"}],"checksum":1}"#,
