@@ -757,7 +757,7 @@ impl Refusal {
         }
     }
 
-    /// CamelCase reason from a small fixed set, for the event and the metric label.
+    /// CamelCase, from a small fixed set: a metric label and log field. Kubelet shows only the message in the event of the pod.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::ClaimUid(_) | Self::ClaimName { .. } => "InvalidClaim",

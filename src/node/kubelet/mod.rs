@@ -3,7 +3,7 @@
 //! An endpoint validates the shape of a call, calls the [`NodeService`](crate::node::service::NodeService) and encodes the answer for
 //! its API version. Endpoints know no devices and keep no state except their sockets.
 //!
-//! * [`dra`]: claims, through plugin registration and the DRA services of kubelet 1.27 to 1.30.
+//! * [`dra`]: claims, through plugin registration and the DRA services of kubelet.
 //! * [`device_plugin`]: extended resources.
 //! * [`pod_resources`]: a client, not an endpoint: it reads from kubelet which devices containers have.
 

@@ -1,4 +1,5 @@
-//! Events about the Node, for cluster operators.
+//! Events about the Node, for cluster operators. Kubelet writes the event of a pod whose Prepare is refused, with the message of
+//! [`Refusal`](crate::core::prepare::plan::Refusal).
 
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::api::events::v1::Event;

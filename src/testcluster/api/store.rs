@@ -14,7 +14,7 @@ const SIZE_MAX: usize = 32 << 20;
 /// Key of an object.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct StorageKey {
-    /// [`ResourceKind::storage`](super::kinds::Kind::storage).
+    /// [`ResourceKind::storage`](super::kinds::ResourceKind::storage).
     pub(crate) storage: String,
     /// Empty for cluster-scoped objects.
     pub(crate) namespace: String,
