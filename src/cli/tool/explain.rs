@@ -70,36 +70,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
         let (client, context_namespace) = arguments.cluster.connect().await?;
         let namespace = arguments.namespace.clone().unwrap_or(context_namespace);
         let driver = &arguments.cluster.driver.name;
-        if read::api(&client).await? == read::ServedApi::Structured {
-            return structured::answer(&client, &namespace, driver, &subject).await;
+        match read::api(&client).await? {
+            read::ServedApi::Structured => structured::answer(&client, &namespace, driver, &subject).await,
+            read::ServedApi::Classic => classic_answer(client, namespace, driver, &subject).await,
         }
-        let pods = Api::<Pod>::namespaced(client.clone(), &namespace);
-        let pod = match &subject {
-            ObjectArgument::Pod(name) | ObjectArgument::Either(name) => {
-                pods.get_opt(name).await.context("cannot read the pod")?
-            }
-            ObjectArgument::Claim(_) => None,
-        };
-        let claims = read::claims(&client, &Namespaces::AllOr(namespace.clone())).await?;
-        let claim = match &subject {
-            ObjectArgument::Claim(name) | ObjectArgument::Either(name) if pod.is_none() => {
-                claims.items.iter().find(|claim| {
-                    claim.metadata.namespace.as_ref() == Some(&namespace)
-                        && claim.metadata.name.as_ref() == Some(name)
-                })
-            }
-            _ => None,
-        };
-        if pod.is_none() && claim.is_none() {
-            return Ok(None);
-        }
-        let cluster = Reading {
-            client,
-            namespace,
-            driver,
-            claims: &claims,
-        };
-        cluster.answer(pod.as_ref(), claim).await.map(Some)
     })?;
     let Some(answer) = answer else {
         eprintln!(
@@ -110,6 +84,42 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     };
     arguments.output.print(&answer)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// The answer in classic mode, and without claims. `None` if the object does not exist.
+async fn classic_answer(
+    client: Client,
+    namespace: String,
+    driver: &str,
+    subject: &ObjectArgument,
+) -> Result<Option<Explained>, Error> {
+    let pods = Api::<Pod>::namespaced(client.clone(), &namespace);
+    let pod = match subject {
+        ObjectArgument::Pod(name) | ObjectArgument::Either(name) => {
+            pods.get_opt(name).await.context("cannot read the pod")?
+        }
+        ObjectArgument::Claim(_) => None,
+    };
+    let claims = read::claims(&client, &Namespaces::AllOr(namespace.clone())).await?;
+    let claim = match subject {
+        ObjectArgument::Claim(name) | ObjectArgument::Either(name) if pod.is_none() => {
+            claims.items.iter().find(|claim| {
+                claim.metadata.namespace.as_ref() == Some(&namespace)
+                    && claim.metadata.name.as_ref() == Some(name)
+            })
+        }
+        _ => None,
+    };
+    if pod.is_none() && claim.is_none() {
+        return Ok(None);
+    }
+    let cluster = Reading {
+        client,
+        namespace,
+        driver,
+        claims: &claims,
+    };
+    cluster.answer(pod.as_ref(), claim).await.map(Some)
 }
 
 /// Access to the cluster and the claims read so far.
@@ -131,10 +141,13 @@ impl Reading<'_> {
     async fn answer(&self, pod: Option<&Pod>, claim: Option<&ResourceClaim>) -> Result<Explained, Error> {
         let classes = read::classes(&self.client).await?;
         let context = match pod {
-            Some(pod) => Api::<PodSchedulingContext>::namespaced(self.client.clone(), &self.namespace)
-                .get_opt(&pod.name_any())
-                .await
-                .context("cannot read the pod's scheduling context")?,
+            Some(pod) => {
+                let contexts: Api<PodSchedulingContext> =
+                    Api::namespaced(self.client.clone(), &self.namespace);
+                read::get(&contexts, &pod.name_any())
+                    .await
+                    .context("cannot read the pod's scheduling context")?
+            }
             None => None,
         };
         // Pairs of entry and claim.
@@ -376,7 +389,10 @@ fn in_words(demand: &DeviceRequests) -> String {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
+    use crate::cli::tool::mock::Server;
 
     fn subject(words: &[&str]) -> Result<ObjectArgument, Error> {
         ObjectArgument::read(&words.iter().map(|&word| word.to_owned()).collect::<Vec<_>>())
@@ -392,5 +408,25 @@ mod tests {
         );
         assert_eq!(subject(&["a"]).unwrap(), ObjectArgument::Either("a".into()));
         assert!(subject(&["node/a"]).unwrap_err().to_string().contains("pod/NAME"));
+    }
+
+    #[tokio::test]
+    async fn a_pod_is_explained_on_a_server_without_claims() {
+        let pod = json!({
+            "apiVersion": "v1", "kind": "Pod", "metadata": { "name": "one", "namespace": "shop" },
+            "spec": { "containers": [{ "name": "main", "resources": { "limits": { "example.com/camera": "1" } } }] },
+            "status": { "phase": "Pending" },
+        });
+        let server = Server::default()
+            .with_object("/api/v1/namespaces/shop/pods/one", pod)
+            .with("/api/v1/namespaces/shop/events", &[])
+            .with("/api/v1/nodes", &[])
+            .with("/api/v1/pods", &[]);
+        let subject = ObjectArgument::Pod("one".into());
+        let answer = classic_answer(server.client(), "shop".into(), "drayman.dev", &subject)
+            .await
+            .unwrap();
+        let answer = serde_json::to_value(answer.unwrap()).unwrap();
+        assert_eq!(answer["pod"]["name"], "shop/one", "{answer}");
     }
 }

@@ -173,6 +173,18 @@ where
     Ok(())
 }
 
+/// Reads an object; `None` if it does not exist, or if its API is not served. For the latter, [`kube::Api::get_opt`] fails.
+pub(super) async fn get<K>(api: &kube::Api<K>, name: &str) -> Result<Option<K>, kube::Error>
+where
+    K: Clone + DeserializeOwned + Debug,
+{
+    match api.get(name).await {
+        Ok(object) => Ok(Some(object)),
+        Err(kube::Error::Api(status)) if status.code == 404 => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
 /// The API server does not serve the kind.
 #[derive(Debug, thiserror::Error)]
 #[error("the API server does not serve it: `drayman doctor` says what is missing")]
