@@ -62,7 +62,7 @@ pub enum ServiceError {
 }
 
 impl ServiceError {
-    /// CamelCase, from a small fixed set: a metric label and log field. Kubelet shows only the message in the event of the pod.
+    /// CamelCase, from a small fixed set: a metric label and log field, and the beginning of the message in the event of the pod.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Refused(refusal) => refusal.reason(),

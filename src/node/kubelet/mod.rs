@@ -15,6 +15,7 @@ mod registration;
 pub mod transport;
 
 use std::collections::BTreeSet;
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
@@ -186,11 +187,17 @@ impl KubeletApiError {
 
 /// Converts an error to a gRPC status: `InvalidArgument` for an invalid request, else `FailedPrecondition`.
 fn status(error: &ServiceError) -> Status {
+    let message = with_reason(error.reason(), error);
     if error.is_invalid_request() {
-        Status::invalid_argument(error.to_string())
+        Status::invalid_argument(message)
     } else {
-        Status::failed_precondition(error.to_string())
+        Status::failed_precondition(message)
     }
+}
+
+/// The text of an error in an answer to kubelet, which shows it in the event of the pod.
+fn with_reason(reason: &str, error: &dyn fmt::Display) -> String {
+    format!("{reason}: {error}")
 }
 
 /// The state task violated its contract: one answer per request.

@@ -24,7 +24,7 @@ use tonic::transport::{Channel, Endpoint};
 
 pub(crate) const DRIVER: &str = "test.drayman.dev";
 pub(crate) const RESOURCE: &str = "test.drayman.dev/port";
-pub(crate) const REFUSED: &str = "the driver took more than 10 s for refuse; it is tried again";
+pub(crate) const REFUSED: &str = "DeviceSlow: the driver took more than 10 s for refuse; it is tried again";
 
 /// Awaits a future with a timeout.
 pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {

@@ -6,7 +6,7 @@ use tonic::{Request, Response, Status};
 use crate::api::proto::MAX_REQUEST;
 use crate::api::proto::dra_v1alpha2 as v1alpha2;
 use crate::api::proto::dra_v1alpha3 as v1alpha3;
-use crate::node::kubelet::{check_claims, no_uid, status, wrong_number_of_answers};
+use crate::node::kubelet::{check_claims, no_uid, status, with_reason, wrong_number_of_answers};
 use crate::node::service::{Allocation, ClaimToPrepare, ClaimToUnprepare, NodeService, ServiceError};
 
 /// Error for a claim with structured parameters.
@@ -74,7 +74,7 @@ impl v1alpha3::node_server::Node for DraService {
                 },
                 Some(Err(error)) => v1alpha3::NodePrepareResourceResponse {
                     cdi_devices: Vec::new(),
-                    error: error.to_string(),
+                    error: with_reason(error.reason(), &error),
                 },
                 None => v1alpha3::NodePrepareResourceResponse {
                     cdi_devices: Vec::new(),
@@ -109,7 +109,10 @@ impl v1alpha3::node_server::Node for DraService {
             return Err(wrong_number_of_answers(asked, answers.len()));
         }
         let entries = claims.into_iter().zip(answers).map(|(claim, answer)| {
-            let error = answer.err().map(|error| error.to_string()).unwrap_or_default();
+            let error = answer
+                .err()
+                .map(|error| with_reason(error.reason(), &error))
+                .unwrap_or_default();
             v1alpha3::NodeUnprepareResourcesEntry {
                 key: claim.uid,
                 value: Some(v1alpha3::NodeUnprepareResourceResponse { error }),

@@ -17,7 +17,7 @@ use crate::api::proto::{dra_v1 as v1, dra_v1beta1 as v1beta1};
 use crate::core::names::{DriverName, is_dns_label, is_dns_subdomain};
 use crate::core::prepare::device_metadata::base_request;
 use crate::core::prepare::plan::{ResultsError, results_of_claim};
-use crate::node::kubelet::{check_claims, shown, wrong_number_of_answers};
+use crate::node::kubelet::{check_claims, shown, with_reason, wrong_number_of_answers};
 use crate::node::service::{Allocation, ClaimToPrepare, ClaimToUnprepare, DeviceResult, NodeService};
 
 /// Reads in flight at once for one call, so that a pod with many claims does not flood the API server.
@@ -116,11 +116,11 @@ impl DraPlugin {
         }
         let mut answers = answers.into_iter();
         let prepared = read.into_iter().map(|read| {
-            let results = read.map_err(|error| error.to_string())?;
+            let results = read.map_err(|error| with_reason(error.reason(), &error))?;
             let ids = answers
                 .next()
                 .unwrap_or_else(|| Ok(Vec::new()))
-                .map_err(|error| error.to_string())?;
+                .map_err(|error| with_reason(error.reason(), &error))?;
             Ok(results.into_iter().zip(ids).collect())
         });
         Ok(prepared.collect())
@@ -146,9 +146,12 @@ impl DraPlugin {
         if answers.len() != asked {
             return Err(wrong_number_of_answers(asked, answers.len()));
         }
-        let errors = answers
-            .into_iter()
-            .map(|answer| answer.err().map(|error| error.to_string()).unwrap_or_default());
+        let errors = answers.into_iter().map(|answer| {
+            answer
+                .err()
+                .map(|error| with_reason(error.reason(), &error))
+                .unwrap_or_default()
+        });
         Ok(errors.collect())
     }
 }
