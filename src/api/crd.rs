@@ -168,6 +168,30 @@ pub struct Device {
     /// name. Known on the node only, and no part of the object.
     #[serde(skip)]
     pub device_numbers: Box<[DeviceNumber]>,
+    /// The effect of the taint that the device has in a ResourceSlice while it is unhealthy. Known on the node only, and no part of the
+    /// object.
+    #[serde(skip)]
+    pub taint_effect: TaintEffect,
+}
+
+/// What the taint of an unhealthy device does (Kubernetes 1.36 and later).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TaintEffect {
+    /// The scheduler does not allocate the device. Pods keep it.
+    #[default]
+    NoSchedule,
+    /// The same, and kube-controller-manager evicts the pods that have it.
+    NoExecute,
+}
+
+impl TaintEffect {
+    /// Its name in a taint.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::NoSchedule => "NoSchedule",
+            Self::NoExecute => "NoExecute",
+        }
+    }
 }
 
 fn no_attributes(attributes: &DeviceAttributes) -> bool {
@@ -490,7 +514,7 @@ mod tests {
             attributes: (0..2).map(attribute).collect(),
             unhealthy: Some("u".repeat(TEXT_MAX)),
             shares: Some(1024),
-            device_numbers: Box::default(),
+            ..Device::default()
         };
         let spec = NodeInventorySpec {
             driver_name: "d".repeat(63),

@@ -11,7 +11,7 @@ use futures::Stream;
 use tracing::warn;
 
 use crate::api::crd::{ATTRIBUTE_NAME_MAX, ATTRIBUTES_MAX, DEVICES_MAX, TEXT_MAX, VERSION_MAX};
-pub use crate::api::crd::{AttributeValue, Device, Mode};
+pub use crate::api::crd::{AttributeValue, Device, Mode, TaintEffect};
 use crate::core::names::is_dns_label;
 pub use crate::core::prepare::container_edits::{ContainerEdits, DeviceNode, Mount};
 use crate::core::prepare::inventory::Devices;
@@ -28,8 +28,8 @@ pub trait NodeDriver: Send + Sync + 'static {
     ///
     /// A device has a [name](Device::name) that survives a reboot (derived from an identifier, never an index), the
     /// [kind](Device::kind) by which classes and extended resources refer to it, and a [mode](Device::mode). An unhealthy device
-    /// says [why](Device::unhealthy): it is not handed out, but its current holder keeps it. A device that vanishes while a claim
-    /// holds it stays in the inventory as unhealthy.
+    /// says [why](Device::unhealthy): it is not handed out, but its current holder keeps it, unless its
+    /// [taint](Device::taint_effect) evicts the holder. A device that vanishes while a claim holds it stays in the inventory as unhealthy.
     ///
     /// [Device numbers](Device::device_numbers) identify a device when its name changes or two names refer to the same device node.
     /// A driver whose devices are device nodes should report them.

@@ -16,7 +16,7 @@ use std::fmt;
 use std::time::Duration;
 
 use super::prepared_claims::{add_numbers, share_a_node};
-use crate::api::crd::{Device, DeviceNumber, TEXT_MAX};
+use crate::api::crd::{Device, DeviceNumber, TEXT_MAX, TaintEffect};
 use crate::api::handle::DeviceHandle;
 use crate::api::resource::ResourceClaim;
 use crate::core::discovery::Devices;
@@ -344,7 +344,9 @@ impl WithdrawnDevices {
                     "{why} as {name} of {resource}, which is the same device node; it is free when that has ended"
                 ))
             });
-            device.unhealthy = cause.map(shortened);
+            if let Some(cause) = cause {
+                withhold_device(device, cause);
+            }
         }
     }
 }
@@ -376,6 +378,14 @@ impl WithdrawnResource {
             *name != device.name && self.has(name) && share_a_node(numbers, &device.device_numbers)
         });
         same.find_map(|(name, _)| Some((name, self.why(name)?)))
+    }
+}
+
+/// Marks a healthy device as unhealthy. The device itself is fit for use, so its taint evicts no pod.
+pub(super) fn withhold_device(device: &mut Device, why: String) {
+    if device.unhealthy.is_none() {
+        device.unhealthy = Some(shortened(why));
+        device.taint_effect = TaintEffect::NoSchedule;
     }
 }
 

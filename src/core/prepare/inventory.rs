@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::containers::{AllocatedClaims, Conflicting, Containers, shortened};
+use super::containers::{AllocatedClaims, Conflicting, Containers, shortened, withhold_device};
 use super::prepared_claims::{Entry, PreparedClaims, are_among, is_same_node};
 use crate::api::crd::{Device, Mode};
 pub use crate::core::discovery::Devices;
@@ -53,13 +53,13 @@ pub fn inventory(found: &Devices, previous: &Devices, prepared_claims: &Prepared
                 .values_mut()
                 .filter(|other| found.contains_key(&other.name) && other.name != held.device);
             for other in others {
-                if other.unhealthy.is_none() && is_same_node(held, entry.container_edits(), other) {
+                if is_same_node(held, entry.container_edits(), other) {
                     let cause = format!(
                         "it has the name {} in the hands of {}",
                         held.device,
                         entry.describe(uid)
                     );
-                    other.unhealthy = Some(shortened(cause));
+                    withhold_device(other, cause);
                 }
             }
         }
@@ -78,11 +78,8 @@ pub fn withhold(
             continue;
         };
         for held in entry.held_devices() {
-            if let Some(device) = devices.get_mut(&held.device)
-                && device.unhealthy.is_none()
-            {
-                let reason = format!("withheld for {}: {why}", entry.describe(uid));
-                device.unhealthy = Some(shortened(reason));
+            if let Some(device) = devices.get_mut(&held.device) {
+                withhold_device(device, format!("withheld for {}: {why}", entry.describe(uid)));
             }
         }
     }
@@ -92,10 +89,8 @@ pub fn withhold(
 pub fn published(inventory: &Devices, conflicting: &Conflicting) -> Devices {
     let mut published = inventory.clone();
     for device in conflicting.devices() {
-        if let Some(device) = published.get_mut(device)
-            && device.unhealthy.is_none()
-        {
-            device.unhealthy = Some(Conflicting::UNHEALTHY.to_owned());
+        if let Some(device) = published.get_mut(device) {
+            withhold_device(device, Conflicting::UNHEALTHY.to_owned());
         }
     }
     published
@@ -246,7 +241,7 @@ mod tests {
     use super::super::containers::ResourceSnapshot;
     use super::super::prepared_claims::{HeldDevice, Progress};
     use super::*;
-    use crate::api::crd::{AttributeValue, TEXT_MAX};
+    use crate::api::crd::{AttributeValue, TEXT_MAX, TaintEffect};
     use crate::core::discovery::attributes::NODES;
 
     fn device(name: &str, mode: Mode) -> (String, Device) {
@@ -291,9 +286,11 @@ mod tests {
 
     #[test]
     fn a_device_that_vanished_leaves_unless_a_claim_holds_it() {
-        let before = Devices::from([device("a", Mode::Claims), device("b", Mode::Claims)]);
+        let mut before = Devices::from([device("a", Mode::Claims), device("b", Mode::Claims)]);
+        before.get_mut("b").unwrap().taint_effect = TaintEffect::NoExecute;
         let after = inventory(&Devices::new(), &before, &prepared_claims_holding("b"));
         assert_eq!(after.keys().collect::<Vec<_>>(), ["b"]);
+        assert_eq!(after["b"].taint_effect, TaintEffect::NoExecute);
         let reason = after["b"].unhealthy.as_deref().unwrap();
         assert!(reason.contains("default/camera"), "{reason}");
         assert!(reason.len() <= 256);
@@ -365,6 +362,7 @@ mod tests {
     #[test]
     fn a_quarantined_device_is_published_with_its_reason() {
         let mut all = Devices::from([device("a", Mode::Claims), device("b", Mode::Claims)]);
+        all.get_mut("b").unwrap().taint_effect = TaintEffect::NoExecute;
         let prepared_claims = prepared_claims_holding("b");
         let uid = prepared_claims.entries().keys().next().unwrap().clone();
         withhold(
@@ -378,6 +376,11 @@ mod tests {
             "{reason}"
         );
         assert!(reason.len() <= 256 && all["a"].unhealthy.is_none());
+        assert_eq!(
+            all["b"].taint_effect,
+            TaintEffect::NoSchedule,
+            "the device is fit for use, so no pod is evicted"
+        );
     }
 
     #[test]

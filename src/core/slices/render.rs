@@ -130,7 +130,7 @@ fn render_device(device: &crd::Device) -> Device {
     let shared = shares(device) > 1;
     let taint = device.unhealthy.as_ref().map(|_| DeviceTaint {
         key: UNHEALTHY.to_owned(),
-        effect: "NoSchedule".to_owned(),
+        effect: device.taint_effect.name().to_owned(),
         ..DeviceTaint::default()
     });
     Device {
@@ -323,6 +323,9 @@ mod tests {
         let why = &rendered[0].attributes.as_ref().unwrap()[UNHEALTHY];
         assert_eq!(why.string.as_ref().unwrap().len(), VALUE_MAX);
         assert!(omitted.is_empty());
+        device.taint_effect = crd::TaintEffect::NoExecute;
+        let (rendered, _) = render(&one(device.clone()), ALL);
+        assert_eq!(rendered[0].taints.as_ref().unwrap()[0].effect, "NoExecute");
         let (rendered, omitted) = render(&one(device), NONE);
         assert_eq!(rendered, []);
         assert_eq!(omitted[0].why, Omission::Unhealthy);

@@ -10,7 +10,7 @@ use super::error::{ContentError, at, shown};
 use super::pattern::PathPattern;
 use super::schema::{MountPath, PATH_MAX, SysfsFile, VALUE_MAX};
 use super::source::Source;
-
+use crate::api::crd::TaintEffect;
 use crate::core::names::ENVIRONMENT_PREFIX;
 use crate::core::prepare::container_edits::Mount;
 
@@ -30,6 +30,8 @@ pub struct Probe {
     pub sysfs: Vec<ProbeSysfs>,
     /// Number of consecutive good results that make a device healthy again.
     pub recover_after: u32,
+    /// What the taint of an unhealthy device does.
+    pub taint_effect: TaintEffect,
 }
 
 impl Default for Probe {
@@ -38,6 +40,7 @@ impl Default for Probe {
             open: None,
             sysfs: Vec::new(),
             recover_after: RECOVER_AFTER,
+            taint_effect: TaintEffect::default(),
         }
     }
 }
@@ -100,6 +103,10 @@ pub(super) struct RawHealth {
     #[serde(default)]
     #[schemars(with = "u32", range(min = 1, max = RECOVER_AFTER_MAX))]
     recover_after: Option<Spanned<u32>>,
+    /// Effect of the taint of an unhealthy device, from Kubernetes 1.36 on: NoExecute evicts the pods that have it; default: NoSchedule.
+    #[serde(default)]
+    #[schemars(with = "String", extend("enum" = ["NoSchedule", "NoExecute"]))]
+    taint_effect: Option<Spanned<String>>,
 }
 
 #[derive(Deserialize, JsonSchema)]
@@ -289,10 +296,25 @@ pub(super) fn health(field: &str, raw: &RawHealth) -> Result<Probe, ContentError
             return Err(at(raw, problem));
         }
     };
+    let taint_effect = match &raw.taint_effect {
+        None => TaintEffect::default(),
+        Some(raw) => match raw.value.as_str() {
+            "NoSchedule" => TaintEffect::NoSchedule,
+            "NoExecute" => TaintEffect::NoExecute,
+            _ => {
+                let problem = format!(
+                    "{field}.taintEffect {} must be NoSchedule or NoExecute",
+                    shown(raw)
+                );
+                return Err(at(raw, problem));
+            }
+        },
+    };
     Ok(Probe {
         open,
         sysfs,
         recover_after,
+        taint_effect,
     })
 }
 

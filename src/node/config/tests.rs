@@ -1,5 +1,5 @@
 use super::*;
-use crate::api::crd::Mode;
+use crate::api::crd::{Mode, TaintEffect};
 
 const HEADER: &str = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\n";
 
@@ -393,7 +393,7 @@ fn a_preset_is_a_kind_of_its_name_whose_fields_can_be_changed() {
 #[test]
 fn extra_container_edits_come_from_the_configuration_only() {
     let kind = parsed(
-        "- name: a\n  paths: [/dev/x*]\n  shares: 4\n  containerPaths: {\"/dev/x*\": \"/dev/y-{device}\"}\n  mounts:\n  - {hostPath: /opt/lib}\n  - {hostPath: /run/a, containerPath: /run/b, readOnly: false}\n  environment: {MODE: fast}\n  health: {open: read, sysfs: [{file: power/state, in: [on, active]}], recoverAfter: 2}",
+        "- name: a\n  paths: [/dev/x*]\n  shares: 4\n  containerPaths: {\"/dev/x*\": \"/dev/y-{device}\"}\n  mounts:\n  - {hostPath: /opt/lib}\n  - {hostPath: /run/a, containerPath: /run/b, readOnly: false}\n  environment: {MODE: fast}\n  health: {open: read, sysfs: [{file: power/state, in: [on, active]}], recoverAfter: 2, taintEffect: NoExecute}",
     );
     assert_eq!(kind.container_paths["/dev/x*"], "/dev/y-{device}");
     assert_eq!(
@@ -406,8 +406,8 @@ fn extra_container_edits_come_from_the_configuration_only() {
     );
     assert_eq!(kind.environment["MODE"], "fast");
     assert_eq!(
-        (kind.probe.open, kind.probe.recover_after),
-        (Some(ProbeOpen::Read), 2)
+        (kind.probe.open, kind.probe.recover_after, kind.probe.taint_effect,),
+        (Some(ProbeOpen::Read), 2, TaintEffect::NoExecute)
     );
     assert_eq!(kind.probe.sysfs[0].values.len(), 2);
 }
@@ -510,6 +510,10 @@ fn wrong_sources_and_extras_are_refused_with_field_and_fix() {
         (
             "paths: [/dev/a], health: {sysfs: [{file: x}]}",
             ["kinds[0].health.sysfs[0]", "equals, or in"],
+        ),
+        (
+            "paths: [/dev/a], health: {taintEffect: noexecute}",
+            ["kinds[0].health.taintEffect", "NoSchedule or NoExecute"],
         ),
         (
             "paths: [/dev/a], health: {recoverAfter: 0}",

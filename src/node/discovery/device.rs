@@ -110,6 +110,7 @@ impl FoundDevice {
                 .filter(|node| node.own)
                 .map(|node| node.node.number)
                 .collect(),
+            taint_effect: self.kind.probe.taint_effect,
         }
     }
 

@@ -7,6 +7,7 @@ use anyhow::Context as _;
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::api::{Api, DeleteParams, Patch, PatchParams};
+use kube::runtime::conditions::is_deleted;
 use serde_json::json;
 
 use super::fixture::{
@@ -185,6 +186,27 @@ async fn a_pod_waits_for_an_unhealthy_device() -> anyhow::Result<()> {
         "from the repair of the device to the running pod: {:?}",
         began.elapsed()
     );
+    companion.end().await?;
+    setup.cluster.stop().await
+}
+
+#[tokio::test]
+async fn an_unhealthy_device_evicts_its_pod_if_the_operator_says_so() -> anyhow::Result<()> {
+    let configuration = CONFIGURATION.to_owned() + "  health: {taintEffect: NoExecute}\n";
+    let (setup, companion) = start(&configuration, &DEVICES).await?;
+    if setup.cluster.is_before(36, "device taints are off by default") {
+        companion.end().await?;
+        return setup.cluster.stop().await;
+    }
+    make_pod_with_claim(&setup, "pod", &one_device()).await?;
+    assert_eq!(devices_of(&setup, "pod").await?, names(&[0]));
+    let uid = setup.pods().get("pod").await?.metadata.uid.context("a uid")?;
+    setup.cluster.node(0).remove("/dev/drayman-test-0")?;
+    setup
+        .wait(setup.pods(), "pod", "evicted", is_deleted(&uid))
+        .await?;
+    make_pod_with_claim(&setup, "next", &one_device()).await?;
+    assert_eq!(devices_of(&setup, "next").await?, names(&[1]));
     companion.end().await?;
     setup.cluster.stop().await
 }
