@@ -1,4 +1,4 @@
-//! Writes reports as Events on the objects that they concern.
+//! Writes reports as Events on the objects that they concern. [`crate::core::claims`] chooses their reasons and texts.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, VecDeque};

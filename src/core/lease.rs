@@ -5,6 +5,8 @@
 //! does the same). A holder stops before its lease can be taken: it sends nothing after `renew_deadline` without a renewal, and a
 //! request that is pending by then has succeeded or failed before the duration ends.
 //!
+//! A lease ends as [`LeaseStep::Lost`], or is released by `controller::leader` at a shutdown.
+//!
 //! The lease of a process that has ended need not expire: that process sent all its requests before this process's clock started, so
 //! they are over one request timeout later.
 //!

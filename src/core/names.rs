@@ -1,5 +1,5 @@
-//! Names that become part of files, CDI ids, device plugin ids and environment variables: claim uids, driver names, device names and
-//! extended resources. Each is validated early and with a reason, by the rules of kubelet, the API server and CDI.
+//! Names that become part of files, CDI ids, device plugin ids and environment variables: claim uids, driver names, device names
+//! ([`device_name`] makes them) and extended resources. Each is validated early and with a reason, by the rules of kubelet, the API server and CDI.
 
 use std::fmt;
 
@@ -239,7 +239,7 @@ fn is_label_of_any_length(text: &str) -> bool {
         && text.bytes().next_back().is_some_and(inner)
 }
 
-/// Derives a device name from its identity, for instance its path relative to `/dev`.
+/// Derives a device name from its identity: the path relative to `/dev`, the ids of a USB device, or the address of a PCI function.
 ///
 /// The result is a DNS label and is stable across restarts. An identity that is a DNS label is its own name. Any other loses characters, so
 /// a hash of the whole identity is appended to keep names distinct.

@@ -29,7 +29,7 @@ use crate::core::prepare::plan::of_results;
 use crate::core::prepare::plan::{pod_claim_name, results_of_driver};
 use crate::core::prepare::prepared_claims::HeldDevice;
 use crate::node::metrics::Metrics;
-use crate::node::publish::events::{self, NodeEvent};
+use crate::node::publish::node_events::{self, NodeEvent};
 use crate::node::service::{NodeService, Quarantine};
 
 /// Deadline of one API server call.
@@ -220,7 +220,7 @@ impl OrphanCheck {
                 error!(claim_uid = %uid, reason = REASON, "{note}");
                 self.metrics.event(REASON);
             }
-            let api = Api::<Event>::namespaced(self.client.clone(), events::NAMESPACE);
+            let api = Api::<Event>::namespaced(self.client.clone(), node_events::NAMESPACE);
             let event = NodeEvent {
                 driver_name: &self.driver_name,
                 node_name: &self.node_name,

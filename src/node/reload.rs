@@ -18,7 +18,7 @@ use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use crate::core::discovery::events::DeviceEvent;
+use crate::core::discovery::device_events::DeviceEvent;
 use crate::core::prepare::allocate::ExtendedResource;
 use crate::node::config::NodeConfiguration;
 

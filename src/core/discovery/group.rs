@@ -1,4 +1,4 @@
-//! Device nodes that belong together and form one device.
+//! Device nodes that belong together and form one device, with the identity from which its name is made.
 
 use std::collections::BTreeSet;
 

@@ -1,14 +1,15 @@
 //! Device discovery: which host objects are devices, their identity and their health.
 //!
 //! Everything here is a function of facts that the runtime has read from `/dev`, `/sys` and `/proc`: whether an object matches the
-//! operator's configuration, the name that it keeps across kernel renumbering, and why it is rejected.
+//! operator's configuration, the identity that it keeps across kernel renumbering
+//! ([`device_name`](crate::core::names::device_name) makes its name of it), and why it is rejected.
 
 use std::collections::BTreeMap;
 
 use crate::api::crd::Device;
 
 pub mod attributes;
-pub mod events;
+pub mod device_events;
 pub mod group;
 pub mod health;
 pub mod mounts;

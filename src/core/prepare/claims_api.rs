@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use crate::core::discovery::events::DeviceEvent;
+use crate::core::discovery::device_events::DeviceEvent;
 
 /// Deviating answers in a row before the mode ends. Each may come from another API server.
 const DEVIATIONS: u32 = 3;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::core::discovery::events::DeviceEvent;
+use crate::core::discovery::device_events::DeviceEvent;
 
 /// Maximum number of APIs named in one message; the others are counted.
 const NAMED_MAX: usize = 8;

@@ -2,7 +2,8 @@
 //!
 //! A plan is a list of [`PlanStep`]s that the runtime performs in order, one plan at a time. A repeated request therefore finds the work done,
 //! and an Unprepare follows its Prepare. The process may be killed before, during and after every step; [`super::recovery`] then restores a
-//! consistent state. A [`Refusal`] says why a request has no plan.
+//! consistent state. A [`Refusal`] says why a request has no plan; kubelet shows its reason and text in the event of
+//! the pod.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -757,7 +758,7 @@ impl Refusal {
         }
     }
 
-    /// CamelCase, from a small fixed set: a metric label and log field. Kubelet shows only the message in the event of the pod.
+    /// CamelCase, from a small fixed set: a metric label and log field, and the beginning of the message in the event of the pod.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::ClaimUid(_) | Self::ClaimName { .. } => "InvalidClaim",

@@ -1,4 +1,4 @@
-//! A single search for the devices of all kinds.
+//! A single search for the devices of all kinds. It names the devices by [`device_name`].
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;

@@ -1,4 +1,5 @@
-//! Turns the matches of each source into drafts of devices, before their nodes are checked.
+//! Turns the matches of each source into drafts of devices, before their nodes are checked. A draft's identity becomes its name: see
+//! [`device_name`](crate::core::names::device_name).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use super::calls::{PublishError, call, spread};
 use crate::api::resource;
-use crate::core::discovery::events::DeviceEvent;
+use crate::core::discovery::device_events::DeviceEvent;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::{ClaimsApi, Discovery};
 

@@ -22,8 +22,8 @@ use tracing::{debug, info, warn};
 
 use super::calls::{PublishError, RETRY, call, spread};
 use super::cluster::ClusterReader;
-use super::events::NodeEvents;
-use crate::core::discovery::events::{DeviceEvent, device_events};
+use super::node_events::NodeEvents;
+use crate::core::discovery::device_events::{DeviceEvent, device_events};
 use crate::core::names::DriverName;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::inventory::Devices;

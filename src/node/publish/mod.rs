@@ -2,8 +2,8 @@
 
 mod calls;
 mod cluster;
-pub(crate) mod events;
 pub mod inventory;
+pub(crate) mod node_events;
 mod slices;
 
 use tokio_util::sync::CancellationToken;

@@ -24,9 +24,9 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use super::calls::{PublishError, RETRY, call, spread};
-use super::events::NodeEvents;
 use super::inventory::InventoryPublisher;
-use crate::core::discovery::events::DeviceEvent;
+use super::node_events::NodeEvents;
+use crate::core::discovery::device_events::DeviceEvent;
 use crate::core::names::DriverName;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::ClaimsApi;

@@ -15,7 +15,7 @@ use tracing::{info, warn};
 use super::kubelet_apis::{ClaimsEndpoint, KubeletApis, ServedClaims};
 use super::mounted::mounted;
 use super::{NodeError, boot_id};
-use crate::core::discovery::events::DeviceEvent;
+use crate::core::discovery::device_events::DeviceEvent;
 use crate::core::names::DriverName;
 use crate::core::prepare::allocate::ExtendedResource;
 use crate::core::prepare::checkpoint::ClusterFacts;

@@ -9,7 +9,7 @@ use kube::api::{Api, ObjectMeta, PostParams};
 use tracing::{info, warn};
 
 use super::calls::call;
-use crate::core::discovery::events::DeviceEvent;
+use crate::core::discovery::device_events::DeviceEvent;
 use crate::core::names::DriverName;
 use crate::node::metrics::Metrics;
 

@@ -1,4 +1,4 @@
-//! Events for changes of a node's devices.
+//! Events on the Node for changes of its devices.
 
 use crate::core::discovery::Devices;
 
