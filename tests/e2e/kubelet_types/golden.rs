@@ -155,10 +155,10 @@ async fn claim_answers_are_the_bytes_that_kubelet_reads() {
             prepare,
             both(),
             b"\x0a\x10\x0a\x03u-1\x12\x09\x0a\x07v/c=u-1\
-              \x0a\x45\x0a\x03u-2\x12\x3e\x12\x3cthe driver took more than 10 s for refuse; it is tried again"
+              \x0a\x51\x0a\x03u-2\x12\x4a\x12\x48DeviceSlow: the driver took more than 10 s for refuse; it is tried again"
                 .as_slice(),
             prepared,
-            r#"{"claims":{"u-1":{"cdi_devices":["v/c=u-1"]},"u-2":{"error":"the driver took more than 10 s for refuse; it is tried again"}}}"#,
+            r#"{"claims":{"u-1":{"cdi_devices":["v/c=u-1"]},"u-2":{"error":"DeviceSlow: the driver took more than 10 s for refuse; it is tried again"}}}"#,
         ),
         golden(
             prepare,
@@ -177,10 +177,10 @@ async fn claim_answers_are_the_bytes_that_kubelet_reads() {
             unprepare,
             both(),
             b"\x0a\x07\x0a\x03u-1\x12\x00\
-              \x0a\x45\x0a\x03u-2\x12\x3e\x0a\x3cthe driver took more than 10 s for refuse; it is tried again"
+              \x0a\x51\x0a\x03u-2\x12\x4a\x0a\x48DeviceSlow: the driver took more than 10 s for refuse; it is tried again"
                 .as_slice(),
             unprepared,
-            r#"{"claims":{"u-1":{},"u-2":{"error":"the driver took more than 10 s for refuse; it is tried again"}}}"#,
+            r#"{"claims":{"u-1":{},"u-2":{"error":"DeviceSlow: the driver took more than 10 s for refuse; it is tried again"}}}"#,
         ),
         golden(unprepare, vec![], "", unprepared, "{}"),
         golden(
@@ -212,7 +212,7 @@ async fn claim_answers_are_the_bytes_that_kubelet_reads() {
             (answer.status.as_str(), message.as_str(), answer.body.len()),
             (
                 "9",
-                "the driver took more than 10 s for refuse; it is tried again",
+                "DeviceSlow: the driver took more than 10 s for refuse; it is tried again",
                 0
             ),
             "{path}"

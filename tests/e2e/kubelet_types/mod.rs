@@ -51,15 +51,15 @@ async fn kubelet_reads_every_registration_and_dra_answer() {
         call("registration", &dra.registration()).await,
         lines([&info, "NotifyRegistrationStatus {}"])
     );
-    let refused = "the driver took more than 10 s for refuse; it is tried again";
+    let refused = "DeviceSlow: the driver took more than 10 s for refuse; it is tried again";
     let expected = [
         r#"prepared u-1: [v/c=u-1] """#,
-        r#"prepared u-2: [] "the driver took more than 10 s for refuse; it is tried again""#,
-        r#"NodePrepareResources {"claims":{"u-1":{"cdi_devices":["v/c=u-1"]},"u-2":{"error":"the driver took more than 10 s for refuse; it is tried again"}}}"#,
+        r#"prepared u-2: [] "DeviceSlow: the driver took more than 10 s for refuse; it is tried again""#,
+        r#"NodePrepareResources {"claims":{"u-1":{"cdi_devices":["v/c=u-1"]},"u-2":{"error":"DeviceSlow: the driver took more than 10 s for refuse; it is tried again"}}}"#,
         // The value of the first has no fields: a map entry that a plain encoder would omit.
         r#"unprepared u-1: """#,
-        r#"unprepared u-2: "the driver took more than 10 s for refuse; it is tried again""#,
-        r#"NodeUnprepareResources {"claims":{"u-1":{},"u-2":{"error":"the driver took more than 10 s for refuse; it is tried again"}}}"#,
+        r#"unprepared u-2: "DeviceSlow: the driver took more than 10 s for refuse; it is tried again""#,
+        r#"NodeUnprepareResources {"claims":{"u-1":{},"u-2":{"error":"DeviceSlow: the driver took more than 10 s for refuse; it is tried again"}}}"#,
         r#"NodePrepareResource {"cdi_devices":["v/c=u-1"]}"#,
         "NodeUnprepareResource {}",
         &format!("NodePrepareResource FailedPrecondition: {refused}"),
@@ -152,8 +152,8 @@ async fn kubelet_reads_every_device_plugin_answer() {
             r#""annotations":{"vendor.example/mode":""},"cdi_devices":[{"name":"vendor.example/device=a"}]}]}"#
         ),
         "PreStartContainer {}",
-        "Allocate FailedPrecondition: the driver took more than 10 s for refuse; it is tried again",
-        "PreStartContainer FailedPrecondition: the driver took more than 10 s for refuse; it is tried again",
+        "Allocate FailedPrecondition: DeviceSlow: the driver took more than 10 s for refuse; it is tried again",
+        "PreStartContainer FailedPrecondition: DeviceSlow: the driver took more than 10 s for refuse; it is tried again",
     ];
     assert_eq!(call("deviceplugin", &plugin.service()).await, lines(expected));
     plugin.close().await;
