@@ -78,7 +78,7 @@ pub(crate) async fn follow<K, T, V>(
             }
             Some(Err(error)) => {
                 let text = explain::<K>(&error);
-                // The watch is retried for ever with a growing delay; a repeated error is logged once.
+                // The watch is retried for ever; a repeated error is logged once.
                 if last_error.as_ref() != Some(&text) {
                     tracing::warn!(kind = %kind, "{text}");
                     last_error = Some(text);

@@ -9,6 +9,7 @@ mod orphans;
 mod reload;
 mod resync;
 pub(crate) mod state;
+mod watch;
 
 #[cfg(not(feature = "internals"))]
 pub(crate) mod config;

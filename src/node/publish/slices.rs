@@ -16,8 +16,7 @@ use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::api::{Api, DeleteParams, PostParams, Preconditions};
 use kube::client::Body;
-use kube::runtime::WatchStreamExt as _;
-use kube::runtime::watcher::{self, Config, Event, watcher};
+use kube::runtime::watcher::{self, Config, Event};
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
@@ -33,6 +32,7 @@ use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::inventory::Devices;
 use crate::core::slices::{Altered, Features, NodePool, Omission, Omitted, Slices, Write};
 use crate::node::metrics::{Metrics, SliceCounts};
+use crate::node::watch::watch_objects;
 
 /// Writes in one go, at most: enough for a new generation of the largest pool, which has 16 slices.
 const BURST: u32 = 20;
@@ -192,7 +192,7 @@ impl SlicePublisher {
             self.driver_name, self.node_name
         );
         let config = Config::default().fields(&selector);
-        let mut events = pin!(watcher(publication.api.clone(), config).default_backoff());
+        let mut events = pin!(watch_objects(publication.api.clone(), config));
         let mut complained = false;
         loop {
             let write = publication.slices.next();
@@ -210,7 +210,7 @@ impl SlicePublisher {
                 event = events.next() => match event {
                     None => return,
                     Some(Ok(event)) => {
-                        complained &= matches!(event, Event::Init);
+                        complained = false;
                         publication.observe(event);
                     }
                     Some(Err(error)) if complained => debug!("the slices still cannot be watched: {error}"),
@@ -308,7 +308,7 @@ impl<'a> Publication<'a> {
         self.is_node_confirmed &= self.slices.stored().count() >= before;
     }
 
-    /// SliceReports the present state; `is_settled` if all slices are published.
+    /// Reports the present state; `is_settled` if all slices are published.
     async fn report(&mut self, is_settled: bool) {
         let counts = counts(&self.slices);
         if is_settled {

@@ -111,6 +111,8 @@ async fn pods_that_come_and_go_without_an_api_server_share_no_device() -> anyhow
         if rounds == 0 {
             companion.kill().await?;
             companion = setup.companion(0, CONFIGURATION)?;
+            // Kubelet rejects a pod without a plugin, and does not create a static pod again.
+            companion.logged("kubelet watches the devices").await?;
         }
         ensure!(watched.last.len() == 3, "{:?}", watched.last);
         node.remove(&manifest)?;

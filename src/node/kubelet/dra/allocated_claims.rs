@@ -7,8 +7,7 @@ use std::sync::Arc;
 
 use futures::TryStreamExt as _;
 use kube::Api;
-use kube::runtime::WatchStreamExt as _;
-use kube::runtime::watcher::{self, Event};
+use kube::runtime::watcher::{Config, Event};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -18,6 +17,7 @@ use crate::core::names::DriverName;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::containers::AllocatedClaims;
+use crate::node::watch::watch_objects;
 
 /// Watches the claims allocated on this node.
 pub(in crate::node) struct ClaimWatch {
@@ -57,8 +57,7 @@ impl ClaimWatch {
         let key = format!("{}/{NODE_LABEL}", self.driver_name);
         let here = label_of_node(&self.node_name);
         let selector = format!("{key} in ({here},{LABEL_OF_ANY_NODE})");
-        let mut events =
-            Box::pin(watcher::watcher(api, watcher::Config::default().labels(&selector)).default_backoff());
+        let mut events = Box::pin(watch_objects(api, Config::default().labels(&selector)));
         let mut allocated_claims = self.sender.borrow().as_ref().clone();
         let mut listed = Vec::new();
         let mut complained = false;
