@@ -281,7 +281,10 @@ async fn a_missing_class_is_named_and_its_creation_helps_at_once() -> anyhow::Re
         .await?;
     setup.claims().delete("early", &DeleteParams::default()).await?;
     setup.make_class("later").await?;
-    setup.wait(setup.pods(), "delayed", "bound", is_bound()).await?;
+    // Up to 1.28, the scheduler tries such a pod again only after minutes.
+    if setup.cluster.minor() >= 29 {
+        setup.wait(setup.pods(), "delayed", "bound", is_bound()).await?;
+    }
     controller.end().await?;
     setup.cluster.stop().await
 }

@@ -459,7 +459,10 @@ async fn silent_callers_and_garbage_do_not_keep_kubelet_out() -> anyhow::Result<
     setup.make_pod("among-them").await?;
     let among = look_inside(&setup, "among-them").await?;
     assert_ne!(among.only_device(), before.only_device());
-    assert_eq!(failed_prepares(&setup, "among-them").await?, Vec::<String>::new());
+    // Up to 1.28, kubelet connects for each call.
+    if setup.cluster.minor() >= 29 {
+        assert_eq!(failed_prepares(&setup, "among-them").await?, Vec::<String>::new());
+    }
     let open = std::fs::read_dir(format!("/proc/{}/fd", companion.id()?))?.count();
     let limit = sockets(node).len() * CONNECTIONS + OTHER_FILES;
     assert!(open <= limit, "{open} files are open, of {limit}");

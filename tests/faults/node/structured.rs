@@ -97,7 +97,8 @@ async fn a_device_allocated_twice_stays_with_the_first_claim() {
     node.allocate("a", A, &["test-0"]);
     node.allocate("b", B, &["test-1", "test-0"]);
     kubelet.prepare("a", A).await.unwrap();
-    let refused = format!("device \"test-0\" is held by claim default/a (uid {A}) until it is unprepared");
+    let refused =
+        format!("DeviceHeld: device \"test-0\" is held by claim default/a (uid {A}) until it is unprepared");
     let answers = kubelet.prepare_all(&[("b", B), ("a", A)]).await.unwrap();
     assert_eq!(answers, [Err(refused), Ok(vec![id(A, "test-0")])]);
     assert!(

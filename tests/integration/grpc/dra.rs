@@ -188,7 +188,12 @@ async fn each_claim_has_its_own_outcome() {
         "",
         "the claim was allocated by structured parameters",
     );
-    expect(3, "uid-invalid", "", "this node has no extended resource");
+    expect(
+        3,
+        "uid-invalid",
+        "",
+        "InvalidResource: this node has no extended resource",
+    );
     expect(4, "uid-b", "v/c=uid-b", "");
     let answer = client
         .node_unprepare_resources(NodeUnprepareResourcesRequest {
