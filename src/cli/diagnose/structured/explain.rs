@@ -310,19 +310,28 @@ fn waiting(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
         return (
             ClaimStep::ParametersInvalid,
             format!("the scheduler gives up: {error}"),
-            "correct the named object".into(),
+            "correct the class, or create the claim and its pod again, since a claim cannot be changed; in a selector, has(...) checks an \
+             attribute that some devices lack"
+                .into(),
         );
     }
     let (total, able) = (nodes.len(), outcomes().filter(|outcome| outcome.is_ok()).count());
     if able == 0 {
         let gate = |gate: &Gate| format!("; the gate {} is off: {}", gate.name, gate.without);
         let gates: String = input.gates_off.iter().map(gate).collect();
+        let requests = nodes.values().flatten().flat_map(|report| &report.requests);
+        let mut matching = requests.flat_map(|request| &request.matching);
+        let fix = if matching.any(|(_, state)| matches!(state, Availability::Held(_))) {
+            "the scheduler tries again as soon as a device is freed, added or repaired; to speed this up, delete a pod that holds \
+             one (drayman devices), add a node, or request less"
+        } else {
+            "no claim holds a device that it wants, so waiting may not help: compare it with the devices (drayman devices -o wide), and \
+             create it and its pod again with another request; the scheduler tries again as soon as a device is added or repaired"
+        };
         return (
             ClaimStep::WaitsForDevice,
             format!("none of {total} nodes can serve it now{gates}"),
-            "the scheduler tries again as soon as a device is freed, added or repaired; to speed this up, delete a pod that holds \
-             one (drayman devices), add a node, or request less"
-                .into(),
+            fix.into(),
         );
     }
     if input.pod.is_none() {

@@ -228,6 +228,21 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn nobody_is_told_to_wait_for_devices_that_are_free_and_too_few() {
+        let claims = [claim("waits", "cameras", 2)];
+        let server = server().with("/apis/resource.k8s.io/v1/resourceclaims", &claims);
+        let answer = ask(server, ObjectArgument::Pod("second".into())).await.unwrap();
+        let answer = serde_json::to_value(answer).unwrap();
+        let claim = &answer["claims"][0];
+        assert_eq!(claim["step"], "WaitsForDevice");
+        let advice = claim["advice"].as_str().unwrap();
+        assert!(
+            advice.starts_with("no claim holds a device that it wants"),
+            "{advice}"
+        );
+    }
+
+    #[tokio::test]
     async fn a_claim_is_explained_without_a_pod() {
         let answer = ask(server(), ObjectArgument::Claim("one".into())).await.unwrap();
         let answer = serde_json::to_value(answer).unwrap();
