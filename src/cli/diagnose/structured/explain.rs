@@ -325,8 +325,8 @@ fn waiting(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
             "the scheduler tries again as soon as a device is freed, added or repaired; to speed this up, delete a pod that holds \
              one (drayman devices), add a node, or request less"
         } else {
-            "no claim holds a device that it wants, so waiting may not help: compare it with the devices (drayman devices -o wide), and \
-             create it and its pod again with another request; the scheduler tries again as soon as a device is added or repaired"
+            "no device that the claim wants is held, so waiting may not help: compare the claim with the devices (drayman devices -o wide), \
+             and create it and its pod again with another request; the scheduler tries again as soon as a device is added or repaired"
         };
         return (
             ClaimStep::WaitsForDevice,

@@ -237,7 +237,7 @@ mod tests {
         assert_eq!(claim["step"], "WaitsForDevice");
         let advice = claim["advice"].as_str().unwrap();
         assert!(
-            advice.starts_with("no claim holds a device that it wants"),
+            advice.starts_with("no device that the claim wants is held"),
             "{advice}"
         );
     }
