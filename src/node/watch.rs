@@ -11,7 +11,8 @@ use serde::de::DeserializeOwned;
 /// Endless events of the selected objects. After failures in a row, the delay grows up to 30 s.
 ///
 /// An [`Event::Init`] comes with the first answer of its list. The watcher itself sends it before the request, and the backoff counts it as
-/// a success: without the right to list, or while the API server is away, each node would ask once a second.
+/// a success: without the right to list, or while the API server is away, each node would ask once a second. Controllers are few, and watch
+/// without this.
 pub(super) fn watch_objects<K>(
     api: Api<K>,
     config: Config,

@@ -1,4 +1,4 @@
-//! Device nodes that belong together and form one device, with the identity from which its name is made.
+//! Device nodes that belong together and form one device, which the first of them identifies.
 
 use std::collections::BTreeSet;
 

@@ -4,7 +4,8 @@
 //! {"version":1,"checksum":3735928559,"data":{"cluster":{"nodeUid":"…", …},"entries":{"<claim uid>":{"state":"done","injection":{…}, …}}}}
 //! ```
 //!
-//! An entry is an [`Entry`]; `injection` has its container edits. `node::state::storage` writes the text to `checkpoint.json` in the state directory.
+//! An entry is an [`Entry`]; `injection` has its container edits. `node::state::storage` writes the text to `checkpoint.json` in the state
+//! directory.
 //!
 //! Every version has `version`, `checksum` and `data`. The checksum (CRC-32) covers the version and the bytes of the data, so that a newer
 //! checkpoint is distinguishable from a damaged one. A field may be added without a new version only if a reader can ignore it and a writer

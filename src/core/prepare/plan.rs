@@ -2,8 +2,7 @@
 //!
 //! A plan is a list of [`PlanStep`]s that the runtime performs in order, one plan at a time. A repeated request therefore finds the work done,
 //! and an Unprepare follows its Prepare. The process may be killed before, during and after every step; [`super::recovery`] then restores a
-//! consistent state. A [`Refusal`] says why a request has no plan; kubelet shows its reason and text in the event of
-//! the pod.
+//! consistent state. A [`Refusal`] says why a request has no plan; kubelet shows its reason and text in the event of the pod.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
