@@ -2,10 +2,15 @@
 //!
 //! The scheduler allocates from the stored slices in both cases, so the run without companions shows its own limit. Fake kubelets read the
 //! claim of each bound pod, as real ones do, and call Prepare if there are companions.
+//!
+//! Control plane and nodes have processors of their own, as in a cluster. Otherwise the figure would be the CPU time of the
+//! companions.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::pin::pin;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
@@ -48,7 +53,36 @@ pub(crate) async fn run() -> anyhow::Result<()> {
     let cluster = FLAGS.iter().fold(Cluster::structured(), |cluster, flag| {
         cluster.flag("controller-manager", flag)
     });
-    let setup = Setup::structured(cluster.start().await?).await?;
+    let processors = std::thread::available_parallelism()?.get();
+    ensure!(
+        processors > 1,
+        "the control plane and the nodes need a processor each"
+    );
+    let half = processors / 2;
+    // The processes of the cluster inherit it.
+    run_on(0..half)?;
+    let cluster = cluster.start().await?;
+    run_on(half..processors)?;
+    println!("control plane on {half} of {processors} processors, nodes on the others");
+    measure(cluster).await?;
+    run_on(0..processors)
+}
+
+/// Restricts this process to some processors.
+fn run_on(processors: Range<usize>) -> anyhow::Result<()> {
+    let (first, last) = (processors.start, processors.end - 1);
+    let set = Command::new("taskset")
+        .args(["--all-tasks", "--pid", "--cpu-list", &format!("{first}-{last}")])
+        .arg(std::process::id().to_string())
+        .stdout(Stdio::null())
+        .status()
+        .context("taskset, of util-linux")?;
+    ensure!(set.success(), "taskset: {set}");
+    Ok(())
+}
+
+async fn measure(cluster: Cluster) -> anyhow::Result<()> {
+    let setup = Setup::structured(cluster).await?;
     make_class(&setup, "test", "test").await?;
     setup
         .apply(&json!({
