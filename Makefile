@@ -68,12 +68,17 @@ defects:
 ##@ Everything
 
 .PHONY: test
-test: format lint $(CARGO_NEXTEST) $(CLUSTER) ## Everything: check, then the tests on real Kubernetes (root and Go are needed)
-	for version in $(TEST_VERSIONS); do $(CLUSTER) build --target "$(TARGET)" --version $$version --nodes 1; done
+test: ## Everything: check, then the tests on real Kubernetes (root and Go are needed)
+	$(MAKE) kubernetes & built=$$!; trap "kill $$built 2>/dev/null || true" EXIT; \
+	    $(MAKE) format lint $(CARGO_NEXTEST); wait $$built
 	CARGO_NEXTEST="$(CARGO_NEXTEST)" hack/test all
 
+.PHONY: kubernetes
+kubernetes: $(CLUSTER)
+	for version in $(TEST_VERSIONS); do $(CLUSTER) build --target "$(TARGET)" --version $$version --nodes 1; done
+
 .PHONY: test-all
-test-all: format lint $(CARGO_NEXTEST) ## The tests on real Kubernetes, on each minor from 1.27 to 1.37 (the first time an hour more, to build them)
+test-all: format lint $(CARGO_NEXTEST) ## All seeds and faults, and each Kubernetes from 1.27 to 1.37 (the first time an hour more, to build them)
 	CARGO_NEXTEST="$(CARGO_NEXTEST)" hack/test versions
 
 .PHONY: verify
