@@ -83,6 +83,31 @@ pub struct PartialPodStatus {
     pub conditions: Option<Vec<Condition>>,
     /// The names of the claims made from templates.
     pub resource_claim_statuses: Option<Vec<PodResourceClaimStatus>>,
+    /// The status of each container.
+    pub container_statuses: Option<Vec<ContainerStatus>>,
+}
+
+/// The status of a container.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct ContainerStatus {
+    /// Its state.
+    pub state: Option<ContainerState>,
+}
+
+/// The state of a container.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct ContainerState {
+    /// Set while the container waits.
+    pub waiting: Option<ContainerStateWaiting>,
+}
+
+/// Why a container waits.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct ContainerStateWaiting {
+    /// CamelCase reason.
+    pub reason: Option<String>,
+    /// The same as text.
+    pub message: Option<String>,
 }
 
 /// A condition of a pod or a definition.

@@ -256,6 +256,7 @@ async fn check_rights(
     }
     let companions: Vec<bool> = rights::companions_with_socket(&pods, driver);
     let mut findings: Vec<DoctorFinding> = runtime_sockets(&companions).into_iter().collect();
+    findings.extend(rights::not_started(&pods, driver));
     for account in &accounts {
         findings.extend(rights::check_classic(client, account, mode_both).await?);
     }
@@ -385,14 +386,17 @@ fn text(findings: &[DoctorFinding]) -> String {
             let _ = writeln!(text, "         -> {}", one_line(fix));
         }
     }
-    let count = |level| findings.iter().filter(|finding| finding.level == level).count();
-    text + &format!(
-        "\n{} ok, {} notes, {} warnings, {} problems\n",
-        count(Level::Fine),
-        count(Level::Note),
-        count(Level::Warning),
-        count(Level::Problem)
-    )
+    let counted = |level, word: &str| {
+        let count = findings.iter().filter(|finding| finding.level == level).count();
+        format!("{count} {word}{}", if count == 1 { "" } else { "s" })
+    };
+    let (notes, warnings) = (counted(Level::Note, "note"), counted(Level::Warning, "warning"));
+    let problems = counted(Level::Problem, "problem");
+    let fine = findings
+        .iter()
+        .filter(|finding| finding.level == Level::Fine)
+        .count();
+    text + &format!("\n{fine} ok, {notes}, {warnings}, {problems}\n")
 }
 
 #[cfg(test)]

@@ -63,6 +63,7 @@ async fn of_accounts(
     let mut findings: Vec<DoctorFinding> = runtime_sockets(&rights::companions_with_socket(&pods, driver))
         .into_iter()
         .collect();
+    findings.extend(rights::not_started(&pods, driver));
     findings.extend(shared);
     for account in &accounts {
         match account.component {
@@ -224,6 +225,32 @@ mod tests {
             ),
             "{two:?}"
         );
+    }
+
+    #[tokio::test]
+    async fn a_companion_without_an_image_is_reported_with_kubelets_reason() {
+        let mut pods: Vec<_> = (0..5).map(|_| companion("drayman")).collect();
+        for (number, pod) in pods.iter_mut().enumerate() {
+            let waiting = if number == 0 {
+                json!({ "reason": "ContainerCreating" })
+            } else {
+                json!({ "reason": "ImagePullBackOff", "message": "back-off pulling image" })
+            };
+            pod["metadata"]["name"] = json!(format!("node-{number}"));
+            pod["status"] = json!({ "containerStatuses": [{ "state": { "waiting": waiting } }] });
+        }
+        let of_pods = async |pods: &[serde_json::Value]| {
+            let findings = run(server().with("/api/v1/pods", pods)).await.into_iter();
+            let mut found = findings.filter(|(_, message)| message.contains("do not start"));
+            found.next()
+        };
+        assert_eq!(of_pods(&pods[..1]).await, None, "a new pod");
+        let back_off = |number| format!("drayman/node-{number} (ImagePullBackOff: back-off pulling image)");
+        let one = format!("pods of driver drayman.dev do not start: {}", back_off(1));
+        assert_eq!(of_pods(&pods[..2]).await, Some((Level::Problem, one)));
+        let named = [1, 2, 3].map(back_off).join(", ");
+        let all = format!("pods of driver drayman.dev do not start: {named} and 1 more");
+        assert_eq!(of_pods(&pods).await, Some((Level::Problem, all)));
     }
 
     #[tokio::test]

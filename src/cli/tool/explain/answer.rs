@@ -282,8 +282,8 @@ fn claim_text(claim: &ClaimExplanation, wide: bool) -> String {
     let step = coloured(&format!("{:?}", claim.step), colour);
     let mut text = format!("{name}: {step}\n  {}\n", one_line(&claim.because));
     if let Some(class) = &claim.class {
-        let driver = claim.driver.as_deref().unwrap_or("unknown");
-        let _ = writeln!(text, "  class {class}, driver {driver}");
+        let driver = claim.driver.as_ref().map(|driver| format!(", driver {driver}"));
+        let _ = writeln!(text, "  class {class}{}", driver.unwrap_or_default());
     }
     if let Some(wants) = &claim.wants {
         let _ = writeln!(text, "  wants {wants}");

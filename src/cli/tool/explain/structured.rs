@@ -243,6 +243,22 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_cluster_without_a_running_driver_is_for_the_operator() {
+        let none: [Value; 0] = [];
+        let server = server().with("/apis/resource.k8s.io/v1/resourceslices", &none);
+        let answer = ask(server, ObjectArgument::Pod("second".into())).await.unwrap();
+        let text = answer.text(Style::default());
+        assert!(
+            text.contains("what to do: no driver offers devices on any of these nodes: `drayman doctor`"),
+            "{text}"
+        );
+        assert!(
+            text.contains("  class cameras\n"),
+            "no slice names the driver: {text}"
+        );
+    }
+
+    #[tokio::test]
     async fn a_claim_is_explained_without_a_pod() {
         let answer = ask(server(), ObjectArgument::Claim("one".into())).await.unwrap();
         let answer = serde_json::to_value(answer).unwrap();
