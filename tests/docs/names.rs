@@ -172,10 +172,11 @@ fn every_test_named_by_a_page_exists_in_its_module() {
 }
 
 /// Reasons of Kubernetes itself.
-const REASONS_OF_KUBERNETES: [&str; 4] = [
+const REASONS_OF_KUBERNETES: [&str; 5] = [
     "ErrImagePull",
     "FailedPrepareDynamicResources",
     "FailedScheduling",
+    "ImagePullBackOff",
     "UnexpectedAdmissionError",
 ];
 
