@@ -214,10 +214,11 @@ fn cpu_time_for(held: u64, count: u64) -> Duration {
 
 #[test]
 fn the_work_grows_with_the_pods_and_not_with_their_square() {
-    let (few, many) = (cpu_time_for(1_000, 500), cpu_time_for(1_000, 2_000));
-    // Four times the pods: quadratic work would be 16 times. The growth of sorted maps may show, and colder caches (up to 6.3 times was seen); a
-    // scan of all pods per event may not.
-    assert!(many < few * 10, "{few:?} for 500 pods, {many:?} for 2000");
+    // Other processes only add to the time.
+    let least = |held, count| (0..3).map(|_| cpu_time_for(held, count)).min().unwrap();
+    let (few, many) = (least(1_000, 500), least(1_000, 2_000));
+    // Four times the pods: quadratic work would be 16 times. The growth of sorted maps may show, a scan of all pods per event may not.
+    assert!(many < few * 6, "{few:?} for 500 pods, {many:?} for 2000");
     let (beside_few, beside_many) = (cpu_time_for(1_000, 200), cpu_time_for(20_000, 200));
     assert!(
         beside_many < beside_few * 3,
