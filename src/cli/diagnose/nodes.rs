@@ -7,6 +7,7 @@ use k8s_openapi::api::core::v1::Node;
 use kube::ResourceExt as _;
 
 use super::doctor::DoctorFinding;
+use super::gates::some;
 use crate::api::crd::{Mode, NodeInventory};
 use crate::core::allocation::inventory::unready;
 
@@ -127,6 +128,19 @@ pub(super) fn without_nodes(driver: &str) -> DoctorFinding {
         format!("no node offers devices of driver {driver}"),
         "see that the companion's DaemonSet has pods, and their logs",
     )
+}
+
+/// Reports pods of this driver with a container that waits. `waiting` has the name of each, with what kubelet says.
+pub fn not_running(driver: &str, waiting: &[String]) -> Option<DoctorFinding> {
+    let waiting: Vec<&str> = waiting.iter().map(String::as_str).collect();
+    (!waiting.is_empty()).then(|| {
+        DoctorFinding::problem(
+            "pods",
+            format!("pods of driver {driver} do not run: {}", some(&waiting)),
+            "look at the pod (kubectl describe) and its log (kubectl logs --previous); if its image is missing, the node needs it, or a \
+             registry that its container runtime reaches and trusts",
+        )
+    })
 }
 
 /// Reports nodes without an inventory of `driver`, if others have one.

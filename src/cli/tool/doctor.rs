@@ -24,7 +24,7 @@ use crate::api::resource::{GROUP, ResourceClaim, ResourceClass, VERSION};
 use crate::cli::diagnose::devices::devices;
 use crate::cli::diagnose::doctor::{DoctorFinding, Level, classes, definitions, lease, server};
 use crate::cli::diagnose::gates;
-use crate::cli::diagnose::nodes::{NodeFacts, extended_resources, inventories, runtime_sockets};
+use crate::cli::diagnose::nodes::{NodeFacts, extended_resources, inventories, not_running, runtime_sockets};
 use crate::cli::diagnose::overlap::{self, Sharers};
 use crate::cli::diagnose::rights::Component;
 use crate::cli::error::Error;
@@ -256,7 +256,7 @@ async fn check_rights(
     }
     let companions: Vec<bool> = rights::companions_with_socket(&pods, driver);
     let mut findings: Vec<DoctorFinding> = runtime_sockets(&companions).into_iter().collect();
-    findings.extend(rights::not_started(&pods, driver));
+    findings.extend(not_running(driver, &rights::waiting(&pods, driver)));
     for account in &accounts {
         findings.extend(rights::check_classic(client, account, mode_both).await?);
     }
@@ -386,17 +386,18 @@ fn text(findings: &[DoctorFinding]) -> String {
             let _ = writeln!(text, "         -> {}", one_line(fix));
         }
     }
-    let counted = |level, word: &str| {
-        let count = findings.iter().filter(|finding| finding.level == level).count();
-        format!("{count} {word}{}", if count == 1 { "" } else { "s" })
+    let count = |level| findings.iter().filter(|finding| finding.level == level).count();
+    let counted = |level, word| match count(level) {
+        1 => format!("1 {word}"),
+        number => format!("{number} {word}s"),
     };
-    let (notes, warnings) = (counted(Level::Note, "note"), counted(Level::Warning, "warning"));
-    let problems = counted(Level::Problem, "problem");
-    let fine = findings
-        .iter()
-        .filter(|finding| finding.level == Level::Fine)
-        .count();
-    text + &format!("\n{fine} ok, {notes}, {warnings}, {problems}\n")
+    text + &format!(
+        "\n{} ok, {}, {}, {}\n",
+        count(Level::Fine),
+        counted(Level::Note, "note"),
+        counted(Level::Warning, "warning"),
+        counted(Level::Problem, "problem")
+    )
 }
 
 #[cfg(test)]

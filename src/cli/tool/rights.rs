@@ -16,8 +16,6 @@ use crate::cli::objects::{EnvVar, PartialPod};
 
 /// Label of the chart's pods.
 const PODS: &str = "app.kubernetes.io/part-of=drayman";
-/// Number of pods that a finding names, since the reason is usually the same for all.
-const PODS_MAX: usize = 3;
 /// Maximum number of concurrent requests.
 const CONCURRENCY: usize = 8;
 /// Groups of every authenticated user and of every service account.
@@ -76,9 +74,9 @@ pub(super) fn companions_with_socket(pods: &[PartialPod], driver: &str) -> Vec<b
         .collect()
 }
 
-/// Reports the pods of this driver that do not start, each with the reason that kubelet gives.
-pub(super) fn not_started(pods: &[PartialPod], driver: &str) -> Option<DoctorFinding> {
-    let why = |pod: &PartialPod| {
+/// Returns the pods of this driver with a container that waits, each as `NAMESPACE/NAME (REASON: MESSAGE)` with what kubelet says.
+pub(super) fn waiting(pods: &[PartialPod], driver: &str) -> Vec<String> {
+    let described = |pod: &PartialPod| {
         account(pod, driver)?;
         let containers = pod.status.as_ref()?.container_statuses.as_deref()?;
         let mut waiting = containers
@@ -86,34 +84,12 @@ pub(super) fn not_started(pods: &[PartialPod], driver: &str) -> Option<DoctorFin
             .filter_map(|container| container.state.as_ref()?.waiting.as_ref());
         // Each new pod has this reason for a moment.
         let waiting = waiting.find(|waiting| waiting.reason.as_deref() != Some("ContainerCreating"))?;
-        let namespace = pod.metadata.namespace.as_deref()?;
-        let name = pod.metadata.name.as_deref()?;
-        let mut text = format!(
-            "{namespace}/{name} ({}",
-            waiting.reason.as_deref().unwrap_or("unknown")
-        );
-        if let Some(message) = &waiting.message {
-            text = format!("{text}: {message}");
-        }
-        Some(text + ")")
+        let (reason, message) = (waiting.reason.as_deref(), waiting.message.as_deref());
+        let why: Vec<&str> = reason.into_iter().chain(message).collect();
+        let (namespace, name) = (pod.metadata.namespace.as_deref()?, pod.metadata.name.as_deref()?);
+        Some(format!("{namespace}/{name} ({})", why.join(": ")))
     };
-    let pods: Vec<String> = pods.iter().filter_map(why).collect();
-    let mut named = pods
-        .iter()
-        .take(PODS_MAX)
-        .map(String::as_str)
-        .collect::<Vec<_>>()
-        .join(", ");
-    match pods.len() {
-        0 => return None,
-        all if all > PODS_MAX => named = format!("{named} and {} more", all - PODS_MAX),
-        _ => {}
-    }
-    Some(DoctorFinding::problem(
-        "pods",
-        format!("pods of driver {driver} do not start: {named}"),
-        "kubectl describe the pod; its node needs the image, or a registry that its container runtime reaches and trusts",
-    ))
+    pods.iter().filter_map(described).collect()
 }
 
 /// Flags and environment variables of a pod's containers.

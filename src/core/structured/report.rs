@@ -79,6 +79,13 @@ pub struct NodeReport {
     pub unusable: Vec<(String, PoolState)>,
 }
 
+impl NodeReport {
+    /// Whether no driver lists devices of the node.
+    pub fn is_without_driver(&self) -> bool {
+        self.devices == 0 && self.unusable.is_empty()
+    }
+}
+
 /// Describes a node for the unallocated claims of one pod.
 pub fn report(
     cluster: ClusterState<'_>,

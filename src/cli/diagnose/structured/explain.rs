@@ -319,14 +319,12 @@ fn waiting(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
     if able == 0 {
         let gate = |gate: &Gate| format!("; the gate {} is off: {}", gate.name, gate.without);
         let gates: String = input.gates_off.iter().map(gate).collect();
-        let is_without_driver = |report: &NodeReport| report.devices == 0 && report.unusable.is_empty();
-        let without_driver = nodes.values().flatten().all(is_without_driver);
         let requests = nodes.values().flatten().flat_map(|report| &report.requests);
         let mut matching = requests.flat_map(|request| &request.matching);
         let fix = if matching.any(|(_, state)| matches!(state, Availability::Held(_))) {
             "the scheduler tries again as soon as a device is freed, added or repaired; to speed this up, delete a pod that holds \
              one (drayman devices), add a node, or request less"
-        } else if without_driver {
+        } else if nodes.values().flatten().all(NodeReport::is_without_driver) {
             "no driver offers devices on any of these nodes: `drayman doctor`, with the rights of an operator, names the cause"
         } else {
             "no device that the claim wants is held, so waiting may not help: compare the claim with the devices (drayman devices -o wide), \
@@ -359,14 +357,14 @@ fn reason(report: &NodeReport, claim: usize) -> Option<String> {
         Err(AllocationFailure::DoesNotFit) => {}
         Err(refusal) => return Some(refusal.to_string()),
     }
+    if report.is_without_driver() {
+        return Some("no ResourceSlice lists devices of this node: no driver runs here".to_owned());
+    }
     let mut reasons: Vec<String> = report
         .unusable
         .iter()
         .map(|(pool, state)| format!("pool {pool} is {state}"))
         .collect();
-    if report.devices == 0 && reasons.is_empty() {
-        return Some("no ResourceSlice lists devices of this node: no driver runs here".to_owned());
-    }
     let is_short = |request: &&RequestReport| {
         // One subrequest is enough.
         let name = base(&request.request);

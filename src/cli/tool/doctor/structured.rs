@@ -7,7 +7,7 @@ use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
 use kube::{Client, ResourceExt as _};
 
 use crate::cli::diagnose::doctor::DoctorFinding;
-use crate::cli::diagnose::nodes::{NodeFacts, runtime_sockets};
+use crate::cli::diagnose::nodes::{NodeFacts, not_running, runtime_sockets};
 use crate::cli::diagnose::overlap;
 use crate::cli::diagnose::rights::{Component, needed_in_structured_mode};
 use crate::cli::diagnose::structured::doctor::{classes, dropped_fields, slices};
@@ -63,7 +63,7 @@ async fn of_accounts(
     let mut findings: Vec<DoctorFinding> = runtime_sockets(&rights::companions_with_socket(&pods, driver))
         .into_iter()
         .collect();
-    findings.extend(rights::not_started(&pods, driver));
+    findings.extend(not_running(driver, &rights::waiting(&pods, driver)));
     findings.extend(shared);
     for account in &accounts {
         match account.component {
@@ -241,15 +241,15 @@ mod tests {
         }
         let of_pods = async |pods: &[serde_json::Value]| {
             let findings = run(server().with("/api/v1/pods", pods)).await.into_iter();
-            let mut found = findings.filter(|(_, message)| message.contains("do not start"));
+            let mut found = findings.filter(|(_, message)| message.contains("do not run"));
             found.next()
         };
         assert_eq!(of_pods(&pods[..1]).await, None, "a new pod");
         let back_off = |number| format!("drayman/node-{number} (ImagePullBackOff: back-off pulling image)");
-        let one = format!("pods of driver drayman.dev do not start: {}", back_off(1));
+        let one = format!("pods of driver drayman.dev do not run: {}", back_off(1));
         assert_eq!(of_pods(&pods[..2]).await, Some((Level::Problem, one)));
         let named = [1, 2, 3].map(back_off).join(", ");
-        let all = format!("pods of driver drayman.dev do not start: {named} and 1 more");
+        let all = format!("pods of driver drayman.dev do not run: {named} and 1 more");
         assert_eq!(of_pods(&pods).await, Some((Level::Problem, all)));
     }
 
