@@ -18,7 +18,9 @@ async fn build() -> anyhow::Result<PathBuf> {
     let mut cargo = tokio::process::Command::new(env!("CARGO"));
     // The runner describes this package in the environment. The build script of ring reads some of that, so ring and all that depends on it
     // would be compiled again, now and with the next build.
-    let of_package = |name: &String| name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_");
+    let of_package = |name: &String| {
+        name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_") || name == "OUT_DIR"
+    };
     for (name, _) in std::env::vars().filter(|(name, _)| of_package(name)) {
         cargo.env_remove(name);
     }
