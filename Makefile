@@ -70,7 +70,7 @@ defects:
 .PHONY: test
 test: ## Everything: check, then the tests on real Kubernetes (root and Go are needed)
 	$(MAKE) kubernetes & built=$$!; trap "kill $$built 2>/dev/null || true" EXIT; \
-	    $(MAKE) format lint $(CARGO_NEXTEST); wait $$built
+	    $(MAKE) format lint $(CARGO_NEXTEST); cargo test --locked --quiet --no-run --lib --bins --tests; wait $$built
 	CARGO_NEXTEST="$(CARGO_NEXTEST)" hack/test all
 
 .PHONY: kubernetes

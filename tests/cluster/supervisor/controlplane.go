@@ -45,8 +45,11 @@ func (s *supervisor) credentials() error {
 	s.ca = ca
 	addresses := []net.IP{net.IPv4(127, 0, 0, 1), net.ParseIP(apiService), s.slot.address(0).AsSlice()}
 	names := []string{"localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc"}
-	if err := ca.issueFiles("apiserver", "kube-apiserver", nil, addresses, names); err != nil {
-		return err
+	// Without files, controller manager and scheduler would generate RSA keys at each start.
+	for _, component := range []string{"apiserver", "controller-manager", "scheduler"} {
+		if err := ca.issueFiles(component, "kube-"+component, nil, addresses, names); err != nil {
+			return err
+		}
 	}
 	if err := ca.issueFiles("kubelet-client", "kube-apiserver", []string{"system:masters"}, nil, nil); err != nil {
 		return err
@@ -135,7 +138,7 @@ func (s *supervisor) startControlPlane(ctx context.Context) error {
 	s.define("controller-manager", append([]string{"--kubeconfig=" + manager, "--authentication-kubeconfig=" + manager,
 		"--authorization-kubeconfig=" + manager, "--service-account-private-key-file=" + pki("sa.key"),
 		"--root-ca-file=" + pki("ca.crt"), "--leader-elect=false", fmt.Sprintf("--secure-port=%d", s.slot.port(3)),
-		"--cert-dir=" + s.path("pki/controller-manager"),
+		"--tls-cert-file=" + pki("controller-manager.crt"), "--tls-private-key-file=" + pki("controller-manager.key"),
 		// Each controller has its own account, as in a real cluster, so that the audit log distinguishes them.
 		"--use-service-account-credentials=true", "--kube-api-qps=500", "--kube-api-burst=1000",
 		"--controllers=" + controllers(s.version),
@@ -143,7 +146,7 @@ func (s *supervisor) startControlPlane(ctx context.Context) error {
 		"--flex-volume-plugin-dir=" + s.path("flex-volume")}, gates...)...)
 	scheduler := s.kubeconfig("system:kube-scheduler")
 	s.define("scheduler", append([]string{"--config=" + s.path("scheduler.yaml"), fmt.Sprintf("--secure-port=%d", s.slot.port(4)),
-		"--cert-dir=" + s.path("pki/scheduler"),
+		"--tls-cert-file=" + pki("scheduler.crt"), "--tls-private-key-file=" + pki("scheduler.key"),
 		"--authentication-kubeconfig=" + scheduler, "--authorization-kubeconfig=" + scheduler}, gates...)...)
 
 	for _, name := range []string{"etcd", "apiserver"} {

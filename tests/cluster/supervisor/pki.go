@@ -4,7 +4,6 @@ import (
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
-	"crypto/rsa"
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/base64"
@@ -88,7 +87,11 @@ func (a *authority) issueFiles(name, user string, groups []string, addresses []n
 
 // serviceAccountKeys writes the keys that sign and verify service account tokens.
 func (a *authority) serviceAccountKeys() error {
-	key, err := rsa.GenerateKey(rand.Reader, 2048)
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return err
+	}
+	encoded, err := x509.MarshalECPrivateKey(key)
 	if err != nil {
 		return err
 	}
@@ -96,7 +99,7 @@ func (a *authority) serviceAccountKeys() error {
 	if err != nil {
 		return err
 	}
-	private := pem.EncodeToMemory(&pem.Block{Type: "RSA PRIVATE KEY", Bytes: x509.MarshalPKCS1PrivateKey(key)})
+	private := pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: encoded})
 	if err := os.WriteFile(a.path("sa.key"), private, 0o600); err != nil {
 		return err
 	}
