@@ -52,7 +52,7 @@ func (a *authority) path(name string) string { return filepath.Join(a.directory,
 
 // issue returns a certificate and its key, PEM-encoded.
 func (a *authority) issue(user string, groups []string, addresses []net.IP, names []string) (certificate, key []byte, err error) {
-	private, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	private, key, err := newKey()
 	if err != nil {
 		return nil, nil, err
 	}
@@ -65,12 +65,20 @@ func (a *authority) issue(user string, groups []string, addresses []net.IP, name
 	if err != nil {
 		return nil, nil, err
 	}
-	encoded, err := x509.MarshalECPrivateKey(private)
+	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), key, nil
+}
+
+// newKey returns a key, also PEM-encoded.
+func newKey() (*ecdsa.PrivateKey, []byte, error) {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
 		return nil, nil, err
 	}
-	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}),
-		pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: encoded}), nil
+	encoded, err := x509.MarshalECPrivateKey(key)
+	if err != nil {
+		return nil, nil, err
+	}
+	return key, pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: encoded}), nil
 }
 
 // issueFiles writes name.crt and name.key.
@@ -87,11 +95,7 @@ func (a *authority) issueFiles(name, user string, groups []string, addresses []n
 
 // serviceAccountKeys writes the keys that sign and verify service account tokens.
 func (a *authority) serviceAccountKeys() error {
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	if err != nil {
-		return err
-	}
-	encoded, err := x509.MarshalECPrivateKey(key)
+	key, private, err := newKey()
 	if err != nil {
 		return err
 	}
@@ -99,7 +103,6 @@ func (a *authority) serviceAccountKeys() error {
 	if err != nil {
 		return err
 	}
-	private := pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: encoded})
 	if err := os.WriteFile(a.path("sa.key"), private, 0o600); err != nil {
 		return err
 	}
