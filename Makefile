@@ -31,7 +31,7 @@ help: ## List the targets
 ##@ Every commit
 
 .PHONY: check
-check: format lint $(CARGO_NEXTEST) ## Format, clippy, rustdoc, and every test that needs no cluster
+check: format lint $(CARGO_NEXTEST) ## Format, clippy, rustdoc, and the short tests that need no cluster
 	CARGO_NEXTEST="$(CARGO_NEXTEST)" hack/test quick
 
 .PHONY: format
@@ -67,6 +67,7 @@ defects:
 
 ##@ Everything
 
+# Kubernetes is built meanwhile, since building the tests alone leaves processors idle.
 .PHONY: test
 test: ## Everything: check, then the tests on real Kubernetes (root and Go are needed)
 	$(MAKE) kubernetes & built=$$!; trap "kill $$built 2>/dev/null || true" EXIT; \
