@@ -5,12 +5,14 @@
 
 use serde_json::{Value, json};
 
-use crate::api::resource::{POD_CLAIM_NAME_ANNOTATION, RESERVED_FOR_MAX};
-use crate::testcluster::api::structured::{FINALIZER, RESERVED_FOR_MAX as STRUCTURED_RESERVED_FOR_MAX};
+use crate::api::resource::{POD_CLAIM_NAME_ANNOTATION, ResourceClaimConsumerReference};
+use crate::testcluster::api::structured::{FINALIZER, RESERVED_FOR_MAX};
 use crate::testcluster::api::{ClusterMode, Patch, StatusError, object};
 use crate::testcluster::client::{
-    ApiClient, claims_of, is_done, is_reserved_for, owned_by, owner_uid, source_of,
+    ApiClient, claims_of, is_done, is_reserved_for, owned_by, owner_uid, source_of, typed, typed_claims,
+    write_context,
 };
+use crate::testcluster::negotiation::{BoundStep, Negotiation, without_ended_consumers};
 
 /// Runs one reconciliation.
 pub(crate) fn reconcile(client: &ApiClient) {
@@ -112,42 +114,55 @@ fn serve_bound(client: &ApiClient, pod: &Value) {
     if node.is_empty() {
         return;
     }
-    for (_, claim) in claims_of(client, pod) {
-        let Some(claim) = claim else { continue };
-        match claim.pointer("/status/allocation") {
-            None if claim["spec"]["allocationMode"] == "WaitForFirstConsumer" => {
-                let namespace = object::namespace(pod);
-                if client
-                    .get("podschedulingcontexts", namespace, object::name(pod))
-                    .is_none()
-                {
-                    let context = json!({
-                        "metadata": { "name": pod["metadata"]["name"], "ownerReferences": owned_by(pod) },
-                        "spec": { "selectedNode": node },
-                    });
-                    let _ = client.create("podschedulingcontexts", namespace, context);
-                }
+    // After a claim that is missing, the real controller stops too.
+    let claims: Vec<(String, Value)> = claims_of(client, pod)
+        .into_iter()
+        .map_while(|(entry, claim)| Some((entry, claim?)))
+        .collect();
+    if client.server.mode() == ClusterMode::Structured {
+        for (_, claim) in &claims {
+            if claim.pointer("/status/allocation").is_some()
+                && !is_done(pod)
+                && !is_reserved_for(claim, pod)
+                && may_reserve(claim)
+            {
+                reserve(client, claim, pod);
             }
-            Some(_) if !is_done(pod) && !is_reserved_for(&claim, pod) && may_reserve(client, &claim) => {
-                let mut consumers = object::list(&claim, "/status/reservedFor").to_vec();
-                consumers.push(consumer(pod));
-                let _ = write_reservations(client, &claim, &consumers, false);
-            }
-            _ => {}
         }
+        return;
+    }
+    let context = client.get("podschedulingcontexts", object::namespace(pod), object::name(pod));
+    let (Ok(typed_claims), Ok(typed_context)) = (typed_claims(&claims), typed(context.clone())) else {
+        return;
+    };
+    let negotiation = Negotiation {
+        pod_uid: object::uid(pod),
+        claims: &typed_claims,
+        context: typed_context.first(),
+    };
+    match negotiation.bound_step(node) {
+        Some(BoundStep::SelectNode) => {
+            write_context(client, pod, context.as_ref(), json!({ "selectedNode": node }));
+        }
+        Some(BoundStep::Reserve(index)) if !is_done(pod) => {
+            if let Some((_, claim)) = claims.get(index) {
+                reserve(client, claim, pod);
+            }
+        }
+        _ => {}
     }
 }
 
-/// Returns whether an allocated claim may have another consumer.
-pub(crate) fn may_reserve(client: &ApiClient, claim: &Value) -> bool {
-    let reserved = object::list(claim, "/status/reservedFor").len();
-    if client.server.mode() == ClusterMode::Structured {
-        return reserved < STRUCTURED_RESERVED_FOR_MAX;
-    }
-    let shareable = claim.pointer("/status/allocation/shareable") == Some(&Value::Bool(true));
-    claim.pointer("/status/deallocationRequested") != Some(&Value::Bool(true))
-        && !object::is_deleting(claim)
-        && (reserved == 0 || shareable && reserved < RESERVED_FOR_MAX)
+fn reserve(client: &ApiClient, claim: &Value, pod: &Value) {
+    let mut consumers = object::list(claim, "/status/reservedFor").to_vec();
+    consumers.push(consumer(pod));
+    // A conflict means another change, which triggers another pass.
+    let _ = write_reservations(client, claim, &consumers, false);
+}
+
+/// Returns whether an allocated claim may have another consumer, in structured mode.
+pub(crate) fn may_reserve(claim: &Value) -> bool {
+    object::list(claim, "/status/reservedFor").len() < RESERVED_FOR_MAX
 }
 
 /// Returns the pod's entry for `reservedFor`.
@@ -195,10 +210,14 @@ fn update_reservations(client: &ApiClient, claim: &Value) {
     if client.server.mode() == ClusterMode::Structured {
         // A conflict means another change, which triggers another pass.
         let _ = update_structured_reservations(client, claim, &kept);
-    } else if kept.len() < reserved.len() {
-        let delayed = claim["spec"]["allocationMode"] == "WaitForFirstConsumer";
-        // A conflict means another change, which triggers another pass.
-        let _ = write_reservations(client, claim, &kept, kept.is_empty() && delayed);
+    } else if let Ok(typed) = serde_json::from_value(claim.clone()) {
+        let is_kept = |consumer: &ResourceClaimConsumerReference| {
+            kept.iter().any(|each| object::text(each, "/uid") == consumer.uid)
+        };
+        if let Some(status) = without_ended_consumers(&typed, is_kept) {
+            // A conflict means another change, which triggers another pass.
+            let _ = write_reservations(client, claim, &kept, status.deallocation_requested);
+        }
     }
     if kept.is_empty() && !object::is_deleting(claim) {
         let owner = object::list(claim, "/metadata/ownerReferences")

@@ -1,7 +1,11 @@
 //! In-process API client of the test cluster's control loops: the same requests as other clients, without HTTP.
 
+use std::sync::Arc;
+
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
+use crate::api::resource::ResourceClaim;
 use crate::testcluster::api::{
     ApiServer, Deletion, ListQuery, Patch, ResourcePath, StatusError, WriteOptions, object,
 };
@@ -209,4 +213,33 @@ pub(crate) fn is_reserved_for(claim: &Value, pod: &Value) -> bool {
     object::list(claim, "/status/reservedFor")
         .iter()
         .any(|consumer| consumer["uid"] == pod["metadata"]["uid"])
+}
+
+/// Reads objects as a type.
+pub(crate) fn typed<T: DeserializeOwned>(objects: impl IntoIterator<Item = Value>) -> Result<Vec<T>, String> {
+    objects
+        .into_iter()
+        .map(|object| serde_json::from_value(object).map_err(|error| error.to_string()))
+        .collect()
+}
+
+/// Reads the classic claims of a pod, by entry.
+pub(crate) fn typed_claims(claims: &[(String, Value)]) -> Result<Vec<(String, Arc<ResourceClaim>)>, String> {
+    let entries = claims.iter().map(|(entry, _)| entry.clone());
+    let claims = typed(claims.iter().map(|(_, claim)| claim.clone()))?;
+    Ok(entries.zip(claims.into_iter().map(Arc::new)).collect())
+}
+
+/// Writes fields of a pod's PodSchedulingContext, or creates it.
+pub(crate) fn write_context(client: &ApiClient, pod: &Value, context: Option<&Value>, spec: Value) {
+    // A conflict means a concurrent change, which triggers another pass.
+    let _ = if let Some(context) = context {
+        client.merge("podschedulingcontexts", context, "", json!({ "spec": spec }))
+    } else {
+        let context = json!({
+            "metadata": { "name": pod["metadata"]["name"], "ownerReferences": owned_by(pod) },
+            "spec": spec,
+        });
+        client.create("podschedulingcontexts", object::namespace(pod), context)
+    };
 }

@@ -26,6 +26,7 @@ pub mod demo;
 pub mod faults;
 mod garbage;
 pub mod kubelet;
+pub mod negotiation;
 pub mod runtime;
 pub(crate) mod scheduler;
 pub(crate) mod temporary_directory;

@@ -2,24 +2,26 @@
 //! mode), and resource fit.
 //!
 //! A cycle filters the nodes and selects the one with the fewest pods. There is no backoff: every change starts a cycle.
-//! In classic mode, a cycle negotiates with the drivers until all claims are allocated; if no node remains, it requests
-//! deallocation of a blocking claim. In structured mode, it allocates and deallocates the claims itself.
+//! In classic mode, a cycle negotiates with the drivers until all claims are allocated ([`negotiation`](super::negotiation)); if no
+//! node remains, it requests deallocation of a blocking claim. In structured mode, it allocates and deallocates the claims itself.
 
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{AllocationResult, DeviceClass, ResourceClaim, ResourceSlice};
-use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use crate::api::resource::NODE_LIST_MAX;
+use crate::api::resource as classic;
 use crate::core::structured::{ClusterState, DeviceHoldings, allocate as allocate_claims};
 use crate::host::selectors::with_selectors;
 use crate::testcluster::api::ClusterMode;
 use crate::testcluster::api::object::{self, list, text};
 use crate::testcluster::api::structured::FINALIZER;
 use crate::testcluster::claims::{consumer, may_reserve, versioned, write_reservations};
-use crate::testcluster::client::{ApiClient, claims_of, is_done, is_reserved_for, owned_by, owner_uid};
+use crate::testcluster::client::{
+    ApiClient, claims_of, is_done, is_reserved_for, typed, typed_claims, write_context,
+};
+use crate::testcluster::negotiation::{FilterResult, Negotiation, NextStep};
 
 /// The scheduler name of its pods.
 const NAME: &str = "default-scheduler";
@@ -110,86 +112,86 @@ fn attempt(client: &ApiClient, pod: &Value) -> Result<(), Wait> {
 
 /// Binds a pod whose claims are allocated, or continues the negotiation with the drivers (classic mode).
 fn negotiate(client: &ApiClient, pod: &Value, claims: &[(String, Value)]) -> Result<(), Wait> {
-    let unschedulable = |message: &str| Wait::Unschedulable(message.to_owned());
     let context = client.get("podschedulingcontexts", object::namespace(pod), object::name(pod));
-    if context
-        .as_ref()
-        .is_some_and(|context| owner_uid(context) != object::uid(pod))
-    {
-        return Err(unschedulable("PodSchedulingContext is owned by another pod"));
+    let typed_claims = typed_claims(claims).map_err(Wait::Unschedulable)?;
+    let typed_context = typed(context.clone()).map_err(Wait::Unschedulable)?;
+    let negotiation = Negotiation {
+        pod_uid: object::uid(pod),
+        claims: &typed_claims,
+        context: typed_context.first(),
+    };
+    let class = |name: &str| client.get("resourceclasses", "", name);
+    if let Some(obstacle) = negotiation.obstacle(|name| class(name).is_some()) {
+        return Err(Wait::Unschedulable(obstacle));
     }
-    for (_, claim) in claims {
-        let allocated = claim.pointer("/status/allocation").is_some();
-        let taken = !list(claim, "/status/reservedFor").is_empty()
-            && !is_reserved_for(claim, pod)
-            && claim.pointer("/status/allocation/shareable") != Some(&Value::Bool(true));
-        if claim.pointer("/status/deallocationRequested") == Some(&Value::Bool(true)) {
-            return Err(unschedulable("resourceclaim must be reallocated"));
+    let mut unavailable = Vec::new();
+    let passing = suitable(client, pod, |node| {
+        let is_suitable = |name: &str| {
+            let class = class(name);
+            let selector = class.as_ref().and_then(|class| class.get("suitableNodes"));
+            selector.is_none_or(|selector| selects(selector, node))
+        };
+        let is_available = |allocation: &classic::AllocationResult| {
+            let selector = allocation.available_on_nodes.as_ref();
+            selector.is_none_or(|selector| selects(&json!(selector), node))
+        };
+        match negotiation.filter(object::name(node), is_available, is_suitable) {
+            FilterResult::Fits => Ok(()),
+            FilterResult::Unsuitable(reason) => Err(reason.to_owned()),
+            FilterResult::Unavailable(indices) => {
+                unavailable.extend(indices);
+                Err("resourceclaim not available on the node".to_owned())
+            }
         }
-        if allocated && taken {
-            return Err(unschedulable("resourceclaim in use"));
+    });
+    let passing: Vec<String> = match passing {
+        Ok(passing) => passing.into_iter().map(|(name, ())| name).collect(),
+        Err(message) => {
+            let mut unavailable = unavailable
+                .into_iter()
+                .filter_map(|index| claims.get(index).zip(typed_claims.get(index)))
+                .filter(|(_, (_, claim))| negotiation.may_deallocate(claim));
+            if let Some(((_, claim), _)) = unavailable.next() {
+                request_deallocation(client, claim, context.as_ref());
+            }
+            return Err(Wait::Unschedulable(message));
         }
-        if !allocated && claim["spec"]["allocationMode"] == "Immediate" {
-            return Err(unschedulable("unallocated immediate resourceclaim"));
-        }
-        let class = text(claim, "/spec/resourceClassName");
-        if !allocated && client.get("resourceclasses", "", class).is_none() {
-            return Err(Wait::Unschedulable(format!(
-                "resource class {class:?} does not exist"
-            )));
+    };
+    // The selected node, as long as it fits, else the best one.
+    let selected = negotiation.context.map(|context| &context.spec.selected_node);
+    let node = selected
+        .filter(|node| passing.contains(node))
+        .or_else(|| passing.first())
+        .cloned()
+        .unwrap_or_default();
+    match negotiation.next_step(&passing, &node) {
+        NextStep::Bind => bind(client, pod, claims, &node),
+        NextStep::Wait => Err(Wait::Pending),
+        NextStep::Publish {
+            potential_nodes,
+            selected_node,
+        } => {
+            let mut spec = json!({});
+            if let Some(nodes) = potential_nodes {
+                spec["potentialNodes"] = json!(nodes);
+            }
+            if let Some(node) = selected_node {
+                spec["selectedNode"] = node.into();
+            }
+            write_context(client, pod, context.as_ref(), spec);
+            Err(Wait::Pending)
         }
     }
-    let passing = filter(client, pod, claims, context.as_ref())?;
-    let node = passing.first().cloned().unwrap_or_default();
-    let pending: Vec<&String> = claims
-        .iter()
-        .filter(|(_, claim)| claim.pointer("/status/allocation").is_none())
-        .map(|(entry, _)| entry)
-        .collect();
-    if pending.is_empty() {
-        return bind(client, pod, claims, &node);
-    }
-    ask(client, pod, context.as_ref(), &pending, &passing)
 }
 
-/// Returns the suitable nodes, best first.
-fn filter(
-    client: &ApiClient,
-    pod: &Value,
-    claims: &[(String, Value)],
-    context: Option<&Value>,
-) -> Result<Vec<String>, Wait> {
-    let mut in_the_way: Vec<&Value> = Vec::new();
-    let passing = suitable(client, pod, |node| {
-        refusal(client, node, claims, context, &mut in_the_way).map_or(Ok(()), Err)
-    });
-    let message = match passing {
-        Ok(mut passing) => {
-            let selected = context.map(|context| text(context, "/spec/selectedNode").to_owned());
-            passing.sort_by_key(|(name, ())| selected.as_ref() != Some(name));
-            return Ok(passing.into_iter().map(|(name, ())| name).collect());
-        }
-        Err(message) => message,
-    };
-    // PostFilter: deallocates one claim that makes all nodes unsuitable.
-    let given_up = in_the_way.into_iter().find(|claim| {
-        claim["spec"]["allocationMode"] == "WaitForFirstConsumer"
-            && list(claim, "/status/reservedFor")
-                .iter()
-                .all(|consumer| consumer["uid"] == pod["metadata"]["uid"])
-    });
-    if let Some(claim) = given_up {
-        if let Some(context) = context.filter(|context| !text(context, "/spec/selectedNode").is_empty()) {
-            let _ = client.merge(
-                "podschedulingcontexts",
-                context,
-                "",
-                json!({ "spec": { "selectedNode": null } }),
-            );
-        }
-        let _ = write_reservations(client, claim, &[], true);
+/// PostFilter: requests the deallocation of a claim that makes all nodes unsuitable. First, the driver must stop to allocate for the
+/// selected node.
+fn request_deallocation(client: &ApiClient, claim: &Value, context: Option<&Value>) {
+    if let Some(context) = context.filter(|context| !text(context, "/spec/selectedNode").is_empty()) {
+        let spec = json!({ "spec": { "selectedNode": null } });
+        let _ = client.merge("podschedulingcontexts", context, "", spec);
     }
-    Err(Wait::Unschedulable(message))
+    let _ = write_reservations(client, claim, &[], true);
 }
 
 /// Returns the nodes on which the pod can run and that `judge` accepts, those with the fewest pods first; or why there
@@ -267,42 +269,6 @@ fn unfit(pod: &Value, node: &Value, others: &[Value]) -> Option<String> {
     None
 }
 
-/// Returns why the pod's claims make a node unsuitable.
-fn refusal<'a>(
-    client: &ApiClient,
-    node: &Value,
-    claims: &'a [(String, Value)],
-    context: Option<&Value>,
-    in_the_way: &mut Vec<&'a Value>,
-) -> Option<String> {
-    let name = object::name(node);
-    let mut reason = None;
-    for (entry, claim) in claims {
-        match claim.pointer("/status/allocation") {
-            Some(allocation) if !reaches(allocation, name) => {
-                in_the_way.push(claim);
-                reason = Some("resourceclaim not available on the node".to_owned());
-            }
-            Some(_) => {}
-            None => {
-                let class = client.get("resourceclasses", "", text(claim, "/spec/resourceClassName"));
-                let suited = class.as_ref().and_then(|class| class.get("suitableNodes"));
-                let judged = context
-                    .map(|context| list(context, "/status/resourceClaims"))
-                    .unwrap_or_default()
-                    .iter()
-                    .find(|judged| judged["name"] == entry.as_str());
-                let unsuitable =
-                    judged.is_some_and(|judged| list(judged, "/unsuitableNodes").contains(&json!(name)));
-                if unsuitable || suited.is_some_and(|selector| !selects(selector, node)) {
-                    return Some("resourceclaim cannot be allocated for the node (unsuitable)".to_owned());
-                }
-            }
-        }
-    }
-    reason
-}
-
 fn quantity(value: Option<&Value>) -> i64 {
     match value {
         Some(Value::String(text)) => text.parse().unwrap_or(0),
@@ -361,60 +327,6 @@ fn selects(selector: &Value, node: &Value) -> bool {
     })
 }
 
-/// Writes the potential nodes for the drivers and, once all have answered, the selected node.
-fn ask(
-    client: &ApiClient,
-    pod: &Value,
-    context: Option<&Value>,
-    pending: &[&String],
-    passing: &[String],
-) -> Result<(), Wait> {
-    let known = context
-        .map(|context| object::texts(context, "/spec/potentialNodes"))
-        .unwrap_or_default();
-    let potential: Option<Vec<&String>> =
-        passing
-            .iter()
-            .any(|node| !known.contains(&node.as_str()))
-            .then(|| {
-                let mut nodes: Vec<&String> = passing.iter().take(NODE_LIST_MAX).collect();
-                nodes.sort();
-                nodes
-            });
-    let judged = context
-        .map(|context| list(context, "/status/resourceClaims"))
-        .unwrap_or_default();
-    let informed = pending
-        .iter()
-        .filter(|entry| judged.iter().any(|each| each["name"] == entry.as_str()))
-        .count();
-    let node = passing.first().map(String::as_str).unwrap_or_default();
-    let chosen = context
-        .map(|context| text(context, "/spec/selectedNode"))
-        .unwrap_or_default();
-    let select = (pending.len() == 1 || informed == pending.len()) && chosen != node;
-    let mut spec = json!({});
-    if let Some(potential) = potential {
-        spec["potentialNodes"] = json!(potential);
-    }
-    if select {
-        spec["selectedNode"] = node.into();
-    }
-    if spec.as_object().is_some_and(|spec| !spec.is_empty()) {
-        // A conflict means a concurrent change, which triggers another cycle.
-        let _ = if let Some(context) = context {
-            client.merge("podschedulingcontexts", context, "", json!({ "spec": spec }))
-        } else {
-            let context = json!({
-                "metadata": { "name": pod["metadata"]["name"], "ownerReferences": owned_by(pod) },
-                "spec": spec,
-            });
-            client.create("podschedulingcontexts", object::namespace(pod), context)
-        };
-    }
-    Err(Wait::Pending)
-}
-
 /// Reserves the claims, binds the pod and deletes the PodSchedulingContext (classic mode).
 fn bind(client: &ApiClient, pod: &Value, claims: &[(String, Value)], node: &str) -> Result<(), Wait> {
     for (_, claim) in claims {
@@ -449,7 +361,7 @@ fn assign(client: &ApiClient, pod: &Value, node: &str) -> Result<(), Wait> {
 fn allocate(client: &ApiClient, pod: &Value, claims: Vec<Value>) -> Result<(), Wait> {
     for claim in &claims {
         if is_allocated(claim) {
-            if !may_reserve(client, claim) && !is_reserved_for(claim, pod) {
+            if !may_reserve(claim) && !is_reserved_for(claim, pod) {
                 return Err(Wait::Unschedulable("resourceclaim in use".to_owned()));
             }
         } else if let Some(message) = missing_class(client, claim) {
@@ -564,13 +476,6 @@ impl ClusterObjects {
         })?;
         allocated.map_err(|refusal| refusal.to_string())
     }
-}
-
-fn typed<T: DeserializeOwned>(objects: impl IntoIterator<Item = Value>) -> Result<Vec<T>, String> {
-    objects
-        .into_iter()
-        .map(|object| serde_json::from_value(object).map_err(|error| error.to_string()))
-        .collect()
 }
 
 /// Writes the allocation and the reservation of each claim in one request, and binds the pod.

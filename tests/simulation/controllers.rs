@@ -7,6 +7,7 @@ use drayman::api::resource::{
     ResourceClaimStatus, ResourceHandle, controller_of,
 };
 use drayman::core::claims::ObjectKey;
+use drayman::testcluster::negotiation::{BoundStep, Negotiation, without_ended_consumers};
 
 use crate::cluster::{Action, Cluster};
 use crate::driver::{OTHER_DRIVER, OTHER_FINALIZER};
@@ -128,32 +129,19 @@ impl Cluster {
         };
         // The user set the node name: the claim controller replaces the scheduler.
         let Some(claims) = self.claims_of(key) else { return };
-        let uid = uid_of_pod(pod);
-        for (_, claim) in claims {
-            let status = &claim.status;
-            let reserved = status.reserved_for.iter().any(|consumer| consumer.uid == uid);
-            match &status.allocation {
-                None if self
-                    .store
-                    .contexts
-                    .get(key)
-                    .is_none_or(|context| context.spec.selected_node != *node) =>
-                {
-                    tasks.push(Task::SelectNode { pod: key.clone() });
-                }
-                Some(allocation)
-                    if !reserved
-                        && !status.deallocation_requested
-                        && (status.reserved_for.is_empty() || allocation.shareable) =>
-                {
-                    tasks.push(Task::ReserveFor {
-                        pod: key.clone(),
-                        claim: ObjectKey::of(&claim.metadata),
-                    });
-                }
-                _ => {}
-            }
-        }
+        let negotiation = Negotiation {
+            pod_uid: &uid_of_pod(pod),
+            claims: &claims,
+            context: self.store.contexts.get(key).map(AsRef::as_ref),
+        };
+        let pod = key.clone();
+        tasks.extend(negotiation.bound_step(node).map(|step| match step {
+            BoundStep::SelectNode => Task::SelectNode { pod },
+            BoundStep::Reserve(index) => Task::ReserveFor {
+                pod,
+                claim: ObjectKey::of(&claims[index].1.metadata),
+            },
+        }));
     }
 
     /// A claim created for an entry that the pod status does not name yet.
@@ -289,15 +277,12 @@ impl Cluster {
             Task::RemoveStaleConsumers { claim, uids } => {
                 let structured = self.structured;
                 let _ = store.update_claim(&claim, None, Endpoint::Status, |claim| {
-                    let status = &mut claim.status;
-                    status
-                        .reserved_for
-                        .retain(|consumer| !uids.contains(&consumer.uid));
-                    let delayed = claim.spec.allocation_mode == Some(AllocationMode::WaitForFirstConsumer);
-                    if status.reserved_for.is_empty() && structured {
-                        *status = ResourceClaimStatus::default();
-                    } else if status.reserved_for.is_empty() && delayed {
-                        status.deallocation_requested = true;
+                    let lives = |consumer: &ResourceClaimConsumerReference| !uids.contains(&consumer.uid);
+                    if let Some(status) = without_ended_consumers(claim, lives) {
+                        claim.status = status;
+                    }
+                    if structured && claim.status.reserved_for.is_empty() {
+                        claim.status = ResourceClaimStatus::default();
                     }
                     Ok(())
                 });

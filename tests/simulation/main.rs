@@ -33,7 +33,6 @@ mod paused_leader;
 mod pods;
 mod requests;
 mod rng;
-mod rules;
 mod runtime;
 mod scenarios;
 mod scheduler;

@@ -1,12 +1,12 @@
-//! The dynamicresources plugin of the scheduler 1.30. The decision of a cycle is written with a delay, as in PreBind.
-
-use std::sync::Arc;
+//! The dynamicresources plugin of the scheduler 1.30, which decides as the one of the test cluster. The decision of a cycle is written with
+//! a delay, as in PreBind.
 
 use drayman::api::resource::{
-    NODE_LIST_MAX, Pod, PodSchedulingContext, PodSchedulingContextSpec, ResourceClaim,
-    ResourceClaimConsumerReference, controller_of,
+    Pod, PodSchedulingContext, PodSchedulingContextSpec, ResourceClaim, ResourceClaimConsumerReference,
+    controller_of,
 };
 use drayman::core::claims::ObjectKey;
+use drayman::testcluster::negotiation::{FilterResult, Negotiation, NextStep};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
 use crate::cluster::{Action, Cluster, MILLISECOND, SECOND};
@@ -95,118 +95,52 @@ impl Cluster {
         let uid = uid_of_pod(pod);
         let claims = self.claims_of(key)?;
         let context = self.store.contexts.get(key).cloned();
-        if let Some(context) = &context
-            && controller_of(&context.metadata).is_none_or(|owner| owner.uid != uid)
+        let negotiation = Negotiation {
+            pod_uid: &uid,
+            claims: &claims,
+            context: context.as_deref(),
+        };
+        if negotiation
+            .obstacle(|class| self.store.classes.contains_key(class))
+            .is_some()
         {
             return None;
         }
-        for (_, claim) in &claims {
-            let status = &claim.status;
-            let unallocated = status.allocation.is_none();
-            let class = &claim.spec.resource_class_name;
-            let reserved = status.reserved_for.iter().any(|consumer| consumer.uid == uid);
-            let taken = status
-                .allocation
-                .as_ref()
-                .is_some_and(|allocation| !allocation.shareable)
-                && !status.reserved_for.is_empty()
-                && !reserved;
-            let immediate =
-                claim.spec.allocation_mode == Some(drayman::api::resource::AllocationMode::Immediate);
-            if status.deallocation_requested
-                || taken
-                || (unallocated && (immediate || !self.store.classes.contains_key(class)))
-            {
-                return None;
-            }
-        }
-        let unsuitable = |entry: &str, node: &String| {
-            context.as_ref().is_some_and(|context| {
-                let entries = &context.status.resource_claims;
-                entries
-                    .iter()
-                    .any(|known| known.name == entry && known.unsuitable_nodes.contains(node))
-            })
-        };
-        let mut passing = Vec::new();
-        let mut blocking: Vec<(ObjectKey, String)> = Vec::new();
+        let mut fitting = Vec::new();
+        let mut unavailable: Vec<(ObjectKey, String)> = Vec::new();
         for node in self.nodes_of(&uid) {
-            let mut passes = true;
-            for (entry, claim) in &claims {
-                match &claim.status.allocation {
-                    Some(allocation) if !reaches(allocation, &node) => {
-                        blocking.push((ObjectKey::of(&claim.metadata), uid_of(claim)));
-                        passes = false;
-                    }
-                    None if unsuitable(entry, &node) => {
-                        passes = false;
-                        break;
-                    }
-                    _ => {}
+            match negotiation.filter(&node, |allocation| reaches(allocation, &node), |_| true) {
+                FilterResult::Fits => fitting.push(node),
+                FilterResult::Unsuitable(_) => {}
+                FilterResult::Unavailable(indices) => {
+                    let claims = indices.into_iter().map(|index| &claims[index].1);
+                    let claims = claims.filter(|claim| negotiation.may_deallocate(claim));
+                    unavailable.extend(claims.map(|claim| (ObjectKey::of(&claim.metadata), uid_of(claim))));
                 }
             }
-            if passes {
-                passing.push(node);
-            }
         }
-        if passing.is_empty() {
-            blocking.retain(|(key, _)| {
-                self.store.claims.get(key).is_some_and(|claim| {
-                    let reserved = &claim.status.reserved_for;
-                    claim.spec.allocation_mode != Some(drayman::api::resource::AllocationMode::Immediate)
-                        && reserved.iter().all(|consumer| consumer.uid == uid)
-                })
-            });
-            let (claim, uid) = self.rng.pick(&blocking)?;
+        if fitting.is_empty() {
+            let (claim, uid) = self.rng.pick(&unavailable)?;
             return Some(Decision::Deallocate { claim, uid });
         }
-        self.reserve(&claims, context.as_deref(), &passing)
-    }
-
-    fn reserve(
-        &mut self,
-        claims: &[(String, Arc<ResourceClaim>)],
-        context: Option<&PodSchedulingContext>,
-        passing: &[String],
-    ) -> Option<Decision> {
-        let pending: Vec<&String> = claims
-            .iter()
-            .filter(|(_, claim)| claim.status.allocation.is_none())
-            .map(|(entry, _)| entry)
-            .collect();
-        let spec = context.map(|context| context.spec.clone()).unwrap_or_default();
-        let mut node = self.rng.pick(passing)?;
-        if passing.contains(&spec.selected_node) && self.rng.chance(700) {
-            node.clone_from(&spec.selected_node);
+        let mut node = self.rng.pick(&fitting)?;
+        let selected = negotiation.context.map(|context| &context.spec.selected_node);
+        if let Some(selected) = selected.filter(|node| fitting.contains(node))
+            && self.rng.chance(700)
+        {
+            node.clone_from(selected);
         }
-        if pending.is_empty() {
-            return Some(Decision::Bind { node });
+        match negotiation.next_step(&fitting, &node) {
+            NextStep::Bind => Some(Decision::Bind { node }),
+            NextStep::Publish {
+                potential_nodes,
+                selected_node,
+            } => Some(Decision::Publish {
+                potential: potential_nodes,
+                selected: selected_node,
+            }),
+            NextStep::Wait => None,
         }
-        let mut potential = None;
-        if passing.len() > 1 && !passing.iter().all(|node| spec.potential_nodes.contains(node)) {
-            potential = Some(passing.iter().take(NODE_LIST_MAX).cloned().collect());
-        }
-        if passing.len() == 1 && !spec.potential_nodes.contains(&node) {
-            potential = Some(vec![node.clone()]);
-        }
-        let informed = pending
-            .iter()
-            .filter(|entry| {
-                context.is_some_and(|context| {
-                    context
-                        .status
-                        .resource_claims
-                        .iter()
-                        .any(|known| known.name == ***entry)
-                })
-            })
-            .count();
-        let mut selected = None;
-        if (pending.len() == 1 || informed == pending.len()) && spec.selected_node != node {
-            selected = Some(node);
-        }
-        let dirty = potential.is_some() || selected.is_some();
-        dirty.then_some(Decision::Publish { potential, selected })
     }
 
     pub(crate) fn apply_plan(&mut self, plan: Plan) {

@@ -1,4 +1,4 @@
-//! The API server: objects with versions and UIDs, and the event history for watches. Its validation is in `rules`.
+//! The API server: objects with versions and UIDs, and the event history for watches. The test cluster's API server validates updates.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -7,9 +7,10 @@ use drayman::api::resource::{
     Pod, PodSchedulingContext, ResourceClaim, ResourceClaimSchedulingStatus, ResourceClass, controller_of,
 };
 use drayman::core::claims::{Event, ObjectKey};
+use drayman::testcluster::api::rules;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
-
-use crate::rules;
+use serde::Serialize;
+use serde_json::to_value;
 
 /// The kinds that the controller watches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -56,6 +57,16 @@ pub(crate) struct Store {
     pub(crate) context_owners_ever: BTreeSet<String>,
     /// UIDs of all pods that ever existed, by key.
     pub(crate) pods_ever: BTreeMap<ObjectKey, BTreeSet<String>>,
+}
+
+fn check_update(
+    kind: &str,
+    subresource: &str,
+    before: &impl Serialize,
+    after: &impl Serialize,
+) -> Result<(), ApiError> {
+    let (before, after) = (to_value(before).unwrap(), to_value(after).unwrap());
+    rules::check_update(kind, subresource, &before, &after).map_err(ApiError::Invalid)
 }
 
 fn deletion_time() -> Time {
@@ -206,37 +217,41 @@ impl Store {
             Endpoint::Status => claim.metadata = known.metadata.clone(),
         }
         claim.spec = known.spec.clone();
-        rules::claim_update(&known, &claim)?;
         if claim.metadata.finalizers.as_ref().is_some_and(Vec::is_empty) {
             claim.metadata.finalizers = None;
         }
         if claim == *known {
             return Ok(known);
         }
+        let subresource = match endpoint {
+            Endpoint::Main => "",
+            Endpoint::Status => "status",
+        };
+        check_update("ResourceClaim", subresource, &*known, &claim)?;
+        Ok(self.store_claim(key, claim))
+    }
+
+    fn store_claim(&mut self, key: &ObjectKey, mut claim: ResourceClaim) -> Arc<ResourceClaim> {
         if claim.metadata.deletion_timestamp.is_some() && claim.metadata.finalizers.is_none() {
             self.remove_claim(key);
             // The response has the object of the request with its old version.
-            return Ok(Arc::new(claim));
+            return Arc::new(claim);
         }
         claim.metadata.resource_version = Some(self.next_version());
         let claim = Arc::new(claim);
         self.record(Kind::Claim, Event::Claim(claim.clone()));
         self.claims.insert(key.clone(), claim.clone());
-        Ok(claim)
+        claim
     }
 
     pub(crate) fn delete_claim(&mut self, key: &ObjectKey) {
         let Some(known) = self.claims.get(key) else { return };
         if known.metadata.finalizers.is_none() {
             self.remove_claim(key);
-        } else {
-            let _ = self.update_claim(key, None, Endpoint::Main, |claim| {
-                claim
-                    .metadata
-                    .deletion_timestamp
-                    .get_or_insert_with(deletion_time);
-                Ok(())
-            });
+        } else if known.metadata.deletion_timestamp.is_none() {
+            let mut claim = (**known).clone();
+            claim.metadata.deletion_timestamp = Some(deletion_time());
+            self.store_claim(key, claim);
         }
     }
 
@@ -262,7 +277,7 @@ impl Store {
             return Err(ApiError::Conflict(format!("{key} already exists")));
         }
         context.status = drayman::api::resource::PodSchedulingContextStatus::default();
-        rules::context(&context)?;
+        check_update("PodSchedulingContext", "", &context, &context)?;
         self.stamp_new(&mut context.metadata);
         self.store_context(&key, context);
         Ok(())
@@ -284,10 +299,11 @@ impl Store {
         }
         let mut context = (*known).clone();
         change(&mut context);
-        rules::context(&context)?;
         if context == *known {
             return Ok(known);
         }
+        let subresource = if context.spec == known.spec { "status" } else { "" };
+        check_update("PodSchedulingContext", subresource, &*known, &context)?;
         context.metadata.resource_version = Some(self.next_version());
         Ok(self.store_context(key, context))
     }

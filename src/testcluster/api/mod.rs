@@ -20,7 +20,7 @@ mod patch;
 mod pods;
 mod query;
 mod restrict;
-mod rules;
+pub mod rules;
 mod selector;
 mod serve;
 mod server;

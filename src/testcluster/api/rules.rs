@@ -176,7 +176,27 @@ pub(crate) fn object(
     if kind.group != RESOURCE {
         return Vec::new();
     }
-    match (kind.kind.as_str(), subresource) {
+    classic(&kind.kind, subresource, before, after)
+}
+
+/// Validates an update of an object of `resource.k8s.io/v1alpha2` through the main resource or `status`: the errors in one line. For the
+/// simulation, which has a store of its own.
+pub fn check_update(kind: &str, subresource: &str, before: &Value, after: &Value) -> Result<(), String> {
+    let mut errors = metadata_update(before, after);
+    errors.extend(metadata(after));
+    errors.extend(classic(kind, subresource, Some(before), after));
+    if errors.is_empty() {
+        return Ok(());
+    }
+    let errors = errors
+        .iter()
+        .map(|error| format!("{}: {}", error.field, error.message));
+    Err(errors.collect::<Vec<String>>().join(", "))
+}
+
+/// Validates an object of `resource.k8s.io/v1alpha2`.
+fn classic(kind: &str, subresource: &str, before: Option<&Value>, after: &Value) -> Vec<FieldError> {
+    match (kind, subresource) {
         ("ResourceClass", _) => class(after),
         ("ResourceClaim", "status") => before.map_or_else(Vec::new, |before| claim_status(before, after)),
         ("ResourceClaim", _) => {
