@@ -8,7 +8,7 @@ use crate::api::resource::{
     ResourceClaimConsumerReference, ResourceClaimSchedulingStatus, ResourceClaimStatus, controller_of,
 };
 
-/// What a scheduling cycle, or the claim controller, knows of a pod.
+/// A pod with its claims and its PodSchedulingContext.
 #[derive(Clone, Copy, Debug)]
 pub struct Negotiation<'a> {
     /// The uid of the pod.
