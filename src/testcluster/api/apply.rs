@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 
+use super::field_error::FieldError;
 use super::fields::{FieldPath, FieldSet, element_of, flatten, flatten_all, from_json, remove, to_json};
 use super::kinds::ResourceKind;
 use super::last_applied;
 use super::lists::{Asker, ListKind, has_atomic_elements, is_atomic_structure, list_kind};
-use super::status_error::{FieldError, StatusError};
+use super::status_error::StatusError;
 
 /// Field manager of a write.
 #[derive(Clone, Copy, Debug)]

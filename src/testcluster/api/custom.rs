@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
+use super::field_error::FieldError;
 use super::kinds::{ClusterMode, CustomResourceDefinitionVersion, ResourceKind};
 use super::object;
-use super::status_error::{FieldError, StatusError};
+use super::status_error::StatusError;
 
 /// Returns the kinds of a CRD: one per served version.
 pub(crate) fn kinds_of(definition: &Value) -> Result<Vec<Arc<ResourceKind>>, StatusError> {

@@ -3,8 +3,9 @@
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{DeleteOptions, Preconditions};
 use serde_json::{Value, json};
 
+use super::field_error::FieldError;
 use super::query::Query;
-use super::status_error::{FieldError, StatusError};
+use super::status_error::StatusError;
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Deletion {

@@ -10,6 +10,7 @@ mod decode;
 mod deletion;
 mod discovery;
 mod events;
+mod field_error;
 mod fields;
 mod kinds;
 mod last_applied;

@@ -6,9 +6,10 @@ use std::num::IntErrorKind;
 
 use serde_json::json;
 
+use super::field_error::FieldError;
 use super::kinds::ResourcePath;
 use super::selector::ObjectSelector;
-use super::status_error::{FieldError, StatusError};
+use super::status_error::StatusError;
 
 /// Query parameters of a request.
 pub(crate) struct Query(BTreeMap<String, String>);

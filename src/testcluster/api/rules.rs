@@ -4,10 +4,11 @@ use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
 
-use super::kinds::{RESOURCE, ResourceKind};
+use super::field_error::FieldError;
 use super::object::{self, list, text};
-use super::status_error::FieldError;
-use crate::api::resource::{NODE_LIST_MAX, RESERVED_FOR_MAX, RESOURCE_HANDLE_MAX, RESOURCE_HANDLES_MAX};
+use crate::api::resource::{
+    GROUP, NODE_LIST_MAX, RESERVED_FOR_MAX, RESOURCE_HANDLE_MAX, RESOURCE_HANDLES_MAX,
+};
 
 /// Maximum size of an object's annotations in bytes (`TotalAnnotationSizeLimitB`).
 const ANNOTATIONS_MAX: usize = 256 << 10;
@@ -162,21 +163,22 @@ pub(super) const IMMUTABLE: &str = "field is immutable";
 
 /// Validates a new object, or an update of `before`. [`structured`](super::structured) validates `resource.k8s.io/v1`.
 pub(crate) fn object(
-    kind: &ResourceKind,
+    group: &str,
+    kind: &str,
     subresource: &str,
     before: Option<&Value>,
     after: &Value,
 ) -> Vec<FieldError> {
-    if kind.is("", "configmaps") {
+    if (group, kind) == ("", "ConfigMap") {
         let size = bytes(after, "/data").0 + bytes(after, "/binaryData").0;
         // The real server names no field: `[]`.
         let error = (size > CONFIG_MAP_MAX).then(|| FieldError::too_many_bytes("[]", CONFIG_MAP_MAX));
         return error.into_iter().collect();
     }
-    if kind.group != RESOURCE {
+    if group != GROUP {
         return Vec::new();
     }
-    classic(&kind.kind, subresource, before, after)
+    classic(kind, subresource, before, after)
 }
 
 /// Validates an update of an object of `resource.k8s.io/v1alpha2` through the main resource or `status`: the errors in one line. For the
@@ -219,15 +221,7 @@ fn classic(kind: &str, subresource: &str, before: Option<&Value>, after: &Value)
 }
 
 /// Rejects changes to a pod's spec, except container images and tolerations.
-pub(crate) fn pod_update(
-    kind: &ResourceKind,
-    subresource: &str,
-    before: &Value,
-    after: &Value,
-) -> Vec<FieldError> {
-    if !kind.is("", "pods") || !subresource.is_empty() {
-        return Vec::new();
-    }
+pub(crate) fn pod_update(before: &Value, after: &Value) -> Vec<FieldError> {
     let fixed = |pod: &Value| {
         let mut spec = pod.get("spec").cloned().unwrap_or_default();
         if let Some(map) = spec.as_object_mut() {

@@ -13,12 +13,13 @@ use tokio_util::sync::CancellationToken;
 
 use super::deletion::{Deletion, wrong_dry_run};
 use super::discovery;
+use super::field_error::FieldError;
 use super::kinds::ResourcePath;
 use super::openapi;
 use super::patch::{JSON_PATCH, MERGE_PATCH, Patch};
 use super::query::{self, Query, list_query};
 use super::server::{ApiResponse, ApiServer, Unknown, WriteOptions, list_of};
-use super::status_error::{FieldError, StatusError};
+use super::status_error::StatusError;
 use super::table::table;
 use super::watch::{WatchQuery, watch};
 

@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
 
+use super::field_error::FieldError;
 use super::kinds::ResourceKind;
 use super::object::{self, list, text};
 use super::rules::{IMMUTABLE, SUBDOMAIN, consumers, immutable_spec, is_qualified, is_subdomain};
-use super::status_error::FieldError;
 
 /// Maximum number of devices of a slice (`ResourceSliceMaxDevices`).
 const DEVICES_MAX: usize = 128;

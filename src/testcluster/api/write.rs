@@ -9,6 +9,7 @@ use super::configuration;
 use super::custom;
 use super::decode::decode;
 use super::deletion::Deletion;
+use super::field_error::FieldError;
 use super::kinds::{EXTENSIONS, ResourceKind, ResourcePath};
 use super::object::{self, is_deleting, set_metadata, text};
 use super::patch::Patch;
@@ -16,7 +17,7 @@ use super::query::ListQuery;
 use super::restrict::{begin, content, restrict};
 use super::rules;
 use super::server::{ApiResponse, ApiServer, ServerState, WriteOptions, converted, list_of};
-use super::status_error::{FieldError, StatusError};
+use super::status_error::StatusError;
 use super::store::StorageKey;
 use super::structured;
 
@@ -200,7 +201,9 @@ impl ApiServer {
         errors.extend(structured::admin_access(kind, Some(&before), &after, &namespace));
         errors.extend(rules::metadata(&after));
         errors.extend(validate(kind, &target.subresource, Some(&before), &after));
-        errors.extend(rules::pod_update(kind, &target.subresource, &before, &after));
+        if kind.is("", "pods") && target.subresource.is_empty() {
+            errors.extend(rules::pod_update(&before, &after));
+        }
         if !errors.is_empty() {
             return Err(StatusError::invalid(kind, &target.name, &errors));
         }
@@ -578,7 +581,7 @@ fn validate(
     match &kind.definition {
         Some(definition) => custom::validate(definition, after, before),
         None if kind.is_structured() => structured::validate(kind, subresource, before, after),
-        None => rules::object(kind, subresource, before, after),
+        None => rules::object(&kind.group, &kind.kind, subresource, before, after),
     }
 }
 
