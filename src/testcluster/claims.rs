@@ -4,6 +4,7 @@
 //! In classic mode it asks the drivers to deallocate unused claims. In structured mode it deallocates them itself.
 
 use serde_json::{Value, json};
+use tracing::warn;
 
 use crate::api::resource::{POD_CLAIM_NAME_ANNOTATION, ResourceClaimConsumerReference};
 use crate::testcluster::api::structured::{FINALIZER, RESERVED_FOR_MAX};
@@ -119,6 +120,10 @@ fn serve_bound(client: &ApiClient, pod: &Value) {
         .into_iter()
         .map_while(|(entry, claim)| Some((entry, claim?)))
         .collect();
+    // Most pods need nothing, at each pass.
+    if claims.iter().all(|(_, claim)| is_reserved_for(claim, pod)) {
+        return;
+    }
     if client.server.mode() == ClusterMode::Structured {
         for (_, claim) in &claims {
             if claim.pointer("/status/allocation").is_some()
@@ -132,8 +137,16 @@ fn serve_bound(client: &ApiClient, pod: &Value) {
         return;
     }
     let context = client.get("podschedulingcontexts", object::namespace(pod), object::name(pod));
-    let (Ok(typed_claims), Ok(typed_context)) = (typed_claims(&claims), typed(context.clone())) else {
-        return;
+    let (typed_claims, typed_context) = match (typed_claims(&claims), typed(context.clone())) {
+        (Ok(claims), Ok(context)) => (claims, context),
+        (Err(error), _) | (_, Err(error)) => {
+            let (namespace, name) = (object::namespace(pod), object::name(pod));
+            warn!(
+                namespace,
+                name, "the claims of this bound pod are not served, since they cannot be read: {error}"
+            );
+            return;
+        }
     };
     let negotiation = Negotiation {
         pod_uid: object::uid(pod),
@@ -210,7 +223,19 @@ fn update_reservations(client: &ApiClient, claim: &Value) {
     if client.server.mode() == ClusterMode::Structured {
         // A conflict means another change, which triggers another pass.
         let _ = update_structured_reservations(client, claim, &kept);
-    } else if let Ok(typed) = serde_json::from_value(claim.clone()) {
+    } else if kept.len() < reserved.len() {
+        let typed = match serde_json::from_value(claim.clone()) {
+            Ok(typed) => typed,
+            Err(error) => {
+                let name = object::name(claim);
+                warn!(
+                    namespace,
+                    name,
+                    "the consumers of this claim that have ended stay, since it cannot be read: {error}"
+                );
+                return;
+            }
+        };
         let is_kept = |consumer: &ResourceClaimConsumerReference| {
             kept.iter().any(|each| object::text(each, "/uid") == consumer.uid)
         };

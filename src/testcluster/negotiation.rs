@@ -246,4 +246,21 @@ mod tests {
             FilterResult::Unsuitable("excluded by resource class node filter")
         );
     }
+
+    #[test]
+    fn the_selected_node_of_a_bound_pod_becomes_its_own() {
+        let claims = [(String::new(), claim(AllocationMode::WaitForFirstConsumer, None))];
+        let step = |selected: &str| {
+            let mut context = PodSchedulingContext::default();
+            context.spec.selected_node = selected.to_owned();
+            let negotiation = Negotiation {
+                pod_uid: "uid",
+                claims: &claims,
+                context: Some(&context),
+            };
+            negotiation.bound_step("here")
+        };
+        assert_eq!(step("elsewhere"), Some(BoundStep::SelectNode));
+        assert_eq!(step("here"), None);
+    }
 }
