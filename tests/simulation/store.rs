@@ -302,8 +302,12 @@ impl Store {
         if context == *known {
             return Ok(known);
         }
-        let subresource = if context.spec == known.spec { "status" } else { "" };
-        check_update("PodSchedulingContext", subresource, &*known, &context)?;
+        if context.spec != known.spec {
+            check_update("PodSchedulingContext", "", &*known, &context)?;
+        }
+        if context.status != known.status {
+            check_update("PodSchedulingContext", "status", &*known, &context)?;
+        }
         context.metadata.resource_version = Some(self.next_version());
         Ok(self.store_context(key, context))
     }
