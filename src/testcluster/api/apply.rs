@@ -210,7 +210,8 @@ fn merged(
     let old = flatten(kind, live);
     let differs: BTreeMap<&FieldPath, &Value> = wanted
         .iter()
-        .filter(|(path, value)| old.get(*path).is_some_and(|old| old != *value))
+        // A field that another manager owns can be absent: an empty list is stored as none.
+        .filter(|(path, value)| old.get(*path) != Some(value))
         .collect();
     let mut conflicts = Vec::new();
     for entry in entries.iter_mut().filter(|entry| !mine(entry)) {
@@ -426,6 +427,21 @@ mod tests {
         );
         let live = applied(&live, "b", &other, true).unwrap();
         assert_eq!(live["status"]["resourceClaims"], other);
+    }
+
+    #[test]
+    fn an_empty_list_of_another_manager_is_a_conflict_too() {
+        let live = json!({ "metadata": { "name": "p" } });
+        let mut live = applied(
+            &live,
+            "a",
+            &json!([{ "name": "y", "unsuitableNodes": [] }]),
+            false,
+        )
+        .unwrap();
+        live["status"]["resourceClaims"] = json!([{ "name": "y" }]);
+        let other = json!([{ "name": "y", "unsuitableNodes": ["m"] }]);
+        assert_eq!(applied(&live, "b", &other, false).unwrap_err().code, 409);
     }
 
     #[test]
