@@ -3,6 +3,8 @@
 //!
 //! In classic mode it asks the drivers to deallocate unused claims. In structured mode it deallocates them itself.
 
+use std::sync::Arc;
+
 use serde_json::{Value, json};
 use tracing::warn;
 
@@ -47,7 +49,7 @@ fn make_claims(client: &ApiClient, pod: &Value) {
                 .and_then(|annotations| annotations.get(POD_CLAIM_NAME_ANNOTATION));
             owner_uid(claim) == object::uid(pod) && annotation.is_some_and(|name| name == entry_name)
         });
-        let claim = known.map_or_else(|| make_claim(client, pod, entry_name, template), Ok);
+        let claim = known.map_or_else(|| make_claim(client, pod, entry_name, template).map(Arc::new), Ok);
         match claim {
             Ok(claim) => {
                 statuses.push(json!({ "name": entry_name, "resourceClaimName": claim["metadata"]["name"] }));
@@ -137,7 +139,7 @@ fn serve_bound(client: &ApiClient, pod: &Value) {
         return;
     }
     let context = client.get("podschedulingcontexts", object::namespace(pod), object::name(pod));
-    let (typed_claims, typed_context) = match (typed_claims(&claims), typed(context.clone())) {
+    let (typed_claims, typed_context) = match (typed_claims(&claims), typed(&context)) {
         (Ok(claims), Ok(context)) => (claims, context),
         (Err(error), _) | (_, Err(error)) => {
             let (namespace, name) = (object::namespace(pod), object::name(pod));

@@ -1,5 +1,6 @@
 //! In-process API client of the test cluster's control loops: the same requests as other clients, without HTTP.
 
+use std::borrow::Borrow;
 use std::sync::Arc;
 
 use serde::de::DeserializeOwned;
@@ -51,7 +52,7 @@ impl ApiClient {
     }
 
     /// Lists all objects of a kind.
-    pub(crate) fn list(&self, plural: &str) -> Vec<Value> {
+    pub(crate) fn list(&self, plural: &str) -> Vec<Arc<Value>> {
         self.target(plural, "", "", "")
             .and_then(|target| self.server.list(&target, &ListQuery::default()))
             .map(|(_, items)| items)
@@ -216,17 +217,19 @@ pub(crate) fn is_reserved_for(claim: &Value, pod: &Value) -> bool {
 }
 
 /// Reads objects as a type.
-pub(crate) fn typed<T: DeserializeOwned>(objects: impl IntoIterator<Item = Value>) -> Result<Vec<T>, String> {
+pub(crate) fn typed<T: DeserializeOwned>(
+    objects: impl IntoIterator<Item = impl Borrow<Value>>,
+) -> Result<Vec<T>, String> {
     objects
         .into_iter()
-        .map(|object| serde_json::from_value(object).map_err(|error| error.to_string()))
+        .map(|object| T::deserialize(object.borrow()).map_err(|error| error.to_string()))
         .collect()
 }
 
 /// Reads the classic claims of a pod, by entry.
 pub(crate) fn typed_claims(claims: &[(String, Value)]) -> Result<Vec<(String, Arc<ResourceClaim>)>, String> {
     let entries = claims.iter().map(|(entry, _)| entry.clone());
-    let claims = typed(claims.iter().map(|(_, claim)| claim.clone()))?;
+    let claims = typed(claims.iter().map(|(_, claim)| claim))?;
     Ok(entries.zip(claims.into_iter().map(Arc::new)).collect())
 }
 

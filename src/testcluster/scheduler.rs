@@ -6,9 +6,11 @@
 //! node remains, it requests deallocation of a blocking claim. In structured mode, it allocates and deallocates the claims itself.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{AllocationResult, DeviceClass, ResourceClaim, ResourceSlice};
+use serde::Deserialize as _;
 use serde_json::{Value, json};
 
 use crate::api::resource as classic;
@@ -28,7 +30,7 @@ const NAME: &str = "default-scheduler";
 
 /// Runs one cycle for each waiting pod.
 pub(crate) fn reconcile(client: &ApiClient) {
-    let mut waiting: Vec<Value> = client
+    let mut waiting: Vec<Arc<Value>> = client
         .list("pods")
         .into_iter()
         .filter(|pod| text(pod, "/spec/nodeName").is_empty() && text(pod, "/spec/schedulerName") == NAME)
@@ -114,7 +116,7 @@ fn attempt(client: &ApiClient, pod: &Value) -> Result<(), Wait> {
 fn negotiate(client: &ApiClient, pod: &Value, claims: &[(String, Value)]) -> Result<(), Wait> {
     let context = client.get("podschedulingcontexts", object::namespace(pod), object::name(pod));
     let typed_claims = typed_claims(claims).map_err(Wait::Unschedulable)?;
-    let typed_context = typed(context.clone()).map_err(Wait::Unschedulable)?;
+    let typed_context = typed(&context).map_err(Wait::Unschedulable)?;
     let negotiation = Negotiation {
         pod_uid: object::uid(pod),
         claims: &typed_claims,
@@ -201,8 +203,8 @@ fn suitable<T>(
     pod: &Value,
     mut judge: impl FnMut(&Value) -> Result<T, String>,
 ) -> Result<Vec<(String, T)>, String> {
-    let nodes: Vec<Value> = client.list("nodes");
-    let mut used: BTreeMap<String, Vec<Value>> = BTreeMap::new();
+    let nodes = client.list("nodes");
+    let mut used: BTreeMap<String, Vec<Arc<Value>>> = BTreeMap::new();
     for other in client.list("pods").into_iter().filter(|other| !is_done(other)) {
         used.entry(text(&other, "/spec/nodeName").to_owned())
             .or_default()
@@ -238,7 +240,7 @@ fn suitable<T>(
 }
 
 /// Returns why the pod cannot run on a node, claims aside.
-fn unfit(pod: &Value, node: &Value, others: &[Value]) -> Option<String> {
+fn unfit(pod: &Value, node: &Value, others: &[Arc<Value>]) -> Option<String> {
     let ready = list(node, "/status/conditions")
         .iter()
         .any(|each| each["type"] == "Ready" && each["status"] == "True");
@@ -448,7 +450,7 @@ impl ClusterObjects {
             slices: typed(client.list("resourceslices"))?,
             classes: typed(client.list("deviceclasses"))?,
             claims: typed(client.list("resourceclaims"))?,
-            wanted: typed(wanted.cloned())?,
+            wanted: typed(wanted)?,
         })
     }
 
@@ -457,7 +459,7 @@ impl ClusterObjects {
         if self.wanted.is_empty() {
             return Ok(Vec::new());
         }
-        let node: Node = serde_json::from_value(node.clone()).map_err(|error| error.to_string())?;
+        let node = Node::deserialize(node).map_err(|error| error.to_string())?;
         let holdings = DeviceHoldings::read(&self.claims);
         let cluster = ClusterState {
             slices: &self.slices,

@@ -46,7 +46,7 @@ fn pod(client: &ApiClient, name: &str, entries: &[&str]) -> Value {
 fn the_claim(client: &ApiClient) -> Value {
     let claims = client.list("resourceclaims");
     assert_eq!(claims.len(), 1, "{claims:?}");
-    claims[0].clone()
+    (*claims[0]).clone()
 }
 
 fn allocate(client: &ApiClient, claim: &Value, node: &str) {

@@ -232,7 +232,8 @@ impl Fixture {
     /// Lists the cluster's events for a finding.
     pub(super) fn events(&self) -> Vec<String> {
         let events = self.client.list("events");
-        let line = |event: &Value| format!("event: {} {}", text(event, "/reason"), text(event, "/message"));
+        let line =
+            |event: &Arc<Value>| format!("event: {} {}", text(event, "/reason"), text(event, "/message"));
         events.iter().map(line).collect()
     }
 
@@ -276,7 +277,7 @@ impl Fixture {
 fn resource_class(client: &ApiClient, driver_name: &str) -> CheckResult<Value> {
     let mut classes = client.list("resourceclasses").into_iter();
     if let Some(class) = classes.find(|class| text(class, "/driverName") == driver_name) {
-        return Ok(class);
+        return Ok(Arc::unwrap_or_clone(class));
     }
     let class = json!({ "metadata": { "name": OWN }, "driverName": driver_name });
     let made = client.create("resourceclasses", "", class);
@@ -288,9 +289,9 @@ fn resource_class(client: &ApiClient, driver_name: &str) -> CheckResult<Value> {
 fn template(client: &ApiClient, class: Option<&Value>) -> CheckResult<Value> {
     let spec = if let Some(class) = class.map(object::name) {
         let mut templates = client.list("resourceclaimtemplates").into_iter();
-        let is_of_class = |template: &Value| text(template, "/spec/spec/resourceClassName") == class;
+        let is_of_class = |template: &Arc<Value>| text(template, "/spec/spec/resourceClassName") == class;
         if let Some(template) = templates.find(is_of_class) {
-            return Ok(template);
+            return Ok(Arc::unwrap_or_clone(template));
         }
         json!({ "resourceClassName": class })
     } else {

@@ -301,7 +301,7 @@ impl<D: Driver> Lifecycle<'_, D> {
 
     async fn settled(&mut self, what: &str, claims: usize) -> CheckResult<()> {
         self.wait(what, |client| {
-            let pending = client.list("pods").iter().any(object::is_deleting);
+            let pending = client.list("pods").iter().any(|pod| object::is_deleting(pod));
             !pending && client.list("resourceclaims").len() == claims
         })
         .await

@@ -168,17 +168,13 @@ impl ApiServer {
     pub fn objects(&self, plural: &str) -> Vec<Value> {
         let all = self.snapshot().into_iter();
         all.filter(|(kind, _)| kind == plural)
-            .map(|(_, object)| object)
+            .map(|(_, object)| (*object).clone())
             .collect()
     }
 
     /// Returns the changes after a version, in order; the first version is 1. Empty if that version has expired.
     pub fn history(&self, version: u64) -> Vec<ObjectChange> {
-        let plurals: BTreeMap<String, String> = {
-            let state = self.state();
-            let plural = |kind: &Arc<ResourceKind>| (kind.storage(), kind.plural.clone());
-            state.kinds.iter().map(plural).collect()
-        };
+        let plurals = self.state().plurals();
         let seen = |change: StoreChange| ObjectChange {
             version: change.version,
             plural: plurals.get(&change.key.storage).cloned().unwrap_or_default(),
@@ -230,19 +226,13 @@ impl ApiServer {
     }
 
     /// Returns a consistent snapshot of all objects, each with the plural of its kind.
-    pub(crate) fn snapshot(&self) -> Vec<(String, Value)> {
+    pub(crate) fn snapshot(&self) -> Vec<(String, Arc<Value>)> {
         let state = self.state();
-        let plural = |storage: &str| {
-            state
-                .kinds
-                .iter()
-                .find(|kind| kind.storage() == storage)
-                .map(|kind| kind.plural.clone())
-        };
+        let plurals = state.plurals();
         state
             .store
             .all()
-            .filter_map(|(key, object)| Some((plural(&key.storage)?, (**object).clone())))
+            .filter_map(|(key, object)| Some((plurals.get(&key.storage)?.clone(), object.clone())))
             .collect()
     }
 
@@ -269,7 +259,7 @@ impl ApiServer {
         &self,
         target: &ResourcePath,
         query: &ListQuery,
-    ) -> Result<(Value, Vec<Value>), StatusError> {
+    ) -> Result<(Value, Vec<Arc<Value>>), StatusError> {
         let state = self.state();
         let current = state.store.version();
         let (version, after) = match &query.continued {
@@ -307,13 +297,20 @@ impl ApiServer {
         Ok((
             metadata,
             page.into_iter()
-                .map(|(_, object)| converted(&target.kind, object))
+                .map(|(_, object)| shared(&target.kind, object))
                 .collect(),
         ))
     }
 }
 
 impl ServerState {
+    /// The plurals of all kinds, by storage.
+    fn plurals(&self) -> BTreeMap<String, String> {
+        let plural = |kind: &Arc<ResourceKind>| (kind.storage(), kind.plural.clone());
+        // Of several kinds with a storage, the first one counts.
+        self.kinds.iter().rev().map(plural).collect()
+    }
+
     pub(crate) fn existing(&self, target: &ResourcePath) -> Result<&Arc<Value>, StatusError> {
         self.store
             .get(&target.key())
@@ -328,8 +325,18 @@ pub(crate) fn converted(kind: &ResourceKind, stored: &Value) -> Value {
     object
 }
 
+/// As [`converted`], without a copy if the kind is that of the stored object.
+fn shared(kind: &ResourceKind, stored: &Arc<Value>) -> Arc<Value> {
+    if kind.is("events.k8s.io", "events") {
+        Arc::new(converted(kind, stored))
+    } else {
+        stored.clone()
+    }
+}
+
 /// Returns a list object. Items of built-in kinds have no apiVersion and kind.
-pub(crate) fn list_of(kind: &ResourceKind, metadata: Value, mut items: Vec<Value>) -> Value {
+pub(crate) fn list_of(kind: &ResourceKind, metadata: Value, items: Vec<Arc<Value>>) -> Value {
+    let mut items: Vec<Value> = items.into_iter().map(Arc::unwrap_or_clone).collect();
     if kind.definition.is_none() {
         for item in items.iter_mut().filter_map(Value::as_object_mut) {
             item.remove("apiVersion");

@@ -1251,7 +1251,11 @@ mod tests {
                 subresource: String::new(),
             };
             let (_, items) = client.server.list(&target, &query).unwrap();
-            items.iter().map(object::name).collect::<Vec<_>>().join(" ")
+            items
+                .iter()
+                .map(|item| object::name(item))
+                .collect::<Vec<_>>()
+                .join(" ")
         };
         assert_eq!(names("spec.driver=x.dev"), "a c");
         assert_eq!(names("spec.driver=x.dev,spec.nodeName=node-a"), "a");

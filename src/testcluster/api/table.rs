@@ -1,6 +1,7 @@
 //! Tables for `kubectl get` (`pkg/printers/internalversion` at release-1.30 and, for `resource.k8s.io/v1`, at
 //! release-1.37).
 
+use std::borrow::Borrow;
 use std::collections::BTreeSet;
 
 use jiff::Timestamp;
@@ -11,7 +12,12 @@ use super::object::{self, list, text};
 use super::structured;
 
 /// Formats objects as a table.
-pub(crate) fn table(kind: &ResourceKind, metadata: Value, objects: &[Value], now: Timestamp) -> Value {
+pub(crate) fn table(
+    kind: &ResourceKind,
+    metadata: Value,
+    objects: &[impl Borrow<Value>],
+    now: Timestamp,
+) -> Value {
     let columns = columns(kind);
     let definitions: Vec<Value> = columns
         .iter()
@@ -23,6 +29,7 @@ pub(crate) fn table(kind: &ResourceKind, metadata: Value, objects: &[Value], now
     let rows: Vec<Value> = objects
         .iter()
         .map(|object| {
+            let object = object.borrow();
             let partial = json!({
                 "kind": "PartialObjectMetadata",
                 "apiVersion": "meta.k8s.io/v1",

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::path::Path;
+use std::sync::Arc;
 
 use serde_json::Value;
 
@@ -226,7 +227,7 @@ impl Demo {
         }
     }
 
-    fn claim_of(&self, pod: &str) -> Option<Value> {
+    fn claim_of(&self, pod: &str) -> Option<Arc<Value>> {
         self.client.list("resourceclaims").into_iter().find(|claim| {
             list(claim, "/metadata/ownerReferences")
                 .iter()

@@ -248,17 +248,19 @@ impl Kubelet {
                 "kubeletVersion": self.client.server.mode().kubernetes(), "containerRuntimeVersion": "stage://0",
             },
         });
-        if node.get("status") != Some(&status) {
+        let patch = json!({ "status": status });
+        let mut reported = node.clone();
+        json_patch::merge(&mut reported, &patch);
+        // The server adds empty fields to what was reported.
+        if reported != node {
             // A conflict means another change of the node, which triggers another pass.
-            let _ = self
-                .client
-                .merge("nodes", &node, "status", json!({ "status": status }));
+            let _ = self.client.merge("nodes", &node, "status", patch);
         }
     }
 
     /// Starts and stops pods.
     async fn pass(&self) {
-        let pods: Vec<Value> = self
+        let pods: Vec<Arc<Value>> = self
             .client
             .list("pods")
             .into_iter()
@@ -493,7 +495,7 @@ impl Kubelet {
     }
 
     /// Releases the resources of deleted pods.
-    async fn stop_missing(&self, pods: &[Value]) {
+    async fn stop_missing(&self, pods: &[Arc<Value>]) {
         let mut known: BTreeSet<String> = self.claims.pods().into_iter().collect();
         {
             let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
@@ -641,7 +643,11 @@ mod tests {
         }
         let names = || {
             let slices = kubelet.client.list("resourceslices");
-            slices.iter().map(object::name).collect::<Vec<_>>().join(" ")
+            slices
+                .iter()
+                .map(|slice| object::name(slice))
+                .collect::<Vec<_>>()
+                .join(" ")
         };
         kubelet.wipe_slices(Some("x.dev"));
         assert_eq!(names(), "b c");
