@@ -18,6 +18,7 @@
 )]
 
 pub mod api;
+pub mod claim_records;
 mod claims;
 pub(crate) mod client;
 pub mod clock_and_rng;

@@ -12,6 +12,7 @@ use super::plugins::{Plugin, PluginApi, Registry};
 use crate::api::proto::{dra_v1, dra_v1alpha3};
 use crate::testcluster::api::ClusterMode;
 use crate::testcluster::api::object::{self, list, text};
+use crate::testcluster::claim_records::ClaimRecords;
 use crate::testcluster::client::{ApiClient, claims_of, is_reserved_for};
 
 /// Deadline of a DRA call.
@@ -26,9 +27,16 @@ pub(crate) struct ClaimInfo {
     uid: String,
     /// The driver's resource handle, in classic mode.
     handle: String,
-    /// Whether the driver has prepared the claim.
-    prepared: bool,
     devices: Vec<PreparedDevice>,
+}
+
+/// The driver and the uid of a claim.
+type Key = (String, String);
+
+impl ClaimInfo {
+    fn key(&self) -> Key {
+        (self.driver.clone(), self.uid.clone())
+    }
 }
 
 /// Devices of a prepared claim.
@@ -66,8 +74,7 @@ pub(crate) struct ClaimManager {
     client: ApiClient,
     registry: Registry,
     grpc: GrpcClient,
-    /// Claims that drivers prepare, or have prepared, by the uid of the pod.
-    claims: Arc<Mutex<BTreeMap<String, Vec<ClaimInfo>>>>,
+    records: Arc<Mutex<ClaimRecords<Key, ClaimInfo>>>,
 }
 
 impl ClaimManager {
@@ -76,17 +83,19 @@ impl ClaimManager {
             client,
             registry,
             grpc,
-            claims: Arc::default(),
+            records: Arc::default(),
         }
     }
 
     /// Returns the uids of the pods with claims.
     pub(super) fn pods(&self) -> Vec<String> {
-        self.claims().keys().cloned().collect()
+        let records = self.records();
+        let pods: BTreeSet<&String> = records.iter().flat_map(|(_, record)| &record.pods).collect();
+        pods.into_iter().cloned().collect()
     }
 
-    fn claims(&self) -> MutexGuard<'_, BTreeMap<String, Vec<ClaimInfo>>> {
-        self.claims.lock().unwrap_or_else(PoisonError::into_inner)
+    fn records(&self) -> MutexGuard<'_, ClaimRecords<Key, ClaimInfo>> {
+        self.records.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn plugin(&self, driver: &str) -> Result<Plugin, String> {
@@ -100,20 +109,13 @@ impl ClaimManager {
             })
     }
 
-    /// Returns a prepared claim of a driver, for any pod.
-    fn prepared(&self, driver: &str, uid: &str) -> Option<ClaimInfo> {
-        let claims = self.claims();
-        let mut all = claims.values().flatten();
-        all.find(|claim| claim.driver == driver && claim.uid == uid && claim.prepared)
-            .cloned()
-    }
-
-    /// Records that a pod uses a claim.
-    fn record(&self, pod: &Value, new: ClaimInfo) {
-        let mut claims = self.claims();
-        let of_pod = claims.entry(object::uid(pod).to_owned()).or_default();
-        of_pod.retain(|claim| claim.driver != new.driver || claim.uid != new.uid);
-        of_pod.push(new);
+    /// Records that a claim of a pod is prepared.
+    fn record(&self, pod: &str, claim: ClaimInfo) {
+        let (mut records, key) = (self.records(), claim.key());
+        records.add(key.clone(), claim.clone(), pod);
+        if let Some(known) = records.set_prepared(&key) {
+            *known = claim;
+        }
     }
 
     /// Prepares the pod's claims.
@@ -122,11 +124,10 @@ impl ClaimManager {
             ClusterMode::Classic => self.classic_claims(pod),
             ClusterMode::Structured => self.structured_claims(pod),
         }?;
+        let pod = object::uid(pod);
         let mut batches: BTreeMap<&str, Vec<ClaimInfo>> = BTreeMap::new();
         for (_, claim) in &used {
-            if let Some(known) = self.prepared(&claim.driver, &claim.uid) {
-                self.record(pod, known);
-            } else {
+            if !self.records().share(&claim.key(), pod) {
                 let batch = batches.entry(&claim.driver).or_default();
                 if batch.iter().all(|other| other.uid != claim.uid) {
                     batch.push(claim.clone());
@@ -136,7 +137,7 @@ impl ClaimManager {
         if self.client.server.mode() == ClusterMode::Structured {
             // Unprepared at the end of the pod, even if a call fails.
             for claim in batches.values().flatten() {
-                self.record(pod, claim.clone());
+                self.records().add(claim.key(), claim.clone(), pod);
             }
         }
         let mut ready = Vec::new();
@@ -159,9 +160,10 @@ impl ClaimManager {
         for claim in ready {
             self.record(pod, claim);
         }
+        let records = self.records();
         let prepared = used.into_iter().filter_map(|(entry, claim)| {
-            let claim = self.prepared(&claim.driver, &claim.uid)?;
-            Some((entry, claim))
+            let claim = records.prepared(&claim.key())?;
+            Some((entry, claim.clone()))
         });
         Ok(PodClaims(prepared.collect()))
     }
@@ -232,7 +234,6 @@ impl ClaimManager {
             match answers.remove(&claim.uid) {
                 None => left_out += 1,
                 Some(Ok(devices)) => {
-                    claim.prepared = true;
                     claim.devices = devices;
                     ready.push(claim);
                 }
@@ -293,29 +294,16 @@ impl ClaimManager {
     /// Unprepares the claims that no other pod uses. Returns whether all calls succeeded.
     pub(super) async fn release(&self, uid: &str) -> bool {
         let mut batches: BTreeMap<String, Vec<ClaimInfo>> = BTreeMap::new();
-        {
-            let claims = self.claims();
-            let Some(mine) = claims.get(uid) else {
-                return true;
-            };
-            let others: BTreeSet<&str> = claims
-                .iter()
-                .filter(|(other, _)| *other != uid)
-                .flat_map(|(_, claims)| claims.iter().map(|claim| claim.uid.as_str()))
-                .collect();
-            for claim in mine {
-                if !others.contains(claim.uid.as_str()) {
-                    let batch = batches.entry(claim.driver.clone()).or_default();
-                    batch.push(claim.clone());
-                }
-            }
+        for (_, claim, _) in self.records().of_pod(uid).filter(|(.., last)| *last) {
+            let batch = batches.entry(claim.driver.clone()).or_default();
+            batch.push(claim.clone());
         }
         for (driver, claims) in batches {
             if !self.unprepare(uid, &driver, claims).await {
                 return false;
             }
         }
-        self.claims().remove(uid);
+        self.records().release_all(uid);
         true
     }
 
@@ -328,8 +316,9 @@ impl ClaimManager {
         let Ok(done) = self.unprepared(&plugin, &claims).await else {
             return false;
         };
-        if let Some(mine) = self.claims().get_mut(uid) {
-            mine.retain(|claim| claim.driver != driver || !done.contains(&claim.uid));
+        let mut records = self.records();
+        for claim in claims.iter().filter(|claim| done.contains(&claim.uid)) {
+            records.release(&claim.key(), uid);
         }
         claims.iter().all(|claim| done.contains(&claim.uid))
     }
@@ -373,7 +362,6 @@ fn claim_info(driver: &str, claim: &Value) -> ClaimInfo {
         name: object::name(claim).to_owned(),
         uid: object::uid(claim).to_owned(),
         handle: String::new(),
-        prepared: false,
         devices: Vec::new(),
     }
 }

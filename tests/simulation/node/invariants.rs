@@ -182,7 +182,7 @@ impl Cluster {
                         .flatten()
                         .any(|(other, devices)| *other != own && !devices.is_disjoint(&hold.devices));
                     // Of two claims with one device, the other one is prepared, and its pod waits for something else.
-                    let listed = |other| node.kubelet.listed.contains_key(other);
+                    let listed = |other| node.kubelet.listed.get(other).is_some();
                     let mut entries = companion.prepared_claims.entries().iter();
                     let taken = taken
                         || entries.any(|(other, entry)| {
@@ -220,8 +220,7 @@ impl Cluster {
             // Claims prepared before a boot give way to other claims.
             let is_in_the_way = |entry: &Entry| prepared_claims.may_be_in_use(entry) || !entry.is_done();
             let unused = prepared_claims.entries().iter().find(|(uid, entry)| {
-                let is_unused =
-                    !wanted.contains(*uid) && !in_use.contains(*uid) && !listed.contains_key(*uid);
+                let is_unused = !wanted.contains(*uid) && !in_use.contains(*uid) && listed.get(uid).is_none();
                 is_unused && is_in_the_way(entry)
             });
             if let Some((uid, _)) = unused {
@@ -253,8 +252,9 @@ impl Cluster {
             entry.devices.len() != allocated.len() || !entry.devices.iter().all(is_known)
         });
         let listed = node.kubelet.listed.iter();
-        let mut others: BTreeMap<&ClaimUid, &BTreeSet<String>> =
-            listed.map(|(uid, listed)| (uid, &listed.hold.devices)).collect();
+        let mut others: BTreeMap<&ClaimUid, &BTreeSet<String>> = listed
+            .map(|(uid, listed)| (uid, &listed.claim.hold.devices))
+            .collect();
         others.extend(node.kubelet.running.values().flatten());
         others.remove(own);
         let all = others.values().copied().flatten().chain(&hold.devices);

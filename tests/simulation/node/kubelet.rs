@@ -8,6 +8,7 @@ use drayman::core::names::{ClaimDevice, ClaimUid};
 use drayman::core::prepare::kubelet_state::{self, KubeletClaim, KubeletView};
 use drayman::core::prepare::plan::{DeviceResult, Refusal};
 use drayman::core::prepare::prepared_claims::HeldDevice;
+use drayman::testcluster::claim_records::{ClaimRecord, ClaimRecords};
 use serde_json::{Value, json};
 
 use super::companion::Failure;
@@ -18,15 +19,12 @@ use crate::faults::Fault;
 use crate::pods::uid_of_pod;
 use crate::structured::{devices_of, results_of};
 
-/// A claim in `dra_manager_state` with its pods.
+/// A claim in `dra_manager_state`.
 #[derive(Clone, Debug)]
 pub(super) struct Listed {
     claim: KubeletClaim,
     /// The devices of the claim when it was prepared.
     pub(super) hold: Hold,
-    pods: BTreeSet<String>,
-    /// Not persistent: after a restart kubelet prepares again.
-    prepared: bool,
 }
 
 /// Devices of containers, by claim.
@@ -37,7 +35,7 @@ pub(super) struct Kubelet {
     pub(super) up: bool,
     /// Structured mode.
     pub(super) structured: bool,
-    pub(super) listed: BTreeMap<ClaimUid, Listed>,
+    pub(super) listed: ClaimRecords<ClaimUid, Listed>,
     /// The file is not written yet because the disk is busy or full.
     pub(super) file_delayed: bool,
     /// Accepted pods.
@@ -76,7 +74,7 @@ impl Kubelet {
         let claims = self.listed.iter().filter(|_| !self.file_delayed);
         KubeletView::Lists(
             claims
-                .map(|(uid, listed)| (uid.clone(), listed.claim.clone()))
+                .map(|(uid, listed)| (uid.clone(), listed.claim.claim.clone()))
                 .collect(),
         )
     }
@@ -94,14 +92,14 @@ impl Kubelet {
                 "RequestNames": [result.request], "CDIDeviceIDs": [driver_name().cdi_id_of_claim_device(&name)],
             })
         };
-        let claim = |(uid, listed): (&ClaimUid, &Listed)| {
-            let devices: Vec<Value> = results_of(&listed.hold)
+        let claim = |(uid, listed): (&ClaimUid, &ClaimRecord<Listed>)| {
+            let devices: Vec<Value> = results_of(&listed.claim.hold)
                 .into_iter()
                 .map(|result| device(uid, result))
                 .collect();
             let pods: BTreeMap<&String, Value> = listed.pods.iter().map(|pod| (pod, json!({}))).collect();
             json!({
-                "ClaimUID": uid.as_str(), "ClaimName": listed.claim.name, "Namespace": listed.claim.namespace,
+                "ClaimUID": uid.as_str(), "ClaimName": listed.claim.claim.name, "Namespace": listed.claim.claim.namespace,
                 "PodUIDs": pods, "DriverState": { DRIVER: { "Devices": devices } },
             })
         };
@@ -127,9 +125,7 @@ impl Kubelet {
     fn stop(&mut self) {
         self.up = false;
         self.pods.clear();
-        for listed in self.listed.values_mut() {
-            listed.prepared = false;
-        }
+        self.listed.restart();
     }
 
     /// Rejects a pod.
@@ -270,13 +266,10 @@ impl Cluster {
         let Some(node) = self.nodes.all.get_mut(name) else {
             return false;
         };
-        let listed = node.kubelet.listed.iter();
-        let own = listed.filter(|(_, listed)| listed.pods.contains(pod));
-        let own: Vec<(ClaimUid, usize)> = own
-            .map(|(uid, listed)| (uid.clone(), listed.pods.len()))
-            .collect();
-        for (uid, pods) in own {
-            if pods == 1 {
+        let own = node.kubelet.listed.of_pod(pod);
+        let own: Vec<(ClaimUid, bool)> = own.map(|(uid, _, last)| (uid.clone(), last)).collect();
+        for (uid, last) in own {
+            if last {
                 let answer = self.ask_companion(name, |companion, access| companion.unprepare(access, &uid));
                 if !matches!(answer, Some(Ok(()))) || self.occurs_on_node(Fault::KubeletRetries) {
                     return false;
@@ -289,13 +282,7 @@ impl Cluster {
             let Some(node) = self.nodes.all.get_mut(name) else {
                 return false;
             };
-            let listed = &mut node.kubelet.listed;
-            if let Some(known) = listed.get_mut(&uid) {
-                known.pods.remove(pod);
-                if known.pods.is_empty() {
-                    listed.remove(&uid);
-                }
-            }
+            node.kubelet.listed.release(&uid, pod);
         }
         if let Some(node) = self.nodes.all.get_mut(name) {
             node.kubelet.pods.remove(pod);
@@ -360,10 +347,7 @@ impl Cluster {
         let Some(node) = self.nodes.all.get_mut(name) else {
             return false;
         };
-        if let Some(listed) = node.kubelet.listed.get_mut(&uid)
-            && listed.prepared
-        {
-            listed.pods.insert(pod.to_owned());
+        if node.kubelet.listed.share(&uid, pod) {
             return true;
         }
         let request = if self.structured {
@@ -411,14 +395,9 @@ impl Cluster {
             devices: Some(hold.devices.iter().map(HeldDevice::named).collect()),
         };
         if let Some(node) = self.nodes.all.get_mut(name) {
-            let listed = node.kubelet.listed.entry(uid).or_insert_with(|| Listed {
-                claim,
-                hold: hold.clone(),
-                pods: BTreeSet::new(),
-                prepared: true,
-            });
-            listed.prepared = true;
-            listed.pods.insert(pod.to_owned());
+            let hold = hold.clone();
+            node.kubelet.listed.add(uid.clone(), Listed { claim, hold }, pod);
+            node.kubelet.listed.set_prepared(&uid);
         }
         true
     }
@@ -448,7 +427,7 @@ impl Cluster {
                 .collect();
             // A claim that changed since keeps its prepared devices.
             let listed = node.kubelet.listed.get(&uid).filter(|_| self.structured);
-            let hold = listed.map_or(hold, |listed| &listed.hold);
+            let hold = listed.map_or(hold, |listed| &listed.claim.hold);
             let expected = if self.structured {
                 devices_of(hold)
             } else {

@@ -289,7 +289,7 @@ impl Cluster {
         };
         let kubelet: KubeletView = node.kubelet.view();
         let in_use = node.kubelet.in_use();
-        let listed: BTreeSet<ClaimUid> = node.kubelet.listed.keys().cloned().collect();
+        let listed: BTreeSet<ClaimUid> = node.kubelet.listed.iter().map(|(uid, _)| uid.clone()).collect();
         let (companion, mut access) = node.access();
         let Some(companion) = companion else { return };
         let mut over: BTreeSet<ClaimUid> = companion.orphans.quarantine().into_keys().collect();
