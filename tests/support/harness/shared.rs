@@ -16,17 +16,22 @@ use super::{Builder, Cluster, TIMEOUT};
 /// The directory of `hack/test` for shared clusters. They end when its pipe `hold` is closed, at the end of the run.
 const DIRECTORY: &str = "DRAYMAN_TEST_SHARED_CLUSTERS";
 
+/// The number of the attempt, from 1, which cargo-nextest sets.
+const ATTEMPT: &str = "NEXTEST_ATTEMPT";
+
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 impl Builder {
-    /// Joins the cluster of this name, or starts and prepares it if this test is the first. Without `hack/test`, the cluster belongs to
-    /// this process.
+    /// Joins the cluster of this name, or starts and prepares it if this test is the first. The cluster belongs to this process without
+    /// `hack/test`, and if the test is retried: its first attempt has left objects in the shared one.
     pub async fn share(
         self,
         name: &str,
         prepare: impl AsyncFnOnce(&Cluster) -> anyhow::Result<()>,
     ) -> anyhow::Result<Cluster> {
-        let Some(directory) = std::env::var_os(DIRECTORY).map(PathBuf::from) else {
+        let is_retry = std::env::var(ATTEMPT).is_ok_and(|attempt| attempt != "1");
+        let directory = std::env::var_os(DIRECTORY).filter(|_| !is_retry);
+        let Some(directory) = directory.map(PathBuf::from) else {
             let cluster = self.start().await?;
             prepare(&cluster).await?;
             return Ok(cluster);
