@@ -251,7 +251,7 @@ impl Kubelet {
         let patch = json!({ "status": status });
         let mut reported = node.clone();
         json_patch::merge(&mut reported, &patch);
-        // The server adds empty fields to what was reported.
+        // The API server adds empty fields to the status, so the two statuses are never equal.
         if reported != node {
             // A conflict means another change of the node, which triggers another pass.
             let _ = self.client.merge("nodes", &node, "status", patch);
