@@ -3,15 +3,20 @@
 use std::fs::File;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use http::header::USER_AGENT;
-use http::{HeaderValue, Uri};
+use http::{HeaderValue, Request, Response, Uri};
+use hyper::body::Incoming;
+use hyper_timeout::TimeoutConnector;
+use hyper_util::client::legacy::Client as HttpClient;
+use hyper_util::client::legacy::connect::{Connect, HttpConnector};
+use hyper_util::rt::TokioExecutor;
 use kube::Client;
-use kube::client::ClientBuilder;
+use kube::client::{Body, ClientBuilder, ConfigExt as _};
 use kube::config::{Config, Context, KubeConfigOptions, Kubeconfig};
-use tower::BoxError;
-use tower::util::MapErrLayer;
+use tower::util::{BoxService, MapErrLayer};
+use tower::{BoxError, ServiceBuilder};
 
 use super::error::Error;
 use super::observe::Requests;
@@ -23,6 +28,8 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum silence on a connection with a pending response. It must exceed 290 s, the duration of a watch. Without it,
 /// a lost list response would block its watch forever.
 const READ_TIMEOUT: Duration = Duration::from_secs(300);
+/// Target of the log of requests: `--v=6` shows it, as it does kube's own.
+const LOG_TARGET: &str = "kube_client::request";
 /// Maximum size of a kubeconfig file. One with the certificates of a thousand clusters has 5 MiB.
 const KUBECONFIG_MAX: u64 = 16 << 20;
 /// Set by kubelet in every container, even with `enableServiceLinks: false`.
@@ -204,9 +211,7 @@ pub(super) fn build_limited(config: Config, component: &str) -> Result<Client, E
         cause,
     });
     let config = prepared(config, component)?;
-    let failed = no_client(&config);
-    let builder = ClientBuilder::try_from(config).map_err(failed)?;
-    Ok(builder.with_layer(&no_answer).build())
+    Ok(builder(&config)?.with_layer(&no_answer).build())
 }
 
 /// A request without an answer.
@@ -226,9 +231,63 @@ pub(super) fn build_counted(
 ) -> Result<Client, Error> {
     limit_requests(&mut config, READ_TIMEOUT);
     let config = prepared(config, component)?;
-    let failed = no_client(&config);
-    let builder = ClientBuilder::try_from(config).map_err(failed)?;
-    Ok(builder.with_layer(requests).build())
+    Ok(builder(&config)?.with_layer(requests).build())
+}
+
+fn builder(config: &Config) -> Result<ClientBuilder<ApiService>, Error> {
+    if let Some(proxy) = &config.proxy_url {
+        let proxy = proxy.host().unwrap_or_default();
+        return Err(Error::Configuration(format!(
+            "the kubeconfig has the proxy {proxy}: drayman connects to {} without a proxy; remove proxy-url",
+            config.cluster_url
+        )));
+    }
+    let service = service(config).map_err(no_client(config))?;
+    Ok(ClientBuilder::new(service, config.default_namespace.clone()))
+}
+
+/// Sends requests to the API server.
+type ApiService = BoxService<Request<Body>, Response<Incoming>, BoxError>;
+
+/// Does what kube's own service does, and sets `TCP_NODELAY`. Otherwise, the first request on a new connection waits 40 ms for the server's
+/// acknowledgement of the TLS handshake, and a request of several packets for that of its first (kube-rs/kube#2056).
+fn service(config: &Config) -> Result<ApiService, kube::Error> {
+    let mut connector = HttpConnector::new();
+    // TLS is the layer above.
+    connector.enforce_http(false);
+    connector.set_nodelay(true);
+    let mut connector = TimeoutConnector::new(config.rustls_https_connector_with_connector(connector)?);
+    connector.set_connect_timeout(config.connect_timeout);
+    connector.set_read_timeout(config.read_timeout);
+    connector.set_write_timeout(config.write_timeout);
+    connector.set_reset_reader_on_write(config.reset_reader_on_write);
+    let client = HttpClient::builder(TokioExecutor::new()).build(connector);
+    let service = ServiceBuilder::new()
+        .layer(config.base_uri_layer())
+        .option_layer(config.auth_layer()?)
+        .layer(config.extra_headers_layer()?)
+        .service_fn(move |request| send(client.clone(), request));
+    Ok(BoxService::new(service))
+}
+
+/// Sends a request and logs it.
+async fn send(
+    client: HttpClient<impl Connect + Clone + Send + Sync + 'static, Body>,
+    request: Request<Body>,
+) -> Result<Response<Incoming>, BoxError> {
+    let (method, uri, since) = (request.method().clone(), request.uri().clone(), Instant::now());
+    let answer = client.request(request).await;
+    let milliseconds = since.elapsed().as_millis();
+    match &answer {
+        Ok(answer) => {
+            let status = answer.status().as_u16();
+            tracing::debug!(target: LOG_TARGET, %method, %uri, status, milliseconds, "answered");
+        }
+        Err(error) => {
+            tracing::debug!(target: LOG_TARGET, %method, %uri, %error, milliseconds, "not answered");
+        }
+    }
+    answer.map_err(BoxError::from)
 }
 
 fn no_client(config: &Config) -> impl FnOnce(kube::Error) -> Error + use<> {
@@ -292,6 +351,47 @@ users: [{name: me, user: {token: secret}}]
         let limit = config.read_timeout.expect("a limit");
         assert!(limit > Duration::from_secs(290) && limit < Duration::from_secs(600));
         assert!(config.reset_reader_on_write, "or an idle connection would count");
+    }
+
+    #[tokio::test]
+    async fn connections_send_packets_without_waiting() {
+        use tokio::io::AsyncReadExt as _;
+
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
+            .await
+            .expect("a port");
+        let server = listener.local_addr().expect("an address");
+        let config = Config::new(format!("http://{server}").parse().expect("a URL"));
+        crate::cli::runtime::choose_tls_provider();
+        let client = build(config, "test").expect("a client");
+        let request = tokio::spawn(async move { client.apiserver_version().await });
+        let (mut accepted, _) = listener.accept().await.expect("a connection");
+        accepted.read_u8().await.expect("a request");
+        let this =
+            rustix::process::pidfd_open(rustix::process::getpid(), rustix::process::PidfdFlags::empty())
+                .expect("this process");
+        let sockets = std::fs::read_dir("/proc/self/fd")
+            .expect("the open files")
+            .filter_map(|file| file.ok()?.file_name().to_str()?.parse().ok())
+            .filter_map(|file| {
+                rustix::process::pidfd_getfd(&this, file, rustix::process::PidfdGetfdFlags::empty()).ok()
+            })
+            .map(std::net::TcpStream::from);
+        let to_server: Vec<bool> = sockets
+            .filter(|socket| socket.peer_addr().is_ok_and(|peer| peer == server))
+            .map(|socket| socket.nodelay().expect("the option"))
+            .collect();
+        assert_eq!(to_server, [true]);
+        request.abort();
+    }
+
+    #[tokio::test]
+    async fn a_proxy_is_refused_by_name_without_its_password() {
+        let mut config = Config::new("https://127.0.0.1:1".parse().expect("a URL"));
+        config.proxy_url = Some("http://me:secret@proxy.example:3128".parse().expect("a URL"));
+        let refused = build(config, "test").map(drop).expect_err("refused").to_string();
+        assert!(refused.contains("the proxy proxy.example:"), "{refused}");
+        assert!(!refused.contains("secret"), "{refused}");
     }
 
     #[tokio::test]
