@@ -529,9 +529,10 @@ impl<D: NodeDriver> NodeState<D> {
 
     /// Performs the steps of a plan, and stops at the first that fails.
     async fn perform(&mut self, steps: &[PlanStep]) -> Result<(), ServiceError> {
-        for step in steps {
-            match step {
-                PlanStep::Prepare(uid) => {
+        // Steps for the disk that follow each other share one blocking task: each task is two changes of threads.
+        for steps in steps.chunk_by(|step, next| !step.is_for_driver() && !next.is_for_driver()) {
+            match steps {
+                [PlanStep::Prepare(uid)] => {
                     let entry = self.prepared_claims.entry(uid);
                     let structured = entry.is_some_and(Entry::is_structured);
                     let container_edits = self.driver.prepare(&self.prepared_claim(uid), structured).await?;
@@ -541,27 +542,37 @@ impl<D: NodeDriver> NodeState<D> {
                         container_edits,
                         &found,
                     );
-                    continue;
                 }
-                PlanStep::Unprepare(uid) => {
-                    self.driver.unprepare(&self.prepared_claim(uid)).await?;
-                    continue;
-                }
-                PlanStep::Save(_) | PlanStep::WriteCdi(_) | PlanStep::RemoveCdi(_) => {}
-            }
-            let (step, prepared_claims, store) =
-                (step.clone(), self.prepared_claims.clone(), self.store.clone());
-            let performed = spawn_blocking(move || step.perform(&prepared_claims, &*store)).await;
-            if let Some(changed) = performed.map_err(|_| ServiceError::Stopping)?? {
-                let mut before = self.prepared_claims.entries().keys();
-                if before.any(|uid| changed.entry(uid).is_none()) {
-                    let released = &self.backend.released;
-                    released.send_modify(|count| *count = count.wrapping_add(1));
-                }
-                *self.prepared_claims.change() = Arc::new(changed);
+                [PlanStep::Unprepare(uid)] => self.driver.unprepare(&self.prepared_claim(uid)).await?,
+                steps => self.store(steps.to_vec()).await?,
             }
         }
         Ok(())
+    }
+
+    /// Performs steps for the disk. If one fails, those before it count.
+    async fn store(&mut self, steps: Vec<PlanStep>) -> Result<(), ServiceError> {
+        let (mut prepared_claims, store) = (Arc::clone(&self.prepared_claims), self.store.clone());
+        let stored = spawn_blocking(move || {
+            for step in steps {
+                match step.perform(&prepared_claims, &*store) {
+                    Ok(Some(changed)) => prepared_claims = Arc::new(changed),
+                    Ok(None) => {}
+                    Err(error) => return (prepared_claims, Err(error)),
+                }
+            }
+            (prepared_claims, Ok(()))
+        });
+        let (changed, result) = stored.await.map_err(|_| ServiceError::Stopping)?;
+        if !Arc::ptr_eq(&changed, &self.prepared_claims) {
+            let mut before = self.prepared_claims.entries().keys();
+            if before.any(|uid| changed.entry(uid).is_none()) {
+                let released = &self.backend.released;
+                released.send_modify(|count| *count = count.wrapping_add(1));
+            }
+            *self.prepared_claims.change() = changed;
+        }
+        Ok(result?)
     }
 
     fn prepared_claim(&self, uid: &ClaimUid) -> PreparedClaim {
