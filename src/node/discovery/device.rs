@@ -114,14 +114,18 @@ impl FoundDevice {
         }
     }
 
+    /// The block devices, without those that the operator allows although they may be in use.
+    fn disks(&self) -> impl Iterator<Item = &FoundNode> {
+        self.nodes.iter().filter(|node| {
+            node.node.number.kind == DeviceNodeKind::Block && !self.kind.dangerous_paths.contains(&*node.path)
+        })
+    }
+
     /// Describes the node's own use of a block device of this device, except paths in the kind's `dangerousPaths`. Mounts are
     /// checked only with `with_mounts`, since a search has already checked them.
     pub(super) fn used_by(&self, paths: &HostPaths, with_mounts: bool) -> Option<String> {
-        let disks = self.nodes.iter().filter(|node| {
-            node.node.number.kind == DeviceNodeKind::Block && !self.kind.dangerous_paths.contains(&*node.path)
-        });
         let mut mounted = None;
-        for disk in disks {
+        for disk in self.disks() {
             let numbers = (disk.node.number.major, disk.node.number.minor);
             let path = &disk.path;
             let remedy = format!("put \"/dev/{path}\" into dangerousPaths of the kind if it is meant");
@@ -190,18 +194,21 @@ impl FoundDevices {
         }
     }
 
-    /// Repeats the search's checks for mounts, swap areas and volumes on a block device, because a mount causes no event and the
-    /// periodic search runs only once a minute.
-    pub(super) fn check_unused(&self, device: &str) -> Result<(), NodeDriverError> {
+    /// This device, if it has block devices, which the node itself could use.
+    pub(super) fn with_disks(&self, device: &str) -> Option<FoundDevice> {
         let found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
         // A missing device is rejected by `container_edits`.
-        let Some(found) = found.get(device).cloned() else {
-            return Ok(());
-        };
-        found.used_by(&self.paths, true).map_or(Ok(()), |problem| {
+        let found = found.get(device)?;
+        found.disks().next().is_some().then(|| found.clone())
+    }
+
+    /// Repeats the search's checks for mounts, swap areas and volumes on a block device, because a mount causes no event and the
+    /// periodic search runs only once a minute.
+    pub(super) fn check_unused(&self, name: &str, device: &FoundDevice) -> Result<(), NodeDriverError> {
+        device.used_by(&self.paths, true).map_or(Ok(()), |problem| {
             self.rescan.notify_one();
             Err(NodeDriverError::InUse {
-                device: device.to_owned(),
+                device: name.to_owned(),
                 problem,
             })
         })

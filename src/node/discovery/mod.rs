@@ -86,9 +86,13 @@ impl NodeDriver for HostDevices {
     }
 
     async fn check_unused(&self, device: &str) -> Result<(), NodeDriverError> {
+        // For all other devices there is nothing to read.
+        let Some(disks) = self.found.with_disks(device) else {
+            return Ok(());
+        };
         let found = self.found.clone();
         let name = device.to_owned();
-        spawn_blocking(move || found.check_unused(&name))
+        spawn_blocking(move || found.check_unused(&name, &disks))
             .await
             .unwrap_or_else(|_| Err(NodeDriverError::Ended(device.to_owned())))
     }
