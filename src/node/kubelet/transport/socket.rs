@@ -1,6 +1,7 @@
 //! A Unix socket in a directory that kubelet watches: bound under a hidden name, then renamed, and removed only if it is ours. And
 //! a watch of that directory, which may be emptied, removed, replaced, or not exist yet.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
@@ -275,7 +276,7 @@ pub(crate) async fn remove_stale(location: &SocketPath) -> Result<(), SocketErro
     }
 }
 
-/// Reports when entries are created in or removed from a directory.
+/// Reports when sockets are created in or removed from a directory.
 pub(super) struct DirectoryWatch {
     path: PathBuf,
     /// `None` if no inotify instance is available (most nodes allow each user 128); the directory is then polled.
@@ -313,8 +314,7 @@ impl DirectoryWatch {
         watch
     }
 
-    /// Waits until something may have changed. The caller must then check the files: one event may stand for several changes, or
-    /// for none.
+    /// Waits until a socket may have changed. The caller must then check: one event may stand for several changes, or for none.
     pub(super) async fn changed(&mut self) {
         // A rename of a parent directory, or a mount over the path, causes no event, so a resync checks the path periodically.
         let next = match self.watched {
@@ -323,7 +323,13 @@ impl DirectoryWatch {
         };
         let events = async {
             match &mut self.events {
-                Some(events) => events.next().await,
+                // The directory also has our checkpoint, which changes with each claim.
+                Some(events) => loop {
+                    match events.next().await {
+                        Some(Ok(event)) if event.name.as_ref().is_some_and(|name| !is_socket(name)) => {}
+                        event => break event,
+                    }
+                },
                 None => std::future::pending().await,
             }
         };
@@ -367,6 +373,13 @@ impl DirectoryWatch {
             }
         }
     }
+}
+
+/// Whether an entry can be a socket, ours or kubelet's.
+fn is_socket(name: &OsStr) -> bool {
+    Path::new(name)
+        .extension()
+        .is_some_and(|extension| extension == "sock")
 }
 
 #[cfg(test)]
@@ -498,7 +511,7 @@ mod tests {
     async fn names_that_come_and_go_are_seen_at_once() {
         let directory = tempfile::tempdir().unwrap();
         let mut watch = DirectoryWatch::new(directory.path());
-        let file = directory.path().join("x");
+        let file = directory.path().join("x.sock");
         let start = Instant::now();
         let task = tokio::spawn(async move {
             watch.changed().await;
@@ -513,6 +526,22 @@ mod tests {
             start.elapsed() < resync::EVERY / 2,
             "by events, not by the safety net"
         );
+    }
+
+    #[tokio::test]
+    async fn other_files_are_not_reported() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut watch = DirectoryWatch::new(directory.path());
+        let write = |name: &str| std::fs::write(directory.path().join(name), "").unwrap();
+        write("checkpoint.json");
+        write("x.sock.tmp");
+        timeout(Duration::from_millis(100), watch.changed())
+            .await
+            .expect_err("no report");
+        write(".x.sock");
+        timeout(resync::EVERY / 2, watch.changed())
+            .await
+            .expect("a report");
     }
 
     #[tokio::test(start_paused = true)]
@@ -541,7 +570,7 @@ mod tests {
         std::fs::create_dir(&path).unwrap();
         watch.changed().await;
         assert!(watch.watched.as_ref().is_some_and(|(_, second)| *second != first));
-        std::fs::write(path.join("x"), "").unwrap();
+        std::fs::write(path.join("x.sock"), "").unwrap();
         let start = Instant::now();
         watch.changed().await;
         assert!(start.elapsed() < resync::EVERY / 2);
