@@ -275,16 +275,17 @@ async fn send(
     client: HttpClient<impl Connect + Clone + Send + Sync + 'static, Body>,
     request: Request<Body>,
 ) -> Result<Response<Incoming>, BoxError> {
-    let (method, uri, since) = (request.method().clone(), request.uri().clone(), Instant::now());
+    let asked = format!("{} {}", request.method(), request.uri());
+    let since = Instant::now();
     let answer = client.request(request).await;
     let milliseconds = since.elapsed().as_millis();
     match &answer {
         Ok(answer) => {
-            let status = answer.status().as_u16();
-            tracing::debug!(target: LOG_TARGET, %method, %uri, status, milliseconds, "answered");
+            let status = answer.status();
+            tracing::debug!(target: LOG_TARGET, "{asked}: {status} in {milliseconds} ms");
         }
         Err(error) => {
-            tracing::debug!(target: LOG_TARGET, %method, %uri, %error, milliseconds, "not answered");
+            tracing::debug!(target: LOG_TARGET, %error, "{asked}: no answer after {milliseconds} ms");
         }
     }
     answer.map_err(BoxError::from)
