@@ -1,8 +1,9 @@
 //! Kubelet's checkpoint of claims: `dra_manager_state` in its root directory.
 //!
-//! Kubelet replaces it by rename after each Prepare and Unprepare. It lists the claims that kubelet considers prepared
-//! (`pkg/kubelet/cm/dra/state`), in one format up to 1.30 and in another since 1.31. From 1.28 on it contains the devices of a claim, in
-//! resource handles or by name. Any other format is an error here: an unreadable list must never count as an empty one.
+//! Kubelet replaces it by rename after each Prepare and Unprepare (`pkg/kubelet/cm/dra/state`), in one format up to 1.30 and in another since
+//! 1.31. It lists the claims that kubelet considers prepared, and since 1.31 also those that it is going to prepare. From 1.28 on it contains
+//! the devices of a claim, in resource handles or by name. Any other format is an error here: an unreadable list must never count as an
+//! empty one.
 
 use std::collections::BTreeMap;
 
@@ -31,8 +32,10 @@ pub struct KubeletClaim {
     pub namespace: String,
     /// Name of the claim.
     pub name: String,
-    /// Whether kubelet has called this driver for it.
+    /// Whether kubelet calls this driver for it.
     pub ours: bool,
+    /// Whether this driver has prepared it, as far as kubelet knows. If not, no container has it.
+    pub prepared: bool,
     /// The devices of this driver; `None` if kubelet has none (1.27 stores none, and later releases none before the claim is prepared) or the
     /// resource handle is unreadable.
     pub devices: Option<Vec<HeldDevice>>,
@@ -215,9 +218,12 @@ fn parse_data(text: &str, driver: &DriverName) -> Result<KubeletClaims, KubeletS
             namespace: entry.namespace,
             name: entry.claim_name,
             ours: ours.is_some(),
+            prepared: false,
             devices: None,
         };
-        let devices = ours.and_then(|state| state.devices).unwrap_or_default();
+        let devices = ours.and_then(|state| state.devices);
+        claim.prepared = devices.is_some();
+        let devices = devices.unwrap_or_default();
         for id in devices
             .iter()
             .filter_map(|device| device.cdi_device_ids.as_ref())
@@ -268,6 +274,7 @@ fn parse_entries(file: EntriesFile, driver: &DriverName) -> Result<KubeletClaims
                 namespace: entry.namespace,
                 name: entry.claim_name,
                 ours: has_ids || handle.is_some(),
+                prepared: true,
                 devices,
             },
         );
@@ -359,6 +366,7 @@ mod tests {
         ] {
             let claims = parse(data(&drivers).as_bytes(), &driver()).unwrap();
             let claim = &claims[&ClaimUid::parse(UID).unwrap()];
+            assert_eq!(claim.prepared, devices.is_some());
             let named = claim.devices.as_ref().map(|devices| {
                 assert_eq!(devices.len(), 1);
                 (devices[0].device.clone(), devices[0].has_admin_access())

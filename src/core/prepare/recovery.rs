@@ -14,8 +14,9 @@ use crate::core::names::{ClaimUid, ClaimUidError, DriverName};
 /// Rebuilds the entries of a lost checkpoint from the other sources: CDI files of this driver, and the claims that kubelet lists.
 ///
 /// A claim found in any source is never dropped. If no source names its devices, its entry has none ([`Entry::is_unaccounted`]), and no
-/// claim is prepared until the devices are known. `files` are the claims with a CDI file of this driver, with its content if readable. All
-/// entries count as prepared in this boot, which is the safe assumption.
+/// claim is prepared until the devices are known. A claim without a file that kubelet has not seen prepared is only started: no container has
+/// it, and its devices may be those of another claim. `files` are the claims with a CDI file of this driver, with its content if readable. All
+/// other entries count as prepared in this boot, which is the safe assumption.
 pub fn rebuild(
     driver: &DriverName,
     boot_id: &str,
@@ -32,6 +33,11 @@ pub fn rebuild(
             let spec = files.get(uid).and_then(Option::as_ref);
             let of_file = spec.and_then(|spec| Entry::of_cdi_spec(driver, uid, boot_id, spec));
             let mut entry = of_file.unwrap_or_else(|| of_list(boot_id, listed.get(uid).copied()));
+            if !files.contains_key(uid) && listed.get(uid).is_some_and(|claim| !claim.prepared) {
+                entry.progress = Progress::Started {
+                    container_edits: None,
+                };
+            }
             if let Some(claim) = listed.get(uid) {
                 entry.namespace.clone_from(&claim.namespace);
                 entry.name.clone_from(&claim.name);
@@ -106,6 +112,7 @@ pub fn running_claims(driver: &DriverName, pods: &[PodResources]) -> KubeletClai
                 namespace: resource.claim_namespace.clone(),
                 name: resource.claim_name.clone(),
                 ours: true,
+                prepared: true,
                 devices: None,
             });
             claim.add(driver.claim_device_of_cdi_id(&id.name));
@@ -402,6 +409,7 @@ mod tests {
             namespace: "default".into(),
             name: "camera".into(),
             ours,
+            prepared: true,
             devices: devices.map(|devices| devices.iter().map(|name| HeldDevice::named(*name)).collect()),
         }
     }
@@ -447,6 +455,35 @@ mod tests {
                 .entries()
                 .values()
                 .all(|entry| prepared_claims.may_be_in_use(entry))
+        );
+    }
+
+    #[test]
+    fn a_claim_that_kubelet_has_not_seen_prepared_holds_nothing() {
+        let unprepared = || KubeletClaim {
+            prepared: false,
+            ..listed(true, None)
+        };
+        // The first has a file: kubelet may not have stored the answer yet.
+        let files = BTreeMap::from([(uid('1'), Some(spec('1', "x"))), (uid('2'), None)]);
+        let kubelet = KubeletView::Lists(KubeletClaims::from([
+            (uid('1'), unprepared()),
+            (uid('2'), unprepared()),
+            (uid('3'), unprepared()),
+        ]));
+        let entries = rebuild(&driver(), BOOT, &files, &kubelet);
+        let done: Vec<bool> = entries.values().map(Entry::is_done).collect();
+        assert_eq!(done, [true, true, false]);
+        let prepared_claims = PreparedClaims::new(BOOT, entries);
+        assert_eq!(
+            prepared_claims.unaccounted(Some(&uid('2'))),
+            None,
+            "no claim waits for the third"
+        );
+        assert_eq!(
+            plan_clearing(&prepared_claims, &files.into_keys().collect()),
+            [plan_free(&uid('3'))],
+            "the driver undoes what it may have begun"
         );
     }
 

@@ -253,7 +253,7 @@ impl Cluster {
         });
         let listed = node.kubelet.listed.iter();
         let mut others: BTreeMap<&ClaimUid, &BTreeSet<String>> = listed
-            .map(|(uid, listed)| (uid, &listed.claim.hold.devices))
+            .filter_map(|(uid, listed)| Some((uid, &listed.claim.hold.as_ref()?.devices)))
             .collect();
         others.extend(node.kubelet.running.values().flatten());
         others.remove(own);

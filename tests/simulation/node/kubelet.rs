@@ -23,8 +23,8 @@ use crate::structured::{devices_of, results_of};
 #[derive(Clone, Debug)]
 pub(super) struct Listed {
     claim: KubeletClaim,
-    /// The devices of the claim when it was prepared.
-    pub(super) hold: Hold,
+    /// The devices of the claim when it was prepared. In structured mode, kubelet lists a claim before it asks the driver.
+    pub(super) hold: Option<Hold>,
 }
 
 /// Devices of containers, by claim.
@@ -93,10 +93,10 @@ impl Kubelet {
             })
         };
         let claim = |(uid, listed): (&ClaimUid, &ClaimRecord<Listed>)| {
-            let devices: Vec<Value> = results_of(&listed.claim.hold)
-                .into_iter()
-                .map(|result| device(uid, result))
-                .collect();
+            let devices = listed.claim.hold.as_ref().map(|hold| {
+                let results = results_of(hold).into_iter();
+                results.map(|result| device(uid, result)).collect::<Vec<_>>()
+            });
             let pods: BTreeMap<&String, Value> = listed.pods.iter().map(|pod| (pod, json!({}))).collect();
             json!({
                 "ClaimUID": uid.as_str(), "ClaimName": listed.claim.claim.name, "Namespace": listed.claim.claim.namespace,
@@ -188,7 +188,11 @@ impl Cluster {
             }
             known.insert(uid);
         }
-        let gone = kubelet.pods.keys().filter(|pod| !known.contains(*pod));
+        // Since 1.31, kubelet also unprepares the listed claims of pods that ended before it started.
+        let listed = kubelet.listed.iter().filter(|_| self.structured);
+        let of_claims = listed.flat_map(|(_, record)| &record.pods);
+        let all: BTreeSet<&String> = kubelet.pods.keys().chain(of_claims).collect();
+        let gone = all.into_iter().filter(|pod| !known.contains(*pod));
         work.extend(gone.map(|pod| Work::End { pod: pod.clone() }));
         let unknown = kubelet.running.keys().chain(manager.running.keys());
         let unknown = unknown.filter(|pod| !known.contains(*pod) && !kubelet.pods.contains_key(*pod));
@@ -350,8 +354,21 @@ impl Cluster {
         if node.kubelet.listed.share(&uid, pod) {
             return true;
         }
+        let key = ObjectKey::of(&claim.metadata);
+        let mut listed = Listed {
+            claim: KubeletClaim {
+                namespace: key.namespace.clone(),
+                name: key.name.clone(),
+                ours: true,
+                prepared: true,
+                devices: None,
+            },
+            hold: None,
+        };
+        if self.structured {
+            node.kubelet.listed.add(uid.clone(), listed.clone(), pod);
+        }
         let request = if self.structured {
-            let key = ObjectKey::of(&claim.metadata);
             match self.read_claim(&key, uid.as_str()) {
                 Ok(request) => request,
                 Err(problem) => {
@@ -388,16 +405,15 @@ impl Cluster {
             self.kill_kubelet(name);
             return false;
         }
-        let claim = KubeletClaim {
-            namespace: request.namespace,
-            name: request.name,
-            ours: true,
-            devices: Some(hold.devices.iter().map(HeldDevice::named).collect()),
-        };
+        listed.claim.devices = Some(hold.devices.iter().map(HeldDevice::named).collect());
+        listed.hold = Some(hold.clone());
         if let Some(node) = self.nodes.all.get_mut(name) {
-            let hold = hold.clone();
-            node.kubelet.listed.add(uid.clone(), Listed { claim, hold }, pod);
-            node.kubelet.listed.set_prepared(&uid);
+            node.kubelet.listed.add(uid.clone(), listed.clone(), pod);
+            let known = node.kubelet.listed.set_prepared(&uid);
+            // A kubelet that has started keeps what its file lists.
+            if let Some(known) = known.filter(|known| known.hold.is_none()) {
+                *known = listed;
+            }
         }
         true
     }
@@ -427,7 +443,9 @@ impl Cluster {
                 .collect();
             // A claim that changed since keeps its prepared devices.
             let listed = node.kubelet.listed.get(&uid).filter(|_| self.structured);
-            let hold = listed.map_or(hold, |listed| &listed.claim.hold);
+            let hold = listed
+                .and_then(|listed| listed.claim.hold.as_ref())
+                .unwrap_or(hold);
             let expected = if self.structured {
                 devices_of(hold)
             } else {

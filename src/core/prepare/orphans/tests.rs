@@ -180,6 +180,7 @@ fn a_rebuilt_claim_gets_its_name_from_kubelet() {
         namespace: "default".into(),
         name: "camera".into(),
         ours: true,
+        prepared: true,
         devices: None,
     };
     let kubelet = KubeletView::Lists(KubeletClaims::from([(uid(), claim)]));

@@ -119,6 +119,7 @@ impl Node<Thought> {
                     namespace: "default".into(),
                     name: format!("claim-{claim}"),
                     ours: true,
+                    prepared: true,
                     devices: handles.then_some(devices),
                 };
                 (uid(*claim), listed)
