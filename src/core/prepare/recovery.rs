@@ -33,12 +33,12 @@ pub fn rebuild(
             let spec = files.get(uid).and_then(Option::as_ref);
             let of_file = spec.and_then(|spec| Entry::of_cdi_spec(driver, uid, boot_id, spec));
             let mut entry = of_file.unwrap_or_else(|| of_list(boot_id, listed.get(uid).copied()));
-            if !files.contains_key(uid) && listed.get(uid).is_some_and(|claim| !claim.prepared) {
-                entry.progress = Progress::Started {
-                    container_edits: None,
-                };
-            }
             if let Some(claim) = listed.get(uid) {
+                if !files.contains_key(uid) && !claim.prepared {
+                    entry.progress = Progress::Started {
+                        container_edits: None,
+                    };
+                }
                 entry.namespace.clone_from(&claim.namespace);
                 entry.name.clone_from(&claim.name);
             }

@@ -365,10 +365,8 @@ impl Cluster {
             },
             hold: None,
         };
-        if self.structured {
-            node.kubelet.listed.add(uid.clone(), listed.clone(), pod);
-        }
         let request = if self.structured {
+            node.kubelet.listed.add(uid.clone(), listed.clone(), pod);
             match self.read_claim(&key, uid.as_str()) {
                 Ok(request) => request,
                 Err(problem) => {
