@@ -1,6 +1,5 @@
 //! The two clusters whose loops are compared, and the actions of the driver.
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -13,7 +12,7 @@ use tokio::sync::OnceCell;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use super::states::{States, label, ordered, shown, state, watch};
+use super::states::{States, label, marker_namespace, ordered, shown, watch};
 use crate::harness::Cluster;
 use crate::parity::server::{JSON, MERGE, run};
 
@@ -101,7 +100,7 @@ pub(crate) struct Fixture {
     pub(crate) client: kube::Client,
     pub(crate) namespace: String,
     states: Arc<Mutex<States>>,
-    _watching: JoinSet<()>,
+    watching: JoinSet<()>,
 }
 
 /// Runs a scenario on both clusters and compares the sequences of states.
@@ -127,14 +126,15 @@ async fn run_scenario(
     namespace: &str,
     scenario: &impl AsyncFn(&Fixture) -> anyhow::Result<()>,
 ) -> States {
-    let fixture = Fixture::new(client, namespace).await.expect("a namespace");
+    let mut fixture = Fixture::new(client, namespace).await.expect("a namespace");
     let ended = scenario(&fixture).await;
-    fixture.settle().await;
+    let observed = fixture.end_watches().await;
     let states = fixture.states.lock().expect("no panic").clone();
     if ended.is_err() {
         println!("{}", shown(&states));
     }
     ended.expect("the scenario succeeds");
+    observed.expect("all states are observed");
     states
 }
 
@@ -157,21 +157,20 @@ impl Fixture {
         let states: Arc<Mutex<States>> = Arc::default();
         let mut watching = JoinSet::new();
         for plural in WATCHED {
-            let path = format!(
-                "{}?watch=true&resourceVersion={version}",
-                path(plural, namespace, "")
-            );
-            let (client, states) = (client.clone(), states.clone());
+            // Of all namespaces, because the marker cannot be in a deleted one.
+            let path = format!("{}/{plural}?watch=true&resourceVersion={version}", group(plural));
+            let (client, namespace, states) = (client.clone(), namespace.to_owned(), states.clone());
             watching.spawn(async move {
-                // The watch ends with the test; if it ended earlier, states would be missing.
-                watch(&client, &path, plural, &states).await.expect("a watch");
+                watch(&client, &path, plural, &namespace, &states)
+                    .await
+                    .expect("a watch until the marker");
             });
         }
         let fixture = Self {
             client,
             namespace: namespace.to_owned(),
             states,
-            _watching: watching,
+            watching,
         };
         let template = json!({
             "metadata": { "name": "template" }, "spec": { "spec": { "resourceClassName": namespace } },
@@ -180,48 +179,48 @@ impl Fixture {
         Ok(fixture)
     }
 
-    /// Waits until all stored states were observed, and all deletions.
-    async fn settle(&self) {
-        // A failure shows up in the comparison.
-        let _ = timeout(Duration::from_secs(30), async {
-            while !self.is_seen().await.unwrap_or(false) {
-                sleep(Duration::from_millis(20)).await;
-            }
-        })
-        .await;
-    }
-
-    async fn is_seen(&self) -> anyhow::Result<bool> {
+    /// Waits until all states stored so far were observed: each watch ends at a marker, an object created now.
+    async fn end_watches(&mut self) -> anyhow::Result<()> {
+        let namespace = marker_namespace(&self.namespace);
+        let space = json!({ "metadata": { "name": namespace } });
+        send(&self.client, "POST", "/api/v1/namespaces", JSON, &space).await?;
         for plural in WATCHED {
-            let listed = self.list(plural).await?;
-            let now: BTreeMap<String, String> = listed
-                .iter()
-                .map(|object| (format!("{plural}/{}", label(object)), state(plural, object)))
-                .collect();
-            let states = self.states.lock().expect("no panic").clone();
-            let of_kind = states
-                .into_iter()
-                .filter(|(object, _)| object.starts_with(plural));
-            let last = of_kind.filter_map(|(object, states)| Some((object, states.last()?.clone())));
-            let last: BTreeMap<String, String> = last.filter(|(_, state)| state != "gone").collect();
-            if last != now {
-                return Ok(false);
-            }
+            let spec = match plural {
+                "pods" => {
+                    json!({ "schedulerName": "none", "containers": [{ "name": "main", "image": "none" }] })
+                }
+                "resourceclaims" => json!({ "resourceClassName": self.namespace }),
+                _ => json!({}),
+            };
+            let marker = json!({ "metadata": { "name": "marker" }, "spec": spec });
+            self.create_in(&namespace, plural, &marker).await?;
         }
-        Ok(true)
+        let ended = async {
+            while let Some(watch) = self.watching.join_next().await {
+                watch?;
+            }
+            anyhow::Ok(())
+        };
+        timeout(Duration::from_secs(30), ended)
+            .await
+            .context("timeout: the watches do not show the marker")?
     }
 
     pub(crate) async fn create(&self, plural: &str, object: &Value) -> anyhow::Result<Value> {
+        self.create_in(&self.namespace, plural, object).await
+    }
+
+    async fn create_in(&self, namespace: &str, plural: &str, object: &Value) -> anyhow::Result<Value> {
         let mut object = object.clone();
         let (version, kind) = match plural {
             "pods" => ("v1", "Pod"),
             "resourceclaims" => ("resource.k8s.io/v1alpha2", "ResourceClaim"),
+            "podschedulingcontexts" => ("resource.k8s.io/v1alpha2", "PodSchedulingContext"),
             _ => ("resource.k8s.io/v1alpha2", "ResourceClaimTemplate"),
         };
         object["apiVersion"] = version.into();
         object["kind"] = kind.into();
-        let path = path(plural, &self.namespace, "");
-        send(&self.client, "POST", &path, JSON, &object).await
+        send(&self.client, "POST", &path(plural, namespace, ""), JSON, &object).await
     }
 
     pub(crate) async fn list(&self, plural: &str) -> anyhow::Result<Vec<Value>> {
@@ -377,12 +376,15 @@ impl Fixture {
     }
 }
 
+fn group(plural: &str) -> &'static str {
+    if plural == "pods" { "/api/v1" } else { RESOURCE }
+}
+
 fn path(plural: &str, namespace: &str, name: &str) -> String {
-    let group = if plural == "pods" { "/api/v1" } else { RESOURCE };
     let name = if name.is_empty() {
         String::new()
     } else {
         format!("/{name}")
     };
-    format!("{group}/namespaces/{namespace}/{plural}{name}")
+    format!("{}/namespaces/{namespace}/{plural}{name}", group(plural))
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
+use anyhow::bail;
 use futures::{AsyncBufReadExt as _, TryStreamExt as _};
 use http::Request;
 use serde_json::{Value, json};
@@ -40,10 +41,17 @@ pub(super) fn label(object: &Value) -> &str {
         .unwrap_or_default()
 }
 
+/// The namespace of the objects that end the watches of a namespace.
+pub(super) fn marker_namespace(namespace: &str) -> String {
+    format!("{namespace}-marker")
+}
+
+/// Collects the states of a namespace's objects until an object is in the namespace of its markers.
 pub(super) async fn watch(
     client: &kube::Client,
     path: &str,
     plural: &str,
+    namespace: &str,
     states: &Mutex<States>,
 ) -> anyhow::Result<()> {
     let request = Request::get(path).body(Vec::new())?;
@@ -51,6 +59,13 @@ pub(super) async fn watch(
     while let Some(line) = lines.try_next().await? {
         let event: Value = serde_json::from_str(&line)?;
         let object = &event["object"];
+        let of = object["metadata"]["namespace"].as_str().unwrap_or_default();
+        if of == marker_namespace(namespace) {
+            return Ok(());
+        }
+        if of != namespace {
+            continue;
+        }
         let state = if event["type"] == "DELETED" {
             "gone".to_owned()
         } else {
@@ -62,11 +77,11 @@ pub(super) async fn watch(
             of.push(state);
         }
     }
-    Ok(())
+    bail!("the watch of {plural} ended early")
 }
 
 /// The relevant fields of an object.
-pub(super) fn state(plural: &str, object: &Value) -> String {
+fn state(plural: &str, object: &Value) -> String {
     let deleting = object["metadata"]["deletionTimestamp"].is_string();
     let names = |list: &Value| -> Vec<String> {
         let list = list.as_array().cloned().unwrap_or_default();
