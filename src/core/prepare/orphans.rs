@@ -43,7 +43,17 @@ pub struct Orphans {
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Suspect {
     since: Duration,
+    /// Since when every readable list of kubelet has lacked the claim: later than `since` if another claim needs its device.
+    missing: Option<Duration>,
     quarantine: Option<String>,
+}
+
+impl Suspect {
+    /// Whether kubelet's list has lacked the claim for the grace period.
+    fn is_missing(&self, grace: Duration, now: Duration) -> bool {
+        self.missing
+            .is_some_and(|since| now.saturating_sub(since) >= grace)
+    }
 }
 
 /// The API server's view of a claim.
@@ -161,8 +171,13 @@ impl Orphans {
             }
             let suspect = self.suspects.entry(uid.clone()).or_insert_with(|| Suspect {
                 since: now,
+                missing: None,
                 quarantine: None,
             });
+            suspect.missing = match kubelet.lists(uid) {
+                Some(false) => suspect.missing.or(Some(now)),
+                _ => None,
+            };
             let at_once = entry.is_unaccounted() || (self.has_runtime && conflicting.contains(uid));
             if now.saturating_sub(suspect.since) < self.grace && !at_once {
                 continue;
@@ -193,11 +208,9 @@ impl Orphans {
         now: Duration,
     ) -> Vec<ClaimUid> {
         let is_missing = |uid: &ClaimUid| {
+            let suspect = self.suspects.get(uid);
             kubelet.lists(uid) == Some(false)
-                && self
-                    .suspects
-                    .get(uid)
-                    .is_some_and(|suspect| now.saturating_sub(suspect.since) >= self.grace)
+                && suspect.is_some_and(|suspect| suspect.is_missing(self.grace, now))
         };
         let gone = answers.iter().filter(|(uid, answer)| {
             let is_gone = |entry: &Entry| entry.is_done() && answer.holds_nothing_of(entry);
@@ -251,11 +264,14 @@ impl Orphans {
                 }
                 // The error names the holder to the other claim's pod; no intervention is needed.
                 _ if undecided.contains(uid) => suspect.quarantine = None,
-                (KubeletView::Lists(listed), ApiView::Gone) if due && !listed.contains_key(uid) => {
-                    decisions.push(Decision::Free(uid.clone()));
-                }
                 _ if unused.contains(uid) && answer.holds_nothing_of(entry) => {
                     decisions.push(Decision::Free(uid.clone()));
+                }
+                (KubeletView::Lists(listed), ApiView::Gone) if due && !listed.contains_key(uid) => {
+                    // Otherwise kubelet has listed it until now, and may have forgotten it before its containers ended.
+                    if suspect.is_missing(self.grace, now) {
+                        decisions.push(Decision::Free(uid.clone()));
+                    }
                 }
                 _ => {
                     let no_news = matches!(answer, ApiView::Unknown(_));
@@ -286,8 +302,10 @@ impl Orphans {
     /// Time until the next check: when the next suspect's grace period ends, at most the regular interval.
     pub fn next_check(&self, now: Duration) -> Duration {
         let every = self.grace.mul_f64(EVERY);
-        let due = |suspect: &Suspect| (suspect.since + self.grace).saturating_sub(now);
-        let soonest = self.suspects.values().map(due).filter(|due| !due.is_zero()).min();
+        let since = |suspect: &Suspect| [Some(suspect.since), suspect.missing];
+        let due = |since: Duration| (since + self.grace).saturating_sub(now);
+        let moments = self.suspects.values().flat_map(since).flatten().map(due);
+        let soonest = moments.filter(|due| !due.is_zero()).min();
         soonest.unwrap_or(every).min(every)
     }
 }

@@ -5,6 +5,7 @@ use super::*;
 
 const GONE: ApiView = ApiView::Gone;
 const PRESENT: ApiView = ApiView::Present { devices: None };
+const MOMENT: Duration = Duration::from_secs(1);
 
 fn uid() -> ClaimUid {
     ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap()
@@ -236,6 +237,32 @@ fn a_listed_claim_is_checked_only_if_its_device_is_reallocated() {
         [],
         "it is in order"
     );
+}
+
+#[test]
+fn a_claim_listed_until_now_is_not_freed_before_the_grace_period() {
+    let prepared_claims = prepared_claims(&["x"]);
+    let gone = BTreeMap::from([(uid(), GONE)]);
+    let not_listed = |mut orphans: Orphans, before: &KubeletView| {
+        orphans.find(&prepared_claims, before, Duration::ZERO);
+        orphans.find(&prepared_claims, before, GRACE);
+        orphans.decide(&prepared_claims, before, &gone, GRACE);
+        let withheld = orphans.quarantine();
+        assert_eq!(withheld.len(), 1, "{before:?}");
+        // Kubelet restarts without the claim while its containers may still be ending.
+        let now = lists(&[]);
+        orphans.find(&prepared_claims, &now, GRACE + MOMENT);
+        assert_eq!(orphans.next_check(GRACE + MOMENT), GRACE);
+        assert_eq!(orphans.decide(&prepared_claims, &now, &gone, GRACE + MOMENT), []);
+        assert_eq!(orphans.quarantine(), withheld);
+        orphans.find(&prepared_claims, &now, GRACE + MOMENT + GRACE);
+        let decisions = orphans.decide(&prepared_claims, &now, &gone, GRACE + MOMENT + GRACE);
+        assert_eq!(decisions, [Decision::Free(uid())], "{before:?}");
+    };
+    let mut conflicting = Orphans::new(GRACE);
+    conflicting.mark_conflicting(&uid());
+    not_listed(conflicting, &lists(&[uid()]));
+    not_listed(Orphans::new(GRACE), &unreadable());
 }
 
 #[test]
