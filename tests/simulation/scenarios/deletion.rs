@@ -3,9 +3,10 @@
 use drayman::api::resource::AllocationMode;
 use drayman::core::claims::ObjectKey;
 
-use super::{end_pod, expect_no_violation, healthy_cluster, key};
+use super::{end_pod, expect_no_violation, healthy_cluster, key, until_bound};
 use crate::cluster::{Cluster, SECOND};
 use crate::driver::{DRIVER, OTHER_DRIVER};
+use crate::faults::Fault;
 use crate::store::{Endpoint, KINDS, Kind};
 use crate::users::Use;
 
@@ -111,6 +112,39 @@ fn a_claim_may_be_replaced_by_a_foreign_one_at_any_time() {
             cluster.create_claim(&key, "gpu", AllocationMode::WaitForFirstConsumer);
         }
     });
+}
+
+#[test]
+fn a_device_recorded_in_a_claim_that_is_gone_serves_the_next_pod() {
+    for variant in 0..20 {
+        let mut cluster = healthy_cluster(&[("node-a", 1)]);
+        cluster.rng = crate::rng::Rng::new(variant);
+        cluster.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
+        // The allocation is stored seconds before its answer arrives, and the watch does not show it.
+        let write = cluster.commands + 5;
+        cluster.faults.plan.insert(write, Fault::Slow);
+        cluster.create_pod(&key("p"), &[Use::Named("named")], None);
+        cluster.run_until("the allocation is sent", |cluster| cluster.commands >= write);
+        cluster.pause_watch(Kind::Claim);
+        cluster.run_until("the allocation is stored", |cluster| {
+            cluster
+                .claim("named")
+                .is_some_and(|claim| claim.status.allocation.is_some())
+        });
+        // Meanwhile somebody removes the pod, the finalizer and the claim.
+        cluster.store.remove_pod(&key("p"));
+        let _ = cluster
+            .store
+            .update_claim(&key("named"), None, Endpoint::Main, |claim| {
+                claim.metadata.finalizers = None;
+                Ok(())
+            });
+        cluster.store.delete_claim(&key("named"));
+        cluster.relist(Kind::Claim);
+        cluster.create_pod(&key("q"), &[Use::Template("gpu")], None);
+        until_bound(&mut cluster, "q");
+        expect_no_violation(cluster);
+    }
 }
 
 #[test]
