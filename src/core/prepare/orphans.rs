@@ -43,7 +43,7 @@ pub struct Orphans {
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Suspect {
     since: Duration,
-    /// Since when every readable list of kubelet has lacked the claim: later than `since` if another claim needs its device.
+    /// Since when kubelet's list has lacked the claim; `None` while it is listed or the list cannot be read. Not before `since`.
     missing: Option<Duration>,
     quarantine: Option<String>,
 }
@@ -155,18 +155,18 @@ impl Orphans {
         self.conflicting
             .retain(|uid| prepared_claims.entry(uid).is_some());
         let conflicting = &self.conflicting;
-        let missing = |uid: &ClaimUid, entry: &Entry| {
+        let is_suspect = |uid: &ClaimUid, entry: &Entry| {
             let listed = kubelet.lists(uid) == Some(true);
             entry.is_done() && (entry.is_unaccounted() || !listed || conflicting.contains(uid))
         };
         self.suspects.retain(|uid, _| {
             prepared_claims
                 .entry(uid)
-                .is_some_and(|entry| missing(uid, entry))
+                .is_some_and(|entry| is_suspect(uid, entry))
         });
         let mut questions = Vec::new();
         for (uid, entry) in prepared_claims.entries() {
-            if !missing(uid, entry) {
+            if !is_suspect(uid, entry) {
                 continue;
             }
             let suspect = self.suspects.entry(uid.clone()).or_insert_with(|| Suspect {

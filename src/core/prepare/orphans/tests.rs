@@ -255,8 +255,12 @@ fn a_claim_listed_until_now_is_not_freed_before_the_grace_period() {
         assert_eq!(orphans.next_check(GRACE + MOMENT), GRACE);
         assert_eq!(orphans.decide(&prepared_claims, &now, &gone, GRACE + MOMENT), []);
         assert_eq!(orphans.quarantine(), withheld);
-        orphans.find(&prepared_claims, &now, GRACE + MOMENT + GRACE);
-        let decisions = orphans.decide(&prepared_claims, &now, &gone, GRACE + MOMENT + GRACE);
+        // The period begins again each time.
+        orphans.find(&prepared_claims, before, GRACE + MOMENT * 2);
+        orphans.find(&prepared_claims, &now, GRACE + MOMENT * 3);
+        let early = GRACE * 2 + MOMENT * 2;
+        assert_eq!(orphans.decide(&prepared_claims, &now, &gone, early), []);
+        let decisions = orphans.decide(&prepared_claims, &now, &gone, early + MOMENT);
         assert_eq!(decisions, [Decision::Free(uid())], "{before:?}");
     };
     let mut conflicting = Orphans::new(GRACE);
