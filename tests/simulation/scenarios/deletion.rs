@@ -3,7 +3,7 @@
 use drayman::api::resource::AllocationMode;
 use drayman::core::claims::ObjectKey;
 
-use super::{end_pod, expect_no_violation, healthy_cluster, key, until_bound};
+use super::{end_pod, expect_no_violation, healthy_cluster, key, until_allocated, until_bound};
 use crate::cluster::{Cluster, SECOND};
 use crate::driver::{DRIVER, OTHER_DRIVER};
 use crate::faults::Fault;
@@ -58,6 +58,15 @@ fn claims_of(cluster: &Cluster, pod: &str) -> Vec<ObjectKey> {
         .collect()
 }
 
+/// Removes a claim with its finalizers, as an administrator may.
+fn remove_claim(cluster: &mut Cluster, key: &ObjectKey) {
+    let _ = cluster.store.update_claim(key, None, Endpoint::Main, |claim| {
+        claim.metadata.finalizers = None;
+        Ok(())
+    });
+    cluster.store.delete_claim(key);
+}
+
 #[test]
 fn a_claim_may_be_deleted_at_any_moment() {
     at_every_step(|cluster| {
@@ -86,11 +95,7 @@ fn a_claim_may_be_replaced_while_the_watch_is_away() {
         cluster.pause_watch(Kind::Claim);
         for key in claims_of(cluster, "p") {
             let claim = cluster.store.claims[&key].clone();
-            let _ = cluster.store.update_claim(&key, None, Endpoint::Main, |claim| {
-                claim.metadata.finalizers = None;
-                Ok(())
-            });
-            cluster.store.delete_claim(&key);
+            remove_claim(cluster, &key);
             let mut again = (*claim).clone();
             again.metadata.finalizers = None;
             again.metadata.deletion_timestamp = None;
@@ -104,11 +109,7 @@ fn a_claim_may_be_replaced_while_the_watch_is_away() {
 fn a_claim_may_be_replaced_by_a_foreign_one_at_any_time() {
     at_every_step(|cluster| {
         for key in claims_of(cluster, "p") {
-            let _ = cluster.store.update_claim(&key, None, Endpoint::Main, |claim| {
-                claim.metadata.finalizers = None;
-                Ok(())
-            });
-            cluster.store.delete_claim(&key);
+            remove_claim(cluster, &key);
             cluster.create_claim(&key, "gpu", AllocationMode::WaitForFirstConsumer);
         }
     });
@@ -120,26 +121,16 @@ fn a_device_recorded_in_a_claim_that_is_gone_serves_the_next_pod() {
         let mut cluster = healthy_cluster(&[("node-a", 1)]);
         cluster.rng = crate::rng::Rng::new(variant);
         cluster.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
-        // The allocation is stored seconds before its answer arrives, and the watch does not show it.
+        // Read, evaluate, finalizer, allocate, record: the allocation is stored seconds before its answer arrives, and not watched.
         let write = cluster.commands + 5;
         cluster.faults.plan.insert(write, Fault::Slow);
         cluster.create_pod(&key("p"), &[Use::Named("named")], None);
         cluster.run_until("the allocation is sent", |cluster| cluster.commands >= write);
         cluster.pause_watch(Kind::Claim);
-        cluster.run_until("the allocation is stored", |cluster| {
-            cluster
-                .claim("named")
-                .is_some_and(|claim| claim.status.allocation.is_some())
-        });
-        // Meanwhile somebody removes the pod, the finalizer and the claim.
+        until_allocated(&mut cluster, "named");
+        // Meanwhile somebody removes the pod and the claim.
         cluster.store.remove_pod(&key("p"));
-        let _ = cluster
-            .store
-            .update_claim(&key("named"), None, Endpoint::Main, |claim| {
-                claim.metadata.finalizers = None;
-                Ok(())
-            });
-        cluster.store.delete_claim(&key("named"));
+        remove_claim(&mut cluster, &key("named"));
         cluster.relist(Kind::Claim);
         cluster.create_pod(&key("q"), &[Use::Template("gpu")], None);
         until_bound(&mut cluster, "q");

@@ -3,7 +3,8 @@
 use drayman::api::resource::AllocationMode;
 
 use super::{
-    bound_pod, end_pod, expect_no_violation, healthy_cluster, is_bound, key, until_bound, without_suffixes,
+    bound_pod, end_pod, expect_no_violation, healthy_cluster, is_bound, key, until_allocated, until_bound,
+    without_suffixes,
 };
 use crate::cluster::{MILLISECOND, SECOND};
 use crate::driver::{DRIVER, OTHER_DRIVER};
@@ -117,11 +118,7 @@ fn a_waiting_pod_costs_one_write_until_capacity_comes() {
 fn an_immediate_claim_stays_allocated_between_pods() {
     let mut cluster = healthy_cluster(&[("node-a", 1)]);
     cluster.create_claim(&key("named"), "gpu", AllocationMode::Immediate);
-    cluster.run_until("the claim is allocated", |cluster| {
-        cluster
-            .claim("named")
-            .is_some_and(|claim| claim.status.allocation.is_some())
-    });
+    until_allocated(&mut cluster, "named");
     for pod in ["one", "two"] {
         cluster.create_pod(&key(pod), &[Use::Named("named")], None);
         until_bound(&mut cluster, pod);
@@ -145,11 +142,7 @@ fn a_class_that_comes_late_is_served_at_once() {
     assert_eq!(cluster.reports[0].reason, "ResourceClassMissing");
     let created = cluster.now;
     cluster.set_class("late", DRIVER);
-    cluster.run_until("the claim is allocated", |cluster| {
-        cluster
-            .claim("immediate")
-            .is_some_and(|claim| claim.status.allocation.is_some())
-    });
+    until_allocated(&mut cluster, "immediate");
     assert!(cluster.now - created < SECOND);
     expect_no_violation(cluster);
 }
@@ -185,11 +178,7 @@ fn an_immediate_claim_is_retried_when_its_class_is_fixed() {
     // No capacity change is sent: the driver reads parameters in each call.
     cluster.environment.parameters.get_mut("wrong").unwrap().valid = true;
     cluster.set_class("gpu", DRIVER);
-    cluster.run_until("the claim is allocated", |cluster| {
-        cluster
-            .claim("named")
-            .is_some_and(|claim| claim.status.allocation.is_some())
-    });
+    until_allocated(&mut cluster, "named");
     expect_no_violation(cluster);
 }
 

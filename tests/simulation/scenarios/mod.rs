@@ -65,6 +65,14 @@ fn until_bound(cluster: &mut Cluster, name: &str) {
     cluster.run_until(&text, |cluster| is_bound(cluster, name));
 }
 
+fn until_allocated(cluster: &mut Cluster, name: &str) {
+    let text = format!("claim {name} is allocated");
+    cluster.run_until(&text, |cluster| {
+        let claim = cluster.claim(name);
+        claim.is_some_and(|claim| claim.status.allocation.is_some())
+    });
+}
+
 /// Completes a pod.
 fn end_pod(cluster: &mut Cluster, name: &str) {
     cluster

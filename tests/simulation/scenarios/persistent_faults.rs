@@ -1,6 +1,9 @@
 //! Persistent and late faults.
 
-use super::{bound_pod, end_pod, expect_no_violation, healthy_cluster, key, until_bound, without_suffixes};
+use super::{
+    bound_pod, end_pod, expect_no_violation, healthy_cluster, key, until_allocated, until_bound,
+    without_suffixes,
+};
 use crate::cluster::{Cluster, SECOND};
 use crate::faults::{ALL, Fault, Target};
 use crate::users::Use;
@@ -187,11 +190,7 @@ fn a_late_allocation_finds_the_finalizer_in_place() {
         // Read, evaluate, finalizer, allocate, record.
         cluster.faults.plan.insert(cluster.commands + 5, Fault::Late);
         cluster.create_pod(&key("p"), &[Use::Named("named")], None);
-        cluster.run_until("the claim is allocated", |cluster| {
-            cluster
-                .claim("named")
-                .is_some_and(|claim| claim.status.allocation.is_some())
-        });
+        until_allocated(&mut cluster, "named");
         cluster.store.remove_pod(&key("p"));
         expect_no_violation(cluster);
     }
