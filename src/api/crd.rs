@@ -175,7 +175,7 @@ pub struct Device {
 }
 
 /// What the taint of an unhealthy device does (Kubernetes 1.36 and later).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum TaintEffect {
     /// The scheduler does not allocate the device. Pods keep it.
     #[default]
@@ -240,6 +240,16 @@ impl Mode {
     /// Whether claims can have such a device.
     pub fn serves_claims(self) -> bool {
         matches!(self, Self::Claims | Self::Both)
+    }
+
+    /// The name, as in the configuration and the NodeInventory.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Claims => "claims",
+            Self::ExtendedResource => "extended-resource",
+            Self::Both => "both",
+            Self::Unknown => "of a newer release",
+        }
     }
 
     /// Whether such a device is part of an extended resource.

@@ -120,6 +120,13 @@ impl Containers {
         }
     }
 
+    /// Adds grants that kubelet may not show yet.
+    pub fn add_granted(&mut self, granted: &Self) {
+        for (device, hold) in &granted.holds {
+            self.holds.entry(device.clone()).or_insert_with(|| hold.clone());
+        }
+    }
+
     /// Updates the holders from a snapshot of kubelet's view.
     pub fn seen(&mut self, shown: &ResourceSnapshot, now: Duration) {
         self.known = true;
@@ -324,6 +331,27 @@ impl WithdrawnDevices {
             .is_some_and(|withdrawn| withdrawn.has(device))
     }
 
+    /// Describes a container that holds a device under another name.
+    pub fn holder_by_another_name(&self, device: &Device) -> Option<String> {
+        self.0
+            .values()
+            .find_map(|withdrawn| withdrawn.containers.holder_by_another_name(device))
+    }
+
+    /// The device numbers that containers got a device with, as one that the resource has lost.
+    pub fn numbers(&self, resource: &str, device: &str) -> Vec<DeviceNumber> {
+        let mut numbers = Vec::new();
+        if let Some(withdrawn) = self.0.get(resource) {
+            if let Some(known) = withdrawn.devices.get(device) {
+                add_numbers(&mut numbers, known);
+            }
+            for (_, known) in withdrawn.containers.devices().filter(|(name, _)| *name == device) {
+                add_numbers(&mut numbers, known);
+            }
+        }
+        numbers
+    }
+
     /// Marks devices as unhealthy that containers hold, or may hold, under a name that does not serve them (any more). Devices with several
     /// shares are exempt: a holder of one share does not block the others.
     pub fn withhold(&self, devices: &mut Devices, serves: impl Fn(&str, &Device) -> bool) {
@@ -493,6 +521,17 @@ mod tests {
     use super::*;
 
     const START: Duration = Duration::from_secs(100);
+
+    #[test]
+    fn a_grant_counts_when_its_resource_goes_to_claims_too() {
+        let (mut granted, mut containers) = (Containers::default(), Containers::default());
+        granted.allocated([("x", &[][..])], START);
+        containers.add_granted(&granted);
+        containers.seen(&ResourceSnapshot::default(), later(29));
+        assert!(containers.hold("x"), "its pod is still being admitted");
+        containers.seen(&ResourceSnapshot::default(), later(31));
+        assert!(!containers.hold("x"));
+    }
 
     fn later(seconds: u64) -> Duration {
         START + Duration::from_secs(seconds)

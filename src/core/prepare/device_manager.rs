@@ -1,8 +1,8 @@
 //! The checkpoint of kubelet's device manager: `kubelet_internal_checkpoint` in the device plugin directory.
 //!
-//! Kubelet replaces it at each grant and keeps ended pods until the next one. It contains init containers and pods that were deleted by
+//! Kubelet replaces it at each grant and at each device list of a plugin, and keeps ended pods until then. It contains init containers and pods that were deleted by
 //! force, which the PodResources API omits. Upstream: `PodDevicesEntry` in `pkg/kubelet/cm/devicemanager/checkpoint`, unchanged from 1.20
-//! to 1.36.
+//! to 1.37.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -38,7 +38,7 @@ pub struct PodDevicesEntry {
 
 /// The text is not a checkpoint of the device manager.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("kubelet's {FILE} is not as kubelet 1.20 to 1.36 writes it: {0}")]
+#[error("kubelet's {FILE} is not as kubelet 1.20 to 1.37 writes it: {0}")]
 pub struct DeviceManagerError(String);
 
 #[derive(Deserialize)]

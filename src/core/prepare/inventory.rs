@@ -38,6 +38,8 @@ pub fn inventory(found: &Devices, previous: &Devices, prepared_claims: &Prepared
                 let mut device = previous.get(&held.device).cloned().unwrap_or_else(|| Device {
                     name: held.device.clone(),
                     kind: held.kind.clone(),
+                    shares: held.device_shares,
+                    taint_effect: held.taint_effect,
                     ..Device::default()
                 });
                 device.unhealthy = Some(shortened(format!(
@@ -54,11 +56,7 @@ pub fn inventory(found: &Devices, previous: &Devices, prepared_claims: &Prepared
                 .filter(|other| found.contains_key(&other.name) && other.name != held.device);
             for other in others {
                 if is_same_node(held, entry.container_edits(), other) {
-                    let cause = format!(
-                        "it has the name {} in the hands of {}",
-                        held.device,
-                        entry.describe(uid)
-                    );
+                    let cause = format!("{} holds it under the name {}", entry.describe(uid), held.device);
                     withhold_device(other, cause);
                 }
             }
@@ -297,6 +295,21 @@ mod tests {
     }
 
     #[test]
+    fn a_device_that_vanished_before_the_start_is_as_recorded() {
+        let mut prepared_claims = prepared_claims_holding("b");
+        let uid = prepared_claims.entries().keys().next().unwrap().clone();
+        let (name, mut found) = device("b", Mode::Claims);
+        found.taint_effect = TaintEffect::NoExecute;
+        found.shares = Some(4);
+        prepared_claims.set_container_edits(&uid, ContainerEdits::default(), &Devices::from([(name, found)]));
+        let after = inventory(&Devices::new(), &Devices::new(), &prepared_claims);
+        assert_eq!(
+            (after["b"].taint_effect, after["b"].shares),
+            (TaintEffect::NoExecute, Some(4))
+        );
+    }
+
+    #[test]
     fn a_renamed_device_held_by_a_claim_is_not_published_as_free() {
         let named = |name: &str, nodes: &str| {
             let (name, mut device) = device(name, Mode::Claims);
@@ -327,7 +340,7 @@ mod tests {
                 .unhealthy
                 .as_ref()
                 .unwrap()
-                .contains("name port in the hands of claim default/camera")
+                .contains("holds it under the name port")
         );
         assert_eq!(
             (&all["other"].unhealthy, &all["control"].unhealthy),

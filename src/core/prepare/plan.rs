@@ -328,14 +328,16 @@ pub(super) fn described(inventory: &Devices, allocated: &HeldDevice) -> HeldDevi
     if let (Some(structured), Some(device)) = (&mut structured, device) {
         structured.metadata.describe(device);
     }
-    HeldDevice {
-        device: allocated.device.clone(),
-        kind: device.map(|device| device.kind.clone()).unwrap_or_default(),
-        numbers: device
-            .map(|device| device.device_numbers.to_vec())
-            .unwrap_or_default(),
+    let mut held = HeldDevice {
         structured,
+        ..HeldDevice::named(&allocated.device)
+    };
+    if let Some(device) = device {
+        held.kind.clone_from(&device.kind);
+        held.numbers = device.device_numbers.to_vec();
+        held.describe(device);
     }
+    held
 }
 
 /// Plans an Unprepare. For an unknown claim, at most a file is removed.
@@ -686,7 +688,7 @@ pub enum Refusal {
     },
     /// A container holds the device as an extended resource.
     #[error(
-        "device {device:?} is in use by {holder}, which got it as an extended resource; it is the claim's when that container has ended"
+        "device {device:?} is in use by {holder}, which got it as an extended resource; the claim can be prepared once that container has ended"
     )]
     InContainer {
         /// The device.

@@ -1,7 +1,7 @@
 //! The prepared claims of this node and the devices they hold.
 //!
-//! They are the content of the checkpoint, and each has a CDI file. They change only by [`ClaimChange`]s, and a change takes effect once the checkpoint that contains it
-//! is durable.
+//! They are the content of the checkpoint. A claim whose container edits are known also has a CDI file. They change only by [`ClaimChange`]s,
+//! and a change takes effect once the checkpoint that contains it is durable.
 //!
 //! Two device names stand for the same device if they share a device node: names come from the configuration, and a reload can give a
 //! device another name or kind while containers hold it.
@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::container_edits::{ContainerEdits, cdi_device, cdi_spec, edits_of_cdi};
 use super::device_metadata::{ClaimMetadata, DeviceMetadata, MetadataFile, metadata_files};
 use crate::api::cdi;
-use crate::api::crd::{Device, DeviceNumber};
+use crate::api::crd::{Device, DeviceNumber, TaintEffect};
 use crate::core::discovery::Devices;
 use crate::core::discovery::attributes::NODES;
 use crate::core::names::{ClaimDevice, ClaimUid, DriverName, device_of_environment_name, environment_name};
@@ -36,7 +36,7 @@ pub struct Entry {
     pub name: String,
     /// The boot in which kubelet last called Prepare for the claim.
     pub boot_id: String,
-    /// The devices, in the order of the resource handle. Empty if unknown: the claim was found after the checkpoint was lost, and no source
+    /// The devices, in the order of the allocation. Empty if unknown: the claim was found after the checkpoint was lost, and no source
     /// names its devices.
     pub devices: Vec<HeldDevice>,
     /// The progress of Prepare.
@@ -56,9 +56,19 @@ pub struct HeldDevice {
     /// the driver does not report them, or an earlier release wrote the checkpoint.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub numbers: Vec<DeviceNumber>,
+    /// The number of shares of the device when it was last found: it may be gone when another process starts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_shares: Option<u32>,
+    /// The effect of the device's taint when it was last found.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub taint_effect: TaintEffect,
     /// Details of structured mode; `None` in classic mode.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub structured: Option<Structured>,
+}
+
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 /// How the scheduler allocated a device, and the edits for the containers that name its request.
@@ -86,6 +96,12 @@ impl HeldDevice {
             device: device.into(),
             ..Self::default()
         }
+    }
+
+    /// Records the properties of the device as found.
+    pub(super) fn describe(&mut self, device: &Device) {
+        self.device_shares = device.shares;
+        self.taint_effect = device.taint_effect;
     }
 
     /// Whether the ids of the claim's shares were lost with the checkpoint.
@@ -231,6 +247,22 @@ impl PreparedClaims {
         held.map(HeldDevice::shares).sum::<usize>().max(1)
     }
 
+    /// A claim in use, other than `own`, that holds a device under another name. It may still have the device's number from before the devices
+    /// were plugged in again, or before a reload.
+    pub fn holder_by_another_name(
+        &self,
+        own: Option<&ClaimUid>,
+        device: &Device,
+    ) -> Option<(&ClaimUid, &Entry)> {
+        self.entries.iter().find(|(uid, entry)| {
+            Some(*uid) != own
+                && self.may_be_in_use(entry)
+                && entry.held_devices().any(|held| {
+                    held.device != device.name && is_same_node(held, entry.container_edits(), device)
+                })
+        })
+    }
+
     /// The claims that block a device from use as an extended resource. Claims prepared in an earlier boot do not: none of their containers
     /// runs. Kubelet prepares the claims of existing pods again, and the API server still shows those as allocated.
     pub fn keepers_of(&self, device: &Device) -> impl Iterator<Item = (&ClaimUid, &Entry)> {
@@ -272,7 +304,13 @@ impl PreparedClaims {
                 if let Some(entry) = self.entries.get_mut(uid) {
                     entry.namespace.clone_from(&known.namespace);
                     entry.name.clone_from(&known.name);
-                    entry.devices.clone_from(&known.devices);
+                    let before = std::mem::replace(&mut entry.devices, known.devices.clone());
+                    for held in &mut entry.devices {
+                        // The claim's containers may still have a number that the device no longer has.
+                        for before in before.iter().filter(|before| before.device == held.device) {
+                            add_numbers(&mut held.numbers, &before.numbers);
+                        }
+                    }
                 }
             }
             ClaimChange::Remove(uid) => {
@@ -300,6 +338,7 @@ impl PreparedClaims {
             }
             // A replugged device may have another number; the container still has the first one.
             add_numbers(&mut held.numbers, &device.device_numbers);
+            held.describe(device);
         }
         match &mut entry.progress {
             Progress::Started { container_edits } => *container_edits = Some(all),
@@ -519,6 +558,7 @@ fn has_one_of(device: &Device, nodes: &BTreeSet<&str>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::api::crd::DeviceNodeKind;
 
     fn uid() -> ClaimUid {
         ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap()
@@ -562,6 +602,35 @@ mod tests {
         );
         prepared_claims.apply(&ClaimChange::Remove(uid()));
         assert_eq!(prepared_claims.holder("kvm"), None);
+    }
+
+    #[test]
+    fn numbers_that_containers_had_survive_an_explanation() {
+        let number = |minor| DeviceNumber {
+            kind: DeviceNodeKind::Character,
+            major: 81,
+            minor,
+        };
+        let mut prepared_claims = PreparedClaims::new("boot", BTreeMap::from([(uid(), started("boot"))]));
+        for minor in [0, 1] {
+            let device = Device {
+                device_numbers: [number(minor)].into(),
+                ..Device::default()
+            };
+            let inventory = Devices::from([("kvm".to_owned(), device)]);
+            prepared_claims.set_container_edits(&uid(), ContainerEdits::default(), &inventory);
+        }
+        let details = ClaimDetails {
+            namespace: "default".into(),
+            name: "camera".into(),
+            devices: vec![HeldDevice {
+                numbers: vec![number(1)],
+                ..HeldDevice::named("kvm")
+            }],
+        };
+        prepared_claims.apply(&ClaimChange::Explain(uid(), details));
+        let numbers = &prepared_claims.entry(&uid()).unwrap().devices[0].numbers;
+        assert!(are_among(&[number(0), number(1)], numbers), "{numbers:?}");
     }
 
     #[test]

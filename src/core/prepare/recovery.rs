@@ -208,21 +208,23 @@ pub fn plan_restoring(prepared_claims: &PreparedClaims) -> Vec<(ClaimUid, Vec<Pl
     .collect()
 }
 
-/// Plans a retry of restoring one claim's CDI file. Returns `None` if there is nothing to restore: the claim is gone, its devices are
-/// unknown, or no container uses it.
+/// Plans a retry of restoring one claim's CDI file. Returns `None` if there is nothing to restore: the claim is gone or not prepared, or its
+/// devices are unknown.
 pub fn plan_restoring_one(prepared_claims: &PreparedClaims, uid: &ClaimUid) -> Option<Vec<PlanStep>> {
     let entry = prepared_claims.entry(uid)?;
-    (prepared_claims.may_be_in_use(entry) && !entry.is_unaccounted()).then(|| restore(uid))
+    (entry.is_done() && !entry.is_unaccounted()).then(|| restore(uid))
 }
 
-/// Plans, claim by claim, the response to a changed inventory: a claim's CDI file must never refer to a node that now belongs to another
-/// device.
+/// Plans, claim by claim, the response to changed devices: a claim's CDI file must never refer to a node that now belongs to another device.
+/// `before` and `after` are the inventories. The driver may still know a held device that was not found, such as one that the configuration no
+/// longer describes, so it is asked each time.
 pub fn plan_refresh(
     prepared_claims: &PreparedClaims,
     before: &Devices,
     after: &Devices,
+    found: &Devices,
 ) -> Vec<(ClaimUid, Vec<PlanStep>)> {
-    let changed = |name: &str| before.get(name) != after.get(name);
+    let changed = |name: &str| before.get(name) != after.get(name) || !found.contains_key(name);
     let touched = prepared_claims
         .entries()
         .iter()
@@ -234,14 +236,12 @@ pub fn plan_refresh(
 /// skipped: a claim's record is removed only after the driver has undone its work. The next request for the claim or the device, the next
 /// check for orphans or the next start retries it.
 ///
-/// A claim that containers may be using keeps its devices; only its file is removed, so that no further container starts with a device that
-/// is no longer the allocated one. Every other claim is rolled back completely.
+/// A prepared claim keeps its devices; only its file is removed, so that no further container starts with a device that is no longer the
+/// allocated one. That includes a claim of an earlier boot, which kubelet 1.27 does not prepare again. Every other claim is rolled back
+/// completely.
 pub fn plan_undo(prepared_claims: &PreparedClaims, uid: &ClaimUid) -> Vec<PlanStep> {
     let mut steps = vec![PlanStep::RemoveCdi(uid.clone())];
-    if prepared_claims
-        .entry(uid)
-        .is_some_and(|entry| !prepared_claims.may_be_in_use(entry))
-    {
+    if prepared_claims.entry(uid).is_some_and(|entry| !entry.is_done()) {
         steps.push(PlanStep::Unprepare(uid.clone()));
         steps.push(PlanStep::Save(vec![ClaimChange::Remove(uid.clone())]));
     }
@@ -543,6 +543,31 @@ mod tests {
             None,
             "nothing is lacking now"
         );
+    }
+
+    #[test]
+    fn a_claim_of_an_earlier_boot_waits_for_its_device() {
+        let mut entries = rebuild(
+            &driver(),
+            "the last boot",
+            &BTreeMap::from([(uid('1'), Some(spec('1', "x")))]),
+            &KubeletView::Unknown("none".into()),
+        );
+        let prepared_claims = PreparedClaims::new(BOOT, entries.clone());
+        assert_eq!(
+            plan_undo(&prepared_claims, &uid('1')),
+            [PlanStep::RemoveCdi(uid('1'))]
+        );
+        assert_eq!(
+            plan_restoring_one(&prepared_claims, &uid('1')),
+            Some(restore(&uid('1')))
+        );
+        entries.get_mut(&uid('1')).unwrap().progress = Progress::Started {
+            container_edits: None,
+        };
+        let prepared_claims = PreparedClaims::new(BOOT, entries);
+        assert_eq!(plan_undo(&prepared_claims, &uid('1')), plan_free(&uid('1')));
+        assert_eq!(plan_restoring_one(&prepared_claims, &uid('1')), None);
     }
 
     #[test]

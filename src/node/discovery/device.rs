@@ -220,19 +220,27 @@ impl FoundDevices {
             devices.get(device).cloned()
         };
         let found = known(&self.found).or_else(|| known(&self.retired));
+        let found = found.ok_or_else(|| NodeDriverError::Gone {
+            device: device.to_owned(),
+            problem: "the search for devices does not find it".to_owned(),
+        })?;
+        self.check_unchanged(device, &found)
+            .inspect_err(|_| self.rescan.notify_one())?;
+        Ok(found.container_edits(device))
+    }
+
+    /// Checks that the nodes of a device exist and still have the numbers that they had when it was found.
+    fn check_unchanged(&self, device: &str, found: &FoundDevice) -> Result<(), NodeDriverError> {
         let gone = |problem: String| NodeDriverError::Gone {
             device: device.to_owned(),
             problem,
         };
-        let found = found.ok_or_else(|| gone("the search for devices does not find it".to_owned()))?;
         let root = DevRoot::new(&self.paths.dev).map_err(|error| gone(error.to_string()))?;
         for node in &found.nodes {
             let now = root
                 .identify(&node.path)
-                .inspect_err(|_| self.rescan.notify_one())
                 .map_err(|error: DevicePathError| gone(format!("/dev/{} {error}", node.path)))?;
             if now != node.node {
-                self.rescan.notify_one();
                 return Err(NodeDriverError::Changed {
                     device: device.to_owned(),
                     before: node.node.to_string(),
@@ -240,7 +248,24 @@ impl FoundDevices {
                 });
             }
         }
-        Ok(found.container_edits(device))
+        Ok(())
+    }
+
+    /// Forgets the retired devices whose nodes are gone or have changed: another device may come at their paths. Returns whether there
+    /// were any.
+    pub(super) fn forget_changed(&self) -> bool {
+        let retired = self
+            .retired
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
+        let is_changed = |(name, found): &(&String, &FoundDevice)| self.check_unchanged(name, found).is_err();
+        let changed: Vec<&String> = retired.iter().filter(is_changed).map(|(name, _)| name).collect();
+        let mut known = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
+        for name in &changed {
+            known.remove(*name);
+        }
+        !changed.is_empty()
     }
 }
 

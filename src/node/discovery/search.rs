@@ -58,7 +58,7 @@ impl Cause {
         Self::Configuration,
     ];
 
-    /// The cause as used in logs and metrics.
+    /// The cause as logged.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Kernel => "kernel",
@@ -147,16 +147,17 @@ impl DeviceSearch {
         } else {
             cause
         };
-        let Ok(Scan {
+        let search = spawn_blocking(move || (devices.forget_changed(), scan(&configuration, &devices.paths)));
+        let Ok((forgotten, result)) = search.await else {
+            warn!("a device search was aborted; the next one starts on schedule");
+            return BTreeSet::new();
+        };
+        let Scan {
             mut found,
             candidates,
             directories,
             ..
-        }) = spawn_blocking(move || scan(&configuration, &devices.paths)).await
-        else {
-            warn!("a search for devices was broken off; the next one comes by itself");
-            return BTreeSet::new();
-        };
+        } = result;
         self.share_attributes(&mut found);
         self.report(
             candidates
@@ -175,7 +176,7 @@ impl DeviceSearch {
         }
         // Update the lookup table before publishing, so that published devices can be found.
         self.remember(found, is_another);
-        if **self.sender.borrow() != devices {
+        if forgotten || **self.sender.borrow() != devices {
             let unhealthy = devices
                 .values()
                 .filter(|device| device.unhealthy.is_some())

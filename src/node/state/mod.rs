@@ -537,6 +537,14 @@ impl<D: NodeDriver> NodeState<D> {
                     let structured = entry.is_some_and(Entry::is_structured);
                     let container_edits = self.driver.prepare(&self.prepared_claim(uid), structured).await?;
                     let found = self.inputs.found.borrow().clone();
+                    let held = self
+                        .prepared_claims
+                        .entry(uid)
+                        .into_iter()
+                        .flat_map(Entry::held_devices);
+                    for device in held.filter_map(|held| found.get(&held.device)) {
+                        self.check_nodes(device, Some(uid))?;
+                    }
                     Arc::make_mut(self.prepared_claims.change()).set_container_edits(
                         uid,
                         container_edits,
@@ -634,7 +642,15 @@ impl<D: NodeDriver> NodeState<D> {
         self.devices = found;
         self.query_after_change().await;
         self.rebuild_inventory();
-        let plans = plan_refresh(&self.prepared_claims, &before, &self.inventory);
+        let mut plans = plan_refresh(&self.prepared_claims, &before, &self.inventory, &self.devices);
+        // A claim without a file for now is retried in any case.
+        plans.retain(|(uid, _)| {
+            let is_as_before =
+                |held: &HeldDevice| before.get(&held.device) == self.inventory.get(&held.device);
+            let mut entry = self.prepared_claims.entry(uid).into_iter();
+            !(self.retries.has(&Missing::OfClaim(uid.clone()))
+                && entry.all(|entry| entry.devices.iter().all(is_as_before)))
+        });
         self.perform_each(plans).await;
         self.refresh_named_devices().await;
     }
@@ -684,6 +700,26 @@ impl<D: NodeDriver> NodeState<D> {
                     self.undo(&uid).await;
                 }
             }
+        }
+    }
+
+    /// Refuses a device while another holder may still have one of its device nodes under another name: devices that are plugged in again can
+    /// exchange their numbers. A device with shares is not checked: its holders have the same node.
+    fn check_nodes(&self, device: &Device, own: Option<&ClaimUid>) -> Result<(), Refusal> {
+        if device.shares.is_some_and(|shares| shares > 1) {
+            return Ok(());
+        }
+        let name = || device.name.clone();
+        if let Some((uid, entry)) = self.prepared_claims.holder_by_another_name(own, device) {
+            let (device, holder) = (name(), entry.describe(uid));
+            return Err(Refusal::Held { device, holder });
+        }
+        match self.resources.holder_by_another_name(device) {
+            Some(holder) => Err(Refusal::InContainer {
+                device: name(),
+                holder,
+            }),
+            None => Ok(()),
         }
     }
 
@@ -916,11 +952,8 @@ impl<D: NodeDriver> DriverClient<D> {
                 if sender.is_closed() {
                     return;
                 }
-                sender.send_if_modified(|found| {
-                    let changed = *found != devices;
-                    *found = devices;
-                    changed
-                });
+                // An equal list counts as a change, too: the driver may have forgotten a device that a claim still holds.
+                sender.send_replace(devices);
             }
             // The last list stays valid: if the sender were dropped, the receiver would report a change forever.
             sender.closed().await;

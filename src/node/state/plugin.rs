@@ -17,6 +17,7 @@ use crate::core::prepare::container_edits::ContainerEdits;
 use crate::core::prepare::device_manager::numbers_value;
 use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::plan::{Missing, Refusal};
+use crate::core::prepare::prepared_claims::are_among;
 use crate::core::prepare::recovery::plan_free;
 use crate::node::driver::NodeDriver;
 use crate::node::service::ServiceError;
@@ -82,7 +83,8 @@ impl<D: NodeDriver> NodeState<D> {
         Ok(container_edits_of)
     }
 
-    /// Checks whether containers with these devices may start: each device exists, is unchanged and is healthy.
+    /// Checks whether containers with these devices may start: each device exists, has the device nodes that the container gets, and is healthy.
+    /// Without a health check, only that no other container has it.
     pub(super) async fn check_start(
         &mut self,
         resource: &str,
@@ -91,7 +93,7 @@ impl<D: NodeDriver> NodeState<D> {
         let Some(config) = self.resources.get(resource) else {
             return Err(Refusal::NoResource(resource.to_owned()).into());
         };
-        let is_health_checked = config.pre_start_check;
+        let (is_health_checked, passes_nodes) = (config.pre_start_check, !config.cdi_devices);
         let names: BTreeSet<&str> = devices.iter().map(|id| device_of_plugin_id(id)).collect();
         self.check_containers_lack(names.iter().copied(), None).await?;
         if !is_health_checked {
@@ -116,6 +118,16 @@ impl<D: NodeDriver> NodeState<D> {
                 return Err(Refusal::Unhealthy {
                     device: name.to_owned(),
                     reason: reason.clone(),
+                }
+                .into());
+            }
+            // Kubelet gives the container the device nodes of its Allocate, which may be another device's now.
+            let granted = self.resources.lost_numbers(resource, name);
+            if passes_nodes && !are_among(&granted, &device.device_numbers) {
+                return Err(Refusal::Unhealthy {
+                    device: name.to_owned(),
+                    reason: "it has another device node since the container got it: delete the pod so that its replacement gets that one"
+                        .to_owned(),
                 }
                 .into());
             }
@@ -159,7 +171,15 @@ impl<D: NodeDriver> NodeState<D> {
             .collect();
         let (mut kept, mut complete) = (BTreeSet::new(), true);
         for device in devices {
-            let written = match self.driver.container_edits(&device).await {
+            let checked = match self.device(&device) {
+                Some(found) => self.check_nodes(found, None).map_err(ServiceError::from),
+                None => Ok(()),
+            };
+            let made = match checked {
+                Ok(()) => self.driver.container_edits(&device).await,
+                Err(failure) => Err(failure),
+            };
+            let written = match made {
                 Ok(made) => self.by_name(&device, made).await.map(drop),
                 Err(failure) => Err(failure),
             };

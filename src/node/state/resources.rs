@@ -134,9 +134,14 @@ impl ExtendedResources {
             stays
         });
         for (name, resource) in configured {
-            resources.entry(name.clone()).or_insert_with(|| Resource {
-                config: resource.clone(),
-                devices: watch::channel(Vec::new()).0,
+            resources.entry(name.clone()).or_insert_with(|| {
+                if let Some(granted) = self.granted.get(name).filter(|_| resource.also_by_claims) {
+                    self.containers.change().add_granted(granted);
+                }
+                Resource {
+                    config: resource.clone(),
+                    devices: watch::channel(Vec::new()).0,
+                }
             });
         }
         let served = |(name, resource): (&String, &Resource)| {
@@ -232,6 +237,20 @@ impl ExtendedResources {
     pub(super) fn has_lost(&self, resource: &str, device: &str) -> bool {
         let withdrawn = self.withdrawn.as_ref();
         withdrawn.is_some_and(|withdrawn| withdrawn.has(resource, device))
+    }
+
+    /// The device numbers that containers got such a device with.
+    pub(super) fn lost_numbers(&self, resource: &str, device: &str) -> Vec<DeviceNumber> {
+        let withdrawn = self.withdrawn.as_ref();
+        withdrawn.map_or_else(Vec::new, |withdrawn| withdrawn.numbers(resource, device))
+    }
+
+    /// Describes a container that holds a device under another name.
+    pub(super) fn holder_by_another_name(&self, device: &Device) -> Option<String> {
+        self.containers.holder_by_another_name(device).or_else(|| {
+            let withdrawn = self.withdrawn.as_ref()?;
+            withdrawn.holder_by_another_name(device)
+        })
     }
 
     /// Whether kubelet has shown the holders of each withdrawn resource.

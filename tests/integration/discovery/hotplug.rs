@@ -2,10 +2,11 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use drayman::node::discovery::{Cause, HostPaths};
 use drayman::node::driver::NodeDriver;
+use futures::StreamExt as _;
 
 use crate::discovery::host::{Host, RunningDiscovery};
 use crate::discovery::usb::DESKTOP;
@@ -186,7 +187,13 @@ async fn another_configuration_counts_at_once() {
     assert_eq!(discovery.driver.change_counts().count(Cause::Configuration), 1);
     // A claim may hold a device that is no longer configured, and keeps it while it exists.
     discovery.driver.container_edits("test-a").await.unwrap();
+    let mut lists = std::pin::pin!(discovery.driver.devices());
+    let before = lists.next().await;
     host.remove("test-a");
+    let after = tokio::time::timeout(Duration::from_secs(20), lists.next()).await;
+    assert_eq!(after.expect("a list without changes"), before);
+    // What comes at its path later is another device.
+    host.character("test-a", 240, 1);
     let gone = discovery.driver.container_edits("test-a").await.unwrap_err();
     assert_eq!(gone.reason(), "DeviceGone");
 }

@@ -164,7 +164,8 @@ impl Companion {
     ) -> Result<(), Stop> {
         let before = self.inventory.clone();
         self.rebuild_inventory(found);
-        for (uid, steps) in plan_refresh(&self.prepared_claims, &before, &self.inventory) {
+        let found = devices(found, self.mode, self.structured);
+        for (uid, steps) in plan_refresh(&self.prepared_claims, &before, &self.inventory, &found) {
             self.execute_or_undo(access, &uid, &steps)?;
         }
         Ok(())

@@ -165,10 +165,14 @@ impl Cluster {
                     continue;
                 };
                 wanted.extend(needs.iter().map(|(claim, _)| claim_uid(&uid_of(claim))));
+                let of_pod: Vec<(ClaimUid, &Hold)> = needs
+                    .iter()
+                    .map(|(claim, hold)| (claim_uid(&uid_of(claim)), hold))
+                    .collect();
                 let could = needs.iter().all(|(claim, hold)| {
                     let own = claim_uid(&uid_of(claim));
                     if self.structured {
-                        return self.could_be_prepared(node, companion, &own, hold);
+                        return self.could_be_prepared(node, companion, &own, hold, &of_pod);
                     }
                     let there = self
                         .environment
@@ -233,7 +237,14 @@ impl Cluster {
     }
 
     /// Whether a claim of structured mode can be prepared.
-    fn could_be_prepared(&self, node: &Node, companion: &Companion, own: &ClaimUid, hold: &Hold) -> bool {
+    fn could_be_prepared(
+        &self,
+        node: &Node,
+        companion: &Companion,
+        own: &ClaimUid,
+        hold: &Hold,
+        of_pod: &[(ClaimUid, &Hold)],
+    ) -> bool {
         let devices = devices_of(hold);
         let there = self.environment.nodes.get(&node.name);
         // A claim that changed since it was prepared waits for its Unprepare.
@@ -251,11 +262,20 @@ impl Cluster {
             };
             entry.devices.len() != allocated.len() || !entry.devices.iter().all(is_known)
         });
-        let listed = node.kubelet.listed.iter();
-        let mut others: BTreeMap<&ClaimUid, &BTreeSet<String>> = listed
-            .filter_map(|(uid, listed)| Some((uid, &listed.claim.hold.as_ref()?.devices)))
+        // A claim that changed since it was prepared keeps its devices until it is unprepared.
+        let entries = companion.prepared_claims.entries().iter();
+        let prepared: BTreeMap<&ClaimUid, BTreeSet<String>> = entries
+            .filter(|(uid, entry)| entry.is_done() && node.kubelet.listed.get(uid).is_some())
+            .map(|(uid, entry)| (uid, entry.devices.iter().flat_map(taken_by).collect()))
             .collect();
+        let listed = node.kubelet.listed.iter();
+        let mut others: BTreeMap<&ClaimUid, &BTreeSet<String>> =
+            prepared.iter().map(|(uid, devices)| (*uid, devices)).collect();
+        let listed = listed.filter_map(|(uid, listed)| Some((uid, &listed.claim.hold.as_ref()?.devices)));
+        others.extend(listed);
         others.extend(node.kubelet.running.values().flatten());
+        // The scheduler may have allocated more shares than there are, to claims of one pod.
+        others.extend(of_pod.iter().map(|(uid, hold)| (uid, &hold.devices)));
         others.remove(own);
         let all = others.values().copied().flatten().chain(&hold.devices);
         hold.node == node.name
@@ -339,5 +359,16 @@ impl Cluster {
             let left = left.join("; ");
             self.violate(|| format!("N4: not free after everything is deleted: {left}"));
         }
+    }
+}
+
+/// A held device, or its shares, as the scheduler's results name them.
+fn taken_by(held: &HeldDevice) -> Vec<String> {
+    let name = &held.device;
+    let shares = held.structured.as_ref().map(|structured| &structured.share_ids);
+    match shares {
+        _ if held.has_admin_access() => vec![format!("{name}!")],
+        Some(ids) if !ids.is_empty() => ids.iter().map(|id| format!("{name}#{id}")).collect(),
+        _ => vec![name.clone()],
     }
 }

@@ -306,3 +306,113 @@ async fn a_renamed_device_stays_with_its_claim_over_a_restart() {
     life.prepare(B, &["by-id-x"]).await.unwrap();
     life.end().await;
 }
+
+async fn until_known(life: &Life, numbers: [(&str, u32); 2]) {
+    let mut inventory = life.inventory.clone();
+    let known = inventory.wait_for(|all| {
+        numbers.iter().all(|(name, minor)| {
+            let device = all.get(*name);
+            device.is_some_and(|device| device.device_numbers.iter().any(|number| number.minor == *minor))
+        })
+    });
+    soon(known).await.unwrap();
+}
+
+#[tokio::test]
+async fn claims_whose_devices_exchange_numbers_wait_for_each_other() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
+    driver.say_numbered(&[("x", 6), ("y", 7)], "test", Mode::Claims);
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    until_known(&life, [("x", 6), ("y", 7)]).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    life.prepare(B, &["y"]).await.unwrap();
+    // Plugged in again in another order. The containers may still have the former nodes.
+    driver.say_numbered(&[("x", 7), ("y", 6)], "test", Mode::Claims);
+    until_files(root.path(), &[]).await;
+    for claim in [(A, "x"), (B, "y")] {
+        let refused = life.prepare(claim.0, &[claim.1]).await.unwrap_err();
+        assert_eq!(refused.reason(), "DeviceHeld");
+    }
+    life.unprepare(A).await.unwrap();
+    until_files(root.path(), &[file(B)]).await;
+    life.prepare(A, &["x"]).await.unwrap_err();
+    life.unprepare(B).await.unwrap();
+    life.prepare(A, &["x"]).await.unwrap();
+    life.end().await;
+
+    // The same while no companion ran, and not after a boot, which ends all containers.
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(B, &["y"]).await.unwrap();
+    life.end().await;
+    driver.say_numbered(&[("x", 6), ("y", 7)], "test", Mode::Claims);
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    assert_eq!(files(root.path()), Vec::<String>::new());
+    life.end().await;
+    let life = live_and_know(root.path(), "the next boot", &driver).await;
+    until_files(root.path(), &[file(A), file(B)]).await;
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_claim_does_not_get_the_node_of_a_container() {
+    let (root, life, driver, kubelet) = live_with(Mode::Both, Some(ResourceSnapshot::default())).await;
+    driver.say_numbered(&[("x", 6), ("y", 7)], "camera", Mode::Both);
+    until_offered(&life, OLD, "x y").await;
+    life.prepare(A, &["y"]).await.unwrap();
+    *kubelet.shown.lock().unwrap() = Some(granted());
+    allocate(&life, OLD, "x").await.unwrap();
+    let files_of_claims = || -> Vec<String> {
+        let files = files(root.path()).into_iter();
+        files.filter(|name| name.contains("claim")).collect()
+    };
+    let until = async |wanted: &[String]| {
+        soon(async {
+            while files_of_claims() != wanted {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        })
+        .await;
+    };
+    until(&[file(A)]).await;
+    driver.say_numbered(&[("x", 7), ("y", 6)], "camera", Mode::Both);
+    until(&[]).await;
+    *kubelet.shown.lock().unwrap() = Some(ResourceSnapshot::default());
+    until(&[file(A)]).await;
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_device_that_the_driver_forgets_loses_its_file() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x", "y"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    // No longer configured, but still there.
+    driver.say(&["y"], "test", Mode::Claims);
+    let mut inventory = life.inventory.clone();
+    let gone = inventory.wait_for(|all| all["x"].unhealthy.is_some());
+    soon(gone).await.unwrap();
+    assert_eq!(files(root.path()), [file(A)]);
+    driver.gone.lock().unwrap().insert("x".into());
+    driver.say(&["y"], "test", Mode::Claims);
+    until_files(root.path(), &[]).await;
+    life.end().await;
+}
+
+#[tokio::test]
+async fn no_container_starts_with_the_node_of_another_device() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
+    let kubelet = Arc::new(Kubelet::default());
+    *kubelet.shown.lock().unwrap() = Some(granted());
+    driver.say_numbered(&[("x", 6), ("y", 7)], "serial", Mode::ExtendedResource);
+    let life = live_beside(root.path(), "boot", &driver, Some(kubelet)).await;
+    let serial = "example.com/serial";
+    until_offered(&life, serial, "x y").await;
+    allocate(&life, serial, "x").await.unwrap();
+    let start = async || life.handle.check_start(serial, vec!["x".to_owned()]).await;
+    start().await.unwrap();
+    driver.say_numbered(&[("x", 7), ("y", 6)], "serial", Mode::ExtendedResource);
+    until_known(&life, [("x", 7), ("y", 6)]).await;
+    let refused = start().await.unwrap_err();
+    assert!(refused.to_string().contains("another device node"), "{refused}");
+    life.end().await;
+}
