@@ -165,13 +165,12 @@ pub fn by_symptoms(
             }
         }
     }
-    let texts = |names: &[String]| some(&names.iter().map(String::as_str).collect::<Vec<_>>());
     let scheduler = if !unreserved.is_empty() {
         DoctorFinding::warning(
             CHECK,
             format!(
-                "{} bound to a node although a claim is not reserved, as kube-scheduler does with {GATE} off",
-                texts(&unreserved)
+                "{} bound to a node although a claim is not reserved, as when kube-scheduler has {GATE} off",
+                some(&unreserved)
             ),
             format!(
                 "start kube-scheduler with --feature-gates={GATE}=true; or does the pod set spec.nodeName?"
@@ -195,8 +194,8 @@ pub fn by_symptoms(
         DoctorFinding::warning(
             CHECK,
             format!(
-                "{} without a claim that was to be made from a template, as with kube-controller-manager's {GATE} off",
-                texts(&unmade)
+                "no claim was created from the template of {}, as when kube-controller-manager has {GATE} off",
+                some(&unmade)
             ),
             format!(
                 "check that the template exists; otherwise start kube-controller-manager with --feature-gates={GATE}=true"
@@ -248,8 +247,8 @@ fn is_late(pod: &Pod, now: Timestamp) -> bool {
 }
 
 /// Lists the first names and counts the rest.
-pub(super) fn some(names: &[&str]) -> String {
-    let mut names: Vec<&str> = names.to_vec();
+pub(super) fn some<T: AsRef<str>>(names: &[T]) -> String {
+    let mut names: Vec<&str> = names.iter().map(AsRef::as_ref).collect();
     names.dedup();
     let shown = names
         .iter()

@@ -3,11 +3,13 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::explain::NodeVerdict;
 use crate::cli::objects::{PartialContainer, PartialPod};
+use crate::core::structured;
 
 /// Reason for a pod that kubelet rejects because its devices are unavailable (`pkg/kubelet/lifecycle/predicate.go`).
 const NOT_ADMITTED: &str = "UnexpectedAdmissionError";
@@ -95,8 +97,16 @@ fn limits(container: &PartialContainer) -> impl Iterator<Item = (String, u64)> {
         .as_ref()
         .and_then(|resources| resources.limits.as_ref());
     let extended = limits.into_iter().flatten().filter(|(name, _)| is_extended(name));
-    // The amount of an extended resource is always an integer.
-    extended.map(|(name, amount)| (name.clone(), amount.0.parse().unwrap_or_default()))
+    extended.map(|(name, amount)| (name.clone(), number(amount)))
+}
+
+/// The amount of an extended resource, which is an integer. The API server stores 1000 as `1k`.
+fn number(amount: &Quantity) -> u64 {
+    let amount = structured::Quantity::read(amount).map(|amount| amount.to_string());
+    amount
+        .ok()
+        .and_then(|amount| amount.parse().ok())
+        .unwrap_or_default()
 }
 
 /// Mirrors `IsExtendedResourceName` in `pkg/apis/core/v1/helper`.
@@ -241,10 +251,7 @@ fn waiting(
 fn offers<'a>(node: &'a Node, resource: &str) -> Option<(&'a str, u64)> {
     let allocatable = node.status.as_ref()?.allocatable.as_ref()?;
     let amount = allocatable.get(resource)?;
-    Some((
-        node.metadata.name.as_deref().unwrap_or_default(),
-        amount.0.parse().unwrap_or_default(),
-    ))
+    Some((node.metadata.name.as_deref().unwrap_or_default(), number(amount)))
 }
 
 /// Sums the amount that the pods on a node use.
@@ -314,6 +321,18 @@ mod tests {
         verdicts
             .map(|verdict| (verdict.node.as_str(), verdict.reason.as_deref()))
             .collect()
+    }
+
+    #[test]
+    fn amounts_are_quantities() {
+        let large = asking("1k", None, "Pending");
+        assert_eq!(wanted(&large), BTreeMap::from([(RESOURCE.to_owned(), 1000)]));
+        let explanation = one(&large, &[node("a", "2k"), node("b", "999")], Some(&[]));
+        assert_eq!(explanation.amount, 1000);
+        assert_eq!(
+            reasons(&explanation),
+            [("a", None), ("b", Some("0 of 999 in use"))]
+        );
     }
 
     #[test]

@@ -73,7 +73,7 @@ pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFac
             Some(node) if node.uid != spec.node_uid => findings.push(DoctorFinding::problem(
                 check,
                 format!("the inventory of node {name} is of an earlier node of that name"),
-                "restart the companion there: it has not noticed that the node was made again",
+                "restart the companion there: it has not noticed that the Node was recreated",
             )),
             Some(_) => {}
         }
@@ -95,11 +95,15 @@ pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFac
                     device.name,
                     device.unhealthy.as_deref().unwrap_or_default()
                 ),
-                "look after the device; it is given out again when it is well",
+                "repair or reconnect the device; it is allocated again once it is healthy",
             ));
         }
         if spec.devices.is_empty() {
-            findings.push(without_device(name));
+            findings.push(DoctorFinding::warning(
+                check,
+                format!("node {name} has no device of any kind"),
+                "`drayman node discover` there says why each candidate was not taken",
+            ));
         }
     }
     findings.push(if ready == 0 {
@@ -110,15 +114,6 @@ pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFac
     });
     findings.extend(without(inventories, driver, nodes));
     findings
-}
-
-/// Reports a node whose companion has no device.
-pub(super) fn without_device(node: &str) -> DoctorFinding {
-    DoctorFinding::warning(
-        "nodes",
-        format!("node {node} has no device of any kind"),
-        "`drayman node discover` there says why each candidate was not taken",
-    )
 }
 
 /// Reports that no node offers devices.
@@ -175,7 +170,7 @@ pub(super) fn without_companion(with: &BTreeSet<&str>, nodes: &[NodeFacts]) -> O
     Some(DoctorFinding::note(
         "nodes",
         format!(
-            "{} of {} nodes have no companion: {names}; the chart's node.nodeSelector says where it runs, and this may be meant so",
+            "{} of {} nodes have no companion: {names}; the chart's node.nodeSelector says where it runs, and this may be intended",
             lack.len(),
             nodes.len()
         ),

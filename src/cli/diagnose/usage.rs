@@ -2,11 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use k8s_openapi::api::resource::v1;
 use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::qualified_name;
+use super::structured::devices::pods;
 use crate::api::resource::{Pod, ResourceClaim, ResourceClaimTemplate, ResourceClass, finalizer_of};
+use crate::core::structured::holdings::results;
 
 /// An object that depends on classic DRA.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
@@ -147,18 +150,31 @@ pub fn held_by(driver: &str, claims: &[ResourceClaim]) -> Vec<Dependent> {
     claims.iter().filter(holds).map(dependent).collect()
 }
 
+/// Lists claims of structured mode with devices of `driver`: without its companions, kubelet cannot end their pods.
+pub fn allocated_from(driver: &str, claims: &[v1::ResourceClaim]) -> Vec<Dependent> {
+    let has_device = |claim: &&v1::ResourceClaim| results(claim).any(|result| result.driver == driver);
+    let dependent = |claim: &v1::ResourceClaim| Dependent {
+        kind: "ResourceClaim",
+        name: qualified_name(claim),
+        driver: Some(driver.to_owned()),
+        standing: allocated(&pods(claim)),
+    };
+    claims.iter().filter(has_device).map(dependent).collect()
+}
+
 fn standing(claim: &ResourceClaim) -> String {
-    let pods: Vec<&str> = claim
-        .status
-        .reserved_for
-        .iter()
-        .map(|user| user.name.as_str())
-        .collect();
-    match (&claim.status.allocation, pods.as_slice()) {
-        (Some(_), []) => "allocated, used by no pod".to_owned(),
-        (Some(_), [one]) => format!("allocated, used by pod {one}"),
-        (Some(_), pods) => format!("allocated, used by pods {}", pods.join(", ")),
-        (None, _) => "not allocated".to_owned(),
+    let users = claim.status.reserved_for.iter();
+    match &claim.status.allocation {
+        Some(_) => allocated(&users.map(|user| user.name.clone()).collect::<Vec<_>>()),
+        None => "not allocated".to_owned(),
+    }
+}
+
+fn allocated(pods: &[String]) -> String {
+    match pods {
+        [] => "allocated, used by no pod".to_owned(),
+        [one] => format!("allocated, used by pod {one}"),
+        pods => format!("allocated, used by pods {}", pods.join(", ")),
     }
 }
 

@@ -1,5 +1,6 @@
 //! `drayman devices`: lists every device, its state and its holders.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
@@ -9,7 +10,7 @@ use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::Client;
 
 use super::kubectl_flags::KubectlFlags;
-use super::read::{Namespaces, ServedApi};
+use super::read::{ClaimScope, Namespaces, ServedApi};
 use super::selector::AttributeSelector;
 use super::{candidates, read, watch};
 use crate::api::crd::{Mode, NodeInventory};
@@ -75,14 +76,12 @@ impl Namespace {
         }
     }
 
-    /// Keeps the devices that claims in the namespace hold.
-    fn retain(&self, table: &mut DeviceTable) {
-        if let Some(namespace) = &self.namespace {
+    /// Whether a claim in the namespace holds the device; true without a namespace.
+    fn has(&self, device: &DeviceRow) -> bool {
+        self.namespace.as_ref().is_none_or(|namespace| {
             let is_in = |claim: &str| claim.split_once('/').is_some_and(|(of, _)| of == namespace);
-            table
-                .devices
-                .retain(|device| device.holders.iter().any(|holder| is_in(&holder.claim)));
-        }
+            device.holders.iter().any(|holder| is_in(&holder.claim))
+        })
     }
 }
 
@@ -99,8 +98,8 @@ impl clap::ValueEnum for DeviceState {
 /// Prints the table.
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     let cluster = &arguments.cluster;
-    let mut answer = read_all(cluster, |context| arguments.namespace.of_context(context))?;
-    arguments.retain(&mut answer);
+    let (mut all, scope) = read_all(cluster, |context| arguments.namespace.of_context(context))?;
+    let answer = arguments.retain(all.clone());
     if answer.devices.is_empty() {
         eprintln!("{}", arguments.nothing_found());
     }
@@ -108,11 +107,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     if arguments.watch {
         block_on(async {
             let client = cluster.connect_for_watches().await?;
-            let namespace = arguments.namespace.namespace.as_deref();
-            watch::devices(&client, &cluster.driver.name, namespace, |mut table| {
-                arguments.retain(&mut table);
-                let changed = table.changed_since(&answer);
-                answer = table;
+            watch::devices(&client, &cluster.driver.name, &scope, |table| {
+                let changed = arguments.changes(&all, &table);
+                all = table;
                 if changed.devices.is_empty() {
                     return Ok(());
                 }
@@ -125,20 +122,39 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
 }
 
 impl Arguments {
-    fn retain(&self, table: &mut DeviceTable) {
-        self.namespace.retain(table);
+    fn selects(&self, device: &DeviceRow) -> bool {
         let driver = &self.cluster.driver.name;
-        table.devices.retain(|device| {
-            let is =
-                |wanted: &Option<String>, found: &str| wanted.as_deref().is_none_or(|wanted| wanted == found);
-            is(&self.node, &device.node)
-                && is(&self.kind, &device.kind)
-                && self.state.is_none_or(|wanted| wanted == device.state)
-                && self
-                    .selector
-                    .as_ref()
-                    .is_none_or(|selector| selector.matches(driver, &device.attributes))
+        let is =
+            |wanted: &Option<String>, found: &str| wanted.as_deref().is_none_or(|wanted| wanted == found);
+        self.namespace.has(device)
+            && is(&self.node, &device.node)
+            && is(&self.kind, &device.kind)
+            && self.state.is_none_or(|wanted| wanted == device.state)
+            && self
+                .selector
+                .as_ref()
+                .is_none_or(|selector| selector.matches(driver, &device.attributes))
+    }
+
+    fn retain(&self, mut table: DeviceTable) -> DeviceTable {
+        table.devices.retain(|device| self.selects(device));
+        table
+    }
+
+    /// The rows that changed, of devices that were or are selected.
+    fn changes(&self, before: &DeviceTable, after: &DeviceTable) -> DeviceTable {
+        let were: BTreeSet<(&str, String)> = before
+            .devices
+            .iter()
+            .filter(|device| self.selects(device))
+            .map(|device| (device.node_uid.as_str(), device.name()))
+            .collect();
+        let mut changed = after.changed_since(before);
+        changed.devices.retain(|device| {
+            were.contains(&(device.node_uid.as_str(), device.name()))
+                || (device.state != DeviceState::Gone && self.selects(device))
         });
+        changed
     }
 
     fn nothing_found(&self) -> String {
@@ -165,7 +181,7 @@ impl Arguments {
 pub(super) fn read_all(
     cluster: &KubectlFlags,
     namespaces: impl FnOnce(String) -> Namespaces,
-) -> Result<DeviceTable, Error> {
+) -> Result<(DeviceTable, ClaimScope), Error> {
     choose_tls_provider();
     block_on(async {
         let (client, context_namespace) = cluster.connect().await?;
@@ -173,29 +189,25 @@ pub(super) fn read_all(
     })
 }
 
-async fn read_table(client: &Client, driver: &str, namespaces: &Namespaces) -> Result<DeviceTable, Error> {
-    let (table, read_namespace) = match read::api(client).await? {
+async fn read_table(
+    client: &Client,
+    driver: &str,
+    namespaces: &Namespaces,
+) -> Result<(DeviceTable, ClaimScope), Error> {
+    let (table, scope) = match read::api(client).await? {
         ServedApi::Structured => {
             let slices: Vec<ResourceSlice> = read::all(client).await?;
             let claims = read::served_claims(client, namespaces).await?;
             let table = structured::devices::devices(driver, &slices, &claims.items);
-            let inventories = read::inventories_of_structured_mode(client).await?;
-            let unclaimed = devices(driver, &inventories, &[]);
-            (
-                structured::devices::with_inventories(table, unclaimed),
-                claims.namespace,
-            )
+            (table, claims.scope)
         }
         ServedApi::Classic => {
             let inventories: Vec<NodeInventory> = read::all(client).await?;
             let claims = read::claims(client, namespaces).await?;
-            (devices(driver, &inventories, &claims.items), claims.namespace)
+            (devices(driver, &inventories, &claims.items), claims.scope)
         }
     };
-    Ok(match read_namespace {
-        None => table,
-        Some(namespace) => table.of_namespace(&namespace),
-    })
+    Ok((scope.limit(table), scope))
 }
 
 impl Printable for DeviceTable {
@@ -261,13 +273,7 @@ fn wide_cells(device: &DeviceRow) -> Vec<String> {
 
 /// Returns the device's mode, in the configuration's spelling.
 pub(super) fn api(device: &DeviceRow) -> &'static str {
-    match device.mode {
-        Some(Mode::Claims) => "claims",
-        Some(Mode::ExtendedResource) => "extended-resource",
-        Some(Mode::Both) => "both",
-        Some(Mode::Unknown) => "of a newer release",
-        None => "",
-    }
+    device.mode.map_or("", Mode::name)
 }
 
 /// Returns the coloured state.
@@ -292,6 +298,18 @@ mod tests {
     const CLAIMS: &str = "/apis/resource.k8s.io/v1/resourceclaims";
     const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
 
+    fn arguments(flags: &[&str]) -> Arguments {
+        #[derive(clap::Parser)]
+        struct Program {
+            #[command(flatten)]
+            arguments: Arguments,
+        }
+        let flags = ["devices"].iter().chain(flags);
+        <Program as clap::Parser>::try_parse_from(flags)
+            .unwrap()
+            .arguments
+    }
+
     fn or_shop() -> Namespaces {
         Namespaces::AllOr("shop".to_owned())
     }
@@ -301,7 +319,7 @@ mod tests {
         let server = Server::structured()
             .with(SLICES, &[slice("node-a", json!([camera("a"), camera("b")]))])
             .with(CLAIMS, &[held("one", "node-a", &["b"])]);
-        let table = read_table(&server.client(), DRIVER, &or_shop()).await.unwrap();
+        let (table, _) = read_table(&server.client(), DRIVER, &or_shop()).await.unwrap();
         assert_eq!(
             table.text(Style {
                 wide: true,
@@ -322,9 +340,10 @@ mod tests {
                 "/apis/resource.k8s.io/v1/namespaces/shop/resourceclaims",
                 &[held("one", "node-a", &["b"])],
             );
-        let table = read_table(&server.clone().client(), DRIVER, &or_shop())
+        let (table, scope) = read_table(&server.clone().client(), DRIVER, &or_shop())
             .await
             .unwrap();
+        assert_eq!(scope, ClaimScope::Namespace("shop".to_owned()));
         let states: Vec<DeviceState> = table.devices.iter().map(|row| row.state).collect();
         assert_eq!(states, [DeviceState::Unknown, DeviceState::Held]);
         let refused = read_table(&server.client(), DRIVER, &Namespaces::All).await;
@@ -337,15 +356,10 @@ mod tests {
         let server = Server::structured()
             .with(SLICES, &[slice("node-a", json!([camera("a"), camera("b")]))])
             .with(claims, &[held("one", "node-a", &["b"])]);
-        let of = |namespace: &str| Namespace {
-            namespace: Some(namespace.to_owned()),
-            all_namespaces: false,
-        };
-        let namespaces = of("shop").of_context("other".to_owned());
-        let table = read_table(&server.client(), DRIVER, &namespaces).await.unwrap();
+        let namespaces = Namespaces::One("shop".to_owned());
+        let (table, _) = read_table(&server.client(), DRIVER, &namespaces).await.unwrap();
         for (namespace, expected) in [("shop", vec!["node-a/b"]), ("sho", vec![])] {
-            let mut table = table.clone();
-            of(namespace).retain(&mut table);
+            let table = arguments(&["-n", namespace]).retain(table.clone());
             assert_eq!(table.names(), expected, "{namespace}");
         }
     }
@@ -357,32 +371,36 @@ mod tests {
             let server = Server::structured()
                 .with(SLICES, &[slice("node-a", json!(devices))])
                 .with(CLAIMS, claims);
-            read_table(&server.client(), DRIVER, &Namespaces::All)
-                .await
-                .unwrap()
+            let table = read_table(&server.client(), DRIVER, &Namespaces::All).await;
+            table.unwrap().0
         };
         let before = read(&all[..2], &[]).await;
         let after = read(&all[1..], &[held("one", "node-a", &["b"])]).await;
-        let changed: Vec<_> = after.changed_since(&before).devices;
-        let changed: Vec<_> = changed
-            .iter()
-            .map(|row| (row.device.as_str(), row.state))
-            .collect();
-        assert_eq!(
-            changed,
-            [
-                ("b", DeviceState::Held),
-                ("c", DeviceState::Free),
-                ("a", DeviceState::Gone)
-            ]
-        );
-        assert!(after.changed_since(&after).devices.is_empty());
+        let printed = |flags: &[&str], before: &DeviceTable, after: &DeviceTable| {
+            let changed = arguments(flags).changes(before, after).devices.into_iter();
+            changed.map(|row| (row.device, row.state)).collect::<Vec<_>>()
+        };
+        let row = |device: &str, state| (device.to_owned(), state);
+        let [a, b, c] = [
+            row("a", DeviceState::Gone),
+            row("b", DeviceState::Held),
+            row("c", DeviceState::Free),
+        ];
+        assert_eq!(printed(&[], &before, &after), [b.clone(), c.clone(), a.clone()]);
+        assert!(printed(&[], &after, &after).is_empty());
+        // A device that leaves the selection is printed as it is now.
+        assert_eq!(printed(&["--state", "Held"], &before, &after), [b.clone()]);
+        assert_eq!(printed(&["--state", "Free"], &before, &after), [b, c, a.clone()]);
+        let freed = row("b", DeviceState::Free);
+        assert_eq!(printed(&["--state", "Held"], &after, &before), [freed.clone()]);
+        assert_eq!(printed(&["-n", "shop"], &after, &before), [freed]);
+        assert!(printed(&["-n", "other"], &after, &before).is_empty());
     }
 
     #[tokio::test]
     async fn a_cluster_without_v1_is_read_as_before() {
         let server = Server::default().with("/apis/drayman.dev/v1alpha1/nodeinventories", &[]);
-        let table = read_table(&server.client(), DRIVER, &or_shop()).await.unwrap();
-        assert_eq!(table, DeviceTable::default());
+        let answer = read_table(&server.client(), DRIVER, &or_shop()).await.unwrap();
+        assert_eq!(answer, (DeviceTable::default(), ClaimScope::NotServed));
     }
 }

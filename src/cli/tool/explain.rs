@@ -20,7 +20,7 @@ use self::answer::{
     Explained, ObjectArgument, about_claim, about_pod, events, explain_limits, pod_answer, scheduler_says,
 };
 use super::kubectl_flags::KubectlFlags;
-use super::read::Namespaces;
+use super::read::{ClaimScope, Namespaces};
 use super::{candidates, read};
 use crate::api::crd::{DeviceClassParameters, NodeInventory};
 use crate::api::resource::{Pod, PodResourceClaim, PodSchedulingContext, ResourceClaim, ResourceClass};
@@ -176,7 +176,7 @@ impl Reading<'_> {
                     .collect();
             }
             let judged_by_driver = evaluations.iter().all(|evaluation| evaluation.wants.is_some());
-            if self.claims.namespace.is_some() || !judged_by_driver {
+            if matches!(self.claims.scope, ClaimScope::Namespace(_)) || !judged_by_driver {
                 ask_controller(&mut evaluations, &found, context);
             }
         }

@@ -7,20 +7,20 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::kubectl_flags::KubectlFlags;
-use super::read;
-use crate::cli::diagnose::usage::{Dependent, Objects, dependents, held_by};
+use super::read::{self, ServedApi};
+use crate::cli::diagnose::usage::{Dependent, Objects, allocated_from, dependents, held_by};
 use crate::cli::error::Error;
 use crate::cli::output::{OutputFlags, Printable, Style, row, table};
 use crate::cli::runtime::{block_on, choose_tls_provider};
 
 /// List objects that still use classic Dynamic Resource Allocation
 ///
-/// Delete these objects before you disable resource.k8s.io/v1alpha2 or upgrade to Kubernetes 1.32, which removed it; otherwise
-/// claims keep finalizers that no controller removes. Covers all drivers, or one with --this-driver. Evicts and deletes nothing.
+/// Delete these objects before you disable resource.k8s.io/v1alpha2 or upgrade to Kubernetes 1.31 or later, which does not serve
+/// it; otherwise claims keep finalizers that no controller removes. Covers all drivers, or one with --this-driver. Evicts and deletes nothing.
 /// Exit code 0 if nothing is left, 1 if something is left, 3 if the API is not served.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Arguments {
-    /// List only claims that hold devices of this driver; delete them before you uninstall it
+    /// List only claims that hold devices of this driver, in structured mode, too; delete them before you uninstall it
     #[arg(long)]
     this_driver: bool,
 
@@ -104,8 +104,11 @@ async fn of_everybody(client: &Client) -> Result<Vec<Dependent>, Error> {
     }))
 }
 
-/// Reads only claims, so that the controller's permissions suffice. Returns none if the API is not served.
+/// Reads only claims, so that the controller's permissions suffice. Returns none if no API of claims is served.
 async fn of_this_driver(client: &Client, driver: &str) -> Result<Vec<Dependent>, Error> {
+    if read::api(client).await? == ServedApi::Structured {
+        return Ok(allocated_from(driver, &read::all(client).await?));
+    }
     match read::all(client).await {
         Ok(claims) => Ok(held_by(driver, &claims)),
         Err(error) if read::is_not_served(&error) => Ok(Vec::new()),
@@ -139,4 +142,31 @@ fn text_of_this_driver(style: Style, driver: &str, left: &[Dependent]) -> String
             "\nDelete the pods that use these claims, then the remaining claims, and wait until all are gone. Then uninstall \
              driver {driver}.\n"
         )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::diagnose::structured::tests::{DRIVER, held};
+    use crate::cli::tool::mock::Server;
+
+    #[tokio::test]
+    async fn claims_of_structured_mode_hold_the_driver() {
+        let claims = "/apis/resource.k8s.io/v1/resourceclaims";
+        let server = Server::structured().with(claims, &[held("one", "node-a", &["a", "b"])]);
+        let names = async |driver: &str| {
+            let left = of_this_driver(&server.clone().client(), driver).await;
+            let left = left.unwrap().into_iter();
+            left.map(|claim| (claim.name, claim.standing)).collect::<Vec<_>>()
+        };
+        let one = ("shop/one".to_owned(), "allocated, used by pod till".to_owned());
+        assert_eq!(names(DRIVER).await, [one]);
+        assert!(names("other.example").await.is_empty());
+    }
+
+    #[tokio::test]
+    async fn without_an_api_of_claims_nothing_is_left() {
+        let left = of_this_driver(&Server::default().client(), DRIVER).await;
+        assert!(left.unwrap().is_empty());
+    }
 }

@@ -8,8 +8,8 @@ use kube::api::ListParams;
 use kube::{Client, Resource};
 use serde::de::DeserializeOwned;
 
-use crate::api::crd::NodeInventory;
 use crate::api::resource::{GROUP, ResourceClaim, ResourceClass};
+use crate::cli::diagnose::devices::DeviceTable;
 use crate::cli::error::Error;
 
 /// Page size of lists.
@@ -79,13 +79,34 @@ pub(super) enum Namespaces {
     One(String),
 }
 
+/// Whose claims were read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum ClaimScope {
+    /// Those of all namespaces.
+    All,
+    /// Those of one namespace.
+    Namespace(String),
+    /// None: the API is not served.
+    NotServed,
+}
+
+impl ClaimScope {
+    /// Adjusts the states of devices that claims of other namespaces may hold.
+    pub(super) fn limit(&self, table: DeviceTable) -> DeviceTable {
+        match self {
+            Self::Namespace(namespace) => table.of_namespace(namespace),
+            Self::All | Self::NotServed => table,
+        }
+    }
+}
+
 /// The claims that the user may read.
 #[derive(Clone, Debug)]
 pub(super) struct ClaimList<K = ResourceClaim> {
     /// The claims.
     pub(super) items: Vec<K>,
-    /// The only namespace read.
-    pub(super) namespace: Option<String>,
+    /// Whose claims they are.
+    pub(super) scope: ClaimScope,
 }
 
 /// Lists claims, none if the API is not served, which is noted on stderr.
@@ -98,7 +119,7 @@ pub(super) async fn claims(client: &Client, namespaces: &Namespaces) -> Result<C
             );
             Ok(ClaimList {
                 items: Vec::new(),
-                namespace: None,
+                scope: ClaimScope::NotServed,
             })
         }
         claims => claims,
@@ -123,7 +144,7 @@ where
             (items, _) => {
                 return Ok(ClaimList {
                     items: items?,
-                    namespace: None,
+                    scope: ClaimScope::All,
                 });
             }
         },
@@ -131,7 +152,7 @@ where
     let api = kube::Api::<K>::namespaced(client.clone(), namespace);
     Ok(ClaimList {
         items: list(&api, ListParams::default()).await?,
-        namespace: Some(namespace.clone()),
+        scope: ClaimScope::Namespace(namespace.clone()),
     })
 }
 
@@ -140,21 +161,6 @@ pub(super) async fn classes(client: &Client) -> Result<Vec<ResourceClass>, Error
     match all(client).await {
         Err(error) if is_not_served(&error) => Ok(Vec::new()),
         classes => classes,
-    }
-}
-
-/// Lists the inventories of a cluster in structured mode, which needs none: extended resources are in them. Returns none if the kind is
-/// not defined, or if the user may not list it, which is noted on stderr.
-pub(super) async fn inventories_of_structured_mode(client: &Client) -> Result<Vec<NodeInventory>, Error> {
-    match all(client).await {
-        Err(error) if is_not_served(&error) => Ok(Vec::new()),
-        Err(error) if is_forbidden(&error) => {
-            eprintln!(
-                "note: you may not list nodeinventories; devices that are extended resources only are not shown"
-            );
-            Ok(Vec::new())
-        }
-        inventories => inventories,
     }
 }
 

@@ -10,62 +10,56 @@ use kube::runtime::{WatchStreamExt as _, watcher};
 use kube::{Api, Client, Resource};
 use serde::de::DeserializeOwned;
 
-use super::read;
+use super::read::{self, ClaimScope};
 use crate::api::crd::NodeInventory;
 use crate::api::resource::ResourceClaim;
 use crate::cli::diagnose::devices::{DeviceTable, devices as of_inventories};
 use crate::cli::diagnose::structured;
 use crate::cli::error::Error;
 
-/// Calls `changed` with all devices of the driver after each change, until it fails. Reads claims in all namespaces, or in one.
+/// Calls `changed` with all devices of the driver after each change, until it fails.
 pub(super) async fn devices(
     client: &Client,
     driver: &str,
-    namespace: Option<&str>,
+    scope: &ClaimScope,
     mut changed: impl FnMut(DeviceTable) -> Result<(), Error>,
 ) -> Result<(), Error> {
-    let mut changed = |table: DeviceTable| {
-        changed(match namespace {
-            Some(namespace) => table.of_namespace(namespace),
-            None => table,
-        })
-    };
     match read::api(client).await? {
         read::ServedApi::Structured => {
-            let inventories = read::inventories_of_structured_mode(client).await?;
-            let unclaimed = of_inventories(driver, &inventories, &[]);
             let slices = Api::<v1::ResourceSlice>::all(client.clone());
-            both(slices, claims(client, namespace), |slices, claims| {
-                let table = structured::devices::devices(driver, &slices, &claims);
-                changed(structured::devices::with_inventories(table, unclaimed.clone()))
+            both(slices, claims(client, scope), |slices, claims| {
+                changed(scope.limit(structured::devices::devices(driver, &slices, &claims)))
             })
             .await
         }
         read::ServedApi::Classic => {
             let inventories = Api::<NodeInventory>::all(client.clone());
-            let claims = claims::<ResourceClaim>(client, namespace);
+            let claims = claims::<ResourceClaim>(client, scope);
             both(inventories, claims, |inventories, claims| {
-                changed(of_inventories(driver, &inventories, &claims))
+                changed(scope.limit(of_inventories(driver, &inventories, &claims)))
             })
             .await
         }
     }
 }
 
-fn claims<K>(client: &Client, namespace: Option<&str>) -> Api<K>
+/// The claims to follow; none if their API is not served.
+fn claims<K>(client: &Client, scope: &ClaimScope) -> Option<Api<K>>
 where
     K: Resource<DynamicType = (), Scope = NamespaceResourceScope>,
 {
-    match namespace {
-        Some(namespace) => Api::namespaced(client.clone(), namespace),
-        None => Api::all(client.clone()),
+    match scope {
+        ClaimScope::All => Some(Api::all(client.clone())),
+        ClaimScope::Namespace(namespace) => Some(Api::namespaced(client.clone(), namespace)),
+        ClaimScope::NotServed => None,
     }
 }
 
-/// Calls `changed` with the objects of two kinds, once both have been listed, and after each change.
+/// Calls `changed` with the objects of two kinds, once both have been listed, and after each change. Without an API of the second kind, there
+/// are none of it.
 async fn both<A, B>(
     of_a: Api<A>,
-    of_b: Api<B>,
+    of_b: Option<Api<B>>,
     mut changed: impl FnMut(Vec<A>, Vec<B>) -> Result<(), Error>,
 ) -> Result<(), Error>
 where
@@ -73,14 +67,16 @@ where
     B: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
 {
     let (a, a_changes) = followed(of_a);
-    let (b, b_changes) = followed(of_b);
+    let (b, b_changes) = of_b.map(followed).unzip();
+    let b_changes = futures::stream::iter(b_changes).flatten();
     // What arrives together is one change.
     let mut events = std::pin::pin!(futures::stream::select(a_changes, b_changes).ready_chunks(1000));
     while let Some(chunk) = events.next().await {
         for error in chunk.into_iter().filter_map(Result::err) {
             eprintln!("note: {error}; trying again");
         }
-        if let (Some(a), Some(b)) = (listed(&a), listed(&b)) {
+        let all_of_b = b.as_ref().map_or_else(|| Some(Vec::new()), listed);
+        if let (Some(a), Some(b)) = (listed(&a), all_of_b) {
             changed(a, b)?;
         }
     }

@@ -40,7 +40,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     let (node, device) = split(&arguments.device);
     let namespace = arguments.namespace.clone();
     let namespaces = |context| Namespaces::AllOr(namespace.unwrap_or(context));
-    let all = read_all(&arguments.cluster, namespaces)?.devices;
+    let (all, _) = read_all(&arguments.cluster, namespaces)?;
+    let all = all.devices;
     let rows: Vec<_> = all
         .iter()
         .filter(|row| arguments.device == row.device || (node == Some(&row.node) && row.device == device))
@@ -132,7 +133,7 @@ fn no_such(driver: &str, all: &[DeviceRow], asked: &str) -> String {
 fn text(row: &DeviceRow) -> String {
     let mut lines = vec![
         format!("Device:   {}/{}", row.node, row.device),
-        format!("Kind:     {}", row.kind),
+        format!("Kind:     {}", one_line(&row.kind)),
         format!("State:    {}", state(row.state)),
     ];
     if let Some(cause) = &row.cause {
@@ -160,7 +161,7 @@ fn text(row: &DeviceRow) -> String {
         let pods = if holder.pods.is_empty() {
             "used by no pod".to_owned()
         } else {
-            format!("used by {}", holder.pods.join(", "))
+            format!("used by {}", one_line(&holder.pods.join(", ")))
         };
         lines.push(format!(
             "Held by:  ResourceClaim {} (request {}), {pods}",

@@ -21,7 +21,7 @@ use crate::core::discovery::Devices;
 use crate::core::names::short_hash;
 pub(in crate::core) use render::metadata_attributes;
 pub use render::{
-    DEVICES_MAX, DEVICES_WITH_TAINTS_MAX, Features, KIND, Omission, Omitted, SHARES, UNHEALTHY,
+    DEVICES_MAX, DEVICES_WITH_TAINTS_MAX, Features, KIND, MODE, Omission, Omitted, SHARES, UNHEALTHY,
 };
 use render::{has_shares, render};
 

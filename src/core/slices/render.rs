@@ -8,13 +8,15 @@ use k8s_openapi::api::resource::v1::{
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use semver::Version;
 
-use crate::api::crd::{self, AttributeValue, DeviceAttributes};
+use crate::api::crd::{self, AttributeValue, DeviceAttributes, Mode};
 use crate::core::discovery::Devices;
 use crate::core::discovery::attributes::{NUMA_NODE, importance};
 use crate::core::names::is_dns_subdomain;
 
 /// Attribute with the kind of a device.
 pub const KIND: &str = "drayman.dev/kind";
+/// Attribute with the mode of a device that is an extended resource, too. Only for the commands: other devices do not have it.
+pub const MODE: &str = "drayman.dev/mode";
 /// Taint of an unhealthy device, and attribute with the cause, shortened; absent if the device is healthy.
 pub const UNHEALTHY: &str = "drayman.dev/unhealthy";
 /// The capacity of a device with shares, of which each claim takes one.
@@ -197,6 +199,9 @@ pub(in crate::core) fn metadata_attributes(device: &crd::Device) -> DeviceAttrib
 /// shortened one would match other devices.
 fn attributes(device: &crd::Device, room: usize, longest: usize) -> BTreeMap<String, DeviceAttribute> {
     let mut attributes = BTreeMap::from([(KIND.to_owned(), text(&device.kind))]);
+    if device.mode == Mode::Both {
+        attributes.insert(MODE.to_owned(), text(device.mode.name()));
+    }
     if let Some(why) = &device.unhealthy {
         attributes.insert(UNHEALTHY.to_owned(), text(beginning(why)));
     }
@@ -287,7 +292,6 @@ fn is_attribute_name(name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::api::crd::Mode;
 
     const ALL: Features = Features {
         taints: true,
@@ -399,6 +403,17 @@ mod tests {
             .into_iter()
             .collect()
         );
+    }
+
+    #[test]
+    fn only_a_device_of_mode_both_names_its_mode() {
+        for (mode, expected) in [(Mode::Claims, None), (Mode::Both, Some("both"))] {
+            let device = crd::Device { mode, ..camera() };
+            let (rendered, _) = render(&one(device), ALL);
+            let attribute = rendered[0].attributes.as_ref().unwrap().get(MODE);
+            let found = attribute.and_then(|attribute| attribute.string.as_deref());
+            assert_eq!(found, expected);
+        }
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use k8s_openapi::api::resource::v1::{Device, ResourceClaim, ResourceSlice};
 use kube::ResourceExt as _;
 
-use super::{SHARES, UNHEALTHY, kind, shares, text, value};
+use super::{MODE, SHARES, UNHEALTHY, kind, shares, text, value};
 use crate::api::crd::Mode;
 use crate::cli::diagnose::devices::{DeviceHolder, DeviceRow, DeviceState, DeviceTable};
 use crate::cli::diagnose::qualified_name;
@@ -21,7 +21,8 @@ pub fn devices(driver: &str, slices: &[ResourceSlice], claims: &[ResourceClaim])
             for device in slice.spec.devices.iter().flatten() {
                 let id = DeviceId::new(driver, pool.name, &device.name);
                 let usage = holdings.get(&id);
-                let (state, cause) = state(device, usage, &pool.state);
+                let mode = mode(device);
+                let (state, cause) = state(device, mode, usage, &pool.state);
                 let node = slice.spec.node_name.as_ref().or(device.node_name.as_ref());
                 let holders = holders(usage);
                 table.devices.push(DeviceRow {
@@ -30,7 +31,7 @@ pub fn devices(driver: &str, slices: &[ResourceSlice], claims: &[ResourceClaim])
                     device: device.name.clone(),
                     kind: kind(device).to_owned(),
                     driver: driver.to_owned(),
-                    mode: Some(Mode::Claims),
+                    mode: Some(mode),
                     state,
                     cause,
                     shares: number_of_shares(device, &holders),
@@ -60,33 +61,21 @@ pub fn devices(driver: &str, slices: &[ResourceSlice], claims: &[ResourceClaim])
     table
 }
 
-/// Adds devices that only inventories list: those that are extended resources, and those that companions leave out of slices.
-/// `inventoried` is the table of the inventories without claims.
-#[must_use]
-pub fn with_inventories(mut table: DeviceTable, inventoried: DeviceTable) -> DeviceTable {
-    for mut row in inventoried.devices {
-        let is_same = |other: &&mut DeviceRow| {
-            other.node == row.node && other.device == row.device && other.mode.is_some()
-        };
-        if let Some(listed) = table.devices.iter_mut().find(is_same) {
-            listed.mode = row.mode;
-            if listed.state == DeviceState::Free && row.mode == Some(Mode::Both) {
-                listed.state = DeviceState::NotClaimed;
-            }
-            continue;
-        }
-        if row.mode == Some(Mode::Claims) && row.state == DeviceState::Free {
-            row.state = DeviceState::NotReady;
-            let cause = "no ResourceSlice lists it; without the gate DRAConsumableCapacity, companions leave out devices with shares";
-            row.cause = Some(cause.to_owned());
-        }
-        table.devices.push(row);
+/// The mode of a device. A slice lists only devices that serve claims, and names the mode only of those that are extended resources, too.
+fn mode(device: &Device) -> Mode {
+    match text(device, MODE) {
+        None => Mode::Claims,
+        Some(mode) if mode == Mode::Both.name() => Mode::Both,
+        Some(_) => Mode::Unknown,
     }
-    table.sort();
-    table
 }
 
-fn state(device: &Device, usage: Option<&Usage<'_>>, pool: &PoolState) -> (DeviceState, Option<String>) {
+fn state(
+    device: &Device,
+    mode: Mode,
+    usage: Option<&Usage<'_>>,
+    pool: &PoolState,
+) -> (DeviceState, Option<String>) {
     let taints = device.taints.iter().flatten();
     let mut preventing = taints.filter(|taint| matches!(taint.effect.as_str(), "NoSchedule" | "NoExecute"));
     let reason = text(device, UNHEALTHY);
@@ -105,7 +94,8 @@ fn state(device: &Device, usage: Option<&Usage<'_>>, pool: &PoolState) -> (Devic
             let taint = format!("{}{}:{}", taint.key, value.unwrap_or_default(), taint.effect);
             (DeviceState::Tainted, Some(format!("taint {taint}")))
         }
-        None => (DeviceState::Free, None),
+        None if mode == Mode::Claims => (DeviceState::Free, None),
+        None => (DeviceState::NotClaimed, None),
     }
 }
 
@@ -137,7 +127,7 @@ fn holders(usage: Option<&Usage<'_>>) -> Vec<DeviceHolder> {
 }
 
 /// Names of the pods that a claim is reserved for.
-pub(super) fn pods(claim: &ResourceClaim) -> Vec<String> {
+pub(in crate::cli::diagnose) fn pods(claim: &ResourceClaim) -> Vec<String> {
     let status = claim.status.iter();
     let consumers = status.flat_map(|status| status.reserved_for.iter().flatten());
     let pods = consumers.filter(|consumer| consumer.resource == "pods");

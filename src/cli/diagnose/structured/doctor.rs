@@ -9,7 +9,7 @@ use super::devices::node_uid;
 use super::{SHARES, UNHEALTHY, kind, text};
 use crate::cli::diagnose::doctor::DoctorFinding;
 use crate::cli::diagnose::gates::{GateState, some};
-use crate::cli::diagnose::nodes::{NodeFacts, without_companion, without_device, without_nodes};
+use crate::cli::diagnose::nodes::{NodeFacts, without_companion, without_nodes};
 use crate::core::allocation::inventory::Match;
 use crate::core::structured::{Evaluate, PoolState, all_pools};
 
@@ -96,7 +96,7 @@ pub fn dropped_fields(driver: &str, slices: &[ResourceSlice]) -> Vec<DoctorFindi
             format!(
                 "unhealthy devices have no taint, so that the scheduler allocates them: {}; the API server drops taints, so the gate \
                  DRADeviceTaints is off",
-                some_of(&untainted)
+                some(&untainted)
             ),
             "set the gate on in every API server; a companion that runs then writes its slices again",
         ));
@@ -112,7 +112,7 @@ pub fn dropped_fields(driver: &str, slices: &[ResourceSlice]) -> Vec<DoctorFindi
             format!(
                 "devices with shares go to one claim only: {}; the API server drops allowMultipleAllocations, so the gate \
                  DRAConsumableCapacity is off",
-                some_of(&unshared)
+                some(&unshared)
             ),
             "set the gate on in every API server; a companion that runs then writes its slices again",
         ));
@@ -138,11 +138,6 @@ fn devices<'a>(
 fn device_name(slice: &ResourceSlice, device: &Device) -> String {
     let node = slice.spec.node_name.as_ref().unwrap_or(&slice.spec.pool.name);
     format!("{node}/{}", device.name)
-}
-
-fn some_of(names: &[String]) -> String {
-    let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    some(&names)
 }
 
 /// Checks which classes select the devices of `driver`: classes that select nothing, and devices that no class selects.
@@ -219,7 +214,12 @@ pub fn classes(
             "create one: the chart does for each kind, and docs/operator/devices.md shows how; until then no claim can ask for them",
         ));
     }
-    if ours == 0 {
+    if ours == 0 && all.is_empty() {
+        findings.push(DoctorFinding::note(
+            check,
+            format!("no DeviceClass is for driver {driver}, and no node offers devices to claims; extended resources need neither"),
+        ));
+    } else if ours == 0 {
         findings.push(DoctorFinding::warning(
             check,
             format!("no DeviceClass is for driver {driver}"),
@@ -271,7 +271,7 @@ fn pools(driver: &str, slices: &[ResourceSlice], ours: &[&ResourceSlice]) -> Vec
                 format!(
                     "pool {name} is at generation {}, and older slices remain: {}",
                     pool.generation,
-                    some_of(&older)
+                    some(&older)
                 ),
                 "if it lasts: does the companion there run? It deletes older slices; without one, kubectl delete resourceslice",
             ));
@@ -317,10 +317,7 @@ fn owners(driver: &str, ours: &[&ResourceSlice], nodes: &[NodeFacts]) -> Vec<Doc
             findings.push(DoctorFinding::problem("driver name", message, fix));
         } else if owners.len() > 1 {
             let owners: Vec<String> = owners.iter().cloned().collect();
-            let message = format!(
-                "slices of node {node} have different owners: {}",
-                some_of(&owners)
-            );
+            let message = format!("slices of node {node} have different owners: {}", some(&owners));
             findings.push(DoctorFinding::problem("driver name", message, fix));
         }
     }
@@ -335,7 +332,7 @@ fn owners(driver: &str, ours: &[&ResourceSlice], nodes: &[NodeFacts]) -> Vec<Doc
                     "slices of node {} belong to an earlier node of that name",
                     node.name
                 ),
-                "restart the companion there: it has not noticed that the node was made again",
+                "restart the companion there: it has not noticed that the Node was recreated",
             ));
         }
     }
@@ -366,7 +363,7 @@ fn offers(driver: &str, slices: &[ResourceSlice], nodes: &[NodeFacts]) -> Vec<Do
             findings.push(DoctorFinding::warning(
                 check,
                 format!("device {} is unhealthy: {cause}", device_name(slice, device)),
-                "look after the device; it is given out again when it is well",
+                "repair or reconnect the device; it is allocated again once it is healthy",
             ));
         }
     }
@@ -378,7 +375,11 @@ fn offers(driver: &str, slices: &[ResourceSlice], nodes: &[NodeFacts]) -> Vec<Do
                 format!("if the node is gone for good: kubectl delete resourceslice --field-selector spec.nodeName={node},spec.driver={driver}"),
             ));
         } else if *number == 0 {
-            findings.push(without_device(node));
+            findings.push(DoctorFinding::warning(
+                check,
+                format!("node {node} offers no device to claims"),
+                "`drayman node discover` there says why each candidate was not taken; if all kinds there are extended resources, nothing is wrong",
+            ));
         }
     }
     if offered.is_empty() {

@@ -4,17 +4,15 @@ use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
 use serde_json::{Value, json};
 
-use super::devices::{devices, with_inventories};
+use super::devices::devices;
 use super::doctor::{GATES, classes, dropped_fields, gate, slices};
 use super::explain::{StructuredExplainInput, claim_of, explain, find, is_waiting, judge};
-use crate::api::crd::Mode;
-use crate::cli::diagnose::devices::{DeviceState, DeviceTable};
+use crate::cli::diagnose::devices::{DeviceRow, DeviceState, DeviceTable};
 use crate::cli::diagnose::doctor::{DoctorFinding, Level};
 use crate::cli::diagnose::explain::{ClaimExplanation, ClaimStep};
 use crate::cli::diagnose::gates::GateState;
 use crate::cli::diagnose::nodes::NodeFacts;
 use crate::cli::objects::PartialPod;
-use crate::core::allocation::tests::fixture::inventory;
 use crate::core::claims::Resolved;
 use crate::core::structured::{ClusterState, DeviceHoldings};
 use crate::host::selectors::with_selectors;
@@ -214,26 +212,37 @@ fn admin_access_holds_no_device() {
 }
 
 #[test]
-fn inventories_add_devices_that_slices_do_not_list() {
-    let mut inventory = inventory("node-a", "uid-node-a", &["a", "b", "c", "d"]);
-    inventory.spec.driver_name = DRIVER.to_owned();
-    inventory.spec.devices[1].mode = Mode::Both;
-    inventory.spec.devices[2].mode = Mode::ExtendedResource;
-    let inventoried = crate::cli::diagnose::devices::devices(DRIVER, &[inventory], &[]);
-    let of_slices = table(
-        vec![slice("node-a", json!([camera("a"), camera("b")]))],
-        Vec::new(),
+fn a_device_that_a_container_may_have_is_not_free() {
+    let with_mode = |name: &str, mode: &str| {
+        let mut device = camera(name);
+        device["attributes"]["drayman.dev/mode"] = json!({ "string": mode });
+        device
+    };
+    let devices = json!([
+        camera("a"),
+        with_mode("b", "both"),
+        with_mode("c", "both"),
+        with_mode("d", "new")
+    ]);
+    let table = table(
+        vec![slice("node-a", devices)],
+        vec![held("one", "node-a", &["c"])],
     );
-    let both = with_inventories(of_slices, inventoried);
     assert_eq!(
-        states(&both),
+        states(&table),
         [
             ("a", DeviceState::Free),
             ("b", DeviceState::NotClaimed),
-            ("c", DeviceState::NotForClaims),
-            ("d", DeviceState::NotReady),
+            ("c", DeviceState::Held),
+            ("d", DeviceState::NotClaimed),
         ]
     );
+    let may: Vec<bool> = table
+        .devices
+        .iter()
+        .map(DeviceRow::may_be_in_a_container)
+        .collect();
+    assert_eq!(may, [false, true, true, true]);
 }
 
 struct Question {
@@ -636,7 +645,11 @@ fn nodes_and_slices_must_agree() {
         Level::Warning,
         "device node-a/a is unhealthy: unplugged",
     );
-    contains(&findings, Level::Warning, "node node-b has no device of any kind");
+    contains(
+        &findings,
+        Level::Warning,
+        "node node-b offers no device to claims",
+    );
     contains(
         &findings,
         Level::Warning,

@@ -4,16 +4,18 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
-use kube::{Client, ResourceExt as _};
+use kube::Client;
 
 use crate::cli::diagnose::doctor::DoctorFinding;
 use crate::cli::diagnose::nodes::{NodeFacts, not_running, runtime_sockets};
 use crate::cli::diagnose::overlap;
+use crate::cli::diagnose::qualified_name;
 use crate::cli::diagnose::rights::{Component, needed_in_structured_mode};
 use crate::cli::diagnose::structured::doctor::{classes, dropped_fields, slices};
 use crate::cli::error::Error;
 use crate::cli::tool::rights::{self, Account};
 use crate::cli::tool::{feature_gates, read};
+use crate::core::structured::holdings::results;
 use crate::host::selectors::with_selectors;
 
 /// Runs all checks. Read errors become findings.
@@ -88,18 +90,9 @@ async fn of_drivers(client: &Client) -> Result<Vec<DoctorFinding>, Error> {
     let claims: Vec<ResourceClaim> = read::all(client).await?;
     let mut held: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
     for claim in &claims {
-        let allocation = claim
-            .status
-            .as_ref()
-            .and_then(|status| status.allocation.as_ref());
-        let devices = allocation.and_then(|allocation| allocation.devices.as_ref());
-        for result in devices
-            .and_then(|devices| devices.results.as_ref())
-            .into_iter()
-            .flatten()
-        {
-            let name = format!("{}/{}", claim.namespace().unwrap_or_default(), claim.name_any());
-            held.entry(&result.driver).or_default().insert(name);
+        for result in results(claim) {
+            let claims = held.entry(&result.driver).or_default();
+            claims.insert(qualified_name(claim));
         }
     }
     let served = slices.iter().map(|slice| slice.spec.driver.as_str()).collect();

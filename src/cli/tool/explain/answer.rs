@@ -286,7 +286,7 @@ fn claim_text(claim: &ClaimExplanation, wide: bool) -> String {
         let _ = writeln!(text, "  class {class}{}", driver.unwrap_or_default());
     }
     if let Some(wants) = &claim.wants {
-        let _ = writeln!(text, "  wants {wants}");
+        let _ = writeln!(text, "  wants {}", one_line(wants));
     }
     text += &nodes_text(&claim.nodes, wide);
     text += &devices_text(&claim.devices, wide);

@@ -17,7 +17,7 @@ use crate::cli::diagnose::structured::explain::{
 use crate::cli::error::Error;
 use crate::cli::objects::PartialPod;
 use crate::cli::tool::feature_gates;
-use crate::cli::tool::read::{self, Namespaces};
+use crate::cli::tool::read::{self, ClaimScope, Namespaces};
 use crate::core::claims::Resolved;
 use crate::core::structured::{ClusterState, DeviceHoldings};
 use crate::host::selectors::with_selectors;
@@ -77,7 +77,7 @@ pub(super) async fn answer(
             "resourceslices: which devices match is not known",
         )?;
         if let (Some(classes), Some(slices)) = (&classes, &slices) {
-            if claims.namespace.is_some() {
+            if matches!(claims.scope, ClaimScope::Namespace(_)) {
                 eprintln!("note: devices that claims of other namespaces hold appear free here");
             }
             let all_nodes = read_nodes(client, slices).await?;
