@@ -239,7 +239,8 @@ pub trait Driver: Send + Sync + 'static {
     /// `claims` are all claims of the pod that this driver has yet to allocate, in the pod's order; a node that cannot hold all of
     /// them together is unsuitable for at least one. `nodes` are the scheduler's potential nodes and the nodes found unsuitable
     /// before; some may no longer exist. The answer has one entry per claim, in the order of `claims`; any other number is an error
-    /// (`DriverMisbehaved`). Nodes outside `nodes` are ignored.
+    /// (`DriverMisbehaved`). Nodes outside `nodes` are ignored. Of a pod, `spec.other` is empty if the spec is
+    /// larger than 64 KiB, and labels and annotations are left out if they are larger than 16 KiB.
     ///
     /// Reserves nothing. Called when a pod starts to wait for a node, again when its nodes, its claims, a class or the capacity changes,
     /// and in a resync every few minutes. At most one call per pod is pending. The result is written to the PodSchedulingContext, at most
@@ -321,7 +322,7 @@ pub trait Driver: Send + Sync + 'static {
 pub struct ClaimRequest<D: Driver + ?Sized> {
     /// The name of the entry in `pod.spec.resourceClaims`; empty for an immediate claim.
     pub pod_claim_name: String,
-    /// The claim.
+    /// The claim. Its labels are left out if they are larger than 16 KiB, and so are its annotations.
     pub claim: Arc<ResourceClaim>,
     /// The claim's class.
     pub class: Arc<ResourceClass>,
@@ -508,13 +509,18 @@ pub struct CapacityChange {
     pub cause: CapacityCause,
     /// How many waiting pods it can help at most; `None` if the driver does not know, which wakes all of them.
     pub pods: Option<usize>,
+    /// The only namespace whose claims it can help; `None` if it can help claims of all namespaces.
+    pub namespace: Option<String>,
 }
 
 impl CapacityChange {
-    /// A change that can help an unknown number of pods.
+    /// A change that can help an unknown number of pods in all namespaces.
     pub fn new(cause: CapacityCause) -> Self {
-        let pods = None;
-        Self { cause, pods }
+        Self {
+            cause,
+            pods: None,
+            namespace: None,
+        }
     }
 
     /// Sets the number of waiting pods that the change can help at most.
@@ -522,6 +528,18 @@ impl CapacityChange {
     pub fn for_pods(mut self, pods: usize) -> Self {
         self.pods = Some(pods);
         self
+    }
+
+    /// Restricts the change to the claims of one namespace.
+    #[must_use]
+    pub fn in_namespace(mut self, namespace: impl Into<String>) -> Self {
+        self.namespace = Some(namespace.into());
+        self
+    }
+
+    /// Whether it can help claims of this namespace.
+    pub(crate) fn concerns(&self, namespace: &str) -> bool {
+        self.namespace.as_deref().is_none_or(|only| only == namespace)
     }
 }
 

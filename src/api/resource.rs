@@ -261,7 +261,7 @@ impl AllocationResult {
         let count = self.resource_handles.len();
         if count > RESOURCE_HANDLES_MAX {
             return Err(format!(
-                "{count} resource handles, of which the API takes {RESOURCE_HANDLES_MAX}"
+                "{count} resource handles; the API allows at most {RESOURCE_HANDLES_MAX}"
             ));
         }
         for (number, handle) in self.resource_handles.iter().enumerate() {
@@ -271,13 +271,14 @@ impl AllocationResult {
             let size = handle.data.as_deref().unwrap_or_default().len();
             if size > RESOURCE_HANDLE_MAX {
                 return Err(format!(
-                    "resource handle {number} has {size} bytes of data, of which the API takes {RESOURCE_HANDLE_MAX}"
+                    "resource handle {number} has {size} bytes of data; the API allows at most {RESOURCE_HANDLE_MAX}"
                 ));
             }
         }
         let nodes = self.available_on_nodes.as_ref();
         if nodes.is_some_and(|selector| selector.node_selector_terms.is_empty()) {
-            return Err("availableOnNodes has no term: leave it out if every node will do".to_owned());
+            let error = "availableOnNodes has no terms: omit it if all nodes can use the allocation";
+            return Err(error.to_owned());
         }
         Ok(())
     }

@@ -1,8 +1,9 @@
 //! Serves: applies events, executes commands, and returns their results as events. It makes no decisions.
 
+use std::collections::BTreeMap;
 use std::future::Future;
 use std::pin::pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures::StreamExt as _;
@@ -16,14 +17,14 @@ use tokio_util::task::TaskTracker;
 
 use crate::api::resource::{Pod, ResourceClaim};
 use crate::core::claims::{
-    Answer, CallError, CallErrorKind, CallErrorSubject, CallId, ClaimToAllocate, Command, ControllerState,
-    DriverRequest, Event, Moment, ObjectKey, Outcome, Settings,
+    Answer, CallError, CallErrorKind, CallErrorSubject, CallId, ClaimToAllocate, ClaimWrite, Command,
+    ControllerState, DriverRequest, Event, LATE_ALLOCATION, Moment, ObjectKey, Outcome, Settings,
 };
 use crate::driver::{ClaimRequest, Deallocation, Driver, DriverError, Observation};
 
 use super::error::ControllerError;
 use super::events::EventWriter;
-use super::watch::{self, Prune, Standby, trimmed};
+use super::watch::{self, Kept, Prune, Standby, Watched, trimmed};
 use super::write::{self, ENDS, Fence, MAX_REQUESTS, Pause, fenced};
 use super::{Controller, Metrics};
 
@@ -55,7 +56,6 @@ struct ExecutorInner<D> {
     driver: Arc<D>,
     client: kube::Client,
     settings: Settings,
-    finalizer: String,
     call_timeout: Duration,
     request_timeout: Duration,
     requests: Semaphore,
@@ -63,11 +63,13 @@ struct ExecutorInner<D> {
     fence: Fence,
     pause: Pause,
     metrics: watch_value::Sender<Metrics>,
+    /// When the last allocation write of each claim was given up without a clear answer.
+    unclear_allocations: Mutex<BTreeMap<String, Instant>>,
 }
 
 impl<D: Driver> Controller<D> {
     /// Serves until `shutdown` is cancelled, starting from a new list of all claims; claims seen before are not trusted. Returns
-    /// whether every call and every write has finished.
+    /// whether no call and no write can have an effect any more.
     pub(super) async fn serve(
         &self,
         standby: Standby,
@@ -148,7 +150,6 @@ impl<D: Driver> Executor<D> {
             driver: controller.driver.clone(),
             client: controller.client.clone(),
             settings: controller.settings.clone(),
-            finalizer: controller.settings.finalizer(),
             call_timeout: controller.call_timeout,
             request_timeout: controller.request_timeout,
             requests: Semaphore::new(MAX_REQUESTS),
@@ -156,6 +157,7 @@ impl<D: Driver> Executor<D> {
             fence,
             pause,
             metrics: controller.metrics.clone(),
+            unclear_allocations: Mutex::default(),
         };
         let tasks = TaskTracker::new();
         let observations = Observations::start(
@@ -201,9 +203,7 @@ impl<D: Driver> Executor<D> {
                 );
             }
             Command::WriteClaim { id, key, uid, write } => self.answer(id, async move {
-                let (finalizer, driver_name) = (&shared.finalizer, &shared.settings.driver_name);
-                let write = write::claim(&shared.client, &key, &uid, finalizer, driver_name, &write);
-                Answer::ClaimWritten(shared.write(write).await)
+                Answer::ClaimWritten(shared.write_claim(&key, &uid, &write).await)
             }),
             Command::WriteContext {
                 id,
@@ -241,7 +241,8 @@ impl<D: Driver> Executor<D> {
         });
     }
 
-    /// Starts nothing new, and waits at most `limit` for pending operations. Returns whether all of them have finished.
+    /// Starts nothing new, and waits at most `limit` for pending operations. Returns whether all of them have finished, and no allocation
+    /// without an answer can still be stored: the next leader would not know of it.
     pub(super) async fn finish(self, limit: Duration) -> bool {
         let Self {
             shared,
@@ -256,37 +257,74 @@ impl<D: Driver> Executor<D> {
         if !ended {
             tracing::warn!(left = tasks.len(), "calls were left unanswered at the end");
         }
-        ended
+        ended && !shared.has_late_allocation()
     }
 }
 
 impl<D: Driver> ExecutorInner<D> {
     async fn read_pod(&self, key: &ObjectKey) -> Result<Option<Arc<Pod>>, String> {
-        let api = Api::<Pod>::namespaced(self.client.clone(), &key.namespace);
+        let api = Api::<Kept<Pod>>::namespaced(self.client.clone(), &key.namespace);
         self.read(api.get_opt(&key.name)).await
     }
 
     async fn read_claim(&self, key: &ObjectKey) -> Result<Option<Arc<ResourceClaim>>, String> {
-        let api = Api::<ResourceClaim>::namespaced(self.client.clone(), &key.namespace);
+        let api = Api::<Kept<ResourceClaim>>::namespaced(self.client.clone(), &key.namespace);
         self.read(api.get_opt(&key.name)).await
     }
 
-    async fn read<T: Prune>(
+    async fn read<K: Watched>(
         &self,
-        request: impl Future<Output = Result<Option<T>, kube::Error>>,
-    ) -> Result<Option<Arc<T>>, String> {
+        request: impl Future<Output = Result<Option<Kept<K>>, kube::Error>>,
+    ) -> Result<Option<Arc<K>>, String> {
         let Some(_permit) = self.fence.unless_closed(self.requests.acquire()).await else {
             return Err(ENDS.to_owned());
         };
         let timeout = self.request_timeout;
         match tokio::time::timeout(timeout, request).await {
-            Ok(Ok(object)) => Ok(object.map(trimmed)),
+            Ok(Ok(object)) => Ok(object.map(|object| object.0)),
             Ok(Err(error)) => {
                 tracing::warn!(%error, "read failed");
                 Err(error.to_string())
             }
             Err(_) => Err(format!("no answer within {timeout:?}")),
         }
+    }
+
+    async fn write_claim(
+        &self,
+        key: &ObjectKey,
+        uid: &str,
+        write: &ClaimWrite,
+    ) -> Outcome<Arc<ResourceClaim>> {
+        let mut is_sent = false;
+        let request = async {
+            is_sent = true;
+            write::claim(&self.client, key, uid, &self.settings.driver_name, write).await
+        };
+        let outcome = self.write(request).await;
+        if matches!(write, ClaimWrite::Allocate { .. }) {
+            let mut unclear = self.unclear_allocations();
+            match outcome {
+                // An earlier write that is stored late tests that the claim is not allocated.
+                Outcome::Done(_) => drop(unclear.remove(uid)),
+                Outcome::Unknown(_) if is_sent => drop(unclear.insert(uid.to_owned(), Instant::now())),
+                _ => {}
+            }
+            unclear.retain(|_, at| at.elapsed() < LATE_ALLOCATION);
+        }
+        outcome
+    }
+
+    fn unclear_allocations(&self) -> MutexGuard<'_, BTreeMap<String, Instant>> {
+        self.unclear_allocations
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether an allocation without a clear answer may still be stored.
+    fn has_late_allocation(&self) -> bool {
+        let unclear = self.unclear_allocations();
+        unclear.values().any(|at| at.elapsed() < LATE_ALLOCATION)
     }
 
     async fn write<T: Prune>(&self, request: impl Future<Output = Outcome<T>>) -> Outcome<Arc<T>> {
@@ -566,8 +604,11 @@ async fn sleep_until(deadline: Option<Instant>) {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
+    use std::convert::Infallible;
     use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use http::{Request, Response};
+    use kube::client::Body;
 
     use super::*;
     use crate::api::resource::{AllocationResult, ResourceClass};
@@ -703,6 +744,48 @@ mod tests {
                 .await
                 .is_err()
         );
+    }
+
+    /// Sends a write that the API server does not answer, and ends after some more time. Returns whether the lease may be released.
+    async fn ends_settled(write: ClaimWrite, is_closed: bool, time: Duration) -> bool {
+        let silent = tower::service_fn(|_: Request<Body>| async {
+            std::future::pending::<()>().await;
+            Ok::<_, Infallible>(Response::new(Body::empty()))
+        });
+        let driver = Gated(Semaphore::new(0), Mutex::default());
+        let controller = Controller::builder(driver)
+            .build(kube::Client::new(silent, "default"))
+            .unwrap();
+        let (answers, mut answered) = mpsc::unbounded_channel();
+        let mut executor = Executor::new(&controller, Fence::new(None, None), Pause::default(), answers);
+        if is_closed {
+            executor.shared.fence.close();
+        }
+        executor.execute(Command::WriteClaim {
+            id: CallId(1),
+            key: ObjectKey::new("default", "claim"),
+            uid: "1".to_owned(),
+            write,
+        });
+        let answer = answered.recv().await;
+        assert!(matches!(answer, Some(Event::Answer { .. })), "{answer:?}");
+        tokio::time::sleep(time).await;
+        executor.finish(LIMIT).await
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_allocation_without_an_answer_keeps_the_lease() {
+        let allocate = ClaimWrite::Allocate {
+            allocation: AllocationResult::default(),
+            reserved_for: None,
+            version: None,
+        };
+        assert!(!ends_settled(allocate.clone(), false, LATE_ALLOCATION / 2).await);
+        assert!(ends_settled(allocate.clone(), false, LATE_ALLOCATION).await);
+        let is_never_sent = true;
+        assert!(ends_settled(allocate, is_never_sent, Duration::ZERO).await);
+        let other = ClaimWrite::RemoveFinalizer { version: None };
+        assert!(ends_settled(other, false, Duration::ZERO).await);
     }
 
     #[tokio::test(start_paused = true)]

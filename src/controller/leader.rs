@@ -25,7 +25,8 @@ use super::write::Fence;
 pub struct LeaderElection {
     /// The namespace of the Lease object.
     pub namespace: String,
-    /// The name of the Lease object.
+    /// The name of the Lease: the driver's name. Leases of that name in other namespaces are reported as a second controller of the
+    /// driver (`DriverNameShared`).
     pub name: String,
     /// How long other processes wait before they take over a lease that is not renewed.
     pub lease_duration: Duration,
@@ -61,8 +62,8 @@ impl LeaderElection {
         }
     }
 
-    /// Takes over at once from earlier processes that used this directory: it waits for their requests to end, not for their lease
-    /// to expire. The directory must outlive the process, as an `emptyDir` does, and be on a local disk. A lock ensures that one
+    /// Takes over the lease of earlier processes that used this directory as soon as their requests have ended, instead of when it
+    /// expires. The directory must outlive the process, as an `emptyDir` does, and be on a local disk. A lock ensures that one
     /// process at a time uses it.
     pub fn following(mut self, directory: &Path) -> Result<Self, PredecessorsError> {
         let predecessors = Predecessors::follow(directory, &self.identity)?;
@@ -116,10 +117,6 @@ enum ElectionPhase {
     Waiting,
     /// This process leads.
     Leading,
-    /// This process has led and lost the lease.
-    Lost,
-    /// The lease is released.
-    Released,
     /// No client could be created for the lease.
     Failed(String),
 }
@@ -163,11 +160,9 @@ impl Election {
     /// Returns when this process leads and may write.
     pub(super) async fn leads(&mut self) -> Result<(), ControllerError> {
         match self.reach(|phase| *phase != ElectionPhase::Waiting).await {
-            ElectionPhase::Leading => Ok(()),
-            ElectionPhase::Failed(error) => Err(ControllerError::LeaseConnection(error)),
-            ElectionPhase::Waiting | ElectionPhase::Lost | ElectionPhase::Released => {
-                Err(ControllerError::LeaseLost)
-            }
+            Some(ElectionPhase::Leading) => Ok(()),
+            Some(ElectionPhase::Failed(error)) => Err(ControllerError::LeaseConnection(error)),
+            Some(ElectionPhase::Waiting) | None => Err(ControllerError::LeaseLost),
         }
     }
 
@@ -185,10 +180,10 @@ impl Election {
         }
     }
 
-    /// A thread that ended without reporting a phase has lost the lease.
-    async fn reach(&mut self, is_reached: impl FnMut(&ElectionPhase) -> bool) -> ElectionPhase {
+    /// Waits for a phase. `None` if the thread ends first: the lease is lost or released.
+    async fn reach(&mut self, is_reached: impl FnMut(&ElectionPhase) -> bool) -> Option<ElectionPhase> {
         let reached = self.phase.wait_for(is_reached).await;
-        reached.map_or(ElectionPhase::Lost, |phase| phase.clone())
+        reached.ok().map(|phase| phase.clone())
     }
 }
 
@@ -229,12 +224,8 @@ async fn hold(
             if asked.is_ok() {
                 leader.release().await;
             }
-            phases.send_replace(ElectionPhase::Released);
         }
-        () = leader.keep() => {
-            fence.close();
-            phases.send_replace(ElectionPhase::Lost);
-        }
+        () = leader.keep() => fence.close(),
     }
 }
 
@@ -275,10 +266,10 @@ impl LeaderElector {
 
     /// Releases the lease, so that the next leader need not wait for it to expire.
     async fn release(&mut self) {
-        let Some(version) = lock(&self.lease).own_version() else {
+        let Some(record) = lock(&self.lease).own_record().cloned() else {
             return;
         };
-        let record = self.object(Some(version), 0, "");
+        let record = self.object(Some(record.version), record.transitions, "");
         let parameters = PostParams::default();
         let request = self.api.replace(&self.election.name, &parameters, &record);
         match tokio::time::timeout(self.request_timeout, request).await {
@@ -354,7 +345,8 @@ impl LeaderElector {
     }
 
     fn object(&self, version: Option<String>, transitions: i32, holder: &str) -> LeaseObject {
-        let seconds = i32::try_from(self.election.lease_duration.as_secs()).unwrap_or(i32::MAX);
+        let seconds = self.election.lease_duration.as_nanos().div_ceil(1_000_000_000);
+        let seconds = i32::try_from(seconds).unwrap_or(i32::MAX);
         LeaseObject {
             metadata: ObjectMeta {
                 name: Some(self.election.name.clone()),
@@ -410,9 +402,9 @@ mod tests {
     /// A generous limit for operations that take milliseconds.
     const TIMEOUT: Duration = Duration::from_secs(20);
 
-    /// An API server with one lease. It reports each holder that it has stored.
-    fn server(stored: mpsc::Sender<String>) -> kube::Client {
-        let lease: Arc<Mutex<Option<Value>>> = Arc::default();
+    /// An API server with one lease. It reports each spec that it has stored.
+    fn server(stored: mpsc::Sender<Value>, lease: Option<Value>) -> kube::Client {
+        let lease = Arc::new(Mutex::new(lease));
         let version = Arc::new(Mutex::new(0));
         let service = tower::service_fn(move |request: Request<Body>| {
             let (lease, version, stored) = (lease.clone(), version.clone(), stored.clone());
@@ -424,7 +416,7 @@ mod tests {
                     let mut object: Value = serde_json::from_slice(&body).unwrap();
                     *version.lock().unwrap() += 1;
                     object["metadata"]["resourceVersion"] = json!(version.lock().unwrap().to_string());
-                    let _ = stored.send(object["spec"]["holderIdentity"].as_str().unwrap().to_owned());
+                    let _ = stored.send(object["spec"].clone());
                     *lease = Some(object);
                 }
                 let missing =
@@ -439,14 +431,15 @@ mod tests {
         kube::Client::new(service, "default")
     }
 
-    fn election() -> (Election, mpsc::Receiver<String>) {
-        let (stored, holders) = mpsc::channel();
+    /// An election for this lease, and the specs that it stores.
+    fn election(lease: Option<Value>) -> (Election, mpsc::Receiver<Value>) {
+        let (stored, specs) = mpsc::channel();
         let election = LeaderElection {
-            lease_duration: Duration::from_secs(2),
+            lease_duration: Duration::from_millis(2500),
             renew_deadline: Duration::from_secs(1),
             retry_period: Duration::from_millis(20),
             connection: Some(LeaseConnection::new(move || {
-                Ok::<_, String>(server(stored.clone()))
+                Ok::<_, String>(server(stored.clone(), lease.clone()))
             })),
             ..LeaderElection::new("default", "d.example", "test")
         };
@@ -455,35 +448,52 @@ mod tests {
             "default",
         );
         let settings = election.settings(Duration::from_secs(1));
-        (Election::start(unused, election, settings).unwrap(), holders)
+        (Election::start(unused, election, settings).unwrap(), specs)
+    }
+
+    fn is_released(spec: &Value) -> bool {
+        spec["holderIdentity"] == ""
     }
 
     #[tokio::test]
     async fn a_blocked_runtime_keeps_its_lease() {
-        let (mut election, holders) = election();
+        let (mut election, specs) = election(None);
         election.leads().await.unwrap();
         let fence = election.fence();
         // This thread is the whole runtime, and blocks for longer than the renew deadline.
         let start = std::time::Instant::now();
         while start.elapsed() < Duration::from_secs(2) {
-            holders.recv_timeout(TIMEOUT).unwrap();
+            specs.recv_timeout(TIMEOUT).unwrap();
         }
         assert!(fence.holds());
         election.release().await;
-        assert_eq!(holders.try_iter().last().as_deref(), Some(""));
-        assert!(
-            holders.recv_timeout(TIMEOUT).is_err(),
-            "nothing renews it any more"
-        );
+        assert!(specs.try_iter().last().is_some_and(|last| is_released(&last)));
+        assert!(specs.recv_timeout(TIMEOUT).is_err(), "nothing renews it any more");
     }
 
     #[tokio::test]
     async fn an_election_that_is_dropped_releases_nothing() {
-        let (mut election, holders) = election();
+        let (mut election, specs) = election(None);
         election.leads().await.unwrap();
         drop(election);
         // The iterator ends with the thread, which owns the server.
-        let all: Vec<String> = holders.iter().collect();
-        assert!(!all.is_empty() && !all.contains(&String::new()), "{all:?}");
+        let all: Vec<Value> = specs.iter().collect();
+        assert!(!all.is_empty() && !all.iter().any(is_released), "{all:?}");
+    }
+
+    #[tokio::test]
+    async fn a_release_keeps_transitions_and_a_whole_duration() {
+        let lease = json!({
+            "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+            "metadata": { "name": "d.example", "namespace": "default", "resourceVersion": "0" },
+            "spec": { "holderIdentity": "", "leaseTransitions": 3 },
+        });
+        let (mut election, specs) = election(Some(lease));
+        election.leads().await.unwrap();
+        election.release().await;
+        let last = specs.iter().last().unwrap();
+        assert!(is_released(&last), "{last}");
+        assert_eq!(last["leaseTransitions"], 4);
+        assert_eq!(last["leaseDurationSeconds"], 3, "at least 2.5 s");
     }
 }

@@ -67,6 +67,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::api::resource::{GROUP, VERSION};
 use crate::core::claims::Settings;
+use crate::core::names::check_driver;
 use crate::driver::{Driver, DriverError};
 
 pub use crate::core::claims::{Moment, QueueStatistics, Statistics};
@@ -158,7 +159,7 @@ impl<D: Driver> Controller<D> {
     }
 
     /// Runs until `shutdown` is cancelled. It then starts nothing new, awaits pending calls and writes up to the request timeout, and
-    /// releases the lease if all of them have finished.
+    /// releases the lease if none of them can have an effect any more.
     ///
     /// With leader election it returns [`ControllerError::LeaseLost`] when it may no longer lead. The process should then exit and be
     /// restarted, because only a start passes the start barrier.
@@ -239,7 +240,7 @@ impl<D: Driver> Builder<D> {
     }
 
     /// Sets how long another driver of the same pod may leave the PodSchedulingContext unanswered before an Event on the pod names it,
-    /// once. Default: [`Settings::OTHER_DRIVER_WAIT`].
+    /// once. Default: 60 s.
     #[must_use]
     pub fn other_driver_wait(mut self, wait: Duration) -> Self {
         self.other_driver_wait = wait;
@@ -278,7 +279,7 @@ impl<D: Driver> Builder<D> {
     /// is not sent twice without the controller's knowledge.
     pub fn build(self, client: kube::Client) -> Result<Controller<D>, ControllerError> {
         let driver_name = self.driver.name().to_owned();
-        if !is_driver_name(&driver_name) {
+        if check_driver(&driver_name).is_err() {
             return Err(ControllerError::DriverName(driver_name));
         }
         let mut settings = Settings::new(driver_name);
@@ -295,38 +296,5 @@ impl<D: Driver> Builder<D> {
             leading: self.leading,
             metrics: self.metrics,
         })
-    }
-}
-
-/// Whether `name` is a valid driver name. It becomes the prefix of a finalizer, so upper case is rejected.
-pub fn is_driver_name(name: &str) -> bool {
-    let is_label = |label: &str| {
-        let is_inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
-        !label.is_empty() && label.chars().all(is_inner) && !label.starts_with('-') && !label.ends_with('-')
-    };
-    name.len() <= 63 && name.split('.').all(is_label)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::is_driver_name;
-
-    #[test]
-    fn a_driver_name_is_a_lower_case_dns_subdomain() {
-        for name in ["drayman.dev", "a", "1.2-3.x"] {
-            assert!(is_driver_name(name), "{name}");
-        }
-        for name in [
-            "",
-            "Drayman.dev",
-            "a..b",
-            "-a",
-            "a-",
-            "a_b",
-            "a/b",
-            &"x".repeat(64),
-        ] {
-            assert!(!is_driver_name(name), "{name}");
-        }
     }
 }

@@ -38,7 +38,7 @@ pub enum PredecessorsError {
 ///
 /// A process writes its identity into the directory while it holds the lock (`flock`); the kernel releases the lock when the process
 /// ends, and not before. The holder of the lock therefore knows that every identity it read belongs to a process that no longer sends
-/// anything. An identity belongs to one process: no process elsewhere has the same one, whatever its flags are.
+/// anything. Identities are unique, so a listed identity never belongs to a process that still runs.
 #[derive(Debug)]
 pub struct Predecessors {
     ended: BTreeSet<String>,

@@ -24,7 +24,7 @@ use super::leader::LeaderElection;
 const REASON: &str = "DriverNameShared";
 /// The longest pause between the two lists of foreign Leases. Leases with a longer duration are renewed more often than that.
 const MAX_PAUSE: Duration = Duration::from_secs(60);
-/// The shortest pause, for Leases without a duration.
+/// The shortest pause, for Leases with a short duration.
 const MIN_PAUSE: Duration = Duration::from_secs(10);
 /// Maximum number of Leases that are read. Users of a namespace may write such Leases.
 const MAX_LEASES: u32 = 100;

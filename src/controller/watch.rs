@@ -16,17 +16,26 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference,
 use kube::api::Api;
 use kube::runtime::{WatchStreamExt as _, watcher};
 use kube::{Resource, ResourceExt as _};
+use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
+use serde_json::value::RawValue;
 
 use crate::api::resource::{
-    FINALIZER_SUFFIX, NODE_LABEL, POD_CLAIM_NAME_ANNOTATION, Pod, PodSchedulingContext,
-    PodSchedulingContextSpec, PodSchedulingContextStatus, ResourceClaim, ResourceClaimSpec,
-    ResourceClaimStatus, ResourceClass,
+    FINALIZER_SUFFIX, NODE_LABEL, POD_CLAIM_NAME_ANNOTATION, Pod, PodResourceClaim, PodSchedulingContext,
+    PodSchedulingContextSpec, PodSchedulingContextStatus, PodSpec, PodStatus, ResourceClaim,
+    ResourceClaimSpec, ResourceClaimStatus, ResourceClass,
 };
 use crate::core::claims::{Event, ObjectKey};
 
 /// The annotation in which `kubectl apply` stores a copy of the whole object.
 const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
+
+/// Maximum size of the labels of a user's object, and of its annotations. Larger ones are dropped except those that the controller reads:
+/// a user can store a megabyte in each object, which takes ten times the size in memory.
+const LABELS_MAX: usize = 16 * 1024;
+
+/// Maximum size of a pod's spec as text. A larger one is kept without `other`, which takes up to fifty times the size in memory.
+const POD_SPEC_MAX: usize = 64 * 1024;
 
 /// The events of one kind's watch.
 struct WatchEvents<K> {
@@ -205,7 +214,7 @@ pub(super) trait Watched: Prune + Resource<DynamicType = ()> + Clone {
     type Decoded: for<'de> Deserialize<'de> + Into<Self>;
 }
 
-/// A watched object in its trimmed form.
+/// A watched object, or one that was read, in its trimmed form.
 #[derive(Clone, Debug)]
 pub(super) struct Kept<K>(pub(super) Arc<K>);
 
@@ -323,6 +332,51 @@ impl Watched for ResourceClass {
     type Decoded = Self;
 }
 
+/// The fields of a pod's spec that the controller reads.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct PodSpecWithoutOther {
+    node_name: Option<String>,
+    priority: Option<i32>,
+    #[serde(default)]
+    resource_claims: Vec<PodResourceClaim>,
+}
+
+/// A pod's spec, without `other` if it exceeds [`POD_SPEC_MAX`].
+pub(super) struct BoundedPodSpec(PodSpec);
+
+impl<'de> Deserialize<'de> for BoundedPodSpec {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let raw = Box::<RawValue>::deserialize(deserializer)?;
+        let spec = if raw.get().len() <= POD_SPEC_MAX {
+            serde_json::from_str(raw.get())
+        } else {
+            serde_json::from_str::<PodSpecWithoutOther>(raw.get()).map(|parts| PodSpec {
+                node_name: parts.node_name,
+                priority: parts.priority,
+                resource_claims: parts.resource_claims,
+                other: BTreeMap::new(),
+            })
+        };
+        spec.map(Self).map_err(D::Error::custom)
+    }
+}
+
+impl From<DecodedObject<BoundedPodSpec, PodStatus>> for Pod {
+    fn from(parts: DecodedObject<BoundedPodSpec, PodStatus>) -> Self {
+        Self {
+            metadata: parts.metadata.into(),
+            spec: parts.spec.0,
+            status: parts.status,
+        }
+    }
+}
+
+// Pods are read, not watched.
+impl Watched for Pod {
+    type Decoded = DecodedObject<BoundedPodSpec, PodStatus>;
+}
+
 /// `managedFields` is most of an object. A list is decoded with capacity for four elements, however short it is.
 fn trim_metadata(metadata: &mut ObjectMeta) {
     metadata.managed_fields = None;
@@ -340,16 +394,47 @@ fn trim_metadata(metadata: &mut ObjectMeta) {
     }
 }
 
+/// Drops labels and annotations that exceed [`LABELS_MAX`].
+fn bound_metadata(metadata: &mut ObjectMeta) {
+    let node_labels: Vec<String> = node_labels(metadata).collect();
+    let is_large = |map: &BTreeMap<String, String>| {
+        let sizes = map.iter().map(|(key, value)| key.len() + value.len());
+        sizes.sum::<usize>() > LABELS_MAX
+    };
+    let name = || metadata.name.clone().unwrap_or_default();
+    if let Some(labels) = metadata.labels.as_mut().filter(|labels| is_large(labels)) {
+        labels.retain(|key, _| node_labels.contains(key));
+        tracing::debug!(
+            name = name(),
+            "an object has more than {LABELS_MAX} bytes of labels; they are ignored"
+        );
+    }
+    if let Some(annotations) = metadata.annotations.as_mut().filter(|all| is_large(all)) {
+        annotations.retain(|key, value| key == POD_CLAIM_NAME_ANNOTATION && value.len() <= LABELS_MAX);
+        tracing::debug!(
+            name = name(),
+            "an object has more than {LABELS_MAX} bytes of annotations; they are ignored"
+        );
+    }
+}
+
+/// The node labels of the drivers whose finalizers the claim has.
+fn node_labels(metadata: &ObjectMeta) -> impl Iterator<Item = String> {
+    let finalizers = metadata.finalizers.iter().flatten();
+    finalizers
+        .filter_map(|finalizer| finalizer.strip_suffix(FINALIZER_SUFFIX))
+        .map(|driver| format!("{driver}/{NODE_LABEL}"))
+}
+
 /// Our node label is read only until the claim is allocated, unless the allocation names no node; a map costs half a kilobyte. The
 /// label belongs to the driver whose finalizer the claim has.
 fn trim_node_label(metadata: &mut ObjectMeta) {
+    let node_labels: Vec<String> = node_labels(metadata).collect();
     let Some(labels) = &mut metadata.labels else {
         return;
     };
-    for finalizer in metadata.finalizers.iter().flatten() {
-        if let Some(driver) = finalizer.strip_suffix(FINALIZER_SUFFIX) {
-            labels.remove(&format!("{driver}/{NODE_LABEL}"));
-        }
+    for label in node_labels {
+        labels.remove(&label);
     }
     if labels.is_empty() {
         metadata.labels = None;
@@ -390,6 +475,7 @@ impl Prune for ResourceClass {
 impl Prune for ResourceClaim {
     fn trim(&mut self) {
         trim_metadata(&mut self.metadata);
+        bound_metadata(&mut self.metadata);
         // A driver is called for claims without an allocation, and may read any of their labels and annotations.
         if let Some(allocation) = &self.status.allocation {
             // Keep the label if the allocation names no node: the label is then the only record of the node.
@@ -411,6 +497,7 @@ impl Prune for ResourceClaim {
 impl Prune for PodSchedulingContext {
     fn trim(&mut self) {
         trim_metadata(&mut self.metadata);
+        bound_metadata(&mut self.metadata);
         self.spec.potential_nodes.shrink_to_fit();
         self.status.resource_claims.shrink_to_fit();
         for entry in &mut self.status.resource_claims {
@@ -422,6 +509,7 @@ impl Prune for PodSchedulingContext {
 impl Prune for Pod {
     fn trim(&mut self) {
         trim_metadata(&mut self.metadata);
+        bound_metadata(&mut self.metadata);
     }
 }
 
@@ -582,5 +670,48 @@ mod tests {
             assert_eq!(is_made_for(&claim, "gpu"), annotations.contains("gpu"));
             assert!(!is_made_for(&claim, "b"));
         }
+    }
+
+    #[test]
+    fn large_labels_and_annotations_are_dropped_unless_read() {
+        let kept = |value: &str| {
+            let claim = json!({
+                "metadata": {
+                    "name": "c", "finalizers": ["d.dev/deletion-protection"],
+                    "labels": { "d.dev/node": "n", "other.dev/node": "n", "app": value },
+                    "annotations": { POD_CLAIM_NAME_ANNOTATION: "gpu", "a": value },
+                },
+                "spec": { "resourceClassName": "test" },
+            });
+            let claim = serde_json::from_str::<Kept<ResourceClaim>>(&claim.to_string()).unwrap();
+            let metadata = claim.0.metadata.clone();
+            (metadata.labels.unwrap(), metadata.annotations.unwrap())
+        };
+        let (labels, annotations) = kept("x");
+        assert_eq!((labels.len(), annotations.len()), (3, 2));
+        let (labels, annotations) = kept(&"x".repeat(LABELS_MAX));
+        assert!(labels.keys().eq(["d.dev/node"]));
+        assert!(annotations.keys().eq([POD_CLAIM_NAME_ANNOTATION]));
+    }
+
+    #[test]
+    fn of_a_large_pod_only_the_fields_that_are_read_are_kept() {
+        let kept = |container: &str| {
+            let pod = json!({
+                "metadata": { "name": "p" },
+                "spec": {
+                    "nodeName": "n", "priority": 3, "containers": [{ "name": container }],
+                    "resourceClaims": [{ "name": "device", "source": { "resourceClaimName": "c" } }],
+                },
+                "status": { "phase": "Pending" },
+            });
+            let pod = serde_json::from_str::<Kept<Pod>>(&pod.to_string()).unwrap();
+            (*pod.0).clone()
+        };
+        let (mut small, large) = (kept("main"), kept(&"x".repeat(POD_SPEC_MAX)));
+        assert!(small.spec.other.contains_key("containers"));
+        small.spec.other.clear();
+        assert_eq!(large, small);
+        assert_eq!(large.spec.resource_claims.len(), 1);
     }
 }

@@ -20,6 +20,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::api::resource::{
     GROUP, NODE_LABEL, PodSchedulingContext, ResourceClaim, ResourceClaimSchedulingStatus, VERSION,
+    finalizer_of,
 };
 use crate::core::claims::{ClaimWrite, Moment, ObjectKey, Outcome};
 use crate::core::lease::Lease;
@@ -196,7 +197,8 @@ enum ClaimPatch {
     StatusJson(Value),
 }
 
-fn claim_patch(uid: &str, finalizer: &str, driver_name: &str, write: &ClaimWrite) -> ClaimPatch {
+fn claim_patch(uid: &str, driver_name: &str, write: &ClaimWrite) -> ClaimPatch {
+    let finalizer = finalizer_of(driver_name);
     match write {
         // A strategic merge patch adds to and removes from the set of finalizers by value: other finalizers stay, and no index can
         // have moved.
@@ -271,13 +273,12 @@ pub(super) async fn claim(
     client: &kube::Client,
     key: &ObjectKey,
     uid: &str,
-    finalizer: &str,
     driver_name: &str,
     write: &ClaimWrite,
 ) -> Outcome<ResourceClaim> {
     let api = Api::<ResourceClaim>::namespaced(client.clone(), &key.namespace);
     let parameters = PatchParams::default();
-    let result = match claim_patch(uid, finalizer, driver_name, write) {
+    let result = match claim_patch(uid, driver_name, write) {
         ClaimPatch::Main(patch) => api.patch(&key.name, &parameters, &Patch::Strategic(patch)).await,
         ClaimPatch::StatusJson(operations) => match serde_json::from_value(operations) {
             Ok(patch) => {
@@ -419,7 +420,7 @@ mod tests {
     const UID: &str = "7d0a";
 
     fn patch(write: &ClaimWrite) -> ClaimPatch {
-        claim_patch(UID, "drayman.dev/deletion-protection", "drayman.dev", write)
+        claim_patch(UID, "drayman.dev", write)
     }
 
     #[test]

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use super::claims::Moment;
 
-/// A lease is used only this part of its duration after its expiry (one tenth), because clocks run at different rates. The clocks of
+/// A lease that was taken over is used only after another tenth of its duration, because clocks run at different rates. The clocks of
 /// machines differ by less than a thousandth, and by a twelfth while one of them is being corrected.
 const CLOCK_MARGIN: u32 = 10;
 
@@ -103,7 +103,8 @@ pub struct LeaseRecord {
     pub duration: Duration,
     /// How often the holder has changed.
     pub transitions: i32,
-    /// The object's resource version: a write is refused if it is not the stored one.
+    /// The object's resource version: a write is refused if another one is stored. If none is stored, because the Lease was deleted, the
+    /// server creates it.
     pub version: String,
 }
 
@@ -144,6 +145,8 @@ pub struct Lease {
     settings: LeaseSettings,
     /// The record, and when it was first seen in this version.
     seen: Option<(Option<LeaseRecord>, Moment)>,
+    /// After a deletion, which does not stop the holder: when none of its requests can still arrive.
+    deleted_free_from: Option<Moment>,
     must_read: bool,
     /// When the request was sent that last acquired or renewed the lease.
     held: Option<Moment>,
@@ -160,6 +163,7 @@ impl Lease {
         Self {
             settings,
             seen: None,
+            deleted_free_from: None,
             must_read: true,
             held: None,
             usable: None,
@@ -173,12 +177,10 @@ impl Lease {
         &self.settings
     }
 
-    /// The version to release, if this process holds the lease.
-    pub fn own_version(&self) -> Option<String> {
+    /// The record to release, if this process holds the lease.
+    pub fn own_record(&self) -> Option<&LeaseRecord> {
         let (record, _) = self.seen.as_ref()?;
-        self.held
-            .and(record.as_ref())
-            .map(|record| record.version.clone())
+        self.held.and(record.as_ref())
     }
 
     /// Whether this process may write at `now`.
@@ -214,11 +216,15 @@ impl Lease {
                 .map_or(LeaseStep::Read, LeaseStep::Wait);
         };
         let Some(record) = record else {
-            return LeaseStep::Write {
+            let create = LeaseStep::Write {
                 version: None,
                 transitions: 0,
                 take: true,
             };
+            // The holder has read at once, so it waits before it writes again.
+            return next
+                .filter(|_| self.held.is_some())
+                .map_or(create, LeaseStep::Wait);
         };
         let version = Some(record.version.clone());
         if self.held.is_some() {
@@ -253,10 +259,15 @@ impl Lease {
         }
     }
 
-    /// When no request of the last holder can still arrive. `None` if the lease was released: its holder had stopped before.
+    /// When no request of the last holder can still arrive. `None` if there was none, or if it released the lease, before which it stopped.
     fn free_from(&self) -> Option<Moment> {
         let (record, since) = self.seen.as_ref()?;
-        let record = record.as_ref().filter(|record| !record.holder.is_empty())?;
+        let Some(record) = record else {
+            return self.deleted_free_from;
+        };
+        if record.holder.is_empty() {
+            return None;
+        }
         if self.has_ended(&record.holder) {
             return Some(Moment::default().after(self.settings.request_timeout));
         }
@@ -273,7 +284,13 @@ impl Lease {
     /// Records an answer. `sent` is when its request was sent: a renewal counts from then.
     pub fn answered(&mut self, answer: LeaseAnswer, sent: Moment, now: Moment) {
         match answer {
-            LeaseAnswer::Unclear => self.must_read = true,
+            LeaseAnswer::Unclear => {
+                // After a failed renewal, the holder reads at once: another process may have the lease.
+                if self.held.is_some() && !self.must_read {
+                    self.last_request = None;
+                }
+                self.must_read = true;
+            }
             LeaseAnswer::Written(record) => {
                 if self.held.is_none() {
                     let free = self.attempt.take().and_then(|(_, free)| free);
@@ -303,6 +320,9 @@ impl Lease {
         self.must_read = false;
         let unchanged = self.seen.as_ref().is_some_and(|(known, _)| *known == record);
         if !unchanged {
+            if record.is_none() {
+                self.deleted_free_from = self.free_from();
+            }
             self.seen = Some((record, now));
         }
     }
@@ -450,6 +470,54 @@ mod tests {
         lease.sent(&step, at(0));
         lease.answered(LeaseAnswer::Written(record("me", "8")), at(0), at(1));
         assert!(lease.holds(at(1)));
+    }
+
+    #[test]
+    fn a_deleted_lease_is_used_when_its_holder_has_stopped() {
+        let mut lease = Lease::new(settings("me"));
+        lease.answered(LeaseAnswer::Read(Some(record("other", "1"))), at(0), at(0));
+        // Read, a lost creation, read again, created.
+        for second in [2, 4] {
+            lease.answered(LeaseAnswer::Read(None), at(second), at(second));
+            let step = lease.step(at(second));
+            assert!(matches!(step, LeaseStep::Write { version: None, .. }), "{step:?}");
+            lease.sent(&step, at(second));
+            lease.answered(LeaseAnswer::Unclear, at(second), at(second));
+        }
+        lease.answered(LeaseAnswer::Read(Some(record("me", "2"))), at(5), at(5));
+        let usable = at(16).after(Duration::from_millis(500));
+        assert_eq!(lease.usable_from(), Some(usable));
+    }
+
+    #[test]
+    fn a_released_lease_that_was_deleted_is_usable_at_once() {
+        let mut lease = Lease::new(settings("me"));
+        lease.answered(LeaseAnswer::Read(Some(record("", "1"))), at(0), at(0));
+        lease.answered(LeaseAnswer::Read(None), at(0), at(0));
+        let step = lease.step(at(1));
+        lease.sent(&step, at(1));
+        lease.answered(LeaseAnswer::Written(record("me", "2")), at(1), at(1));
+        assert!(lease.holds(at(1)));
+    }
+
+    #[test]
+    fn a_holder_reads_at_once_after_a_failed_renewal() {
+        for found in [Some(record("me", "1")), None] {
+            let mut lease = held();
+            let step = lease.step(at(2));
+            assert!(matches!(step, LeaseStep::Write { take: false, .. }), "{step:?}");
+            lease.sent(&step, at(2));
+            lease.answered(LeaseAnswer::Unclear, at(2), at(3));
+            assert_eq!(lease.step(at(3)), LeaseStep::Read);
+            lease.sent(&LeaseStep::Read, at(3));
+            // A failed read is repeated later.
+            lease.answered(LeaseAnswer::Unclear, at(3), at(3));
+            assert_eq!(lease.step(at(3)), LeaseStep::Wait(at(5)));
+            lease.answered(LeaseAnswer::Read(found), at(3), at(3));
+            assert_eq!(lease.step(at(3)), LeaseStep::Wait(at(5)));
+            let step = lease.step(at(5));
+            assert!(matches!(step, LeaseStep::Write { .. }), "{step:?}");
+        }
     }
 
     #[test]

@@ -20,7 +20,7 @@ use crate::core::allocation::allocator::{
     node_fit,
 };
 use crate::core::allocation::evaluate::{NodeSnapshot, RequestedClaim};
-use crate::core::allocation::inventory::{AttributeSet, Match, NodeInfo, SelectorResults};
+use crate::core::allocation::inventory::{AttributeSet, NodeInfo, SelectorResults};
 use crate::core::allocation::parameters::{
     CLAIM_PARAMETERS_KIND, CLASS_PARAMETERS_KIND, CheckedSelector, ClassParameters, DeviceRequests,
     ParametersError, ReferenceError, claim_reference, class_reference,
@@ -144,14 +144,7 @@ impl HostDriver {
                     Some(object.0.map(|object| object.spec).map_err(|error| error.error)),
                 )
             },
-            move |change| {
-                let all = matches!(change, WatchUpdate::All(_));
-                let number = {
-                    let mut state = shared.state();
-                    state.apply_classes(change)
-                };
-                shared.parameters(number, |synced| synced.classes |= all);
-            },
+            move |change| shared.classes(change),
         ));
         let shared = Arc::clone(&driver.shared);
         tokio::spawn(follow(
@@ -164,14 +157,7 @@ impl HostDriver {
                     Some(object.0.map(|object| object.spec).map_err(|error| error.error)),
                 )
             },
-            move |change| {
-                let all = matches!(change, WatchUpdate::All(_));
-                let number = {
-                    let mut state = shared.state();
-                    state.apply_claims(change)
-                };
-                shared.parameters(number, |synced| synced.claims |= all);
-            },
+            move |change| shared.claims(change),
         ));
         driver
     }
@@ -234,6 +220,28 @@ impl HostDriverInner {
         self.changes.report(CapacityCause::Inventory, number);
     }
 
+    fn classes(&self, change: WatchUpdate<String, Result<DeviceClassParametersSpec, String>>) {
+        let all = matches!(change, WatchUpdate::All(_));
+        let number = self.state().apply_classes(change);
+        self.synced.send_modify(|synced| synced.classes |= all);
+        self.changes.report(CapacityCause::Parameters, number);
+    }
+
+    fn claims(&self, change: WatchUpdate<(String, String), Result<DeviceClaimParametersSpec, String>>) {
+        let all = matches!(change, WatchUpdate::All(_));
+        let namespace = match &change {
+            WatchUpdate::Set((namespace, _), _) => Some(namespace.clone()),
+            WatchUpdate::All(_) | WatchUpdate::Gone(_) => None,
+        };
+        let number = self.state().apply_claims(change);
+        self.synced.send_modify(|synced| synced.claims |= all);
+        match namespace {
+            // Users write these objects, so a change must not cost the pods of other namespaces an evaluation.
+            Some(namespace) if number > 0 => self.changes.report_in(namespace),
+            _ => self.changes.report(CapacityCause::Parameters, number),
+        }
+    }
+
     /// Evaluates the selectors in use against new devices of the inventories.
     fn evaluate_due(self: &Arc<Self>) {
         if self.state().due().is_none() {
@@ -241,14 +249,14 @@ impl HostDriverInner {
         }
         let shared = Arc::clone(self);
         tokio::spawn(async move {
-            let mut matching = 0;
+            let mut number = 0;
             loop {
                 let due = shared.state().due();
                 let Some((kind, expression)) = due else { break };
                 // A rejected expression is no longer due.
-                matching += shared.evaluate_kind(&kind, &expression).await.unwrap_or(0);
+                number += shared.evaluate_kind(&kind, &expression).await.unwrap_or(0);
             }
-            shared.changes.report(CapacityCause::Inventory, matching);
+            shared.changes.report(CapacityCause::Inventory, number);
         });
     }
 
@@ -271,27 +279,27 @@ impl HostDriverInner {
         Ok(())
     }
 
-    /// Ensures that an expression is evaluated against all devices of a kind, in turn with other expressions. Returns how many of the
-    /// newly evaluated devices match.
+    /// Ensures that an expression is evaluated against all devices of a kind, in turn with other expressions. Returns the
+    /// number of new results.
     async fn evaluate_kind(
         self: &Arc<Self>,
         kind: &str,
         expression: &Arc<str>,
     ) -> Result<usize, SelectorError> {
         let pending = || self.state().pending(kind, expression, Instant::now());
-        let mut matching = 0;
+        let mut number = 0;
         if pending()?.is_some() {
             let _line = self.turns.line(expression).await;
             loop {
                 let _turn = self.turns.turn().await;
                 let Some(pending) = pending()? else { break };
-                matching += self.evaluate(pending).await;
+                number += self.evaluate(pending).await;
             }
         }
-        Ok(matching)
+        Ok(number)
     }
 
-    /// Returns how many of the devices match the expression.
+    /// Returns the number of results.
     async fn evaluate(self: &Arc<Self>, pending: PendingEvaluation) -> usize {
         let PendingEvaluation { expression, devices } = pending;
         let evaluated = self.evaluator.evaluate(&expression, devices).await;
@@ -299,11 +307,11 @@ impl HostDriverInner {
             tracing::warn!(%expression, ?error, "a selector is refused");
         }
         let unfinished = matches!(evaluated, Err(SelectorError::Unfinished(_)));
-        let matching = self.state().evaluated(&expression, evaluated, Instant::now());
+        let number = self.state().evaluated(&expression, evaluated, Instant::now());
         if unfinished {
             self.retry_later(expression);
         }
-        matching
+        number
     }
 
     /// Schedules a retry of an expression that was not evaluated in time, and reports a success to waiting pods.
@@ -315,11 +323,11 @@ impl HostDriverInner {
         tokio::spawn(async move {
             tokio::time::sleep_until(retry_at.into()).await;
             let kinds = shared.state().kinds(&expression);
-            let mut matching = 0;
+            let mut number = 0;
             for kind in kinds {
-                matching += shared.evaluate_kind(&kind, &expression).await.unwrap_or(0);
+                number += shared.evaluate_kind(&kind, &expression).await.unwrap_or(0);
             }
-            shared.changes.report(CapacityCause::Inventory, matching);
+            shared.changes.report(CapacityCause::Inventory, number);
         });
     }
 
@@ -329,11 +337,6 @@ impl HostDriverInner {
             // Without a controller the channel has no receiver.
             let _ = self.findings.0.send(finding(problem));
         }
-    }
-
-    fn parameters(&self, number: usize, mark: impl FnOnce(&mut Synced)) {
-        self.synced.send_modify(mark);
-        self.changes.report(CapacityCause::Parameters, number);
     }
 }
 
@@ -446,7 +449,8 @@ impl HostState {
             .map(|(kind, expression)| (kind.to_owned(), Arc::clone(expression)))
     }
 
-    /// Records the result or the error of an evaluation. Returns how many devices match.
+    /// Records the results or the error of an evaluation. Returns the number of results: each may help a pod, because a request for all
+    /// matching devices waits until every device has one.
     fn evaluated(
         &mut self,
         expression: &Arc<str>,
@@ -456,15 +460,13 @@ impl HostState {
         let Some(results) = self.expressions.evaluated(expression, evaluated, now) else {
             return 0;
         };
-        let matching = results
-            .iter()
-            .filter(|(_, results)| *results == Match::Yes)
-            .count();
+        let number = results.len();
         self.allocator.evaluated(expression, results);
-        matching
+        number
     }
 
-    /// Applies a change of NodeInventory objects of this driver. Returns how many devices have become available.
+    /// Applies a change of NodeInventory objects of this driver. Returns the number of devices whose change may help waiting
+    /// pods.
     fn apply_inventories(&mut self, change: WatchUpdate<String, NodeInfo>) -> usize {
         self.inventory_changes += 1;
         if self.inventory_changes >= INVENTORY_CHANGES_MAX {

@@ -16,9 +16,11 @@ use std::time::{Duration, Instant};
 use k8s_openapi::api::resource::v1::{Device, DeviceAttribute};
 use kube_cel::KubeCelExt;
 use kube_cel::cel::common::ast::{EntryExpr, Expr, LiteralValue, operators};
+use kube_cel::cel::extractors::This;
 use kube_cel::cel::objects::{Key, Map};
 use kube_cel::cel::parser::{Expression, Parser};
 use kube_cel::cel::{Context, ExecutionError, IdedExpr, Program, Value};
+use regex::{Regex, RegexBuilder};
 use tokio::sync::{Mutex as AsyncMutex, MutexGuard, OwnedMutexGuard, oneshot};
 
 use crate::api::crd::{EXPRESSION_MAX, REQUESTS_MAX, SELECTORS_MAX};
@@ -50,12 +52,18 @@ const MAX_UNFINISHED_RETRY_INTERVAL: Duration = Duration::from_secs(300);
 const ERROR_MAX: usize = 200;
 /// Maximum number of characters of a name in an error.
 const CITED_MAX: usize = 64;
-/// Maximum number of steps of one evaluation: some ten milliseconds.
+/// Maximum number of steps of one evaluation: some ten milliseconds, or up to a second with regular expressions on long texts.
 const STEPS_MAX: usize = 10_000;
 /// Maximum number of elements of an attribute map; the elements of a list in the expression count as steps.
 const ELEMENTS_MAX: usize = 64;
 /// The cost of a regular expression in steps.
 const PATTERN_STEPS: usize = 500;
+/// Maximum size in bytes of a compiled regular expression, and of the cache of its search, for a text of up to [`SHORT_TEXT`] bytes. The time
+/// of a search grows with this size and with the length of the text, so the limit is lower for longer texts. Unicode makes classes such as
+/// `\w` large.
+const PATTERN_MAX: usize = 2 << 20;
+/// With this length in bytes, a search with the largest pattern takes some tenths of a second.
+const SHORT_TEXT: usize = 640;
 /// Tokens that make a parser recurse, and their limits. Occurrences in strings and comments count too.
 const MARKS: [(&[&str], usize, &str); 6] = [
     (&["(", "[", "{"], 64, "brackets"),
@@ -236,8 +244,8 @@ fn run(driver: &str, jobs: &Receiver<Job>) {
                 if job.reply.is_closed() || (!evaluated.is_empty() && begun.elapsed() >= TURN) {
                     break;
                 }
-                let results = compiled.evaluate(&environment, &attributes);
-                evaluated.push((attributes, results));
+                let result = compiled.evaluate(&environment, &attributes);
+                evaluated.push((attributes, result));
             }
             evaluated
         };
@@ -509,8 +517,16 @@ pub struct Compiled {
 impl Environment {
     /// Returns the environment for the devices of one driver: attribute names without a domain belong to `driver`.
     pub fn new(driver: &str) -> Self {
+        let mut context = Context::default().with_all();
+        // The function of cel accepts patterns of megabytes, with which a search takes tens of seconds.
+        let matches = |This(text): This<Arc<String>>, pattern: Arc<String>| {
+            regular_expression(&pattern, text.len())
+                .map(|pattern| pattern.is_match(&text))
+                .map_err(|error| ExecutionError::function_error("matches", error))
+        };
+        context.add_function("matches", matches);
         Self {
-            context: Context::default().with_all(),
+            context,
             version: Program::compile("semver(text)").ok(),
             quantity: Program::compile("quantity(text)").ok(),
             driver: Arc::new(driver.to_owned()),
@@ -783,6 +799,27 @@ fn check_text(expression: &str) -> Result<(), String> {
     Ok(())
 }
 
+/// Compiles a regular expression, unless it is too large for a text of this length.
+fn regular_expression(pattern: &str, length: usize) -> Result<Regex, String> {
+    let limit = PATTERN_MAX * SHORT_TEXT / length.max(SHORT_TEXT);
+    let compiled = RegexBuilder::new(pattern)
+        .size_limit(limit)
+        .dfa_size_limit(limit)
+        .build();
+    compiled.map_err(|error| match error {
+        regex::Error::CompiledTooBig(_) => format!(
+            "the regular expression {} is too large when compiled: use shorter repetitions, and [0-9A-Za-z_] instead of \\w",
+            cited(pattern)
+        ),
+        error => {
+            let error = error.to_string();
+            let reason = error.lines().next_back().unwrap_or_default();
+            let reason = reason.trim_start_matches("error: ");
+            format!("the regular expression {} is invalid: {reason}", cited(pattern))
+        }
+    })
+}
+
 /// A name in quotes, truncated because an event has little room.
 fn cited(name: &str) -> String {
     let shown: String = name.chars().take(CITED_MAX).collect();
@@ -865,6 +902,12 @@ impl<'f> ExpressionChecker<'f> {
                     }
                 }
                 let own = if name == "matches" { PATTERN_STEPS } else { 0 };
+                if name == "matches"
+                    && let Some(Expr::Literal(LiteralValue::String(pattern))) =
+                        call.args.last().map(|pattern| &pattern.expr)
+                {
+                    regular_expression(pattern.inner(), 0)?;
+                }
                 self.all(call.target.as_deref().into_iter().chain(&call.args))?
                     .saturating_add(own)
             }
@@ -873,7 +916,7 @@ impl<'f> ExpressionChecker<'f> {
                 let mut sum = 0_usize;
                 for entry in &map.entries {
                     let EntryExpr::MapEntry(entry) = &entry.expr else {
-                        return Err("it makes an object; selectors have no types".to_owned());
+                        return Err("it constructs an object, which selectors do not support".to_owned());
                     };
                     sum = sum.saturating_add(self.all([&entry.key, &entry.value])?);
                 }
@@ -881,15 +924,15 @@ impl<'f> ExpressionChecker<'f> {
             }
             Expr::Struct(made) => {
                 return Err(format!(
-                    "it makes an object of type {}; selectors have no types",
+                    "it constructs an object of type {}, which selectors do not support",
                     cited(&made.type_name)
                 ));
             }
             Expr::Comprehension(comprehension) => {
                 if std::mem::replace(&mut self.comprehension, true) {
                     return Err(
-                        "it has more than one of all, exists, exists_one, filter and map; make selectors of their \
-                         own of them, all of which must hold"
+                        "it has more than one of all, exists, exists_one, filter and map: use a separate selector \
+                         for each; a device must match all selectors"
                             .to_owned(),
                     );
                 }

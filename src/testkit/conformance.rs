@@ -15,7 +15,7 @@ use super::process::{FaultKind, StepFault, numbered};
 use super::report::{Broken, ConformanceReport};
 use super::rule::Rule;
 use super::run::{self, BrokenRules, Selection};
-use crate::controller::is_driver_name;
+use crate::core::names::check_driver;
 use crate::driver::Driver;
 
 /// Default limit for a call.
@@ -235,7 +235,7 @@ impl<D: Driver> Conformance<D> {
         let fixture = Fixture::open(&nothing, "the name")?;
         let name = self.kit.instance(&fixture).await?.driver.name().to_owned();
         let again = self.kit.instance(&fixture).await?.driver.name().to_owned();
-        if !is_driver_name(&name) || name != again {
+        if check_driver(&name).is_err() || name != again {
             let expected = "one lower-case DNS subdomain of at most 63 characters for all instances";
             let found = format!("{name:?} and {again:?}");
             return Err(fixture.broken(Rule::StableName, "", expected, found));

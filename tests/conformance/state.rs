@@ -9,10 +9,12 @@ mod refused_writes;
 use std::sync::Arc;
 use std::time::Duration;
 
-use drayman::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
+use drayman::api::resource::{
+    AllocationResult, Pod, PodSchedulingContext, ResourceClaim, ResourceClaimConsumerReference, ResourceClass,
+};
 use drayman::core::claims::{
-    Answer, CallId, Command, ControllerState, DriverRequest, Event, EventReport, Moment, ObjectKey, Outcome,
-    Settings,
+    Answer, CallId, ClaimWrite, Command, ControllerState, DriverRequest, Event, EventReport, Moment,
+    ObjectKey, Outcome, Settings,
 };
 use drayman::driver::{CapacityCause, CapacityChange, Observation, UnsuitableNodes};
 use serde::de::DeserializeOwned;
@@ -411,6 +413,165 @@ fn a_driver_silent_for_a_minute_is_named_once() {
         reports(state.decide(now.after(Duration::from_secs(300)))),
         Vec::<String>::new()
     );
+}
+
+#[test]
+fn a_driver_is_not_silent_while_ours_refuses_the_node() {
+    let now = Moment::default();
+    let other_class: Arc<ResourceClass> = object(
+        json!({ "metadata": { "name": "theirs", "uid": "theirs", "resourceVersion": "1" }, "driverName": "other.example.com" }),
+    );
+    let other_claim = object(json!({
+        "metadata": { "namespace": "default", "name": "other", "uid": "other", "resourceVersion": "2" },
+        "spec": { "resourceClassName": "theirs" },
+    }));
+    let entries = json!({ "resourceClaims": [
+        { "name": "device", "unsuitableNodes": ["a"] }, { "name": "more", "unsuitableNodes": ["b"] },
+    ] });
+    let mut selected = (*context("3", &entries)).clone();
+    selected.spec.selected_node = "a".to_owned();
+    let (mut state, _) = started(vec![claim(&[]), other_claim], Vec::new(), now);
+    state.apply(Event::Class(other_class), now);
+    state.apply(Event::Context(Arc::new(selected)), now);
+    let commands = state.decide(now);
+    let [Command::ReadPod { id, .. }] = commands.as_slice() else {
+        panic!("{commands:?}")
+    };
+    let pod = object(json!({
+        "metadata": { "namespace": "default", "name": "pod", "uid": "pod" },
+        "spec": { "resourceClaims": [
+            { "name": "device", "source": { "resourceClaimName": "claim" } },
+            { "name": "more", "source": { "resourceClaimName": "other" } },
+        ] },
+    }));
+    let commands = answer(&mut state, *id, Answer::PodRead(Ok(Some(pod))), now);
+    let [Command::CallDriver { id, .. }] = commands.as_slice() else {
+        panic!("{commands:?}")
+    };
+    let full = UnsuitableNodes::from([("a".to_owned(), "full".to_owned())]);
+    assert_eq!(
+        answer(&mut state, *id, Answer::Evaluated(Ok(vec![full])), now),
+        [],
+        "both answers stand"
+    );
+    assert_eq!(state.decide(now.after(Settings::OTHER_DRIVER_WAIT)), []);
+}
+
+#[test]
+fn a_pod_with_too_many_claims_is_reported_once() {
+    let now = Moment::default();
+    for (count, is_served) in [(128, true), (129, false)] {
+        let (mut state, commands) = started(vec![claim(&[])], vec![context("3", &json!({}))], now);
+        let [Command::ReadPod { id, .. }] = commands.as_slice() else {
+            panic!("{commands:?}")
+        };
+        let entry = |number: usize| json!({ "name": format!("device-{number}"), "source": { "resourceClaimName": "claim" } });
+        let pod = object(json!({
+            "metadata": { "namespace": "default", "name": "pod", "uid": "pod" },
+            "spec": { "resourceClaims": (0..count).map(entry).collect::<Vec<_>>() },
+        }));
+        let commands = answer(&mut state, *id, Answer::PodRead(Ok(Some(pod))), now);
+        if is_served {
+            assert!(
+                matches!(commands.as_slice(), [Command::CallDriver { .. }]),
+                "{commands:?}"
+            );
+            continue;
+        }
+        let [Command::Report(report)] = commands.as_slice() else {
+            panic!("{commands:?}")
+        };
+        assert_eq!(report.reason, "TooManyClaims");
+        assert!(report.message.contains("129 claims"), "{}", report.message);
+        // Changes trigger neither work nor another report, unless the report was lost.
+        state.apply(Event::Context(context("4", &json!({}))), now);
+        assert_eq!(state.decide(now), []);
+        state.apply(Event::ReportFailed(report.clone()), now);
+        assert_eq!(state.decide(now.after(Duration::from_secs(60))), commands);
+    }
+}
+
+#[test]
+fn a_claim_in_use_keeps_its_finalizer_after_a_deallocation() {
+    let now = Moment::default();
+    let finalizer = format!("{DRIVER}/deletion-protection");
+    let (mut state, commands) = started(vec![claim(&[&finalizer])], Vec::new(), now);
+    let [Command::CallDriver { id, .. }] = commands.as_slice() else {
+        panic!("{commands:?}")
+    };
+    // Meanwhile, a late write of a former leader is stored, and the claim is deleted.
+    let mut used = (*claim(&[&finalizer])).clone();
+    used.metadata.resource_version = Some("5".to_owned());
+    let deleted = json!("2026-01-01T00:00:00Z");
+    used.metadata.deletion_timestamp = serde_json::from_value(deleted).expect("a time");
+    used.status.driver_name = Some(DRIVER.to_owned());
+    used.status.allocation = Some(AllocationResult::new(DRIVER, "{}"));
+    used.status.reserved_for = vec![ResourceClaimConsumerReference::pod("pod", "pod")];
+    state.apply(Event::Claim(Arc::new(used.clone())), now);
+    let mut commands = state.decide(now);
+    commands.extend(answer(&mut state, *id, Answer::Deallocated(Ok(())), now));
+    assert!(
+        matches!(commands.as_slice(), [Command::Observe(_)]),
+        "{commands:?}"
+    );
+    // It is released when the pod has ended.
+    used.metadata.resource_version = Some("6".to_owned());
+    used.status.reserved_for.clear();
+    state.apply(Event::Claim(Arc::new(used)), now);
+    let commands = state.decide(now);
+    let [Command::CallDriver { id, .. }] = commands.as_slice() else {
+        panic!("{commands:?}")
+    };
+    let commands = answer(&mut state, *id, Answer::Deallocated(Ok(())), now);
+    assert!(
+        matches!(commands.as_slice(), [Command::WriteClaim { .. }]),
+        "{commands:?}"
+    );
+}
+
+#[test]
+fn an_allocation_recorded_after_clearing_keeps_the_finalizer() {
+    let now = Moment::default();
+    let allocated = |version: &str, requested: bool| {
+        let mut claim = (*claim(&[&format!("{DRIVER}/deletion-protection")])).clone();
+        claim.metadata.resource_version = Some(version.to_owned());
+        claim.status.driver_name = Some(DRIVER.to_owned());
+        claim.status.allocation = Some(AllocationResult::new(DRIVER, "{}"));
+        claim.status.deallocation_requested = requested;
+        Arc::new(claim)
+    };
+    for is_recorded in [false, true] {
+        let (mut state, commands) = started(vec![allocated("2", true)], Vec::new(), now);
+        let [Command::CallDriver { id, .. }] = commands.as_slice() else {
+            panic!("{commands:?}")
+        };
+        let commands = answer(&mut state, *id, Answer::Deallocated(Ok(())), now);
+        let [
+            Command::WriteClaim {
+                id,
+                write: ClaimWrite::ClearAllocation { .. },
+                ..
+            },
+        ] = commands.as_slice()
+        else {
+            panic!("{commands:?}")
+        };
+        // A late write of a former leader is stored after the clearing, and seen before its answer.
+        if is_recorded {
+            state.apply(Event::Claim(allocated("4", false)), now);
+        }
+        let mut cleared = (*claim(&[&format!("{DRIVER}/deletion-protection")])).clone();
+        cleared.metadata.resource_version = Some("3".to_owned());
+        let done = Answer::ClaimWritten(Outcome::Done(Arc::new(cleared)));
+        let commands = answer(&mut state, *id, done, now);
+        let removes = |command: &Command| {
+            let Command::WriteClaim { write, .. } = command else {
+                return false;
+            };
+            matches!(write, ClaimWrite::RemoveFinalizer { .. })
+        };
+        assert_eq!(commands.iter().any(removes), !is_recorded, "{commands:?}");
+    }
 }
 
 #[test]

@@ -32,11 +32,18 @@ const ANY_DRIVER: [(&str, &[&str]); 3] = [
             "core::claims",
             "core::distribution",
             "core::lease",
+            "core::names",
         ],
     ),
     (
         "core::claims",
-        &["core::claims", "core::distribution", "driver", "api::resource"],
+        &[
+            "core::claims",
+            "core::distribution",
+            "core::names",
+            "driver",
+            "api::resource",
+        ],
     ),
 ];
 

@@ -113,7 +113,7 @@ async fn devices_of_one_kind_are_distinguished_by_attributes() -> anyhow::Result
         json!({ "requests": [vendor("pair", 2, "0403")], "constraints": equal }),
     )
     .await?;
-    let message = "4 of 6 held, no 2 of the rest have an equal drayman.dev/numaNode";
+    let message = "4 of 6 held, no 2 of the remaining devices have the same drayman.dev/numaNode";
     setup.wait_for_event("apart", "NoSuitableDevice", message).await?;
     make_pod(&setup, "other", json!({ "requests": [vendor("one", 1, "10de")] })).await?;
     let message = "4 of 6 held, 2 of 6 do not match selector 1 of request one";

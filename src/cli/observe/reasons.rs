@@ -38,7 +38,7 @@ const fn companion(word: &'static str, means: &'static str) -> Reason {
 }
 
 /// All event reasons, in alphabetical order.
-pub(super) const EVENTS: [Reason; 41] = [
+pub(super) const EVENTS: [Reason; 42] = [
     controller(
         "AllocationMadeForAnother",
         "claim",
@@ -211,6 +211,11 @@ pub(super) const EVENTS: [Reason; 41] = [
         "SuitableNodesUnsupported",
         "pod, claim",
         "an immediate claim whose class has suitableNodes with label selectors, which the controller does not support",
+    ),
+    controller(
+        "TooManyClaims",
+        "pod",
+        "the pod has more claims than a controller supports; split it into several pods",
     ),
     controller(
         "TooManySelectors",

@@ -28,10 +28,8 @@ pub struct DeviceAllocator {
     pub(super) holdings: AllocationIndex,
     pub(super) matches: SelectorResults,
     active_selectors: ActiveSelectors,
-    /// Devices with several holders, until the number of their shares is known.
+    /// Devices with several holders that no inventory lists.
     unchecked: BTreeSet<DeviceKey>,
-    /// Whether all inventories were listed once. From then on, an unknown inventory does not exist.
-    listed: bool,
 }
 
 /// The effects of an observation.
@@ -53,13 +51,7 @@ impl DeviceAllocator {
             matches: SelectorResults::default(),
             active_selectors: ActiveSelectors::default(),
             unchecked: BTreeSet::new(),
-            listed: false,
         }
-    }
-
-    /// The devices of all nodes.
-    pub fn inventory(&self) -> &Inventory {
-        &self.inventory
     }
 
     /// The allocation index.
@@ -127,8 +119,8 @@ impl DeviceAllocator {
         self.active_selectors.forget_devices(&gone);
     }
 
-    /// Replaces the content of a NodeInventory object; `None` if it was deleted. Returns how many of the available devices were not
-    /// available before or have changed.
+    /// Replaces the content of a NodeInventory object; `None` if it was deleted. Returns the number of devices whose change may help
+    /// waiting pods.
     pub fn set_inventory(&mut self, object: &str, node: Option<NodeInfo>) -> usize {
         let replaced = self.inventory.set(object, node);
         for replaced in &replaced {
@@ -153,12 +145,11 @@ impl DeviceAllocator {
         let all = gone
             .into_iter()
             .chain(nodes.into_iter().map(|(object, node)| (object, Some(node))));
-        self.listed = true;
         all.map(|(object, node)| self.set_inventory(&object, node)).sum()
     }
 
-    /// Checks devices with several holders again, and returns the conflicts: devices with more holders than shares. Nothing is reported
-    /// while the number of shares is unknown. A device in no inventory has one share, once all inventories are listed.
+    /// Checks devices with several holders again, and returns the conflicts: devices with more holders than shares. A device that no
+    /// inventory lists is checked once one does: its shares are unknown, and until then it is not allocated again.
     pub fn recheck_conflicts(&mut self) -> Vec<Problem> {
         let unchecked = std::mem::take(&mut self.unchecked);
         self.check_conflicts(unchecked)
@@ -171,14 +162,14 @@ impl DeviceAllocator {
                 .inventory
                 .node(&key.node_name)
                 .filter(|node| *node.uid() == *key.node_uid);
-            let shares = node
-                .and_then(|node| node.device(&key.device))
-                .map(|device| device.shares);
-            if shares.is_none() && !self.listed && self.holders(&key.node_uid, &key.device) > 1 {
-                self.unchecked.insert(key);
+            let device = node.and_then(|node| node.device(&key.device));
+            let Some(shares) = device.map(|device| device.shares) else {
+                if self.holders(&key.node_uid, &key.device) > 1 {
+                    self.unchecked.insert(key);
+                }
                 continue;
-            }
-            let conflicts = self.holdings.conflicts(&key, shares.unwrap_or(1));
+            };
+            let conflicts = self.holdings.conflicts(&key, shares);
             problems.extend(conflicts.into_iter().map(Problem::Conflict));
         }
         problems
@@ -314,6 +305,8 @@ impl DeviceAllocator {
         available.len()
     }
 
+    /// How many devices of a node have become available, or are gone or different. The latter count because a request for all matching
+    /// devices may have waited for one that was held, unhealthy or not evaluated, or that a constraint excludes.
     fn newly_available(&self, replaced: &Replaced) -> usize {
         let Some(node) = self.open_node(&replaced.name) else {
             return 0;
@@ -322,7 +315,15 @@ impl DeviceAllocator {
         let before = before.filter(|before| before.unready().is_none() && before.uid() == node.uid());
         let same =
             |device: &&DeviceInfo| before.and_then(|before| before.device(&device.name)) == Some(*device);
-        self.available(node).filter(|device| !same(device)).count()
+        let available = self.available(node).filter(|device| !same(device));
+        let is_gone = |device: &&DeviceInfo| {
+            let now = node.device(&device.name).filter(|now| now.mode.serves_claims());
+            now.is_none_or(|now| now.kind != device.kind || now.attributes != device.attributes)
+        };
+        let former = before.into_iter().flat_map(|before| before.devices());
+        let gone = former.filter(|device| device.mode.serves_claims() && is_gone(device));
+        let names: BTreeSet<&str> = available.chain(gone).map(|device| &*device.name).collect();
+        names.len()
     }
 
     /// The node, if devices can be allocated on it.
@@ -379,8 +380,8 @@ impl DeviceAllocator {
         unsuitable
     }
 
-    /// Like [`DeviceAllocator::unsuitable_nodes`], with a work limit: adds the unsuitable for the first of these nodes, and returns the others,
-    /// starting with the one that exceeds the limit.
+    /// Like [`DeviceAllocator::unsuitable_nodes`], with a work limit: adds the reasons for the first of these nodes, and returns the
+    /// remaining nodes, starting with the one that exceeds the limit.
     pub fn unsuitable<'a>(
         &self,
         requested: &[RequestedClaim<'_>],
@@ -850,7 +851,7 @@ pub enum AllocateError {
     },
     /// The class selects nodes by label, which this driver does not evaluate.
     #[error(
-        "class {class} has suitableNodes by label: that works with allocationMode WaitForFirstConsumer only, make the claim again"
+        "class {class} has suitableNodes by label: this requires allocationMode WaitForFirstConsumer; recreate the claim with it"
     )]
     SuitableNodesByLabel {
         /// Name of the class.
@@ -862,7 +863,7 @@ pub enum AllocateError {
     )]
     HoldingUnreadable,
     /// The devices that were found are no longer available.
-    #[error("the devices of node {node} have changed while they were searched; it is tried again")]
+    #[error("the devices of node {node} changed during the search; the allocation is retried")]
     Changed {
         /// Name of the node.
         node: String,

@@ -15,7 +15,7 @@ use crate::api::handle::HandleDevice;
 use crate::api::resource::ResourceClaim;
 use crate::core::allocation::index::{AllocationIndex, AllocationState, DeviceGrant};
 use crate::core::allocation::inventory::{
-    Attribute, DeviceInfo, Inventory, Match, NodeInfo, SelectorResults,
+    Attribute, DeviceInfo, ExpressionResults, Inventory, Match, NodeInfo, SelectorResults,
 };
 use crate::core::allocation::parameters::{
     Amount, CheckedRequest, CheckedSelector, Constraint, DeviceRequests,
@@ -310,6 +310,9 @@ impl DeviceAvailability {
     }
 }
 
+/// A selector with its results, if there are any.
+type SelectorWithResults<'a> = (&'a CheckedSelector, Option<&'a ExpressionResults>);
+
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NodeView<'a> {
     pub(super) node: &'a NodeInfo,
@@ -362,6 +365,7 @@ impl<'a> NodeView<'a> {
             wanted: self.device_requests.total(),
             ..Shortage::default()
         };
+        let selectors = request.map_or_else(Vec::new, |request| self.selectors(request));
         for (_, device, availability) in self.devices() {
             shortage.total += usize::from(availability != DeviceAvailability::OtherMode);
             match availability {
@@ -369,7 +373,7 @@ impl<'a> NodeView<'a> {
                 DeviceAvailability::Unhealthy => shortage.unhealthy += 1,
                 DeviceAvailability::OtherMode => shortage.other_mode += 1,
                 DeviceAvailability::Open { .. } => {
-                    if let Some(misfit) = request.and_then(|request| self.misfit(request, device)) {
+                    if let Some(misfit) = self.misfit(&selectors, device) {
                         *shortage.misfits.entry(misfit).or_default() += 1;
                     }
                 }
@@ -442,12 +446,13 @@ impl<'a> NodeView<'a> {
 
     fn candidates(&self, request: &CheckedRequest, held: Option<&DeviceGrant>) -> Vec<usize> {
         let granted = held.map_or(&[][..], |grant| &grant.devices);
+        let selectors = self.selectors(request);
         let (mut before, mut free, mut others) = (Vec::new(), Vec::new(), Vec::new());
         for (index, device, availability) in self.devices() {
             let DeviceAvailability::Open { own, .. } = availability else {
                 continue;
             };
-            if self.misfit(request, device).is_some() {
+            if self.misfit(&selectors, device).is_some() {
                 continue;
             }
             let this = |held: &crate::api::handle::HandleDevice| {
@@ -472,22 +477,24 @@ impl<'a> NodeView<'a> {
 
     /// The number of devices of a request for all. Every matching device must be available.
     fn all(&self, request: &CheckedRequest, candidates: usize) -> Result<usize, Unsuitable> {
-        let matching = self
-            .devices()
-            .filter(|(_, device, availability)| {
-                *availability != DeviceAvailability::OtherMode && self.misfit(request, device).is_none()
-            })
-            .count();
-        // A device that has not been evaluated yet may match.
-        let pending = |device: &DeviceInfo| matches!(self.misfit(request, device), Some(Misfit::Pending(_)));
-        let fit = !self.devices().any(|(_, device, availability)| {
-            availability != DeviceAvailability::OtherMode && pending(device)
-        });
-        if fit && matching == candidates {
+        let selectors = self.selectors(request);
+        let (mut matching, mut pending) = (0_usize, false);
+        for (_, device, availability) in self.devices() {
+            if availability == DeviceAvailability::OtherMode {
+                continue;
+            }
+            match self.misfit(&selectors, device) {
+                None => matching += 1,
+                // A device that has not been evaluated yet may match.
+                Some(Misfit::Pending(_)) => pending = true,
+                Some(Misfit::No(_) | Misfit::Failed(..)) => {}
+            }
+        }
+        if !pending && matching == candidates {
             return Ok(matching.max(1));
         }
         Err(Unsuitable::Short(Box::new(Shortage {
-            unmet_condition: fit.then(|| UnmetCondition::All {
+            unmet_condition: (!pending).then(|| UnmetCondition::All {
                 request: request.name().to_owned(),
                 matching,
                 unavailable: matching.saturating_sub(candidates),
@@ -496,18 +503,37 @@ impl<'a> NodeView<'a> {
         })))
     }
 
-    /// The first selector that the device does not match.
-    fn misfit(&self, request: &CheckedRequest, device: &DeviceInfo) -> Option<Misfit> {
-        let evaluate = |selector: &CheckedSelector| {
+    /// The selectors of a request with their results, looked up once for all devices.
+    fn selectors<'r>(&self, request: &'r CheckedRequest) -> Vec<SelectorWithResults<'r>>
+    where
+        'a: 'r,
+    {
+        let matches = self.matches;
+        let selectors = request.selectors().iter();
+        selectors
+            .map(|selector| (selector, matches.of_expression(selector.expression())))
+            .collect()
+    }
+
+    /// The first of these selectors that the device does not match.
+    fn misfit(&self, selectors: &[SelectorWithResults<'_>], device: &DeviceInfo) -> Option<Misfit> {
+        if selectors.is_empty() {
+            return None;
+        }
+        let number = self.matches.known_number(&device.attributes);
+        let evaluate = |&(selector, results): &SelectorWithResults<'_>| {
             let label = || selector.label().to_string();
-            match self.matches.get(selector.expression(), &device.attributes) {
+            let result = results
+                .zip(number)
+                .and_then(|(results, number)| results.get(number));
+            match result {
                 Some(Match::Yes) => None,
                 Some(Match::No) => Some(Misfit::No(label())),
                 Some(Match::Failed(error)) => Some(Misfit::Failed(label(), error.to_string())),
                 None => Some(Misfit::Pending(label())),
             }
         };
-        request.selectors().iter().find_map(evaluate)
+        selectors.iter().find_map(evaluate)
     }
 
     /// Groups the candidates by attribute value. Groups with devices granted to the claim before come first, then the policy decides, then
@@ -559,7 +585,8 @@ pub enum Unsuitable {
     NotReady(String),
     /// A claim has an unreadable allocation on this node.
     #[error(
-        "a claim holds devices here that this release cannot read, and has an event that says so: upgrade or delete the claim"
+        "a claim on this node has an allocation that this release cannot read (see the event on that claim): \
+         upgrade the controller or delete the claim"
     )]
     Unreadable,
     /// The claim is already allocated on this other node.
@@ -634,7 +661,7 @@ pub enum Misfit {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UnmetCondition {
     /// Too few devices have an equal attribute.
-    #[error("no {wanted} of the rest have an equal {attribute}")]
+    #[error("no {wanted} of the remaining devices have the same {attribute}")]
     Equal {
         /// Qualified name of the attribute.
         attribute: String,

@@ -378,14 +378,14 @@ impl Bits {
 
 /// The results of one expression, by the number of the attribute set.
 #[derive(Clone, Debug, Default)]
-struct ExpressionResults {
+pub(super) struct ExpressionResults {
     evaluated: Bits,
     matching: Bits,
     errors: Vec<(Arc<str>, Bits)>,
 }
 
 impl ExpressionResults {
-    fn get(&self, number: usize) -> Option<Match> {
+    pub(super) fn get(&self, number: usize) -> Option<Match> {
         if !self.evaluated.contains(number) {
             return None;
         }
@@ -396,10 +396,10 @@ impl ExpressionResults {
         Some(error.map_or(Match::No, |(error, _)| Match::Failed(Arc::clone(error))))
     }
 
-    fn put(&mut self, number: usize, results: Match) {
+    fn put(&mut self, number: usize, result: Match) {
         self.forget(number);
         self.evaluated.set(number, true);
-        match results {
+        match result {
             Match::Yes => self.matching.set(number, true),
             Match::No => {}
             Match::Failed(error) => {
@@ -442,8 +442,20 @@ pub struct SelectorResults {
 
 impl SelectorResults {
     /// The result of an expression; `None` if none is stored.
-    pub fn get(&self, expression: &str, attributes: &AttributeSet) -> Option<Match> {
-        self.results.get(expression)?.get(*self.numbers.get(attributes)?)
+    #[cfg(test)]
+    pub(crate) fn get(&self, expression: &str, attributes: &AttributeSet) -> Option<Match> {
+        self.of_expression(expression)?
+            .get(self.known_number(attributes)?)
+    }
+
+    /// The results of an expression. The lookup compares whole expressions: do it once for all devices.
+    pub(super) fn of_expression(&self, expression: &str) -> Option<&ExpressionResults> {
+        self.results.get(expression).map(|results| &**results)
+    }
+
+    /// The number of an attribute set that has one.
+    pub(super) fn known_number(&self, attributes: &AttributeSet) -> Option<usize> {
+        self.numbers.get(attributes).copied()
     }
 
     /// Whether the result of an expression for the attribute set with this number is stored.
@@ -477,11 +489,11 @@ impl SelectorResults {
     pub fn put(&mut self, expression: &Arc<str>, results: impl IntoIterator<Item = (AttributeSet, Match)>) {
         let results: Vec<_> = results
             .into_iter()
-            .map(|(attributes, results)| (self.number(&attributes), results))
+            .map(|(attributes, result)| (self.number(&attributes), result))
             .collect();
         let known = Arc::make_mut(self.results.entry(Arc::clone(expression)).or_default());
-        for (number, results) in results {
-            known.put(number, results);
+        for (number, result) in results {
+            known.put(number, result);
         }
     }
 
@@ -531,13 +543,9 @@ impl SelectorResults {
     }
 
     /// Number of stored results.
-    pub fn len(&self) -> usize {
+    #[cfg(test)]
+    pub(crate) fn len(&self) -> usize {
         self.results.values().map(|results| results.evaluated.len()).sum()
-    }
-
-    /// Whether no result is stored.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 }
 
@@ -552,11 +560,6 @@ impl ActiveSelectors {
         self.0
             .get(kind)
             .is_some_and(|selectors| selectors.contains_key(expression))
-    }
-
-    /// Whether no selector is active.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
     }
 
     /// The attribute sets of a kind that an expression has yet to evaluate, by number.

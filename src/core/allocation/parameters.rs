@@ -9,6 +9,7 @@ use crate::api::crd::{
     PlacementPolicy, REQUESTS_MAX, SELECTORS_MAX,
 };
 use crate::api::resource::{ResourceClaim, ResourceClass};
+use crate::core::names::is_dns_label;
 
 /// Name of the only request of a claim without parameters.
 pub const DEFAULT_REQUEST: &str = "device";
@@ -102,7 +103,7 @@ impl ClassParameters {
     /// Validates the class parameters called `name`.
     pub fn check(name: &str, spec: &DeviceClassParametersSpec) -> Result<Self, ParametersError> {
         let object = format!("{CLASS_PARAMETERS_KIND} {name}");
-        if is_label(&spec.kind) {
+        if is_dns_label(&spec.kind) {
             Ok(Self {
                 kind: spec.kind.clone(),
                 selectors: CheckedSelector::check("", &object, "the class", &spec.selectors)?,
@@ -321,7 +322,7 @@ impl DeviceRequests {
         object: &str,
         request: &DeviceRequest,
     ) -> Result<CheckedRequest, ParametersError> {
-        if !is_label(&request.name) {
+        if !is_dns_label(&request.name) {
             return Err(ParametersError::NotALabel {
                 object: object.to_owned(),
                 field: "spec.requests[].name".into(),
@@ -390,15 +391,6 @@ impl DeviceRequests {
     }
 }
 
-/// Whether a string is a DNS label (RFC 1123).
-fn is_label(text: &str) -> bool {
-    let alphanumeric = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
-    let bytes = text.as_bytes();
-    let ends =
-        bytes.first().is_some_and(|&b| alphanumeric(b)) && bytes.last().is_some_and(|&b| alphanumeric(b));
-    ends && bytes.len() <= 63 && bytes.iter().all(|&b| alphanumeric(b) || b == b'-')
-}
-
 /// Truncates an untrusted value for an event.
 pub(super) fn shortened(value: &str) -> String {
     value.chars().take(64).collect()
@@ -442,7 +434,7 @@ pub enum ParametersError {
         number: usize,
     },
     /// Two requests with the same name.
-    #[error("{object}: request {request} is there twice; give each request a name of its own")]
+    #[error("{object}: request {request} occurs twice; request names must be unique")]
     Twice {
         /// Kind, namespace and name.
         object: String,
@@ -634,7 +626,7 @@ pub enum ReferenceError {
     /// The claim refers to a kind that this driver does not read.
     #[error(
         "ResourceClaim {claim} has a parametersRef to {found}, which this driver does not read: \
-         make the claim again with {{apiGroup: {GROUP}, kind: {CLAIM_PARAMETERS_KIND}, name: ...}}"
+         recreate the claim with {{apiGroup: {GROUP}, kind: {CLAIM_PARAMETERS_KIND}, name: ...}}"
     )]
     ClaimReference {
         /// Name of the claim.

@@ -428,16 +428,16 @@ impl Fit {
     }
 }
 
-/// Maximum steps for one node: enough for 64 out of 1024 devices by 15 requests that all compete, and some ten milliseconds of work.
+/// Maximum steps for one node: enough for 64 out of 1024 devices by 15 requests that all compete, and less than a tenth of a second.
 pub const NODE_WORK_MAX: usize = 1_000_000;
 /// Maximum steps for all nodes and claims of one driver call: eight nodes of the hardest kind, or 128 nodes with some hundred devices each.
-/// This is less than half a second of work, during which the searches of other pods wait.
+/// This takes less than a second, during which the searches of other pods wait.
 pub const CALL_WORK_MAX: usize = 8_000_000;
-/// Maximum steps of one call that run immediately: enough for 128 nodes with 8 devices each, and half a millisecond of work, because many
+/// Maximum steps of one call that run immediately: enough for 128 nodes with 8 devices each, and less than a millisecond, because many
 /// calls may follow each other before the thread does anything else.
 pub const INSTANT_WORK_MAX: usize = 10_000;
-/// Maximum steps of one call that run on the controller's thread in one piece: enough for 128 nodes with 64 devices each, and a few
-/// milliseconds of work.
+/// Maximum steps of one call that run on the controller's thread in one piece: enough for 128 nodes with 64 devices each, and less
+/// than ten milliseconds.
 pub const QUICK_WORK_MAX: usize = 100_000;
 
 /// A work limit, and the steps taken so far.

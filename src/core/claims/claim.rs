@@ -15,21 +15,20 @@ use crate::api::resource::{
 use crate::driver::Holding;
 
 use super::event::{Answer, CallError, ClaimWrite, Moment, ObjectKey, Outcome, Settings, TransactionId};
-use super::queue::{Backoff, WRITES_BEFORE_REPORT};
+use super::queue::{Backoff, CapacityGenerations, WRITES_BEFORE_REPORT};
 
 /// How long a pod's own claim with `deallocationRequested` waits for its deletion, which the claim controller sends right after the pod has
 /// ended. Removing the finalizer is then the only write.
 const DELETION_GRACE: Duration = Duration::from_millis(250);
 
 /// How long a write usually may still be stored after its sender has given it up. A write that undoes it waits as long. A write that is
-/// stored even later does no harm unless it is an allocation: it adds our finalizer or a label, or it is refused because the claim has
-/// changed.
+/// stored even later does no harm unless it is an allocation: it adds our finalizer or a label, is refused because the claim has changed,
+/// or clears an allocation whose deallocation is requested again.
 const LATE_WRITE: Duration = Duration::from_secs(3);
 
-/// How long an allocation may still be stored after its sender has given it up. The API server ends a request after a minute
-/// (`--request-timeout`), whether or not its sender still waits. The sender gives up one request timeout (5 s) after sending, which leaves
-/// 5 s for the request to arrive.
-const LATE_ALLOCATION: Duration = Duration::from_secs(60);
+/// How long an allocation may still be stored after its sender has given it up. The server is asked to give up after 4.5 s (`timeout=`),
+/// counted from receipt; a request can be delayed before that. One minute, the server's own limit, is on the safe side.
+pub(crate) const LATE_ALLOCATION: Duration = Duration::from_secs(60);
 
 /// The operation in progress for a claim; at most one at a time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -562,8 +561,11 @@ impl Claim {
         match answer {
             Answer::Deallocated(Ok(())) => self.driver_deallocated(),
             Answer::Deallocated(Err(error)) => self.deallocation_failed(&error, now),
+            // Not if a former leader has recorded an allocation meanwhile, which a pod may use.
             Answer::ClaimWritten(Outcome::Done(_))
-                if self.phase == ClaimPhase::ClearingAllocation && self.has_finalizer() =>
+                if self.phase == ClaimPhase::ClearingAllocation
+                    && self.has_finalizer()
+                    && !self.is_ours() =>
             {
                 self.remove_finalizer()
             }
@@ -616,7 +618,8 @@ impl Claim {
 
     fn driver_deallocated(&mut self) -> Vec<ClaimAction> {
         self.clear_uncertain();
-        if !self.is_release_requested() {
+        // A former leader may have recorded an allocation meanwhile: a claim in use keeps it.
+        if !self.is_release_requested() || !self.object.status.reserved_for.is_empty() {
             self.phase = ClaimPhase::Idle;
             self.backoff.succeeded();
             return vec![ClaimAction::Step, ClaimAction::StepUsers];
@@ -802,17 +805,13 @@ impl Index {
         }
     }
 
-    /// Returns whether the pod owned the claim and owns no other.
-    pub(super) fn remove_owner(&mut self, uid: &str, key: &ObjectKey) -> bool {
-        let Some(keys) = self.by_owner.get_mut(uid) else {
-            return false;
-        };
-        keys.retain(|owned| owned != key);
-        let is_last = keys.is_empty();
-        if is_last {
-            self.by_owner.remove(uid);
+    pub(super) fn remove_owner(&mut self, uid: &str, key: &ObjectKey) {
+        if let Some(keys) = self.by_owner.get_mut(uid) {
+            keys.retain(|owned| owned != key);
+            if keys.is_empty() {
+                self.by_owner.remove(uid);
+            }
         }
-        is_last
     }
 
     #[cfg(test)]
@@ -890,8 +889,7 @@ pub(super) struct Cache {
     pub(super) classes: BTreeMap<String, Arc<ResourceClass>>,
     pub(super) claims: ClaimMap,
     pub(super) index: Index,
-    /// Incremented when capacity may have been freed.
-    pub(super) capacity_generation: u64,
+    pub(super) capacity_generations: CapacityGenerations,
 }
 
 impl Cache {
@@ -901,7 +899,7 @@ impl Cache {
             classes: BTreeMap::new(),
             claims: BTreeMap::new(),
             index: Index::default(),
-            capacity_generation: 0,
+            capacity_generations: CapacityGenerations::default(),
         }
     }
 

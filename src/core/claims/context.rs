@@ -18,6 +18,7 @@ use std::time::Duration;
 use crate::api::resource::{
     NODE_LIST_MAX, Pod, PodSchedulingContext, ResourceClaimSchedulingStatus, controller_of,
 };
+use crate::core::names::is_dns_subdomain;
 use crate::driver::UnsuitableNodes;
 
 use super::claim::{Cache, ClaimPhase, Resolved};
@@ -40,6 +41,10 @@ const NO_NODE_REPORT_INTERVAL: Duration = Duration::from_secs(300);
 
 const SILENT_DRIVER_REASON: &str = "OtherDriverSilent";
 
+/// Maximum number of claims of a pod. Pods have a few. The work for a pod grows with the square of their number, and the answer to the
+/// scheduler has up to 128 nodes for each.
+const CLAIMS_MAX: usize = 128;
+
 /// The pod of a context. It is read once, and again before its claims are allocated a second time.
 #[derive(Clone, Debug, Default, PartialEq)]
 enum PodKnown {
@@ -48,7 +53,10 @@ enum PodKnown {
     Read(Arc<Pod>),
     /// Its claims were allocated since it was read. Before they are allocated again, it is read again: it may have ended.
     Served(Arc<Pod>),
-    /// It does not exist, has ended, is being deleted, or is not the owner of the context.
+    /// It has this number of claims, more than [`CLAIMS_MAX`].
+    TooManyClaims(usize),
+    /// It does not exist, has ended, is being deleted, or is not the owner of the context. Also if it has too many claims, and none of ours
+    /// among the first.
     Gone,
 }
 
@@ -56,7 +64,7 @@ impl PodKnown {
     fn pod(&self) -> Option<&Arc<Pod>> {
         match self {
             Self::Read(pod) | Self::Served(pod) => Some(pod),
-            Self::Unread | Self::Gone => None,
+            Self::Unread | Self::TooManyClaims(_) | Self::Gone => None,
         }
     }
 }
@@ -121,6 +129,8 @@ pub(super) struct Context {
     refusals: Backoff,
     /// Set while the pod waits for a suitable node.
     waiting: Option<WaitingPod>,
+    /// When the next slow recheck is due, while the pod waits.
+    recheck_at: Moment,
     /// The capacity generation at its last wake-up.
     capacity_generation: u64,
     /// The capacity generation when the driver was last called: its answer may predate later changes.
@@ -230,6 +240,7 @@ impl Context {
             refused_nodes: BTreeMap::new(),
             refusals: Backoff::default(),
             waiting: None,
+            recheck_at: Moment::default(),
             capacity_generation,
             called_at: 0,
             rechecks: 0,
@@ -364,10 +375,10 @@ impl Context {
     pub(super) fn recheck(&mut self, capacity_generation: u64, now: Moment) -> Actions {
         let next = now.after(spread(self.uid(), RECHECK, RECHECK_SPREAD));
         // The pod may have stopped and resumed waiting since this recheck was scheduled.
-        let Some(waiting) = self.waiting.as_mut().filter(|waiting| waiting.recheck <= now) else {
+        if self.waiting.is_none() || self.recheck_at > now {
             return Vec::new();
-        };
-        waiting.recheck = next;
+        }
+        self.recheck_at = next;
         self.by_recheck = self.phase == ContextPhase::Idle;
         self.rechecks += 1;
         self.retry_now(capacity_generation);
@@ -380,19 +391,16 @@ impl Context {
         }
         let pod = self.pod.pod();
         let priority = pod.and_then(|pod| pod.spec.priority).unwrap_or_default();
-        let recheck = now.after(spread(self.uid(), RECHECK, RECHECK_SPREAD));
-        self.waiting = Some(WaitingPod {
-            priority,
-            since: now,
-            recheck,
-        });
+        let since = now;
+        self.waiting = Some(WaitingPod { priority, since });
+        self.recheck_at = now.after(spread(self.uid(), RECHECK, RECHECK_SPREAD));
         // A change since the driver was called has woken only the pods that waited then. A context that has taken over the current
         // generation is evaluated again in any case.
-        if self.called_at < cache.capacity_generation && self.capacity_generation < cache.capacity_generation
-        {
+        let generation = cache.capacity_generations.of(self.namespace());
+        if self.called_at < generation && self.capacity_generation < generation {
             actions.push(ContextAction::JoinWakeUps);
         }
-        actions.push(ContextAction::RecheckAt(recheck));
+        actions.push(ContextAction::RecheckAt(self.recheck_at));
     }
 
     // === reports ===
@@ -526,6 +534,7 @@ impl Context {
         // again.
         if early
             && let Ok(Some(pod)) = &answer
+            && pod.spec.resource_claims.len() <= CLAIMS_MAX
             && cache
                 .resolve_claims(self.namespace(), pod)
                 .iter()
@@ -541,7 +550,14 @@ impl Context {
                 let is_owner = pod.metadata.uid.is_some() && pod.metadata.uid.as_deref() == self.owner_uid();
                 let is_over = matches!(pod.status.phase.as_deref(), Some("Succeeded" | "Failed"));
                 let needs_claims = is_owner && !is_over && pod.metadata.deletion_timestamp.is_none();
-                self.pod = if needs_claims {
+                let count = pod.spec.resource_claims.len();
+                self.pod = if needs_claims && count > CLAIMS_MAX {
+                    if has_own_claim(cache, self.namespace(), &pod) {
+                        PodKnown::TooManyClaims(count)
+                    } else {
+                        PodKnown::Gone
+                    }
+                } else if needs_claims {
                     PodKnown::Read(pod)
                 } else {
                     PodKnown::Gone
@@ -579,6 +595,13 @@ impl Context {
         }
         let pod = match &self.pod {
             PodKnown::Gone => return actions,
+            PodKnown::TooManyClaims(count) => {
+                let message = format!(
+                    "the pod has {count} claims, and at most {CLAIMS_MAX} are supported: split it into several pods"
+                );
+                self.report("TooManyClaims", message, &mut actions);
+                return actions;
+            }
             PodKnown::Read(pod) | PodKnown::Served(pod) => pod.clone(),
             PodKnown::Unread => {
                 // Contexts of other drivers cost no request.
@@ -814,8 +837,8 @@ impl Context {
         }
         let known = self.evaluation.as_ref().filter(|(known, _)| *known == input);
         if let Some((_, evaluation)) = known {
-            let evaluation = evaluation.clone();
-            self.act(key, pod, pending, &input.nodes, &evaluation, cache, now, actions);
+            let reasons = self.reasons(&pending.own, &input.nodes, evaluation);
+            self.act(key, pod, pending, &input.nodes, &reasons, cache, now, actions);
             return;
         }
         // The driver is evaluating a shared claim for another pod.
@@ -830,7 +853,7 @@ impl Context {
                 .collect(),
             nodes: input.nodes.clone(),
         });
-        self.called_at = cache.capacity_generation;
+        self.called_at = cache.capacity_generations.of(self.namespace());
         self.phase = ContextPhase::Evaluating(input);
     }
 
@@ -921,6 +944,26 @@ impl Context {
         any
     }
 
+    /// The unsuitable nodes among `nodes` for each claim, by the driver's evaluation or because the driver refused to allocate there.
+    fn reasons(
+        &self,
+        own: &[PendingClaim],
+        nodes: &[String],
+        evaluation: &[UnsuitableNodes],
+    ) -> Vec<UnsuitableNodes> {
+        let reasons_of = |unsuitable: &UnsuitableNodes| -> UnsuitableNodes {
+            let reason = |node: &String| {
+                let reason = unsuitable.get(node).or_else(|| self.refused_nodes.get(node))?;
+                Some((node.clone(), reason.clone()))
+            };
+            nodes.iter().filter_map(reason).collect()
+        };
+        own.iter()
+            .filter_map(|claim| evaluation.get(claim.position))
+            .map(reasons_of)
+            .collect()
+    }
+
     #[expect(
         clippy::too_many_arguments,
         reason = "one step of one decision, called from one place"
@@ -931,26 +974,12 @@ impl Context {
         pod: &Arc<Pod>,
         pending: &PendingClaims,
         nodes: &[String],
-        evaluation: &[UnsuitableNodes],
+        reasons: &[UnsuitableNodes],
         cache: &Cache,
         now: Moment,
         actions: &mut Actions,
     ) {
         let own = &pending.own;
-        let mut reasons: Vec<BTreeMap<String, String>> = own
-            .iter()
-            .filter_map(|claim| evaluation.get(claim.position))
-            .cloned()
-            .collect();
-        let evaluated: BTreeSet<&String> = nodes.iter().collect();
-        for reasons in &mut reasons {
-            reasons.retain(|node, _| evaluated.contains(node));
-            for (node, reason) in &self.refused_nodes {
-                if evaluated.contains(node) {
-                    reasons.entry(node.clone()).or_insert_with(|| reason.clone());
-                }
-            }
-        }
         let object = self.object.clone();
         let selected = &object.spec.selected_node;
         let mine: BTreeSet<&str> = own.iter().map(|claim| claim.pod_claim_name.as_str()).collect();
@@ -961,7 +990,7 @@ impl Context {
             if is_any_evaluated(own, cache) {
                 return;
             }
-            self.called_at = cache.capacity_generation;
+            self.called_at = cache.capacity_generations.of(self.namespace());
             self.count_wake_up(actions);
             actions.push(ContextAction::Allocate {
                 consumer: Consumer {
@@ -992,12 +1021,12 @@ impl Context {
             self.set_waiting_reason(Some("NoSuitableDevice"), actions);
             self.woken_at = None;
             actions.push(ContextAction::EndWakeUp);
-            self.report_no_node(own, &reasons, now, actions);
+            self.report_no_node(own, reasons, now, actions);
         }
         let must_write = any_unsuitable || selected.is_empty() || pending.all > 1;
         let entries: Vec<ResourceClaimSchedulingStatus> = own
             .iter()
-            .zip(&reasons)
+            .zip(reasons)
             .map(|(claim, reasons)| ResourceClaimSchedulingStatus {
                 name: claim.pod_claim_name.clone(),
                 unsuitable_nodes: listed(&object, reasons),
@@ -1079,7 +1108,7 @@ impl Context {
             }
             Some(TransactionFailure::Driver(error)) => {
                 // A change since the driver was called may have removed the cause.
-                let generation = cache.capacity_generation;
+                let generation = cache.capacity_generations.of(self.namespace());
                 let changed = self.called_at < generation && error.kind != CallErrorKind::TimedOut;
                 if changed {
                     self.capacity_generation = generation;
@@ -1118,20 +1147,23 @@ fn is_any_evaluated(own: &[PendingClaim], cache: &Cache) -> bool {
     })
 }
 
-/// Whether no further answer is due for an unallocated claim of another driver: it has an entry, and if a node is selected, the entry lists
-/// that node.
+/// Whether no further answer is due for an unallocated claim of another driver: it has an entry, and the selected node, if any, is listed in
+/// some entry. While a driver refuses that node, the others may wait for another one.
 fn has_answered(context: &PodSchedulingContext, pod_claim_name: &str) -> bool {
     let selected = &context.spec.selected_node;
-    let mut entries = context.status.resource_claims.iter();
-    entries.any(|entry| {
-        entry.name == pod_claim_name && (selected.is_empty() || entry.unsuitable_nodes.contains(selected))
-    })
+    let entries = &context.status.resource_claims;
+    let has_entry = entries.iter().any(|entry| entry.name == pod_claim_name);
+    has_entry
+        && (selected.is_empty()
+            || entries
+                .iter()
+                .any(|entry| entry.unsuitable_nodes.contains(selected)))
 }
 
 /// The unsuitable nodes for an entry, at most as many as the API accepts: the selected node first, then potential nodes, then earlier ones.
 fn listed(object: &PodSchedulingContext, reasons: &BTreeMap<String, String>) -> Vec<String> {
     // The server rejects invalid node names in an entry, but accepts any `selectedNode`.
-    let names = reasons.keys().filter(|node| is_node_name(node));
+    let names = reasons.keys().filter(|node| is_dns_subdomain(node, 253));
     if reasons.len() <= NODE_LIST_MAX {
         return names.cloned().collect();
     }
@@ -1152,13 +1184,17 @@ fn listed(object: &PodSchedulingContext, reasons: &BTreeMap<String, String>) -> 
     nodes
 }
 
-/// Whether the server accepts `name` as a node name: a DNS subdomain.
-fn is_node_name(name: &str) -> bool {
-    let is_inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
-    let is_label = |label: &str| {
-        !label.is_empty() && label.bytes().all(is_inner) && !label.starts_with('-') && !label.ends_with('-')
-    };
-    name.len() <= 253 && name.split('.').all(is_label)
+/// Whether one of the first claims of a pod with too many is ours.
+fn has_own_claim(cache: &Cache, namespace: &str, pod: &Pod) -> bool {
+    let mut first = pod.clone();
+    first.spec.resource_claims.truncate(CLAIMS_MAX);
+    let resolved = cache.resolve_claims(namespace, &first).into_iter();
+    resolved
+        .filter_map(|(_, resolved)| match resolved {
+            Resolved::Claim(key) => cache.claims.get(&key),
+            _ => None,
+        })
+        .any(|claim| cache.is_own_class(claim.class_name()))
 }
 
 /// Whether the context already has this entry, in any order of nodes.

@@ -23,7 +23,7 @@ mod state;
 mod statistics;
 mod transaction;
 
-pub(crate) use claim::{Resolved, is_made_for, resolve};
+pub(crate) use claim::{LATE_ALLOCATION, Resolved, is_made_for, resolve};
 pub use event::{
     Answer, CallError, CallErrorKind, CallErrorSubject, CallId, ClaimToAllocate, ClaimWrite, Command,
     DriverRequest, Event, EventReport, Moment, ObjectKey, Outcome, Regarding, Settings,

@@ -3,6 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use crate::driver::CapacityChange;
+
 use super::event::{CallId, Moment, ObjectKey, TransactionId};
 use super::statistics::QueueStatistics;
 
@@ -23,7 +25,7 @@ pub(super) enum Work {
     /// A transaction in progress.
     Transaction(TransactionId),
     Claim(ObjectKey),
-    /// A template claim its owner pod has not used in time; other pods may use it.
+    /// A template claim that its owner pod has not used in time. Other pods may use it.
     OpenClaim(ObjectKey),
     /// A woken context, by its turn.
     WokenContext(u64, ObjectKey),
@@ -175,34 +177,42 @@ pub(super) struct WaitingPod {
     /// The pod's priority. Higher values come first.
     pub(super) priority: i32,
     pub(super) since: Moment,
-    /// When the next slow recheck is due.
-    pub(super) recheck: Moment,
 }
 
 impl WakeUps {
-    /// Queues all contexts that wait and are not awake, because capacity for `pods` pods was freed (`None`: for an unknown number). Returns
-    /// the contexts that are awake: that capacity may be taken by now, so they are evaluated again, within their old deadlines.
+    /// Queues the waiting contexts that a change concerns and that are not awake. Returns those that are awake: the capacity may be taken by
+    /// now, so they are evaluated again, within their old deadlines. Contexts of other namespaces keep their place in the queue.
     pub(super) fn capacity_freed(
         &mut self,
         waiting: impl Iterator<Item = (ObjectKey, WaitingPod)>,
-        pods: Option<usize>,
+        change: &CapacityChange,
         now: Moment,
     ) -> Vec<ObjectKey> {
-        let waiting = waiting.filter(|(key, _)| !self.awake.contains_key(key));
-        let queue = in_turn(waiting, &self.turns);
+        let is_due = |key: &ObjectKey| change.concerns(&key.namespace) || self.positions.contains_key(key);
+        let waiting = waiting.filter(|(key, _)| !self.awake.contains_key(key) && is_due(key));
+        let mut queue = in_turn(waiting, &self.turns);
         let mut awake: Vec<_> = self
             .awake
             .iter()
+            .filter(|(key, _)| change.concerns(&key.namespace))
             .map(|(key, wake_up)| (wake_up.turn, key))
             .collect();
         awake.sort();
         let awake: Vec<ObjectKey> = awake.into_iter().map(|(_, key)| key.clone()).collect();
-        let keys = queue.iter().chain(&awake);
-        let namespaces: BTreeSet<&str> = keys.map(|key| key.namespace.as_str()).collect();
-        self.turns
-            .retain(|namespace, _| namespaces.contains(namespace.as_str()));
-        let credits = pods.unwrap_or(queue.len()).max(1);
-        self.restart(queue, credits);
+        if change.namespace.is_none() {
+            let keys = queue.iter().chain(&awake);
+            let namespaces: BTreeSet<&str> = keys.map(|key| key.namespace.as_str()).collect();
+            self.turns
+                .retain(|namespace, _| namespaces.contains(namespace.as_str()));
+        }
+        let is_concerned = |key: &&ObjectKey| change.concerns(&key.namespace);
+        let number = queue.iter().filter(is_concerned).count();
+        if change.namespace.is_some() && number == 0 {
+            return awake;
+        }
+        // The wake-ups are for the pods that the change concerns.
+        queue.sort_by_key(|key| !change.concerns(&key.namespace));
+        self.restart(queue, change.pods.unwrap_or(number).max(1));
         self.freed_at = now;
         awake
     }
@@ -359,6 +369,34 @@ impl Backoff {
     }
 }
 
+/// Numbers the changes of capacity, so that an answer of the driver that is older than a change is recognized.
+#[derive(Clone, Debug, Default)]
+pub(super) struct CapacityGenerations {
+    last: u64,
+    /// The last change for all namespaces.
+    all: u64,
+    /// The last change for each single namespace after that.
+    single: BTreeMap<String, u64>,
+}
+
+impl CapacityGenerations {
+    /// Counts a change for one namespace, or for all if `None`.
+    pub(super) fn advance(&mut self, namespace: Option<&str>) {
+        self.last += 1;
+        if let Some(namespace) = namespace {
+            self.single.insert(namespace.to_owned(), self.last);
+        } else {
+            self.all = self.last;
+            self.single.clear();
+        }
+    }
+
+    /// The number of the last change that concerns a namespace.
+    pub(super) fn of(&self, namespace: &str) -> u64 {
+        self.single.get(namespace).copied().unwrap_or(self.all)
+    }
+}
+
 /// A delay between `base` and `base + spread` derived from the name, so that rechecks are spread over time.
 pub(super) fn spread(name: &str, base: Duration, spread: Duration) -> Duration {
     let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
@@ -371,14 +409,11 @@ pub(super) fn spread(name: &str, base: Duration, spread: Duration) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::driver::CapacityCause;
 
     fn waiting(namespace: &str, name: &str, priority: i32, seconds: u64) -> (ObjectKey, WaitingPod) {
         let since = Moment::new(Duration::from_secs(seconds));
-        let waiting = WaitingPod {
-            priority,
-            since,
-            recheck: since,
-        };
+        let waiting = WaitingPod { priority, since };
         (ObjectKey::new(namespace, name), waiting)
     }
 
@@ -454,6 +489,54 @@ mod tests {
             }
             assert_eq!(woken, waiting, "each once and in order");
         }
+    }
+
+    #[test]
+    fn a_change_in_a_namespace_wakes_no_pod_of_another() {
+        let now = Moment::default();
+        let all = [
+            waiting("a", "1", 0, 1),
+            waiting("a", "2", 0, 2),
+            waiting("b", "1", 0, 3),
+            waiting("b", "2", 0, 4),
+        ];
+        let in_namespace =
+            |namespace: &str| CapacityChange::new(CapacityCause::Parameters).in_namespace(namespace);
+        let mut wake = WakeUps::default();
+        let mut change = |namespace: &str, woken: &[&str], again: &[&str]| {
+            let awake = wake.capacity_freed(all.clone().into_iter(), &in_namespace(namespace), now);
+            assert_eq!(names(awake), again);
+            assert_eq!(names(all_next(&mut wake, now)), woken);
+        };
+        change("b", &["b/1", "b/2"], &[]);
+        change("c", &[], &[]);
+        change("b", &[], &["b/1", "b/2"]);
+
+        // Pods that wait for their turn after another change keep it.
+        let mut wake = WakeUps::default();
+        let freed = CapacityChange::new(CapacityCause::Freed).for_pods(1);
+        wake.capacity_freed(all.clone().into_iter(), &freed, now);
+        assert_eq!(names(all_next(&mut wake, now)), ["a/1"]);
+        let all_waiting = || all.clone().into_iter();
+        wake.capacity_freed(all_waiting(), &in_namespace("b"), now);
+        assert_eq!(names(all_next(&mut wake, now)), ["b/1", "b/2"]);
+        wake.capacity_freed(all_waiting(), &in_namespace("c"), now);
+        assert!(names(all_next(&mut wake, now)).is_empty());
+        wake.end(&ObjectKey::new("a", "1"));
+        assert_eq!(names(all_next(&mut wake, now)), ["a/2"]);
+    }
+
+    #[test]
+    fn a_generation_is_of_the_last_change_that_concerns_a_namespace() {
+        let mut generations = CapacityGenerations::default();
+        let mut after = |change| {
+            generations.advance(change);
+            (generations.of("a"), generations.of("b"))
+        };
+        assert_eq!(after(None), (1, 1));
+        assert_eq!(after(Some("a")), (2, 1));
+        assert_eq!(after(Some("b")), (2, 3));
+        assert_eq!(after(None), (4, 4));
     }
 
     #[test]

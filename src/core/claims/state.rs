@@ -26,12 +26,9 @@ use super::transaction::{
 const REPORT_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 
 /// How long a generated claim is expected to be used by its owner pod. After that, the other pods of the namespace are read, each once,
-/// because one of them may name it.
+/// because one of them may name it. The owner pod is read again if it was read before its context existed: it may have changed. The
+/// scheduler usually writes the context some milliseconds after the claim.
 const OWNER_POD_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// How long a pod that was read before its context existed need not be read again. The scheduler writes the context some milliseconds after
-/// the claim; after a longer time the pod may have changed.
-const EARLY_POD_MAX_AGE: Duration = Duration::from_secs(10);
 
 /// The start barrier: decisions begin when everything is listed and the driver is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,7 +47,7 @@ enum Barrier {
 #[derive(Clone, Copy, Debug)]
 enum Listed {
     Classes,
-    ClaimMap,
+    Claims,
     Contexts,
 }
 
@@ -58,8 +55,7 @@ enum Listed {
 #[derive(Clone, Debug, PartialEq)]
 enum EarlyPod {
     Reading(CallId),
-    /// The pod, and when it was read.
-    Read(Arc<Pod>, Moment),
+    Read(Arc<Pod>),
 }
 
 /// A pending call: the object that its answer belongs to.
@@ -101,7 +97,7 @@ pub struct ControllerState {
     barrier: Barrier,
     cache: Cache,
     contexts: BTreeMap<ObjectKey, Context>,
-    /// Pods without a context, by uid, while a claim generated for them exists.
+    /// Pods without a context, by uid, for [`OWNER_POD_TIMEOUT`] after a claim was generated for them.
     early_pods: BTreeMap<String, EarlyPod>,
     transactions: BTreeMap<TransactionId, Transaction>,
     pending_calls: BTreeMap<CallId, PendingCall>,
@@ -234,7 +230,7 @@ impl ControllerState {
             self.see_written_claim(claim.clone(), now);
         }
         match pending_call {
-            PendingCall::EarlyPod { uid } => self.early_pod_read(&uid, answer, now),
+            PendingCall::EarlyPod { uid } => self.early_pod_read(&uid, answer),
             PendingCall::Evaluate { context, uid, claims } => {
                 self.end_evaluation(&claims);
                 self.context_answered(&context, &uid, answer, now);
@@ -320,7 +316,7 @@ impl ControllerState {
         };
         match list {
             Listed::Classes => *classes = true,
-            Listed::ClaimMap => *claims = true,
+            Listed::Claims => *claims = true,
             Listed::Contexts => *contexts = true,
         }
         if !(*classes && *claims && *contexts) {
@@ -428,7 +424,7 @@ impl ControllerState {
         for claim in claims {
             self.see_claim(claim, now);
         }
-        self.listed(Listed::ClaimMap);
+        self.listed(Listed::Claims);
     }
 
     /// Applies the object returned by our own write, unless the watch has meanwhile reported the claim as deleted.
@@ -511,15 +507,18 @@ impl ControllerState {
         }
     }
 
-    /// Removes a claim from the index of its former owner pod.
+    /// Removes a claim from the index of its former owner pod, and forgets a pod that was read early.
     fn leave_owner(&mut self, uid: &str, key: &ObjectKey) {
-        if self.cache.index.remove_owner(uid, key) {
-            self.early_pods.remove(uid);
-        }
+        self.cache.index.remove_owner(uid, key);
+        self.early_pods.remove(uid);
     }
 
     /// Lets all pods of the namespace be read for a claim that is still unallocated.
     fn open_claim(&mut self, key: &ObjectKey) {
+        let claim = self.cache.claims.get(key);
+        if let Some(owner) = claim.and_then(|claim| pod_owner_of(&claim.object.metadata)) {
+            self.early_pods.remove(&owner.uid);
+        }
         if self.cache.index.open_candidate(key) {
             let first = ObjectKey::new(key.namespace.clone(), "");
             let contexts = self.contexts.range(first..);
@@ -598,7 +597,7 @@ impl ControllerState {
         });
         Some(ClaimInput {
             class: self.cache.class_owner(claim.class_name()),
-            capacity_generation: self.cache.capacity_generation,
+            capacity_generation: self.cache.capacity_generations.of(&key.namespace),
             pod_lacks_a_claim,
         })
     }
@@ -745,7 +744,7 @@ impl ControllerState {
             // A transaction ends early if its node is no longer selected.
             self.queue.extend(context.transaction().map(Work::Transaction));
         } else {
-            let context = Context::new(object, self.cache.capacity_generation);
+            let context = Context::new(object, self.cache.capacity_generations.of(&key.namespace));
             self.contexts.insert(key.clone(), context);
         }
         self.queue.insert(Work::Context(key));
@@ -776,7 +775,8 @@ impl ControllerState {
 
     fn recheck_context(&mut self, key: &ObjectKey, now: Moment) {
         if let Some(context) = self.contexts.get_mut(key) {
-            let actions = context.recheck(self.cache.capacity_generation, now);
+            let generation = self.cache.capacity_generations.of(&key.namespace);
+            let actions = context.recheck(generation, now);
             self.act_on_context(key, actions, now);
         }
     }
@@ -938,13 +938,13 @@ impl ControllerState {
         self.early_pods.insert(uid, EarlyPod::Reading(id));
     }
 
-    fn early_pod_read(&mut self, uid: &str, answer: Answer, now: Moment) {
+    fn early_pod_read(&mut self, uid: &str, answer: Answer) {
         let Some(early) = self.early_pods.get_mut(uid) else {
             return;
         };
         match answer {
             Answer::PodRead(Ok(Some(pod))) if pod.metadata.uid.as_deref() == Some(uid) => {
-                *early = EarlyPod::Read(pod, now);
+                *early = EarlyPod::Read(pod);
             }
             // After any error the context reads the pod itself.
             _ => {
@@ -966,11 +966,11 @@ impl ControllerState {
                 self.pending_calls.insert(id, PendingCall::Context { key, uid });
                 return;
             }
-            Some(EarlyPod::Read(pod, at)) if at.after(EARLY_POD_MAX_AGE) > now => {
+            Some(EarlyPod::Read(pod)) => {
                 context.await_early_pod();
                 context.pod_read(Ok(Some(pod)), &self.cache, now)
             }
-            Some(EarlyPod::Read(..)) | None => context.begin_to_read_pod(),
+            None => context.begin_to_read_pod(),
         };
         self.act_on_context(key, actions, now);
     }
@@ -978,15 +978,18 @@ impl ControllerState {
     // === wake-ups ===
 
     fn capacity_changed(&mut self, change: &CapacityChange, now: Moment) {
-        self.cache.capacity_generation += 1;
+        let namespace = change.namespace.as_deref();
+        self.cache.capacity_generations.advance(namespace);
         let waiting = self
             .contexts
             .iter()
             .filter_map(|(key, context)| Some((key.clone(), context.waiting()?.clone())));
-        for key in self.wake_ups.capacity_freed(waiting, change.pods, now) {
+        for key in self.wake_ups.capacity_freed(waiting, change, now) {
             self.wake_up(&key);
         }
-        for key in self.cache.index.immediate() {
+        let mut immediate = self.cache.index.immediate();
+        immediate.retain(|key| change.concerns(&key.namespace));
+        for key in immediate {
             if let Some(claim) = self.cache.claims.get_mut(&key) {
                 claim.backoff.succeeded();
             }
@@ -1014,7 +1017,8 @@ impl ControllerState {
         let Some(context) = self.contexts.get_mut(key) else {
             return false;
         };
-        context.wake_up(self.cache.capacity_generation, self.wake_ups.freed_at());
+        let generation = self.cache.capacity_generations.of(&key.namespace);
+        context.wake_up(generation, self.wake_ups.freed_at());
         self.queue.insert(self.wake_ups.work(key));
         true
     }
@@ -1030,7 +1034,9 @@ impl ControllerState {
         claims: &[(String, ObjectKey)],
     ) -> Option<TransactionId> {
         let id = TransactionId(self.next_id());
-        let mut transaction = Transaction::new(consumer, node, self.cache.capacity_generation);
+        let namespace = claims.first().map_or("", |(_, key)| key.namespace.as_str());
+        let generation = self.cache.capacity_generations.of(namespace);
+        let mut transaction = Transaction::new(consumer, node, generation);
         for (pod_claim_name, key) in claims {
             let claim = self.cache.claims.get_mut(key)?;
             let class = self.cache.classes.get(claim.class_name())?.clone();
@@ -1166,7 +1172,7 @@ impl ControllerState {
         }
         let Some(consumer) = &transaction.consumer else {
             for (key, uid) in transaction.claims() {
-                let generation = self.cache.capacity_generation;
+                let generation = self.cache.capacity_generations.of(&key.namespace);
                 let claim = self.cache.claims.get_mut(key);
                 if let Some(claim) = claim.filter(|claim| claim.uid() == uid) {
                     let class = self.cache.classes.get(claim.class_name());
@@ -1207,6 +1213,8 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::api::resource::AllocationResult;
+    use crate::driver::CapacityCause;
 
     fn claim(version: &str, owner: Option<(&str, &str, &str)>) -> Arc<ResourceClaim> {
         let owner = owner.map(|(api_version, kind, uid)| {
@@ -1218,6 +1226,18 @@ mod tests {
             "spec": { "resourceClassName": "class" },
         });
         Arc::new(serde_json::from_value(claim).unwrap())
+    }
+
+    #[test]
+    fn a_change_in_a_namespace_concerns_its_immediate_claims_only() {
+        let mut state = ControllerState::new(Settings::new("d.example"));
+        let key = ObjectKey::new("n", "c");
+        state.cache.index.add_immediate(&key);
+        for (namespace, work) in [("other", None), ("n", Some(Work::Claim(key)))] {
+            let change = CapacityChange::new(CapacityCause::Parameters).in_namespace(namespace);
+            state.apply(Event::Capacity(change), Moment::default());
+            assert_eq!(state.queue.pop_first(), work, "{namespace}");
+        }
     }
 
     #[test]
@@ -1235,5 +1255,42 @@ mod tests {
         );
         assert_eq!(owners("4", Some(("v1", "Pod", "first"))), ["first"]);
         assert_eq!(owners("5", None), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_pod_read_early_is_kept_for_ten_seconds() {
+        for is_allocated in [false, true] {
+            let start = Moment::default();
+            let class = json!({ "metadata": { "name": "class" }, "driverName": "d.example" });
+            let class = Arc::new(serde_json::from_value(class).unwrap());
+            let mut state = ControllerState::new(Settings::new("d.example"));
+            for event in [
+                Event::Classes(vec![class]),
+                Event::Claims(Vec::new()),
+                Event::Contexts(Vec::new()),
+                Event::DriverReady,
+                Event::Claim(claim("1", Some(("v1", "Pod", "pod")))),
+            ] {
+                state.apply(event, start);
+            }
+            let mut commands = state.decide(start).into_iter();
+            let read = commands.find_map(|command| match command {
+                Command::ReadPod { id, .. } => Some(id),
+                _ => None,
+            });
+            let pod = json!({ "metadata": { "namespace": "n", "name": "p", "uid": "pod" } });
+            let pod = Arc::new(serde_json::from_value(pod).unwrap());
+            let (id, answer) = (read.unwrap(), Answer::PodRead(Ok(Some(pod))));
+            state.apply(Event::Answer { id, answer }, start);
+            if is_allocated {
+                let mut allocated = (*claim("2", Some(("v1", "Pod", "pod")))).clone();
+                allocated.status.allocation = Some(AllocationResult::new("other.example", "{}"));
+                state.apply(Event::Claim(Arc::new(allocated)), start);
+            }
+            state.decide(start.after(Duration::from_secs(9)));
+            assert_eq!(state.early_pods.len(), 1);
+            state.decide(start.after(OWNER_POD_TIMEOUT));
+            assert!(state.early_pods.is_empty(), "although the claim stays");
+        }
     }
 }

@@ -71,7 +71,7 @@ impl Statistics {
     pub const CALLS: [&'static str; 3] = ["Allocate", "Deallocate", "UnsuitableNodes"];
     /// Results of a driver call.
     pub const CALL_RESULTS: [&'static str; 4] = ["Done", "Invalid", "Retry", "TimedOut"];
-    /// Trouble of a waiting pod that is not an error: some of its nodes are unsuitable.
+    /// Waiting reason that is not an error: some nodes of the pod are unsuitable.
     pub const SOME_NODES: &'static str = "SomeNodesUnsuitable";
 
     /// Moves a waiting pod from one reason to another; `None` means that it does not wait.

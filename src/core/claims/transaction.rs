@@ -72,16 +72,16 @@ enum TransactionPhase {
     /// Rolling back recorded allocations because one claim could not be recorded. `Failed` marks a claim without an allocation, and `Done` a
     /// claim that keeps its allocation.
     ///
-    /// No container can be using them. kubelet prepares nothing for a pod before all its claims are allocated and reserved for it
-    /// (`PrepareResources` in kubelet's `cm/dra/manager.go`), the scheduler does not bind such a pod, and one of this pod's claims was just
-    /// read without an allocation. One write removes the allocation and our own reservation; it is refused if the claim has changed since it
-    /// was read.
+    /// No container can be using them: one of the pod's claims was just read without an allocation. The scheduler does not bind such a pod.
+    /// From 1.28 on, kubelet prepares nothing for a pod before all its claims are allocated and reserved for it (`PrepareResources` in
+    /// kubelet's `cm/dra/manager.go`); 1.27 may prepare one claim, but starts no container. One write removes the allocation and our own
+    /// reservation; it is refused if the claim has changed since it was read.
     RollingBack,
     /// Waiting for the driver to deallocate the claims that are not recorded.
     Deallocating,
 }
 
-/// ItemPhase of one claim within the phase of its transaction.
+/// The phase of one claim within the current phase of its transaction.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum ItemPhase {
     /// Not started, or due for a retry.

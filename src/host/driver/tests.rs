@@ -7,6 +7,7 @@ use futures::FutureExt as _;
 use super::*;
 use crate::api::crd::{AttributeValue, DeviceConstraint, DeviceSelector};
 use crate::core::allocation::index;
+use crate::core::allocation::inventory::Match;
 use crate::core::allocation::tests::fixture::{self, DRIVER};
 
 mod state;
@@ -135,6 +136,28 @@ async fn only_new_devices_of_an_inventory_are_evaluated_in_advance() {
         "who was refused because it was not judged hears of it"
     );
     assert_eq!(results(&driver), 5);
+}
+
+#[tokio::test]
+async fn claim_parameters_are_reported_for_their_namespace() {
+    let driver = HostDriver::unwatched(DRIVER);
+    let mut changes = std::pin::pin!(driver.capacity_changes());
+    let mut next = || Some(changes.next().now_or_never()??.namespace);
+    let key = |namespace: &str| (namespace.to_owned(), "p".to_owned());
+    let spec = || Ok(DeviceClaimParametersSpec::default());
+    let set = |namespace: &str| WatchUpdate::Set(key(namespace), spec());
+    driver.shared.claims(WatchUpdate::All(vec![(key("a"), spec())]));
+    assert_eq!(next(), Some(None));
+    driver.shared.claims(set("b"));
+    assert_eq!(next(), Some(Some("b".to_owned())));
+    driver.shared.claims(set("b"));
+    driver.shared.claims(WatchUpdate::Gone(key("b")));
+    assert_eq!(next(), None, "nothing that helps");
+    let class = DeviceClassParametersSpec::default();
+    driver
+        .shared
+        .classes(WatchUpdate::Set("class".to_owned(), Ok(class)));
+    assert_eq!(next(), Some(None));
 }
 
 /// The claims of one pod, each with one request per count, and with the constraint if given.

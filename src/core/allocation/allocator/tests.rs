@@ -214,7 +214,7 @@ mod allocator {
             0
         );
         assert_eq!(allocator.replace_inventories(list(&[])), 0);
-        assert!(allocator.inventory().node("a").is_none());
+        assert!(allocator.inventory.node("a").is_none());
     }
 
     #[test]
@@ -243,13 +243,40 @@ mod allocator {
             assert_eq!(told(&allocator.recheck_conflicts()), reasons, "{shares} {listed}");
             assert_eq!(allocator.recheck_conflicts(), [], "said once");
         }
-        // A device in no inventory has one share, once all inventories are listed.
+    }
+
+    #[test]
+    fn a_device_with_two_holders_is_checked_once_it_is_listed() {
+        let allocation = allocate(&mut allocator(&["d"]), "u").unwrap();
         let mut allocator = DeviceAllocator::new(DRIVER);
         observe(&mut allocator, "u", Some(&allocation));
         observe(&mut allocator, "v", Some(&allocation));
         assert_eq!(allocator.recheck_conflicts(), []);
-        allocator.replace_inventories(BTreeMap::new());
+        // The device is gone, and may have had shares.
+        allocator.replace_inventories(BTreeMap::from([("a".to_owned(), node("a", "1", &["e"]))]));
+        assert_eq!(allocator.recheck_conflicts(), []);
+        allocator.set_inventory("a", Some(node("a", "1", &["d", "e"])));
         assert_eq!(allocator.recheck_conflicts().len(), 1);
+    }
+
+    #[test]
+    fn a_device_that_goes_or_changes_may_help_a_request_for_all() {
+        let mut allocator = allocator(&["d", "e"]);
+        let allocation = allocate(&mut allocator, "u").unwrap();
+        observe(&mut allocator, "u", Some(&allocation));
+        let set = |allocator: &mut DeviceAllocator, inventory: &crate::api::crd::NodeInventory| {
+            allocator.set_inventory("a", Some(NodeInfo::read(inventory)))
+        };
+        assert_eq!(set(&mut allocator, &inventory("a", "1", &["e"])), 1, "d is held");
+        let mut broken = inventory("a", "1", &["e", "f"]);
+        broken.spec.devices[1].unhealthy = Some("broken".into());
+        assert_eq!(set(&mut allocator, &broken), 0, "f is in the way");
+        broken.spec.devices[1].kind = "other".into();
+        assert_eq!(set(&mut allocator, &broken), 1);
+        broken.spec.devices[0].unhealthy = Some("broken".into());
+        assert_eq!(set(&mut allocator, &broken), 0);
+        assert_eq!(set(&mut allocator, &inventory("a", "1", &["f"])), 2);
+        assert_eq!(allocator.set_inventory("a", None), 0);
     }
 }
 
@@ -543,7 +570,7 @@ mod anywhere {
             error.is_final()
                 && error
                     .to_string()
-                    .contains("works with allocationMode WaitForFirstConsumer only")
+                    .contains("requires allocationMode WaitForFirstConsumer")
         );
         let allocation = anywhere(&by_name).unwrap();
         assert_eq!(allocation.available_on_nodes, Some(by_name));

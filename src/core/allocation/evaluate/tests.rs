@@ -154,7 +154,7 @@ mod view {
         let mut allocator = allocator(None);
         assert_eq!(
             one(&mut allocator, "u", &device_requests("Packing", 6)).unwrap_err(),
-            "resources exhausted on node a: 8 of 8 free, no 6 of the rest have an equal d/numa"
+            "resources exhausted on node a: 8 of 8 free, no 6 of the remaining devices have the same d/numa"
         );
         assert_eq!(
             one(&mut allocator, "u", &device_requests("Packing", 4)),
@@ -166,7 +166,7 @@ mod view {
         );
         assert_eq!(
             one(&mut allocator, "w", &device_requests("Packing", 2)).unwrap_err(),
-            "resources exhausted on node a: 6 of 8 held, no 2 of the rest have an equal d/numa"
+            "resources exhausted on node a: 6 of 8 held, no 2 of the remaining devices have the same d/numa"
         );
         let missing = self::device_requests(
             "Packing",
@@ -176,7 +176,7 @@ mod view {
         assert!(
             one(&mut allocator, "w", &missing)
                 .unwrap_err()
-                .ends_with("no 1 of the rest have an equal d/none")
+                .ends_with("no 1 of the remaining devices have the same d/none")
         );
     }
 

@@ -71,7 +71,7 @@ mod parameters {
         );
         assert_eq!(
             text(&[("a", 1), ("a", 1)]),
-            "DeviceClaimParameters ns/p: request a is there twice; give each request a name of its own"
+            "DeviceClaimParameters ns/p: request a occurs twice; request names must be unique"
         );
         assert_eq!(
             text(&[]),

@@ -5,6 +5,7 @@ use std::time::Duration;
 use super::super::*;
 use crate::api::crd::{DeviceRequest, GROUP, REQUESTS_MAX, SELECTORS_MAX};
 use crate::api::resource::{ResourceClaimParametersReference, ResourceClassParametersReference};
+use crate::core::allocation::inventory::Match;
 use crate::core::allocation::parameters::CheckedRequest;
 use crate::core::allocation::tests::fixture;
 use crate::driver::DriverErrorKind;
@@ -225,8 +226,25 @@ fn a_selector_is_evaluated_once_and_dropped_with_its_object() {
     write(&mut state, "q", &["true"]);
     assert_eq!(state.allocator.matches().len(), 1);
     state.apply_classes(WatchUpdate::All(vec![]));
-    assert!(state.allocator.matches().is_empty());
-    assert!(state.expressions.is_empty() && state.allocator.active_selectors().is_empty());
+    assert_eq!(state.allocator.matches().len(), 0);
+    assert!(state.expressions.is_empty() && state.kinds("true").is_empty());
+}
+
+#[test]
+fn a_result_counts_even_if_the_device_does_not_match() {
+    let now = Instant::now();
+    let mut state = HostState::new(fixture::DRIVER);
+    let expression: Arc<str> = "false".into();
+    write(&mut state, "p", &["false"]);
+    state.apply_inventories(WatchUpdate::Set("a".into(), fixture::node("a", "1", &["d"])));
+    let pending = state.pending("test", &expression, now).unwrap().unwrap();
+    let results = pending
+        .devices
+        .into_iter()
+        .map(|attributes| (attributes, Match::No))
+        .collect();
+    // A request for all matching devices waits no longer for this one.
+    assert_eq!(state.evaluated(&expression, Ok(results), now), 1);
 }
 
 #[test]

@@ -45,6 +45,25 @@ fn devices_are_selected_as_in_kubernetes() {
 }
 
 #[test]
+fn regular_expressions_have_a_maximum_size() {
+    for pattern in [r"^dray[a-z]{1,9}\.dev$", r"^\w{7}\.\w{3}$", "(?i)^DRAYMAN"] {
+        let expression = format!("device.driver.matches(r'{pattern}')");
+        assert_eq!(evaluate(&expression), Match::Yes, "{pattern}");
+    }
+    // A search with this pattern would take seconds.
+    let (text, pattern) = ("a".repeat(9_800), "(a{1,99}){1,999}[^a]");
+    let error = Compiled::new(&format!("'{text}'.matches('{pattern}')"))
+        .err()
+        .unwrap_or_default();
+    assert!(error.contains(pattern) && error.contains("too large"), "{error}");
+    // The pattern is known only during the evaluation.
+    let Match::Failed(error) = evaluate(&format!("'{text}'.matches('{pattern}' + '')")) else {
+        panic!("not refused")
+    };
+    assert!(error.contains(pattern) && error.contains("too large"), "{error}");
+}
+
+#[test]
 fn a_missing_or_mistyped_attribute_is_an_error() {
     for (expression, says) in [
         ("device.attributes['drayman.dev'].model == 'x'", "model"),
@@ -99,7 +118,8 @@ fn what_is_not_a_selector_is_refused_with_the_reason() {
         ("device.driver.replace('', 'x') == 'x'", "no function \"replace\""),
         ("[1].all(x, [2].all(y, x < y))", "more than one of all"),
         ("[1].map(x, x).map(y, y) == [1]", "more than one of all"),
-        ("Thing{name: 1} == 1", "no types"),
+        ("Thing{name: 1} == 1", "selectors do not support"),
+        ("device.driver.matches('(')", "unclosed group"),
     ] {
         let error = Compiled::new(expression).err().unwrap_or_default();
         assert!(error.contains(says), "{expression}: {error}");
