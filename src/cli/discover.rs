@@ -16,6 +16,9 @@ use crate::core::prepare::container_edits::ContainerEdits;
 use crate::node::config::{NodeConfiguration, PRESETS, Preset};
 use crate::node::discovery::{Candidate, HostPaths, Survey, proposal, survey};
 
+/// The variable of `--config`, which a companion's pod has.
+const CONFIG_VARIABLE: &str = "DRAYMAN_CONFIG";
+
 /// Print the devices of this machine that a configuration finds, and why others are excluded
 ///
 /// Needs no cluster and changes nothing. Without --config and --preset it tries every preset. Run it as root; otherwise
@@ -28,7 +31,7 @@ pub(super) struct Arguments {
     #[arg(
         long,
         value_name = "FILE",
-        env = "DRAYMAN_CONFIG",
+        env = CONFIG_VARIABLE,
         hide_env_values = true,
         help_heading = "Node"
     )]
@@ -39,7 +42,13 @@ pub(super) struct Arguments {
     presets: Vec<String>,
 
     /// Print a configuration for the devices of this machine instead: presets, USB devices, and PCI devices bound to vfio-pci
-    #[arg(long, env = "DRAYMAN_PROPOSE", hide_env_values = true, conflicts_with_all = ["config", "presets"], help_heading = "Node")]
+    #[arg(
+        long,
+        env = "DRAYMAN_PROPOSE",
+        hide_env_values = true,
+        conflicts_with = "presets",
+        help_heading = "Node"
+    )]
     propose: bool,
 
     #[command(flatten)]
@@ -131,6 +140,15 @@ struct DiscoveredDevice {
 
 /// Runs discovery once and prints the result.
 pub(super) fn run(arguments: Arguments) -> Result<ExitCode, Error> {
+    // --propose and --preset override the variable, but not the flag. clap's conflicts do not tell the two apart.
+    let of_variable = std::env::var_os(CONFIG_VARIABLE).map(PathBuf::from);
+    if (arguments.propose || !arguments.presets.is_empty())
+        && arguments.config.is_some()
+        && arguments.config != of_variable
+    {
+        let problem = "--config cannot be used with --preset or --propose, which need no file";
+        return Err(Error::Configuration(problem.to_owned()));
+    }
     if arguments.propose {
         return propose(arguments.host.paths());
     }
@@ -144,7 +162,7 @@ pub(super) fn run(arguments: Arguments) -> Result<ExitCode, Error> {
         Some(file) if presets.is_empty() => {
             NodeConfiguration::read(file).map_err(|error| Error::Configuration(error.to_string()))?
         }
-        _ => NodeConfiguration::of_presets(&presets),
+        _ => NodeConfiguration::of_presets(&presets).map_err(Error::Configuration)?,
     };
     let kinds: Vec<String> = configuration.kinds.iter().map(|kind| kind.name.clone()).collect();
     let paths = arguments.host.paths();

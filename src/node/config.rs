@@ -14,7 +14,8 @@ mod preset;
 mod schema;
 mod source;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
@@ -24,7 +25,6 @@ use serde::Deserialize;
 use serde_saphyr::{MergeKeyPolicy, Spanned};
 
 use crate::api::crd::{GROUP, VERSION};
-use access::AccessPositions;
 pub use error::{ConfigError, Position};
 use error::{ContentError, at, shown};
 pub use extras::{Probe, ProbeOpen, ProbeSysfs};
@@ -90,23 +90,13 @@ impl NodeConfiguration {
         Self::parse(&text).map_err(content)
     }
 
-    /// A configuration of these presets, each offered through ResourceClaims.
-    pub fn of_presets(presets: &[&'static Preset]) -> Self {
-        let kind = |preset: &&'static Preset| DeviceKind {
-            name: preset.name.to_owned(),
-            apis: KindApis::default(),
-            source: preset.source(),
-            permissions: preset.permissions.to_owned(),
-            shares: preset.shares,
-            container_paths: BTreeMap::new(),
-            mounts: Vec::new(),
-            environment: BTreeMap::new(),
-            dangerous_paths: BTreeSet::new(),
-            probe: Probe::default(),
-        };
-        Self {
-            kinds: presets.iter().map(kind).map(Arc::new).collect(),
+    /// A configuration of these presets, each offered through ResourceClaims. The error names a preset that is given twice.
+    pub fn of_presets(presets: &[&Preset]) -> Result<Self, String> {
+        let mut text = format!("apiVersion: {GROUP}/{VERSION}\nkind: NodeConfiguration\nkinds:\n");
+        for preset in presets {
+            let _ = writeln!(text, "- preset: {}", preset.name);
         }
+        Self::parse(&text).map_err(|(_, problem)| problem)
     }
 
     /// Parses and validates the text of a file.
@@ -155,10 +145,10 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
         let mut names = BTreeMap::new();
         let mut resources = BTreeMap::new();
         let mut kinds: Vec<Arc<DeviceKind>> = Vec::new();
-        for (index, raw) in raw.kinds.value.into_iter().enumerate() {
+        for (index, raw) in raw.kinds.value.iter().enumerate() {
             let field = format!("kinds[{index}]");
             let whole = Position::of(raw.referenced);
-            let raw = raw.value;
+            let raw = &raw.value;
             // A preset names its kind unless the file does.
             if let Some(name) = raw.name.as_ref().or(raw.preset.as_ref())
                 && let Some(line) = names.insert(name.value.clone(), name.referenced.line())
@@ -166,7 +156,7 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
                 return Err(at(
                     name,
                     format!(
-                        "{field}.name {} stands on line {line} already; give each kind its own name",
+                        "{field}.name {} is already used on line {line}; names must be unique",
                         shown(name)
                     ),
                 ));
@@ -177,14 +167,13 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
                 return Err(at(
                     resource,
                     format!(
-                        "{field}.resourceName {} stands on line {line} already; put all paths of a resource into one kind",
+                        "{field}.resourceName {} is already used on line {line}; names must be unique, so put all paths of a resource into one kind",
                         shown(resource)
                     ),
                 ));
             }
-            let positions = AccessPositions::of(&raw, whole);
             let kind = raw.check(&field, whole)?;
-            access::check(&kinds, &kind, &field, &positions)?;
+            access::check(&kinds, &kind, raw, &field, whole)?;
             kinds.push(Arc::new(kind));
         }
         Ok(Self { kinds })

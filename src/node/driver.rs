@@ -24,7 +24,8 @@ pub trait NodeDriver: Send + Sync + 'static {
     /// The complete list of devices, now and after each change.
     ///
     /// Called once. No kubelet endpoint is served before the first list, so it should come soon, and it must be the result of a
-    /// complete search: a device missing from a list counts as gone. If the stream ends, the last list remains in force.
+    /// complete search: a device missing from a list counts as gone. If the stream ends, the last list remains in force. A list that equals
+    /// the last one only makes the companion prepare those claims again whose devices it lacks.
     ///
     /// A device has a [name](Device::name) that survives a reboot (derived from an identifier, never an index), the
     /// [kind](Device::kind) by which classes and extended resources refer to it, and a [mode](Device::mode). An unhealthy device
@@ -91,7 +92,7 @@ pub struct PreparedClaim {
     pub namespace: String,
     /// Name of the claim; empty if it was recovered from a damaged checkpoint.
     pub name: String,
-    /// The devices, in the order of the resource handle.
+    /// The devices, in the order of the allocation.
     pub devices: Vec<String>,
 }
 
@@ -108,7 +109,7 @@ pub enum NodeDriverError {
     },
     /// Another device has taken its place.
     #[error(
-        "device {device:?} has become another since it was found ({before}, now {now}); it is looked for again"
+        "device {device:?} is no longer the discovered device (was {before}, now {now}); discovery searches again"
     )]
     Changed {
         /// The device.
@@ -135,7 +136,7 @@ pub enum NodeDriverError {
         problem: String,
     },
     /// Discovery has stopped, so the device cannot be checked.
-    #[error("device {0:?} cannot be looked at, because the search for devices has ended")]
+    #[error("device {0:?} cannot be checked: device discovery has stopped")]
     Ended(String),
 }
 

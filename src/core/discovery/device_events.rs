@@ -29,12 +29,12 @@ pub fn device_events(before: &Devices, after: &Devices) -> Vec<DeviceEvent> {
             Some(cause) if was != Some(cause) => events.push(DeviceEvent {
                 reason: "DeviceUnhealthy",
                 warning: true,
-                note: format!("{described} is given to nobody: {cause}"),
+                note: format!("{described} is not allocated: {cause}"),
             }),
             None if was.is_some() => events.push(DeviceEvent {
                 reason: "DeviceRecovered",
                 warning: false,
-                note: format!("{described} can be given again"),
+                note: format!("{described} is healthy again"),
             }),
             _ => {}
         }
@@ -109,7 +109,7 @@ mod tests {
         );
         assert_eq!(reasons(&[("a", None)], &[]), ["DeviceWithdrawn"]);
         let event = &device_events(&Devices::new(), &devices(&[("a", Some("it smokes"))]))[0];
-        assert_eq!(event.note, "device a of kind k is given to nobody: it smokes");
+        assert_eq!(event.note, "device a of kind k is not allocated: it smokes");
     }
 
     #[test]

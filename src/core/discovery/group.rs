@@ -45,10 +45,13 @@ pub fn assemble(matches: &GroupMatches) -> Vec<Result<DeviceGroup, (Option<Strin
         required.chain(&matches.optional)
     };
     let keys: BTreeSet<&String> = all().filter_map(|matched| matched.key.as_ref()).collect();
-    // A key that only optional nodes have makes no device: they may belong to another one.
+    let shared_paths: BTreeSet<&str> = matches.shared.iter().map(|shared| shared.path.as_str()).collect();
+    // A key that only optional nodes have makes no device: they may belong to another one. Nor does a shared node, which belongs to
+    // none: `nvidia{key}` matches `nvidiactl` too.
     let keys = keys.into_iter().filter(|key| {
         let mut required = matches.required.iter().flat_map(|(_, matched)| matched);
-        required.any(|matched| matched.key.as_ref() == Some(key))
+        required
+            .any(|matched| matched.key.as_ref() == Some(key) && !shared_paths.contains(matched.path.as_str()))
     });
     let mut keys: Vec<Option<&String>> = keys.map(Some).collect();
     let keyed = matches.required.iter().any(|(pattern, _)| pattern.contains(KEY));
@@ -186,6 +189,20 @@ mod tests {
             ..GroupMatches::default()
         };
         assert_eq!(assemble(&matches), []);
+    }
+
+    #[test]
+    fn a_shared_node_that_matches_the_key_is_no_device() {
+        let matches = GroupMatches {
+            required: vec![required("nvidia{key}", &["0", "ctl"])],
+            shared: vec![matched("nvidiactl", None)],
+            ..GroupMatches::default()
+        };
+        let groups = assemble(&matches);
+        assert_eq!(groups.len(), 1, "{groups:?}");
+        let group = groups[0].as_ref().unwrap();
+        assert_eq!(paths(group), ["nvidia0"]);
+        assert_eq!(group.shared, [matched("nvidiactl", None)]);
     }
 
     #[test]

@@ -8,36 +8,15 @@ use std::collections::BTreeMap;
 /// Maximum size of a message in bytes: the kernel's own buffer is 2 KiB, with a header before it.
 pub const MESSAGE_MAX: usize = 8 * 1024;
 
-/// The action of a message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Action {
-    /// The device was added.
-    Add,
-    /// The device was removed.
-    Remove,
-    /// A property of the device changed.
-    Change,
-    /// A driver was bound to it.
-    Bind,
-    /// A driver was unbound from it.
-    Unbind,
-    /// Any other action: moved, online, offline, or one of a newer kernel.
-    Other,
-}
-
-/// One kernel message.
+/// One kernel message. Its action does not matter, because discovery searches for everything after each.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Uevent {
-    /// The action.
-    pub action: Action,
     /// The device's path below `/sys`.
     pub devpath: String,
     /// The subsystem, for instance `usb` or `tty`.
     pub subsystem: Option<String>,
     /// The device node's path below `/dev`.
     pub devname: Option<String>,
-    /// The kernel's sequence number, incremented with each message.
-    pub sequence: Option<u64>,
 }
 
 impl Uevent {
@@ -71,7 +50,6 @@ pub fn parse(message: &[u8]) -> Option<Uevent> {
             values.entry(key).or_insert(value);
         }
     }
-    let action = action(values.get("ACTION").copied().unwrap_or(header_action));
     let devpath = values.get("DEVPATH").copied().unwrap_or(header_path);
     if !devpath.starts_with('/') || header_action.is_empty() {
         return None;
@@ -83,23 +61,10 @@ pub fn parse(message: &[u8]) -> Option<Uevent> {
             .map(|value| (*value).to_owned())
     };
     Some(Uevent {
-        action,
         devpath: devpath.to_owned(),
         subsystem: text("SUBSYSTEM"),
         devname: text("DEVNAME"),
-        sequence: values.get("SEQNUM").and_then(|value| value.parse().ok()),
     })
-}
-
-fn action(text: &str) -> Action {
-    match text {
-        "add" => Action::Add,
-        "remove" => Action::Remove,
-        "change" => Action::Change,
-        "bind" => Action::Bind,
-        "unbind" => Action::Unbind,
-        _ => Action::Other,
-    }
 }
 
 #[cfg(test)]
@@ -117,11 +82,9 @@ mod tests {
         assert_eq!(
             event,
             Uevent {
-                action: Action::Change,
                 devpath: "/devices/virtual/mem/null".into(),
                 subsystem: Some("mem".into()),
                 devname: Some("null".into()),
-                sequence: Some(6762),
             }
         );
         assert!(event.concerns_devices());
@@ -158,11 +121,7 @@ mod tests {
         let event =
             parse(b"add@/devices/x\0=\0NOTHING\0DEVNAME=\xff\0SEQNUM=many\0SUBSYSTEM=tty\0ACTION=teleport")
                 .unwrap();
-        assert_eq!(
-            (event.action, event.devname, event.sequence),
-            (Action::Other, None, None)
-        );
-        assert_eq!(event.subsystem.as_deref(), Some("tty"));
+        assert_eq!((event.devname, event.subsystem), (None, Some("tty".into())));
     }
 
     proptest! {

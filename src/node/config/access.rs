@@ -14,38 +14,23 @@ use super::pattern::PathPattern;
 use super::schema::NODE_VFIO;
 use super::source::{Source, VFIO_CONTAINER};
 
-/// AccessPositions of a kind's access fields in the file.
-pub(super) struct AccessPositions {
-    permissions: Position,
-    mounts: Position,
-}
-
-impl AccessPositions {
-    /// The fields' positions; the position of the kind for absent fields.
-    pub(super) fn of(raw: &RawKind, whole: Position) -> Self {
-        let permissions = raw.permissions.as_ref().map(|raw| Position::of(raw.referenced));
-        let mounts = raw.mounts.as_ref().map(|raw| Position::of(raw.referenced));
-        Self {
-            permissions: permissions.unwrap_or(whole),
-            mounts: mounts.unwrap_or(whole),
-        }
-    }
-}
-
 /// Rejects a kind that gives the same node or mount as an earlier kind with different access, if both use the device plugin API.
-/// Only literal paths are compared.
+/// Only literal paths are compared. `whole` is the position of the kind, for absent fields.
 pub(super) fn check(
     earlier: &[Arc<DeviceKind>],
     kind: &DeviceKind,
+    raw: &RawKind,
     field: &str,
-    positions: &AccessPositions,
+    whole: Position,
 ) -> Result<(), ContentError> {
     if !described_to_kubelet(kind) {
         return Ok(());
     }
+    let permissions = raw.permissions.as_ref().map(|raw| Position::of(raw.referenced));
+    let mounts = raw.mounts.as_ref().map(|raw| Position::of(raw.referenced));
     for other in earlier.iter().filter(|other| described_to_kubelet(other)) {
-        check_permissions(other, kind, field, positions)?;
-        check_mounts(other, kind, field, positions)?;
+        check_permissions(other, kind, field).map_err(|problem| (permissions.unwrap_or(whole), problem))?;
+        check_mounts(other, kind, field).map_err(|problem| (mounts.unwrap_or(whole), problem))?;
     }
     Ok(())
 }
@@ -55,12 +40,7 @@ fn described_to_kubelet(kind: &DeviceKind) -> bool {
     !matches!(kind.apis.mode, KindMode::Claims) && !kind.apis.cdi_devices
 }
 
-fn check_permissions(
-    other: &DeviceKind,
-    kind: &DeviceKind,
-    field: &str,
-    positions: &AccessPositions,
-) -> Result<(), ContentError> {
+fn check_permissions(other: &DeviceKind, kind: &DeviceKind, field: &str) -> Result<(), String> {
     if other.permissions == kind.permissions {
         return Ok(());
     }
@@ -72,34 +52,23 @@ fn check_permissions(
     });
     match both {
         None => Ok(()),
-        Some(((path, _), _)) => Err((
-            positions.permissions,
-            format!(
-                "{field}.permissions {:?}: kind {:?} gives /dev/{path} too, with {:?}, and of two extended resources of one container kubelet takes either; give both kinds the same permissions, or the node another path in containerPaths",
-                kind.permissions, other.name, other.permissions
-            ),
+        Some(((path, _), _)) => Err(format!(
+            "{field}.permissions {:?}: kind {:?} gives /dev/{path} too, with {:?}, and of two extended resources of one container kubelet takes either; give both kinds the same permissions, or the node another path in containerPaths",
+            kind.permissions, other.name, other.permissions
         )),
     }
 }
 
-fn check_mounts(
-    other: &DeviceKind,
-    kind: &DeviceKind,
-    field: &str,
-    positions: &AccessPositions,
-) -> Result<(), ContentError> {
+fn check_mounts(other: &DeviceKind, kind: &DeviceKind, field: &str) -> Result<(), String> {
     for (index, mount) in kind.mounts.iter().enumerate() {
         let differs = other.mounts.iter().any(|other| {
             (&other.host_path, &other.container_path) == (&mount.host_path, &mount.container_path)
                 && other.read_only != mount.read_only
         });
         if differs {
-            return Err((
-                positions.mounts,
-                format!(
-                    "{field}.mounts[{index}].readOnly {}: kind {:?} mounts {:?} with {}, and of two extended resources of one container kubelet takes either; write the same in both, or give one another containerPath",
-                    mount.read_only, other.name, mount.host_path, !mount.read_only
-                ),
+            return Err(format!(
+                "{field}.mounts[{index}].readOnly {}: kind {:?} mounts {:?} with {}, and of two extended resources of one container kubelet takes either; write the same in both, or give one another containerPath",
+                mount.read_only, other.name, mount.host_path, !mount.read_only
             ));
         }
     }

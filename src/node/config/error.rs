@@ -73,6 +73,20 @@ pub(super) fn at<T>(raw: &Spanned<T>, problem: String) -> ContentError {
     (Position::of(raw.referenced), problem)
 }
 
+/// Rejects a list or map with more than `max` entries.
+pub(super) fn at_most<T>(
+    max: usize,
+    field: &str,
+    raw: &Spanned<T>,
+    entries: usize,
+) -> Result<(), ContentError> {
+    if entries > max {
+        let problem = format!("{field} has {entries} entries; at most {max} are allowed");
+        return Err(at(raw, problem));
+    }
+    Ok(())
+}
+
 /// A wrong value, quoted and truncated.
 pub(super) fn shown(raw: &Spanned<String>) -> String {
     let mut text: String = raw.value.chars().take(SHOWN_MAX).collect();

@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 
-use super::error::{ContentError, at, shown};
+use super::error::{ContentError, at, at_most, shown};
 use super::pattern::PathPattern;
 use super::schema::{MountPath, PATH_MAX, SysfsFile, VALUE_MAX};
 use super::source::Source;
@@ -133,7 +133,7 @@ pub(super) fn container_paths(
     raw: &Spanned<BTreeMap<String, Spanned<String>>>,
 ) -> Result<BTreeMap<String, String>, ContentError> {
     let field = format!("{field}.containerPaths");
-    few(&field, raw, raw.value.len())?;
+    at_most(ENTRIES_MAX, &field, raw, raw.value.len())?;
     let entries = source.entries();
     let mut all = BTreeMap::new();
     for (entry, path) in &raw.value {
@@ -166,7 +166,7 @@ pub(super) fn container_paths(
 
 /// Validates the field `mounts`.
 pub(super) fn mounts(field: &str, raw: &Spanned<Vec<RawMount>>) -> Result<Vec<Mount>, ContentError> {
-    few(&format!("{field}.mounts"), raw, raw.value.len())?;
+    at_most(ENTRIES_MAX, &format!("{field}.mounts"), raw, raw.value.len())?;
     let mut seen = BTreeSet::new();
     let mut mounts = Vec::new();
     for (index, raw) in raw.value.iter().enumerate() {
@@ -179,7 +179,7 @@ pub(super) fn mounts(field: &str, raw: &Spanned<Vec<RawMount>>) -> Result<Vec<Mo
         }
         if !seen.insert(&container.value) {
             let problem = format!(
-                "{field}.containerPath {} stands there already; each once",
+                "{field}.containerPath {} is listed twice; remove one",
                 shown(container)
             );
             return Err(at(container, problem));
@@ -199,7 +199,7 @@ pub(super) fn environment(
     raw: &Spanned<BTreeMap<String, Spanned<String>>>,
 ) -> Result<BTreeMap<String, String>, ContentError> {
     let field = format!("{field}.environment");
-    few(&field, raw, raw.value.len())?;
+    at_most(ENTRIES_MAX, &field, raw, raw.value.len())?;
     let mut all = BTreeMap::new();
     for (name, value) in &raw.value {
         let shape = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_';
@@ -208,7 +208,7 @@ pub(super) fn environment(
             if !(name.bytes().all(shape) && name.bytes().next().is_some_and(begins)) || name.len() > 128 {
                 "must have letters, digits and _ only, no digit first, and at most 128 of them"
             } else if name.starts_with(ENVIRONMENT_PREFIX) {
-                "begins as the variables that name devices do; choose another name"
+                "has the reserved prefix DRAYMAN_DEVICE_; choose another name"
             } else if value.value.len() > VALUE_MAX || value.value.chars().any(char::is_control) {
                 "has a value of more than 4096 bytes, or with a control character"
             } else {
@@ -227,7 +227,7 @@ pub(super) fn dangerous_paths(
     raw: &Spanned<Vec<Spanned<String>>>,
 ) -> Result<BTreeSet<String>, ContentError> {
     let field = format!("{field}.dangerousPaths");
-    few(&field, raw, raw.value.len())?;
+    at_most(ENTRIES_MAX, &field, raw, raw.value.len())?;
     let mut all = BTreeSet::new();
     for (index, raw) in raw.value.iter().enumerate() {
         let refuse = |problem: String| at(raw, format!("{field}[{index}] {} {problem}", shown(raw)));
@@ -259,7 +259,7 @@ pub(super) fn health(field: &str, raw: &RawHealth) -> Result<Probe, ContentError
     };
     let mut sysfs = Vec::new();
     if let Some(raw) = &raw.sysfs {
-        few(&format!("{field}.sysfs"), raw, raw.value.len())?;
+        at_most(ENTRIES_MAX, &format!("{field}.sysfs"), raw, raw.value.len())?;
         for (index, raw) in raw.value.iter().enumerate() {
             let field = format!("{field}.sysfs[{index}]");
             let file = &raw.file.value;
@@ -316,16 +316,6 @@ pub(super) fn health(field: &str, raw: &RawHealth) -> Result<Probe, ContentError
         recover_after,
         taint_effect,
     })
-}
-
-fn few<T>(field: &str, raw: &Spanned<T>, count: usize) -> Result<(), ContentError> {
-    if count > ENTRIES_MAX {
-        return Err(at(
-            raw,
-            format!("{field} has {count} entries; at most {ENTRIES_MAX} are allowed"),
-        ));
-    }
-    Ok(())
 }
 
 /// The problem with an absolute path; `None` if it is valid.

@@ -143,7 +143,7 @@ pub(super) struct RawKind {
 }
 
 impl RawKind {
-    pub(super) fn check(self, field: &str, whole: Position) -> Result<DeviceKind, ContentError> {
+    pub(super) fn check(&self, field: &str, whole: Position) -> Result<DeviceKind, ContentError> {
         let preset = self
             .preset
             .as_ref()

@@ -199,7 +199,7 @@ impl RawApis<'_> {
             return Err(at(
                 self.mode.unwrap_or(self.name),
                 format!(
-                    "{field}.extendedResourceDevices is missing; mode split needs the names of the devices that go to the extended resource, as the NodeInventory has them"
+                    "{field}.extendedResourceDevices is missing; mode split needs the names of the devices that go to the extended resource, as `drayman devices` lists them"
                 ),
             ));
         };

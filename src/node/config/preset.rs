@@ -67,7 +67,12 @@ pub const PRESETS: [Preset; 10] = [
         caveat: "to mount, the container needs CAP_SYS_ADMIN. Loop devices that are mounted on the node are left out; one that is only attached is not",
         permissions: "rw",
         shares: None,
-        required: &["/dev/loop[0-9]*"],
+        // Without partitions (`loop0p1`), whose data is that of the loop device.
+        required: &[
+            "/dev/loop[0-9]",
+            "/dev/loop[0-9][0-9]",
+            "/dev/loop[0-9][0-9][0-9]",
+        ],
         optional: &[],
     },
     Preset {
@@ -156,5 +161,23 @@ mod tests {
         }
         let names: Vec<&str> = PRESETS.iter().map(|preset| preset.name).collect();
         assert!(names.is_sorted(), "{names:?}");
+    }
+
+    #[test]
+    fn the_preset_loop_has_no_partitions() {
+        let preset = Preset::named("loop").unwrap();
+        let is_matched = |path: &str| {
+            let mut patterns = preset.required.iter();
+            patterns.any(|text| glob::Pattern::new(text).unwrap().matches(path))
+        };
+        for (path, expected) in [
+            ("/dev/loop0", true),
+            ("/dev/loop17", true),
+            ("/dev/loop255", true),
+            ("/dev/loop0p1", false),
+            ("/dev/loop-control", false),
+        ] {
+            assert_eq!(is_matched(path), expected, "{path}");
+        }
     }
 }

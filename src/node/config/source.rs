@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 
-use super::error::{ContentError, at, shown};
+use super::error::{ContentError, at, at_most, shown};
 use super::pattern::{PathPattern, PatternError};
 use super::schema::{Id, NODE_BUS, NODE_VFIO, PatternOfGroup, PciAddress, PciClass, PciNode, Plain, UsbNode};
 use crate::core::discovery::pci::PciMatch;
@@ -228,17 +228,7 @@ fn count<T>(field: &str, raw: &Spanned<Vec<T>>) -> Result<(), ContentError> {
             format!("{field} has 0 entries; 1 to {ENTRIES_MAX} are allowed"),
         ));
     }
-    few(field, raw)
-}
-
-/// Rejects a list with too many entries.
-fn few<T>(field: &str, raw: &Spanned<Vec<T>>) -> Result<(), ContentError> {
-    let entries = raw.value.len();
-    if entries > ENTRIES_MAX {
-        let problem = format!("{field} has {entries} entries; at most {ENTRIES_MAX} are allowed");
-        return Err(at(raw, problem));
-    }
-    Ok(())
+    at_most(ENTRIES_MAX, field, raw, raw.value.len())
 }
 
 /// Validates the field `groups`.
@@ -256,7 +246,7 @@ pub(super) fn groups(field: &str, raw: &Spanned<Vec<RawGroup>>) -> Result<Source
         let others = |name: &str, raws: Option<&Spanned<Vec<Spanned<String>>>>| {
             let Some(raws) = raws else { return Ok(Vec::new()) };
             let field = format!("{field}.{name}");
-            few(&field, raws)?;
+            at_most(ENTRIES_MAX, &field, raws, raws.value.len())?;
             let pattern = |(index, raw): (usize, &Spanned<String>)| {
                 let field = format!("{field}[{index}]");
                 let pattern = PathPattern::parse_of_group(&raw.value)
@@ -279,7 +269,7 @@ pub(super) fn groups(field: &str, raw: &Spanned<Vec<RawGroup>>) -> Result<Source
         let first = required.first().is_some_and(PathPattern::has_key);
         if keyed && !first {
             let problem = format!(
-                "{field}.required[0] must have {{key}} if another has: it is what a device is known by"
+                "{field}.required[0] must contain {{key}} if another pattern does: the first pattern identifies the device"
             );
             return Err(at(&raw.required, problem));
         }
@@ -408,7 +398,7 @@ fn nodes(
 ) -> Result<(Vec<String>, Vec<String>), ContentError> {
     let mut seen: Vec<String> = Vec::new();
     let mut read = |name: &str, raw: &NodeList| {
-        few(&format!("{field}.{name}"), raw)?;
+        at_most(ENTRIES_MAX, &format!("{field}.{name}"), raw, raw.value.len())?;
         let mut all = Vec::new();
         for (index, raw) in raw.value.iter().enumerate() {
             let subsystem = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
@@ -417,7 +407,7 @@ fn nodes(
                 if text == foreign || text.is_empty() || text.len() > 63 || !text.bytes().all(subsystem) {
                     format!("must be {default} or a subsystem of the kernel, for instance tty")
                 } else if seen.contains(text) {
-                    "stands there already; each once is enough".to_owned()
+                    "is listed twice; remove one".to_owned()
                 } else {
                     seen.push(text.clone());
                     all.push(text.clone());

@@ -1,3 +1,5 @@
+use std::collections::BTreeSet;
+
 use super::*;
 use crate::api::crd::{Mode, TaintEffect};
 
@@ -147,7 +149,7 @@ fn a_wrong_value_is_refused_with_line_field_and_fix() {
         (
             "- {name: a, mode: split, resourceName: x.dev/a, paths: [/dev/x]}",
             "4:19:",
-            ["kinds[0].extendedResourceDevices is missing", "NodeInventory"],
+            ["kinds[0].extendedResourceDevices is missing", "lists them"],
         ),
         (
             "- {name: a, mode: split, resourceName: x.dev/a, extendedResourceDevices: [../x], paths: [/dev/x]}",
@@ -215,7 +217,7 @@ fn one_resource_belongs_to_one_kind() {
     };
     let message = kind_refusal(&(kind("a") + &kind("b")));
     assert!(
-        message.starts_with("5:") && message.contains("line 4 already"),
+        message.starts_with("5:") && message.contains("already used on line 4"),
         "{message}"
     );
 }
@@ -382,12 +384,22 @@ fn a_preset_is_a_kind_of_its_name_whose_fields_can_be_changed() {
         ("random", "r", Some(2))
     );
     assert!(kind_refusal("- preset: kvn").contains("must be one of dri, fuse, hwrng, kvm"));
-    assert!(kind_refusal("- preset: kvm\n- preset: kvm").contains("line 4 already"));
+    assert!(kind_refusal("- preset: kvm\n- preset: kvm").contains("already used on line 4"));
     let both = kind_refusal("- {preset: kvm, paths: [/dev/kvm]}");
     assert!(
         both.contains("preset and paths") && both.starts_with("4:"),
         "{both}"
     );
+}
+
+#[test]
+fn presets_alone_are_a_configuration() {
+    let [kvm, hwrng] = ["kvm", "hwrng"].map(|name| Preset::named(name).unwrap());
+    let kinds = NodeConfiguration::of_presets(&[kvm, hwrng]).unwrap().kinds;
+    assert_eq!(*kinds[0], parsed("- preset: kvm"));
+    assert_eq!(*kinds[1], parsed("- preset: hwrng"));
+    let twice = NodeConfiguration::of_presets(&[kvm, kvm]).unwrap_err();
+    assert!(twice.contains("\"kvm\" is already used"), "{twice}");
 }
 
 #[test]
@@ -447,7 +459,7 @@ fn wrong_sources_and_extras_are_refused_with_field_and_fix() {
         ),
         (
             "groups: [{required: [\"/dev/a\", \"/dev/b{key}\"]}]",
-            ["kinds[0].groups[0].required[0]", "{key}"],
+            ["kinds[0].groups[0].required[0]", "must contain {key}"],
         ),
         (
             "groups: [{required: [/dev/a], optional: [\"/dev/b{key}\"]}]",
@@ -484,7 +496,7 @@ fn wrong_sources_and_extras_are_refused_with_field_and_fix() {
         ),
         (
             "paths: [/dev/a], mounts: [{hostPath: /a}, {hostPath: /b, containerPath: /a}]",
-            ["kinds[0].mounts[1].containerPath", "each once"],
+            ["kinds[0].mounts[1].containerPath", "is listed twice"],
         ),
         (
             "paths: [/dev/a], environment: {1A: x}",
@@ -492,7 +504,7 @@ fn wrong_sources_and_extras_are_refused_with_field_and_fix() {
         ),
         (
             "paths: [/dev/a], environment: {DRAYMAN_DEVICE_X: x}",
-            ["kinds[0].environment", "another name"],
+            ["kinds[0].environment", "reserved prefix DRAYMAN_DEVICE_;"],
         ),
         (
             "paths: [/dev/a], dangerousPaths: [\"/dev/*\"]",

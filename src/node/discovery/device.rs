@@ -13,8 +13,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use rustix::fs::{major, minor};
 use tokio::sync::Notify;
 
+use super::sysfs::{SysRoot, disk_directory, numbers_of};
 use crate::api::crd::{Device, DeviceAttributes, DeviceNodeKind, DeviceNumber, Mode};
-use crate::core::discovery::mounts::{mounts, numbers, swap_areas};
+use crate::core::discovery::mounts::{mounts, swap_areas};
 use crate::core::names::environment_name;
 use crate::core::prepare::container_edits::{ContainerEdits, DeviceNode};
 use crate::node::config::DeviceKind;
@@ -79,22 +80,6 @@ impl FoundNode {
 }
 
 impl FoundDevice {
-    pub(super) fn new(
-        kind: &Arc<DeviceKind>,
-        name: &str,
-        nodes: Vec<FoundNode>,
-        attributes: DeviceAttributes,
-        sysfs: Option<Box<Path>>,
-    ) -> Self {
-        Self {
-            kind: Arc::clone(kind),
-            mode: kind.apis.mode_of(name),
-            attributes,
-            nodes: nodes.into(),
-            sysfs,
-        }
-    }
-
     /// The device for the inventory.
     pub(super) fn device(&self, name: &str) -> Device {
         Device {
@@ -128,7 +113,7 @@ impl FoundDevice {
         for disk in self.disks() {
             let numbers = (disk.node.number.major, disk.node.number.minor);
             let path = &disk.path;
-            let remedy = format!("put \"/dev/{path}\" into dangerousPaths of the kind if it is meant");
+            let remedy = format!("to offer it anyway, list \"/dev/{path}\" in the kind's dangerousPaths");
             if with_mounts {
                 match mounted.get_or_insert_with(|| in_use(paths)) {
                     Ok(used) if used.contains(&numbers) => {
@@ -387,7 +372,7 @@ impl fmt::Display for HostDeviceNode {
     }
 }
 
-/// DeviceNumber of mounted block devices and swap areas, and of the disks and volumes below them.
+/// The numbers of block devices that are mounted or used as swap, and of the disks and volumes below them.
 pub(super) fn in_use(paths: &HostPaths) -> io::Result<BTreeSet<(u32, u32)>> {
     let mounted = mounts(&std::fs::read(&paths.mountinfo)?);
     // A kernel without swap support has no such file.
@@ -398,6 +383,9 @@ pub(super) fn in_use(paths: &HostPaths) -> io::Result<BTreeSet<(u32, u32)>> {
     let named = mounted.sources.iter().chain(&swapped);
     let mut above: Vec<(u32, u32)> = named.filter_map(|path| block_numbers(&paths.dev, path)).collect();
     above.extend(mounted.numbers);
+    if let Some(sys) = SysRoot::new(&paths.sys) {
+        above.extend(sys.btrfs_members());
+    }
     let mut all = BTreeSet::new();
     while let Some(numbers) = above.pop() {
         if all.insert(numbers) {
@@ -423,15 +411,8 @@ fn below(sys: &Path, (major, minor): (u32, u32)) -> Vec<(u32, u32)> {
     let mut lower: Vec<PathBuf> = std::fs::read_dir(device.join("slaves"))
         .map(|slaves| slaves.flatten().map(|slave| slave.path()).collect())
         .unwrap_or_default();
-    if device.join("partition").exists() {
-        lower.extend(device.parent().map(Path::to_owned));
-    }
-    let number_of = |device: PathBuf| {
-        std::fs::read(device.join("dev"))
-            .ok()
-            .and_then(|text| numbers(text.trim_ascii()))
-    };
-    lower.into_iter().filter_map(number_of).collect()
+    lower.extend(disk_directory(&device).map(Path::to_owned));
+    lower.iter().filter_map(|device| numbers_of(device)).collect()
 }
 
 /// Names of the volumes and arrays that the kernel has built on a block device or its partitions, from `/sys/block/*/holders`.
@@ -510,6 +491,20 @@ mod tests {
         assert_eq!(
             in_use(&paths).unwrap(),
             BTreeSet::from([(253, 0), (8, 1), (8, 0)])
+        );
+    }
+
+    #[test]
+    fn all_members_of_a_mounted_btrfs_are_in_use() {
+        let (_root, paths) = host();
+        let members = paths.sys.join("fs/btrfs/0c5b6f0e/devices");
+        std::fs::create_dir_all(&members).unwrap();
+        std::fs::create_dir(paths.sys.join("fs/btrfs/features")).unwrap();
+        symlink("../../../../devices/sdb/sdb1", members.join("sdb1")).unwrap();
+        let used = in_use(&paths).unwrap();
+        assert!(
+            used.contains(&(8, 17)) && used.contains(&(8, 16)),
+            "with its disk: {used:?}"
         );
     }
 

@@ -69,11 +69,6 @@ impl HostDevices {
         }
     }
 
-    /// The devices by name, now and after each change.
-    pub fn watch(&self) -> value::Receiver<Arc<Devices>> {
-        self.devices.clone()
-    }
-
     /// Number of changes detected by each cause.
     pub fn change_counts(&self) -> &ChangeCounts {
         &self.change_counts

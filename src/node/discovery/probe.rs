@@ -2,11 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rustix::fs::{Mode, OFlags, open};
 use rustix::io::Errno;
+use tokio::sync::Semaphore;
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::timeout;
 
@@ -18,14 +19,27 @@ use crate::node::config::{ProbeOpen, ProbeSysfs};
 
 /// Deadline of a probe.
 const LIMIT: Duration = Duration::from_secs(2);
+/// Maximum number of probes at a time. One that hangs keeps its thread, and tokio has 512 of them for everything that blocks, such as
+/// writing the checkpoint.
+const PROBES_MAX: usize = 256;
 /// Major (misc) and minor number of `/dev/watchdog`; opening it starts a timer that reboots the machine.
 const WATCHDOG: (u32, u32) = (10, 130);
 
-/// Probes devices, each in its own thread, so that a hanging device delays no other.
-#[derive(Debug, Default)]
+/// Probes devices, each in its own thread, so that a hanging device delays no other, unless [`PROBES_MAX`] hang.
+#[derive(Debug)]
 pub(super) struct Prober {
     /// Devices whose probe has not returned. They are not probed again, or threads would pile up.
     waiting: Arc<Mutex<BTreeSet<String>>>,
+    permits: Arc<Semaphore>,
+}
+
+impl Default for Prober {
+    fn default() -> Self {
+        Self {
+            waiting: Arc::default(),
+            permits: Arc::new(Semaphore::new(PROBES_MAX)),
+        }
+    }
 }
 
 impl Prober {
@@ -56,26 +70,30 @@ impl Prober {
                 name.clone(),
                 check(Err(format!("it has not answered within {} s", LIMIT.as_secs()))),
             );
-            if !self.lock().insert(name.clone()) {
+            if lock(&self.waiting).contains(name) {
                 continue;
             }
-            let (device, paths, waiting, name) =
-                (device.clone(), paths.clone(), self.waiting.clone(), name.clone());
+            let (device, paths, name) = (device.clone(), paths.clone(), name.clone());
+            let (waiting, permits) = (self.waiting.clone(), self.permits.clone());
             probes.spawn(async move {
                 let asked = name.clone();
-                let probe = spawn_blocking(move || {
-                    let result = probe(&device, &paths);
-                    waiting
-                        .lock()
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .remove(&asked);
-                    result
-                });
-                (name, timeout(LIMIT, probe).await)
+                let answer = async move {
+                    // The semaphore is never closed.
+                    let permit = timeout(LIMIT, permits.acquire_owned()).await.ok()?.ok()?;
+                    lock(&waiting).insert(asked.clone());
+                    let probe = spawn_blocking(move || {
+                        let result = probe(&device, &paths);
+                        lock(&waiting).remove(&asked);
+                        drop(permit);
+                        result
+                    });
+                    timeout(LIMIT, probe).await.ok()?.ok()
+                };
+                (name, answer.await)
             });
         }
-        while let Some(probed) = probes.join_next().await {
-            let Ok((name, Ok(Ok(result)))) = probed else {
+        while let Some(answer) = probes.join_next().await {
+            let Ok((name, Some(result))) = answer else {
                 continue;
             };
             if let Some(check) = checks.get_mut(&name) {
@@ -84,10 +102,10 @@ impl Prober {
         }
         checks
     }
+}
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeSet<String>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+fn lock(waiting: &Mutex<BTreeSet<String>>) -> MutexGuard<'_, BTreeSet<String>> {
+    waiting.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Checks that a device is healthy and not in use by the node. Mounted devices were already rejected by the search.
@@ -158,4 +176,64 @@ fn probe_sysfs(wanted: &ProbeSysfs, directory: Option<&Path>, paths: &HostPaths)
         wanted.file,
         good.join(" or ")
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{CWD, FileType, mknodat};
+    use tokio::time::sleep;
+
+    use super::*;
+    use crate::api::crd::DeviceAttributes;
+    use crate::node::config::NodeConfiguration;
+
+    #[tokio::test]
+    async fn hanging_probes_leave_threads_for_other_work() {
+        let root = tempfile::tempdir().unwrap();
+        let text = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n\
+                    - {name: a, paths: [/dev/a], health: {sysfs: [{file: state, equals: good}]}}\n";
+        let kind = NodeConfiguration::parse(text).unwrap().kinds[0].clone();
+        let (mut found, mut files) = (BTreeMap::new(), Vec::new());
+        for number in 0..=PROBES_MAX {
+            let name = format!("a{number}");
+            let directory = root.path().join(&name);
+            std::fs::create_dir(&directory).unwrap();
+            // Opening a FIFO to read waits for a writer.
+            let file = directory.join("state");
+            mknodat(CWD, &file, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+            files.push(file);
+            let device = FoundDevice {
+                kind: Arc::clone(&kind),
+                mode: kind.apis.mode_of(&name),
+                attributes: DeviceAttributes::default(),
+                nodes: Box::default(),
+                sysfs: Some(directory.into()),
+            };
+            found.insert(name, device);
+        }
+        let paths = HostPaths {
+            sys: root.path().to_owned(),
+            ..HostPaths::default()
+        };
+        let prober = Prober::default();
+        let checks = prober.probe(&found, &paths).await;
+        let hanging = lock(&prober.waiting).len();
+        // The probes must end before an assertion fails, because the runtime waits for them.
+        while !lock(&prober.waiting).is_empty() {
+            for file in &files {
+                // Fails if no probe reads it.
+                let _ = open(file, OFlags::WRONLY | OFlags::NONBLOCK, Mode::empty());
+            }
+            sleep(Duration::from_millis(10)).await;
+        }
+        assert_eq!(hanging, PROBES_MAX);
+        assert!(checks.values().all(|check| check.result.is_err()), "{checks:?}");
+
+        for file in &files {
+            std::fs::remove_file(file).unwrap();
+            std::fs::write(file, "good\n").unwrap();
+        }
+        let checks = prober.probe(&found, &paths).await;
+        assert!(checks.values().all(|check| check.result.is_ok()), "{checks:?}");
+    }
 }

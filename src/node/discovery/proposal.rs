@@ -116,14 +116,17 @@ fn kind(model: &str, plain: &str, yaml: &str, names: &mut BTreeSet<String>) -> P
         label => label.to_owned(),
     };
     names.insert(name.clone());
-    let model: String = model.chars().filter(|c| !c.is_control()).collect();
+    // The device chose this text. YAML also ends a line, and thus the comment, at characters beyond ASCII.
+    let printable = |c: char| if c == ' ' || c.is_ascii_graphic() { c } else { '?' };
+    let model: String = model.chars().map(printable).collect();
     ProposedKind {
         comment: if model.is_empty() {
             plain.to_owned()
         } else {
             format!("{model} ({plain})")
         },
-        yaml: format!("name: {name}\n{yaml}"),
+        // Quoted, because a model may read as a number.
+        yaml: format!("name: \"{name}\"\n{yaml}"),
         name,
     }
 }
@@ -157,5 +160,23 @@ mod tests {
         assert_eq!(name("Kamera Überwachung"), "kamera-berwachung");
         assert_eq!(name(" -- "), "usb-1-2");
         assert!(name(&"a b".repeat(100)).len() <= NAME_MAX);
+    }
+
+    #[test]
+    fn the_text_of_a_device_stays_in_its_comment() {
+        let model = "A\u{2028}b\u{2029}c\u{85}d\ne";
+        let kind = kind(model, "usb-1-2", "", &mut BTreeSet::new());
+        assert_eq!(kind.comment, "A?b?c?d?e (usb-1-2)");
+    }
+
+    #[test]
+    fn a_model_that_reads_as_another_type_is_a_text() {
+        for model in ["1234", "1e3", "true", "null"] {
+            let yaml = "usb:\n  match: [{vendor: \"0403\"}]\n";
+            let kind = kind(model, "usb-1-2", yaml, &mut BTreeSet::new());
+            let text = file(&[(&kind, Vec::new())]);
+            assert!(text.contains(&format!("- name: \"{model}\"\n")), "{text}");
+            assert_eq!(NodeConfiguration::parse(&text).unwrap().kinds[0].name, model);
+        }
     }
 }

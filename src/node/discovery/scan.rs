@@ -106,7 +106,9 @@ pub(super) fn scan(configuration: &NodeConfiguration, paths: &HostPaths) -> Scan
         paths,
         in_use: None,
         paths_seen: BTreeMap::new(),
-        numbers_seen: BTreeMap::new(),
+        own: NodesSeen::default(),
+        exclusive: NodesSeen::default(),
+        shared: NodesSeen::default(),
         scan: Scan::default(),
     };
     for kind in &configuration.kinds {
@@ -126,11 +128,49 @@ pub(super) struct Scanner<'a> {
     paths: &'a HostPaths,
     /// Loaded for the first block device; an error applies to all of them.
     in_use: Option<Result<BTreeSet<(u32, u32)>, String>>,
-    /// The kind of each path.
+    /// The kind of each path that belongs to one device.
     paths_seen: BTreeMap<Box<str>, Arc<DeviceKind>>,
-    /// The path of each device number.
-    numbers_seen: BTreeMap<DeviceNumber, Box<str>>,
+    /// The nodes that belong to one device.
+    own: NodesSeen,
+    /// Those of devices without shares.
+    exclusive: NodesSeen,
+    /// The nodes that several devices share.
+    shared: NodesSeen,
     pub(super) scan: Scan,
+}
+
+/// Nodes of the devices found so far.
+#[derive(Default)]
+struct NodesSeen {
+    /// The path of each device number.
+    paths: BTreeMap<DeviceNumber, Box<str>>,
+    /// The path of a partition, by the number of its disk.
+    partitions: BTreeMap<DeviceNumber, Box<str>>,
+}
+
+impl NodesSeen {
+    /// Adds a node. `disk` is the disk of a partition.
+    fn insert(&mut self, number: DeviceNumber, disk: Option<DeviceNumber>, path: &str) {
+        self.paths.insert(number, path.into());
+        if let Some(disk) = disk {
+            self.partitions.insert(disk, path.into());
+        }
+    }
+
+    /// Describes the data that a node has in common with one of these; `None` if there is none.
+    fn overlap(&self, number: DeviceNumber, disk: Option<DeviceNumber>) -> Option<String> {
+        if let Some(path) = self.paths.get(&number) {
+            return Some(format!(
+                "is the same device as /dev/{path} ({})",
+                described(number)
+            ));
+        }
+        if let Some(path) = disk.and_then(|disk| self.paths.get(&disk)) {
+            return Some(format!("is a partition of /dev/{path}"));
+        }
+        let path = self.partitions.get(&number)?;
+        Some(format!("has the partition /dev/{path}"))
+    }
 }
 
 /// Why a draft is rejected.
@@ -162,10 +202,18 @@ impl Scanner<'_> {
         match self.check(kind, draft) {
             Ok((name, found)) => {
                 for node in &found.nodes {
-                    self.paths_seen.insert(node.path.clone(), Arc::clone(kind));
-                    if node.own {
-                        self.numbers_seen.insert(node.node.number, node.path.clone());
-                    }
+                    let number = node.node.number;
+                    let disk = self.disk_of(number);
+                    let seen = if node.own {
+                        self.paths_seen.insert(node.path.clone(), Arc::clone(kind));
+                        if is_exclusive(kind) {
+                            self.exclusive.insert(number, disk, &node.path);
+                        }
+                        &mut self.own
+                    } else {
+                        &mut self.shared
+                    };
+                    seen.insert(number, disk, &node.path);
                 }
                 self.record(Candidate {
                     kind: kind.name.clone(),
@@ -240,9 +288,18 @@ impl Scanner<'_> {
                 .int("major", Some(first.node.number.major.into()))
                 .int("minor", Some(first.node.number.minor.into()));
         }
-        let sysfs = sysfs.map(PathBuf::into_boxed_path);
-        let found = FoundDevice::new(kind, &name, nodes, attributes.finish(), sysfs);
+        let found = FoundDevice {
+            kind: Arc::clone(kind),
+            mode: kind.apis.mode_of(&name),
+            attributes: attributes.finish(),
+            nodes: nodes.into(),
+            sysfs: sysfs.map(PathBuf::into_boxed_path),
+        };
         Ok((name, found))
+    }
+
+    fn disk_of(&self, number: DeviceNumber) -> Option<DeviceNumber> {
+        self.sys.as_ref()?.disk_of(number)
     }
 
     /// Identifies one node, and rejects it if it belongs to another device or is dangerous.
@@ -285,12 +342,22 @@ impl Scanner<'_> {
                 described(expected)
             )));
         }
+        let disk = self.disk_of(node.number);
+        // Others may share the node of a device with shares.
+        let others = if member.own { &self.own } else { &self.exclusive };
+        if let Some(overlap) = others.overlap(node.number, disk) {
+            let which = if member.own { "" } else { "the shared node " };
+            return Err(Rejection::problem(format!(
+                "{which}/dev/{path} {overlap}, which is offered already"
+            )));
+        }
+        // The devices that share the node would have this one too.
         if member.own
-            && let Some(first) = self.numbers_seen.get(&node.number)
+            && is_exclusive(kind)
+            && let Some(overlap) = self.shared.overlap(node.number, disk)
         {
             return Err(Rejection::problem(format!(
-                "is the same device as /dev/{first} ({})",
-                described(node.number)
+                "/dev/{path} {overlap}, which other devices share; remove it from shared, or do not offer it"
             )));
         }
         if !kind.dangerous_paths.contains(path.as_str()) {
@@ -301,10 +368,10 @@ impl Scanner<'_> {
 
     /// Rejects memory, I/O ports and block devices that the node uses.
     fn refuse_dangerous(&mut self, path: &str, number: DeviceNumber) -> Result<(), Rejection> {
-        let remedy = format!("put \"/dev/{path}\" into dangerousPaths of the kind if it is meant");
+        let remedy = format!("to offer it anyway, list \"/dev/{path}\" in the kind's dangerousPaths");
         if is_memory(number) {
             return Err(Rejection::problem(format!(
-                "is the machine's own memory or ports; {remedy}"
+                "gives access to physical memory or I/O ports; {remedy}"
             )));
         }
         if number.kind == DeviceNodeKind::Character {
@@ -323,6 +390,10 @@ impl Scanner<'_> {
             ))),
         }
     }
+}
+
+fn is_exclusive(kind: &DeviceKind) -> bool {
+    kind.shares.is_none_or(|shares| shares <= 1)
 }
 
 /// Chooses the container path of each node.

@@ -7,6 +7,7 @@ use std::path::{Component, Path, PathBuf};
 
 use crate::api::crd::{DeviceNodeKind, DeviceNumber};
 use crate::core::discovery::attributes::Attributes;
+use crate::core::discovery::mounts::numbers;
 use crate::core::discovery::pci::PciFacts;
 use crate::core::discovery::usb::UsbFacts;
 
@@ -55,37 +56,52 @@ impl SysRoot {
             .filter(|real| real.starts_with(&self.root))
     }
 
-    /// USB devices, sorted by name: hubs included, interfaces excluded.
+    /// USB devices, sorted by name. Includes hubs, but not interfaces, which have no vendor.
     pub(super) fn usb_devices(&self) -> Vec<OnBus<UsbFacts>> {
-        let mut devices = Vec::new();
-        for name in names(&self.root.join("bus/usb/devices")) {
-            if name.contains(':') {
-                continue;
-            }
-            let found = self
-                .resolve(&self.root.join("bus/usb/devices").join(&name))
-                .and_then(|directory| {
-                    let facts = usb_facts(&directory)?;
-                    Some(OnBus { directory, facts })
-                });
-            devices.extend(found);
-        }
-        devices
+        self.on_bus("usb", usb_facts)
     }
 
     /// PCI functions, sorted by address.
     pub(super) fn pci_devices(&self) -> Vec<OnBus<PciFacts>> {
-        let mut devices = Vec::new();
-        for name in names(&self.root.join("bus/pci/devices")) {
-            let found = self
-                .resolve(&self.root.join("bus/pci/devices").join(&name))
-                .and_then(|directory| {
-                    let facts = pci_facts(&directory)?;
-                    Some(OnBus { directory, facts })
-                });
-            devices.extend(found);
+        self.on_bus("pci", pci_facts)
+    }
+
+    fn on_bus<T>(&self, bus: &str, facts_of: fn(&Path) -> Option<T>) -> Vec<OnBus<T>> {
+        let devices = self.root.join("bus").join(bus).join("devices");
+        let device = |name: String| {
+            let directory = self.resolve(&devices.join(name))?;
+            let facts = facts_of(&directory)?;
+            Some(OnBus { directory, facts })
+        };
+        names(&devices).into_iter().filter_map(device).collect()
+    }
+
+    /// The block devices of every mounted btrfs. A mount table shows one of them, and the kernel lists no holder for the others.
+    pub(super) fn btrfs_members(&self) -> Vec<(u32, u32)> {
+        let file_systems = self.root.join("fs/btrfs");
+        let mut members = Vec::new();
+        for file_system in names(&file_systems) {
+            let devices = file_systems.join(file_system).join("devices");
+            for name in names(&devices) {
+                let directory = self.resolve(&devices.join(name));
+                members.extend(directory.and_then(|directory| numbers_of(&directory)));
+            }
         }
-        devices
+        members
+    }
+
+    /// The disk of a partition; `None` for any other device.
+    pub(super) fn disk_of(&self, number: DeviceNumber) -> Option<DeviceNumber> {
+        if number.kind == DeviceNodeKind::Character {
+            return None;
+        }
+        let directory = self.directory_of(number)?;
+        let (major, minor) = numbers_of(disk_directory(&directory)?)?;
+        Some(DeviceNumber {
+            kind: number.kind,
+            major,
+            minor,
+        })
     }
 
     /// The sysfs directory of a device number.
@@ -213,6 +229,17 @@ fn names(directory: &Path) -> Vec<String> {
         .unwrap_or_default();
     names.sort_unstable();
     names
+}
+
+/// The device number in a sysfs directory.
+pub(super) fn numbers_of(directory: &Path) -> Option<(u32, u32)> {
+    numbers(text(&directory.join("dev"))?.as_bytes())
+}
+
+/// The sysfs directory of a partition's disk, given that of the partition; `None` for any other device.
+pub(super) fn disk_directory(directory: &Path) -> Option<&Path> {
+    let is_partition = directory.join("partition").exists();
+    directory.parent().filter(|_| is_partition)
 }
 
 fn is_on_bus(directory: &Path) -> bool {

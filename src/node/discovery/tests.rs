@@ -233,6 +233,65 @@ fn memory_devices_and_system_disks_must_be_allowed_one_by_one() {
 }
 
 #[test]
+fn a_disk_and_its_partition_are_never_two_devices() {
+    let Some(host) = Host::new() else { return };
+    let numbers = host.paths().sys.join("dev/block");
+    std::fs::create_dir_all(&numbers).unwrap();
+    for (name, path, minor) in [
+        ("sdb", "sdb", 16),
+        ("sdb1", "sdb/sdb1", 17),
+        ("sdb2", "sdb/sdb2", 18),
+    ] {
+        let directory = host.paths().sys.join("devices").join(path);
+        std::fs::create_dir_all(&directory).unwrap();
+        std::fs::write(directory.join("dev"), format!("8:{minor}\n")).unwrap();
+        if path != name {
+            std::fs::write(directory.join("partition"), "1\n").unwrap();
+        }
+        symlink(&directory, numbers.join(format!("8:{minor}"))).unwrap();
+        host.node(name, FileType::BlockDevice, 8, minor);
+    }
+    let scan = host.scan("- {name: all, paths: [\"/dev/sd*\"]}");
+    assert_eq!(names(&scan), ["sdb"]);
+    assert!(
+        problem(&scan, "/dev/sdb1").contains("is a partition of /dev/sdb,"),
+        "{scan:?}"
+    );
+    let scan = host.scan("- {name: parts, paths: [\"/dev/sdb?\"]}\n- {name: disks, paths: [/dev/sdb]}");
+    assert_eq!(names(&scan), ["sdb1", "sdb2"]);
+    assert!(
+        problem(&scan, "/dev/sdb").contains("has the partition /dev/sdb2"),
+        "{scan:?}"
+    );
+}
+
+#[test]
+fn a_node_belongs_to_one_device_or_is_shared() {
+    let Some(host) = Host::new() else { return };
+    host.character("test-a", 1);
+    host.character("test-b", 2);
+    symlink("test-a", host.dev("alias")).unwrap();
+    let owner = "- {name: owner, paths: [/dev/test-a]}\n";
+    let sharer = "- {name: sharer, groups: [{required: [/dev/test-b], shared: [/dev/alias]}]}\n";
+    let scan = host.scan(&format!("{owner}{sharer}"));
+    assert_eq!(names(&scan), ["test-a"]);
+    assert!(
+        problem(&scan, "/dev/test-b").contains("shared node /dev/alias is the same device as /dev/test-a"),
+        "{scan:?}"
+    );
+    let scan = host.scan(&format!("{sharer}{owner}"));
+    assert_eq!(names(&scan), ["test-b"]);
+    assert!(
+        problem(&scan, "/dev/test-a").contains("is the same device as /dev/alias"),
+        "{scan:?}"
+    );
+    let several = "- {name: owner, shares: 2, paths: [/dev/test-a]}\n";
+    for kinds in [format!("{several}{sharer}"), format!("{sharer}{several}")] {
+        assert_eq!(names(&host.scan(&kinds)), ["test-a", "test-b"]);
+    }
+}
+
+#[test]
 fn without_mountinfo_every_block_device_is_in_use() {
     let Some(host) = Host::new() else { return };
     host.node("spare", FileType::BlockDevice, 259, 2);

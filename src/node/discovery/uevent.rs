@@ -29,7 +29,7 @@ impl Uevents {
     pub(super) fn new() -> Self {
         let socket = Self::open();
         if let Err(error) = &socket {
-            warn!(%error, "the kernel's messages of devices cannot be heard; directories and the search now and then are left");
+            warn!(%error, "cannot receive kernel device events; directory watches and periodic searches remain");
         }
         Self { socket: socket.ok() }
     }
@@ -62,12 +62,12 @@ impl Uevents {
             };
             match ready.try_io(|socket| receive(socket.get_ref())) {
                 Ok(Ok(Some(event))) if event.concerns_devices() => {
-                    debug!(?event, "the kernel tells of a device");
+                    debug!(?event, "received a kernel device event");
                     return Some(event);
                 }
                 Ok(Ok(_)) | Err(_) => {}
                 Ok(Err(error)) => {
-                    warn!(%error, "messages of the kernel were lost");
+                    warn!(%error, "kernel device events were lost; discovery searches again");
                     return None;
                 }
             }

@@ -23,7 +23,7 @@ impl DirectoryWatches {
     pub(super) fn new() -> Self {
         let events = Inotify::init().and_then(|inotify| inotify.into_event_stream([0; BUFFER]));
         if let Err(error) = &events {
-            warn!(%error, "directories cannot be watched; the kernel's messages and the search now and then are left");
+            warn!(%error, "cannot watch directories; kernel device events and periodic searches remain");
         }
         Self {
             events: events.ok(),
@@ -63,7 +63,7 @@ impl DirectoryWatches {
                 Err(error) => {
                     self.watched.remove(path);
                     if self.refused.insert(path.clone()) {
-                        warn!(path = %path.display(), %error, "cannot be watched; it is searched now and then only");
+                        warn!(path = %path.display(), %error, "cannot watch the directory; kernel device events and periodic searches remain");
                     }
                 }
             }
@@ -77,7 +77,7 @@ impl DirectoryWatches {
             return std::future::pending().await;
         };
         if !matches!(events.next().await, Some(Ok(_))) {
-            warn!("events of directories were lost");
+            warn!("directory events were lost; discovery searches again");
         }
     }
 

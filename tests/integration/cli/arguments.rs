@@ -82,6 +82,34 @@ fn a_wrong_variable_is_refused_and_a_flag_wins_over_it() {
 }
 
 #[test]
+fn the_file_of_a_companions_pod_is_no_conflict() {
+    let empty = tempfile::tempdir().expect("a directory");
+    let root = empty.path().to_str().expect("UTF-8");
+    for instead in [&["--propose"][..], &["--preset", "kvm"]] {
+        let discover = [
+            &["node", "discover", "--dev-root", root, "--sysfs-root", root][..],
+            instead,
+        ]
+        .concat();
+        let output = drayman()
+            .args(&discover)
+            .env("DRAYMAN_CONFIG", "/nowhere/node.yaml")
+            .output()
+            .expect("the program starts");
+        assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+        assert!(text(&output.stderr).contains("no device"), "{instead:?}");
+        // Nor is a file on the command line ignored.
+        assert_refused(
+            drayman()
+                .args(&discover)
+                .args(["--config", "/other/node.yaml"])
+                .env("DRAYMAN_CONFIG", "/nowhere/node.yaml"),
+            &["--config", "--preset"],
+        );
+    }
+}
+
+#[test]
 fn an_unreachable_cluster_is_refused_by_name() {
     let directory = tempfile::tempdir().expect("a directory");
     let file = directory.path().join("kubeconfig");

@@ -11,6 +11,9 @@ use drayman::core::prepare::container_edits::ContainerEdits;
 use drayman::core::prepare::inventory::Devices;
 use drayman::node::config::NodeConfiguration;
 use drayman::node::discovery::{HostDevices, HostPaths, Survey, survey};
+use drayman::node::driver::NodeDriver;
+use futures::StreamExt as _;
+use futures::stream::BoxStream;
 use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
 use tokio::sync::watch;
 
@@ -250,7 +253,8 @@ pub(crate) fn int(device: &Device, name: &str) -> Option<i64> {
 pub(crate) struct RunningDiscovery {
     pub(crate) driver: HostDevices,
     pub(crate) configuration: watch::Sender<Arc<NodeConfiguration>>,
-    devices: watch::Receiver<Arc<Devices>>,
+    lists: BoxStream<'static, Vec<Device>>,
+    devices: Arc<Devices>,
     _end: tokio_util::sync::DropGuard,
 }
 
@@ -259,23 +263,39 @@ impl RunningDiscovery {
         let shutdown = tokio_util::sync::CancellationToken::new();
         let (configuration, receiver) = watch::channel(Arc::new(configuration));
         let driver = HostDevices::start(receiver, paths, shutdown.clone()).await;
-        Self {
-            devices: driver.watch(),
+        let mut discovery = Self {
+            lists: driver.devices().boxed(),
+            devices: Arc::default(),
             driver,
             configuration,
             _end: shutdown.drop_guard(),
-        }
+        };
+        discovery.next().await;
+        discovery
+    }
+
+    /// Waits for the next list.
+    async fn next(&mut self) {
+        let list = self.lists.next().await.unwrap();
+        let by_name = list.into_iter().map(|device| (device.name.clone(), device));
+        self.devices = Arc::new(by_name.collect());
     }
 
     /// Waits until the devices meet a condition.
     pub(crate) async fn until(&mut self, what: &str, condition: impl Fn(&Devices) -> bool) -> Arc<Devices> {
-        let met = self.devices.wait_for(|devices| condition(devices));
+        let met = async {
+            while !condition(&self.devices) {
+                self.next().await;
+            }
+        };
         // Less than the interval of periodic searches.
         let met = tokio::time::timeout(Duration::from_secs(45), met).await;
-        met.unwrap_or_else(|_| panic!("timeout: {what}")).unwrap().clone()
+        met.unwrap_or_else(|_| panic!("timeout: {what}"));
+        self.now()
     }
 
+    /// The last list.
     pub(crate) fn now(&self) -> Arc<Devices> {
-        self.devices.borrow().clone()
+        Arc::clone(&self.devices)
     }
 }

@@ -88,7 +88,7 @@ fn a_configuration_for_the_machine_is_proposed() {
     for part in [
         "- preset: kvm\n",
         "# FTDI FT232R_USB_UART (usb-0403-6001)\n# Devices: usb-0403-6001-a50285bi",
-        "- name: ftdi-ft232r-usb-uart\n",
+        "- name: \"ftdi-ft232r-usb-uart\"\n",
         "  usb:\n    match: [{vendor: \"0403\", product: \"6001\"}]\n    nodes: [tty]\n",
         "nodes: [video4linux]",
     ] {
