@@ -178,6 +178,7 @@ fn start(
         node_name: node_name(number),
         devices: sender.subscribe(),
         cluster: watch::Sender::new(ClusterFacts::default()),
+        prepared_by: None,
         registration_status: watch::Sender::new(RegistrationStatus::starting()).subscribe(),
         quarantine: watch::Sender::new(BTreeMap::new()).subscribe(),
         node_in_doubt: Arc::default(),

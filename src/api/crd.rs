@@ -102,7 +102,7 @@ pub struct NodeInventorySpec {
     pub devices: Vec<Device>,
 }
 
-/// How an inventory stands.
+/// Status of an inventory.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeInventoryStatus {
@@ -420,7 +420,7 @@ pub struct DeviceRequest {
         regex(pattern = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
     )]
     pub name: String,
-    /// Whether `count` says how many, or all are wanted that match.
+    /// Whether the request is for `count` devices or for all matching devices.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allocation_mode: Option<DeviceAllocationMode>,
     /// Number of devices. Default: 1.

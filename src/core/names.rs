@@ -233,6 +233,13 @@ pub fn is_dns_subdomain(text: &str, max: usize) -> bool {
     text.len() <= max && text.split('.').all(is_label_of_any_length)
 }
 
+/// The longest prefix of whole characters within this number of bytes.
+pub(crate) fn beginning(text: &str, bytes: usize) -> &str {
+    let mut ends = (0..=bytes.min(text.len())).rev();
+    let end = ends.find(|end| text.is_char_boundary(*end));
+    text.get(..end.unwrap_or_default()).unwrap_or_default()
+}
+
 fn is_label_of_any_length(text: &str) -> bool {
     let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
     text.bytes().all(|byte| inner(byte) || byte == b'-')

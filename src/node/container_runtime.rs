@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures::future::BoxFuture;
@@ -12,13 +13,13 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 use tracing::{debug, info, warn};
 
-use crate::api::crd::{Device, DeviceNumber};
+use crate::api::crd::Device;
 use crate::api::proto::cri_v1::runtime_service_client::RuntimeServiceClient;
 use crate::api::proto::cri_v1::{Container, ContainerState, ContainerStatusRequest, ListContainersRequest};
 use crate::core::names::{ClaimUid, DriverName};
 use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::plan::Refusal;
-use crate::core::prepare::prepared_claims::{Entry, PreparedClaims};
+use crate::core::prepare::prepared_claims::{Entry, HeldDevice, PreparedClaims};
 use crate::core::prepare::runtime_containers::{
     ContainerDevices, RuntimeContainer, RuntimeContainerState, RuntimeContainers, parse_info,
 };
@@ -67,6 +68,8 @@ pub struct CriClient {
 #[derive(Debug, Default)]
 struct Connection {
     channel: Option<(PathBuf, Channel)>,
+    /// The socket that was found to be that of kubelet's runtime. It stays so without containers.
+    identified: Option<PathBuf>,
     known: KnownContainers,
     /// The containers of the last query, and when it began.
     last: Option<(Instant, Arc<RuntimeContainers>)>,
@@ -119,10 +122,11 @@ impl CriClient {
         }
         let mut problems = Vec::new();
         for socket in &self.sockets {
-            match self.connect(&mut state.known, socket).await {
+            match self.connect(state, socket).await {
                 Ok((channel, seen)) => {
                     info!(socket = %socket.display(), "the container runtime shows which containers have devices");
                     state.channel = Some((socket.clone(), channel));
+                    state.identified = Some(socket.clone());
                     return Ok(seen);
                 }
                 Err(problem) => problems.push(format!("{}: {problem}", socket.display())),
@@ -133,13 +137,13 @@ impl CriClient {
 
     async fn connect(
         &self,
-        known: &mut KnownContainers,
+        state: &mut Connection,
         socket: &Path,
     ) -> Result<(Channel, RuntimeContainers), String> {
         let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display()))
             .map_err(|error| error.to_string())?;
         let channel = endpoint.connect().await.map_err(|error| error.to_string())?;
-        if !self.is_named {
+        if !self.is_named && state.identified.as_deref() != Some(socket) {
             let listed = list(channel.clone()).await?;
             let mut pods = listed
                 .iter()
@@ -151,7 +155,7 @@ impl CriClient {
                 ));
             }
         }
-        let seen = self.containers(known, channel.clone()).await?;
+        let seen = self.containers(&mut state.known, channel.clone()).await?;
         Ok((channel, seen))
     }
 
@@ -248,11 +252,29 @@ fn state_of(container: &Container) -> RuntimeContainerState {
     }
 }
 
+/// Why a device is refused: another container has it, or may have it.
+#[derive(Debug, thiserror::Error)]
+pub enum ContainerCheckError {
+    /// A container has the device.
+    #[error(transparent)]
+    StillUsed(Refusal),
+    /// The runtime, which has answered before, does not answer.
+    #[error("device {device:?} may still be in use by a container: {problem}; kubelet asks again")]
+    NoAnswer {
+        /// The device.
+        device: String,
+        /// The error of the query.
+        problem: String,
+    },
+}
+
 /// The result of a check whether containers use the devices of claims.
 #[derive(Debug)]
 pub(in crate::node) enum ClaimUse {
-    /// The runtime does not answer or is not known.
+    /// There is nothing to check, or no runtime has answered in this process: the claims are decided without the runtime.
     Unknown,
+    /// The runtime, which has answered before, does not answer.
+    NoAnswer,
     /// It is too early to decide; repeat the check after this time.
     TooEarly(Duration),
     /// The claims whose devices no container has, and the others.
@@ -268,6 +290,8 @@ pub(in crate::node) struct RuntimeCheck {
     /// `None` if no runtime reports the devices of its containers.
     runtime: Option<Arc<dyn ContainerRuntime>>,
     driver_name: DriverName,
+    /// Whether the runtime has answered in this process. One that never answers may not be kubelet's.
+    has_answered: AtomicBool,
     /// When the CDI files of claims that the API server no longer shows as holders were removed.
     cdi_removed: BTreeMap<ClaimUid, Instant>,
 }
@@ -277,6 +301,7 @@ impl RuntimeCheck {
         Self {
             runtime,
             driver_name,
+            has_answered: AtomicBool::new(false),
             cdi_removed: BTreeMap::new(),
         }
     }
@@ -286,11 +311,23 @@ impl RuntimeCheck {
         self.runtime.is_some()
     }
 
-    async fn containers(&self) -> Option<Result<Arc<RuntimeContainers>, String>> {
-        match &self.runtime {
-            Some(runtime) => Some(runtime.list_containers().await),
-            None => None,
+    /// The containers that the caller has listed, or else those of a query. `None` without a runtime.
+    async fn containers(
+        &self,
+        listed: Option<Result<Arc<RuntimeContainers>, String>>,
+    ) -> Option<Result<Arc<RuntimeContainers>, String>> {
+        let containers = match listed {
+            Some(listed) => listed,
+            None => self.runtime.as_ref()?.list_containers().await,
+        };
+        if containers.is_ok() {
+            self.has_answered.store(true, Ordering::Relaxed);
         }
+        Some(containers)
+    }
+
+    fn has_answered(&self) -> bool {
+        self.has_answered.load(Ordering::Relaxed)
     }
 
     /// Adds the container that has the device to the error, if the runtime shows it.
@@ -298,7 +335,7 @@ impl RuntimeCheck {
         let (Refusal::Held { device, .. } | Refusal::InContainer { device, .. }) = &refusal else {
             return refusal;
         };
-        let Some(Ok(containers)) = self.containers().await else {
+        let Some(Ok(containers)) = self.containers(None).await else {
             return refusal;
         };
         let numbers = inventory.get(device).map(|device| &*device.device_numbers);
@@ -322,21 +359,29 @@ impl RuntimeCheck {
         }
     }
 
-    /// Refuses a starting container or a claim a device that another container still has: kubelet forgets pods deleted by force while their
-    /// containers are ending. A runtime failure does not block: kubelet needs the runtime to start the container, too. `listed` are the
-    /// containers, if the caller has listed them.
+    /// Refuses a device to a claim or a starting container while another container has it: kubelet forgets force-deleted pods while their
+    /// containers are ending. `claim` is `None` for a starting container. `listed` are the containers, if the caller has listed them.
+    ///
+    /// If the runtime stops answering, claims are refused, and starting containers are not: kubelet needs the runtime to start them.
     pub(in crate::node) async fn check_unused(
         &self,
         devices: &[&Device],
+        claim: Option<&ClaimUid>,
         listed: Option<Result<Arc<RuntimeContainers>, String>>,
-    ) -> Result<(), Refusal> {
-        let containers = match listed {
-            Some(listed) => Some(listed),
-            None => self.containers().await,
+    ) -> Result<(), ContainerCheckError> {
+        let exclusive = || devices.iter().filter(|device| !is_shared(device));
+        let Some(first) = exclusive().next() else {
+            return Ok(());
         };
-        let containers = match containers {
+        let containers = match self.containers(listed).await {
             None => return Ok(()),
             Some(Ok(containers)) => containers,
+            Some(Err(problem)) if claim.is_some() && self.has_answered() => {
+                return Err(ContainerCheckError::NoAnswer {
+                    device: first.name.clone(),
+                    problem,
+                });
+            }
             Some(Err(problem)) => {
                 warn!(
                     reason = "ContainerRuntimeUnavailable",
@@ -345,32 +390,46 @@ impl RuntimeCheck {
                 return Ok(());
             }
         };
-        for device in devices {
-            if device.shares.is_some_and(|shares| shares > 1) {
-                continue;
-            }
-            let cdi_device = self.driver_name.cdi_device_id(&device.name);
+        let driver = &self.driver_name;
+        for device in exclusive() {
+            let cdi_device = driver.cdi_device_id(&device.name);
             let has = |given: &ContainerDevices| {
                 let has_it =
                     given.has_one_of(&device.device_numbers) || given.cdi_devices.contains(&cdi_device);
-                has_it && !given.has_admin_access(&self.driver_name, &device.name)
+                (has_it && !given.has_admin_access(driver, &device.name))
+                    || given.has_by_other_claim(driver, &device.name, claim)
             };
             if let Some(user) = containers.user(has) {
-                return Err(Refusal::StillUsed {
+                return Err(ContainerCheckError::StillUsed(Refusal::StillUsed {
                     device: device.name.clone(),
                     holder: user.to_string(),
-                });
+                }));
             }
         }
         Ok(())
     }
 
-    /// Restricts the check to these claims, and returns those whose CDI files must be removed first, so that no further container starts
-    /// with them.
-    pub(in crate::node) fn begin(&mut self, uids: &[ClaimUid]) -> Vec<ClaimUid> {
-        self.cdi_removed.retain(|uid, _| uids.contains(uid));
+    /// Ends the checks of all claims but those that `stay`, and returns the claims whose CDI files were removed for these checks.
+    pub(in crate::node) fn end_checks(&mut self, stays: impl Fn(&ClaimUid) -> bool) -> Vec<ClaimUid> {
+        let ended: Vec<ClaimUid> = self
+            .cdi_removed
+            .keys()
+            .filter(|uid| !stays(uid))
+            .cloned()
+            .collect();
+        self.cdi_removed.retain(|uid, _| !ended.contains(uid));
+        ended
+    }
+
+    /// The claims whose CDI files must be removed before their check, so that no further container starts with them.
+    pub(in crate::node) fn with_cdi_file(&self, uids: &[ClaimUid]) -> Vec<ClaimUid> {
         let present = uids.iter().filter(|uid| !self.cdi_removed.contains_key(uid));
         present.cloned().collect()
+    }
+
+    /// Records that the CDI file of a claim is written, so that containers can start with it.
+    pub(in crate::node) fn cdi_written(&mut self, uid: &ClaimUid) {
+        self.cdi_removed.remove(uid);
     }
 
     /// Records that the CDI file of a claim was removed.
@@ -383,6 +442,7 @@ impl RuntimeCheck {
         &self,
         uids: Vec<ClaimUid>,
         prepared_claims: &PreparedClaims,
+        inventory: &Devices,
     ) -> ClaimUse {
         if uids.is_empty() {
             return ClaimUse::Unknown;
@@ -390,7 +450,7 @@ impl RuntimeCheck {
         if self.cdi_removed.values().any(|since| since.elapsed() < SETTLE) {
             return ClaimUse::TooEarly(SETTLE);
         }
-        let containers = match self.containers().await {
+        let containers = match self.containers(None).await {
             None => return ClaimUse::Unknown,
             Some(Ok(containers)) => containers,
             Some(Err(problem)) => {
@@ -398,31 +458,42 @@ impl RuntimeCheck {
                     reason = "ContainerRuntimeUnavailable",
                     "whether containers use the devices of claims is not checked: {problem}"
                 );
-                return ClaimUse::Unknown;
+                return if self.has_answered() {
+                    ClaimUse::NoAnswer
+                } else {
+                    ClaimUse::Unknown
+                };
             }
         };
         let (unused, in_use) = uids.into_iter().partition(|uid| {
-            self.cdi_removed.contains_key(uid) && !self.is_used(uid, prepared_claims, &containers)
+            self.cdi_removed.contains_key(uid) && !self.is_used(uid, prepared_claims, inventory, &containers)
         });
         ClaimUse::Known { unused, in_use }
     }
 
-    /// Whether a container uses a claim's devices. Without known device numbers, only the CDI device identifies it.
+    /// Whether a container uses a claim's devices: it got the claim's CDI device, or has a device number that shows the claim's use. The
+    /// number does not show it if other claims share the device, or if the container has admin access to it.
     fn is_used(
         &self,
         uid: &ClaimUid,
         prepared_claims: &PreparedClaims,
+        inventory: &Devices,
         containers: &RuntimeContainers,
     ) -> bool {
         let held = prepared_claims
             .entry(uid)
             .into_iter()
             .flat_map(Entry::held_devices);
-        let numbers: Vec<DeviceNumber> = held.flat_map(|held| held.numbers.iter().copied()).collect();
+        let exclusive: Vec<&HeldDevice> = held
+            .filter(|held| !inventory.get(&held.device).is_some_and(is_shared))
+            .collect();
         let driver = &self.driver_name;
         let is_of_claim = |id: &String| driver.claim_of_cdi_id(id).as_ref() == Some(uid);
         let has = |given: &ContainerDevices| {
-            given.has_one_of(&numbers) || given.cdi_devices.iter().any(is_of_claim)
+            let has_number = |held: &&HeldDevice| {
+                given.has_one_of(&held.numbers) && !given.has_admin_access(driver, &held.device)
+            };
+            given.cdi_devices.iter().any(is_of_claim) || exclusive.iter().any(has_number)
         };
         match containers.user(has) {
             Some(user) => {
@@ -434,9 +505,14 @@ impl RuntimeCheck {
     }
 }
 
+/// Whether several claims can hold a device, so that its numbers do not show which of them a container uses.
+fn is_shared(device: &Device) -> bool {
+    device.shares.is_some_and(|shares| shares > 1)
+}
+
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::atomic::AtomicUsize;
 
     use tokio::net::UnixListener;
     use tokio_stream::wrappers::UnixListenerStream;
@@ -444,11 +520,107 @@ mod tests {
     use tonic::{Request, Response};
 
     use super::*;
+    use crate::api::crd::DeviceNumber;
     use crate::api::proto::cri_v1::runtime_service_server::{RuntimeService, RuntimeServiceServer};
     use crate::api::proto::cri_v1::{
         ContainerStatusResponse, ListContainersResponse, StatusRequest, StatusResponse, VersionRequest,
         VersionResponse,
     };
+    use crate::core::prepare::container_edits::ContainerEdits;
+    use crate::core::prepare::prepared_claims::Progress;
+
+    const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
+    const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
+
+    /// A runtime with one container.
+    #[derive(Debug)]
+    struct OneContainer(ContainerDevices);
+
+    impl ContainerRuntime for OneContainer {
+        fn list_containers(&self) -> BoxFuture<'_, Result<Arc<RuntimeContainers>, String>> {
+            let container = RuntimeContainer {
+                namespace: "default".into(),
+                pod: "p".into(),
+                container: "main".into(),
+                state: RuntimeContainerState::Running,
+                age: Duration::ZERO,
+                given: self.0.clone(),
+            };
+            Box::pin(async { Ok(Arc::new(RuntimeContainers(vec![container]))) })
+        }
+    }
+
+    /// A check of a container with these device numbers, and with CDI devices of these names.
+    fn check(numbers: &[DeviceNumber], cdi_devices: &[&str]) -> RuntimeCheck {
+        let id = |name: &&str| format!("drayman.dev/claim={name}");
+        let given = ContainerDevices {
+            numbers: numbers.iter().copied().collect(),
+            cdi_devices: cdi_devices.iter().map(id).collect(),
+            ..ContainerDevices::default()
+        };
+        let driver = DriverName::parse("drayman.dev").unwrap();
+        RuntimeCheck::new(Some(Arc::new(OneContainer(given))), driver)
+    }
+
+    #[tokio::test]
+    async fn a_container_has_the_devices_of_unprepared_claims() {
+        let device = Device {
+            name: "x".into(),
+            ..Device::default()
+        };
+        let own = ClaimUid::parse(A).unwrap();
+        for (name, claim, is_refused) in [
+            (format!("{B}-x"), Some(&own), true),
+            (format!("{B}-x"), None, true),
+            (format!("{B}-y"), Some(&own), false),
+            (format!("admin-{B}-x"), Some(&own), false),
+            (format!("{A}-x"), Some(&own), false),
+        ] {
+            let checked = check(&[], &[&name]).check_unused(&[&device], claim, None).await;
+            assert_eq!(checked.is_err(), is_refused, "{name} {checked:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_number_shows_the_use_of_a_claim_unless_others_use_it() {
+        let uid = ClaimUid::parse(A).unwrap();
+        let number: DeviceNumber = "c120:6".parse().unwrap();
+        let entry = Entry {
+            namespace: "default".into(),
+            name: "claim".into(),
+            boot_id: "boot".into(),
+            devices: vec![HeldDevice {
+                numbers: vec![number],
+                ..HeldDevice::named("x")
+            }],
+            progress: Progress::Done {
+                container_edits: ContainerEdits::default(),
+            },
+        };
+        let prepared_claims = PreparedClaims::new("boot", BTreeMap::from([(uid.clone(), entry)]));
+        for (shares, name, is_used) in [
+            (None, format!("{B}-x"), true),
+            (None, format!("admin-{B}-x"), false),
+            (Some(2), format!("{B}-x"), false),
+            (Some(2), format!("{A}-x"), true),
+        ] {
+            let device = Device {
+                name: "x".into(),
+                shares,
+                device_numbers: [number].into(),
+                ..Device::default()
+            };
+            let inventory = Devices::from([("x".to_owned(), device)]);
+            let mut check = check(&[number], &[&name]);
+            check.cdi_removed(uid.clone());
+            tokio::time::advance(SETTLE).await;
+            let claim_use = check.claim_use(vec![uid.clone()], &prepared_claims, &inventory);
+            let ClaimUse::Known { in_use, .. } = claim_use.await else {
+                panic!("the runtime answers");
+            };
+            assert_eq!(in_use.contains(&uid), is_used, "{shares:?} {name}");
+        }
+    }
 
     /// A runtime with a running container, an exited one, one removed after the list, and one not started yet.
     #[derive(Clone, Default)]

@@ -63,7 +63,7 @@ impl Follower {
     /// Watches the file until the token is cancelled.
     pub(super) async fn run(self, shutdown: CancellationToken) {
         let mut hangup = signal(SignalKind::hangup())
-            .inspect_err(|error| warn!(%error, "SIGHUP cannot be heard"))
+            .inspect_err(|error| warn!(%error, "cannot install the SIGHUP handler"))
             .ok();
         let mut refused = None;
         loop {
@@ -99,7 +99,7 @@ impl Follower {
         });
         watched
             .inspect_err(|error| {
-                warn!(directory = %directory.display(), %error, "cannot be watched; the configuration is read now and then");
+                warn!(directory = %directory.display(), %error, "the directory cannot be watched; the configuration is read every {} s", LOOK.as_secs());
             })
             .ok()
     }

@@ -115,16 +115,16 @@ pub enum NodeError {
     #[error(transparent)]
     KubeletApi(#[from] KubeletApiError),
     /// The boot id cannot be read.
-    #[error("cannot read {BOOT_ID}, which tells whether the node was booted: {0}")]
+    #[error("cannot read the boot id from {BOOT_ID}: {0}")]
     BootId(std::io::Error),
     /// A directory mounted into the pod is no longer the host's.
     #[error(
-        "the host has removed {0:?}, and perhaps made it again: what is mounted here is no longer what kubelet and the container runtime \
-         see, so the companion ends, and its container gets the host's directory when it is started again"
+        "the host removed or replaced directory {0:?}, which is mounted into this container: the companion exits, and gets the current \
+         directory when its container is restarted"
     )]
     CutOff(PathBuf),
     /// A task of the companion has panicked.
-    #[error("a part of the companion has broken down: {0}")]
+    #[error("a task of the companion panicked: {0}")]
     Broken(JoinError),
 }
 

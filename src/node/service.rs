@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{Notify, mpsc, oneshot, watch};
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::core::names::{ClaimUid, device_of_plugin_id};
 pub use crate::core::prepare::allocate::Preference;
@@ -20,7 +20,7 @@ use crate::core::prepare::plan::Refusal;
 pub use crate::core::prepare::plan::{Allocation, ClaimToPrepare, ClaimToUnprepare, DeviceResult};
 use crate::core::prepare::recovery::{ClaimHolding, ReleaseRefusal};
 use crate::core::prepare::runtime_containers::RuntimeContainers;
-use crate::node::container_runtime::ContainerRuntime;
+use crate::node::container_runtime::{ContainerCheckError, ContainerRuntime};
 use crate::node::driver::NodeDriverError;
 use crate::node::kubelet::transport::GrpcCalls;
 use crate::node::metrics::Metrics;
@@ -30,6 +30,10 @@ use crate::node::state::storage::StoreError;
 const QUEUE: usize = 64;
 /// Timeout for one driver call. Kubelet gives up after 45 s and retries.
 pub(in crate::node) const DRIVER_TIMEOUT: Duration = Duration::from_secs(10);
+/// The reason of a refusal because the container runtime does not tell whether a container has the device.
+const NO_ANSWER: &str = "ContainerRuntimeUnavailable";
+/// How long Prepare waits before it asks the container runtime again.
+const NO_ANSWER_RETRY: Duration = Duration::from_secs(1);
 /// The reason of a refusal because the device has a holder.
 const HELD: &str = "DeviceHeld";
 /// How long Prepare waits for the release of a device that another claim holds: for its Unprepare, or for the check whether the holder still
@@ -53,6 +57,9 @@ pub enum ServiceError {
         /// The claim or device.
         what: String,
     },
+    /// Another container has a device, or may have it.
+    #[error(transparent)]
+    Container(#[from] ContainerCheckError),
     /// The checkpoint or a CDI file cannot be written.
     #[error("this node cannot keep its records, so nothing was handed out: {0}")]
     Store(#[from] StoreError),
@@ -68,6 +75,8 @@ impl ServiceError {
             Self::Refused(refusal) => refusal.reason(),
             Self::Driver(error) => error.reason(),
             Self::Slow { .. } => "DeviceSlow",
+            Self::Container(ContainerCheckError::StillUsed(_)) => HELD,
+            Self::Container(ContainerCheckError::NoAnswer { .. }) => NO_ANSWER,
             Self::Store(error) => error.reason(),
             Self::Stopping => "Stopping",
         }
@@ -113,10 +122,12 @@ impl From<ServiceError> for ReleaseError {
                 reason,
                 problem: format!("it took more than {} s", DRIVER_TIMEOUT.as_secs()),
             },
-            ServiceError::Driver(_) | ServiceError::Refused(_) => Self::NotUndone {
-                reason,
-                problem: error.to_string(),
-            },
+            ServiceError::Driver(_) | ServiceError::Refused(_) | ServiceError::Container(_) => {
+                Self::NotUndone {
+                    reason,
+                    problem: error.to_string(),
+                }
+            }
         }
     }
 }
@@ -162,8 +173,8 @@ pub struct ListedContainers {
 }
 
 impl ListedContainers {
-    /// Whether the list shows every container with a device that is free now. After a release it may not: the container that had the
-    /// device may have started after the list was made.
+    /// Whether the list is recent enough to show every container that may still have a device without a holder. After a release it is not:
+    /// the container that had the device may have started after the list was made.
     pub fn is_current(&self, released: u64) -> bool {
         self.released == released && self.at.elapsed() < LIST_MAX_AGE
     }
@@ -227,8 +238,6 @@ pub struct Backend {
     pub prepared: watch::Sender<usize>,
     /// Notified when a claim must be checked.
     pub check_due: Arc<Notify>,
-    /// Counts the completed checks of claims whose devices another claim needs.
-    pub checks: watch::Sender<u64>,
     /// Counts the claims whose devices were released.
     pub released: watch::Sender<u64>,
 }
@@ -241,7 +250,6 @@ pub struct NodeService {
     resources: watch::Receiver<Arc<BTreeMap<String, ServedResource>>>,
     prepared: watch::Receiver<usize>,
     check_due: Arc<Notify>,
-    checks: watch::Receiver<u64>,
     released: watch::Receiver<u64>,
     /// The container runtime, if it reports the devices of its containers.
     runtime: Option<Arc<dyn ContainerRuntime>>,
@@ -254,7 +262,6 @@ impl NodeService {
         let (sender, requests) = mpsc::channel(QUEUE);
         let (resources, served) = watch::channel(Arc::default());
         let (prepared, count) = watch::channel(0);
-        let (checks, completed) = watch::channel(0);
         let (released, unprepared) = watch::channel(0);
         let check_due = Arc::new(Notify::new());
         let service = Self {
@@ -262,7 +269,6 @@ impl NodeService {
             resources: served,
             prepared: count,
             check_due: check_due.clone(),
-            checks: completed,
             released: unprepared,
             runtime,
             metrics,
@@ -272,7 +278,6 @@ impl NodeService {
             resources,
             prepared,
             check_due,
-            checks,
             released,
         };
         (service, backend)
@@ -303,23 +308,23 @@ impl NodeService {
     /// each result in structured mode.
     ///
     /// Idempotent. The answer has one entry per request, in order. An error is a message for the pod's event, and kubelet retries.
-    /// `containers` spare the state task a query of the container runtime.
+    /// `containers`, if current, replaces the state task's own query of the container runtime.
     pub async fn prepare(
         &self,
         claims: Vec<ClaimToPrepare>,
         containers: Option<ListedContainers>,
     ) -> Vec<Result<Vec<String>, ServiceError>> {
-        let mut checks = self.checks.clone();
         let mut released = self.released.clone();
-        checks.mark_unchanged();
         released.mark_unchanged();
+        if claims.is_empty() {
+            return Vec::new();
+        }
         let mut answers = self.prepare_once(claims.clone(), containers).await;
         if self.runtime.is_none() {
             return answers;
         }
         // Without this wait, kubelet retries only after up to 90 s.
         let deadline = Instant::now() + CHECK_TIMEOUT;
-        let mut is_checked = false;
         loop {
             let held: Vec<usize> = (0..answers.len())
                 .filter(|index| answers.get(*index).is_some_and(is_held))
@@ -327,10 +332,9 @@ impl NodeService {
             if held.is_empty() {
                 return answers;
             }
-            // Each refusal causes a check, so only the first one is waited for.
             tokio::select! {
-                Ok(()) = checks.changed(), if !is_checked => is_checked = true,
                 Ok(()) = released.changed() => {}
+                () = sleep(NO_ANSWER_RETRY), if answers.iter().any(|answer| has_reason(answer, NO_ANSWER)) => {}
                 () = sleep_until(deadline) => return answers,
             }
             let again = held.iter().filter_map(|index| claims.get(*index).cloned());
@@ -358,6 +362,9 @@ impl NodeService {
     ///
     /// The answer has one entry per request, in order.
     pub async fn unprepare(&self, claims: Vec<ClaimToUnprepare>) -> Vec<Result<(), ServiceError>> {
+        if claims.is_empty() {
+            return Vec::new();
+        }
         let count = claims.len();
         let answers = self.send(|sender| NodeRequest::Unprepare(claims, sender)).await;
         answers.unwrap_or_else(|| stopping(count))
@@ -473,8 +480,13 @@ impl NodeService {
     }
 }
 
+/// Whether a repeated Prepare may soon succeed.
 fn is_held<T>(answer: &Result<T, ServiceError>) -> bool {
-    answer.as_ref().is_err_and(|error| error.reason() == HELD)
+    has_reason(answer, HELD) || has_reason(answer, NO_ANSWER)
+}
+
+fn has_reason<T>(answer: &Result<T, ServiceError>, reason: &str) -> bool {
+    answer.as_ref().is_err_and(|error| error.reason() == reason)
 }
 
 fn stopping<T>(count: usize) -> Vec<Result<T, ServiceError>> {
@@ -519,13 +531,13 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_waiting_prepare_sees_the_check_and_the_unprepare() {
+    async fn a_waiting_prepare_is_repeated_after_each_release() {
         let (service, mut backend) = NodeService::new(Some(Arc::new(NoContainers)), Arc::default());
         let prepare = tokio::spawn(async move { service.prepare(vec![claim()], None).await });
-        answer(&mut backend, held()).await;
-        backend.checks.send_replace(1);
-        answer(&mut backend, held()).await;
-        backend.released.send_replace(1);
+        for released in [1, 2] {
+            answer(&mut backend, held()).await;
+            backend.released.send_replace(released);
+        }
         answer(&mut backend, Ok(vec!["id".into()])).await;
         assert_eq!(prepare.await.unwrap()[0].as_ref().unwrap(), &["id".to_owned()]);
     }

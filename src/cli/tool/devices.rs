@@ -152,7 +152,7 @@ impl Arguments {
         let mut changed = after.changed_since(before);
         changed.devices.retain(|device| {
             were.contains(&(device.node_uid.as_str(), device.name()))
-                || (device.state != DeviceState::Gone && self.selects(device))
+                || (self.selects(device) && after.devices.contains(device))
         });
         changed
     }
@@ -389,12 +389,25 @@ mod tests {
         assert_eq!(printed(&[], &before, &after), [b.clone(), c.clone(), a.clone()]);
         assert!(printed(&[], &after, &after).is_empty());
         // A device that leaves the selection is printed as it is now.
-        assert_eq!(printed(&["--state", "Held"], &before, &after), [b.clone()]);
+        assert_eq!(
+            printed(&["--state", "Held"], &before, &after),
+            std::slice::from_ref(&b)
+        );
         assert_eq!(printed(&["--state", "Free"], &before, &after), [b, c, a.clone()]);
         let freed = row("b", DeviceState::Free);
-        assert_eq!(printed(&["--state", "Held"], &after, &before), [freed.clone()]);
+        assert_eq!(
+            printed(&["--state", "Held"], &after, &before),
+            std::slice::from_ref(&freed)
+        );
         assert_eq!(printed(&["-n", "shop"], &after, &before), [freed]);
         assert!(printed(&["-n", "other"], &after, &before).is_empty());
+        let claims = [held("one", "node-a", &["b"]), held("two", "node-a", &["gone"])];
+        let lost = read(&all[1..], &claims).await;
+        let gone = row("gone", DeviceState::Gone);
+        assert_eq!(
+            printed(&["--state", "Gone"], &after, &lost),
+            std::slice::from_ref(&gone)
+        );
     }
 
     #[tokio::test]

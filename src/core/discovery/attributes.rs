@@ -9,6 +9,7 @@ use serde::Serialize;
 use super::pci::PciFacts;
 use super::usb::UsbFacts;
 use crate::api::crd::{AttributeValue, Device, DeviceAttributes, GROUP, TEXT_MAX};
+use crate::core::names::beginning;
 
 /// The NUMA node closest to a device.
 pub const NUMA_NODE: &str = "drayman.dev/numaNode";
@@ -16,7 +17,8 @@ pub const NUMA_NODE: &str = "drayman.dev/numaNode";
 pub const NODES: &str = "drayman.dev/nodes";
 
 /// Attribute names without domain, most important first. If the devices of a node exceed the size of an inventory, the least important
-/// attributes are omitted first. Names that are not listed come after all listed ones.
+/// attributes are omitted first. Names that are not listed come after all listed ones. The same order decides which 32 attributes a
+/// ResourceSlice keeps.
 const IMPORTANCE: [&str; 17] = [
     "path",
     "nodes",
@@ -144,14 +146,8 @@ pub fn fit(devices: &mut [Device]) -> Vec<String> {
             .cloned()
         else {
             for reason in devices.iter_mut().filter_map(|device| device.unhealthy.as_mut()) {
-                let ends = reason
-                    .char_indices()
-                    .map(|(start, character)| start + character.len_utf8());
-                reason.truncate(
-                    ends.take_while(|end| *end <= SHORT_REASON)
-                        .last()
-                        .unwrap_or_default(),
-                );
+                let kept = beginning(reason, SHORT_REASON).len();
+                reason.truncate(kept);
             }
             return dropped;
         };

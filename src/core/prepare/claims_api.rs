@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use super::prepared_claims::{Entry, PreparedClaims};
 use crate::core::discovery::device_events::DeviceEvent;
 
 /// Deviating answers in a row before the mode ends. Each may come from another API server.
@@ -41,6 +42,22 @@ impl ClaimsApi {
             }
         }
         api
+    }
+
+    /// The API by which claims were prepared. `None` if none is prepared, or if the devices of all are unknown.
+    pub fn of_prepared(prepared_claims: &PreparedClaims) -> Option<Self> {
+        let known = prepared_claims
+            .entries()
+            .values()
+            .filter(|entry| !entry.devices.is_empty());
+        let is_structured = known
+            .map(Entry::is_structured)
+            .reduce(|one, other| one || other)?;
+        Some(if is_structured {
+            Self::Structured
+        } else {
+            Self::Classic
+        })
     }
 
     fn event(self, before: Self) -> Option<DeviceEvent> {
@@ -120,7 +137,41 @@ impl Discovery {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
+    use super::super::prepared_claims::{HeldDevice, Progress, Structured};
     use super::*;
+    use crate::core::names::ClaimUid;
+
+    #[test]
+    fn prepared_claims_show_the_mode() {
+        let of = |claims: &[&[HeldDevice]]| {
+            let entry = |(number, devices): (usize, &&[HeldDevice])| {
+                let uid = ClaimUid::parse(&format!("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a1{number}")).unwrap();
+                let entry = Entry {
+                    namespace: "default".into(),
+                    name: "camera".into(),
+                    boot_id: "boot".into(),
+                    devices: devices.to_vec(),
+                    progress: Progress::Started {
+                        container_edits: None,
+                    },
+                };
+                (uid, entry)
+            };
+            let entries: BTreeMap<_, _> = claims.iter().enumerate().map(entry).collect();
+            ClaimsApi::of_prepared(&PreparedClaims::new("boot", entries))
+        };
+        let classic = [HeldDevice::named("x")];
+        let structured = [HeldDevice {
+            structured: Some(Structured::default()),
+            ..HeldDevice::named("y")
+        }];
+        assert_eq!(of(&[]), None);
+        assert_eq!(of(&[&[]]), None, "nothing shows who allocated its devices");
+        assert_eq!(of(&[&[], &classic]), Some(ClaimsApi::Classic));
+        assert_eq!(of(&[&classic, &structured]), Some(ClaimsApi::Structured));
+    }
 
     #[test]
     fn one_denial_of_several_api_servers_changes_nothing() {

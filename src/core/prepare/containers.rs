@@ -173,6 +173,11 @@ impl Containers {
             .map(|(device, hold)| (device.as_str(), hold.numbers.as_slice()))
     }
 
+    /// The device numbers of the grants of a device that a container holds.
+    pub fn numbers(&self, device: &str) -> Option<&[DeviceNumber]> {
+        self.holds.get(device).map(|hold| hold.numbers.as_slice())
+    }
+
     /// Describes the container that holds a device under this name.
     pub fn holder(&self, device: &str) -> Option<String> {
         self.holds.get(device).map(Hold::describe)
@@ -331,25 +336,30 @@ impl WithdrawnDevices {
             .is_some_and(|withdrawn| withdrawn.has(device))
     }
 
-    /// Describes a container that holds a device under another name.
+    /// Describes a container that holds, or may hold, a device under another name.
     pub fn holder_by_another_name(&self, device: &Device) -> Option<String> {
-        self.0
-            .values()
-            .find_map(|withdrawn| withdrawn.containers.holder_by_another_name(device))
+        self.0.values().find_map(|withdrawn| {
+            let holder = withdrawn.containers.holder_by_another_name(device);
+            holder.or_else(|| {
+                let (name, _) = withdrawn.why_by_another_name(device)?;
+                Some(format!("a container that may have it as {name}"))
+            })
+        })
     }
 
-    /// The device numbers that containers got a device with, as one that the resource has lost.
+    /// The device numbers that containers got, or may have got, a device with, as one that the resource has lost.
     pub fn numbers(&self, resource: &str, device: &str) -> Vec<DeviceNumber> {
-        let mut numbers = Vec::new();
-        if let Some(withdrawn) = self.0.get(resource) {
-            if let Some(known) = withdrawn.devices.get(device) {
-                add_numbers(&mut numbers, known);
-            }
-            for (_, known) in withdrawn.containers.devices().filter(|(name, _)| *name == device) {
-                add_numbers(&mut numbers, known);
-            }
+        let Some(withdrawn) = self.0.get(resource) else {
+            return Vec::new();
+        };
+        if !withdrawn.containers.known() {
+            return withdrawn.devices.get(device).cloned().unwrap_or_default();
         }
-        numbers
+        withdrawn
+            .containers
+            .numbers(device)
+            .map(<[DeviceNumber]>::to_vec)
+            .unwrap_or_default()
     }
 
     /// Marks devices as unhealthy that containers hold, or may hold, under a name that does not serve them (any more). Devices with several
@@ -521,6 +531,29 @@ mod tests {
     use super::*;
 
     const START: Duration = Duration::from_secs(100);
+
+    #[test]
+    fn a_withdrawn_device_has_a_holder_until_kubelet_answers() {
+        let number = DeviceNumber {
+            kind: crate::api::crd::DeviceNodeKind::Character,
+            major: 188,
+            minor: 0,
+        };
+        let device = Device {
+            name: "y".into(),
+            device_numbers: [number].into(),
+            ..Device::default()
+        };
+        let mut withdrawn = WithdrawnDevices::default();
+        let devices = BTreeMap::from([("x".to_owned(), vec![number])]);
+        withdrawn.withdraw("example.com/x", devices, Containers::default());
+        let holder = withdrawn.holder_by_another_name(&device);
+        assert_eq!(holder.as_deref(), Some("a container that may have it as x"));
+        assert_eq!(withdrawn.numbers("example.com/x", "x"), [number]);
+        withdrawn.seen("example.com/x", &ResourceSnapshot::default(), START);
+        assert_eq!(withdrawn.holder_by_another_name(&device), None);
+        assert!(withdrawn.numbers("example.com/x", "x").is_empty());
+    }
 
     #[test]
     fn a_grant_counts_when_its_resource_goes_to_claims_too() {

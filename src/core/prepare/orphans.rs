@@ -10,7 +10,8 @@
 //!
 //! Such a claim is freed immediately if the container runtime shows that no container has its devices, regardless of kubelet's list. Its
 //! CDI file is removed first, so that no later container starts with them. If the runtime shows a container with the devices of a claim,
-//! the claim is never freed, even if kubelet's list and the API server lack it.
+//! the claim is never freed, even if kubelet's list and the API server lack it. While a runtime that
+//! has answered before does not answer, a missing claim is quarantined.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -38,6 +39,8 @@ pub struct Orphans {
     unused: BTreeSet<ClaimUid>,
     /// The claims whose devices a container has, or may have.
     undecided: BTreeSet<ClaimUid>,
+    /// The claims about which the runtime did not answer.
+    unanswered: BTreeSet<ClaimUid>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -126,6 +129,7 @@ impl Orphans {
             has_runtime: false,
             unused: BTreeSet::new(),
             undecided: BTreeSet::new(),
+            unanswered: BTreeSet::new(),
             grace,
             suspects: BTreeMap::new(),
             conflicting: BTreeSet::new(),
@@ -228,6 +232,11 @@ impl Orphans {
         self.undecided = undecided;
     }
 
+    /// Records that the runtime did not answer about the claims of [`Self::claims_to_check`]. The next [`Self::decide`] uses it.
+    pub fn set_unanswered(&mut self, unanswered: BTreeSet<ClaimUid>) {
+        self.unanswered = unanswered;
+    }
+
     /// Decides from the answers. Claims that kubelet has prepared since the lookup are left alone.
     pub fn decide(
         &mut self,
@@ -241,6 +250,7 @@ impl Orphans {
             std::mem::take(&mut self.unused),
             std::mem::take(&mut self.undecided),
         );
+        let unanswered = std::mem::take(&mut self.unanswered);
         for (uid, answer) in answers {
             let entry = prepared_claims.entry(uid);
             if entry.is_none_or(|entry| answer.holds_one_of(entry)) {
@@ -270,7 +280,11 @@ impl Orphans {
                 (KubeletView::Lists(listed), ApiView::Gone) if due && !listed.contains_key(uid) => {
                     // Otherwise kubelet has listed it until now, and may have forgotten it before its containers ended.
                     if suspect.is_missing(self.grace, now) {
-                        decisions.push(Decision::Free(uid.clone()));
+                        if unanswered.contains(uid) && prepared_claims.may_be_in_use(entry) {
+                            suspect.quarantine = Some(NO_ANSWER.to_owned());
+                        } else {
+                            decisions.push(Decision::Free(uid.clone()));
+                        }
                     }
                 }
                 _ => {
@@ -309,6 +323,10 @@ impl Orphans {
         soonest.unwrap_or(every).min(every)
     }
 }
+
+/// The reason to quarantine a claim that would be freed without a container runtime.
+const NO_ANSWER: &str = "kubelet and the API server no longer have it, but the container runtime does not \
+                         answer, so a container may still use its devices";
 
 /// The reason to quarantine a missing claim instead of freeing it; `None` if there is none yet.
 fn doubt(entry: &Entry, kubelet: &KubeletView, uid: &ClaimUid, answer: &ApiView) -> Option<String> {

@@ -1027,6 +1027,15 @@ impl Retries {
         self.0.insert(missing, ScheduledRetry { pause, due });
     }
 
+    /// Makes the retries of all claims due.
+    pub fn expedite(&mut self, now: Duration) {
+        for (missing, retry) in &mut self.0 {
+            if matches!(missing, Missing::OfClaim(_)) {
+                retry.due = retry.due.min(now);
+            }
+        }
+    }
+
     /// Removes a file that was written or is no longer needed. Returns whether it was missing.
     pub fn done(&mut self, missing: &Missing) -> bool {
         self.0.remove(missing).is_some()

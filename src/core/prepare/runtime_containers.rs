@@ -12,7 +12,7 @@ use serde::Deserialize;
 
 use super::kubelet_state::shortened;
 use crate::api::crd::{DeviceNodeKind, DeviceNumber};
-use crate::core::names::{ClaimDevice, DriverName};
+use crate::core::names::{ClaimDevice, ClaimUid, DriverName};
 
 /// How long a created container may still be started: kubelet waits two minutes for each call to the runtime. If kubelet was killed
 /// meanwhile, a created container is never started, and is removed with its pod.
@@ -84,6 +84,13 @@ impl ContainerDevices {
     pub fn has_admin_access(&self, driver: &DriverName, device: &str) -> bool {
         self.claim_devices(driver)
             .any(|claimed| claimed.admin_access && claimed.device == device)
+    }
+
+    /// Whether the container got a device by a structured claim other than `claim`, without admin access. Kubelet may have unprepared that
+    /// claim before the container ended, and the device numbers of a privileged container do not show the device.
+    pub fn has_by_other_claim(&self, driver: &DriverName, device: &str, claim: Option<&ClaimUid>) -> bool {
+        self.claim_devices(driver)
+            .any(|given| !given.admin_access && given.device == device && claim != Some(&given.uid))
     }
 
     /// The devices of structured claims of this driver.

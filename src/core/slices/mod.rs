@@ -20,12 +20,10 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference}
 use crate::core::discovery::Devices;
 use crate::core::names::short_hash;
 pub(in crate::core) use render::metadata_attributes;
-pub use render::{
-    DEVICES_MAX, DEVICES_WITH_TAINTS_MAX, Features, KIND, MODE, Omission, Omitted, SHARES, UNHEALTHY,
-};
+pub use render::{Features, KIND, MODE, Omission, Omitted, SHARES, UNHEALTHY};
 use render::{has_shares, render};
 
-/// Slices of a node, at most: a name has two digits. A node has at most 1,024 devices, which fill 16 slices.
+/// Slices of a node, at most. A name has two digits. The 1,024 devices that discovery finds at most fill 16 slices.
 const SLICES_MAX: usize = 100;
 /// Length of an object name, at most.
 const NAME_MAX: usize = 253;
@@ -132,7 +130,7 @@ impl Slices {
         self.pool.node_uid = uid;
     }
 
-    /// Sets the features, for instance after an upgrade of the API server. Dropped features are tried again only if they differ.
+    /// Sets the features, for instance after an upgrade of the API server. Unless they differ, dropped features stay dropped.
     pub fn set_features(&mut self, features: Features) {
         if features != self.offered {
             self.offered = features;
@@ -140,6 +138,48 @@ impl Slices {
             self.accepted.clear();
             self.render();
         }
+    }
+
+    /// A slice for a dry run, which tells whether the API server still drops features. It has one device for each dropped feature; `None`
+    /// if no device needs one. A real write would offer an unhealthy device without its taint until the next write.
+    pub fn probe(&self) -> Option<ResourceSlice> {
+        if self.features == self.offered {
+            return None;
+        }
+        let (devices, _) = render(&self.source, self.offered);
+        let first = |why: Omission| {
+            let omitted = self.omitted.iter().find(|omitted| omitted.why == why)?;
+            devices.iter().find(|device| device.name == omitted.device)
+        };
+        let devices: Vec<&Device> = Omission::ALL.into_iter().filter_map(first).collect();
+        // No slice has the last name.
+        (!devices.is_empty()).then(|| self.slice(&self.name(SLICES_MAX - 1), 1, 1, devices))
+    }
+
+    /// Observes the answer to a dry run of [`Self::probe`]. Features that it has are published again. Returns whether
+    /// there are any.
+    pub fn probed(&mut self, answer: &ResourceSlice) -> bool {
+        let keeps = |has: fn(&Device) -> bool| devices_of(answer).iter().any(has);
+        let features = Features {
+            taints: self.features.taints || keeps(has_taints),
+            shares: self.features.shares || keeps(has_shares),
+        };
+        let is_news = features != self.features;
+        if is_news {
+            self.features = features;
+            self.render();
+        }
+        is_news
+    }
+
+    /// Whether a written slice is stored with the pool of the write.
+    pub fn has_pool_of(&self, write: &Write) -> bool {
+        let (Write::Create(written) | Write::Replace(written)) = write else {
+            return true;
+        };
+        self.stored().any(|stored| {
+            stored.metadata.name == written.metadata.name && stored.spec.pool == written.spec.pool
+        })
     }
 
     /// Devices that are not published, and why.
@@ -162,8 +202,9 @@ impl Slices {
         (self.devices, self.omitted) = render(&self.source, self.features);
     }
 
-    /// Replaces the observed slices by a complete list.
-    pub fn listed(&mut self, slices: impl IntoIterator<Item = ResourceSlice>) {
+    /// Replaces the observed slices by a complete list. Returns the names of known slices that it lacks: the list may be older than our last
+    /// write, so each of them must be read before the next one.
+    pub fn listed(&mut self, slices: impl IntoIterator<Item = ResourceSlice>) -> Vec<String> {
         let known = self.observed.take().unwrap_or_default();
         let mut observed = BTreeMap::new();
         for slice in slices {
@@ -174,10 +215,13 @@ impl Slices {
             };
             observed.insert(name, slice);
         }
+        let missing = known.into_keys().filter(|name| !observed.contains_key(name));
+        let missing = missing.collect();
         self.observed = Some(BTreeMap::new());
         for slice in observed.into_values() {
             self.applied(slice);
         }
+        missing
     }
 
     /// Observes a slice, from a watch or from an answer. Older versions are ignored.
@@ -333,9 +377,9 @@ impl Slices {
 
     /// Distributes the devices. A device stays in the slice that has it; others fill the first slices with room. One empty slice at the
     /// end stays, so that a single device that comes and goes does not change the number of slices each time. The devices are distributed
-    /// anew only if most slices are no longer needed.
+    /// anew only if most slices are no longer needed. A dropped feature does not change the layout, since it may return.
     fn layout<'a>(&'a self, observed: &BTreeMap<String, ResourceSlice>) -> Vec<Vec<&'a Device>> {
-        let room = self.features.devices_per_slice();
+        let room = self.offered.devices_per_slice();
         let mut stored: Vec<&[Device]> = Vec::new();
         for index in 0..SLICES_MAX {
             let slice = observed.get(&self.name(index));

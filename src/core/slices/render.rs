@@ -11,7 +11,7 @@ use semver::Version;
 use crate::api::crd::{self, AttributeValue, DeviceAttributes, Mode};
 use crate::core::discovery::Devices;
 use crate::core::discovery::attributes::{NUMA_NODE, importance};
-use crate::core::names::is_dns_subdomain;
+use crate::core::names::{beginning, is_dns_subdomain};
 
 /// Attribute with the kind of a device.
 pub const KIND: &str = "drayman.dev/kind";
@@ -25,9 +25,9 @@ pub const SHARES: &str = "drayman.dev/shares";
 const STANDARD_NUMA_NODE: &str = "resource.kubernetes.io/numaNode";
 
 /// Devices in one slice without taints, at most (`ResourceSliceMaxDevices`).
-pub const DEVICES_MAX: usize = 128;
+pub(super) const DEVICES_MAX: usize = 128;
 /// Devices in one slice with taints, at most (`ResourceSliceMaxDevicesWithTaintsOrConsumesCounters`).
-pub const DEVICES_WITH_TAINTS_MAX: usize = 64;
+pub(super) const DEVICES_WITH_TAINTS_MAX: usize = 64;
 
 /// Attributes and capacities of a device together, at most (`ResourceSliceMaxAttributesAndCapacitiesPerDevice`).
 const ATTRIBUTES_MAX: usize = 32;
@@ -135,13 +135,11 @@ fn render_device(device: &crd::Device) -> Device {
         effect: device.taint_effect.name().to_owned(),
         ..DeviceTaint::default()
     });
+    let attributes = attributes(device, ATTRIBUTES_MAX - usize::from(shared), VALUE_MAX);
+    let attributes = attributes.into_iter().map(|(name, value)| (name, convert(value)));
     Device {
         name: device.name.clone(),
-        attributes: Some(attributes(
-            device,
-            ATTRIBUTES_MAX - usize::from(shared),
-            VALUE_MAX,
-        )),
+        attributes: Some(attributes.collect()),
         capacity: shared.then(|| BTreeMap::from([(SHARES.to_owned(), capacity(shares(device)))])),
         allow_multiple_allocations: shared.then_some(true),
         taints: taint.map(|taint| vec![taint]),
@@ -176,82 +174,59 @@ fn quantity(number: u32) -> Quantity {
 
 /// The attributes of a device for its containers: those of its slice, and texts that are too long for a slice.
 pub(in crate::core) fn metadata_attributes(device: &crd::Device) -> DeviceAttributes {
-    let all = attributes(device, ATTRIBUTES_MAX, usize::MAX).into_iter();
-    all.map(|(name, value)| {
-        let DeviceAttribute {
-            string,
-            int,
-            bool,
-            version,
-        } = value;
-        let value = AttributeValue {
-            string,
-            int,
-            bool,
-            version,
-        };
-        (name, value)
-    })
-    .collect()
+    attributes(device, ATTRIBUTES_MAX, usize::MAX)
+        .into_iter()
+        .collect()
 }
 
 /// The attributes that v1 can store: the most important ones if there are too many. Texts of more than `longest` bytes are left out, since a
 /// shortened one would match other devices.
-fn attributes(device: &crd::Device, room: usize, longest: usize) -> BTreeMap<String, DeviceAttribute> {
-    let mut attributes = BTreeMap::from([(KIND.to_owned(), text(&device.kind))]);
+fn attributes(device: &crd::Device, room: usize, longest: usize) -> BTreeMap<String, AttributeValue> {
+    let kind = AttributeValue::string(device.kind.as_str());
+    let mut attributes = BTreeMap::from([(KIND.to_owned(), kind)]);
     if device.mode == Mode::Both {
-        attributes.insert(MODE.to_owned(), text(device.mode.name()));
+        attributes.insert(MODE.to_owned(), AttributeValue::string(device.mode.name()));
     }
     if let Some(why) = &device.unhealthy {
-        attributes.insert(UNHEALTHY.to_owned(), text(beginning(why)));
+        let why = AttributeValue::string(beginning(why, VALUE_MAX));
+        attributes.insert(UNHEALTHY.to_owned(), why);
     }
     // A device without a NUMA node must not have the standard attribute.
     let numa_node = device.attributes.get(NUMA_NODE).and_then(|value| value.int);
     if let Some(node) = numa_node.filter(|node| (0..NUMA_NODES_MAX).contains(node)) {
-        attributes.insert(STANDARD_NUMA_NODE.to_owned(), number(node));
+        attributes.insert(STANDARD_NUMA_NODE.to_owned(), AttributeValue::int(node));
     }
-    let mut rest: Vec<(&String, DeviceAttribute)> = device
+    let mut rest: Vec<(&String, &AttributeValue)> = device
         .attributes
         .iter()
         .filter(|(name, _)| is_attribute_name(name) && !attributes.contains_key(*name))
-        .filter_map(|(name, value)| Some((name, convert(value, longest)?)))
+        .filter(|(_, value)| is_valid(value, longest))
         .collect();
     rest.sort_by_key(|(name, _)| importance(name));
     rest.truncate(room.saturating_sub(attributes.len()));
-    attributes.extend(rest.into_iter().map(|(name, value)| (name.clone(), value)));
+    let rest = rest.into_iter();
+    attributes.extend(rest.map(|(name, value)| (name.clone(), value.clone())));
     attributes
 }
 
-fn text(value: &str) -> DeviceAttribute {
+fn convert(value: AttributeValue) -> DeviceAttribute {
+    let AttributeValue {
+        string,
+        int,
+        bool,
+        version,
+    } = value;
     DeviceAttribute {
-        string: Some(value.to_owned()),
-        ..DeviceAttribute::default()
+        string,
+        int,
+        bool,
+        version,
     }
 }
 
-fn number(value: i64) -> DeviceAttribute {
-    DeviceAttribute {
-        int: Some(value),
-        ..DeviceAttribute::default()
-    }
-}
-
-/// The beginning of a text that fits into a value.
-fn beginning(text: &str) -> &str {
-    let mut ends = (0..=VALUE_MAX.min(text.len())).rev();
-    let end = ends.find(|end| text.is_char_boundary(*end));
-    text.get(..end.unwrap_or_default()).unwrap_or_default()
-}
-
-/// An attribute in the form of v1; `None` if the API server would reject it, and with it the whole slice.
-fn convert(value: &AttributeValue, longest: usize) -> Option<DeviceAttribute> {
-    let converted = DeviceAttribute {
-        string: value.string.clone(),
-        int: value.int,
-        bool: value.bool,
-        version: value.version.clone(),
-    };
-    let is_valid = match value {
+/// Whether the API server accepts this value. It would reject the whole slice because of one that it does not accept.
+fn is_valid(value: &AttributeValue, longest: usize) -> bool {
+    match value {
         AttributeValue {
             string: Some(text),
             int: None,
@@ -271,11 +246,10 @@ fn convert(value: &AttributeValue, longest: usize) -> Option<DeviceAttribute> {
             bool,
         } => int.is_some() != bool.is_some(),
         _ => false,
-    };
-    is_valid.then_some(converted)
+    }
 }
 
-/// Whether the API accepts this name: `domain/identifier`, where the identifier is one of C.
+/// Whether the API accepts this name: `domain/identifier`, where the identifier is a C identifier.
 fn is_attribute_name(name: &str) -> bool {
     let Some((domain, identifier)) = name.split_once('/') else {
         return false;
@@ -426,7 +400,7 @@ mod tests {
             int: Some(1),
             ..AttributeValue::string("1")
         };
-        for (value, is_valid) in [
+        for (value, expected) in [
             (version("1.2.3-rc.1+build"), true),
             (version("1.2"), false),
             (version("v1.2.3"), false),
@@ -436,7 +410,7 @@ mod tests {
             (AttributeValue::string("ü".repeat(VALUE_MAX / 2 + 1)), false),
             (AttributeValue::string(""), true),
         ] {
-            assert_eq!(convert(&value, VALUE_MAX).is_some(), is_valid, "{value:?}");
+            assert_eq!(is_valid(&value, VALUE_MAX), expected, "{value:?}");
         }
     }
 

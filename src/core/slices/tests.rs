@@ -4,6 +4,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 use proptest::prelude::*;
 
+use super::render::{DEVICES_MAX, DEVICES_WITH_TAINTS_MAX};
 use super::*;
 use crate::api::crd;
 
@@ -460,6 +461,59 @@ fn dropped_taints_withdraw_unhealthy_devices() {
     server.settle(&mut slices);
     assert_eq!(server.names(), ["d0000", "d0002"]);
     assert_eq!(slices.omitted()[0].why, Omission::Unhealthy);
+}
+
+#[test]
+fn dropped_taints_do_not_change_the_layout() {
+    let (mut server, mut slices) = started(TAINTS, 128);
+    server.drops_taints = true;
+    let mut changed = (*devices(128)).clone();
+    changed.extend([device("d0001", false)]);
+    slices.set_devices(Arc::new(changed.clone()));
+    server.settle(&mut slices);
+    changed.extend([device("d0200", true), device("d0201", true)]);
+    slices.set_devices(Arc::new(changed));
+    server.settle(&mut slices);
+    let mut stored = server.stored.values();
+    assert!(stored.all(|slice| devices_of(slice).len() <= DEVICES_WITH_TAINTS_MAX));
+}
+
+#[test]
+fn features_return_once_a_dry_run_keeps_them() {
+    let (mut server, mut slices) = started(TAINTS, 3);
+    assert_eq!(slices.probe(), None);
+    (server.drops_taints, server.drops_shares) = (true, true);
+    let mut changed = (*devices(3)).clone();
+    changed.extend([device("d0001", false)]);
+    changed.get_mut("d0002").unwrap().shares = Some(2);
+    slices.set_devices(Arc::new(changed));
+    server.settle(&mut slices);
+    assert_eq!(server.names(), ["d0000"]);
+    let probe = slices.probe().unwrap();
+    let mut dropped = probe.clone();
+    for device in dropped.spec.devices.iter_mut().flatten() {
+        device.taints = None;
+        device.allow_multiple_allocations = None;
+    }
+    slices.probed(&dropped);
+    assert_eq!(slices.next(), None, "a gate that is still off causes no write");
+    (server.drops_taints, server.drops_shares) = (false, false);
+    slices.probed(&probe);
+    assert_eq!(server.settle(&mut slices), 1);
+    assert_eq!(server.names(), ["d0000", "d0001", "d0002"]);
+    assert_eq!(slices.probe(), None);
+}
+
+#[test]
+fn a_list_without_a_known_slice_names_it() {
+    let (mut server, mut slices) = started(TAINTS, 64);
+    let before: Vec<ResourceSlice> = server.stored.values().cloned().collect();
+    slices.set_devices(devices(65));
+    server.settle(&mut slices);
+    let missing = slices.listed(before);
+    assert_eq!(missing, ["node-a.drayman.dev-01"]);
+    server.read(&mut slices, &missing[0]);
+    assert_eq!(slices.next(), None);
 }
 
 #[test]

@@ -9,6 +9,7 @@ use k8s_openapi::api::resource::v1::{
 };
 
 use super::cluster::{ClusterState, Evaluate};
+use super::pools::pools;
 use super::requests::{Alternative, StructuredRequest};
 use super::search::{AllocationSearch, NodeDevice, STEPS_MAX, SearchError};
 
@@ -45,7 +46,8 @@ pub fn allocate(
     evaluate: &mut Evaluate<'_>,
     share_id: &mut dyn FnMut() -> String,
 ) -> Result<Vec<AllocationResult>, AllocationFailure> {
-    let mut search = AllocationSearch::new(cluster, node, claims, evaluate)?;
+    let pools = pools(cluster.slices, node).map_err(AllocationFailure::Invalid)?;
+    let mut search = AllocationSearch::new(cluster, node, &pools, claims, evaluate)?;
     if !search.run()? {
         return Err(AllocationFailure::DoesNotFit);
     }
@@ -72,7 +74,6 @@ fn allocations(
             if request.claim != index {
                 continue;
             }
-            let is_shared = device.device.allow_multiple_allocations == Some(true);
             let consumed = choice.consumed.iter();
             let consumed = consumed.map(|(name, (_, text))| ((*name).to_owned(), text.clone()));
             results.push(DeviceRequestAllocationResult {
@@ -82,7 +83,7 @@ fn allocations(
                 device: device.id.device.clone(),
                 admin_access: wanted.admin_access.then_some(true),
                 tolerations: Some(wanted.tolerations.to_vec()).filter(|all| !all.is_empty()),
-                share_id: is_shared.then(&mut *share_id),
+                share_id: device.is_shared().then(&mut *share_id),
                 consumed_capacity: (!choice.consumed.is_empty()).then(|| consumed.collect()),
                 binding_conditions: device.device.binding_conditions.clone(),
                 binding_failure_conditions: device.device.binding_failure_conditions.clone(),

@@ -14,17 +14,12 @@ const TEXT_MAX: usize = 64;
 pub struct Quantity(i128);
 
 impl Quantity {
-    /// Parses a quantity as `resource.ParseQuantity` does, for instance `12`, `1.5`, `500m`, `40Gi` or `1e3`.
-    pub fn parse(text: &str) -> Result<Self, String> {
-        parse(text).ok_or_else(|| {
-            let shown: String = text.chars().take(TEXT_MAX).collect();
+    /// Reads a quantity of an object as `resource.ParseQuantity` does, for instance `12`, `1.5`, `500m`, `40Gi` or `1e3`.
+    pub fn read(text: &Text) -> Result<Self, String> {
+        parse(&text.0).ok_or_else(|| {
+            let shown: String = text.0.chars().take(TEXT_MAX).collect();
             format!("{shown:?} is not a quantity of Kubernetes")
         })
-    }
-
-    /// Reads a quantity of an object.
-    pub fn read(text: &Text) -> Result<Self, String> {
-        Self::parse(&text.0)
     }
 
     /// The sum; the largest quantity if it is larger.
@@ -146,6 +141,10 @@ fn scale(suffix: &str) -> Option<(i128, i32)> {
 mod tests {
     use super::*;
 
+    fn quantity(text: &str) -> Quantity {
+        Quantity::read(&Text(text.to_owned())).unwrap()
+    }
+
     #[test]
     fn quantities_are_parsed_as_by_kubernetes() {
         for (text, shown) in [
@@ -169,19 +168,18 @@ mod tests {
             ("1e-3", "1m"),
             ("8Ei", "9223372036854775808"),
         ] {
-            assert_eq!(Quantity::parse(text).unwrap().to_string(), shown, "{text}");
+            assert_eq!(quantity(text).to_string(), shown, "{text}");
         }
         let endless = "9".repeat(65);
         for wrong in [
             "", "-", ".", "1..2", "1.2.3", "Gi", "1gi", "1 ", "1e", "1e99", &endless,
         ] {
-            assert!(Quantity::parse(wrong).is_err(), "{wrong}");
+            assert!(Quantity::read(&Text(wrong.to_owned())).is_err(), "{wrong}");
         }
     }
 
     #[test]
     fn amounts_are_rounded_up_to_the_next_step() {
-        let quantity = |text| Quantity::parse(text).unwrap();
         let rounded = |amount, min, step| quantity(amount).rounded_up(quantity(min), quantity(step));
         assert_eq!(rounded("5", "1", "2"), Some(quantity("5")));
         assert_eq!(rounded("6", "1", "2"), Some(quantity("7")));
@@ -191,12 +189,7 @@ mod tests {
 
     #[test]
     fn a_rounded_amount_keeps_its_sort_of_suffix() {
-        let text = |amount, like: &str| {
-            Quantity::parse(amount)
-                .unwrap()
-                .text_like(&Text(like.to_owned()))
-                .0
-        };
+        let text = |amount, like: &str| quantity(amount).text_like(&Text(like.to_owned())).0;
         assert_eq!(text("2147483648", "1500Mi"), "2Gi");
         assert_eq!(text("1536Mi", "1Gi"), "1536Mi");
         assert_eq!(text("1500", "1Ki"), "1500");

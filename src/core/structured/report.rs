@@ -94,12 +94,7 @@ pub fn report(
     evaluate: &mut Evaluate<'_>,
 ) -> Result<NodeReport, AllocationFailure> {
     let pools = pools(cluster.slices, node).map_err(AllocationFailure::Invalid)?;
-    let unusable = pools
-        .into_iter()
-        .filter(|pool| pool.state != PoolState::Complete)
-        .map(|pool| (format!("{}/{}", pool.driver, pool.name), pool.state))
-        .collect();
-    let outcome = match AllocationSearch::new(cluster, node, claims, evaluate) {
+    let outcome = match AllocationSearch::new(cluster, node, &pools, claims, evaluate) {
         Ok(mut search) => match search.run() {
             Ok(true) => Ok(()),
             Ok(false) => Err(AllocationFailure::DoesNotFit),
@@ -107,13 +102,18 @@ pub fn report(
         },
         Err(error) => Err(error.into()),
     };
-    let mut search = AllocationSearch::of_requests(cluster, node, claims, evaluate)?;
+    let mut search = AllocationSearch::of_requests(cluster, node, &pools, claims, evaluate)?;
     let (devices, requests) = (search.devices.len(), requests(&mut search));
     let only_constraints = outcome == Err(AllocationFailure::DoesNotFit) && {
-        let mut search = AllocationSearch::new(cluster, node, claims, evaluate)?;
+        let mut search = AllocationSearch::new(cluster, node, &pools, claims, evaluate)?;
         search.ignore_constraints();
         search.run() == Ok(true)
     };
+    let unusable = pools
+        .into_iter()
+        .filter(|pool| pool.state != PoolState::Complete)
+        .map(|pool| (format!("{}/{}", pool.driver, pool.name), pool.state))
+        .collect();
     Ok(NodeReport {
         outcome,
         requests,
@@ -203,14 +203,7 @@ fn availability(
     };
     let state = if search.is_in_use(request, alternative, device) {
         Availability::Held(holders())
-    } else if candidate
-        .device
-        .consumes_counters
-        .iter()
-        .flatten()
-        .next()
-        .is_some()
-    {
+    } else if candidate.consumes_counters() {
         Availability::Counters
     } else if let Some(taint) = wanted.taint(candidate.device.taints.as_ref()) {
         let value = taint.value.as_deref().map(|value| format!("={value}"));

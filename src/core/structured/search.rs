@@ -10,7 +10,7 @@ use k8s_openapi::api::resource::v1::{
 use super::capacity::{Consumed, consumed};
 use super::cluster::{ClusterState, Evaluate, claim_name};
 use super::holdings::Usage;
-use super::pools::{DeviceId, Pool, PoolState, pools};
+use super::pools::{DeviceId, Pool, PoolState};
 use super::quantity::Quantity;
 use super::requests::{Alternative, StructuredRequest, requests};
 use crate::core::allocation::inventory::Match;
@@ -18,8 +18,9 @@ use crate::core::allocation::parameters::Amount;
 
 /// Number of devices in the allocation of one claim, at most (`AllocationResultsMaxSize`).
 pub const RESULTS_MAX: usize = 32;
-/// Number of steps of a search, at most. Every device that is tried is a step. The number of combinations grows exponentially with the
-/// devices of a claim; the scheduler stops after 10 seconds for a node, and this is about a second.
+/// Number of steps of a search, at most. A step is a request, a subrequest or a chosen device; rejected devices are not counted. The number
+/// of combinations grows exponentially with the devices of a claim; the scheduler stops after 10 seconds for a node, and this is about a
+/// second.
 pub(super) const STEPS_MAX: usize = 100_000;
 
 /// Why a search ends without an answer.
@@ -43,8 +44,14 @@ pub(super) struct NodeDevice<'a> {
 }
 
 impl NodeDevice<'_> {
-    fn is_shared(&self) -> bool {
+    /// Whether several requests may have a share of the device each.
+    pub(super) fn is_shared(&self) -> bool {
         self.device.allow_multiple_allocations == Some(true)
+    }
+
+    /// Whether the device consumes counters. Such a device is never allocated here.
+    pub(super) fn consumes_counters(&self) -> bool {
+        self.device.consumes_counters.iter().flatten().next().is_some()
     }
 }
 
@@ -97,16 +104,16 @@ pub(super) struct AllocationSearch<'a, 'e, 'f> {
 }
 
 impl<'a, 'e, 'f> AllocationSearch<'a, 'e, 'f> {
-    /// Prepares a search for the claims of one pod.
+    /// Prepares a search for the claims of one pod. `pools` are those of the node.
     pub(super) fn new(
         cluster: ClusterState<'a>,
         node: &Node,
+        pools: &[Pool<'a>],
         claims: &[&'a ResourceClaim],
         evaluate: &'e mut Evaluate<'f>,
     ) -> Result<Self, SearchError> {
-        let mut search = Self::of_requests(cluster, node, claims, evaluate)?;
-        let pools = pools(cluster.slices, node).map_err(SearchError::Invalid)?;
-        search.find_all(&pools)?;
+        let mut search = Self::of_requests(cluster, node, pools, claims, evaluate)?;
+        search.find_all(pools)?;
         for (index, claim) in claims.iter().enumerate() {
             search.check_size(index, claim)?;
         }
@@ -117,14 +124,12 @@ impl<'a, 'e, 'f> AllocationSearch<'a, 'e, 'f> {
     pub(super) fn of_requests(
         cluster: ClusterState<'a>,
         node: &Node,
+        pools: &[Pool<'a>],
         claims: &[&'a ResourceClaim],
         evaluate: &'e mut Evaluate<'f>,
     ) -> Result<Self, SearchError> {
         let mut devices = Vec::new();
-        for pool in pools(cluster.slices, node).map_err(SearchError::Invalid)? {
-            if pool.state != PoolState::Complete {
-                continue;
-            }
+        for pool in pools.iter().filter(|pool| pool.state == PoolState::Complete) {
             for (slice, device) in pool.devices(node).map_err(SearchError::Invalid)? {
                 let id = DeviceId::new(pool.driver, pool.name, &device.name);
                 devices.push(NodeDevice {
@@ -461,15 +466,8 @@ impl<'a, 'e, 'f> AllocationSearch<'a, 'e, 'f> {
         else {
             return Ok(None);
         };
-        let consumes_counters = candidate
-            .device
-            .consumes_counters
-            .iter()
-            .flatten()
-            .next()
-            .is_some();
         if self.is_in_use(request, alternative, device)
-            || consumes_counters
+            || candidate.consumes_counters()
             || wanted.taint(candidate.device.taints.as_ref()).is_some()
         {
             return Ok(None);

@@ -252,7 +252,7 @@ impl DevicePlugin for DevicePluginService {
             }
         }
         if containers.is_empty() || containers.iter().any(Vec::is_empty) {
-            return Err(refused("devices are asked for without naming any".into()));
+            return Err(refused("the request names no device".into()));
         }
         let asked = containers.len();
         let container_edits_of = self
@@ -273,7 +273,7 @@ fn check_containers(count: usize) -> Result<(), Status> {
         return Ok(());
     }
     Err(refused(format!(
-        "{count} containers in one call, {MAX_CONTAINERS} are possible"
+        "{count} containers in one call, at most {MAX_CONTAINERS} are allowed"
     )))
 }
 
@@ -283,7 +283,7 @@ fn check_devices(ids: &[String]) -> Result<(), Status> {
         return Ok(());
     }
     Err(refused(format!(
-        "{count} devices for one container, {MAX_DEVICES_PER_CONTAINER} are possible"
+        "{count} devices for one container, at most {MAX_DEVICES_PER_CONTAINER} are allowed"
     )))
 }
 

@@ -93,7 +93,7 @@ pub(in crate::node) async fn remove_stale_sockets(paths: &KubeletPaths, driver_n
 ///
 /// The DRA service (`<root>/plugins/<driver>/dra.sock`) is served first; then the registration service
 /// (`<root>/plugins_registry/<driver>/reg.sock`). Both sockets are recreated whenever they are removed. A restarted kubelet walks its plugin
-/// directory and finds the registration again.
+/// directory and finds the registration again. At the end, the registration socket is removed last.
 ///
 /// In structured mode, a companion that hands over to this one may still serve these sockets; this one then uses a second pair. Kubelet 1.33 and
 /// later keeps both and calls the one that registered last.
@@ -111,6 +111,8 @@ pub async fn serve(
     check_driver(&driver_name)?;
     let ours = shutdown.child_token();
     let _end_with_this = ours.clone().drop_guard();
+    let drained = CancellationToken::new();
+    let _end_of_registration = drained.clone().drop_guard();
 
     let health = health::service(api.services(), state.subscribe()).await;
     let serve = |location: &SocketPath| {
@@ -138,7 +140,13 @@ pub async fn serve(
     };
     let registration =
         Routes::new(RegistrationServer::new(registration).max_decoding_message_size(MAX_REQUEST));
-    let registration = match listen(registration_place, registration, node.grpc_calls(), ours.clone()).await {
+    let registration = listen(
+        registration_place,
+        registration,
+        node.grpc_calls(),
+        drained.clone(),
+    );
+    let registration = match registration.await {
         Ok(registration) => registration,
         Err(error) => {
             ours.cancel();
@@ -173,8 +181,10 @@ pub async fn serve(
             }
         }
     }
-    registration.closed().await;
     service.closed().await;
+    // When the registration socket is removed, kubelet 1.37 closes its connection to the service, which cancels the calls in flight.
+    drained.cancel();
+    registration.closed().await;
     state.send_replace(KubeletApiState::Closed);
     Ok(())
 }
@@ -213,6 +223,28 @@ mod tests {
             .await
             .unwrap();
         (shutdown, task)
+    }
+
+    #[tokio::test]
+    async fn a_removed_socket_of_the_second_pair_comes_back() {
+        let root = tempfile::tempdir().unwrap();
+        let paths = KubeletPaths {
+            root_dir: root.path().to_owned(),
+            ..KubeletPaths::default()
+        };
+        let (_first, _second) = (start(&paths).await, start(&paths).await);
+        let [_, second] = socket_pairs(&paths, DRIVER);
+        for path in [second.0.path, second.1.path] {
+            std::fs::remove_file(&path).unwrap();
+            let is_back = async {
+                while !path.exists() {
+                    sleep(Duration::from_millis(5)).await;
+                }
+            };
+            // By an event, not by the next resync.
+            let soon = Duration::from_secs(10);
+            tokio::time::timeout(soon, is_back).await.unwrap();
+        }
     }
 
     fn exist(paths: &KubeletPaths) -> [bool; 4] {

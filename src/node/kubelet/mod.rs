@@ -70,9 +70,10 @@ impl KubeletPaths {
         self.below_root(format!("plugins/{driver_name}/dra.sock"))
     }
 
-    /// The registration socket of a companion that takes over while the other one still serves. No longer than that of the other one.
+    /// The registration socket of a companion that takes over while the other one still serves. No longer than that of the other one, and
+    /// with the suffix by which the watch of the directory recognizes sockets.
     pub(crate) fn second_registration_socket(&self, driver_name: &str) -> SocketPath {
-        self.below_root(format!("plugins_registry/{driver_name}/reg-2"))
+        self.below_root(format!("plugins_registry/{driver_name}/r2.sock"))
     }
 
     /// The socket of its DRA service.
@@ -221,7 +222,7 @@ fn check_claims<'a>(
     let count = claims.len();
     if count > MAX_CLAIMS {
         return Err(refused(format!(
-            "{count} claims in one call, {MAX_CLAIMS} are possible"
+            "{count} claims in one call, at most {MAX_CLAIMS} are allowed"
         )));
     }
     let mut uids = BTreeSet::new();

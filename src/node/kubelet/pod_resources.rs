@@ -44,7 +44,7 @@ pub enum PodResourcesError {
     #[error("this kubelet does not offer it: {0}")]
     Unsupported(String),
     /// The shared rate limit of all clients on the node is exhausted.
-    #[error("kubelet has too many of these calls to answer from all programs of this node together")]
+    #[error("kubelet's rate limit for the PodResources API, shared by all clients on the node, is exhausted")]
     TooMany,
     /// No answer in time.
     #[error("no answer within {} s", CALL_LIMIT.as_secs())]

@@ -20,8 +20,8 @@ pub(super) enum PublishError {
     #[error("the API server does not answer within {} s", CALL_TIMEOUT.as_secs())]
     Timeout,
     #[error(
-        "the API server takes no {kind} of {bytes} bytes ({said}): let the configuration describe fewer devices of this node, or raise \
-         --max-request-bytes of etcd, which is 1.5 MiB by default"
+        "the API server rejects the {kind} of {bytes} bytes as too large ({said}): let the configuration describe fewer devices of this \
+         node, or raise --max-request-bytes of etcd, which is 1.5 MiB by default"
     )]
     TooLarge {
         kind: &'static str,

@@ -19,6 +19,8 @@ pub(super) struct ClusterReader {
     node_name: String,
     facts: watch::Sender<ClusterFacts>,
     claims: Discovery,
+    /// The API by which claims were prepared before the start.
+    prepared_by: Option<ClaimsApi>,
     /// When to query the API for claims again.
     pub(super) due: Instant,
     /// Events not written yet.
@@ -26,13 +28,19 @@ pub(super) struct ClusterReader {
 }
 
 impl ClusterReader {
-    pub(super) fn new(client: kube::Client, node_name: String, facts: watch::Sender<ClusterFacts>) -> Self {
+    pub(super) fn new(
+        client: kube::Client,
+        node_name: String,
+        facts: watch::Sender<ClusterFacts>,
+        prepared_by: Option<ClaimsApi>,
+    ) -> Self {
         let claims = Discovery::new(facts.borrow().claims);
         Self {
             client,
             node_name,
             facts,
             claims,
+            prepared_by,
             due: Instant::now(),
             unwritten: Vec::new(),
         }
@@ -43,8 +51,19 @@ impl ClusterReader {
         self.facts.borrow().serves(ClaimsApi::Structured)
     }
 
-    /// Reads the Node and the API for claims.
+    /// Reads the Node and the API for claims. Without an answer, and without a checkpoint that names the API, claims are served as those that
+    /// are prepared: kubelet must be able to unprepare these.
     pub(super) async fn read(&mut self) -> Result<Node, PublishError> {
+        let node = self.read_once().await;
+        if node.is_err() && self.facts.borrow().claims.is_none() {
+            let prepared_by = self.prepared_by;
+            self.claims = Discovery::new(prepared_by);
+            self.update_facts(|facts| facts.claims = prepared_by);
+        }
+        node
+    }
+
+    async fn read_once(&mut self) -> Result<Node, PublishError> {
         let nodes: Api<Node> = Api::all(self.client.clone());
         let node = call(nodes.get_opt(&self.node_name))
             .await?

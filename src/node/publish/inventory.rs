@@ -26,6 +26,7 @@ use super::node_events::NodeEvents;
 use crate::core::discovery::device_events::{DeviceEvent, device_events};
 use crate::core::names::DriverName;
 use crate::core::prepare::checkpoint::ClusterFacts;
+use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::kubelet_apis::ApisDown;
 use crate::node::metrics::Metrics;
@@ -40,8 +41,10 @@ const FIELD_MANAGER: &str = "drayman-node";
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 /// Minimum interval between reads of the Node object, so that repeated requests cannot flood the API server.
 const DOUBT_PAUSE: Duration = Duration::from_secs(10);
+/// Minimum interval between repairs of an inventory that others write, so that nobody who always changes it is fought at full speed.
+const REPAIR_PAUSE: Duration = Duration::from_secs(60);
 
-/// The task that writes the inventory.
+/// The task that reads the facts of the cluster, and publishes the inventory (classic mode) and the events about the Node.
 #[derive(Debug)]
 pub struct InventoryPublisher {
     /// API server client.
@@ -54,6 +57,8 @@ pub struct InventoryPublisher {
     pub devices: watch::Receiver<Arc<Devices>>,
     /// Publishes facts learned from the API server.
     pub cluster: watch::Sender<ClusterFacts>,
+    /// The API by which claims were prepared before the start.
+    pub prepared_by: Option<ClaimsApi>,
     /// The registration status with kubelet.
     pub registration_status: watch::Receiver<RegistrationStatus>,
     /// The claims in quarantine, whose devices are withheld.
@@ -88,6 +93,8 @@ struct Seen {
     stored: Option<Stored<DeviceCounts>>,
     /// Attributes dropped from the last inventory.
     dropped: Vec<String>,
+    /// Devices left out of the last inventory.
+    left_out: Vec<String>,
     /// The devices in the last reported events.
     reported: Option<Arc<Devices>>,
     /// The APIs in the last reported events.
@@ -102,10 +109,10 @@ impl InventoryPublisher {
         let mut seen = Seen::default();
         let mut node: Option<Node> = None;
         let mut pause = RETRY.0;
-        let mut deleted = None;
+        let mut inventory_watch = None;
         let mut asked = Instant::now();
         let (client, facts) = (self.client.0.clone(), self.cluster.clone());
-        let mut cluster = ClusterReader::new(client, self.node_name.clone(), facts);
+        let mut cluster = ClusterReader::new(client, self.node_name.clone(), facts, self.prepared_by);
         loop {
             if node.is_none() {
                 asked = Instant::now();
@@ -122,7 +129,7 @@ impl InventoryPublisher {
                 Err(error) => {
                     warn!(
                         inventory = name,
-                        "the devices are not published, kubelet is served all the same: {error}"
+                        "the Node cannot be read, or its devices cannot be published; kubelet is served regardless: {error}"
                     );
                     let retry = spread(pause, &self.node_name);
                     pause = (pause * 2).min(RETRY.1);
@@ -130,10 +137,12 @@ impl InventoryPublisher {
                 }
             };
             if cluster.is_structured() {
-                deleted = None;
+                inventory_watch = None;
             } else {
-                deleted.get_or_insert_with(|| deletions(api.clone(), &name));
+                inventory_watch.get_or_insert_with(|| InventoryWatch::new(api.clone(), &name));
             }
+            // While a write is repeated, the answer to the last one may be missing.
+            let known = seen.stored.as_ref().filter(|_| retry.is_none());
             tokio::select! {
                 () = shutdown.cancelled() => break,
                 () = sleep(retry.unwrap_or_default()), if retry.is_some() => {}
@@ -147,16 +156,23 @@ impl InventoryPublisher {
                 }
                 Ok(()) = self.quarantine.changed(), if retry.is_none() => {}
                 () = in_doubt(&self.node_in_doubt, asked) => node = None,
-                () = sleep_until(cluster.due), if node.is_some() && retry.is_none() => {
+                // Also while a write is repeated: the inventory cannot be written once the cluster is in structured mode.
+                () = sleep_until(cluster.due), if node.is_some() => {
                     if let Err(error) = cluster.read_claims_api().await {
-                        debug!("whether the cluster serves claims is not known anew: {error}");
+                        debug!("the API server does not say which API for claims it serves; the last answer stays in force: {error}");
                     }
                 }
-                () = next_deletion(deleted.as_mut()) => {
-                    info!(inventory = name, "the inventory was deleted; it is written again");
-                    // The Node may have been deleted too: its replacement has the same name and another uid.
-                    let (reported, down) = (seen.reported.take(), std::mem::take(&mut seen.down));
-                    (node, seen) = (None, Seen { reported, down, ..Seen::default() });
+                change = next_change(inventory_watch.as_mut(), known) => match change {
+                    ForeignChange::Overwritten => {
+                        info!(inventory = name, "somebody else changed the inventory; our fields are written again");
+                        seen.applied = None;
+                    }
+                    ForeignChange::Deleted => {
+                        info!(inventory = name, "the inventory was deleted; it is written again");
+                        // The Node may have been deleted too: its replacement has the same name and another uid.
+                        let (reported, down) = (seen.reported.take(), std::mem::take(&mut seen.down));
+                        (node, seen) = (None, Seen { reported, down, ..Seen::default() });
+                    }
                 }
             }
         }
@@ -237,7 +253,14 @@ impl InventoryPublisher {
             return Ok(());
         }
         let parameters = PatchParams::apply(FIELD_MANAGER).force();
-        let (inventory, dropped) = inventory(name, &self.driver_name, node, devices);
+        let (inventory, dropped, left_out) = inventory(name, &self.driver_name, node, devices);
+        if !left_out.is_empty() && left_out != seen.left_out {
+            warn!(
+                devices = ?left_out,
+                "an inventory has no room for so many devices; these are left out until claims release devices that are gone"
+            );
+        }
+        seen.left_out = left_out;
         if !dropped.is_empty() && dropped != seen.dropped {
             warn!(attributes = ?dropped, "an inventory has no room for all attributes of so many devices; these are left out");
         }
@@ -247,7 +270,7 @@ impl InventoryPublisher {
         seen.stored = Some(stored);
         info!(
             inventory = name,
-            devices = devices.len(),
+            devices = inventory.spec.devices.len(),
             "the inventory is written"
         );
         seen.applied = Some(wanted);
@@ -317,49 +340,97 @@ async fn next_notice(notices: Option<&mut mpsc::Receiver<DeviceEvent>>) -> Optio
 
 /// Waits until the Node object is in doubt and may be read again.
 async fn in_doubt(doubt: &Notify, asked: Instant) {
-    doubt.notified().await;
+    // In this order, because a doubt is lost if another event ends the wait after `notified`.
     sleep_until(asked + DOUBT_PAUSE).await;
+    doubt.notified().await;
 }
 
-/// Reports deletions of the inventory.
-struct Deletions {
+/// A change of the inventory by somebody else.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ForeignChange {
+    Deleted,
+    Overwritten,
+}
+
+/// Reports changes of the inventory by others.
+struct InventoryWatch {
     events: BoxStream<'static, Result<Option<Stored<DeviceCounts>>, watcher::Error>>,
     complained: bool,
+    /// The last observed inventory, until it is reported as overwritten.
+    last: Option<Stored<DeviceCounts>>,
+    /// When the inventory may be reported as overwritten again.
+    due: Instant,
 }
 
-/// Watches only our own object, so an idle node receives no events.
-fn deletions(api: Inventories, name: &str) -> Deletions {
-    Deletions {
-        events: watcher::watch_object(api, name).default_backoff().boxed(),
-        complained: false,
-    }
-}
-
-/// Waits for the next deletion; forever if nothing is watched.
-async fn next_deletion(deletions: Option<&mut Deletions>) {
-    match deletions {
-        Some(deletions) => deletions.next_deletion().await,
+/// Waits for the next change; forever if nothing is watched. `known` is the answer to our last write.
+async fn next_change(
+    watch: Option<&mut InventoryWatch>,
+    known: Option<&Stored<DeviceCounts>>,
+) -> ForeignChange {
+    match watch {
+        Some(watch) => watch.next_change(known).await,
         None => std::future::pending().await,
     }
 }
 
-impl Deletions {
-    async fn next_deletion(&mut self) {
-        while let Some(event) = self.events.next().await {
+impl InventoryWatch {
+    /// Watches only our own object, so an idle node receives no events.
+    fn new(api: Inventories, name: &str) -> Self {
+        Self {
+            events: watcher::watch_object(api, name).default_backoff().boxed(),
+            complained: false,
+            last: None,
+            due: Instant::now(),
+        }
+    }
+
+    async fn next_change(&mut self, known: Option<&Stored<DeviceCounts>>) -> ForeignChange {
+        loop {
+            let last = self.last.as_ref();
+            let is_overwritten = known.zip(last).is_some_and(|(known, last)| replaces(last, known));
+            let event = tokio::select! {
+                biased;
+                event = self.events.next() => event,
+                () = sleep_until(self.due), if is_overwritten => {
+                    self.last = None;
+                    self.due = Instant::now() + REPAIR_PAUSE;
+                    return ForeignChange::Overwritten;
+                }
+            };
             match event {
-                Ok(None) => return,
-                Ok(Some(_)) => self.complained = false,
-                Err(error) if self.complained => debug!("the inventory still cannot be watched: {error}"),
-                Err(error) => {
+                Some(Ok(None)) => {
+                    self.last = None;
+                    return ForeignChange::Deleted;
+                }
+                Some(Ok(stored)) => {
+                    self.complained = false;
+                    self.last = stored;
+                }
+                Some(Err(error)) if self.complained => {
+                    debug!("the inventory still cannot be watched: {error}");
+                }
+                Some(Err(error)) => {
                     self.complained = true;
                     warn!(
-                        "the inventory cannot be watched, so that it would not be noticed if somebody deletes it: {error}"
+                        "the inventory cannot be watched; it is not restored meanwhile if somebody deletes or changes it: {error}"
                     );
                 }
+                None => std::future::pending::<()>().await,
             }
         }
-        std::future::pending::<()>().await;
     }
+}
+
+/// Whether `last` is newer than `known` and has another spec or status. Changes of metadata do not count.
+fn replaces(last: &Stored<DeviceCounts>, known: &Stored<DeviceCounts>) -> bool {
+    // Versions of one kind of object are ordered numbers (KEP-5504).
+    let version = |stored: &Stored<DeviceCounts>| {
+        let version = stored.metadata.resource_version.as_ref()?;
+        version.parse::<u128>().ok()
+    };
+    let is_newer = matches!((version(last), version(known)), (Some(last), Some(known)) if last > known);
+    let differs = last.metadata.generation != known.metadata.generation || last.status != known.status;
+    is_newer && differs
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use tracing::{info, warn};
 
 use super::calls::call;
 use crate::core::discovery::device_events::DeviceEvent;
-use crate::core::names::DriverName;
+use crate::core::names::{DriverName, beginning};
 use crate::node::metrics::Metrics;
 
 /// Bytes of a note before the ellipsis (`events.k8s.io/v1` allows 1,024 in total).
@@ -107,13 +107,6 @@ impl NodeEvent<'_> {
             ..Event::default()
         }
     }
-}
-
-/// The longest prefix of whole characters within so many bytes.
-fn beginning(text: &str, bytes: usize) -> &str {
-    let mut ends = (0..=bytes.min(text.len())).rev();
-    let end = ends.find(|end| text.is_char_boundary(*end));
-    text.get(..end.unwrap_or_default()).unwrap_or_default()
 }
 
 #[cfg(test)]

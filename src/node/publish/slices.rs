@@ -2,7 +2,8 @@
 //!
 //! Writes are sent one at a time, each only if a stored slice differs from the desired one. An idle node reads and writes nothing besides
 //! its watch, which reports the slices that others delete: kubelet, when it restarts or the companion is away for more than 30 seconds, or
-//! the garbage collector, with the Node. A stop deletes nothing, so a restart within that time keeps the pool.
+//! the garbage collector, with the Node. A stop deletes nothing, so a restart within that time keeps the pool. If the API server drops a
+//! feature that a device needs, an hourly dry run finds out whether it still does.
 
 use std::collections::BTreeSet;
 use std::pin::pin;
@@ -40,6 +41,8 @@ const BURST: u32 = 20;
 const REFILL: Duration = Duration::from_secs(1);
 /// Longest pause that an API server can ask for, so that writes soon resume after a fault.
 const RETRY_AFTER_MAX: Duration = Duration::from_secs(60);
+/// Interval between dry runs with dropped features. Gates change only by hand and in upgrades, so an hour is soon enough.
+const PROBE_INTERVAL: Duration = Duration::from_secs(3600);
 
 /// The task that publishes the slices.
 pub(super) struct SlicePublisher {
@@ -196,6 +199,7 @@ impl SlicePublisher {
         let mut complained = false;
         loop {
             let write = publication.slices.next();
+            let probe = publication.slices.probe().filter(|_| write.is_none());
             publication.report(write.is_none() && !complained).await;
             tokio::select! {
                 biased;
@@ -224,6 +228,11 @@ impl SlicePublisher {
                         publication.step(&write).await;
                     }
                 }
+                () = sleep_until(publication.probe_due), if probe.is_some() => {
+                    if let Some(probe) = probe {
+                        publication.probe(&probe).await;
+                    }
+                }
             }
         }
     }
@@ -241,8 +250,11 @@ struct Publication<'a> {
     node_uid: String,
     /// Whether the Node with this uid exists. The garbage collector deletes the slices of an earlier Node.
     is_node_confirmed: bool,
-    /// A slice whose last write may have been executed. Until it is read, a device in it could be published in another slice, too.
-    unknown: Option<String>,
+    /// Slices whose last write may have been executed, or that a list lacks. Until they are read, a device in one of them could be published
+    /// in another slice, too.
+    unknown: BTreeSet<String>,
+    /// When the next dry run with dropped features may be sent.
+    probe_due: Instant,
     budget: Budget,
     retry: WriteRetry<'a>,
     reports: SliceReports<'a>,
@@ -266,7 +278,8 @@ impl<'a> Publication<'a> {
             listed: Vec::new(),
             node_uid,
             is_node_confirmed: false,
-            unknown: None,
+            unknown: BTreeSet::new(),
+            probe_due: Instant::now(),
             budget: Budget::new(),
             retry: WriteRetry::new(&publisher.node_name),
             reports: SliceReports::new(publisher),
@@ -300,7 +313,10 @@ impl<'a> Publication<'a> {
         match event {
             Event::Init => self.listed.clear(),
             Event::InitApply(slice) => self.listed.push(slice),
-            Event::InitDone => self.slices.listed(std::mem::take(&mut self.listed)),
+            Event::InitDone => {
+                let missing = self.slices.listed(std::mem::take(&mut self.listed));
+                self.unknown.extend(missing);
+            }
             Event::Apply(slice) => self.slices.applied(slice),
             Event::Delete(slice) => self.slices.deleted(&slice),
         }
@@ -322,9 +338,11 @@ impl<'a> Publication<'a> {
     async fn step(&mut self, write: &Write) {
         let result = if !self.is_node_confirmed {
             self.confirm_node().await.map_err(SliceError::from)
-        } else if let Some(name) = self.unknown.take() {
+        } else if let Some(name) = self.unknown.pop_first() {
             let result = read(&self.api, &mut self.slices, &name).await;
-            self.unknown = result.is_err().then_some(name);
+            if result.is_err() {
+                self.unknown.insert(name);
+            }
             result
         } else {
             self.write(write).await
@@ -349,6 +367,29 @@ impl<'a> Publication<'a> {
         Ok(())
     }
 
+    /// Finds out with a dry run whether the API server still drops features.
+    async fn probe(&mut self, probe: &ResourceSlice) {
+        self.delay_probe();
+        let parameters = PostParams {
+            dry_run: true,
+            ..PostParams::default()
+        };
+        match call(self.api.create(&parameters, probe)).await {
+            Ok(answer) => {
+                if self.slices.probed(&answer) {
+                    self.reports
+                        .altered
+                        .retain(|altered| *altered == Altered::Otherwise);
+                }
+            }
+            Err(error) => debug!("whether the API server still drops features is not known: {error}"),
+        }
+    }
+
+    fn delay_probe(&mut self) {
+        self.probe_due = Instant::now() + spread(PROBE_INTERVAL, &self.publisher.node_name);
+    }
+
     async fn write(&mut self, write: &Write) -> Result<(), SliceError> {
         self.budget.take();
         let written = execute(&self.api, &mut self.slices, write).await;
@@ -360,10 +401,17 @@ impl<'a> Publication<'a> {
         match written {
             Ok(WriteOutcome::Done(altered)) => {
                 self.reports.has_written = true;
-                if altered.contains(&Altered::Otherwise) {
+                // A webhook that undoes the write is not fought at full speed. A changed pool makes all slices of the node differ.
+                let is_undone = altered.contains(&Altered::Otherwise)
+                    && (self.slices.next().is_some_and(|next| next.name() == write.name())
+                        || !self.slices.has_pool_of(write));
+                if is_undone {
                     self.retry.later();
                 } else {
                     self.retry.reset();
+                }
+                if altered.iter().any(|altered| *altered != Altered::Otherwise) {
+                    self.delay_probe();
                 }
                 self.reports.altered(write, altered, &self.node_uid).await;
                 Ok(())
@@ -371,7 +419,7 @@ impl<'a> Publication<'a> {
             Ok(WriteOutcome::Conflict) => Ok(()),
             Err(error) => {
                 if error.is_unknown() {
-                    self.unknown = Some(write.name().to_owned());
+                    self.unknown.insert(write.name().to_owned());
                 }
                 Err(error)
             }
@@ -600,7 +648,7 @@ impl<'a> SliceReports<'a> {
     async fn unwatched(&mut self, error: &watcher::Error, node_uid: &str) {
         warn!(
             reason = "SlicesUnwatched",
-            "the slices of this node cannot be watched, so that missing ones are not noticed: {error}"
+            "the slices of this node cannot be watched; slices that somebody deletes are not restored meanwhile: {error}"
         );
         let (watcher::Error::InitialListFailed(kube::Error::Api(status))
         | watcher::Error::WatchStartFailed(kube::Error::Api(status))
@@ -653,7 +701,7 @@ impl<'a> SliceReports<'a> {
         }
     }
 
-    /// SliceReports devices with shares. Unhealthy devices have events of their own.
+    /// Reports the devices with shares that are not published. Unhealthy devices have events of their own.
     async fn omitted(&mut self, omitted: &[Omitted], node_uid: &str) {
         let shares = omitted.iter().filter(|omitted| omitted.why == Omission::Shares);
         let shares: Vec<String> = shares.map(|omitted| omitted.device.clone()).collect();

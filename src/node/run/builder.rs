@@ -10,11 +10,13 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
+use tonic::Streaming;
 use tracing::{info, warn};
 
 use super::kubelet_apis::{ClaimsEndpoint, KubeletApis, ServedClaims};
 use super::mounted::mounted;
 use super::{NodeError, boot_id};
+use crate::api::proto::node_records::HandOverResponse;
 use crate::core::discovery::device_events::DeviceEvent;
 use crate::core::names::DriverName;
 use crate::core::prepare::allocate::ExtendedResource;
@@ -232,8 +234,8 @@ impl<D: NodeDriver> NodeBuilder<D> {
     /// Runs the companion until the token is cancelled.
     ///
     /// The prepared claims are recovered before any endpoint is served. An unreachable API server does not prevent the start:
-    /// claims are served if it was once known to serve them. Errors are returned at the start or when a task panics. After a clean
-    /// stop, calls in flight have been answered, the sockets are removed and the inventory says "not ready".
+    /// claims are served if it was once known to serve them, or if claims are prepared. Errors are returned at the start or when a task
+    /// panics. After a clean stop, calls in flight have had 5 s to be answered, the sockets are removed and the inventory says "not ready".
     pub async fn run(self, shutdown: CancellationToken) -> Result<(), NodeError> {
         let driver_name = DriverName::parse(&self.driver_name)?;
         let runtime = container_runtime(
@@ -295,7 +297,13 @@ impl<D: NodeDriver> NodeBuilder<D> {
         };
         let opened = tokio::select! {
             opened = open() => opened?,
-            () = take_over(&socket, &asked, cluster, claims) => open().await?,
+            offer = hand_over::wait_for_offer(|| Companion::ask_for_hand_over(socket.clone()), &asked) => {
+                // The time limit begins again: the other companion ends after kubelet has registered this one.
+                tokio::select! {
+                    opened = open() => opened?,
+                    () = take_over(offer, cluster, claims) => open().await?,
+                }
+            }
         };
         let Some(mut opened) = opened else {
             return Ok(None);
@@ -328,6 +336,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
         let Some(opened) = self.opened(&paths, &cluster, claims, &shutdown).await? else {
             return Ok(());
         };
+        let prepared_by = ClaimsApi::of_prepared(&opened.prepared_claims);
         let node_in_doubt = Arc::new(Notify::new());
         let resources = self
             .changing
@@ -394,6 +403,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             node_name: self.node_name,
             devices,
             cluster: cluster.clone(),
+            prepared_by,
             registration_status: self.registration_status.subscribe(),
             quarantine: in_quarantine,
             node_in_doubt,
@@ -435,16 +445,12 @@ struct Channels {
     cluster: watch::Sender<ClusterFacts>,
 }
 
-/// Waits until the companion that has the node's state hands over, and has kubelet call this one instead. The calls wait until this one has
-/// the state.
+/// Has kubelet call this companion instead of the one that offers the hand-over. The calls wait until this one has the node's state.
 async fn take_over(
-    socket: &Path,
-    asked: &CancellationToken,
+    mut offer: Streaming<HandOverResponse>,
     cluster: &watch::Sender<ClusterFacts>,
     claims: &ServedClaims,
 ) {
-    let mut offer =
-        hand_over::wait_for_offer(|| Companion::ask_for_hand_over(socket.to_owned()), asked).await;
     info!("the other companion of this node ends; this one registers with kubelet");
     // Only a companion of this mode hands over.
     cluster.send_modify(|facts| facts.claims = Some(ClaimsApi::Structured));

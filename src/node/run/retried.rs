@@ -46,7 +46,7 @@ pub(super) async fn serve_again<F>(
             error!(
                 api,
                 reason = failure.reason(),
-                "this API of kubelet is down and tried again, the others go on: {message}"
+                "this kubelet API cannot be served and is retried; the others continue: {message}"
             );
         }
         logged = Some(message.clone());

@@ -53,6 +53,9 @@ use resources::{ExtendedResources, KubeletQuery, PrepareAnswer, Versioned, Waiti
 /// kubelet is queried only when a claim needs a device.
 const QUERY_INTERVAL: Duration = Duration::from_secs(2);
 
+/// When the container runtime is asked again after it has not answered about claims that could be freed.
+const UNANSWERED_PAUSE: Duration = Duration::from_secs(30);
+
 /// Maximum length of a logged name, in characters: valid Kubernetes names are no longer.
 const SHOWN_MAX: usize = 253;
 
@@ -421,7 +424,8 @@ impl<D: NodeDriver> NodeState<D> {
         self.orphans.change().forget(&uid);
         let released = *self.backend.released.borrow();
         let containers = containers.filter(|listed| listed.is_current(released));
-        self.check_containers_lack(taken(&steps), containers).await?;
+        self.check_containers_lack(taken(&steps), Some(&uid), containers)
+            .await?;
         for device in taken(&steps) {
             self.driver.check_unused(device).await?;
         }
@@ -535,15 +539,11 @@ impl<D: NodeDriver> NodeState<D> {
                 [PlanStep::Prepare(uid)] => {
                     let entry = self.prepared_claims.entry(uid);
                     let structured = entry.is_some_and(Entry::is_structured);
+                    self.check_nodes_of(uid, &self.devices)?;
                     let container_edits = self.driver.prepare(&self.prepared_claim(uid), structured).await?;
                     let found = self.inputs.found.borrow().clone();
-                    let held = self
-                        .prepared_claims
-                        .entry(uid)
-                        .into_iter()
-                        .flat_map(Entry::held_devices);
-                    for device in held.filter_map(|held| found.get(&held.device)) {
-                        self.check_nodes(device, Some(uid))?;
+                    if !Arc::ptr_eq(&found, &self.devices) {
+                        self.check_nodes_of(uid, &found)?;
                     }
                     Arc::make_mut(self.prepared_claims.change()).set_container_edits(
                         uid,
@@ -560,6 +560,11 @@ impl<D: NodeDriver> NodeState<D> {
 
     /// Performs steps for the disk. If one fails, those before it count.
     async fn store(&mut self, steps: Vec<PlanStep>) -> Result<(), ServiceError> {
+        for step in &steps {
+            if let PlanStep::WriteCdi(uid) = step {
+                self.runtime.cdi_written(uid);
+            }
+        }
         let (mut prepared_claims, store) = (Arc::clone(&self.prepared_claims), self.store.clone());
         let stored = spawn_blocking(move || {
             for step in steps {
@@ -577,6 +582,8 @@ impl<D: NodeDriver> NodeState<D> {
             if before.any(|uid| changed.entry(uid).is_none()) {
                 let released = &self.backend.released;
                 released.send_modify(|count| *count = count.wrapping_add(1));
+                // Another claim may wait for the device.
+                self.retries.expedite(self.started.elapsed());
             }
             *self.prepared_claims.change() = changed;
         }
@@ -634,14 +641,18 @@ impl<D: NodeDriver> NodeState<D> {
         }
     }
 
-    /// Processes a change of the found devices. No CDI file may refer to a node that now belongs to another device.
+    /// Processes a list of found devices. No CDI file may refer to a node that now belongs to another device.
     async fn refresh(&mut self) {
         let before = self.inventory.clone();
         let found = self.inputs.found.borrow_and_update().clone();
-        self.resources.lose_devices(&self.devices, &found);
-        self.devices = found;
-        self.query_after_change().await;
-        self.rebuild_inventory();
+        // The driver may send an equal list because it has forgotten a device that a claim still holds; nothing else can differ.
+        let is_equal = found == self.devices;
+        if !is_equal {
+            self.resources.lose_devices(&self.devices, &found);
+            self.devices = found;
+            self.query_after_change().await;
+            self.rebuild_inventory();
+        }
         let mut plans = plan_refresh(&self.prepared_claims, &before, &self.inventory, &self.devices);
         // A claim without a file for now is retried in any case.
         plans.retain(|(uid, _)| {
@@ -652,7 +663,9 @@ impl<D: NodeDriver> NodeState<D> {
                 && entry.all(|entry| entry.devices.iter().all(is_as_before)))
         });
         self.perform_each(plans).await;
-        self.refresh_named_devices().await;
+        if !is_equal {
+            self.refresh_named_devices().await;
+        }
     }
 
     async fn perform_each(&mut self, plans: Vec<(ClaimUid, Vec<PlanStep>)>) {
@@ -667,7 +680,7 @@ impl<D: NodeDriver> NodeState<D> {
         }
     }
 
-    /// Schedules the CDI file of a claim for a retry, if containers use the claim: kubelet may not call Prepare again.
+    /// Schedules the CDI file of a prepared claim for a retry: kubelet may not call Prepare again.
     fn retry_later(&mut self, uid: &ClaimUid) {
         if plan_restoring_one(&self.prepared_claims, uid).is_some() {
             self.retries
@@ -703,6 +716,17 @@ impl<D: NodeDriver> NodeState<D> {
         }
     }
 
+    /// Checks the nodes of a claim's devices.
+    fn check_nodes_of(&self, uid: &ClaimUid, found: &Devices) -> Result<(), Refusal> {
+        let held = self
+            .prepared_claims
+            .entry(uid)
+            .into_iter()
+            .flat_map(Entry::held_devices);
+        let mut devices = held.filter_map(|held| found.get(&held.device));
+        devices.try_for_each(|device| self.check_nodes(device, Some(uid)))
+    }
+
     /// Refuses a device while another holder may still have one of its device nodes under another name: devices that are plugged in again can
     /// exchange their numbers. A device with shares is not checked: its holders have the same node.
     fn check_nodes(&self, device: &Device, own: Option<&ClaimUid>) -> Result<(), Refusal> {
@@ -723,15 +747,17 @@ impl<D: NodeDriver> NodeState<D> {
         }
     }
 
-    /// Refuses devices that containers still have. `listed` are the containers, if the caller has listed them.
+    /// Refuses a claim, or a starting container if `claim` is `None`, the devices that another container still has. `listed` are the
+    /// containers, if the caller has listed them.
     async fn check_containers_lack<'a>(
         &self,
         names: impl Iterator<Item = &'a str>,
+        claim: Option<&ClaimUid>,
         listed: Option<&ListedContainers>,
     ) -> Result<(), ServiceError> {
         let devices: Vec<_> = names.filter_map(|name| self.device(name)).collect();
         let listed = listed.map(|listed| listed.containers.clone());
-        Ok(self.runtime.check_unused(&devices, listed).await?)
+        Ok(self.runtime.check_unused(&devices, claim, listed).await?)
     }
 
     /// Schedules a check of a device's holders, because another claim needs it: they are about to end, or kubelet has lost them.
@@ -826,11 +852,6 @@ impl<D: NodeDriver> NodeState<D> {
                 self.retry_later(&uid);
             }
         }
-        if again.is_none() {
-            self.backend
-                .checks
-                .send_modify(|count| *count = count.wrapping_add(1));
-        }
         OrphanReport {
             quarantine: self.quarantine(),
             again,
@@ -848,7 +869,13 @@ impl<D: NodeDriver> NodeState<D> {
         let uids = self
             .orphans
             .claims_to_check(&self.prepared_claims, &kubelet, answers, now);
-        for uid in self.runtime.begin(&uids) {
+        // A claim that is in order again gets its file back. Without an answer of the API server, nothing changes.
+        let stays =
+            |uid: &ClaimUid| uids.contains(uid) || matches!(answers.get(uid), Some(ApiView::Unknown(_)));
+        for uid in self.runtime.end_checks(stays) {
+            self.retry_later(&uid);
+        }
+        for uid in self.runtime.with_cdi_file(&uids) {
             match self.perform(&[PlanStep::RemoveCdi(uid.clone())]).await {
                 Ok(()) => self.runtime.cdi_removed(uid),
                 Err(failure) => {
@@ -856,8 +883,16 @@ impl<D: NodeDriver> NodeState<D> {
                 }
             }
         }
-        match self.runtime.claim_use(uids.clone(), &self.prepared_claims).await {
+        let inventory = &self.inventory;
+        let claim_use = self
+            .runtime
+            .claim_use(uids.clone(), &self.prepared_claims, inventory);
+        match claim_use.await {
             ClaimUse::Unknown => None,
+            ClaimUse::NoAnswer => {
+                self.orphans.change().set_unanswered(uids.into_iter().collect());
+                Some(UNANSWERED_PAUSE)
+            }
             ClaimUse::TooEarly(pause) => {
                 let undecided = uids.into_iter().collect();
                 self.orphans.change().set_use(BTreeSet::new(), undecided);

@@ -95,7 +95,8 @@ impl<D: NodeDriver> NodeState<D> {
         };
         let (is_health_checked, passes_nodes) = (config.pre_start_check, !config.cdi_devices);
         let names: BTreeSet<&str> = devices.iter().map(|id| device_of_plugin_id(id)).collect();
-        self.check_containers_lack(names.iter().copied(), None).await?;
+        self.check_containers_lack(names.iter().copied(), None, None)
+            .await?;
         if !is_health_checked {
             return Ok(());
         }

@@ -239,8 +239,12 @@ impl ExtendedResources {
         withdrawn.is_some_and(|withdrawn| withdrawn.has(resource, device))
     }
 
-    /// The device numbers that containers got such a device with.
+    /// The device numbers that the container with such a device got: those of the last grant, if this process made it.
     pub(super) fn lost_numbers(&self, resource: &str, device: &str) -> Vec<DeviceNumber> {
+        let granted = self.granted.get(resource);
+        if let Some(numbers) = granted.and_then(|granted| granted.numbers(device)) {
+            return numbers.to_vec();
+        }
         let withdrawn = self.withdrawn.as_ref();
         withdrawn.map_or_else(Vec::new, |withdrawn| withdrawn.numbers(resource, device))
     }

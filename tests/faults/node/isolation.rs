@@ -55,7 +55,7 @@ async fn a_mount_of_a_removed_directory_ends_the_companion() {
         assert_eq!(process.ended().await.code(), Some(1));
         let log = process.log();
         assert!(
-            log.contains("the host has removed") && log.contains(mounted),
+            log.contains("the host removed or replaced directory") && log.contains(mounted),
             "{log}"
         );
         // As a restarted container, which gets new mounts.

@@ -121,7 +121,7 @@ async fn more_claims_than_the_limit_are_refused() {
         (error.code(), error.message()),
         (
             tonic::Code::InvalidArgument,
-            "1025 claims in one call, 1024 are possible"
+            "1025 claims in one call, at most 1024 are allowed"
         )
     );
     assert!(dra.companion.calls().is_empty(), "no call reaches the companion");

@@ -79,6 +79,12 @@ async fn a_shutdown_removes_sockets_although_a_call_hangs() {
     let (registration, service) = (dra.registration(), dra.service());
     let mut state = dra.state.clone();
     let start = std::time::Instant::now();
+    dra.shutdown.cancel();
+    until_exists(&service, false).await;
+    assert!(
+        registration.exists(),
+        "kubelet would close the connection of the call"
+    );
     dra.close().await;
     assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
     assert!(!registration.exists() && !service.exists());

@@ -301,7 +301,7 @@ fn a_conflicting_claim_without_containers_is_freed_at_once() {
         []
     );
     assert!(orphans.quarantine().is_empty());
-    // The runtime does not answer: the user is notified, as without the runtime check.
+    // The runtime has never answered: the user is notified, as without the runtime check.
     orphans.set_use(BTreeSet::new(), BTreeSet::new());
     assert_eq!(
         orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, Duration::ZERO),
@@ -383,5 +383,29 @@ fn a_missing_claim_is_not_freed_while_a_container_uses_it() {
     assert!(orphans.quarantine().is_empty());
     orphans.set_use([uid()].into(), BTreeSet::new());
     let decisions = orphans.decide(&prepared_claims, &lists(&[]), &answers, GRACE);
+    assert_eq!(decisions, [Decision::Free(uid())]);
+}
+
+#[test]
+fn a_missing_claim_is_not_freed_while_the_runtime_is_silent() {
+    let prepared = prepared_claims(&["x"]);
+    let answers = BTreeMap::from([(uid(), GONE)]);
+    let suspected = |prepared: &PreparedClaims| {
+        let mut orphans = Orphans::new(GRACE).with_runtime();
+        orphans.find(prepared, &lists(&[]), Duration::ZERO);
+        orphans.find(prepared, &lists(&[]), GRACE);
+        orphans.set_unanswered([uid()].into());
+        orphans
+    };
+    let mut orphans = suspected(&prepared);
+    assert_eq!(orphans.decide(&prepared, &lists(&[]), &answers, GRACE), []);
+    let why = orphans.quarantine().remove(&uid()).unwrap();
+    assert!(why.contains("container runtime does not answer"), "{why}");
+    orphans.set_use([uid()].into(), BTreeSet::new());
+    let decisions = orphans.decide(&prepared, &lists(&[]), &answers, GRACE);
+    assert_eq!(decisions, [Decision::Free(uid())]);
+    // None of the containers of an earlier boot runs.
+    let earlier = PreparedClaims::new("another boot", prepared.entries().clone());
+    let decisions = suspected(&earlier).decide(&earlier, &lists(&[]), &answers, GRACE);
     assert_eq!(decisions, [Decision::Free(uid())]);
 }

@@ -14,8 +14,7 @@ const STRUCTURED: &str = "the claim was allocated by structured parameters, whic
                           without structuredParameters";
 
 /// The version announced in the plugin registration. Kubelet up to 1.31 accepts any 1.x, but while a plugin of this name is
-/// registered at another socket, only a higher version. Releases that announced 1.0.0 had their registration socket outside the
-/// driver's folder: if such a companion is killed, its socket stays and the next companion cannot remove it.
+/// registered at another socket, only a higher version.
 const SUPPORTED_VERSION: &str = "1.0.1";
 
 /// Names of the services.
@@ -52,11 +51,7 @@ impl v1alpha3::node_server::Node for DraService {
             .filter(|claim| claim.structured_resource_handle.is_none());
         let classic = classic.cloned().map(to_prepare).collect::<Vec<_>>();
         let asked = classic.len();
-        let answers = if asked == 0 {
-            Vec::new()
-        } else {
-            self.0.prepare(classic, self.0.list_containers().await).await
-        };
+        let answers = self.0.prepare(classic, self.0.list_containers().await).await;
         if answers.len() != asked {
             return Err(wrong_number_of_answers(asked, answers.len()));
         }
@@ -98,13 +93,10 @@ impl v1alpha3::node_server::Node for DraService {
         let claims = request.into_inner().claims;
         check_claims(claims.iter().map(id))?;
         let asked = claims.len();
-        let answers = if asked == 0 {
-            Vec::new()
-        } else {
-            self.0
-                .unprepare(claims.iter().cloned().map(to_unprepare).collect())
-                .await
-        };
+        let answers = self
+            .0
+            .unprepare(claims.iter().cloned().map(to_unprepare).collect())
+            .await;
         if answers.len() != asked {
             return Err(wrong_number_of_answers(asked, answers.len()));
         }

@@ -106,11 +106,7 @@ impl DraPlugin {
             }
         }
         let asked = to_prepare.len();
-        let answers = if asked == 0 {
-            Vec::new()
-        } else {
-            self.node.prepare(to_prepare, containers).await
-        };
+        let answers = self.node.prepare(to_prepare, containers).await;
         if answers.len() != asked {
             return Err(wrong_number_of_answers(asked, answers.len()));
         }
@@ -138,11 +134,7 @@ impl DraPlugin {
             })
             .collect();
         let asked = to_unprepare.len();
-        let answers = if asked == 0 {
-            Vec::new()
-        } else {
-            self.node.unprepare(to_unprepare).await
-        };
+        let answers = self.node.unprepare(to_unprepare).await;
         if answers.len() != asked {
             return Err(wrong_number_of_answers(asked, answers.len()));
         }

@@ -118,8 +118,7 @@ fn remain<'a>(
 ) -> Result<Result<BTreeSet<&'a str>, String>, String> {
     if !is_directory(pods)? {
         return Ok(Err(format!(
-            "{} is not there, so that nobody can tell which pods still run: a companion in a pod must have this directory of kubelet's \
-             mounted, read-only",
+            "{} is not visible, so it is unknown which pods still run: mount kubelet's pods directory, read-only, into the companion's pod",
             pods.display()
         )));
     }
@@ -189,8 +188,8 @@ pub fn withdrawn_devices(
         if !directory.is_dir() {
             warn!(
                 reason = "PodResourcesUnavailable",
-                "{} is not there, so what containers have under names that extended resources no longer have is not known: a companion in a \
-                 pod must have this directory of kubelet's mounted",
+                "{} is not visible, so devices that containers got under withdrawn resource names are unknown: mount this directory into the \
+                 companion's pod",
                 directory.display()
             );
             return None;
@@ -201,7 +200,7 @@ pub fn withdrawn_devices(
         let file = file.display();
         warn!(
             reason = "PodResourcesUnavailable",
-            "{file} cannot be read, so what containers have under names that extended resources no longer have is not known: if a resource was renamed or a kind's mode changed, drain this node: {error}"
+            "{file} cannot be read, so devices that containers got under withdrawn resource names are unknown: if a resource was renamed or a kind's mode changed, drain this node: {error}"
         );
         Vec::new()
     });
@@ -310,7 +309,7 @@ mod tests {
         for entries in [&entries[..], &[]] {
             let problem = remain(&pods, entries, &resources()).unwrap().unwrap_err();
             assert!(
-                problem.contains("pods is not there") && problem.contains("mounted"),
+                problem.contains("pods is not visible") && problem.contains("mount"),
                 "{problem}"
             );
         }

@@ -45,7 +45,7 @@ pub enum AuthorityError {
     #[error("a frame of {0} bytes is larger than the {MAX_FRAME} that are allowed")]
     FrameTooLarge(usize),
     /// A CONTINUATION outside a header block, or another frame inside one.
-    #[error("a header block is interrupted or continued out of location")]
+    #[error("a header block is interrupted by another frame, or a CONTINUATION has none to continue")]
     BrokenBlock,
     /// The padding or priority of a HEADERS frame exceeds the frame.
     #[error("the padding or priority of a HEADERS frame is longer than the frame")]
@@ -74,7 +74,7 @@ impl AuthorityError {
     }
 }
 
-/// StreamPosition of the rewriter in the byte stream.
+/// Position of the rewriter in the byte stream.
 #[derive(Debug)]
 enum StreamPosition {
     /// Within the preface, with the number of bytes seen.

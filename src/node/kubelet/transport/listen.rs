@@ -26,7 +26,7 @@ use super::socket::{DirectoryWatch, Socket, SocketError, SocketPath, check_path}
 /// and tools of root. 64 bound the file descriptors and the memory (about 30 KiB each) of a process with a dozen sockets.
 pub const MAX_CONNECTIONS: usize = 64;
 /// Concurrent calls on one connection.
-pub const MAX_STREAMS: u32 = 100;
+const MAX_STREAMS: u32 = 100;
 /// Deadline for a response, or for the first message of a stream. Kubelet's longest deadline is 45 s, and Allocate has none, so
 /// nothing else would end such a call.
 const CALL_LIMIT: Duration = Duration::from_secs(60);

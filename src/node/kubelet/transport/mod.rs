@@ -13,6 +13,6 @@ mod listen;
 mod socket;
 
 pub use count::{GrpcCalls, GrpcMethod, MethodMetrics};
-pub use listen::{Listening, MAX_CONNECTIONS, MAX_STREAMS, listen};
+pub use listen::{Listening, MAX_CONNECTIONS, listen};
 pub(crate) use socket::{Identity, check_path, remove_stale};
 pub use socket::{MAX_PATH, SocketError, SocketPath};

@@ -7,7 +7,7 @@ use kube::ResourceExt;
 use kube::api::ObjectMeta;
 
 use super::stored::{DeviceCounts, Stored};
-use crate::api::crd::{Device, NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY};
+use crate::api::crd::{DEVICES_MAX, Device, NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY};
 use crate::core::discovery::attributes::fit;
 use crate::core::names::DriverName;
 use crate::core::prepare::inventory::Devices;
@@ -61,14 +61,15 @@ pub(super) fn object_name(node_name: &str, driver_name: &DriverName) -> String {
     format!("{node_name}.{driver_name}")
 }
 
-/// The applied part of the inventory, and the attributes dropped for size. The Node owns the object.
+/// The applied part of the inventory, the attributes dropped for size, and the devices left out. The Node owns the object.
 pub(super) fn inventory(
     name: &str,
     driver_name: &DriverName,
     node: &Node,
     devices: &Devices,
-) -> (NodeInventory, Vec<String>) {
+) -> (NodeInventory, Vec<String>, Vec<String>) {
     let mut devices: Vec<Device> = devices.values().cloned().collect();
+    let left_out = leave_out_surplus(&mut devices);
     let dropped = fit(&mut devices);
     let uid = node.uid().unwrap_or_default();
     let inventory = NodeInventory {
@@ -91,7 +92,21 @@ pub(super) fn inventory(
         },
         status: None,
     };
-    (inventory, dropped)
+    (inventory, dropped, left_out)
+}
+
+/// Leaves out devices beyond the number that the API server accepts, and returns their names. Discovery finds no more than that, but held
+/// devices that are gone come on top. These stay: they are unhealthy. So do devices with shares, because the controller takes a device in
+/// no inventory for exclusive, and would see a conflict between its holders.
+fn leave_out_surplus(devices: &mut Vec<Device>) -> Vec<String> {
+    let may_go = |device: &Device| device.unhealthy.is_none() && device.shares.unwrap_or(1) <= 1;
+    let mut left_out = Vec::new();
+    while devices.len() > DEVICES_MAX {
+        let last = devices.iter().rposition(may_go);
+        let device = devices.remove(last.unwrap_or(DEVICES_MAX));
+        left_out.push(device.name);
+    }
+    left_out
 }
 
 /// The desired status for a stored inventory; equal to the stored one if nothing changes.
@@ -181,9 +196,25 @@ mod tests {
         };
         let devices = Devices::from([device("a", None), device("b", Some("gone"))]);
         let driver = DriverName::parse("drayman.dev").unwrap();
-        let (mut inventory, _) = inventory(&object_name("node-a", &driver), &driver, &node, &devices);
+        let (mut inventory, ..) = inventory(&object_name("node-a", &driver), &driver, &node, &devices);
         inventory.metadata.generation = Some(3);
         inventory
+    }
+
+    #[test]
+    fn surplus_devices_are_left_out_if_healthy_and_exclusive() {
+        let device = |index: usize| Device {
+            name: format!("d{index:04}"),
+            ..Device::default()
+        };
+        let mut devices: Vec<Device> = (0..DEVICES_MAX).map(device).collect();
+        assert_eq!(leave_out_surplus(&mut devices), Vec::<String>::new());
+        devices.extend((DEVICES_MAX..DEVICES_MAX + 3).map(device));
+        devices[DEVICES_MAX + 2].unhealthy = Some("gone".into());
+        devices[DEVICES_MAX + 1].shares = Some(2);
+        assert_eq!(leave_out_surplus(&mut devices), ["d1024", "d1023", "d1022"]);
+        let last = devices.last().map(|device| device.name.as_str());
+        assert_eq!((devices.len(), last), (DEVICES_MAX, Some("d1026")));
     }
 
     fn registration_status(ready: bool) -> RegistrationStatus {

@@ -1,3 +1,4 @@
+use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::sync::Mutex;
 
@@ -16,8 +17,14 @@ struct Server {
     events: Arc<Mutex<Vec<String>>>,
     /// Whether `resource.k8s.io/v1` is served.
     is_structured: bool,
+    /// Whether the Node may not be read.
+    forbids_nodes: bool,
+    /// Whether requests for a NodeInventory are forbidden.
+    forbids_inventories: bool,
     /// Requests for NodeInventories.
     inventories: Arc<Mutex<Vec<String>>>,
+    /// The answers to lists and watches of NodeInventories; there is no answer after the last.
+    observed: Arc<Mutex<VecDeque<String>>>,
 }
 
 impl Server {
@@ -27,9 +34,12 @@ impl Server {
             let server = server.clone();
             async move {
                 let (head, body) = request.into_parts();
-                // The inventory is never deleted.
                 if head.method == http::Method::GET && head.uri.path().ends_with("/nodeinventories") {
                     server.inventories.lock().unwrap().push("WATCH".to_owned());
+                    let answer = server.observed.lock().unwrap().pop_front();
+                    if let Some(answer) = answer {
+                        return Ok(http::Response::new(Body::from(answer.into_bytes())));
+                    }
                     std::future::pending::<()>().await;
                 }
                 let body = body.collect_bytes().await.unwrap_or_default();
@@ -46,6 +56,13 @@ impl Server {
         }
         let mut code = 200;
         let answer = match (method, path) {
+            (_, path)
+                if (self.forbids_inventories && path.contains("nodeinventories"))
+                    || (self.forbids_nodes && path.contains("/nodes/")) =>
+            {
+                code = 403;
+                json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 403, "reason": "Forbidden", "message": "no"})
+            }
             ("GET", "/api/v1/nodes/node-a") => {
                 json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node-a", "uid": "n-1"}})
             }
@@ -62,7 +79,8 @@ impl Server {
                 json!({"kind": "APIGroup", "apiVersion": "v1", "name": "resource.k8s.io", "versions": [version]})
             }
             ("PATCH", _) => {
-                body["metadata"] = json!({"name": "node-a.drayman.dev", "generation": 1});
+                body["metadata"] =
+                    json!({"name": "node-a.drayman.dev", "generation": 1, "resourceVersion": "5"});
                 body["spec"] = json!({"driverName": "drayman.dev", "nodeName": "node-a", "nodeUid": "n-1", "devices": []});
                 body
             }
@@ -105,6 +123,7 @@ fn publish(server: &Server, cluster: ClusterFacts) -> (watch::Receiver<ClusterFa
         node_name: "node-a".into(),
         devices: devices.subscribe(),
         cluster,
+        prepared_by: Some(ClaimsApi::Classic),
         registration_status: registration_status.subscribe(),
         quarantine: quarantine.subscribe(),
         node_in_doubt: Arc::default(),
@@ -146,7 +165,7 @@ async fn claims_that_are_switched_on_later_are_noticed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_failed_kubelet_api_server_stops_no_other() {
+async fn three_denials_in_a_row_end_classic_mode() {
     let server = Server::default();
     *server.answers.lock().unwrap() = vec![false, true, false, false];
     let before = ClusterFacts {
@@ -164,6 +183,73 @@ async fn one_failed_kubelet_api_server_stops_no_other() {
     }
     assert_eq!(*server.events.lock().unwrap(), ["ClaimsNotServed"]);
     end.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_forbidden_inventory_does_not_delay_structured_mode() {
+    let server = Server {
+        is_structured: true,
+        forbids_inventories: true,
+        ..Server::default()
+    };
+    let before = ClusterFacts {
+        node_uid: Some("n-1".into()),
+        claims: Some(ClaimsApi::Classic),
+        minor: None,
+    };
+    let (mut cluster, end) = publish(&server, before);
+    let structured = cluster.wait_for(|facts| facts.serves(ClaimsApi::Structured));
+    timeout(Duration::from_secs(60), structured)
+        .await
+        .expect("the API for claims is read again")
+        .unwrap();
+    end.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_foreign_write_is_repaired_once() {
+    let server = Server::default();
+    *server.answers.lock().unwrap() = vec![true];
+    let object = |version: &str| {
+        let metadata = json!({"name": "node-a.drayman.dev", "resourceVersion": version, "generation": 1});
+        json!({"apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory", "metadata": metadata, "spec": {"devices": []}})
+    };
+    let list = json!({"apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventoryList",
+        "metadata": {"resourceVersion": "5"}, "items": [object("5")]});
+    let event = format!("{}\n", json!({"type": "MODIFIED", "object": object("6")}));
+    *server.observed.lock().unwrap() = VecDeque::from([list.to_string(), event]);
+    let (_, end) = publish(&server, ClusterFacts::default());
+    for seconds in [10, 300] {
+        sleep(Duration::from_secs(seconds)).await;
+        let requests = server.inventories.lock().unwrap().clone();
+        let writes = requests.iter().filter(|request| *request == "PATCH");
+        // Spec and status, and both again.
+        assert_eq!(writes.count(), 4, "{requests:?}");
+    }
+    end.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_an_answer_claims_are_served_as_prepared() {
+    let server = Server {
+        forbids_nodes: true,
+        ..Server::default()
+    };
+    let (mut cluster, end) = publish(&server, ClusterFacts::default());
+    let classic = cluster.wait_for(|facts| facts.serves(ClaimsApi::Classic));
+    timeout(Duration::from_secs(60), classic).await.unwrap().unwrap();
+    end.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_interrupted_wait_keeps_the_doubt() {
+    let (doubt, asked) = (Notify::new(), Instant::now());
+    doubt.notify_one();
+    let interrupted = timeout(Duration::from_secs(1), in_doubt(&doubt, asked)).await;
+    assert!(interrupted.is_err());
+    timeout(DOUBT_PAUSE, in_doubt(&doubt, asked))
+        .await
+        .expect("the Node is read again");
 }
 
 #[tokio::test(start_paused = true)]

@@ -42,7 +42,7 @@ impl http_body::Body for Reply {
 /// The server's response to the next write, which it does not execute.
 #[derive(Clone)]
 enum Fault {
-    /// Answers with this code and message, and `WriteRetry-After` for 429.
+    /// Answers with this code and message, and `Retry-After` for 429.
     Reject(u16, &'static str),
     /// Executes the write and never answers.
     LoseAnswer,
@@ -56,6 +56,11 @@ struct State {
     /// Whether watch events are lost.
     muted: bool,
     drops_taints: bool,
+    /// Changes each slice before it is stored.
+    webhook: Option<fn(&mut ResourceSlice)>,
+    /// Whether lists lack all slices, like a list that is older than them.
+    has_old_lists: bool,
+    dry_runs: usize,
     node_uid: Option<&'static str>,
     faults: VecDeque<Fault>,
     writes: Vec<(Instant, String)>,
@@ -72,6 +77,18 @@ impl State {
         }
     }
 
+    /// Changes a slice as the API server and its webhooks do before they store it.
+    fn admit(&self, slice: &mut ResourceSlice) {
+        for device in slice.spec.devices.iter_mut().flatten() {
+            if self.drops_taints {
+                device.taints = None;
+            }
+        }
+        if let Some(change) = self.webhook {
+            change(slice);
+        }
+    }
+
     fn store(&mut self, mut slice: ResourceSlice) -> ResourceSlice {
         self.version += 1;
         let name = slice.metadata.name.clone().unwrap();
@@ -80,11 +97,7 @@ impl State {
             slice.metadata.uid = Some(format!("u-{}", self.version));
         }
         slice.metadata.resource_version = Some(self.version.to_string());
-        for device in slice.spec.devices.iter_mut().flatten() {
-            if self.drops_taints {
-                device.taints = None;
-            }
-        }
+        self.admit(&mut slice);
         self.stored.insert(name, slice.clone());
         self.report(if is_new { "ADDED" } else { "MODIFIED" }, &slice);
         slice
@@ -165,6 +178,13 @@ impl Server {
         if head.method == Method::GET {
             return self.read(head);
         }
+        if head.uri.query().unwrap_or_default().contains("dryRun=All") {
+            let mut slice: ResourceSlice = serde_json::from_value(body).unwrap();
+            let mut state = self.state();
+            state.dry_runs += 1;
+            state.admit(&mut slice);
+            return reply(200, &json!(slice));
+        }
         let name = match path.strip_prefix(SLICES).unwrap().strip_prefix('/') {
             Some(name) => name.to_owned(),
             None => body["metadata"]["name"].as_str().unwrap().to_owned(),
@@ -205,7 +225,8 @@ impl Server {
         if path == SLICES {
             let selector = "fieldSelector=spec.driver%3Ddrayman.dev%2Cspec.nodeName%3Dnode-a";
             assert!(query.contains(selector), "{query}");
-            let items: Vec<&ResourceSlice> = state.stored.values().collect();
+            let items = state.stored.values().filter(|_| !state.has_old_lists);
+            let items: Vec<&ResourceSlice> = items.collect();
             let version = json!({ "resourceVersion": state.version.to_string() });
             return reply(200, &json!({ "metadata": version, "items": items }));
         }
@@ -386,6 +407,27 @@ async fn a_lost_answer_of_a_create_makes_one_slice() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_slice_that_an_old_list_lacks_is_read_first() {
+    let server = Server::new();
+    let _running = publish(&server, named(&[("a", true)]));
+    after(1.0).await;
+    {
+        let mut state = server.state();
+        state.has_old_lists = true;
+        let expired = json!({ "kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 410, "reason": "Expired",
+            "message": "too old resource version" });
+        let event = format!("{}\n", json!({ "type": "ERROR", "object": expired }));
+        state
+            .watches
+            .retain(|watch| watch.send(event.clone().into()).is_ok());
+    }
+    let reads = server.reads();
+    after(10.0).await;
+    assert!(server.reads() > reads, "the slices are listed again");
+    assert_eq!((server.writes(), server.devices().len()), (1, 1));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_conflict_is_resolved_by_a_read() {
     let server = Server::new();
     let running = publish(&server, named(&[("a", true)]));
@@ -511,6 +553,45 @@ async fn dropped_taints_are_one_event() {
     assert!(server.state().events[0].1.contains("DRADeviceTaints"));
     let counted = running.metrics.counted();
     assert_eq!(counted.slices.omitted[&Omission::Unhealthy], 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_dropped_feature_is_tried_again_by_dry_runs() {
+    let server = Server::new();
+    server.state().drops_taints = true;
+    let _running = publish(&server, named(&[("a", true), ("b", false)]));
+    after(1.0).await;
+    let writes = server.writes();
+    after(3.0 * 3600.0).await;
+    assert_eq!((server.writes(), server.devices().len()), (writes, 1));
+    let dry_runs = server.state().dry_runs;
+    assert!((2..=3).contains(&dry_runs), "{dry_runs}");
+    server.state().drops_taints = false;
+    after(2.0 * 3600.0).await;
+    assert_eq!(server.devices(), ["a", "b"]);
+    assert_eq!(server.reasons(), ["ResourceSliceAltered"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_webhooks_change_delays_no_other_slice() {
+    let server = Server::new();
+    server.state().webhook = Some(|slice| slice.metadata.owner_references = None);
+    let _running = publish(&server, many(300));
+    after(1.0).await;
+    assert_eq!((server.count("POST"), server.devices().len()), (5, 300));
+    after(60.0).await;
+    assert_eq!(server.writes(), 5);
+    assert_eq!(server.reasons(), ["ResourceSliceAltered"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_webhook_that_undoes_each_write_gets_pauses() {
+    let server = Server::new();
+    server.state().webhook = Some(|slice| slice.spec.pool.resource_slice_count = 7);
+    let _running = publish(&server, named(&[("a", true)]));
+    after(60.0).await;
+    let writes = server.writes();
+    assert!((3..=6).contains(&writes), "{writes}");
 }
 
 #[tokio::test(start_paused = true)]

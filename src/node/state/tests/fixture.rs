@@ -253,14 +253,23 @@ pub(in crate::node::state) async fn begin(
     begin_with(root, boot_id, driver, kubelet, None).await
 }
 
-/// A container runtime whose view is defined by the test.
+/// A container runtime whose view is defined by the test, and whether it fails.
 #[derive(Debug, Default)]
-pub(in crate::node::state) struct Runtime(pub(in crate::node::state) Mutex<RuntimeContainers>);
+pub(in crate::node::state) struct Runtime(
+    pub(in crate::node::state) Mutex<RuntimeContainers>,
+    pub(in crate::node::state) AtomicBool,
+);
 
 impl ContainerRuntime for Runtime {
     fn list_containers(&self) -> BoxFuture<'_, Result<Arc<RuntimeContainers>, String>> {
         let seen = self.0.lock().unwrap().clone();
-        Box::pin(async { Ok(Arc::new(seen)) })
+        let fails = self.1.load(Ordering::SeqCst);
+        Box::pin(async move {
+            if fails {
+                return Err("no answer within 5 s".to_owned());
+            }
+            Ok(Arc::new(seen))
+        })
     }
 }
 

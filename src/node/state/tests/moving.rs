@@ -403,16 +403,41 @@ async fn no_container_starts_with_the_node_of_another_device() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     let kubelet = Arc::new(Kubelet::default());
     *kubelet.shown.lock().unwrap() = Some(granted());
-    driver.say_numbered(&[("x", 6), ("y", 7)], "serial", Mode::ExtendedResource);
+    driver.say_numbered(&[("w", 9), ("x", 6), ("y", 7)], "serial", Mode::ExtendedResource);
     let life = live_beside(root.path(), "boot", &driver, Some(kubelet)).await;
     let serial = "example.com/serial";
-    until_offered(&life, serial, "x y").await;
+    until_offered(&life, serial, "w x y").await;
     allocate(&life, serial, "x").await.unwrap();
-    let start = async || life.handle.check_start(serial, vec!["x".to_owned()]).await;
-    start().await.unwrap();
-    driver.say_numbered(&[("x", 7), ("y", 6)], "serial", Mode::ExtendedResource);
+    let start = async |device: &str| life.handle.check_start(serial, vec![device.to_owned()]).await;
+    start("x").await.unwrap();
+    driver.say_numbered(&[("w", 12), ("x", 7), ("y", 6)], "serial", Mode::ExtendedResource);
     until_known(&life, [("x", 7), ("y", 6)]).await;
-    let refused = start().await.unwrap_err();
+    let refused = start("x").await.unwrap_err();
     assert!(refused.to_string().contains("another device node"), "{refused}");
+    // A container that is new has the present node.
+    allocate(&life, serial, "w").await.unwrap();
+    start("w").await.unwrap();
+    life.end().await;
+}
+
+#[tokio::test]
+async fn an_equal_list_costs_nothing() {
+    let (_root, life, driver, kubelet) = live_with(Mode::Both, Some(ResourceSnapshot::default())).await;
+    until_offered(&life, OLD, "x y").await;
+    life.prepare(A, &["x"]).await.unwrap();
+    let costs = || {
+        (
+            kubelet.queries.load(std::sync::atomic::Ordering::SeqCst),
+            driver.asked.load(std::sync::atomic::Ordering::SeqCst),
+        )
+    };
+    let before = costs();
+    for _ in 0..3 {
+        driver.say(&["x", "y"], "camera", Mode::Both);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    // The answer follows the lists.
+    life.unprepare(B).await.unwrap();
+    assert_eq!(costs(), before);
     life.end().await;
 }

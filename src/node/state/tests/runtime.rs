@@ -1,5 +1,6 @@
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use super::fixture::*;
 use super::*;
@@ -226,5 +227,124 @@ async fn an_orphan_keeps_a_device_of_a_privileged_container() {
     assert_eq!(files(root.path()), [file(B)]);
     orphan_check.abort();
     let _ = orphan_check.await;
+    life.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_container_of_an_unprepared_claim_keeps_its_device() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
+    let runtime = Arc::new(Runtime::default());
+    let (life, orphan_check) = life(root.path(), &driver, &runtime).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    life.unprepare(A).await.unwrap();
+    let privileged = RuntimeContainer {
+        given: ContainerDevices {
+            cdi_devices: [format!("drayman.dev/claim={A}-x")].into(),
+            ..ContainerDevices::default()
+        },
+        ..container(6)
+    };
+    *runtime.0.lock().unwrap() = RuntimeContainers(vec![privileged]);
+    let refused = life.prepare(B, &["x"]).await.unwrap_err();
+    assert!(refused.to_string().contains("pod default/forced"), "{refused}");
+    life.prepare(A, &["x"]).await.unwrap();
+    orphan_check.abort();
+    let _ = orphan_check.await;
+    life.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_runtime_that_stops_answering_stops_new_claims_only() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
+    let runtime = Arc::new(Runtime::default());
+    let fail = |fails| runtime.1.store(fails, Ordering::SeqCst);
+    let (life, orphan_check) = life(root.path(), &driver, &runtime).await;
+    fail(true);
+    life.prepare(A, &["x"]).await.unwrap();
+    life.unprepare(A).await.unwrap();
+    fail(false);
+    life.prepare(A, &["x"]).await.unwrap();
+    fail(true);
+    life.prepare(A, &["x"]).await.unwrap();
+    life.unprepare(A).await.unwrap();
+    let refused = life.prepare(B, &["x"]).await.unwrap_err();
+    assert_eq!(
+        (refused.reason(), refused.is_invalid_request()),
+        ("ContainerRuntimeUnavailable", false)
+    );
+    assert!(refused.to_string().contains("no answer within 5 s"), "{refused}");
+    let start = life
+        .handle
+        .check_start("example.com/camera", vec!["x".to_owned()]);
+    start.await.unwrap();
+    orphan_check.abort();
+    let _ = orphan_check.await;
+    life.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lost_claim_is_quarantined_while_the_runtime_is_silent() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
+    let runtime = Arc::new(Runtime::default());
+    let (life, orphan_check) = life(root.path(), &driver, &runtime).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    let empty = r#"{"version":"v1","checksum":0}"#;
+    std::fs::write(root.path().join("dra_manager_state"), empty).unwrap();
+    runtime.1.store(true, Ordering::SeqCst);
+    let check = check_orphans(&life.handle, Instant::now());
+    let repeated = tokio::time::timeout(Duration::from_secs(100), check).await;
+    assert!(repeated.is_err(), "it is repeated until the runtime answers");
+    let holdings = life.handle.holdings().await.unwrap();
+    assert!(
+        holdings[0]
+            .quarantine
+            .contains("the container runtime does not answer"),
+        "{holdings:?}"
+    );
+    runtime.1.store(false, Ordering::SeqCst);
+    check_orphans(&life.handle, Instant::now()).await.unwrap();
+    assert!(life.handle.holdings().await.unwrap().is_empty());
+    orphan_check.abort();
+    let _ = orphan_check.await;
+    life.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_claim_in_order_again_gets_its_file_back() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
+    driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
+    let runtime = Arc::new(Runtime::default());
+    let (life, orphan_check) = life(root.path(), &driver, &runtime).await;
+    orphan_check.abort();
+    let _ = orphan_check.await;
+    *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(6)]);
+    let begin = Instant::now();
+    let check = async |answer: ApiView| {
+        let now = begin.elapsed();
+        life.handle.find_orphans(now).await.unwrap();
+        let answers = BTreeMap::from([(ClaimUid::parse(A).unwrap(), answer)]);
+        let report = life.handle.decide_orphans(now, answers).await.unwrap();
+        report.again
+    };
+    let missing = Vec::<String>::new();
+    // Kubelet asks for the claim again after the first check, so that its file must be removed again.
+    for _ in 0..2 {
+        *runtime.0.lock().unwrap() = RuntimeContainers::default();
+        life.prepare(A, &["x"]).await.unwrap();
+        assert_eq!(files(root.path()), [file(A)]);
+        *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(6)]);
+        life.prepare(B, &["x"]).await.unwrap_err();
+        let again = check(ApiView::Gone).await;
+        assert!(again.is_some(), "a container may have been created just before");
+        assert_eq!(files(root.path()), missing);
+    }
+    check(ApiView::Unknown("away".into())).await;
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    assert_eq!(files(root.path()), missing);
+    let present = ApiView::Present {
+        devices: Some(vec![HeldDevice::named("x")]),
+    };
+    check(present).await;
+    until_files(root.path(), &[file(A)]).await;
     life.end().await;
 }
