@@ -268,6 +268,16 @@ pub enum ContainerCheckError {
     },
 }
 
+impl ContainerCheckError {
+    /// CamelCase, from a small fixed set: the reason of the event and a metric label.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::StillUsed(refusal) => refusal.reason(),
+            Self::NoAnswer { .. } => "ContainerRuntimeUnavailable",
+        }
+    }
+}
+
 /// The result of a check whether containers use the devices of claims.
 #[derive(Debug)]
 pub(in crate::node) enum ClaimUse {

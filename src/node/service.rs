@@ -30,8 +30,6 @@ use crate::node::state::storage::StoreError;
 const QUEUE: usize = 64;
 /// Timeout for one driver call. Kubelet gives up after 45 s and retries.
 pub(in crate::node) const DRIVER_TIMEOUT: Duration = Duration::from_secs(10);
-/// The reason of a refusal because the container runtime does not tell whether a container has the device.
-const NO_ANSWER: &str = "ContainerRuntimeUnavailable";
 /// How long Prepare waits before it asks the container runtime again.
 const NO_ANSWER_RETRY: Duration = Duration::from_secs(1);
 /// The reason of a refusal because the device has a holder.
@@ -75,8 +73,7 @@ impl ServiceError {
             Self::Refused(refusal) => refusal.reason(),
             Self::Driver(error) => error.reason(),
             Self::Slow { .. } => "DeviceSlow",
-            Self::Container(ContainerCheckError::StillUsed(_)) => HELD,
-            Self::Container(ContainerCheckError::NoAnswer { .. }) => NO_ANSWER,
+            Self::Container(error) => error.reason(),
             Self::Store(error) => error.reason(),
             Self::Stopping => "Stopping",
         }
@@ -334,7 +331,7 @@ impl NodeService {
             }
             tokio::select! {
                 Ok(()) = released.changed() => {}
-                () = sleep(NO_ANSWER_RETRY), if answers.iter().any(|answer| has_reason(answer, NO_ANSWER)) => {}
+                () = sleep(NO_ANSWER_RETRY), if answers.iter().any(is_unanswered) => {}
                 () = sleep_until(deadline) => return answers,
             }
             let again = held.iter().filter_map(|index| claims.get(*index).cloned());
@@ -482,11 +479,15 @@ impl NodeService {
 
 /// Whether a repeated Prepare may soon succeed.
 fn is_held<T>(answer: &Result<T, ServiceError>) -> bool {
-    has_reason(answer, HELD) || has_reason(answer, NO_ANSWER)
+    answer.as_ref().is_err_and(|error| error.reason() == HELD) || is_unanswered(answer)
 }
 
-fn has_reason<T>(answer: &Result<T, ServiceError>, reason: &str) -> bool {
-    answer.as_ref().is_err_and(|error| error.reason() == reason)
+/// Whether the container runtime did not answer.
+fn is_unanswered<T>(answer: &Result<T, ServiceError>) -> bool {
+    matches!(
+        answer,
+        Err(ServiceError::Container(ContainerCheckError::NoAnswer { .. }))
+    )
 }
 
 fn stopping<T>(count: usize) -> Vec<Result<T, ServiceError>> {

@@ -225,7 +225,7 @@ pub(super) const EVENTS: [Reason; 42] = [
 ];
 
 /// Reasons why a companion rejects kubelet's requests. Kubelet writes the message into the pod's events.
-pub(super) const REFUSALS: [(&str, &str); 26] = [
+pub(super) const REFUSALS: [(&str, &str); 27] = [
     (
         "AllocationChanged",
         "the claim was prepared with other devices than it has now, or has more shares than the device",
@@ -243,6 +243,10 @@ pub(super) const REFUSALS: [(&str, &str); 26] = [
     (
         "ContainerPathTaken",
         "two devices of a container have the same container path; change the configuration",
+    ),
+    (
+        "ContainerRuntimeUnavailable",
+        "the container runtime does not tell whether a container has the device; kubelet asks again",
     ),
     ("DeviceChanged", "another device replaced the allocated one"),
     ("DeviceFailed", "the driver failed to prepare the device"),
