@@ -396,24 +396,24 @@ fn trim_metadata(metadata: &mut ObjectMeta) {
 
 /// Drops labels and annotations that exceed [`LABELS_MAX`].
 fn bound_metadata(metadata: &mut ObjectMeta) {
-    let node_labels: Vec<String> = node_labels(metadata).collect();
-    let is_large = |map: &BTreeMap<String, String>| {
-        let sizes = map.iter().map(|(key, value)| key.len() + value.len());
-        sizes.sum::<usize>() > LABELS_MAX
+    let is_large = |map: &Option<BTreeMap<String, String>>| {
+        let entries = map.iter().flatten();
+        entries.map(|(key, value)| key.len() + value.len()).sum::<usize>() > LABELS_MAX
     };
-    let name = || metadata.name.clone().unwrap_or_default();
-    if let Some(labels) = metadata.labels.as_mut().filter(|labels| is_large(labels)) {
-        labels.retain(|key, _| node_labels.contains(key));
-        tracing::debug!(
-            name = name(),
-            "an object has more than {LABELS_MAX} bytes of labels; they are ignored"
-        );
+    let (large_labels, large_annotations) = (is_large(&metadata.labels), is_large(&metadata.annotations));
+    if large_labels {
+        let kept: Vec<String> = node_labels(metadata).collect();
+        if let Some(labels) = &mut metadata.labels {
+            labels.retain(|key, _| kept.contains(key));
+        }
     }
-    if let Some(annotations) = metadata.annotations.as_mut().filter(|all| is_large(all)) {
+    if large_annotations && let Some(annotations) = &mut metadata.annotations {
         annotations.retain(|key, value| key == POD_CLAIM_NAME_ANNOTATION && value.len() <= LABELS_MAX);
+    }
+    if large_labels || large_annotations {
         tracing::debug!(
-            name = name(),
-            "an object has more than {LABELS_MAX} bytes of annotations; they are ignored"
+            name = metadata.name.as_deref().unwrap_or_default(),
+            "an object has more than {LABELS_MAX} bytes of labels or annotations; they are ignored"
         );
     }
 }
