@@ -40,6 +40,7 @@ pub use source::{NodeGroup, PciSource, Source, UsbSource, VFIO_CONTAINER};
 const SIZE_MAX: u64 = 256 * 1024;
 /// Maximum number of kinds in a file.
 pub(in crate::node) const KINDS_MAX: usize = 64;
+
 /// The kinds of devices of a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeConfiguration {

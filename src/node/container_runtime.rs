@@ -48,6 +48,11 @@ const CONTAINER_NAME: &str = "io.kubernetes.container.name";
 pub trait ContainerRuntime: std::fmt::Debug + Send + Sync + 'static {
     /// All containers now. The error is a message for the user.
     fn list_containers(&self) -> BoxFuture<'_, Result<Arc<RuntimeContainers>, String>>;
+
+    /// Whether this is known to be kubelet's runtime before it has answered.
+    fn is_certain(&self) -> bool {
+        false
+    }
 }
 
 /// The container runtime behind a CRI socket.
@@ -67,7 +72,7 @@ pub struct CriClient {
 
 #[derive(Debug, Default)]
 struct Connection {
-    channel: Option<(PathBuf, Channel)>,
+    channel: Option<Channel>,
     /// The socket that was found to be that of kubelet's runtime. It stays so without containers.
     identified: Option<PathBuf>,
     known: KnownContainers,
@@ -112,7 +117,7 @@ impl CriClient {
     }
 
     async fn query(&self, state: &mut Connection) -> Result<RuntimeContainers, String> {
-        if let Some((_, channel)) = state.channel.clone() {
+        if let Some(channel) = state.channel.clone() {
             let listed = self.containers(&mut state.known, channel).await;
             // The next query opens a new connection.
             if listed.is_err() {
@@ -125,7 +130,7 @@ impl CriClient {
             match self.connect(state, socket).await {
                 Ok((channel, seen)) => {
                     info!(socket = %socket.display(), "the container runtime shows which containers have devices");
-                    state.channel = Some((socket.clone(), channel));
+                    state.channel = Some(channel);
                     state.identified = Some(socket.clone());
                     return Ok(seen);
                 }
@@ -210,6 +215,10 @@ impl ContainerRuntime for CriClient {
                 })
         })
     }
+
+    fn is_certain(&self) -> bool {
+        self.is_named && self.sockets.iter().any(|socket| socket.exists())
+    }
 }
 
 async fn list(channel: Channel) -> Result<Vec<Container>, String> {
@@ -258,7 +267,7 @@ pub enum ContainerCheckError {
     /// A container has the device.
     #[error(transparent)]
     StillUsed(Refusal),
-    /// The runtime, which has answered before, does not answer.
+    /// Kubelet's runtime does not answer.
     #[error("device {device:?} may still be in use by a container: {problem}; kubelet asks again")]
     NoAnswer {
         /// The device.
@@ -281,9 +290,9 @@ impl ContainerCheckError {
 /// The result of a check whether containers use the devices of claims.
 #[derive(Debug)]
 pub(in crate::node) enum ClaimUse {
-    /// There is nothing to check, or no runtime has answered in this process: the claims are decided without the runtime.
+    /// There is nothing to check, or no runtime is known to be kubelet's: the claims are decided without the runtime.
     Unknown,
-    /// The runtime, which has answered before, does not answer.
+    /// Kubelet's runtime does not answer.
     NoAnswer,
     /// It is too early to decide; repeat the check after this time.
     TooEarly(Duration),
@@ -300,18 +309,20 @@ pub(in crate::node) struct RuntimeCheck {
     /// `None` if no runtime reports the devices of its containers.
     runtime: Option<Arc<dyn ContainerRuntime>>,
     driver_name: DriverName,
-    /// Whether the runtime has answered in this process. One that never answers may not be kubelet's.
-    has_answered: AtomicBool,
+    /// Whether the runtime is known to be kubelet's: the operator has named its socket, which existed at the start, or it has answered in this
+    /// process.
+    is_known: AtomicBool,
     /// When the CDI files of claims that the API server no longer shows as holders were removed.
     cdi_removed: BTreeMap<ClaimUid, Instant>,
 }
 
 impl RuntimeCheck {
     pub(in crate::node) fn new(runtime: Option<Arc<dyn ContainerRuntime>>, driver_name: DriverName) -> Self {
+        let is_known = runtime.as_ref().is_some_and(|runtime| runtime.is_certain());
         Self {
             runtime,
             driver_name,
-            has_answered: AtomicBool::new(false),
+            is_known: AtomicBool::new(is_known),
             cdi_removed: BTreeMap::new(),
         }
     }
@@ -331,21 +342,26 @@ impl RuntimeCheck {
             None => self.runtime.as_ref()?.list_containers().await,
         };
         if containers.is_ok() {
-            self.has_answered.store(true, Ordering::Relaxed);
+            self.is_known.store(true, Ordering::Relaxed);
         }
         Some(containers)
     }
 
-    fn has_answered(&self) -> bool {
-        self.has_answered.load(Ordering::Relaxed)
+    fn is_known(&self) -> bool {
+        self.is_known.load(Ordering::Relaxed)
     }
 
-    /// Adds the container that has the device to the error, if the runtime shows it.
-    pub(in crate::node) async fn name_container(&self, refusal: Refusal, inventory: &Devices) -> Refusal {
+    /// Adds the container that has the device to the error, if the runtime shows it. `listed` are the containers, if the caller has listed them.
+    pub(in crate::node) async fn name_container(
+        &self,
+        refusal: Refusal,
+        inventory: &Devices,
+        listed: Option<Result<Arc<RuntimeContainers>, String>>,
+    ) -> Refusal {
         let (Refusal::Held { device, .. } | Refusal::InContainer { device, .. }) = &refusal else {
             return refusal;
         };
-        let Some(Ok(containers)) = self.containers(None).await else {
+        let Some(Ok(containers)) = self.containers(listed).await else {
             return refusal;
         };
         let numbers = inventory.get(device).map(|device| &*device.device_numbers);
@@ -372,7 +388,7 @@ impl RuntimeCheck {
     /// Refuses a device to a claim or a starting container while another container has it: kubelet forgets force-deleted pods while their
     /// containers are ending. `claim` is `None` for a starting container. `listed` are the containers, if the caller has listed them.
     ///
-    /// If the runtime stops answering, claims are refused, and starting containers are not: kubelet needs the runtime to start them.
+    /// If kubelet's runtime does not answer, claims are refused, and starting containers are not: kubelet needs the runtime to start them.
     pub(in crate::node) async fn check_unused(
         &self,
         devices: &[&Device],
@@ -386,7 +402,7 @@ impl RuntimeCheck {
         let containers = match self.containers(listed).await {
             None => return Ok(()),
             Some(Ok(containers)) => containers,
-            Some(Err(problem)) if claim.is_some() && self.has_answered() => {
+            Some(Err(problem)) if claim.is_some() && self.is_known() => {
                 return Err(ContainerCheckError::NoAnswer {
                     device: first.name.clone(),
                     problem,
@@ -447,20 +463,25 @@ impl RuntimeCheck {
         self.cdi_removed.insert(uid, Instant::now());
     }
 
-    /// Asks the runtime whether containers use the devices of these claims.
+    /// Whether containers use the devices of these claims. `listed` are the containers and when their list was requested, if the caller has
+    /// listed them; otherwise the runtime is asked.
     pub(in crate::node) async fn claim_use(
         &self,
         uids: Vec<ClaimUid>,
         prepared_claims: &PreparedClaims,
         inventory: &Devices,
+        listed: Option<(Instant, Result<Arc<RuntimeContainers>, String>)>,
     ) -> ClaimUse {
         if uids.is_empty() {
             return ClaimUse::Unknown;
         }
-        if self.cdi_removed.values().any(|since| since.elapsed() < SETTLE) {
+        let (at, listed) = listed.unzip();
+        let at = at.unwrap_or_else(Instant::now);
+        let mut removed = self.cdi_removed.values();
+        if removed.any(|since| at.saturating_duration_since(*since) < SETTLE) {
             return ClaimUse::TooEarly(SETTLE);
         }
-        let containers = match self.containers(None).await {
+        let containers = match self.containers(listed).await {
             None => return ClaimUse::Unknown,
             Some(Ok(containers)) => containers,
             Some(Err(problem)) => {
@@ -468,7 +489,7 @@ impl RuntimeCheck {
                     reason = "ContainerRuntimeUnavailable",
                     "whether containers use the devices of claims is not checked: {problem}"
                 );
-                return if self.has_answered() {
+                return if self.is_known() {
                     ClaimUse::NoAnswer
                 } else {
                     ClaimUse::Unknown
@@ -624,12 +645,109 @@ mod tests {
             let mut check = check(&[number], &[&name]);
             check.cdi_removed(uid.clone());
             tokio::time::advance(SETTLE).await;
-            let claim_use = check.claim_use(vec![uid.clone()], &prepared_claims, &inventory);
+            let claim_use = check.claim_use(vec![uid.clone()], &prepared_claims, &inventory, None);
             let ClaimUse::Known { in_use, .. } = claim_use.await else {
                 panic!("the runtime answers");
             };
             assert_eq!(in_use.contains(&uid), is_used, "{shares:?} {name}");
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_list_counts_if_no_container_can_have_started_since() {
+        let uid = ClaimUid::parse(A).unwrap();
+        let (none_prepared, inventory) = (PreparedClaims::new("boot", BTreeMap::new()), Devices::default());
+        let mut check = check(&[], &[]);
+        let early = Instant::now();
+        check.cdi_removed(uid.clone());
+        tokio::time::advance(SETTLE).await;
+        let silent = || Err("no answer within 5 s".to_owned());
+        let now = Instant::now();
+        for (listed, expected) in [
+            ((early, Ok(Arc::default())), "TooEarly"),
+            ((early, silent()), "TooEarly"),
+            ((now, Ok(Arc::default())), "Known"),
+            ((now, silent()), "NoAnswer"),
+        ] {
+            let claim_use = check.claim_use(vec![uid.clone()], &none_prepared, &inventory, Some(listed));
+            let claim_use = format!("{:?}", claim_use.await);
+            assert!(claim_use.starts_with(expected), "{claim_use} is not {expected}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_silent_runtime_is_not_asked_for_the_holders_name() {
+        let number: DeviceNumber = "c120:6".parse().unwrap();
+        let device = Device {
+            name: "x".into(),
+            device_numbers: [number].into(),
+            ..Device::default()
+        };
+        let inventory = Devices::from([("x".to_owned(), device)]);
+        let check = check(&[number], &[]);
+        let silent = Err("no answer within 5 s".to_owned());
+        for (listed, is_named) in [(None, true), (Some(silent), false)] {
+            let refusal = Refusal::Held {
+                device: "x".into(),
+                holder: "claim default/a".into(),
+            };
+            let refusal = check.name_container(refusal, &inventory, listed).await;
+            let text = refusal.to_string();
+            assert_eq!(text.contains("pod default/p"), is_named, "{text}");
+        }
+    }
+
+    /// A runtime that does not answer.
+    #[derive(Debug)]
+    struct NeverAnswers {
+        is_certain: bool,
+    }
+
+    impl ContainerRuntime for NeverAnswers {
+        fn list_containers(&self) -> BoxFuture<'_, Result<Arc<RuntimeContainers>, String>> {
+            Box::pin(async { Err("no answer within 5 s".to_owned()) })
+        }
+
+        fn is_certain(&self) -> bool {
+            self.is_certain
+        }
+    }
+
+    #[tokio::test]
+    async fn a_named_runtime_that_has_never_answered_is_not_absent() {
+        let device = Device {
+            name: "x".into(),
+            ..Device::default()
+        };
+        let uid = ClaimUid::parse(A).unwrap();
+        let none_prepared = PreparedClaims::new("boot", BTreeMap::new());
+        for is_certain in [false, true] {
+            let driver = DriverName::parse("drayman.dev").unwrap();
+            let check = RuntimeCheck::new(Some(Arc::new(NeverAnswers { is_certain })), driver);
+            let checked = check.check_unused(&[&device], Some(&uid), None).await;
+            assert_eq!(checked.is_err(), is_certain, "{checked:?}");
+            let inventory = Devices::default();
+            let claim_use = check.claim_use(vec![uid.clone()], &none_prepared, &inventory, None);
+            let claim_use = claim_use.await;
+            assert_eq!(
+                matches!(claim_use, ClaimUse::NoAnswer),
+                is_certain,
+                "{claim_use:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_named_socket_that_does_not_exist_is_no_runtime() {
+        let root = tempfile::tempdir().unwrap();
+        let socket = root.path().join("cri.sock");
+        let is_certain = || {
+            let client = CriClient::find(Some(&socket), root.path(), Path::new("/dev"));
+            client.unwrap().is_certain()
+        };
+        assert!(!is_certain());
+        std::fs::write(&socket, "").unwrap();
+        assert!(is_certain());
     }
 
     /// A runtime with a running container, an exited one, one removed after the list, and one not started yet.

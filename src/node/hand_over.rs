@@ -75,7 +75,7 @@ impl HandOver {
 
     /// Waits until kubelet calls the next companion, if one has asked for the offer.
     pub(super) async fn complete(&self) {
-        if self.next.try_acquire().is_ok() {
+        if let Ok(_permit) = self.next.try_acquire() {
             self.next.close();
             return;
         }

@@ -1,6 +1,7 @@
 //! The companion, which runs on every node: the runtime of [`crate::core::prepare`].
 
 pub(crate) mod admin;
+mod claim;
 pub(crate) mod container_runtime;
 pub mod driver;
 mod hand_over;

@@ -3,17 +3,13 @@
 //! Idle while no claim is prepared. The API server is queried only for claims that are missing from kubelet's list.
 
 use std::collections::BTreeMap;
-use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::events::v1::Event;
 use k8s_openapi::api::resource::v1;
 use k8s_openapi::jiff::Timestamp;
-use kube::Resource;
 use kube::api::{Api, ListParams, PostParams};
-use kube::core::NamespaceResourceScope;
-use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
@@ -27,6 +23,7 @@ use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::orphans::{ApiView, Question};
 use crate::core::prepare::plan::{of_results, pod_claim_name, results_of_driver};
 use crate::core::prepare::prepared_claims::HeldDevice;
+use crate::node::claim::{ClaimObject, DecodedClaim};
 use crate::node::metrics::Metrics;
 use crate::node::publish::node_events::{self, NodeEvent};
 use crate::node::service::{NodeService, Quarantine};
@@ -35,19 +32,18 @@ use crate::node::service::{NodeService, Quarantine};
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Delay before a check is repeated that the API server did not answer.
 const RETRY: Duration = Duration::from_secs(30);
-/// Page size of a search for a claim by uid.
-const PAGE: u32 = 500;
+/// Number of claims in a page of a search by uid. A page is in memory as a whole, twice, and users can store some megabytes in each claim.
+const PAGE: u32 = 8;
 /// Reason of the events.
 const REASON: &str = "ClaimQuarantined";
 
-/// A claim of either API.
-trait ClaimObject:
-    Resource<DynamicType = (), Scope = NamespaceResourceScope> + Clone + DeserializeOwned + Debug + Send
-{
+/// The answer to a call, or why there is none.
+async fn in_time<T>(call: impl Future<Output = Result<T, kube::Error>>) -> Result<T, String> {
+    match timeout(CALL_TIMEOUT, call).await {
+        Ok(answer) => answer.map_err(|error| error.to_string()),
+        Err(_) => Err(format!("no answer within {} s", CALL_TIMEOUT.as_secs())),
+    }
 }
-
-impl ClaimObject for ResourceClaim {}
-impl ClaimObject for v1::ResourceClaim {}
 
 /// The task that checks for orphaned claims.
 pub(super) struct OrphanCheck {
@@ -76,6 +72,10 @@ impl OrphanCheck {
         let mut held = self.node.prepared();
         let mut reported = Quarantine::new();
         loop {
+            if *held.borrow() == 0 && !self.quarantine.borrow().is_empty() {
+                // The last claim was released.
+                self.report(Quarantine::new(), &mut reported).await;
+            }
             if held.wait_for(|count| *count > 0).await.is_err() {
                 return;
             }
@@ -126,24 +126,23 @@ impl OrphanCheck {
         devices: impl Fn(&K) -> Option<Vec<HeldDevice>>,
     ) -> ApiView {
         let found = if question.name.is_empty() {
-            timeout(CALL_TIMEOUT, self.find::<K>(&question.uid)).await
+            self.find::<K>(&question.uid).await
         } else {
-            timeout(CALL_TIMEOUT, self.get::<K>(question)).await
+            in_time(self.get::<K>(question)).await
         };
         match found {
-            Ok(Ok(Some(claim))) => ApiView::Present {
+            Ok(Some(claim)) => ApiView::Present {
                 devices: devices(&claim),
             },
-            Ok(Ok(None)) => ApiView::Gone,
-            Ok(Err(error)) => ApiView::Unknown(error.to_string()),
-            Err(_) => ApiView::Unknown(format!("no answer within {} s", CALL_TIMEOUT.as_secs())),
+            Ok(None) => ApiView::Gone,
+            Err(why) => ApiView::Unknown(why),
         }
     }
 
     async fn get<K: ClaimObject>(&self, question: &Question) -> Result<Option<K>, kube::Error> {
-        let api = Api::<K>::namespaced(self.client.clone(), &question.namespace);
+        let api = Api::<DecodedClaim<K>>::namespaced(self.client.clone(), &question.namespace);
         match api.get(&question.name).await {
-            Ok(claim) => {
+            Ok(DecodedClaim(claim)) => {
                 Ok(Some(claim).filter(|claim| claim.meta().uid.as_deref() == Some(question.uid.as_str())))
             }
             // Require the claim's own name: a server that does not know the path also returns "not found".
@@ -161,14 +160,15 @@ impl OrphanCheck {
     }
 
     /// Finds a claim by uid, for claims whose name was lost with the checkpoint.
-    async fn find<K: ClaimObject>(&self, uid: &ClaimUid) -> Result<Option<K>, kube::Error> {
-        let api = Api::<K>::all(self.client.clone());
+    async fn find<K: ClaimObject>(&self, uid: &ClaimUid) -> Result<Option<K>, String> {
+        let api = Api::<DecodedClaim<K>>::all(self.client.clone());
         let mut parameters = ListParams::default().limit(PAGE);
         loop {
-            let page = api.list(&parameters).await?;
+            let page = in_time(api.list(&parameters)).await?;
             let found = page
                 .items
                 .into_iter()
+                .map(|DecodedClaim(claim)| claim)
                 .find(|claim| claim.meta().uid.as_deref() == Some(uid.as_str()));
             match page.metadata.continue_.filter(|token| !token.is_empty()) {
                 Some(token) if found.is_none() => parameters.continue_token = Some(token),
@@ -244,5 +244,63 @@ impl OrphanCheck {
             info!(claim_uid = %uid, "the claim is no longer in quarantine");
         }
         all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+
+    use kube::client::Body;
+
+    use super::*;
+    use crate::node::service::{NodeRequest, OrphanReport, Quarantined, Suspects};
+
+    #[tokio::test(start_paused = true)]
+    async fn a_released_claim_is_no_longer_in_quarantine() {
+        let (node, mut backend) = NodeService::new(None, Arc::default());
+        let (quarantine, mut published) = watch::channel(Quarantine::new());
+        let server = tower::service_fn(|_: http::Request<Body>| async {
+            let busy = http::Response::builder().status(503).body(Body::empty());
+            Ok::<_, Infallible>(busy.unwrap())
+        });
+        let check = OrphanCheck {
+            client: kube::Client::new(server, "default"),
+            driver_name: DriverName::parse("drayman.dev").unwrap(),
+            node_name: "node-a".into(),
+            node,
+            cluster: watch::channel(ClusterFacts::default()).1,
+            quarantine,
+            metrics: Arc::default(),
+        };
+        let check = tokio::spawn(check.run(CancellationToken::new()));
+        backend.prepared.send_replace(1);
+        let Some(NodeRequest::FindOrphans(_, answer)) = backend.requests.recv().await else {
+            panic!("a check");
+        };
+        let suspects = Suspects {
+            next: Duration::from_secs(300),
+            ..Suspects::default()
+        };
+        answer.send(suspects).unwrap();
+        let Some(NodeRequest::DecideOrphans(_, _, _, answer)) = backend.requests.recv().await else {
+            panic!("the end of the check");
+        };
+        let quarantined = Quarantined {
+            claim: "claim default/camera".into(),
+            why: "kubelet no longer lists it".into(),
+        };
+        let uid = ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a").unwrap();
+        let report = OrphanReport {
+            quarantine: [(uid, quarantined)].into(),
+            again: None,
+        };
+        answer.send(report).unwrap();
+        published.wait_for(|all| !all.is_empty()).await.unwrap();
+        backend.prepared.send_replace(0);
+        backend.check_due.notify_one();
+        let empty = timeout(Duration::from_secs(60), published.wait_for(BTreeMap::is_empty));
+        assert!(empty.await.unwrap().unwrap().is_empty());
+        check.abort();
     }
 }

@@ -116,14 +116,14 @@ impl Follower {
                 let problem = error.to_string();
                 if refused.as_ref() != Some(&problem) {
                     let reason = error.reason();
-                    warn!(
-                        reason,
+                    let note = format!(
                         "the configuration has changed and is refused; the one before stays in force: {problem}"
                     );
+                    warn!(reason, "{note}");
                     self.report(DeviceEvent {
                         reason,
                         warning: true,
-                        note: format!("the configuration has changed and is refused; the one before stays in force: {problem}"),
+                        note,
                     });
                     *refused = Some(problem);
                 }

@@ -6,6 +6,7 @@ mod mounted;
 mod resource_apis;
 mod retried;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -79,6 +80,14 @@ impl NodeOptions {
             registration_status: watch::Sender::new(RegistrationStatus::starting()),
             metrics: Arc::default(),
             disk: Disk::default(),
+        }
+    }
+
+    /// Kubelet's directories.
+    fn kubelet(&self) -> KubeletPaths {
+        KubeletPaths {
+            root_dir: self.kubelet_root.clone(),
+            device_plugin_dir: self.device_plugin_dir.clone(),
         }
     }
 }
@@ -165,27 +174,18 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
     let _end_of_search = search.clone().drop_guard();
     let driver = HostDevices::start(followed, options.host.clone(), search.clone()).await;
     let reload = reload::Follower {
-        file: options.config,
+        file: options.config.clone(),
         configuration,
         resources,
         notices,
     };
     tokio::spawn(reload.run(search));
-    let node = Node::builder(driver, options.node_name, options.client)
-        .driver_name(options.driver_name)
-        .kubelet(KubeletPaths {
-            root_dir: options.kubelet_root,
-            device_plugin_dir: options.device_plugin_dir,
-        })
-        .plugin_registration(options.plugin_registration)
-        .cdi_dir(options.cdi_dir)
-        .orphan_grace(options.orphan_grace)
-        .container_runtime_socket(options.runtime_socket)
-        .dev_root(options.host.dev)
-        .changing(changing)
-        .notices(received)
-        .registration_status(options.registration_status)
-        .metrics(options.metrics)
-        .disk(options.disk);
+    let node = NodeBuilder {
+        driver,
+        options,
+        resources: BTreeMap::new(),
+        changing: Some(changing),
+        notices: Some(received),
+    };
     node.run(shutdown).await
 }

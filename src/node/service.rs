@@ -159,21 +159,25 @@ pub struct OrphanReport {
     pub again: Option<Duration>,
 }
 
-/// The containers of this node, listed before a Prepare was queued.
+/// The containers of this node, listed before a request was queued.
 #[derive(Clone, Debug)]
 pub struct ListedContainers {
     /// The containers, or the container runtime's error.
     pub containers: Result<Arc<RuntimeContainers>, String>,
     /// The count of releases when the list was requested.
     released: u64,
-    at: Instant,
+    /// When the list was requested.
+    pub at: Instant,
 }
 
 impl ListedContainers {
     /// Whether the list is recent enough to show every container that may still have a device without a holder. After a release it is not:
     /// the container that had the device may have started after the list was made.
+    ///
+    /// An error counts for the whole request: a silent runtime takes seconds to fail, and the state task, which serves one request at a time,
+    /// must not wait for it again.
     pub fn is_current(&self, released: u64) -> bool {
-        self.released == released && self.at.elapsed() < LIST_MAX_AGE
+        self.containers.is_err() || (self.released == released && self.at.elapsed() < LIST_MAX_AGE)
     }
 }
 
@@ -197,8 +201,13 @@ pub enum NodeRequest {
         Vec<Vec<String>>,
         oneshot::Sender<Result<Vec<ContainerEdits>, ServiceError>>,
     ),
-    /// See [`NodeService::check_start`]: a resource and its devices.
-    CheckStart(String, Vec<String>, oneshot::Sender<Result<(), ServiceError>>),
+    /// See [`NodeService::check_start`]: a resource, its devices and the listed containers.
+    CheckStart(
+        String,
+        Vec<String>,
+        Option<ListedContainers>,
+        oneshot::Sender<Result<(), ServiceError>>,
+    ),
     /// See [`NodeService::holdings`].
     Holdings(oneshot::Sender<Vec<ClaimHolding>>),
     /// See [`NodeService::in_containers`].
@@ -211,6 +220,7 @@ pub enum NodeRequest {
     DecideOrphans(
         Duration,
         BTreeMap<ClaimUid, ApiView>,
+        Option<ListedContainers>,
         oneshot::Sender<OrphanReport>,
     ),
 }
@@ -290,7 +300,7 @@ impl NodeService {
         self.metrics.handled("prepare", Some(reason));
     }
 
-    /// Lists this node's containers for a Prepare. `None` if the container runtime does not report their devices.
+    /// Lists this node's containers for a request. `None` if the container runtime does not report their devices.
     pub async fn list_containers(&self) -> Option<ListedContainers> {
         let runtime = self.runtime.as_ref()?;
         let (released, at) = (*self.released.borrow(), Instant::now());
@@ -334,8 +344,12 @@ impl NodeService {
                 () = sleep(NO_ANSWER_RETRY), if answers.iter().any(is_unanswered) => {}
                 () = sleep_until(deadline) => return answers,
             }
-            let again = held.iter().filter_map(|index| claims.get(*index).cloned());
-            for (index, answer) in held.iter().zip(self.prepare_once(again.collect(), None).await) {
+            let again: Vec<ClaimToPrepare> = held
+                .iter()
+                .filter_map(|index| claims.get(*index).cloned())
+                .collect();
+            let listed = self.list_containers().await;
+            for (index, answer) in held.iter().zip(self.prepare_once(again, listed).await) {
                 if let Some(first) = answers.get_mut(*index) {
                     *first = answer;
                 }
@@ -371,6 +385,19 @@ impl NodeService {
     pub fn plugin_devices(&self, resource_name: &str) -> Option<watch::Receiver<Vec<PluginDevice>>> {
         let resources = self.resources.borrow();
         resources.get(resource_name).map(|served| served.devices.clone())
+    }
+
+    /// Waits until an extended resource is served with this configuration.
+    pub async fn serves(&self, resource_name: &str, resource: &ExtendedResource) {
+        let mut resources = self.resources.clone();
+        let served = resources.wait_for(|all| {
+            all.get(resource_name)
+                .is_some_and(|served| served.resource == *resource)
+        });
+        if served.await.is_err() {
+            // The state task has ended; the shutdown follows.
+            std::future::pending::<()>().await;
+        }
     }
 
     /// Whether kubelet must call [`Self::check_start`] before each container with devices of this resource starts.
@@ -409,7 +436,8 @@ impl NodeService {
     /// Whether containers with these devices of an extended resource may start or restart now.
     pub async fn check_start(&self, resource_name: &str, devices: Vec<String>) -> Result<(), ServiceError> {
         let resource = resource_name.to_owned();
-        self.send(|sender| NodeRequest::CheckStart(resource, devices, sender))
+        let containers = self.list_containers().await;
+        self.send(|sender| NodeRequest::CheckStart(resource, devices, containers, sender))
             .await
             .ok_or(ServiceError::Stopping)?
     }
@@ -455,7 +483,13 @@ impl NodeService {
         now: Duration,
         answers: BTreeMap<ClaimUid, ApiView>,
     ) -> Option<OrphanReport> {
-        self.send(|sender| NodeRequest::DecideOrphans(now, answers, sender))
+        // Without answers, no claim is decided.
+        let containers = if answers.is_empty() {
+            None
+        } else {
+            self.list_containers().await
+        };
+        self.send(|sender| NodeRequest::DecideOrphans(now, answers, containers, sender))
             .await
     }
 
@@ -541,6 +575,58 @@ mod tests {
         }
         answer(&mut backend, Ok(vec!["id".into()])).await;
         assert_eq!(prepare.await.unwrap()[0].as_ref().unwrap(), &["id".to_owned()]);
+    }
+
+    /// A runtime that does not answer.
+    #[derive(Debug)]
+    struct SilentRuntime;
+
+    impl ContainerRuntime for SilentRuntime {
+        fn list_containers(&self) -> BoxFuture<'_, Result<Arc<RuntimeContainers>, String>> {
+            Box::pin(async {
+                sleep(Duration::from_secs(5)).await;
+                Err("no answer within 5 s".to_owned())
+            })
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_state_task_does_not_wait_for_a_silent_runtime() {
+        let (service, mut backend) = NodeService::new(Some(Arc::new(SilentRuntime)), Arc::default());
+        let caller = service.clone();
+        let prepare = tokio::spawn(async move {
+            let listed = caller.list_containers().await;
+            caller.prepare(vec![claim()], listed).await
+        });
+        for _ in 0..2 {
+            let Some(NodeRequest::Prepare(_, Some(listed), sender)) = backend.requests.recv().await else {
+                panic!("a Prepare with a list");
+            };
+            // The state task may be busy with other requests.
+            sleep(LIST_MAX_AGE).await;
+            assert!(listed.is_current(1), "{listed:?}");
+            let unanswered = ContainerCheckError::NoAnswer {
+                device: "kvm".into(),
+                problem: "no answer within 5 s".into(),
+            };
+            sender.send(vec![Err(unanswered.into())]).unwrap();
+        }
+        prepare.abort();
+        let caller = service.clone();
+        let start = tokio::spawn(async move { caller.check_start("example.com/a", Vec::new()).await });
+        let Some(NodeRequest::CheckStart(_, _, Some(listed), _)) = backend.requests.recv().await else {
+            panic!("a check with a list");
+        };
+        assert!(listed.is_current(1), "{listed:?}");
+        start.abort();
+        let uid = ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a").unwrap();
+        let answers = BTreeMap::from([(uid, ApiView::Gone)]);
+        let decide = tokio::spawn(async move { service.decide_orphans(Duration::ZERO, answers).await });
+        let Some(NodeRequest::DecideOrphans(_, _, Some(listed), _)) = backend.requests.recv().await else {
+            panic!("a decision with a list");
+        };
+        assert!(listed.containers.is_err(), "{listed:?}");
+        decide.abort();
     }
 
     #[tokio::test(start_paused = true)]

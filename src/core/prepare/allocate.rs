@@ -13,7 +13,8 @@ use crate::core::names::{ClaimUid, device_of_plugin_id};
 pub struct ExtendedResource {
     /// The kind of its devices.
     pub kind: String,
-    /// Whether devices of the kind have [`Mode::Both`], so that claims may hold them, too.
+    /// Whether devices of the kind have [`Mode::Both`], so that claims may hold them, too. If false, claims are refused
+    /// devices of that mode.
     pub also_by_claims: bool,
     /// Whether containers get a device by its CDI name, with a CDI file that the companion maintains, instead of by its device nodes.
     /// Kubelet 1.27 silently ignores CDI names, as does kubelet 1.28 without the feature gate `DevicePluginCDIDevices`.

@@ -327,6 +327,25 @@ mod tests {
     }
 
     #[test]
+    fn a_taint_effect_of_a_newer_release_is_harmless() {
+        let data = concat!(
+            r#"{"entries":{"7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10":{"namespace":"default","name":"camera","bootId":"7e1a","#,
+            r#""devices":[{"device":"kvm","kind":"test","taintEffect":"Later"}],"state":"started"}}}"#
+        );
+        let text = format!(
+            r#"{{"version":1,"checksum":{},"data":{data}}}"#,
+            checksum(1, data)
+        );
+        let entries = Checkpoint::decode(text.as_bytes()).unwrap().entries;
+        let held = HeldDevice {
+            kind: "test".into(),
+            ..HeldDevice::named("kvm")
+        };
+        assert!(entries.values().all(|entry| entry.devices == [held.clone()]));
+        assert_eq!(entries.len(), 1);
+    }
+
+    #[test]
     fn hostile_texts_are_refused() {
         let data = r#"{"entries":{"../../etc/passwd":{}}}"#;
         let traversal = format!(

@@ -61,21 +61,12 @@ pub struct ResourceSnapshot {
 
 impl ResourceSnapshot {
     /// Merges the snapshot of another resource, taken at the same moment.
-    pub fn add(&mut self, other: &Self) {
-        self.pods.extend(other.pods.iter().cloned());
-        self.listed.extend(
-            other
-                .listed
-                .iter()
-                .map(|(device, holder)| (device.clone(), holder.clone())),
-        );
-        self.recorded.extend(other.recorded.iter().cloned());
-        let numbers = other.numbers.iter();
-        self.numbers
-            .extend(numbers.map(|(device, numbers)| (device.clone(), numbers.clone())));
-        if self.pods_unseen.is_none() {
-            self.pods_unseen.clone_from(&other.pods_unseen);
-        }
+    pub fn add(&mut self, other: Self) {
+        self.pods.extend(other.pods);
+        self.listed.extend(other.listed);
+        self.recorded.extend(other.recorded);
+        self.numbers.extend(other.numbers);
+        self.pods_unseen = self.pods_unseen.take().or(other.pods_unseen);
     }
 }
 
@@ -289,7 +280,10 @@ impl WithdrawnDevices {
         granted: Containers,
     ) {
         let withdrawn = self.0.entry(resource.to_owned()).or_default();
-        withdrawn.devices.extend(devices);
+        for (device, numbers) in devices {
+            // A container may still have the device's first numbers if the device has moved twice.
+            add_numbers(withdrawn.devices.entry(device).or_default(), &numbers);
+        }
         withdrawn.containers = granted;
     }
 
@@ -300,12 +294,16 @@ impl WithdrawnDevices {
         }
     }
 
-    /// Drops each resource whose devices in use it still serves under the same names and device nodes: kubelet tracks those itself.
+    /// Drops each resource whose devices in use it still serves under the same names and device nodes: kubelet tracks those itself. A device
+    /// that has moved and is back has had other nodes, which a container that was restarted meanwhile may have.
     pub fn settle(&mut self, serves: impl Fn(&str, &str, &[DeviceNumber]) -> bool) {
         self.0.retain(|resource, withdrawn| {
             if withdrawn.containers.known() {
                 let mut held = withdrawn.containers.devices();
-                held.any(|(device, numbers)| !serves(resource, device, numbers))
+                held.any(|(device, numbers)| {
+                    let had = withdrawn.devices.get(device).map(Vec::as_slice);
+                    !serves(resource, device, numbers) || !serves(resource, device, had.unwrap_or_default())
+                })
             } else {
                 // A resource without devices may have had some that were unplugged since.
                 let mut had = withdrawn.devices.iter();
@@ -352,14 +350,12 @@ impl WithdrawnDevices {
         let Some(withdrawn) = self.0.get(resource) else {
             return Vec::new();
         };
-        if !withdrawn.containers.known() {
-            return withdrawn.devices.get(device).cloned().unwrap_or_default();
-        }
-        withdrawn
-            .containers
-            .numbers(device)
-            .map(<[DeviceNumber]>::to_vec)
-            .unwrap_or_default()
+        let numbers = if withdrawn.containers.known() {
+            withdrawn.containers.numbers(device)
+        } else {
+            withdrawn.devices.get(device).map(Vec::as_slice)
+        };
+        numbers.unwrap_or_default().to_vec()
     }
 
     /// Marks devices as unhealthy that containers hold, or may hold, under a name that does not serve them (any more). Devices with several
@@ -455,18 +451,12 @@ impl AllocatedClaims {
         self.known
     }
 
-    /// Replaces all claims with a complete list.
-    pub fn replace<'a>(
-        &mut self,
-        claims: impl IntoIterator<Item = &'a ResourceClaim>,
-        driver_name: &str,
-        node_name: &str,
-    ) {
-        self.claims.clear();
-        for claim in claims {
-            self.set(claim, driver_name, node_name);
+    /// A complete list without claims.
+    pub fn none() -> Self {
+        Self {
+            known: true,
+            claims: BTreeMap::new(),
         }
-        self.known = true;
     }
 
     /// Records the current state of one claim.
@@ -489,6 +479,11 @@ impl AllocatedClaims {
     /// Forgets a deleted claim.
     pub fn remove(&mut self, uid: &str) {
         self.claims.remove(uid);
+    }
+
+    /// The number of claims with devices on this node.
+    pub fn count(&self) -> usize {
+        self.claims.len()
     }
 
     /// Whether a claim has devices of this node allocated.
@@ -550,6 +545,11 @@ mod tests {
         let holder = withdrawn.holder_by_another_name(&device);
         assert_eq!(holder.as_deref(), Some("a container that may have it as x"));
         assert_eq!(withdrawn.numbers("example.com/x", "x"), [number]);
+        // It moves once more before kubelet answers.
+        let moved = DeviceNumber { minor: 1, ..number };
+        let devices = BTreeMap::from([("x".to_owned(), vec![moved])]);
+        withdrawn.withdraw("example.com/x", devices, Containers::default());
+        assert!(withdrawn.holder_by_another_name(&device).is_some());
         withdrawn.seen("example.com/x", &ResourceSnapshot::default(), START);
         assert_eq!(withdrawn.holder_by_another_name(&device), None);
         assert!(withdrawn.numbers("example.com/x", "x").is_empty());
@@ -841,6 +841,32 @@ mod withdrawn_tests {
     }
 
     #[test]
+    fn a_device_that_has_moved_and_is_back_has_had_another_node() {
+        let [first, second] = ["c120:6", "c120:7"].map(|number| number.parse::<DeviceNumber>().unwrap());
+        let serves =
+            |_: &str, _: &str, numbers: &[DeviceNumber]| numbers.iter().all(|number| *number == first);
+        let lost = |number| BTreeMap::from([("x".to_owned(), vec![number])]);
+        let mut withdrawn = WithdrawnDevices::default();
+        withdrawn.withdraw(OLD, lost(first), Containers::default());
+        withdrawn.seen(OLD, &shown(&["x"]), Duration::ZERO);
+        let mut once = withdrawn.clone();
+        once.settle(serves);
+        assert!(once.is_empty());
+        withdrawn.withdraw(OLD, lost(second), Containers::default());
+        withdrawn.seen(OLD, &shown(&["x"]), Duration::ZERO);
+        withdrawn.settle(serves);
+        let y = Device {
+            name: "y".into(),
+            device_numbers: [second].into(),
+            ..Device::default()
+        };
+        assert!(withdrawn.holder_by_another_name(&y).is_some());
+        withdrawn.seen(OLD, &shown(&[]), Duration::ZERO);
+        withdrawn.settle(serves);
+        assert!(withdrawn.is_empty());
+    }
+
+    #[test]
     fn an_unlisted_grant_counts_and_a_renamed_resource_asks_again() {
         let mut granted = Containers::default();
         granted.allocated([("x", &[][..])], Duration::ZERO);
@@ -899,8 +925,10 @@ mod allocated_claims_tests {
     }
 
     fn allocated_claims(claims: &[ResourceClaim]) -> AllocatedClaims {
-        let mut allocated_claims = AllocatedClaims::default();
-        allocated_claims.replace(claims, "drayman.dev", "node-a");
+        let mut allocated_claims = AllocatedClaims::none();
+        for claim in claims {
+            allocated_claims.set(claim, "drayman.dev", "node-a");
+        }
         allocated_claims
     }
 

@@ -1,8 +1,8 @@
 //! The checkpoint of kubelet's device manager: `kubelet_internal_checkpoint` in the device plugin directory.
 //!
-//! Kubelet replaces it at each grant and at each device list of a plugin, and keeps ended pods until then. It contains init containers and pods that were deleted by
-//! force, which the PodResources API omits. Upstream: `PodDevicesEntry` in `pkg/kubelet/cm/devicemanager/checkpoint`, unchanged from 1.20
-//! to 1.37.
+//! Kubelet replaces it at each grant and at each device list of a plugin, and keeps ended pods until then. It contains init containers and
+//! pods that were deleted by force, which the PodResources API omits. Upstream: `PodDevicesEntry` in
+//! `pkg/kubelet/cm/devicemanager/checkpoint`, unchanged from 1.20 to 1.37.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -144,6 +144,7 @@ pub(super) fn metadata_files<'a>(
                 attributes: &metadata.attributes,
             });
             let object = MetadataObject {
+                api_version: "",
                 kind: "DeviceMetadata",
                 metadata: claim,
                 pod_claim_name: metadata.pod_claim_name.as_deref(),
@@ -154,7 +155,7 @@ pub(super) fn metadata_files<'a>(
             };
             Some(MetadataFile {
                 name: format!("{number}.json"),
-                content: content(&object)?,
+                content: content(object)?,
                 cdi_device: first.to_string(),
                 container_path: format!("{DIRECTORY}/{directory}/{base}/{driver}-metadata.json"),
             })
@@ -163,11 +164,11 @@ pub(super) fn metadata_files<'a>(
 }
 
 /// The same object in each version, one per line.
-fn content(object: &MetadataObject<'_>) -> Option<String> {
+fn content(mut object: MetadataObject<'_>) -> Option<String> {
     let mut content = String::new();
     for api_version in VERSIONS {
-        let versioned = VersionedObject { api_version, object };
-        content.push_str(&serde_json::to_string(&versioned).ok()?);
+        object.api_version = api_version;
+        content.push_str(&serde_json::to_string(&object).ok()?);
         content.push('\n');
     }
     Some(content)
@@ -175,15 +176,9 @@ fn content(object: &MetadataObject<'_>) -> Option<String> {
 
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
-struct VersionedObject<'a> {
-    api_version: &'a str,
-    #[serde(flatten)]
-    object: &'a MetadataObject<'a>,
-}
-
-#[derive(Serialize)]
-#[serde(rename_all = "camelCase")]
 struct MetadataObject<'a> {
+    /// One of [`VERSIONS`]; set by [`content`].
+    api_version: &'a str,
     kind: &'a str,
     metadata: ClaimMetadata<'a>,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -3,18 +3,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::containers::{AllocatedClaims, Conflicting, Containers, shortened, withhold_device};
-use super::prepared_claims::{Entry, PreparedClaims, are_among, is_same_node};
-use crate::api::crd::{Device, Mode};
+use super::prepared_claims::{Entry, PreparedClaims, is_same_node};
+use crate::api::crd::{Device, Mode, TaintEffect};
 pub use crate::core::discovery::Devices;
 use crate::core::discovery::attributes::numa_nodes;
 use crate::core::names::{ClaimUid, plugin_ids};
 
 /// Whether every held device was found unchanged. The inventory then equals the found devices and need not be built.
 pub fn is_as_found(found: &Devices, prepared_claims: &PreparedClaims) -> bool {
-    prepared_claims
-        .entries()
-        .values()
-        .all(|entry| entry.is_as_found(found))
+    let mut held = prepared_claims.entries().values().flat_map(Entry::held_devices);
+    held.all(|held| held.is_as_found(found))
 }
 
 /// Merges the found devices with the devices that claims hold.
@@ -27,10 +25,7 @@ pub fn inventory(found: &Devices, previous: &Devices, prepared_claims: &Prepared
     let mut all = found.clone();
     for (uid, entry) in prepared_claims.entries() {
         for held in entry.held_devices() {
-            if found
-                .get(&held.device)
-                .is_some_and(|device| are_among(&held.numbers, &device.device_numbers))
-            {
+            if held.is_as_found(found) {
                 continue;
             }
             // An unknown kind means that the entry was rebuilt from a CDI file.
@@ -42,6 +37,10 @@ pub fn inventory(found: &Devices, previous: &Devices, prepared_claims: &Prepared
                     taint_effect: held.taint_effect,
                     ..Device::default()
                 });
+                if device.taint_effect == TaintEffect::default() {
+                    // The previous inventory may have withheld the device.
+                    device.taint_effect = held.taint_effect;
+                }
                 device.unhealthy = Some(shortened(format!(
                     "the device is gone, or no longer described by the configuration, while {} holds it",
                     entry.describe(uid)
@@ -239,7 +238,7 @@ mod tests {
     use super::super::containers::ResourceSnapshot;
     use super::super::prepared_claims::{HeldDevice, Progress};
     use super::*;
-    use crate::api::crd::{AttributeValue, TEXT_MAX, TaintEffect};
+    use crate::api::crd::{AttributeValue, TEXT_MAX};
     use crate::core::discovery::attributes::NODES;
 
     fn device(name: &str, mode: Mode) -> (String, Device) {
@@ -307,6 +306,28 @@ mod tests {
             (after["b"].taint_effect, after["b"].shares),
             (TaintEffect::NoExecute, Some(4))
         );
+        // Withheld until it vanished, which evicted nobody.
+        let mut withheld = Devices::from([device("b", Mode::Claims)]);
+        withhold(
+            &mut withheld,
+            &prepared_claims,
+            &BTreeMap::from([(uid, String::new())]),
+        );
+        let after = inventory(&Devices::new(), &withheld, &prepared_claims);
+        assert_eq!(after["b"].taint_effect, TaintEffect::NoExecute);
+    }
+
+    #[test]
+    fn a_device_of_a_rebuilt_claim_stays_when_it_vanishes() {
+        let mut prepared_claims = prepared_claims_holding("b");
+        let (uid, entry) = prepared_claims.entries().iter().next().unwrap();
+        let (uid, mut rebuilt) = (uid.clone(), entry.clone());
+        rebuilt.devices = vec![HeldDevice::named("b")];
+        prepared_claims = PreparedClaims::new("boot", BTreeMap::from([(uid.clone(), rebuilt)]));
+        let found = Devices::from([device("b", Mode::Claims)]);
+        prepared_claims.set_container_edits(&uid, ContainerEdits::default(), &found);
+        let after = inventory(&Devices::new(), &found, &prepared_claims);
+        assert!(after["b"].unhealthy.is_some());
     }
 
     #[test]
@@ -417,8 +438,7 @@ mod tests {
 
     /// The device ids of kind `test`, with a question mark if unhealthy; no claim is allocated.
     fn offered(all: &Devices, prepared_claims: &PreparedClaims, containers: &Containers) -> Vec<String> {
-        let mut allocated_claims = AllocatedClaims::default();
-        allocated_claims.replace([], "drayman.dev", "node-a");
+        let allocated_claims = AllocatedClaims::none();
         let handed_out = HandedOut {
             prepared_claims,
             allocated_claims: &allocated_claims,

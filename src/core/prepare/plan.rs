@@ -333,7 +333,6 @@ pub(super) fn described(inventory: &Devices, allocated: &HeldDevice) -> HeldDevi
         ..HeldDevice::named(&allocated.device)
     };
     if let Some(device) = device {
-        held.kind.clone_from(&device.kind);
         held.numbers = device.device_numbers.to_vec();
         held.describe(device);
     }
@@ -357,12 +356,13 @@ pub fn plan_unprepare(
     Ok(steps)
 }
 
-/// The steps that update a claim's CDI file to the present state of its devices.
+/// The steps that update a claim's CDI file to the present state of its devices. The device numbers are recorded before a container can get
+/// them from the file.
 pub(super) fn restore(uid: &ClaimUid) -> Vec<PlanStep> {
     vec![
         PlanStep::Prepare(uid.clone()),
-        PlanStep::WriteCdi(uid.clone()),
         PlanStep::Save(Vec::new()),
+        PlanStep::WriteCdi(uid.clone()),
     ]
 }
 
@@ -784,44 +784,26 @@ impl Refusal {
 
     /// Whether the request itself is invalid, so that it can never succeed on this node.
     pub fn is_invalid_request(&self) -> bool {
-        match self {
+        matches!(
+            self,
             Self::ClaimUid(_)
-            | Self::ClaimName { .. }
-            | Self::Handle(_)
-            | Self::OtherClaim { .. }
-            | Self::OtherNode { .. }
-            | Self::OtherPool { .. }
-            | Self::NoDevice
-            | Self::Twice(_)
-            | Self::NoResource(_)
-            | Self::OtherResource { .. } => true,
-            Self::EarlierNode { .. }
-            | Self::NodeUnknown(_)
-            | Self::Gone(_)
-            | Self::WrongMode { .. }
-            | Self::Unhealthy { .. }
-            | Self::Held { .. }
-            | Self::AllShares { .. }
-            | Self::TooFewShares { .. }
-            | Self::StillUsed { .. }
-            | Self::InContainer { .. }
-            | Self::ContainersUnknown { .. }
-            | Self::Allocated { .. }
-            | Self::Unaccounted { .. }
-            | Self::Changed { .. }
-            | Self::SamePath(_) => false,
-        }
+                | Self::ClaimName { .. }
+                | Self::Handle(_)
+                | Self::OtherClaim { .. }
+                | Self::OtherNode { .. }
+                | Self::OtherPool { .. }
+                | Self::NoDevice
+                | Self::Twice(_)
+                | Self::NoResource(_)
+                | Self::OtherResource { .. }
+        )
     }
 }
 
 /// Maximum length, in characters, of foreign text quoted in an error.
 const SHOWN_MAX: usize = 64;
 
-pub(super) fn check_name(
-    field: &'static str,
-    value: &str,
-    rule: impl Fn(&str) -> bool,
-) -> Result<(), Refusal> {
+fn check_name(field: &'static str, value: &str, rule: impl Fn(&str) -> bool) -> Result<(), Refusal> {
     if rule(value) {
         Ok(())
     } else {
@@ -832,11 +814,7 @@ pub(super) fn check_name(
     }
 }
 
-pub(super) fn check_handle(
-    handle: &DeviceHandle,
-    uid: &ClaimUid,
-    node: &NodeIdentity,
-) -> Result<(), Refusal> {
+fn check_handle(handle: &DeviceHandle, uid: &ClaimUid, node: &NodeIdentity) -> Result<(), Refusal> {
     if handle.claim_uid != uid.as_str() {
         return Err(Refusal::OtherClaim {
             expected: uid.to_string(),
@@ -923,7 +901,7 @@ fn shown(text: &str) -> String {
     text.chars().take(SHOWN_MAX).collect()
 }
 
-pub(super) fn list<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
+fn list<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
     names.into_iter().map(shown).collect::<Vec<_>>().join(", ")
 }
 

@@ -8,7 +8,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::container_edits::{ContainerEdits, cdi_device, cdi_spec, edits_of_cdi};
 use super::device_metadata::{ClaimMetadata, DeviceMetadata, MetadataFile, metadata_files};
@@ -50,7 +50,7 @@ pub struct Entry {
 pub struct HeldDevice {
     /// The device's name in the inventory.
     pub device: String,
-    /// The kind of the device; empty if the entry was rebuilt from a CDI file.
+    /// The kind of the device when it was last found; empty if the entry was rebuilt from a CDI file and the device was not found since.
     pub kind: String,
     /// The numbers of the device's own nodes: all that containers of the claim may have been given since the node booted. Empty if unknown:
     /// the driver does not report them, or an earlier release wrote the checkpoint.
@@ -60,7 +60,11 @@ pub struct HeldDevice {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_shares: Option<u32>,
     /// The effect of the device's taint when it was last found.
-    #[serde(default, skip_serializing_if = "is_default")]
+    #[serde(
+        default,
+        deserialize_with = "known_or_default",
+        skip_serializing_if = "is_default"
+    )]
     pub taint_effect: TaintEffect,
     /// Details of structured mode; `None` in classic mode.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -69,6 +73,12 @@ pub struct HeldDevice {
 
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
+}
+
+/// Reads an effect of a newer release as the default, because the claims of the checkpoint matter more.
+fn known_or_default<'de, D: Deserializer<'de>>(deserializer: D) -> Result<TaintEffect, D::Error> {
+    let stored = serde_json::Value::deserialize(deserializer)?;
+    Ok(TaintEffect::deserialize(stored).unwrap_or_default())
 }
 
 /// How the scheduler allocated a device, and the edits for the containers that name its request.
@@ -100,18 +110,20 @@ impl HeldDevice {
 
     /// Records the properties of the device as found.
     pub(super) fn describe(&mut self, device: &Device) {
+        self.kind.clone_from(&device.kind);
         self.device_shares = device.shares;
         self.taint_effect = device.taint_effect;
     }
 
+    /// Whether the device was found under the same name with the same device nodes.
+    pub fn is_as_found(&self, found: &Devices) -> bool {
+        let device = found.get(&self.device);
+        device.is_some_and(|device| are_among(&self.numbers, &device.device_numbers))
+    }
+
     /// Whether the ids of the claim's shares were lost with the checkpoint.
     pub fn has_lost_shares(&self, allocated: &Self) -> bool {
-        let ids = |held: &Self| {
-            held.structured
-                .as_ref()
-                .map_or(0, |structured| structured.share_ids.len())
-        };
-        self.device == allocated.device && ids(self) == 0 && ids(allocated) > 0
+        self.device == allocated.device && self.share_id_count() == 0 && allocated.share_id_count() > 0
     }
 
     /// Whether the claim has admin access to the device, and so does not hold it.
@@ -123,11 +135,12 @@ impl HeldDevice {
 
     /// The number of shares that the claim holds of a device with shares.
     pub fn shares(&self) -> usize {
-        let ids = self
-            .structured
-            .as_ref()
-            .map_or(0, |structured| structured.share_ids.len());
-        ids.max(1)
+        self.share_id_count().max(1)
+    }
+
+    fn share_id_count(&self) -> usize {
+        let structured = self.structured.as_ref();
+        structured.map_or(0, |structured| structured.share_ids.len())
     }
 }
 
@@ -218,14 +231,9 @@ impl PreparedClaims {
 
     /// A claim that holds a device: the only one, unless the device has shares.
     pub fn holder(&self, device: &str) -> Option<(&ClaimUid, &Entry)> {
-        self.holders(device).next()
-    }
-
-    /// The claims that hold a device; several if it has shares.
-    pub fn holders(&self, device: &str) -> impl Iterator<Item = (&ClaimUid, &Entry)> {
         self.entries
             .iter()
-            .filter(move |(_, entry)| entry.held_devices().any(|held| held.device == device))
+            .find(|(_, entry)| entry.held_devices().any(|held| held.device == device))
     }
 
     /// The claims that hold a device under its own name, and those in use that hold it under another. Records by another name from an
@@ -376,15 +384,6 @@ impl Entry {
         self.devices.iter().filter(|held| !held.has_admin_access())
     }
 
-    /// Whether every held device was found under the same name with the same device nodes.
-    pub fn is_as_found(&self, found: &Devices) -> bool {
-        self.held_devices().all(|held| {
-            found
-                .get(&held.device)
-                .is_some_and(|device| are_among(&held.numbers, &device.device_numbers))
-        })
-    }
-
     /// The CDI file of the claim; `None` if the driver has not made its edits. Kind and names derive only from the driver name, the claim's
     /// uid and the names of its devices.
     pub fn cdi_spec(&self, driver: &DriverName, uid: &ClaimUid) -> Option<cdi::Spec> {
@@ -470,12 +469,7 @@ fn classic_devices(device: &cdi::Device) -> Option<(Vec<HeldDevice>, ContainerEd
         .environment
         .keys()
         .filter_map(|name| device_of_environment_name(name));
-    let devices: Vec<HeldDevice> = names
-        .map(|device| HeldDevice {
-            device,
-            ..HeldDevice::default()
-        })
-        .collect();
+    let devices: Vec<HeldDevice> = names.map(HeldDevice::named).collect();
     (!devices.is_empty()).then_some((devices, container_edits))
 }
 
@@ -487,14 +481,12 @@ fn structured_devices(uid: &ClaimUid, devices: &[cdi::Device]) -> Option<(Vec<He
         let container_edits = edits_of_cdi(&device.container_edits)?;
         all.extend(container_edits.clone());
         held.push(HeldDevice {
-            device: name.device,
             structured: Some(Structured {
-                share_ids: Vec::new(),
                 admin_access: name.admin_access,
                 container_edits,
                 ..Structured::default()
             }),
-            ..HeldDevice::default()
+            ..HeldDevice::named(name.device)
         });
     }
     (!held.is_empty()).then_some((held, all))

@@ -201,11 +201,8 @@ pub fn plan_restoring(prepared_claims: &PreparedClaims) -> Vec<(ClaimUid, Vec<Pl
         .entries()
         .iter()
         .filter(|(_, entry)| entry.is_done() && !entry.is_unaccounted());
-    done.map(|(uid, _)| {
-        let steps = vec![PlanStep::Prepare(uid.clone()), PlanStep::WriteCdi(uid.clone())];
-        (uid.clone(), steps)
-    })
-    .collect()
+    let steps = |uid: &ClaimUid| vec![PlanStep::Prepare(uid.clone()), PlanStep::WriteCdi(uid.clone())];
+    done.map(|(uid, _)| (uid.clone(), steps(uid))).collect()
 }
 
 /// Plans a retry of restoring one claim's CDI file. Returns `None` if there is nothing to restore: the claim is gone or not prepared, or its
@@ -353,7 +350,7 @@ pub fn plan_free(uid: &ClaimUid) -> Vec<PlanStep> {
 /// All prepared claims, in order of their uids.
 pub fn holdings(
     prepared_claims: &PreparedClaims,
-    quarantine: &std::collections::BTreeMap<ClaimUid, String>,
+    quarantine: &BTreeMap<ClaimUid, String>,
 ) -> Vec<ClaimHolding> {
     let holding = |(uid, entry): (&ClaimUid, &Entry)| ClaimHolding {
         uid: uid.to_string(),

@@ -212,20 +212,17 @@ pub fn parse_info(info: &BTreeMap<String, String>) -> Result<ContainerDevices, R
     let annotated = annotations
         .filter(|(name, _)| name.starts_with(CDI_ANNOTATION))
         .flat_map(|(_, names)| names.split(',').map(str::to_owned).collect::<Vec<_>>());
-    let paths = info.config.devices.into_iter().flatten();
-    Ok(ContainerDevices {
-        numbers: if is_privileged {
-            BTreeSet::new()
-        } else {
-            numbers.collect()
-        },
-        host_paths: if is_privileged {
-            paths.map(|device| device.host_path).collect()
-        } else {
-            BTreeSet::new()
-        },
+    let mut given = ContainerDevices {
         cdi_devices: names.map(|device| device.name).chain(annotated).collect(),
-    })
+        ..ContainerDevices::default()
+    };
+    if is_privileged {
+        let paths = info.config.devices.into_iter().flatten();
+        given.host_paths = paths.map(|device| device.host_path).collect();
+    } else {
+        given.numbers = numbers.collect();
+    }
+    Ok(given)
 }
 
 impl SpecDevice {

@@ -518,42 +518,34 @@ fn a_list_without_a_known_slice_names_it() {
 
 #[test]
 fn a_webhooks_change_is_not_fought() {
-    let (mut server, mut slices) = started(TAINTS, 2);
-    slices.set_devices(devices(3));
-    let write = slices.next().unwrap();
-    let Write::Replace(desired) = &write else {
-        panic!("{write:?}")
-    };
-    let mut changed = (**desired).clone();
-    changed.spec.devices.as_mut().unwrap()[0].attributes = None;
-    let stored = server.store(changed);
-    assert_eq!(
-        slices.written(&write, Some(stored)),
-        BTreeSet::from([Altered::Otherwise])
-    );
-    assert_eq!(slices.next(), None);
-    slices.set_devices(devices(2));
-    assert!(slices.next().is_some());
-}
-
-#[test]
-fn a_webhook_that_removes_owners_is_not_fought() {
-    let (mut server, mut slices) = started(TAINTS, 2);
-    slices.set_devices(devices(3));
-    let write = slices.next().unwrap();
-    let Write::Replace(desired) = &write else {
-        panic!("{write:?}")
-    };
-    let mut changed = (**desired).clone();
-    changed.metadata.owner_references = None;
-    let stored = server.store(changed);
-    assert_eq!(
-        slices.written(&write, Some(stored)),
-        BTreeSet::from([Altered::Otherwise])
-    );
-    assert_eq!(slices.next(), None);
-    slices.set_node_uid("n-2".into());
-    assert!(slices.next().is_some());
+    type Case = (fn(&mut ResourceSlice), fn(&mut Slices));
+    let removes_attributes =
+        |slice: &mut ResourceSlice| slice.spec.devices.as_mut().unwrap()[0].attributes = None;
+    let removes_owners = |slice: &mut ResourceSlice| slice.metadata.owner_references = None;
+    let fewer_devices = |slices: &mut Slices| slices.set_devices(devices(2));
+    let another_node = |slices: &mut Slices| slices.set_node_uid("n-2".into());
+    let cases: [Case; 2] = [
+        (removes_attributes, fewer_devices),
+        (removes_owners, another_node),
+    ];
+    for (webhook, change) in cases {
+        let (mut server, mut slices) = started(TAINTS, 2);
+        slices.set_devices(devices(3));
+        let write = slices.next().unwrap();
+        let Write::Replace(desired) = &write else {
+            panic!("{write:?}")
+        };
+        let mut changed = (**desired).clone();
+        webhook(&mut changed);
+        let stored = server.store(changed);
+        assert_eq!(
+            slices.written(&write, Some(stored)),
+            BTreeSet::from([Altered::Otherwise])
+        );
+        assert_eq!(slices.next(), None);
+        change(&mut slices);
+        assert!(slices.next().is_some());
+    }
 }
 
 #[test]

@@ -9,6 +9,7 @@ use futures::{Stream, stream};
 use prost::Message;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
@@ -84,6 +85,7 @@ pub async fn serve(
         options,
         devices,
         streams: streams.clone(),
+        pending: TaskTracker::new(),
         shutdown: ours.clone(),
     };
     let service = DevicePluginServer::new(service)
@@ -118,6 +120,7 @@ pub async fn serve(
                 () = ours.cancelled() => {}
                 () = registrar.run() => {}
             }
+            listening.closed().await;
             Ok(())
         }
         PluginRegistration::PluginWatcher => {
@@ -128,14 +131,13 @@ pub async fn serve(
                 state: state.clone(),
                 streams: streams.subscribe(),
                 calls,
+                service: listening,
                 shutdown: ours.clone(),
             }
             .run()
             .await
         }
     };
-    ours.cancel();
-    listening.closed().await;
     state.send_replace(KubeletApiState::Closed);
     registered
 }
@@ -154,6 +156,8 @@ struct DevicePluginService {
     options: DevicePluginOptions,
     devices: watch::Receiver<Vec<PluginDevice>>,
     streams: watch::Sender<Streams>,
+    /// The calls that wait for the state task.
+    pending: TaskTracker,
     shutdown: CancellationToken,
 }
 
@@ -180,6 +184,7 @@ impl DevicePlugin for DevicePluginService {
             resource_name: self.resource_name.clone(),
             devices: self.devices.clone(),
             sent: None,
+            pending: self.pending.clone(),
             shutdown: self.shutdown.clone(),
             _open: OpenStream {
                 number,
@@ -217,6 +222,7 @@ impl DevicePlugin for DevicePluginService {
         &self,
         request: Request<PreStartContainerRequest>,
     ) -> Result<Response<PreStartContainerResponse>, Status> {
+        let _pending = self.pending.token();
         let devices = request.into_inner().devices_ids;
         check_devices(&devices)?;
         self.node
@@ -230,6 +236,7 @@ impl DevicePlugin for DevicePluginService {
         &self,
         request: Request<AllocateRequest>,
     ) -> Result<Response<AllocateResponse>, Status> {
+        let _pending = self.pending.token();
         let containers = request.into_inner().container_requests;
         check_containers(containers.len())?;
         let containers: Vec<_> = containers
@@ -306,13 +313,14 @@ struct Lists {
     resource_name: String,
     devices: watch::Receiver<Vec<PluginDevice>>,
     sent: Option<Vec<PluginDevice>>,
+    pending: TaskTracker,
     shutdown: CancellationToken,
     _open: OpenStream,
 }
 
 impl Lists {
     /// The next message: the current device list, once it differs from the last one sent. The stream ends only on shutdown, because
-    /// kubelet marks all devices unhealthy when it ends.
+    /// kubelet marks all devices unhealthy when it ends, and only after the calls in progress, because kubelet then closes its connection.
     async fn next(mut self) -> Option<(Result<ListAndWatchResponse, Status>, Self)> {
         loop {
             let now = self.devices.borrow_and_update().clone();
@@ -328,13 +336,16 @@ impl Lists {
                     "the list of devices is larger than the {MAX_LIST} bytes that kubelet takes, and is not sent"
                 );
             }
+            let (shutdown, pending) = (&self.shutdown, &self.pending);
+            let end = async {
+                shutdown.cancelled().await;
+                pending.close();
+                pending.wait().await;
+            };
             tokio::select! {
-                () = self.shutdown.cancelled() => return None,
-                changed = self.devices.changed() => if changed.is_err() {
-                    // The sender is gone, so the process is stopping; the shutdown follows.
-                    self.shutdown.cancelled().await;
-                    return None;
-                }
+                () = end => return None,
+                // Without a sender, the process is stopping; the shutdown follows.
+                Ok(()) = self.devices.changed() => {}
             }
         }
     }
@@ -388,8 +399,77 @@ fn container_response(container_edits: ContainerEdits) -> ContainerAllocateRespo
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use tokio::time::timeout;
+    use tonic::transport::Endpoint;
+
     use super::*;
+    use crate::api::proto::device_plugin_v1beta1::ContainerAllocateRequest;
+    use crate::api::proto::device_plugin_v1beta1::device_plugin_client::DevicePluginClient;
+    use crate::core::prepare::allocate::ExtendedResource;
     use crate::core::prepare::container_edits::{DeviceNode, Mount as HostMount};
+    use crate::node::service::{NodeRequest, ServedResource};
+
+    #[tokio::test]
+    async fn an_allocate_in_progress_is_answered_before_the_end() {
+        let (driver, resource) = ("drayman.dev", "example.com/port");
+        let root = tempfile::tempdir().unwrap();
+        let paths = KubeletPaths {
+            root_dir: root.path().to_owned(),
+            ..KubeletPaths::default()
+        };
+        let (node, mut backend) = NodeService::new(None, Arc::default());
+        let (_devices, devices) = watch::channel(Vec::new());
+        let served = ServedResource {
+            resource: ExtendedResource::of_kind("port"),
+            devices,
+        };
+        backend
+            .resources
+            .send_replace(Arc::new([(resource.to_owned(), served)].into()));
+        let (state, mut seen) = watch::channel(KubeletApiState::Starting);
+        let shutdown = CancellationToken::new();
+        let task = tokio::spawn(serve(
+            node,
+            paths.clone(),
+            PluginRegistration::PluginWatcher,
+            driver.into(),
+            resource.into(),
+            state,
+            shutdown.clone(),
+        ));
+        seen.wait_for(|state| *state == KubeletApiState::Waiting)
+            .await
+            .unwrap();
+
+        let socket = paths.watched_device_plugin_socket(driver, resource).path;
+        let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display())).unwrap();
+        let mut client = DevicePluginClient::new(endpoint.connect().await.unwrap());
+        let mut lists = client.list_and_watch(Empty {}).await.unwrap().into_inner();
+        lists.message().await.unwrap().expect("a list");
+        let request = AllocateRequest {
+            container_requests: vec![ContainerAllocateRequest {
+                devices_ids: vec!["a".into()],
+            }],
+        };
+        let allocate = tokio::spawn(async move { client.allocate(request).await });
+        let Some(NodeRequest::Allocate(_, _, answer)) = backend.requests.recv().await else {
+            panic!("an Allocate");
+        };
+        shutdown.cancel();
+        let still = Duration::from_millis(200);
+        assert!(timeout(still, lists.message()).await.is_err(), "no end yet");
+        let registration = paths.device_plugin_registration_socket(driver, resource).path;
+        assert!(registration.exists());
+
+        answer.send(Ok(vec![ContainerEdits::default()])).unwrap();
+        allocate.await.unwrap().unwrap();
+        assert_eq!(lists.message().await.unwrap(), None);
+        task.await.unwrap().unwrap();
+        assert!(!registration.exists());
+    }
 
     #[test]
     fn the_list_has_the_bytes_that_kubelet_reads() {

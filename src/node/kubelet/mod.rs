@@ -18,6 +18,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use prost::Message;
 use thiserror::Error;
 use tokio::sync::watch;
 use tonic::Status;
@@ -199,6 +200,11 @@ fn status(error: &ServiceError) -> Status {
 /// The text of an error in an answer to kubelet, which shows it in the event of the pod.
 fn with_reason(reason: &str, error: &dyn fmt::Display) -> String {
     format!("{reason}: {error}")
+}
+
+/// The same message of another version of its API, without the fields that this version does not have.
+fn recoded<T: Message + Default>(message: &impl Message) -> Result<T, Status> {
+    T::decode(message.encode_to_vec().as_slice()).map_err(|error| Status::internal(error.to_string()))
 }
 
 /// The state task violated its contract: one answer per request.

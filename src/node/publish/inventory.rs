@@ -1,6 +1,7 @@
 //! Publishes the NodeInventory of this node and driver, and events about the Node. In structured mode, only events.
 //!
-//! The spec is written by server-side apply and the status by a merge patch, each only if it differs from the stored one. An idle
+//! The spec is written by server-side apply and the status by a merge patch, each only if it differs from the stored one. Server-side
+//! apply keeps devices and fields that others have added, so these are removed by a merge patch of the devices. An idle
 //! node writes nothing. Kubelet is served regardless of whether the API server is reachable.
 
 mod object;
@@ -177,7 +178,7 @@ impl InventoryPublisher {
             }
         }
         if !cluster.is_structured() {
-            self.say_stopped(&api, &name, &seen).await;
+            self.say_stopped(&api, &name, seen).await;
         }
     }
 
@@ -266,7 +267,17 @@ impl InventoryPublisher {
         }
         seen.dropped = dropped;
         let applied = call(api.patch(name, &parameters, &Patch::Apply(&inventory))).await;
-        let stored = applied.map_err(|error| error.of_write("NodeInventory", &inventory))?;
+        let mut stored = applied.map_err(|error| error.of_write("NodeInventory", &inventory))?;
+        let ours = &inventory.spec.devices;
+        if stored.devices != DeviceCounts::of(ours) {
+            info!(
+                inventory = name,
+                "the inventory has devices or fields of devices that somebody else added; they are removed"
+            );
+            let patch = Patch::Merge(serde_json::json!({ "spec": { "devices": ours } }));
+            let replaced = call(api.patch(name, &PatchParams::default(), &patch)).await;
+            stored = replaced.map_err(|error| error.of_write("NodeInventory", &inventory))?;
+        }
         seen.stored = Some(stored);
         info!(
             inventory = name,
@@ -298,11 +309,7 @@ impl InventoryPublisher {
         Ok(())
     }
 
-    async fn say_stopped(&self, api: &Inventories, name: &str, seen: &Seen) {
-        let mut seen = Seen {
-            stored: seen.stored.clone(),
-            ..Seen::default()
-        };
+    async fn say_stopped(&self, api: &Inventories, name: &str, mut seen: Seen) {
         let registration_status = RegistrationStatus {
             reason: "Stopped".to_owned(),
             message: "the companion was stopped; running containers keep their devices".to_owned(),

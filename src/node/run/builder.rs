@@ -15,7 +15,7 @@ use tracing::{info, warn};
 
 use super::kubelet_apis::{ClaimsEndpoint, KubeletApis, ServedClaims};
 use super::mounted::mounted;
-use super::{NodeError, boot_id};
+use super::{NodeError, NodeOptions, boot_id};
 use crate::api::proto::node_records::HandOverResponse;
 use crate::core::discovery::device_events::DeviceEvent;
 use crate::core::names::DriverName;
@@ -24,7 +24,6 @@ use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::containers::WithdrawnDevices;
 use crate::core::prepare::inventory::Devices;
-use crate::core::prepare::orphans;
 use crate::core::prepare::recovery::running_claims;
 use crate::node::admin::{self, Companion};
 use crate::node::container_runtime::{ContainerRuntime, CriClient};
@@ -90,23 +89,14 @@ pub struct Node;
 
 /// A companion that has not started.
 pub struct NodeBuilder<D> {
-    driver: D,
-    driver_name: String,
-    node_name: String,
-    client: kube::Client,
-    kubelet: KubeletPaths,
-    plugin_registration: PluginRegistration,
-    cdi_dir: PathBuf,
-    orphan_grace: Duration,
-    runtime_socket: Option<PathBuf>,
-    dev_root: PathBuf,
-    resources: BTreeMap<String, ExtendedResource>,
+    pub(super) driver: D,
+    /// The configuration file, and the host's paths except `/dev`, are for the built-in discovery only.
+    pub(super) options: NodeOptions,
+    pub(super) resources: BTreeMap<String, ExtendedResource>,
     /// Overrides `resources` with ones that change.
-    changing: Option<watch::Receiver<Arc<ConfiguredResources>>>,
-    notices: Option<mpsc::Receiver<DeviceEvent>>,
-    registration_status: watch::Sender<RegistrationStatus>,
-    metrics: Arc<Metrics>,
-    disk: Disk,
+    pub(super) changing: Option<watch::Receiver<Arc<ConfiguredResources>>>,
+    /// Events about the node besides those about its devices.
+    pub(super) notices: Option<mpsc::Receiver<DeviceEvent>>,
 }
 
 impl Node {
@@ -118,21 +108,10 @@ impl Node {
     ) -> NodeBuilder<D> {
         NodeBuilder {
             driver,
-            driver_name: "drayman.dev".to_owned(),
-            node_name: node_name.into(),
-            client,
-            kubelet: KubeletPaths::default(),
-            plugin_registration: PluginRegistration::default(),
-            cdi_dir: "/var/run/cdi".into(),
-            orphan_grace: orphans::GRACE,
-            runtime_socket: None,
-            dev_root: "/dev".into(),
+            options: NodeOptions::new(node_name, PathBuf::new(), client),
             resources: BTreeMap::new(),
             changing: None,
             notices: None,
-            registration_status: watch::Sender::new(RegistrationStatus::starting()),
-            metrics: Arc::default(),
-            disk: Disk::default(),
         }
     }
 }
@@ -142,35 +121,36 @@ impl<D: NodeDriver> NodeBuilder<D> {
     /// letter; `drayman.dev` by default. Two companions on one node need different names.
     #[must_use]
     pub fn driver_name(mut self, name: impl Into<String>) -> Self {
-        self.driver_name = name.into();
+        self.options.driver_name = name.into();
         self
     }
 
     /// Kubelet's directories. The defaults are kubelet's own.
     #[must_use]
     pub fn kubelet(mut self, paths: KubeletPaths) -> Self {
-        self.kubelet = paths;
+        self.options.kubelet_root = paths.root_dir;
+        self.options.device_plugin_dir = paths.device_plugin_dir;
         self
     }
 
     /// How extended resources register with kubelet; [`PluginRegistration::KubeletSocket`] by default.
     #[must_use]
     pub fn plugin_registration(mut self, registration: PluginRegistration) -> Self {
-        self.plugin_registration = registration;
+        self.options.plugin_registration = registration;
         self
     }
 
     /// A CDI directory of the container runtime; `/var/run/cdi` by default.
     #[must_use]
     pub fn cdi_dir(mut self, directory: impl Into<PathBuf>) -> Self {
-        self.cdi_dir = directory.into();
+        self.options.cdi_dir = directory.into();
         self
     }
 
     /// How long a claim may be missing from kubelet's list before it is checked.
     #[must_use]
     pub fn orphan_grace(mut self, grace: Duration) -> Self {
-        self.orphan_grace = grace;
+        self.options.orphan_grace = grace;
         self
     }
 
@@ -178,14 +158,14 @@ impl<D: NodeDriver> NodeBuilder<D> {
     /// containerd, CRI-O and k3s.
     #[must_use]
     pub fn container_runtime_socket(mut self, socket: Option<PathBuf>) -> Self {
-        self.runtime_socket = socket;
+        self.options.runtime_socket = socket;
         self
     }
 
     /// Where the host's `/dev` is visible to this process; `/dev` by default.
     #[must_use]
     pub fn dev_root(mut self, directory: impl Into<PathBuf>) -> Self {
-        self.dev_root = directory.into();
+        self.options.host.dev = directory.into();
         self
     }
 
@@ -197,37 +177,10 @@ impl<D: NodeDriver> NodeBuilder<D> {
         self
     }
 
-    /// Extended resources that change while the companion runs. They override [`Self::extended_resource`].
-    pub(super) fn changing(mut self, resources: watch::Receiver<Arc<ConfiguredResources>>) -> Self {
-        self.changing = Some(resources);
-        self
-    }
-
-    /// Events about the node besides those about its devices.
-    pub(super) fn notices(mut self, notices: mpsc::Receiver<DeviceEvent>) -> Self {
-        self.notices = Some(notices);
-        self
-    }
-
-    /// Publishes the registration status with kubelet.
-    pub(super) fn registration_status(
-        mut self,
-        registration_status: watch::Sender<RegistrationStatus>,
-    ) -> Self {
-        self.registration_status = registration_status;
-        self
-    }
-
     /// The metrics. Keep a clone to read them.
     #[must_use]
     pub fn metrics(mut self, metrics: Arc<Metrics>) -> Self {
-        self.metrics = metrics;
-        self
-    }
-
-    /// File system access, observed in tests.
-    pub(super) fn disk(mut self, disk: Disk) -> Self {
-        self.disk = disk;
+        self.options.metrics = metrics;
         self
     }
 
@@ -237,22 +190,23 @@ impl<D: NodeDriver> NodeBuilder<D> {
     /// claims are served if it was once known to serve them, or if claims are prepared. Errors are returned at the start or when a task
     /// panics. After a clean stop, calls in flight have had 5 s to be answered, the sockets are removed and the inventory says "not ready".
     pub async fn run(self, shutdown: CancellationToken) -> Result<(), NodeError> {
-        let driver_name = DriverName::parse(&self.driver_name)?;
+        let options = &self.options;
+        let driver_name = DriverName::parse(&options.driver_name)?;
         let runtime = container_runtime(
-            self.runtime_socket.as_deref(),
-            &self.kubelet.root_dir,
-            &self.dev_root,
+            options.runtime_socket.as_deref(),
+            &options.kubelet_root,
+            &options.host.dev,
         );
-        let (node, backend) = NodeService::new(runtime.clone(), self.metrics.clone());
+        let (node, backend) = NodeService::new(runtime.clone(), options.metrics.clone());
         let (inventory, devices) = watch::channel(Arc::default());
         let (cluster, _) = watch::channel(ClusterFacts::default());
         let endpoint = ClaimsEndpoint {
             node: node.clone(),
-            paths: self.kubelet.clone(),
+            paths: options.kubelet(),
             structured: DraApi::Structured {
-                claims: ClaimReader::new(self.client.clone(), driver_name.clone()),
+                claims: ClaimReader::new(options.client.clone(), driver_name.clone()),
                 health: DeviceHealth {
-                    node_name: self.node_name.clone(),
+                    node_name: options.node_name.clone(),
                     devices: devices.clone(),
                 },
             },
@@ -283,14 +237,15 @@ impl<D: NodeDriver> NodeBuilder<D> {
         shutdown: &CancellationToken,
     ) -> Result<Option<Opened>, NodeError> {
         let boot_id = boot_id().map_err(NodeError::BootId)?;
-        let socket = admin::socket(&paths.state, &self.kubelet.root_dir).path;
+        let options = &self.options;
+        let socket = admin::socket(&paths.state, &options.kubelet_root).path;
         let asked = CancellationToken::new();
         let open = || {
             open(
-                &self.disk,
+                &options.disk,
                 paths,
                 &boot_id,
-                &self.registration_status,
+                &options.registration_status,
                 &asked,
                 shutdown,
             )
@@ -308,8 +263,9 @@ impl<D: NodeDriver> NodeBuilder<D> {
         let Some(mut opened) = opened else {
             return Ok(None);
         };
-        dra::remove_stale_sockets(&self.kubelet, paths.driver.as_str()).await;
-        ask_kubelet(&mut opened, &paths.driver, &self.kubelet).await;
+        let kubelet = options.kubelet();
+        dra::remove_stale_sockets(&kubelet, paths.driver.as_str()).await;
+        ask_kubelet(&mut opened, &paths.driver, &kubelet).await;
         cluster.send_modify(|facts| {
             let handed_over = facts.claims;
             facts.clone_from(&opened.cluster);
@@ -332,24 +288,26 @@ impl<D: NodeDriver> NodeBuilder<D> {
         claims: &mut ServedClaims,
         shutdown: CancellationToken,
     ) -> Result<(), NodeError> {
-        let paths = Paths::new(driver_name.clone(), &self.kubelet.root_dir, &self.cdi_dir);
+        let (kubelet, cdi_dir) = (self.options.kubelet(), self.options.cdi_dir.clone());
+        let paths = Paths::new(driver_name.clone(), &kubelet.root_dir, &cdi_dir);
         let Some(opened) = self.opened(&paths, &cluster, claims, &shutdown).await? else {
             return Ok(());
         };
+        let options = self.options;
         let prepared_by = ClaimsApi::of_prepared(&opened.prepared_claims);
         let node_in_doubt = Arc::new(Notify::new());
         let resources = self
             .changing
             .unwrap_or_else(|| watch::channel(Arc::new(self.resources)).1);
         let (sender, allocated) = watch::channel(Arc::default());
-        let (dev, cdi_dir) = (self.dev_root.clone(), self.cdi_dir.clone());
+        let dev = options.host.dev;
         let nodes = HostNodes { dev, cdi_dir };
-        let (grants, withdrawn) = kubelet_shows(&self.kubelet, &driver_name, nodes).await?;
+        let (grants, withdrawn) = kubelet_shows(&kubelet, &driver_name, nodes).await?;
         let starting = NodeState::start(NodeStateOptions {
             runtime,
             paths: paths.clone(),
-            orphan_grace: self.orphan_grace,
-            node_name: self.node_name.clone(),
+            orphan_grace: options.orphan_grace,
+            node_name: options.node_name.clone(),
             resources: resources.clone(),
             driver: Arc::new(self.driver),
             opened,
@@ -358,7 +316,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             grants: Some(grants),
             allocated,
             withdrawn,
-            metrics: self.metrics.clone(),
+            metrics: options.metrics.clone(),
             backend,
             inventory,
         });
@@ -372,9 +330,9 @@ impl<D: NodeDriver> NodeBuilder<D> {
         let stop_care = CancellationToken::new();
         let _end_of_care = stop_care.clone().drop_guard();
         let claim_watch = ClaimWatch {
-            client: self.client.clone(),
+            client: options.client.clone(),
             driver_name: driver_name.clone(),
-            node_name: self.node_name.clone(),
+            node_name: options.node_name.clone(),
             cluster: cluster.subscribe(),
             sender,
         };
@@ -382,47 +340,47 @@ impl<D: NodeDriver> NodeBuilder<D> {
 
         let (quarantine, in_quarantine) = watch::channel(BTreeMap::new());
         let orphan_check = OrphanCheck {
-            client: self.client.clone(),
+            client: options.client.clone(),
             driver_name: driver_name.clone(),
-            node_name: self.node_name.clone(),
+            node_name: options.node_name.clone(),
             node: node.clone(),
             cluster: cluster.subscribe(),
             quarantine,
-            metrics: self.metrics.clone(),
+            metrics: options.metrics.clone(),
         };
         let orphan_check = tokio::spawn(orphan_check.run(stop_care.clone()));
         let hand_over = HandOver::new(shutdown.clone(), cluster.subscribe());
-        let socket = admin::socket(&paths.state, &self.kubelet.root_dir);
+        let socket = admin::socket(&paths.state, &kubelet.root_dir);
         let records = admin::serve(socket, node.clone(), hand_over.clone(), stop_care.clone());
         let records = records.await.map_err(KubeletApiError::from)?;
         let ending = AbortOnDropHandle::new(tokio::spawn(end_after(shutdown, hand_over, claims.end())));
 
         let publisher = InventoryPublisher {
-            client: PublisherClient(self.client.clone()),
+            client: PublisherClient(options.client),
             driver_name: driver_name.clone(),
-            node_name: self.node_name,
+            node_name: options.node_name,
             devices,
             cluster: cluster.clone(),
             prepared_by,
-            registration_status: self.registration_status.subscribe(),
+            registration_status: options.registration_status.subscribe(),
             quarantine: in_quarantine,
             node_in_doubt,
             notices: self.notices,
-            metrics: self.metrics,
+            metrics: options.metrics,
         };
         let stop_publishing = CancellationToken::new();
         let publisher = tokio::spawn(publish::run(publisher, stop_publishing.clone()));
 
         let apis = KubeletApis {
-            mounted: mounted(&paths, &self.kubelet),
-            paths: self.kubelet,
-            plugin_registration: self.plugin_registration,
+            mounted: mounted(&paths, &kubelet),
+            paths: kubelet,
+            plugin_registration: options.plugin_registration,
             driver_name,
             resources,
             cluster: cluster.subscribe(),
         };
         // Drops the last `NodeService` when the endpoints end.
-        let served = apis.serve(node, self.registration_status, claims).await;
+        let served = apis.serve(node, options.registration_status, claims).await;
         drop(ending);
         // After an error, too: the state task ends with the last `NodeService`.
         claims.close().await;
@@ -584,11 +542,7 @@ async fn ask_kubelet(opened: &mut Opened, driver: &DriverName, kubelet: &Kubelet
 impl<D> std::fmt::Debug for NodeBuilder<D> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("NodeBuilder")
-            .field("driver_name", &self.driver_name)
-            .field("node_name", &self.node_name)
-            .field("kubelet", &self.kubelet)
-            .field("plugin_registration", &self.plugin_registration)
-            .field("cdi_dir", &self.cdi_dir)
+            .field("options", &self.options)
             .field("resources", &self.resources)
             .finish_non_exhaustive()
     }

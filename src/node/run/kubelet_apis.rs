@@ -1,9 +1,9 @@
 //! The companion's kubelet endpoints and its registration status.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use futures::FutureExt as _;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -125,7 +125,7 @@ impl KubeletApis {
             tasks: apis,
         } = claims;
         begin.cancel();
-        let (states, resources) = watch::channel(Vec::new());
+        let (states, resources) = watch::channel(BTreeMap::new());
         let resource_apis = ResourceApis {
             node,
             paths: self.paths,
@@ -205,7 +205,8 @@ impl ClaimsEndpoint {
                 continue;
             };
             let open = shutdown.child_token();
-            let api = serve_again(CLAIMS, &state, &open, |state| {
+            let report = |now| drop(state.send_replace(now));
+            let api = serve_again(CLAIMS, report, &open, |state| {
                 kubelet::dra::serve(
                     self.node.clone(),
                     self.paths.clone(),
@@ -260,10 +261,10 @@ async fn follow(
             );
         }
         warned = no_claims;
-        let mut states = resources.borrow_and_update().clone();
-        let of_resources: Vec<(String, ApiState)> = states
-            .iter_mut()
-            .map(|(name, state)| (name.clone(), api_state(&state.borrow_and_update())))
+        let of_resources: Vec<(String, ApiState)> = resources
+            .borrow_and_update()
+            .iter()
+            .map(|(name, state)| (name.clone(), api_state(state)))
             .collect();
         let claims_now = api_state(&claims.borrow_and_update());
         let of_claims = (!no_claims).then(|| (CLAIMS.to_owned(), claims_now));
@@ -273,18 +274,7 @@ async fn follow(
             *published = now;
             changed
         });
-        // An ended endpoint is removed from the list, or the companion stops.
-        let of_resources = states.iter_mut().map(|(_, state)| {
-            let changed = async {
-                if state.changed().await.is_err() {
-                    std::future::pending::<()>().await;
-                }
-            };
-            changed.boxed()
-        });
-        let any_resource = futures::future::select_all(of_resources.chain([std::future::pending().boxed()]));
         tokio::select! {
-            _ = any_resource => {}
             changed = claims.changed() => if changed.is_err() { return },
             changed = resources.changed() => if changed.is_err() { return },
             Ok(()) = cluster.changed() => {}

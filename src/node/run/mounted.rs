@@ -91,12 +91,11 @@ impl OpenDirectory {
         )
         .ok()?;
         let writable = fstatvfs(&file).is_ok_and(|found| !found.f_flag.contains(StatVfsMountFlags::RDONLY));
-        let directory = Self {
+        // A directory that is already removed is accepted too.
+        Some(Self {
             file: file.into(),
             writable,
-        };
-        // A directory that is already removed is accepted too.
-        Some(directory)
+        })
     }
 
     fn is_removed(&self) -> bool {

@@ -20,11 +20,9 @@ use crate::node::service::NodeService;
 /// How long an endpoint stays open after its devices were withdrawn, so that kubelet receives the update. Otherwise the Node
 /// keeps the resource's last capacity until kubelet drops it minutes later.
 const WITHDRAWAL: Duration = Duration::from_secs(1);
-/// Poll interval until a new resource has its devices.
-const PAUSE: Duration = Duration::from_millis(20);
 
 /// State of each endpoint, by resource.
-pub(super) type KubeletApiStates = Vec<(String, watch::Receiver<KubeletApiState>)>;
+pub(super) type KubeletApiStates = BTreeMap<String, KubeletApiState>;
 
 /// Runs the device plugin endpoint of each extended resource.
 pub(super) struct ResourceApis {
@@ -38,7 +36,6 @@ pub(super) struct ResourceApis {
 /// A running endpoint.
 struct Open {
     resource: ExtendedResource,
-    state: watch::Receiver<KubeletApiState>,
     /// Requests its end.
     withdrawn: CancellationToken,
 }
@@ -60,6 +57,7 @@ impl ResourceApis {
                 if resources.get(name) != Some(&api.resource) && !api.withdrawn.is_cancelled() {
                     info!(resource = name, "the resource is withdrawn");
                     api.withdrawn.cancel();
+                    self.states.send_modify(|states| drop(states.remove(name)));
                 }
             }
             for (name, resource) in resources.iter() {
@@ -69,11 +67,6 @@ impl ResourceApis {
                     open.insert(name.clone(), api);
                 }
             }
-            let staying = open.iter().filter(|(_, api)| !api.withdrawn.is_cancelled());
-            let states = staying
-                .map(|(name, api)| (name.clone(), api.state.clone()))
-                .collect();
-            self.states.send_replace(states);
             tokio::select! {
                 () = shutdown.cancelled() => break,
                 changed = wanted.changed(), if follows => follows = changed.is_ok(),
@@ -94,19 +87,30 @@ impl ResourceApis {
         resource: &ExtendedResource,
         shutdown: &CancellationToken,
     ) -> Open {
-        let (sender, state) = watch::channel(KubeletApiState::Starting);
+        self.states
+            .send_modify(|states| drop(states.insert(name.to_owned(), KubeletApiState::Starting)));
         let (withdrawn, end) = (CancellationToken::new(), shutdown.child_token());
         let (node, paths, registration) = (self.node.clone(), self.paths.clone(), self.plugin_registration);
         let (driver_name, name, asked) = (self.driver_name.clone(), name.to_owned(), withdrawn.clone());
+        let (configured, states) = (resource.clone(), self.states.clone());
         apis.spawn(async move {
-            // The state task learns of a new resource at the same time as this task.
-            while node.plugin_devices(&name).is_none() && !asked.is_cancelled() && !end.is_cancelled() {
-                sleep(PAUSE).await;
+            // The state task learns of a change at the same time as this task, and may be busy. Until then, it serves the former devices.
+            tokio::select! {
+                () = asked.cancelled() => return name,
+                () = end.cancelled() => return name,
+                () = node.serves(&name, &configured) => {}
             }
-            if asked.is_cancelled() || end.is_cancelled() {
-                return name;
-            }
-            let api = serve_again(&name, &sender, &end, |state| {
+            let report = |now| {
+                states.send_if_modified(|states| {
+                    // A withdrawn resource has no state.
+                    let Some(state) = states.get_mut(&name) else {
+                        return false;
+                    };
+                    *state = now;
+                    true
+                });
+            };
+            let api = serve_again(&name, report, &end, |state| {
                 kubelet::device_plugin::serve(
                     node.clone(),
                     paths.clone(),
@@ -131,8 +135,58 @@ impl ResourceApis {
         });
         Open {
             resource: resource.clone(),
-            state,
             withdrawn,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+
+    use tokio::time::timeout;
+
+    use super::*;
+    use crate::node::service::ServedResource;
+
+    #[tokio::test]
+    async fn a_changed_resource_waits_for_its_own_devices() {
+        const RESOURCE: &str = "example.com/port";
+        let root = tempfile::tempdir().unwrap();
+        let paths = KubeletPaths {
+            root_dir: root.path().to_owned(),
+            device_plugin_dir: root.path().join("device-plugins"),
+        };
+        let (node, backend) = NodeService::new(None, Arc::default());
+        let offer = |resource: &ExtendedResource| {
+            let served = ServedResource {
+                resource: resource.clone(),
+                devices: watch::channel(Vec::new()).1,
+            };
+            let all = BTreeMap::from([(RESOURCE.to_owned(), served)]);
+            backend.resources.send_replace(Arc::new(all));
+        };
+        let (before, after) = (ExtendedResource::of_kind("a"), ExtendedResource::of_kind("b"));
+        offer(&before);
+        let resource_apis = ResourceApis {
+            node,
+            paths,
+            plugin_registration: PluginRegistration::default(),
+            driver_name: "drayman.dev".into(),
+            states: watch::Sender::new(BTreeMap::new()),
+        };
+        let mut seen = resource_apis.states.subscribe();
+        let (mut apis, shutdown) = (JoinSet::new(), CancellationToken::new());
+        resource_apis.open(&mut apis, RESOURCE, &after, &shutdown);
+        let mut is_served = pin!(seen.wait_for(|states| states[RESOURCE] == KubeletApiState::Waiting));
+        let still = Duration::from_millis(200);
+        assert!(
+            timeout(still, &mut is_served).await.is_err(),
+            "the devices are those of before"
+        );
+        offer(&after);
+        is_served.await.unwrap();
+        shutdown.cancel();
+        apis.join_next().await.unwrap().unwrap();
     }
 }

@@ -12,10 +12,10 @@ use crate::node::kubelet::{KubeletApiError, KubeletApiState};
 /// First and longest delay before a retry. A directory that is mounted or recreated is thus used within a minute.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 
-/// Serves an API until `end`, and retries with increasing delay after a failure. `state` follows it; each error is logged once.
+/// Serves an API until `end`, and retries with increasing delay after a failure. Reports its state; each error is logged once.
 pub(super) async fn serve_again<F>(
     api: &str,
-    state: &watch::Sender<KubeletApiState>,
+    report: impl Fn(KubeletApiState),
     end: &CancellationToken,
     mut serve: impl FnMut(watch::Sender<KubeletApiState>) -> F,
 ) where
@@ -35,7 +35,7 @@ pub(super) async fn serve_again<F>(
                     let now = seen.borrow_and_update().clone();
                     if !matches!(now, KubeletApiState::Starting | KubeletApiState::Closed) {
                         (pause, logged) = (RETRY.0, None);
-                        state.send_replace(now);
+                        report(now);
                     }
                 }
             }
@@ -50,13 +50,13 @@ pub(super) async fn serve_again<F>(
             );
         }
         logged = Some(message.clone());
-        state.send_replace(KubeletApiState::Failed { message });
+        report(KubeletApiState::Failed { message });
         tokio::select! {
             () = end.cancelled() => break,
             () = sleep(pause) => pause = RETRY.1.min(pause * 2),
         }
     }
-    state.send_replace(KubeletApiState::Closed);
+    report(KubeletApiState::Closed);
 }
 
 #[cfg(test)]
@@ -79,7 +79,8 @@ mod tests {
         let end = CancellationToken::new();
         let attempts = Cell::new(0_u32);
         let start = Instant::now();
-        let served = serve_again("x", &state, &end, |sender| {
+        let report = |now| drop(state.send_replace(now));
+        let served = serve_again("x", report, &end, |sender| {
             attempts.set(attempts.get() + 1);
             let (attempt, end) = (attempts.get(), end.clone());
             async move {
@@ -108,11 +109,10 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn the_end_does_not_wait_for_the_next_attempt() {
-        let state = watch::Sender::new(KubeletApiState::Starting);
         let end = CancellationToken::new();
         end.cancel();
         let start = Instant::now();
-        serve_again("x", &state, &end, |_| async { Err(failure()) }).await;
+        serve_again("x", drop, &end, |_| async { Err(failure()) }).await;
         assert_eq!(start.elapsed(), Duration::ZERO);
     }
 }

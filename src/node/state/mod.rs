@@ -4,7 +4,6 @@
 //! finds the work done. File access runs on a separate thread.
 
 mod plugin;
-mod publisher;
 mod resources;
 pub mod storage;
 
@@ -18,24 +17,27 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tracing::{debug, error, info, warn};
 
-use crate::api::crd::{Device, Mode};
+use crate::api::crd::{Device, DeviceNumber, Mode};
 use crate::core::names::{ClaimDevice, ClaimUid};
 use crate::core::prepare::allocate::ExtendedResource;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::container_edits::ContainerEdits;
 use crate::core::prepare::containers::{AllocatedClaims, WithdrawnDevices};
-use crate::core::prepare::inventory::{Devices, inventory, is_as_found, withhold};
+use crate::core::prepare::inventory::{
+    Devices, device_counts, inventory, is_as_found, plugin_devices, published, withhold,
+};
 use crate::core::prepare::kubelet_state::KubeletView;
 use crate::core::prepare::orphans::{ApiView, Decision, Orphans};
 use crate::core::prepare::plan::{
     Allocation, ClaimToPrepare, ClaimToUnprepare, DeviceResult, Missing, NodeIdentity, PlanStep, Refusal,
     Retries, plan_prepare, plan_unprepare, taken, takes_from_both,
 };
-use crate::core::prepare::prepared_claims::{ClaimEdits, Entry, HeldDevice, PreparedClaims};
+use crate::core::prepare::prepared_claims::{ClaimEdits, Entry, HeldDevice, PreparedClaims, share_a_node};
 use crate::core::prepare::recovery::{
     ClaimHolding, holdings, plan_clearing, plan_explained, plan_free, plan_refresh, plan_release,
     plan_restoring, plan_restoring_one, plan_undo,
 };
+use crate::core::prepare::runtime_containers::RuntimeContainers;
 use crate::node::container_runtime::{ClaimUse, ContainerRuntime, RuntimeCheck};
 use crate::node::driver::{self, NodeDriver, NodeDriverError, PreparedClaim};
 use crate::node::kubelet::pod_resources::Grants;
@@ -46,12 +48,15 @@ use crate::node::service::{
 };
 use crate::node::state::storage::{Opened, Paths, Store};
 
-use publisher::{Publisher, is_built_from, is_the_same};
 use resources::{ExtendedResources, KubeletQuery, PrepareAnswer, Versioned, WaitingRequest};
 
 /// Interval between queries of kubelet's containers until the first answer, and while a claim waits for a container's device. Otherwise,
 /// kubelet is queried only when a claim needs a device.
 const QUERY_INTERVAL: Duration = Duration::from_secs(2);
+
+/// How long a change of configuration or devices waits for kubelet, which normally answers within milliseconds. Without the wait, free
+/// devices would be unhealthy until the answer. A slower answer is processed when it arrives.
+const QUERY_TIMEOUT: Duration = Duration::from_millis(250);
 
 /// When the container runtime is asked again after it has not answered about claims that could be freed.
 const UNANSWERED_PAUSE: Duration = Duration::from_secs(30);
@@ -95,8 +100,10 @@ pub struct NodeStateOptions<D> {
     pub inventory: watch::Sender<Arc<Devices>>,
 }
 
-/// Values that other tasks update.
-struct Inputs {
+/// The state task, before it runs: the prepared claims and their storage, the extended resources, and what is published about both.
+pub struct NodeState<D> {
+    /// The requests, and the values that a service reads without one.
+    backend: Backend,
     cluster: watch::Receiver<ClusterFacts>,
     /// The devices that the driver finds.
     found: watch::Receiver<Arc<Devices>>,
@@ -106,13 +113,6 @@ struct Inputs {
     allocated: watch::Receiver<Arc<AllocatedClaims>>,
     /// Notified when the known Node object may be outdated.
     node_in_doubt: Arc<Notify>,
-}
-
-/// The state task, before it runs: the prepared claims and their storage, the extended resources, and what is published about both.
-pub struct NodeState<D> {
-    /// The requests, and the values that a service reads without one.
-    backend: Backend,
-    inputs: Inputs,
     driver: DriverClient<D>,
     node: NodeIdentity,
     paths: Paths,
@@ -127,11 +127,15 @@ pub struct NodeState<D> {
     devices: Arc<Devices>,
     /// The found devices, and held devices that are gone.
     inventory: Arc<Devices>,
-    /// The found devices and the versions of the other inputs that the inventory was built from.
+    /// The found devices and the versions of the other inputs that the inventory was built from. A node may have a thousand devices, and an
+    /// Allocate takes about a millisecond, so lists are rebuilt only when one of their inputs may have changed.
     inventory_from: Option<(Arc<Devices>, [u64; 4])>,
+    /// The inventory as published to the API server.
+    published: watch::Sender<Arc<Devices>>,
+    /// The inventory and the versions of the other inputs that the published lists were built from.
+    lists_from: Option<(Arc<Devices>, [u64; 6])>,
     resources: ExtendedResources,
     query: KubeletQuery,
-    publisher: Publisher,
     started: Instant,
     metrics: Arc<Metrics>,
 }
@@ -153,26 +157,23 @@ impl<D: NodeDriver> NodeState<D> {
             prepared_claims,
             cluster,
             files,
-            rebuilt: _,
-            complete: _,
+            ..
         } = options.opened;
         let mut orphans = Orphans::new(options.orphan_grace);
         if options.runtime.is_some() {
             orphans = orphans.with_runtime();
         }
         let driver = DriverClient(options.driver);
-        let inputs = Inputs {
-            cluster: options.cluster,
-            found: driver.devices().await,
-            configured: options.resources,
-            allocated: options.allocated,
-            node_in_doubt: options.node_in_doubt,
-        };
-        let allocated = inputs.allocated.borrow().as_ref().clone();
+        let found = driver.devices().await;
+        let allocated = options.allocated.borrow().as_ref().clone();
         let withdrawn = options.withdrawn.filter(|_| options.grants.is_some());
         let mut state = Self {
             backend: options.backend,
-            inputs,
+            cluster: options.cluster,
+            found,
+            configured: options.resources,
+            allocated: options.allocated,
+            node_in_doubt: options.node_in_doubt,
             driver,
             node: NodeIdentity {
                 name: options.node_name,
@@ -187,17 +188,18 @@ impl<D: NodeDriver> NodeState<D> {
             devices: Arc::default(),
             inventory: Arc::default(),
             inventory_from: None,
+            published: options.inventory,
+            lists_from: None,
             resources: ExtendedResources::new(allocated, withdrawn),
             query: KubeletQuery::new(options.grants),
-            publisher: Publisher::new(options.inventory, options.metrics.clone()),
             started: Instant::now(),
             metrics: options.metrics,
         };
         state.configure();
         state.recover(&files).await;
-        state.devices = state.inputs.found.borrow_and_update().clone();
+        state.devices = state.found.borrow_and_update().clone();
         // No request is served yet, so no caller waits for this.
-        state.query_and_wait().await;
+        state.query_and_wait(Duration::MAX).await;
         state.rebuild_inventory();
         state.refresh_named_devices().await;
         state.publish();
@@ -208,19 +210,19 @@ impl<D: NodeDriver> NodeState<D> {
     pub async fn run(mut self) {
         loop {
             let retry = self.retries.next().map(|due| self.started + due);
-            let withdrawn_due = self.query.withdrawn_due();
+            let withdrawn_due = self.query.withdrawn_due;
             tokio::select! {
                 // Updates are processed before any request that depends on them. Both kinds are rare.
                 biased;
-                Ok(()) = self.inputs.cluster.changed() => self.update_cluster().await,
-                Ok(()) = self.inputs.configured.changed() => {
+                Ok(()) = self.cluster.changed() => self.update_cluster().await,
+                Ok(()) = self.configured.changed() => {
                     self.configure();
-                    self.query_after_change().await;
+                    self.query_and_wait(QUERY_TIMEOUT).await;
                     self.rebuild_inventory();
                     self.refresh_named_devices().await;
                 }
-                Ok(()) = self.inputs.found.changed() => self.refresh().await,
-                Ok(()) = self.inputs.allocated.changed(), if self.has_both() => self.update_allocated(),
+                Ok(()) = self.found.changed() => self.refresh().await,
+                Ok(()) = self.allocated.changed(), if self.has_both() => self.update_allocated(),
                 finished = self.query.finished(), if self.query.is_running() => self.finish_query(finished).await,
                 request = self.backend.requests.recv() => match request {
                     Some(request) => self.serve(request).await,
@@ -244,6 +246,7 @@ impl<D: NodeDriver> NodeState<D> {
                     self.wait_for_query(WaitingRequest::Prepare {
                         claims,
                         withdrawn,
+                        containers,
                         answer,
                     });
                 } else {
@@ -265,8 +268,8 @@ impl<D: NodeDriver> NodeState<D> {
                 }
                 let _ = answer.send(result);
             }
-            NodeRequest::CheckStart(resource, devices, answer) => {
-                let result = self.check_start(&resource, &devices).await;
+            NodeRequest::CheckStart(resource, devices, containers, answer) => {
+                let result = self.check_start(&resource, &devices, containers.as_ref()).await;
                 self.count("start", result.as_ref().err());
                 if let Err(failure) = &result {
                     warn!(
@@ -294,14 +297,15 @@ impl<D: NodeDriver> NodeState<D> {
             NodeRequest::FindOrphans(now, answer) => {
                 let _ = answer.send(self.find_orphans(now).await);
             }
-            NodeRequest::DecideOrphans(now, answers, answer) => {
-                let _ = answer.send(self.decide_orphans(now, &answers).await);
+            NodeRequest::DecideOrphans(now, answers, containers, answer) => {
+                let report = self.decide_orphans(now, &answers, containers.as_ref()).await;
+                let _ = answer.send(report);
             }
         }
     }
 
     async fn update_cluster(&mut self) {
-        let facts = self.inputs.cluster.borrow_and_update().clone();
+        let facts = self.cluster.borrow_and_update().clone();
         self.node.uid.clone_from(&facts.node_uid);
         self.store.set_cluster(facts);
         if let Err(failure) = self.perform(&[PlanStep::Save(Vec::new())]).await {
@@ -324,7 +328,7 @@ impl<D: NodeDriver> NodeState<D> {
         let versions = [
             prepared_claims.version(),
             self.orphans.version(),
-            self.resources.withdrawn_version(),
+            self.resources.withdrawn.version(),
             self.resources.version(),
         ];
         if is_built_from(self.inventory_from.as_ref(), found, versions) {
@@ -348,15 +352,51 @@ impl<D: NodeDriver> NodeState<D> {
         true
     }
 
-    /// Publishes changes. Returns whether an input may have changed.
+    /// Publishes changes of the inventory and of the device lists of extended resources. Returns whether an input may have changed.
     fn publish(&mut self) -> bool {
-        self.publisher.publish(
-            &self.inventory,
-            &self.prepared_claims,
-            &self.orphans,
-            &self.resources,
-            &self.backend.prepared,
-        )
+        let (inventory, prepared_claims, resources) =
+            (&self.inventory, &self.prepared_claims, &self.resources);
+        let versions = [
+            prepared_claims.version(),
+            resources.allocated.version(),
+            resources.containers.version(),
+            resources.conflicting.version(),
+            resources.version(),
+            // The metrics count quarantined claims.
+            self.orphans.version(),
+        ];
+        if is_built_from(self.lists_from.as_ref(), inventory, versions) {
+            return false;
+        }
+        let count = prepared_claims.entries().len();
+        let prepared = &self.backend.prepared;
+        prepared.send_if_modified(|before| std::mem::replace(before, count) != count);
+        let handed_out = resources.handed_out(prepared_claims);
+        let devices = device_counts(inventory, handed_out);
+        self.metrics
+            .set_devices(devices, count, self.orphans.quarantine().len());
+        for resource in resources.all() {
+            let devices = plugin_devices(inventory, handed_out, &resource.config.kind);
+            resource.devices.send_if_modified(|before| {
+                let is_news = *before != devices;
+                *before = devices;
+                is_news
+            });
+        }
+        let all = if resources.conflicting.devices().is_empty() {
+            inventory.clone()
+        } else {
+            Arc::new(published(inventory, &resources.conflicting))
+        };
+        self.published.send_if_modified(|before| {
+            let is_news = !is_the_same(before, &all);
+            if is_news {
+                *before = all;
+            }
+            is_news
+        });
+        self.lists_from = Some((inventory.clone(), versions));
+        true
     }
 
     /// Prepares claims and answers for each. `updated` is the result of the query that they waited for, `containers` those listed before.
@@ -386,7 +426,6 @@ impl<D: NodeDriver> NodeState<D> {
             );
             answers.push(result);
         }
-        // If the caller is gone, the work is still done; only the response is dropped.
         let _ = answer.send(answers);
     }
 
@@ -399,7 +438,7 @@ impl<D: NodeDriver> NodeState<D> {
         let planned = self.plan(claim, updated);
         match &planned {
             // Either the request or the known Node object is outdated.
-            Err(Refusal::EarlierNode { .. }) => self.inputs.node_in_doubt.notify_one(),
+            Err(Refusal::EarlierNode { .. }) => self.node_in_doubt.notify_one(),
             // Either the holder is about to end, or kubelet has lost it.
             Err(Refusal::Held { device, .. } | Refusal::AllShares { device, .. }) => {
                 let device = device.clone();
@@ -414,17 +453,16 @@ impl<D: NodeDriver> NodeState<D> {
             }
             _ => {}
         }
+        let listed = self.current(containers);
         let (uid, steps) = match planned {
             Ok(planned) => planned,
             Err(refusal) => {
-                let inventory = &self.inventory;
-                return Err(self.runtime.name_container(refusal, inventory).await.into());
+                let named = self.runtime.name_container(refusal, &self.inventory, listed);
+                return Err(named.await.into());
             }
         };
         self.orphans.change().forget(&uid);
-        let released = *self.backend.released.borrow();
-        let containers = containers.filter(|listed| listed.is_current(released));
-        self.check_containers_lack(taken(&steps), Some(&uid), containers)
+        self.check_containers_lack(taken(&steps), Some(&uid), listed)
             .await?;
         for device in taken(&steps) {
             self.driver.check_unused(device).await?;
@@ -481,13 +519,29 @@ impl<D: NodeDriver> NodeState<D> {
         if let Err(Refusal::InContainer { device, .. }) = &planned {
             self.resources.record_conflict(device);
         }
+        if let Ok((_, steps)) = &planned
+            && let Some(device) = taken(steps).find(|name| self.is_in_unshared_resource(name))
+        {
+            let problem = "it is asked only about resources that are also offered to claims, and the device's is not, or no longer";
+            return Err(Refusal::ContainersUnknown {
+                device: device.to_owned(),
+                problem: problem.to_owned(),
+            });
+        }
         planned
+    }
+
+    /// Whether a device of mode `both` is in a resource that is not offered to claims: a reload changes the resources before the devices.
+    fn is_in_unshared_resource(&self, device: &str) -> bool {
+        let device = self.inventory.get(device);
+        let both = device.filter(|device| device.mode == Mode::Both);
+        both.is_some_and(|device| self.resources.is_in_unshared_resource(device))
     }
 
     fn plan_now(&self, claim: &ClaimToPrepare) -> Result<(ClaimUid, Vec<PlanStep>), Refusal> {
         plan_prepare(
             &self.prepared_claims,
-            self.resources.containers(),
+            &self.resources.containers,
             &self.inventory,
             &self.node,
             claim,
@@ -541,7 +595,7 @@ impl<D: NodeDriver> NodeState<D> {
                     let structured = entry.is_some_and(Entry::is_structured);
                     self.check_nodes_of(uid, &self.devices)?;
                     let container_edits = self.driver.prepare(&self.prepared_claim(uid), structured).await?;
-                    let found = self.inputs.found.borrow().clone();
+                    let found = self.found.borrow().clone();
                     if !Arc::ptr_eq(&found, &self.devices) {
                         self.check_nodes_of(uid, &found)?;
                     }
@@ -578,8 +632,18 @@ impl<D: NodeDriver> NodeState<D> {
         });
         let (changed, result) = stored.await.map_err(|_| ServiceError::Stopping)?;
         if !Arc::ptr_eq(&changed, &self.prepared_claims) {
-            let mut before = self.prepared_claims.entries().keys();
-            if before.any(|uid| changed.entry(uid).is_none()) {
+            let before = self.prepared_claims.entries().keys();
+            let removed: Vec<&ClaimUid> = before.filter(|uid| changed.entry(uid).is_none()).collect();
+            if !removed.is_empty() {
+                let quarantine = self.orphans.quarantine();
+                if removed.iter().any(|uid| quarantine.contains_key(*uid)) {
+                    // The published quarantine is updated by a check.
+                    self.backend.check_due.notify_one();
+                }
+                let orphans = self.orphans.change();
+                for uid in removed {
+                    orphans.forget(uid);
+                }
                 let released = &self.backend.released;
                 released.send_modify(|count| *count = count.wrapping_add(1));
                 // Another claim may wait for the device.
@@ -644,13 +708,13 @@ impl<D: NodeDriver> NodeState<D> {
     /// Processes a list of found devices. No CDI file may refer to a node that now belongs to another device.
     async fn refresh(&mut self) {
         let before = self.inventory.clone();
-        let found = self.inputs.found.borrow_and_update().clone();
+        let found = self.found.borrow_and_update().clone();
         // The driver may send an equal list because it has forgotten a device that a claim still holds; nothing else can differ.
         let is_equal = found == self.devices;
         if !is_equal {
             self.resources.lose_devices(&self.devices, &found);
             self.devices = found;
-            self.query_after_change().await;
+            self.query_and_wait(QUERY_TIMEOUT).await;
             self.rebuild_inventory();
         }
         let mut plans = plan_refresh(&self.prepared_claims, &before, &self.inventory, &self.devices);
@@ -738,7 +802,11 @@ impl<D: NodeDriver> NodeState<D> {
             let (device, holder) = (name(), entry.describe(uid));
             return Err(Refusal::Held { device, holder });
         }
-        match self.resources.holder_by_another_name(device) {
+        let holder = self.resources.holder_by_another_name(device).or_else(|| {
+            let former = self.former_of_extended_resource(device)?;
+            Some(format!("a container that may have it as {}", former.name))
+        });
+        match holder {
             Some(holder) => Err(Refusal::InContainer {
                 device: name(),
                 holder,
@@ -747,16 +815,40 @@ impl<D: NodeDriver> NodeState<D> {
         }
     }
 
+    /// The device of an extended resource that has a node of another device in the list that is processed, if the other device has it only in
+    /// a newer list. Whether a container still has the node is known once that list is processed.
+    fn former_of_extended_resource(&self, device: &Device) -> Option<&Device> {
+        let listed = self.devices.get(&device.name);
+        let numbers = device.device_numbers.iter().copied();
+        let new: Vec<DeviceNumber> = numbers
+            .filter(|number| listed.is_none_or(|listed| !listed.device_numbers.contains(number)))
+            .collect();
+        if new.is_empty() {
+            return None;
+        }
+        self.devices.values().find(|former| {
+            former.name != device.name
+                && former.mode.serves_extended_resource()
+                && share_a_node(&former.device_numbers, &new)
+        })
+    }
+
+    /// The containers that a caller has listed, if the list still counts.
+    fn current(&self, listed: Option<&ListedContainers>) -> Option<Result<Arc<RuntimeContainers>, String>> {
+        let released = *self.backend.released.borrow();
+        let listed = listed.filter(|listed| listed.is_current(released))?;
+        Some(listed.containers.clone())
+    }
+
     /// Refuses a claim, or a starting container if `claim` is `None`, the devices that another container still has. `listed` are the
     /// containers, if the caller has listed them.
     async fn check_containers_lack<'a>(
         &self,
         names: impl Iterator<Item = &'a str>,
         claim: Option<&ClaimUid>,
-        listed: Option<&ListedContainers>,
+        listed: Option<Result<Arc<RuntimeContainers>, String>>,
     ) -> Result<(), ServiceError> {
         let devices: Vec<_> = names.filter_map(|name| self.device(name)).collect();
-        let listed = listed.map(|listed| listed.containers.clone());
         Ok(self.runtime.check_unused(&devices, claim, listed).await?)
     }
 
@@ -779,7 +871,7 @@ impl<D: NodeDriver> NodeState<D> {
 
     /// Processes a change of the claims' allocations.
     fn update_allocated(&mut self) {
-        let allocated = self.inputs.allocated.borrow_and_update().clone();
+        let allocated = self.allocated.borrow_and_update().clone();
         let is_conflict = self.resources.set_allocated(&allocated);
         self.check_deallocated();
         if is_conflict {
@@ -791,7 +883,7 @@ impl<D: NodeDriver> NodeState<D> {
     /// Checks holders of `both` devices that the API server no longer shows, as if another claim needed their device: while a claim holds
     /// such a device, kubelet requests it for no container, so nothing else triggers the check.
     fn check_deallocated(&mut self) {
-        let allocated = self.resources.allocated();
+        let allocated = &self.resources.allocated;
         if !self.runtime.is_possible() || !allocated.known() {
             return;
         }
@@ -824,11 +916,16 @@ impl<D: NodeDriver> NodeState<D> {
         }
     }
 
-    /// Frees claims, or puts them into quarantine, from the API server's answers.
-    async fn decide_orphans(&mut self, now: Duration, answers: &BTreeMap<ClaimUid, ApiView>) -> OrphanReport {
-        let again = self.check_claim_use(now, answers).await;
+    /// Frees claims, or puts them into quarantine, from the API server's answers. `containers` are those listed after these answers.
+    async fn decide_orphans(
+        &mut self,
+        now: Duration,
+        answers: &BTreeMap<ClaimUid, ApiView>,
+        containers: Option<&ListedContainers>,
+    ) -> OrphanReport {
         // The list is read again after the API server's answers: a freed claim must still be missing at the end of the wait.
         let kubelet = self.kubelet_claims().await;
+        let again = self.check_claim_use(now, &kubelet, answers, containers).await;
         let decisions = self
             .orphans
             .change()
@@ -858,17 +955,18 @@ impl<D: NodeDriver> NodeState<D> {
         }
     }
 
-    /// Asks the container runtime whether containers use the devices of claims that could be freed. Returns the time until a retry if it
-    /// is too early to decide.
+    /// Checks whether containers use the devices of claims that could be freed. Returns the time until a retry if it is too early to
+    /// decide, or if the container runtime does not answer.
     async fn check_claim_use(
         &mut self,
         now: Duration,
+        kubelet: &KubeletView,
         answers: &BTreeMap<ClaimUid, ApiView>,
+        containers: Option<&ListedContainers>,
     ) -> Option<Duration> {
-        let kubelet = self.kubelet_claims().await;
         let uids = self
             .orphans
-            .claims_to_check(&self.prepared_claims, &kubelet, answers, now);
+            .claims_to_check(&self.prepared_claims, kubelet, answers, now);
         // A claim that is in order again gets its file back. Without an answer of the API server, nothing changes.
         let stays =
             |uid: &ClaimUid| uids.contains(uid) || matches!(answers.get(uid), Some(ApiView::Unknown(_)));
@@ -883,10 +981,10 @@ impl<D: NodeDriver> NodeState<D> {
                 }
             }
         }
-        let inventory = &self.inventory;
+        let listed = containers.map(|listed| (listed.at, listed.containers.clone()));
         let claim_use = self
             .runtime
-            .claim_use(uids.clone(), &self.prepared_claims, inventory);
+            .claim_use(uids.clone(), &self.prepared_claims, &self.inventory, listed);
         match claim_use.await {
             ClaimUse::Unknown => None,
             ClaimUse::NoAnswer => {
@@ -915,7 +1013,6 @@ impl<D: NodeDriver> NodeState<D> {
             self.retry_later(&uid);
             return Err(failure.into());
         }
-        self.orphans.change().forget(&uid);
         let held = before.into_iter().find(|holding| holding.uid == uid.as_str());
         let held = held.unwrap_or_default();
         warn!(claim_uid = %uid, devices = ?held.devices, force, reason = "Released", "the claim was released manually");
@@ -948,6 +1045,20 @@ impl<D: NodeDriver> NodeState<D> {
     fn count(&self, operation: &'static str, failure: Option<&ServiceError>) {
         self.metrics.handled(operation, failure.map(ServiceError::reason));
     }
+}
+
+/// Whether something was built from these devices and these versions of the other inputs.
+fn is_built_from<const N: usize>(
+    built: Option<&(Arc<Devices>, [u64; N])>,
+    devices: &Arc<Devices>,
+    versions: [u64; N],
+) -> bool {
+    built.is_some_and(|(before, counted)| Arc::ptr_eq(before, devices) && *counted == versions)
+}
+
+/// Compares the devices only if the pointers differ.
+fn is_the_same(one: &Arc<Devices>, other: &Arc<Devices>) -> bool {
+    Arc::ptr_eq(one, other) || one == other
 }
 
 /// Logs a request for a claim, given by namespace, name and uid.

@@ -1,7 +1,7 @@
 //! Extended resources in the state task: Allocate, the check before a container starts, CDI files of devices, and queries of kubelet's
 //! containers.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use tokio::task::spawn_blocking;
@@ -20,18 +20,7 @@ use crate::core::prepare::plan::{Missing, Refusal};
 use crate::core::prepare::prepared_claims::are_among;
 use crate::core::prepare::recovery::plan_free;
 use crate::node::driver::NodeDriver;
-use crate::node::service::ServiceError;
-
-/// How long a change of configuration or devices waits for kubelet, which normally answers within milliseconds. Without the wait, free
-/// devices would be unhealthy until the answer. A slower answer is processed when it arrives.
-const QUERY_TIMEOUT: Duration = Duration::from_millis(250);
-
-fn numbers_of<'a>(inventory: &'a Devices, device: &str) -> &'a [DeviceNumber] {
-    inventory
-        .get(device)
-        .map(|device| &*device.device_numbers)
-        .unwrap_or_default()
-}
+use crate::node::service::{ListedContainers, ServiceError};
 
 impl<D: NodeDriver> NodeState<D> {
     pub(super) async fn allocate(
@@ -42,20 +31,20 @@ impl<D: NodeDriver> NodeState<D> {
         let Some(config) = self.resources.get(resource).cloned() else {
             return Err(Refusal::NoResource(resource.to_owned()).into());
         };
-        let inventory = self.inventory.clone();
         let handed_out = self.resources.handed_out(&self.prepared_claims);
-        check_allocate(handed_out, &inventory, resource, &config.kind, containers)?;
-        for uid in evicted(&self.prepared_claims, &inventory, containers) {
+        check_allocate(handed_out, &self.inventory, resource, &config.kind, containers)?;
+        for uid in evicted(&self.prepared_claims, &self.inventory, containers) {
             self.perform(&plan_free(&uid)).await?;
-            self.orphans.change().forget(&uid);
         }
         let mut container_edits_of = Vec::with_capacity(containers.len());
+        let mut numbers_of: BTreeMap<&str, Vec<DeviceNumber>> = BTreeMap::new();
         for container in containers {
             let devices: BTreeSet<&str> = container.iter().map(|id| device_of_plugin_id(id)).collect();
             let (mut whole, mut apart) = (ContainerEdits::default(), Vec::new());
             for device in devices {
                 self.driver.check_unused(device).await?;
-                let made = self.driver.container_edits(device).await?;
+                let (made, numbers) = self.edits_of(device).await?;
+                numbers_of.insert(device, numbers);
                 if config.cdi_devices {
                     apart.push((device, made.clone()));
                 }
@@ -69,18 +58,37 @@ impl<D: NodeDriver> NodeState<D> {
                 }
             }
             for device in container.iter().map(|id| device_of_plugin_id(id)) {
-                let numbers = numbers_of(&inventory, device);
-                if !numbers.is_empty() {
+                if let Some(numbers) = numbers_of.get(device).filter(|numbers| !numbers.is_empty()) {
                     let name = self.paths.driver.numbers_annotation(device);
                     whole.annotations.insert(name, numbers_value(numbers));
                 }
             }
             container_edits_of.push(whole);
         }
-        let devices = containers.iter().flatten().map(|id| device_of_plugin_id(id));
-        let devices = devices.map(|device| (device, numbers_of(&inventory, device)));
+        let devices = numbers_of
+            .iter()
+            .map(|(device, numbers)| (*device, numbers.as_slice()));
         self.resources.allocate(resource, devices, self.started.elapsed());
         Ok(container_edits_of)
+    }
+
+    /// The container edits for a device, with its device numbers. Refuses a device node that another holder may have: the driver may have found
+    /// other nodes since the request was checked.
+    async fn edits_of(&self, name: &str) -> Result<(ContainerEdits, Vec<DeviceNumber>), ServiceError> {
+        let numbers = |devices: &Devices| devices.get(name).map(|device| device.device_numbers.clone());
+        let mut found = self.found.borrow().clone();
+        loop {
+            let made = self.driver.container_edits(name).await?;
+            let before = std::mem::replace(&mut found, self.found.borrow().clone());
+            // Otherwise the device has moved, and the edits may have its former nodes.
+            if numbers(&before) == numbers(&found) {
+                let Some(device) = found.get(name).or_else(|| self.inventory.get(name)) else {
+                    return Ok((made, Vec::new()));
+                };
+                self.check_nodes(device, None)?;
+                return Ok((made, device.device_numbers.to_vec()));
+            }
+        }
     }
 
     /// Checks whether containers with these devices may start: each device exists, has the device nodes that the container gets, and is healthy.
@@ -89,13 +97,15 @@ impl<D: NodeDriver> NodeState<D> {
         &mut self,
         resource: &str,
         devices: &[String],
+        containers: Option<&ListedContainers>,
     ) -> Result<(), ServiceError> {
         let Some(config) = self.resources.get(resource) else {
             return Err(Refusal::NoResource(resource.to_owned()).into());
         };
         let (is_health_checked, passes_nodes) = (config.pre_start_check, !config.cdi_devices);
         let names: BTreeSet<&str> = devices.iter().map(|id| device_of_plugin_id(id)).collect();
-        self.check_containers_lack(names.iter().copied(), None, None)
+        let listed = self.current(containers);
+        self.check_containers_lack(names.iter().copied(), None, listed)
             .await?;
         if !is_health_checked {
             return Ok(());
@@ -172,16 +182,8 @@ impl<D: NodeDriver> NodeState<D> {
             .collect();
         let (mut kept, mut complete) = (BTreeSet::new(), true);
         for device in devices {
-            let checked = match self.device(&device) {
-                Some(found) => self.check_nodes(found, None).map_err(ServiceError::from),
-                None => Ok(()),
-            };
-            let made = match checked {
-                Ok(()) => self.driver.container_edits(&device).await,
-                Err(failure) => Err(failure),
-            };
-            let written = match made {
-                Ok(made) => self.by_name(&device, made).await.map(drop),
+            let written = match self.edits_of(&device).await {
+                Ok((made, _)) => self.by_name(&device, made).await.map(drop),
                 Err(failure) => Err(failure),
             };
             match written {
@@ -225,7 +227,7 @@ impl<D: NodeDriver> NodeState<D> {
 
     /// Applies a change of the configured extended resources.
     pub(super) fn configure(&mut self) {
-        let configured = self.inputs.configured.borrow_and_update().clone();
+        let configured = self.configured.borrow_and_update().clone();
         let served = self.resources.configure(&configured, &self.inventory);
         self.backend.resources.send_replace(std::sync::Arc::new(served));
     }
@@ -239,7 +241,7 @@ impl<D: NodeDriver> NodeState<D> {
     pub(super) fn must_query_again(&self) -> bool {
         self.has_both()
             && !self.query.is_running()
-            && (!self.resources.containers().known() || !self.resources.conflicting().devices().is_empty())
+            && (!self.resources.containers.known() || !self.resources.conflicting.devices().is_empty())
     }
 
     /// Starts a query of kubelet's containers, or schedules another one after the query in progress.
@@ -247,22 +249,12 @@ impl<D: NodeDriver> NodeState<D> {
         self.query.start(self.resources.names_to_query());
     }
 
-    /// Queries kubelet before serving, and waits for the answer.
-    pub(super) async fn query_and_wait(&mut self) {
-        self.resources.settle_withdrawn(&self.devices);
-        self.query_kubelet();
-        if self.query.is_running() {
-            let finished = self.query.finished().await;
-            self.finish_query(finished).await;
-        }
-    }
-
-    /// Queries kubelet after a change, and waits for the answer for a limited time.
-    pub(super) async fn query_after_change(&mut self) {
+    /// Queries kubelet, and waits for the answer for this time at most.
+    pub(super) async fn query_and_wait(&mut self, limit: Duration) {
         self.resources.settle_withdrawn(&self.devices);
         self.query_kubelet();
         if self.query.is_running()
-            && let Ok(finished) = timeout(QUERY_TIMEOUT, self.query.finished()).await
+            && let Ok(finished) = timeout(limit, self.query.finished()).await
         {
             self.finish_query(finished).await;
         }
@@ -298,13 +290,15 @@ impl<D: NodeDriver> NodeState<D> {
                 WaitingRequest::Prepare {
                     claims,
                     withdrawn,
+                    containers,
                     answer,
                 } => {
-                    self.prepare_all(&claims, &withdrawn, Some(&updated), None, answer)
+                    let containers = containers.as_ref();
+                    self.prepare_all(&claims, &withdrawn, Some(&updated), containers, answer)
                         .await;
                 }
                 WaitingRequest::InContainers(answer) => {
-                    let containers = self.resources.containers();
+                    let containers = &self.resources.containers;
                     let holder = |device: &String| Some((device.clone(), containers.holder(device)?));
                     let _ = answer.send(self.inventory.keys().filter_map(holder).collect());
                 }

@@ -20,7 +20,7 @@ use crate::core::prepare::inventory::{Devices, HandedOut, PluginDevice};
 use crate::core::prepare::plan::ClaimToPrepare;
 use crate::core::prepare::prepared_claims::{PreparedClaims, are_among, share_a_node};
 use crate::node::kubelet::pod_resources::Grants;
-use crate::node::service::{ServedResource, ServiceError};
+use crate::node::service::{ListedContainers, ServedResource, ServiceError};
 
 /// Pauses between queries for containers that hold devices of withdrawn resources: until kubelet has answered, and from then on until these
 /// containers have ended.
@@ -81,13 +81,15 @@ impl Resource {
 pub(super) struct ExtendedResources {
     resources: Versioned<BTreeMap<String, Resource>>,
     /// The devices that containers hold.
-    containers: Versioned<Containers>,
+    pub(super) containers: Versioned<Containers>,
     /// The devices that both a claim and a container were given.
-    conflicting: Versioned<Conflicting>,
+    pub(super) conflicting: Versioned<Conflicting>,
     /// The devices allocated to claims, according to the API server.
-    allocated: Versioned<AllocatedClaims>,
-    /// Withdrawn resources, and lost devices, that containers still hold. `None` if kubelet cannot be queried for them.
-    withdrawn: Option<Versioned<WithdrawnDevices>>,
+    pub(super) allocated: Versioned<AllocatedClaims>,
+    /// Withdrawn resources, and lost devices, that containers still hold. Always empty if kubelet cannot be queried for them.
+    pub(super) withdrawn: Versioned<WithdrawnDevices>,
+    /// Whether kubelet can be queried for the containers of withdrawn resources.
+    tracks_withdrawn: bool,
     /// Recent grants of this process that kubelet may not show yet, by resource.
     granted: BTreeMap<String, Containers>,
 }
@@ -99,7 +101,8 @@ impl ExtendedResources {
             containers: Versioned::default(),
             conflicting: Versioned::default(),
             allocated: Versioned::new(allocated),
-            withdrawn: withdrawn.map(Versioned::new),
+            tracks_withdrawn: withdrawn.is_some(),
+            withdrawn: Versioned::new(withdrawn.unwrap_or_default()),
             granted: BTreeMap::new(),
         }
     }
@@ -144,6 +147,11 @@ impl ExtendedResources {
                 }
             });
         }
+        if !self.has_both() {
+            // Kubelet is no longer asked for containers with devices of mode `both`: they count as containers of withdrawn resources.
+            *self.containers.change() = Containers::default();
+            self.conflicting.change().settle(&self.containers);
+        }
         let served = |(name, resource): (&String, &Resource)| {
             let served = ServedResource {
                 resource: resource.config.clone(),
@@ -187,27 +195,25 @@ impl ExtendedResources {
     }
 
     fn withdraw(&mut self, name: &str, devices: Lost, is_there: bool) {
-        let Some(withdrawn) = &mut self.withdrawn else {
-            if is_there {
-                warn!(
-                    resource = name,
-                    reason = "PodResourcesUnavailable",
-                    "the resource is withdrawn or has lost devices, and kubelet's pod-resources directory is not here, so that nobody knows whether containers still have them"
-                );
-            }
-            return;
-        };
-        let granted = self.granted.get(name).cloned().unwrap_or_default();
-        withdrawn.change().withdraw(name, devices, granted);
+        if self.tracks_withdrawn {
+            let granted = self.granted.get(name).cloned().unwrap_or_default();
+            self.withdrawn.change().withdraw(name, devices, granted);
+        } else if is_there {
+            warn!(
+                resource = name,
+                reason = "PodResourcesUnavailable",
+                "the resource is withdrawn or has lost devices, and kubelet's pod-resources directory is not here, so that nobody knows whether containers still have them"
+            );
+        }
     }
 
     /// Drops the withdrawn resources that kubelet need not be queried for.
     pub(super) fn settle_withdrawn(&mut self, devices: &Devices) {
-        let Some(withdrawn) = &mut self.withdrawn else {
+        if self.withdrawn.is_empty() {
             return;
-        };
+        }
         let resources = &self.resources;
-        withdrawn.change().settle(|name, device, numbers| {
+        self.withdrawn.change().settle(|name, device, numbers| {
             let resource = resources.get(name);
             let device = devices.get(device);
             resource.zip(device).is_some_and(|(resource, device)| {
@@ -218,67 +224,45 @@ impl ExtendedResources {
 
     /// Marks the devices that containers of withdrawn resources hold as unhealthy.
     pub(super) fn withhold_withdrawn(&self, devices: &mut Devices) {
-        if let Some(withdrawn) = &self.withdrawn {
-            withdrawn.withhold(devices, |name, device| {
-                self.resources
-                    .get(name)
-                    .is_some_and(|resource| resource.serves(device))
-            });
-        }
+        self.withdrawn.withhold(devices, |name, device| {
+            self.resources
+                .get(name)
+                .is_some_and(|resource| resource.serves(device))
+        });
     }
 
     pub(super) fn has_withdrawn(&self) -> bool {
-        self.withdrawn
-            .as_ref()
-            .is_some_and(|withdrawn| !withdrawn.is_empty())
+        !self.withdrawn.is_empty()
     }
 
     /// Whether containers hold, or may hold, a device as one that this resource has lost.
     pub(super) fn has_lost(&self, resource: &str, device: &str) -> bool {
-        let withdrawn = self.withdrawn.as_ref();
-        withdrawn.is_some_and(|withdrawn| withdrawn.has(resource, device))
+        self.withdrawn.has(resource, device)
     }
 
     /// The device numbers that the container with such a device got: those of the last grant, if this process made it.
     pub(super) fn lost_numbers(&self, resource: &str, device: &str) -> Vec<DeviceNumber> {
         let granted = self.granted.get(resource);
-        if let Some(numbers) = granted.and_then(|granted| granted.numbers(device)) {
-            return numbers.to_vec();
+        match granted.and_then(|granted| granted.numbers(device)) {
+            Some(numbers) => numbers.to_vec(),
+            None => self.withdrawn.numbers(resource, device),
         }
-        let withdrawn = self.withdrawn.as_ref();
-        withdrawn.map_or_else(Vec::new, |withdrawn| withdrawn.numbers(resource, device))
     }
 
     /// Describes a container that holds a device under another name.
     pub(super) fn holder_by_another_name(&self, device: &Device) -> Option<String> {
-        self.containers.holder_by_another_name(device).or_else(|| {
-            let withdrawn = self.withdrawn.as_ref()?;
-            withdrawn.holder_by_another_name(device)
-        })
+        self.containers
+            .holder_by_another_name(device)
+            .or_else(|| self.withdrawn.holder_by_another_name(device))
     }
 
     /// Whether kubelet has shown the holders of each withdrawn resource.
     pub(super) fn knows_withdrawn(&self) -> bool {
-        self.withdrawn
-            .as_ref()
-            .is_none_or(|withdrawn| withdrawn.is_known())
+        self.withdrawn.is_known()
     }
 
     pub(super) fn version(&self) -> u64 {
         self.resources.version()
-    }
-
-    pub(super) fn withdrawn_version(&self) -> u64 {
-        self.withdrawn.as_ref().map_or(0, Versioned::version)
-    }
-
-    /// The versions of the allocated claims, the containers and the conflicts.
-    pub(super) fn holder_versions(&self) -> [u64; 3] {
-        [
-            self.allocated.version(),
-            self.containers.version(),
-            self.conflicting.version(),
-        ]
     }
 
     pub(super) fn all(&self) -> impl Iterator<Item = &Resource> {
@@ -287,18 +271,6 @@ impl ExtendedResources {
 
     pub(super) fn get(&self, name: &str) -> Option<&ExtendedResource> {
         self.resources.get(name).map(|resource| &resource.config)
-    }
-
-    pub(super) fn containers(&self) -> &Containers {
-        &self.containers
-    }
-
-    pub(super) fn conflicting(&self) -> &Conflicting {
-        &self.conflicting
-    }
-
-    pub(super) fn allocated(&self) -> &AllocatedClaims {
-        &self.allocated
     }
 
     /// The devices in use or allocated, through either API.
@@ -319,6 +291,12 @@ impl ExtendedResources {
         both.map(|(name, _)| name.clone()).collect()
     }
 
+    /// Whether a device is in a resource that is not offered to claims.
+    pub(super) fn is_in_unshared_resource(&self, device: &Device) -> bool {
+        self.all()
+            .any(|resource| !resource.config.also_by_claims && resource.serves(device))
+    }
+
     pub(super) fn has_both(&self) -> bool {
         self.all().any(|resource| resource.config.also_by_claims)
     }
@@ -326,9 +304,7 @@ impl ExtendedResources {
     /// The resources to query kubelet for: those that are also offered to claims, and the withdrawn ones.
     pub(super) fn names_to_query(&self) -> BTreeSet<String> {
         let mut names = self.names_of_both();
-        if let Some(withdrawn) = &self.withdrawn {
-            names.extend(withdrawn.names());
-        }
+        names.extend(self.withdrawn.names());
         names
     }
 
@@ -361,21 +337,17 @@ impl ExtendedResources {
             Err(problem) => Err(QueryGap::Failed(problem.clone())),
         };
         let was_known = self.knows_withdrawn();
-        if let (Ok(shown), Some(withdrawn)) = (view, &mut self.withdrawn) {
-            for name in withdrawn.names() {
+        if let Ok(shown) = view {
+            for name in self.withdrawn.names() {
                 if let Some(shown) = shown.get(&name) {
-                    withdrawn.change().seen(&name, shown, now);
+                    self.withdrawn.change().seen(&name, shown, now);
                 }
             }
         }
         self.settle_withdrawn(devices);
-        if let Some(withdrawn) = &self.withdrawn
-            && withdrawn.is_known()
-            && !was_known
-            && !withdrawn.is_empty()
-        {
+        if self.knows_withdrawn() && !was_known && self.has_withdrawn() {
             info!(
-                resource = ?withdrawn.names(),
+                resource = ?self.withdrawn.names(),
                 "containers have devices under names that the configuration no longer gives them; these are withheld until the containers have ended"
             );
         }
@@ -402,7 +374,7 @@ impl ExtendedResources {
             if let Some(problem) = &shown.pods_unseen {
                 return Err(QueryGap::Failed(problem.clone()));
             }
-            all.add(shown);
+            all.add(shown.clone());
         }
         if !names.is_empty() && !self.containers.known() {
             info!(
@@ -484,6 +456,8 @@ pub(super) enum WaitingRequest {
     Prepare {
         claims: Vec<ClaimToPrepare>,
         withdrawn: BTreeSet<String>,
+        /// The containers listed before.
+        containers: Option<ListedContainers>,
         answer: PrepareAnswer,
     },
     /// An administrative request for the devices that containers hold.
@@ -520,7 +494,7 @@ pub(super) struct KubeletQuery {
     running: Option<RunningQuery>,
     waiting: Vec<WaitingRequest>,
     /// The time of the next query for withdrawn resources.
-    withdrawn_due: Instant,
+    pub(super) withdrawn_due: Instant,
     /// Whether the failure of the last query has been logged.
     pub(super) has_warned: bool,
 }
@@ -543,10 +517,6 @@ impl KubeletQuery {
 
     pub(super) fn is_running(&self) -> bool {
         self.running.is_some()
-    }
-
-    pub(super) fn withdrawn_due(&self) -> Instant {
-        self.withdrawn_due
     }
 
     /// Schedules the next query for withdrawn resources.

@@ -3,6 +3,7 @@ use std::sync::atomic::Ordering;
 
 pub(in crate::node::state) mod fixture;
 mod moving;
+mod publishing;
 mod restoring;
 mod runtime;
 mod undoing;
@@ -306,9 +307,7 @@ async fn until_offered(life: &Life, wanted: &str) {
 }
 
 fn nothing_announced() -> AllocatedClaims {
-    let mut allocated_claims = AllocatedClaims::default();
-    allocated_claims.replace([], "drayman.dev", "node-a");
-    allocated_claims
+    AllocatedClaims::none()
 }
 
 fn allocated_claims(uid: &str, device: &str) -> AllocatedClaims {
@@ -322,8 +321,8 @@ fn allocated_claims(uid: &str, device: &str) -> AllocatedClaims {
             "allocation": { "resourceHandles": [{ "driverName": "drayman.dev", "data": handle }] } },
     }))
     .unwrap();
-    let mut allocated_claims = AllocatedClaims::default();
-    allocated_claims.replace([&claim], "drayman.dev", "node-a");
+    let mut allocated_claims = AllocatedClaims::none();
+    allocated_claims.set(&claim, "drayman.dev", "node-a");
     allocated_claims
 }
 

@@ -4,20 +4,16 @@
 //	kubelet_types registration SOCKET
 //	kubelet_types dra SOCKET
 //	kubelet_types deviceplugin SOCKET
-//	kubelet_types decode FILE
 //
-// Each answer is printed as one line: the call, a space, and the decoded message as JSON. decode does the same with messages from a file,
-// one per line: the type, a space, and the bytes in hexadecimal.
+// Each answer is printed as one line: the call, a space, and the decoded message as JSON.
 package main
 
 import (
 	"context"
-	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"net"
 	"os"
-	"strings"
 	"time"
 
 	"google.golang.org/grpc"
@@ -31,11 +27,11 @@ import (
 
 func main() {
 	if len(os.Args) != 3 {
-		fmt.Fprintln(os.Stderr, "usage: kubelet_types registration|dra|deviceplugin SOCKET, or decode FILE")
+		fmt.Fprintln(os.Stderr, "usage: kubelet_types registration|dra|deviceplugin SOCKET")
 		os.Exit(2)
 	}
 	calls := map[string]func(context.Context, string){
-		"registration": callRegistration, "dra": callDra, "deviceplugin": callDevicePlugin, "decode": decode,
+		"registration": callRegistration, "dra": callDra, "deviceplugin": callDevicePlugin,
 	}
 	call, known := calls[os.Args[1]]
 	if !known {
@@ -155,51 +151,5 @@ func callDevicePlugin(ctx context.Context, socket string) {
 		show("Allocate", allocated, err)
 		started, err := client.PreStartContainer(ctx, &deviceplugin.PreStartContainerRequest{DevicesIDs: ids})
 		show("PreStartContainer", started, err)
-	}
-}
-
-// message is the common interface of kubelet's generated types.
-type message interface{ Unmarshal([]byte) error }
-
-func decode(_ context.Context, file string) {
-	types := map[string]func() message{
-		"PluginInfo":                 func() message { return &registration.PluginInfo{} },
-		"RegistrationStatusResponse": func() message { return &registration.RegistrationStatusResponse{} },
-		"v1alpha2.NodePrepareResourceResponse":   func() message { return &dra2.NodePrepareResourceResponse{} },
-		"v1alpha2.NodeUnprepareResourceResponse": func() message { return &dra2.NodeUnprepareResourceResponse{} },
-		"NodePrepareResourcesResponse":           func() message { return &dra3.NodePrepareResourcesResponse{} },
-		"NodeUnprepareResourcesResponse":         func() message { return &dra3.NodeUnprepareResourcesResponse{} },
-		"DevicePluginOptions":                    func() message { return &deviceplugin.DevicePluginOptions{} },
-		"ListAndWatchResponse":                   func() message { return &deviceplugin.ListAndWatchResponse{} },
-		"PreferredAllocationResponse":            func() message { return &deviceplugin.PreferredAllocationResponse{} },
-		"AllocateResponse":                       func() message { return &deviceplugin.AllocateResponse{} },
-		"PreStartContainerResponse":              func() message { return &deviceplugin.PreStartContainerResponse{} },
-	}
-	text, err := os.ReadFile(file)
-	if err != nil {
-		panic(err)
-	}
-	for _, line := range strings.Split(strings.TrimRight(string(text), "\n"), "\n") {
-		name, digits, _ := strings.Cut(line, " ")
-		bytes, err := hex.DecodeString(digits)
-		if err != nil {
-			panic(err)
-		}
-		decoded := types[name]()
-		if err := decoded.Unmarshal(bytes); err != nil {
-			panic(fmt.Sprintf("%s: %v", name, err))
-		}
-		// Like kubelet, without a nil check.
-		switch answer := decoded.(type) {
-		case *dra3.NodePrepareResourcesResponse:
-			for _, result := range answer.Claims {
-				_ = result.Error
-			}
-		case *dra3.NodeUnprepareResourcesResponse:
-			for _, result := range answer.Claims {
-				_ = result.Error
-			}
-		}
-		show(name, decoded, nil)
 	}
 }

@@ -6,7 +6,6 @@
 #[path = "../../integration/grpc/fixture.rs"]
 #[allow(dead_code, reason = "tests of the other APIs use the other half")]
 mod fixture;
-mod golden;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -20,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 
 use fixture::{DRIVER, DraEndpoint, FakeCompanion, RESOURCE, paths, soon, until_exists, until_state};
 
-/// Calls an API, or decodes a file of messages, and returns the lines of the answers.
+/// Calls an API and returns the lines of the answers.
 async fn call(api: &str, socket: &Path) -> BTreeSet<String> {
     let program =
         tokio::task::spawn_blocking(|| crate::harness::build_go("tests/e2e/kubelet_types", "kubelet_types"));

@@ -124,7 +124,7 @@ impl RequestHandler {
                 }
                 let _ = sender.send(answers);
             }
-            Call::CheckStart(resource_name, devices, sender) => {
+            Call::CheckStart(resource_name, devices, _, sender) => {
                 let call = format!("start {resource_name} {}", devices.join(","));
                 let name = devices.first().cloned().unwrap_or_default();
                 let _ = sender.send(self.answer(call, &name, ()).await.unwrap_or(Ok(())));
@@ -361,33 +361,6 @@ impl RawClient {
             if of == stream && head[3] <= 1 && head[4] & 1 != 0 {
                 answer.body.drain(..answer.body.len().min(5));
                 return Some(answer);
-            }
-        }
-    }
-
-    /// Reads the first message of the last started call, which need not end.
-    #[allow(dead_code, reason = "used by the test with the types of kubelet")]
-    pub(crate) async fn first_message(&mut self) -> Option<Vec<u8>> {
-        let (stream, mut message) = (self.next_stream - 2, Vec::new());
-        loop {
-            let mut head = [0; 9];
-            self.stream.read_exact(&mut head).await.ok()?;
-            let length = u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize;
-            let mut payload = vec![0; length];
-            self.stream.read_exact(&mut payload).await.ok()?;
-            let of = u32::from_be_bytes(head[5..].try_into().unwrap());
-            match head[3] {
-                0 if of == stream => message.extend_from_slice(&payload),
-                4 if head[4] == 0 => self.frame(4, 1, 0, &[]).await,
-                3 | 7 => return None,
-                _ => {}
-            }
-            // The gRPC prefix: compression flag and length.
-            if let Some(size) = message.get(1..5) {
-                let size = u32::from_be_bytes(size.try_into().unwrap()) as usize;
-                if message.len() >= size + 5 {
-                    return Some(message.split_off(5));
-                }
             }
         }
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use drayman::api::resource::ResourceClaim;
 use drayman::core::names::{ClaimUid, device_of_plugin_id};
 use drayman::core::prepare::allocate::check_allocate;
-use drayman::core::prepare::containers::ResourceSnapshot;
+use drayman::core::prepare::containers::{AllocatedClaims, ResourceSnapshot};
 use drayman::core::prepare::inventory::{HandedOut, PluginDevice, plugin_devices};
 use drayman::core::prepare::plan::{ClaimToPrepare, PlanStep, Refusal, plan_prepare, takes_from_both};
 
@@ -100,7 +100,10 @@ impl Companion {
 
     /// Updates the allocated claims from the API server. Returns whether a container has one of their devices.
     pub(super) fn observe_claims(&mut self, claims: &[ResourceClaim], node: &str) -> bool {
-        self.allocated_claims.replace(claims, DRIVER, node);
+        self.allocated_claims = AllocatedClaims::none();
+        for claim in claims {
+            self.allocated_claims.set(claim, DRIVER, node);
+        }
         !self.claimed_in_containers().is_empty()
     }
 

@@ -127,6 +127,13 @@ fn the_checkpoint_is_written_before_the_driver_call_and_answer() {
 fn the_same_claim_again_only_refreshes_its_file() {
     let steps = plan(&held(A, &["y", "x"], "boot", done()), A, &["x", "y"]).unwrap();
     assert_eq!(steps, restore(&ClaimUid::parse(A).unwrap()));
+    assert!(
+        matches!(
+            &steps[..],
+            [PlanStep::Prepare(_), PlanStep::Save(_), PlanStep::WriteCdi(_)]
+        ),
+        "new device numbers are recorded before a container can get them: {steps:?}"
+    );
 }
 
 #[test]

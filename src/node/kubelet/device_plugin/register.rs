@@ -18,7 +18,7 @@ use crate::api::proto::device_plugin_v1beta1::{DevicePluginOptions, RegisterRequ
 use crate::api::proto::plugin_registration::PluginInfo;
 use crate::api::proto::plugin_registration::registration_server::RegistrationServer;
 use crate::node::kubelet::registration::RegistrationService;
-use crate::node::kubelet::transport::{GrpcCalls, Identity, SocketPath, listen};
+use crate::node::kubelet::transport::{GrpcCalls, Identity, Listening, SocketPath, listen};
 use crate::node::kubelet::{KubeletApiError, KubeletApiState, is_served};
 
 /// The only version of the API.
@@ -208,11 +208,13 @@ pub(super) struct WatchedPlugin {
     pub(super) state: watch::Sender<KubeletApiState>,
     pub(super) streams: watch::Receiver<Streams>,
     pub(super) calls: Arc<GrpcCalls>,
+    /// The plugin's own server.
+    pub(super) service: Listening,
     pub(super) shutdown: CancellationToken,
 }
 
 impl WatchedPlugin {
-    /// Runs until the shutdown.
+    /// Runs until the shutdown, and then until the plugin's own server has ended.
     pub(super) async fn run(mut self) -> Result<(), KubeletApiError> {
         let service = RegistrationService {
             info: PluginInfo {
@@ -224,7 +226,16 @@ impl WatchedPlugin {
             state: self.state.clone(),
         };
         let routes = Routes::new(RegistrationServer::new(service).max_decoding_message_size(MAX_REQUEST));
-        let registration = listen(self.location, routes, self.calls, self.shutdown.clone()).await?;
+        let drained = CancellationToken::new();
+        let _end_of_registration = drained.clone().drop_guard();
+        let registration = match listen(self.location, routes, self.calls, drained.clone()).await {
+            Ok(registration) => registration,
+            Err(error) => {
+                self.shutdown.cancel();
+                self.service.closed().await;
+                return Err(error.into());
+            }
+        };
         is_served(&self.state);
         let mut grace = WATCHER_GRACE.0;
         let mut alone_since = Instant::now();
@@ -254,6 +265,9 @@ impl WatchedPlugin {
                 }
             }
         }
+        self.service.closed().await;
+        // When the registration socket is removed, kubelet closes its connection to the plugin, which cancels the calls in flight.
+        drained.cancel();
         registration.closed().await;
         Ok(())
     }

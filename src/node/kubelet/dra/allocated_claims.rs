@@ -17,7 +17,11 @@ use crate::core::names::DriverName;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::containers::AllocatedClaims;
+use crate::node::claim::DecodedClaim;
 use crate::node::watch::watch_objects;
+
+/// Number of claims in a page of a list. A page is in memory as a whole, twice, and users can store some megabytes in each claim.
+const PAGE: u32 = 8;
 
 /// Watches the claims allocated on this node.
 pub(in crate::node) struct ClaimWatch {
@@ -39,9 +43,7 @@ impl ClaimWatch {
             let serves = self.cluster.borrow_and_update().serves(ClaimsApi::Classic);
             if !serves {
                 // There are no classic claims. Allocations of structured mode become known at Prepare.
-                let mut none = AllocatedClaims::default();
-                none.replace([], self.driver_name.as_str(), &self.node_name);
-                self.sender.send_replace(Arc::new(none));
+                self.sender.send_replace(Arc::new(AllocatedClaims::none()));
             }
             let mut cluster = self.cluster.clone();
             tokio::select! {
@@ -53,13 +55,15 @@ impl ClaimWatch {
     }
 
     async fn follow(&self) {
-        let api = Api::<ResourceClaim>::all(self.client.clone());
-        let key = format!("{}/{NODE_LABEL}", self.driver_name);
+        let driver = self.driver_name.as_str();
+        let api = Api::<DecodedClaim<ResourceClaim>>::all(self.client.clone());
+        let key = format!("{driver}/{NODE_LABEL}");
         let here = label_of_node(&self.node_name);
         let selector = format!("{key} in ({here},{LABEL_OF_ANY_NODE})");
-        let mut events = Box::pin(watch_objects(api, Config::default().labels(&selector)));
+        let config = Config::default().labels(&selector).page_size(PAGE);
+        let mut events = Box::pin(watch_objects(api, config));
         let mut allocated_claims = self.sender.borrow().as_ref().clone();
-        let mut listed = Vec::new();
+        let mut listed = AllocatedClaims::default();
         let mut complained = false;
         loop {
             let event = match events.try_next().await {
@@ -79,25 +83,20 @@ impl ClaimWatch {
             complained = false;
             match event {
                 Event::Init => {
-                    listed.clear();
+                    listed = AllocatedClaims::none();
                     continue;
                 }
-                Event::InitApply(claim) => {
-                    listed.push(claim);
+                Event::InitApply(DecodedClaim(claim)) => {
+                    listed.set(&claim, driver, &self.node_name);
                     continue;
                 }
                 Event::InitDone => {
-                    info!(claims = listed.len(), "the claims of this node are known");
-                    allocated_claims.replace(
-                        &std::mem::take(&mut listed),
-                        self.driver_name.as_str(),
-                        &self.node_name,
-                    );
+                    allocated_claims = std::mem::take(&mut listed);
+                    let claims = allocated_claims.count();
+                    info!(claims, "the claims of this node are known");
                 }
-                Event::Apply(claim) => {
-                    allocated_claims.set(&claim, self.driver_name.as_str(), &self.node_name);
-                }
-                Event::Delete(claim) => {
+                Event::Apply(DecodedClaim(claim)) => allocated_claims.set(&claim, driver, &self.node_name),
+                Event::Delete(DecodedClaim(claim)) => {
                     allocated_claims.remove(claim.metadata.uid.as_deref().unwrap_or_default());
                 }
             }

@@ -62,23 +62,14 @@ impl v1alpha3::node_server::Node for DraService {
             } else {
                 answers.next()
             };
-            let value = match answer {
-                Some(Ok(cdi_devices)) => v1alpha3::NodePrepareResourceResponse {
-                    cdi_devices,
-                    error: String::new(),
-                },
-                Some(Err(error)) => v1alpha3::NodePrepareResourceResponse {
-                    cdi_devices: Vec::new(),
-                    error: with_reason(error.reason(), &error),
-                },
-                None => v1alpha3::NodePrepareResourceResponse {
-                    cdi_devices: Vec::new(),
-                    error: STRUCTURED.into(),
-                },
+            let (cdi_devices, error) = match answer {
+                Some(Ok(cdi_devices)) => (cdi_devices, String::new()),
+                Some(Err(error)) => (Vec::new(), with_reason(error.reason(), &error)),
+                None => (Vec::new(), STRUCTURED.to_owned()),
             };
             v1alpha3::NodePrepareResourcesEntry {
                 key: claim.uid,
-                value: Some(value),
+                value: Some(v1alpha3::NodePrepareResourceResponse { cdi_devices, error }),
             }
         });
         Ok(Response::new(v1alpha3::NodePrepareResourcesResponse {

@@ -16,6 +16,7 @@ use crate::api::crd::Device;
 use crate::api::proto::MAX_REQUEST;
 use crate::api::proto::{dra_health_v1 as v1, dra_health_v1alpha1 as v1alpha1};
 use crate::core::prepare::inventory::Devices;
+use crate::node::kubelet::recoded;
 use crate::node::resync;
 
 /// How long kubelet may rely on a health, in seconds. It is sent again at each resync, so that two resyncs may be missed.
@@ -130,6 +131,7 @@ impl v1::dra_resource_health_server::DraResourceHealth for DeviceHealthService {
     }
 }
 
+/// `v1alpha1` is `v1` in another package.
 #[tonic::async_trait]
 impl v1alpha1::dra_resource_health_server::DraResourceHealth for DeviceHealthService {
     type NodeWatchResourcesStream =
@@ -139,26 +141,9 @@ impl v1alpha1::dra_resource_health_server::DraResourceHealth for DeviceHealthSer
         &self,
         _: Request<v1alpha1::NodeWatchResourcesRequest>,
     ) -> Result<Response<Self::NodeWatchResourcesStream>, Status> {
-        Ok(Response::new(Box::pin(
-            self.responses().map(|response| Ok(older(response))),
-        )))
-    }
-}
-
-/// `v1alpha1` is `v1` in another package.
-fn older(response: v1::NodeWatchResourcesResponse) -> v1alpha1::NodeWatchResourcesResponse {
-    let device = |health: v1::DeviceHealth| v1alpha1::DeviceHealth {
-        device: health.device.map(|device| v1alpha1::DeviceIdentifier {
-            pool_name: device.pool_name,
-            device_name: device.device_name,
-        }),
-        health: health.health,
-        last_updated_time: health.last_updated_time,
-        health_check_timeout_seconds: health.health_check_timeout_seconds,
-        message: health.message,
-    };
-    v1alpha1::NodeWatchResourcesResponse {
-        devices: response.devices.into_iter().map(device).collect(),
+        let responses = self.responses();
+        let responses = responses.map(|response| recoded::<v1alpha1::NodeWatchResourcesResponse>(&response));
+        Ok(Response::new(Box::pin(responses)))
     }
 }
 

@@ -1,11 +1,15 @@
 //! Structured mode: `v1.DRAPlugin` and `v1beta1.DRAPlugin` of kubelet 1.32 and later. The requests name claims; their allocation is read
 //! from the API server.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use futures::{StreamExt as _, stream};
+use futures::AsyncReadExt as _;
+use futures::future::join_all;
 use k8s_openapi::api::resource::v1::ResourceClaim;
-use kube::Api;
+use kube::Resource as _;
+use kube::api::GetParams;
+use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout_at};
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
@@ -17,11 +21,15 @@ use crate::api::proto::{dra_v1 as v1, dra_v1beta1 as v1beta1};
 use crate::core::names::{DriverName, is_dns_label, is_dns_subdomain};
 use crate::core::prepare::device_metadata::base_request;
 use crate::core::prepare::plan::{ResultsError, results_of_claim};
-use crate::node::kubelet::{check_claims, shown, with_reason, wrong_number_of_answers};
+use crate::node::claim::DecodedClaim;
+use crate::node::kubelet::{check_claims, recoded, shown, with_reason, wrong_number_of_answers};
 use crate::node::service::{Allocation, ClaimToPrepare, ClaimToUnprepare, DeviceResult, NodeService};
 
-/// Reads in flight at once for one call, so that a pod with many claims does not flood the API server.
+/// Maximum number of claims read at once, so that pods with many claims neither flood the API server nor fill the memory.
 const READS: usize = 8;
+
+/// Maximum size of a claim as JSON. Users can store megabytes in the finalizers, owner references, labels and annotations of a claim.
+const CLAIM_MAX: u64 = 2 * 1024 * 1024;
 
 /// Deadline of all reads of one call. Kubelet waits 45 s, and Prepare needs some of them.
 const READS_TIMEOUT: Duration = Duration::from_secs(10);
@@ -65,12 +73,9 @@ struct DraPlugin {
     claims: ClaimReader,
 }
 
-/// The answer for one claim: each result with its CDI id, or an error.
-type PreparedDevices = Result<Vec<(DeviceResult, String)>, String>;
-
 impl DraPlugin {
     /// Prepares claims; one answer each, in order. A claim that fails does not affect the others.
-    async fn prepare(&self, claims: &[v1::Claim]) -> Result<Vec<PreparedDevices>, Status> {
+    async fn prepare(&self, claims: Vec<v1::Claim>) -> Result<Vec<v1::NodePrepareResourcesEntry>, Status> {
         check_claims(claims.iter().map(id))?;
         let deadline = Instant::now() + READS_TIMEOUT;
         let reads = claims.iter().cloned().map(|claim| {
@@ -82,8 +87,7 @@ impl DraPlugin {
                     .unwrap_or(Err(ClaimError::Timeout))
             }
         });
-        let read = stream::iter(reads).buffered(READS).collect::<Vec<_>>();
-        let (read, containers) = tokio::join!(read, self.node.list_containers());
+        let (read, containers) = tokio::join!(join_all(reads), self.node.list_containers());
         let mut to_prepare = Vec::new();
         for (claim, read) in claims.iter().zip(&read) {
             match read {
@@ -111,40 +115,53 @@ impl DraPlugin {
             return Err(wrong_number_of_answers(asked, answers.len()));
         }
         let mut answers = answers.into_iter();
-        let prepared = read.into_iter().map(|read| {
+        let mut prepared = |read: Result<Vec<DeviceResult>, ClaimError>| -> Result<Vec<v1::Device>, String> {
             let results = read.map_err(|error| with_reason(error.reason(), &error))?;
             let ids = answers
                 .next()
                 .unwrap_or_else(|| Ok(Vec::new()))
                 .map_err(|error| with_reason(error.reason(), &error))?;
-            Ok(results.into_iter().zip(ids).collect())
+            Ok(results.into_iter().zip(ids).map(device).collect())
+        };
+        let entries = claims.into_iter().zip(read).map(|(claim, read)| {
+            let (devices, error) = match prepared(read) {
+                Ok(devices) => (devices, String::new()),
+                Err(error) => (Vec::new(), error),
+            };
+            v1::NodePrepareResourcesEntry {
+                key: claim.uid,
+                value: Some(v1::NodePrepareResourceResponse { devices, error }),
+            }
         });
-        Ok(prepared.collect())
+        Ok(entries.collect())
     }
 
-    /// Unprepares claims; the error of each, empty if it succeeded.
-    async fn unprepare(&self, claims: &[v1::Claim]) -> Result<Vec<String>, Status> {
+    /// Unprepares claims; one answer each, in order, whose error is empty if it succeeded.
+    async fn unprepare(
+        &self,
+        claims: Vec<v1::Claim>,
+    ) -> Result<Vec<v1::NodeUnprepareResourcesEntry>, Status> {
         check_claims(claims.iter().map(id))?;
-        let to_unprepare: Vec<ClaimToUnprepare> = claims
-            .iter()
-            .map(|claim| ClaimToUnprepare {
-                namespace: claim.namespace.clone(),
-                name: claim.name.clone(),
-                uid: claim.uid.clone(),
-            })
-            .collect();
-        let asked = to_unprepare.len();
-        let answers = self.node.unprepare(to_unprepare).await;
-        if answers.len() != asked {
-            return Err(wrong_number_of_answers(asked, answers.len()));
+        let to_unprepare = claims.iter().map(|claim| ClaimToUnprepare {
+            namespace: claim.namespace.clone(),
+            name: claim.name.clone(),
+            uid: claim.uid.clone(),
+        });
+        let answers = self.node.unprepare(to_unprepare.collect()).await;
+        if answers.len() != claims.len() {
+            return Err(wrong_number_of_answers(claims.len(), answers.len()));
         }
-        let errors = answers.into_iter().map(|answer| {
-            answer
+        let entries = claims.into_iter().zip(answers).map(|(claim, answer)| {
+            let error = answer
                 .err()
                 .map(|error| with_reason(error.reason(), &error))
-                .unwrap_or_default()
+                .unwrap_or_default();
+            v1::NodeUnprepareResourcesEntry {
+                key: claim.uid,
+                value: Some(v1::NodeUnprepareResourceResponse { error }),
+            }
         });
-        Ok(errors.collect())
+        Ok(entries.collect())
     }
 }
 
@@ -170,39 +187,16 @@ impl v1::dra_plugin_server::DraPlugin for DraPlugin {
         &self,
         request: Request<v1::NodePrepareResourcesRequest>,
     ) -> Result<Response<v1::NodePrepareResourcesResponse>, Status> {
-        let claims = request.into_inner().claims;
-        let answers = self.prepare(&claims).await?;
-        let entries = claims.into_iter().zip(answers).map(|(claim, answer)| {
-            let (devices, error) = match answer {
-                Ok(devices) => (devices.into_iter().map(device).collect(), String::new()),
-                Err(error) => (Vec::new(), error),
-            };
-            v1::NodePrepareResourcesEntry {
-                key: claim.uid,
-                value: Some(v1::NodePrepareResourceResponse { devices, error }),
-            }
-        });
-        Ok(Response::new(v1::NodePrepareResourcesResponse {
-            claims: entries.collect(),
-        }))
+        let claims = self.prepare(request.into_inner().claims).await?;
+        Ok(Response::new(v1::NodePrepareResourcesResponse { claims }))
     }
 
     async fn node_unprepare_resources(
         &self,
         request: Request<v1::NodeUnprepareResourcesRequest>,
     ) -> Result<Response<v1::NodeUnprepareResourcesResponse>, Status> {
-        let claims = request.into_inner().claims;
-        let errors = self.unprepare(&claims).await?;
-        let entries = claims
-            .into_iter()
-            .zip(errors)
-            .map(|(claim, error)| v1::NodeUnprepareResourcesEntry {
-                key: claim.uid,
-                value: Some(v1::NodeUnprepareResourceResponse { error }),
-            });
-        Ok(Response::new(v1::NodeUnprepareResourcesResponse {
-            claims: entries.collect(),
-        }))
+        let claims = self.unprepare(request.into_inner().claims).await?;
+        Ok(Response::new(v1::NodeUnprepareResourcesResponse { claims }))
     }
 }
 
@@ -213,63 +207,20 @@ impl v1beta1::dra_plugin_server::DraPlugin for DraPlugin {
         &self,
         request: Request<v1beta1::NodePrepareResourcesRequest>,
     ) -> Result<Response<v1beta1::NodePrepareResourcesResponse>, Status> {
-        let claims: Vec<v1::Claim> = request.into_inner().claims.into_iter().map(newer).collect();
-        let answers = self.prepare(&claims).await?;
-        let older = |one| {
-            let v1::Device {
-                request_names,
-                pool_name,
-                device_name,
-                cdi_device_ids,
-                share_id: _,
-            } = device(one);
-            v1beta1::Device {
-                request_names,
-                pool_name,
-                device_name,
-                cdi_device_ids,
-            }
-        };
-        let entries = claims.into_iter().zip(answers).map(|(claim, answer)| {
-            let (devices, error) = match answer {
-                Ok(devices) => (devices.into_iter().map(older).collect(), String::new()),
-                Err(error) => (Vec::new(), error),
-            };
-            v1beta1::NodePrepareResourcesEntry {
-                key: claim.uid,
-                value: Some(v1beta1::NodePrepareResourceResponse { devices, error }),
-            }
-        });
-        Ok(Response::new(v1beta1::NodePrepareResourcesResponse {
-            claims: entries.collect(),
-        }))
+        let request: v1::NodePrepareResourcesRequest = recoded(request.get_ref())?;
+        let claims = self.prepare(request.claims).await?;
+        let response = v1::NodePrepareResourcesResponse { claims };
+        Ok(Response::new(recoded(&response)?))
     }
 
     async fn node_unprepare_resources(
         &self,
         request: Request<v1beta1::NodeUnprepareResourcesRequest>,
     ) -> Result<Response<v1beta1::NodeUnprepareResourcesResponse>, Status> {
-        let claims: Vec<v1::Claim> = request.into_inner().claims.into_iter().map(newer).collect();
-        let errors = self.unprepare(&claims).await?;
-        let entries =
-            claims
-                .into_iter()
-                .zip(errors)
-                .map(|(claim, error)| v1beta1::NodeUnprepareResourcesEntry {
-                    key: claim.uid,
-                    value: Some(v1beta1::NodeUnprepareResourceResponse { error }),
-                });
-        Ok(Response::new(v1beta1::NodeUnprepareResourcesResponse {
-            claims: entries.collect(),
-        }))
-    }
-}
-
-fn newer(claim: v1beta1::Claim) -> v1::Claim {
-    v1::Claim {
-        namespace: claim.namespace,
-        uid: claim.uid,
-        name: claim.name,
+        let request: v1::NodeUnprepareResourcesRequest = recoded(request.get_ref())?;
+        let claims = self.unprepare(request.claims).await?;
+        let response = v1::NodeUnprepareResourcesResponse { claims };
+        Ok(Response::new(recoded(&response)?))
     }
 }
 
@@ -278,6 +229,7 @@ fn newer(claim: v1beta1::Claim) -> v1::Claim {
 pub struct ClaimReader {
     client: kube::Client,
     driver: DriverName,
+    reads: Arc<Semaphore>,
 }
 
 /// Why the allocation of a claim is not known. The message is for the pod's event.
@@ -294,6 +246,9 @@ pub enum ClaimError {
     /// The API server cannot be asked, or it refuses.
     #[error("the API server does not show the claim; kubelet asks again: {0}")]
     Unreadable(kube::Error),
+    /// The claim is too large to be read.
+    #[error("the claim is larger than {} MiB: remove finalizers, owner references, labels or annotations from it", CLAIM_MAX >> 20)]
+    TooLarge,
     /// The API server does not answer.
     #[error("the API server does not show the claim in time; kubelet asks again")]
     Timeout,
@@ -309,10 +264,19 @@ impl ClaimError {
     /// CamelCase, from a small fixed set: a metric label.
     pub const fn reason(&self) -> &'static str {
         match self {
-            Self::Name { .. } => "InvalidClaim",
+            Self::Name { .. } | Self::TooLarge => "InvalidClaim",
             Self::Unreadable(_) | Self::Timeout => "ClaimUnreadable",
             Self::Gone => "ClaimGone",
             Self::Results(error) => error.reason(),
+        }
+    }
+}
+
+impl From<kube::Error> for ClaimError {
+    fn from(error: kube::Error) -> Self {
+        match error {
+            kube::Error::Api(status) if status.is_not_found() => Self::Gone,
+            error => Self::Unreadable(error),
         }
     }
 }
@@ -328,7 +292,12 @@ impl std::fmt::Debug for ClaimReader {
 impl ClaimReader {
     /// A reader of the allocations of a driver.
     pub fn new(client: kube::Client, driver: DriverName) -> Self {
-        Self { client, driver }
+        let reads = Arc::new(Semaphore::new(READS));
+        Self {
+            client,
+            driver,
+            reads,
+        }
     }
 
     /// The driver's results in the allocation of a claim: one read of the claim, without a deadline.
@@ -344,18 +313,34 @@ impl ClaimReader {
                 name: shown(name),
             });
         }
-        let api = Api::<ResourceClaim>::namespaced(self.client.clone(), namespace);
-        match api.get_opt(name).await {
-            Ok(Some(claim)) => Ok(results_of_claim(claim, uid, &self.driver)?),
-            Ok(None) => Err(ClaimError::Gone),
-            Err(error) => Err(ClaimError::Unreadable(error)),
+        let _read = self.reads.acquire().await;
+        let path = ResourceClaim::url_path(&(), Some(namespace));
+        let mut request = kube::core::Request::new(path)
+            .get(name, &GetParams::default())
+            .map_err(kube::Error::BuildRequest)?;
+        request.extensions_mut().insert("get"); // The name of the trace span, as in `Api::get`.
+        let answer = self.client.request_stream(request).await?;
+        let mut text = Vec::new();
+        // One byte more shows that there is more.
+        let read = answer.take(CLAIM_MAX + 1).read_to_end(&mut text).await;
+        read.map_err(|error| kube::Error::Service(error.into()))?;
+        if text.len() as u64 > CLAIM_MAX {
+            return Err(ClaimError::TooLarge);
         }
+        let DecodedClaim(claim) = serde_json::from_slice(&text).map_err(kube::Error::SerdeError)?;
+        Ok(results_of_claim(claim, uid, &self.driver)?)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::convert::Infallible;
+    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::Ordering::SeqCst;
+
+    use kube::client::Body;
     use prost::Message;
+    use serde_json::{Value, json};
 
     use super::*;
 
@@ -380,6 +365,74 @@ mod tests {
             bytes,
             b"\x0a\x1a\x0a\x01u\x12\x15\x0a\x13\x0a\x01r\x12\x01p\x1a\x01d\x22\x05v/c=a\x2a\x01s"
         );
+    }
+
+    /// A reader of claims whose server answers each request with this claim after a second, and the maximum number of requests at once.
+    fn reader(claim: &Value) -> (ClaimReader, Arc<AtomicUsize>) {
+        let (current, most) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
+        let (text, seen) = (claim.to_string(), most.clone());
+        let serve = move |_: http::Request<Body>| {
+            let (text, current, seen) = (text.clone(), current.clone(), seen.clone());
+            async move {
+                seen.fetch_max(current.fetch_add(1, SeqCst) + 1, SeqCst);
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                current.fetch_sub(1, SeqCst);
+                Ok::<_, Infallible>(http::Response::new(Body::from(text.into_bytes())))
+            }
+        };
+        let client = kube::Client::new(tower::service_fn(serve), "default");
+        let driver = DriverName::parse("drayman.dev").unwrap();
+        (ClaimReader::new(client, driver), most)
+    }
+
+    fn allocated_claim(finalizers: usize) -> Value {
+        let result = json!({ "driver": "drayman.dev", "pool": "node-a", "device": "d", "request": "r" });
+        json!({
+            "metadata": { "name": "c", "namespace": "n", "uid": "u", "finalizers": vec!["example.com/a"; finalizers] },
+            "spec": {},
+            "status": {
+                "reservedFor": [{ "resource": "pods", "name": "p", "uid": "p" }],
+                "allocation": { "devices": { "results": [result] } },
+            },
+        })
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn claims_that_are_too_large_are_refused() {
+        let (reader, _) = reader(&allocated_claim(120_000));
+        assert_eq!(reader.read("n", "c", "u").await.unwrap().len(), 1);
+        let (reader, _) = self::reader(&allocated_claim(140_000));
+        let refused = reader.read("n", "c", "u").await;
+        assert!(matches!(refused, Err(ClaimError::TooLarge)), "{refused:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn few_claims_are_read_at_once() {
+        let (reader, most) = reader(&allocated_claim(0));
+        let reads = (0..40).map(|_| reader.read("n", "c", "u"));
+        for read in join_all(reads).await {
+            read.unwrap();
+        }
+        assert_eq!(most.load(SeqCst), READS);
+    }
+
+    #[test]
+    fn the_earlier_version_has_no_share_ids() {
+        let result = DeviceResult {
+            request: "r".into(),
+            pool: "p".into(),
+            device: "d".into(),
+            share_id: Some("s".into()),
+            ..DeviceResult::default()
+        };
+        let earlier: v1beta1::Device = recoded(&device((result, "v/c=a".into()))).unwrap();
+        let expected = v1beta1::Device {
+            request_names: vec!["r".into()],
+            pool_name: "p".into(),
+            device_name: "d".into(),
+            cdi_device_ids: vec!["v/c=a".into()],
+        };
+        assert_eq!(earlier, expected);
     }
 
     #[test]

@@ -155,12 +155,7 @@ impl Socket {
         make_directory(location)?;
         clear(&location.path, location).await?;
         clear(&hidden, location).await?;
-        match fs::remove_file(&hidden) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(SocketError::io("remove the stale socket", &hidden)(error));
-            }
-            _ => {}
-        }
+        unlink_stale(&hidden)?;
         let listener = UnixListener::bind(&hidden).map_err(SocketError::io("bind", &hidden))?;
         fs::set_permissions(&hidden, fs::Permissions::from_mode(0o600))
             .map_err(SocketError::io("set the mode of", &hidden))?;
@@ -268,9 +263,13 @@ async fn clear(path: &Path, location: &SocketPath) -> Result<(), SocketError> {
 /// Removes a socket that a killed process has left. A socket on which a process listens stays.
 pub(crate) async fn remove_stale(location: &SocketPath) -> Result<(), SocketError> {
     clear(&location.path, location).await?;
-    match fs::remove_file(&location.path) {
+    unlink_stale(&location.path)
+}
+
+fn unlink_stale(path: &Path) -> Result<(), SocketError> {
+    match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            Err(SocketError::io("remove the stale socket", &location.path)(error))
+            Err(SocketError::io("remove the stale socket", path)(error))
         }
         _ => Ok(()),
     }

@@ -24,11 +24,36 @@ pub(super) struct Stored<D> {
     pub(super) status: Option<NodeInventoryStatus>,
 }
 
-/// Device counts of a stored inventory.
+/// Device counts of a stored inventory. They show whether others have added devices, or fields that we do not set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct DeviceCounts {
     pub(super) devices: u32,
     pub(super) unhealthy: u32,
+    with_attributes: u32,
+    with_shares: u32,
+}
+
+impl DeviceCounts {
+    /// The counts of an inventory with these devices.
+    pub(super) fn of(devices: &[Device]) -> Self {
+        let mut counted = Self::default();
+        for device in devices {
+            let has_attributes = !device.attributes.is_empty();
+            counted.add(
+                device.unhealthy.is_some(),
+                has_attributes,
+                device.shares.is_some(),
+            );
+        }
+        counted
+    }
+
+    fn add(&mut self, is_unhealthy: bool, has_attributes: bool, has_shares: bool) {
+        self.devices = self.devices.saturating_add(1);
+        self.unhealthy = self.unhealthy.saturating_add(is_unhealthy.into());
+        self.with_attributes = self.with_attributes.saturating_add(has_attributes.into());
+        self.with_shares = self.with_shares.saturating_add(has_shares.into());
+    }
 }
 
 /// The devices of a stored inventory, reduced to kind and health: the fields that events report.
@@ -112,8 +137,10 @@ impl<D> Resource for Stored<D> {
 impl<'de> Deserialize<'de> for DeviceCounts {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
-        struct Health {
+        struct Optional {
             unhealthy: Option<IgnoredAny>,
+            attributes: Option<IgnoredAny>,
+            shares: Option<IgnoredAny>,
         }
         struct DeviceCounter;
         impl<'de> Visitor<'de> for DeviceCounter {
@@ -125,11 +152,13 @@ impl<'de> Deserialize<'de> for DeviceCounts {
 
             fn visit_seq<A: SeqAccess<'de>>(self, mut devices: A) -> Result<DeviceCounts, A::Error> {
                 let mut counted = DeviceCounts::default();
-                while let Some(device) = devices.next_element::<Health>()? {
-                    counted.devices = counted.devices.saturating_add(1);
-                    if device.unhealthy.is_some() {
-                        counted.unhealthy = counted.unhealthy.saturating_add(1);
-                    }
+                while let Some(device) = devices.next_element::<Optional>()? {
+                    let Optional {
+                        unhealthy,
+                        attributes,
+                        shares,
+                    } = device;
+                    counted.add(unhealthy.is_some(), attributes.is_some(), shares.is_some());
                 }
                 Ok(counted)
             }
@@ -179,6 +208,7 @@ mod tests {
         let stored: Stored<DeviceCounts> = serde_json::from_str(TEXT).unwrap();
         let whole: NodeInventory = serde_json::from_str(TEXT).unwrap();
         assert_eq!((stored.devices.devices, stored.devices.unhealthy), (2, 1));
+        assert_eq!(stored.devices, DeviceCounts::of(&whole.spec.devices));
         assert_eq!(stored.status, whole.status);
         let expected = ObjectMeta {
             labels: None,

@@ -23,6 +23,8 @@ struct Server {
     forbids_inventories: bool,
     /// Requests for NodeInventories.
     inventories: Arc<Mutex<Vec<String>>>,
+    /// A device that somebody else has added, which server-side apply keeps.
+    foreign_device: Arc<Mutex<Option<Value>>>,
     /// The answers to lists and watches of NodeInventories; there is no answer after the last.
     observed: Arc<Mutex<VecDeque<String>>>,
 }
@@ -79,9 +81,15 @@ impl Server {
                 json!({"kind": "APIGroup", "apiVersion": "v1", "name": "resource.k8s.io", "versions": [version]})
             }
             ("PATCH", _) => {
+                let is_merge = body["kind"].is_null();
+                let mut foreign = self.foreign_device.lock().unwrap();
+                if is_merge && body["spec"]["devices"].is_array() {
+                    *foreign = None;
+                }
+                let devices: Vec<&Value> = foreign.iter().collect();
                 body["metadata"] =
                     json!({"name": "node-a.drayman.dev", "generation": 1, "resourceVersion": "5"});
-                body["spec"] = json!({"driverName": "drayman.dev", "nodeName": "node-a", "nodeUid": "n-1", "devices": []});
+                body["spec"] = json!({"driverName": "drayman.dev", "nodeName": "node-a", "nodeUid": "n-1", "devices": devices});
                 body
             }
             ("POST", _) => {
@@ -226,6 +234,17 @@ async fn a_foreign_write_is_repaired_once() {
         // Spec and status, and both again.
         assert_eq!(writes.count(), 4, "{requests:?}");
     }
+    end.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_device_that_somebody_else_added_is_removed() {
+    let server = Server::default();
+    *server.answers.lock().unwrap() = vec![true];
+    *server.foreign_device.lock().unwrap() = Some(json!({"name": "foreign", "kind": "k"}));
+    let (_, end) = publish(&server, ClusterFacts::default());
+    sleep(Duration::from_secs(10)).await;
+    assert_eq!(*server.foreign_device.lock().unwrap(), None);
     end.cancel();
 }
 

@@ -134,11 +134,8 @@ pub(super) struct Lock {
 impl Lock {
     /// Whether the next process would find this lock. False if the file or its directory was removed.
     pub(super) fn is_in_place(&self) -> bool {
-        let same = |ours: std::fs::Metadata, found: std::fs::Metadata| {
-            (ours.dev(), ours.ino()) == (found.dev(), found.ino())
-        };
         match (self.file.metadata(), self.path.symlink_metadata()) {
-            (Ok(ours), Ok(found)) => same(ours, found),
+            (Ok(ours), Ok(found)) => (ours.dev(), ours.ino()) == (found.dev(), found.ino()),
             _ => false,
         }
     }
@@ -146,12 +143,13 @@ impl Lock {
 
 /// Acquires the lock.
 ///
-/// The file is opened for reading, so that a companion can also start on a disk that has become read-only.
+/// The file is opened for reading, so that a companion can also start on a disk that has become read-only. The standard library does not
+/// create a file that is only read.
 pub(super) fn lock(path: &Path) -> Result<Lock, StoreError> {
     let file = OpenOptions::new()
         .read(true)
         .mode(0o600)
-        .custom_flags(no_follow() | make())
+        .custom_flags(no_follow() | OFlags::CREATE.bits().cast_signed())
         .open(path)
         .map_err(StoreError::io("open", path))?;
     take(file, path)
@@ -268,21 +266,8 @@ fn temporary_of(path: &Path) -> PathBuf {
     name.into()
 }
 
-#[expect(
-    clippy::cast_possible_wrap,
-    reason = "open flags are bits; the standard library takes them as a signed integer"
-)]
 fn no_follow() -> i32 {
-    (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32
-}
-
-/// Creates a missing file although it is opened only for reading, which the standard library does not support.
-#[expect(
-    clippy::cast_possible_wrap,
-    reason = "open flags are bits; the standard library takes them as a signed integer"
-)]
-fn make() -> i32 {
-    OFlags::CREATE.bits() as i32
+    (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed()
 }
 
 #[cfg(test)]

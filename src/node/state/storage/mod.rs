@@ -3,6 +3,7 @@
 pub mod disk;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::DirEntry;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -38,18 +39,16 @@ pub struct Store {
     checkpoint: CheckpointFile,
     cdi: CdiDirectory,
     inner: Mutex<StoreState>,
-    /// The state directory.
-    directory: PathBuf,
 }
 
 /// The known content of the checkpoint, and its lock.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct StoreState {
     cluster: ClusterFacts,
     /// The durable text and the identity of its file; `None` while uncertain.
     text: Option<(String, Option<Identity>)>,
-    /// Excludes other processes. Always set in an opened store.
-    lock: Option<Lock>,
+    /// Excludes other processes.
+    lock: Lock,
 }
 
 /// The paths of a driver's files and of kubelet's.
@@ -148,19 +147,12 @@ struct Unusable {
 
 impl CheckpointFile {
     /// The checkpoint in an existing directory.
-    fn new(directory: &Path) -> Self {
+    fn new(disk: &Disk, directory: &Path) -> Self {
         Self {
             directory: directory.to_owned(),
             path: directory.join("checkpoint.json"),
-            disk: Disk::default(),
+            disk: disk.clone(),
         }
-    }
-
-    /// Uses this disk, which a test can observe.
-    #[must_use]
-    fn on(mut self, disk: Disk) -> Self {
-        self.disk = disk;
-        self
     }
 
     /// Reads the checkpoint without changing anything.
@@ -192,12 +184,12 @@ impl CheckpointFile {
         let kept_as = match self.disk.step(DiskStep::Rename, &kept_as, rename) {
             Ok(()) => Some(kept_as),
             Err(error) => {
-                tracing::error!(path = %self.path.display(), %error, "the checkpoint cannot be put aside");
+                error!(path = %self.path.display(), %error, "the checkpoint cannot be put aside");
                 None
             }
         };
         if let Err(error) = disk::sync_directory(&self.disk, &self.directory) {
-            tracing::warn!(reason = error.reason(), "{error}");
+            warn!(reason = error.reason(), "{error}");
         }
         kept_as
     }
@@ -238,73 +230,66 @@ struct CdiDirectory {
     disk: Disk,
 }
 
+/// A CDI file of the driver.
+struct CdiFile {
+    path: PathBuf,
+    /// The claim's uid or the device's name.
+    name: String,
+    /// Whether it has a temporary name.
+    is_incomplete: bool,
+}
+
 impl CdiDirectory {
     /// The files of a driver in a directory.
-    fn new(driver: DriverName, directory: &Path) -> Self {
+    fn new(disk: &Disk, driver: DriverName, directory: &Path) -> Self {
         Self {
             driver,
             directory: directory.to_owned(),
-            disk: Disk::default(),
+            disk: disk.clone(),
         }
-    }
-
-    /// Uses this disk, which a test can observe.
-    #[must_use]
-    fn on(mut self, disk: Disk) -> Self {
-        self.disk = disk;
-        self
     }
 
     /// The claims with a CDI file; none if the directory is missing.
     fn claims(&self) -> Result<BTreeSet<ClaimUid>, StoreError> {
-        self.list().map(|(claims, _)| claims)
+        let files = self.files(&self.driver.cdi_file_prefix())?.into_iter();
+        let complete = files.filter(|file| !file.is_incomplete);
+        Ok(complete
+            .filter_map(|file| ClaimUid::parse(&file.name).ok())
+            .collect())
     }
 
     /// Removes incomplete files of an earlier process, as far as possible.
     fn remove_half_written(&self) -> Result<(), StoreError> {
-        for name in self.list()?.1 {
-            if let Err(error) = disk::remove(&self.disk, &self.directory.join(&name)) {
-                tracing::warn!(reason = error.reason(), "{error}");
+        for file in self.files(&self.driver.cdi_file_prefix())? {
+            if file.is_incomplete
+                && ClaimUid::parse(&file.name).is_ok()
+                && let Err(error) = disk::remove(&self.disk, &file.path)
+            {
+                warn!(reason = error.reason(), "{error}");
             }
         }
         Ok(())
     }
 
-    /// The claims with a file, and the names of incomplete files.
-    fn list(&self) -> Result<(BTreeSet<ClaimUid>, Vec<String>), StoreError> {
+    /// The files with this prefix; none if the directory is missing.
+    fn files(&self, prefix: &str) -> Result<Vec<CdiFile>, StoreError> {
         let list = StoreError::io("list", &self.directory);
         let entries = match std::fs::read_dir(&self.directory) {
-            Ok(entries) => entries,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Default::default()),
+            Ok(entries) => entries.collect::<io::Result<Vec<_>>>().map_err(list)?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
             Err(error) => return Err(list(error)),
         };
-        let names: Vec<String> = entries
-            .map(|entry| entry.map(|entry| entry.file_name()))
-            .collect::<io::Result<Vec<_>>>()
-            .map_err(list)?
-            .into_iter()
-            .filter_map(|name| name.into_string().ok())
-            .collect();
-        let prefix = self.driver.cdi_file_prefix();
-        let (mut claims, mut half_written) = (BTreeSet::new(), Vec::new());
-        for name in names {
-            let Some(rest) = name.strip_prefix(&prefix) else {
-                continue;
-            };
-            let (rest, temporary) = match rest.strip_suffix(disk::TEMPORARY) {
-                Some(rest) => (rest, true),
-                None => (rest, false),
-            };
-            let Some(Ok(uid)) = rest.strip_suffix(".json").map(ClaimUid::parse) else {
-                continue;
-            };
-            if temporary {
-                half_written.push(name);
-            } else {
-                claims.insert(uid);
-            }
-        }
-        Ok((claims, half_written))
+        let file = |entry: &DirEntry| {
+            let name = entry.file_name();
+            let rest = name.to_str()?.strip_prefix(prefix)?;
+            let complete = rest.strip_suffix(disk::TEMPORARY);
+            Some(CdiFile {
+                path: entry.path(),
+                name: complete.unwrap_or(rest).strip_suffix(".json")?.to_owned(),
+                is_incomplete: complete.is_some(),
+            })
+        };
+        Ok(entries.iter().filter_map(file).collect())
     }
 
     /// Updates the file of a claim, and before it the metadata files that it mounts. Writes nothing if they are up to date.
@@ -354,10 +339,9 @@ impl CdiDirectory {
     /// Then removes the metadata files of the claim.
     fn remove(&self, uid: &ClaimUid) -> Result<(), StoreError> {
         let path = self.path(uid);
-        if path.symlink_metadata().is_err() {
-            disk::remove(&self.disk, &path)?;
-        } else {
-            disk::remove(&self.disk, &path)?;
+        let exists = path.symlink_metadata().is_ok();
+        disk::remove(&self.disk, &path)?;
+        if exists {
             disk::sync_directory(&self.disk, &self.directory)?;
         }
         self.remove_metadata(uid)
@@ -374,7 +358,7 @@ impl CdiDirectory {
             .filter_map(|entry| ClaimUid::parse(entry.file_name().to_str()?).ok());
         for uid in uids.filter(|uid| !claims.contains_key(uid)) {
             if let Err(error) = self.remove_metadata(&uid) {
-                tracing::warn!(reason = error.reason(), "{error}");
+                warn!(reason = error.reason(), "{error}");
             }
         }
     }
@@ -399,26 +383,9 @@ impl CdiDirectory {
 
     /// Removes the files of all other devices, and incomplete files of an earlier process.
     fn keep_devices(&self, devices: &BTreeSet<String>) -> Result<(), StoreError> {
-        let entries = match std::fs::read_dir(&self.directory) {
-            Ok(entries) => entries,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-            Err(error) => return Err(StoreError::io("list", &self.directory)(error)),
-        };
-        let prefix = self.driver.cdi_device_file_prefix();
-        for entry in entries {
-            let entry = entry.map_err(StoreError::io("list", &self.directory))?;
-            let name = entry.file_name();
-            let Some(rest) = name.to_str().and_then(|name| name.strip_prefix(&prefix)) else {
-                continue;
-            };
-            let (file, half_written) = match rest.strip_suffix(disk::TEMPORARY) {
-                Some(file) => (file, true),
-                None => (rest, false),
-            };
-            if let Some(device) = file.strip_suffix(".json")
-                && (half_written || !devices.contains(device))
-            {
-                disk::remove(&self.disk, &entry.path())?;
+        for file in self.files(&self.driver.cdi_device_file_prefix())? {
+            if file.is_incomplete || !devices.contains(&file.name) {
+                disk::remove(&self.disk, &file.path)?;
             }
         }
         Ok(())
@@ -445,13 +412,14 @@ struct OnDisk {
     text: Option<String>,
     unusable: Option<Unusable>,
     files: BTreeSet<ClaimUid>,
+    /// The CDI files of claims that the checkpoint lacks; `None` for a damaged file.
     traces: BTreeMap<ClaimUid, Option<Spec>>,
 }
 
 impl OnDisk {
     fn read(disk: &Disk, paths: &Paths) -> Result<Self, StoreError> {
-        let file = CheckpointFile::new(&paths.state).on(disk.clone());
-        let cdi = CdiDirectory::new(paths.driver.clone(), &paths.cdi).on(disk.clone());
+        let file = CheckpointFile::new(disk, &paths.state);
+        let cdi = CdiDirectory::new(disk, paths.driver.clone(), &paths.cdi);
         let files = cdi.claims()?;
         let (start, cluster, text, unusable) = match file.load()? {
             Loaded::Read(checkpoint, text) => {
@@ -461,7 +429,9 @@ impl OnDisk {
             Loaded::Nothing => (Start::Nothing, ClusterFacts::default(), None, None),
             Loaded::Unusable(unusable) => (Start::Nothing, ClusterFacts::default(), None, Some(unusable)),
         };
-        let traces = read_all(&cdi, start.unexplained(&files))?;
+        let unexplained = start.unexplained(&files).into_iter();
+        let read = |uid: ClaimUid| cdi.read(&uid).map(|spec| (uid, spec));
+        let traces = unexplained.map(read).collect::<Result<_, _>>()?;
         Ok(Self {
             file,
             cdi,
@@ -512,14 +482,13 @@ impl Store {
         let inner = Mutex::new(StoreState {
             cluster: cluster.clone(),
             text,
-            lock: Some(lock),
+            lock,
         });
         Ok(Opened {
             store: Self {
                 checkpoint: found.file,
                 cdi: found.cdi,
                 inner,
-                directory: paths.state.clone(),
             },
             prepared_claims,
             cluster,
@@ -540,12 +509,13 @@ impl Store {
     /// Ensures that the directory and the lock file are still those that were opened. A cleanup of kubelet's root directory removes both,
     /// and a second companion could then start beside this one.
     fn keep_lock(&self, state: &mut StoreState) -> Result<(), StoreError> {
-        if state.lock.as_ref().is_some_and(Lock::is_in_place) {
+        if state.lock.is_in_place() {
             return Ok(());
         }
-        disk::make_directory(&self.directory, 0o750)?;
-        state.lock = Some(disk::lock(&self.directory.join(LOCK))?);
-        warn!(directory = %self.directory.display(), "somebody has removed the lock of this companion; it is made again");
+        let directory = &self.checkpoint.directory;
+        disk::make_directory(directory, 0o750)?;
+        state.lock = disk::lock(&directory.join(LOCK))?;
+        warn!(directory = %directory.display(), "somebody has removed the lock of this companion; it is made again");
         Ok(())
     }
 
@@ -591,16 +561,6 @@ fn rebuild(
     }
     let complete = read && rebuilt.is_none();
     (prepared_claims, rebuilt, complete)
-}
-
-/// Reads the CDI files of these claims; `None` for a damaged file.
-fn read_all(
-    cdi: &CdiDirectory,
-    uids: BTreeSet<ClaimUid>,
-) -> Result<BTreeMap<ClaimUid, Option<Spec>>, StoreError> {
-    uids.into_iter()
-        .map(|uid| cdi.read(&uid).map(|spec| (uid, spec)))
-        .collect()
 }
 
 fn report(prepared_claims: &PreparedClaims, why: &str) {

@@ -382,7 +382,7 @@ fn put_aside(file: &CheckpointFile) -> (String, Option<PathBuf>) {
 #[test]
 fn a_checkpoint_is_read_back() {
     let directory = tempfile::tempdir().unwrap();
-    let file = CheckpointFile::new(directory.path());
+    let file = CheckpointFile::new(&disk::Disk::default(), directory.path());
     assert!(matches!(file.load().unwrap(), Loaded::Nothing));
     file.replace(&Checkpoint::default().encode().unwrap()).unwrap();
     file.make_durable().unwrap();
@@ -394,7 +394,7 @@ fn a_checkpoint_is_read_back() {
 #[test]
 fn damaged_checkpoints_are_put_aside_each_under_its_own_name() {
     let directory = tempfile::tempdir().unwrap();
-    let file = CheckpointFile::new(directory.path());
+    let file = CheckpointFile::new(&disk::Disk::default(), directory.path());
     for content in ["", "{}", "\0\0\0", "{\"version\":1"] {
         std::fs::write(&file.path, content).unwrap();
         let kept_as = put_aside(&file).1.unwrap();
@@ -406,7 +406,7 @@ fn damaged_checkpoints_are_put_aside_each_under_its_own_name() {
 #[test]
 fn damaged_checkpoints_do_not_pile_up_for_ever() {
     let directory = tempfile::tempdir().unwrap();
-    let file = CheckpointFile::new(directory.path());
+    let file = CheckpointFile::new(&disk::Disk::default(), directory.path());
     for _ in 0..40 {
         std::fs::write(&file.path, "x").unwrap();
         put_aside(&file);
@@ -420,7 +420,7 @@ fn damaged_checkpoints_do_not_pile_up_for_ever() {
 #[test]
 fn a_newer_checkpoint_is_kept_under_a_telling_name() {
     let directory = tempfile::tempdir().unwrap();
-    let file = CheckpointFile::new(directory.path());
+    let file = CheckpointFile::new(&disk::Disk::default(), directory.path());
     // The checksum of version 3 over "{}", as a later release would write it.
     let mut hasher = crc32fast::Hasher::new();
     hasher.update(&3_u32.to_le_bytes());
@@ -437,7 +437,7 @@ fn a_newer_checkpoint_is_kept_under_a_telling_name() {
 #[test]
 fn loading_a_checkpoint_changes_nothing() {
     let directory = tempfile::tempdir().unwrap();
-    let file = CheckpointFile::new(directory.path());
+    let file = CheckpointFile::new(&disk::Disk::default(), directory.path());
     std::fs::write(&file.path, "damaged").unwrap();
     for _ in 0..2 {
         assert!(matches!(file.load().unwrap(), Loaded::Unusable(_)));
@@ -450,7 +450,7 @@ fn loading_a_checkpoint_changes_nothing() {
 fn a_read_that_fails_is_no_damage() {
     // A name too long for the file system simulates EMFILE and EIO: the content was never read.
     let directory = tempfile::tempdir().unwrap();
-    let file = CheckpointFile::new(&directory.path().join("n".repeat(300)));
+    let file = CheckpointFile::new(&disk::Disk::default(), &directory.path().join("n".repeat(300)));
     let error = file.load().unwrap_err();
     assert!(matches!(error, StoreError::Io { action: "read", .. }), "{error}");
     assert!(error.to_string().contains("checkpoint.json"), "{error}");
@@ -459,7 +459,7 @@ fn a_read_that_fails_is_no_damage() {
 #[test]
 fn a_checkpoint_that_cannot_be_read_does_not_stop_the_companion() {
     let directory = tempfile::tempdir().unwrap();
-    let file = CheckpointFile::new(directory.path());
+    let file = CheckpointFile::new(&disk::Disk::default(), directory.path());
     std::os::unix::fs::symlink("/etc/passwd", &file.path).unwrap();
     put_aside(&file);
     std::fs::create_dir(&file.path).unwrap();

@@ -1,3 +1,5 @@
+use std::sync::atomic::Ordering;
+
 use super::super::*;
 use super::fixture::*;
 use crate::api::crd::Mode;
@@ -36,9 +38,7 @@ async fn live_with(
         claims: Some(crate::core::prepare::claims_api::ClaimsApi::Classic),
         minor: None,
     });
-    let mut allocated_claims = AllocatedClaims::default();
-    allocated_claims.replace([], "drayman.dev", "node-a");
-    life.announcer.send_replace(Arc::new(allocated_claims));
+    life.announcer.send_replace(Arc::new(AllocatedClaims::none()));
     (root, life, driver, kubelet)
 }
 
@@ -133,6 +133,18 @@ async fn a_kind_that_changes_to_claims_waits_for_its_containers() {
 }
 
 #[tokio::test]
+async fn a_container_keeps_its_device_while_the_mode_changes() {
+    let (_root, life, _driver, _kubelet) = live_with(Mode::Both, Some(granted())).await;
+    until_offered(&life, OLD, "x y").await;
+    let unshared = resources(Some(OLD), false);
+    life.wanted.send_replace(unshared.clone());
+    soon(life.handle.serves(OLD, &unshared[OLD])).await;
+    let refused = life.prepare(A, &["x"]).await.unwrap_err();
+    assert_eq!(refused.reason(), "PodResourcesUnavailable", "{refused}");
+    life.end().await;
+}
+
+#[tokio::test]
 async fn a_device_that_leaves_its_resource_is_waited_for() {
     let (_root, mut life, driver, kubelet) = live_with(Mode::ExtendedResource, Some(granted())).await;
     life.wanted.send_replace(resources(Some(OLD), false));
@@ -175,13 +187,13 @@ async fn silence_of_kubelet_about_a_former_name_is_logged_once() {
     let mut withdrawn = WithdrawnDevices::default();
     withdrawn.withdraw("example.com/old", devices, Containers::default());
     owner.resources = ExtendedResources::new(AllocatedClaims::default(), Some(withdrawn));
-    owner.query_and_wait().await;
+    owner.query_and_wait(Duration::MAX).await;
     assert!(
         owner.query.has_warned,
         "at the first time, though nothing was known before"
     );
     *kubelet.shown.lock().unwrap() = Some(ResourceSnapshot::default());
-    owner.query_and_wait().await;
+    owner.query_and_wait(Duration::MAX).await;
     assert!(!owner.query.has_warned && !owner.resources.has_withdrawn());
     drop(life);
 }
@@ -212,6 +224,7 @@ async fn a_reload_that_renames_devices_gives_no_node_twice() {
     for (before, after) in [
         (Mode::ExtendedResource, Mode::ExtendedResource),
         (Mode::ExtendedResource, Mode::Claims),
+        (Mode::Both, Mode::Claims),
         (Mode::Both, Mode::Both),
     ] {
         let (_root, life, driver, kubelet) = live_with(before, Some(granted())).await;
@@ -241,6 +254,65 @@ async fn a_reload_that_renames_devices_gives_no_node_twice() {
         let mut inventory = life.inventory.clone();
         let free = inventory.wait_for(|all| all.get("by-id-x").is_some_and(|x| x.unhealthy.is_none()));
         soon(free).await.unwrap();
+        if after != Mode::ExtendedResource {
+            life.prepare(A, &["by-id-x"]).await.unwrap();
+        }
+        life.end().await;
+    }
+}
+
+/// Allocates a device whose list changes before the driver answers.
+async fn allocate_while_moving(
+    life: &Life,
+    driver: &FakeDriver,
+    device: &str,
+    moved: [(&str, u32); 2],
+    mode: Mode,
+) -> Result<Vec<ContainerEdits>, ServiceError> {
+    let (asked, closed) = (driver.asked.load(Ordering::SeqCst), driver.gate.acquire().await);
+    let containers = vec![vec![device.to_owned()]];
+    let (allocated, ()) = tokio::join!(life.handle.allocate(OLD, containers), async {
+        while driver.asked.load(Ordering::SeqCst) == asked {
+            tokio::task::yield_now().await;
+        }
+        driver.say_numbered(&moved, "camera", mode);
+        // Yield until the next list has arrived.
+        for _ in 0..100 {
+            tokio::task::yield_now().await;
+        }
+        drop(closed);
+    });
+    allocated
+}
+
+#[tokio::test]
+async fn a_device_does_not_move_to_the_node_of_a_container() {
+    let mode = Mode::ExtendedResource;
+    let (_root, life, driver, _kubelet) = live_with(mode, Some(granted())).await;
+    life.wanted.send_replace(resources(Some(OLD), false));
+    driver.say_numbered(&[("x", 6), ("y", 7)], "camera", mode);
+    until_known(&life, [("x", 6), ("y", 7)]).await;
+    let refused = allocate_while_moving(&life, &driver, "y", [("x", 7), ("y", 6)], mode).await;
+    let refused = refused.unwrap_err();
+    assert_eq!(refused.reason(), "DeviceHeld");
+    assert!(refused.to_string().contains("as x"), "{refused}");
+    life.end().await;
+}
+
+#[tokio::test]
+async fn a_device_that_moves_during_an_allocate_has_one_holder() {
+    for (moved, is_refused) in [([("x", 8), ("y", 7)], false), ([("x", 7), ("y", 6)], true)] {
+        let (_root, life, driver, _kubelet) = live_with(Mode::Both, Some(ResourceSnapshot::default())).await;
+        driver.say_numbered(&[("x", 6), ("y", 7)], "camera", Mode::Both);
+        until_known(&life, [("x", 6), ("y", 7)]).await;
+        life.prepare(A, &["y"]).await.unwrap();
+        match allocate_while_moving(&life, &driver, "x", moved, Mode::Both).await {
+            Ok(made) => {
+                assert_eq!(made[0].annotations["drayman.dev/x"], "c120:8");
+                assert!(!is_refused);
+            }
+            Err(refused) => assert_eq!((refused.reason(), is_refused), ("DeviceHeld", true), "{refused}"),
+        }
         life.end().await;
     }
 }
@@ -425,7 +497,7 @@ async fn an_equal_list_costs_nothing() {
     let (_root, life, driver, kubelet) = live_with(Mode::Both, Some(ResourceSnapshot::default())).await;
     until_offered(&life, OLD, "x y").await;
     life.prepare(A, &["x"]).await.unwrap();
-    let queries = || kubelet.queries.load(std::sync::atomic::Ordering::SeqCst);
+    let queries = || kubelet.queries.load(Ordering::SeqCst);
     let before = queries();
     for _ in 0..3 {
         driver.say(&["x", "y"], "camera", Mode::Both);

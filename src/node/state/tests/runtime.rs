@@ -182,6 +182,34 @@ async fn a_list_of_containers_counts_until_a_claim_is_released() {
 }
 
 #[tokio::test]
+async fn a_claim_that_waited_for_kubelet_has_its_callers_list() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
+    driver.say_numbered(&[("x", 6)], "camera", Mode::Both);
+    let (kubelet, runtime) = (Arc::new(Kubelet::default()), Arc::new(Runtime::default()));
+    *kubelet.shown.lock().unwrap() = Some(ResourceSnapshot::default());
+    let started = begin_with(root.path(), "boot", &driver, Some(kubelet), Some(runtime.clone()));
+    let (mut owner, life) = started.await;
+    life.cluster.send_replace(ClusterFacts {
+        node_uid: Some("n-1".into()),
+        claims: Some(crate::core::prepare::claims_api::ClaimsApi::Classic),
+        minor: None,
+    });
+    owner.update_cluster().await;
+    runtime.1.store(true, Ordering::SeqCst);
+    let unanswered = life.handle.list_containers().await;
+    // Another query would find a container with the device.
+    runtime.1.store(false, Ordering::SeqCst);
+    *runtime.0.lock().unwrap() = RuntimeContainers(vec![container(6)]);
+    let (sender, mut answer) = tokio::sync::oneshot::channel();
+    let request = NodeRequest::Prepare(vec![claim(A, &["x"])], unanswered, sender);
+    owner.serve(request).await;
+    assert!(answer.try_recv().is_err(), "it waits for kubelet");
+    let finished = owner.query.finished().await;
+    owner.finish_query(finished).await;
+    answer.await.unwrap().remove(0).unwrap();
+}
+
+#[tokio::test]
 async fn a_claim_of_an_earlier_boot_keeps_nothing_from_containers() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say_numbered(&[("x", 6)], "test", Mode::Claims);
@@ -347,4 +375,30 @@ async fn a_claim_in_order_again_gets_its_file_back() {
     check(present).await;
     until_files(root.path(), &[file(A)]).await;
     life.end().await;
+}
+
+#[tokio::test]
+async fn an_unprepared_claim_is_no_longer_in_quarantine() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
+    let (mut owner, life) = begin(root.path(), "boot", &driver, None).await;
+    life.cluster.send_replace(ClusterFacts {
+        node_uid: Some("n-1".into()),
+        claims: Some(crate::core::prepare::claims_api::ClaimsApi::Classic),
+        minor: None,
+    });
+    owner.update_cluster().await;
+    owner.prepare(&claim(A, &["x"]), None, None).await.unwrap();
+    owner.find_orphans(Duration::ZERO).await;
+    // Kubelet's list cannot be read.
+    let answers = BTreeMap::from([(ClaimUid::parse(A).unwrap(), ApiView::Gone)]);
+    owner.decide_orphans(Duration::ZERO, &answers, None).await;
+    assert_eq!(owner.orphans.quarantine().len(), 1);
+    let claim = ClaimToUnprepare {
+        uid: A.into(),
+        ..ClaimToUnprepare::default()
+    };
+    owner.unprepare_all(vec![claim]).await;
+    assert!(owner.orphans.quarantine().is_empty());
+    // Even if other claims stay, a check publishes that.
+    soon(life.handle.check_due()).await;
 }

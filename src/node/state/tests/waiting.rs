@@ -20,9 +20,7 @@ async fn live_with_cameras() -> (tempfile::TempDir, Life, Arc<Kubelet>) {
         claims: Some(crate::core::prepare::claims_api::ClaimsApi::Classic),
         minor: None,
     });
-    let mut allocated_claims = AllocatedClaims::default();
-    allocated_claims.replace([], "drayman.dev", "node-a");
-    life.announcer.send_replace(Arc::new(allocated_claims));
+    life.announcer.send_replace(Arc::new(AllocatedClaims::none()));
     (root, life, kubelet)
 }
 

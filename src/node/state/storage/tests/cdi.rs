@@ -27,7 +27,11 @@ fn uid(last: char) -> ClaimUid {
 
 fn directory() -> (tempfile::TempDir, CdiDirectory) {
     let directory = tempfile::tempdir().unwrap();
-    let files = CdiDirectory::new(DriverName::parse("drayman.dev").unwrap(), directory.path());
+    let files = CdiDirectory::new(
+        &disk::Disk::default(),
+        DriverName::parse("drayman.dev").unwrap(),
+        directory.path(),
+    );
     (directory, files)
 }
 
@@ -173,7 +177,11 @@ fn names(directory: &std::path::Path) -> Vec<String> {
 #[test]
 fn only_the_files_of_devices_that_are_there_stay() {
     let directory = tempfile::tempdir().unwrap();
-    let files = CdiDirectory::new(DriverName::parse("drayman.dev").unwrap(), directory.path());
+    let files = CdiDirectory::new(
+        &disk::Disk::default(),
+        DriverName::parse("drayman.dev").unwrap(),
+        directory.path(),
+    );
     for device in ["a", "b"] {
         files.write_device(device, &ContainerEdits::default()).unwrap();
     }
@@ -199,7 +207,7 @@ fn only_the_files_of_devices_that_are_there_stay() {
 fn the_runtime_finds_a_cdi_device_by_name_with_its_mount() {
     let directory = tempfile::tempdir().unwrap();
     let driver = DriverName::parse("drayman.dev").unwrap();
-    let files = CdiDirectory::new(driver.clone(), directory.path());
+    let files = CdiDirectory::new(&disk::Disk::default(), driver.clone(), directory.path());
     let node = DeviceNode {
         host_path: "/dev/null".into(),
         container_path: "/dev/a".into(),

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use super::super::tests::fixture::*;
+use super::fixture::*;
 use crate::api::cdi::Spec;
 use crate::api::crd::Mode;
 use crate::core::prepare::checkpoint::ClusterFacts;
@@ -29,7 +29,7 @@ async fn allocate_and_prepare_copy_none_of_a_thousand_devices() {
     }
 
     driver.say(&names, "test", Mode::Claims);
-    owner.inputs.found.changed().await.unwrap();
+    owner.found.changed().await.unwrap();
     owner.refresh().await;
     owner.publish();
     life.cluster.send_replace(ClusterFacts {
