@@ -215,7 +215,7 @@ impl fmt::Display for DriverName {
 const ADMIN_PREFIX: &str = "admin-";
 /// Length of a uid.
 const UID_LENGTH: usize = 36;
-/// Maximum length of a DNS label.
+/// Maximum length of a DNS label, of the name part of a qualified name, and of a driver name, in bytes.
 const LABEL_MAX: usize = 63;
 /// Length of the hash suffix of a name that lost characters.
 const HASH_LENGTH: usize = 8;
@@ -319,8 +319,6 @@ pub fn device_of_environment_name(name: &str) -> Option<String> {
 
 /// Maximum length of a DNS subdomain, in bytes.
 const MAX_SUBDOMAIN: usize = 253;
-/// Maximum length of a label, of the name part of a qualified name, and of a driver name, in bytes.
-const MAX_LABEL: usize = 63;
 /// Prefix of an extended resource in a quota; the prefixed name must be valid, too.
 const QUOTA_PREFIX: &str = "requests.";
 /// The domain of Kubernetes' native resources.
@@ -370,7 +368,7 @@ pub fn check_extended_resource(name: &str) -> Result<(), NameError> {
 
 /// Checks the name of a DRA driver: a DNS subdomain of at most 63 characters (`driverName` in resource.k8s.io/v1alpha2).
 pub fn check_driver(name: &str) -> Result<(), NameError> {
-    let problem = if name.len() > MAX_LABEL {
+    let problem = if name.len() > LABEL_MAX {
         Some("it is longer than 63 characters")
     } else {
         subdomain_problem(name)
@@ -401,7 +399,7 @@ fn extended_resource_problem(name: &str) -> Option<&'static str> {
     }
     let edge = |byte: Option<&u8>| byte.is_some_and(u8::is_ascii_alphanumeric);
     let bytes = rest.as_bytes();
-    if bytes.len() > MAX_LABEL {
+    if bytes.len() > LABEL_MAX {
         Some("the part after the slash is longer than 63 characters")
     } else if !edge(bytes.first()) || !edge(bytes.last()) {
         Some("the part after the slash must begin and end with a letter or digit")

@@ -15,8 +15,8 @@ pub const MEMORY: Duration = Duration::from_secs(60);
 /// One check of one device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HealthCheck {
-    /// The error says why the device must not be allocated, for users.
-    pub result: Result<(), String>,
+    /// The error says why the device must not be allocated, for users; `None` if the device could not be checked, so its health remains.
+    pub result: Result<(), Option<String>>,
     /// The number of consecutive good results that make it healthy again, at least 1.
     pub recover_after: u32,
 }
@@ -44,7 +44,11 @@ impl HealthRecords {
     pub fn observe(&mut self, now: Duration, checks: &BTreeMap<String, HealthCheck>) {
         for (name, check) in checks {
             match (&check.result, self.unhealthy.get_mut(name)) {
-                (Ok(()), None) => {}
+                (Ok(()) | Err(None), None) => {}
+                (Err(None), Some(sick)) => {
+                    sick.seen = now;
+                    sick.present = true;
+                }
                 (Ok(()), Some(sick)) => {
                     sick.seen = now;
                     sick.present = true;
@@ -59,22 +63,16 @@ impl HealthRecords {
                         self.unhealthy.remove(name);
                     }
                 }
-                (Err(cause), sick) => {
+                (Err(Some(cause)), _) => {
                     // A newer cause replaces the reported one.
-                    let cause = cause.clone();
                     let fresh = UnhealthyDevice {
-                        cause,
+                        cause: cause.clone(),
                         good: 0,
                         counted: None,
                         seen: now,
                         present: true,
                     };
-                    match sick {
-                        Some(sick) => *sick = fresh,
-                        None => {
-                            self.unhealthy.insert(name.clone(), fresh);
-                        }
-                    }
+                    self.unhealthy.insert(name.clone(), fresh);
                 }
             }
         }
@@ -105,7 +103,7 @@ mod tests {
 
     use super::*;
 
-    fn check(result: Result<(), String>) -> BTreeMap<String, HealthCheck> {
+    fn check(result: Result<(), Option<String>>) -> BTreeMap<String, HealthCheck> {
         let check = HealthCheck {
             result,
             recover_after: 3,
@@ -114,7 +112,7 @@ mod tests {
     }
 
     fn bad(cause: &str) -> BTreeMap<String, HealthCheck> {
-        check(Err(cause.into()))
+        check(Err(Some(cause.into())))
     }
 
     fn good() -> BTreeMap<String, HealthCheck> {
@@ -158,6 +156,25 @@ mod tests {
         }
         assert!(records.cause("x").is_some());
         records.observe(at(30), &good());
+        assert_eq!(records.cause("x"), None);
+    }
+
+    #[test]
+    fn a_device_that_cannot_be_checked_keeps_its_health() {
+        let mut records = HealthRecords::default();
+        records.observe(at(0), &check(Err(None)));
+        assert_eq!((records.cause("x"), records.has_unhealthy()), (None, false));
+        records.observe(at(5), &bad("it smokes"));
+        for second in [10, 15, 20, 200] {
+            records.observe(at(second), &check(Err(None)));
+        }
+        assert_eq!(
+            (records.cause("x"), records.has_unhealthy()),
+            (Some("it smokes"), true)
+        );
+        for second in [205, 210, 215] {
+            records.observe(at(second), &good());
+        }
         assert_eq!(records.cause("x"), None);
     }
 

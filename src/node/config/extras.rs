@@ -88,23 +88,19 @@ pub(super) struct RawMount {
     read_only: Option<bool>,
 }
 
-#[derive(Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[derive(Default, Deserialize, JsonSchema)]
+#[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 pub(super) struct RawHealth {
     /// Open each node in this mode; requires a privileged companion.
-    #[serde(default)]
     #[schemars(with = "String", extend("enum" = ["read", "write", "readWrite"]))]
     open: Option<Spanned<String>>,
     /// Files of the device in sysfs to check.
-    #[serde(default)]
     #[schemars(with = "Vec<RawSysfs>", length(max = ENTRIES_MAX))]
     sysfs: Option<Spanned<Vec<RawSysfs>>>,
     /// Consecutive successes until the device is healthy again.
-    #[serde(default)]
     #[schemars(with = "u32", range(min = 1, max = RECOVER_AFTER_MAX))]
     recover_after: Option<Spanned<u32>>,
     /// Effect of the taint of an unhealthy device, from Kubernetes 1.36 on: NoExecute evicts the pods that have it; default: NoSchedule.
-    #[serde(default)]
     #[schemars(with = "String", extend("enum" = ["NoSchedule", "NoExecute"]))]
     taint_effect: Option<Spanned<String>>,
 }

@@ -49,8 +49,8 @@ pub struct DeviceKind {
     pub probe: Probe,
 }
 
-#[derive(Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[derive(Default, Deserialize, JsonSchema)]
+#[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 #[schemars(extend(
     "oneOf" = [
         { "required": ["preset"] }, { "required": ["paths"] }, { "required": ["groups"] }, { "required": ["usb"] }, { "required": ["pci"] },
@@ -65,79 +65,61 @@ pub struct DeviceKind {
 ))]
 pub(super) struct RawKind {
     /// Unique name that classes refer to; default: the preset's name.
-    #[serde(default)]
     #[schemars(with = "schema::DnsLabel")]
     pub(super) name: Option<Spanned<String>>,
     /// Name of a predefined kind.
-    #[serde(default)]
     #[schemars(with = "String", extend("enum" = presets()))]
     pub(super) preset: Option<Spanned<String>>,
     /// claims: through ResourceClaims; extended-resource: through resources.limits; split: a fixed division; both: each device through the
     /// API that requests it first.
-    #[serde(default)]
     #[schemars(with = "String", extend("enum" = MODES))]
     mode: Option<Spanned<String>>,
     /// Unique name of the extended resource; for every mode but claims.
-    #[serde(default)]
     #[schemars(with = "schema::ResourceName")]
     pub(super) resource_name: Option<Spanned<String>>,
     /// For mode split: names of the devices of the extended resource.
-    #[serde(default)]
     #[schemars(with = "Vec<schema::DnsLabel>", length(min = 1, max = NAMES_MAX))]
     extended_resource_devices: Option<Spanned<Vec<Spanned<String>>>>,
     /// Give containers with the extended resource CDI names instead of device nodes.
-    #[serde(default)]
     #[schemars(with = "bool")]
     cdi_devices: Option<Spanned<bool>>,
     /// Check a device of the extended resource before each start of its container.
-    #[serde(default)]
     #[schemars(with = "bool")]
     pre_start_check: Option<Spanned<bool>>,
     /// Shell patterns below /dev/; each matching node is a device.
-    #[serde(default)]
     #[schemars(with = "Vec<schema::Pattern>", length(min = 1, max = source::ENTRIES_MAX))]
     paths: Option<Spanned<Vec<Spanned<String>>>>,
     /// Patterns of nodes that form one device.
-    #[serde(default)]
     #[schemars(with = "Vec<source::RawGroup>", length(min = 1, max = source::ENTRIES_MAX))]
     groups: Option<Spanned<Vec<source::RawGroup>>>,
     /// USB devices.
-    #[serde(default)]
     #[schemars(with = "source::RawUsb")]
     usb: Option<Spanned<source::RawUsb>>,
     /// PCI devices.
-    #[serde(default)]
     #[schemars(with = "source::RawPci")]
     pci: Option<Spanned<source::RawPci>>,
     /// Container access: r read, w write, m mknod.
-    #[serde(default)]
     #[schemars(with = "schema::Permissions")]
     pub(super) permissions: Option<Spanned<String>>,
     /// Maximum number of holders of a device.
-    #[serde(default)]
     #[schemars(with = "u32", range(min = 1, max = SHARES_MAX))]
     shares: Option<Spanned<u32>>,
     /// Container paths by pattern or subsystem.
-    #[serde(default)]
     #[schemars(with = "BTreeMap<String, schema::ContainerPath>", extend("maxProperties" = extras::ENTRIES_MAX))]
     container_paths: Option<Spanned<BTreeMap<String, Spanned<String>>>>,
     /// Additional mounts.
-    #[serde(default)]
     #[schemars(with = "Vec<extras::RawMount>", length(max = extras::ENTRIES_MAX))]
     pub(super) mounts: Option<Spanned<Vec<extras::RawMount>>>,
     /// Additional environment variables.
-    #[serde(default)]
     #[schemars(
         with = "BTreeMap<String, schema::VariableValue>",
         extend("maxProperties" = extras::ENTRIES_MAX, "propertyNames" = schema::variable_name())
     )]
     environment: Option<Spanned<BTreeMap<String, Spanned<String>>>>,
     /// Exact paths of dangerous devices to offer anyway.
-    #[serde(default)]
     #[schemars(with = "Vec<schema::DevicePath>", length(max = extras::ENTRIES_MAX))]
     dangerous_paths: Option<Spanned<Vec<Spanned<String>>>>,
     /// Health probe.
-    #[serde(default)]
     #[schemars(with = "extras::RawHealth")]
     health: Option<extras::RawHealth>,
 }
@@ -228,37 +210,29 @@ impl RawKind {
 
     /// The kind's only source of devices.
     fn source(&self, field: &str, whole: Position, preset: Option<&Preset>) -> Result<Source, ContentError> {
-        let given = [
-            ("preset", self.preset.is_some()),
-            ("paths", self.paths.is_some()),
-            ("groups", self.groups.is_some()),
-            ("usb", self.usb.is_some()),
-            ("pci", self.pci.is_some()),
+        let sources = [
+            ("preset", preset.map(|preset| Ok(preset.source()))),
+            ("paths", self.paths.as_ref().map(|raw| source::paths(field, raw))),
+            (
+                "groups",
+                self.groups.as_ref().map(|raw| source::groups(field, raw)),
+            ),
+            ("usb", self.usb.as_ref().map(|raw| source::usb(field, &raw.value))),
+            ("pci", self.pci.as_ref().map(|raw| source::pci(field, &raw.value))),
         ];
-        let given: Vec<&str> = given
+        let (names, mut sources): (Vec<&str>, Vec<_>) = sources
             .into_iter()
-            .filter_map(|(name, given)| given.then_some(name))
-            .collect();
-        match (
-            given.as_slice(),
-            preset,
-            &self.paths,
-            &self.groups,
-            &self.usb,
-            &self.pci,
-        ) {
-            ([_], Some(preset), ..) => Ok(preset.source()),
-            ([_], _, Some(raw), ..) => source::paths(field, raw),
-            ([_], _, _, Some(raw), ..) => source::groups(field, raw),
-            ([_], _, _, _, Some(raw), _) => source::usb(field, &raw.value),
-            ([_], _, _, _, _, Some(raw)) => source::pci(field, &raw.value),
-            ([], ..) => Err((
+            .filter_map(|(name, source)| Some((name, source?)))
+            .unzip();
+        match (names.as_slice(), sources.pop()) {
+            ([_], Some(source)) => source,
+            ([], _) => Err((
                 whole,
                 format!(
                     "{field} does not say where its devices come from; give paths, groups, usb, pci or preset"
                 ),
             )),
-            (several, ..) => Err((
+            (several, _) => Err((
                 whole,
                 format!(
                     "{field} has {}; one of them is allowed, put the others into kinds of their own",

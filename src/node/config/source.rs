@@ -134,24 +134,20 @@ pub(super) struct RawUsb {
     identity: Option<Spanned<String>>,
 }
 
-#[derive(Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[derive(Default, Deserialize, JsonSchema)]
+#[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 #[schemars(extend("minProperties" = 1))]
 struct RawUsbMatch {
     /// The vendor: four hexadecimal digits.
-    #[serde(default)]
     #[schemars(with = "Id")]
     vendor: Option<Spanned<String>>,
     /// The product: four hexadecimal digits.
-    #[serde(default)]
     #[schemars(with = "Id")]
     product: Option<Spanned<String>>,
     /// The serial number.
-    #[serde(default)]
     #[schemars(with = "Plain")]
     serial: Option<Spanned<String>>,
     /// The port.
-    #[serde(default)]
     #[schemars(with = "Plain")]
     port: Option<Spanned<String>>,
 }
@@ -173,28 +169,23 @@ pub(super) struct RawPci {
     optional_nodes: Option<Spanned<Vec<Spanned<String>>>>,
 }
 
-#[derive(Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[derive(Default, Deserialize, JsonSchema)]
+#[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 #[schemars(extend("minProperties" = 1))]
 struct RawPciMatch {
     /// The vendor: four hexadecimal digits.
-    #[serde(default)]
     #[schemars(with = "Id")]
     vendor: Option<Spanned<String>>,
     /// The device: four hexadecimal digits.
-    #[serde(default)]
     #[schemars(with = "Id")]
     device: Option<Spanned<String>>,
     /// The class: two, four or six hexadecimal digits in lower case.
-    #[serde(default)]
     #[schemars(with = "PciClass")]
     class: Option<Spanned<String>>,
     /// The kernel driver.
-    #[serde(default)]
     #[schemars(with = "Plain")]
     driver: Option<Spanned<String>>,
     /// The address, such as 0000:65:00.0.
-    #[serde(default)]
     #[schemars(with = "PciAddress")]
     address: Option<Spanned<String>>,
 }

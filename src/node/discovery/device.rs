@@ -8,12 +8,12 @@ use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::{major, minor};
 use tokio::sync::Notify;
 
-use super::sysfs::{SysRoot, disk_directory, numbers_of};
+use super::sysfs::{SysRoot, disk_directory, if_exists, is_gone, names, numbers_of};
 use crate::api::crd::{Device, DeviceAttributes, DeviceNodeKind, DeviceNumber, Mode};
 use crate::core::discovery::mounts::{mounts, swap_areas};
 use crate::core::names::environment_name;
@@ -68,9 +68,19 @@ pub(super) struct FoundNode {
     /// Whether the node belongs to this device alone.
     pub(super) own: bool,
     pub(super) node: HostDeviceNode,
+    /// The disk, if the node is a partition.
+    pub(super) disk: Option<DeviceNumber>,
 }
 
 impl FoundNode {
+    /// Whether the node is gone or has become another. A node that cannot be read counts as unchanged.
+    pub(super) fn has_changed(&self, root: &DevRoot) -> bool {
+        match root.identify(&self.path) {
+            Ok(now) => now != self.node,
+            Err(error) => !error.is_unread(),
+        }
+    }
+
     fn container_path(&self) -> String {
         match &self.container_path {
             Some(path) => path.to_string(),
@@ -106,34 +116,38 @@ impl FoundDevice {
         })
     }
 
-    /// Describes the node's own use of a block device of this device, except paths in the kind's `dangerousPaths`. Mounts are
-    /// checked only with `with_mounts`, since a search has already checked them.
-    pub(super) fn used_by(&self, paths: &HostPaths, with_mounts: bool) -> Option<String> {
+    /// Describes the node's own mount of a block device of this device.
+    fn mounted(&self, paths: &HostPaths) -> Option<String> {
         let mut mounted = None;
-        for disk in self.disks() {
-            let numbers = (disk.node.number.major, disk.node.number.minor);
-            let path = &disk.path;
-            let remedy = format!("to offer it anyway, list \"/dev/{path}\" in the kind's dangerousPaths");
-            if with_mounts {
-                match mounted.get_or_insert_with(|| in_use(paths)) {
-                    Ok(used) if used.contains(&numbers) => {
-                        return Some(format!("/dev/{path} is mounted, or something on it is; {remedy}"));
-                    }
-                    Ok(_) => {}
-                    Err(error) => {
-                        return Some(format!(
-                            "whether /dev/{path} is mounted cannot be seen ({error}); {remedy}"
-                        ));
-                    }
-                }
+        self.disks().find_map(|FoundNode { path, node, .. }| {
+            match mounted.get_or_insert_with(|| in_use(paths)) {
+                Ok(used) if used.contains(&(node.number.major, node.number.minor)) => Some(format!(
+                    "/dev/{path} is mounted, or something on it is; {}",
+                    remedy(path)
+                )),
+                Ok(_) => None,
+                Err(error) => Some(format!(
+                    "whether /dev/{path} is mounted cannot be seen ({error}); {}",
+                    remedy(path)
+                )),
             }
-            let holders: Vec<String> = holders(&paths.sys, numbers).into_iter().collect();
+        })
+    }
+
+    /// Describes the volumes and arrays that the kernel has built on a block device of this device.
+    pub(super) fn held(&self, sys: &Path) -> io::Result<Option<String>> {
+        for FoundNode { path, node, .. } in self.disks() {
+            let holders = holders(sys, (node.number.major, node.number.minor))?;
             if !holders.is_empty() {
-                let holders = holders.join(", ");
-                return Some(format!("the kernel has {holders} on /dev/{path}; {remedy}"));
+                let holders: Vec<String> = holders.into_iter().collect();
+                return Ok(Some(format!(
+                    "the kernel has {} on /dev/{path}; {}",
+                    holders.join(", "),
+                    remedy(path)
+                )));
             }
         }
-        None
+        Ok(None)
     }
 
     /// Container edits: the device nodes, a variable with the paths of the device's own nodes, and the kind's mounts and
@@ -157,14 +171,17 @@ impl FoundDevice {
     }
 }
 
+/// Devices by name.
+pub(super) type FoundByName = BTreeMap<String, FoundDevice>;
+
 /// The discovered devices.
 #[derive(Debug)]
 pub(super) struct FoundDevices {
     pub(super) paths: HostPaths,
-    /// Result of the last search, by name.
-    pub(super) found: Mutex<BTreeMap<String, FoundDevice>>,
+    /// Result of the last search.
+    found: Mutex<Arc<FoundByName>>,
     /// Devices of former configurations; claims that hold them keep them.
-    pub(super) retired: Mutex<BTreeMap<String, FoundDevice>>,
+    retired: Mutex<FoundByName>,
     /// Requests a search after a device was found changed.
     pub(super) rescan: Notify,
 }
@@ -179,32 +196,58 @@ impl FoundDevices {
         }
     }
 
+    /// Result of the last search.
+    pub(super) fn found(&self) -> Arc<FoundByName> {
+        Arc::clone(&self.found.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn retired(&self) -> MutexGuard<'_, FoundByName> {
+        self.retired.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Stores the result of a search. Devices dropped by a new configuration are kept as retired, because claims may hold them.
+    pub(super) fn remember(&self, found: FoundByName, is_another: bool) {
+        let mut retired = self.retired();
+        retired.retain(|name, _| !found.contains_key(name));
+        if is_another {
+            let before = self.found();
+            let gone = before.iter().filter(|(name, _)| !found.contains_key(*name));
+            retired.extend(gone.map(|(name, found)| (name.clone(), found.clone())));
+        }
+        *self.found.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(found);
+    }
+
     /// This device, if it has block devices, which the node itself could use.
     pub(super) fn with_disks(&self, device: &str) -> Option<FoundDevice> {
-        let found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
         // A missing device is rejected by `container_edits`.
-        let found = found.get(device)?;
-        found.disks().next().is_some().then(|| found.clone())
+        let device = self.found().get(device)?.clone();
+        let has_disks = device.disks().next().is_some();
+        has_disks.then_some(device)
     }
 
     /// Repeats the search's checks for mounts, swap areas and volumes on a block device, because a mount causes no event and the
     /// periodic search runs only once a minute.
     pub(super) fn check_unused(&self, name: &str, device: &FoundDevice) -> Result<(), NodeDriverError> {
-        device.used_by(&self.paths, true).map_or(Ok(()), |problem| {
-            self.rescan.notify_one();
-            Err(NodeDriverError::InUse {
-                device: name.to_owned(),
-                problem,
+        let held = || {
+            device.held(&self.paths.sys).unwrap_or_else(|error| {
+                Some(format!(
+                    "whether the kernel uses its disks cannot be seen ({error})"
+                ))
             })
+        };
+        let Some(problem) = device.mounted(&self.paths).or_else(held) else {
+            return Ok(());
+        };
+        self.rescan.notify_one();
+        Err(NodeDriverError::InUse {
+            device: name.to_owned(),
+            problem,
         })
     }
 
     pub(super) fn container_edits(&self, device: &str) -> Result<ContainerEdits, NodeDriverError> {
-        let known = |devices: &Mutex<BTreeMap<String, FoundDevice>>| {
-            let devices = devices.lock().unwrap_or_else(PoisonError::into_inner);
-            devices.get(device).cloned()
-        };
-        let found = known(&self.found).or_else(|| known(&self.retired));
+        let found = self.found().get(device).cloned();
+        let found = found.or_else(|| self.retired().get(device).cloned());
         let found = found.ok_or_else(|| NodeDriverError::Gone {
             device: device.to_owned(),
             problem: "the search for devices does not find it".to_owned(),
@@ -239,18 +282,13 @@ impl FoundDevices {
     /// Forgets the retired devices whose nodes are gone or have changed: another device may come at their paths. Returns whether there
     /// were any.
     pub(super) fn forget_changed(&self) -> bool {
-        let retired = self
-            .retired
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone();
-        let is_changed = |(name, found): &(&String, &FoundDevice)| self.check_unchanged(name, found).is_err();
-        let changed: Vec<&String> = retired.iter().filter(is_changed).map(|(name, _)| name).collect();
-        let mut known = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
-        for name in &changed {
-            known.remove(*name);
-        }
-        !changed.is_empty()
+        let Ok(root) = DevRoot::new(&self.paths.dev) else {
+            return false;
+        };
+        let mut retired = self.retired();
+        let before = retired.len();
+        retired.retain(|_, device| !device.nodes.iter().any(|node| node.has_changed(&root)));
+        retired.len() < before
     }
 }
 
@@ -288,6 +326,13 @@ pub(super) enum DevicePathError {
     NoDevice,
     #[error("has a name that is not UTF-8")]
     NotUtf8,
+}
+
+impl DevicePathError {
+    /// Whether the path could not be read, so that it may still lead to a device.
+    pub(super) fn is_unread(&self) -> bool {
+        matches!(self, Self::Io(error) if !is_gone(error))
+    }
 }
 
 impl DevRoot {
@@ -357,6 +402,11 @@ pub(super) fn is_memory(number: DeviceNumber) -> bool {
     number.kind == DeviceNodeKind::Character && number.major == 1 && matches!(number.minor, 1 | 2 | 4)
 }
 
+/// How to offer a dangerous device.
+pub(super) fn remedy(path: &str) -> String {
+    format!("to offer it anyway, list \"/dev/{path}\" in the kind's dangerousPaths")
+}
+
 /// Describes a device node for messages.
 pub(super) fn described(number: DeviceNumber) -> String {
     let kind = match number.kind {
@@ -384,12 +434,12 @@ pub(super) fn in_use(paths: &HostPaths) -> io::Result<BTreeSet<(u32, u32)>> {
     let mut above: Vec<(u32, u32)> = named.filter_map(|path| block_numbers(&paths.dev, path)).collect();
     above.extend(mounted.numbers);
     if let Some(sys) = SysRoot::new(&paths.sys) {
-        above.extend(sys.btrfs_members());
+        above.extend(sys.btrfs_members()?);
     }
     let mut all = BTreeSet::new();
     while let Some(numbers) = above.pop() {
         if all.insert(numbers) {
-            above.extend(below(&paths.sys, numbers));
+            above.extend(below(&paths.sys, numbers)?);
         }
     }
     Ok(all)
@@ -404,32 +454,30 @@ fn block_numbers(dev: &Path, path: &[u8]) -> Option<(u32, u32)> {
 }
 
 /// The disk of a partition, and the members of a volume or array.
-fn below(sys: &Path, (major, minor): (u32, u32)) -> Vec<(u32, u32)> {
-    let Ok(device) = sys.join(format!("dev/block/{major}:{minor}")).canonicalize() else {
-        return Vec::new();
+fn below(sys: &Path, (major, minor): (u32, u32)) -> io::Result<Vec<(u32, u32)>> {
+    let Some(device) = if_exists(sys.join(format!("dev/block/{major}:{minor}")).canonicalize())? else {
+        return Ok(Vec::new());
     };
-    let mut lower: Vec<PathBuf> = std::fs::read_dir(device.join("slaves"))
-        .map(|slaves| slaves.flatten().map(|slave| slave.path()).collect())
-        .unwrap_or_default();
+    let slaves = device.join("slaves");
+    let mut lower: Vec<PathBuf> = names(&slaves)?.iter().map(|name| slaves.join(name)).collect();
     lower.extend(disk_directory(&device).map(Path::to_owned));
-    lower.iter().filter_map(|device| numbers_of(device)).collect()
+    lower
+        .iter()
+        .filter_map(|device| numbers_of(device).transpose())
+        .collect()
 }
 
 /// Names of the volumes and arrays that the kernel has built on a block device or its partitions, from `/sys/block/*/holders`.
-pub(super) fn holders(sys: &Path, (major, minor): (u32, u32)) -> BTreeSet<String> {
+fn holders(sys: &Path, (major, minor): (u32, u32)) -> io::Result<BTreeSet<String>> {
     let device = sys.join(format!("dev/block/{major}:{minor}"));
-    let entries = |directory: &Path| {
-        let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
-        entries.map(|entry| entry.path()).collect::<Vec<PathBuf>>()
-    };
-    let partitions = entries(&device)
-        .into_iter()
-        .filter(|path| path.join("partition").exists());
-    std::iter::once(device.clone())
-        .chain(partitions)
-        .flat_map(|device| entries(&device.join("holders")))
-        .filter_map(|holder| Some(holder.file_name()?.to_string_lossy().into_owned()))
-        .collect()
+    let mut holders: BTreeSet<String> = names(&device.join("holders"))?.into_iter().collect();
+    for name in names(&device)? {
+        let directory = device.join(name);
+        if directory.join("partition").exists() {
+            holders.extend(names(&directory.join("holders"))?);
+        }
+    }
+    Ok(holders)
 }
 
 #[cfg(test)]
@@ -516,7 +564,10 @@ mod tests {
             std::fs::create_dir_all(&holders_of).unwrap();
             std::fs::write(holders_of.join(if partition { "dm-7" } else { "md0" }), "").unwrap();
         }
-        let named = |numbers| holders(&paths.sys, numbers).into_iter().collect::<Vec<_>>();
+        let named = |numbers| {
+            let holders = holders(&paths.sys, numbers).unwrap();
+            holders.into_iter().collect::<Vec<_>>()
+        };
         assert_eq!(named((8, 16)), ["dm-7", "md0"]);
         assert_eq!(named((8, 17)), ["dm-7"]);
         assert_eq!(named((8, 0)), Vec::<String>::new());
@@ -535,8 +586,36 @@ mod tests {
     #[test]
     fn what_cannot_be_known_is_an_error() {
         let (_root, mut paths) = host();
+        // A disk below the root file system, whose number cannot be read.
+        let number = paths.sys.join("devices/sda/dev");
+        std::fs::remove_file(&number).unwrap();
+        std::fs::create_dir(&number).unwrap();
+        assert!(in_use(&paths).is_err());
         paths.mountinfo = "/nonexistent".into();
         assert!(in_use(&paths).is_err());
+    }
+
+    #[test]
+    fn a_node_that_cannot_be_read_counts_as_unchanged() {
+        let (root, _) = host();
+        let root = DevRoot::new(root.path()).unwrap();
+        for (path, has_changed) in [("missing", true), ("swaps", true), (&*"x".repeat(300), false)] {
+            let node = FoundNode {
+                path: path.into(),
+                container_path: None,
+                own: true,
+                node: HostDeviceNode {
+                    host_path: "/dev/a".into(),
+                    number: DeviceNumber {
+                        kind: DeviceNodeKind::Character,
+                        major: 1,
+                        minor: 3,
+                    },
+                },
+                disk: None,
+            };
+            assert_eq!(node.has_changed(&root), has_changed, "{path}");
+        }
     }
 
     #[test]

@@ -12,7 +12,7 @@ use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::timeout;
 
 use super::device::{DevRoot, FoundDevice, HostPaths};
-use super::sysfs::{link_name, read_below};
+use super::sysfs::{SysfsError, link_name, read_below};
 use crate::api::crd::{DeviceNodeKind, DeviceNumber};
 use crate::core::discovery::health::HealthCheck;
 use crate::node::config::{ProbeOpen, ProbeSysfs};
@@ -68,7 +68,10 @@ impl Prober {
             // The result unless the probe returns in time.
             checks.insert(
                 name.clone(),
-                check(Err(format!("it has not answered within {} s", LIMIT.as_secs()))),
+                check(Err(Some(format!(
+                    "it has not answered within {} s",
+                    LIMIT.as_secs()
+                )))),
             );
             if lock(&self.waiting).contains(name) {
                 continue;
@@ -108,10 +111,13 @@ fn lock(waiting: &Mutex<BTreeSet<String>>) -> MutexGuard<'_, BTreeSet<String>> {
     waiting.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Checks that a device is healthy and not in use by the node. Mounted devices were already rejected by the search.
-fn probe(device: &FoundDevice, paths: &HostPaths) -> Result<(), String> {
-    if let Some(problem) = device.used_by(paths, false) {
-        return Err(problem);
+/// Checks that a device is healthy and not in use by the node. Mounted devices were already rejected by the search. The error is the
+/// cause, or `None` if nothing can be said about the device.
+fn probe(device: &FoundDevice, paths: &HostPaths) -> Result<(), Option<String>> {
+    match device.held(&paths.sys) {
+        Ok(None) => {}
+        Ok(Some(problem)) => return Err(Some(problem)),
+        Err(_) => return Err(None),
     }
     for file in &device.kind.probe.sysfs {
         probe_sysfs(file, device.sysfs.as_deref(), paths)?;
@@ -119,20 +125,20 @@ fn probe(device: &FoundDevice, paths: &HostPaths) -> Result<(), String> {
     let Some(how) = device.kind.probe.open else {
         return Ok(());
     };
-    let root = DevRoot::new(&paths.dev).map_err(|error| error.to_string())?;
+    let root = DevRoot::new(&paths.dev).map_err(|error| (!error.is_unread()).then(|| error.to_string()))?;
     for node in device.nodes.iter().filter(|node| node.own) {
         let path = &node.path;
         let now = root
             .identify(path)
-            .map_err(|error| format!("/dev/{path} {error}"))?;
+            .map_err(|error| (!error.is_unread()).then(|| format!("/dev/{path} {error}")))?;
         if now != node.node {
-            return Err(format!("/dev/{path} has become {now}"));
+            return Err(Some(format!("/dev/{path} has become {now}")));
         }
         let number = now.number;
         if is_watchdog(number, paths) {
-            return Err(format!(
+            return Err(Some(format!(
                 "/dev/{path} is a watchdog, which reboots the machine when it is opened; take open out of the kind's health"
-            ));
+            )));
         }
         let flags = match how {
             ProbeOpen::Read => OFlags::RDONLY,
@@ -148,10 +154,16 @@ fn probe(device: &FoundDevice, paths: &HostPaths) -> Result<(), String> {
         ) {
             // A busy device is in use, and therefore works.
             Ok(_) | Err(Errno::BUSY) => {}
-            Err(error) => return Err(format!("/dev/{path} cannot be opened: {error}")),
+            Err(error) if is_shortage(error) => return Err(None),
+            Err(error) => return Err(Some(format!("/dev/{path} cannot be opened: {error}"))),
         }
     }
     Ok(())
+}
+
+/// Whether there is no free file descriptor, which says nothing about a device. Memory may be missing because of the device's driver.
+fn is_shortage(error: Errno) -> bool {
+    matches!(error, Errno::MFILE | Errno::NFILE)
 }
 
 /// Whether opening the node starts a watchdog's timer. `/dev/watchdog0` and its like have a major number that the kernel chooses.
@@ -162,20 +174,30 @@ fn is_watchdog(number: DeviceNumber, paths: &HostPaths) -> bool {
         && ((major, minor) == WATCHDOG || subsystem().as_deref() == Some("watchdog"))
 }
 
-fn probe_sysfs(wanted: &ProbeSysfs, directory: Option<&Path>, paths: &HostPaths) -> Result<(), String> {
-    let directory = directory.ok_or("it has no directory in sysfs")?;
-    let value = read_below(&paths.sys, directory, &wanted.file)?;
+fn probe_sysfs(
+    wanted: &ProbeSysfs,
+    directory: Option<&Path>,
+    paths: &HostPaths,
+) -> Result<(), Option<String>> {
+    let file = &wanted.file;
+    let directory = directory.ok_or_else(|| Some("it has no directory in sysfs".to_owned()))?;
+    let value = match read_below(&paths.sys, directory, file) {
+        Ok(value) => value,
+        Err(SysfsError::Io(error)) if Errno::from_io_error(&error).is_some_and(is_shortage) => {
+            return Err(None);
+        }
+        Err(error) => return Err(Some(format!("{file} {error}"))),
+    };
     let value = value.trim();
     if wanted.values.contains(value) {
         return Ok(());
     }
     let shown: String = value.chars().filter(|c| !c.is_control()).take(64).collect();
     let good: Vec<&str> = wanted.values.iter().map(String::as_str).collect();
-    Err(format!(
-        "{} is {shown:?}, and should be {}",
-        wanted.file,
+    Err(Some(format!(
+        "{file} is {shown:?}, and should be {}",
         good.join(" or ")
-    ))
+    )))
 }
 
 #[cfg(test)]
@@ -183,16 +205,59 @@ mod tests {
     use rustix::fs::{CWD, FileType, mknodat};
     use tokio::time::sleep;
 
+    use super::super::device::{FoundNode, HostDeviceNode};
     use super::*;
     use crate::api::crd::DeviceAttributes;
-    use crate::node::config::NodeConfiguration;
+    use crate::node::config::{DeviceKind, NodeConfiguration};
+
+    fn kind(health: &str) -> Arc<DeviceKind> {
+        let text = format!(
+            "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n\
+             - {{name: a, paths: [/dev/a], health: {{{health}}}}}\n"
+        );
+        NodeConfiguration::parse(&text).unwrap().kinds[0].clone()
+    }
+
+    #[test]
+    fn a_node_that_cannot_be_read_says_nothing_about_its_device() {
+        let kind = kind("open: read");
+        let root = tempfile::tempdir().unwrap();
+        let paths = HostPaths {
+            dev: root.path().to_owned(),
+            ..HostPaths::default()
+        };
+        let probed = |path: &str| {
+            let node = FoundNode {
+                path: path.into(),
+                container_path: None,
+                own: true,
+                node: HostDeviceNode {
+                    host_path: "/dev/a".into(),
+                    number: DeviceNumber {
+                        kind: DeviceNodeKind::Character,
+                        major: 240,
+                        minor: 1,
+                    },
+                },
+                disk: None,
+            };
+            let device = FoundDevice {
+                kind: Arc::clone(&kind),
+                mode: kind.apis.mode_of("a"),
+                attributes: DeviceAttributes::default(),
+                nodes: Box::new([node]),
+                sysfs: None,
+            };
+            probe(&device, &paths)
+        };
+        assert_eq!(probed(&"x".repeat(300)), Err(None));
+        assert!(matches!(probed("missing"), Err(Some(_))));
+    }
 
     #[tokio::test]
     async fn hanging_probes_leave_threads_for_other_work() {
         let root = tempfile::tempdir().unwrap();
-        let text = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n\
-                    - {name: a, paths: [/dev/a], health: {sysfs: [{file: state, equals: good}]}}\n";
-        let kind = NodeConfiguration::parse(text).unwrap().kinds[0].clone();
+        let kind = kind("sysfs: [{file: state, equals: good}]");
         let (mut found, mut files) = (BTreeMap::new(), Vec::new());
         for number in 0..=PROBES_MAX {
             let name = format!("a{number}");
@@ -227,7 +292,8 @@ mod tests {
             sleep(Duration::from_millis(10)).await;
         }
         assert_eq!(hanging, PROBES_MAX);
-        assert!(checks.values().all(|check| check.result.is_err()), "{checks:?}");
+        let is_bad = |check: &HealthCheck| matches!(check.result, Err(Some(_)));
+        assert!(checks.values().all(is_bad), "{checks:?}");
 
         for file in &files {
             std::fs::remove_file(file).unwrap();

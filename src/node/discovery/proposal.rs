@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
+use std::io;
 
 use super::device::HostPaths;
 use super::search::{Survey, survey};
@@ -29,7 +30,7 @@ struct ProposedKind {
 ///
 /// # Errors
 ///
-/// If a kind does not pass the checks of the configuration; the error is the failed check.
+/// If `/sys` cannot be read, or a kind does not pass the checks of the configuration; the error is the failed check.
 pub async fn proposal(paths: HostPaths) -> Result<Option<String>, String> {
     let mut kinds: Vec<ProposedKind> = PRESETS
         .iter()
@@ -40,7 +41,7 @@ pub async fn proposal(paths: HostPaths) -> Result<Option<String>, String> {
         })
         .collect();
     let mut names: BTreeSet<String> = kinds.iter().map(|kind| kind.name.clone()).collect();
-    kinds.extend(on_buses(&paths, &mut names));
+    kinds.extend(on_buses(&paths, &mut names).map_err(|error| format!("/sys cannot be read: {error}"))?);
     kinds.truncate(KINDS_MAX);
     let all = file(&kinds.iter().map(|kind| (kind, Vec::new())).collect::<Vec<_>>());
     let configuration = NodeConfiguration::parse(&all).map_err(|(_, problem)| problem)?;
@@ -64,14 +65,14 @@ fn devices_of(found: &Survey, kind: &str) -> Vec<String> {
 }
 
 /// Returns a kind for each model of USB devices, and of PCI functions that vfio-pci drives.
-fn on_buses(paths: &HostPaths, names: &mut BTreeSet<String>) -> Vec<ProposedKind> {
+fn on_buses(paths: &HostPaths, names: &mut BTreeSet<String>) -> io::Result<Vec<ProposedKind>> {
     let Some(sys) = SysRoot::new(&paths.sys) else {
-        return Vec::new();
+        return Ok(Vec::new());
     };
     let mut kinds: BTreeMap<(&str, u16, u16), ProposedKind> = BTreeMap::new();
-    for usb in sys.usb_devices().into_iter().filter(|usb| !usb.facts.is_hub()) {
+    for usb in sys.usb_devices()?.into_iter().filter(|usb| !usb.facts.is_hub()) {
         let (vendor, product) = (usb.facts.vendor, usb.facts.product);
-        let nodes = nodes_of(&usb.directory);
+        let nodes = nodes_of(&usb.directory)?;
         let subsystem = SUBSYSTEMS
             .into_iter()
             .find(|subsystem| nodes.iter().any(|node| node.subsystem == *subsystem));
@@ -91,7 +92,7 @@ fn on_buses(paths: &HostPaths, names: &mut BTreeSet<String>) -> Vec<ProposedKind
             )
         });
     }
-    for pci in sys.pci_devices() {
+    for pci in sys.pci_devices()? {
         let (vendor, device) = (pci.facts.vendor, pci.facts.device);
         if pci.facts.driver.as_deref() == Some(VFIO_DRIVER) {
             kinds.entry(("vfio", vendor, device)).or_insert_with(|| {
@@ -100,7 +101,7 @@ fn on_buses(paths: &HostPaths, names: &mut BTreeSet<String>) -> Vec<ProposedKind
             });
         }
     }
-    kinds.into_values().collect()
+    Ok(kinds.into_values().collect())
 }
 
 /// Names a kind after the model, or else as `plain`.
@@ -110,12 +111,15 @@ fn kind(model: &str, plain: &str, yaml: &str, names: &mut BTreeSet<String>) -> P
         .filter(|word| !word.is_empty());
     let label: String = words.collect::<Vec<_>>().join("-").to_ascii_lowercase();
     let label = label.get(..NAME_MAX).unwrap_or(&label).trim_matches('-');
-    let name = match label {
+    let mut name = match label {
         "" => plain.to_owned(),
         label if names.contains(label) => plain.to_owned(),
         label => label.to_owned(),
     };
-    names.insert(name.clone());
+    // The model of another device may read like the plain name of this one.
+    while !names.insert(name.clone()) {
+        name.push_str("-2");
+    }
     // The device chose this text. YAML also ends a line, and thus the comment, at characters beyond ASCII.
     let printable = |c: char| if c == ' ' || c.is_ascii_graphic() { c } else { '?' };
     let model: String = model.chars().map(printable).collect();
@@ -158,7 +162,7 @@ mod tests {
         assert_eq!(name("FTDI FT232R_USB\u{1b}[2J UART"), "ftdi-ft232r-usb-2j-uart");
         assert_eq!(name("kvm"), "usb-1-2");
         assert_eq!(name("Kamera Überwachung"), "kamera-berwachung");
-        assert_eq!(name(" -- "), "usb-1-2");
+        assert_eq!(name(" -- "), "usb-1-2-2");
         assert!(name(&"a b".repeat(100)).len() <= NAME_MAX);
     }
 

@@ -1,6 +1,7 @@
 //! A single search for the devices of all kinds. It names the devices by [`device_name`].
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -8,9 +9,10 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::device::{
-    DevRoot, DevicePathError, FoundDevice, FoundNode, HostDeviceNode, HostPaths, described, in_use, is_memory,
+    DevRoot, DevicePathError, FoundByName, FoundDevice, FoundNode, HostPaths, described, in_use, is_memory,
+    remedy,
 };
-use super::sysfs::SysRoot;
+use super::sysfs::{SysRoot, is_gone};
 use crate::api::crd::{DEVICES_MAX, DeviceNodeKind, DeviceNumber};
 use crate::core::discovery::attributes::Attributes;
 use crate::core::names::device_name;
@@ -44,8 +46,9 @@ pub struct Candidate {
 /// The result of a search.
 #[derive(Debug, Default)]
 pub(super) struct Scan {
-    /// The devices by name.
-    pub(super) found: BTreeMap<String, FoundDevice>,
+    pub(super) found: FoundByName,
+    /// Whether something could not be read, so that more devices may exist.
+    pub(super) is_incomplete: bool,
     /// The candidates, in the order of the configuration.
     pub(super) candidates: Vec<Candidate>,
     /// The directories that were read: without a uevent, the result changes only if one of them does.
@@ -57,12 +60,10 @@ pub(super) struct Scan {
 #[derive(Debug)]
 pub(super) struct Draft {
     pub(super) identity: String,
-    /// Name for display.
-    pub(super) shown: String,
     /// Its nodes; the first one identifies the device.
     pub(super) members: Vec<Member>,
     pub(super) key: Option<String>,
-    pub(super) attributes: Attributes,
+    /// Its sysfs directory, if it was found there.
     pub(super) sysfs: Option<PathBuf>,
     /// Whether the configuration names it literally, so that a missing device is a problem.
     pub(super) literal: bool,
@@ -82,8 +83,8 @@ pub(super) struct Member {
 }
 
 /// Searches for the devices of all kinds, in the order of the configuration. A device that matches several kinds belongs to the
-/// first.
-pub(super) fn scan(configuration: &NodeConfiguration, paths: &HostPaths) -> Scan {
+/// first. Of a kind that cannot be searched completely, the devices of the search `before` remain, unless they are gone.
+pub(super) fn scan(configuration: &NodeConfiguration, paths: &HostPaths, before: &FoundByName) -> Scan {
     let root = match DevRoot::new(&paths.dev) {
         Ok(root) => root,
         Err(error) => {
@@ -94,7 +95,14 @@ pub(super) fn scan(configuration: &NodeConfiguration, paths: &HostPaths) -> Scan
                 why: error.to_string(),
                 problem: true,
             };
+            let is_incomplete = error.is_unread();
+            let is_kept = |device: &FoundDevice| is_incomplete && configuration.kinds.contains(&device.kind);
+            let kept = before.iter().filter(|(_, device)| is_kept(device));
             return Scan {
+                found: kept
+                    .map(|(name, device)| (name.clone(), device.clone()))
+                    .collect(),
+                is_incomplete,
                 candidates: vec![candidate],
                 ..Scan::default()
             };
@@ -104,11 +112,13 @@ pub(super) fn scan(configuration: &NodeConfiguration, paths: &HostPaths) -> Scan
         root,
         sys: SysRoot::new(&paths.sys),
         paths,
+        before,
         in_use: None,
         paths_seen: BTreeMap::new(),
         own: NodesSeen::default(),
         exclusive: NodesSeen::default(),
         shared: NodesSeen::default(),
+        is_unread: false,
         scan: Scan::default(),
     };
     for kind in &configuration.kinds {
@@ -118,6 +128,10 @@ pub(super) fn scan(configuration: &NodeConfiguration, paths: &HostPaths) -> Scan
             Source::Usb(usb) => scanner.usb(kind, usb),
             Source::Pci(pci) => scanner.pci(kind, pci),
         }
+        if std::mem::take(&mut scanner.is_unread) {
+            scanner.scan.is_incomplete = true;
+            scanner.keep(kind);
+        }
     }
     scanner.scan
 }
@@ -126,8 +140,10 @@ pub(super) struct Scanner<'a> {
     pub(super) root: DevRoot,
     pub(super) sys: Option<SysRoot>,
     paths: &'a HostPaths,
+    /// The devices that the last search found.
+    before: &'a FoundByName,
     /// Loaded for the first block device; an error applies to all of them.
-    in_use: Option<Result<BTreeSet<(u32, u32)>, String>>,
+    in_use: Option<io::Result<BTreeSet<(u32, u32)>>>,
     /// The kind of each path that belongs to one device.
     paths_seen: BTreeMap<Box<str>, Arc<DeviceKind>>,
     /// The nodes that belong to one device.
@@ -136,6 +152,8 @@ pub(super) struct Scanner<'a> {
     exclusive: NodesSeen,
     /// The nodes that several devices share.
     shared: NodesSeen,
+    /// Whether something of the kind could not be read.
+    is_unread: bool,
     pub(super) scan: Scan,
 }
 
@@ -149,23 +167,23 @@ struct NodesSeen {
 }
 
 impl NodesSeen {
-    /// Adds a node. `disk` is the disk of a partition.
-    fn insert(&mut self, number: DeviceNumber, disk: Option<DeviceNumber>, path: &str) {
-        self.paths.insert(number, path.into());
-        if let Some(disk) = disk {
-            self.partitions.insert(disk, path.into());
+    fn insert(&mut self, node: &FoundNode) {
+        self.paths.insert(node.node.number, node.path.clone());
+        if let Some(disk) = node.disk {
+            self.partitions.insert(disk, node.path.clone());
         }
     }
 
     /// Describes the data that a node has in common with one of these; `None` if there is none.
-    fn overlap(&self, number: DeviceNumber, disk: Option<DeviceNumber>) -> Option<String> {
+    fn overlap(&self, node: &FoundNode) -> Option<String> {
+        let number = node.node.number;
         if let Some(path) = self.paths.get(&number) {
             return Some(format!(
                 "is the same device as /dev/{path} ({})",
                 described(number)
             ));
         }
-        if let Some(path) = disk.and_then(|disk| self.paths.get(&disk)) {
+        if let Some(path) = node.disk.and_then(|disk| self.paths.get(&disk)) {
             return Some(format!("is a partition of /dev/{path}"));
         }
         let path = self.partitions.get(&number)?;
@@ -177,6 +195,8 @@ impl NodesSeen {
 pub(super) struct Rejection {
     why: String,
     problem: bool,
+    /// Whether something could not be read, so that the device may still exist.
+    is_unread: bool,
 }
 
 impl Rejection {
@@ -184,37 +204,41 @@ impl Rejection {
         Self {
             why: why.into(),
             problem: true,
+            is_unread: false,
         }
     }
 
     pub(super) fn quiet(why: impl Into<String>) -> Self {
         Self {
-            why: why.into(),
             problem: false,
+            ..Self::problem(why)
+        }
+    }
+}
+
+impl From<DevicePathError> for Rejection {
+    fn from(error: DevicePathError) -> Self {
+        Self {
+            is_unread: error.is_unread(),
+            ..Self::problem(error.to_string())
+        }
+    }
+}
+
+impl From<io::Error> for Rejection {
+    fn from(error: io::Error) -> Self {
+        Self {
+            is_unread: true,
+            ..Self::problem(format!("cannot be read: {error}"))
         }
     }
 }
 
 impl Scanner<'_> {
-    /// Adds a draft as a device, or records why it is rejected.
-    pub(super) fn take(&mut self, kind: &Arc<DeviceKind>, draft: Draft) {
-        let shown = draft.shown.clone();
-        match self.check(kind, draft) {
+    /// Adds a draft as a device, or records why it is rejected. `shown` is its name for display.
+    pub(super) fn take(&mut self, kind: &Arc<DeviceKind>, shown: String, draft: Result<Draft, Rejection>) {
+        match draft.and_then(|draft| self.check(kind, draft)) {
             Ok((name, found)) => {
-                for node in &found.nodes {
-                    let number = node.node.number;
-                    let disk = self.disk_of(number);
-                    let seen = if node.own {
-                        self.paths_seen.insert(node.path.clone(), Arc::clone(kind));
-                        if is_exclusive(kind) {
-                            self.exclusive.insert(number, disk, &node.path);
-                        }
-                        &mut self.own
-                    } else {
-                        &mut self.shared
-                    };
-                    seen.insert(number, disk, &node.path);
-                }
                 self.record(Candidate {
                     kind: kind.name.clone(),
                     candidate: shown,
@@ -222,15 +246,59 @@ impl Scanner<'_> {
                     why: String::new(),
                     problem: false,
                 });
-                self.scan.found.insert(name, found);
+                self.add(name, found);
             }
             Err(rejection) => self.refuse(kind, shown, rejection),
         }
     }
 
+    fn add(&mut self, name: String, found: FoundDevice) {
+        for node in &found.nodes {
+            if !node.own {
+                self.shared.insert(node);
+                continue;
+            }
+            self.paths_seen.insert(node.path.clone(), Arc::clone(&found.kind));
+            self.own.insert(node);
+            if is_exclusive(&found.kind) {
+                self.exclusive.insert(node);
+            }
+        }
+        self.scan.found.insert(name, found);
+    }
+
+    /// Adds the devices of a kind that the last search found and this one did not, or not with all nodes, unless they are gone.
+    fn keep(&mut self, kind: &DeviceKind) {
+        let before = self.before;
+        for (name, device) in before.iter().filter(|(_, device)| *device.kind == *kind) {
+            let found = self.scan.found.get(name);
+            let is_found = |node: &&FoundNode| found.is_some_and(|found| found.nodes.contains(node));
+            let (seen, unseen): (Vec<_>, Vec<_>) = device.nodes.iter().partition(is_found);
+            let is_same = match found {
+                Some(found) => *found.kind == *kind && found.nodes.len() == seen.len(),
+                None => self.scan.found.len() < DEVICES_MAX,
+            };
+            if is_same && !unseen.is_empty() && unseen.into_iter().all(|node| self.is_kept(kind, node)) {
+                self.add(name.clone(), device.clone());
+            }
+        }
+    }
+
+    fn is_kept(&mut self, kind: &DeviceKind, node: &FoundNode) -> bool {
+        !node.has_changed(&self.root)
+            && self
+                .check_available(kind, node)
+                .map_or_else(|rejection| rejection.is_unread, |()| true)
+    }
+
     /// Records a rejected candidate.
     pub(super) fn refuse(&mut self, kind: &DeviceKind, candidate: String, rejection: Rejection) {
-        let Rejection { why, problem } = rejection;
+        let Rejection {
+            why,
+            problem,
+            is_unread,
+        } = rejection;
+        self.is_unread |= is_unread;
         self.record(Candidate {
             kind: kind.name.clone(),
             candidate,
@@ -270,15 +338,16 @@ impl Scanner<'_> {
             )));
         }
         let nodes = with_container_paths(kind, &name, draft.key.as_deref(), nodes)?;
-        let mut attributes = draft.attributes;
+        let mut attributes = Attributes::default();
         let mut sysfs = draft.sysfs;
         if let Some(first) = nodes.first() {
-            if sysfs.is_none()
-                && let Some(sys) = &self.sys
-                && let Some(directory) = sys.directory_of(first.node.number)
-            {
-                sys.describe(&directory, &mut attributes);
-                sysfs = Some(directory);
+            if let Some(sys) = &self.sys {
+                if sysfs.is_none() {
+                    sysfs = sys.directory_of(first.node.number)?;
+                }
+                if let Some(directory) = &sysfs {
+                    sys.describe(directory, &mut attributes)?;
+                }
             }
             let own = nodes.iter().filter(|node| node.own);
             let host: Vec<&str> = own.map(|node| &*node.node.host_path).collect();
@@ -298,20 +367,54 @@ impl Scanner<'_> {
         Ok((name, found))
     }
 
-    fn disk_of(&self, number: DeviceNumber) -> Option<DeviceNumber> {
-        self.sys.as_ref()?.disk_of(number)
-    }
-
     /// Identifies one node, and rejects it if it belongs to another device or is dangerous.
     fn identify(
         &mut self,
         kind: &DeviceKind,
         member: &Member,
         literal: bool,
-    ) -> Result<HostDeviceNode, Rejection> {
+    ) -> Result<FoundNode, Rejection> {
         let path = &member.path;
-        if member.own
-            && let Some(first) = self.paths_seen.get(path.as_str()).map(|kind| &kind.name)
+        if path.len() + "/dev/".len() > PATH_MAX || path.chars().any(char::is_control) {
+            return Err(Rejection::problem(format!(
+                "its path has more than {PATH_MAX} bytes or a control character"
+            )));
+        }
+        let node = self.root.identify(path).map_err(|error| Rejection {
+            // A pattern may match directories and files besides devices.
+            problem: literal || !matches!(error, DevicePathError::NoDevice),
+            ..error.into()
+        })?;
+        let number = node.number;
+        if let Some(expected) = member.expected
+            && expected != number
+        {
+            return Err(Rejection::problem(format!(
+                "/dev/{path} is {}, but sysfs says {}; it has just changed, or this /dev is not this /sys's",
+                described(number),
+                described(expected)
+            )));
+        }
+        let disk = match &self.sys {
+            Some(sys) => sys.disk_of(number)?,
+            None => None,
+        };
+        let node = FoundNode {
+            path: path.as_str().into(),
+            container_path: None,
+            own: member.own,
+            node,
+            disk,
+        };
+        self.check_available(kind, &node)?;
+        Ok(node)
+    }
+
+    /// Rejects a node that belongs to another device or is dangerous.
+    fn check_available(&mut self, kind: &DeviceKind, node: &FoundNode) -> Result<(), Rejection> {
+        let path = &node.path;
+        if node.own
+            && let Some(first) = self.paths_seen.get(path).map(|kind| &kind.name)
         {
             return Err(if *first == kind.name {
                 Rejection::quiet(format!(
@@ -323,52 +426,32 @@ impl Scanner<'_> {
                 ))
             });
         }
-        if path.len() + "/dev/".len() > PATH_MAX || path.chars().any(char::is_control) {
-            return Err(Rejection::problem(format!(
-                "its path has more than {PATH_MAX} bytes or a control character"
-            )));
-        }
-        let node = self.root.identify(path).map_err(|error| Rejection {
-            why: error.to_string(),
-            // A pattern may match directories and files besides devices.
-            problem: literal || !matches!(error, DevicePathError::NoDevice),
-        })?;
-        if let Some(expected) = member.expected
-            && expected != node.number
-        {
-            return Err(Rejection::problem(format!(
-                "/dev/{path} is {}, but sysfs says {}; it has just changed, or this /dev is not this /sys's",
-                described(node.number),
-                described(expected)
-            )));
-        }
-        let disk = self.disk_of(node.number);
         // Others may share the node of a device with shares.
-        let others = if member.own { &self.own } else { &self.exclusive };
-        if let Some(overlap) = others.overlap(node.number, disk) {
-            let which = if member.own { "" } else { "the shared node " };
+        let others = if node.own { &self.own } else { &self.exclusive };
+        if let Some(overlap) = others.overlap(node) {
+            let which = if node.own { "" } else { "the shared node " };
             return Err(Rejection::problem(format!(
                 "{which}/dev/{path} {overlap}, which is offered already"
             )));
         }
         // The devices that share the node would have this one too.
-        if member.own
+        if node.own
             && is_exclusive(kind)
-            && let Some(overlap) = self.shared.overlap(node.number, disk)
+            && let Some(overlap) = self.shared.overlap(node)
         {
             return Err(Rejection::problem(format!(
                 "/dev/{path} {overlap}, which other devices share; remove it from shared, or do not offer it"
             )));
         }
-        if !kind.dangerous_paths.contains(path.as_str()) {
-            self.refuse_dangerous(path, node.number)?;
+        if !kind.dangerous_paths.contains(&**path) {
+            self.refuse_dangerous(path, node.node.number)?;
         }
-        Ok(node)
+        Ok(())
     }
 
     /// Rejects memory, I/O ports and block devices that the node uses.
     fn refuse_dangerous(&mut self, path: &str, number: DeviceNumber) -> Result<(), Rejection> {
-        let remedy = format!("to offer it anyway, list \"/dev/{path}\" in the kind's dangerousPaths");
+        let remedy = remedy(path);
         if is_memory(number) {
             return Err(Rejection::problem(format!(
                 "gives access to physical memory or I/O ports; {remedy}"
@@ -377,17 +460,17 @@ impl Scanner<'_> {
         if number.kind == DeviceNodeKind::Character {
             return Ok(());
         }
-        match self
-            .in_use
-            .get_or_insert_with(|| in_use(self.paths).map_err(|error| error.to_string()))
-        {
+        match self.in_use.get_or_insert_with(|| in_use(self.paths)) {
             Ok(used) if used.contains(&(number.major, number.minor)) => Err(Rejection::problem(format!(
                 "is mounted, or something on it is; {remedy}"
             ))),
             Ok(_) => Ok(()),
-            Err(error) => Err(Rejection::problem(format!(
-                "whether it is mounted cannot be seen ({error}); {remedy}"
-            ))),
+            Err(error) => Err(Rejection {
+                is_unread: !is_gone(error),
+                ..Rejection::problem(format!(
+                    "whether it is mounted cannot be seen ({error}); {remedy}"
+                ))
+            }),
         }
     }
 }
@@ -401,12 +484,12 @@ fn with_container_paths(
     kind: &DeviceKind,
     device: &str,
     key: Option<&str>,
-    nodes: Vec<(&Member, HostDeviceNode)>,
+    nodes: Vec<(&Member, FoundNode)>,
 ) -> Result<Vec<FoundNode>, Rejection> {
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
-    let mut taken: BTreeMap<String, String> = BTreeMap::new();
+    let mut taken: BTreeMap<String, &str> = BTreeMap::new();
     let mut placed = Vec::with_capacity(nodes.len());
-    for (member, node) in nodes {
+    for (member, mut node) in nodes {
         let number = counts.entry(&member.entry).or_default();
         let own_path = format!("/dev/{}", member.path);
         let container_path = match kind.container_paths.get(&member.entry) {
@@ -417,18 +500,14 @@ fn with_container_paths(
                 .replace("{n}", &number.to_string()),
         };
         *number += 1;
-        if let Some(other) = taken.insert(container_path.clone(), member.path.clone()) {
+        if let Some(other) = taken.insert(container_path.clone(), &member.path) {
             return Err(Rejection::problem(format!(
                 "/dev/{other} and /dev/{} would both be {container_path} in a container; write {{n}} into containerPaths",
                 member.path
             )));
         }
-        placed.push(FoundNode {
-            path: member.path.as_str().into(),
-            container_path: (container_path != own_path).then(|| container_path.into()),
-            own: member.own,
-            node,
-        });
+        node.container_path = (container_path != own_path).then(|| container_path.into());
+        placed.push(node);
     }
     Ok(placed)
 }

@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::watch as value;
@@ -12,7 +12,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::device::{FoundDevice, FoundDevices, HostPaths};
+use super::device::{FoundByName, FoundDevice, FoundDevices, HostPaths};
 use super::probe::Prober;
 use super::scan::{Candidate, Scan, scan};
 use super::uevent::Uevents;
@@ -25,8 +25,14 @@ use crate::core::prepare::inventory::Devices;
 use crate::node::config::NodeConfiguration;
 use crate::node::resync;
 
-/// Interval at which unhealthy devices are probed.
+/// Interval at which unhealthy devices are probed, and an incomplete search is repeated.
 const RECHECK: Duration = Duration::from_secs(5);
+/// How long incomplete searches are repeated at this interval; afterwards, resyncs suffice.
+const RECHECK_LIMIT: Duration = Duration::from_secs(60);
+/// Maximum number of first searches, until one is complete: a device that is missing from the first list counts as gone.
+const FIRST_SEARCHES: u32 = 5;
+/// Interval between these searches.
+const FIRST_INTERVAL: Duration = Duration::from_secs(1);
 /// How long to gather events before a search: plugging in one device causes several.
 const GATHER: Duration = Duration::from_millis(100);
 
@@ -39,7 +45,7 @@ pub enum Cause {
     Directory,
     /// The periodic resync.
     Rescan,
-    /// The recheck of an unhealthy device.
+    /// The recheck of an unhealthy device, or after an incomplete search.
     Recheck,
     /// A device that differed from the last search when it was requested.
     Request,
@@ -103,19 +109,22 @@ pub(super) struct DeviceSearch {
     reported: BTreeSet<Candidate>,
     /// The configuration of the last search.
     searched_by: Option<Arc<NodeConfiguration>>,
+    /// Since when no search could read everything; `None` if the last one could.
+    incomplete_since: Option<Instant>,
+    /// The directories that its result depends on.
+    directories: BTreeSet<PathBuf>,
     /// Attributes that exceed the inventory's size and were logged as dropped.
     dropped: Vec<String>,
 }
 
 impl DeviceSearch {
-    pub(super) async fn start(
+    fn new(
         devices: Arc<FoundDevices>,
         change_counts: Arc<ChangeCounts>,
         configuration: value::Receiver<Arc<NodeConfiguration>>,
         sender: value::Sender<Arc<Devices>>,
-        shutdown: CancellationToken,
-    ) {
-        let mut search = Self {
+    ) -> Self {
+        Self {
             devices,
             change_counts,
             configuration,
@@ -125,39 +134,69 @@ impl DeviceSearch {
             began: Instant::now(),
             reported: BTreeSet::new(),
             searched_by: None,
+            incomplete_since: None,
+            directories: BTreeSet::new(),
             dropped: Vec::new(),
-        };
-        // Subscribe before the first search, so that no change is missed in between.
-        let (watches, uevents) = (DirectoryWatches::new(), Uevents::new());
-        let directories = search.once(None).await;
-        tokio::spawn(search.go_on(watches, uevents, directories, shutdown));
+        }
     }
 
-    /// Searches, publishes changes, and returns the directories that the result depends on.
-    async fn once(&mut self, cause: Option<Cause>) -> BTreeSet<PathBuf> {
-        let devices = self.devices.clone();
+    pub(super) async fn start(
+        devices: Arc<FoundDevices>,
+        change_counts: Arc<ChangeCounts>,
+        configuration: value::Receiver<Arc<NodeConfiguration>>,
+        sender: value::Sender<Arc<Devices>>,
+        shutdown: CancellationToken,
+    ) {
+        let mut search = Self::new(devices, change_counts, configuration, sender);
+        // Subscribe before the first search, so that no change is missed in between.
+        let (watches, uevents) = (DirectoryWatches::new(), Uevents::new());
+        search.once(None).await;
+        tokio::spawn(search.go_on(watches, uevents, shutdown));
+    }
+
+    /// Searches and publishes changes.
+    async fn once(&mut self, cause: Option<Cause>) {
         let configuration = self.configuration.borrow_and_update().clone();
         let is_another = self
             .searched_by
             .as_ref()
             .is_some_and(|before| !Arc::ptr_eq(before, &configuration));
-        self.searched_by = Some(configuration.clone());
         let cause = if is_another {
             Some(Cause::Configuration)
         } else {
             cause
         };
-        let search = spawn_blocking(move || (devices.forget_changed(), scan(&configuration, &devices.paths)));
-        let Ok((forgotten, result)) = search.await else {
-            warn!("a device search was aborted; the next one starts on schedule");
-            return BTreeSet::new();
+        let mut searches = if self.searched_by.is_none() {
+            FIRST_SEARCHES
+        } else {
+            1
         };
+        let (forgotten, result) = loop {
+            let (devices, configuration) = (self.devices.clone(), configuration.clone());
+            let search = spawn_blocking(move || {
+                let forgotten = devices.forget_changed();
+                (forgotten, scan(&configuration, &devices.paths, &devices.found()))
+            });
+            let Ok(result) = search.await else {
+                warn!("a device search was aborted; the next one starts on schedule");
+                return;
+            };
+            searches -= 1;
+            if searches == 0 || !result.1.is_incomplete {
+                break result;
+            }
+            sleep(FIRST_INTERVAL).await;
+        };
+        self.searched_by = Some(configuration);
         let Scan {
             mut found,
+            is_incomplete,
             candidates,
             directories,
             ..
         } = result;
+        self.incomplete_since = is_incomplete.then(|| self.incomplete_since.unwrap_or_else(Instant::now));
+        self.directories = directories;
         self.share_attributes(&mut found);
         self.report(
             candidates
@@ -175,7 +214,7 @@ impl DeviceSearch {
             self.dropped = dropped;
         }
         // Update the lookup table before publishing, so that published devices can be found.
-        self.remember(found, is_another);
+        self.devices.remember(found, is_another);
         if forgotten || **self.sender.borrow() != devices {
             let unhealthy = devices
                 .values()
@@ -191,12 +230,11 @@ impl DeviceSearch {
             }
             self.sender.send_replace(Arc::new(devices));
         }
-        directories
     }
 
     /// Shares attributes with the previous search if they are unchanged, to save memory.
-    fn share_attributes(&self, found: &mut BTreeMap<String, FoundDevice>) {
-        let before = self.devices.found.lock().unwrap_or_else(PoisonError::into_inner);
+    fn share_attributes(&self, found: &mut FoundByName) {
+        let before = self.devices.found();
         for (name, found) in found {
             if let Some(before) = before.get(name)
                 && before.attributes == found.attributes
@@ -204,22 +242,6 @@ impl DeviceSearch {
                 found.attributes = before.attributes.clone();
             }
         }
-    }
-
-    /// Stores the result. Devices dropped by a new configuration are kept as retired, because claims may hold them.
-    fn remember(&self, found: BTreeMap<String, FoundDevice>, is_another: bool) {
-        let mut retired = self
-            .devices
-            .retired
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        retired.retain(|name, _| !found.contains_key(name));
-        let mut current = self.devices.found.lock().unwrap_or_else(PoisonError::into_inner);
-        if is_another {
-            let gone = current.iter().filter(|(name, _)| !found.contains_key(*name));
-            retired.extend(gone.map(|(name, found)| (name.clone(), found.clone())));
-        }
-        *current = found;
     }
 
     fn report(&mut self, problems: BTreeSet<Candidate>) {
@@ -232,24 +254,28 @@ impl DeviceSearch {
         self.reported = problems;
     }
 
+    /// When the next search is due unless an event causes one. Resyncs probe healthy devices too.
+    fn next_search(&self) -> (Instant, Cause) {
+        let is_recent = |since: Instant| since.elapsed() < RECHECK_LIMIT;
+        if self.incomplete_since.is_some_and(is_recent) || self.health.has_unhealthy() {
+            (Instant::now() + RECHECK, Cause::Recheck)
+        } else {
+            (resync::next(), Cause::Rescan)
+        }
+    }
+
     async fn go_on(
         mut self,
         mut watches: DirectoryWatches,
         mut uevents: Uevents,
-        mut directories: BTreeSet<PathBuf>,
         shutdown: CancellationToken,
     ) {
         let mut reloads = true;
         loop {
             let mut cause = Cause::Directory;
             // A newly watched directory may have changed since the search, so search again.
-            if !watches.watch(&directories) {
-                // Resyncs probe healthy devices too.
-                let (next, due) = if self.health.has_unhealthy() {
-                    (Instant::now() + RECHECK, Cause::Recheck)
-                } else {
-                    (resync::next(), Cause::Rescan)
-                };
+            if !watches.watch(&self.directories) {
+                let (next, due) = self.next_search();
                 cause = tokio::select! {
                     () = shutdown.cancelled() => return,
                     _ = uevents.changed() => Cause::Kernel,
@@ -267,13 +293,13 @@ impl DeviceSearch {
                     watches.drain();
                 }
             }
-            directories = self.once(Some(cause)).await;
+            self.once(Some(cause)).await;
         }
     }
 }
 
 /// The devices with their health, with attributes limited to the size of an inventory, and the names of dropped attributes.
-fn published(found: &BTreeMap<String, FoundDevice>, health: &HealthRecords) -> (Devices, Vec<String>) {
+fn published(found: &FoundByName, health: &HealthRecords) -> (Devices, Vec<String>) {
     let mut devices: Vec<Device> = found
         .iter()
         .map(|(name, found)| Device {
@@ -305,11 +331,12 @@ pub struct Survey {
 /// Searches once and probes the discovered devices, without a cluster.
 pub async fn survey(configuration: NodeConfiguration, paths: HostPaths) -> Survey {
     let there = paths.clone();
-    let Ok(scan) = spawn_blocking(move || scan(&configuration, &there)).await else {
+    let search = spawn_blocking(move || scan(&configuration, &there, &FoundByName::new()));
+    let Ok(scan) = search.await else {
         return Survey::default();
     };
     let checks = Prober::default().probe(&scan.found, &paths).await;
-    let unhealthy = |name: &str| checks.get(name)?.result.clone().err();
+    let unhealthy = |name: &str| checks.get(name)?.result.clone().err().flatten();
     let device = |(name, found): (&String, &FoundDevice)| Device {
         unhealthy: unhealthy(name),
         ..found.device(name)
@@ -322,5 +349,33 @@ pub async fn survey(configuration: NodeConfiguration, paths: HostPaths) -> Surve
             .map(|(name, found)| (name.clone(), found.container_edits(name)))
             .collect(),
         candidates: scan.candidates,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::advance;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn incomplete_searches_are_repeated_soon_for_a_minute() {
+        let paths = HostPaths {
+            // It cannot be read, because its name is too long.
+            dev: format!("/{}", "x".repeat(300)).into(),
+            ..HostPaths::default()
+        };
+        let mut search = DeviceSearch::new(
+            Arc::new(FoundDevices::new(paths)),
+            Arc::default(),
+            value::channel(Arc::default()).1,
+            value::channel(Arc::default()).0,
+        );
+        assert_eq!(search.next_search().1, Cause::Rescan);
+        search.once(None).await;
+        assert_eq!(search.next_search().1, Cause::Recheck);
+        advance(RECHECK_LIMIT).await;
+        search.once(Some(Cause::Recheck)).await;
+        assert_eq!(search.next_search().1, Cause::Rescan);
     }
 }

@@ -2,14 +2,12 @@
 //! [`device_name`](crate::core::names::device_name).
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 use std::sync::Arc;
 
 use super::device::DevicePathError;
 use super::scan::{Draft, Member, Rejection, Scanner};
 use super::sysfs::{NodeOf, OnBus, SysRoot, nodes_of};
 use super::walk::{Walked, walk};
-use crate::core::discovery::attributes::Attributes;
 use crate::core::discovery::group::{DeviceGroup, GroupMatches, Matched, assemble};
 use crate::core::discovery::pci::{self, PciFacts, Vfio};
 use crate::core::discovery::usb::{self, UsbFacts};
@@ -22,9 +20,9 @@ impl Scanner<'_> {
     pub(super) fn paths(&mut self, kind: &Arc<DeviceKind>, patterns: &[PathPattern]) {
         for pattern in patterns {
             for path in self.matches(kind, pattern) {
+                let shown = format!("/dev/{path}");
                 let draft = Draft {
                     identity: path.clone(),
-                    shown: format!("/dev/{path}"),
                     members: vec![Member {
                         entry: pattern.text().to_owned(),
                         path,
@@ -32,11 +30,10 @@ impl Scanner<'_> {
                         expected: None,
                     }],
                     key: None,
-                    attributes: Attributes::default(),
                     sysfs: None,
                     literal: pattern.is_literal(),
                 };
-                self.take(kind, draft);
+                self.take(kind, shown, Ok(draft));
             }
         }
     }
@@ -60,8 +57,13 @@ impl Scanner<'_> {
             for assembled in assemble(&matches) {
                 match assembled {
                     Ok(assembled) => {
+                        let own = assembled
+                            .own
+                            .iter()
+                            .map(|matched| format!("/dev/{}", matched.path));
+                        let shown = own.collect::<Vec<_>>().join(" + ");
                         let identity = group_identity(kind, groups, group, &assembled);
-                        self.take(kind, group_draft(identity, assembled));
+                        self.take(kind, shown, Ok(group_draft(identity, assembled)));
                     }
                     Err((Some(key), why)) => {
                         self.refuse(kind, format!("the group of {key:?}"), Rejection::problem(why));
@@ -74,57 +76,25 @@ impl Scanner<'_> {
 
     /// Adds a draft for each USB device with its device nodes.
     pub(super) fn usb(&mut self, kind: &Arc<DeviceKind>, source: &UsbSource) {
-        let Some(devices) = self.sys.as_ref().map(SysRoot::usb_devices) else {
-            return self.refuse(kind, "/sys".to_owned(), Rejection::problem("cannot be seen"));
+        let devices = match self.sys.as_ref().map(SysRoot::usb_devices) {
+            Some(Ok(devices)) => devices,
+            Some(Err(error)) => return self.refuse(kind, "/sys/bus/usb".to_owned(), error.into()),
+            None => return self.refuse(kind, "/sys".to_owned(), Rejection::problem("cannot be seen")),
         };
         let facts: Vec<UsbFacts> = devices.iter().map(|device| device.facts.clone()).collect();
         let identities = usb::identities(&facts, source.identity);
-        for (OnBus { directory, facts }, identity) in devices.into_iter().zip(identities) {
-            let shown = facts.to_string();
-            if let Some(why) = usb::refuse(&facts, &source.matching, source.hubs) {
-                self.refuse(kind, shown, Rejection::quiet(why));
-                continue;
-            }
-            let identity = match identity {
-                Ok(identity) => identity,
-                Err(why) => {
-                    self.refuse(kind, shown, Rejection::problem(why));
-                    continue;
-                }
-            };
-            let nodes = nodes_of(&directory);
-            let entry = |node: &NodeOf| {
-                let own = if node.subsystem == "usb" {
-                    NODE_BUS
-                } else {
-                    &node.subsystem
-                };
-                own.to_owned()
-            };
-            match choose(&nodes, entry, &source.nodes, &source.optional_nodes) {
-                Err(why) => self.refuse(kind, shown, Rejection::problem(why)),
-                Ok(members) => {
-                    let mut attributes = Attributes::default();
-                    self.describe(&directory, &mut attributes);
-                    let draft = Draft {
-                        identity,
-                        shown,
-                        members,
-                        key: None,
-                        attributes,
-                        sysfs: Some(directory),
-                        literal: true,
-                    };
-                    self.take(kind, draft);
-                }
-            }
+        for (device, identity) in devices.into_iter().zip(identities) {
+            let shown = device.facts.to_string();
+            self.take(kind, shown, usb_draft(source, device, identity));
         }
     }
 
     /// Adds a draft for each PCI device with its device nodes.
     pub(super) fn pci(&mut self, kind: &Arc<DeviceKind>, source: &PciSource) {
-        let Some(devices) = self.sys.as_ref().map(SysRoot::pci_devices) else {
-            return self.refuse(kind, "/sys".to_owned(), Rejection::problem("cannot be seen"));
+        let devices = match self.sys.as_ref().map(SysRoot::pci_devices) {
+            Some(Ok(devices)) => devices,
+            Some(Err(error)) => return self.refuse(kind, "/sys/bus/pci".to_owned(), error.into()),
+            None => return self.refuse(kind, "/sys".to_owned(), Rejection::problem("cannot be seen")),
         };
         let facts: Vec<PciFacts> = devices.iter().map(|device| device.facts.clone()).collect();
         let matching: Vec<&PciFacts> = facts
@@ -139,77 +109,10 @@ impl Scanner<'_> {
         } else {
             BTreeMap::new()
         };
-        for OnBus { directory, facts } in devices {
-            let shown = facts.to_string();
-            if let Some(why) = pci::refuse(&facts, &source.matching) {
-                self.refuse(kind, shown, Rejection::quiet(why));
-                continue;
-            }
-            let mut nodes = nodes_of(&directory);
-            // In sysfs, the VFIO node of an IOMMU group belongs to no PCI function.
-            nodes.retain(|node| node.subsystem != NODE_VFIO);
-            let mut members = Vec::new();
-            match vfio.get(&facts.address) {
-                None => {}
-                Some(Vfio::Unit { group }) => {
-                    let member = |path: String, own| Member {
-                        entry: NODE_VFIO.to_owned(),
-                        path,
-                        own,
-                        expected: None,
-                    };
-                    members = vec![
-                        member(format!("vfio/{group}"), true),
-                        member(VFIO_CONTAINER.to_owned(), false),
-                    ];
-                }
-                Some(Vfio::PartOf { address }) => {
-                    let why = format!("it is part of the IOMMU group that {address} stands for");
-                    self.refuse(kind, shown, Rejection::quiet(why));
-                    continue;
-                }
-                Some(Vfio::Unusable(why)) => {
-                    self.refuse(kind, shown, Rejection::problem(why.clone()));
-                    continue;
-                }
-            }
-            let others = |nodes: &[String]| {
-                nodes
-                    .iter()
-                    .filter(|node| *node != NODE_VFIO)
-                    .cloned()
-                    .collect::<Vec<_>>()
-            };
-            let entry = |node: &NodeOf| node.subsystem.clone();
-            match choose(
-                &nodes,
-                entry,
-                &others(&source.nodes),
-                &others(&source.optional_nodes),
-            ) {
-                Err(why) => self.refuse(kind, shown, Rejection::problem(why)),
-                Ok(more) => {
-                    members.extend(more);
-                    let mut attributes = Attributes::default();
-                    self.describe(&directory, &mut attributes);
-                    let draft = Draft {
-                        identity: facts.identity(),
-                        shown,
-                        members,
-                        key: None,
-                        attributes,
-                        sysfs: Some(directory),
-                        literal: true,
-                    };
-                    self.take(kind, draft);
-                }
-            }
-        }
-    }
-
-    fn describe(&self, directory: &Path, attributes: &mut Attributes) {
-        if let Some(sys) = &self.sys {
-            sys.describe(directory, attributes);
+        for device in devices {
+            let shown = device.facts.to_string();
+            let vfio = vfio.get(&device.facts.address);
+            self.take(kind, shown, pci_draft(source, device, vfio));
         }
     }
 
@@ -229,9 +132,9 @@ impl Scanner<'_> {
 
     /// Returns the matching paths, and notes a candidate for a pattern without matches.
     fn matches(&mut self, kind: &DeviceKind, pattern: &PathPattern) -> Vec<String> {
-        let Walked { paths, outside } = walk(&self.root, pattern, &mut self.scan.directories);
-        for (path, why) in outside {
-            self.refuse(kind, format!("/dev/{path}"), Rejection::problem(why));
+        let Walked { paths, refused } = walk(&self.root, pattern, &mut self.scan.directories);
+        for (path, error) in refused {
+            self.refuse(kind, format!("/dev/{path}"), error.into());
         }
         if paths.is_empty() {
             let why = if pattern.is_literal() {
@@ -262,8 +165,6 @@ fn group_identity(
 }
 
 fn group_draft(identity: String, group: DeviceGroup) -> Draft {
-    let shown = group.own.iter().map(|matched| format!("/dev/{}", matched.path));
-    let shown = shown.collect::<Vec<_>>().join(" + ");
     let member = |matched: Matched, own| Member {
         entry: matched.pattern,
         path: matched.path,
@@ -274,13 +175,91 @@ fn group_draft(identity: String, group: DeviceGroup) -> Draft {
     let shared = group.shared.into_iter().map(|matched| member(matched, false));
     Draft {
         identity,
-        shown,
         members: own.chain(shared).collect(),
         key: group.key,
-        attributes: Attributes::default(),
         sysfs: None,
         literal: false,
     }
+}
+
+fn usb_draft(
+    source: &UsbSource,
+    device: OnBus<UsbFacts>,
+    identity: Result<String, String>,
+) -> Result<Draft, Rejection> {
+    let OnBus { directory, facts } = device;
+    if let Some(why) = usb::refuse(&facts, &source.matching, source.hubs) {
+        return Err(Rejection::quiet(why));
+    }
+    let identity = identity.map_err(Rejection::problem)?;
+    let entry = |node: &NodeOf| {
+        let own = if node.subsystem == "usb" {
+            NODE_BUS
+        } else {
+            &node.subsystem
+        };
+        own.to_owned()
+    };
+    let members = choose(
+        &nodes_of(&directory)?,
+        entry,
+        &source.nodes,
+        &source.optional_nodes,
+    )?;
+    Ok(Draft {
+        identity,
+        members,
+        key: None,
+        sysfs: Some(directory),
+        literal: true,
+    })
+}
+
+fn pci_draft(source: &PciSource, device: OnBus<PciFacts>, vfio: Option<&Vfio>) -> Result<Draft, Rejection> {
+    let OnBus { directory, facts } = device;
+    if let Some(why) = pci::refuse(&facts, &source.matching) {
+        return Err(Rejection::quiet(why));
+    }
+    let mut members = match vfio {
+        None => Vec::new(),
+        Some(Vfio::Unit { group }) => {
+            let member = |path: String, own| Member {
+                entry: NODE_VFIO.to_owned(),
+                path,
+                own,
+                expected: None,
+            };
+            vec![
+                member(format!("vfio/{group}"), true),
+                member(VFIO_CONTAINER.to_owned(), false),
+            ]
+        }
+        Some(Vfio::PartOf { address }) => {
+            let why = format!("it is part of the IOMMU group that {address} stands for");
+            return Err(Rejection::quiet(why));
+        }
+        Some(Vfio::Unusable(why)) => return Err(Rejection::problem(why.as_str())),
+    };
+    let mut nodes = nodes_of(&directory)?;
+    // In sysfs, the VFIO node of an IOMMU group belongs to no PCI function.
+    nodes.retain(|node| node.subsystem != NODE_VFIO);
+    let others = |nodes: &[String]| {
+        nodes
+            .iter()
+            .filter(|node| *node != NODE_VFIO)
+            .cloned()
+            .collect::<Vec<_>>()
+    };
+    let entry = |node: &NodeOf| node.subsystem.clone();
+    let (required, optional) = (others(&source.nodes), others(&source.optional_nodes));
+    members.extend(choose(&nodes, entry, &required, &optional)?);
+    Ok(Draft {
+        identity: facts.identity(),
+        members,
+        key: None,
+        sysfs: Some(directory),
+        literal: true,
+    })
 }
 
 /// Selects the configured nodes, in the order of the configuration.
@@ -289,7 +268,7 @@ fn choose(
     entry: impl Fn(&NodeOf) -> String,
     required: &[String],
     optional: &[String],
-) -> Result<Vec<Member>, String> {
+) -> Result<Vec<Member>, Rejection> {
     let mut members = Vec::new();
     for (wanted, must) in required
         .iter()
@@ -315,7 +294,9 @@ fn choose(
             } else {
                 format!("only {}", has.into_iter().collect::<Vec<_>>().join(", "))
             };
-            return Err(format!("it has no device node of {wanted}, {has}"));
+            return Err(Rejection::problem(format!(
+                "it has no device node of {wanted}, {has}"
+            )));
         }
     }
     Ok(members)

@@ -2,8 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::{Component, Path, PathBuf};
+
+use rustix::io::Errno;
 
 use crate::api::crd::{DeviceNodeKind, DeviceNumber};
 use crate::core::discovery::attributes::Attributes;
@@ -50,62 +52,71 @@ impl SysRoot {
     }
 
     /// Resolves a link, which must stay inside `/sys`.
-    fn resolve(&self, path: &Path) -> Option<PathBuf> {
-        path.canonicalize()
-            .ok()
-            .filter(|real| real.starts_with(&self.root))
+    fn resolve(&self, path: &Path) -> io::Result<Option<PathBuf>> {
+        let real = if_exists(path.canonicalize())?;
+        Ok(real.filter(|real| real.starts_with(&self.root)))
     }
 
     /// USB devices, sorted by name. Includes hubs, but not interfaces, which have no vendor.
-    pub(super) fn usb_devices(&self) -> Vec<OnBus<UsbFacts>> {
+    pub(super) fn usb_devices(&self) -> io::Result<Vec<OnBus<UsbFacts>>> {
         self.on_bus("usb", usb_facts)
     }
 
     /// PCI functions, sorted by address.
-    pub(super) fn pci_devices(&self) -> Vec<OnBus<PciFacts>> {
+    pub(super) fn pci_devices(&self) -> io::Result<Vec<OnBus<PciFacts>>> {
         self.on_bus("pci", pci_facts)
     }
 
-    fn on_bus<T>(&self, bus: &str, facts_of: fn(&Path) -> Option<T>) -> Vec<OnBus<T>> {
+    fn on_bus<T>(
+        &self,
+        bus: &str,
+        facts_of: fn(&Path) -> io::Result<Option<T>>,
+    ) -> io::Result<Vec<OnBus<T>>> {
         let devices = self.root.join("bus").join(bus).join("devices");
-        let device = |name: String| {
-            let directory = self.resolve(&devices.join(name))?;
-            let facts = facts_of(&directory)?;
-            Some(OnBus { directory, facts })
-        };
-        names(&devices).into_iter().filter_map(device).collect()
+        let mut found = Vec::new();
+        for name in names(&devices)? {
+            if let Some(directory) = self.resolve(&devices.join(name))?
+                && let Some(facts) = facts_of(&directory)?
+            {
+                found.push(OnBus { directory, facts });
+            }
+        }
+        Ok(found)
     }
 
     /// The block devices of every mounted btrfs. A mount table shows one of them, and the kernel lists no holder for the others.
-    pub(super) fn btrfs_members(&self) -> Vec<(u32, u32)> {
+    pub(super) fn btrfs_members(&self) -> io::Result<Vec<(u32, u32)>> {
         let file_systems = self.root.join("fs/btrfs");
         let mut members = Vec::new();
-        for file_system in names(&file_systems) {
+        for file_system in names(&file_systems)? {
             let devices = file_systems.join(file_system).join("devices");
-            for name in names(&devices) {
-                let directory = self.resolve(&devices.join(name));
-                members.extend(directory.and_then(|directory| numbers_of(&directory)));
+            for name in names(&devices)? {
+                if let Some(directory) = self.resolve(&devices.join(name))? {
+                    members.extend(numbers_of(&directory)?);
+                }
             }
         }
-        members
+        Ok(members)
     }
 
     /// The disk of a partition; `None` for any other device.
-    pub(super) fn disk_of(&self, number: DeviceNumber) -> Option<DeviceNumber> {
+    pub(super) fn disk_of(&self, number: DeviceNumber) -> io::Result<Option<DeviceNumber>> {
         if number.kind == DeviceNodeKind::Character {
-            return None;
+            return Ok(None);
         }
-        let directory = self.directory_of(number)?;
-        let (major, minor) = numbers_of(disk_directory(&directory)?)?;
-        Some(DeviceNumber {
+        let Some(directory) = self.directory_of(number)? else {
+            return Ok(None);
+        };
+        let disk = disk_directory(&directory).map(numbers_of).transpose()?.flatten();
+        Ok(disk.map(|(major, minor)| DeviceNumber {
             kind: number.kind,
             major,
             minor,
-        })
+        }))
     }
 
     /// The sysfs directory of a device number.
-    pub(super) fn directory_of(&self, number: DeviceNumber) -> Option<PathBuf> {
+    pub(super) fn directory_of(&self, number: DeviceNumber) -> io::Result<Option<PathBuf>> {
         let kind = match number.kind {
             DeviceNodeKind::Character => "char",
             DeviceNodeKind::Block => "block",
@@ -118,17 +129,17 @@ impl SysRoot {
     }
 
     /// Adds the attributes of a device: those of the closest parent on a bus, the NUMA node and the driver.
-    pub(super) fn describe(&self, directory: &Path, attributes: &mut Attributes) {
+    pub(super) fn describe(&self, directory: &Path, attributes: &mut Attributes) -> io::Result<()> {
         let above: Vec<&Path> = directory
             .ancestors()
             .take_while(|path| path.starts_with(&self.root) && **path != self.root)
             .collect();
         for path in &above {
-            if let Some(facts) = usb_facts(path) {
+            if let Some(facts) = usb_facts(path)? {
                 attributes.usb(&facts);
                 break;
             }
-            if let Some(facts) = pci_facts(path) {
+            if let Some(facts) = pci_facts(path)? {
                 attributes.pci(&facts);
                 break;
             }
@@ -138,12 +149,43 @@ impl SysRoot {
         attributes
             .int("numaNode", numa_node.filter(|node| *node >= 0))
             .text("driver", driver.as_deref());
+        Ok(())
     }
+}
+
+/// Whether the error means that a file or directory does not exist, or was removed while it was read.
+pub(super) fn is_gone(error: &io::Error) -> bool {
+    matches!(
+        Errno::from_io_error(error),
+        Some(Errno::NOENT | Errno::NOTDIR | Errno::NODEV | Errno::LOOP)
+    )
+}
+
+/// `None` if the file or directory does not exist.
+pub(super) fn if_exists<T>(result: io::Result<T>) -> io::Result<Option<T>> {
+    match result {
+        Err(error) if is_gone(&error) => Ok(None),
+        other => other.map(Some),
+    }
+}
+
+/// The sorted names in a directory, none if it does not exist. Excludes names that are not UTF-8, which neither JSON nor protobuf can
+/// carry.
+pub(super) fn names(directory: &Path) -> io::Result<Vec<String>> {
+    let read = || -> io::Result<Vec<String>> {
+        let mut names = Vec::new();
+        for entry in std::fs::read_dir(directory)? {
+            names.extend(entry?.file_name().into_string().ok());
+        }
+        names.sort_unstable();
+        Ok(names)
+    };
+    Ok(if_exists(read())?.unwrap_or_default())
 }
 
 /// The device nodes of a device on a bus, in directory order. Excludes nodes of other bus devices below it, such as those behind a
 /// hub or bridge.
-pub(super) fn nodes_of(device: &Path) -> Vec<NodeOf> {
+pub(super) fn nodes_of(device: &Path) -> io::Result<Vec<NodeOf>> {
     let mut nodes = Vec::new();
     let mut visited = 0;
     let mut level = vec![device.to_owned()];
@@ -152,13 +194,13 @@ pub(super) fn nodes_of(device: &Path) -> Vec<NodeOf> {
         for directory in level {
             visited += 1;
             if visited > DIRECTORIES_MAX {
-                return nodes;
+                return Ok(nodes);
             }
             if directory != device && is_on_bus(&directory) {
                 continue;
             }
-            nodes.extend(node_at(&directory));
-            for name in names(&directory) {
+            nodes.extend(node_at(&directory)?);
+            for name in names(&directory)? {
                 let path = directory.join(name);
                 if path.symlink_metadata().is_ok_and(|metadata| metadata.is_dir()) {
                     next.push(path);
@@ -167,23 +209,28 @@ pub(super) fn nodes_of(device: &Path) -> Vec<NodeOf> {
         }
         level = next;
     }
-    nodes
+    Ok(nodes)
+}
+
+/// Why a sysfs file of a device cannot be read. The message continues a sentence that begins with the file.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum SysfsError {
+    #[error("cannot be read: {0}")]
+    Io(#[from] io::Error),
+    #[error("leads out of /sys")]
+    Outside,
 }
 
 /// Reads a sysfs file of a device. `file` was validated to contain no `..`; links out of `/sys` are rejected.
-pub(super) fn read_below(sys: &Path, directory: &Path, file: &str) -> Result<String, String> {
-    let path = directory
-        .join(file)
-        .canonicalize()
-        .map_err(|error| format!("{file} cannot be read: {error}"))?;
-    let root = sys.canonicalize().map_err(|error| error.to_string())?;
-    if !path.starts_with(&root) {
-        return Err(format!("{file} leads out of /sys"));
+pub(super) fn read_below(sys: &Path, directory: &Path, file: &str) -> Result<String, SysfsError> {
+    let path = directory.join(file).canonicalize()?;
+    if !path.starts_with(sys.canonicalize()?) {
+        return Err(SysfsError::Outside);
     }
-    read(&path).map_err(|error| format!("{file} cannot be read: {error}"))
+    Ok(read(&path)?)
 }
 
-fn read(path: &Path) -> std::io::Result<String> {
+fn read(path: &Path) -> io::Result<String> {
     let mut bytes = Vec::new();
     File::open(path)?.take(TEXT_MAX).read_to_end(&mut bytes)?;
     Ok(String::from_utf8_lossy(&bytes)
@@ -192,48 +239,41 @@ fn read(path: &Path) -> std::io::Result<String> {
 }
 
 /// The trimmed text of an attribute; `None` if it is missing or empty.
-fn text(path: &Path) -> Option<String> {
-    read(path)
-        .ok()
-        .map(|text| text.trim().to_owned())
-        .filter(|text| !text.is_empty())
+fn text(path: &Path) -> io::Result<Option<String>> {
+    let text = if_exists(read(path))?.map(|text| text.trim().to_owned());
+    Ok(text.filter(|text| !text.is_empty()))
+}
+
+/// The text of an attribute that only describes a device. Some cannot be read while the device sleeps.
+fn description(path: &Path) -> Option<String> {
+    text(path).ok().flatten()
 }
 
 fn integer(path: &Path) -> Option<i64> {
-    text(path)?.parse().ok()
+    description(path)?.parse().ok()
 }
 
 /// A hexadecimal number, with or without `0x`.
-fn hexadecimal(path: &Path) -> Option<u32> {
-    let text = text(path)?;
-    u32::from_str_radix(text.strip_prefix("0x").unwrap_or(&text), 16).ok()
+fn hexadecimal(path: &Path) -> io::Result<Option<u32>> {
+    let number = |text: String| u32::from_str_radix(text.strip_prefix("0x").unwrap_or(&text), 16).ok();
+    Ok(text(path)?.and_then(number))
 }
 
-fn short(path: &Path) -> Option<u16> {
-    hexadecimal(path)?.try_into().ok()
+fn short(path: &Path) -> io::Result<Option<u16>> {
+    Ok(hexadecimal(path)?.and_then(|number| number.try_into().ok()))
 }
 
 pub(super) fn link_name(path: &Path) -> Option<String> {
     path.read_link().ok()?.file_name()?.to_str().map(str::to_owned)
 }
 
-/// The sorted names in a directory.
-fn names(directory: &Path) -> Vec<String> {
-    let mut names: Vec<String> = std::fs::read_dir(directory)
-        .map(|entries| {
-            entries
-                .flatten()
-                .filter_map(|entry| entry.file_name().into_string().ok())
-                .collect()
-        })
-        .unwrap_or_default();
-    names.sort_unstable();
-    names
+fn file_name(path: &Path) -> Option<&str> {
+    path.file_name()?.to_str()
 }
 
 /// The device number in a sysfs directory.
-pub(super) fn numbers_of(directory: &Path) -> Option<(u32, u32)> {
-    numbers(text(&directory.join("dev"))?.as_bytes())
+pub(super) fn numbers_of(directory: &Path) -> io::Result<Option<(u32, u32)>> {
+    Ok(text(&directory.join("dev"))?.and_then(|text| numbers(text.as_bytes())))
 }
 
 /// The sysfs directory of a partition's disk, given that of the partition; `None` for any other device.
@@ -249,90 +289,103 @@ fn is_on_bus(directory: &Path) -> bool {
     ) && (directory.join("idVendor").exists() || directory.join("vendor").exists())
 }
 
-fn usb_facts(directory: &Path) -> Option<UsbFacts> {
-    let vendor = short(&directory.join("idVendor"))?;
-    let sysfs_name = directory.file_name()?.to_str()?.to_owned();
+fn usb_facts(directory: &Path) -> io::Result<Option<UsbFacts>> {
+    let (Some(sysfs_name), Some(vendor)) = (file_name(directory), short(&directory.join("idVendor"))?) else {
+        return Ok(None);
+    };
+    let Some(product) = short(&directory.join("idProduct"))? else {
+        return Ok(None);
+    };
     // The root hub is `usb<N>`; its parent directory is the controller.
     let is_root = |path: &&Path| {
-        let name = path
-            .file_name()
-            .and_then(|name| name.to_str())
-            .unwrap_or_default();
-        name.strip_prefix("usb")
+        file_name(path)
+            .and_then(|name| name.strip_prefix("usb"))
             .is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
     };
     let root = directory.ancestors().find(is_root);
-    let controller = root
-        .and_then(Path::parent)
-        .and_then(|path| path.file_name()?.to_str())
-        .map(|name| {
-            let bus = if is_pci_address(name) { "pci" } else { "platform" };
-            format!("{bus}-{name}")
-        });
-    let version = root.and_then(|root| text(&root.join("version")));
-    Some(UsbFacts {
-        sysfs_name,
+    let controller = root.and_then(Path::parent).and_then(file_name).map(|name| {
+        let bus = if is_pci_address(name) { "pci" } else { "platform" };
+        format!("{bus}-{name}")
+    });
+    let version = root
+        .map(|root| text(&root.join("version")))
+        .transpose()?
+        .flatten();
+    Ok(Some(UsbFacts {
+        sysfs_name: sysfs_name.to_owned(),
         controller,
         bus_version: version
             .and_then(|version| version.split('.').next()?.parse().ok())
             .unwrap_or_default(),
         vendor,
-        product: short(&directory.join("idProduct"))?,
-        class: hexadecimal(&directory.join("bDeviceClass"))
+        product,
+        class: hexadecimal(&directory.join("bDeviceClass"))?
             .and_then(|class| class.try_into().ok())
             .unwrap_or_default(),
-        serial: text(&directory.join("serial")),
-        manufacturer: text(&directory.join("manufacturer")),
-        model: text(&directory.join("product")),
+        serial: text(&directory.join("serial"))?,
+        manufacturer: description(&directory.join("manufacturer")),
+        model: description(&directory.join("product")),
         speed: integer(&directory.join("speed")),
-    })
+    }))
 }
 
 fn is_pci_address(name: &str) -> bool {
     name.split(':').count() == 3 && name.contains('.')
 }
 
-fn pci_facts(directory: &Path) -> Option<PciFacts> {
-    let address = directory.file_name()?.to_str()?.to_owned();
-    if !is_pci_address(&address) {
-        return None;
-    }
+fn pci_facts(directory: &Path) -> io::Result<Option<PciFacts>> {
+    let Some(address) = file_name(directory).filter(|name| is_pci_address(name)) else {
+        return Ok(None);
+    };
+    let ids = (
+        short(&directory.join("vendor"))?,
+        short(&directory.join("device"))?,
+        hexadecimal(&directory.join("class"))?,
+    );
+    let (Some(vendor), Some(device), Some(class)) = ids else {
+        return Ok(None);
+    };
     let root = directory.components().find_map(|component| match component {
         Component::Normal(name) => name
             .to_str()
             .filter(|name| name.starts_with("pci") && name.contains(':')),
         _ => None,
     });
-    Some(PciFacts {
-        vendor: short(&directory.join("vendor"))?,
-        device: short(&directory.join("device"))?,
-        class: hexadecimal(&directory.join("class"))?,
+    Ok(Some(PciFacts {
+        address: address.to_owned(),
+        vendor,
+        device,
+        class,
         driver: link_name(&directory.join("driver")),
         iommu_group: link_name(&directory.join("iommu_group")),
         numa_node: integer(&directory.join("numa_node")).filter(|node| *node >= 0),
-        link_speed: text(&directory.join("current_link_speed")),
+        link_speed: description(&directory.join("current_link_speed")),
         link_width: integer(&directory.join("current_link_width")).filter(|width| *width > 0),
         root: root.map(str::to_owned),
-        address,
-    })
+    }))
 }
 
 /// The device node of a sysfs directory.
-fn node_at(directory: &Path) -> Option<NodeOf> {
+fn node_at(directory: &Path) -> io::Result<Option<NodeOf>> {
     if !directory.join("dev").exists() {
-        return None;
+        return Ok(None);
     }
-    let uevent = read(&directory.join("uevent")).ok()?;
+    let uevent = text(&directory.join("uevent"))?;
+    Ok(uevent.and_then(|uevent| node_of(directory, &uevent)))
+}
+
+fn node_of(directory: &Path, uevent: &str) -> Option<NodeOf> {
     let values: BTreeMap<&str, &str> = uevent.lines().filter_map(|line| line.split_once('=')).collect();
     let path = *values.get("DEVNAME")?;
-    let inside = !path.split('/').any(|part| matches!(part, "" | "." | ".."));
+    if path.split('/').any(|part| matches!(part, "" | "." | "..")) {
+        return None;
+    }
     let subsystem = link_name(&directory.join("subsystem"))?;
     let kind = if subsystem == "block" {
         DeviceNodeKind::Block
     } else {
         DeviceNodeKind::Character
     };
-    inside.then_some(())?;
     Some(NodeOf {
         path: path.to_owned(),
         number: DeviceNumber {
@@ -342,4 +395,25 @@ fn node_at(directory: &Path) -> Option<NodeOf> {
         },
         subsystem,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_is_empty_only_if_it_does_not_exist() {
+        let root = tempfile::tempdir().unwrap();
+        std::fs::write(root.path().join("b"), "").unwrap();
+        std::fs::write(root.path().join("a"), "").unwrap();
+        assert_eq!(names(root.path()).unwrap(), ["a", "b"]);
+        for gone in ["missing", "a", "a/below"] {
+            assert_eq!(
+                names(&root.path().join(gone)).unwrap(),
+                Vec::<String>::new(),
+                "{gone}"
+            );
+        }
+        assert!(names(&root.path().join("x".repeat(300))).is_err());
+    }
 }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use rustix::fs::{CWD, FileType, Mode as FileMode, makedev, mknodat};
 
+use super::device::{FoundByName, FoundDevice};
 use super::scan::{Scan, scan};
 use super::*;
 use crate::api::crd::Mode;
@@ -65,7 +66,11 @@ impl Host {
     }
 
     fn scan(&self, kinds: &str) -> Scan {
-        scan(&configuration(kinds), &self.paths())
+        self.scan_after(&FoundByName::new(), kinds)
+    }
+
+    fn scan_after(&self, before: &FoundByName, kinds: &str) -> Scan {
+        scan(&configuration(kinds), &self.paths(), before)
     }
 }
 
@@ -263,6 +268,112 @@ fn a_disk_and_its_partition_are_never_two_devices() {
         problem(&scan, "/dev/sdb").contains("has the partition /dev/sdb2"),
         "{scan:?}"
     );
+    // The disk of the partitions cannot be read.
+    let disk = host.paths().sys.join("devices/sdb/dev");
+    std::fs::remove_file(&disk).unwrap();
+    std::fs::create_dir(&disk).unwrap();
+    let scan = host.scan("- {name: all, paths: [\"/dev/sd*\"]}");
+    assert_eq!(names(&scan), ["sdb"]);
+    assert!(problem(&scan, "/dev/sdb1").contains("cannot be read"), "{scan:?}");
+}
+
+/// A path that cannot be read, because a part of it is too long.
+fn unreadable() -> String {
+    format!("/dev/{}", "x".repeat(300))
+}
+
+#[test]
+fn devices_remain_while_their_directory_cannot_be_read() {
+    let Some(host) = Host::new() else { return };
+    host.character("test-a", 1);
+    host.character("test-b", 2);
+    host.character("hidden", 3);
+    let kinds = format!(
+        "- {{name: test, paths: [\"/dev/test-*\", \"{}/*\"]}}",
+        unreadable()
+    );
+    let mut before = host.scan(&kinds).found;
+    let hidden = host.scan("- {name: test, paths: [/dev/hidden]}").found["hidden"].clone();
+    let kind = before["test-a"].kind.clone();
+    before.insert("hidden".into(), FoundDevice { kind, ..hidden });
+    std::fs::remove_file(host.dev("test-b")).unwrap();
+    let scan = host.scan_after(&before, &kinds);
+    assert!(scan.is_incomplete);
+    assert_eq!(names(&scan), ["hidden", "test-a"], "the others have gone");
+    assert!(problem(&scan, "/dev/").contains("too long"), "{scan:?}");
+    // A device that another kind finds, or that another kind had, does not remain.
+    let first = format!("- {{name: first, paths: [/dev/hidden]}}\n{kinds}");
+    assert_eq!(
+        host.scan_after(&before, &first).found["hidden"].kind.name,
+        "first"
+    );
+    let other = kinds.replace("name: test", "name: other");
+    assert_eq!(names(&host.scan_after(&before, &other)), ["test-a"]);
+    // Nor does one whose node has another number.
+    std::fs::remove_file(host.dev("hidden")).unwrap();
+    host.character("hidden", 4);
+    assert_eq!(names(&host.scan_after(&before, &kinds)), ["test-a"]);
+}
+
+#[test]
+fn a_device_keeps_an_optional_node_that_cannot_be_searched() {
+    let Some(host) = Host::new() else { return };
+    host.character("test-a", 1);
+    host.character("more-a", 2);
+    let kinds = |optional: &str| {
+        format!(
+            "- {{name: test, groups: [{{required: [\"/dev/test-{{key}}\"], optional: [\"{optional}\"]}}]}}"
+        )
+    };
+    let complete = host.scan(&kinds("/dev/more-{key}")).found["test-a"].clone();
+    let unreadable = kinds(&format!("{}/{{key}}", unreadable()));
+    let found = host.scan(&unreadable).found["test-a"].clone();
+    assert_eq!((complete.nodes.len(), found.nodes.len()), (2, 1));
+    let kind = found.kind;
+    let before = FoundByName::from([("test-a".into(), FoundDevice { kind, ..complete })]);
+    let scan = host.scan_after(&before, &unreadable);
+    assert_eq!(scan.found["test-a"].nodes.len(), 2);
+    std::fs::remove_file(host.dev("more-a")).unwrap();
+    let scan = host.scan_after(&before, &unreadable);
+    assert_eq!(scan.found["test-a"].nodes.len(), 1, "the node has gone");
+}
+
+#[test]
+fn a_usb_device_remains_while_sysfs_cannot_be_read() {
+    let Some(host) = Host::new() else { return };
+    host.node("ttyUSB0", FileType::CharacterDevice, 188, 0);
+    let device = host.paths().sys.join("devices/usb1/1-1");
+    let bus = host.paths().sys.join("bus/usb/devices");
+    for directory in [&device.join("tty"), &bus] {
+        std::fs::create_dir_all(directory).unwrap();
+    }
+    symlink(&device, bus.join("1-1")).unwrap();
+    symlink("../../../class/tty", device.join("tty/subsystem")).unwrap();
+    for (file, text) in [
+        ("idVendor", "0403"),
+        ("idProduct", "6001"),
+        ("serial", "a1"),
+        ("tty/dev", "188:0"),
+        ("tty/uevent", "MAJOR=188\nMINOR=0\nDEVNAME=ttyUSB0"),
+    ] {
+        std::fs::write(device.join(file), text).unwrap();
+    }
+    let kinds = "- {name: serial, usb: {match: [{vendor: \"0403\"}], nodes: [tty]}}";
+    let before = host.scan(kinds).found;
+    assert!(before.contains_key("usb-0403-6001-a1"), "{before:?}");
+    for (file, candidate) in [
+        ("tty/uevent", "USB device 1-1 (0403:6001)"),
+        ("idVendor", "/sys/bus/usb"),
+    ] {
+        // A directory cannot be read as a file.
+        std::fs::remove_file(device.join(file)).unwrap();
+        std::fs::create_dir(device.join(file)).unwrap();
+        let scan = host.scan_after(&before, kinds);
+        assert_eq!(scan.found, before, "{file}");
+        assert!(problem(&scan, candidate).contains("cannot be read"), "{scan:?}");
+    }
+    std::fs::remove_file(host.dev("ttyUSB0")).unwrap();
+    assert_eq!(names(&host.scan_after(&before, kinds)), Vec::<&str>::new());
 }
 
 #[test]
@@ -324,7 +435,8 @@ fn a_dev_that_is_missing_is_told() {
         dev: "/nonexistent".into(),
         ..HostPaths::default()
     };
-    let scan = scan(&configuration("- {name: test, paths: [/dev/x]}"), &paths);
+    let kinds = configuration("- {name: test, paths: [/dev/x]}");
+    let scan = scan(&kinds, &paths, &FoundByName::new());
     assert!(
         problems(&scan)
             .iter()
@@ -340,6 +452,24 @@ async fn start(host: &Host, shutdown: &CancellationToken) -> HostDevices {
         shutdown.clone(),
     )
     .await
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_incomplete_first_search_is_repeated() {
+    let Some(host) = Host::new() else { return };
+    let shutdown = CancellationToken::new();
+    host.character("test-a", 1);
+    let kinds = format!("- {{name: test, paths: [/dev/test-a, {}]}}", unreadable());
+    let began = tokio::time::Instant::now();
+    let driver = HostDevices::start(
+        value::channel(Arc::new(configuration(&kinds))).1,
+        host.paths(),
+        shutdown.clone(),
+    )
+    .await;
+    assert!(began.elapsed() >= Duration::from_secs(4), "{:?}", began.elapsed());
+    assert!(driver.devices.borrow().contains_key("test-a"));
+    shutdown.cancel();
 }
 
 async fn until(devices: &mut value::Receiver<Arc<Devices>>, names: &[&str]) {

@@ -1,11 +1,13 @@
 //! Finds the paths below `/dev` that match a pattern.
 
 use std::collections::BTreeSet;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use glob::{MatchOptions, Pattern};
 
 use super::device::{DevRoot, DevicePathError};
+use super::sysfs::{if_exists, names};
 use crate::node::config::PathPattern;
 
 /// Matches like a shell: `*` does not match a leading dot.
@@ -20,8 +22,8 @@ const MATCH: MatchOptions = MatchOptions {
 pub(super) struct Walked {
     /// Sorted paths relative to the root.
     pub(super) paths: Vec<String>,
-    /// Parent directories outside the root, with the error.
-    pub(super) outside: Vec<(String, String)>,
+    /// Directories that are outside the root or cannot be read.
+    pub(super) refused: Vec<(String, DevicePathError)>,
 }
 
 /// Finds the matches of a pattern, and records the directories that were read: the result changes only if one of them does.
@@ -36,22 +38,20 @@ pub(super) fn walk(root: &DevRoot, pattern: &PathPattern, directories: &mut BTre
             if depth > 0 {
                 match root.resolve(&directory) {
                     Ok(real) if real.is_dir() => {}
-                    Err(error @ DevicePathError::Outside(_)) => {
-                        walked.outside.push((parent, error.to_string()));
+                    Err(error) if error.is_unread() || matches!(error, DevicePathError::Outside(_)) => {
+                        walked.refused.push((parent, error));
                         continue;
                     }
                     Ok(_) | Err(_) => continue,
                 }
             }
-            let names = names_in(&directory, part);
+            let names = matching(&directory, part);
             directories.insert(directory);
-            next.extend(names.into_iter().map(|name| {
-                if depth == 0 {
-                    name
-                } else {
-                    format!("{parent}/{name}")
-                }
-            }));
+            match names {
+                Ok(names) if depth == 0 => next.extend(names),
+                Ok(names) => next.extend(names.into_iter().map(|name| format!("{parent}/{name}"))),
+                Err(error) => walked.refused.push((parent, error.into())),
+            }
         }
         level = next;
     }
@@ -59,25 +59,16 @@ pub(super) fn walk(root: &DevRoot, pattern: &PathPattern, directories: &mut BTre
     walked
 }
 
-/// Sorted names in a directory that match one part of a pattern. Names that are not UTF-8 never match: neither JSON nor protobuf
-/// can carry them.
-fn names_in(directory: &Path, part: &str) -> Vec<String> {
+/// Sorted names in a directory that match one part of a pattern.
+fn matching(directory: &Path, part: &str) -> io::Result<Vec<String>> {
     if !part.contains(['*', '?', '[']) {
-        let exists = directory.join(part).symlink_metadata().is_ok();
-        return if exists { vec![part.to_owned()] } else { Vec::new() };
+        let found = if_exists(directory.join(part).symlink_metadata())?;
+        return Ok(found.map(|_| part.to_owned()).into_iter().collect());
     }
     let Ok(pattern) = Pattern::new(part) else {
-        return Vec::new();
+        return Ok(Vec::new());
     };
-    let mut names: Vec<String> = std::fs::read_dir(directory)
-        .map(|entries| {
-            entries
-                .flatten()
-                .filter_map(|entry| entry.file_name().into_string().ok())
-                .collect()
-        })
-        .unwrap_or_default();
+    let mut names = names(directory)?;
     names.retain(|name| pattern.matches_with(name, MATCH));
-    names.sort_unstable();
-    names
+    Ok(names)
 }
