@@ -16,14 +16,14 @@ use crate::api::crd::{
 };
 use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
 use crate::core::allocation::allocator::{
-    AllocateError, AllocateOutcome, DeviceAllocator, Observed, Problem, add_unsuitable, first_fit, granted,
-    node_fit,
+    AllocateError, AllocateOutcome, DeviceAllocator, Observed, Problem, add_unsuitable, count_devices,
+    first_fit, granted, node_fit,
 };
 use crate::core::allocation::evaluate::{NodeSnapshot, RequestedClaim};
 use crate::core::allocation::inventory::{AttributeSet, NodeInfo, SelectorResults};
 use crate::core::allocation::parameters::{
     CLAIM_PARAMETERS_KIND, CLASS_PARAMETERS_KIND, CheckedSelector, ClassParameters, DeviceRequests,
-    ParametersError, ReferenceError, claim_reference, class_reference,
+    ParametersError, claim_reference, class_reference,
 };
 use crate::core::allocation::search::{CALL_WORK_MAX, INSTANT_WORK_MAX, QUICK_WORK_MAX, WorkBudget};
 use crate::driver::{
@@ -42,8 +42,8 @@ const MAX_SNAPSHOTS: usize = 64;
 const INVENTORY_CHANGES_MAX: usize = 1024;
 /// Maximum number of searches whose devices were then taken by another claim.
 const MAX_TRIES: usize = 3;
-/// Parameter objects per page of a list.
-const PARAMETERS_PAGE: u32 = 500;
+/// Parameter objects per page of a list. Users can store a megabyte in each.
+const PARAMETERS_PAGE: u32 = 50;
 
 /// The built-in driver: allocates the devices listed in NodeInventory objects, as requested by DeviceClassParameters and
 /// DeviceClaimParameters. Its calls send no requests to the API server.
@@ -252,9 +252,12 @@ impl HostDriverInner {
             let mut number = 0;
             loop {
                 let due = shared.state().due();
-                let Some((kind, expression)) = due else { break };
+                let Some((namespace, kind, expression)) = due else {
+                    break;
+                };
                 // A rejected expression is no longer due.
-                number += shared.evaluate_kind(&kind, &expression).await.unwrap_or(0);
+                let evaluated = shared.evaluate_kind(&namespace, &kind, &expression).await;
+                number += evaluated.unwrap_or(0);
             }
             shared.changes.report(CapacityCause::Inventory, number);
         });
@@ -268,7 +271,8 @@ impl HostDriverInner {
     ) -> Result<(), DriverError> {
         for selector in selectors {
             self.state().expressions.request(selector)?;
-            let evaluated = self.evaluate_kind(kind, selector.expression()).await;
+            let (namespace, expression) = (selector.namespace(), selector.expression());
+            let evaluated = self.evaluate_kind(namespace, kind, expression).await;
             evaluated.map_err(|refusal| match refusal {
                 SelectorError::Wrong(error) => selector.refusal(error).into(),
                 SelectorError::Unfinished(error) => {
@@ -279,19 +283,20 @@ impl HostDriverInner {
         Ok(())
     }
 
-    /// Ensures that an expression is evaluated against all devices of a kind, in turn with other expressions. Returns the
+    /// Ensures that an expression is evaluated against all devices of a kind, in turn with other expressions and namespaces. Returns the
     /// number of new results.
     async fn evaluate_kind(
         self: &Arc<Self>,
+        namespace: &Arc<str>,
         kind: &str,
         expression: &Arc<str>,
     ) -> Result<usize, SelectorError> {
         let pending = || self.state().pending(kind, expression, Instant::now());
         let mut number = 0;
         if pending()?.is_some() {
-            let _line = self.turns.line(expression).await;
+            let _line = self.turns.line(namespace, expression).await;
             loop {
-                let _turn = self.turns.turn().await;
+                let _turn = self.turns.turn(namespace).await;
                 let Some(pending) = pending()? else { break };
                 number += self.evaluate(pending).await;
             }
@@ -322,10 +327,14 @@ impl HostDriverInner {
         let shared = Arc::clone(self);
         tokio::spawn(async move {
             tokio::time::sleep_until(retry_at.into()).await;
-            let kinds = shared.state().kinds(&expression);
+            let (namespace, kinds) = {
+                let state = shared.state();
+                (state.expressions.namespace(&expression), state.kinds(&expression))
+            };
             let mut number = 0;
             for kind in kinds {
-                number += shared.evaluate_kind(&kind, &expression).await.unwrap_or(0);
+                let evaluated = shared.evaluate_kind(&namespace, &kind, &expression).await;
+                number += evaluated.unwrap_or(0);
             }
             shared.changes.report(CapacityCause::Inventory, number);
         });
@@ -440,13 +449,12 @@ impl HostState {
         kinds.map(str::to_owned).collect()
     }
 
-    /// A kind and an expression pending for it, after inventories have changed.
-    fn due(&self) -> Option<(String, Arc<str>)> {
-        self.allocator
-            .active_selectors()
-            .due()
-            .find(|(_, expression)| self.expressions.is_valid(expression))
-            .map(|(kind, expression)| (kind.to_owned(), Arc::clone(expression)))
+    /// A kind and an expression pending for it with its namespace, after inventories have changed.
+    fn due(&self) -> Option<(Arc<str>, String, Arc<str>)> {
+        let mut due = self.allocator.active_selectors().due();
+        let (kind, expression) = due.find(|(_, expression)| self.expressions.is_valid(expression))?;
+        let namespace = self.expressions.namespace(expression);
+        Some((namespace, kind.to_owned(), Arc::clone(expression)))
     }
 
     /// Records the results or the error of an evaluation. Returns the number of results: each may help a pod, because a request for all
@@ -588,29 +596,25 @@ impl<K: Ord, V: PartialEq> ObjectCache<K, V> {
     }
 }
 
-/// Claims and their device requests, for a search that outlives the call.
-#[derive(Debug)]
-struct Requested(Vec<(Arc<ResourceClaim>, Arc<ResourceClass>, DeviceRequests)>);
+/// A copy of the claims for a search that outlives the call.
+fn owned(claims: &[ClaimRequest<HostDriver>]) -> Arc<[ClaimRequest<HostDriver>]> {
+    let copy = |request: &ClaimRequest<HostDriver>| {
+        let (claim, class) = (Arc::clone(&request.claim), Arc::clone(&request.class));
+        let class_parameters = Arc::clone(&request.class_parameters);
+        let claim_parameters = request.claim_parameters.clone();
+        ClaimRequest::<HostDriver>::new(claim, class, class_parameters, claim_parameters)
+    };
+    claims.iter().map(copy).collect()
+}
 
-impl Requested {
-    fn of(claims: &[ClaimRequest<HostDriver>]) -> Arc<Self> {
-        let one = |request: &ClaimRequest<HostDriver>| {
-            let (claim, class) = (Arc::clone(&request.claim), Arc::clone(&request.class));
-            (claim, class, request.claim_parameters.clone())
-        };
-        Arc::new(Self(claims.iter().map(one).collect()))
-    }
-
-    fn get(&self) -> Vec<RequestedClaim<'_>> {
-        self.0
-            .iter()
-            .map(|(claim, class, device_requests)| RequestedClaim {
-                claim,
-                device_requests,
-                suitable_nodes: class.suitable_nodes.as_ref(),
-            })
-            .collect()
-    }
+fn requested(claims: &[ClaimRequest<HostDriver>]) -> Vec<RequestedClaim<'_>> {
+    let claims = claims.iter();
+    let requested = claims.map(|request| RequestedClaim {
+        claim: &request.claim,
+        device_requests: &request.claim_parameters,
+        suitable_nodes: request.class.suitable_nodes.as_ref(),
+    });
+    requested.collect()
 }
 
 /// Work that would block the controller's thread too long. Up to [`QUICK_WORK_MAX`] steps run as one piece on that thread; more work
@@ -643,10 +647,10 @@ impl HostDriver {
     /// Copies the state that concerns the claims on some nodes.
     async fn snapshots(
         &self,
-        requested: &Requested,
+        claims: &[ClaimRequest<Self>],
         nodes: &[String],
     ) -> (Vec<NodeSnapshot>, SelectorResults) {
-        let requested = requested.get();
+        let requested = requested(claims);
         let copy = |state: &mut HostState| {
             let allocator = &state.allocator;
             let snapshots = nodes
@@ -664,14 +668,14 @@ impl HostDriver {
         nodes: &[String],
         unsuitable: &mut [UnsuitableNodes],
     ) {
-        let requested = Requested::of(claims);
+        let owned = owned(claims);
         let mut work = WorkBudget::new(CALL_WORK_MAX);
         for some in nodes.chunks(MAX_SNAPSHOTS) {
-            let (snapshots, matches) = self.snapshots(&requested, some).await;
-            let requested = Arc::clone(&requested);
+            let (snapshots, matches) = self.snapshots(claims, some).await;
+            let owned = Arc::clone(&owned);
             let (evaluated, done) = self
                 .search(move || {
-                    let requested = requested.get();
+                    let requested = requested(&owned);
                     let evaluate = |snapshot| node_fit(snapshot, &matches, &requested, &mut work);
                     let evaluated: Vec<_> = snapshots.iter().map(evaluate).collect();
                     (evaluated, work)
@@ -686,11 +690,10 @@ impl HostDriver {
 
     /// Allocates the result of a search on copies if it is still available; checking and holding it is one step.
     async fn search_allocation(&self, claims: &[ClaimRequest<Self>], node: Option<&str>) -> AllocateOutcome {
-        let owned = Requested::of(claims);
-        let refuse = |errors| self.shared.state().allocator.refuse(&owned.get(), errors);
-        let route = self
-            .piece(|state| state.allocator.route(&owned.get(), node))
-            .await;
+        let owned = owned(claims);
+        let wanted = requested(claims);
+        let refuse = |errors| self.shared.state().allocator.refuse(&wanted, errors);
+        let route = self.piece(|state| state.allocator.route(&wanted, node)).await;
         let route = match route {
             Ok(route) => route,
             Err(errors) => return refuse(errors),
@@ -700,15 +703,18 @@ impl HostDriver {
         for some in nodes.chunks(MAX_SNAPSHOTS) {
             let mut tries = 0;
             loop {
-                let (snapshots, matches) = self.snapshots(&owned, some).await;
-                let requested = Arc::clone(&owned);
+                let (snapshots, matches) = self.snapshots(claims, some).await;
+                let owned = Arc::clone(&owned);
                 let (found, done) = self
-                    .search(move || (first_fit(snapshots, &matches, &requested.get(), &mut work), work))
+                    .search(move || {
+                        let found = first_fit(snapshots, &matches, &requested(&owned), &mut work);
+                        (found, work)
+                    })
                     .await;
                 work = done;
                 let Some((snapshot, evaluated)) = found else { break };
                 if evaluated.iter().any(Result::is_err) {
-                    match granted(&route, snapshot.name(), evaluated, &owned.get()) {
+                    match granted(&route, snapshot.name(), evaluated, &wanted) {
                         Some(Err(errors)) => return refuse(errors),
                         _ => break,
                     }
@@ -717,7 +723,7 @@ impl HostDriver {
                     .shared
                     .state()
                     .allocator
-                    .hold_in(&owned.get(), &snapshot, evaluated);
+                    .hold_in(&wanted, &snapshot, evaluated);
                 tries += 1;
                 match held {
                     Some(allocated) => return allocated,
@@ -732,26 +738,22 @@ impl HostDriver {
                 break;
             }
         }
-        let mut shortage = route.shortage(&owned.get());
+        let mut shortage = route.shortage(&wanted);
         let candidates: Vec<String> = route.candidates().map(str::to_owned).collect();
         for some in candidates.chunks(MAX_SNAPSHOTS) {
             if work.is_spent() {
                 break;
             }
-            let (snapshots, matches) = self.snapshots(&owned, some).await;
-            let (requested, route) = (Arc::clone(&owned), route.clone());
+            let (snapshots, matches) = self.snapshots(claims, some).await;
+            let owned = Arc::clone(&owned);
             (shortage, work) = self
                 .search(move || {
-                    let requested = requested.get();
-                    let count =
-                        |snapshot| route.count(snapshot, &matches, &requested, &mut shortage, &mut work);
-                    let _counted = snapshots.iter().all(count);
+                    count_devices(snapshots, &matches, &requested(&owned), &mut shortage, &mut work);
                     (shortage, work)
                 })
                 .await;
         }
-        let errors = route.exhausted(&owned.get(), shortage, &work);
-        refuse(errors)
+        refuse(route.exhausted(&wanted, shortage, &work))
     }
 }
 
@@ -799,7 +801,7 @@ impl Driver for HostDriver {
         claims: &[ClaimRequest<Self>],
         nodes: &[String],
     ) -> Result<Vec<UnsuitableNodes>, DriverError> {
-        let requested: Vec<RequestedClaim<'_>> = claims.iter().map(requested_claim).collect();
+        let requested = requested(claims);
         let mut unsuitable: Vec<UnsuitableNodes> = vec![BTreeMap::new(); claims.len()];
         let mut instant = WorkBudget::new(INSTANT_WORK_MAX);
         let mut left =
@@ -828,7 +830,7 @@ impl Driver for HostDriver {
         claims: &[ClaimRequest<Self>],
         node: Option<&str>,
     ) -> Result<Vec<AllocationResult>, DriverError> {
-        let requested: Vec<RequestedClaim<'_>> = claims.iter().map(requested_claim).collect();
+        let requested = requested(claims);
         let mut allocated = None;
         // Sorting all nodes takes longer than the limit of this attempt.
         if node.is_some() {
@@ -916,22 +918,8 @@ fn finding(problem: &Problem) -> Finding {
     }
 }
 
-fn requested_claim(request: &ClaimRequest<HostDriver>) -> RequestedClaim<'_> {
-    RequestedClaim {
-        claim: &request.claim,
-        device_requests: &request.claim_parameters,
-        suitable_nodes: request.class.suitable_nodes.as_ref(),
-    }
-}
-
 impl From<ParametersError> for DriverError {
     fn from(error: ParametersError) -> Self {
-        Self::invalid(error.reason(), error.to_string())
-    }
-}
-
-impl From<ReferenceError> for DriverError {
-    fn from(error: ReferenceError) -> Self {
         Self::invalid(error.reason(), error.to_string())
     }
 }

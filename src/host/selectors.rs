@@ -1,29 +1,30 @@
 //! Selectors: compiles and evaluates their expressions (CEL), and counts those in use.
 //!
 //! Evaluation is without risk for the process: on one separate thread with a large stack, within limits that are checked beforehand, and
-//! with a deadline after which the thread is abandoned. Expressions take turns ([`FairQueue`]).
+//! with a deadline after which the thread is abandoned. Namespaces take turns, and so do the expressions of each ([`FairQueue`]).
 //!
-//! The CEL parser and interpreter recurse on the expression and have no cost limit. A stack overflow and a failed allocation abort
-//! the process, so neither may be possible: the text is limited before it is parsed, independently of its grammar, and a parsed
+//! The CEL parser and interpreter recurse on the expression and have no cost limit. A stack overflow, a failed allocation and a panic
+//! end the process, so none may be possible: the text is limited before it is parsed, independently of its grammar, and a parsed
 //! expression may only call functions whose results are not larger than their arguments together, within a number of steps that is
-//! computed beforehand.
+//! computed beforehand from the sizes of all values ([`Cost`]).
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::resource::v1::{Device, DeviceAttribute};
 use kube_cel::KubeCelExt;
-use kube_cel::cel::common::ast::{EntryExpr, Expr, LiteralValue, operators};
+use kube_cel::cel::common::ast::{CallExpr, ComprehensionExpr, EntryExpr, Expr, LiteralValue, operators};
 use kube_cel::cel::extractors::This;
+use kube_cel::cel::functions;
 use kube_cel::cel::objects::{Key, Map};
 use kube_cel::cel::parser::{Expression, Parser};
 use kube_cel::cel::{Context, ExecutionError, IdedExpr, Program, Value};
 use regex::{Regex, RegexBuilder};
 use tokio::sync::{Mutex as AsyncMutex, MutexGuard, OwnedMutexGuard, oneshot};
 
-use crate::api::crd::{EXPRESSION_MAX, REQUESTS_MAX, SELECTORS_MAX};
+use crate::api::crd::{ATTRIBUTE_NAME_MAX, EXPRESSION_MAX, REQUESTS_MAX, SELECTORS_MAX};
 use crate::core::allocation::inventory::{Attribute, AttributeSet, Match};
 use crate::core::allocation::parameters::CheckedSelector;
 use crate::driver::DriverError;
@@ -50,20 +51,33 @@ const UNFINISHED_RETRY_INTERVAL: Duration = Duration::from_secs(5);
 const MAX_UNFINISHED_RETRY_INTERVAL: Duration = Duration::from_secs(300);
 /// Maximum number of characters of an error text.
 const ERROR_MAX: usize = 200;
+/// Maximum number of errors of the parser that are shown: these fill an error text.
+const PARSE_ERRORS_MAX: usize = 8;
 /// Maximum number of characters of a name in an error.
 const CITED_MAX: usize = 64;
-/// Maximum number of steps of one evaluation: some ten milliseconds, or up to a second with regular expressions on long texts.
+/// Maximum number of steps of one evaluation: some ten milliseconds, or up to a second with regular expressions.
 const STEPS_MAX: usize = 10_000;
-/// Maximum number of elements of an attribute map; the elements of a list in the expression count as steps.
-const ELEMENTS_MAX: usize = 64;
-/// The cost of a regular expression in steps.
-const PATTERN_STEPS: usize = 500;
+/// Number of bytes of text that count as one part of a value.
+const PART: usize = 64;
+/// Estimates for the device: its parts, which are also the elements of its largest map, and the size of their keys.
+const DEVICE: Cost = Cost {
+    steps: 0,
+    size: 64,
+    element: 2,
+};
+/// Number of parts of a new list or map that cost one step: it keeps copies of its elements.
+const MADE_PER_STEP: usize = 4;
+/// Number of parts that a function or operator reads in one step.
+const READ_PER_STEP: usize = 128;
+/// The cost of a regular expression in steps, and of each part of its text: it is compiled for each evaluation.
+const PATTERN_STEPS: usize = 450;
+const PATTERN_PART_STEPS: usize = 50;
 /// Maximum size in bytes of a compiled regular expression, and of the cache of its search, for a text of up to [`SHORT_TEXT`] bytes. The time
 /// of a search grows with this size and with the length of the text, so the limit is lower for longer texts. Unicode makes classes such as
 /// `\w` large.
 const PATTERN_MAX: usize = 2 << 20;
-/// With this length in bytes, a search with the largest pattern takes some tenths of a second.
-const SHORT_TEXT: usize = 640;
+/// With this length in bytes, a search with the largest pattern takes some hundredths of a second.
+const SHORT_TEXT: usize = 64;
 /// Tokens that make a parser recurse, and their limits. Occurrences in strings and comments count too.
 const MARKS: [(&[&str], usize, &str); 6] = [
     (&["(", "[", "{"], 64, "brackets"),
@@ -77,6 +91,24 @@ const MARKS: [(&[&str], usize, &str); 6] = [
     (&["in"], 64, "times \"in\""),
     (&[","], 512, "commas"),
 ];
+/// How often a minus sign may follow another, as in `1 - -1`.
+const REPEATED_MAX: usize = 4;
+/// Matches the token, white space or comment at the start of a text, as the parser reads it (`CEL.g4` of cel 0.13).
+static TOKEN: LazyLock<Result<Regex, regex::Error>> = LazyLock::new(|| {
+    let escape =
+        r#"\\(?:[abfnrtv"'\\?`]|[xX][[:xdigit:]]{2}|u[[:xdigit:]]{4}|U[[:xdigit:]]{8}|[0-3][0-7]{2})"#;
+    let token = r#"(?x)^(?:
+        [\t\n\f\r\x20]+ | //[^\n]*
+        | [bB]?[rR] (?: """[^\x00]*?""" | '''[^\x00]*?''' | "[^"\n\r]*" | '[^'\n\r]*' )
+        | [bB]? (?:
+            """(?:ESCAPE|[^\\])*?""" | '''(?:ESCAPE|[^\\])*?''' | "(?:ESCAPE|[^\\"\n\r])*" | '(?:ESCAPE|[^\\'\n\r])*'
+        )
+        | 0x[[:xdigit:]]+[uU]? | [0-9]+[uU] | (?: [0-9]+(?:\.[0-9]+)? | \.[0-9]+ ) (?:[eE][-+]?[0-9]+)?
+        | [A-Za-z_][A-Za-z0-9_]* | `[A-Za-z0-9_.\-/\x20]+`
+        | [=!<>]= | && | \|\| | [-!<>()\[\]{}.,?:+*/%]
+    )"#;
+    Regex::new(&token.replace("ESCAPE", escape))
+});
 /// Fields of `device` in classic mode.
 const FIELDS: [&str; 3] = ["driver", "attributes", "capacity"];
 /// Fields of `device` in `resource.k8s.io/v1`.
@@ -114,6 +146,24 @@ const FUNCTIONS: [&str; 35] = [
     "startsWith",
     "string",
     "sub",
+    "substring",
+    "trim",
+    "upperAscii",
+    "value",
+];
+
+/// Functions of [`FUNCTIONS`], and operators, whose result may be as large as all arguments together.
+const GROWING: [&str; 14] = [
+    operators::ADD,
+    operators::CONDITIONAL,
+    operators::INDEX,
+    operators::OPT_INDEX,
+    operators::OPT_SELECT,
+    "lowerAscii",
+    "or",
+    "orValue",
+    "semver",
+    "string",
     "substring",
     "trim",
     "upperAscii",
@@ -259,27 +309,33 @@ fn run(driver: &str, jobs: &Receiver<Job>) {
 pub(crate) struct FairQueue {
     /// Held for one turn. Waiters get it in the order of their requests, and request it again for their next turn.
     turn: AsyncMutex<()>,
-    /// Per expression, the lock for which its waiters queue; its holder alone requests turns, so a hundred claims with one expression
-    /// count as one.
-    lines: Mutex<BTreeMap<Arc<str>, Weak<AsyncMutex<()>>>>,
+    /// Per namespace and expression, the lock for which the waiters queue; its holder alone requests turns, so a hundred claims with one
+    /// expression count as one. With an empty expression, the same for the turns of a namespace, so that its number of expressions does
+    /// not matter to other namespaces.
+    lines: Mutex<BTreeMap<ExpressionKey, Weak<AsyncMutex<()>>>>,
 }
 
+/// A namespace and an expression.
+type ExpressionKey = (Arc<str>, Arc<str>);
+
 impl FairQueue {
-    /// Waits for the right to request turns for an expression.
-    pub(crate) async fn line(&self, expression: &Arc<str>) -> OwnedMutexGuard<()> {
+    /// Waits for the right to request turns for an expression of a namespace.
+    pub(crate) async fn line(&self, namespace: &Arc<str>, expression: &Arc<str>) -> OwnedMutexGuard<()> {
         let line = {
             let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
             lines.retain(|_, line| line.strong_count() > 0);
-            let line = lines.get(expression).and_then(Weak::upgrade).unwrap_or_default();
-            lines.insert(Arc::clone(expression), Arc::downgrade(&line));
+            let key = (Arc::clone(namespace), Arc::clone(expression));
+            let line = lines.get(&key).and_then(Weak::upgrade).unwrap_or_default();
+            lines.insert(key, Arc::downgrade(&line));
             line
         };
         line.lock_owned().await
     }
 
-    /// Waits for a turn.
-    pub(crate) async fn turn(&self) -> MutexGuard<'_, ()> {
-        self.turn.lock().await
+    /// Waits for a turn of a namespace.
+    pub(crate) async fn turn(&self, namespace: &Arc<str>) -> (OwnedMutexGuard<()>, MutexGuard<'_, ()>) {
+        let line = self.line(namespace, &Arc::from("")).await;
+        (line, self.turn.lock().await)
     }
 }
 
@@ -346,6 +402,12 @@ impl Expressions {
 
     fn contains(&self, expression: &Arc<str>) -> bool {
         self.namespaces(expression).next().is_some()
+    }
+
+    /// The first namespace that contains an expression; empty if a class does.
+    pub(crate) fn namespace(&self, expression: &Arc<str>) -> Arc<str> {
+        let first = self.namespaces(expression).next();
+        first.map_or_else(|| Arc::from(""), |((_, namespace), _)| Arc::clone(namespace))
     }
 
     /// Removes the expressions of an object. Returns those that no object contains any more.
@@ -525,6 +587,12 @@ impl Environment {
                 .map_err(|error| ExecutionError::function_error("matches", error))
         };
         context.add_function("matches", matches);
+        // The function of cel panics on empty bytes.
+        let contains = |This(value): This<Value>, part: Value| match &part {
+            Value::Bytes(bytes) if bytes.is_empty() => Ok(Value::Bool(matches!(value, Value::Bytes(_)))),
+            _ => functions::contains(This(value), part),
+        };
+        context.add_function("contains", contains);
         Self {
             context,
             version: Program::compile("semver(text)").ok(),
@@ -627,9 +695,11 @@ impl Compiled {
         check_text(expression)?;
         // Kubernetes has optional values since 1.28.
         let parser = Parser::default().enable_optional_syntax(true);
-        let mut expression = parser
-            .parse(expression)
-            .map_err(|errors| shortened(&errors.to_string()))?;
+        let mut expression = parser.parse(expression).map_err(|errors| {
+            // There may be an error for each character, and each error cites the whole line.
+            let first = errors.errors.iter().take(PARSE_ERRORS_MAX);
+            shortened(&first.map(ToString::to_string).collect::<Vec<_>>().join("\n"))
+        })?;
         let keys = ExpressionChecker::of(&expression, fields)?.keys;
         index_optionally(&mut expression);
         Ok(Self { expression, keys })
@@ -796,16 +866,51 @@ fn check_text(expression: &str) -> Result<(), String> {
             ));
         }
     }
+    check_tokens(expression)
+}
+
+/// Rejects a negation that is not followed by a value. The parser visits the operand of two negations twice, which takes exponential time and
+/// memory if pairs are nested, and negates it once. Its error recovery drops wrong characters and tokens, also between two negations.
+fn check_tokens(expression: &str) -> Result<(), String> {
+    let pattern = TOKEN.as_ref().map_err(ToString::to_string)?;
+    let (mut left, mut before, mut repeated) = (expression, "", 0);
+    while !left.is_empty() {
+        let Some(found) = pattern.find(left) else {
+            return Err(format!(
+                "{} cannot be read: a string has no end or a wrong escape, or a character is not allowed",
+                cited(left)
+            ));
+        };
+        let (token, rest) = left.split_at(found.len());
+        left = rest;
+        if token.starts_with("//") || token.trim_start().is_empty() {
+            continue;
+        }
+        let is_operand = token.starts_with(|first: char| {
+            first.is_ascii_alphanumeric() || matches!(first, '_' | '.' | '(' | '[' | '{' | '"' | '\'')
+        });
+        let is_repeated = before == "-" && token == "-";
+        repeated += usize::from(is_repeated);
+        if matches!(before, "!" | "-") && !is_operand && !(is_repeated && repeated <= REPEATED_MAX) {
+            return Err(format!(
+                "{before:?} is followed by {} instead of a value",
+                cited(token)
+            ));
+        }
+        before = token;
+    }
     Ok(())
 }
 
 /// Compiles a regular expression, unless it is too large for a text of this length.
 fn regular_expression(pattern: &str, length: usize) -> Result<Regex, String> {
     let limit = PATTERN_MAX * SHORT_TEXT / length.max(SHORT_TEXT);
-    let compiled = RegexBuilder::new(pattern)
-        .size_limit(limit)
-        .dfa_size_limit(limit)
-        .build();
+    let compiled = if pattern.len() > EXPRESSION_MAX {
+        Err(regex::Error::CompiledTooBig(limit))
+    } else {
+        let mut builder = RegexBuilder::new(pattern);
+        builder.size_limit(limit).dfa_size_limit(limit).build()
+    };
     compiled.map_err(|error| match error {
         regex::Error::CompiledTooBig(_) => format!(
             "the regular expression {} is too large when compiled: use shorter repetitions, and [0-9A-Za-z_] instead of \\w",
@@ -830,13 +935,38 @@ fn cited(name: &str) -> String {
     }
 }
 
+/// Upper bounds of an evaluation and its value. The size of a value is its number of parts at all depths, where [`PART`] bytes of text count
+/// as one.
+#[derive(Clone, Copy, Debug, Default)]
+struct Cost {
+    steps: usize,
+    size: usize,
+    /// Size of the largest element.
+    element: usize,
+}
+
+impl Cost {
+    fn and(self, other: Self) -> Self {
+        Self {
+            steps: self.steps.saturating_add(other.steps),
+            size: self.size.saturating_add(other.size),
+            element: self.element.max(other.element),
+        }
+    }
+
+    fn with_steps(mut self, steps: usize) -> Self {
+        self.steps = self.steps.saturating_add(steps);
+        self
+    }
+}
+
 /// Checks a parsed expression.
 #[derive(Debug)]
 struct ExpressionChecker<'f> {
     fields: &'f [&'f str],
     /// The string keys used on maps: each is added as an empty domain, so that a domain without attributes is an empty map.
     keys: Vec<String>,
-    variables: Vec<String>,
+    variables: BTreeMap<String, Cost>,
     comprehension: bool,
 }
 
@@ -846,10 +976,10 @@ impl<'f> ExpressionChecker<'f> {
         let mut checker = Self {
             fields,
             keys: Vec::new(),
-            variables: Vec::new(),
+            variables: BTreeMap::from([("device".to_owned(), DEVICE)]),
             comprehension: false,
         };
-        let steps = checker.steps(expression)?;
+        let Cost { steps, .. } = checker.cost(expression)?;
         if steps > STEPS_MAX {
             return Err(format!(
                 "one evaluation takes up to {steps} steps; at most {STEPS_MAX} are allowed: make it simpler"
@@ -858,10 +988,12 @@ impl<'f> ExpressionChecker<'f> {
         Ok(checker)
     }
 
-    fn all<'a>(&mut self, expressions: impl IntoIterator<Item = &'a IdedExpr>) -> Result<usize, String> {
-        expressions.into_iter().try_fold(0_usize, |sum, expression| {
-            Ok(sum.saturating_add(self.steps(expression)?))
-        })
+    fn all<'a>(&mut self, expressions: impl IntoIterator<Item = &'a IdedExpr>) -> Result<Cost, String> {
+        expressions
+            .into_iter()
+            .try_fold(Cost::default(), |sum, expression| {
+                Ok(sum.and(self.cost(expression)?))
+            })
     }
 
     /// Rejects a field that `device` does not have.
@@ -877,50 +1009,40 @@ impl<'f> ExpressionChecker<'f> {
         ))
     }
 
-    fn steps(&mut self, expression: &IdedExpr) -> Result<usize, String> {
-        let inner = match &expression.expr {
-            Expr::Unspecified | Expr::Literal(_) => 0,
-            Expr::Ident(name) if name == "device" || self.variables.contains(name) => 0,
-            Expr::Ident(name) => return Err(format!("there is no variable {}, only device", cited(name))),
+    fn cost(&mut self, expression: &IdedExpr) -> Result<Cost, String> {
+        let cost = match &expression.expr {
+            // Its evaluation would panic.
+            Expr::Unspecified => return Err("it is incomplete".to_owned()),
+            Expr::Literal(literal) => {
+                let text = match literal {
+                    LiteralValue::String(text) => text.inner().len(),
+                    LiteralValue::Bytes(bytes) => bytes.inner().len(),
+                    _ => 0,
+                };
+                Cost {
+                    size: 1 + text / PART,
+                    ..Cost::default()
+                }
+            }
+            Expr::Ident(name) => {
+                let variable = self.variables.get(name).copied();
+                variable.ok_or_else(|| format!("there is no variable {}, only device", cited(name)))?
+            }
             Expr::Select(select) => {
                 self.check_field(&select.operand, &select.field)?;
-                self.steps(&select.operand)?
+                self.cost(&select.operand)?
             }
-            Expr::Call(call) => {
-                let name = call.func_name.as_str();
-                let operator = name.starts_with(['_', '@', '!', '-']);
-                if !operator && !FUNCTIONS.contains(&name) {
-                    return Err(format!("there is no function {} in selectors", cited(name)));
-                }
-                if let [operand, key] = call.args.as_slice()
-                    && let Expr::Literal(LiteralValue::String(key)) = &key.expr
-                {
-                    match name {
-                        "_[_]" | "_[?_]" => self.keys.push(key.inner().to_owned()),
-                        "_?._" => self.check_field(operand, key.inner())?,
-                        _ => {}
-                    }
-                }
-                let own = if name == "matches" { PATTERN_STEPS } else { 0 };
-                if name == "matches"
-                    && let Some(Expr::Literal(LiteralValue::String(pattern))) =
-                        call.args.last().map(|pattern| &pattern.expr)
-                {
-                    regular_expression(pattern.inner(), 0)?;
-                }
-                self.all(call.target.as_deref().into_iter().chain(&call.args))?
-                    .saturating_add(own)
-            }
-            Expr::List(list) => self.all(&list.elements)?,
+            Expr::Call(call) => self.call(call)?,
+            Expr::List(list) => self.made_of(&list.elements)?,
             Expr::Map(map) => {
-                let mut sum = 0_usize;
+                let mut parts = Vec::new();
                 for entry in &map.entries {
                     let EntryExpr::MapEntry(entry) = &entry.expr else {
                         return Err("it constructs an object, which selectors do not support".to_owned());
                     };
-                    sum = sum.saturating_add(self.all([&entry.key, &entry.value])?);
+                    parts.extend([&entry.key, &entry.value]);
                 }
-                sum
+                self.made_of(parts)?
             }
             Expr::Struct(made) => {
                 return Err(format!(
@@ -928,28 +1050,110 @@ impl<'f> ExpressionChecker<'f> {
                     cited(&made.type_name)
                 ));
             }
-            Expr::Comprehension(comprehension) => {
-                if std::mem::replace(&mut self.comprehension, true) {
-                    return Err(
-                        "it has more than one of all, exists, exists_one, filter and map: use a separate selector \
-                         for each; a device must match all selectors"
-                            .to_owned(),
-                    );
-                }
-                let range = self.all([&comprehension.iter_range, &comprehension.accu_init])?;
-                let names = [&comprehension.iter_var, &comprehension.accu_var];
-                self.variables
-                    .extend(names.into_iter().chain(&comprehension.iter_var2).cloned());
-                let step = self.all([
-                    &comprehension.loop_cond,
-                    &comprehension.loop_step,
-                    &comprehension.result,
-                ])?;
-                let elements = range.saturating_add(ELEMENTS_MAX);
-                range.saturating_add(elements.saturating_mul(step))
-            }
+            Expr::Comprehension(comprehension) => self.comprehension(comprehension)?,
         };
-        Ok(inner.saturating_add(1))
+        Ok(cost.with_steps(1))
+    }
+
+    fn call(&mut self, call: &CallExpr) -> Result<Cost, String> {
+        let name = call.func_name.as_str();
+        let operator = name.starts_with(['_', '@', '!', '-']);
+        if !operator && !FUNCTIONS.contains(&name) {
+            return Err(format!("there is no function {} in selectors", cited(name)));
+        }
+        if let [operand, key] = call.args.as_slice()
+            && let Expr::Literal(LiteralValue::String(key)) = &key.expr
+        {
+            match name {
+                // A longer name is that of no domain.
+                "_[_]" | "_[?_]" if key.inner().len() <= ATTRIBUTE_NAME_MAX => {
+                    self.keys.push(key.inner().to_owned());
+                }
+                "_?._" => self.check_field(operand, key.inner())?,
+                _ => {}
+            }
+        }
+        let (mut cost, mut last) = (Cost::default(), Cost::default());
+        for part in call.target.as_deref().into_iter().chain(&call.args) {
+            last = self.cost(part)?;
+            cost = cost.and(last);
+        }
+        if !operator && call.target.is_none() {
+            // Some functions evaluate their first argument twice if it is not written before the dot.
+            cost = cost.with_steps(cost.steps);
+        }
+        if name == "matches" {
+            if let Some(Expr::Literal(LiteralValue::String(pattern))) =
+                call.args.last().map(|pattern| &pattern.expr)
+            {
+                regular_expression(pattern.inner(), 0)?;
+            }
+            cost = cost.with_steps(PATTERN_PART_STEPS.saturating_mul(last.size));
+            cost = cost.with_steps(PATTERN_STEPS);
+        }
+        cost = cost.with_steps(cost.size / READ_PER_STEP);
+        if !GROWING.contains(&name) {
+            (cost.size, cost.element) = (1, 0);
+        }
+        Ok(cost)
+    }
+
+    /// The cost of a list or map of these parts.
+    fn made_of<'a>(&mut self, parts: impl IntoIterator<Item = &'a IdedExpr>) -> Result<Cost, String> {
+        let mut made = Cost {
+            size: 1,
+            ..Cost::default()
+        };
+        for part in parts {
+            let part = self.cost(part)?;
+            made = made.and(Cost {
+                element: part.size,
+                ..part
+            });
+        }
+        Ok(made.with_steps(made.size / MADE_PER_STEP))
+    }
+
+    fn comprehension(&mut self, comprehension: &ComprehensionExpr) -> Result<Cost, String> {
+        if std::mem::replace(&mut self.comprehension, true) {
+            return Err(
+                "it has more than one of all, exists, exists_one, filter and map: use a separate selector \
+                 for each; a device must match all selectors"
+                    .to_owned(),
+            );
+        }
+        let range = self.cost(&comprehension.iter_range)?;
+        let start = self.cost(&comprehension.accu_init)?;
+        let element = Cost {
+            steps: 0,
+            size: range.element,
+            element: range.element,
+        };
+        self.variables
+            .insert(comprehension.accu_var.clone(), Cost::default());
+        for name in std::iter::once(&comprehension.iter_var).chain(&comprehension.iter_var2) {
+            // A variable may have the name of the device.
+            let variable = self.variables.entry(name.clone()).or_default();
+            *variable = variable.and(element);
+        }
+        let step = self.all([
+            &comprehension.loop_cond,
+            &comprehension.loop_step,
+            &comprehension.result,
+        ])?;
+        let elements = range.size;
+        let mut cost = Cost {
+            steps: elements.saturating_mul(step.steps),
+            size: 1,
+            element: 0,
+        };
+        if matches!(comprehension.accu_init.expr, Expr::List(_)) {
+            // Each iteration copies the list that it extends.
+            cost.size = elements.saturating_mul(step.size);
+            cost.element = step.size;
+            cost = cost.with_steps(elements.saturating_mul(cost.size) / READ_PER_STEP);
+        }
+        Ok(cost.with_steps(range.steps).with_steps(start.steps))
     }
 }
 

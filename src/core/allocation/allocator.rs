@@ -16,7 +16,7 @@ use crate::core::allocation::index::{
 use crate::core::allocation::inventory::{
     ActiveSelectors, AttributeSet, DeviceInfo, Inventory, Match, NodeInfo, Replaced, SelectorResults,
 };
-use crate::core::allocation::parameters::{CheckedRequest, CheckedSelector};
+use crate::core::allocation::parameters::{CheckedRequest, CheckedSelector, DeviceRequests};
 use crate::core::allocation::search::{CALL_WORK_MAX, NODE_WORK_MAX, WorkBudget};
 use crate::driver::UnsuitableNodes;
 
@@ -368,15 +368,13 @@ impl DeviceAllocator {
         requested: &[RequestedClaim<'_>],
         nodes: &[String],
     ) -> Vec<UnsuitableNodes> {
-        let matches = self.matches_of(requested);
-        let (mut unsuitable, mut work) = (
-            vec![BTreeMap::new(); requested.len()],
-            WorkBudget::new(CALL_WORK_MAX),
+        let mut unsuitable = vec![BTreeMap::new(); requested.len()];
+        self.unsuitable(
+            requested,
+            nodes,
+            &mut unsuitable,
+            &mut WorkBudget::new(usize::MAX),
         );
-        for name in nodes {
-            let fit = node_fit(&self.snapshot(requested, name), &matches, requested, &mut work);
-            add_unsuitable(&mut unsuitable, name, &fit);
-        }
         unsuitable
     }
 
@@ -448,30 +446,16 @@ impl DeviceAllocator {
     ) -> Result<Vec<DeviceGrant>, Vec<AllocateError>> {
         let route = self.route(requested, node)?;
         let matches = self.matches_of(requested);
-        for name in route.nodes() {
-            match granted(
-                &route,
-                name,
-                node_fit(&self.snapshot(requested, name), &matches, requested, work),
-                requested,
-            ) {
-                Some(decided) => return decided,
-                None if work.is_spent() => break,
-                None => {}
-            }
+        let snapshot = |name| self.snapshot(requested, name);
+        let found = first_fit(route.nodes().map(snapshot), &matches, requested, work);
+        if let Some((snapshot, fit)) = found
+            && let Some(decided) = granted(&route, snapshot.name(), fit, requested)
+        {
+            return decided;
         }
         let mut shortage = route.shortage(requested);
-        for name in route.candidates() {
-            if !route.count(
-                &self.snapshot(requested, name),
-                &matches,
-                requested,
-                &mut shortage,
-                work,
-            ) {
-                break;
-            }
-        }
+        let candidates = route.candidates().map(snapshot);
+        count_devices(candidates, &matches, requested, &mut shortage, work);
         Err(route.exhausted(requested, shortage, work))
     }
 
@@ -617,9 +601,9 @@ pub fn add_unsuitable(unsuitable: &mut [UnsuitableNodes], node: &str, fit: &Node
     }
 }
 
-/// Returns the first snapshot in which all claims fit, or else the last one.
+/// Returns the first snapshot in which all claims fit, or else the last one evaluated within the work limit.
 pub fn first_fit(
-    snapshots: Vec<NodeSnapshot>,
+    snapshots: impl IntoIterator<Item = NodeSnapshot>,
     matches: &SelectorResults,
     requested: &[RequestedClaim<'_>],
     work: &mut WorkBudget,
@@ -629,11 +613,28 @@ pub fn first_fit(
         let fit = node_fit(&snapshot, matches, requested, work);
         let is_fit = fit.iter().all(Result::is_ok);
         last = Some((snapshot, fit));
-        if is_fit {
+        if is_fit || work.is_spent() {
             break;
         }
     }
     last
+}
+
+/// Adds the devices of these nodes for the first claim, up to the work limit.
+pub fn count_devices(
+    snapshots: impl IntoIterator<Item = NodeSnapshot>,
+    matches: &SelectorResults,
+    requested: &[RequestedClaim<'_>],
+    shortage: &mut Shortage,
+    work: &mut WorkBudget,
+) {
+    let Some(first) = requested.first() else { return };
+    for snapshot in snapshots {
+        let Ok(counts) = snapshot.device_counts(matches, first.device_requests, work) else {
+            return;
+        };
+        shortage.add(&counts);
+    }
 }
 
 /// The final result after evaluating a node; `None` if another node may be tried.
@@ -697,39 +698,16 @@ impl Route {
 
     /// The shortage before any node is counted.
     pub fn shortage(&self, requested: &[RequestedClaim<'_>]) -> Shortage {
+        let mut wanted = requested.iter().map(|request| request.device_requests);
+        let Some(first) = wanted.next() else {
+            return Shortage::default();
+        };
         Shortage {
-            kind: requested
-                .first()
-                .map_or("", |request| request.device_requests.kind())
-                .to_owned(),
-            wanted: requested
-                .first()
-                .map_or(0, |request| request.device_requests.total()),
-            wanted_besides: requested
-                .iter()
-                .skip(1)
-                .map(|request| request.device_requests.total())
-                .sum(),
+            kind: first.kind().to_owned(),
+            wanted: first.total(),
+            wanted_besides: wanted.map(DeviceRequests::total).sum(),
             ..Shortage::default()
         }
-    }
-
-    /// Counts the devices of a candidate. Returns `false` if that exceeds the work limit.
-    pub fn count(
-        &self,
-        snapshot: &NodeSnapshot,
-        matches: &SelectorResults,
-        requested: &[RequestedClaim<'_>],
-        shortage: &mut Shortage,
-        work: &mut WorkBudget,
-    ) -> bool {
-        let Some(first) = requested.first() else {
-            return false;
-        };
-        let device_counts = snapshot.device_counts(matches, first.device_requests, work);
-        device_counts
-            .map(|device_counts| shortage.add(&device_counts))
-            .is_ok()
     }
 
     /// The error of each claim if no node fits.

@@ -455,9 +455,7 @@ impl<'a> NodeView<'a> {
             if self.misfit(&selectors, device).is_some() {
                 continue;
             }
-            let this = |held: &crate::api::handle::HandleDevice| {
-                held.request == request.name() && *held.device == *device.name
-            };
+            let this = |held: &HandleDevice| held.request == request.name() && *held.device == *device.name;
             match own {
                 true if granted.iter().any(this) => before.push(index),
                 true => others.push(index),
@@ -468,7 +466,7 @@ impl<'a> NodeView<'a> {
         let room = |&index: &usize| self.availabilities.get(index).map_or(0, DeviceAvailability::room);
         match self.device_requests.policy() {
             PlacementPolicy::Packing => free.sort_by_key(room),
-            PlacementPolicy::Spreading => free.sort_by_key(|index| std::cmp::Reverse(room(index))),
+            PlacementPolicy::Spreading => free.sort_by_key(|index| Reverse(room(index))),
         }
         before.append(&mut free);
         before.append(&mut others);

@@ -38,26 +38,18 @@ impl CheckedSelector {
         owner: &str,
         selectors: &[DeviceSelector],
     ) -> Result<Vec<Self>, ParametersError> {
-        let (number, object) = (selectors.len(), Arc::<str>::from(object));
-        let namespace: Arc<str> = namespace.into();
+        let number = selectors.len();
         if number > SELECTORS_MAX {
-            let (object, owner) = (object.to_string(), owner.to_owned());
-            return Err(ParametersError::Selectors {
-                object,
-                owner,
-                number,
-            });
+            let error = format!("{owner} has {number} selectors; at most {SELECTORS_MAX} are allowed");
+            return Err(invalid(object, error));
         }
+        let (namespace, object) = (Arc::<str>::from(namespace), Arc::<str>::from(object));
         let check = |(index, selector): (usize, &DeviceSelector)| {
             let expression = &selector.cel.expression;
             let (length, label) = (expression.len(), format!("selector {} of {owner}", index + 1));
             if !(1..=EXPRESSION_MAX).contains(&length) {
-                let (object, selector) = (object.to_string(), label);
-                return Err(ParametersError::ExpressionLength {
-                    object,
-                    selector,
-                    length,
-                });
+                let error = format!("{label} has {length} bytes; 1 to {EXPRESSION_MAX} are allowed");
+                return Err(invalid(&object, error));
             }
             Ok(Self {
                 namespace: Arc::clone(&namespace),
@@ -103,19 +95,12 @@ impl ClassParameters {
     /// Validates the class parameters called `name`.
     pub fn check(name: &str, spec: &DeviceClassParametersSpec) -> Result<Self, ParametersError> {
         let object = format!("{CLASS_PARAMETERS_KIND} {name}");
-        if is_dns_label(&spec.kind) {
-            Ok(Self {
-                kind: spec.kind.clone(),
-                selectors: CheckedSelector::check("", &object, "the class", &spec.selectors)?,
-                policy: spec.policy.unwrap_or_default(),
-            })
-        } else {
-            Err(ParametersError::NotALabel {
-                object,
-                field: "spec.kind".into(),
-                value: shortened(&spec.kind),
-            })
-        }
+        check_label(&object, "spec.kind", &spec.kind)?;
+        Ok(Self {
+            kind: spec.kind.clone(),
+            selectors: CheckedSelector::check("", &object, "the class", &spec.selectors)?,
+            policy: spec.policy.unwrap_or_default(),
+        })
     }
 
     /// The kind of the devices, as in the nodes' configuration.
@@ -230,18 +215,20 @@ impl Constraint {
             Some((domain, name)) if !domain.is_empty() && !name.is_empty() && !name.contains('/')
         );
         if !qualified || attribute.chars().count() > ATTRIBUTE_NAME_MAX {
-            return Err(ParametersError::MatchAttribute {
-                object: object.to_owned(),
-                constraint: number,
-                attribute: shortened(attribute),
-            });
+            let attribute = shortened(attribute);
+            let error = format!(
+                "constraint {number} has matchAttribute {attribute:?}; it must be a domain, a slash and a name, \
+                 as drayman.dev/numaNode"
+            );
+            return Err(invalid(object, error));
         }
         let index = |name: &String| {
             let index = requests.iter().position(|request| request.name == *name);
-            index.ok_or_else(|| ParametersError::UnknownRequest {
-                object: object.to_owned(),
-                constraint: number,
-                request: shortened(name),
+            index.ok_or_else(|| {
+                let name = shortened(name);
+                let error =
+                    format!("constraint {number} names request {name:?}, which is not in spec.requests");
+                invalid(object, error)
             })
         };
         let named = constraint
@@ -284,25 +271,30 @@ impl DeviceRequests {
         let object = format!("{CLAIM_PARAMETERS_KIND} {namespace}/{name}");
         let number = spec.requests.len();
         if !(1..=REQUESTS_MAX).contains(&number) {
-            return Err(ParametersError::Requests { object, number });
+            let error = format!("spec.requests has {number} entries; 1 to {REQUESTS_MAX} are allowed");
+            return Err(invalid(&object, error));
         }
         let mut names = BTreeSet::new();
         let mut requests = Vec::with_capacity(number);
         for request in &spec.requests {
             requests.push(Self::check_request(class, namespace, &object, request)?);
-            if !names.insert(request.name.as_str()) {
-                let request = request.name.clone();
-                return Err(ParametersError::Twice { object, request });
+            let name = request.name.as_str();
+            if !names.insert(name) {
+                let error = format!("request {name} occurs twice; request names must be unique");
+                return Err(invalid(&object, error));
             }
         }
         let total: usize = requests.iter().map(CheckedRequest::least).sum();
         if total > CLAIM_DEVICES_MAX {
-            let total = u64::try_from(total).unwrap_or(u64::MAX);
-            return Err(ParametersError::Total { object, total });
+            let error =
+                format!("the requests add up to {total} devices; a claim gets at most {CLAIM_DEVICES_MAX}");
+            return Err(invalid(&object, error));
         }
         let number = spec.constraints.len();
         if number > CONSTRAINTS_MAX {
-            return Err(ParametersError::Constraints { object, number });
+            let error =
+                format!("spec.constraints has {number} entries; at most {CONSTRAINTS_MAX} are allowed");
+            return Err(invalid(&object, error));
         }
         let mut constraints: Vec<Constraint> = Vec::with_capacity(number);
         for (index, constraint) in spec.constraints.iter().enumerate() {
@@ -322,36 +314,25 @@ impl DeviceRequests {
         object: &str,
         request: &DeviceRequest,
     ) -> Result<CheckedRequest, ParametersError> {
-        if !is_dns_label(&request.name) {
-            return Err(ParametersError::NotALabel {
-                object: object.to_owned(),
-                field: "spec.requests[].name".into(),
-                value: shortened(&request.name),
-            });
-        }
+        check_label(object, "spec.requests[].name", &request.name)?;
+        let owner = format!("request {}", request.name);
         let amount = match (request.allocation_mode.unwrap_or_default(), request.count) {
             (DeviceAllocationMode::All, None) => Amount::All,
             (DeviceAllocationMode::All, Some(_)) => {
-                let (object, request) = (object.to_owned(), request.name.clone());
-                return Err(ParametersError::CountWithAll { object, request });
+                let error = format!("{owner} has allocationMode All and a count; remove one of them");
+                return Err(invalid(object, error));
             }
             (DeviceAllocationMode::ExactCount, count) => {
                 let count = count.unwrap_or(1);
                 let number = usize::try_from(count).unwrap_or(usize::MAX);
                 if !(1..=CLAIM_DEVICES_MAX).contains(&number) {
-                    let (object, request, count) =
-                        (object.to_owned(), request.name.clone(), u64::from(count));
-                    return Err(ParametersError::Count {
-                        object,
-                        request,
-                        count,
-                    });
+                    let error = format!("{owner} has count {count}; 1 to {CLAIM_DEVICES_MAX} are allowed");
+                    return Err(invalid(object, error));
                 }
                 Amount::Exactly(number)
             }
         };
         let mut selectors = class.selectors.clone();
-        let owner = format!("request {}", request.name);
         selectors.extend(CheckedSelector::check(
             namespace,
             object,
@@ -392,8 +373,24 @@ impl DeviceRequests {
 }
 
 /// Truncates an untrusted value for an event.
-pub(super) fn shortened(value: &str) -> String {
+fn shortened(value: &str) -> String {
     value.chars().take(64).collect()
+}
+
+fn check_label(object: &str, field: &str, value: &str) -> Result<(), ParametersError> {
+    if is_dns_label(value) {
+        return Ok(());
+    }
+    let value = shortened(value);
+    let error = format!(
+        "{field} is {value:?}; at most 63 of a-z, 0-9 and '-' are allowed, with a letter or digit at both ends"
+    );
+    Err(invalid(object, error))
+}
+
+fn invalid(object: &str, error: String) -> ParametersError {
+    let object = object.to_owned();
+    ParametersError::Invalid { object, error }
 }
 
 /// Why parameters are refused. Only a user or administrator can fix them.
@@ -413,79 +410,13 @@ pub enum ParametersError {
         /// The parser's error.
         error: String,
     },
-    /// A name is not a DNS label.
-    #[error(
-        "{object}: {field} is {value:?}; at most 63 of a-z, 0-9 and '-' are allowed, with a letter or digit at both ends"
-    )]
-    NotALabel {
+    /// A field is invalid or exceeds a limit.
+    #[error("{object}: {error}")]
+    Invalid {
         /// Kind, namespace and name.
         object: String,
-        /// Path of the field.
-        field: String,
-        /// Its value, truncated.
-        value: String,
-    },
-    /// Too few or too many requests.
-    #[error("{object}: spec.requests has {number} entries; 1 to {REQUESTS_MAX} are allowed")]
-    Requests {
-        /// Kind, namespace and name.
-        object: String,
-        /// Number of requests.
-        number: usize,
-    },
-    /// Two requests with the same name.
-    #[error("{object}: request {request} occurs twice; request names must be unique")]
-    Twice {
-        /// Kind, namespace and name.
-        object: String,
-        /// The repeated name.
-        request: String,
-    },
-    /// A count outside its limits.
-    #[error("{object}: request {request} has count {count}; 1 to {CLAIM_DEVICES_MAX} are allowed")]
-    Count {
-        /// Kind, namespace and name.
-        object: String,
-        /// Name of the request.
-        request: String,
-        /// Count of the request.
-        count: u64,
-    },
-    /// More devices than a claim may have.
-    #[error("{object}: the requests add up to {total} devices; a claim gets at most {CLAIM_DEVICES_MAX}")]
-    Total {
-        /// Kind, namespace and name.
-        object: String,
-        /// The sum of the counts.
-        total: u64,
-    },
-    /// A request for all devices that also has a count.
-    #[error("{object}: request {request} has allocationMode All and a count; remove one of them")]
-    CountWithAll {
-        /// Kind, namespace and name.
-        object: String,
-        /// Name of the request.
-        request: String,
-    },
-    /// Too many selectors.
-    #[error("{object}: {owner} has {number} selectors; at most {SELECTORS_MAX} are allowed")]
-    Selectors {
-        /// Kind, namespace and name.
-        object: String,
-        /// The request, or the class.
-        owner: String,
-        /// Number of selectors.
-        number: usize,
-    },
-    /// An expression that is empty or too long.
-    #[error("{object}: {selector} has {length} bytes; 1 to {EXPRESSION_MAX} are allowed")]
-    ExpressionLength {
-        /// Kind, namespace and name.
-        object: String,
-        /// The selector in messages: `selector 1 of request gpu`.
-        selector: String,
-        /// Length of the expression in bytes.
-        length: usize,
+        /// The field, what is wrong with it, and what is allowed.
+        error: String,
     },
     /// An expression that is not a condition on devices, or costs too much.
     #[error("{object}: {selector}: {error}")]
@@ -497,37 +428,9 @@ pub enum ParametersError {
         /// Why the expression is refused.
         error: String,
     },
-    /// Too many constraints.
-    #[error("{object}: spec.constraints has {number} entries; at most {CONSTRAINTS_MAX} are allowed")]
-    Constraints {
-        /// Kind, namespace and name.
-        object: String,
-        /// Number of constraints.
-        number: usize,
-    },
-    /// A constraint on an unknown request.
-    #[error("{object}: constraint {constraint} names request {request:?}, which is not in spec.requests")]
-    UnknownRequest {
-        /// Kind, namespace and name.
-        object: String,
-        /// Number of the constraint, from 1.
-        constraint: usize,
-        /// Name of the unknown request.
-        request: String,
-    },
-    /// A constraint on an invalid attribute name.
-    #[error(
-        "{object}: constraint {constraint} has matchAttribute {attribute:?}; it must be a domain, a slash and a name, \
-         as drayman.dev/numaNode"
-    )]
-    MatchAttribute {
-        /// Kind, namespace and name.
-        object: String,
-        /// Number of the constraint, from 1.
-        constraint: usize,
-        /// The invalid name, truncated.
-        attribute: String,
-    },
+    /// A `parametersRef` that this driver does not read, with the class or claim and the fix.
+    #[error("{0}")]
+    Reference(String),
 }
 
 impl ParametersError {
@@ -535,19 +438,9 @@ impl ParametersError {
     pub fn reason(&self) -> &'static str {
         match self {
             Self::NotFound { .. } => "ParametersNotFound",
-            Self::Malformed { .. }
-            | Self::NotALabel { .. }
-            | Self::Requests { .. }
-            | Self::Twice { .. }
-            | Self::Count { .. }
-            | Self::Total { .. }
-            | Self::CountWithAll { .. }
-            | Self::Selectors { .. }
-            | Self::ExpressionLength { .. }
-            | Self::Constraints { .. }
-            | Self::UnknownRequest { .. }
-            | Self::MatchAttribute { .. } => "ParametersInvalid",
+            Self::Malformed { .. } | Self::Invalid { .. } => "ParametersInvalid",
             Self::Selector { .. } => "SelectorInvalid",
+            Self::Reference(_) => "ParametersReferenceInvalid",
         }
     }
 }
@@ -558,89 +451,45 @@ pub const CLASS_PARAMETERS_KIND: &str = "DeviceClassParameters";
 pub const CLAIM_PARAMETERS_KIND: &str = "DeviceClaimParameters";
 
 /// Name of the parameters of a class.
-pub fn class_reference(class: &ResourceClass) -> Result<&str, ReferenceError> {
+pub fn class_reference(class: &ResourceClass) -> Result<&str, ParametersError> {
     let name = class.metadata.name.as_deref().unwrap_or_default();
+    let wrong = |error: String| {
+        let error = format!("ResourceClass {name} has {error}");
+        Err(ParametersError::Reference(error))
+    };
+    let valid = || format!("{{apiGroup: {GROUP}, kind: {CLASS_PARAMETERS_KIND}, name: ...}}");
     let Some(reference) = &class.parameters_ref else {
-        return Err(ReferenceError::ClassWithoutReference {
-            class: name.to_owned(),
-        });
+        return wrong(format!("no parametersRef: set it to {}", valid()));
     };
     if reference.api_group.as_deref() != Some(GROUP) || reference.kind != CLASS_PARAMETERS_KIND {
-        return Err(ReferenceError::ClassReference {
-            class: name.to_owned(),
-            found: spelled(reference.api_group.as_deref(), &reference.kind),
-        });
+        let found = spelled(reference.api_group.as_deref(), &reference.kind);
+        return wrong(format!(
+            "a parametersRef to {found}, which this driver does not read: use {}",
+            valid()
+        ));
     }
     if reference.namespace.is_some() {
-        return Err(ReferenceError::ClassReferenceNamespace {
-            class: name.to_owned(),
-        });
+        return wrong(format!(
+            "a parametersRef with a namespace: {CLASS_PARAMETERS_KIND} has none, remove it"
+        ));
     }
     Ok(&reference.name)
 }
 
 /// Name of the parameters of a claim, in the claim's own namespace; `None` if the claim has none.
-pub fn claim_reference(claim: &ResourceClaim) -> Result<Option<&str>, ReferenceError> {
+pub fn claim_reference(claim: &ResourceClaim) -> Result<Option<&str>, ParametersError> {
     let Some(reference) = &claim.spec.parameters_ref else {
         return Ok(None);
     };
     if reference.api_group.as_deref() == Some(GROUP) && reference.kind == CLAIM_PARAMETERS_KIND {
         return Ok(Some(&reference.name));
     }
-    Err(ReferenceError::ClaimReference {
-        claim: claim.metadata.name.clone().unwrap_or_default(),
-        found: spelled(reference.api_group.as_deref(), &reference.kind),
-    })
-}
-
-/// Why a reference is refused. Only a user or administrator can fix it.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ReferenceError {
-    /// The class has no `parametersRef`.
-    #[error(
-        "ResourceClass {class} has no parametersRef: set it to {{apiGroup: {GROUP}, kind: {CLASS_PARAMETERS_KIND}, name: ...}}"
-    )]
-    ClassWithoutReference {
-        /// Name of the class.
-        class: String,
-    },
-    /// The class refers to a kind that this driver does not read.
-    #[error(
-        "ResourceClass {class} has a parametersRef to {found}, which this driver does not read: \
-         use {{apiGroup: {GROUP}, kind: {CLASS_PARAMETERS_KIND}, name: ...}}"
-    )]
-    ClassReference {
-        /// Name of the class.
-        class: String,
-        /// Kind and group of the reference.
-        found: String,
-    },
-    /// The class refers to a namespace, although class parameters have none.
-    #[error(
-        "ResourceClass {class} has a parametersRef with a namespace: {CLASS_PARAMETERS_KIND} has none, remove it"
-    )]
-    ClassReferenceNamespace {
-        /// Name of the class.
-        class: String,
-    },
-    /// The claim refers to a kind that this driver does not read.
-    #[error(
-        "ResourceClaim {claim} has a parametersRef to {found}, which this driver does not read: \
-         recreate the claim with {{apiGroup: {GROUP}, kind: {CLAIM_PARAMETERS_KIND}, name: ...}}"
-    )]
-    ClaimReference {
-        /// Name of the claim.
-        claim: String,
-        /// Kind and group of the reference.
-        found: String,
-    },
-}
-
-impl ReferenceError {
-    /// Reason of the event and label of the metric.
-    pub fn reason(&self) -> &'static str {
-        "ParametersReferenceInvalid"
-    }
+    let name = claim.metadata.name.as_deref().unwrap_or_default();
+    let found = spelled(reference.api_group.as_deref(), &reference.kind);
+    Err(ParametersError::Reference(format!(
+        "ResourceClaim {name} has a parametersRef to {found}, which this driver does not read: recreate the \
+         claim with {{apiGroup: {GROUP}, kind: {CLAIM_PARAMETERS_KIND}, name: ...}}"
+    )))
 }
 
 fn spelled(group: Option<&str>, kind: &str) -> String {

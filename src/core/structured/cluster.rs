@@ -1,7 +1,5 @@
 //! The objects that allocation depends on.
 
-use std::fmt;
-
 use k8s_openapi::api::resource::v1::{Device, DeviceClass, ResourceClaim, ResourceSlice};
 
 use super::holdings::DeviceHoldings;
@@ -22,16 +20,10 @@ pub struct ClusterState<'a> {
 }
 
 /// `namespace/name` of a claim.
-pub fn claim_name(claim: &ResourceClaim) -> impl fmt::Display + use<'_> {
-    struct Name<'a>(&'a ResourceClaim);
-    impl fmt::Display for Name<'_> {
-        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            let metadata = &self.0.metadata;
-            if let Some(namespace) = &metadata.namespace {
-                write!(f, "{namespace}/")?;
-            }
-            f.write_str(metadata.name.as_deref().unwrap_or_default())
-        }
+pub(super) fn claim_name(claim: &ResourceClaim) -> String {
+    let name = claim.metadata.name.as_deref().unwrap_or_default();
+    match &claim.metadata.namespace {
+        Some(namespace) => format!("{namespace}/{name}"),
+        None => name.to_owned(),
     }
-    Name(claim)
 }

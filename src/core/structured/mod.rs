@@ -26,7 +26,7 @@ mod requests;
 mod search;
 
 pub use allocate::{AllocationFailure, allocate};
-pub use cluster::{ClusterState, Evaluate, claim_name};
+pub use cluster::{ClusterState, Evaluate};
 pub use holdings::{AllocatedResult, DeviceHoldings, Usage};
 pub use pools::{DeviceId, Pool, PoolState, all_pools, node_matches, pools};
 pub use quantity::Quantity;

@@ -105,14 +105,13 @@ pub fn pools<'a>(slices: &'a [ResourceSlice], node: &Node) -> Result<Vec<Pool<'a
 
 /// Returns the pools of all nodes. The scheduler uses a pool of one node as described here.
 pub fn all_pools(slices: &[ResourceSlice]) -> Vec<Pool<'_>> {
-    let all: Result<_, String> = gather(slices, |_| Ok(true));
-    all.unwrap_or_default()
+    gather(slices, |_| Ok(true)).unwrap_or_default()
 }
 
-fn gather<E>(
+fn gather(
     slices: &[ResourceSlice],
-    is_usable: impl Fn(&ResourceSlice) -> Result<bool, E>,
-) -> Result<Vec<Pool<'_>>, E> {
+    is_usable: impl Fn(&ResourceSlice) -> Result<bool, String>,
+) -> Result<Vec<Pool<'_>>, String> {
     let mut by_pool: BTreeMap<(&str, &str), Vec<&ResourceSlice>> = BTreeMap::new();
     for slice in slices {
         let id = (slice.spec.driver.as_str(), slice.spec.pool.name.as_str());

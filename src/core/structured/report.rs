@@ -174,9 +174,7 @@ fn availability(
     let candidate = search.devices.get(device)?;
     let holders = || {
         let holders = candidate.usage.into_iter().flat_map(|usage| &usage.holders);
-        let mut names: Vec<String> = holders
-            .map(|holder| claim_name(holder.claim).to_string())
-            .collect();
+        let mut names: Vec<String> = holders.map(|holder| claim_name(holder.claim)).collect();
         names.sort();
         names.dedup();
         names

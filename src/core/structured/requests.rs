@@ -16,8 +16,8 @@ use crate::core::allocation::parameters::Amount;
 pub(super) struct StructuredRequest<'a> {
     /// Index of the claim.
     pub(super) claim: usize,
-    /// The claim, as `namespace/name`.
-    pub(super) claim_name: String,
+    /// Claim and request in messages.
+    pub(super) label: String,
     /// Name of the request.
     pub(super) name: &'a str,
     /// The subrequests in order of preference, or the request itself.
@@ -96,16 +96,11 @@ pub(super) fn requests<'a>(
             .iter()
             .flat_map(|devices| devices.requests.iter().flatten())
         {
-            let alternatives = alternatives(cluster, request).map_err(|error| {
-                format!(
-                    "ResourceClaim {}, request {}: {error}",
-                    claim_name(claim),
-                    request.name
-                )
-            })?;
+            let label = format!("ResourceClaim {}, request {}", claim_name(claim), request.name);
+            let alternatives = alternatives(cluster, request).map_err(|error| format!("{label}: {error}"))?;
             requests.push(StructuredRequest {
                 claim: index,
-                claim_name: claim_name(claim).to_string(),
+                label,
                 name: &request.name,
                 alternatives,
             });

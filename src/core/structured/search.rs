@@ -172,8 +172,7 @@ impl<'a, 'e, 'f> AllocationSearch<'a, 'e, 'f> {
             if wanted.amount != Amount::All {
                 continue;
             }
-            let capacity = wanted.capacity;
-            let name = format!("ResourceClaim {}, request {}", of.claim_name, of.name);
+            let (capacity, name) = (wanted.capacity, of.label.clone());
             if let Some(pool) = pools.iter().find(|pool| pool.state != PoolState::Complete) {
                 let state = match &pool.state {
                     PoolState::Invalid(reason) => format!("is invalid: {reason}"),
@@ -433,7 +432,7 @@ impl<'a, 'e, 'f> AllocationSearch<'a, 'e, 'f> {
                     wanted.class.metadata.name.as_deref().unwrap_or_default()
                 )
             } else {
-                format!("ResourceClaim {}, request {}", of.claim_name, of.name)
+                of.label.clone()
             };
             SearchError::Invalid(format!("{owner}: selector #{index}{error}"))
         };
@@ -476,18 +475,15 @@ impl<'a, 'e, 'f> AllocationSearch<'a, 'e, 'f> {
             if !self.satisfies(constraint, of, wanted, candidate) {
                 if must {
                     return Err(SearchError::Invalid(format!(
-                        "ResourceClaim {}, request {}: it asks for all devices, and a constraint excludes device {}",
-                        of.claim_name, of.name, candidate.id
+                        "{}: it asks for all devices, and a constraint excludes device {}",
+                        of.label, candidate.id
                     )));
                 }
                 return Ok(None);
             }
         }
         let consumed = consumed(candidate.device, wanted.capacity).map_err(|error| {
-            SearchError::Invalid(format!(
-                "ResourceClaim {}, request {}: device {}: {error}",
-                of.claim_name, of.name, candidate.id
-            ))
+            SearchError::Invalid(format!("{}: device {}: {error}", of.label, candidate.id))
         })?;
         let Some(consumed) = consumed.filter(|consumed| self.has_capacity(device, consumed)) else {
             return Ok(None);

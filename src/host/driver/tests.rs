@@ -260,7 +260,7 @@ async fn two_searches_at_once_get_different_devices() {
         .inventories(WatchUpdate::All(vec![node("a", "test", 600)]));
     let (first, second) = (claims("p", 16, &[1; 16], None), claims("q", 16, &[1; 16], None));
     let mut quick = WorkBudget::new(QUICK_WORK_MAX);
-    let requested: Vec<_> = first.iter().map(requested_claim).collect();
+    let requested = requested(&first);
     let decided = driver
         .shared
         .state()

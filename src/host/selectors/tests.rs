@@ -18,11 +18,27 @@ async fn evaluate(evaluator: &Evaluator, expression: &str) -> Result<Results, Se
     evaluator.evaluate(&expression.into(), vec![attributes(1)]).await
 }
 
+/// Checks that each expression is refused soon, and that another one is evaluated afterwards.
+async fn assert_refused(expressions: impl IntoIterator<Item = (&'static str, String)>) {
+    let evaluator = Evaluator::new("drayman.dev");
+    for (what, expression) in expressions {
+        let started = Instant::now();
+        let SelectorError::Wrong(error) = evaluate(&evaluator, &expression).await.unwrap_err() else {
+            panic!("{what}")
+        };
+        assert!(started.elapsed() < DEADLINE, "{what}: {error}");
+        assert!(error.len() < 300, "{what}: {error}");
+        assert_eq!(
+            evaluate(&evaluator, "device.attributes['drayman.dev'].x == 1").await,
+            Ok(vec![(attributes(1), Match::Yes)]),
+            "after {what}"
+        );
+    }
+}
+
 #[tokio::test]
 async fn hostile_expressions_are_refused_and_others_go_on() {
-    let evaluator = Evaluator::new("drayman.dev");
-    let list = vec!["1"; 100].join(",");
-    for (what, expression) in [
+    assert_refused([
         (
             "nested brackets",
             format!("{}1{} == 1", "(".repeat(1000), ")".repeat(1000)),
@@ -42,6 +58,40 @@ async fn hostile_expressions_are_refused_and_others_go_on() {
         ("many memberships", format!("1{}", " in 1".repeat(1500))),
         ("too long", "1".repeat(20_000)),
         (
+            "nested negations",
+            format!("{}true{}", "! // twice\n !(".repeat(20), ")".repeat(20)),
+        ),
+        (
+            "nested numbers",
+            format!("{}1{} == 1", "- -(".repeat(20), ")".repeat(20)),
+        ),
+        (
+            "negations around a wrong character",
+            format!("{}true{}", "!#!(".repeat(30), ")".repeat(30)),
+        ),
+        (
+            "negations around a string without an end",
+            format!("{}true{}", "!'x\n!(".repeat(30), ")".repeat(30)),
+        ),
+        (
+            "negations around a wrong token",
+            format!("{}true{}", "!:!(".repeat(30), ")".repeat(30)),
+        ),
+        (
+            "numbers around a wrong character",
+            format!("{}1{} == 1", "-#-(".repeat(30), ")".repeat(30)),
+        ),
+        ("nothing but noise", "\u{0}\u{1}{{{]]]".to_owned()),
+        ("noise without end", "#".repeat(EXPRESSION_MAX)),
+    ])
+    .await;
+}
+
+#[tokio::test]
+async fn costly_expressions_are_refused_and_others_go_on() {
+    let list = vec!["1"; 100].join(",");
+    assert_refused([
+        (
             "three loops",
             format!("[{list}].all(a, [{list}].all(b, [{list}].all(c, a+b+c > 0)))"),
         ),
@@ -57,20 +107,37 @@ async fn hostile_expressions_are_refused_and_others_go_on() {
             "a text that grows",
             "'a'".to_owned() + &".replace('','aaaaaaaaa')".repeat(12) + " == ''",
         ),
-        ("nothing but noise", "\u{0}\u{1}{{{]]]".to_owned()),
-    ] {
-        let started = Instant::now();
-        let SelectorError::Wrong(error) = evaluate(&evaluator, &expression).await.unwrap_err() else {
-            panic!("{what}")
-        };
-        assert!(started.elapsed() < DEADLINE, "{what}: {error}");
-        assert!(error.len() < 300, "{what}: {error}");
-        assert_eq!(
-            evaluate(&evaluator, "device.attributes['drayman.dev'].x == 1").await,
-            Ok(vec![(attributes(1), Match::Yes)]),
-            "after {what}"
-        );
-    }
+        (
+            "a regular expression that grows",
+            format!(
+                "['{}'].exists(a, 'b'.matches({}))",
+                "[^a]".repeat(20),
+                ["a"; 100].join("+")
+            ),
+        ),
+        (
+            "nested calls",
+            format!("{}'a'{} == 0", "indexOf(string(".repeat(12), "))".repeat(12)),
+        ),
+        (
+            "many copies of the device",
+            format!(
+                "[{}].map(a, [{}]) == []",
+                vec!["1"; 200].join(","),
+                ["device"; 7].join(",")
+            ),
+        ),
+        (
+            "a long text in a longer one",
+            format!(
+                "['{}'].exists(a, ({}).indexOf({} + 'b') == 0)",
+                "a".repeat(3_000),
+                vec!["a"; 45].join("+"),
+                vec!["a"; 20].join("+")
+            ),
+        ),
+    ])
+    .await;
 }
 
 #[tokio::test]

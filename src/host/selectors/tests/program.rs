@@ -36,6 +36,12 @@ fn devices_are_selected_as_in_kubernetes() {
         r#"quantity("40Gi").isGreaterThan(quantity("1Gi"))"#,
         r#"device.attributes["drayman.dev"].vendor.matches("^04..$")"#,
         r#"["0403"].exists(vendor, vendor == device.attributes["drayman.dev"].vendor)"#,
+        r#"["x", "^04"].exists(pattern, device.attributes["drayman.dev"].vendor.matches(pattern))"#,
+        r#"device.attributes["drayman.dev"].filter(name, device.attributes["drayman.dev"][name] == 1) == ["numaNode"]"#,
+        r#"device.attributes["drayman.dev"].map(name, device.attributes["drayman.dev"][name]).size() == 4"#,
+        r#"device.driver != "a--b!!----------" && !(1 - -1 == 0) // !!"#,
+        r#"!(device.driver in ['''a"b''', r'\', "\"!!"])"#,
+        r#"b"\x61\142" == b'ab' && "\u0061\U0001f600" == 'a😀' && 1.5e+3 > 0x1fu && .5 < 1"#,
         "!device.attributes[\"drayman.dev\"].spare",
         "true",
     ] {
@@ -45,11 +51,29 @@ fn devices_are_selected_as_in_kubernetes() {
 }
 
 #[test]
+fn empty_bytes_are_contained_in_bytes_only() {
+    assert_eq!(evaluate("b'a'.contains(b'') && !'a'.contains(b'')"), Match::Yes);
+    assert_eq!(
+        evaluate("b'ab'.contains(b'b') && !b'a'.contains(b'b')"),
+        Match::Yes
+    );
+}
+
+#[test]
 fn regular_expressions_have_a_maximum_size() {
     for pattern in [r"^dray[a-z]{1,9}\.dev$", r"^\w{7}\.\w{3}$", "(?i)^DRAYMAN"] {
         let expression = format!("device.driver.matches(r'{pattern}')");
         assert_eq!(evaluate(&expression), Match::Yes, "{pattern}");
     }
+    // The time of a search grows with the pattern and with the text.
+    let search = |length| {
+        evaluate(&format!(
+            "'{}'.matches('(a{{1,99}}){{1,30}}b')",
+            "a".repeat(length)
+        ))
+    };
+    assert_eq!(search(64), Match::No);
+    assert!(matches!(search(640), Match::Failed(error) if error.contains("too large")));
     // A search with this pattern would take seconds.
     let (text, pattern) = ("a".repeat(9_800), "(a{1,99}){1,999}[^a]");
     let error = Compiled::new(&format!("'{text}'.matches('{pattern}')"))
@@ -120,6 +144,11 @@ fn what_is_not_a_selector_is_refused_with_the_reason() {
         ("[1].map(x, x).map(y, y) == [1]", "more than one of all"),
         ("Thing{name: 1} == 1", "selectors do not support"),
         ("device.driver.matches('(')", "unclosed group"),
+        ("!!device.driver.contains('x')", r#""!" is followed by "!""#),
+        ("1 - - - - - -1 == 0", r#""-" is followed by "-""#),
+        ("device.driver == 'x", r#""'x" cannot be read"#),
+        (r"device.driver == '\d'", "wrong escape"),
+        ("device.driver = 'x'", r#""= 'x'" cannot be read"#),
     ] {
         let error = Compiled::new(expression).err().unwrap_or_default();
         assert!(error.contains(says), "{expression}: {error}");
