@@ -239,8 +239,8 @@ pub trait Driver: Send + Sync + 'static {
     /// `claims` are all claims of the pod that this driver has yet to allocate, in the pod's order; a node that cannot hold all of
     /// them together is unsuitable for at least one. `nodes` are the scheduler's potential nodes and the nodes found unsuitable
     /// before; some may no longer exist. The answer has one entry per claim, in the order of `claims`; any other number is an error
-    /// (`DriverMisbehaved`). Nodes outside `nodes` are ignored. Of a pod, `spec.other` is empty if the spec is
-    /// larger than 64 KiB, and labels and annotations are left out if they are larger than 16 KiB.
+    /// (`DriverMisbehaved`). Nodes outside `nodes` are ignored. Of a pod, `spec.other` is empty if the spec takes more than 256 KiB of
+    /// memory, and the metadata is limited as that of a [claim](ClaimRequest::claim).
     ///
     /// Reserves nothing. Called when a pod starts to wait for a node, again when its nodes, its claims, a class or the capacity changes,
     /// and in a resync every few minutes. At most one call per pod is pending. The result is written to the PodSchedulingContext, at most
@@ -322,7 +322,8 @@ pub trait Driver: Send + Sync + 'static {
 pub struct ClaimRequest<D: Driver + ?Sized> {
     /// The name of the entry in `pod.spec.resourceClaims`; empty for an immediate claim.
     pub pod_claim_name: String,
-    /// The claim. Its labels are left out if they are larger than 16 KiB, and so are its annotations.
+    /// The claim. Labels that together take more than 16 KiB of memory are left out; the same holds for annotations, and for owner
+    /// references except the controller. At most 32 finalizers are kept, and at most 256 characters of each text in `parametersRef`.
     pub claim: Arc<ResourceClaim>,
     /// The claim's class.
     pub class: Arc<ResourceClass>,

@@ -74,31 +74,14 @@ impl ReportQueue {
             .saturating_add(SignedDuration::from_nanos(1))
             .unwrap_or(state.last);
         let at = Timestamp::now().max(next);
-        let about = (report.regarding, report.reason);
-        let room = state.reports.len() < MAX_PENDING;
-        match state.reports.entry(about) {
-            Entry::Occupied(mut waiting) => {
-                waiting.insert(PendingReport {
-                    message: report.message,
-                    at,
-                });
-            }
-            Entry::Vacant(free) if room => {
-                let about = free.key().clone();
-                free.insert(PendingReport {
-                    message: report.message,
-                    at,
-                });
-                state.order.push_back(about);
-            }
-            Entry::Vacant(free) => {
-                let (regarding, reason) = free.into_key();
-                return Err(EventReport {
-                    regarding,
-                    reason,
-                    message: report.message,
-                });
-            }
+        let about = (report.regarding.clone(), report.reason.clone());
+        if state.reports.len() >= MAX_PENDING && !state.reports.contains_key(&about) {
+            return Err(report);
+        }
+        let message = report.message;
+        let before = state.reports.insert(about.clone(), PendingReport { message, at });
+        if before.is_none() {
+            state.order.push_back(about);
         }
         state.last = at;
         self.changed.notify_one();
@@ -180,7 +163,8 @@ impl EventWriter {
         let task = tokio::spawn(async move {
             let mut pause = MIN_PAUSE;
             while let Some((about, pending)) = reports.next().await {
-                let event = source.event(&about, &pending);
+                let (regarding, reason) = (reference(&about.0), &about.1);
+                let event = source.warning(regarding, "Allocate", reason, &pending.message, pending.at);
                 let namespace = event.metadata.namespace.as_deref().unwrap_or("default");
                 let api = Api::<Event>::namespaced(client.clone(), namespace);
                 let parameters = PostParams::default();
@@ -241,38 +225,40 @@ impl EventWriter {
 }
 
 /// The reporting controller and instance of an Event.
-struct EventSource {
-    controller: String,
-    instance: String,
+pub(super) struct EventSource {
+    pub(super) controller: String,
+    pub(super) instance: String,
 }
 
 impl EventSource {
-    /// Builds an Event with its own text. kube's recorder would merge it into an earlier one of the same reason and keep that one's
+    /// Builds a Warning with its own text. kube's recorder would merge it into an earlier one of the same reason and keep that one's
     /// text, but here the counts in the text are the message, and the core never reports the same text twice in a row.
-    fn event(&self, (regarding, reason): &About, pending: &PendingReport) -> Event {
-        let regarding = reference(regarding);
-        let name = regarding.name.clone().unwrap_or_default();
+    pub(super) fn warning(
+        &self,
+        regarding: ObjectReference,
+        action: &str,
+        reason: &str,
+        note: &str,
+        at: Timestamp,
+    ) -> Event {
+        let (namespace, name) = (regarding.namespace.clone(), regarding.name.as_deref());
+        let name = name.unwrap_or_default();
         Event {
             metadata: ObjectMeta {
                 // Events on cluster-scoped objects go to the namespace in which kubectl describe looks for them.
-                namespace: Some(
-                    regarding
-                        .namespace
-                        .clone()
-                        .unwrap_or_else(|| "default".to_owned()),
-                ),
+                namespace: Some(namespace.unwrap_or_else(|| "default".to_owned())),
                 // Named as by client-go; 17 characters are left for the time. No label may end with a hyphen or be empty.
                 name: Some(format!(
                     "{}.{:x}",
-                    name.get(..236).unwrap_or(&name).trim_end_matches(['-', '.']),
-                    pending.at.as_nanosecond()
+                    name.get(..236).unwrap_or(name).trim_end_matches(['-', '.']),
+                    at.as_nanosecond()
                 )),
                 ..ObjectMeta::default()
             },
-            action: Some("Allocate".to_owned()),
-            event_time: Some(MicroTime(pending.at)),
-            note: Some(shortened(&pending.message)),
-            reason: Some(reason.clone()),
+            action: Some(action.to_owned()),
+            event_time: Some(MicroTime(at)),
+            note: Some(shortened(note)),
+            reason: Some(reason.to_owned()),
             regarding: Some(regarding),
             reporting_controller: Some(self.controller.clone()),
             reporting_instance: Some(self.instance.clone()),

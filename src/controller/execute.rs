@@ -48,6 +48,7 @@ const MAX_OBSERVATIONS: usize = 16_384;
 pub(super) struct Executor<D> {
     shared: Arc<ExecutorInner<D>>,
     observations: Observations,
+    events: EventWriter,
     answers: mpsc::UnboundedSender<Event>,
     tasks: TaskTracker,
 }
@@ -82,13 +83,6 @@ impl<D: Driver> Controller<D> {
         let mut capacity_changes = pin!(self.driver.capacity_changes());
         let mut findings = pin!(self.driver.findings());
         let (answers, mut answered) = mpsc::unbounded_channel();
-        let events = EventWriter::start(
-            self.client.clone(),
-            &self.settings.driver_name,
-            self.instance.clone(),
-            self.request_timeout,
-            answers.clone(),
-        );
         let mut executor = Executor::new(self, fence.clone(), pause, answers);
         let mut state = ControllerState::new(self.settings.clone());
         let start = Instant::now();
@@ -119,10 +113,7 @@ impl<D: Driver> Controller<D> {
             }
             for command in state.decide(now()) {
                 tracing::trace!(?command, "decided");
-                match command {
-                    Command::Report(report) => events.send(report),
-                    command => executor.execute(command),
-                }
+                executor.execute(command);
             }
             // Without a receiver, as in most vendors' tests, the statistics are not collected.
             if self.metrics.receiver_count() > 0 {
@@ -133,9 +124,7 @@ impl<D: Driver> Controller<D> {
                 });
             }
         }
-        let ended = executor.finish(self.request_timeout).await;
-        events.finish(self.request_timeout).await;
-        Ok(ended)
+        Ok(executor.finish(self.request_timeout).await)
     }
 }
 
@@ -166,9 +155,17 @@ impl<D: Driver> Executor<D> {
             answers.clone(),
             &tasks,
         );
+        let events = EventWriter::start(
+            shared.client.clone(),
+            &shared.settings.driver_name,
+            controller.instance.clone(),
+            shared.request_timeout,
+            answers.clone(),
+        );
         Self {
             shared: Arc::new(shared),
             observations,
+            events,
             answers,
             tasks,
         }
@@ -222,8 +219,7 @@ impl<D: Driver> Executor<D> {
                     shared.calls.run(&shared.fence, made).await
                 });
             }
-            // Reports have a queue of their own.
-            Command::Report(_) => {}
+            Command::Report(report) => self.events.send(report),
         }
     }
 
@@ -241,12 +237,13 @@ impl<D: Driver> Executor<D> {
         });
     }
 
-    /// Starts nothing new, and waits at most `limit` for pending operations. Returns whether all of them have finished, and no allocation
-    /// without an answer can still be stored: the next leader would not know of it.
+    /// Starts nothing new, and waits at most `limit` for pending operations, and then as long for reports. Returns whether all operations
+    /// have finished, and no allocation without an answer can still be stored: the next leader would not know of it.
     pub(super) async fn finish(self, limit: Duration) -> bool {
         let Self {
             shared,
             observations,
+            events,
             tasks,
             ..
         } = self;
@@ -257,7 +254,9 @@ impl<D: Driver> Executor<D> {
         if !ended {
             tracing::warn!(left = tasks.len(), "calls were left unanswered at the end");
         }
-        ended && !shared.has_late_allocation()
+        let is_settled = ended && !shared.has_late_allocation();
+        events.finish(limit).await;
+        is_settled
     }
 }
 

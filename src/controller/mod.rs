@@ -127,10 +127,9 @@ impl<D> std::fmt::Debug for Controller<D> {
 #[derive(Debug)]
 pub struct Builder<D> {
     driver: D,
+    settings: Settings,
     call_timeout: Duration,
     request_timeout: Duration,
-    reserve_for_pod: bool,
-    other_driver_wait: Duration,
     instance: Option<String>,
     leader_election: Option<LeaderElection>,
     leading: watch_value::Sender<bool>,
@@ -146,11 +145,10 @@ impl<D: Driver> Controller<D> {
     /// Returns a builder of a controller for `driver`.
     pub fn builder(driver: D) -> Builder<D> {
         Builder {
+            settings: Settings::new(driver.name()),
             driver,
             call_timeout: Self::CALL_TIMEOUT,
             request_timeout: Self::REQUEST_TIMEOUT,
-            reserve_for_pod: true,
-            other_driver_wait: Settings::OTHER_DRIVER_WAIT,
             instance: None,
             leader_election: None,
             leading: watch_value::Sender::new(false),
@@ -235,7 +233,7 @@ impl<D: Driver> Builder<D> {
     /// Sets whether the pod is added to `reservedFor` together with the allocation (the default). Otherwise the scheduler adds it.
     #[must_use]
     pub fn reserve_for_pod(mut self, reserve: bool) -> Self {
-        self.reserve_for_pod = reserve;
+        self.settings.reserve_for_pod = reserve;
         self
     }
 
@@ -243,7 +241,7 @@ impl<D: Driver> Builder<D> {
     /// once. Default: 60 s.
     #[must_use]
     pub fn other_driver_wait(mut self, wait: Duration) -> Self {
-        self.other_driver_wait = wait;
+        self.settings.other_driver_wait = wait;
         self
     }
 
@@ -278,17 +276,13 @@ impl<D: Driver> Builder<D> {
     /// Builds the controller. The client should not retry by itself (`Config::default_retry`), so that a write with a lost answer
     /// is not sent twice without the controller's knowledge.
     pub fn build(self, client: kube::Client) -> Result<Controller<D>, ControllerError> {
-        let driver_name = self.driver.name().to_owned();
-        if check_driver(&driver_name).is_err() {
-            return Err(ControllerError::DriverName(driver_name));
+        if check_driver(&self.settings.driver_name).is_err() {
+            return Err(ControllerError::DriverName(self.settings.driver_name));
         }
-        let mut settings = Settings::new(driver_name);
-        settings.reserve_for_pod = self.reserve_for_pod;
-        settings.other_driver_wait = self.other_driver_wait;
         Ok(Controller {
             driver: Arc::new(self.driver),
             client,
-            settings,
+            settings: self.settings,
             call_timeout: self.call_timeout,
             request_timeout: self.request_timeout,
             instance: self.instance,

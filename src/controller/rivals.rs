@@ -14,10 +14,10 @@ use jiff::Timestamp;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::api::events::v1::Event;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
 use kube::ResourceExt as _;
 use kube::api::{Api, ListParams, PostParams};
 
+use super::events::EventSource;
 use super::leader::LeaderElection;
 
 /// The reason in the log record and in the Event.
@@ -50,7 +50,7 @@ pub(super) async fn report(client: &kube::Client, election: &LeaderElection, lim
     if let Some(rivals) = renewed(client, election, limit).await {
         let message = message(&rivals, election);
         tracing::error!(reason = REASON, "{message}");
-        write_event(client, election, message, limit).await;
+        write_event(client, election, &message, limit).await;
     }
     std::future::pending().await
 }
@@ -125,31 +125,19 @@ fn message(rivals: &Rivals, election: &LeaderElection) -> String {
 }
 
 /// Writes the Event. The log record is already written.
-async fn write_event(client: &kube::Client, election: &LeaderElection, note: String, limit: Duration) {
-    let now = Timestamp::now();
-    let event = Event {
-        metadata: ObjectMeta {
-            namespace: Some(election.namespace.clone()),
-            // Named as by client-go.
-            name: Some(format!("{}.{:x}", election.name, now.as_nanosecond())),
-            ..ObjectMeta::default()
-        },
-        action: Some("Lead".to_owned()),
-        event_time: Some(MicroTime(now)),
-        note: Some(note),
-        reason: Some(REASON.to_owned()),
-        regarding: Some(ObjectReference {
-            api_version: Some("coordination.k8s.io/v1".to_owned()),
-            kind: Some("Lease".to_owned()),
-            namespace: Some(election.namespace.clone()),
-            name: Some(election.name.clone()),
-            ..ObjectReference::default()
-        }),
-        reporting_controller: Some(election.name.clone()),
-        reporting_instance: Some(election.identity.chars().take(128).collect()),
-        type_: Some("Warning".to_owned()),
-        ..Event::default()
+async fn write_event(client: &kube::Client, election: &LeaderElection, note: &str, limit: Duration) {
+    let source = EventSource {
+        controller: election.name.clone(),
+        instance: election.identity.chars().take(128).collect(),
     };
+    let lease = ObjectReference {
+        api_version: Some("coordination.k8s.io/v1".to_owned()),
+        kind: Some("Lease".to_owned()),
+        namespace: Some(election.namespace.clone()),
+        name: Some(election.name.clone()),
+        ..ObjectReference::default()
+    };
+    let event = source.warning(lease, "Lead", REASON, note, Timestamp::now());
     let events = Api::<Event>::namespaced(client.clone(), &election.namespace);
     match tokio::time::timeout(limit, events.create(&PostParams::default(), &event)).await {
         Ok(Ok(_)) => {}

@@ -23,19 +23,32 @@ use serde_json::value::RawValue;
 use crate::api::resource::{
     FINALIZER_SUFFIX, NODE_LABEL, POD_CLAIM_NAME_ANNOTATION, Pod, PodResourceClaim, PodSchedulingContext,
     PodSchedulingContextSpec, PodSchedulingContextStatus, PodSpec, PodStatus, ResourceClaim,
-    ResourceClaimSpec, ResourceClaimStatus, ResourceClass,
+    ResourceClaimParametersReference, ResourceClaimSpec, ResourceClaimStatus, ResourceClass,
 };
 use crate::core::claims::{Event, ObjectKey};
 
 /// The annotation in which `kubectl apply` stores a copy of the whole object.
 const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
 
-/// Maximum size of the labels of a user's object, and of its annotations. Larger ones are dropped except those that the controller reads:
-/// a user can store a megabyte in each object, which takes ten times the size in memory.
-const LABELS_MAX: usize = 16 * 1024;
+/// Number of objects in a page of a list. A page is in memory as a whole, twice, and users can store two megabytes in each object.
+const PAGE: u32 = 50;
 
-/// Maximum size of a pod's spec as text. A larger one is kept without `other`, which takes up to fifty times the size in memory.
-const POD_SPEC_MAX: usize = 64 * 1024;
+/// Maximum memory of the labels of a user's object, of its annotations, and of its owner references. Of larger ones only those are kept that
+/// the controller reads: a user can store a megabyte in each object, which takes up to forty times the size in memory.
+const METADATA_MAX: usize = 16 * 1024;
+/// Memory of a label, an annotation or an owner reference besides its text.
+const METADATA_ENTRY: usize = 128;
+/// Maximum number of finalizers of a user's object that are kept.
+const FINALIZERS_MAX: usize = 32;
+
+/// Maximum number of characters of a text in a claim's `parametersRef`. The API server accepts any number, but no object has a longer name.
+const REFERENCE_MAX: usize = 256;
+
+/// Maximum estimated memory of a pod's spec. If it takes more, `other` is dropped.
+const POD_SPEC_MAX: usize = 256 * 1024;
+/// Memory of an object within `other`, and of any other value, besides its text.
+const OBJECT: usize = 600;
+const VALUE: usize = 64;
 
 /// The events of one kind's watch.
 struct WatchEvents<K> {
@@ -126,30 +139,14 @@ impl StandbyCache {
             Event::Classes(all) => {
                 self.classes = Some(all.into_iter().map(|class| (class_key(&class), class)).collect());
             }
-            Event::Class(class) => {
-                if let Some(classes) = &mut self.classes {
-                    classes.insert(class_key(&class), class);
-                }
-            }
-            Event::ClassGone(name) => {
-                if let Some(classes) = &mut self.classes {
-                    classes.remove(&name);
-                }
-            }
+            Event::Class(class) => set(&mut self.classes, class_key(&class), Some(class)),
+            Event::ClassGone(name) => set(&mut self.classes, name, None),
             Event::Contexts(all) => {
                 let all = all.into_iter();
                 self.contexts = Some(all.map(|context| (context_key(&context), context)).collect());
             }
-            Event::Context(context) => {
-                if let Some(contexts) = &mut self.contexts {
-                    contexts.insert(context_key(&context), context);
-                }
-            }
-            Event::ContextGone { key, .. } => {
-                if let Some(contexts) = &mut self.contexts {
-                    contexts.remove(&key);
-                }
-            }
+            Event::Context(context) => set(&mut self.contexts, context_key(&context), Some(context)),
+            Event::ContextGone { key, .. } => set(&mut self.contexts, key, None),
             // A standby watches no other kinds.
             _ => {}
         }
@@ -166,12 +163,23 @@ impl StandbyCache {
     }
 }
 
+/// Replaces an object, or removes it if `None`, once the first list is complete.
+fn set<K: Ord, V>(known: &mut Option<BTreeMap<K, V>>, key: K, object: Option<V>) {
+    let Some(known) = known else {
+        return;
+    };
+    match object {
+        Some(object) => drop(known.insert(key, object)),
+        None => drop(known.remove(&key)),
+    }
+}
+
 fn events<K>(api: Api<Kept<K>>, kind: &'static WatchEvents<K>) -> BoxStream<'static, Event>
 where
     K: Watched + Debug + Send + Sync + 'static,
 {
     let mut listed = None;
-    watcher(api, watcher::Config::default())
+    watcher(api, watcher::Config::default().page_size(PAGE))
         .default_backoff()
         .filter_map(move |result| {
             let event = match result {
@@ -342,13 +350,29 @@ struct PodSpecWithoutOther {
     resource_claims: Vec<PodResourceClaim>,
 }
 
+/// Estimates the memory of a JSON text that is decoded to a [`serde_json::Value`].
+fn decoded_size(text: &str) -> usize {
+    let (mut size, mut in_string, mut escaped) = (text.len(), false, false);
+    for byte in text.bytes() {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' => escaped = true,
+            b'"' => in_string = !in_string,
+            b'{' if !in_string => size += OBJECT,
+            b',' if !in_string => size += VALUE,
+            _ => {}
+        }
+    }
+    size
+}
+
 /// A pod's spec, without `other` if it exceeds [`POD_SPEC_MAX`].
 pub(super) struct BoundedPodSpec(PodSpec);
 
 impl<'de> Deserialize<'de> for BoundedPodSpec {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let raw = Box::<RawValue>::deserialize(deserializer)?;
-        let spec = if raw.get().len() <= POD_SPEC_MAX {
+        let spec = if decoded_size(raw.get()) <= POD_SPEC_MAX {
             serde_json::from_str(raw.get())
         } else {
             serde_json::from_str::<PodSpecWithoutOther>(raw.get()).map(|parts| PodSpec {
@@ -394,11 +418,28 @@ fn trim_metadata(metadata: &mut ObjectMeta) {
     }
 }
 
-/// Drops labels and annotations that exceed [`LABELS_MAX`].
+/// Drops the metadata that exceeds [`METADATA_MAX`] or [`FINALIZERS_MAX`], except what is read.
 fn bound_metadata(metadata: &mut ObjectMeta) {
+    let large_finalizers = metadata.finalizers.as_ref().map_or(0, Vec::len) > FINALIZERS_MAX;
+    if large_finalizers && let Some(finalizers) = &mut metadata.finalizers {
+        // Those of drivers come first. Some others are kept, because a claim with another finalizer stays when ours is removed.
+        finalizers.sort_by_key(|finalizer| !finalizer.ends_with(FINALIZER_SUFFIX));
+        finalizers.truncate(FINALIZERS_MAX);
+        finalizers.shrink_to_fit();
+    }
+    let size = |owner: &OwnerReference| {
+        METADATA_ENTRY + owner.api_version.len() + owner.kind.len() + owner.name.len() + owner.uid.len()
+    };
+    let owners = metadata.owner_references.iter().flatten();
+    let large_owners = owners.map(size).sum::<usize>() > METADATA_MAX;
+    if large_owners && let Some(owners) = &mut metadata.owner_references {
+        owners.retain(|owner| owner.controller == Some(true) && size(owner) <= METADATA_MAX);
+        owners.shrink_to_fit();
+    }
     let is_large = |map: &Option<BTreeMap<String, String>>| {
         let entries = map.iter().flatten();
-        entries.map(|(key, value)| key.len() + value.len()).sum::<usize>() > LABELS_MAX
+        let sizes = entries.map(|(key, value)| METADATA_ENTRY + key.len() + value.len());
+        sizes.sum::<usize>() > METADATA_MAX
     };
     let (large_labels, large_annotations) = (is_large(&metadata.labels), is_large(&metadata.annotations));
     if large_labels {
@@ -408,13 +449,23 @@ fn bound_metadata(metadata: &mut ObjectMeta) {
         }
     }
     if large_annotations && let Some(annotations) = &mut metadata.annotations {
-        annotations.retain(|key, value| key == POD_CLAIM_NAME_ANNOTATION && value.len() <= LABELS_MAX);
+        annotations.retain(|key, value| key == POD_CLAIM_NAME_ANNOTATION && value.len() <= METADATA_MAX);
     }
-    if large_labels || large_annotations {
+    if large_finalizers || large_owners || large_labels || large_annotations {
         tracing::debug!(
             name = metadata.name.as_deref().unwrap_or_default(),
-            "an object has more than {LABELS_MAX} bytes of labels or annotations; they are ignored"
+            "an object has more metadata than the controller keeps; the rest is ignored"
         );
+    }
+}
+
+/// Cuts texts that are longer than the name of any object. The rest is still too long for a name.
+fn bound_reference(reference: &mut ResourceClaimParametersReference) {
+    let texts = [&mut reference.kind, &mut reference.name];
+    for text in texts.into_iter().chain(&mut reference.api_group) {
+        if text.len() > REFERENCE_MAX {
+            *text = text.chars().take(REFERENCE_MAX).collect();
+        }
     }
 }
 
@@ -476,6 +527,9 @@ impl Prune for ResourceClaim {
     fn trim(&mut self) {
         trim_metadata(&mut self.metadata);
         bound_metadata(&mut self.metadata);
+        if let Some(reference) = &mut self.spec.parameters_ref {
+            bound_reference(reference);
+        }
         // A driver is called for claims without an allocation, and may read any of their labels and annotations.
         if let Some(allocation) = &self.status.allocation {
             // Keep the label if the allocation names no node: the label is then the only record of the node.
@@ -515,7 +569,7 @@ impl Prune for Pod {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::*;
     use crate::core::claims::is_made_for;
@@ -689,18 +743,75 @@ mod tests {
         };
         let (labels, annotations) = kept("x");
         assert_eq!((labels.len(), annotations.len()), (3, 2));
-        let (labels, annotations) = kept(&"x".repeat(LABELS_MAX));
+        let (labels, annotations) = kept(&"x".repeat(METADATA_MAX));
         assert!(labels.keys().eq(["d.dev/node"]));
         assert!(annotations.keys().eq([POD_CLAIM_NAME_ANNOTATION]));
     }
 
     #[test]
+    fn many_small_labels_are_large() {
+        let labels: BTreeMap<String, String> = (0..200).map(|n| (n.to_string(), String::new())).collect();
+        let claim =
+            json!({ "metadata": { "name": "c", "labels": labels }, "spec": { "resourceClassName": "test" } });
+        let claim = serde_json::from_str::<Kept<ResourceClaim>>(&claim.to_string()).unwrap();
+        assert_eq!(claim.0.metadata.labels, Some(BTreeMap::new()));
+    }
+
+    #[test]
+    fn finalizers_and_owners_are_kept_only_as_far_as_they_are_read() {
+        let kept = |number: usize, uid: &str| {
+            let owner = |uid: &str, controller: bool| json!({ "apiVersion": "v1", "kind": "Pod", "name": "p", "uid": uid, "controller": controller });
+            let mut owners = vec![owner("other", false); number];
+            owners.push(owner(uid, true));
+            let mut finalizers = vec!["example.com/other"; number];
+            finalizers.push("d.dev/deletion-protection");
+            let claim = json!({
+                "metadata": { "name": "c", "finalizers": finalizers, "ownerReferences": owners },
+                "spec": { "resourceClassName": "test" },
+            });
+            let claim = serde_json::from_str::<Kept<ResourceClaim>>(&claim.to_string()).unwrap();
+            let metadata = claim.0.metadata.clone();
+            (metadata.finalizers.unwrap(), metadata.owner_references.unwrap())
+        };
+        let (finalizers, owners) = kept(2, "1");
+        assert_eq!((finalizers.len(), owners.len()), (3, 3));
+        let (finalizers, owners) = kept(1000, "1");
+        assert_eq!(finalizers.len(), FINALIZERS_MAX);
+        assert_eq!(
+            finalizers[..2],
+            ["d.dev/deletion-protection", "example.com/other"]
+        );
+        assert!(
+            matches!(owners.as_slice(), [owner] if owner.uid == "1"),
+            "{owners:?}"
+        );
+        let (_, owners) = kept(1, &"1".repeat(METADATA_MAX));
+        assert_eq!(owners, []);
+    }
+
+    #[test]
+    fn long_texts_of_a_parameters_reference_are_cut() {
+        let kept = |name: &str| {
+            let reference = json!({ "apiGroup": name, "kind": name, "name": name });
+            let claim = json!({
+                "metadata": { "name": "c" },
+                "spec": { "resourceClassName": "test", "parametersRef": reference },
+            });
+            let claim = serde_json::from_str::<Kept<ResourceClaim>>(&claim.to_string()).unwrap();
+            let reference = claim.0.spec.parameters_ref.clone().unwrap();
+            [reference.api_group.unwrap(), reference.kind, reference.name]
+        };
+        assert_eq!(kept("name"), ["name"; 3]);
+        assert_eq!(kept(&"ü".repeat(100_000)), [&*"ü".repeat(REFERENCE_MAX); 3]);
+    }
+
+    #[test]
     fn of_a_large_pod_only_the_fields_that_are_read_are_kept() {
-        let kept = |container: &str| {
+        let kept = |containers: Value| {
             let pod = json!({
                 "metadata": { "name": "p" },
                 "spec": {
-                    "nodeName": "n", "priority": 3, "containers": [{ "name": container }],
+                    "nodeName": "n", "priority": 3, "containers": containers,
                     "resourceClaims": [{ "name": "device", "source": { "resourceClaimName": "c" } }],
                 },
                 "status": { "phase": "Pending" },
@@ -708,10 +819,18 @@ mod tests {
             let pod = serde_json::from_str::<Kept<Pod>>(&pod.to_string()).unwrap();
             (*pod.0).clone()
         };
-        let (mut small, large) = (kept("main"), kept(&"x".repeat(POD_SPEC_MAX)));
+        let mut small = kept(json!([{ "name": "main" }]));
         assert!(small.spec.other.contains_key("containers"));
         small.spec.other.clear();
-        assert_eq!(large, small);
-        assert_eq!(large.spec.resource_claims.len(), 1);
+        assert_eq!(small.spec.resource_claims.len(), 1);
+        let script = kept(json!([{ "args": ["{,\"".repeat(1000)] }]));
+        assert!(script.spec.other.contains_key("containers"));
+        for large in [
+            json!([{ "name": "x".repeat(POD_SPEC_MAX) }]),
+            json!([{ "env": vec![json!({ "name": "A" }); 1000] }]),
+            json!([{ "args": vec![""; 5000] }]),
+        ] {
+            assert_eq!(kept(large), small);
+        }
     }
 }

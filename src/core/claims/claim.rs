@@ -30,6 +30,14 @@ const LATE_WRITE: Duration = Duration::from_secs(3);
 /// counted from receipt; a request can be delayed before that. One minute, the server's own limit, is on the safe side.
 pub(crate) const LATE_ALLOCATION: Duration = Duration::from_secs(60);
 
+/// Maximum number of claims of a pod. Pods have a few. The work for a pod grows with the square of their number, and the answer to the
+/// scheduler has up to 128 nodes for each.
+pub(super) const CLAIMS_MAX: usize = 128;
+
+/// Maximum number of claims of one owner among which a pod's claims are found. A pod owns at most one for each of its entries, and former
+/// ones that are being deleted; but a user can name any owner in a claim.
+const OWNED_MAX: usize = 512;
+
 /// The operation in progress for a claim; at most one at a time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) enum ClaimPhase {
@@ -819,8 +827,14 @@ impl Index {
         self.by_owner.keys()
     }
 
-    fn owned_by(&self, uid: &str) -> &[ObjectKey] {
-        self.by_owner.get(uid).map_or(&[], Vec::as_slice)
+    /// The first claims of a pod, at most [`OWNED_MAX`]. Claims of other namespaces that name its uid are not its own.
+    fn owned_by(&self, namespace: &str, uid: &str) -> impl Iterator<Item = &ObjectKey> {
+        let owned = self.by_owner.get(uid).map(Vec::as_slice).unwrap_or_default();
+        let first = owned.partition_point(|key| key.namespace.as_str() < namespace);
+        let of_namespace = owned.iter().skip(first);
+        of_namespace
+            .take_while(move |key| key.namespace == namespace)
+            .take(OWNED_MAX)
     }
 
     /// Returns whether the candidate is new.
@@ -856,8 +870,7 @@ impl Index {
     pub(super) fn may_need_candidate(&self, namespace: &str, pod_uid: &str) -> bool {
         let first = ObjectKey::new(namespace, "");
         let open = self.open_candidates.range(first..).next();
-        self.owned_by(pod_uid)
-            .iter()
+        self.owned_by(namespace, pod_uid)
             .any(|claim| self.candidates.contains(claim))
             || open.is_some_and(|claim| claim.namespace == namespace)
     }
@@ -934,7 +947,7 @@ impl Cache {
         claim.map(|claim| &mut **claim)
     }
 
-    /// Resolves the claims of a pod, by entry.
+    /// Resolves the first [`CLAIMS_MAX`] claims of a pod, by entry.
     pub(super) fn resolve_claims(&self, namespace: &str, pod: &Pod) -> Vec<(String, Resolved)> {
         let uid = pod.metadata.uid.as_deref().unwrap_or_default();
         let by_name = |name: &str| {
@@ -949,11 +962,12 @@ impl Cache {
             owner.is_some_and(|owner| owner.uid == uid)
         };
         let resolved = |entry: &PodResourceClaim| {
-            let annotated = || self.annotated(uid, &entry.name);
+            let annotated = || self.annotated(namespace, uid, &entry.name);
             let resolved = resolve(pod, entry, by_name, is_own, annotated);
             (entry.name.clone(), resolved)
         };
-        pod.spec.resource_claims.iter().map(resolved).collect()
+        let entries = pod.spec.resource_claims.iter().take(CLAIMS_MAX);
+        entries.map(resolved).collect()
     }
 
     /// Whether another driver lists the selected node as unsuitable for a claim that it has yet to allocate. An allocation on this node
@@ -987,8 +1001,8 @@ impl Cache {
     }
 
     /// The pod's claim whose annotation names the entry. A claim that is not being deleted takes precedence.
-    fn annotated(&self, uid: &str, entry: &str) -> Option<ObjectKey> {
-        let made_for = self.index.owned_by(uid).iter();
+    fn annotated(&self, namespace: &str, uid: &str, entry: &str) -> Option<ObjectKey> {
+        let made_for = self.index.owned_by(namespace, uid);
         let candidates = made_for.filter_map(|key| {
             let claim = self.claims.get(key)?;
             is_made_for(&claim.object, entry).then_some((claim.is_deleting(), key))
@@ -1070,4 +1084,24 @@ pub(super) fn is_generated(claim: &ResourceClaim) -> bool {
         || name
             .strip_prefix(&pod.name)
             .is_some_and(|rest| rest.starts_with('-'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_number_of_owned_claims_costs_a_pod_little() {
+        let mut index = Index::default();
+        for number in 0..2 * OWNED_MAX {
+            for namespace in ["m", "n", "o"] {
+                let key = ObjectKey::new(namespace, format!("{number:04}"));
+                index.add_owner("pod".to_owned(), &key);
+            }
+            let owned: Vec<_> = index.owned_by("n", "pod").collect();
+            assert_eq!(owned.len(), (number + 1).min(OWNED_MAX));
+            assert!(owned.iter().all(|key| key.namespace == "n"));
+        }
+        assert_eq!(index.owned_by("p", "pod").count(), 0);
+    }
 }

@@ -21,7 +21,7 @@ use crate::api::resource::{
 use crate::core::names::is_dns_subdomain;
 use crate::driver::UnsuitableNodes;
 
-use super::claim::{Cache, ClaimPhase, Resolved};
+use super::claim::{CLAIMS_MAX, Cache, ClaimPhase, Resolved};
 use super::event::{
     CallError, CallErrorKind, CallErrorSubject, ClaimToAllocate, EventReport, Moment, ObjectKey, Outcome,
     TransactionId, is_newer,
@@ -40,10 +40,6 @@ const RECHECK_SPREAD: Duration = Duration::from_secs(120);
 const NO_NODE_REPORT_INTERVAL: Duration = Duration::from_secs(300);
 
 const SILENT_DRIVER_REASON: &str = "OtherDriverSilent";
-
-/// Maximum number of claims of a pod. Pods have a few. The work for a pod grows with the square of their number, and the answer to the
-/// scheduler has up to 128 nodes for each.
-const CLAIMS_MAX: usize = 128;
 
 /// The pod of a context. It is read once, and again before its claims are allocated a second time.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -161,6 +157,8 @@ pub(super) enum ContextAction {
     ReadPod,
     /// The pod names this claim.
     UseClaim(ObjectKey),
+    /// The pod no longer names this claim.
+    LeaveClaim(ObjectKey),
     /// Let the driver evaluate nodes.
     Evaluate {
         pod: Arc<Pod>,
@@ -727,7 +725,8 @@ impl Context {
         (!rest).then_some(PendingClaims { own, all })
     }
 
-    /// Records the claims that the pod names, whether or not they exist.
+    /// Records the claims that the pod names now, whether or not they exist, and forgets former ones: from 1.28 on, a claim that is made again
+    /// from its template has another name. Its owner wakes the context.
     fn note_claims(
         &mut self,
         key: &ObjectKey,
@@ -743,11 +742,11 @@ impl Context {
         let named = entries
             .filter_map(|entry| entry.source.resource_claim_name.as_deref())
             .map(|name| ObjectKey::new(key.namespace.clone(), name));
-        for claim in found.chain(named) {
-            if self.named.insert(claim.clone()) {
-                actions.push(ContextAction::UseClaim(claim));
-            }
-        }
+        let named: BTreeSet<ObjectKey> = found.chain(named).collect();
+        let (new, former) = (named.difference(&self.named), self.named.difference(&named));
+        actions.extend(new.cloned().map(ContextAction::UseClaim));
+        actions.extend(former.cloned().map(ContextAction::LeaveClaim));
+        self.named = named;
     }
 
     /// Tracks the answers that other drivers owe the scheduler, and reports each silent driver once: the pod waits for them, and no other
@@ -1186,9 +1185,7 @@ fn listed(object: &PodSchedulingContext, reasons: &BTreeMap<String, String>) -> 
 
 /// Whether one of the first claims of a pod with too many is ours.
 fn has_own_claim(cache: &Cache, namespace: &str, pod: &Pod) -> bool {
-    let mut first = pod.clone();
-    first.spec.resource_claims.truncate(CLAIMS_MAX);
-    let resolved = cache.resolve_claims(namespace, &first).into_iter();
+    let resolved = cache.resolve_claims(namespace, pod).into_iter();
     resolved
         .filter_map(|(_, resolved)| match resolved {
             Resolved::Claim(key) => cache.claims.get(&key),

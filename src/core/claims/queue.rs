@@ -1,5 +1,6 @@
 //! Decides which object is processed next: work queue, timers, wake-ups of waiting pods, and backoff. It knows keys, and no objects.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -305,36 +306,21 @@ fn in_turn(
     waiting: impl Iterator<Item = (ObjectKey, WaitingPod)>,
     last_turns: &BTreeMap<String, u64>,
 ) -> Vec<ObjectKey> {
-    let mut sorted: Vec<(ObjectKey, WaitingPod)> = waiting.collect();
-    sorted.sort_by(|(left_key, left), (right_key, right)| {
-        right
-            .priority
-            .cmp(&left.priority)
-            .then(left.since.cmp(&right.since))
-            .then(left_key.cmp(right_key))
-    });
+    let sorted: BTreeSet<(Reverse<i32>, Moment, ObjectKey)> = waiting
+        .map(|(key, waiting)| (Reverse(waiting.priority), waiting.since, key))
+        .collect();
     // Within one priority, the n-th context of a namespace follows the (n-1)-th of every other.
-    let mut turns: BTreeMap<(i32, String), usize> = BTreeMap::new();
-    let mut ranked: Vec<(i32, usize, u64, Moment, ObjectKey)> = sorted
+    let mut turns: BTreeMap<(Reverse<i32>, String), usize> = BTreeMap::new();
+    let mut ranked: Vec<(Reverse<i32>, usize, u64, Moment, ObjectKey)> = sorted
         .into_iter()
-        .map(|(key, waiting)| {
-            let turn = turns
-                .entry((waiting.priority, key.namespace.clone()))
-                .or_default();
+        .map(|(priority, since, key)| {
+            let turn = turns.entry((priority, key.namespace.clone())).or_default();
             *turn += 1;
             let last_turn = last_turns.get(&key.namespace).copied().unwrap_or_default();
-            (waiting.priority, *turn, last_turn, waiting.since, key)
+            (priority, *turn, last_turn, since, key)
         })
         .collect();
-    ranked.sort_by(|left, right| {
-        right
-            .0
-            .cmp(&left.0)
-            .then(left.1.cmp(&right.1))
-            .then(left.2.cmp(&right.2))
-            .then(left.3.cmp(&right.3))
-            .then(left.4.cmp(&right.4))
-    });
+    ranked.sort();
     ranked.into_iter().map(|(.., key)| key).collect()
 }
 

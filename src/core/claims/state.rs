@@ -9,7 +9,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use crate::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass, pod_owner_of};
 use crate::driver::{CapacityChange, Finding, Observation};
 
-use super::claim::{Cache, Claim, ClaimAction, ClaimInput, ClaimPhase, is_generated};
+use super::claim::{CLAIMS_MAX, Cache, Claim, ClaimAction, ClaimInput, ClaimPhase, is_generated};
 use super::context::{Context, ContextAction};
 use super::event::{
     Answer, CallId, ClaimToAllocate, Command, DriverRequest, Event, EventReport, Moment, ObjectKey, Outcome,
@@ -31,20 +31,17 @@ const REPORT_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 const OWNER_POD_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The start barrier: decisions begin when everything is listed and the driver is ready.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 enum Barrier {
-    Listing {
-        classes: bool,
-        claims: bool,
-        contexts: bool,
-    },
+    /// These lists are not complete yet.
+    Listing(BTreeSet<Listed>),
     /// The driver has observed all claims.
     AwaitingDriver,
     Passed,
 }
 
 /// A list that the start barrier waits for.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Listed {
     Classes,
     Claims,
@@ -113,11 +110,11 @@ impl ControllerState {
     /// Creates an empty state. It makes no decision until everything is listed and the driver is ready.
     pub fn new(settings: Settings) -> Self {
         Self {
-            barrier: Barrier::Listing {
-                classes: false,
-                claims: false,
-                contexts: false,
-            },
+            barrier: Barrier::Listing(BTreeSet::from([
+                Listed::Classes,
+                Listed::Claims,
+                Listed::Contexts,
+            ])),
             cache: Cache::new(settings),
             contexts: BTreeMap::new(),
             early_pods: BTreeMap::new(),
@@ -306,20 +303,11 @@ impl ControllerState {
     // === the start barrier ===
 
     fn listed(&mut self, list: Listed) {
-        let Barrier::Listing {
-            classes,
-            claims,
-            contexts,
-        } = &mut self.barrier
-        else {
+        let Barrier::Listing(incomplete) = &mut self.barrier else {
             return;
         };
-        match list {
-            Listed::Classes => *classes = true,
-            Listed::Claims => *claims = true,
-            Listed::Contexts => *contexts = true,
-        }
-        if !(*classes && *claims && *contexts) {
+        incomplete.remove(&list);
+        if !incomplete.is_empty() {
             return;
         }
         self.barrier = Barrier::AwaitingDriver;
@@ -331,7 +319,7 @@ impl ControllerState {
 
     /// Whether the driver has observed all claims, so that each change is observed on its own.
     fn is_listed(&self) -> bool {
-        !matches!(self.barrier, Barrier::Listing { .. })
+        !matches!(self.barrier, Barrier::Listing(_))
     }
 
     fn driver_ready(&mut self) {
@@ -372,19 +360,15 @@ impl ControllerState {
             return;
         }
         let same_driver = known.is_some_and(|known| known.driver_name == class.driver_name);
-        let ours = &self.cache.settings.driver_name;
-        if !same_driver && class.driver_name != *ours && class.driver_name.eq_ignore_ascii_case(ours) {
-            let message = format!(
-                "driverName \"{}\" is in upper case, with which the API server refuses the finalizer of a claim: write \"{ours}\"",
-                class.driver_name
-            );
-            let regarding = Regarding::Class {
-                name: name.clone(),
-                uid: class.metadata.uid.clone().unwrap_or_default(),
-            };
-            self.report(regarding, "DriverNameNotLowerCase", message);
-        }
+        let driver = class.driver_name.clone();
         self.cache.classes.insert(name.clone(), class);
+        let ours = &self.cache.settings.driver_name;
+        if !same_driver && driver != *ours && driver.eq_ignore_ascii_case(ours) {
+            let message = format!(
+                "driverName \"{driver}\" is in upper case, with which the API server refuses the finalizer of a claim: write \"{ours}\""
+            );
+            self.report_class(name.clone(), "DriverNameNotLowerCase", message);
+        }
         self.class_changed(&name);
     }
 
@@ -820,6 +804,7 @@ impl ControllerState {
                     self.send(pending_call(), |id| Command::ReadPod { id, key });
                 }
                 ContextAction::UseClaim(claim) => self.cache.index.add_user(claim, key),
+                ContextAction::LeaveClaim(claim) => self.cache.index.remove_user(&claim, key),
                 ContextAction::Evaluate { pod, claims, nodes } => {
                     self.evaluate(key.clone(), uid.clone(), pod, claims, nodes);
                 }
@@ -943,10 +928,13 @@ impl ControllerState {
             return;
         };
         match answer {
-            Answer::PodRead(Ok(Some(pod))) if pod.metadata.uid.as_deref() == Some(uid) => {
+            Answer::PodRead(Ok(Some(pod)))
+                if pod.metadata.uid.as_deref() == Some(uid)
+                    && pod.spec.resource_claims.len() <= CLAIMS_MAX =>
+            {
                 *early = EarlyPod::Read(pod);
             }
-            // After any error the context reads the pod itself.
+            // After any error, and for a pod that is too large to be kept, the context reads the pod itself.
             _ => {
                 self.early_pods.remove(uid);
             }
@@ -1210,7 +1198,7 @@ fn missing<'a>(
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::*;
     use crate::api::resource::AllocationResult;
@@ -1257,31 +1245,38 @@ mod tests {
         assert_eq!(owners("5", None), Vec::<String>::new());
     }
 
+    /// A started [`ControllerState`] that has read the owner pod of a new claim.
+    fn with_early_pod(spec: &Value) -> ControllerState {
+        let start = Moment::default();
+        let class = json!({ "metadata": { "name": "class" }, "driverName": "d.example" });
+        let class = Arc::new(serde_json::from_value(class).unwrap());
+        let mut state = ControllerState::new(Settings::new("d.example"));
+        for event in [
+            Event::Classes(vec![class]),
+            Event::Claims(Vec::new()),
+            Event::Contexts(Vec::new()),
+            Event::DriverReady,
+            Event::Claim(claim("1", Some(("v1", "Pod", "pod")))),
+        ] {
+            state.apply(event, start);
+        }
+        let mut commands = state.decide(start).into_iter();
+        let read = commands.find_map(|command| match command {
+            Command::ReadPod { id, .. } => Some(id),
+            _ => None,
+        });
+        let pod = json!({ "metadata": { "namespace": "n", "name": "p", "uid": "pod" }, "spec": spec });
+        let pod = Arc::new(serde_json::from_value(pod).unwrap());
+        let (id, answer) = (read.unwrap(), Answer::PodRead(Ok(Some(pod))));
+        state.apply(Event::Answer { id, answer }, start);
+        state
+    }
+
     #[test]
     fn a_pod_read_early_is_kept_for_ten_seconds() {
         for is_allocated in [false, true] {
             let start = Moment::default();
-            let class = json!({ "metadata": { "name": "class" }, "driverName": "d.example" });
-            let class = Arc::new(serde_json::from_value(class).unwrap());
-            let mut state = ControllerState::new(Settings::new("d.example"));
-            for event in [
-                Event::Classes(vec![class]),
-                Event::Claims(Vec::new()),
-                Event::Contexts(Vec::new()),
-                Event::DriverReady,
-                Event::Claim(claim("1", Some(("v1", "Pod", "pod")))),
-            ] {
-                state.apply(event, start);
-            }
-            let mut commands = state.decide(start).into_iter();
-            let read = commands.find_map(|command| match command {
-                Command::ReadPod { id, .. } => Some(id),
-                _ => None,
-            });
-            let pod = json!({ "metadata": { "namespace": "n", "name": "p", "uid": "pod" } });
-            let pod = Arc::new(serde_json::from_value(pod).unwrap());
-            let (id, answer) = (read.unwrap(), Answer::PodRead(Ok(Some(pod))));
-            state.apply(Event::Answer { id, answer }, start);
+            let mut state = with_early_pod(&json!({}));
             if is_allocated {
                 let mut allocated = (*claim("2", Some(("v1", "Pod", "pod")))).clone();
                 allocated.status.allocation = Some(AllocationResult::new("other.example", "{}"));
@@ -1292,5 +1287,43 @@ mod tests {
             state.decide(start.after(OWNER_POD_TIMEOUT));
             assert!(state.early_pods.is_empty(), "although the claim stays");
         }
+    }
+
+    #[test]
+    fn a_pod_with_too_many_claims_is_not_kept_early() {
+        for (number, kept) in [(CLAIMS_MAX, 1), (CLAIMS_MAX + 1, 0)] {
+            let state = with_early_pod(&json!({ "resourceClaims": vec![json!({ "name": "c" }); number] }));
+            assert_eq!(state.early_pods.len(), kept, "{number} claims");
+        }
+    }
+
+    #[test]
+    fn a_context_leaves_a_claim_that_its_pod_no_longer_names() {
+        let now = Moment::default();
+        let entry = json!({ "name": "c", "source": { "resourceClaimTemplateName": "t" } });
+        let mut state = with_early_pod(&json!({ "resourceClaims": [entry] }));
+        let owner =
+            json!({ "apiVersion": "v1", "kind": "Pod", "name": "p", "uid": "pod", "controller": true });
+        let context = json!({
+            "metadata": { "namespace": "n", "name": "p", "uid": "context", "resourceVersion": "1", "ownerReferences": [owner] },
+            "spec": { "potentialNodes": ["a"] },
+        });
+        let context = Arc::new(serde_json::from_value(context).unwrap());
+        state.apply(Event::Context(context), now);
+        let key = ObjectKey::new("n", "p-c");
+        let commands = state.decide(now);
+        let [Command::CallDriver { id, .. }] = commands.as_slice() else {
+            panic!("{commands:?}")
+        };
+        assert_eq!(state.cache.index.users(&key).count(), 1);
+        let answer = Answer::Evaluated(Ok(vec![BTreeMap::new()]));
+        state.apply(Event::Answer { id: *id, answer }, now);
+        let gone = Event::ClaimGone {
+            key: key.clone(),
+            uid: "c".to_owned(),
+        };
+        state.apply(gone, now);
+        state.decide(now);
+        assert_eq!(state.cache.index.users(&key).count(), 0);
     }
 }

@@ -619,7 +619,7 @@ impl Transaction {
             Answer::PodRead(_) | Answer::ContextWritten(_) | Answer::Evaluated(_) | Answer::Allocated(_) => {}
         }
         if is_status && item.phase == ItemPhase::Done {
-            if let Some(claim) = known.filter(|claim| !claim.is_gone()) {
+            if let Some(claim) = known {
                 claim.allocation_refused = false;
                 result = ItemResult::Recorded;
             } else {
