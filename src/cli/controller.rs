@@ -48,7 +48,6 @@ struct DriverFlags {
         long,
         value_name = "DURATION",
         env = "DRAYMAN_DRIVER_CALL_TIMEOUT",
-        hide_env_values = true,
         default_value = "30s",
         value_parser = value::time_limit
     )]
@@ -64,7 +63,7 @@ struct DriverFlags {
 )]
 struct LeaderElectionFlags {
     /// Lead only while holding a Lease. Required for more than one controller
-    #[arg(long, env = "DRAYMAN_LEADER_ELECT", hide_env_values = true)]
+    #[arg(long, env = "DRAYMAN_LEADER_ELECT")]
     leader_elect: bool,
 
     /// Time until another replica takes an unrenewed lease: at least the renew deadline plus 5s, the limit for a request of
@@ -73,7 +72,6 @@ struct LeaderElectionFlags {
         long,
         value_name = "DURATION",
         env = "DRAYMAN_LEADER_ELECT_LEASE_DURATION",
-        hide_env_values = true,
         default_value = "15s",
         value_parser = value::time_limit
     )]
@@ -84,7 +82,6 @@ struct LeaderElectionFlags {
         long,
         value_name = "DURATION",
         env = "DRAYMAN_LEADER_ELECT_RENEW_DEADLINE",
-        hide_env_values = true,
         default_value = "10s",
         value_parser = value::time_limit
     )]
@@ -95,7 +92,6 @@ struct LeaderElectionFlags {
         long,
         value_name = "DURATION",
         env = "DRAYMAN_LEADER_ELECT_RETRY_PERIOD",
-        hide_env_values = true,
         default_value = "2s",
         value_parser = value::time_limit
     )]
@@ -106,7 +102,6 @@ struct LeaderElectionFlags {
         long,
         value_name = "NAMESPACE",
         env = "DRAYMAN_LEADER_ELECT_RESOURCE_NAMESPACE",
-        hide_env_values = true,
         default_value = "kube-system",
         value_parser = value::namespace
     )]
@@ -115,12 +110,7 @@ struct LeaderElectionFlags {
     /// Directory with the identities of earlier processes of this controller; a restarted process takes over their lease and
     /// waits only 5s. It must outlive the process (for example an emptyDir), be on a local disk, and be used by one
     /// controller at a time, which a lock ensures. Without it, the lease of an earlier process must expire.
-    #[arg(
-        long,
-        value_name = "DIRECTORY",
-        env = "DRAYMAN_LEADER_ELECT_STATE_DIR",
-        hide_env_values = true
-    )]
+    #[arg(long, value_name = "DIRECTORY", env = "DRAYMAN_LEADER_ELECT_STATE_DIR")]
     leader_elect_state_dir: Option<PathBuf>,
 }
 

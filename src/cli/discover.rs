@@ -32,20 +32,18 @@ pub(super) struct Arguments {
         long,
         value_name = "FILE",
         env = CONFIG_VARIABLE,
-        hide_env_values = true,
         help_heading = "Node"
     )]
     config: Option<PathBuf>,
 
     /// Try a preset instead of a file; may be given several times.
-    #[arg(long = "preset", value_name = "NAME", env = "DRAYMAN_PRESET", hide_env_values = true, value_parser = preset, help_heading = "Node")]
+    #[arg(long = "preset", value_name = "NAME", env = "DRAYMAN_PRESET", value_parser = preset, help_heading = "Node")]
     presets: Vec<String>,
 
     /// Print a configuration for the devices of this machine instead: presets, USB devices, and PCI devices bound to vfio-pci
     #[arg(
         long,
         env = "DRAYMAN_PROPOSE",
-        hide_env_values = true,
         conflicts_with = "presets",
         help_heading = "Node"
     )]
@@ -67,7 +65,6 @@ pub(super) struct HostFlags {
         long,
         value_name = "DIRECTORY",
         env = "DRAYMAN_DEV_ROOT",
-        hide_env_values = true,
         default_value = "/dev",
         value_parser = value::absolute_path
     )]
@@ -78,7 +75,6 @@ pub(super) struct HostFlags {
         long,
         value_name = "DIRECTORY",
         env = "DRAYMAN_SYSFS_ROOT",
-        hide_env_values = true,
         default_value = "/sys",
         value_parser = value::absolute_path
     )]
@@ -89,7 +85,6 @@ pub(super) struct HostFlags {
         long,
         value_name = "FILE",
         env = "DRAYMAN_MOUNTINFO",
-        hide_env_values = true,
         default_value = "/proc/1/mountinfo",
         value_parser = value::absolute_path
     )]

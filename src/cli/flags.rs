@@ -12,7 +12,7 @@ const DRIVER_NAME: &str = "drayman.dev";
 #[command(next_help_heading = "Cluster")]
 pub(super) struct ClusterFlags {
     /// Kubeconfig file. Default: the service account of the pod
-    #[arg(long, value_name = "FILE", env = "DRAYMAN_KUBECONFIG", hide_env_values = true)]
+    #[arg(long, value_name = "FILE", env = "DRAYMAN_KUBECONFIG")]
     pub(super) kubeconfig: Option<PathBuf>,
 
     #[command(flatten)]
@@ -29,7 +29,6 @@ pub(super) struct DriverNameFlag {
         long = "driver-name",
         value_name = "NAME",
         env = "DRAYMAN_DRIVER_NAME",
-        hide_env_values = true,
         default_value = DRIVER_NAME,
         value_parser = value::driver_name
     )]
@@ -46,7 +45,6 @@ pub(super) struct KubeletRootFlag {
         visible_alias = "kubelet-root",
         value_name = "DIRECTORY",
         env = "DRAYMAN_KUBELET_ROOT_DIR",
-        hide_env_values = true,
         default_value = "/var/lib/kubelet",
         value_parser = value::absolute_path
     )]
@@ -62,7 +60,6 @@ pub(super) struct DevicePluginDirFlag {
         long = "device-plugin-dir",
         value_name = "DIRECTORY",
         env = "DRAYMAN_DEVICE_PLUGIN_DIR",
-        hide_env_values = true,
         default_value = "/var/lib/kubelet/device-plugins",
         value_parser = value::absolute_path
     )]
@@ -79,7 +76,6 @@ pub(super) struct CdiRootFlag {
         visible_alias = "cdi-dir",
         value_name = "DIRECTORY",
         env = "DRAYMAN_CDI_ROOT",
-        hide_env_values = true,
         default_value = "/var/run/cdi",
         value_parser = value::absolute_path
     )]
@@ -96,7 +92,6 @@ pub(super) struct RuntimeSocketFlag {
         long = "container-runtime-socket",
         value_name = "PATH",
         env = "DRAYMAN_CONTAINER_RUNTIME_SOCKET",
-        hide_env_values = true,
         value_parser = value::absolute_path
     )]
     pub(super) path: Option<PathBuf>,

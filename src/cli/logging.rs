@@ -32,7 +32,6 @@ pub(super) struct LoggingFlags {
         long,
         value_name = "FORMAT",
         env = "DRAYMAN_LOGGING_FORMAT",
-        hide_env_values = true,
         value_enum,
         default_value_t = Format::Text
     )]
@@ -45,7 +44,6 @@ pub(super) struct LoggingFlags {
         long = "v",
         value_name = "LEVEL",
         env = "DRAYMAN_V",
-        hide_env_values = true,
         default_value_t = 0,
         value_parser = clap::value_parser!(u8).range(0..=9)
     )]
@@ -61,7 +59,7 @@ pub(super) fn start(logging: LoggingFlags) -> Result<(), Error> {
     let registry = tracing_subscriber::registry();
     let started = match logging.logging_format {
         Format::Json => registry
-            .with(json::layer(std::io::stderr).with_filter(levels))
+            .with(json::JsonLayer(std::io::stderr).with_filter(levels))
             .try_init(),
         Format::Text => {
             let text = tracing_subscriber::fmt::layer()

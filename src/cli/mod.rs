@@ -17,10 +17,9 @@ pub mod diagnose;
 mod discover;
 mod error;
 mod flags;
-
 mod logging;
 mod node;
-pub mod objects;
+mod objects;
 mod observe;
 mod output;
 mod runtime;
@@ -33,7 +32,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use clap::error::ContextKind;
-use clap::{CommandFactory as _, Parser, Subcommand};
+use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use clap_complete::CompleteEnv;
 
 use self::error::Error;
@@ -68,7 +67,14 @@ enum Command {
 
 /// Returns the clap definition of all commands and flags, for generated docs such as the reference in `docs/`.
 pub fn command() -> clap::Command {
-    Arguments::command()
+    without_values(Arguments::command())
+}
+
+/// The help shows no values of variables, which may be secret.
+fn without_values(command: clap::Command) -> clap::Command {
+    command
+        .mut_args(|argument| argument.hide_env_values(true))
+        .mut_subcommands(without_values)
 }
 
 /// Returns the JSON schema of each object that a command prints, with the object's kind.
@@ -98,8 +104,8 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         // The shell shows no error.
         Err(_) => return ExitCode::FAILURE,
     }
-    let arguments = tool::as_kubectl_plugin(arguments);
-    let command = match Arguments::try_parse_from(arguments) {
+    let matches = command().try_get_matches_from(tool::as_kubectl_plugin(arguments));
+    let command = match matches.and_then(|matches| Arguments::from_arg_matches(&matches)) {
         Ok(arguments) => arguments.command,
         Err(refusal) => {
             if let Some(new) = renamed(&refusal) {
@@ -165,7 +171,7 @@ mod tests {
 
     #[test]
     fn every_flag_has_a_variable_of_its_name_and_a_section() {
-        let command = Arguments::command();
+        let command = command();
         for path in [&["controller"][..], &["node"], &["node", "discover"]] {
             let name = path.join(" ");
             let subcommand = path.iter().fold(&command, |command, name| {
@@ -191,6 +197,10 @@ mod tests {
                 assert_eq!(variable, expected, "variable of --{flag}");
                 assert!(argument.get_help_heading().is_some(), "section of --{flag}");
                 assert!(argument.get_help().is_some(), "help of --{flag}");
+                assert!(
+                    argument.is_hide_env_values_set(),
+                    "value of {variable} in the help"
+                );
                 flags += 1;
             }
             assert!(flags > 4, "flags of {name}");

@@ -9,6 +9,8 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
+use clap::builder::PossibleValue;
+
 use crate::node::config::NodeConfiguration;
 use crate::node::kubelet::KubeletApiError;
 use crate::node::kubelet::device_plugin::PluginRegistration;
@@ -63,17 +65,11 @@ enum Command {
 #[command(next_help_heading = "Node")]
 struct NodeFlags {
     /// Name of this machine's Node object. In a pod, set NODE_NAME from the field spec.nodeName.
-    #[arg(long, value_name = "NAME", env = "NODE_NAME", hide_env_values = true, required = true, value_parser = value::node_name)]
+    #[arg(long, value_name = "NAME", env = "NODE_NAME", required = true, value_parser = value::node_name)]
     node_name: Option<String>,
 
     /// YAML file with the kinds of devices (docs/operator/devices.md).
-    #[arg(
-        long,
-        value_name = "FILE",
-        env = "DRAYMAN_CONFIG",
-        hide_env_values = true,
-        required = true
-    )]
+    #[arg(long, value_name = "FILE", env = "DRAYMAN_CONFIG", required = true)]
     config: Option<PathBuf>,
 
     /// Time that a prepared claim may be missing from kubelet's list. After that, it is freed if the API server does not have
@@ -82,7 +78,6 @@ struct NodeFlags {
         long,
         value_name = "DURATION",
         env = "DRAYMAN_ORPHAN_GRACE_PERIOD",
-        hide_env_values = true,
         default_value = "2m",
         value_parser = value::time_limit
     )]
@@ -104,10 +99,9 @@ struct Directories {
         long,
         value_name = "HOW",
         env = "DRAYMAN_DEVICE_PLUGIN_REGISTRATION",
-        hide_env_values = true,
         default_value = "kubelet-socket"
     )]
-    device_plugin_registration: Registration,
+    device_plugin_registration: PluginRegistration,
 
     #[command(flatten)]
     cdi: flags::CdiRootFlag,
@@ -116,21 +110,17 @@ struct Directories {
     container_runtime: flags::RuntimeSocketFlag,
 }
 
-/// [`PluginRegistration`] as a flag says it.
-#[derive(Clone, Copy, Debug, clap::ValueEnum)]
-enum Registration {
-    /// Call kubelet.sock
-    KubeletSocket,
-    /// Create a socket for kubelet's plugin watcher
-    PluginWatcher,
-}
+impl clap::ValueEnum for PluginRegistration {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::KubeletSocket, Self::PluginWatcher]
+    }
 
-impl From<Registration> for PluginRegistration {
-    fn from(registration: Registration) -> Self {
-        match registration {
-            Registration::KubeletSocket => Self::KubeletSocket,
-            Registration::PluginWatcher => Self::PluginWatcher,
-        }
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let (name, help) = match self {
+            Self::KubeletSocket => ("kubelet-socket", "Call kubelet.sock"),
+            Self::PluginWatcher => ("plugin-watcher", "Create a socket for kubelet's plugin watcher"),
+        };
+        Some(PossibleValue::new(name).help(help))
     }
 }
 
@@ -204,7 +194,7 @@ pub(super) fn run(arguments: Arguments) -> Result<ExitCode, Error> {
             driver_name: cluster.driver.name,
             kubelet_root: directories.kubelet.root_dir,
             device_plugin_dir: directories.device_plugins.directory,
-            plugin_registration: directories.device_plugin_registration.into(),
+            plugin_registration: directories.device_plugin_registration,
             cdi_dir: directories.cdi.root,
             host: host.paths(),
             orphan_grace: node.orphan_grace_period,

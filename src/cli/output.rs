@@ -38,6 +38,10 @@ pub(super) struct OutputFlags {
     /// Print tables without their header
     #[arg(long)]
     no_headers: bool,
+
+    /// Whether the answer continues an earlier one.
+    #[arg(skip)]
+    continued: bool,
 }
 
 /// Style of a text.
@@ -74,37 +78,44 @@ struct AnswerObject<'a, T> {
 }
 
 impl OutputFlags {
-    /// For more rows of the same table.
-    pub(super) fn without_headers(mut self) -> Self {
-        self.no_headers = true;
+    /// For more rows of the same table, or another YAML document.
+    pub(super) fn continued(mut self) -> Self {
+        self.continued = true;
         self
     }
 
-    /// Prints an answer. Returns no error if the reader has closed the pipe, as `head` does.
-    pub(super) fn print<T: Printable>(self, answer: &T) -> Result<(), Error> {
+    /// Prints an answer. Returns false if the reader has closed the pipe, as `head` does.
+    pub(super) fn print<T: Printable>(self, answer: &T) -> Result<bool, Error> {
+        write(&self.formatted(answer)?)
+    }
+
+    fn formatted<T: Printable>(self, answer: &T) -> Result<String, Error> {
         let style = Style {
             wide: self.form == Form::Wide,
-            no_headers: self.no_headers,
+            no_headers: self.no_headers || self.continued,
         };
         let object = AnswerObject {
             api_version: API_VERSION,
             kind: T::KIND,
             answer,
         };
-        write(&match self.form {
+        Ok(match self.form {
             Form::Table | Form::Wide => answer.text(style),
             Form::Json => serde_json::to_string_pretty(&object).context("the answer as JSON")? + "\n",
-            Form::Yaml => serde_saphyr::to_string(&object).context("the answer as YAML")?,
+            Form::Yaml => {
+                let separator = if self.continued { "---\n" } else { "" };
+                separator.to_owned() + &serde_saphyr::to_string(&object).context("the answer as YAML")?
+            }
             Form::Name => answer.names().iter().map(|name| one_line(name) + "\n").collect(),
         })
     }
 }
 
-/// Writes to stdout. Returns no error if the reader has closed the pipe.
-pub(super) fn write(text: &str) -> Result<(), Error> {
+/// Writes to stdout. Returns false if the reader has closed the pipe.
+pub(super) fn write(text: &str) -> Result<bool, Error> {
     match to_stdout(text) {
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
-        other => Ok(other.context("cannot write to stdout")?),
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(false),
+        written => Ok(written.map(|()| true).context("cannot write to stdout")?),
     }
 }
 
@@ -197,6 +208,32 @@ mod tests {
         assert_eq!(text, "NODE          DEVICE\na-long-name   x\nb\n");
         style.no_headers = true;
         assert_eq!(table(style, ["NODE", "DEVICE"], rows()), "a-long-name   x\nb\n");
+    }
+
+    #[test]
+    fn a_continued_answer_is_another_yaml_document() {
+        #[derive(Serialize, JsonSchema)]
+        struct Nothing {}
+        impl Printable for Nothing {
+            const KIND: &'static str = "Nothing";
+
+            fn text(&self, _: Style) -> String {
+                String::new()
+            }
+
+            fn names(&self) -> Vec<String> {
+                Vec::new()
+            }
+        }
+        let flags = OutputFlags {
+            form: Form::Yaml,
+            no_headers: false,
+            continued: false,
+        };
+        let first = flags.formatted(&Nothing {}).unwrap();
+        let next = flags.continued().formatted(&Nothing {}).unwrap();
+        assert!(!first.contains("---"), "{first}");
+        assert_eq!(next, format!("---\n{first}"));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 
 use anyhow::Context as _;
 use signal_hook::consts::{SIGINT, SIGTERM};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 /// Exit code after an unclean end.
@@ -17,12 +17,12 @@ const UNCLEAN: i32 = 1;
 /// The second signal ends the process in the signal handler with exit code 1, which works even if the runtime hangs.
 pub(super) fn on_signal() -> Result<CancellationToken, anyhow::Error> {
     let token = CancellationToken::new();
-    let mut signals = register().context("cannot receive SIGTERM and SIGINT")?;
+    let (mut terminate, mut interrupt) = register().context("cannot receive SIGTERM and SIGINT")?;
     let cancelled = token.clone();
     tokio::spawn(async move {
         let name = tokio::select! {
-            _ = signals.terminate.recv() => "SIGTERM",
-            _ = signals.interrupt.recv() => "SIGINT",
+            _ = terminate.recv() => "SIGTERM",
+            _ = interrupt.recv() => "SIGINT",
         };
         tracing::info!(
             signal = name,
@@ -33,20 +33,12 @@ pub(super) fn on_signal() -> Result<CancellationToken, anyhow::Error> {
     Ok(token)
 }
 
-struct Signals {
-    terminate: tokio::signal::unix::Signal,
-    interrupt: tokio::signal::unix::Signal,
-}
-
-fn register() -> io::Result<Signals> {
+fn register() -> io::Result<(Signal, Signal)> {
     let asked_before = Arc::new(AtomicBool::new(false));
     for signal in [SIGTERM, SIGINT] {
         // Order matters: the first handler checks the flag before the second sets it.
         signal_hook::flag::register_conditional_shutdown(signal, UNCLEAN, Arc::clone(&asked_before))?;
         signal_hook::flag::register(signal, Arc::clone(&asked_before))?;
     }
-    Ok(Signals {
-        terminate: signal(SignalKind::terminate())?,
-        interrupt: signal(SignalKind::interrupt())?,
-    })
+    Ok((signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?))
 }

@@ -19,10 +19,8 @@ const TIME_LIMIT_MIN: Duration = Duration::from_millis(100);
 
 /// Parses a driver name that is valid as finalizer, directory and CDI vendor.
 pub(super) fn driver_name(text: &str) -> Result<String, String> {
-    match DriverName::parse(text) {
-        Ok(name) => Ok(name.to_string()),
-        Err(error) => Err(error.to_string()),
-    }
+    let name = DriverName::parse(text).map_err(|error| error.to_string())?;
+    Ok(name.to_string())
 }
 
 /// Parses a node name: a lower-case DNS subdomain of at most 253 characters.

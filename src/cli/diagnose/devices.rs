@@ -1,7 +1,6 @@
 //! Lists every device of a driver with its state and holders, from inventories and claims.
 
-use std::collections::BTreeMap;
-use std::fmt;
+use std::collections::{BTreeMap, BTreeSet};
 
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -66,12 +65,6 @@ impl DeviceState {
     }
 }
 
-impl fmt::Display for DeviceState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
-
 impl DeviceRow {
     /// Returns the row of a device that claims hold and nothing lists.
     pub(super) fn gone(
@@ -99,6 +92,11 @@ impl DeviceRow {
     /// Returns `node/device`.
     pub fn name(&self) -> String {
         format!("{}/{}", self.node, self.device)
+    }
+
+    /// Identifies the device while its state changes. The node's uid is no part of it: it is unknown for a device that no ResourceSlice lists.
+    pub(crate) fn identity(&self) -> (&str, &str) {
+        (&self.node, &self.device)
     }
 
     /// Returns whether a container may hold the device without a claim; only its node knows.
@@ -174,12 +172,22 @@ impl DeviceTable {
     /// Returns the rows that differ from `earlier`; devices that are no longer listed are [`DeviceState::Gone`].
     #[must_use]
     pub fn changed_since(&self, earlier: &Self) -> Self {
-        let is_same = |a: &DeviceRow, b: &DeviceRow| (&a.node_uid, a.name()) == (&b.node_uid, b.name());
-        let new = self.devices.iter().filter(|row| !earlier.devices.contains(row));
+        // Pools of other programs may have devices of one name, as may a node and an earlier one.
+        let mut before: BTreeMap<_, Vec<&DeviceRow>> = BTreeMap::new();
+        for row in &earlier.devices {
+            before.entry(row.identity()).or_default().push(row);
+        }
+        let is_known = |row: &DeviceRow| {
+            before
+                .get(&row.identity())
+                .is_some_and(|rows| rows.contains(&row))
+        };
+        let now: BTreeSet<_> = self.devices.iter().map(DeviceRow::identity).collect();
+        let new = self.devices.iter().filter(|row| !is_known(row));
         let vanished = earlier
             .devices
             .iter()
-            .filter(|row| !self.devices.iter().any(|other| is_same(row, other)))
+            .filter(|row| !now.contains(&row.identity()))
             .map(|row| DeviceRow {
                 state: DeviceState::Gone,
                 cause: Some("it is no longer listed".to_owned()),

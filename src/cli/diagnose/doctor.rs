@@ -7,6 +7,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use crate::api::resource::ResourceClass;
+use crate::cli::objects::CustomResourceDefinition;
 use crate::core::allocation::parameters::class_reference;
 
 /// Minor versions of Kubernetes 1 that serve classic DRA as drayman uses it (`resource.k8s.io/v1alpha2`).
@@ -87,8 +88,23 @@ impl DoctorFinding {
     }
 }
 
+/// Lists three names and counts the others.
+pub(super) fn some(names: impl IntoIterator<Item = impl AsRef<str>>) -> String {
+    first(names, 3)
+}
+
+/// Lists the first names and counts the others.
+pub(super) fn first(names: impl IntoIterator<Item = impl AsRef<str>>, max: usize) -> String {
+    let mut names: Vec<String> = names.into_iter().map(|name| name.as_ref().to_owned()).collect();
+    names.dedup();
+    match names.get(..max) {
+        Some(shown) if names.len() > max => format!("{} and {} more", shown.join(", "), names.len() - max),
+        _ => names.join(", "),
+    }
+}
+
 /// Checks the API server's version and, if claims are needed, whether it serves classic DRA. The error of
-/// `serves_resource` says why this is unknown.
+/// `serves_resource` says that this is unknown, and why.
 pub fn server(
     major: &str,
     minor: &str,
@@ -129,38 +145,38 @@ pub fn server(
         ),
         Err(error) => DoctorFinding::warning(
             check,
-            format!("it is not known whether resource.k8s.io/v1alpha2 is served: {error}"),
+            error,
             "if you may not read the path /apis, ask for the ClusterRole system:discovery; otherwise see the API server's log",
         ),
     });
     findings
 }
 
-/// Checks our CRDs. `found` maps each CRD to its served versions.
+/// Checks our CRDs.
 pub fn definitions<'a>(
     wanted: impl IntoIterator<Item = &'a str>,
     version: &str,
-    found: &BTreeMap<String, Vec<String>>,
+    found: &[CustomResourceDefinition],
 ) -> Vec<DoctorFinding> {
     let check = "definitions";
     let fix = "drayman crds | kubectl apply --server-side --force-conflicts -f -";
+    let is_served = |definition: &CustomResourceDefinition| {
+        let mut versions = definition.spec.versions.iter();
+        versions.any(|of| of.served && of.name == version)
+    };
     let wrong: Vec<DoctorFinding> = wanted
         .into_iter()
-        .filter_map(|name| match found.get(name) {
-            None => Some(DoctorFinding::problem(
-                check,
-                format!("CustomResourceDefinition {name} is missing"),
-                fix,
-            )),
-            Some(versions) if !versions.iter().any(|served| served == version) => {
-                Some(DoctorFinding::problem(
-                    check,
-                    format!("CustomResourceDefinition {name} does not serve {version}"),
-                    fix,
-                ))
+        .filter_map(|name| {
+            let mut found = found.iter();
+            match found.find(|definition| definition.metadata.name.as_deref() == Some(name)) {
+                None => Some(format!("CustomResourceDefinition {name} is missing")),
+                Some(definition) if !is_served(definition) => Some(format!(
+                    "CustomResourceDefinition {name} does not serve {version}"
+                )),
+                Some(_) => None,
             }
-            Some(_) => None,
         })
+        .map(|problem| DoctorFinding::problem(check, problem, fix))
         .collect();
     if wrong.is_empty() {
         vec![DoctorFinding::fine(
@@ -319,16 +335,16 @@ mod tests {
 
     #[test]
     fn a_definition_that_is_missing_or_of_another_version_is_named() {
-        let found = |versions: &[&str]| {
-            BTreeMap::from([(
-                "a.drayman.dev".to_owned(),
-                versions.iter().map(|&v| v.to_owned()).collect(),
-            )])
+        let found = |version: &str, served: bool| -> CustomResourceDefinition {
+            let versions = serde_json::json!([{ "name": version, "served": served }]);
+            let object = serde_json::json!({ "metadata": { "name": "a.drayman.dev" }, "spec": { "versions": versions } });
+            serde_json::from_value(object).unwrap()
         };
-        let judge = |found| definitions(["a.drayman.dev"], "v1alpha1", &found);
-        assert_eq!(worst(&judge(found(&["v1alpha1"]))), Level::Fine);
-        assert_eq!(worst(&judge(found(&["v2"]))), Level::Problem);
-        assert_eq!(worst(&judge(BTreeMap::new())), Level::Problem);
+        let judge = |found: &[_]| worst(&definitions(["a.drayman.dev"], "v1alpha1", found));
+        assert_eq!(judge(&[found("v1alpha1", true)]), Level::Fine);
+        assert_eq!(judge(&[found("v1alpha1", false)]), Level::Problem);
+        assert_eq!(judge(&[found("v2", true)]), Level::Problem);
+        assert_eq!(judge(&[]), Level::Problem);
     }
 
     #[test]

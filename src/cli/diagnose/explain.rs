@@ -10,6 +10,7 @@ use crate::api::resource::{
     AllocationMode, Pod, PodResourceClaim, PodSchedulingContext, RESERVED_FOR_MAX, ResourceClaim,
     ResourceClass, controller_of,
 };
+use crate::cli::objects::PartialPod;
 use crate::core::claims::{Resolved, is_made_for, resolve};
 
 /// Step of a claim on its way to a running pod.
@@ -54,20 +55,16 @@ pub enum ClaimStep {
 /// Input to the explanation of one claim.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ExplainInput<'a> {
-    /// Our driver's name.
     pub driver: &'a str,
     /// The pod, if the question concerns one.
-    pub pod: Option<&'a Pod>,
+    pub pod: Option<&'a PartialPod>,
     /// The pod's entry in `spec.resourceClaims`.
     pub entry: Option<&'a PodResourceClaim>,
-    /// The claim.
     pub found: Resolved<&'a ResourceClaim>,
-    /// The claim's class, if it exists.
     pub class: Option<&'a ResourceClass>,
     /// Description of the request, or the error in the parameters of the class or claim; absent if the driver was not
     /// asked.
     pub wants: Option<Result<&'a str, &'a str>>,
-    /// The pod's PodSchedulingContext, if it exists.
     pub context: Option<&'a PodSchedulingContext>,
     /// Per node, why it cannot serve the claim together with the pod's other claims; `None` if it can.
     pub nodes: &'a BTreeMap<String, Option<String>>,
@@ -133,6 +130,14 @@ pub struct ClaimExplanation {
     pub devices: Vec<DeviceVerdict>,
 }
 
+/// Returns the claim of an entry, if it has one.
+pub(crate) fn claim_of<C>(found: Resolved<C>) -> Option<C> {
+    match found {
+        Resolved::Claim(claim) => Some(claim),
+        Resolved::NotNeeded | Resolved::Awaited | Resolved::NotOwned(_) => None,
+    }
+}
+
 /// Finds the claim for an entry of `pod` by the controller's rules.
 pub(crate) fn find<'a>(
     pod: &Pod,
@@ -157,10 +162,7 @@ pub(crate) fn find<'a>(
 
 /// Explains one claim.
 pub(crate) fn explain(input: &ExplainInput<'_>) -> ClaimExplanation {
-    let claim = match input.found {
-        Resolved::Claim(claim) => Some(claim),
-        Resolved::NotNeeded | Resolved::Awaited | Resolved::NotOwned(_) => None,
-    };
+    let claim = claim_of(input.found);
     let class = claim.map(|claim| claim.spec.resource_class_name.clone());
     let driver = claim
         .and_then(|claim| claim.status.driver_name.clone())
@@ -196,7 +198,7 @@ pub(crate) fn explain(input: &ExplainInput<'_>) -> ClaimExplanation {
 fn standing(input: &ExplainInput<'_>) -> (ClaimStep, String, String) {
     let claim = match input.found {
         Resolved::NotNeeded => return not_needed(),
-        Resolved::Awaited => return missing(input.entry),
+        Resolved::Awaited => return ended(input.pod, &[]).unwrap_or_else(|| missing(input.entry)),
         Resolved::NotOwned(claim) => return claim_not_owned(&qualified_name(claim)),
         Resolved::Claim(claim) => claim,
     };
@@ -204,6 +206,9 @@ fn standing(input: &ExplainInput<'_>) -> (ClaimStep, String, String) {
         let pods = claim.status.reserved_for.iter();
         let pods: Vec<String> = pods.map(|user| user.name.clone()).collect();
         return deleting(&pods, claim.metadata.finalizers.as_deref().unwrap_or_default());
+    }
+    if let Some(ended) = ended(input.pod, &users(claim)) {
+        return ended;
     }
     if claim.status.allocation.is_some() {
         return allocated(claim, input.pod);
@@ -271,6 +276,28 @@ fn missing(entry: Option<&PodResourceClaim>) -> (ClaimStep, String, String) {
     )
 }
 
+/// Uids of the pods that a claim is reserved for.
+fn users(claim: &ResourceClaim) -> Vec<&str> {
+    let users = claim.status.reserved_for.iter();
+    users.map(|user| user.uid.as_str()).collect()
+}
+
+/// The step of an entry if the pod has ended and is not among the users of the claim, given by uid. Kubernetes deletes a claim of a template
+/// when its pod ends.
+pub(super) fn ended(pod: Option<&PartialPod>, users: &[&str]) -> Option<(ClaimStep, String, String)> {
+    let pod = pod?;
+    let phase = pod.status.as_ref()?.phase.as_deref()?;
+    let uid = pod.metadata.uid.as_deref();
+    let is_user = uid.is_some_and(|uid| users.contains(&uid));
+    (matches!(phase, "Succeeded" | "Failed") && !is_user).then(|| {
+        let because = format!(
+            "the pod has {}, and no longer needs the claim",
+            phase.to_lowercase()
+        );
+        (ClaimStep::NotNeeded, because, String::new())
+    })
+}
+
 /// The step of an entry that needs no claim.
 pub(super) fn not_needed() -> (ClaimStep, String, String) {
     (
@@ -325,7 +352,7 @@ pub(super) fn deleting(pods: &[String], finalizers: &[String]) -> (ClaimStep, St
     )
 }
 
-fn allocated(claim: &ResourceClaim, pod: Option<&Pod>) -> (ClaimStep, String, String) {
+fn allocated(claim: &ResourceClaim, pod: Option<&PartialPod>) -> (ClaimStep, String, String) {
     if claim.status.deallocation_requested {
         return (
             ClaimStep::DeallocationRequested,
@@ -334,32 +361,18 @@ fn allocated(claim: &ResourceClaim, pod: Option<&Pod>) -> (ClaimStep, String, St
         );
     }
     let allocation = claim.status.allocation.as_ref();
-    let users = claim.status.reserved_for.iter();
-    let users: Vec<&str> = users.map(|user| user.uid.as_str()).collect();
     let users_max = match allocation {
         Some(allocation) if !allocation.shareable => 1,
         _ => RESERVED_FOR_MAX,
     };
-    let pod = pod.map(|pod| PodSummary {
-        uid: pod.metadata.uid.as_deref().unwrap_or_default(),
-        node: pod.spec.node_name.as_deref(),
-        phase: pod.status.phase.as_deref(),
-    });
-    reserved(&users, users_max, pod)
-}
-
-/// The fields of a pod that decide the step of an allocated claim.
-pub(super) struct PodSummary<'a> {
-    pub(super) uid: &'a str,
-    pub(super) node: Option<&'a str>,
-    pub(super) phase: Option<&'a str>,
+    reserved(&users(claim), users_max, pod)
 }
 
 /// The step of a claim that is allocated and reserved for users, given by uid. It may have `users_max` of them.
 pub(super) fn reserved(
     users: &[&str],
     users_max: usize,
-    pod: Option<PodSummary<'_>>,
+    pod: Option<&PartialPod>,
 ) -> (ClaimStep, String, String) {
     let nothing = String::new();
     let Some(pod) = pod else {
@@ -376,7 +389,7 @@ pub(super) fn reserved(
             ),
         };
     };
-    if !users.contains(&pod.uid) {
+    if !users.contains(&pod.metadata.uid.as_deref().unwrap_or_default()) {
         let advice = match users.len() {
             number if number < users_max => nothing,
             _ if users_max == 1 => {
@@ -391,12 +404,14 @@ pub(super) fn reserved(
             advice,
         );
     }
-    on_node(pod.node, pod.phase)
+    on_node(pod)
 }
 
 /// The step of a claim that is allocated and reserved for the pod.
-fn on_node(node: Option<&str>, phase: Option<&str>) -> (ClaimStep, String, String) {
+fn on_node(pod: &PartialPod) -> (ClaimStep, String, String) {
     let nothing = String::new();
+    let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
+    let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
     match (node, phase) {
         (Some(node), Some("Running")) => (
             ClaimStep::InUse,

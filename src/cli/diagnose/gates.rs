@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use jiff::{SignedDuration, Timestamp};
 
-use super::doctor::DoctorFinding;
+use super::doctor::{DoctorFinding, some};
 use super::explain::find;
 use super::qualified_name;
 use crate::api::crd::{Mode, NodeInventory};
@@ -19,8 +19,6 @@ const CHECK: &str = "gates";
 /// Delay after which a missing claim of a template counts as a symptom. Claims are created at once; this allows for a
 /// busy cluster.
 const CLAIM_LATE: SignedDuration = SignedDuration::from_secs(60);
-/// Maximum number of names in a message.
-const NAMES_MAX: usize = 3;
 
 /// A component's answer about the gate.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -230,8 +228,12 @@ pub fn configuration(file: &str, gate: Option<bool>, all_alpha: Option<bool>) ->
         ),
         None => DoctorFinding::warning(
             CHECK,
-            format!("{file} does not switch {GATE} on, without which pods with claims get no device here"),
-            format!("{fix}, unless its flag --feature-gates says it; extended resources do not need it"),
+            format!(
+                "{file} does not switch {GATE} on, without which pods with claims get no device here below Kubernetes 1.34"
+            ),
+            format!(
+                "{fix}, unless its flag --feature-gates says it; from 1.34 on it is on by default, and extended resources do not need it"
+            ),
         ),
     }
 }
@@ -244,22 +246,6 @@ fn lives(pod: &Pod) -> bool {
 fn is_late(pod: &Pod, now: Timestamp) -> bool {
     let created = pod.metadata.creation_timestamp.as_ref();
     created.is_some_and(|created| now.duration_since(created.0) > CLAIM_LATE)
-}
-
-/// Lists the first names and counts the rest.
-pub(super) fn some<T: AsRef<str>>(names: &[T]) -> String {
-    let mut names: Vec<&str> = names.iter().map(AsRef::as_ref).collect();
-    names.dedup();
-    let shown = names
-        .iter()
-        .take(NAMES_MAX)
-        .copied()
-        .collect::<Vec<_>>()
-        .join(", ");
-    match names.len().saturating_sub(NAMES_MAX) {
-        0 => shown,
-        more => format!("{shown} and {more} more"),
-    }
 }
 
 #[cfg(test)]
@@ -364,5 +350,7 @@ mod tests {
         assert_eq!(level(None, Some(true)), Level::Fine);
         assert_eq!(level(Some(false), Some(true)), Level::Problem);
         assert_eq!(level(None, None), Level::Warning);
+        let open = configuration("f", None, None);
+        assert!(open.fix.unwrap().contains("from 1.34 on it is on by default"));
     }
 }

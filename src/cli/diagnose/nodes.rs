@@ -1,55 +1,30 @@
 //! Checks whether nodes offer the devices that their companions list.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::Write as _;
 
 use k8s_openapi::api::core::v1::Node;
-use kube::ResourceExt as _;
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
-use super::doctor::DoctorFinding;
-use super::gates::some;
+use super::doctor::{DoctorFinding, first, some};
 use crate::api::crd::{Mode, NodeInventory};
 use crate::core::allocation::inventory::unready;
 
-/// Maximum number of names in a message.
-const NAMES_MAX: usize = 5;
+/// Maximum number of nodes in a message.
+const NODES_MAX: usize = 5;
 
 /// Name of the check of the container runtime's socket.
 pub const RUNTIME: &str = "container runtime";
 
-/// The fields of a Node used here.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct NodeFacts {
-    /// Node name.
-    pub name: String,
-    /// Node uid.
-    pub uid: String,
-    /// Allocatable extended resources of its status.
-    pub allocatable: BTreeMap<String, String>,
-}
-
-impl NodeFacts {
-    /// Reads a Node.
-    pub fn of(node: &Node) -> Self {
-        let status = node.status.as_ref();
-        let allocatable = status.and_then(|status| status.allocatable.as_ref());
-        Self {
-            name: node.name_any(),
-            uid: node.uid().unwrap_or_default(),
-            allocatable: allocatable
-                .into_iter()
-                .flatten()
-                .map(|(name, quantity)| (name.clone(), quantity.0.clone()))
-                .collect(),
-        }
-    }
+/// The name of a node.
+pub(super) fn name_of(node: &Node) -> &str {
+    node.metadata.name.as_deref().unwrap_or_default()
 }
 
 /// Checks the inventories of `driver` against the cluster's nodes.
-pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFacts]) -> Vec<DoctorFinding> {
+pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[Node]) -> Vec<DoctorFinding> {
     let check = "nodes";
     let mut findings = Vec::new();
-    let by_name: BTreeMap<&str, &NodeFacts> = nodes.iter().map(|node| (node.name.as_str(), node)).collect();
+    let by_name: BTreeMap<&str, &Node> = nodes.iter().map(|node| (name_of(node), node)).collect();
     let mut ready = 0;
     let mut devices = 0;
     for inventory in inventories
@@ -70,11 +45,13 @@ pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFac
                 ));
                 continue;
             }
-            Some(node) if node.uid != spec.node_uid => findings.push(DoctorFinding::problem(
-                check,
-                format!("the inventory of node {name} is of an earlier node of that name"),
-                "restart the companion there: it has not noticed that the Node was recreated",
-            )),
+            Some(node) if node.metadata.uid.as_ref() != Some(&spec.node_uid) => {
+                findings.push(DoctorFinding::problem(
+                    check,
+                    format!("the inventory of node {name} is of an earlier node of that name"),
+                    "restart the companion there: it has not noticed that the Node was recreated",
+                ));
+            }
             Some(_) => {}
         }
         if let Some(cause) = unready(inventory) {
@@ -112,7 +89,11 @@ pub fn inventories(driver: &str, inventories: &[NodeInventory], nodes: &[NodeFac
         let message = format!("{ready} of {} nodes offer {devices} devices", nodes.len());
         DoctorFinding::fine(check, message)
     });
-    findings.extend(without(inventories, driver, nodes));
+    let ours = inventories
+        .iter()
+        .filter(|object| object.spec.driver_name == driver);
+    let with = ours.map(|object| object.spec.node_name.as_str()).collect();
+    findings.extend(without_companion(&with, nodes));
     findings
 }
 
@@ -127,52 +108,30 @@ pub(super) fn without_nodes(driver: &str) -> DoctorFinding {
 
 /// Reports pods of this driver with a container that waits. `waiting` has the name of each, with what kubelet says.
 pub fn not_running(driver: &str, waiting: &[String]) -> Option<DoctorFinding> {
-    let waiting: Vec<&str> = waiting.iter().map(String::as_str).collect();
     (!waiting.is_empty()).then(|| {
         DoctorFinding::problem(
             "pods",
-            format!("pods of driver {driver} do not run: {}", some(&waiting)),
+            format!("pods of driver {driver} do not run: {}", some(waiting)),
             "look at the pod (kubectl describe) and its log (kubectl logs --previous); if its image is missing, the node needs it, or a \
              registry that its container runtime reaches and trusts",
         )
     })
 }
 
-/// Reports nodes without an inventory of `driver`, if others have one.
-fn without(inventories: &[NodeInventory], driver: &str, nodes: &[NodeFacts]) -> Option<DoctorFinding> {
-    let ours = inventories
-        .iter()
-        .filter(|object| object.spec.driver_name == driver);
-    without_companion(
-        &ours.map(|object| object.spec.node_name.as_str()).collect(),
-        nodes,
-    )
-}
-
 /// Reports nodes that are not in `with`, the nodes with a companion, if any is.
-pub(super) fn without_companion(with: &BTreeSet<&str>, nodes: &[NodeFacts]) -> Option<DoctorFinding> {
-    let (have, lack): (Vec<&str>, Vec<&str>) = nodes
-        .iter()
-        .map(|node| node.name.as_str())
-        .partition(|name| with.contains(name));
+pub(super) fn without_companion(with: &BTreeSet<&str>, nodes: &[Node]) -> Option<DoctorFinding> {
+    let (have, lack): (Vec<&str>, Vec<&str>) =
+        nodes.iter().map(name_of).partition(|name| with.contains(name));
     if have.is_empty() || lack.is_empty() {
         return None;
-    }
-    let mut names = lack
-        .iter()
-        .take(NAMES_MAX)
-        .copied()
-        .collect::<Vec<_>>()
-        .join(", ");
-    if lack.len() > NAMES_MAX {
-        let _ = write!(names, " and {} more", lack.len() - NAMES_MAX);
     }
     Some(DoctorFinding::note(
         "nodes",
         format!(
-            "{} of {} nodes have no companion: {names}; the chart's node.nodeSelector says where it runs, and this may be intended",
+            "{} of {} nodes have no companion: {}; the chart's node.nodeSelector says where it runs, and this may be intended",
             lack.len(),
-            nodes.len()
+            nodes.len(),
+            first(&lack, NODES_MAX)
         ),
     ))
 }
@@ -213,25 +172,26 @@ pub fn without_runtime(what: &str) -> DoctorFinding {
 
 /// Reports extended resources with the driver's prefix that a node advertises without a matching device in its
 /// inventory.
-pub fn extended_resources(
-    driver: &str,
-    inventories: &[NodeInventory],
-    nodes: &[NodeFacts],
-) -> Vec<DoctorFinding> {
+pub fn extended_resources(driver: &str, inventories: &[NodeInventory], nodes: &[Node]) -> Vec<DoctorFinding> {
     let prefix = format!("{driver}/");
     let mut findings = Vec::new();
     for node in nodes {
+        let name = name_of(node);
         let inventory = inventories
             .iter()
-            .find(|object| object.spec.driver_name == driver && object.spec.node_name == node.name);
+            .find(|object| object.spec.driver_name == driver && object.spec.node_name == name);
         // The inventory does not record resource names, which the configuration sets freely.
         let mut devices = inventory.iter().flat_map(|object| &object.spec.devices);
         let announces = devices.any(|device| device.mode != Mode::Claims);
-        for (resource, number) in &node.allocatable {
+        let allocatable = node
+            .status
+            .iter()
+            .flat_map(|status| status.allocatable.iter().flatten());
+        for (resource, Quantity(number)) in allocatable {
             if resource.starts_with(&prefix) && number != "0" && !announces {
                 findings.push(DoctorFinding::warning(
                     "extended resources",
-                    format!("node {} announces {number} of {resource}, and its companion has no device for that", node.name),
+                    format!("node {name} announces {number} of {resource}, and its companion has no device for that"),
                     "another device plugin uses this name, or kubelet remembers what is gone: restart kubelet there",
                 ));
             }
@@ -242,22 +202,20 @@ pub fn extended_resources(
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
     use crate::cli::diagnose::doctor::{Level, worst};
     use crate::core::allocation::tests::fixture::{DRIVER, inventory};
 
-    fn node(name: &str, uid: &str) -> NodeFacts {
-        NodeFacts {
-            name: name.into(),
-            uid: uid.into(),
-            allocatable: BTreeMap::new(),
-        }
+    fn node(name: &str, uid: &str) -> Node {
+        serde_json::from_value(json!({ "metadata": { "name": name, "uid": uid } })).unwrap()
     }
 
     #[test]
     fn an_inventory_must_be_ready_and_of_the_present_node() {
         let good = inventory("node-a", "1", &["a"]);
-        let judge = |object: &NodeInventory, nodes: &[NodeFacts]| {
+        let judge = |object: &NodeInventory, nodes: &[Node]| {
             worst(&inventories(DRIVER, std::slice::from_ref(object), nodes))
         };
         assert_eq!(judge(&good, &[node("node-a", "1")]), Level::Fine);
@@ -271,7 +229,8 @@ mod tests {
     #[test]
     fn a_resource_without_an_inventory_is_reported() {
         let mut node = node("node-a", "1");
-        node.allocatable = BTreeMap::from([(format!("{DRIVER}/whatever"), "1".to_owned())]);
+        let status = json!({ "allocatable": { format!("{DRIVER}/whatever"): "1" } });
+        node.status = serde_json::from_value(status).unwrap();
         let claimed = inventory("node-a", "1", &["a"]);
         let mut allocated_claims = claimed.clone();
         allocated_claims.spec.devices[0].mode = Mode::ExtendedResource;
@@ -287,12 +246,12 @@ mod tests {
     #[test]
     fn nodes_without_a_companion_are_named_where_others_have_one() {
         let objects = [inventory("node-0", "0", &["a"])];
-        let nodes = |count: usize| -> Vec<NodeFacts> {
+        let nodes = |count: usize| -> Vec<Node> {
             (0..count)
                 .map(|number| node(&format!("node-{number}"), &number.to_string()))
                 .collect()
         };
-        let note = |nodes: &[NodeFacts]| {
+        let note = |nodes: &[Node]| {
             let mut findings = inventories(DRIVER, &objects, nodes).into_iter();
             findings
                 .find(|finding| finding.level == Level::Note)

@@ -2,8 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::doctor::DoctorFinding;
-use super::gates::some;
+use super::doctor::{DoctorFinding, some};
 use super::usage::held_by;
 use crate::api::crd::{NodeInventory, READY};
 use crate::api::resource::ResourceClaim;
@@ -13,49 +12,45 @@ const CHECK: &str = "driver name";
 /// What to do about two installations of one driver name.
 const FIX: &str = "give all but one of them another driver name (driverName of the chart, --driver-name) and classes of their own";
 
-/// Installations of drayman that serve one driver name.
-#[derive(Clone, Copy, Debug)]
-pub struct Sharers<'a> {
-    /// Holders of unexpired Leases with the driver's name, by the Lease's namespace.
-    pub leaders: &'a BTreeMap<String, String>,
-    /// ClusterRoles that a release has created for its controller with this driver name.
-    pub roles: &'a [String],
-    /// Unreadable claims allocated under the driver's name, with the reason.
-    pub unreadable: &'a BTreeMap<String, String>,
-}
-
 /// Reports other installations that use the name `driver`.
-pub fn judge(driver: &str, sharers: Sharers<'_>) -> Vec<DoctorFinding> {
-    let (check, fix) = (CHECK, FIX);
+///
+/// * `leaders`: holders of unexpired Leases with the driver's name, by the Lease's namespace.
+/// * `roles`: ClusterRoles that a release has created for its controller with this driver name.
+/// * `unreadable`: unreadable claims allocated under the driver's name, with the reason.
+pub fn judge(
+    driver: &str,
+    leaders: &BTreeMap<String, String>,
+    roles: &[String],
+    unreadable: &BTreeMap<String, String>,
+) -> Vec<DoctorFinding> {
     let mut findings = Vec::new();
-    if sharers.leaders.len() > 1 {
-        let leaders: Vec<String> = sharers
-            .leaders
+    if leaders.len() > 1 {
+        let leaders: Vec<String> = leaders
             .iter()
             .map(|(namespace, holder)| format!("{holder} in namespace {namespace}"))
             .collect();
         findings.push(DoctorFinding::problem(
-            check,
+            CHECK,
             format!(
                 "several controllers of driver {driver} lead at once: {}",
                 leaders.join(", ")
             ),
-            fix,
+            FIX,
         ));
     }
-    if sharers.roles.len() > 1 {
+    if roles.len() > 1 {
         findings.push(DoctorFinding::problem(
-            check,
+            CHECK,
             format!(
                 "several releases serve driver {driver}, by their ClusterRoles {}",
-                sharers.roles.join(", ")
+                roles.join(", ")
             ),
-            fix,
+            FIX,
         ));
     }
-    for (claim, reason) in sharers.unreadable {
+    for (claim, reason) in unreadable {
         findings.push(DoctorFinding::problem(
-            check,
+            CHECK,
             format!(
                 "ResourceClaim {claim} was allocated in the name of driver {driver} by something that is not this drayman: {reason}"
             ),
@@ -68,12 +63,11 @@ pub fn judge(driver: &str, sharers: Sharers<'_>) -> Vec<DoctorFinding> {
 /// Reports companions of `driver` of several releases.
 pub fn companions(driver: &str, releases: &BTreeSet<String>) -> Option<DoctorFinding> {
     (releases.len() > 1).then(|| {
-        let releases: Vec<&str> = releases.iter().map(String::as_str).collect();
         DoctorFinding::problem(
             CHECK,
             format!(
                 "companions of driver {driver} belong to several releases: {}",
-                some(&releases)
+                some(releases)
             ),
             FIX,
         )
@@ -103,12 +97,11 @@ pub fn unserved(held: &BTreeMap<&str, BTreeSet<String>>, served: &BTreeSet<&str>
     let unserved = held.iter().filter(|(driver, _)| !served.contains(*driver));
     unserved
         .map(|(driver, claims)| {
-            let claims: Vec<&str> = claims.iter().map(String::as_str).collect();
             DoctorFinding::warning(
                 CHECK,
                 format!(
                     "no node serves driver {driver} now, whose devices these claims have: {}; pods with them can neither start nor terminate",
-                    some(&claims)
+                    some(claims)
                 ),
                 "start its node programs; if it is the former name of a release of drayman, set driverName back until these claims are deleted",
             )
@@ -132,14 +125,7 @@ mod tests {
             "the resource handle has no data".to_owned(),
         )]);
         let roles = ["a-controller.one".to_owned(), "b-controller.other".to_owned()];
-        let findings = judge(
-            "drayman.dev",
-            Sharers {
-                leaders: &leaders,
-                roles: &roles,
-                unreadable: &unreadable,
-            },
-        );
+        let findings = judge("drayman.dev", &leaders, &roles, &unreadable);
         assert!(findings.iter().all(|finding| finding.level == Level::Problem));
         for (finding, parts) in findings.iter().zip([
             ["pod-a in namespace one", "pod-b in namespace other"],
@@ -157,12 +143,8 @@ mod tests {
     #[test]
     fn one_installation_is_nothing_to_speak_of() {
         let leaders = BTreeMap::from([("one".to_owned(), "pod-a".to_owned())]);
-        let sharers = Sharers {
-            leaders: &leaders,
-            roles: &["drayman-controller.one".to_owned()],
-            unreadable: &BTreeMap::new(),
-        };
-        assert_eq!(judge("drayman.dev", sharers), []);
+        let roles = ["drayman-controller.one".to_owned()];
+        assert_eq!(judge("drayman.dev", &leaders, &roles, &BTreeMap::new()), []);
     }
 
     #[test]

@@ -23,14 +23,12 @@ impl fmt::Display for Component {
 }
 
 /// Verbs on resources of one API group, as in a rule of a role.
-#[derive(Clone, Copy, Debug)]
-pub struct PolicyRule {
+struct PolicyRule {
     /// The API group; empty for the core group.
-    pub group: &'static str,
+    group: &'static str,
     /// Resources; a subresource follows a slash.
-    pub resources: &'static [&'static str],
-    /// Verbs.
-    pub verbs: &'static [&'static str],
+    resources: &'static [&'static str],
+    verbs: &'static [&'static str],
 }
 
 const fn rule(
@@ -100,19 +98,18 @@ const STRUCTURED_NODE: [PolicyRule; 3] = [
 ];
 
 /// Additional permissions of a companion for devices of mode `both`.
-const NODE_OF_BOTH: [PolicyRule; 1] = [rule("resource.k8s.io", &["resourceclaims"], &["watch"])];
+const NODE_OF_BOTH: PolicyRule = rule("resource.k8s.io", &["resourceclaims"], &["watch"]);
 /// A companion's permissions in the namespace of Node events.
-const NODE_EVENTS: [PolicyRule; 1] = [rule("events.k8s.io", &["events"], &["create"])];
+const NODE_EVENTS: PolicyRule = rule("events.k8s.io", &["events"], &["create"]);
 /// Namespace of events about cluster-scoped objects.
 const EVENTS_NAMESPACE: &str = "default";
 
 /// A controller's permissions in the Lease's namespace, with leader election.
-const LEASES: [PolicyRule; 1] = [rule("coordination.k8s.io", &["leases"], &["create"])];
+const LEASES: PolicyRule = rule("coordination.k8s.io", &["leases"], &["create"]);
 /// A controller's permissions on the Lease itself.
-const LEASE: [PolicyRule; 1] = [rule("coordination.k8s.io", &["leases"], &["get", "update"])];
-
+const LEASE: PolicyRule = rule("coordination.k8s.io", &["leases"], &["get", "update"]);
 /// A controller's permissions on Leases in other namespaces: another release may use the same driver name.
-const LEASES_ELSEWHERE: [PolicyRule; 1] = [rule("coordination.k8s.io", &["leases"], &["list"])];
+const LEASES_ELSEWHERE: PolicyRule = rule("coordination.k8s.io", &["leases"], &["list"]);
 
 /// Permissions of a component whose metrics are for authenticated scrapers only.
 const REVIEWS: [PolicyRule; 2] = [
@@ -163,38 +160,38 @@ impl fmt::Display for Right {
 /// Returns the permissions that a component needs. `lease` is the controller's Lease, if it elects a leader;
 /// `mode_both` says whether devices of that mode exist.
 pub fn needed(component: Component, lease: Option<&LeaseName>, mode_both: bool) -> Vec<Right> {
-    let (rules, of_both, events): (&[PolicyRule], &[PolicyRule], &[PolicyRule]) = match component {
-        Component::Controller => (&CONTROLLER, &[], &[]),
-        Component::Node => (&NODE, &NODE_OF_BOTH, &NODE_EVENTS),
+    let mut rights = match component {
+        Component::Controller => everywhere(&CONTROLLER),
+        Component::Node => everywhere(&NODE),
     };
-    let of_both = of_both.iter().filter(|_| mode_both);
-    let everywhere = rules.iter().chain(of_both).flat_map(|rule| each(rule, "", ""));
-    let events = events.iter().flat_map(|rule| each(rule, EVENTS_NAMESPACE, ""));
-    let of_lease = lease.into_iter().flat_map(|lease| {
-        let in_namespace = LEASES.iter().flat_map(|rule| each(rule, &lease.namespace, ""));
-        let itself = LEASE
-            .iter()
-            .flat_map(|rule| each(rule, &lease.namespace, &lease.name));
-        let elsewhere = LEASES_ELSEWHERE
-            .iter()
-            .flat_map(|rule| each(rule, "", &lease.name));
-        in_namespace.chain(itself).chain(elsewhere)
-    });
-    everywhere.chain(events).chain(of_lease).collect()
+    if component == Component::Node {
+        if mode_both {
+            rights.extend(everywhere(&[NODE_OF_BOTH]));
+        }
+        rights.extend(each(&NODE_EVENTS, EVENTS_NAMESPACE, ""));
+    }
+    if let Some(LeaseName { namespace, name }) = lease {
+        rights.extend(each(&LEASES, namespace, ""));
+        rights.extend(each(&LEASE, namespace, name));
+        rights.extend(each(&LEASES_ELSEWHERE, "", name));
+    }
+    rights
 }
 
 /// Returns the permissions that a companion needs in structured mode. The controller has nothing to do there.
 pub fn needed_in_structured_mode() -> Vec<Right> {
-    let everywhere = STRUCTURED_NODE.iter().flat_map(|rule| each(rule, "", ""));
-    let events = NODE_EVENTS
-        .iter()
-        .flat_map(|rule| each(rule, EVENTS_NAMESPACE, ""));
-    everywhere.chain(events).collect()
+    let mut rights = everywhere(&STRUCTURED_NODE);
+    rights.extend(each(&NODE_EVENTS, EVENTS_NAMESPACE, ""));
+    rights
 }
 
 /// Returns the permissions for reviews of the tokens and rights of scrapers.
 pub fn needed_for_reviews() -> Vec<Right> {
-    REVIEWS.iter().flat_map(|rule| each(rule, "", "")).collect()
+    everywhere(&REVIEWS)
+}
+
+fn everywhere(rules: &[PolicyRule]) -> Vec<Right> {
+    rules.iter().flat_map(|rule| each(rule, "", "")).collect()
 }
 
 fn each(rule: &PolicyRule, namespace: &str, name: &str) -> Vec<Right> {

@@ -132,34 +132,29 @@ pub fn dependents(objects: Objects<'_>) -> Vec<Dependent> {
 pub fn held_by(driver: &str, claims: &[ResourceClaim]) -> Vec<Dependent> {
     let finalizer = finalizer_of(driver);
     let holds = |claim: &&ResourceClaim| {
-        let allocated = claim.status.allocation_of(driver).is_some();
-        allocated
-            || claim
-                .metadata
-                .finalizers
-                .iter()
-                .flatten()
-                .any(|name| *name == finalizer)
+        let mut finalizers = claim.metadata.finalizers.iter().flatten();
+        claim.status.allocation_of(driver).is_some() || finalizers.any(|name| *name == finalizer)
     };
-    let dependent = |claim: &ResourceClaim| Dependent {
-        kind: "ResourceClaim",
-        name: qualified_name(claim),
-        driver: Some(driver.to_owned()),
-        standing: standing(claim),
-    };
-    claims.iter().filter(holds).map(dependent).collect()
+    let held = claims.iter().filter(holds);
+    held.map(|claim| of_driver(driver, claim, standing(claim)))
+        .collect()
 }
 
 /// Lists claims of structured mode with devices of `driver`: without its companions, kubelet cannot end their pods.
 pub fn allocated_from(driver: &str, claims: &[v1::ResourceClaim]) -> Vec<Dependent> {
     let has_device = |claim: &&v1::ResourceClaim| results(claim).any(|result| result.driver == driver);
-    let dependent = |claim: &v1::ResourceClaim| Dependent {
+    let held = claims.iter().filter(has_device);
+    held.map(|claim| of_driver(driver, claim, allocated(&pods(claim))))
+        .collect()
+}
+
+fn of_driver<K: kube::Resource>(driver: &str, claim: &K, standing: String) -> Dependent {
+    Dependent {
         kind: "ResourceClaim",
         name: qualified_name(claim),
         driver: Some(driver.to_owned()),
-        standing: allocated(&pods(claim)),
-    };
-    claims.iter().filter(has_device).map(dependent).collect()
+        standing,
+    }
 }
 
 fn standing(claim: &ResourceClaim) -> String {

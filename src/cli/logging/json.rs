@@ -23,16 +23,9 @@ const KEYS: [&str; 4] = ["ts", "level", "msg", "target"];
 /// The field in which tracing passes an event's message.
 const MESSAGE: &str = "message";
 
-/// Returns a layer that writes one line per event. Fields of enclosing spans are included; the event's own fields win.
-pub(super) fn layer<W>(writer: W) -> JsonLayer<W> {
-    JsonLayer { writer }
-}
-
-/// JSON log layer, built by [`layer`].
+/// Writes one line per event. Fields of enclosing spans are included; the event's own fields win.
 #[derive(Debug)]
-pub(super) struct JsonLayer<W> {
-    writer: W,
-}
+pub(super) struct JsonLayer<W>(pub(super) W);
 
 /// Fields of an event or a span.
 #[derive(Default)]
@@ -110,7 +103,7 @@ where
             line.push(b'\n');
             // One write, so that lines from several threads do not interleave. A write error cannot be reported
             // anywhere.
-            let _ = self.writer.make_writer_for(event.metadata()).write_all(&line);
+            let _ = self.0.make_writer_for(event.metadata()).write_all(&line);
         }
     }
 }
@@ -164,7 +157,7 @@ mod tests {
     fn lines(log: impl FnOnce()) -> Vec<String> {
         let buffer = Buffer::default();
         let writer = buffer.clone();
-        let subscriber = tracing_subscriber::registry().with(layer(move || writer.clone()));
+        let subscriber = tracing_subscriber::registry().with(JsonLayer(move || writer.clone()));
         tracing::subscriber::with_default(subscriber, log);
         let bytes = buffer.0.lock().expect("not poisoned").clone();
         String::from_utf8(bytes)

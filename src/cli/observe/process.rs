@@ -5,9 +5,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
+use rustix::process::{Resource, getrlimit};
 
 use super::table;
-use super::write::series;
+use super::write::{number, series};
 
 #[derive(Debug)]
 pub(super) struct ProcessMetrics {
@@ -33,12 +34,11 @@ impl Collector for ProcessMetrics {
             })?;
         }
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-        let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
         for (row, value) in [
             (&table::RESIDENT, bytes(&status, "VmRSS:")),
             (&table::VIRTUAL, bytes(&status, "VmSize:")),
             (&table::OPEN_FILES, open_files()),
-            (&table::MOST_FILES, most_files(&limits)),
+            (&table::MOST_FILES, most_files()),
             (&table::STARTED, Some(self.started)),
         ] {
             if let Some(value) = value {
@@ -72,12 +72,10 @@ fn open_files() -> Option<f64> {
     u32::try_from(count).ok().map(f64::from)
 }
 
-/// Parses the soft limit from `proc_pid_limits(5)`.
-fn most_files(limits: &str) -> Option<f64> {
-    let line = limits
-        .lines()
-        .find_map(|line| line.strip_prefix("Max open files"))?;
-    line.split_ascii_whitespace().next()?.parse().ok()
+/// The soft limit; none if there is no limit.
+fn most_files() -> Option<f64> {
+    let limit = getrlimit(Resource::Nofile).current?;
+    Some(number(limit))
 }
 
 #[cfg(test)]
@@ -92,8 +90,6 @@ mod tests {
             bytes("Name:\tx\nVmRSS:\t    1024 kB\n", "VmRSS:"),
             Some(1_048_576.0)
         );
-        let limits = "Limit Soft Hard Units\nMax open files            1024                 4096                 files\n";
-        assert_eq!(most_files(limits), Some(1024.0));
         for nothing in ["", "7 (a)", "7 (a) S 1"] {
             assert_eq!(processor_time(nothing, 100), None);
         }
@@ -105,7 +101,6 @@ mod tests {
         assert!(processor_time(&stat, rustix::param::clock_ticks_per_second()).is_some());
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
         assert!(bytes(&status, "VmRSS:").unwrap() < bytes(&status, "VmSize:").unwrap());
-        let limits = std::fs::read_to_string("/proc/self/limits").unwrap();
-        assert!(open_files().unwrap() < most_files(&limits).unwrap());
+        assert!(open_files().unwrap() < most_files().unwrap());
     }
 }

@@ -266,7 +266,10 @@ pub(super) const REFUSALS: [(&str, &str); 27] = [
         "HoldingsUnknown",
         "the checkpoint was lost and the devices of a claim are not yet recovered",
     ),
-    ("InvalidClaim", "kubelet's request contains an invalid claim"),
+    (
+        "InvalidClaim",
+        "kubelet's request contains an invalid claim, or the claim is larger than 2 MiB",
+    ),
     (
         "InvalidHandle",
         "the claim's resource handle is invalid or belongs to another claim",

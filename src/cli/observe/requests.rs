@@ -118,6 +118,20 @@ pub(crate) struct CountedClient<S> {
     requests: Requests,
 }
 
+/// A request. It is counted when it is dropped: with its answer, or without one if the caller gives up.
+struct PendingRequest {
+    requests: Requests,
+    method: Method,
+    since: Instant,
+    code: Option<u16>,
+}
+
+impl Drop for PendingRequest {
+    fn drop(&mut self) {
+        self.requests.note(&self.method, self.code, self.since);
+    }
+}
+
 impl<S, B, A> Service<Request<B>> for CountedClient<S>
 where
     S: Service<Request<B>, Response = Response<A>>,
@@ -132,12 +146,18 @@ where
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        let (requests, method, since) = (self.requests.clone(), request.method().clone(), Instant::now());
+        let pending = PendingRequest {
+            requests: self.requests.clone(),
+            method: request.method().clone(),
+            since: Instant::now(),
+            code: None,
+        };
         let answer = self.inner.call(request);
         Box::pin(async move {
+            // The future owns all of it, not only the field that it sets.
+            let mut pending = pending;
             let answer = answer.await;
-            let code = answer.as_ref().ok().map(|answer| answer.status().as_u16());
-            requests.note(&method, code, since);
+            pending.code = answer.as_ref().ok().map(|answer| answer.status().as_u16());
             answer
         })
     }
@@ -145,6 +165,8 @@ where
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use prometheus_client::encoding::text::encode;
 
     use super::*;
@@ -186,5 +208,23 @@ mod tests {
         ] {
             assert!(after.contains(line), "{line} in {after}");
         }
+    }
+
+    #[tokio::test]
+    async fn a_request_that_is_given_up_is_counted_as_an_error() {
+        let mut registry = Registry::default();
+        let requests = Requests::register(&mut registry);
+        let silent = tower::service_fn(|_: Request<()>| std::future::pending::<Result<Response<()>, ()>>());
+        let mut client = requests.layer(silent);
+        let answer = client.call(Request::put("/").body(()).unwrap());
+        assert!(
+            tokio::time::timeout(Duration::from_millis(1), answer)
+                .await
+                .is_err()
+        );
+        let mut text = String::new();
+        encode(&mut text, &registry).unwrap();
+        let line = "rest_client_requests_total{code=\"<error>\",method=\"PUT\"} 1";
+        assert!(text.contains(line), "{text}");
     }
 }

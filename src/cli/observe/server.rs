@@ -38,7 +38,6 @@ pub(crate) struct ObserveFlags {
         long,
         value_name = "ADDRESS",
         env = "DRAYMAN_METRICS_BIND_ADDRESS",
-        hide_env_values = true,
         default_value = "0",
         value_parser = bind_address
     )]
@@ -49,7 +48,6 @@ pub(crate) struct ObserveFlags {
         long,
         value_name = "ADDRESS",
         env = "DRAYMAN_HEALTH_PROBE_BIND_ADDRESS",
-        hide_env_values = true,
         default_value = "0",
         value_parser = bind_address
     )]
@@ -57,12 +55,7 @@ pub(crate) struct ObserveFlags {
 
     /// Directory with tls.crt and tls.key. Serves /metrics over HTTPS, to bearer tokens whose account may get the path /metrics
     /// (TokenReview and SubjectAccessReview)
-    #[arg(
-        long,
-        value_name = "DIRECTORY",
-        env = "DRAYMAN_METRICS_CERT_DIR",
-        hide_env_values = true
-    )]
+    #[arg(long, value_name = "DIRECTORY", env = "DRAYMAN_METRICS_CERT_DIR")]
     pub(crate) metrics_cert_dir: Option<PathBuf>,
 }
 

@@ -59,13 +59,9 @@ const fn such(name: &'static str, values: &'static str) -> MetricLabel {
     }
 }
 
-const fn series(
-    name: &'static str,
-    kind: MetricKind,
-    of: Of,
-    labels: &'static [MetricLabel],
-    help: &'static str,
-) -> Series {
+type Labels = &'static [MetricLabel];
+
+const fn series(kind: MetricKind, name: &'static str, of: Of, labels: Labels, help: &'static str) -> Series {
     Series {
         name,
         kind,
@@ -75,7 +71,18 @@ const fn series(
     }
 }
 
-use MetricKind::{Counter, Gauge, Histogram};
+const fn counter(name: &'static str, of: Of, labels: Labels, help: &'static str) -> Series {
+    series(MetricKind::Counter, name, of, labels, help)
+}
+
+const fn gauge(name: &'static str, of: Of, labels: Labels, help: &'static str) -> Series {
+    series(MetricKind::Gauge, name, of, labels, help)
+}
+
+const fn histogram(name: &'static str, of: Of, labels: Labels, help: &'static str) -> Series {
+    series(MetricKind::Histogram, name, of, labels, help)
+}
+
 use Of::{Both, Companion, Controller};
 
 /// HTTP methods of API requests.
@@ -126,9 +133,8 @@ const GRPC_SERVICE: MetricLabel = these("grpc_service", || grpc(|method| method.
 const GRPC_METHOD: MetricLabel = these("grpc_method", || grpc(|method| method.method));
 const QUEUE: MetricLabel = these("name", || Statistics::QUEUES.to_vec());
 
-pub(super) const BUILD: Series = series(
+pub(super) const BUILD: Series = gauge(
     "drayman_build_info",
-    Gauge,
     Both,
     &[
         these("component", || vec!["controller", "node"]),
@@ -137,9 +143,8 @@ pub(super) const BUILD: Series = series(
     ],
     "Version and architecture of the program; always 1",
 );
-pub(super) const REQUESTS: Series = series(
+pub(super) const REQUESTS: Series = counter(
     "rest_client_requests_total",
-    Counter,
     Both,
     &[
         such("code", "the HTTP status; `<error>` without a response"),
@@ -147,131 +152,103 @@ pub(super) const REQUESTS: Series = series(
     ],
     "Requests to the API server",
 );
-pub(super) const REQUEST_DURATION: Series = series(
+pub(super) const REQUEST_DURATION: Series = histogram(
     "rest_client_request_duration_seconds",
-    Histogram,
     Both,
     &[these("verb", || METHODS.to_vec())],
     "Time from a request to the API server until its response headers",
 );
-pub(super) const CPU: Series = series(
+pub(super) const CPU: Series = counter(
     "process_cpu_seconds_total",
-    Counter,
     Both,
     &[],
     "CPU time in user and system mode",
 );
-pub(super) const RESIDENT: Series = series(
-    "process_resident_memory_bytes",
-    Gauge,
-    Both,
-    &[],
-    "Resident memory",
-);
-pub(super) const VIRTUAL: Series = series("process_virtual_memory_bytes", Gauge, Both, &[], "Virtual memory");
-pub(super) const OPEN_FILES: Series = series("process_open_fds", Gauge, Both, &[], "Open file descriptors");
-pub(super) const MOST_FILES: Series = series(
+pub(super) const RESIDENT: Series = gauge("process_resident_memory_bytes", Both, &[], "Resident memory");
+pub(super) const VIRTUAL: Series = gauge("process_virtual_memory_bytes", Both, &[], "Virtual memory");
+pub(super) const OPEN_FILES: Series = gauge("process_open_fds", Both, &[], "Open file descriptors");
+pub(super) const MOST_FILES: Series = gauge(
     "process_max_fds",
-    Gauge,
     Both,
     &[],
     "Maximum number of open file descriptors",
 );
-pub(super) const STARTED: Series = series(
+pub(super) const STARTED: Series = gauge(
     "process_start_time_seconds",
-    Gauge,
     Both,
     &[],
     "Start time of the process in seconds since 1970",
 );
-pub(super) const EVENTS_TOLD: Series = series(
+pub(super) const EVENTS_TOLD: Series = counter(
     "drayman_events_total",
-    Counter,
     Both,
     &[such("reason", "the reasons of the component's [events](#events)")],
     "Kubernetes events written, by reason",
 );
 
-pub(super) const LEADER: Series = series(
+pub(super) const LEADER: Series = gauge(
     "leader_election_master_status",
-    Gauge,
     Controller,
     &[such("name", "the driver's name, which is also the lease's")],
     "1 if this controller leads or runs without leader election",
 );
-pub(super) const QUEUE_DEPTH: Series = series(
-    "workqueue_depth",
-    Gauge,
-    Controller,
-    &[QUEUE],
-    "Objects in the queue",
-);
-pub(super) const QUEUE_ADDS: Series = series(
+pub(super) const QUEUE_DEPTH: Series = gauge("workqueue_depth", Controller, &[QUEUE], "Objects in the queue");
+pub(super) const QUEUE_ADDS: Series = counter(
     "workqueue_adds_total",
-    Counter,
     Controller,
     &[QUEUE],
     "Objects added to the queue",
 );
-pub(super) const QUEUE_WAITED: Series = series(
+pub(super) const QUEUE_WAITED: Series = histogram(
     "workqueue_queue_duration_seconds",
-    Histogram,
     Controller,
     &[QUEUE],
     "Time that objects spent in the queue",
 );
-pub(super) const QUEUE_WORKED: Series = series(
+pub(super) const QUEUE_WORKED: Series = histogram(
     "workqueue_work_duration_seconds",
-    Histogram,
     Controller,
     &[QUEUE],
     "Duration of the resulting requests and driver calls",
 );
-pub(super) const QUEUE_UNFINISHED: Series = series(
+pub(super) const QUEUE_UNFINISHED: Series = gauge(
     "workqueue_unfinished_work_seconds",
-    Gauge,
     Controller,
     &[QUEUE],
     "Total time that pending requests and driver calls have taken so far",
 );
-pub(super) const QUEUE_LONGEST: Series = series(
+pub(super) const QUEUE_LONGEST: Series = gauge(
     "workqueue_longest_running_processor_seconds",
-    Gauge,
     Controller,
     &[QUEUE],
     "Time that the oldest pending request or driver call has taken so far",
 );
-pub(super) const QUEUE_RETRIES: Series = series(
+pub(super) const QUEUE_RETRIES: Series = counter(
     "workqueue_retries_total",
-    Counter,
     Controller,
     &[QUEUE],
     "Failed requests and driver calls, whether retried or not",
 );
-pub(super) const ALLOCATED: Series = series(
+pub(super) const ALLOCATED: Series = counter(
     "drayman_claims_allocated_total",
-    Counter,
     Controller,
     &[],
     "Claims allocated, with the allocation stored",
 );
-pub(super) const RELEASED: Series = series(
+pub(super) const RELEASED: Series = counter(
     "drayman_claims_released_total",
-    Counter,
     Controller,
     &[],
     "Claims deallocated",
 );
-pub(super) const ATTEMPTS: Series = series(
+pub(super) const ATTEMPTS: Series = counter(
     "drayman_allocation_attempts_total",
-    Counter,
     Controller,
     &[these("result", || Statistics::ATTEMPTS.to_vec())],
     "Attempts to allocate all claims of a pod, or one immediate claim, by result",
 );
-pub(super) const DRIVER_CALLS: Series = series(
+pub(super) const DRIVER_CALLS: Series = counter(
     "drayman_driver_calls_total",
-    Counter,
     Controller,
     &[
         these("call", || Statistics::CALLS.to_vec()),
@@ -279,38 +256,33 @@ pub(super) const DRIVER_CALLS: Series = series(
     ],
     "Driver calls",
 );
-pub(super) const WAITING: Series = series(
+pub(super) const WAITING: Series = gauge(
     "drayman_pods_waiting",
-    Gauge,
     Controller,
     &[these("reason", waiting)],
     "Pods that wait for devices, by the reason of their last event",
 );
-pub(super) const WAKE_UPS: Series = series(
+pub(super) const WAKE_UPS: Series = histogram(
     "drayman_wake_up_duration_seconds",
-    Histogram,
     Controller,
     &[],
     "Time from a device becoming free until a waiting pod gets it or the scheduler gets the suitable node",
 );
-pub(super) const RECHECK: Series = series(
+pub(super) const RECHECK: Series = counter(
     "drayman_recheck_caught_total",
-    Counter,
     Controller,
     &[],
     "Waiting pods that only the periodic recheck found a device for: lost wake-ups",
 );
 
-pub(super) const NODE_READY: Series = series(
+pub(super) const NODE_READY: Series = gauge(
     "drayman_node_ready",
-    Gauge,
     Companion,
     &[],
     "1 if the companion is registered with every kubelet API",
 );
-pub(super) const DEVICES: Series = series(
+pub(super) const DEVICES: Series = gauge(
     "drayman_node_devices",
-    Gauge,
     Companion,
     &[
         such("kind", "kinds of the configuration with a device on this node"),
@@ -319,16 +291,14 @@ pub(super) const DEVICES: Series = series(
     ],
     "Devices of this node",
 );
-pub(super) const NODE_CLAIMS: Series = series(
+pub(super) const NODE_CLAIMS: Series = gauge(
     "drayman_node_claims",
-    Gauge,
     Companion,
     &[these("state", || CLAIMS.to_vec())],
     "Claims that hold devices of this node; `held` includes those in quarantine",
 );
-pub(super) const OPERATIONS: Series = series(
+pub(super) const OPERATIONS: Series = counter(
     "drayman_node_operations_total",
-    Counter,
     Companion,
     &[
         these("operation", || Metrics::OPERATIONS.to_vec()),
@@ -336,51 +306,44 @@ pub(super) const OPERATIONS: Series = series(
     ],
     "Kubelet's requests, per claim and per device plugin call",
 );
-pub(super) const NODE_REFUSALS: Series = series(
+pub(super) const NODE_REFUSALS: Series = counter(
     "drayman_node_refusals_total",
-    Counter,
     Companion,
     &[these("reason", || REFUSALS.map(|(word, _)| word).to_vec())],
     "Requests of kubelet that were refused, by reason",
 );
-pub(super) const SLICES: Series = series(
+pub(super) const SLICES: Series = gauge(
     "drayman_node_slices",
-    Gauge,
     Companion,
     &[],
     "Published ResourceSlices of this node",
 );
-pub(super) const SLICE_DEVICES: Series = series(
+pub(super) const SLICE_DEVICES: Series = gauge(
     "drayman_node_slice_devices",
-    Gauge,
     Companion,
     &[],
     "Devices in the published ResourceSlices of this node",
 );
-pub(super) const SLICE_OMISSIONS: Series = series(
+pub(super) const SLICE_OMISSIONS: Series = gauge(
     "drayman_node_slice_omissions",
-    Gauge,
     Companion,
     &[these("cause", || Omission::ALL.map(Omission::name).to_vec())],
     "Devices that this Kubernetes version or its feature gates do not allow to be published",
 );
-pub(super) const SLICE_WRITES: Series = series(
+pub(super) const SLICE_WRITES: Series = counter(
     "drayman_node_slice_writes_total",
-    Counter,
     Companion,
     &[these("result", || Metrics::SLICE_WRITES.to_vec())],
     "Writes of ResourceSlices, by result",
 );
-pub(super) const GRPC_STARTED: Series = series(
+pub(super) const GRPC_STARTED: Series = counter(
     "grpc_server_started_total",
-    Counter,
     Companion,
     &[GRPC_TYPE, GRPC_SERVICE, GRPC_METHOD],
     "gRPC calls received",
 );
-pub(super) const GRPC_HANDLED: Series = series(
+pub(super) const GRPC_HANDLED: Series = counter(
     "grpc_server_handled_total",
-    Counter,
     Companion,
     &[
         GRPC_TYPE,
@@ -393,9 +356,8 @@ pub(super) const GRPC_HANDLED: Series = series(
     ],
     "gRPC calls completed, by code",
 );
-pub(super) const GRPC_HANDLING: Series = series(
+pub(super) const GRPC_HANDLING: Series = histogram(
     "grpc_server_handling_seconds",
-    Histogram,
     Companion,
     &[GRPC_TYPE, GRPC_SERVICE, GRPC_METHOD],
     "Duration of gRPC calls; for a stream, until its end",

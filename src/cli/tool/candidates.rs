@@ -3,23 +3,27 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
+use std::fmt::Debug;
 use std::time::Duration;
 
 use clap::Parser;
 use clap_complete::CompletionCandidate;
-use k8s_openapi::api::resource::v1::ResourceClaim;
-use kube::ResourceExt as _;
+use k8s_openapi::NamespaceResourceScope;
+use k8s_openapi::api::resource::v1;
 use kube::api::ListParams;
+use kube::{Client, Resource, ResourceExt as _};
+use serde::de::DeserializeOwned;
 use tokio::time::timeout;
 
 use super::kubectl_flags::{KubectlFlags, fitting};
 use super::read;
 use super::read::ServedApi;
+use crate::api::resource::ResourceClaim;
 use crate::cli::diagnose::devices::{self, DeviceTable};
 use crate::cli::diagnose::structured;
 use crate::cli::error::Error;
 use crate::cli::objects::PartialPod;
-use crate::cli::runtime::{block_on, choose_tls_provider};
+use crate::cli::runtime::block_on;
 
 /// Limit for all requests of a completion.
 const LIMIT: Duration = Duration::from_secs(2);
@@ -50,23 +54,29 @@ pub(super) fn kinds(typed: &OsStr) -> Vec<CompletionCandidate> {
 pub(super) fn pods_and_claims(typed: &OsStr) -> Vec<CompletionCandidate> {
     let names = ask(async |cluster: &KubectlFlags| {
         let (client, namespace) = cluster.connect().await?;
-        let all = ListParams::default();
-        let mut names = BTreeSet::new();
-        let pods = kube::Api::<PartialPod>::namespaced(client.clone(), &namespace)
-            .list_metadata(&all)
-            .await;
-        let pods = pods.map_err(anyhow::Error::from)?;
-        names.extend(pods.iter().map(|pod| format!("pod/{}", pod.name_any())));
-        // A cluster in classic mode has no claims of v1.
-        if let Ok(claims) = kube::Api::<ResourceClaim>::namespaced(client, &namespace)
-            .list_metadata(&all)
-            .await
-        {
-            names.extend(claims.iter().map(|claim| format!("claim/{}", claim.name_any())));
-        }
-        Ok(names)
+        Ok(explainable(&client, &namespace).await)
     });
     fitting(typed, names)
+}
+
+async fn explainable(client: &Client, namespace: &str) -> BTreeSet<String> {
+    let pods = names::<PartialPod>(client, namespace, "pod").await;
+    let claims = names::<v1::ResourceClaim>(client, namespace, "claim").await;
+    let classic_claims = names::<ResourceClaim>(client, namespace, "claim").await;
+    pods.into_iter().chain(claims).chain(classic_claims).collect()
+}
+
+/// Names of the objects of a kind; none if they cannot be listed.
+async fn names<K>(client: &Client, namespace: &str, kind: &str) -> Vec<String>
+where
+    K: Resource<DynamicType = (), Scope = NamespaceResourceScope> + Clone + DeserializeOwned + Debug,
+{
+    let api = kube::Api::<K>::namespaced(client.clone(), namespace);
+    let listed = api.list_metadata(&ListParams::default()).await;
+    let found = listed.iter().flat_map(|list| &list.items);
+    found
+        .map(|object| format!("{kind}/{}", object.name_any()))
+        .collect()
 }
 
 fn of_devices(names: impl Fn(&DeviceTable) -> BTreeSet<String>) -> BTreeSet<String> {
@@ -89,7 +99,6 @@ struct Defaults {
 
 /// Asks the cluster of the current context.
 fn ask(names: impl AsyncFnOnce(&KubectlFlags) -> Result<BTreeSet<String>, Error>) -> BTreeSet<String> {
-    choose_tls_provider();
     let Ok(Defaults { cluster }) = Defaults::try_parse_from(["drayman"]) else {
         return BTreeSet::new();
     };
@@ -98,4 +107,26 @@ fn ask(names: impl AsyncFnOnce(&KubectlFlags) -> Result<BTreeSet<String>, Error>
         answer.unwrap_or_else(|_| Ok(BTreeSet::new()))
     });
     asked.unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::cli::tool::mock::Server;
+
+    #[tokio::test]
+    async fn claims_of_each_mode_are_offered() {
+        let object = |name: &str| json!({ "metadata": { "namespace": "shop", "name": name } });
+        for version in ["v1", "v1alpha2"] {
+            let claims = format!("/apis/resource.k8s.io/{version}/namespaces/shop/resourceclaims");
+            let server = Server::default()
+                .with("/api/v1/namespaces/shop/pods", &[object("one")])
+                .with(&claims, &[object("two")]);
+            let names = explainable(&server.client(), "shop").await;
+            let names: Vec<&str> = names.iter().map(String::as_str).collect();
+            assert_eq!(names, ["claim/two", "pod/one"], "{version}");
+        }
+    }
 }

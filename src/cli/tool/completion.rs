@@ -44,7 +44,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Error> {
             &mut script,
         )
         .context("cannot write the script")?;
-    write(&String::from_utf8_lossy(&script))
+    write(&String::from_utf8_lossy(&script))?;
+    Ok(())
 }
 
 /// Prints the candidates for the last word after `kubectl drayman`, each with its help, and the shell directive. This
@@ -70,5 +71,6 @@ pub(crate) fn for_kubectl(words: Vec<OsString>, mut command: clap::Command) -> R
         .context("cannot write to memory")?;
     }
     writeln!(lines, ":{directive}").context("cannot write to memory")?;
-    write(&String::from_utf8_lossy(&lines))
+    write(&String::from_utf8_lossy(&lines))?;
+    Ok(())
 }

@@ -18,7 +18,7 @@ use crate::cli::diagnose::devices::{DeviceRow, DeviceState, DeviceTable, devices
 use crate::cli::diagnose::structured;
 use crate::cli::error::Error;
 use crate::cli::output::{Colour, OutputFlags, Printable, Style, coloured, one_line, row, table};
-use crate::cli::runtime::{block_on, choose_tls_provider};
+use crate::cli::runtime::block_on;
 use crate::cli::value;
 
 /// List the devices of the cluster with their states and holders
@@ -103,17 +103,14 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     if answer.devices.is_empty() {
         eprintln!("{}", arguments.nothing_found());
     }
-    arguments.output.print(&answer)?;
-    if arguments.watch {
+    let is_read = arguments.output.print(&answer)?;
+    if arguments.watch && is_read {
         block_on(async {
             let client = cluster.connect_for_watches().await?;
             watch::devices(&client, &cluster.driver.name, &scope, |table| {
                 let changed = arguments.changes(&all, &table);
                 all = table;
-                if changed.devices.is_empty() {
-                    return Ok(());
-                }
-                arguments.output.without_headers().print(&changed)
+                Ok(changed.devices.is_empty() || arguments.output.continued().print(&changed)?)
             })
             .await
         })?;
@@ -143,16 +140,13 @@ impl Arguments {
 
     /// The rows that changed, of devices that were or are selected.
     fn changes(&self, before: &DeviceTable, after: &DeviceTable) -> DeviceTable {
-        let were: BTreeSet<(&str, String)> = before
-            .devices
-            .iter()
-            .filter(|device| self.selects(device))
-            .map(|device| (device.node_uid.as_str(), device.name()))
-            .collect();
+        let selected = before.devices.iter().filter(|device| self.selects(device));
+        let were: BTreeSet<_> = selected.map(DeviceRow::identity).collect();
+        let are: BTreeSet<_> = after.devices.iter().map(DeviceRow::identity).collect();
         let mut changed = after.changed_since(before);
         changed.devices.retain(|device| {
-            were.contains(&(device.node_uid.as_str(), device.name()))
-                || (self.selects(device) && after.devices.contains(device))
+            let identity = device.identity();
+            were.contains(&identity) || (are.contains(&identity) && self.selects(device))
         });
         changed
     }
@@ -182,7 +176,6 @@ pub(super) fn read_all(
     cluster: &KubectlFlags,
     namespaces: impl FnOnce(String) -> Namespaces,
 ) -> Result<(DeviceTable, ClaimScope), Error> {
-    choose_tls_provider();
     block_on(async {
         let (client, context_namespace) = cluster.connect().await?;
         read_table(&client, &cluster.driver.name, &namespaces(context_namespace)).await
@@ -280,11 +273,13 @@ pub(super) fn api(device: &DeviceRow) -> &'static str {
 pub(super) fn state(state: DeviceState) -> String {
     let colour = match state {
         DeviceState::Free => Colour::Green,
-        DeviceState::Held | DeviceState::NotClaimed | DeviceState::NotForClaims => return state.to_string(),
+        DeviceState::Held | DeviceState::NotClaimed | DeviceState::NotForClaims => {
+            return state.as_str().to_owned();
+        }
         DeviceState::NotReady | DeviceState::Tainted | DeviceState::Unknown => Colour::Yellow,
         DeviceState::Unhealthy | DeviceState::Gone => Colour::Red,
     };
-    coloured(&state.to_string(), colour)
+    coloured(state.as_str(), colour)
 }
 
 #[cfg(test)]
@@ -293,22 +288,10 @@ mod tests {
 
     use super::*;
     use crate::cli::diagnose::structured::tests::{DRIVER, camera, held, slice};
-    use crate::cli::tool::mock::Server;
+    use crate::cli::tool::mock::{Server, parsed};
 
     const CLAIMS: &str = "/apis/resource.k8s.io/v1/resourceclaims";
     const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
-
-    fn arguments(flags: &[&str]) -> Arguments {
-        #[derive(clap::Parser)]
-        struct Program {
-            #[command(flatten)]
-            arguments: Arguments,
-        }
-        let flags = ["devices"].iter().chain(flags);
-        <Program as clap::Parser>::try_parse_from(flags)
-            .unwrap()
-            .arguments
-    }
 
     fn or_shop() -> Namespaces {
         Namespaces::AllOr("shop".to_owned())
@@ -359,7 +342,7 @@ mod tests {
         let namespaces = Namespaces::One("shop".to_owned());
         let (table, _) = read_table(&server.client(), DRIVER, &namespaces).await.unwrap();
         for (namespace, expected) in [("shop", vec!["node-a/b"]), ("sho", vec![])] {
-            let table = arguments(&["-n", namespace]).retain(table.clone());
+            let table = parsed::<Arguments>(&["-n", namespace]).retain(table.clone());
             assert_eq!(table.names(), expected, "{namespace}");
         }
     }
@@ -368,8 +351,9 @@ mod tests {
     async fn a_watch_prints_what_changed() {
         let all = [camera("a"), camera("b"), camera("c")];
         let read = async |devices: &[serde_json::Value], claims: &[serde_json::Value]| {
+            let slices = [slice("node-a", json!(devices))];
             let server = Server::structured()
-                .with(SLICES, &[slice("node-a", json!(devices))])
+                .with(SLICES, &slices[..devices.len().min(1)])
                 .with(CLAIMS, claims);
             let table = read_table(&server.client(), DRIVER, &Namespaces::All).await;
             table.unwrap().0
@@ -377,7 +361,10 @@ mod tests {
         let before = read(&all[..2], &[]).await;
         let after = read(&all[1..], &[held("one", "node-a", &["b"])]).await;
         let printed = |flags: &[&str], before: &DeviceTable, after: &DeviceTable| {
-            let changed = arguments(flags).changes(before, after).devices.into_iter();
+            let changed = parsed::<Arguments>(flags)
+                .changes(before, after)
+                .devices
+                .into_iter();
             changed.map(|row| (row.device, row.state)).collect::<Vec<_>>()
         };
         let row = |device: &str, state| (device.to_owned(), state);
@@ -393,7 +380,8 @@ mod tests {
             printed(&["--state", "Held"], &before, &after),
             std::slice::from_ref(&b)
         );
-        assert_eq!(printed(&["--state", "Free"], &before, &after), [b, c, a.clone()]);
+        let left = [b.clone(), c.clone(), a];
+        assert_eq!(printed(&["--state", "Free"], &before, &after), left);
         let freed = row("b", DeviceState::Free);
         assert_eq!(
             printed(&["--state", "Held"], &after, &before),
@@ -401,6 +389,14 @@ mod tests {
         );
         assert_eq!(printed(&["-n", "shop"], &after, &before), [freed]);
         assert!(printed(&["-n", "other"], &after, &before).is_empty());
+        // A device that a claim still holds is printed once.
+        let unplugged = read(&all[2..], &[held("one", "node-a", &["b"])]).await;
+        let [gone_b, gone_c] = ["b", "c"].map(|device| row(device, DeviceState::Gone));
+        assert_eq!(printed(&[], &after, &unplugged), std::slice::from_ref(&gone_b));
+        // Also after the last slice of its node, and when the slices return.
+        let wiped = read(&[], &[held("one", "node-a", &["b"])]).await;
+        assert_eq!(printed(&[], &after, &wiped), [gone_b, gone_c]);
+        assert_eq!(printed(&[], &wiped, &after), [b, c]);
         let claims = [held("one", "node-a", &["b"]), held("two", "node-a", &["gone"])];
         let lost = read(&all[1..], &claims).await;
         let gone = row("gone", DeviceState::Gone);

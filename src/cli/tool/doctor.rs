@@ -2,7 +2,7 @@
 
 mod structured;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -17,22 +17,24 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::kubectl_flags::KubectlFlags;
-use super::rights::{self, Account};
-use super::{feature_gates, node_check, read};
+use super::read::ServedApi;
+use super::{feature_gates, node_check, read, rights};
 use crate::api::crd::{self, DeviceClassParameters, Mode, NodeInventory};
-use crate::api::resource::{GROUP, ResourceClaim, ResourceClass, VERSION};
+use crate::api::resource::{ResourceClaim, ResourceClass, VERSION};
 use crate::cli::diagnose::devices::devices;
 use crate::cli::diagnose::doctor::{DoctorFinding, Level, classes, definitions, lease, server};
 use crate::cli::diagnose::gates;
-use crate::cli::diagnose::nodes::{NodeFacts, extended_resources, inventories, not_running, runtime_sockets};
-use crate::cli::diagnose::overlap::{self, Sharers};
+use crate::cli::diagnose::nodes::{extended_resources, inventories};
+use crate::cli::diagnose::overlap;
 use crate::cli::diagnose::rights::Component;
 use crate::cli::error::Error;
 use crate::cli::objects::CustomResourceDefinition;
 use crate::cli::output::{Colour, OutputFlags, Printable, Style, coloured, one_line};
-use crate::cli::runtime::{block_on, choose_tls_provider};
+use crate::cli::runtime::block_on;
 use crate::cli::{flags, value};
 
+/// First minor version of Kubernetes 1 with structured mode.
+const STRUCTURED_SINCE: u32 = 34;
 /// Label of the controller's objects in the chart.
 const CONTROLLER: &str = "app.kubernetes.io/component=controller";
 
@@ -105,7 +107,6 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
         };
         block_on(async { Ok(node_check::check(&machine).await) })?
     } else {
-        choose_tls_provider();
         block_on(async {
             let (client, _) = arguments.cluster.connect().await?;
             check(&client, arguments).await
@@ -128,21 +129,32 @@ async fn check(client: &Client, arguments: &Arguments) -> Result<Vec<DoctorFindi
         .apiserver_version()
         .await
         .map_err(|error| anyhow::Error::from(error).context("cannot read the version of the API server"))?;
-    // An error of discovery is a finding below.
-    if let Ok(read::ServedApi::Structured) = read::api(client).await {
-        return Ok(structured::check(
-            client,
-            driver,
-            arguments.node_user.as_deref(),
-            (&version.major, &version.minor),
-        )
-        .await);
+    let users = [
+        (Component::Controller, arguments.controller_user.as_deref()),
+        (Component::Node, arguments.node_user.as_deref()),
+    ];
+    match read::api(client).await {
+        Ok(ServedApi::Structured) => {
+            return Ok(structured::check(client, driver, users, (&version.major, &version.minor)).await);
+        }
+        Err(error) if read::minor(&version.minor).is_some_and(|minor| minor >= STRUCTURED_SINCE) => {
+            return Err(error);
+        }
+        // An error of discovery is a finding of classic mode.
+        Ok(ServedApi::Classic) | Err(_) => {}
     }
-    let discovery = is_served(
-        client
-            .list_api_group_resources(&format!("{GROUP}/{VERSION}"))
-            .await,
-    );
+    Ok(check_classic(client, driver, users, (&version.major, &version.minor)).await)
+}
+
+/// Runs the checks of classic mode, and of clusters without claims.
+async fn check_classic(
+    client: &Client,
+    driver: &str,
+    users: [(Component, Option<&str>); 2],
+    (major, minor): (&str, &str),
+) -> Vec<DoctorFinding> {
+    let discovery = read::is_served(client, VERSION).await;
+    let discovery = discovery.map_err(|error| error.to_string());
     // A discovery error has its own finding.
     let serves = discovery != Ok(false);
     let mut findings = Vec::new();
@@ -151,14 +163,6 @@ async fn check(client: &Client, arguments: &Arguments) -> Result<Vec<DoctorFindi
     let mut defined = true;
     match read::all::<CustomResourceDefinition>(client).await {
         Ok(found) => {
-            let versions_of = |definition: CustomResourceDefinition| {
-                let versions = definition.spec.versions.iter().filter(|version| version.served);
-                (
-                    definition.name_any(),
-                    versions.map(|version| version.name.clone()).collect(),
-                )
-            };
-            let found: BTreeMap<String, Vec<String>> = found.into_iter().map(versions_of).collect();
             let judged = definitions(crd::definition_names(), crd::VERSION, &found);
             defined = judged.iter().all(|finding| finding.level == Level::Fine);
             findings.extend(judged);
@@ -177,14 +181,13 @@ async fn check(client: &Client, arguments: &Arguments) -> Result<Vec<DoctorFindi
         .as_ref()
         .is_none_or(|inventories| gates::needs_claims(driver, inventories));
     let discovery = discovery.as_ref().copied().map_err(String::as_str);
-    findings.splice(
-        0..0,
-        server(&version.major, &version.minor, discovery, needs_claims),
-    );
+    findings.splice(0..0, server(major, minor, discovery, needs_claims));
     if needs_claims && serves {
-        let (found, errors) = feature_gates::check_classic(client, driver, inventories.as_deref()).await;
-        findings.extend(found);
-        errors.into_iter().for_each(&mut note);
+        findings.extend(feature_gates::check_classic(client, driver, inventories.as_deref()).await);
+        match feature_gates::check_symptoms(client).await {
+            Ok(found) => findings.extend(found),
+            Err(error) => note(error),
+        }
     }
     let mut leases = Vec::new();
     match read::list(
@@ -199,8 +202,15 @@ async fn check(client: &Client, arguments: &Arguments) -> Result<Vec<DoctorFindi
         }
         Err(error) => note(error),
     }
+    let of_driver = inventories
+        .iter()
+        .flatten()
+        .filter(|inventory| inventory.spec.driver_name == driver);
+    let mode_both = of_driver
+        .flat_map(|inventory| &inventory.spec.devices)
+        .any(|device| device.mode == Mode::Both);
     for found in [
-        check_rights(client, arguments, inventories.as_deref()).await,
+        rights::check_pods(client, driver, users, ServedApi::Classic, mode_both).await,
         check_other_installations(client, driver, &leases, inventories.as_deref().filter(|_| serves)).await,
     ] {
         match found {
@@ -215,52 +225,7 @@ async fn check(client: &Client, arguments: &Arguments) -> Result<Vec<DoctorFindi
         }
     }
     findings.extend(unread);
-    Ok(findings)
-}
-
-/// Interprets a discovery response: 404 means that the version is not served, any other error leaves it unknown.
-fn is_served<T>(answer: Result<T, kube::Error>) -> Result<bool, String> {
-    match answer {
-        Ok(_) => Ok(true),
-        Err(kube::Error::Api(status)) if status.code == 404 => Ok(false),
-        Err(error) => Err(error.to_string()),
-    }
-}
-
-/// Checks the permissions of the chart's pods and of accounts given by flags.
-async fn check_rights(
-    client: &Client,
-    arguments: &Arguments,
-    inventories: Option<&[NodeInventory]>,
-) -> Result<Vec<DoctorFinding>, Error> {
-    let driver = &arguments.cluster.driver.name;
-    let of_driver = inventories
-        .into_iter()
-        .flatten()
-        .filter(|inventory| inventory.spec.driver_name == *driver);
-    let mode_both = of_driver
-        .flat_map(|inventory| &inventory.spec.devices)
-        .any(|device| device.mode == Mode::Both);
-    let pods = rights::pods(client).await?;
-    let mut accounts = rights::accounts(&pods, driver);
-    for (component, user) in [
-        (Component::Controller, &arguments.controller_user),
-        (Component::Node, &arguments.node_user),
-    ] {
-        accounts.extend(user.clone().map(|user| Account {
-            component,
-            user,
-            lease: None,
-            reviews: false,
-        }));
-    }
-    let companions: Vec<bool> = rights::companions_with_socket(&pods, driver);
-    let mut findings: Vec<DoctorFinding> = runtime_sockets(&companions).into_iter().collect();
-    findings.extend(not_running(driver, &rights::waiting(&pods, driver)));
-    for account in &accounts {
-        findings.extend(rights::check_classic(client, account, mode_both).await?);
-    }
-    Ok(findings)
+    findings
 }
 
 /// Looks for other installations with the same driver name, and for claims of drivers that nothing serves. `None` if claims and inventories
@@ -285,14 +250,8 @@ async fn check_other_installations(
         Some(_) => read::all(client).await?,
         None => Vec::new(),
     };
-    let mut findings = overlap::judge(
-        driver,
-        Sharers {
-            leaders: &leaders,
-            roles: &roles,
-            unreadable: &devices(driver, &[], &claims).unreadable,
-        },
-    );
+    let unreadable = devices(driver, &[], &claims).unreadable;
+    let mut findings = overlap::judge(driver, &leaders, &roles, &unreadable);
     findings.extend(overlap::unserved_inventories(
         inventories.unwrap_or_default(),
         &claims,
@@ -306,11 +265,7 @@ async fn check_devices(
     objects: &[NodeInventory],
     with_classes: bool,
 ) -> Result<Vec<DoctorFinding>, Error> {
-    let nodes: Vec<NodeFacts> = read::all::<Node>(client)
-        .await?
-        .iter()
-        .map(NodeFacts::of)
-        .collect();
+    let nodes: Vec<Node> = read::all(client).await?;
     let mut findings = Vec::new();
     if with_classes {
         let parameters = read::all::<DeviceClassParameters>(client).await?;
@@ -358,7 +313,31 @@ impl Printable for FindingList {
     const KIND: &'static str = "FindingList";
 
     fn text(&self, _: Style) -> String {
-        text(&self.items)
+        let mut text = String::new();
+        for finding in &self.items {
+            let word = match finding.level {
+                Level::Fine => coloured("ok     ", Colour::Green),
+                Level::Note => "note   ".to_owned(),
+                Level::Warning => coloured("warning", Colour::Yellow),
+                Level::Problem => coloured("problem", Colour::Red),
+            };
+            let _ = writeln!(text, "{word}  {}: {}", finding.check, one_line(&finding.message));
+            if let Some(fix) = &finding.fix {
+                let _ = writeln!(text, "         -> {}", one_line(fix));
+            }
+        }
+        let count = |level| self.items.iter().filter(|finding| finding.level == level).count();
+        let counted = |level, word| match count(level) {
+            1 => format!("1 {word}"),
+            number => format!("{number} {word}s"),
+        };
+        text + &format!(
+            "\n{} ok, {}, {}, {}\n",
+            count(Level::Fine),
+            counted(Level::Note, "note"),
+            counted(Level::Warning, "warning"),
+            counted(Level::Problem, "problem")
+        )
     }
 
     /// The checks with findings that need attention.
@@ -372,50 +351,15 @@ impl Printable for FindingList {
     }
 }
 
-fn text(findings: &[DoctorFinding]) -> String {
-    let mut text = String::new();
-    for finding in findings {
-        let word = match finding.level {
-            Level::Fine => coloured("ok     ", Colour::Green),
-            Level::Note => "note   ".to_owned(),
-            Level::Warning => coloured("warning", Colour::Yellow),
-            Level::Problem => coloured("problem", Colour::Red),
-        };
-        let _ = writeln!(text, "{word}  {}: {}", finding.check, one_line(&finding.message));
-        if let Some(fix) = &finding.fix {
-            let _ = writeln!(text, "         -> {}", one_line(fix));
-        }
-    }
-    let count = |level| findings.iter().filter(|finding| finding.level == level).count();
-    let counted = |level, word| match count(level) {
-        1 => format!("1 {word}"),
-        number => format!("{number} {word}s"),
-    };
-    text + &format!(
-        "\n{} ok, {}, {}, {}\n",
-        count(Level::Fine),
-        counted(Level::Note, "note"),
-        counted(Level::Warning, "warning"),
-        counted(Level::Problem, "problem")
-    )
-}
-
 #[cfg(test)]
 mod tests {
-    use kube::core::Status;
-
     use super::*;
+    use crate::cli::tool::mock::{Server, parsed};
 
-    #[test]
-    fn only_404_means_that_an_api_is_not_served() {
-        let refused = |code: u16| {
-            let status = Status::failure("why", "Reason").with_code(code);
-            is_served::<()>(Err(kube::Error::Api(status.boxed())))
-        };
-        assert_eq!(refused(404), Ok(false));
-        for code in [401, 403, 429, 500, 503] {
-            assert!(refused(code).is_err(), "{code}");
-        }
-        assert_eq!(is_served(Ok(())), Ok(true));
+    #[tokio::test]
+    async fn an_unknown_api_is_not_taken_for_classic_mode() {
+        let server = Server::structured().without_right("/apis/resource.k8s.io/v1");
+        let error = check(&server.client(), &parsed(&[])).await.unwrap_err();
+        assert!(error.to_string().starts_with("it is not known"), "{error}");
     }
 }

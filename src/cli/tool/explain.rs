@@ -16,20 +16,17 @@ use kube::api::Api;
 use kube::{Client, ResourceExt as _};
 use tokio_util::sync::CancellationToken;
 
-use self::answer::{
-    Explained, ObjectArgument, about_claim, about_pod, events, explain_limits, pod_answer, scheduler_says,
-};
+use self::answer::{Explained, ExplainedClaims, ObjectArgument, about};
 use super::kubectl_flags::KubectlFlags;
-use super::read::{ClaimScope, Namespaces};
+use super::read::{ClaimScope, Namespaces, ServedApi};
 use super::{candidates, read};
 use crate::api::crd::{DeviceClassParameters, NodeInventory};
 use crate::api::resource::{Pod, PodResourceClaim, PodSchedulingContext, ResourceClaim, ResourceClass};
-use crate::cli::diagnose::explain::{ExplainInput, explain, find};
-use crate::cli::diagnose::qualified_name;
+use crate::cli::diagnose::explain::{ExplainInput, claim_of, explain, find};
 use crate::cli::error::Error;
-use crate::cli::objects;
+use crate::cli::objects::PartialPod;
 use crate::cli::output::OutputFlags;
-use crate::cli::runtime::{block_on, choose_tls_provider};
+use crate::cli::runtime::block_on;
 use crate::cli::value;
 use crate::core::allocation::parameters::{Amount, DeviceRequests};
 use crate::core::claims::Resolved;
@@ -65,15 +62,10 @@ pub(crate) struct Arguments {
 /// Prints the explanation. Returns exit code 1 if the object does not exist.
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     let subject = ObjectArgument::read(&arguments.object)?;
-    choose_tls_provider();
     let answer = block_on(async {
         let (client, context_namespace) = arguments.cluster.connect().await?;
         let namespace = arguments.namespace.clone().unwrap_or(context_namespace);
-        let driver = &arguments.cluster.driver.name;
-        match read::api(&client).await? {
-            read::ServedApi::Structured => structured::answer(&client, &namespace, driver, &subject).await,
-            read::ServedApi::Classic => classic_answer(client, namespace, driver, &subject).await,
-        }
+        explain_object(&client, &namespace, &arguments.cluster.driver.name, &subject).await
     })?;
     let Some(answer) = answer else {
         eprintln!(
@@ -86,46 +78,74 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The answer in classic mode, and without claims. `None` if the object does not exist.
-async fn classic_answer(
-    client: Client,
-    namespace: String,
+/// Explains a pod or claim; `None` if it does not exist.
+async fn explain_object(
+    client: &Client,
+    namespace: &str,
     driver: &str,
     subject: &ObjectArgument,
 ) -> Result<Option<Explained>, Error> {
-    let pods = Api::<Pod>::namespaced(client.clone(), &namespace);
+    let api = read::api(client).await?;
+    let (ObjectArgument::Pod(name) | ObjectArgument::Claim(name) | ObjectArgument::Either(name)) = subject;
+    let pods = Api::<PartialPod>::namespaced(client.clone(), namespace);
     let pod = match subject {
-        ObjectArgument::Pod(name) | ObjectArgument::Either(name) => {
-            pods.get_opt(name).await.context("cannot read the pod")?
-        }
         ObjectArgument::Claim(_) => None,
+        _ => pods.get_opt(name).await.context("cannot read the pod")?,
     };
-    let claims = read::claims(&client, &Namespaces::AllOr(namespace.clone())).await?;
-    let claim = match subject {
-        ObjectArgument::Claim(name) | ObjectArgument::Either(name) if pod.is_none() => {
-            claims.items.iter().find(|claim| {
-                claim.metadata.namespace.as_ref() == Some(&namespace)
-                    && claim.metadata.name.as_ref() == Some(name)
-            })
-        }
-        _ => None,
-    };
-    if pod.is_none() && claim.is_none() {
+    if pod.is_none() && matches!(subject, ObjectArgument::Pod(_)) {
         return Ok(None);
     }
+    let pod = pod.as_ref();
+    let claims = match api {
+        ServedApi::Structured => structured::explain_claims(client, namespace, driver, pod, name).await?,
+        ServedApi::Classic => explain_claims(client, namespace, driver, pod, name).await?,
+    };
+    match claims {
+        Some(claims) => Explained::of(client, namespace, pod, claims).await.map(Some),
+        None => Ok(None),
+    }
+}
+
+/// Explains the claims of the pod; without a pod, the claim of this name. For classic mode, and clusters without claims. `None` if it does not
+/// exist.
+async fn explain_claims(
+    client: &Client,
+    namespace: &str,
+    driver: &str,
+    pod: Option<&PartialPod>,
+    name: &str,
+) -> Result<Option<ExplainedClaims>, Error> {
+    // Unlike the other type, this one has the claims of classic mode.
+    let pods = Api::<Pod>::namespaced(client.clone(), namespace);
+    let classic_pod = match pod {
+        Some(_) => pods.get_opt(name).await.context("cannot read the pod")?,
+        None => None,
+    };
+    let claims = read::claims(client, &Namespaces::AllOr(namespace.to_owned())).await?;
+    // Pairs of entry and claim.
+    let found: Vec<_> = match (&classic_pod, claims.named(namespace, name)) {
+        (Some(pod), _) => {
+            let entries = pod.spec.resource_claims.iter();
+            entries
+                .map(|entry| (Some(entry), find(pod, entry, &claims.items)))
+                .collect()
+        }
+        (None, Some(claim)) if pod.is_none() => vec![(None, Resolved::Claim(claim))],
+        _ => return Ok(None),
+    };
     let cluster = Reading {
         client,
         namespace,
         driver,
         claims: &claims,
     };
-    cluster.answer(pod.as_ref(), claim).await.map(Some)
+    cluster.explain(pod, classic_pod.as_ref(), &found).await.map(Some)
 }
 
 /// Access to the cluster and the claims read so far.
 struct Reading<'a> {
-    client: Client,
-    namespace: String,
+    client: &'a Client,
+    namespace: &'a str,
     driver: &'a str,
     claims: &'a read::ClaimList,
 }
@@ -138,30 +158,24 @@ struct Evaluation {
 }
 
 impl Reading<'_> {
-    async fn answer(&self, pod: Option<&Pod>, claim: Option<&ResourceClaim>) -> Result<Explained, Error> {
-        let classes = read::classes(&self.client).await?;
+    async fn explain(
+        &self,
+        pod: Option<&PartialPod>,
+        classic_pod: Option<&Pod>,
+        found: &[(Option<&PodResourceClaim>, Resolved<&ResourceClaim>)],
+    ) -> Result<ExplainedClaims, Error> {
+        let classes = read::classes(self.client).await?;
         let context = match pod {
             Some(pod) => {
                 let contexts: Api<PodSchedulingContext> =
-                    Api::namespaced(self.client.clone(), &self.namespace);
+                    Api::namespaced(self.client.clone(), self.namespace);
                 read::get(&contexts, &pod.name_any())
                     .await
                     .context("cannot read the pod's scheduling context")?
             }
             None => None,
         };
-        // Pairs of entry and claim.
-        let found: Vec<(Option<&PodResourceClaim>, Resolved<&ResourceClaim>)> = match (pod, claim) {
-            (Some(pod), _) => {
-                let entries = pod.spec.resource_claims.iter();
-                entries
-                    .map(|entry| (Some(entry), find(pod, entry, &self.claims.items)))
-                    .collect()
-            }
-            (None, Some(claim)) => vec![(None, Resolved::Claim(claim))],
-            (None, None) => Vec::new(),
-        };
-        let mut evaluations = self.ask_driver(pod, &found, &classes).await?;
+        let mut evaluations = self.ask_driver(classic_pod, found, &classes).await?;
         if let Some(context) = &context {
             // Without inventories, the driver has not evaluated any node.
             for evaluation in evaluations
@@ -177,61 +191,29 @@ impl Reading<'_> {
             }
             let judged_by_driver = evaluations.iter().all(|evaluation| evaluation.wants.is_some());
             if matches!(self.claims.scope, ClaimScope::Namespace(_)) || !judged_by_driver {
-                ask_controller(&mut evaluations, &found, context);
+                ask_controller(&mut evaluations, found, context);
             }
         }
         let explanations = found
             .iter()
             .zip(&evaluations)
             .map(|((entry, found), evaluation)| {
-                let class = match found {
-                    Resolved::Claim(claim) => class_of(claim, &classes),
-                    _ => None,
-                };
+                let wants = evaluation.wants.as_ref();
                 explain(&ExplainInput {
                     driver: self.driver,
                     pod,
                     entry: *entry,
                     found: *found,
-                    class,
-                    wants: evaluation
-                        .wants
-                        .as_ref()
-                        .map(|wants| wants.as_deref().map_err(String::as_str)),
+                    class: claim_of(*found).and_then(|claim| class_of(claim, &classes)),
+                    wants: wants.map(|wants| wants.as_deref().map_err(String::as_str)),
                     context: context.as_ref(),
                     nodes: &evaluation.nodes,
                 })
             });
-        // Our own pod type lacks conditions and limits.
-        let whole = match pod {
-            Some(pod) => Api::<objects::PartialPod>::namespaced(self.client.clone(), &self.namespace)
-                .get_opt(&pod.name_any())
-                .await
-                .context("cannot read the pod")?,
-            None => None,
-        };
-        Ok(Explained {
-            pod: pod.map(|pod| {
-                pod_answer(
-                    qualified_name(pod),
-                    pod.status.phase.as_deref(),
-                    pod.spec.node_name.as_deref(),
-                    whole.as_ref().and_then(scheduler_says),
-                )
-            }),
-            claims: explanations.collect(),
-            limits: match &whole {
-                Some(whole) => explain_limits(&self.client, whole).await?,
-                None => Vec::new(),
-            },
-            events: {
-                let claims = found.iter().filter_map(|(_, found)| match found {
-                    Resolved::Claim(claim) => Some(*claim),
-                    _ => None,
-                });
-                let about = pod.into_iter().map(about_pod).chain(claims.map(about_claim));
-                events(&self.client, &self.namespace, about.collect()).await?
-            },
+        let claims = found.iter().filter_map(|(_, found)| claim_of(*found));
+        Ok(ExplainedClaims {
+            explanations: explanations.collect(),
+            about: claims.map(about).collect(),
         })
     }
 
@@ -243,20 +225,18 @@ impl Reading<'_> {
         classes: &[ResourceClass],
     ) -> Result<Vec<Evaluation>, Error> {
         let mut evaluations: Vec<Evaluation> = found.iter().map(|_| Evaluation::default()).collect();
-        let ours = |found: &Resolved<&ResourceClaim>| match found {
-            Resolved::Claim(claim) if claim.status.allocation.is_none() => {
-                let class = class_of(claim, classes)?;
-                let served = class.driver_name == self.driver && class.structured_parameters != Some(true);
-                served.then(|| ((*claim).clone(), class.clone()))
-            }
-            _ => None,
+        let ours = |found: Resolved<&ResourceClaim>| {
+            let claim = claim_of(found).filter(|claim| claim.status.allocation.is_none())?;
+            let class = class_of(claim, classes)?;
+            let served = class.driver_name == self.driver && class.structured_parameters != Some(true);
+            served.then(|| (claim.clone(), class.clone()))
         };
-        let wanted: Vec<_> = found.iter().map(|(_, found)| ours(found)).collect();
+        let wanted: Vec<_> = found.iter().map(|(_, found)| ours(*found)).collect();
         if wanted.iter().all(Option::is_none) {
             return Ok(evaluations);
         }
         // The driver's watches would retry a forbidden list forever.
-        match read::can_list::<NodeInventory>(&self.client).await {
+        match read::can_list::<NodeInventory>(self.client).await {
             Err(error) if read::is_forbidden(&error) => {
                 eprintln!(
                     "note: you may not list nodeinventories; nodes are judged only by what the controller has written into the pod's \
@@ -266,11 +246,10 @@ impl Reading<'_> {
             }
             listed => listed?,
         }
-        read::can_list::<DeviceClassParameters>(&self.client).await?;
+        read::can_list::<DeviceClassParameters>(self.client).await?;
         let ended = CancellationToken::new();
         let _end = ended.clone().drop_guard();
-        let driver =
-            HostDriver::start_for_namespace(self.client.clone(), self.driver, &self.namespace, ended);
+        let driver = HostDriver::start_for_namespace(self.client.clone(), self.driver, self.namespace, ended);
         let holds = |claim: &&ResourceClaim| claim.status.driver_name.as_deref() == Some(self.driver);
         let holdings = self.claims.items.iter().filter(holds).cloned().map(Holding::new);
         driver.observe(&Observation::All(holdings.collect())).await;
@@ -278,30 +257,24 @@ impl Reading<'_> {
             "the inventories and parameters cannot be read: you need the right to list and watch nodeinventories, \
              deviceclassparameters and deviceclaimparameters (and `drayman doctor` says whether they are defined)",
         )?.map_err(anyhow::Error::from)?;
-        let mut requests = Vec::new();
-        let mut indexes = Vec::new();
-        for (index, wanted) in wanted.into_iter().enumerate() {
+        let (mut requests, mut asked) = (Vec::new(), Vec::new());
+        for ((wanted, (entry, _)), evaluation) in wanted.into_iter().zip(found).zip(&mut evaluations) {
             let Some((claim, class)) = wanted else { continue };
-            let entry = found.get(index).and_then(|(entry, _)| *entry);
             let parameters = async {
                 let class_parameters = driver.class_parameters(&class).await?;
                 let demand = driver.claim_parameters(&claim, &class, &class_parameters).await?;
                 Ok::<_, crate::driver::DriverError>((class_parameters, demand))
             };
-            let wants = match parameters.await {
+            match parameters.await {
                 Ok((class_parameters, claim_parameters)) => {
-                    let wants = in_words(&claim_parameters);
-                    indexes.push(index);
+                    evaluation.wants = Some(Ok(in_words(&claim_parameters)));
                     let name = entry.map(|entry| entry.name.as_str()).unwrap_or_default();
                     let request =
                         ClaimRequest::<HostDriver>::new(claim, class, class_parameters, claim_parameters);
                     requests.push(request.pod_claim_name(name));
-                    Ok(wants)
+                    asked.push(evaluation);
                 }
-                Err(error) => Err(error.to_string()),
-            };
-            if let Some(evaluation) = evaluations.get_mut(index) {
-                evaluation.wants = Some(wants);
+                Err(error) => evaluation.wants = Some(Err(error.to_string())),
             }
         }
         let nodes = self.nodes().await?;
@@ -310,22 +283,20 @@ impl Reading<'_> {
             .unsuitable_nodes(pod.unwrap_or(&no_pod), &requests, &nodes)
             .await
             .context("the driver cannot evaluate the nodes")?;
-        for (index, verdict) in indexes.into_iter().zip(verdicts) {
-            if let Some(evaluation) = evaluations.get_mut(index) {
-                let reason = |node: &String| (node.clone(), verdict.get(node).cloned());
-                evaluation.nodes = nodes.iter().map(reason).collect();
-            }
+        for (evaluation, verdict) in asked.into_iter().zip(verdicts) {
+            let reason = |node: &String| (node.clone(), verdict.get(node).cloned());
+            evaluation.nodes = nodes.iter().map(reason).collect();
         }
         Ok(evaluations)
     }
 
     /// Returns the names of all nodes; only of nodes with an inventory if the user may not list nodes.
     async fn nodes(&self) -> Result<Vec<String>, Error> {
-        match read::all::<Node>(&self.client).await {
+        match read::all::<Node>(self.client).await {
             Ok(nodes) => Ok(nodes.iter().map(kube::ResourceExt::name_any).collect()),
             Err(error) if read::is_forbidden(&error) => {
                 eprintln!("note: you may not list nodes; only those with devices of the driver are shown");
-                let inventories: Vec<NodeInventory> = read::all(&self.client).await?;
+                let inventories: Vec<NodeInventory> = read::all(self.client).await?;
                 Ok(inventories
                     .into_iter()
                     .filter(|inventory| inventory.spec.driver_name == self.driver)
@@ -423,10 +394,39 @@ mod tests {
             .with("/api/v1/nodes", &[])
             .with("/api/v1/pods", &[]);
         let subject = ObjectArgument::Pod("one".into());
-        let answer = classic_answer(server.client(), "shop".into(), "drayman.dev", &subject)
+        let answer = explain_object(&server.client(), "shop", "drayman.dev", &subject)
             .await
             .unwrap();
         let answer = serde_json::to_value(answer.unwrap()).unwrap();
         assert_eq!(answer["pod"]["name"], "shop/one", "{answer}");
+    }
+
+    #[tokio::test]
+    async fn the_events_of_a_claim_of_two_entries_are_shown_once() {
+        let entry = |name: &str| json!({ "name": name, "source": { "resourceClaimName": "both" } });
+        let pod = json!({
+            "apiVersion": "v1", "kind": "Pod", "metadata": { "name": "one", "namespace": "shop", "uid": "p" },
+            "spec": { "containers": [], "resourceClaims": [entry("a"), entry("b")] },
+            "status": { "phase": "Pending" },
+        });
+        let claim = json!({
+            "metadata": { "name": "both", "namespace": "shop", "uid": "c" },
+            "spec": { "resourceClassName": "cameras" },
+            "status": { "allocation": {} },
+        });
+        let event =
+            json!({ "metadata": { "name": "e" }, "involvedObject": {}, "reason": "Why", "message": "so" });
+        let server = Server::default()
+            .with_object("/api/v1/namespaces/shop/pods/one", pod)
+            .with("/apis/resource.k8s.io/v1alpha2/resourceclaims", &[claim])
+            .with("/api/v1/namespaces/shop/events", &[event]);
+        let subject = ObjectArgument::Pod("one".into());
+        let answer = explain_object(&server.client(), "shop", "drayman.dev", &subject)
+            .await
+            .unwrap();
+        let answer = serde_json::to_value(answer.unwrap()).unwrap();
+        let events = answer["events"].as_array().unwrap().iter();
+        let about: Vec<&str> = events.map(|event| event["about"].as_str().unwrap()).collect();
+        assert_eq!(about, ["Pod one", "ResourceClaim both"], "{answer}");
     }
 }

@@ -26,12 +26,12 @@ const CONCURRENCY: usize = 16;
 /// Maximum length of a node name in bytes.
 const NODE_NAME_MAX: usize = 253;
 
-/// Returns findings and read errors.
+/// Asks the API server and the kubelets of the driver's nodes for the gate of classic mode.
 pub(super) async fn check_classic(
     client: &Client,
     driver: &str,
     inventories: Option<&[NodeInventory]>,
-) -> (Vec<DoctorFinding>, Vec<Error>) {
+) -> Vec<DoctorFinding> {
     let deadline = Instant::now() + LIMIT;
     let of_server = state_of(&read_metrics(client, API_SERVER, deadline).await, GATE);
     let mut findings = vec![api_server(&of_server)];
@@ -55,12 +55,7 @@ pub(super) async fn check_classic(
         .collect()
         .await;
     findings.extend(kubelets(&answers));
-    let mut errors = Vec::new();
-    match check_symptoms(client).await {
-        Ok(found) => findings.extend(found),
-        Err(error) => errors.push(error),
-    }
-    (findings, errors)
+    findings
 }
 
 /// Asks the API server for the gates of structured mode.
@@ -101,7 +96,8 @@ async fn read_metrics(client: &Client, path: &str, deadline: Instant) -> Result<
     }
 }
 
-async fn check_symptoms(client: &Client) -> Result<Vec<DoctorFinding>, Error> {
+/// Looks for symptoms of the gate being off in components that cannot be asked.
+pub(super) async fn check_symptoms(client: &Client) -> Result<Vec<DoctorFinding>, Error> {
     let (pods, claims) = (read::all(client).await?, read::all(client).await?);
     let contexts = read::all(client).await?;
     Ok(by_symptoms(&pods, &claims, &contexts, Timestamp::now()))

@@ -11,6 +11,7 @@ use kube::Client;
 use kube::config::{Config, KubeConfigOptions};
 
 use crate::cli::error::Error;
+use crate::cli::runtime::choose_tls_provider;
 use crate::cli::{client, flags, logging, value};
 
 /// Access to the cluster, by the flags of kubectl.
@@ -72,6 +73,7 @@ impl KubectlFlags {
     }
 
     async fn configuration(&self) -> Result<Config, Error> {
+        choose_tls_provider();
         if self.verbosity > 0 {
             logging::start_for_person(self.verbosity)?;
         }

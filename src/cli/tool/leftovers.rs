@@ -11,7 +11,7 @@ use super::read::{self, ServedApi};
 use crate::cli::diagnose::usage::{Dependent, Objects, allocated_from, dependents, held_by};
 use crate::cli::error::Error;
 use crate::cli::output::{OutputFlags, Printable, Style, row, table};
-use crate::cli::runtime::{block_on, choose_tls_provider};
+use crate::cli::runtime::block_on;
 
 /// List objects that still use classic Dynamic Resource Allocation
 ///
@@ -33,21 +33,16 @@ pub(crate) struct Arguments {
 
 /// Prints the remaining objects.
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
-    choose_tls_provider();
     let driver = &arguments.cluster.driver.name;
     let left = block_on(async {
         let (client, _) = arguments.cluster.connect().await?;
-        Ok(if arguments.this_driver {
-            Leftovers {
-                items: of_this_driver(&client, driver).await?,
-                driver: Some(driver.clone()),
-            }
+        let items = if arguments.this_driver {
+            of_this_driver(&client, driver).await?
         } else {
-            Leftovers {
-                items: of_everybody(&client).await?,
-                driver: None,
-            }
-        })
+            of_everybody(&client).await?
+        };
+        let driver = arguments.this_driver.then(|| driver.clone());
+        Ok(Leftovers { items, driver })
     })?;
     arguments.output.print(&left)?;
     Ok(if left.items.is_empty() {

@@ -1,4 +1,4 @@
-//! An API server that gives fixed answers, for tests of commands.
+//! Flags, and an API server that gives fixed answers, for tests of commands.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,6 +10,13 @@ use serde_json::{Value, json};
 
 /// The API of claims.
 const CLAIMS: &str = "/apis/resource.k8s.io/";
+
+/// The arguments of a command.
+pub(super) fn parsed<A: clap::Args>(flags: &[&str]) -> A {
+    let command = A::augment_args(clap::Command::new("drayman"));
+    let words = ["drayman"].iter().chain(flags);
+    A::from_arg_matches(&command.try_get_matches_from(words).unwrap()).unwrap()
+}
 
 /// The objects of a server, by path of their list.
 #[derive(Clone, Debug, Default)]
@@ -47,7 +54,8 @@ impl Server {
 
     /// Sets the objects of a list.
     pub(super) fn with(mut self, path: &str, items: &[Value]) -> Self {
-        let list = json!({ "kind": "List", "apiVersion": "v1", "metadata": {}, "items": items });
+        let metadata = json!({ "resourceVersion": "1" });
+        let list = json!({ "kind": "List", "apiVersion": "v1", "metadata": metadata, "items": items });
         self.answers.insert(path.to_owned(), (200, list));
         self
     }
@@ -59,9 +67,14 @@ impl Server {
     }
 
     /// Forbids a list.
-    pub(super) fn without_right(mut self, path: &str) -> Self {
+    pub(super) fn without_right(self, path: &str) -> Self {
+        self.failing(path, 403)
+    }
+
+    /// Answers with an error.
+    pub(super) fn failing(mut self, path: &str, code: u16) -> Self {
         self.answers
-            .insert(path.to_owned(), (403, status(403, "Forbidden")));
+            .insert(path.to_owned(), (code, status(code, "Refused")));
         self
     }
 

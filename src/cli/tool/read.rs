@@ -56,14 +56,22 @@ pub(super) enum ServedApi {
 
 /// Finds out which API of claims the cluster serves.
 pub(super) async fn api(client: &Client) -> Result<ServedApi, Error> {
-    match client.list_api_group_resources(&format!("{GROUP}/v1")).await {
-        Ok(_) => Ok(ServedApi::Structured),
-        Err(kube::Error::Api(status)) if status.code == 404 => Ok(ServedApi::Classic),
+    Ok(if is_served(client, "v1").await? {
+        ServedApi::Structured
+    } else {
+        ServedApi::Classic
+    })
+}
+
+/// Finds out whether the cluster serves a version of the API of claims.
+pub(super) async fn is_served(client: &Client, version: &str) -> Result<bool, Error> {
+    let version = format!("{GROUP}/{version}");
+    match client.list_api_group_resources(&version).await {
+        Ok(_) => Ok(true),
+        Err(kube::Error::Api(status)) if status.code == 404 => Ok(false),
         Err(error) => {
-            let error = anyhow::Error::from(error);
-            Err(error
-                .context(format!("it is not known whether {GROUP}/v1 is served"))
-                .into())
+            let unknown = format!("it is not known whether {version} is served");
+            Err(anyhow::Error::from(error).context(unknown).into())
         }
     }
 }
@@ -107,6 +115,16 @@ pub(super) struct ClaimList<K = ResourceClaim> {
     pub(super) items: Vec<K>,
     /// Whose claims they are.
     pub(super) scope: ClaimScope,
+}
+
+impl<K: Resource> ClaimList<K> {
+    /// Returns the claim of this name.
+    pub(super) fn named(&self, namespace: &str, name: &str) -> Option<&K> {
+        self.items.iter().find(|claim| {
+            let metadata = claim.meta();
+            metadata.namespace.as_deref() == Some(namespace) && metadata.name.as_deref() == Some(name)
+        })
+    }
 }
 
 /// Lists claims, none if the API is not served, which is noted on stderr.
@@ -224,4 +242,27 @@ pub(super) fn minor(text: &str) -> Option<u32> {
     text.trim_end_matches(|character: char| !character.is_ascii_digit())
         .parse()
         .ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::tool::mock::Server;
+
+    #[tokio::test]
+    async fn only_404_means_that_an_api_is_not_served() {
+        let served = async |server: Server| is_served(&server.client(), "v1").await.ok();
+        assert_eq!(served(Server::structured()).await, Some(true));
+        for (code, expected) in [
+            (404, Some(false)),
+            (401, None),
+            (403, None),
+            (429, None),
+            (500, None),
+            (503, None),
+        ] {
+            let unready = Server::structured().failing("/apis/resource.k8s.io/v1", code);
+            assert_eq!(served(unready).await, expected, "{code}");
+        }
+    }
 }

@@ -8,9 +8,13 @@ use k8s_openapi::api::authorization::v1::{ResourceAttributes, SubjectAccessRevie
 use kube::Client;
 use kube::api::{Api, ListParams, PostParams};
 
-use super::read;
+use super::read::{self, ServedApi};
 use crate::cli::diagnose::doctor::DoctorFinding;
-use crate::cli::diagnose::rights::{Component, LeaseName, Right, judge, needed, needed_for_reviews};
+use crate::cli::diagnose::nodes::{not_running, runtime_sockets};
+use crate::cli::diagnose::overlap;
+use crate::cli::diagnose::rights::{
+    Component, LeaseName, Right, judge, needed, needed_for_reviews, needed_in_structured_mode,
+};
 use crate::cli::error::Error;
 use crate::cli::objects::{EnvVar, PartialPod};
 
@@ -23,32 +27,66 @@ const EVERYBODY: &str = "system:authenticated";
 const SERVICE_ACCOUNTS: &str = "system:serviceaccounts";
 
 /// An account whose permissions are checked.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Account {
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Account {
     /// Component that uses the account.
-    pub(super) component: Component,
+    component: Component,
     /// User name in the API server.
-    pub(super) user: String,
+    user: String,
     /// The component's Lease, if it elects a leader.
-    pub(super) lease: Option<LeaseName>,
+    lease: Option<LeaseName>,
     /// Whether its metrics are for authenticated scrapers only.
-    pub(super) reviews: bool,
+    reviews: bool,
 }
 
-/// Lists the chart's pods.
-pub(super) async fn pods(client: &Client) -> Result<Vec<PartialPod>, Error> {
-    let pods = Api::<PartialPod>::all(client.clone());
-    read::list(&pods, ListParams::default().labels(PODS)).await
-}
-
-/// Returns the accounts of this driver's pods.
-pub(super) fn accounts(pods: &[PartialPod], driver: &str) -> BTreeSet<Account> {
-    pods.iter().filter_map(|pod| account(pod, driver)).collect()
+/// Checks this driver's pods, and the permissions of their accounts and of `users`. `mode_both` says whether devices of that mode exist.
+pub(super) async fn check_pods(
+    client: &Client,
+    driver: &str,
+    users: [(Component, Option<&str>); 2],
+    api: ServedApi,
+    mode_both: bool,
+) -> Result<Vec<DoctorFinding>, Error> {
+    let labelled = ListParams::default().labels(PODS);
+    let pods: Vec<PartialPod> = read::list(&Api::all(client.clone()), labelled).await?;
+    let mut accounts: BTreeSet<Account> = pods.iter().filter_map(|pod| account(pod, driver)).collect();
+    for (component, user) in users {
+        accounts.extend(user.map(|user| Account {
+            component,
+            user: user.to_owned(),
+            lease: None,
+            reviews: false,
+        }));
+    }
+    let sockets = runtime_sockets(&companions_with_socket(&pods, driver));
+    let mut findings: Vec<DoctorFinding> = sockets.into_iter().collect();
+    findings.extend(not_running(driver, &waiting(&pods, driver)));
+    if api == ServedApi::Structured {
+        findings.extend(overlap::companions(driver, &releases(&pods, driver)));
+    }
+    for account in &accounts {
+        let rights = match (api, account.component) {
+            (ServedApi::Classic, component) => needed(component, account.lease.as_ref(), mode_both),
+            (ServedApi::Structured, Component::Node) => needed_in_structured_mode(),
+            (ServedApi::Structured, Component::Controller) => {
+                findings.push(DoctorFinding::note(
+                    "controller",
+                    format!(
+                        "{} runs a controller, which has nothing to do here (controller.enabled of the chart)",
+                        account.user
+                    ),
+                ));
+                continue;
+            }
+        };
+        findings.extend(check(client, account, rights).await?);
+    }
+    Ok(findings)
 }
 
 /// Returns the releases of this driver's companions, as `NAMESPACE/RELEASE`. Companions that no release labels count by their account. During an
 /// update, the companions of one release may have two accounts.
-pub(super) fn releases(pods: &[PartialPod], driver: &str) -> BTreeSet<String> {
+fn releases(pods: &[PartialPod], driver: &str) -> BTreeSet<String> {
     let release = |pod: &PartialPod| {
         let account = account(pod, driver).filter(|account| account.component == Component::Node)?;
         let labels = pod.metadata.labels.iter().flatten();
@@ -61,7 +99,7 @@ pub(super) fn releases(pods: &[PartialPod], driver: &str) -> BTreeSet<String> {
 }
 
 /// Returns for each companion of this driver whether it has the container runtime's socket.
-pub(super) fn companions_with_socket(pods: &[PartialPod], driver: &str) -> Vec<bool> {
+fn companions_with_socket(pods: &[PartialPod], driver: &str) -> Vec<bool> {
     let companions = pods
         .iter()
         .filter(|pod| account(pod, driver).is_some_and(|account| account.component == Component::Node));
@@ -75,7 +113,7 @@ pub(super) fn companions_with_socket(pods: &[PartialPod], driver: &str) -> Vec<b
 }
 
 /// Returns the pods of this driver with a container that waits, each as `NAMESPACE/NAME (REASON: MESSAGE)` with what kubelet says.
-pub(super) fn waiting(pods: &[PartialPod], driver: &str) -> Vec<String> {
+fn waiting(pods: &[PartialPod], driver: &str) -> Vec<String> {
     let described = |pod: &PartialPod| {
         account(pod, driver)?;
         let containers = pod.status.as_ref()?.container_statuses.as_deref()?;
@@ -157,18 +195,8 @@ fn account(pod: &PartialPod, driver: &str) -> Option<Account> {
     })
 }
 
-/// Checks the permissions of one account in classic mode.
-pub(super) async fn check_classic(
-    client: &Client,
-    account: &Account,
-    mode_both: bool,
-) -> Result<Vec<DoctorFinding>, Error> {
-    let rights = needed(account.component, account.lease.as_ref(), mode_both);
-    check(client, account, rights).await
-}
-
 /// Checks whether an account has these permissions.
-pub(super) async fn check(
+async fn check(
     client: &Client,
     account: &Account,
     mut rights: Vec<Right>,

@@ -17,12 +17,12 @@ use crate::cli::diagnose::devices::{DeviceTable, devices as of_inventories};
 use crate::cli::diagnose::structured;
 use crate::cli::error::Error;
 
-/// Calls `changed` with all devices of the driver after each change, until it fails.
+/// Calls `changed` with all devices of the driver after each change, until it returns false or fails.
 pub(super) async fn devices(
     client: &Client,
     driver: &str,
     scope: &ClaimScope,
-    mut changed: impl FnMut(DeviceTable) -> Result<(), Error>,
+    mut changed: impl FnMut(DeviceTable) -> Result<bool, Error>,
 ) -> Result<(), Error> {
     match read::api(client).await? {
         read::ServedApi::Structured => {
@@ -55,12 +55,12 @@ where
     }
 }
 
-/// Calls `changed` with the objects of two kinds, once both have been listed, and after each change. Without an API of the second kind, there
-/// are none of it.
+/// Calls `changed` with the objects of two kinds, once both have been listed, and after each change, until it returns false. Without an API
+/// of the second kind, there are none of it.
 async fn both<A, B>(
     of_a: Api<A>,
     of_b: Option<Api<B>>,
-    mut changed: impl FnMut(Vec<A>, Vec<B>) -> Result<(), Error>,
+    mut changed: impl FnMut(Vec<A>, Vec<B>) -> Result<bool, Error>,
 ) -> Result<(), Error>
 where
     A: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
@@ -76,8 +76,10 @@ where
             eprintln!("note: {error}; trying again");
         }
         let all_of_b = b.as_ref().map_or_else(|| Some(Vec::new()), listed);
-        if let (Some(a), Some(b)) = (listed(&a), all_of_b) {
-            changed(a, b)?;
+        if let (Some(a), Some(b)) = (listed(&a), all_of_b)
+            && !changed(a, b)?
+        {
+            break;
         }
     }
     Ok(())
@@ -102,4 +104,31 @@ where
 {
     store.wait_until_ready().now_or_never()?.ok()?;
     Some(store.state().iter().map(|object| (**object).clone()).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::cli::diagnose::structured::tests::{DRIVER, camera, slice};
+    use crate::cli::tool::mock::Server;
+
+    #[tokio::test]
+    async fn a_watch_ends_when_nobody_reads_its_output() {
+        let slices = [slice("node-a", json!([camera("a")]))];
+        let server = Server::structured().with("/apis/resource.k8s.io/v1/resourceslices", &slices);
+        let mut tables = Vec::new();
+        let client = server.client();
+        let watched = devices(&client, DRIVER, &ClaimScope::All, |table| {
+            tables.push(table);
+            Ok(false)
+        });
+        let ended = tokio::time::timeout(Duration::from_secs(10), watched).await;
+        ended.unwrap().unwrap();
+        assert_eq!(tables.len(), 1);
+        assert_eq!(tables[0].devices.len(), 1);
+    }
 }

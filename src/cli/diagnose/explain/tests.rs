@@ -9,7 +9,7 @@ fn read<T: serde::de::DeserializeOwned>(value: Value) -> T {
     serde_json::from_value(value).unwrap()
 }
 
-fn pod() -> Pod {
+fn pod<T: serde::de::DeserializeOwned>() -> T {
     read(json!({
         "metadata": { "namespace": "shop", "name": "till", "uid": "p" },
         "spec": { "resourceClaims": [{ "name": "r", "source": { "resourceClaimTemplateName": "each" } }] },
@@ -45,12 +45,12 @@ fn step(
     reasons: &[Option<&str>],
     selected: &str,
 ) -> ClaimExplanation {
-    let pod = pod();
+    let (pod, classic_pod): (PartialPod, Pod) = (pod(), pod());
     let context: PodSchedulingContext = read(json!({ "spec": { "selectedNode": selected } }));
     explain(&ExplainInput {
         driver: "drayman.dev",
         pod: Some(&pod),
-        entry: pod.spec.resource_claims.first(),
+        entry: classic_pod.spec.resource_claims.first(),
         found: Resolved::Claim(claim),
         class,
         wants: Some(Ok("1 of kind radio")),
@@ -61,7 +61,7 @@ fn step(
 
 #[test]
 fn a_claim_is_found_by_pod_status_annotation_and_old_name() {
-    let (mut pod, mut claim) = (pod(), claim(&json!({})));
+    let (mut pod, mut claim) = (pod::<Pod>(), claim(&json!({})));
     let found = |pod: &Pod, claim: &ResourceClaim| {
         let entry = pod.spec.resource_claims[0].clone();
         match find(pod, &entry, std::slice::from_ref(claim)) {
@@ -140,6 +140,27 @@ fn an_allocated_claim_tells_whom_it_is_for() {
 }
 
 #[test]
+fn a_pod_that_has_ended_needs_no_claim() {
+    let (mut pod, classic_pod): (PartialPod, Pod) = (pod(), pod());
+    pod.status.as_mut().unwrap().phase = Some("Failed".into());
+    let explanation = explain(&ExplainInput {
+        driver: "drayman.dev",
+        pod: Some(&pod),
+        entry: classic_pod.spec.resource_claims.first(),
+        found: Resolved::Awaited,
+        class: None,
+        wants: None,
+        context: None,
+        nodes: &BTreeMap::new(),
+    });
+    assert_eq!(explanation.step, ClaimStep::NotNeeded);
+    assert_eq!(
+        explanation.because,
+        "the pod has failed, and no longer needs the claim"
+    );
+}
+
+#[test]
 fn a_claim_that_goes_names_whoever_keeps_it() {
     let mut claim = claim(&json!({}));
     claim.metadata.deletion_timestamp = Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(
@@ -153,11 +174,12 @@ fn a_claim_that_goes_names_whoever_keeps_it() {
 
 #[test]
 fn without_inventories_no_node_is_called_unable() {
-    let (pod, claim, class) = (pod(), claim(&json!({})), class());
+    let (pod, classic_pod): (PartialPod, Pod) = (pod(), pod());
+    let (claim, class) = (claim(&json!({})), class());
     let explanation = explain(&ExplainInput {
         driver: "drayman.dev",
         pod: Some(&pod),
-        entry: pod.spec.resource_claims.first(),
+        entry: classic_pod.spec.resource_claims.first(),
         found: Resolved::Claim(&claim),
         class: Some(&class),
         wants: None,
@@ -180,7 +202,7 @@ fn a_claim_of_a_newer_api_is_named_as_such() {
         let entry = pod.spec.resource_claims.first().unwrap();
         let explanation = explain(&ExplainInput {
             driver: "drayman.dev",
-            pod: Some(&pod),
+            pod: None,
             entry: Some(entry),
             found: find(&pod, entry, &[]),
             class: None,

@@ -2,14 +2,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{Device, DeviceClass, ResourceSlice};
 use kube::ResourceExt as _;
 
 use super::devices::node_uid;
 use super::{SHARES, UNHEALTHY, kind, text};
-use crate::cli::diagnose::doctor::DoctorFinding;
-use crate::cli::diagnose::gates::{GateState, some};
-use crate::cli::diagnose::nodes::{NodeFacts, without_companion, without_nodes};
+use crate::cli::diagnose::doctor::{DoctorFinding, some};
+use crate::cli::diagnose::gates::GateState;
+use crate::cli::diagnose::nodes::{name_of, without_companion, without_nodes};
 use crate::core::allocation::inventory::Match;
 use crate::core::structured::{Evaluate, PoolState, all_pools};
 
@@ -207,7 +208,6 @@ pub fn classes(
         }
     }
     for (kind, pools) in unselected {
-        let pools: Vec<&str> = pools.into_iter().collect();
         findings.push(DoctorFinding::warning(
             check,
             format!("no DeviceClass selects the devices of kind {kind:?} in pool {}", some(&pools)),
@@ -235,7 +235,7 @@ pub fn classes(
 }
 
 /// Checks the slices of `driver` against each other and against the cluster's nodes.
-pub fn slices(driver: &str, slices: &[ResourceSlice], nodes: &[NodeFacts]) -> Vec<DoctorFinding> {
+pub fn slices(driver: &str, slices: &[ResourceSlice], nodes: &[Node]) -> Vec<DoctorFinding> {
     let ours: Vec<&ResourceSlice> = slices
         .iter()
         .filter(|slice| slice.spec.driver == driver)
@@ -287,7 +287,7 @@ fn pools(driver: &str, slices: &[ResourceSlice], ours: &[&ResourceSlice]) -> Vec
 }
 
 /// Reports nodes whose slices come from two programs or from an earlier node.
-fn owners(driver: &str, ours: &[&ResourceSlice], nodes: &[NodeFacts]) -> Vec<DoctorFinding> {
+fn owners(driver: &str, ours: &[&ResourceSlice], nodes: &[Node]) -> Vec<DoctorFinding> {
     let mut findings = Vec::new();
     let mut by_node: BTreeMap<&str, (BTreeSet<&str>, BTreeSet<String>)> = BTreeMap::new();
     for slice in ours {
@@ -309,29 +309,22 @@ fn owners(driver: &str, ours: &[&ResourceSlice], nodes: &[NodeFacts]) -> Vec<Doc
             "only one driver may be called {driver} on a node: give the other another name (--driver-name), and delete its ResourceSlices"
         );
         if pools.len() > 1 {
-            let pools: Vec<&str> = pools.iter().copied().collect();
-            let message = format!(
-                "slices of node {node} are in more than one pool: {}",
-                some(&pools)
-            );
+            let message = format!("slices of node {node} are in more than one pool: {}", some(pools));
             findings.push(DoctorFinding::problem("driver name", message, fix));
         } else if owners.len() > 1 {
-            let owners: Vec<String> = owners.iter().cloned().collect();
-            let message = format!("slices of node {node} have different owners: {}", some(&owners));
+            let message = format!("slices of node {node} have different owners: {}", some(owners));
             findings.push(DoctorFinding::problem("driver name", message, fix));
         }
     }
     for node in nodes {
+        let (name, uid) = (name_of(node), node.uid().unwrap_or_default());
         let mut of_node = ours
             .iter()
-            .filter(|slice| slice.spec.node_name.as_ref() == Some(&node.name));
-        if of_node.any(|slice| !node_uid(slice).is_empty() && node_uid(slice) != node.uid) {
+            .filter(|slice| slice.spec.node_name.as_deref() == Some(name));
+        if of_node.any(|slice| !node_uid(slice).is_empty() && node_uid(slice) != uid) {
             findings.push(DoctorFinding::problem(
                 "nodes",
-                format!(
-                    "slices of node {} belong to an earlier node of that name",
-                    node.name
-                ),
+                format!("slices of node {name} belong to an earlier node of that name"),
                 "restart the companion there: it has not noticed that the Node was recreated",
             ));
         }
@@ -340,10 +333,10 @@ fn owners(driver: &str, ours: &[&ResourceSlice], nodes: &[NodeFacts]) -> Vec<Doc
 }
 
 /// Reports which nodes offer devices, and unhealthy devices.
-fn offers(driver: &str, slices: &[ResourceSlice], nodes: &[NodeFacts]) -> Vec<DoctorFinding> {
+fn offers(driver: &str, slices: &[ResourceSlice], nodes: &[Node]) -> Vec<DoctorFinding> {
     let check = "nodes";
     let mut findings = Vec::new();
-    let names: BTreeSet<&str> = nodes.iter().map(|node| node.name.as_str()).collect();
+    let names: BTreeSet<&str> = nodes.iter().map(name_of).collect();
     let mut offered: BTreeMap<&str, usize> = BTreeMap::new();
     for slice in slices.iter().filter(|slice| slice.spec.driver == driver) {
         if let Some(node) = slice.spec.node_name.as_deref() {

@@ -9,8 +9,8 @@ use kube::ResourceExt as _;
 use super::devices::pods;
 use super::doctor::Gate;
 use crate::cli::diagnose::explain::{
-    ClaimExplanation, ClaimStep, DeviceVerdict, NodeVerdict, PodSummary, claim_missing, claim_not_owned,
-    deleting, not_needed, reserved,
+    ClaimExplanation, ClaimStep, DeviceVerdict, NodeVerdict, claim_missing, claim_not_owned, claim_of,
+    deleting, ended, not_needed, reserved,
 };
 use crate::cli::diagnose::qualified_name;
 use crate::cli::objects::PartialPod;
@@ -22,14 +22,6 @@ use crate::core::structured::{
 
 /// Number of pods that one claim serves, at most (`ResourceClaimReservedForMaxSize`).
 const RESERVED_FOR_MAX: usize = 256;
-
-/// Returns the claim of an entry, if it has one.
-pub(crate) fn claim_of(found: Resolved<&ResourceClaim>) -> Option<&ResourceClaim> {
-    match found {
-        Resolved::Claim(claim) => Some(claim),
-        Resolved::NotNeeded | Resolved::Awaited | Resolved::NotOwned(_) => None,
-    }
-}
 
 /// Finds the claim for an entry of `pod`, as the scheduler does.
 pub(crate) fn find<'a>(
@@ -106,15 +98,12 @@ pub fn judge(
 /// Input to the explanation of one claim.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StructuredExplainInput<'a> {
-    /// Our driver's name.
     pub driver: &'a str,
-    /// The feature gates that are off.
     pub gates_off: &'a [Gate],
     /// The pod, if the question concerns one.
     pub pod: Option<&'a PartialPod>,
     /// The pod's entry in `spec.resourceClaims`.
     pub entry: Option<&'a PodResourceClaim>,
-    /// The claim.
     pub found: Resolved<&'a ResourceClaim>,
     /// Index of the claim among the unallocated ones of the pod.
     pub index: usize,
@@ -247,10 +236,13 @@ fn standing(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
         Resolved::NotNeeded => return not_needed(),
         Resolved::Awaited => {
             let entry = input.entry;
-            return claim_missing(
-                entry.and_then(|entry| entry.resource_claim_name.as_deref()),
-                entry.and_then(|entry| entry.resource_claim_template_name.as_deref()),
-            );
+            let missing = || {
+                claim_missing(
+                    entry.and_then(|entry| entry.resource_claim_name.as_deref()),
+                    entry.and_then(|entry| entry.resource_claim_template_name.as_deref()),
+                )
+            };
+            return ended(input.pod, &[]).unwrap_or_else(missing);
         }
         Resolved::NotOwned(claim) => return claim_not_owned(&qualified_name(claim)),
         Resolved::Claim(claim) => claim,
@@ -259,8 +251,11 @@ fn standing(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
         let finalizers = claim.metadata.finalizers.clone().unwrap_or_default();
         return deleting(&pods(claim), &finalizers);
     }
+    if let Some(ended) = ended(input.pod, &users(claim)) {
+        return ended;
+    }
     if is_allocated(claim) {
-        return allocated(claim, input.pod);
+        return reserved(&users(claim), RESERVED_FOR_MAX, input.pod);
     }
     if let Some(classes) = input.classes {
         let exists = |name: &String| {
@@ -279,16 +274,11 @@ fn standing(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {
     waiting(input)
 }
 
-fn allocated(claim: &ResourceClaim, pod: Option<&PartialPod>) -> (ClaimStep, String, String) {
+/// Uids of the pods that a claim is reserved for.
+fn users(claim: &ResourceClaim) -> Vec<&str> {
     let status = claim.status.iter();
     let users = status.flat_map(|status| status.reserved_for.iter().flatten());
-    let users: Vec<&str> = users.map(|user| user.uid.as_str()).collect();
-    let pod = pod.map(|pod| PodSummary {
-        uid: pod.metadata.uid.as_deref().unwrap_or_default(),
-        node: pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()),
-        phase: pod.status.as_ref().and_then(|status| status.phase.as_deref()),
-    });
-    reserved(&users, RESERVED_FOR_MAX, pod)
+    users.map(|user| user.uid.as_str()).collect()
 }
 
 fn waiting(input: &StructuredExplainInput<'_>) -> (ClaimStep, String, String) {

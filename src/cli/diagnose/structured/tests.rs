@@ -1,17 +1,14 @@
-use std::collections::BTreeMap;
-
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
 use serde_json::{Value, json};
 
 use super::devices::devices;
 use super::doctor::{GATES, classes, dropped_fields, gate, slices};
-use super::explain::{StructuredExplainInput, claim_of, explain, find, is_waiting, judge};
+use super::explain::{StructuredExplainInput, explain, find, is_waiting, judge};
 use crate::cli::diagnose::devices::{DeviceRow, DeviceState, DeviceTable};
 use crate::cli::diagnose::doctor::{DoctorFinding, Level};
-use crate::cli::diagnose::explain::{ClaimExplanation, ClaimStep};
+use crate::cli::diagnose::explain::{ClaimExplanation, ClaimStep, claim_of};
 use crate::cli::diagnose::gates::GateState;
-use crate::cli::diagnose::nodes::NodeFacts;
 use crate::cli::objects::PartialPod;
 use crate::core::claims::Resolved;
 use crate::core::structured::{ClusterState, DeviceHoldings};
@@ -454,6 +451,39 @@ fn each_step_of_a_claim_is_recognised() {
 }
 
 #[test]
+fn a_pod_that_has_ended_needs_no_claim() {
+    let explain = |claims: Vec<Value>| {
+        let mut pod = pod("waiting", &["one"]);
+        pod["status"]["phase"] = json!("Succeeded");
+        pod["spec"]["nodeName"] = json!("node-a");
+        let question = Question {
+            slices: vec![slice("node-a", json!([camera("a")]))],
+            classes: vec![class("cameras")],
+            claims,
+            pod,
+        };
+        question.ask().remove(0)
+    };
+    let of_another = held("one", "node-a", &["a"]);
+    for claims in [
+        Vec::new(),
+        vec![claim("one", "cameras", 1)],
+        vec![of_another.clone()],
+    ] {
+        let explanation = explain(claims);
+        assert_eq!(explanation.step, ClaimStep::NotNeeded, "{explanation:?}");
+        assert_eq!(explanation.advice, None);
+    }
+    let mut own = of_another;
+    own["status"]["reservedFor"][0]["uid"] = json!("uid-waiting");
+    let explanation = explain(vec![own]);
+    assert_eq!(
+        (explanation.step, explanation.because.as_str()),
+        (ClaimStep::InUse, "the pod has succeeded")
+    );
+}
+
+#[test]
 fn a_claim_of_a_template_is_found_by_the_status_of_the_pod() {
     let mut of_template = pod("waiting", &[]);
     of_template["spec"]["resourceClaims"] = json!([{ "name": "c", "resourceClaimTemplateName": "t" }]);
@@ -549,12 +579,8 @@ fn classes_and_devices_must_find_each_other() {
 
 fn of_slices(all: Vec<Value>, nodes: &[&str]) -> Vec<DoctorFinding> {
     let all: Vec<ResourceSlice> = all.into_iter().map(read).collect();
-    let fact = |name: &&str| NodeFacts {
-        name: (*name).to_owned(),
-        uid: format!("uid-{name}"),
-        allocatable: BTreeMap::new(),
-    };
-    slices(DRIVER, &all, &nodes.iter().map(fact).collect::<Vec<_>>())
+    let nodes: Vec<Node> = nodes.iter().map(|name| read(node(name))).collect();
+    slices(DRIVER, &all, &nodes)
 }
 
 /// Checks that one finding has this level and text.

@@ -7,14 +7,13 @@ use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
 use kube::Client;
 
 use crate::cli::diagnose::doctor::DoctorFinding;
-use crate::cli::diagnose::nodes::{NodeFacts, not_running, runtime_sockets};
 use crate::cli::diagnose::overlap;
 use crate::cli::diagnose::qualified_name;
-use crate::cli::diagnose::rights::{Component, needed_in_structured_mode};
+use crate::cli::diagnose::rights::Component;
 use crate::cli::diagnose::structured::doctor::{classes, dropped_fields, slices};
 use crate::cli::error::Error;
-use crate::cli::tool::rights::{self, Account};
-use crate::cli::tool::{feature_gates, read};
+use crate::cli::tool::read::{self, ServedApi};
+use crate::cli::tool::{feature_gates, rights};
 use crate::core::structured::holdings::results;
 use crate::host::selectors::with_selectors;
 
@@ -22,7 +21,7 @@ use crate::host::selectors::with_selectors;
 pub(super) async fn check(
     client: &Client,
     driver: &str,
-    node_user: Option<&str>,
+    users: [(Component, Option<&str>); 2],
     version: (&str, &str),
 ) -> Vec<DoctorFinding> {
     let (major, number) = version;
@@ -34,11 +33,11 @@ pub(super) async fn check(
     )];
     findings.extend(feature_gates::check_structured(client, read::minor(number)).await);
     let mut unread = Vec::new();
-    match of_accounts(client, driver, node_user).await {
-        Ok(found) => findings.extend(found),
-        Err(error) => unread.push(DoctorFinding::unread(&error.to_string())),
-    }
-    for found in [of_devices(client, driver).await, of_drivers(client).await] {
+    for found in [
+        rights::check_pods(client, driver, users, ServedApi::Structured, false).await,
+        of_devices(client, driver).await,
+        of_drivers(client).await,
+    ] {
         match found {
             Ok(found) => findings.extend(found),
             Err(error) => unread.push(DoctorFinding::unread(&error.to_string())),
@@ -46,42 +45,6 @@ pub(super) async fn check(
     }
     findings.extend(unread);
     findings
-}
-
-async fn of_accounts(
-    client: &Client,
-    driver: &str,
-    node_user: Option<&str>,
-) -> Result<Vec<DoctorFinding>, Error> {
-    let pods = rights::pods(client).await?;
-    let mut accounts = rights::accounts(&pods, driver);
-    let shared = overlap::companions(driver, &rights::releases(&pods, driver));
-    accounts.extend(node_user.map(|user| Account {
-        component: Component::Node,
-        user: user.to_owned(),
-        lease: None,
-        reviews: false,
-    }));
-    let mut findings: Vec<DoctorFinding> = runtime_sockets(&rights::companions_with_socket(&pods, driver))
-        .into_iter()
-        .collect();
-    findings.extend(not_running(driver, &rights::waiting(&pods, driver)));
-    findings.extend(shared);
-    for account in &accounts {
-        match account.component {
-            Component::Node => {
-                findings.extend(rights::check(client, account, needed_in_structured_mode()).await?);
-            }
-            Component::Controller => findings.push(DoctorFinding::note(
-                "controller",
-                format!(
-                    "{} runs a controller, which has nothing to do here (controller.enabled of the chart)",
-                    account.user
-                ),
-            )),
-        }
-    }
-    Ok(findings)
 }
 
 /// Checks for claims with devices of drivers that nothing serves.
@@ -102,11 +65,7 @@ async fn of_drivers(client: &Client) -> Result<Vec<DoctorFinding>, Error> {
 async fn of_devices(client: &Client, driver: &str) -> Result<Vec<DoctorFinding>, Error> {
     let all_slices: Vec<ResourceSlice> = read::all(client).await?;
     let all_classes: Vec<DeviceClass> = read::all(client).await?;
-    let nodes: Vec<NodeFacts> = read::all::<Node>(client)
-        .await?
-        .iter()
-        .map(NodeFacts::of)
-        .collect();
+    let nodes: Vec<Node> = read::all(client).await?;
     let mut findings = dropped_fields(driver, &all_slices);
     let of_classes = with_selectors(|selectors| {
         classes(
@@ -131,8 +90,11 @@ mod tests {
     use crate::cli::tool::mock::Server;
 
     async fn run(server: Server) -> Vec<(Level, String)> {
-        let user = "system:serviceaccount:drayman:node";
-        let findings = check(&server.client(), "drayman.dev", Some(user), ("1", "37")).await;
+        let users = [
+            (Component::Controller, Some("somebody")),
+            (Component::Node, Some("system:serviceaccount:drayman:node")),
+        ];
+        let findings = check(&server.client(), "drayman.dev", users, ("1", "37")).await;
         findings
             .into_iter()
             .map(|finding| (finding.level, finding.message))
@@ -163,6 +125,7 @@ mod tests {
             "system:serviceaccount:drayman:node may do what the companion needs"
         ));
         assert!(says("1 of 1 nodes offer 1 devices"));
+        assert!(says("somebody runs a controller, which has nothing to do here"));
     }
 
     #[tokio::test]

@@ -1,16 +1,17 @@
 //! The subject of `drayman explain`, its answer and the answer's text, in both modes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
 use k8s_openapi::api::core::v1::{Event, Node};
 use kube::api::{Api, ListParams};
-use kube::{Client, ResourceExt as _};
+use kube::{Client, Resource, ResourceExt as _};
 use schemars::JsonSchema;
 use serde::Serialize;
 
 use crate::cli::diagnose::explain::{ClaimExplanation, ClaimStep, DeviceVerdict, NodeVerdict};
 use crate::cli::diagnose::limits::{self, ExtendedResourceExplanation, ExtendedResourceStep};
+use crate::cli::diagnose::qualified_name;
 use crate::cli::error::Error;
 use crate::cli::objects::{Condition, PartialPod};
 use crate::cli::output::{Colour, Printable, Style, coloured, columns, one_line, row};
@@ -63,14 +64,14 @@ impl ObjectArgument {
 pub(crate) struct Explained {
     /// The pod, if the question concerns one.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) pod: Option<PodAnswer>,
+    pod: Option<PodAnswer>,
     /// The pod's claims, or the claim itself.
-    pub(super) claims: Vec<ClaimExplanation>,
+    claims: Vec<ClaimExplanation>,
     /// Extended resources in the limits of the pod's containers.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub(super) limits: Vec<ExtendedResourceExplanation>,
+    limits: Vec<ExtendedResourceExplanation>,
     /// The newest events about these objects.
-    pub(super) events: Vec<EventAnswer>,
+    events: Vec<EventAnswer>,
 }
 
 #[derive(Clone, Debug, Serialize, JsonSchema)]
@@ -94,29 +95,54 @@ pub(crate) struct EventAnswer {
     count: i32,
 }
 
-/// Name and uid of a pod, for its events.
-pub(super) fn about_pod<K: kube::Resource>(pod: &K) -> (String, String) {
-    (format!("Pod {}", pod.name_any()), pod.uid().unwrap_or_default())
+/// The claims of an answer.
+pub(super) struct ExplainedClaims {
+    pub(super) explanations: Vec<ClaimExplanation>,
+    /// Name and uid of each claim, for its events.
+    pub(super) about: Vec<(String, String)>,
 }
 
-pub(super) fn about_claim<K: kube::Resource>(claim: &K) -> (String, String) {
-    (
-        format!("ResourceClaim {}", claim.name_any()),
-        claim.uid().unwrap_or_default(),
-    )
+impl Explained {
+    /// Adds the pod, its extended resources and the events.
+    pub(super) async fn of(
+        client: &Client,
+        namespace: &str,
+        pod: Option<&PartialPod>,
+        claims: ExplainedClaims,
+    ) -> Result<Self, Error> {
+        // Two entries may name one claim.
+        let about: BTreeSet<_> = pod.map(about).into_iter().chain(claims.about).collect();
+        Ok(Self {
+            pod: pod.map(PodAnswer::of),
+            claims: claims.explanations,
+            limits: match pod {
+                Some(pod) => explain_limits(client, pod).await?,
+                None => Vec::new(),
+            },
+            events: events(client, namespace, about).await?,
+        })
+    }
 }
 
-/// Reads the newest events about objects, given by name and uid.
-pub(super) async fn events(
+/// Kind, name and uid of an object, for its events.
+pub(super) fn about<K: Resource<DynamicType = ()>>(object: &K) -> (String, String) {
+    let name = format!("{} {}", K::kind(&()), object.name_any());
+    (name, object.uid().unwrap_or_default())
+}
+
+/// Reads the newest events about objects, given by name and uid; none if this is forbidden.
+async fn events(
     client: &Client,
     namespace: &str,
-    about: Vec<(String, String)>,
+    about: BTreeSet<(String, String)>,
 ) -> Result<Vec<EventAnswer>, Error> {
     let api = Api::<Event>::namespaced(client.clone(), namespace);
     let mut events = Vec::new();
     for (name, uid) in about {
         let selected = ListParams::default().fields(&format!("involvedObject.uid={uid}"));
-        for event in read::list(&api, selected).await? {
+        let found = unless_forbidden(read::list(&api, selected).await, "events: none are shown")?;
+        let Some(found) = found else { break };
+        for event in found {
             let last = event
                 .series
                 .as_ref()
@@ -142,7 +168,7 @@ pub(super) async fn events(
 }
 
 /// Returns why the scheduler has not bound the pod.
-pub(super) fn scheduler_says(pod: &PartialPod) -> Option<String> {
+fn scheduler_says(pod: &PartialPod) -> Option<String> {
     if pod.spec.as_ref().is_some_and(|spec| spec.node_name.is_some()) {
         return None;
     }
@@ -155,23 +181,21 @@ pub(super) fn scheduler_says(pod: &PartialPod) -> Option<String> {
     conditions.find(unscheduled)?.message.clone()
 }
 
-pub(super) fn pod_answer(
-    name: String,
-    phase: Option<&str>,
-    node: Option<&str>,
-    scheduler: Option<String>,
-) -> PodAnswer {
-    PodAnswer {
-        name,
-        phase: phase.unwrap_or("Pending").to_owned(),
-        node: node.map(str::to_owned),
-        scheduler,
+impl PodAnswer {
+    fn of(pod: &PartialPod) -> Self {
+        let phase = pod.status.as_ref().and_then(|status| status.phase.clone());
+        Self {
+            name: qualified_name(pod),
+            phase: phase.unwrap_or_else(|| "Pending".to_owned()),
+            node: pod.spec.as_ref().and_then(|spec| spec.node_name.clone()),
+            scheduler: scheduler_says(pod),
+        }
     }
 }
 
 /// Explains each extended resource of a pod. Reads nodes and their pods only while the pod waits for a resource; if
 /// this is forbidden, a note on stderr names the missing information.
-pub(super) async fn explain_limits(
+async fn explain_limits(
     client: &Client,
     pod: &PartialPod,
 ) -> Result<Vec<ExtendedResourceExplanation>, Error> {
@@ -204,7 +228,51 @@ impl Printable for Explained {
     const KIND: &'static str = "Explanation";
 
     fn text(&self, style: Style) -> String {
-        text(self, style.wide)
+        let mut text = String::new();
+        if let Some(pod) = &self.pod {
+            let node = pod
+                .node
+                .as_ref()
+                .map_or_else(|| "no node yet".to_owned(), |node| format!("on {node}"));
+            let _ = writeln!(text, "Pod {}: {}, {node}", pod.name, pod.phase);
+            if let Some(scheduler) = &pod.scheduler {
+                let _ = writeln!(text, "  scheduler says: {}", one_line(scheduler));
+            }
+            if self.claims.is_empty() && self.limits.is_empty() {
+                text += "  it asks for no devices, neither by claims nor in resources.limits\n";
+            }
+        }
+        for claim in &self.claims {
+            if !text.is_empty() {
+                text.push('\n');
+            }
+            text += &claim_text(claim, style.wide);
+        }
+        for limit in &self.limits {
+            text.push('\n');
+            text += &limit_text(limit, style.wide);
+        }
+        if !self.events.is_empty() {
+            text += "\nEvents:\n";
+            let rows: Vec<_> = self
+                .events
+                .iter()
+                .map(|event| {
+                    let count = if event.count > 1 {
+                        format!(" (x{})", event.count)
+                    } else {
+                        String::new()
+                    };
+                    row([
+                        &format!("  {}", event.about),
+                        &event.reason,
+                        &format!("{}{count}", event.message),
+                    ])
+                })
+                .collect();
+            text += &columns(&rows);
+        }
+        text
     }
 
     fn names(&self) -> Vec<String> {
@@ -213,55 +281,6 @@ impl Printable for Explained {
         pod.chain(claims.map(|claim| format!("resourceclaim/{claim}")))
             .collect()
     }
-}
-
-/// Formats the complete answer; `wide` gives each node its own line.
-fn text(answer: &Explained, wide: bool) -> String {
-    let mut text = String::new();
-    if let Some(pod) = &answer.pod {
-        let node = pod
-            .node
-            .as_ref()
-            .map_or_else(|| "no node yet".to_owned(), |node| format!("on {node}"));
-        let _ = writeln!(text, "Pod {}: {}, {node}", pod.name, pod.phase);
-        if let Some(scheduler) = &pod.scheduler {
-            let _ = writeln!(text, "  scheduler says: {}", one_line(scheduler));
-        }
-        if answer.claims.is_empty() && answer.limits.is_empty() {
-            text += "  it asks for no devices, neither by claims nor in resources.limits\n";
-        }
-    }
-    for claim in &answer.claims {
-        if !text.is_empty() {
-            text.push('\n');
-        }
-        text += &claim_text(claim, wide);
-    }
-    for limit in &answer.limits {
-        text.push('\n');
-        text += &limit_text(limit, wide);
-    }
-    if !answer.events.is_empty() {
-        text += "\nEvents:\n";
-        let rows: Vec<_> = answer
-            .events
-            .iter()
-            .map(|event| {
-                let count = if event.count > 1 {
-                    format!(" (x{})", event.count)
-                } else {
-                    String::new()
-                };
-                row([
-                    &format!("  {}", event.about),
-                    &event.reason,
-                    &format!("{}{count}", event.message),
-                ])
-            })
-            .collect();
-        text += &columns(&rows);
-    }
-    text
 }
 
 fn claim_text(claim: &ClaimExplanation, wide: bool) -> String {

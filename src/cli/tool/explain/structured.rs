@@ -1,18 +1,14 @@
 //! `drayman explain` in structured mode: the scheduler allocates, so its decision is computed from slices, classes and claims.
 
-use anyhow::Context as _;
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
 use kube::Client;
-use kube::api::{Api, ObjectMeta};
+use kube::api::ObjectMeta;
 
-use super::answer::{
-    Explained, ObjectArgument, about_claim, about_pod, events, explain_limits, pod_answer, scheduler_says,
-    unless_forbidden,
-};
-use crate::cli::diagnose::qualified_name;
+use super::answer::{ExplainedClaims, about, unless_forbidden};
+use crate::cli::diagnose::explain::claim_of;
 use crate::cli::diagnose::structured::explain::{
-    Nodes, StructuredExplainInput, claim_of, explain, find, is_waiting, judge,
+    Nodes, StructuredExplainInput, explain, find, is_waiting, judge,
 };
 use crate::cli::error::Error;
 use crate::cli::objects::PartialPod;
@@ -22,39 +18,28 @@ use crate::core::claims::Resolved;
 use crate::core::structured::{ClusterState, DeviceHoldings};
 use crate::host::selectors::with_selectors;
 
-/// Explains a pod or claim; `None` if it does not exist.
-pub(super) async fn answer(
+/// Explains the claims of the pod; without a pod, the claim of this name. `None` if it does not exist.
+pub(super) async fn explain_claims(
     client: &Client,
     namespace: &str,
     driver: &str,
-    subject: &ObjectArgument,
-) -> Result<Option<Explained>, Error> {
-    let pods = Api::<PartialPod>::namespaced(client.clone(), namespace);
-    let pod = match subject {
-        ObjectArgument::Pod(name) | ObjectArgument::Either(name) => {
-            pods.get_opt(name).await.context("cannot read the pod")?
-        }
-        ObjectArgument::Claim(_) => None,
-    };
+    pod: Option<&PartialPod>,
+    name: &str,
+) -> Result<Option<ExplainedClaims>, Error> {
     let claims =
         read::served_claims::<ResourceClaim>(client, &Namespaces::AllOr(namespace.to_owned())).await?;
-    let named = |name: &String| {
-        claims.items.iter().find(|claim| {
-            claim.metadata.namespace.as_deref() == Some(namespace)
-                && claim.metadata.name.as_ref() == Some(name)
-        })
-    };
-    let entries = pod.iter().filter_map(|pod| pod.spec.as_ref());
-    let entries = entries.flat_map(|spec| spec.resource_claims.iter().flatten());
-    let found: Vec<_> = match (&pod, subject) {
-        (Some(pod), _) => entries
-            .map(|entry| (Some(entry), find(pod, entry, &claims.items)))
-            .collect(),
-        (None, ObjectArgument::Claim(name) | ObjectArgument::Either(name)) => {
-            let Some(claim) = named(name) else { return Ok(None) };
-            vec![(None, Resolved::Claim(claim))]
+    let found: Vec<_> = match (pod, claims.named(namespace, name)) {
+        (Some(pod), _) => {
+            let entries = pod
+                .spec
+                .iter()
+                .flat_map(|spec| spec.resource_claims.iter().flatten());
+            entries
+                .map(|entry| (Some(entry), find(pod, entry, &claims.items)))
+                .collect()
         }
-        (None, ObjectArgument::Pod(_)) => return Ok(None),
+        (None, Some(claim)) => vec![(None, Resolved::Claim(claim))],
+        (None, None) => return Ok(None),
     };
     let mut own: Vec<&ResourceClaim> = Vec::new();
     for (_, found) in &found {
@@ -95,7 +80,7 @@ pub(super) async fn answer(
         explanations.push(explain(&StructuredExplainInput {
             driver,
             gates_off: &gates_off,
-            pod: pod.as_ref(),
+            pod,
             entry: *entry,
             found: *found,
             index: index.unwrap_or_default(),
@@ -103,27 +88,9 @@ pub(super) async fn answer(
             nodes: nodes.as_ref(),
         }));
     }
-    let about_pod = pod.iter().map(about_pod);
-    let about: Vec<_> = about_pod
-        .chain(own.iter().map(|claim| about_claim(*claim)))
-        .collect();
-    let answered = pod.as_ref().map(|pod| {
-        let spec = pod.spec.as_ref();
-        pod_answer(
-            qualified_name(pod),
-            pod.status.as_ref().and_then(|status| status.phase.as_deref()),
-            spec.and_then(|spec| spec.node_name.as_deref()),
-            scheduler_says(pod),
-        )
-    });
-    Ok(Some(Explained {
-        pod: answered,
-        claims: explanations,
-        limits: match &pod {
-            Some(pod) => explain_limits(client, pod).await?,
-            None => Vec::new(),
-        },
-        events: events(client, namespace, about).await?,
+    Ok(Some(ExplainedClaims {
+        explanations,
+        about: own.into_iter().map(about).collect(),
     }))
 }
 
@@ -176,9 +143,10 @@ fn evaluate(
 mod tests {
     use serde_json::{Value, json};
 
-    use super::*;
     use crate::cli::diagnose::structured::tests::{DRIVER, camera, claim, class, held, node, pod, slice};
     use crate::cli::output::{Printable as _, Style};
+    use crate::cli::tool::explain::answer::{Explained, ObjectArgument};
+    use crate::cli::tool::explain::explain_object;
     use crate::cli::tool::mock::Server;
 
     fn server() -> Server {
@@ -201,7 +169,9 @@ mod tests {
     }
 
     async fn ask(server: Server, subject: ObjectArgument) -> Option<Explained> {
-        answer(&server.client(), "shop", DRIVER, &subject).await.unwrap()
+        explain_object(&server.client(), "shop", DRIVER, &subject)
+            .await
+            .unwrap()
     }
 
     #[tokio::test]
@@ -283,5 +253,14 @@ mod tests {
             answer["claims"][0]["because"],
             "it is not allocated yet, and the suitable nodes are unknown"
         );
+    }
+
+    #[tokio::test]
+    async fn without_the_right_to_read_events_the_rest_is_shown() {
+        let server = server().without_right("/api/v1/namespaces/shop/events");
+        let answer = ask(server, ObjectArgument::Pod("second".into())).await.unwrap();
+        let answer = serde_json::to_value(answer).unwrap();
+        assert_eq!(answer["claims"][0]["step"], "WaitsForDevice");
+        assert_eq!(answer["events"], json!([]));
     }
 }
