@@ -36,10 +36,12 @@ fn find(directory: &Path) -> io::Result<BTreeMap<String, String>> {
     let mut sensors = BTreeMap::new();
     for entry in fs::read_dir(directory)? {
         let path = entry?.path();
+        // Skips a file that cannot be read: the daemon may have removed it meanwhile.
         if path.extension().is_none()
             && let Some(serial) = path.file_name().and_then(|name| name.to_str())
+            && let Ok(node) = fs::read_to_string(&path)
         {
-            sensors.insert(serial.to_owned(), fs::read_to_string(&path)?.trim().to_owned());
+            sensors.insert(serial.to_owned(), node.trim().to_owned());
         }
     }
     Ok(sensors)

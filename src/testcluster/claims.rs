@@ -6,7 +6,6 @@
 use std::sync::Arc;
 
 use serde_json::{Value, json};
-use tracing::warn;
 
 use crate::api::resource::{POD_CLAIM_NAME_ANNOTATION, ResourceClaimConsumerReference};
 use crate::testcluster::api::structured::{FINALIZER, RESERVED_FOR_MAX};
@@ -55,16 +54,10 @@ fn make_claims(client: &ApiClient, pod: &Value) {
                 statuses.push(json!({ "name": entry_name, "resourceClaimName": claim["metadata"]["name"] }));
             }
             Err(message) => {
-                let known = object::list(pod, "/status/conditions")
-                    .iter()
-                    .any(|each| each["message"] == message.as_str());
-                if !known {
-                    client.event(
-                        pod,
-                        "Warning",
-                        "FailedResourceClaimCreation",
-                        &format!("PodResourceClaim {entry_name}: {message}"),
-                    );
+                let message = format!("PodResourceClaim {entry_name}: {message}");
+                // Each event is a change, which starts another pass.
+                if !client.has_event(pod, &message) {
+                    client.event(pod, "Warning", "FailedResourceClaimCreation", &message);
                 }
                 return;
             }
@@ -139,16 +132,9 @@ fn serve_bound(client: &ApiClient, pod: &Value) {
         return;
     }
     let context = client.get("podschedulingcontexts", object::namespace(pod), object::name(pod));
-    let (typed_claims, typed_context) = match (typed_claims(&claims), typed(&context)) {
-        (Ok(claims), Ok(context)) => (claims, context),
-        (Err(error), _) | (_, Err(error)) => {
-            let (namespace, name) = (object::namespace(pod), object::name(pod));
-            warn!(
-                namespace,
-                name, "the claims of this bound pod are not served, since they cannot be read: {error}"
-            );
-            return;
-        }
+    // The API server stores only objects that can be read.
+    let (Ok(typed_claims), Ok(typed_context)) = (typed_claims(&claims), typed(&context)) else {
+        return;
     };
     let negotiation = Negotiation {
         pod_uid: object::uid(pod),
@@ -225,19 +211,10 @@ fn update_reservations(client: &ApiClient, claim: &Value) {
     if client.server.mode() == ClusterMode::Structured {
         // A conflict means another change, which triggers another pass.
         let _ = update_structured_reservations(client, claim, &kept);
-    } else if kept.len() < reserved.len() {
-        let typed = match serde_json::from_value(claim.clone()) {
-            Ok(typed) => typed,
-            Err(error) => {
-                let name = object::name(claim);
-                warn!(
-                    namespace,
-                    name,
-                    "the consumers of this claim that have ended stay, since it cannot be read: {error}"
-                );
-                return;
-            }
-        };
+    } else if kept.len() < reserved.len()
+        // The API server stores only claims that can be read.
+        && let Ok(typed) = serde_json::from_value(claim.clone())
+    {
         let is_kept = |consumer: &ResourceClaimConsumerReference| {
             kept.iter().any(|each| object::text(each, "/uid") == consumer.uid)
         };

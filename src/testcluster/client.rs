@@ -35,12 +35,7 @@ impl ApiClient {
         subresource: &str,
     ) -> Result<ResourcePath, StatusError> {
         let kind = self.server.kind_of(plural).ok_or_else(StatusError::no_path)?;
-        Ok(ResourcePath {
-            kind,
-            namespace: namespace.to_owned(),
-            name: name.to_owned(),
-            subresource: subresource.to_owned(),
-        })
+        Ok(ResourcePath::new(kind, namespace, name, subresource))
     }
 
     fn options(&self) -> WriteOptions {
@@ -114,6 +109,13 @@ impl ApiClient {
             dry_run: false,
         };
         self.server.delete(&target, &asked).map(drop)
+    }
+
+    /// Returns whether an event about an object has this message, so that repeated attempts report it only once.
+    pub(crate) fn has_event(&self, about: &Value, message: &str) -> bool {
+        self.list("events").iter().any(|event| {
+            event["involvedObject"]["uid"] == about["metadata"]["uid"] && event["message"] == message
+        })
     }
 
     /// Writes an event. A repeated event increments its count.

@@ -41,19 +41,6 @@ pub enum TestClusterError {
     Yaml(String),
 }
 
-impl TestClusterError {
-    /// A CamelCase reason from a small fixed set.
-    pub fn reason(&self) -> &'static str {
-        match self {
-            Self::Io(_) => "FileSystem",
-            Self::Controller(_) => "ControllerFailed",
-            Self::Node(error) => error.reason(),
-            Self::Refused { .. } => "ObjectRefused",
-            Self::Yaml(_) => "InvalidYaml",
-        }
-    }
-}
-
 /// An in-process cluster. It stops when dropped; [`TestCluster::stop`] also waits for the end.
 #[derive(Debug)]
 pub struct TestCluster {
@@ -144,7 +131,7 @@ impl TestCluster {
     }
 
     fn apply_one(&self, document: Value) -> Result<Value, TestClusterError> {
-        let name = object::name(&document).to_owned();
+        let name = object::name(&document);
         let shown = format!("{} {name}", object::text(&document, "/kind"));
         let refused = |refusal: StatusError| TestClusterError::Refused {
             object: shown.clone(),
@@ -162,12 +149,7 @@ impl TestCluster {
             (true, "") => "default",
             (true, namespace) => namespace,
         };
-        let target = ResourcePath {
-            namespace: namespace.to_owned(),
-            kind,
-            name,
-            subresource: String::new(),
-        };
+        let target = ResourcePath::new(kind, namespace, name, "");
         let options = WriteOptions {
             manager: "user".to_owned(),
             strict: true,

@@ -8,13 +8,14 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::core::v1::{Node, NodeSelector};
 use k8s_openapi::api::resource::v1::{AllocationResult, DeviceClass, ResourceClaim, ResourceSlice};
+use kube::api::ObjectMeta;
 use serde::Deserialize as _;
 use serde_json::{Value, json};
 
 use crate::api::resource as classic;
-use crate::core::structured::{ClusterState, DeviceHoldings, allocate as allocate_claims};
+use crate::core::structured::{ClusterState, DeviceHoldings, allocate as allocate_claims, node_matches};
 use crate::host::selectors::with_selectors;
 use crate::testcluster::api::ClusterMode;
 use crate::testcluster::api::object::{self, list, text};
@@ -122,22 +123,23 @@ fn negotiate(client: &ApiClient, pod: &Value, claims: &[(String, Value)]) -> Res
         claims: &typed_claims,
         context: typed_context.first(),
     };
-    let class = |name: &str| client.get("resourceclasses", "", name);
+    let class = |name: &str| {
+        let class = client.get("resourceclasses", "", name)?;
+        serde_json::from_value::<classic::ResourceClass>(class).ok()
+    };
     if let Some(obstacle) = negotiation.obstacle(|name| class(name).is_some()) {
         return Err(Wait::Unschedulable(obstacle));
     }
     let mut unavailable = Vec::new();
     let passing = suitable(client, pod, |node| {
         let is_suitable = |name: &str| {
-            let class = class(name);
-            let selector = class.as_ref().and_then(|class| class.get("suitableNodes"));
-            selector.is_none_or(|selector| selects(selector, node))
+            let selector = class(name).and_then(|class| class.suitable_nodes);
+            selects(selector.as_ref(), node)
         };
-        let is_available = |allocation: &classic::AllocationResult| {
-            let selector = allocation.available_on_nodes.as_ref();
-            selector.is_none_or(|selector| selects(&json!(selector), node))
-        };
-        match negotiation.filter(object::name(node), is_available, is_suitable) {
+        let is_available =
+            |allocation: &classic::AllocationResult| selects(allocation.available_on_nodes.as_ref(), node);
+        let name = node.metadata.name.as_deref().unwrap_or_default();
+        match negotiation.filter(name, is_available, is_suitable) {
             FilterResult::Fits => Ok(()),
             FilterResult::Unsuitable(reason) => Err(reason.to_owned()),
             FilterResult::Unavailable(indices) => {
@@ -167,7 +169,15 @@ fn negotiate(client: &ApiClient, pod: &Value, claims: &[(String, Value)]) -> Res
         .cloned()
         .unwrap_or_default();
     match negotiation.next_step(&passing, &node) {
-        NextStep::Bind => bind(client, pod, claims, &node),
+        NextStep::Bind => {
+            let claims = claims.iter().map(|(_, claim)| claim.clone()).collect();
+            bind(client, pod, claims, Vec::new(), &node)?;
+            if let Some(context) = context {
+                // Otherwise it is deleted with its owner.
+                let _ = client.delete("podschedulingcontexts", &context, None);
+            }
+            Ok(())
+        }
         NextStep::Wait => Err(Wait::Pending),
         NextStep::Publish {
             potential_nodes,
@@ -201,7 +211,7 @@ fn request_deallocation(client: &ApiClient, claim: &Value, context: Option<&Valu
 fn suitable<T>(
     client: &ApiClient,
     pod: &Value,
-    mut judge: impl FnMut(&Value) -> Result<T, String>,
+    mut judge: impl FnMut(&Node) -> Result<T, String>,
 ) -> Result<Vec<(String, T)>, String> {
     let nodes = client.list("nodes");
     let mut used: BTreeMap<String, Vec<Arc<Value>>> = BTreeMap::new();
@@ -216,7 +226,13 @@ fn suitable<T>(
     for node in &nodes {
         let name = object::name(node);
         let others = used.get(name).unwrap_or(&nobody);
-        match unfit(pod, node, others).map_or_else(|| judge(node), Err) {
+        let judged = match unfit(pod, node, others) {
+            Some(reason) => Err(reason),
+            None => Node::deserialize(&**node)
+                .map_err(|error| error.to_string())
+                .and_then(|node| judge(&node)),
+        };
+        match judged {
             Err(reason) => *reasons.entry(reason).or_default() += 1,
             Ok(judged) => passing.push((others.len(), name.to_owned(), judged)),
         }
@@ -241,10 +257,7 @@ fn suitable<T>(
 
 /// Returns why the pod cannot run on a node, claims aside.
 fn unfit(pod: &Value, node: &Value, others: &[Arc<Value>]) -> Option<String> {
-    let ready = list(node, "/status/conditions")
-        .iter()
-        .any(|each| each["type"] == "Ready" && each["status"] == "True");
-    if !ready || node.pointer("/spec/unschedulable") == Some(&Value::Bool(true)) {
+    if !object::is_ready(node) || node.pointer("/spec/unschedulable") == Some(&Value::Bool(true)) {
         return Some("node(s) were unschedulable".to_owned());
     }
     let selector = pod.pointer("/spec/nodeSelector").and_then(Value::as_object);
@@ -256,13 +269,13 @@ fn unfit(pod: &Value, node: &Value, others: &[Arc<Value>]) -> Option<String> {
     }) {
         return Some("node(s) didn't match Pod's node affinity/selector".to_owned());
     }
-    for (resource, wanted) in extended_resources(pod) {
+    for (resource, wanted) in requested(pod) {
         let free = quantity(
             node.pointer("/status/allocatable")
                 .and_then(|all| all.get(&resource)),
         ) - others
             .iter()
-            .filter_map(|other| extended_resources(other).remove(&resource))
+            .filter_map(|other| requested(other).remove(&resource))
             .sum::<i64>();
         if wanted > free {
             return Some(format!("Insufficient {resource}"));
@@ -279,83 +292,44 @@ fn quantity(value: Option<&Value>) -> i64 {
     }
 }
 
+/// Returns the amount of each extended resource that a container requests.
+pub(crate) fn extended_resources(container: &Value) -> Vec<(String, i64)> {
+    let limits = container.pointer("/resources/limits").and_then(Value::as_object);
+    let extended = limits
+        .into_iter()
+        .flatten()
+        .filter(|(name, _)| name.contains('/'));
+    extended
+        .map(|(resource, amount)| (resource.clone(), quantity(Some(amount))))
+        .collect()
+}
+
 /// Returns the amount of each extended resource that a pod requests.
-pub(crate) fn extended_resources(pod: &Value) -> BTreeMap<String, i64> {
+fn requested(pod: &Value) -> BTreeMap<String, i64> {
     let mut wanted = BTreeMap::new();
-    for container in list(pod, "/spec/containers") {
-        let limits = container.pointer("/resources/limits").and_then(Value::as_object);
-        for (resource, amount) in limits
-            .into_iter()
-            .flatten()
-            .filter(|(name, _)| name.contains('/'))
-        {
-            *wanted.entry(resource.clone()).or_default() += quantity(Some(amount));
-        }
+    for (resource, amount) in list(pod, "/spec/containers").iter().flat_map(extended_resources) {
+        *wanted.entry(resource).or_default() += amount;
     }
     wanted
 }
 
-/// Returns whether an allocation is available on a node.
-pub(crate) fn reaches(allocation: &Value, node: &str) -> bool {
-    let node = json!({ "metadata": { "name": node, "labels": { "kubernetes.io/hostname": node } } });
-    allocation
-        .get("availableOnNodes")
-        .is_none_or(|selector| selects(selector, &node))
-}
-
-/// Evaluates a NodeSelector: any term must match, with all its requirements.
-fn selects(selector: &Value, node: &Value) -> bool {
-    let meets = |requirement: &Value, value: Option<&str>| {
-        let values = object::texts(requirement, "/values");
-        match (text(requirement, "/operator"), value) {
-            ("In", value) => value.is_some_and(|value| values.contains(&value)),
-            ("NotIn", value) => value.is_none_or(|value| !values.contains(&value)),
-            ("Exists", value) => value.is_some(),
-            ("DoesNotExist", value) => value.is_none(),
-            _ => false,
-        }
+/// Returns whether an allocation is available on a node of the testkit.
+pub(crate) fn reaches(allocation: &classic::AllocationResult, node: &str) -> bool {
+    let metadata = ObjectMeta {
+        name: Some(node.to_owned()),
+        labels: Some([("kubernetes.io/hostname".to_owned(), node.to_owned())].into()),
+        ..ObjectMeta::default()
     };
-    list(selector, "/nodeSelectorTerms").iter().any(|term| {
-        let fields = list(term, "/matchFields")
-            .iter()
-            .all(|each| meets(each, Some(object::name(node))));
-        let labels = list(term, "/matchExpressions").iter().all(|each| {
-            let value = node
-                .pointer("/metadata/labels")
-                .and_then(|labels| labels.get(text(each, "/key")));
-            meets(each, value.and_then(Value::as_str))
-        });
-        fields && labels
-    })
+    let node = Node {
+        metadata,
+        ..Node::default()
+    };
+    selects(allocation.available_on_nodes.as_ref(), &node)
 }
 
-/// Reserves the claims, binds the pod and deletes the PodSchedulingContext (classic mode).
-fn bind(client: &ApiClient, pod: &Value, claims: &[(String, Value)], node: &str) -> Result<(), Wait> {
-    for (_, claim) in claims {
-        if !is_reserved_for(claim, pod) {
-            let mut consumers = list(claim, "/status/reservedFor").to_vec();
-            consumers.push(consumer(pod));
-            write_reservations(client, claim, &consumers, false).map_err(|_| Wait::Pending)?;
-        }
-    }
-    assign(client, pod, node)?;
-    if let Some(context) = client.get("podschedulingcontexts", object::namespace(pod), object::name(pod)) {
-        // Otherwise it is deleted with its owner.
-        let _ = client.delete("podschedulingcontexts", &context, None);
-    }
-    Ok(())
-}
-
-/// Binds a pod and reports it.
-fn assign(client: &ApiClient, pod: &Value, node: &str) -> Result<(), Wait> {
-    client.bind(pod, node).map_err(|_| Wait::Pending)?;
-    let message = format!(
-        "Successfully assigned {}/{} to {node}",
-        object::namespace(pod),
-        object::name(pod)
-    );
-    client.event(pod, "Normal", "Scheduled", &message);
-    Ok(())
+/// Returns whether a NodeSelector, if any, selects a node.
+fn selects(selector: Option<&NodeSelector>, node: &Node) -> bool {
+    selector.is_none_or(|selector| node_matches(selector, node).unwrap_or(false))
 }
 
 /// Allocates and reserves the claims of a pod on a node, and binds the pod (structured mode). If no node fits, deallocates a claim that no
@@ -373,7 +347,11 @@ fn allocate(client: &ApiClient, pod: &Value, claims: Vec<Value>) -> Result<(), W
     let objects = ClusterObjects::read(client, &claims).map_err(Wait::Unschedulable)?;
     let mut unavailable: Vec<&Value> = Vec::new();
     let passing = suitable(client, pod, |node| {
-        let elsewhere = claims.iter().filter(|claim| !is_available(claim, node));
+        let elsewhere = claims.iter().filter(|claim| {
+            let selector = claim.pointer("/status/allocation/nodeSelector");
+            let selector = selector.and_then(|selector| NodeSelector::deserialize(selector).ok());
+            !selects(selector.as_ref(), node)
+        });
         let elsewhere: Vec<&Value> = elsewhere.collect();
         if !elsewhere.is_empty() {
             unavailable.extend(elsewhere);
@@ -386,7 +364,7 @@ fn allocate(client: &ApiClient, pod: &Value, claims: Vec<Value>) -> Result<(), W
             let Some((node, allocations)) = passing.into_iter().next() else {
                 return Err(Wait::Pending);
             };
-            bind_allocated(client, pod, claims, allocations, &node)
+            bind(client, pod, claims, allocations, &node)
         }
         Err(message) => {
             // PostFilter.
@@ -426,13 +404,6 @@ fn missing_class(client: &ApiClient, claim: &Value) -> Option<String> {
     })
 }
 
-/// Returns whether the allocation of a claim, if any, is available on a node.
-fn is_available(claim: &Value, node: &Value) -> bool {
-    claim
-        .pointer("/status/allocation/nodeSelector")
-        .is_none_or(|selector| selects(selector, node))
-}
-
 /// The objects that decide the allocation of a pod's claims.
 struct ClusterObjects {
     slices: Vec<ResourceSlice>,
@@ -455,11 +426,10 @@ impl ClusterObjects {
     }
 
     /// Allocates the claims on a node.
-    fn allocate(&self, client: &ApiClient, node: &Value) -> Result<Vec<AllocationResult>, String> {
+    fn allocate(&self, client: &ApiClient, node: &Node) -> Result<Vec<AllocationResult>, String> {
         if self.wanted.is_empty() {
             return Ok(Vec::new());
         }
-        let node = Node::deserialize(node).map_err(|error| error.to_string())?;
         let holdings = DeviceHoldings::read(&self.claims);
         let cluster = ClusterState {
             slices: &self.slices,
@@ -470,7 +440,7 @@ impl ClusterObjects {
         let allocated = with_selectors(|selectors| {
             allocate_claims(
                 cluster,
-                &node,
+                node,
                 &wanted,
                 &mut |expression, driver, device| selectors.evaluate(expression, driver, device),
                 &mut || client.server.source.uid(),
@@ -480,8 +450,8 @@ impl ClusterObjects {
     }
 }
 
-/// Writes the allocation and the reservation of each claim in one request, and binds the pod.
-fn bind_allocated(
+/// Writes the allocation, if it is new, and the reservation of each claim in one request, binds the pod and reports it.
+fn bind(
     client: &ApiClient,
     pod: &Value,
     claims: Vec<Value>,
@@ -517,5 +487,12 @@ fn bind_allocated(
                 .map_err(|_| Wait::Pending)?;
         }
     }
-    assign(client, pod, node)
+    client.bind(pod, node).map_err(|_| Wait::Pending)?;
+    let message = format!(
+        "Successfully assigned {}/{} to {node}",
+        object::namespace(pod),
+        object::name(pod)
+    );
+    client.event(pod, "Normal", "Scheduled", &message);
+    Ok(())
 }

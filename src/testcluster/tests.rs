@@ -78,6 +78,21 @@ fn a_claim_is_made_once_from_a_template_and_named_in_the_pod() {
 }
 
 #[test]
+fn a_missing_template_is_reported_only_once() {
+    let client = cluster();
+    let template = client.get("resourceclaimtemplates", "default", "t").unwrap();
+    client.delete("resourceclaimtemplates", &template, None).unwrap();
+    pod(&client, "p", &["device"]);
+    claims::reconcile(&client);
+    let version = client.list("events")[0]["metadata"]["resourceVersion"].clone();
+    claims::reconcile(&client);
+    let events = client.list("events");
+    assert_eq!(events.len(), 1);
+    // Each change would start another pass.
+    assert_eq!(events[0]["metadata"]["resourceVersion"], version);
+}
+
+#[test]
 fn with_one_claim_the_node_is_selected_at_once() {
     let client = cluster();
     pod(&client, "p", &["device"]);

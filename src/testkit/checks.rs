@@ -340,12 +340,12 @@ pub(super) async fn woken<D: Driver>(
     };
     instance.record(first).await?;
     // Skips capacity changes reported for the start.
-    settle(&mut changes).await;
+    settle(kit.limit, &mut changes).await;
     instance.observe(Observation::Changed(first.unrecorded())).await?;
     let tried = "all is held; one claim is observed without allocation";
     wait_for(&instance, kit.limit, &mut changes, tried).await?;
     if let Some(last) = held.get(1) {
-        settle(&mut changes).await;
+        settle(kit.limit, &mut changes).await;
         instance
             .deallocate(&last.unrecorded(), Some(&last.allocation))
             .await?;
@@ -355,8 +355,12 @@ pub(super) async fn woken<D: Driver>(
     Ok(())
 }
 
-async fn settle(changes: &mut UnboundedReceiver<CapacityChange>) {
-    while let Ok(Some(_)) = tokio::time::timeout(Duration::from_millis(50), changes.recv()).await {}
+/// Skips the pending changes. A driver that yields all the time never pauses.
+async fn settle(limit: Duration, changes: &mut UnboundedReceiver<CapacityChange>) {
+    let pause = Duration::from_millis(50);
+    let all = async { while let Ok(Some(_)) = tokio::time::timeout(pause, changes.recv()).await {} };
+    // Both ends are fine.
+    let _ = tokio::time::timeout(limit, all).await;
 }
 
 async fn wait_for<D: Driver>(
@@ -372,4 +376,25 @@ async fn wait_for<D: Driver>(
     };
     let expected = "capacity_changes yields; a driver that cannot tell says so in its test (without_waking)";
     Err(instance.broken(Rule::FreedWakes, tried, expected, found))
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::mpsc;
+
+    use super::*;
+    use crate::driver::CapacityCause;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_driver_that_yields_all_the_time_does_not_stop_the_kit() {
+        let (sender, mut changes) = mpsc::unbounded_channel();
+        tokio::spawn(async move {
+            while sender.send(CapacityChange::new(CapacityCause::Freed)).is_ok() {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        });
+        let limit = Duration::from_secs(1);
+        let settled = tokio::time::timeout(2 * limit, settle(limit, &mut changes)).await;
+        assert!(settled.is_ok());
+    }
 }

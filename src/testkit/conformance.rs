@@ -297,16 +297,21 @@ impl<D: Driver> Conformance<D> {
                 .filter(|(_, _, name)| kind == FaultKind::Crash || !name.starts_with(lifecycle::OBSERVE));
             injected.map(|(sort, step, _)| (sort, step)).collect()
         };
-        let run = |fault| self.lifecycle(capacity, fault);
+        let run = |fault, rule| self.lifecycle(capacity, fault, rule);
         run::lifecycles(&self.only, kinds, MAX_CONCURRENT, steps, run, report).await
     }
 
-    async fn lifecycle(&self, capacity: &Capacity, fault: Option<StepFault>) -> CheckResult<Vec<String>> {
+    async fn lifecycle(
+        &self,
+        capacity: &Capacity,
+        fault: Option<StepFault>,
+        rule: Rule,
+    ) -> CheckResult<Vec<String>> {
         let about = fault.map_or_else(
             || "pods".to_owned(),
             |fault| format!("pods, {}", fault.describe()),
         );
         let fixture = self.fixture(&about)?;
-        lifecycle::run(&self.kit, &fixture, capacity, fault).await
+        lifecycle::run(&self.kit, &fixture, capacity, fault, rule).await
     }
 }

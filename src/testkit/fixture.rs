@@ -202,6 +202,20 @@ impl Fixture {
         }
     }
 
+    pub(super) fn create_pod(&self, name: &str, spec: &Value) -> CheckResult<()> {
+        let pod = json!({ "metadata": { "name": name }, "spec": spec });
+        let made = self.client.create("pods", NAMESPACE, pod);
+        made.map(drop)
+            .map_err(|refusal| CheckFailure::Setup(format!("pod {name}: {}", refusal.message)))
+    }
+
+    pub(super) fn delete_pod(&self, name: &str) {
+        if let Some(pod) = self.client.get("pods", NAMESPACE, name) {
+            // The pod may already be deleted.
+            let _ = self.client.delete("pods", &pod, None);
+        }
+    }
+
     /// Creates a claim with our finalizer, which the controller adds before an allocation.
     pub(super) fn claim(&self) -> CheckResult<Arc<ResourceClaim>> {
         let number = self.claims.fetch_add(1, Ordering::Relaxed) + 1;

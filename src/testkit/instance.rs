@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use futures::StreamExt as _;
 use futures::future::BoxFuture;
+use serde_json::json;
 use tokio::sync::mpsc;
 use tokio::task::JoinError;
 
@@ -17,6 +18,7 @@ use crate::driver::{
     CapacityChange, ClaimRequest, Deallocation, Driver, DriverError, DriverErrorKind, Holding, Observation,
     UnsuitableNodes,
 };
+use crate::testcluster::scheduler::reaches;
 
 /// Node name of a node driver.
 pub(super) const NODE: &str = "node-a";
@@ -190,7 +192,7 @@ impl<D: Driver> Instance<'_, D> {
             .note(format!("{shown} -> {} findings", findings.len()));
         match findings.first() {
             None => Ok(()),
-            Some(finding) => Err(self.fixture.broken(
+            Some(finding) => Err(self.broken(
                 Rule::NoFalseFinding,
                 &shown,
                 "no finding: each claim has what it was allocated",
@@ -237,7 +239,7 @@ impl<D: Driver> Instance<'_, D> {
             .await?;
         read.map_err(|error: DriverError| {
             let tried = format!("class_parameters and claim_parameters for {}", names(claims));
-            self.fixture.broken(
+            self.broken(
                 Rule::ParametersAreRead,
                 &tried,
                 "parameters: those of the test are in order",
@@ -265,12 +267,7 @@ impl<D: Driver> Instance<'_, D> {
             Err(error) => {
                 self.readable(&what, &error)?;
                 let expected = "no error: a full or unknown node is unsuitable";
-                return Err(self.fixture.broken(
-                    Rule::OneEntryPerClaim,
-                    &what,
-                    expected,
-                    shown_error(&error),
-                ));
+                return Err(self.broken(Rule::OneEntryPerClaim, &what, expected, shown_error(&error)));
             }
         };
         let shown: Vec<String> = unsuitable
@@ -283,9 +280,7 @@ impl<D: Driver> Instance<'_, D> {
         }
         let expected = format!("{} entries, one for each claim in their order", claims.len());
         let found = format!("{} entries", unsuitable.len());
-        Err(self
-            .fixture
-            .broken(Rule::OneEntryPerClaim, &what, expected, found))
+        Err(self.broken(Rule::OneEntryPerClaim, &what, expected, found))
     }
 
     /// Calls `allocate`.
@@ -321,9 +316,7 @@ impl<D: Driver> Instance<'_, D> {
         }
         let expected = format!("{} allocations, one for each claim in their order", claims.len());
         let found = format!("{} allocations", allocations.len());
-        Err(self
-            .fixture
-            .broken(Rule::OneAllocationPerClaim, &what, expected, found))
+        Err(self.broken(Rule::OneAllocationPerClaim, &what, expected, found))
     }
 
     /// Starts an allocation and drops the call after `polls` waits. Returns whether the call finished before.
@@ -370,7 +363,7 @@ impl<D: Driver> Instance<'_, D> {
             return Ok(());
         };
         self.readable(&what, &error)?;
-        Err(self.fixture.broken(
+        Err(self.broken(
             Rule::DeallocateIsIdempotent,
             &what,
             "Ok: nothing stands in the way, and to hold nothing is no error",
@@ -415,12 +408,7 @@ impl<D: Driver> Instance<'_, D> {
                 };
                 let Some(allocation) = allocations.pop() else {
                     let expected = "one allocation, for the one claim";
-                    return Err(self.fixture.broken(
-                        Rule::OneAllocationPerClaim,
-                        "allocate",
-                        expected,
-                        "none",
-                    ));
+                    return Err(self.broken(Rule::OneAllocationPerClaim, "allocate", expected, "none"));
                 };
                 Ok(Ok(ClaimAllocation {
                     claim: claim.clone(),
@@ -440,29 +428,21 @@ impl<D: Driver> Instance<'_, D> {
             return Ok(());
         }
         let expected = "a reason such as NoSuitableDevice, and a message";
-        Err(self
-            .fixture
-            .broken(Rule::ReadableErrors, what, expected, shown_error(error)))
+        Err(self.broken(Rule::ReadableErrors, what, expected, shown_error(error)))
     }
 
     fn check(&self, what: &str, allocation: &AllocationResult, node: Option<&str>) -> CheckResult<()> {
         if let Err(problem) = allocation.check() {
             let expected = "an allocation that the API server takes";
-            return Err(self
-                .fixture
-                .broken(Rule::RecordableAllocation, what, expected, problem));
+            return Err(self.broken(Rule::RecordableAllocation, what, expected, problem));
         }
         let Some(node) = node else { return Ok(()) };
-        let value =
-            serde_json::to_value(allocation).map_err(|error| CheckFailure::Setup(error.to_string()))?;
-        if crate::testcluster::scheduler::reaches(&value, node) {
+        if reaches(allocation, node) {
             return Ok(());
         }
         let expected = format!("availableOnNodes has {node}, or is left out");
-        let found = format!("availableOnNodes {}", value["availableOnNodes"]);
-        Err(self
-            .fixture
-            .broken(Rule::ReachableAllocation, what, expected, found))
+        let found = format!("availableOnNodes {}", json!(allocation.available_on_nodes));
+        Err(self.broken(Rule::ReachableAllocation, what, expected, found))
     }
 }
 

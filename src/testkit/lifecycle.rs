@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use super::fixture::{CheckFailure, CheckResult, Fixture, NAMESPACE, names};
 use super::instance::{Instance, Kit};
 use super::measure::Capacity;
-use super::process::{FaultKind, FaultPlan, StepFault};
+use super::process::{FaultPlan, StepFault};
 use super::rule::Rule;
 use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
 use crate::controller::Controller;
@@ -180,13 +180,8 @@ pub(super) async fn run<D: Driver>(
     fixture: &Fixture,
     capacity: &Capacity,
     fault: Option<StepFault>,
+    rule: Rule,
 ) -> CheckResult<Vec<String>> {
-    let rule = match fault.map(|fault| fault.kind) {
-        None => Rule::ServesPods,
-        Some(FaultKind::Crash) => Rule::SurvivesCrash,
-        Some(FaultKind::Slow) => Rule::SurvivesSlowCall,
-        Some(FaultKind::Fail) => Rule::SurvivesFailedCall,
-    };
     let mut lifecycle = Lifecycle {
         kit,
         fixture,
@@ -198,20 +193,21 @@ pub(super) async fn run<D: Driver>(
     };
     lifecycle.begin().await?;
     let pair = capacity.together >= 2 && capacity.places.is_none_or(|places| places >= 3);
-    lifecycle.create("one", 1)?;
-    lifecycle.bound("one").await?;
+    // The pair comes first: no other claim may take its place on the only node where it fits.
     if pair {
         lifecycle.create("pair", 2)?;
         lifecycle.bound("pair").await?;
     }
-    lifecycle.delete("one");
+    lifecycle.create("one", 1)?;
+    lifecycle.bound("one").await?;
+    fixture.delete_pod("one");
     lifecycle
         .settled("the claim of pod one is gone", usize::from(pair) * 2)
         .await?;
     lifecycle.create("later", 1)?;
     lifecycle.bound("later").await?;
     for pod in ["pair", "later"] {
-        lifecycle.delete(pod);
+        fixture.delete_pod(pod);
     }
     lifecycle
         .settled("all pods are deleted; their claims are gone", 0)
@@ -271,23 +267,11 @@ impl<D: Driver> Lifecycle<'_, D> {
         let entries: Vec<Value> = (0..claims)
             .map(|number| self.fixture.pod_claim(&format!("entry-{number}")))
             .collect();
-        let pod = json!({
-            "metadata": { "name": name },
-            "spec": {
-                "containers": [{ "name": "main", "image": "none" }],
-                "resourceClaims": entries, "terminationGracePeriodSeconds": 0,
-            },
+        let spec = json!({
+            "containers": [{ "name": "main", "image": "none" }],
+            "resourceClaims": entries, "terminationGracePeriodSeconds": 0,
         });
-        let made = self.fixture.client.create("pods", NAMESPACE, pod);
-        made.map(drop)
-            .map_err(|refusal| CheckFailure::Setup(format!("pod {name}: {}", refusal.message)))
-    }
-
-    fn delete(&self, name: &str) {
-        if let Some(pod) = self.fixture.client.get("pods", NAMESPACE, name) {
-            // The pod may already be deleted.
-            let _ = self.fixture.client.delete("pods", &pod, Some(0));
-        }
+        self.fixture.create_pod(name, &spec)
     }
 
     async fn bound(&mut self, name: &str) -> CheckResult<()> {
@@ -413,5 +397,58 @@ impl<D: Driver> Lifecycle<'_, D> {
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::crd::definitions;
+    use crate::host::HostDriver;
+    use crate::testkit::{Environment, conformance};
+
+    fn inventory(node: &str, devices: &[&str]) -> Value {
+        let device = |name: &&str| json!({ "name": name, "kind": "test" });
+        let devices: Vec<Value> = devices.iter().map(device).collect();
+        let ready = json!({
+            "type": "Ready", "status": "True", "reason": "Serving", "message": "",
+            "lastTransitionTime": "2026-01-01T00:00:00Z",
+        });
+        json!({
+            "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory",
+            "metadata": { "name": format!("{node}.drayman.dev") },
+            "spec": {
+                "driverName": "drayman.dev", "nodeName": node, "nodeUid": format!("uid-of-{node}"), "devices": devices,
+            },
+            "status": { "conditions": [ready] },
+        })
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn nodes_may_have_different_numbers_of_devices() {
+        let mut objects: Vec<Value> = definitions()
+            .into_iter()
+            .map(|definition| serde_json::to_value(definition).unwrap())
+            .collect();
+        objects.extend([
+            inventory("node-a", &["one", "two"]),
+            inventory("node-b", &["one"]),
+            json!({
+                "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClassParameters", "metadata": { "name": "test" },
+                "spec": { "kind": "test" },
+            }),
+            json!({
+                "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": "test" },
+                "driverName": "drayman.dev",
+                "parametersRef": { "apiGroup": "drayman.dev", "kind": "DeviceClassParameters", "name": "test" },
+            }),
+        ]);
+        let objects: Vec<String> = objects.iter().map(ToString::to_string).collect();
+        let make = |environment: Environment| {
+            HostDriver::start(environment.client(), "drayman.dev", CancellationToken::new())
+        };
+        let test = conformance(make).objects(&objects.join("\n---\n"));
+        let test = test.only([Rule::ServesPods]).timeout(Duration::from_secs(20));
+        test.run().await.unwrap();
     }
 }

@@ -223,7 +223,7 @@ impl<D: NodeDriver> NodeConformance<D> {
             };
             selected.into_iter().map(|(sort, step, _)| (sort, step)).collect()
         };
-        let run = |fault| self.lifecycle(mode, kind, fault);
+        let run = |fault, rule| self.lifecycle(mode, kind, fault, rule);
         run::lifecycles(&self.only, kinds, MAX_CONCURRENT, steps, run, report).await
     }
 
@@ -232,6 +232,7 @@ impl<D: NodeDriver> NodeConformance<D> {
         mode: ClusterMode,
         kind: &str,
         fault: Option<StepFault>,
+        rule: Rule,
     ) -> CheckResult<Vec<String>> {
         let mut about = match mode {
             ClusterMode::Classic => "pods on a node in classic mode".to_owned(),
@@ -243,7 +244,7 @@ impl<D: NodeDriver> NodeConformance<D> {
         // The semaphore is never closed.
         let _playing = RUNNING.acquire().await;
         let fixture = Fixture::open(&setup(mode, kind)?, &about)?;
-        node_lifecycle::run(&self.kit, self.left_over.as_ref(), &fixture, fault).await
+        node_lifecycle::run(&self.kit, self.left_over.as_ref(), &fixture, fault, rule).await
     }
 }
 

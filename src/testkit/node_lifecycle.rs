@@ -12,7 +12,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use super::fixture::{CheckFailure, CheckResult, Fixture, NAMESPACE};
 use super::instance::{Instance, Kit, NODE};
 use super::node_instance::{DRIVER, LeftOver, described};
-use super::process::{FaultKind, FaultPlan, StepFault};
+use super::process::{FaultPlan, StepFault};
 use super::rule::Rule;
 use crate::controller::Controller;
 use crate::host::HostDriver;
@@ -102,13 +102,8 @@ pub(super) async fn run<D: NodeDriver>(
     left_over: Option<&LeftOver>,
     fixture: &Fixture,
     fault: Option<StepFault>,
+    rule: Rule,
 ) -> CheckResult<Vec<String>> {
-    let rule = match fault.map(|fault| fault.kind) {
-        None => Rule::ServesPods,
-        Some(FaultKind::Crash) => Rule::NodeSurvivesCrash,
-        Some(FaultKind::Slow) => Rule::NodeSurvivesSlowCall,
-        Some(FaultKind::Fail) => Rule::NodeSurvivesFailedCall,
-    };
     let shutdown = CancellationToken::new();
     let server = fixture.cluster.server();
     let environment = environment(fixture);
@@ -141,7 +136,7 @@ pub(super) async fn run<D: NodeDriver>(
         let what = format!("pod {name} runs with a device");
         lifecycle.wait(&what, |lifecycle| lifecycle.runs(name)).await?;
         let before = lifecycle.container_config(name);
-        lifecycle.delete(name);
+        fixture.delete_pod(name);
         let what = format!("pod {name} is deleted; its claim and its CDI file are gone");
         lifecycle.wait(&what, NodeLifecycle::is_clear).await?;
         if before.is_none_or(|container_config| container_config.environment.is_empty()) {
@@ -200,23 +195,11 @@ impl<D: NodeDriver> NodeLifecycle<'_, D> {
     }
 
     fn create(&self, name: &str) -> CheckResult<()> {
-        let pod = json!({
-            "metadata": { "name": name },
-            "spec": {
-                "containers": [{ "name": "main", "image": "none", "resources": { "claims": [{ "name": "device" }] } }],
-                "resourceClaims": [self.fixture.pod_claim("device")],
-            },
+        let spec = json!({
+            "containers": [{ "name": "main", "image": "none", "resources": { "claims": [{ "name": "device" }] } }],
+            "resourceClaims": [self.fixture.pod_claim("device")],
         });
-        let made = self.fixture.client.create("pods", NAMESPACE, pod);
-        made.map(drop)
-            .map_err(|refusal| CheckFailure::Setup(format!("pod {name}: {}", refusal.message)))
-    }
-
-    fn delete(&self, name: &str) {
-        if let Some(pod) = self.fixture.client.get("pods", NAMESPACE, name) {
-            // The pod may already be deleted.
-            let _ = self.fixture.client.delete("pods", &pod, None);
-        }
+        self.fixture.create_pod(name, &spec)
     }
 
     fn runs(&self, name: &str) -> bool {

@@ -2,11 +2,11 @@
 //!
 //! Completed effects of a killed process remain: API objects and files. Pending ones never happen.
 
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::io;
-use std::pin::Pin;
+use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Context, Poll};
+use std::task::Poll;
 use std::time::Duration;
 
 use axum::body::Body;
@@ -107,9 +107,6 @@ pub(super) struct FaultPlan {
     dead: CancellationToken,
 }
 
-/// The fault to apply to a step, if any.
-pub(super) type Injected = Option<(FaultKind, When)>;
-
 impl FaultPlan {
     pub(super) fn new(fault: Option<StepFault>) -> Self {
         Self {
@@ -176,10 +173,8 @@ impl FaultPlan {
             return std::future::pending().await;
         }
         let applies = self.push(what);
-        let injected: Injected = self
-            .fault
-            .filter(|_| applies)
-            .map(|fault| (fault.kind, fault.when));
+        let fault = self.fault.filter(|_| applies);
+        let injected = fault.map(|fault| (fault.kind, fault.when));
         match injected {
             Some((FaultKind::Crash, When::Before)) => {
                 self.kill();
@@ -294,34 +289,21 @@ impl Drop for Process {
     }
 }
 
-/// A future that is dropped after a number of waits.
-struct Polls<F: ?Sized> {
-    work: Pin<Box<F>>,
-    left: usize,
-}
-
-impl<F: Future + ?Sized> Future for Polls<F> {
-    type Output = Option<F::Output>;
-
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        if let Poll::Ready(answer) = self.work.as_mut().poll(context) {
-            return Poll::Ready(Some(answer));
-        }
-        self.left = self.left.saturating_sub(1);
-        if self.left == 0 {
-            Poll::Ready(None)
-        } else {
-            Poll::Pending
-        }
-    }
-}
-
 /// Returns the result of `work`, or `None` if it is still pending after `polls` waits; then drops it.
 pub(super) async fn polled<T>(work: impl Future<Output = T> + Send, polls: usize) -> Option<T> {
-    Polls {
-        work: Box::pin(work),
-        left: polls,
-    }
+    let mut work = pin!(work);
+    let mut left = polls;
+    poll_fn(|context| match work.as_mut().poll(context) {
+        Poll::Ready(answer) => Poll::Ready(Some(answer)),
+        Poll::Pending => {
+            left = left.saturating_sub(1);
+            if left == 0 {
+                Poll::Ready(None)
+            } else {
+                Poll::Pending
+            }
+        }
+    })
     .await
 }
 

@@ -58,13 +58,14 @@ impl BrokenRules {
     }
 }
 
-/// Runs a lifecycle without a fault, which returns its steps, and then with a fault before and after each step that `steps` selects.
+/// Runs a lifecycle for a rule without a fault, which returns its steps, and then with a fault before and after each step that `steps`
+/// selects.
 pub(super) async fn lifecycles<F: Future<Output = CheckResult<Vec<String>>>>(
     selection: &Selection,
     kinds: [(FaultKind, Rule); 3],
     concurrent: usize,
     steps: impl Fn(FaultKind, &[String]) -> Vec<(Sort, usize)>,
-    lifecycle: impl Fn(Option<StepFault>) -> F,
+    lifecycle: impl Fn(Option<StepFault>, Rule) -> F,
     report: &mut ConformanceReport,
 ) -> CheckResult<()> {
     let all: Vec<Rule> = [Rule::ServesPods]
@@ -74,7 +75,7 @@ pub(super) async fn lifecycles<F: Future<Output = CheckResult<Vec<String>>>>(
     if !selection.any(&all, report) {
         return Ok(());
     }
-    let done = lifecycle(None).await?;
+    let done = lifecycle(None, Rule::ServesPods).await?;
     report.tried(Rule::ServesPods);
     for (kind, rule) in kinds.into_iter().filter(|(_, rule)| selection.contains(*rule)) {
         let faults = steps(kind, &done).into_iter().flat_map(|(sort, step)| {
@@ -86,7 +87,7 @@ pub(super) async fn lifecycles<F: Future<Output = CheckResult<Vec<String>>>>(
             })
         });
         let mut runs = stream::iter(faults)
-            .map(|fault| lifecycle(Some(fault)))
+            .map(|fault| lifecycle(Some(fault), rule))
             .buffer_unordered(concurrent);
         while let Some(done) = runs.next().await {
             done?;

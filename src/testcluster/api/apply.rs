@@ -9,6 +9,7 @@ use super::fields::{FieldPath, FieldSet, element_of, flatten, flatten_all, from_
 use super::kinds::ResourceKind;
 use super::last_applied;
 use super::lists::{Asker, ListKind, has_atomic_elements, is_atomic_structure, list_kind};
+use super::object;
 use super::status_error::StatusError;
 
 /// Field manager of a write.
@@ -32,21 +33,21 @@ struct ManagedFieldsEntry {
     fields: FieldSet,
 }
 
+impl ManagedFieldsEntry {
+    fn is_of(&self, manager: &Manager<'_>, operation: &str) -> bool {
+        self.manager == manager.name && self.operation == operation && self.subresource == manager.subresource
+    }
+}
+
 fn entries_of(object: &Value) -> Vec<ManagedFieldsEntry> {
-    let text = |entry: &Value, key: &str| {
-        entry
-            .get(key)
-            .and_then(Value::as_str)
-            .unwrap_or_default()
-            .to_owned()
-    };
-    super::object::list(object, "/metadata/managedFields")
+    let text = |entry: &Value, pointer: &str| object::text(entry, pointer).to_owned();
+    object::list(object, "/metadata/managedFields")
         .iter()
         .map(|entry| ManagedFieldsEntry {
-            manager: text(entry, "manager"),
-            operation: text(entry, "operation"),
-            subresource: text(entry, "subresource"),
-            time: text(entry, "time"),
+            manager: text(entry, "/manager"),
+            operation: text(entry, "/operation"),
+            subresource: text(entry, "/subresource"),
+            time: text(entry, "/time"),
             fields: entry.get("fieldsV1").map(from_json).unwrap_or_default(),
         })
         .collect()
@@ -54,16 +55,8 @@ fn entries_of(object: &Value) -> Vec<ManagedFieldsEntry> {
 
 fn write_entries(kind: &ResourceKind, object: &mut Value, mut entries: Vec<ManagedFieldsEntry>) {
     // Same order as `sortEncodedManagedFields`.
-    entries.sort_by(|one, other| {
-        let order = |entry: &ManagedFieldsEntry| {
-            (
-                entry.operation.clone(),
-                entry.time.clone(),
-                entry.manager.clone(),
-                entry.subresource.clone(),
-            )
-        };
-        order(one).cmp(&order(other))
+    entries.sort_by_cached_key(|entry| {
+        [&entry.operation, &entry.time, &entry.manager, &entry.subresource].map(String::clone)
     });
     let entries: Vec<Value> = entries
         .into_iter()
@@ -86,7 +79,7 @@ fn write_entries(kind: &ResourceKind, object: &mut Value, mut entries: Vec<Manag
         })
         .collect();
     let value = (!entries.is_empty()).then_some(Value::Array(entries));
-    super::object::set_metadata(object, "managedFields", value);
+    object::set_metadata(object, "managedFields", value);
 }
 
 fn entry_of<'a>(
@@ -94,12 +87,7 @@ fn entry_of<'a>(
     manager: &Manager<'_>,
     operation: &str,
 ) -> Option<&'a mut ManagedFieldsEntry> {
-    let is_it = |entry: &ManagedFieldsEntry| {
-        entry.manager == manager.name
-            && entry.operation == operation
-            && entry.subresource == manager.subresource
-    };
-    if !entries.iter().any(is_it) {
+    if !entries.iter().any(|entry| entry.is_of(manager, operation)) {
         entries.push(ManagedFieldsEntry {
             manager: manager.name.to_owned(),
             operation: operation.to_owned(),
@@ -108,7 +96,7 @@ fn entry_of<'a>(
             fields: FieldSet::new(),
         });
     }
-    entries.iter_mut().find(|entry| is_it(entry))
+    entries.iter_mut().find(|entry| entry.is_of(manager, operation))
 }
 
 /// Records in `after` that the manager of a write other than apply now owns the fields it changed.
@@ -159,7 +147,7 @@ pub(crate) fn apply(
 ) -> Result<Value, StatusError> {
     let applied = merged(kind, live, configuration, manager, force);
     if manager.name != last_applied::MANAGER {
-        return applied.map_err(|conflicts| refused(&conflicts));
+        return applied.map_err(refused);
     }
     let applied = applied.or_else(|mut conflicts| {
         let own = last_applied::fields(kind, live);
@@ -170,7 +158,7 @@ pub(crate) fn apply(
             Err(conflicts)
         }
     });
-    let mut applied = applied.map_err(|conflicts| refused(&conflicts))?;
+    let mut applied = applied.map_err(refused)?;
     last_applied::renew(&mut applied, configuration);
     Ok(applied)
 }
@@ -202,11 +190,7 @@ fn merged(
         merge(kind, &mut Vec::new(), &mut merged, map);
     }
     let mut entries = entries_of(live);
-    let mine = |entry: &ManagedFieldsEntry| {
-        entry.manager == manager.name
-            && entry.operation == "Apply"
-            && entry.subresource == manager.subresource
-    };
+    let mine = |entry: &ManagedFieldsEntry| entry.is_of(manager, "Apply");
     let old = flatten(kind, live);
     let differs: BTreeMap<&FieldPath, &Value> = wanted
         .iter()
@@ -267,15 +251,14 @@ fn merged(
     Ok(merged)
 }
 
-fn refused(conflicts: &[(FieldPath, FieldError)]) -> StatusError {
-    let conflicts: Vec<FieldError> = conflicts.iter().map(|(_, conflict)| conflict.clone()).collect();
-    let conflicts = conflicts.as_slice();
-    let message = if let [one] = conflicts {
+fn refused(conflicts: Vec<(FieldPath, FieldError)>) -> StatusError {
+    let conflicts: Vec<FieldError> = conflicts.into_iter().map(|(_, conflict)| conflict).collect();
+    let message = if let [one] = conflicts.as_slice() {
         format!("Apply failed with 1 conflict: {}: {}", one.message, one.field)
     } else {
         // Groups conflicts by manager, as `getConflictMessage` does.
         let mut lines: BTreeMap<&str, Vec<String>> = BTreeMap::new();
-        for conflict in conflicts {
+        for conflict in &conflicts {
             let line = format!("- {}", conflict.field);
             lines.entry(&conflict.message).or_default().push(line);
         }
@@ -290,7 +273,7 @@ fn refused(conflicts: &[(FieldPath, FieldError)]) -> StatusError {
             lines.join("\n")
         )
     };
-    StatusError::apply_conflict(conflicts, message)
+    StatusError::apply_conflict(&conflicts, message)
 }
 
 /// Formats a path, for example `.status.resourceClaims[name="c"].unsuitableNodes`.
@@ -365,14 +348,11 @@ fn merge(
 
 #[cfg(test)]
 mod tests {
-    use super::super::kinds::{ClusterMode, built_in};
+    use super::super::kinds::classic_kind;
     use super::*;
 
     fn applied(live: &Value, manager: &str, entries: &Value, force: bool) -> Result<Value, StatusError> {
-        let context = built_in(ClusterMode::Classic)
-            .into_iter()
-            .find(|kind| kind.kind == "PodSchedulingContext")
-            .unwrap();
+        let context = classic_kind("PodSchedulingContext");
         let configuration = json!({ "metadata": { "name": "p" }, "status": { "resourceClaims": entries } });
         let manager = Manager {
             name: manager,

@@ -151,20 +151,11 @@ fn wrong_elements(
 mod tests {
     use serde_json::json;
 
-    use super::super::kinds::{ClusterMode, built_in};
+    use super::super::kinds::classic_kind;
     use super::*;
 
     fn checked(kind: &str, configuration: Value) -> Result<(), (u16, String)> {
-        let kind = built_in(ClusterMode::Classic)
-            .into_iter()
-            .find(|each| each.kind == kind)
-            .unwrap();
-        let target = ResourcePath {
-            namespace: "t".into(),
-            name: "a".into(),
-            subresource: String::new(),
-            kind,
-        };
+        let target = ResourcePath::new(classic_kind(kind), "t", "a", "");
         check(&target, &configuration, true).map_err(|refusal| (refusal.code, refusal.message))
     }
 

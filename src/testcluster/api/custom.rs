@@ -194,11 +194,8 @@ pub(crate) fn validate(
         .collect();
     if errors.iter().any(|error| BLOCKING.contains(&error.cause)) {
         if has_rules(&definition.schema) {
-            errors.push(FieldError {
-                cause: "FieldValueInvalid",
-                field: "<nil>".to_owned(),
-                message: "Invalid value: \"null\": some validation rules were not checked because the object was invalid; correct the existing errors to complete validation".to_owned(),
-            });
+            let detail = "some validation rules were not checked because the object was invalid; correct the existing errors to complete validation";
+            errors.push(FieldError::invalid("<nil>", "null", detail));
         }
         return errors;
     }
@@ -228,14 +225,9 @@ fn rules(
             .into_vec()
             .into_iter()
             .map(|error| {
-                let field = error.field_path.trim_start_matches('.').to_owned();
-                let instance = json!(kind_of(value.pointer(&pointer(&field))));
-                let shown = instance.as_str().unwrap_or_default();
-                FieldError {
-                    cause: "FieldValueInvalid",
-                    field,
-                    message: format!("Invalid value: {shown:?}: {}", error.message),
-                }
+                let field = error.field_path.trim_start_matches('.');
+                let shown = kind_of(value.pointer(&pointer(field)));
+                FieldError::invalid(field, shown, &error.message)
             })
             .collect(),
     }
@@ -277,6 +269,10 @@ fn dotted(location: &str) -> String {
     path
 }
 
+fn limit_of(limit: u64) -> usize {
+    usize::try_from(limit).unwrap_or(usize::MAX)
+}
+
 fn of_schema(error: &jsonschema::ValidationError<'_>) -> FieldError {
     use jsonschema::error::ValidationErrorKind as Sort;
     let field = dotted(error.instance_path().as_str());
@@ -306,17 +302,14 @@ fn of_schema(error: &jsonschema::ValidationError<'_>) -> FieldError {
         }
         Sort::Pattern { pattern } => invalid(&format!("should match '{pattern}'")),
         Sort::MinLength { limit } => invalid(&format!("should be at least {limit} chars long")),
-        Sort::MaxLength { limit } => {
-            FieldError::too_long(field, usize::try_from(*limit).unwrap_or(usize::MAX))
-        }
+        Sort::MaxLength { limit } => FieldError::too_long(field, limit_of(*limit)),
         Sort::Minimum { limit } => invalid(&format!("should be greater than or equal to {limit}")),
         Sort::Maximum { limit } => invalid(&format!("should be less than or equal to {limit}")),
         Sort::MinItems { limit } => invalid(&format!("should have at least {limit} items")),
-        Sort::MaxItems { limit } => FieldError {
-            cause: "FieldValueTooMany",
-            message: format!("Too many: {simple}: must have at most {limit} items"),
-            field,
-        },
+        Sort::MaxItems { limit } => {
+            let count = instance.as_array().map_or(0, Vec::len);
+            FieldError::too_many(field, count, limit_of(*limit))
+        }
         Sort::Type { .. } => FieldError {
             cause: "FieldValueTypeInvalid",
             message: format!(

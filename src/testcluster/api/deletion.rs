@@ -1,7 +1,7 @@
 //! Decodes and validates `DeleteOptions`.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{DeleteOptions, Preconditions};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::field_error::FieldError;
 use super::query::Query;
@@ -90,12 +90,12 @@ fn wrong(dry_run: &[String], policy: Option<&str>, orphan: Option<bool>) -> Vec<
     match policy {
         Some(policy) if orphan.is_some() => errors.push(FieldError::invalid(
             "propagationPolicy",
-            &json!(policy),
+            policy,
             "orphanDependents and deletionPropagation cannot be both set",
         )),
-        Some(policy) if !matches!(policy, "Foreground" | "Background" | "Orphan") => errors.push(
-            FieldError::not_supported("propagationPolicy", &json!(policy), &supported),
-        ),
+        Some(policy) if !matches!(policy, "Foreground" | "Background" | "Orphan") => {
+            errors.push(FieldError::not_supported("propagationPolicy", policy, &supported));
+        }
         _ => {}
     }
     errors.extend(wrong_dry_run(dry_run));
@@ -117,6 +117,8 @@ pub(crate) fn wrong_dry_run(dry_run: &[String]) -> Option<FieldError> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     fn read(body: Value) -> Result<Deletion, StatusError> {

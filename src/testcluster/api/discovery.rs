@@ -59,11 +59,13 @@ pub(crate) fn resources(kinds: &[Arc<ResourceKind>], group: &str, version: &str)
         "update",
         "watch",
     ];
-    let mut resources = Vec::new();
-    for kind in kinds
+    let mut kinds = kinds
         .iter()
         .filter(|kind| kind.group == group && kind.version == version)
-    {
+        .peekable();
+    let group_version = kinds.peek()?.api_version();
+    let mut resources = Vec::new();
+    for kind in kinds {
         resources.push(json!({
             "name": kind.plural,
             "singularName": kind.singular,
@@ -83,12 +85,7 @@ pub(crate) fn resources(kinds: &[Arc<ResourceKind>], group: &str, version: &str)
             }));
         }
     }
-    let group_version = if group.is_empty() {
-        version.to_owned()
-    } else {
-        format!("{group}/{version}")
-    };
-    (!resources.is_empty()).then(|| {
-        json!({ "kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group_version, "resources": resources })
-    })
+    Some(
+        json!({ "kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group_version, "resources": resources }),
+    )
 }

@@ -1,6 +1,7 @@
 //! Errors of validation, with the wording of `k8s.io/apimachinery/pkg/util/validation/field`.
 
-use serde_json::Value;
+use serde::Serialize;
+use serde_json::json;
 
 /// An error in one field of an object (`field.Error`).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,13 +28,9 @@ impl FieldError {
         }
     }
 
-    pub(crate) fn invalid(field: impl Into<String>, value: &Value, detail: &str) -> Self {
-        Self::new(
-            "FieldValueInvalid",
-            &format!("Invalid value: {value}"),
-            field,
-            detail,
-        )
+    pub(crate) fn invalid(field: impl Into<String>, value: impl Serialize, detail: &str) -> Self {
+        let words = format!("Invalid value: {}", json!(value));
+        Self::new("FieldValueInvalid", &words, field, detail)
     }
 
     pub(crate) fn required(field: impl Into<String>, detail: &str) -> Self {
@@ -45,13 +42,9 @@ impl FieldError {
         Self::new("FieldValueForbidden", "Forbidden", field, detail)
     }
 
-    pub(crate) fn duplicate(field: impl Into<String>, value: &Value) -> Self {
-        Self::new(
-            "FieldValueDuplicate",
-            &format!("Duplicate value: {value}"),
-            field,
-            "",
-        )
+    pub(crate) fn duplicate(field: impl Into<String>, value: impl Serialize) -> Self {
+        let words = format!("Duplicate value: {}", json!(value));
+        Self::new("FieldValueDuplicate", &words, field, "")
     }
 
     /// A string or list that exceeds its maximum length.
@@ -80,14 +73,10 @@ impl FieldError {
     }
 
     /// A value outside the supported set.
-    pub(crate) fn not_supported(field: impl Into<String>, value: &Value, supported: &[&str]) -> Self {
+    pub(crate) fn not_supported(field: impl Into<String>, value: impl Serialize, supported: &[&str]) -> Self {
         let supported: Vec<String> = supported.iter().map(|value| format!("{value:?}")).collect();
         let detail = format!("supported values: {}", supported.join(", "));
-        Self::new(
-            "FieldValueNotSupported",
-            &format!("Unsupported value: {value}"),
-            field,
-            &detail,
-        )
+        let words = format!("Unsupported value: {}", json!(value));
+        Self::new("FieldValueNotSupported", &words, field, &detail)
     }
 }

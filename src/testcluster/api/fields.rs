@@ -250,15 +250,8 @@ pub(crate) fn from_json(fields: &Value) -> FieldSet {
 mod tests {
     use serde_json::json;
 
-    use super::super::kinds::{ClusterMode, built_in};
+    use super::super::kinds::classic_kind;
     use super::*;
-
-    fn context() -> std::sync::Arc<ResourceKind> {
-        built_in(ClusterMode::Classic)
-            .into_iter()
-            .find(|kind| kind.kind == "PodSchedulingContext")
-            .unwrap()
-    }
 
     #[test]
     fn a_set_of_fields_reads_back_as_it_was_written() {
@@ -267,7 +260,9 @@ mod tests {
             "spec": { "potentialNodes": ["a", "b"] },
             "status": { "resourceClaims": [{ "name": "c", "unsuitableNodes": ["n"] }, { "name": "d" }] },
         });
-        let set: FieldSet = flatten(&context(), &object).into_keys().collect();
+        let set: FieldSet = flatten(&classic_kind("PodSchedulingContext"), &object)
+            .into_keys()
+            .collect();
         let written = to_json(&set);
         assert_eq!(
             written,
@@ -289,7 +284,8 @@ mod tests {
             "metadata": { "name": "p", "labels": { "a": "b" } }, "spec": { "selectedNode": "a" },
             "status": { "resourceClaims": [] },
         });
-        let set: FieldSet = flatten_all(&context(), &object).into_keys().collect();
+        let context = classic_kind("PodSchedulingContext");
+        let set: FieldSet = flatten_all(&context, &object).into_keys().collect();
         assert_eq!(
             to_json(&set),
             json!({

@@ -191,13 +191,18 @@ pub(crate) struct ResourcePath {
 }
 
 impl ResourcePath {
+    pub(crate) fn new(kind: Arc<ResourceKind>, namespace: &str, name: &str, subresource: &str) -> Self {
+        Self {
+            kind,
+            namespace: namespace.to_owned(),
+            name: name.to_owned(),
+            subresource: subresource.to_owned(),
+        }
+    }
+
     /// Returns the collection of this object.
     pub(crate) fn collection(&self) -> Self {
-        Self {
-            name: String::new(),
-            subresource: String::new(),
-            ..self.clone()
-        }
+        Self::new(self.kind.clone(), &self.namespace, "", "")
     }
 
     pub(crate) fn key(&self) -> StorageKey {
@@ -267,4 +272,11 @@ pub(crate) fn built_in(mode: ClusterMode) -> Vec<Arc<ResourceKind>> {
     .into_iter()
     .map(|kind| Arc::new(ResourceKind { mode, ..kind }))
     .collect()
+}
+
+/// Returns a built-in kind of classic mode.
+#[cfg(test)]
+pub(super) fn classic_kind(name: &str) -> Arc<ResourceKind> {
+    let mut kinds = built_in(ClusterMode::Classic).into_iter();
+    kinds.find(|kind| kind.kind == name).expect("a built-in kind")
 }

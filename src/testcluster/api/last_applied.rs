@@ -55,7 +55,7 @@ pub(crate) fn renew(object: &mut Value, configuration: &Value) {
 mod tests {
     use serde_json::json;
 
-    use super::super::kinds::{ClusterMode, built_in};
+    use super::super::kinds::classic_kind;
     use super::*;
 
     fn annotated(data: &Value, last: &Value) -> Value {
@@ -65,10 +65,7 @@ mod tests {
 
     #[test]
     fn what_has_changed_since_is_nobodys_to_take_over() {
-        let kind = built_in(ClusterMode::Classic)
-            .into_iter()
-            .find(|kind| kind.kind == "ConfigMap")
-            .unwrap();
+        let kind = classic_kind("ConfigMap");
         let last = json!({ "apiVersion": "v1", "data": { "same": "1", "changed": "1", "gone": "1" } });
         let live = annotated(&json!({ "same": "1", "changed": "2" }), &last);
         let own: Vec<_> = fields(&kind, &live).into_iter().collect();

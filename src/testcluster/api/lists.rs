@@ -24,37 +24,30 @@ pub(crate) enum Asker {
     Apply,
 }
 
-/// Columns: kind (empty for all), path without indices, keys (empty for a set), merged by strategic merge patches,
-/// merged by server-side apply.
-const LISTS: &[(&str, &str, &str, bool, bool)] = &[
-    ("", "metadata.finalizers", "", true, true),
-    ("", "metadata.ownerReferences", "uid", true, true),
-    ("ResourceClaim", "status.reservedFor", "uid", true, true),
+/// Columns: kind (empty for all), path without indices, keys (empty for a set), merged by strategic merge patches. Server-side apply merges
+/// all of them.
+const LISTS: &[(&str, &str, &str, bool)] = &[
+    ("", "metadata.finalizers", "", true),
+    ("", "metadata.ownerReferences", "uid", true),
+    ("ResourceClaim", "status.reservedFor", "uid", true),
     (
         "ResourceClaim",
         "status.devices",
         "driver,device,pool,shareID",
         false,
-        true,
     ),
-    ("ResourceClaim", "status.devices.conditions", "type", false, true),
-    (
-        "PodSchedulingContext",
-        "status.resourceClaims",
-        "name",
-        false,
-        true,
-    ),
-    ("Pod", "spec.containers", "name", true, true),
-    ("Pod", "spec.initContainers", "name", true, true),
-    ("Pod", "spec.containers.env", "name", true, true),
-    ("Pod", "spec.containers.resources.claims", "name", false, true),
-    ("Pod", "spec.volumes", "name", true, true),
-    ("Pod", "spec.resourceClaims", "name", true, true),
-    ("Pod", "status.conditions", "type", true, true),
-    ("Pod", "status.resourceClaimStatuses", "name", true, true),
-    ("Node", "status.conditions", "type", true, true),
-    ("Node", "status.addresses", "type", true, true),
+    ("ResourceClaim", "status.devices.conditions", "type", false),
+    ("PodSchedulingContext", "status.resourceClaims", "name", false),
+    ("Pod", "spec.containers", "name", true),
+    ("Pod", "spec.initContainers", "name", true),
+    ("Pod", "spec.containers.env", "name", true),
+    ("Pod", "spec.containers.resources.claims", "name", false),
+    ("Pod", "spec.volumes", "name", true),
+    ("Pod", "spec.resourceClaims", "name", true),
+    ("Pod", "status.conditions", "type", true),
+    ("Pod", "status.resourceClaimStatuses", "name", true),
+    ("Node", "status.conditions", "type", true),
+    ("Node", "status.addresses", "type", true),
 ];
 
 /// Structures that server-side apply treats as one field (`structType=atomic`).
@@ -73,13 +66,8 @@ pub(crate) fn list_kind(kind: &ResourceKind, path: &[String], asker: Asker) -> L
     let known = LISTS.iter().find(|(of, at, ..)| {
         *at == dotted && (of.is_empty() || (kind.definition.is_none() && *of == kind.kind))
     });
-    if let Some((_, _, key, strategic, apply)) = known {
-        let merged = if asker == Asker::Strategic {
-            *strategic
-        } else {
-            *apply
-        };
-        return match (merged, *key) {
+    if let Some((_, _, key, strategic)) = known {
+        return match (*strategic || asker == Asker::Apply, *key) {
             (false, _) => ListKind::Atomic,
             (true, "") => ListKind::Set,
             (true, keys) => ListKind::Map(keys.split(',').map(str::to_owned).collect()),

@@ -38,7 +38,7 @@ pub(crate) use deletion::Deletion;
 pub use kinds::ClusterMode;
 pub(crate) use kinds::ResourcePath;
 pub(crate) use patch::Patch;
-pub(crate) use query::ListQuery;
+pub(crate) use query::{ListQuery, percent_decoded};
 pub use serve::kubeconfig;
 pub(crate) use server::WriteOptions;
 pub use server::{ApiServer, ObjectChange};

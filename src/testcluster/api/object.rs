@@ -36,23 +36,32 @@ pub(crate) fn list<'a>(object: &'a Value, pointer: &str) -> &'a [Value] {
         .map_or(&[], Vec::as_slice)
 }
 
+/// Returns the integer at a pointer.
+pub(crate) fn number(object: &Value, pointer: &str) -> Option<i64> {
+    object.pointer(pointer).and_then(Value::as_i64)
+}
+
+/// Returns the conditions of an object, with this one in place of that of its type.
+pub(crate) fn with_condition(object: &Value, condition: Value) -> Vec<Value> {
+    let others = list(object, "/status/conditions").iter();
+    let mut conditions: Vec<Value> = others
+        .filter(|other| other["type"] != condition["type"])
+        .cloned()
+        .collect();
+    conditions.push(condition);
+    conditions
+}
+
+/// Returns whether an object has the condition `Ready`.
+pub(crate) fn is_ready(object: &Value) -> bool {
+    list(object, "/status/conditions")
+        .iter()
+        .any(|condition| condition["type"] == "Ready" && condition["status"] == "True")
+}
+
 /// Returns the size of the JSON encoding in bytes.
 pub(crate) fn json_size(object: &Value) -> usize {
-    struct ByteCounter(usize);
-    impl std::io::Write for ByteCounter {
-        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            self.0 += bytes.len();
-            Ok(bytes.len())
-        }
-
-        fn flush(&mut self) -> std::io::Result<()> {
-            Ok(())
-        }
-    }
-    let mut count = ByteCounter(0);
-    // Infallible: the writer only counts, and a `Value` always serializes.
-    let _ = serde_json::to_writer(&mut count, object);
-    count.0
+    object.to_string().len()
 }
 
 pub(crate) fn is_deleting(object: &Value) -> bool {

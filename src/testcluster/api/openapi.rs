@@ -14,10 +14,8 @@ pub(crate) const PROTOBUF: &str = "application/com.github.proto-openapi.spec.v2.
 
 /// Returns `api/v1` or `apis/<group>/<version>`.
 fn path_of(kind: &ResourceKind) -> String {
-    match kind.group.as_str() {
-        "" => format!("api/{}", kind.version),
-        group => format!("apis/{group}/{}", kind.version),
-    }
+    let root = if kind.group.is_empty() { "api" } else { "apis" };
+    format!("{root}/{}", kind.api_version())
 }
 
 /// `/openapi/v3`: the URL of each group version's document.

@@ -134,14 +134,11 @@ impl Patch {
 mod tests {
     use serde_json::json;
 
-    use super::super::kinds::{ClusterMode, built_in};
+    use super::super::kinds::classic_kind;
     use super::*;
 
     fn patched(operations: Value) -> Result<Value, StatusError> {
-        let kind = built_in(ClusterMode::Classic)
-            .into_iter()
-            .find(|kind| kind.kind == "ConfigMap")
-            .unwrap();
+        let kind = classic_kind("ConfigMap");
         let manager = Manager {
             name: "a",
             subresource: "",

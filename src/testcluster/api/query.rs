@@ -4,8 +4,6 @@
 use std::collections::BTreeMap;
 use std::num::IntErrorKind;
 
-use serde_json::json;
-
 use super::field_error::FieldError;
 use super::kinds::ResourcePath;
 use super::selector::ObjectSelector;
@@ -22,7 +20,8 @@ impl Query {
                 .filter(|pair| !pair.is_empty())
                 .map(|pair| {
                     let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
-                    (unescaped(key), unescaped(value))
+                    let text = |text: &str| percent_decoded(&text.replace('+', " "));
+                    (text(key), text(value))
                 })
                 .collect(),
         )
@@ -177,7 +176,7 @@ fn wrong_match(query: &Query) -> Vec<FieldError> {
         &["Exact", "NotOlderThan", ""]
     };
     if !supported.contains(&asked) {
-        errors.push(FieldError::not_supported(FIELD, &json!(asked), supported));
+        errors.push(FieldError::not_supported(FIELD, asked, supported));
     }
     if !watches && asked == "Exact" && version == "0" {
         let detail = "resourceVersionMatch \"exact\" is forbidden for resourceVersion \"0\"";
@@ -186,8 +185,8 @@ fn wrong_match(query: &Query) -> Vec<FieldError> {
     errors
 }
 
-/// Decodes percent escapes, and `+` as a space.
-fn unescaped(text: &str) -> String {
+/// Decodes percent escapes.
+pub(crate) fn percent_decoded(text: &str) -> String {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
     loop {
@@ -202,10 +201,6 @@ fn unescaped(text: &str) -> String {
                     Some(byte) => bytes.push(byte),
                     None => bytes.extend_from_slice(&[b'%', *high, *low]),
                 }
-                rest
-            }
-            [b'+', rest @ ..] => {
-                bytes.push(b' ');
                 rest
             }
             [byte, rest @ ..] => {
@@ -245,6 +240,7 @@ mod tests {
 
     #[test]
     fn what_is_escaped_is_read_as_it_is_meant() {
-        assert_eq!(unescaped("a%2Fb+c%zz%"), "a/b c%zz%");
+        let query = Query::read("a=a%2Fb+c%2B%zz%");
+        assert_eq!(query.text("a"), "a/b c+%zz%");
     }
 }

@@ -37,11 +37,9 @@ pub(crate) fn begin(kind: &ResourceKind, object: &mut Value) {
 
 /// Restores fields that a request to this endpoint cannot change.
 pub(crate) fn restrict(target: &ResourcePath, before: &Value, after: &mut Value) {
-    let all: Vec<String> = [before, after]
-        .iter()
-        .filter_map(|object| object.as_object())
-        .flat_map(|map| map.keys().cloned())
-        .collect();
+    let keep = |after: &mut Value, key: &str| {
+        set_metadata(after, key, before["metadata"].get(key).cloned());
+    };
     match target.subresource.as_str() {
         "" if target.kind.status => copy_root(after, before, "status"),
         "" => {}
@@ -51,9 +49,10 @@ pub(crate) fn restrict(target: &ResourcePath, before: &Value, after: &mut Value)
             } else {
                 "status"
             };
-            for key in all.iter().filter(|key| *key != part && *key != "metadata") {
-                copy_root(after, before, key);
-            }
+            let mut kept = before.clone();
+            copy_root(&mut kept, after, part);
+            copy_root(&mut kept, after, "metadata");
+            *after = kept;
             // Restores the metadata except `managedFields` and the preconditions, which are checked later.
             for key in [
                 "labels",
@@ -62,7 +61,7 @@ pub(crate) fn restrict(target: &ResourcePath, before: &Value, after: &mut Value)
                 "ownerReferences",
                 "generateName",
             ] {
-                set_metadata(after, key, before.pointer(&format!("/metadata/{key}")).cloned());
+                keep(after, key);
             }
         }
     }
@@ -73,11 +72,11 @@ pub(crate) fn restrict(target: &ResourcePath, before: &Value, after: &mut Value)
         "generation",
         "resourceVersion",
     ] {
-        set_metadata(after, key, before.pointer(&format!("/metadata/{key}")).cloned());
+        keep(after, key);
     }
     for key in ["uid", "name", "namespace"] {
         if text(after, &format!("/metadata/{key}")).is_empty() {
-            set_metadata(after, key, before.pointer(&format!("/metadata/{key}")).cloned());
+            keep(after, key);
         }
     }
     for key in ["finalizers", "ownerReferences", "labels", "annotations"] {
@@ -91,11 +90,7 @@ pub(crate) fn restrict(target: &ResourcePath, before: &Value, after: &mut Value)
         }
     }
     if after.pointer("/metadata/managedFields").is_none() {
-        set_metadata(
-            after,
-            "managedFields",
-            before.pointer("/metadata/managedFields").cloned(),
-        );
+        keep(after, "managedFields");
     }
 }
 

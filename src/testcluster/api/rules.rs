@@ -2,13 +2,14 @@
 
 use std::collections::BTreeSet;
 
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::field_error::FieldError;
 use super::object::{self, list, text};
 use crate::api::resource::{
     GROUP, NODE_LIST_MAX, RESERVED_FOR_MAX, RESOURCE_HANDLE_MAX, RESOURCE_HANDLES_MAX,
 };
+use crate::core::names::is_dns_subdomain;
 
 /// Maximum size of an object's annotations in bytes (`TotalAnnotationSizeLimitB`).
 const ANNOTATIONS_MAX: usize = 256 << 10;
@@ -18,12 +19,8 @@ const CONFIG_MAP_MAX: usize = 1 << 20;
 pub(super) const SUBDOMAIN: &str = "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must start and end with an alphanumeric character (e.g. 'example.com', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?(\\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*')";
 
 /// Returns whether a name is a DNS subdomain (RFC 1123), as required for most kinds.
-pub(crate) fn is_subdomain(name: &str) -> bool {
-    let label = |label: &str| {
-        let inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
-        !label.is_empty() && label.chars().all(inner) && !label.starts_with('-') && !label.ends_with('-')
-    };
-    name.len() <= 253 && name.split('.').all(label)
+pub(super) fn is_subdomain(name: &str) -> bool {
+    is_dns_subdomain(name, 253)
 }
 
 /// Returns whether a finalizer is a qualified name.
@@ -66,7 +63,7 @@ pub(crate) fn metadata(object: &Value) -> Vec<FieldError> {
             "name or generateName is required",
         ));
     } else if !is_subdomain(name) {
-        errors.push(FieldError::invalid("metadata.name", &json!(name), SUBDOMAIN));
+        errors.push(FieldError::invalid("metadata.name", name, SUBDOMAIN));
     }
     for finalizer in object::texts(object, "/metadata/finalizers") {
         if !is_qualified(finalizer) {
@@ -75,11 +72,7 @@ pub(crate) fn metadata(object: &Value) -> Vec<FieldError> {
             } else {
                 "name part must consist of alphanumeric characters, '-', '_' or '.', and must start and end with an alphanumeric character (e.g. 'MyName',  or 'my.name',  or '123-abc', regex used for validation is '([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]')".to_owned()
             };
-            errors.push(FieldError::invalid(
-                "metadata.finalizers",
-                &json!(finalizer),
-                &detail,
-            ));
+            errors.push(FieldError::invalid("metadata.finalizers", finalizer, &detail));
         }
     }
     errors.extend(owners(list(object, "/metadata/ownerReferences")));
@@ -101,9 +94,9 @@ fn owners(owners: &[Value]) -> Vec<FieldError> {
             ("uid", "uid", text(owner, "/uid").is_empty()),
         ] {
             if wrong {
-                let value = json!(text(owner, &format!("/{key}")));
+                let value = text(owner, &format!("/{key}"));
                 let detail = format!("{word} must not be empty");
-                errors.push(FieldError::invalid(format!("{FIELD}.{key}"), &value, &detail));
+                errors.push(FieldError::invalid(format!("{FIELD}.{key}"), value, &detail));
             }
         }
         if (version, text(owner, "/kind")) == ("v1", "Event") {
@@ -118,7 +111,7 @@ fn owners(owners: &[Value]) -> Vec<FieldError> {
                     let detail = format!(
                         "Only one reference can have Controller set to true. Found \"true\" in references for {first} and {this}"
                     );
-                    errors.push(FieldError::invalid(FIELD, &json!(owners), &detail));
+                    errors.push(FieldError::invalid(FIELD, owners, &detail));
                 }
             }
         }
@@ -152,8 +145,8 @@ pub(crate) fn metadata_update(before: &Value, after: &Value) -> Vec<FieldError> 
     ] {
         let pointer = format!("/metadata/{key}");
         if text(before, &pointer) != text(after, &pointer) {
-            let value = json!(text(after, &pointer));
-            errors.push(FieldError::invalid(format!("metadata.{key}"), &value, IMMUTABLE));
+            let value = text(after, &pointer);
+            errors.push(FieldError::invalid(format!("metadata.{key}"), value, IMMUTABLE));
         }
     }
     errors
@@ -262,7 +255,7 @@ fn driver_name(name: &str, field: &str) -> Vec<FieldError> {
         errors.push(FieldError::too_long(field, 63));
     }
     if !is_subdomain(&name.to_lowercase()) {
-        errors.push(FieldError::invalid(field, &json!(name.to_lowercase()), SUBDOMAIN));
+        errors.push(FieldError::invalid(field, name.to_lowercase(), SUBDOMAIN));
     }
     errors
 }
@@ -278,17 +271,10 @@ fn parameters(reference: Option<&Value>, field: &str) -> Vec<FieldError> {
         .collect()
 }
 
-fn node_selector(selector: Option<&Value>, field: &str) -> Vec<FieldError> {
-    match selector {
-        Some(selector) if list(selector, "/nodeSelectorTerms").is_empty() => {
-            let field = format!("{field}.nodeSelectorTerms");
-            vec![FieldError::required(
-                field,
-                "must have at least one node selector term",
-            )]
-        }
-        _ => Vec::new(),
-    }
+pub(super) fn node_selector(selector: Option<&Value>, field: &str) -> Option<FieldError> {
+    let is_empty = selector.is_some_and(|selector| list(selector, "/nodeSelectorTerms").is_empty());
+    let detail = "must have at least one node selector term";
+    is_empty.then(|| FieldError::required(format!("{field}.nodeSelectorTerms"), detail))
 }
 
 fn class(class: &Value) -> Vec<FieldError> {
@@ -303,7 +289,7 @@ fn claim_spec(spec: &Value, field: &str) -> Vec<FieldError> {
     let class = text(spec, "/resourceClassName");
     if !is_subdomain(class) {
         let field = format!("{field}.resourceClassName");
-        errors.push(FieldError::invalid(field, &json!(class), SUBDOMAIN));
+        errors.push(FieldError::invalid(field, class, SUBDOMAIN));
     }
     errors.extend(parameters(
         spec.get("parametersRef"),
@@ -314,7 +300,7 @@ fn claim_spec(spec: &Value, field: &str) -> Vec<FieldError> {
     if !modes.contains(&mode) {
         errors.push(FieldError::not_supported(
             format!("{field}.allocationMode"),
-            &json!(mode),
+            mode,
             &modes,
         ));
     }
@@ -426,7 +412,7 @@ pub(super) fn consumers(consumers: &[Value], duplicate: &str) -> Vec<FieldError>
         let at = format!("status.reservedFor[{index}]");
         let uid = text(consumer, "/uid");
         if !uids.insert(uid) {
-            errors.push(FieldError::duplicate(format!("{at}{duplicate}"), &json!(uid)));
+            errors.push(FieldError::duplicate(format!("{at}{duplicate}"), uid));
             continue;
         }
         for key in ["resource", "name", "uid"] {
@@ -469,7 +455,7 @@ fn context_status(context: &Value) -> Vec<FieldError> {
         ));
         let name = text(entry, "/name");
         if !names.insert(name) {
-            errors.push(FieldError::duplicate(at, &json!(name)));
+            errors.push(FieldError::duplicate(at, name));
         }
     }
     errors

@@ -27,38 +27,22 @@ enum LabelTest {
     NotIn(Vec<String>),
 }
 
-/// Selectable fields per kind in addition to name and namespace, with their JSON pointers.
-const FIELDS: &[(&str, &str, &str)] = &[
-    ("pods", "spec.nodeName", "/spec/nodeName"),
-    ("pods", "spec.restartPolicy", "/spec/restartPolicy"),
-    ("pods", "spec.schedulerName", "/spec/schedulerName"),
-    ("pods", "spec.serviceAccountName", "/spec/serviceAccountName"),
-    ("pods", "status.phase", "/status/phase"),
-    ("pods", "status.nominatedNodeName", "/status/nominatedNodeName"),
-    ("namespaces", "status.phase", "/status/phase"),
-    ("resourceslices", "spec.driver", "/spec/driver"),
-    ("resourceslices", "spec.nodeName", "/spec/nodeName"),
-    ("resourceslices", "spec.pool.name", "/spec/pool/name"),
-    ("nodes", "spec.unschedulable", "/spec/unschedulable"),
-    ("events", "involvedObject.kind", "/involvedObject/kind"),
-    ("events", "involvedObject.namespace", "/involvedObject/namespace"),
-    ("events", "involvedObject.name", "/involvedObject/name"),
-    ("events", "involvedObject.uid", "/involvedObject/uid"),
+/// Selectable fields per kind in addition to name and namespace.
+const FIELDS: &[(&str, &str)] = &[
+    (
+        "pods",
+        "spec.nodeName spec.restartPolicy spec.schedulerName spec.serviceAccountName status.phase \
+         status.nominatedNodeName",
+    ),
+    ("namespaces", "status.phase"),
+    ("resourceslices", "spec.driver spec.nodeName spec.pool.name"),
+    ("nodes", "spec.unschedulable"),
     (
         "events",
-        "involvedObject.apiVersion",
-        "/involvedObject/apiVersion",
+        "involvedObject.kind involvedObject.namespace involvedObject.name involvedObject.uid \
+         involvedObject.apiVersion involvedObject.resourceVersion involvedObject.fieldPath reason \
+         reportingComponent source type",
     ),
-    (
-        "events",
-        "involvedObject.resourceVersion",
-        "/involvedObject/resourceVersion",
-    ),
-    ("events", "involvedObject.fieldPath", "/involvedObject/fieldPath"),
-    ("events", "reason", "/reason"),
-    ("events", "reportingComponent", "/reportingComponent"),
-    ("events", "source", "/source/component"),
-    ("events", "type", "/type"),
 ];
 
 impl ObjectSelector {
@@ -117,24 +101,24 @@ fn read_fields(kind: &ResourceKind, text: &str) -> Result<Vec<(String, String, b
                     "invalid field selector: {text:?}: can't understand {term:?}"
                 ))
             })?;
-        let pointer = match field {
-            "metadata.name" => Some("/metadata/name"),
-            "metadata.namespace" if kind.namespaced || kind.definition.is_none() => {
-                Some("/metadata/namespace")
-            }
-            _ => FIELDS
-                .iter()
-                .find(|(plural, name, _)| {
-                    kind.definition.is_none() && *plural == kind.plural && *name == field
-                })
-                .map(|(_, _, pointer)| *pointer),
+        let is_built_in = kind.definition.is_none();
+        let is_supported = match field {
+            "metadata.name" => true,
+            "metadata.namespace" => kind.namespaced || is_built_in,
+            _ => FIELDS.iter().any(|(plural, fields)| {
+                is_built_in && *plural == kind.plural && fields.split(' ').any(|name| name == field)
+            }),
         };
-        let Some(pointer) = pointer else {
+        if !is_supported {
             return Err(StatusError::bad_request(format!(
                 "field label not supported: {field}"
             )));
+        }
+        let pointer = match field {
+            "source" => "/source/component".to_owned(),
+            _ => format!("/{}", field.replace('.', "/")),
         };
-        fields.push((pointer.to_owned(), value.to_owned(), equal));
+        fields.push((pointer, value.to_owned(), equal));
     }
     Ok(fields)
 }
@@ -206,15 +190,8 @@ fn terms(text: &str) -> Vec<&str> {
 mod tests {
     use serde_json::json;
 
-    use super::super::kinds::{ClusterMode, built_in};
+    use super::super::kinds::classic_kind;
     use super::*;
-
-    fn pods() -> std::sync::Arc<ResourceKind> {
-        built_in(ClusterMode::Classic)
-            .into_iter()
-            .find(|kind| kind.is("", "pods"))
-            .unwrap()
-    }
 
     #[test]
     fn labels_are_selected_as_kubectl_writes_it() {
@@ -231,12 +208,14 @@ mod tests {
             ("!app", false),
             ("other", false),
         ] {
-            let selector = ObjectSelector::read(&pods(), text, "").unwrap();
+            let selector = ObjectSelector::read(&classic_kind("Pod"), text, "").unwrap();
             assert_eq!(selector.matches(&object), matches, "{text}");
         }
         for text in ["a in b", "=x", "a b c"] {
             assert_eq!(
-                ObjectSelector::read(&pods(), text, "").unwrap_err().code,
+                ObjectSelector::read(&classic_kind("Pod"), text, "")
+                    .unwrap_err()
+                    .code,
                 400,
                 "{text}"
             );
@@ -246,7 +225,7 @@ mod tests {
     #[test]
     fn only_the_fields_that_a_kind_has_can_be_selected_by() {
         let object = json!({ "metadata": { "name": "p" }, "spec": { "nodeName": "n" } });
-        let select = |text: &str| ObjectSelector::read(&pods(), "", text);
+        let select = |text: &str| ObjectSelector::read(&classic_kind("Pod"), "", text);
         assert!(
             select("metadata.name=p,spec.nodeName!=m")
                 .unwrap()

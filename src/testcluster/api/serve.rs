@@ -135,7 +135,7 @@ async fn answer(server: &ApiServer, request: Request) -> Result<Response, Status
             let supported = ["", "Ignore", "Strict", "Warn"];
             errors.push(FieldError::not_supported(
                 "fieldValidation",
-                &json!(validation),
+                validation,
                 &supported,
             ));
         }
@@ -334,12 +334,7 @@ fn target(server: &ApiServer, path: &[&str]) -> Option<ResourcePath> {
     if kind.namespaced == namespace.is_empty() && !(kind.namespaced && name.is_empty()) {
         return None;
     }
-    Some(ResourcePath {
-        kind,
-        namespace: namespace.to_owned(),
-        name: name.to_owned(),
-        subresource: subresource.to_owned(),
-    })
+    Some(ResourcePath::new(kind, namespace, name, subresource))
 }
 
 fn header<'a>(headers: &'a HeaderMap, name: &axum::http::HeaderName) -> &'a str {

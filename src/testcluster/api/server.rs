@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
+use super::apply::Manager;
 use super::kinds::{ClusterMode, ResourceKind, ResourcePath, built_in};
 use super::query::ListQuery;
 use super::status_error::StatusError;
@@ -31,6 +32,17 @@ pub(crate) struct WriteOptions {
     pub(crate) dry_run: bool,
     /// Unknown fields that were dropped.
     pub(crate) unknown: Unknown,
+}
+
+impl WriteOptions {
+    /// Returns the manager of the fields that are written to an endpoint.
+    pub(super) fn field_manager<'a>(&'a self, subresource: &'a str, now: &'a str) -> Manager<'a> {
+        Manager {
+            name: &self.manager,
+            subresource,
+            now,
+        }
+    }
 }
 
 /// Warnings about an accepted object.
@@ -100,12 +112,7 @@ impl ApiServer {
         };
         if let Some(kind) = server.kind("", "v1", "namespaces") {
             for name in ["default", "kube-system", "kube-public", "kube-node-lease"] {
-                let target = ResourcePath {
-                    kind: kind.clone(),
-                    namespace: String::new(),
-                    name: String::new(),
-                    subresource: String::new(),
-                };
+                let target = ResourcePath::new(kind.clone(), "", "", "");
                 let namespace = json!({ "metadata": { "name": name } });
                 // Cannot fail: the names are valid and new.
                 let _ = server.create(&target, namespace, &WriteOptions::default());
@@ -195,34 +202,35 @@ impl ApiServer {
     }
 
     pub(crate) fn now(&self) -> String {
-        // Timestamps of objects are in whole seconds.
-        self.source.now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
+        self.time_in(0)
+    }
+
+    /// Returns the time in this many seconds, as objects contain it: in whole seconds.
+    pub(super) fn time_in(&self, seconds: i64) -> String {
+        let time = self
+            .time()
+            .saturating_add(jiff::SignedDuration::from_secs(seconds));
+        time.unwrap_or(jiff::Timestamp::MAX)
+            .strftime("%Y-%m-%dT%H:%M:%SZ")
+            .to_string()
+    }
+
+    fn find_kind(&self, is_it: impl Fn(&ResourceKind) -> bool) -> Option<Arc<ResourceKind>> {
+        self.state().kinds.iter().find(|kind| is_it(kind)).cloned()
     }
 
     pub(crate) fn kind(&self, group: &str, version: &str, plural: &str) -> Option<Arc<ResourceKind>> {
-        self.state()
-            .kinds
-            .iter()
-            .find(|kind| kind.group == group && kind.version == version && kind.plural == plural)
-            .cloned()
+        self.find_kind(|kind| kind.group == group && kind.version == version && kind.plural == plural)
     }
 
     /// Returns the kind with this plural; the core group takes precedence.
     pub(crate) fn kind_of(&self, plural: &str) -> Option<Arc<ResourceKind>> {
-        self.state()
-            .kinds
-            .iter()
-            .find(|kind| kind.plural == plural)
-            .cloned()
+        self.find_kind(|kind| kind.plural == plural)
     }
 
     /// Returns the kind with this apiVersion and kind.
-    pub(crate) fn kind_named(&self, api_version: &str, kind: &str) -> Option<Arc<ResourceKind>> {
-        self.state()
-            .kinds
-            .iter()
-            .find(|each| each.kind == kind && each.api_version() == api_version)
-            .cloned()
+    pub(crate) fn kind_named(&self, api_version: &str, name: &str) -> Option<Arc<ResourceKind>> {
+        self.find_kind(|kind| kind.kind == name && kind.api_version() == api_version)
     }
 
     /// Returns a consistent snapshot of all objects, each with the plural of its kind.

@@ -31,13 +31,13 @@ impl StatusError {
         }
     }
 
-    fn about(mut self, kind: &ResourceKind, name: &str) -> Self {
-        let mut details = json!({ "name": name, "kind": kind.plural });
-        if !kind.group.is_empty() {
-            details["group"] = kind.group.clone().into();
-        }
+    fn with(mut self, details: Value) -> Self {
         self.details = Some(details);
         self
+    }
+
+    fn about(self, kind: &ResourceKind, name: &str) -> Self {
+        self.with(details(kind, &kind.plural, name))
     }
 
     pub(crate) fn not_found(kind: &ResourceKind, name: &str) -> Self {
@@ -46,13 +46,8 @@ impl StatusError {
 
     /// The path does not exist.
     pub(crate) fn no_path() -> Self {
-        let mut refusal = Self::new(
-            404,
-            "NotFound",
-            "the server could not find the requested resource",
-        );
-        refusal.details = Some(json!({}));
-        refusal
+        let message = "the server could not find the requested resource";
+        Self::new(404, "NotFound", message).with(json!({}))
     }
 
     pub(crate) fn already_exists(kind: &ResourceKind, name: &str) -> Self {
@@ -73,11 +68,7 @@ impl StatusError {
     pub(crate) fn precondition(kind: &ResourceKind, name: &str, why: &str) -> Self {
         let what = kind.qualified();
         let message = format!("Operation cannot be fulfilled on {what} {name:?}: {why}");
-        let mut refusal = Self::new(409, "Conflict", message).about(kind, name);
-        if let Some(details) = &mut refusal.details {
-            details["kind"] = kind.kind.clone().into();
-        }
-        refusal
+        Self::new(409, "Conflict", message).with(details(kind, &kind.kind, name))
     }
 
     /// The request is based on an older resource version.
@@ -89,19 +80,14 @@ impl StatusError {
 
     /// Fields owned by other managers.
     pub(crate) fn apply_conflict(causes: &[FieldError], message: String) -> Self {
-        let mut refusal = Self::new(409, "Conflict", message);
-        refusal.details = Some(json!({ "causes": causes_of(causes) }));
-        refusal
+        Self::new(409, "Conflict", message).with(json!({ "causes": causes_of(causes) }))
     }
 
     /// The object is invalid.
     pub(crate) fn invalid(kind: &ResourceKind, name: &str, errors: &[FieldError]) -> Self {
-        let mut refusal = Self::of_fields(&format!("{} {name:?}", kind.qualified()), errors);
-        refusal.details = Some(json!({ "name": name, "kind": kind.kind, "causes": causes_of(errors) }));
-        if let (false, Some(details)) = (kind.group.is_empty(), &mut refusal.details) {
-            details["group"] = kind.group.clone().into();
-        }
-        refusal
+        let mut details = details(kind, &kind.kind, name);
+        details["causes"] = causes_of(errors).into();
+        Self::of_fields(&format!("{} {name:?}", kind.qualified()), errors).with(details)
     }
 
     /// Combines field errors into one message, without duplicates.
@@ -125,29 +111,20 @@ impl StatusError {
     /// The pod cannot be bound.
     pub(crate) fn binding_conflict(name: &str, why: &str) -> Self {
         let message = format!("Operation cannot be fulfilled on pods/binding {name:?}: {why}");
-        let mut refusal = Self::new(409, "Conflict", message);
-        refusal.details = Some(json!({ "name": name, "kind": "pods/binding" }));
-        refusal
+        Self::new(409, "Conflict", message).with(json!({ "name": name, "kind": "pods/binding" }))
     }
 
     /// A patch whose result cannot be decoded as an object of its kind.
     pub(crate) fn invalid_patch(message: &str) -> Self {
-        let error = FieldError::invalid("patch", &json!("the patched object"), message);
-        let mut refusal = Self::new(
-            422,
-            "Invalid",
-            format!(" \"\" is invalid: patch: {}", error.message),
-        );
-        refusal.details = Some(json!({ "causes": causes_of(&[error]) }));
-        refusal
+        let error = FieldError::invalid("patch", "the patched object", message);
+        let message = format!(" \"\" is invalid: patch: {}", error.message);
+        Self::new(422, "Invalid", message).with(json!({ "causes": causes_of(&[error]) }))
     }
 
     /// A well-formed patch that does not apply to the object.
     pub(crate) fn unprocessable() -> Self {
         let message = "the server rejected our request due to an error in our request";
-        let mut refusal = Self::new(422, "Invalid", message);
-        refusal.details = Some(json!({}));
-        refusal
+        Self::new(422, "Invalid", message).with(json!({}))
     }
 
     pub(crate) fn bad_request(message: impl Into<String>) -> Self {
@@ -161,9 +138,7 @@ impl StatusError {
 
     pub(crate) fn method_not_allowed() -> Self {
         let message = "the server does not allow this method on the requested resource";
-        let mut refusal = Self::new(405, "MethodNotAllowed", message);
-        refusal.details = Some(json!({}));
-        refusal
+        Self::new(405, "MethodNotAllowed", message).with(json!({}))
     }
 
     pub(crate) fn unsupported_media_type(accepted: &str) -> Self {
@@ -181,10 +156,8 @@ impl StatusError {
 
     /// Invalid, missing or forbidden parameters: `ListOptions`, `PatchOptions` and others.
     pub(crate) fn options(options: &str, errors: &[FieldError]) -> Self {
-        let mut refusal = Self::of_fields(&format!("{options}.meta.k8s.io \"\""), errors);
-        refusal.details =
-            Some(json!({ "group": "meta.k8s.io", "kind": options, "causes": causes_of(errors) }));
-        refusal
+        let details = json!({ "group": "meta.k8s.io", "kind": options, "causes": causes_of(errors) });
+        Self::of_fields(&format!("{options}.meta.k8s.io \"\""), errors).with(details)
     }
 
     /// A missing or forbidden parameter of a patch.
@@ -213,15 +186,10 @@ impl StatusError {
             field: "metadata.resourceVersion".to_owned(),
             message: "Invalid value: 0x0: must be specified for an update".to_owned(),
         };
-        let mut refusal = Self::of_fields(
-            &format!("{} {name:?}", kind.resource()),
-            std::slice::from_ref(&error),
-        )
-        .about(kind, name);
-        if let Some(details) = &mut refusal.details {
-            details["causes"] = causes_of(&[error]).into();
-        }
-        refusal
+        let errors = [error];
+        let mut details = details(kind, &kind.plural, name);
+        details["causes"] = causes_of(&errors).into();
+        Self::of_fields(&format!("{} {name:?}", kind.resource()), &errors).with(details)
     }
 
     /// The object's name differs from the name in the path.
@@ -271,10 +239,8 @@ impl StatusError {
     /// The requested version does not exist yet.
     pub(crate) fn from_the_future(asked: u64, current: u64) -> Self {
         let message = format!("Timeout: Too large resource version: {asked}, current: {current}");
-        let mut refusal = Self::new(504, "Timeout", message);
         let cause = json!({ "reason": "ResourceVersionTooLarge", "message": "Too large resource version" });
-        refusal.details = Some(json!({ "causes": [cause], "retryAfterSeconds": 1 }));
-        refusal
+        Self::new(504, "Timeout", message).with(json!({ "causes": [cause], "retryAfterSeconds": 1 }))
     }
 
     /// An error for which the real server has no specific reason.
@@ -304,6 +270,15 @@ impl StatusError {
         }
         status
     }
+}
+
+/// Returns the details of a Status about an object: its name, and the kind or its plural.
+pub(super) fn details(kind: &ResourceKind, word: &str, name: &str) -> Value {
+    let mut details = json!({ "name": name, "kind": word });
+    if !kind.group.is_empty() {
+        details["group"] = kind.group.clone().into();
+    }
+    details
 }
 
 fn causes_of(errors: &[FieldError]) -> Vec<Value> {

@@ -1,7 +1,6 @@
 //! Versioned objects, and the history for watches and later pages of lists.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::ops::Bound;
 use std::sync::Arc;
 
 use serde_json::Value;
@@ -32,13 +31,21 @@ pub(crate) struct StoreChange {
     pub(crate) after: Option<Arc<Value>>,
 }
 
+impl StoreChange {
+    /// Approximates the size in bytes. Both objects are retained, but usually each is shared with another change, so only the larger one
+    /// counts.
+    fn size(&self) -> usize {
+        let sizes = [&self.before, &self.after].map(|object| object.as_deref().map_or(0, size));
+        sizes.into_iter().max().unwrap_or_default()
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct ObjectStore {
     version: u64,
     objects: BTreeMap<StorageKey, Arc<Value>>,
     history: VecDeque<StoreChange>,
-    /// Approximate size of each change.
-    sizes: VecDeque<usize>,
+    /// Approximate size of the history in bytes.
     size: usize,
     window: usize,
     /// Last version that is no longer in the history.
@@ -55,7 +62,6 @@ impl ObjectStore {
             version: 1,
             objects: BTreeMap::new(),
             history: VecDeque::new(),
-            sizes: VecDeque::new(),
             size: 0,
             window,
             forgotten: 1,
@@ -87,7 +93,6 @@ impl ObjectStore {
     /// Drops the history, as an etcd compaction does.
     pub(crate) fn compact(&mut self) {
         self.history.clear();
-        self.sizes.clear();
         self.size = 0;
         self.forgotten = self.version;
     }
@@ -120,25 +125,19 @@ impl ObjectStore {
     }
 
     fn record(&mut self, key: StorageKey, before: Option<Arc<Value>>, after: Option<Arc<Value>>) {
-        // Both objects are retained, but usually each is shared with another change, so only the larger one counts.
-        let size = before
-            .as_deref()
-            .map_or(0, size)
-            .max(after.as_deref().map_or(0, size));
-        self.sizes.push_back(size);
-        self.size += size;
-        self.history.push_back(StoreChange {
+        let change = StoreChange {
             version: self.version,
             key,
             before,
             after,
-        });
-        while self.history.len() > self.window || (self.size > SIZE_MAX && self.history.len() > 1) {
-            self.size -= self.sizes.pop_front().unwrap_or_default();
-            self.forgotten = self
-                .history
-                .pop_front()
-                .map_or(self.version, |change| change.version);
+        };
+        self.size += change.size();
+        self.history.push_back(change);
+        while (self.history.len() > self.window || (self.size > SIZE_MAX && self.history.len() > 1))
+            && let Some(change) = self.history.pop_front()
+        {
+            self.size -= change.size();
+            self.forgotten = change.version;
         }
     }
 
@@ -183,44 +182,6 @@ impl ObjectStore {
             }
         }
         Some(objects)
-    }
-
-    /// Returns the next page of a storage at a version, sorted by name. `None` if the version has expired.
-    pub(crate) fn page(
-        &self,
-        version: u64,
-        storage: &str,
-        namespace: &str,
-        after: Option<&StorageKey>,
-        count: usize,
-    ) -> Option<Vec<(StorageKey, Arc<Value>)>> {
-        let changed = self
-            .changes_after(version)?
-            .any(|change| change.key.storage == storage);
-        let next = |(key, object): (&StorageKey, &Arc<Value>)| (key.clone(), object.clone());
-        if changed {
-            let then = self.at(version, storage, namespace)?;
-            let later = then
-                .iter()
-                .filter(|(key, _)| after.is_none_or(|after| *key > after));
-            return Some(later.take(count).map(next).collect());
-        }
-        let first = StorageKey {
-            storage: storage.to_owned(),
-            namespace: namespace.to_owned(),
-            name: String::new(),
-        };
-        let from = after.map_or(Bound::Included(&first), Bound::Excluded);
-        let later = self.objects.range((from, Bound::Unbounded));
-        let belongs =
-            |key: &StorageKey| key.storage == storage && (namespace.is_empty() || key.namespace == namespace);
-        Some(
-            later
-                .take_while(|(key, _)| belongs(key))
-                .take(count)
-                .map(next)
-                .collect(),
-        )
     }
 
     pub(crate) fn all(&self) -> impl Iterator<Item = (&StorageKey, &Arc<Value>)> {
@@ -320,27 +281,6 @@ mod tests {
         }
         let held = store.changes_after(store.forgotten()).unwrap().count();
         assert!((2..=8).contains(&held), "{held}");
-    }
-
-    #[test]
-    fn pages_of_a_version_are_the_same_whatever_happens_meanwhile() {
-        let mut store = ObjectStore::new(100);
-        for name in ["a", "b", "c", "d"] {
-            store.put(key(name), json!({ "metadata": {} }));
-        }
-        let then = store.version();
-        let page = |store: &ObjectStore, after: Option<&StorageKey>| -> Option<Vec<String>> {
-            let page = store.page(then, "things", "n", after, 2)?;
-            Some(page.into_iter().map(|(key, _)| key.name).collect())
-        };
-        assert_eq!(page(&store, None).unwrap(), ["a", "b"]);
-        assert_eq!(page(&store, Some(&key("b"))).unwrap(), ["c", "d"]);
-        store.remove(&key("c"));
-        store.put(key("bb"), json!({ "metadata": {} }));
-        assert_eq!(page(&store, Some(&key("b"))).unwrap(), ["c", "d"]);
-        assert!(page(&store, Some(&key("d"))).unwrap().is_empty());
-        store.compact();
-        assert!(page(&store, None).is_none());
     }
 
     #[test]

@@ -203,15 +203,11 @@ fn merged_map(
 mod tests {
     use serde_json::json;
 
-    use super::super::kinds::{ClusterMode, built_in};
+    use super::super::kinds::classic_kind;
     use super::*;
 
     fn patched(mut object: Value, patch: &Value) -> Value {
-        let claims = built_in(ClusterMode::Classic)
-            .into_iter()
-            .find(|kind| kind.kind == "ResourceClaim")
-            .unwrap();
-        apply(&claims, &mut object, patch).unwrap();
+        apply(&classic_kind("ResourceClaim"), &mut object, patch).unwrap();
         object
     }
 

@@ -7,9 +7,11 @@ use std::collections::BTreeSet;
 use jiff::Timestamp;
 use serde_json::{Map, Value, json};
 
-use super::kinds::{RESOURCE, ResourceKind};
+use super::kinds::{COORDINATION, RESOURCE, ResourceKind};
 use super::object::{self, list, text};
-use super::structured;
+
+/// A cell with its column's name, type and priority: 1 for columns that only `-o wide` shows.
+type Cell<'a> = (&'a str, &'a str, i64, Value);
 
 /// Formats objects as a table.
 pub(crate) fn table(
@@ -18,11 +20,10 @@ pub(crate) fn table(
     objects: &[impl Borrow<Value>],
     now: Timestamp,
 ) -> Value {
-    let columns = columns(kind);
-    let definitions: Vec<Value> = columns
-        .iter()
-        .map(|(name, sort, priority)| {
-            let format = if *name == "Name" { "name" } else { "" };
+    let definitions: Vec<Value> = cells(kind, &Value::Null, now)
+        .into_iter()
+        .map(|(name, sort, priority, _)| {
+            let format = if name == "Name" { "name" } else { "" };
             json!({ "name": name, "type": sort, "format": format, "description": "", "priority": priority })
         })
         .collect();
@@ -35,7 +36,8 @@ pub(crate) fn table(
                 "apiVersion": "meta.k8s.io/v1",
                 "metadata": object.get("metadata"),
             });
-            json!({ "cells": cells(kind, object, now), "object": partial })
+            let cells = cells(kind, object, now).into_iter().map(|(.., cell)| cell);
+            json!({ "cells": cells.collect::<Vec<_>>(), "object": partial })
         })
         .collect();
     json!({
@@ -47,156 +49,83 @@ pub(crate) fn table(
     })
 }
 
-fn columns(kind: &ResourceKind) -> Vec<(&str, &str, i64)> {
-    let mut columns = vec![("Name", "string", 0)];
-    if let Some(definition) = &kind.definition {
-        for column in &definition.columns {
-            let priority = column.get("priority").and_then(Value::as_i64).unwrap_or(0);
-            columns.push((text(column, "/name"), text(column, "/type"), priority));
-        }
-        if definition.columns.is_empty() {
-            columns.push(("Age", "date", 0));
-        }
-    } else {
-        let more: &[(&str, &str, i64)] = match (kind.group.as_str(), kind.kind.as_str()) {
-            ("", "Pod") => &[
-                ("Ready", "string", 0),
-                ("Status", "string", 0),
-                ("Restarts", "string", 0),
-                ("Age", "string", 0),
-                ("IP", "string", 1),
-                ("Node", "string", 1),
-                ("Nominated Node", "string", 1),
-                ("Readiness Gates", "string", 1),
-            ],
-            ("", "Node") => &[
-                ("Status", "string", 0),
-                ("Roles", "string", 0),
-                ("Age", "string", 0),
-                ("Version", "string", 0),
-                ("Internal-IP", "string", 1),
-                ("External-IP", "string", 1),
-                ("OS-Image", "string", 1),
-                ("Kernel-Version", "string", 1),
-                ("Container-Runtime", "string", 1),
-            ],
-            ("", "ConfigMap") => &[("Data", "string", 0), ("Age", "string", 0)],
-            ("coordination.k8s.io", "Lease") => &[("Holder", "string", 0), ("Age", "string", 0)],
-            ("", "Namespace") => &[("Status", "string", 0), ("Age", "string", 0)],
-            (RESOURCE, "ResourceSlice") => &[
-                ("Node", "string", 0),
-                ("Driver", "string", 0),
-                ("Pool", "string", 0),
-                ("Age", "string", 0),
-            ],
-            (RESOURCE, "ResourceClaim") if kind.is_structured() => {
-                &[("State", "string", 0), ("Age", "string", 0)]
-            }
-            (RESOURCE, "ResourceClaimTemplate") if kind.is_structured() => &[("Age", "string", 0)],
-            (RESOURCE, "ResourceClass") => &[("DriverName", "string", 0), ("Age", "string", 0)],
-            (RESOURCE, "ResourceClaim") => &[
-                ("ResourceClassName", "string", 0),
-                ("AllocationMode", "string", 0),
-                ("State", "string", 0),
-                ("Age", "string", 0),
-            ],
-            (RESOURCE, "ResourceClaimTemplate") => &[
-                ("ResourceClassName", "string", 0),
-                ("AllocationMode", "string", 0),
-                ("Age", "string", 0),
-            ],
-            (RESOURCE, "PodSchedulingContext") => &[("SelectedNode", "string", 0), ("Age", "string", 0)],
-            (_, "Event") => {
-                columns.clear();
-                &[
-                    ("Last Seen", "string", 0),
-                    ("Type", "string", 0),
-                    ("Reason", "string", 0),
-                    ("Object", "string", 0),
-                    ("Subobject", "string", 1),
-                    ("Source", "string", 1),
-                    ("Message", "string", 0),
-                    ("First Seen", "string", 1),
-                    ("Count", "string", 1),
-                    ("Name", "string", 1),
-                ]
-            }
-            (_, "CustomResourceDefinition") => &[("Created At", "date", 0)],
-            _ => &[("Age", "string", 0)],
-        };
-        columns.extend_from_slice(more);
-    }
-    columns
+fn shown(name: &str, value: impl Into<Value>) -> Cell<'_> {
+    (name, "string", 0, value.into())
 }
 
-fn cells(kind: &ResourceKind, object: &Value, now: Timestamp) -> Vec<Value> {
-    let name = json!(object::name(object));
-    let age = json!(age(text(object, "/metadata/creationTimestamp"), now));
-    let at = |pointer: &str| json!(text(object, pointer));
+fn wide(name: &str, value: impl Into<Value>) -> Cell<'_> {
+    (name, "string", 1, value.into())
+}
+
+fn or<'a>(text: &'a str, instead: &'a str) -> &'a str {
+    if text.is_empty() { instead } else { text }
+}
+
+/// Returns the row of an object.
+fn cells<'a>(kind: &'a ResourceKind, object: &Value, now: Timestamp) -> Vec<Cell<'a>> {
+    let name = shown("Name", object::name(object));
+    let age_of = |since: &str| age(since, now);
+    let created = text(object, "/metadata/creationTimestamp");
+    let age = shown("Age", age_of(created));
+    let at = |name: &'static str, pointer: &str| shown(name, text(object, pointer));
     if let Some(definition) = &kind.definition {
         let mut cells = vec![name];
         for column in &definition.columns {
-            cells.push(match text(column, "/type") {
-                "date" => json!(self::age(
-                    first(object, text(column, "/jsonPath"))
-                        .as_str()
-                        .unwrap_or_default(),
-                    now
-                )),
-                _ => first(object, text(column, "/jsonPath")),
-            });
+            let sort = text(column, "/type");
+            let found = first(object, text(column, "/jsonPath"));
+            let cell = match sort {
+                "date" => age_of(found.as_str().unwrap_or_default()).into(),
+                _ => found,
+            };
+            let priority = column.get("priority").and_then(Value::as_i64).unwrap_or(0);
+            cells.push((text(column, "/name"), sort, priority, cell));
         }
         if definition.columns.is_empty() {
-            cells.push(age);
+            cells.push(("Age", "date", 0, age_of(created).into()));
         }
         return cells;
     }
+    let state = || shown("State", claim_state(kind, object));
     match (kind.group.as_str(), kind.kind.as_str()) {
         ("", "Pod") => pod(object, name, age),
         ("", "Node") => node(object, name, age),
         ("", "ConfigMap") => {
             let count = |field| object.get(field).and_then(Value::as_object).map_or(0, Map::len);
-            vec![name, json!(count("data") + count("binaryData")), age]
+            vec![name, shown("Data", count("data") + count("binaryData")), age]
         }
-        ("coordination.k8s.io", "Lease") => vec![name, at("/spec/holderIdentity"), age],
-        ("", "Namespace") => vec![name, at("/status/phase"), age],
+        (COORDINATION, "Lease") => vec![name, at("Holder", "/spec/holderIdentity"), age],
+        ("", "Namespace") => vec![name, at("Status", "/status/phase"), age],
         (RESOURCE, "ResourceSlice") => vec![
             name,
-            at("/spec/nodeName"),
-            at("/spec/driver"),
-            at("/spec/pool/name"),
+            at("Node", "/spec/nodeName"),
+            at("Driver", "/spec/driver"),
+            at("Pool", "/spec/pool/name"),
             age,
         ],
-        (RESOURCE, "ResourceClaim") if kind.is_structured() => {
-            vec![name, json!(structured::claim_state(object)), age]
-        }
+        (RESOURCE, "ResourceClaim") if kind.is_structured() => vec![name, state(), age],
         (RESOURCE, "ResourceClaimTemplate") if kind.is_structured() => vec![name, age],
-        (RESOURCE, "ResourceClass") => vec![name, at("/driverName"), age],
-        (RESOURCE, "ResourceClaim") => {
-            vec![
-                name,
-                at("/spec/resourceClassName"),
-                at("/spec/allocationMode"),
-                json!(claim_state(object)),
-                age,
-            ]
-        }
-        (RESOURCE, "ResourceClaimTemplate") => {
-            vec![
-                name,
-                at("/spec/spec/resourceClassName"),
-                at("/spec/spec/allocationMode"),
-                age,
-            ]
-        }
-        (RESOURCE, "PodSchedulingContext") => vec![name, at("/spec/selectedNode"), age],
+        (RESOURCE, "ResourceClass") => vec![name, at("DriverName", "/driverName"), age],
+        (RESOURCE, "ResourceClaim") => vec![
+            name,
+            at("ResourceClassName", "/spec/resourceClassName"),
+            at("AllocationMode", "/spec/allocationMode"),
+            state(),
+            age,
+        ],
+        (RESOURCE, "ResourceClaimTemplate") => vec![
+            name,
+            at("ResourceClassName", "/spec/spec/resourceClassName"),
+            at("AllocationMode", "/spec/spec/allocationMode"),
+            age,
+        ],
+        (RESOURCE, "PodSchedulingContext") => vec![name, at("SelectedNode", "/spec/selectedNode"), age],
         (_, "Event") => event(kind, object, now),
-        (_, "CustomResourceDefinition") => vec![name, at("/metadata/creationTimestamp")],
+        (_, "CustomResourceDefinition") => vec![name, ("Created At", "date", 0, created.into())],
         _ => vec![name, age],
     }
 }
 
-fn pod(pod: &Value, name: Value, age: Value) -> Vec<Value> {
+fn pod<'a>(pod: &Value, name: Cell<'a>, age: Cell<'a>) -> Vec<Cell<'a>> {
     let containers = list(pod, "/spec/containers").len();
     let statuses = list(pod, "/status/containerStatuses");
     let ready = statuses
@@ -210,30 +139,27 @@ fn pod(pod: &Value, name: Value, age: Value) -> Vec<Value> {
     let status = match (object::is_deleting(pod), waiting) {
         (true, _) => "Terminating",
         (false, Some(reason)) => reason,
-        (false, None) => match text(pod, "/status/reason") {
-            "" => text(pod, "/status/phase"),
-            reason => reason,
-        },
+        (false, None) => or(text(pod, "/status/reason"), text(pod, "/status/phase")),
     };
-    let or_none = |pointer: &str| match text(pod, pointer) {
-        "" => json!("<none>"),
-        value => json!(value),
-    };
+    let or_none = |pointer: &str| or(text(pod, pointer), "<none>");
     vec![
         name,
-        json!(format!("{ready}/{containers}")),
-        json!(status),
-        json!("0"),
+        shown("Ready", format!("{ready}/{containers}")),
+        shown("Status", status),
+        shown("Restarts", "0"),
         age,
-        or_none("/status/podIP"),
-        or_none("/spec/nodeName"),
-        or_none("/status/nominatedNodeName"),
-        json!("<none>"),
+        wide("IP", or_none("/status/podIP")),
+        wide("Node", or_none("/spec/nodeName")),
+        wide("Nominated Node", or_none("/status/nominatedNodeName")),
+        wide("Readiness Gates", "<none>"),
     ]
 }
 
-fn node(node: &Value, name: Value, age: Value) -> Vec<Value> {
-    let mut status = match condition(node, "Ready") {
+fn node<'a>(node: &Value, name: Cell<'a>, age: Cell<'a>) -> Vec<Cell<'a>> {
+    let ready = list(node, "/status/conditions")
+        .iter()
+        .find(|condition| condition["type"] == "Ready");
+    let mut status = match ready.map_or("", |condition| text(condition, "/status")) {
         "" => "Unknown",
         "True" => "Ready",
         _ => "NotReady",
@@ -250,7 +176,6 @@ fn node(node: &Value, name: Value, age: Value) -> Vec<Value> {
     };
     let roles: BTreeSet<String> = labels.into_iter().flatten().filter_map(role).collect();
     let roles: Vec<String> = roles.into_iter().collect();
-    let or = |value: &str, instead: &str| json!(if value.is_empty() { instead } else { value });
     let address = |sort: &str| {
         let mut addresses = list(node, "/status/addresses").iter();
         let found = addresses.find(|address| address["type"] == sort);
@@ -259,19 +184,22 @@ fn node(node: &Value, name: Value, age: Value) -> Vec<Value> {
     let info = |field: &str| text(node, &format!("/status/nodeInfo/{field}"));
     vec![
         name,
-        json!(status),
-        or(&roles.join(","), "<none>"),
+        shown("Status", status),
+        shown("Roles", or(&roles.join(","), "<none>")),
         age,
-        json!(info("kubeletVersion")),
-        address("InternalIP"),
-        address("ExternalIP"),
-        or(info("osImage"), "<unknown>"),
-        or(info("kernelVersion"), "<unknown>"),
-        or(info("containerRuntimeVersion"), "<unknown>"),
+        shown("Version", info("kubeletVersion")),
+        wide("Internal-IP", address("InternalIP")),
+        wide("External-IP", address("ExternalIP")),
+        wide("OS-Image", or(info("osImage"), "<unknown>")),
+        wide("Kernel-Version", or(info("kernelVersion"), "<unknown>")),
+        wide(
+            "Container-Runtime",
+            or(info("containerRuntimeVersion"), "<unknown>"),
+        ),
     ]
 }
 
-fn event(kind: &ResourceKind, event: &Value, now: Timestamp) -> Vec<Value> {
+fn event(kind: &ResourceKind, event: &Value, now: Timestamp) -> Vec<Cell<'static>> {
     let [about, message, first, last, count, source, component] = match kind.group.as_str() {
         "" => [
             "/involvedObject",
@@ -292,12 +220,11 @@ fn event(kind: &ResourceKind, event: &Value, now: Timestamp) -> Vec<Value> {
             "/reportingController",
         ],
     };
-    let or = |text: &str, instead: &str| if text.is_empty() { instead } else { text }.to_owned();
     let first = or(text(event, first), text(event, "/eventTime"));
-    let mut last = or(text(event, last), &first);
+    let mut last = or(text(event, last), first);
     let mut count = event.pointer(count).and_then(Value::as_i64).unwrap_or(0).max(1);
     if let Some(series) = event.get("series").filter(|series| series.is_object()) {
-        text(series, "/lastObservedTime").clone_into(&mut last);
+        last = text(series, "/lastObservedTime");
         count = series["count"].as_i64().unwrap_or(count);
     }
     let of = |field: &str| text(event, &format!("{about}/{field}"));
@@ -314,54 +241,40 @@ fn event(kind: &ResourceKind, event: &Value, now: Timestamp) -> Vec<Value> {
         text(event, "/reportingInstance"),
     );
     let source = if host.is_empty() {
-        component
+        component.to_owned()
     } else {
         format!("{component}, {host}")
     };
     vec![
-        json!(age(&last, now)),
-        json!(text(event, "/type")),
-        json!(text(event, "/reason")),
-        json!(target),
-        json!(of("fieldPath")),
-        json!(source),
-        json!(text(event, message).trim()),
-        json!(age(&first, now)),
-        json!(count),
-        json!(object::name(event)),
+        shown("Last Seen", age(last, now)),
+        shown("Type", text(event, "/type")),
+        shown("Reason", text(event, "/reason")),
+        shown("Object", target),
+        wide("Subobject", of("fieldPath")),
+        wide("Source", source),
+        shown("Message", text(event, message).trim()),
+        wide("First Seen", age(first, now)),
+        wide("Count", count),
+        wide("Name", object::name(event)),
     ]
 }
 
-fn condition<'a>(object: &'a Value, sort: &str) -> &'a str {
-    let found = list(object, "/status/conditions")
-        .iter()
-        .find(|condition| condition["type"] == sort);
-    found
-        .map(|condition| text(condition, "/status"))
-        .unwrap_or_default()
-}
-
-/// Mirrors `resourceClaimState` of the real server.
-fn claim_state(claim: &Value) -> String {
-    let deleting = object::is_deleting(claim);
-    let mut states = Vec::new();
-    if deleting {
-        states.push("deleted");
-    }
-    match claim.pointer("/status/allocation") {
-        None if !deleting => states.push("pending"),
-        None => {}
-        Some(_) => {
-            states.push("allocated");
-            let requested = claim.pointer("/status/deallocationRequested") == Some(&Value::Bool(true));
-            if !list(claim, "/status/reservedFor").is_empty() {
-                states.push("reserved");
-            } else if deleting || requested {
-                states.push("deallocating");
-            }
-        }
-    }
-    states.join(",")
+/// Mirrors `resourceClaimState` of the real server. In structured mode, no claim is shown as `deallocating`.
+fn claim_state(kind: &ResourceKind, claim: &Value) -> String {
+    let deleted = object::is_deleting(claim);
+    let allocated = claim.pointer("/status/allocation").is_some();
+    let reserved = !list(claim, "/status/reservedFor").is_empty();
+    let requested = claim.pointer("/status/deallocationRequested") == Some(&Value::Bool(true));
+    let ends = kind.is_classic() && (deleted || requested);
+    let states = [
+        ("deleted", deleted),
+        ("pending", !allocated && !deleted),
+        ("allocated", allocated),
+        ("reserved", allocated && reserved),
+        ("deallocating", allocated && !reserved && ends),
+    ];
+    let states = states.into_iter().filter(|(_, holds)| *holds);
+    states.map(|(state, _)| state).collect::<Vec<_>>().join(",")
 }
 
 /// Evaluates the JSON path of a printer column; joins several values with commas.
@@ -464,7 +377,49 @@ fn age(since: &str, now: Timestamp) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::super::kinds::{ClusterMode, built_in};
     use super::*;
+
+    #[test]
+    fn a_claim_is_deallocating_in_classic_mode_only() {
+        let state = |mode, claim: &Value| {
+            let mut kinds = built_in(mode).into_iter();
+            claim_state(&kinds.find(|kind| kind.kind == "ResourceClaim").unwrap(), claim)
+        };
+        let deleted = json!({ "deletionTimestamp": "2026-01-01T00:00:00Z" });
+        for (claim, classic, structured) in [
+            (json!({}), "pending", "pending"),
+            (json!({ "metadata": deleted }), "deleted", "deleted"),
+            (
+                json!({ "status": { "allocation": {} } }),
+                "allocated",
+                "allocated",
+            ),
+            (
+                json!({ "status": { "allocation": {}, "reservedFor": [{}] } }),
+                "allocated,reserved",
+                "allocated,reserved",
+            ),
+            (
+                json!({ "status": { "allocation": {}, "deallocationRequested": true } }),
+                "allocated,deallocating",
+                "allocated",
+            ),
+            (
+                json!({ "metadata": deleted, "status": { "allocation": {}, "reservedFor": [{}] } }),
+                "deleted,allocated,reserved",
+                "deleted,allocated,reserved",
+            ),
+            (
+                json!({ "metadata": deleted, "status": { "allocation": {} } }),
+                "deleted,allocated,deallocating",
+                "deleted,allocated",
+            ),
+        ] {
+            assert_eq!(state(ClusterMode::Classic, &claim), classic);
+            assert_eq!(state(ClusterMode::Structured, &claim), structured);
+        }
+    }
 
     #[test]
     fn a_printer_column_finds_its_value() {

@@ -157,14 +157,11 @@ fn put_sources(pod: &mut Value, sources: Vec<Option<Value>>) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::kinds::{ClusterMode, built_in};
+    use super::super::kinds::classic_kind;
     use super::*;
 
     fn of(kind: &str, mut object: Value) -> Result<(Value, Vec<String>), String> {
-        let kind = built_in(ClusterMode::Classic)
-            .into_iter()
-            .find(|each| each.kind == kind)
-            .unwrap();
+        let kind = classic_kind(kind);
         object["apiVersion"] = kind.api_version().into();
         object["kind"] = kind.kind.clone().into();
         object["metadata"] = json!({ "name": "a" });

@@ -16,11 +16,8 @@ use super::object;
 use super::selector::ObjectSelector;
 use super::server::{ApiServer, converted};
 use super::status_error::StatusError;
-use super::store::StorageKey;
 use super::table;
 
-/// Number of initial objects that a watch reads at once.
-const PAGE: usize = 16;
 /// Interval of bookmarks.
 const BOOKMARK: Duration = Duration::from_secs(60);
 /// Time of the last bookmark before the end of a watch.
@@ -47,20 +44,11 @@ struct Watcher {
     target: ResourcePath,
     query: WatchQuery,
     position: u64,
-    /// Progress of the initial list; `None` once it is complete.
-    beginning: Option<Beginning>,
+    /// The objects of the initial list that have not been sent yet.
+    initial: VecDeque<Arc<Value>>,
     end: Instant,
     bookmark: Instant,
     ended: bool,
-}
-
-/// Progress of a watch's initial list.
-#[derive(Default)]
-struct Beginning {
-    /// Last object sent or skipped.
-    last: Option<StorageKey>,
-    /// Objects read but not yet sent.
-    found: VecDeque<(StorageKey, Arc<Value>)>,
 }
 
 /// Returns the lines of a watch.
@@ -71,7 +59,17 @@ pub(crate) fn watch(
 ) -> Result<impl Stream<Item = Result<Bytes, Infallible>> + Send + use<>, StatusError> {
     let changes = server.changes();
     let asked = super::query::version(&query.version)?;
-    let current = server.state().store.version();
+    let state = server.state();
+    let current = state.store.version();
+    let mut initial = VecDeque::new();
+    if asked.is_none()
+        && let Some(objects) = state.store.at(current, &target.kind.storage(), &target.namespace)
+    {
+        let objects = objects.into_iter();
+        let concerned = objects.filter(|(key, object)| concerns(&target, &query.selector, &key.name, object));
+        initial.extend(concerned.map(|(_, object)| object));
+    }
+    drop(state);
     let now = Instant::now();
     let life = match query.timeout {
         None | Some(0) => LIFE,
@@ -87,7 +85,7 @@ pub(crate) fn watch(
         changes,
         target,
         position: asked.unwrap_or(current),
-        beginning: asked.is_none().then(Beginning::default),
+        initial,
         end,
         bookmark,
         ended: false,
@@ -107,8 +105,8 @@ impl Watcher {
                 return None;
             }
             self.changes.borrow_and_update();
-            if let Some(line) = self.begin() {
-                return Some(line);
+            if let Some(object) = self.initial.pop_front() {
+                return Some(self.line("ADDED", &object, None));
             }
             if Instant::now() >= self.end {
                 return None;
@@ -120,33 +118,6 @@ impl Watcher {
                 changed = self.changes.changed() => if changed.is_err() { return None },
                 () = sleep_until(self.end) => return None,
                 () = sleep_until(self.bookmark), if self.query.bookmarks => return Some(self.remind()),
-            }
-        }
-    }
-
-    /// Returns the next line of the initial list.
-    fn begin(&mut self) -> Option<Bytes> {
-        let Beginning { mut last, mut found } = self.beginning.take()?;
-        loop {
-            while let Some((key, object)) = found.pop_front() {
-                let concerned = concerns(&self.target, &self.query.selector, &key.name, &object);
-                last = Some(key);
-                if concerned {
-                    self.beginning = Some(Beginning { last, found });
-                    return Some(self.line("ADDED", &object, None));
-                }
-            }
-            let page = self.server.state().store.page(
-                self.position,
-                &self.target.kind.storage(),
-                &self.target.namespace,
-                last.as_ref(),
-                PAGE,
-            );
-            match page {
-                None => return Some(self.gone()),
-                Some(page) if page.is_empty() => return None,
-                Some(page) => found = page.into(),
             }
         }
     }
@@ -234,4 +205,45 @@ impl Watcher {
 
 fn concerns(target: &ResourcePath, selector: &ObjectSelector, name: &str, object: &Value) -> bool {
     (target.name.is_empty() || target.name == name) && selector.matches(object)
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::StreamExt as _;
+
+    use super::super::kinds::classic_kind;
+    use super::*;
+    use crate::testcluster::client::ApiClient;
+    use crate::testcluster::clock_and_rng::ClockAndRng;
+
+    #[tokio::test]
+    async fn the_initial_list_is_of_the_version_of_the_request() {
+        let server = ApiServer::new(Arc::new(ClockAndRng::system()));
+        let client = ApiClient::new(&server, "test");
+        let make = |name: &str| {
+            let map = json!({ "metadata": { "name": name } });
+            client.create("configmaps", "default", map).unwrap()
+        };
+        let first = make("a");
+        make("c");
+        let target = ResourcePath::new(classic_kind("ConfigMap"), "default", "", "");
+        let query = WatchQuery {
+            selector: ObjectSelector::default(),
+            version: String::new(),
+            bookmarks: false,
+            timeout: None,
+            table: false,
+        };
+        let events = watch(&server, target, query).unwrap();
+        client.delete("configmaps", &first, None).unwrap();
+        make("b");
+        let lines: Vec<_> = events.take(4).collect().await;
+        let seen = lines.into_iter().map(|line| {
+            let event: Value = serde_json::from_slice(&line.unwrap()).unwrap();
+            let name = object::name(&event["object"]);
+            format!("{} {name}", object::text(&event, "/type"))
+        });
+        let seen: Vec<String> = seen.collect();
+        assert_eq!(seen, ["ADDED a", "ADDED c", "DELETED a", "ADDED b"]);
+    }
 }

@@ -4,20 +4,20 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use super::apply::{self, Manager};
+use super::apply;
 use super::configuration;
 use super::custom;
 use super::decode::decode;
 use super::deletion::Deletion;
 use super::field_error::FieldError;
 use super::kinds::{EXTENSIONS, ResourceKind, ResourcePath};
-use super::object::{self, is_deleting, set_metadata, text};
+use super::object::{self, is_deleting, number, set_metadata, text};
 use super::patch::Patch;
 use super::query::ListQuery;
 use super::restrict::{begin, content, restrict};
 use super::rules;
 use super::server::{ApiResponse, ApiServer, ServerState, WriteOptions, converted, list_of};
-use super::status_error::StatusError;
+use super::status_error::{self, StatusError};
 use super::store::StorageKey;
 use super::structured;
 
@@ -119,11 +119,7 @@ impl ApiServer {
             }
             self.update(state, target, options, |before| {
                 let converted = converted(&target.kind, before);
-                let manager = Manager {
-                    name: &options.manager,
-                    subresource: &target.subresource,
-                    now: &now,
-                };
+                let manager = options.field_manager(&target.subresource, &now);
                 patch.apply_to(&target.kind, &converted, &manager, options.force)
             })
         })
@@ -144,11 +140,7 @@ impl ApiServer {
             return Err(StatusError::conflict(&target.kind, &target.name, &why));
         }
         let now = self.now();
-        let manager = Manager {
-            name: &options.manager,
-            subresource: "",
-            now: &now,
-        };
+        let manager = options.field_manager("", &now);
         let mut empty = json!({ "metadata": { "name": target.name } });
         if target.kind.namespaced {
             set_metadata(&mut empty, "namespace", Some(target.namespace.clone().into()));
@@ -207,25 +199,16 @@ impl ApiServer {
         if !errors.is_empty() {
             return Err(StatusError::invalid(kind, &target.name, &errors));
         }
-        let manager = Manager {
-            name: &options.manager,
-            subresource: &target.subresource,
-            now: &now,
-        };
         // An apply has already set the ownership.
         if !options.applies {
+            let manager = options.field_manager(&target.subresource, &now);
             apply::track_update(kind, &before, &mut after, &manager);
         }
-        let same = after == *before;
-        if same {
+        if after == *before {
             return Ok((200, converted(kind, &before)));
         }
         if kind.generation && content(&before) != content(&after) {
-            let generation = before
-                .pointer("/metadata/generation")
-                .and_then(Value::as_i64)
-                .unwrap_or(0);
-            set_metadata(&mut after, "generation", Some((generation + 1).into()));
+            raise_generation(&mut after);
         }
         fits(&after)?;
         if kind.is(EXTENSIONS, "customresourcedefinitions") && target.subresource.is_empty() {
@@ -253,32 +236,27 @@ impl ApiServer {
             return Err(StatusError::bad_request("target.name is required"));
         }
         let now = self.now();
+        let condition = json!({
+            "type": "PodScheduled", "status": "True", "lastProbeTime": null, "lastTransitionTime": now,
+        });
         self.change_or_try(options.dry_run, |state| {
-        let before = state.existing(target)?.clone();
-        let known = text(&before, "/spec/nodeName");
-        if !known.is_empty() {
-            let why = format!("pod {} is already assigned to node {known:?}", target.name);
-            return Err(StatusError::binding_conflict(&target.name, &why));
-        }
-        if is_deleting(&before) {
-            let why = format!(
-                "pod {} is being deleted, cannot be assigned to a host",
-                target.name
-            );
-            return Err(StatusError::binding_conflict(&target.name, &why));
-        }
-        let mut after = (*before).clone();
-        after["spec"]["nodeName"] = node.into();
-        let condition = json!({ "type": "PodScheduled", "status": "True", "lastProbeTime": null, "lastTransitionTime": now });
-        let mut conditions: Vec<Value> = object::list(&after, "/status/conditions")
-            .iter()
-            .filter(|condition| condition["type"] != "PodScheduled")
-            .cloned()
-            .collect();
-        conditions.push(condition);
-        after["status"]["conditions"] = Value::Array(conditions);
-        state.store.put(target.key(), after);
-        Ok(())
+            let mut pod = (**state.existing(target)?).clone();
+            let known = text(&pod, "/spec/nodeName");
+            if !known.is_empty() {
+                let why = format!("pod {} is already assigned to node {known:?}", target.name);
+                return Err(StatusError::binding_conflict(&target.name, &why));
+            }
+            if is_deleting(&pod) {
+                let why = format!(
+                    "pod {} is being deleted, cannot be assigned to a host",
+                    target.name
+                );
+                return Err(StatusError::binding_conflict(&target.name, &why));
+            }
+            pod["spec"]["nodeName"] = node.into();
+            pod["status"]["conditions"] = object::with_condition(&pod, condition).into();
+            state.store.put(target.key(), pod);
+            Ok(())
         })?;
         Ok((
             201,
@@ -350,12 +328,7 @@ impl ServerState {
             return Err(StatusError::already_exists(kind, &key.name));
         }
         if object::list(object, "/metadata/managedFields").is_empty() {
-            let manager = Manager {
-                name: &options.manager,
-                subresource: "",
-                now: &now,
-            };
-            apply::track_update(kind, &json!({}), object, &manager);
+            apply::track_update(kind, &json!({}), object, &options.field_manager("", &now));
         }
         fits(object)?;
         if kind.is(EXTENSIONS, "customresourcedefinitions") {
@@ -366,9 +339,8 @@ impl ServerState {
     }
 
     fn namespace(&self, name: &str) -> Option<&Arc<Value>> {
-        let kind = self.kinds.iter().find(|kind| kind.is("", "namespaces"))?;
         self.store.get(&StorageKey {
-            storage: kind.storage(),
+            storage: "namespaces".to_owned(),
             namespace: String::new(),
             name: name.to_owned(),
         })
@@ -395,13 +367,23 @@ impl ServerState {
     fn define(&mut self, before: Option<&Value>, after: &Value) -> Result<(), StatusError> {
         let new = custom::kinds_of(after)?;
         if let Some(before) = before {
-            let (group, plural) = (text(before, "/spec/group"), text(before, "/spec/names/plural"));
-            self.kinds
-                .retain(|kind| kind.definition.is_none() || kind.group != group || kind.plural != plural);
+            self.undefine(before);
         }
         self.kinds.extend(new);
         Ok(())
     }
+
+    fn undefine(&mut self, definition: &Value) {
+        let group = text(definition, "/spec/group");
+        let plural = text(definition, "/spec/names/plural");
+        self.kinds
+            .retain(|kind| kind.definition.is_none() || kind.group != group || kind.plural != plural);
+    }
+}
+
+fn raise_generation(object: &mut Value) {
+    let generation = number(object, "/metadata/generation").unwrap_or(0);
+    set_metadata(object, "generation", Some((generation + 1).into()));
 }
 
 /// Checks etcd's size limit.
@@ -437,17 +419,17 @@ impl ApiServer {
     ) -> Result<ApiResponse, StatusError> {
         let kind = &target.kind;
         let before = state.existing(target)?.clone();
-        for (key, word, wanted) in [
-            ("uid", "UID", &asked.uid),
-            ("resourceVersion", "ResourceVersion", &asked.version),
+        let version = text(&before, "/metadata/resourceVersion");
+        for (word, wanted, found, hint) in [
+            (
+                "UID",
+                &asked.uid,
+                object::uid(&before),
+                "deleted and then recreated",
+            ),
+            ("ResourceVersion", &asked.version, version, "modified"),
         ] {
-            let found = text(&before, &format!("/metadata/{key}"));
             if !wanted.is_empty() && *wanted != found {
-                let hint = if key == "uid" {
-                    "deleted and then recreated"
-                } else {
-                    "modified"
-                };
                 let why = format!(
                     "the {word} in the precondition ({wanted}) does not match the {word} in record ({found}). The object might have been {hint}"
                 );
@@ -456,27 +438,17 @@ impl ApiServer {
         }
         let grace = grace_of(kind, &before, asked);
         let mut after = (*before).clone();
-        let deadline = self
-            .source
-            .now()
-            .saturating_add(jiff::SignedDuration::from_secs(grace.unwrap_or(0)))
-            .unwrap_or(jiff::Timestamp::MAX)
-            .strftime("%Y-%m-%dT%H:%M:%SZ")
-            .to_string();
         let fresh = !is_deleting(&before);
-        let shorter = grace.is_some_and(|grace| {
-            before
-                .pointer("/metadata/deletionGracePeriodSeconds")
-                .and_then(Value::as_i64)
-                .is_none_or(|known| grace < known)
-        });
+        let known = number(&before, "/metadata/deletionGracePeriodSeconds");
+        let shorter = grace.is_some_and(|grace| known.is_none_or(|known| grace < known));
         if fresh || shorter {
-            set_metadata(&mut after, "deletionTimestamp", Some(deadline.into()));
+            let seconds = grace.unwrap_or(0);
             set_metadata(
                 &mut after,
-                "deletionGracePeriodSeconds",
-                Some(grace.unwrap_or(0).into()),
+                "deletionTimestamp",
+                Some(self.time_in(seconds).into()),
             );
+            set_metadata(&mut after, "deletionGracePeriodSeconds", Some(seconds.into()));
         }
         if kind.is("", "namespaces") {
             after["status"]["phase"] = "Terminating".into();
@@ -502,11 +474,7 @@ impl ApiServer {
             converted(kind, &before)
         } else {
             if kind.generation && fresh {
-                let generation = before
-                    .pointer("/metadata/generation")
-                    .and_then(Value::as_i64)
-                    .unwrap_or(0);
-                set_metadata(&mut after, "generation", Some((generation + 1).into()));
+                raise_generation(&mut after);
             }
             converted(kind, &state.store.put(target.key(), after))
         };
@@ -542,10 +510,8 @@ impl ServerState {
             return;
         };
         if key.storage == format!("customresourcedefinitions.{EXTENSIONS}") {
-            let group = text(&gone, "/spec/group").to_owned();
-            let plural = text(&gone, "/spec/names/plural").to_owned();
-            self.kinds
-                .retain(|kind| kind.definition.is_none() || kind.group != group || kind.plural != plural);
+            self.undefine(&gone);
+            let (group, plural) = (text(&gone, "/spec/group"), text(&gone, "/spec/names/plural"));
             let storage = format!("{plural}.{group}");
             let orphans: Vec<StorageKey> = self
                 .store
@@ -563,10 +529,7 @@ impl ServerState {
 
 /// Returns whether a terminating object can be removed.
 pub(crate) fn may_go(kind: &ResourceKind, object: &Value) -> bool {
-    let waits = object
-        .pointer("/metadata/deletionGracePeriodSeconds")
-        .and_then(Value::as_i64)
-        .is_some_and(|seconds| seconds > 0);
+    let waits = number(object, "/metadata/deletionGracePeriodSeconds").is_some_and(|seconds| seconds > 0);
     let finalized = !kind.is("", "namespaces") || object::list(object, "/spec/finalizers").is_empty();
     is_deleting(object) && object::list(object, "/metadata/finalizers").is_empty() && !waits && finalized
 }
@@ -590,9 +553,7 @@ fn grace_of(kind: &ResourceKind, object: &Value, asked: &Deletion) -> Option<i64
     if !kind.is("", "pods") {
         return None;
     }
-    let own = object
-        .pointer("/spec/terminationGracePeriodSeconds")
-        .and_then(Value::as_i64);
+    let own = number(object, "/spec/terminationGracePeriodSeconds");
     let unscheduled = text(object, "/spec/nodeName").is_empty();
     let ended = matches!(text(object, "/status/phase"), "Succeeded" | "Failed");
     match asked.grace.or(own) {
@@ -603,10 +564,7 @@ fn grace_of(kind: &ResourceKind, object: &Value, asked: &Deletion) -> Option<i64
 }
 
 fn deleted_status(kind: &ResourceKind, object: &Value) -> Value {
-    let mut details =
-        json!({ "name": object::name(object), "kind": kind.plural, "uid": object::uid(object) });
-    if !kind.group.is_empty() {
-        details["group"] = kind.group.clone().into();
-    }
+    let mut details = status_error::details(kind, &kind.plural, object::name(object));
+    details["uid"] = object::uid(object).into();
     json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details })
 }

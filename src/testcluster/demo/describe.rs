@@ -197,84 +197,71 @@ fn context(name: &str, before: &Value, after: &Value) -> Vec<Line> {
 }
 
 fn inventory(before: &Value, after: &Value) -> Vec<Line> {
-    let names = |inventory: &Value, unhealthy: Option<bool>| -> BTreeSet<String> {
-        list(inventory, "/spec/devices")
-            .iter()
-            .filter(|device| unhealthy.is_none_or(|wanted| text(device, "/unhealthy").is_empty() != wanted))
-            .map(|device| text(device, "/name").to_owned())
-            .collect()
+    let is_unhealthy = |device: &Value| !text(device, "/unhealthy").is_empty();
+    let words = [
+        "has found",
+        "no longer has",
+        "says unhealthy:",
+        "says healthy again:",
+    ];
+    let mut lines = devices_changed(before, after, is_unhealthy, words);
+    let was_unhealthy = |name: &Value| {
+        let mut devices = list(before, "/spec/devices").iter();
+        devices.any(|device| device["name"] == *name && is_unhealthy(device))
     };
-    let node = if after.is_null() {
-        text(before, "/spec/nodeName")
-    } else {
-        text(after, "/spec/nodeName")
-    };
-    let who = format!("companion {node}");
-    let listed = |word: &str, names: Vec<&String>| {
-        let names: Vec<&str> = names.into_iter().map(String::as_str).collect();
-        (!names.is_empty()).then(|| line(who.clone(), format!("{word} {}", names.join(", "))))
-    };
-    let (old, new) = (names(before, None), names(after, None));
-    let (sick, was_sick) = (names(after, Some(true)), names(before, Some(true)));
-    [
-        listed("has found", new.difference(&old).collect()),
-        listed("no longer has", old.difference(&new).collect()),
-        listed("says unhealthy:", sick.difference(&was_sick).collect()).map(|listed| {
-            let devices = list(after, "/spec/devices");
-            let new = devices.iter().find(|device| {
-                let name = text(device, "/name");
-                sick.contains(name) && !was_sick.contains(name)
-            });
-            let reason = new.map(|device| text(device, "/unhealthy")).unwrap_or_default();
-            line(listed.who, format!("{}, because {reason}", listed.what))
-        }),
-        listed(
-            "says healthy again:",
-            was_sick
-                .intersection(&new)
-                .filter(|name| !sick.contains(*name))
-                .collect(),
-        ),
-    ]
-    .into_iter()
-    .flatten()
-    .collect()
+    let mut devices = list(after, "/spec/devices").iter();
+    let new = devices.find(|device| is_unhealthy(device) && !was_unhealthy(&device["name"]));
+    let line = lines.iter_mut().find(|line| line.what.starts_with(words[2]));
+    if let (Some(device), Some(line)) = (new, line) {
+        line.what += ", because ";
+        line.what += text(device, "/unhealthy");
+    }
+    lines
 }
 
 fn slice(before: &Value, after: &Value) -> Vec<Line> {
-    let names = |slice: &Value, is_tainted: bool| -> BTreeSet<String> {
-        list(slice, "/spec/devices")
+    let is_tainted = |device: &Value| !list(device, "/taints").is_empty();
+    let words = ["publishes", "withdraws", "taints", "removes the taint of"];
+    devices_changed(before, after, is_tainted, words)
+}
+
+/// Describes how the devices of a node change. The words are for devices that appear, that disappear, and that get and lose a mark.
+fn devices_changed(
+    before: &Value,
+    after: &Value,
+    is_marked: impl Fn(&Value) -> bool,
+    words: [&str; 4],
+) -> Vec<Line> {
+    let names = |object: &Value, only_marked: bool| -> BTreeSet<String> {
+        list(object, "/spec/devices")
             .iter()
-            .filter(|device| !is_tainted || !list(device, "/taints").is_empty())
+            .filter(|device| !only_marked || is_marked(device))
             .map(|device| text(device, "/name").to_owned())
             .collect()
     };
     let node = [after, before]
-        .map(|slice| text(slice, "/spec/nodeName"))
+        .map(|object| text(object, "/spec/nodeName"))
         .into_iter()
         .find(|node| !node.is_empty());
     let who = format!("companion {}", node.unwrap_or_default());
     let (old, new) = (names(before, false), names(after, false));
-    let (was_tainted, is_tainted) = (names(before, true), names(after, true));
-    [
-        ("publishes", new.difference(&old).collect::<Vec<_>>()),
-        ("withdraws", old.difference(&new).collect()),
-        ("taints", is_tainted.difference(&was_tainted).collect()),
-        (
-            "removes the taint of",
-            was_tainted
-                .difference(&is_tainted)
-                .filter(|name| new.contains(*name))
-                .collect(),
-        ),
-    ]
-    .into_iter()
-    .filter(|(_, names)| !names.is_empty())
-    .map(|(word, names)| {
-        let names: Vec<&str> = names.into_iter().map(String::as_str).collect();
-        line(who.clone(), format!("{word} {}", names.join(", ")))
-    })
-    .collect()
+    let (was_marked, is_marked) = (names(before, true), names(after, true));
+    let changes: [Vec<String>; 4] = [
+        new.difference(&old).cloned().collect(),
+        old.difference(&new).cloned().collect(),
+        is_marked.difference(&was_marked).cloned().collect(),
+        was_marked
+            .difference(&is_marked)
+            .filter(|name| new.contains(*name))
+            .cloned()
+            .collect(),
+    ];
+    words
+        .into_iter()
+        .zip(changes)
+        .filter(|(_, names)| !names.is_empty())
+        .map(|(word, names)| line(who.clone(), format!("{word} {}", names.join(", "))))
+        .collect()
 }
 
 fn event(event: &Value) -> Vec<Line> {

@@ -8,13 +8,12 @@ mod pseudo_terminal;
 mod scenarios;
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -28,7 +27,7 @@ use super::clock_and_rng::ClockAndRng;
 use super::cluster::{TestCluster, TestClusterError};
 use super::kubelet::Kubelet;
 use crate::node::config::PRESETS;
-use crate::testcluster::api::object::{list, text};
+use crate::testcluster::api::object::{is_ready, list, text};
 
 pub use scenarios::{REAL, SCENARIOS, Scenario};
 
@@ -321,18 +320,15 @@ impl Demo {
         .await
     }
 
-    /// Returns the devices in a node's ResourceSlices, and whether each has a taint.
-    fn published(&self, node: &str) -> Vec<(String, bool)> {
+    /// Returns for each device in a node's ResourceSlices whether it has a taint.
+    fn published(&self, node: &str) -> Vec<bool> {
         let slices = self.client.list("resourceslices");
         let of_node = slices
             .iter()
             .filter(|slice| text(slice, "/spec/nodeName") == node);
         of_node
             .flat_map(|slice| list(slice, "/spec/devices"))
-            .map(|device| {
-                let is_tainted = !list(device, "/taints").is_empty();
-                (text(device, "/name").to_owned(), is_tainted)
-            })
+            .map(|device| !list(device, "/taints").is_empty())
             .collect()
     }
 
@@ -345,12 +341,6 @@ impl Demo {
     }
 }
 
-fn is_ready(inventory: &Value) -> bool {
-    list(inventory, "/status/conditions")
-        .iter()
-        .any(|condition| condition["type"] == "Ready" && condition["status"] == "True")
-}
-
 /// Returns the companion's configuration of a node. Kind `test` is the one in `examples/`.
 fn configuration(
     own: &[PseudoTerminal],
@@ -358,29 +348,28 @@ fn configuration(
     either: Option<&PseudoTerminal>,
 ) -> String {
     let paths: Vec<&str> = own.iter().map(|device| device.path.as_str()).collect();
-    let mut text = format!(
-        "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n- name: test\n  mode: claims\n  paths: [{}]\n",
-        paths.join(", ")
-    );
-    if let Some(camera) = camera {
-        text += "- name: camera\n  mode: extended-resource\n  resourceName: ";
-        text.extend([CAMERA, "\n  paths: [", camera.path.as_str(), "]\n"]);
+    let mut kinds = vec![json!({ "name": "test", "mode": "claims", "paths": paths })];
+    let camera = camera.map(|device| ("camera", "extended-resource", CAMERA, device));
+    let either = either.map(|device| ("either", "both", SHARED, device));
+    for (name, mode, resource, device) in camera.into_iter().chain(either) {
+        let paths = [&device.path];
+        kinds.push(json!({ "name": name, "mode": mode, "resourceName": resource, "paths": paths }));
     }
-    if let Some(either) = either {
-        text += "- name: either\n  mode: both\n  resourceName: ";
-        text.extend([SHARED, "\n  paths: [", either.path.as_str(), "]\n"]);
-    }
-    text
+    configuration_of(&kinds)
+}
+
+/// Returns a configuration as JSON, which is valid YAML.
+fn configuration_of(kinds: &[Value]) -> String {
+    json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeConfiguration", "kinds": kinds }).to_string()
 }
 
 /// Returns the companion's configuration of this machine: every preset, for claims.
 fn preset_configuration() -> String {
-    let mut text = "apiVersion: drayman.dev/v1alpha1\nkind: NodeConfiguration\nkinds:\n".to_owned();
-    for preset in &PRESETS {
-        // Writing to a `String` cannot fail.
-        let _ = writeln!(text, "- preset: {}", preset.name);
-    }
-    text
+    let kinds: Vec<Value> = PRESETS
+        .iter()
+        .map(|preset| json!({ "preset": preset.name }))
+        .collect();
+    configuration_of(&kinds)
 }
 
 /// Prints changes as they occur.

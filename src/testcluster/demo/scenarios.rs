@@ -106,11 +106,14 @@ async fn run_scenario(demo: &mut Demo, scenario: &Scenario) -> Result<(), Halt> 
 
 /// Returns the pod of the first example under another name.
 fn pod(name: &str) -> String {
-    POD.replace("\n  name: basic\n", &format!("\n  name: {name}\n"))
+    pod_of(name, "test")
 }
 
-fn camera_pod(name: &str) -> String {
-    limit_pod(name, CAMERA)
+/// Returns the pod of the first example under another name and with another template.
+fn pod_of(name: &str, template: &str) -> String {
+    let template = format!("resourceClaimTemplateName: {template}");
+    POD.replace("\n  name: basic\n", &format!("\n  name: {name}\n"))
+        .replace("resourceClaimTemplateName: test", &template)
 }
 
 /// Returns a pod with a limit of one unit of an extended resource.
@@ -261,8 +264,7 @@ impl Demo {
                 several.len()
             ),
         };
-        let pods = pods.to_vec();
-        self.expect(&what, move |demo| {
+        self.expect(&what, |demo| {
             pods.iter()
                 .all(|pod| demo.pod(pod).is_none() && demo.claim_of(pod).is_none())
                 && demo.cdi_files() == 0
@@ -271,28 +273,28 @@ impl Demo {
     }
 }
 
+/// Checks a pod that has been created, up to its deletion.
+async fn one_pod(demo: &mut Demo, name: &str, devices: usize) -> Result<(), Halt> {
+    demo.expect(&format!("pod {name} runs"), |demo| demo.runs(name))
+        .await?;
+    demo.show_container(name);
+    let what = match devices {
+        1 => "its container has one device, which can be opened",
+        _ => "its container has two devices, which can be opened",
+    };
+    demo.expect(what, |demo| demo.opens(name) == devices).await?;
+    demo.clear(&[name.to_owned()]).await
+}
+
 async fn basic(demo: &mut Demo) -> Result<(), Halt> {
     demo.apply("examples/basic/pod.yaml", POD)?;
-    demo.expect("pod basic runs", |demo| demo.runs("basic")).await?;
-    demo.show_container("basic");
-    demo.expect("its container has one device, which can be opened", |demo| {
-        demo.opens("basic") == 1
-    })
-    .await?;
-    demo.clear(&["basic".to_owned()]).await
+    one_pod(demo, "basic", 1).await
 }
 
 async fn several(demo: &mut Demo) -> Result<(), Halt> {
     demo.apply("examples/several/claim-template.yaml", SEVERAL_TEMPLATE)?;
     demo.apply("examples/several/pod.yaml", SEVERAL_POD)?;
-    demo.expect("pod several runs", |demo| demo.runs("several"))
-        .await?;
-    demo.show_container("several");
-    demo.expect("its container has two devices, which can be opened", |demo| {
-        demo.opens("several") == 2
-    })
-    .await?;
-    demo.clear(&["several".to_owned()]).await
+    one_pod(demo, "several", 2).await
 }
 
 /// Creates a pod for each device, waits until all run, and creates one more, `late`. Returns all names but that of
@@ -303,8 +305,7 @@ async fn hold_all(demo: &mut Demo, pod: fn(&str) -> String, what: &str) -> Resul
     for name in &pods {
         demo.cluster.apply(&pod(name))?;
     }
-    let all = pods.clone();
-    demo.expect(what, move |demo| all.iter().all(|pod| demo.runs(pod)))
+    demo.expect(what, |demo| pods.iter().all(|pod| demo.runs(pod)))
         .await?;
     demo.cluster.apply(&pod("late"))?;
     pods.retain(|name| name != "holder-3");
@@ -343,15 +344,17 @@ async fn waiting(demo: &mut Demo) -> Result<(), Halt> {
     demo.clear(&holders).await
 }
 
-async fn unplugged(demo: &mut Demo) -> Result<(), Halt> {
-    demo.cluster.apply(&pod("plugged"))?;
+/// Creates pod `plugged`, waits until it runs, and returns its node and its device.
+async fn run_plugged(demo: &mut Demo, pod: &str) -> Result<(String, String), Halt> {
+    demo.cluster.apply(pod)?;
     demo.expect("pod plugged runs", |demo| demo.runs("plugged"))
         .await?;
-    let node = demo.node_of("plugged");
-    let path = demo
-        .container_config("plugged")
-        .and_then(|container_config| container_config.devices.first().map(|(_, host, _)| host.clone()))
-        .unwrap_or_default();
+    let mut devices = hosts(demo.container_config("plugged")).into_iter();
+    Ok((demo.node_of("plugged"), devices.next().unwrap_or_default()))
+}
+
+async fn unplugged(demo: &mut Demo) -> Result<(), Halt> {
+    let (node, path) = run_plugged(demo, &pod("plugged")).await?;
     let unhealthy = |demo: &Demo| {
         demo.client.list("nodeinventories").iter().any(|inventory| {
             list(inventory, "/spec/devices")
@@ -368,29 +371,26 @@ async fn unplugged(demo: &mut Demo) -> Result<(), Halt> {
     )
     .await?;
     plug(demo, &node, &path, true)?;
-    demo.expect(
-        "the device is healthy again, and the CDI file is back",
-        move |demo| !unhealthy(demo) && demo.cdi_files() == 1,
-    )
+    demo.expect("the device is healthy again, and the CDI file is back", |demo| {
+        !unhealthy(demo) && demo.cdi_files() == 1
+    })
     .await?;
     demo.clear(&["plugged".to_owned()]).await?;
     plug(demo, &node, &path, false)?;
-    let has = move |demo: &Demo, wanted: &str| {
+    let is_listed = |demo: &Demo| {
         demo.client.list("nodeinventories").iter().any(|inventory| {
             list(inventory, "/spec/devices")
                 .iter()
-                .any(|device| device["attributes"]["drayman.dev/path"]["string"] == wanted)
+                .any(|device| device["attributes"]["drayman.dev/path"]["string"] == path.as_str())
         })
     };
-    let wanted = path.clone();
     demo.expect(
         "a device that nobody holds leaves the inventory when it is unplugged",
-        move |demo| !has(demo, &wanted),
+        |demo| !is_listed(demo),
     )
     .await?;
     plug(demo, &node, &path, true)?;
-    demo.expect("and is in it again when it is back", move |demo| has(demo, &path))
-        .await
+    demo.expect("and is in it again when it is back", is_listed).await
 }
 
 /// Plugs or unplugs a device of a node.
@@ -415,24 +415,6 @@ fn plug(demo: &mut Demo, node: &str, path: &str, plugged: bool) -> Result<(), Ha
 }
 
 // === extended resources ===
-
-/// Class of the device in mode `both`.
-const SHARED_OBJECTS: &str = "apiVersion: drayman.dev/v1alpha1
-kind: DeviceClassParameters
-metadata: { name: either }
-spec: { kind: either }
----
-apiVersion: resource.k8s.io/v1alpha2
-kind: ResourceClass
-metadata: { name: either }
-driverName: drayman.dev
-parametersRef: { apiGroup: drayman.dev, kind: DeviceClassParameters, name: either }
----
-apiVersion: resource.k8s.io/v1alpha2
-kind: ResourceClaimTemplate
-metadata: { name: either }
-spec: { spec: { resourceClassName: either } }
-";
 
 /// Returns the host paths of a container's device nodes.
 fn hosts(container_config: Option<ContainerConfig>) -> Vec<String> {
@@ -460,14 +442,14 @@ async fn both_apis(demo: &mut Demo) -> Result<(), Halt> {
         node["status"]["allocatable"][CAMERA] == "1"
     })
     .await?;
-    demo.cluster.apply(&camera_pod("camera-1"))?;
+    demo.cluster.apply(&limit_pod("camera-1", CAMERA))?;
     demo.expect(
         "pod camera-1 has the camera, through the device plugin API",
         |demo| demo.opens("camera-1") == 1,
     )
     .await?;
     demo.show_container("camera-1");
-    demo.cluster.apply(&camera_pod("camera-2"))?;
+    demo.cluster.apply(&limit_pod("camera-2", CAMERA))?;
     demo.cluster.apply(&pod("claiming"))?;
     demo.expect(
         "pod claiming gets a device through its claim at the same time",
@@ -503,11 +485,7 @@ async fn both_apis(demo: &mut Demo) -> Result<(), Halt> {
 
 /// A claim and an extended resource compete for one device.
 async fn competing(demo: &mut Demo) -> Result<(), Halt> {
-    demo.apply("a class for the device of mode `both`", SHARED_OBJECTS)?;
-    let claiming = pod("claiming").replace(
-        "resourceClaimTemplateName: test",
-        "resourceClaimTemplateName: either",
-    );
+    demo.apply("a class for the device of mode `both`", &classic_class("either"))?;
     demo.expect("node-b has one device of mode `both`", |demo| {
         let node = demo.client.get("nodes", "", "node-b").unwrap_or_default();
         node["status"]["allocatable"][SHARED] == "1"
@@ -519,7 +497,7 @@ async fn competing(demo: &mut Demo) -> Result<(), Halt> {
     })
     .await?;
     demo.show_container("first");
-    demo.cluster.apply(&claiming)?;
+    demo.cluster.apply(&pod_of("claiming", "either"))?;
     // Only the node knows the devices of containers, so its Prepare is the last check.
     demo.expect(
         "pod claiming gets it by its claim, and the node refuses to prepare it and names the holder",
@@ -609,19 +587,11 @@ async fn real(demo: &mut Demo) -> Result<(), Halt> {
             &classic_class(kind),
         )?;
         let name = format!("real-{kind}");
-        let template = format!("resourceClaimTemplateName: {kind}");
-        demo.cluster
-            .apply(&pod(&name).replace("resourceClaimTemplateName: test", &template))?;
-        let of = name.clone();
+        demo.cluster.apply(&pod_of(&name, kind))?;
         demo.expect(
             &format!("pod {name} runs on {THIS_MACHINE} with a device of this machine"),
-            move |demo| {
-                // Whether this user may open the device does not matter here.
-                demo.runs(&of)
-                    && demo
-                        .container_config(&of)
-                        .is_some_and(|container_config| !container_config.devices.is_empty())
-            },
+            // Whether this user may open the device does not matter here.
+            |demo| demo.runs(&name) && !hosts(demo.container_config(&name)).is_empty(),
         )
         .await?;
         demo.show_container(&name);
@@ -678,8 +648,8 @@ spec:
 
 impl Demo {
     fn tainted(&self, node: &str) -> usize {
-        let devices = self.published(node);
-        devices.iter().filter(|(_, is_tainted)| *is_tainted).count()
+        let devices = self.published(node).into_iter();
+        devices.filter(|is_tainted| *is_tainted).count()
     }
 }
 
@@ -698,22 +668,13 @@ async fn run_structured(demo: &mut Demo, scenario: &Scenario) -> Result<(), Halt
 
 async fn structured(demo: &mut Demo) -> Result<(), Halt> {
     demo.cluster.apply(&structured_pod("first"))?;
-    demo.expect("pod first runs", |demo| demo.runs("first")).await?;
-    demo.show_container("first");
-    demo.expect("its container has one device, which can be opened", |demo| {
-        demo.opens("first") == 1
-    })
-    .await?;
-    demo.clear(&["first".to_owned()]).await
+    one_pod(demo, "first", 1).await
 }
 
 async fn scheduled(demo: &mut Demo) -> Result<(), Halt> {
     let holders = hold_all(demo, structured_pod, "one pod per device runs").await?;
     demo.expect("one more pod waits, and an event says why", |demo| {
-        demo.client.list("events").iter().any(|event| {
-            text(event, "/involvedObject/name") == "late"
-                && text(event, "/message").contains("cannot allocate all claims")
-        })
+        has_event(demo, "late", "cannot allocate all claims")
     })
     .await?;
     let freed = demo.claim_of("holder-3").map(|claim| devices_of(&claim));
@@ -727,25 +688,16 @@ async fn scheduled(demo: &mut Demo) -> Result<(), Halt> {
 }
 
 async fn tainted(demo: &mut Demo) -> Result<(), Halt> {
-    demo.cluster.apply(&structured_pod("plugged"))?;
-    demo.expect("pod plugged runs", |demo| demo.runs("plugged"))
-        .await?;
-    let node = demo.node_of("plugged");
-    let path = demo
-        .container_config("plugged")
-        .and_then(|container_config| container_config.devices.first().map(|(_, host, _)| host.clone()))
-        .unwrap_or_default();
+    let (node, path) = run_plugged(demo, &structured_pod("plugged")).await?;
     plug(demo, &node, &path, false)?;
-    let of_node = node.clone();
     demo.expect(
         "the device has a taint, and its CDI file is gone, so that no container starts with another device",
-        move |demo| demo.tainted(&of_node) == 1 && demo.cdi_files() == 0,
+        |demo| demo.tainted(&node) == 1 && demo.cdi_files() == 0,
     )
     .await?;
     plug(demo, &node, &path, true)?;
-    let of_node = node.clone();
-    demo.expect("the taint is gone, and the CDI file is back", move |demo| {
-        demo.tainted(&of_node) == 0 && demo.cdi_files() == 1
+    demo.expect("the taint is gone, and the CDI file is back", |demo| {
+        demo.tainted(&node) == 0 && demo.cdi_files() == 1
     })
     .await?;
     demo.clear(&["plugged".to_owned()]).await

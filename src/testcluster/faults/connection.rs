@@ -134,11 +134,15 @@ impl FaultyConnection {
     }
 }
 
-fn refusal(code: StatusCode, reason: &str) -> Response<Body> {
-    let status = json!({
+fn status(code: StatusCode, reason: &str, message: &str) -> serde_json::Value {
+    json!({
         "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-        "code": code.as_u16(), "reason": reason, "message": "an injected fault",
-    });
+        "code": code.as_u16(), "reason": reason, "message": message,
+    })
+}
+
+fn refusal(code: StatusCode, reason: &str) -> Response<Body> {
+    let status = status(code, reason, "an injected fault");
     let mut response = Response::new(Body::from(status.to_string()));
     *response.status_mut() = code;
     if code == StatusCode::TOO_MANY_REQUESTS {
@@ -199,10 +203,7 @@ impl FaultyWatch {
             Some(Fault::Lost) => std::future::pending().await,
             Some(Fault::Forgotten) => {
                 self.ended = true;
-                let status = json!({
-                    "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-                    "code": 410, "reason": "Expired", "message": "too old resource version",
-                });
+                let status = status(StatusCode::GONE, "Expired", "too old resource version");
                 let error = json!({ "type": "ERROR", "object": status });
                 Some(Ok(Bytes::from(format!("{error}\n"))))
             }

@@ -239,18 +239,13 @@ impl Faults {
         let stop = CancellationToken::new();
         let number = {
             let mut state = self.state();
-            let number = state
-                .processes
-                .get(program)
-                .map_or(0, |process_state| process_state.number)
-                + 1;
-            let process_state = ProcessState {
-                number,
+            let process = state.processes.entry(program).or_default();
+            *process = ProcessState {
+                number: process.number + 1,
                 stop: stop.clone(),
                 ..ProcessState::default()
             };
-            state.processes.insert(program, process_state);
-            number
+            process.number
         };
         self.note(&format!("{program} starts (process {number})"));
         ProgramProcess {
@@ -291,14 +286,17 @@ impl ProgramProcess {
 
     /// Kills the process. The caller must [mark it ended](ProgramProcess::mark_ended) after its tasks have ended.
     pub fn kill(&self) {
-        if self.is_killed() {
-            return;
+        let is_new = {
+            let mut state = self.faults.state();
+            // The next process of the program may have begun meanwhile.
+            let process = state.processes.get_mut(self.program);
+            let process = process.filter(|process| process.number == self.number);
+            process.is_some_and(|process| !std::mem::replace(&mut process.killed, true))
+        };
+        if is_new {
+            self.faults.note(&format!("{} is killed", self.program));
+            self.faults.0.kills.send_modify(|count| *count += 1);
         }
-        if let Some(process_state) = self.faults.state().processes.get_mut(self.program) {
-            process_state.killed = true;
-        }
-        self.faults.note(&format!("{} is killed", self.program));
-        self.faults.0.kills.send_modify(|count| *count += 1);
     }
 
     /// Returns when the process has been killed.

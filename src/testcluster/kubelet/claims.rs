@@ -5,10 +5,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use prost::Message;
 use serde_json::Value;
 
 use super::grpc_client::{GrpcClient, GrpcError};
-use super::plugins::{Plugin, PluginApi, Registry};
+use super::plugins::{Plugin, Registry};
 use crate::api::proto::{dra_v1, dra_v1alpha3};
 use crate::testcluster::api::ClusterMode;
 use crate::testcluster::api::object::{self, list, text};
@@ -222,10 +223,7 @@ impl ClaimManager {
         claims: Vec<ClaimInfo>,
     ) -> Result<(Vec<ClaimInfo>, Option<String>), String> {
         let plugin = self.plugin(driver)?;
-        let answers = match plugin.api {
-            PluginApi::V1alpha3 => self.prepare_v1alpha3(&plugin, &claims).await,
-            PluginApi::V1 | PluginApi::V1beta1 => self.prepare_v1(&plugin, &claims).await,
-        };
+        let answers = self.call_prepare(&plugin, &claims).await;
         let mut answers = answers.map_err(|error| format!("NodePrepareResources failed: {error}"))?;
         let mut failure = None;
         let mut ready = Vec::new();
@@ -251,35 +249,47 @@ impl ClaimManager {
         Ok((ready, failure))
     }
 
-    async fn prepare_v1alpha3(&self, plugin: &Plugin, claims: &[ClaimInfo]) -> Result<Answers, GrpcError> {
-        let request = dra_v1alpha3::NodePrepareResourcesRequest {
-            claims: claims.iter().map(claim_v1alpha3).collect(),
-        };
-        let method = plugin.api.method("NodePrepareResources");
-        let answer: dra_v1alpha3::NodePrepareResourcesResponse = self
-            .grpc
-            .call(&plugin.endpoint, &method, &request, PREPARE)
-            .await?;
-        let entries = answer.claims.into_iter().map(|entry| {
-            let value = entry.value.unwrap_or_default();
-            let device = PreparedDevice {
-                ids: value.cdi_devices,
-                ..PreparedDevice::default()
-            };
-            (entry.key, or_error(vec![device], value.error))
+    /// Sends claims to a plugin. The requests of both methods are the same in both versions of the API, except for the handle of v1alpha3.
+    async fn call<A: Message + Default>(
+        &self,
+        plugin: &Plugin,
+        method: &str,
+        claims: &[ClaimInfo],
+    ) -> Result<A, GrpcError> {
+        let claims = claims.iter().map(|claim| dra_v1alpha3::Claim {
+            namespace: claim.namespace.clone(),
+            uid: claim.uid.clone(),
+            name: claim.name.clone(),
+            resource_handle: claim.handle.clone(),
+            ..dra_v1alpha3::Claim::default()
         });
-        Ok(entries.collect())
+        let request = dra_v1alpha3::NodePrepareResourcesRequest {
+            claims: claims.collect(),
+        };
+        let service = match self.client.server.mode() {
+            ClusterMode::Classic => "v1alpha3.Node",
+            ClusterMode::Structured => "k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin",
+        };
+        let method = format!("/{service}/{method}");
+        self.grpc.call(&plugin.endpoint, &method, &request, PREPARE).await
     }
 
-    async fn prepare_v1(&self, plugin: &Plugin, claims: &[ClaimInfo]) -> Result<Answers, GrpcError> {
-        let request = dra_v1::NodePrepareResourcesRequest {
-            claims: claims.iter().map(claim_v1).collect(),
-        };
-        let method = plugin.api.method("NodePrepareResources");
-        let answer: dra_v1::NodePrepareResourcesResponse = self
-            .grpc
-            .call(&plugin.endpoint, &method, &request, PREPARE)
-            .await?;
+    async fn call_prepare(&self, plugin: &Plugin, claims: &[ClaimInfo]) -> Result<Answers, GrpcError> {
+        const METHOD: &str = "NodePrepareResources";
+        if self.client.server.mode() == ClusterMode::Classic {
+            let answer: dra_v1alpha3::NodePrepareResourcesResponse =
+                self.call(plugin, METHOD, claims).await?;
+            let entries = answer.claims.into_iter().map(|entry| {
+                let value = entry.value.unwrap_or_default();
+                let device = PreparedDevice {
+                    ids: value.cdi_devices,
+                    ..PreparedDevice::default()
+                };
+                (entry.key, or_error(vec![device], value.error))
+            });
+            return Ok(entries.collect());
+        }
+        let answer: dra_v1::NodePrepareResourcesResponse = self.call(plugin, METHOD, claims).await?;
         let entries = answer.claims.into_iter().map(|entry| {
             let value = entry.value.unwrap_or_default();
             let devices = value.devices.into_iter().map(|device| PreparedDevice {
@@ -325,28 +335,9 @@ impl ClaimManager {
 
     /// Returns the uids of the claims that a plugin has unprepared.
     async fn unprepared(&self, plugin: &Plugin, claims: &[ClaimInfo]) -> Result<BTreeSet<String>, GrpcError> {
-        let method = plugin.api.method("NodeUnprepareResources");
-        if plugin.api == PluginApi::V1alpha3 {
-            let request = dra_v1alpha3::NodeUnprepareResourcesRequest {
-                claims: claims.iter().map(claim_v1alpha3).collect(),
-            };
-            let answer: dra_v1alpha3::NodeUnprepareResourcesResponse = self
-                .grpc
-                .call(&plugin.endpoint, &method, &request, PREPARE)
-                .await?;
-            let done = answer
-                .claims
-                .into_iter()
-                .filter(|each| each.value.as_ref().is_none_or(|value| value.error.is_empty()));
-            return Ok(done.map(|each| each.key).collect());
-        }
-        let request = dra_v1::NodeUnprepareResourcesRequest {
-            claims: claims.iter().map(claim_v1).collect(),
-        };
-        let answer: dra_v1::NodeUnprepareResourcesResponse = self
-            .grpc
-            .call(&plugin.endpoint, &method, &request, PREPARE)
-            .await?;
+        // The answer is the same in both versions of the API.
+        let answer: dra_v1::NodeUnprepareResourcesResponse =
+            self.call(plugin, "NodeUnprepareResources", claims).await?;
         let done = answer
             .claims
             .into_iter()
@@ -363,24 +354,6 @@ fn claim_info(driver: &str, claim: &Value) -> ClaimInfo {
         uid: object::uid(claim).to_owned(),
         handle: String::new(),
         devices: Vec::new(),
-    }
-}
-
-fn claim_v1alpha3(claim: &ClaimInfo) -> dra_v1alpha3::Claim {
-    dra_v1alpha3::Claim {
-        namespace: claim.namespace.clone(),
-        uid: claim.uid.clone(),
-        name: claim.name.clone(),
-        resource_handle: claim.handle.clone(),
-        ..dra_v1alpha3::Claim::default()
-    }
-}
-
-fn claim_v1(claim: &ClaimInfo) -> dra_v1::Claim {
-    dra_v1::Claim {
-        namespace: claim.namespace.clone(),
-        uid: claim.uid.clone(),
-        name: claim.name.clone(),
     }
 }
 

@@ -13,6 +13,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
 use tokio::time::{sleep, timeout};
 
+use crate::testcluster::api::percent_decoded;
 use crate::testcluster::faults::{Fault, Faults, Operation};
 
 const DATA: u8 = 0;
@@ -218,7 +219,7 @@ async fn answer(stream: &mut UnixStream) -> Result<Vec<u8>, GrpcError> {
                     let value = String::from_utf8_lossy(&value).into_owned();
                     match name.as_slice() {
                         b"grpc-status" => code = value,
-                        b"grpc-message" => message = unescaped(&value),
+                        b"grpc-message" => message = percent_decoded(&value),
                         _ => {}
                     }
                 }
@@ -239,28 +240,6 @@ async fn answer(stream: &mut UnixStream) -> Result<Vec<u8>, GrpcError> {
     } else {
         Err(GrpcError::Status { code, message })
     }
-}
-
-/// Decodes the percent-encoding of `grpc-message`.
-fn unescaped(text: &str) -> String {
-    let mut bytes = Vec::new();
-    let mut wait_until_ended = text.bytes();
-    while let Some(byte) = wait_until_ended.next() {
-        let code = (byte == b'%').then(|| {
-            let digits: Vec<u8> = wait_until_ended.clone().take(2).collect();
-            std::str::from_utf8(&digits)
-                .ok()
-                .and_then(|digits| u8::from_str_radix(digits, 16).ok())
-        });
-        match code.flatten() {
-            Some(code) => {
-                bytes.push(code);
-                wait_until_ended.nth(1);
-            }
-            None => bytes.push(byte),
-        }
-    }
-    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 #[cfg(test)]

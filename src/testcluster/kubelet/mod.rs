@@ -11,9 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use tokio::net::UnixListener;
 use tokio::task::JoinSet;
-use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status};
@@ -32,6 +30,7 @@ use crate::api::proto::pod_resources_v1::pod_resources_lister_server::{
 use crate::node::run::NodeOptions;
 use crate::testcluster::api::object::{self, list, text};
 use crate::testcluster::api::{ApiServer, ClusterMode};
+use crate::testcluster::scheduler::extended_resources;
 
 /// Deadline of Allocate; kubelet has none.
 const ALLOCATE: Duration = Duration::from_secs(45);
@@ -298,19 +297,14 @@ impl Kubelet {
                     })
                     .collect();
                 let ready = json!({ "type": "Ready", "status": "True", "lastTransitionTime": now });
-                let mut conditions: Vec<Value> = list(pod, "/status/conditions")
-                    .iter()
-                    .filter(|each| each["type"] != "Ready")
-                    .cloned()
-                    .collect();
-                conditions.push(ready);
+                let conditions = object::with_condition(pod, ready);
                 let status = json!({ "phase": "Running", "startTime": now, "containerStatuses": statuses, "conditions": conditions });
                 self.write(pod, status);
                 self.client
                     .event(pod, "Normal", "Started", "Started all containers");
             }
             Err(StartError::Later(reason, message)) => {
-                if !self.has_event(pod, &message) {
+                if !self.client.has_event(pod, &message) {
                     self.client.event(pod, "Warning", reason, &message);
                 }
             }
@@ -322,13 +316,6 @@ impl Kubelet {
                     .event(pod, "Warning", "UnexpectedAdmissionError", &message);
             }
         }
-    }
-
-    /// Returns whether the event exists: repeated attempts report the same message only once.
-    fn has_event(&self, pod: &Value, message: &str) -> bool {
-        self.client.list("events").iter().any(|event| {
-            event["involvedObject"]["uid"] == pod["metadata"]["uid"] && event["message"] == message
-        })
     }
 
     fn write(&self, pod: &Value, status: Value) {
@@ -380,20 +367,11 @@ impl Kubelet {
     async fn allocate_devices(&self, pod: &Value) -> Result<BTreeMap<String, ContainerConfig>, StartError> {
         let mut container_configs: BTreeMap<String, ContainerConfig> = BTreeMap::new();
         for container in list(pod, "/spec/containers") {
-            let limits = container.pointer("/resources/limits").and_then(Value::as_object);
-            for (resource, amount) in limits
-                .into_iter()
-                .flatten()
-                .filter(|(name, _)| name.contains('/'))
-            {
-                let amount = amount
-                    .as_str()
-                    .map_or_else(|| amount.as_u64(), |text| text.parse().ok())
-                    .unwrap_or(0);
-                let ids = self.choose(pod, resource, usize::try_from(amount).unwrap_or(usize::MAX))?;
+            for (resource, amount) in extended_resources(container) {
+                let ids = self.choose(pod, &resource, usize::try_from(amount).unwrap_or(0))?;
                 let client = self
                     .registry
-                    .with(|plugins| plugins.resources.get(resource).map(|(client, _)| client.clone()));
+                    .with(|plugins| plugins.resources.get(&resource).map(|(client, _)| client.clone()));
                 let Some(client) = client else { continue };
                 let request = AllocateRequest {
                     container_requests: vec![ContainerAllocateRequest {
@@ -527,25 +505,14 @@ async fn serve_pod_resources(
     root: PathBuf,
     shutdown: CancellationToken,
 ) -> std::io::Result<()> {
-    let socket = root.join("pod-resources/kubelet.sock");
-    if let Some(directory) = socket.parent() {
-        std::fs::create_dir_all(directory)?;
-    }
-    remove(&socket)?;
-    let listener = UnixListener::bind(socket)?;
+    let directory = root.join("pod-resources");
+    std::fs::create_dir_all(&directory)?;
+    let connections = plugins::listen(&directory)?;
     Server::builder()
         .add_service(PodResourcesListerServer::new(kubelet))
-        .serve_with_incoming_shutdown(UnixListenerStream::new(listener), shutdown.cancelled_owned())
+        .serve_with_incoming_shutdown(connections, shutdown.cancelled_owned())
         .await
         .map_err(std::io::Error::other)
-}
-
-/// Removes a leftover socket of an earlier process.
-fn remove(socket: &Path) -> std::io::Result<()> {
-    match std::fs::remove_file(socket) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
-    }
 }
 
 impl Kubelet {

@@ -35,42 +35,13 @@ const RECONNECT: Duration = Duration::from_secs(1);
 /// Time without a connected plugin after which the driver's ResourceSlices are deleted (`defaultWipingDelay`).
 const WIPING_DELAY: Duration = Duration::from_secs(30);
 
-/// DRA API of a plugin.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum PluginApi {
-    /// `v1alpha3.Node`: the allocation is in the call.
-    V1alpha3,
-    /// `v1beta1.DRAPlugin`: the plugin reads the allocation from the claim.
-    V1beta1,
-    /// `v1.DRAPlugin`.
-    V1,
-}
-
-impl PluginApi {
-    /// Returns the API that kubelet uses: before 1.32 by version, later the first service of the plugin that it knows.
-    fn of(mode: ClusterMode, versions: &[String]) -> Option<Self> {
-        match mode {
-            ClusterMode::Classic => versions
-                .iter()
-                .any(|version| version.starts_with("1."))
-                .then_some(Self::V1alpha3),
-            ClusterMode::Structured => versions.iter().find_map(|version| match version.as_str() {
-                "v1.DRAPlugin" => Some(Self::V1),
-                "v1beta1.DRAPlugin" => Some(Self::V1beta1),
-                _ => None,
-            }),
-        }
-    }
-
-    /// Returns the path of a method.
-    pub(crate) fn method(self, method: &str) -> String {
-        let service = match self {
-            Self::V1alpha3 => "v1alpha3.Node",
-            Self::V1beta1 => "k8s.io.kubelet.pkg.apis.dra.v1beta1.DRAPlugin",
-            Self::V1 => "k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin",
-        };
-        format!("/{service}/{method}")
-    }
+/// Returns whether kubelet knows one of the versions of a plugin: before 1.32, API versions; later, services. Kubelet calls the first
+/// service that it knows. Only `v1` is simulated, which plugins name before `v1beta1`.
+fn is_known(mode: ClusterMode, versions: &[String]) -> bool {
+    versions.iter().any(|version| match mode {
+        ClusterMode::Classic => version.starts_with("1."),
+        ClusterMode::Structured => version == "v1.DRAPlugin",
+    })
 }
 
 /// A registered DRA plugin.
@@ -78,7 +49,6 @@ impl PluginApi {
 pub(crate) struct Plugin {
     /// Service socket.
     pub(crate) endpoint: PathBuf,
-    pub(crate) api: PluginApi,
     /// Whether kubelet's idle connection to the socket is open.
     connected: bool,
 }
@@ -183,15 +153,10 @@ impl Registry {
 
     /// Accepts device plugin registrations on `kubelet.sock` until shutdown.
     pub(crate) async fn serve(self, shutdown: CancellationToken) -> std::io::Result<()> {
-        let socket = self.directory.join("kubelet.sock");
-        match std::fs::remove_file(&socket) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
-        let listener = UnixListener::bind(socket)?;
+        let connections = listen(&self.directory)?;
         Server::builder()
             .add_service(RegistrationServer::new(self))
-            .serve_with_incoming_shutdown(UnixListenerStream::new(listener), shutdown.cancelled_owned())
+            .serve_with_incoming_shutdown(connections, shutdown.cancelled_owned())
             .await
             .map_err(std::io::Error::other)
     }
@@ -318,6 +283,16 @@ struct Registered {
     _connection: Option<AbortOnDropHandle<()>>,
 }
 
+/// Listens on kubelet's socket in a directory, where an earlier process may have left one.
+pub(super) fn listen(directory: &Path) -> std::io::Result<UnixListenerStream> {
+    let socket = directory.join("kubelet.sock");
+    match std::fs::remove_file(&socket) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    Ok(UnixListenerStream::new(UnixListener::bind(socket)?))
+}
+
 /// Returns the sockets of a directory tree with their inodes; skips sockets whose name starts with a dot.
 fn sockets(directory: &Path) -> BTreeMap<PathBuf, u64> {
     use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
@@ -343,12 +318,10 @@ async fn register(socket: &Path, grpc: &GrpcClient, mode: ClusterMode) -> Option
         .call(socket, &format!("{SERVICE}/GetInfo"), &InfoRequest {}, INFO)
         .await
         .ok()?;
-    let api = (info.r#type == "DRAPlugin")
-        .then(|| PluginApi::of(mode, &info.supported_versions))
-        .flatten();
+    let is_known = info.r#type == "DRAPlugin" && is_known(mode, &info.supported_versions);
     let status = RegistrationStatus {
-        plugin_registered: api.is_some(),
-        error: if api.is_some() {
+        plugin_registered: is_known,
+        error: if is_known {
             String::new()
         } else {
             "no handler for this type or version".to_owned()
@@ -370,10 +343,9 @@ async fn register(socket: &Path, grpc: &GrpcClient, mode: ClusterMode) -> Option
     };
     let plugin = Plugin {
         endpoint,
-        api: api?,
         connected: false,
     };
-    Some((info.name, plugin))
+    is_known.then_some((info.name, plugin))
 }
 
 #[cfg(test)]
@@ -385,7 +357,6 @@ mod tests {
     fn plugin(endpoint: &str) -> Plugin {
         Plugin {
             endpoint: endpoint.into(),
-            api: PluginApi::V1,
             connected: false,
         }
     }
@@ -395,27 +366,16 @@ mod tests {
     }
 
     #[test]
-    fn the_first_known_service_of_the_plugin_is_called() {
-        let api = |mode, versions: &[&str]| {
+    fn the_versions_of_a_plugin_must_be_those_of_the_mode() {
+        for (versions, in_classic_mode, in_structured_mode) in [
+            (&["v1.DRAPlugin", "v1beta1.DRAPlugin"][..], false, true),
+            (&["v1alpha1.DRAResourceHealth", "v1.DRAPlugin"][..], false, true),
+            (&["1.0.1"][..], true, false),
+        ] {
             let versions: Vec<String> = versions.iter().map(|version| (*version).to_owned()).collect();
-            PluginApi::of(mode, &versions)
-        };
-        let structured = |versions: &[&str]| api(ClusterMode::Structured, versions);
-        assert_eq!(
-            structured(&["v1.DRAPlugin", "v1beta1.DRAPlugin"]),
-            Some(PluginApi::V1)
-        );
-        assert_eq!(
-            structured(&["v1beta1.DRAPlugin", "v1.DRAPlugin"]),
-            Some(PluginApi::V1beta1)
-        );
-        assert_eq!(
-            structured(&["v1alpha1.DRAResourceHealth", "v1.DRAPlugin"]),
-            Some(PluginApi::V1)
-        );
-        assert_eq!(structured(&["1.0.0"]), None);
-        assert_eq!(api(ClusterMode::Classic, &["1.0.1"]), Some(PluginApi::V1alpha3));
-        assert_eq!(api(ClusterMode::Classic, &["v1.DRAPlugin"]), None);
+            assert_eq!(is_known(ClusterMode::Classic, &versions), in_classic_mode);
+            assert_eq!(is_known(ClusterMode::Structured, &versions), in_structured_mode);
+        }
     }
 
     #[tokio::test(start_paused = true)]
