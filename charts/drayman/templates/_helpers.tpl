@@ -33,21 +33,22 @@
 {{- end }}
 
 {{- define "drayman.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "drayman.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ include "drayman.name" .root | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- with .pool }}
-drayman.dev/node-pool: {{ . }}
+drayman.dev/node-pool: {{ . | quote }}
 {{- end }}
 {{- end }}
 
+{{/* Labels of an object. Those in "more" override commonLabels: YAML forbids duplicate keys. */}}
 {{- define "drayman.labels" -}}
 {{ include "drayman.selectorLabels" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 app.kubernetes.io/part-of: drayman
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
-{{- with .root.Values.commonLabels }}
+{{- with mergeOverwrite (dict) (default dict .root.Values.commonLabels) (default dict .more) }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
@@ -177,7 +178,7 @@ apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
 metadata:
   name: {{ include "drayman.component" .me }}
-  namespace: {{ include "drayman.namespace" .me.root }}
+  namespace: {{ include "drayman.namespace" .me.root | quote }}
   labels:
     {{- include "drayman.labels" .me | nindent 4 }}
   annotations:
