@@ -281,18 +281,18 @@ fn switches(process: &str) -> BTreeMap<String, u64> {
 async fn unplug() -> anyhow::Result<()> {
     let setup = setup::Setup::start(1).await?;
     let node = setup.cluster.node(0);
-    pods::make_devices(node, "drayman-plugged", &pods::MINORS[..2])?;
+    pods::make_devices(node, "drayman-plugged-", &pods::MINORS[..2])?;
     let companion = setup.companion(0, pods::CONFIGURATION)?;
-    pods::wait_for_allocatable(&setup, 0, "2").await?;
+    setup.until_allocatable(pods::PLUGGED, "2").await?;
     let (mut gone, mut back) = (Times::default(), Times::default());
     for _ in 0..20 {
         let start = Instant::now();
         node.remove("/dev/drayman-plugged-1")?;
-        pods::wait_for_allocatable(&setup, 0, "1").await?;
+        setup.until_allocatable(pods::PLUGGED, "1").await?;
         gone.push(start.elapsed());
         let start = Instant::now();
         node.make_device("/dev/drayman-plugged-1", 1, pods::MINORS[1])?;
-        pods::wait_for_allocatable(&setup, 0, "2").await?;
+        setup.until_allocatable(pods::PLUGGED, "2").await?;
         back.push(start.elapsed());
     }
     let name = "in the node's allocatable (kubelet of the tests: status every 1 s)";

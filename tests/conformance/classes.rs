@@ -1,13 +1,12 @@
 //! Classes and parameters of the claims of a pod.
 
 use drayman::driver::{CapacityCause, DriverError};
-use kube::api::{Patch, PatchParams};
 use serde_json::json;
 
 use crate::call::{Request, count};
 use crate::fake_driver::Action;
-use crate::fixture::{finalizers, is_allocated, names, unsuitable_nodes, with_fixture};
-use crate::objects::ClaimSource;
+use crate::fixture::{finalizers, names, unsuitable_nodes, with_fixture};
+use crate::objects::{ClaimSource, touched};
 
 #[test]
 fn a_missing_class_is_named_and_blocks_its_whole_pod() -> anyhow::Result<()> {
@@ -43,7 +42,7 @@ fn a_missing_class_is_named_and_blocks_its_whole_pod() -> anyhow::Result<()> {
         );
         fixture.make_class("missing-class-too", json!({})).await?;
         for name in ["one", "two", "three"] {
-            fixture.wait_for_claim(name, "allocated", is_allocated).await?;
+            fixture.wait_until_allocated(name).await?;
         }
         controller.stop().await
     })
@@ -75,19 +74,13 @@ fn a_class_with_structured_parameters_is_left_to_the_scheduler() -> anyhow::Resu
         let entries = ["theirs", "at-once", "ours"].map(|name| (name, ClaimSource::Claim(name)));
         let pod = fixture.pod("pod", &entries).await?;
         fixture.context(&pod, "", &names(["node"])).await?;
-        let context = fixture
-            .wait_for_context("pod", "evaluated", |context| {
-                !context.status.resource_claims.is_empty()
-            })
-            .await?;
+        let context = fixture.wait_until_evaluated("pod").await?;
         assert_eq!(
             unsuitable_nodes(&context).into_keys().collect::<Vec<_>>(),
             ["ours"]
         );
-        fixture
-            .reschedule("pod", json!({ "selectedNode": "node" }))
-            .await?;
-        fixture.wait_for_claim("ours", "allocated", is_allocated).await?;
+        fixture.select_node("pod", "node").await?;
+        fixture.wait_until_allocated("ours").await?;
         fixture.fence().await?;
         for name in ["theirs", "at-once"] {
             assert_eq!(
@@ -116,11 +109,9 @@ fn wrong_parameters_are_reported_and_a_fix_helps_at_once() -> anyhow::Result<()>
             _ => Action::Proceed,
         });
         let controller = fixture.start().await?;
-        fixture.claim("one").await?;
-        let pod = fixture
-            .pod("pod", &[("device", ClaimSource::Claim("one"))])
+        fixture
+            .waiting_pod("pod", &["one"], "node", &names(["node"]))
             .await?;
-        fixture.context(&pod, "node", &names(["node"])).await?;
         let kind = |event: k8s_openapi::api::core::v1::Event| event.involved_object.kind.unwrap_or_default();
         let event = fixture
             .wait_for_event(&fixture.name, "ParametersInvalid", "parametersRef is missing")
@@ -154,7 +145,7 @@ fn wrong_parameters_are_reported_and_a_fix_helps_at_once() -> anyhow::Result<()>
         assert_eq!(fixture.driver.calls().len(), before);
         fixture.driver.clear_rule();
         fixture.driver.report_capacity(CapacityCause::Parameters);
-        fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        fixture.wait_until_allocated("one").await?;
         // The context has the name of the pod, so this covers Events about the context too.
         assert_eq!(fixture.events("pod").await?.len(), 2);
         assert_eq!(fixture.events("one").await?.len(), 1);
@@ -167,16 +158,8 @@ fn wrong_parameters_are_reported_and_a_fix_helps_at_once() -> anyhow::Result<()>
 fn a_changed_class_is_evaluated_again_before_allocation_only() -> anyhow::Result<()> {
     with_fixture("changed-class", async |fixture| {
         let controller = fixture.start().await?;
-        fixture.claim("one").await?;
-        let pod = fixture
-            .pod("pod", &[("device", ClaimSource::Claim("one"))])
-            .await?;
-        fixture.context(&pod, "", &names(["node"])).await?;
-        fixture
-            .wait_for_context("pod", "evaluated", |context| {
-                !context.status.resource_claims.is_empty()
-            })
-            .await?;
+        fixture.waiting_pod("pod", &["one"], "", &names(["node"])).await?;
+        fixture.wait_until_evaluated("pod").await?;
         fixture.driver.rule(|request| match request {
             Request::Evaluate { claims, .. } if claims[0].class.parameters_ref.is_some() => {
                 Action::Unsuitable(vec![("one", names(["node"]).to_vec())])
@@ -192,7 +175,7 @@ fn a_changed_class_is_evaluated_again_before_allocation_only() -> anyhow::Result
         fixture
             .wait_for_context("pod", "evaluated again", |context| {
                 unsuitable_nodes(context)
-                    .get("device")
+                    .get("one")
                     .is_some_and(|nodes| nodes == &["node"])
             })
             .await?;
@@ -201,13 +184,11 @@ fn a_changed_class_is_evaluated_again_before_allocation_only() -> anyhow::Result
             .await?;
         fixture
             .wait_for_context("pod", "suitable again", |context| {
-                unsuitable_nodes(context).get("device").is_some_and(Vec::is_empty)
+                unsuitable_nodes(context).get("one").is_some_and(Vec::is_empty)
             })
             .await?;
-        fixture
-            .reschedule("pod", json!({ "selectedNode": "node" }))
-            .await?;
-        let claim = fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        fixture.select_node("pod", "node").await?;
+        let claim = fixture.wait_until_allocated("one").await?;
         fixture
             .patch_class(
                 &fixture.name,
@@ -244,11 +225,7 @@ fn a_driver_name_in_upper_case_is_reported_and_not_served() -> anyhow::Result<()
             .pod("pod", &[("device", ClaimSource::Claim("one"))])
             .await?;
         fixture.context(&pod, "node", &names(["node"])).await?;
-        let labels = Patch::Merge(json!({ "metadata": { "labels": { "touched": "yes" } } }));
-        fixture
-            .classes()
-            .patch("shouting", &PatchParams::default(), &labels)
-            .await?;
+        fixture.patch_class("shouting", touched()).await?;
         fixture.fence().await?;
         assert_eq!(fixture.driver.call_summaries(), Vec::<String>::new());
         for name in ["one", "at-once"] {
@@ -259,7 +236,7 @@ fn a_driver_name_in_upper_case_is_reported_and_not_served() -> anyhow::Result<()
             .patch_class("shouting", json!({ "driverName": fixture.driver_name() }))
             .await?;
         for name in ["one", "at-once"] {
-            fixture.wait_for_claim(name, "allocated", is_allocated).await?;
+            fixture.wait_until_allocated(name).await?;
         }
         controller.stop().await
     })

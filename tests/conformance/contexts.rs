@@ -2,13 +2,13 @@
 
 use drayman::api::resource::PodSchedulingContext;
 use drayman::driver::DriverError;
-use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
+use kube::api::{DeleteParams, PostParams};
 use serde_json::json;
 
 use crate::call::{Call, Request, count};
 use crate::fake_driver::Action;
-use crate::fixture::{Fixture, is_allocated, names, unsuitable_nodes, with_fixture};
-use crate::objects::ClaimSource;
+use crate::fixture::{Fixture, names, unsuitable_nodes, with_fixture};
+use crate::objects::{ClaimSource, patch, patch_status};
 
 /// Creates a claim and a pod of this name.
 async fn pod(fixture: &Fixture, name: &str) -> anyhow::Result<drayman::api::resource::Pod> {
@@ -29,9 +29,7 @@ fn an_empty_or_foreign_context_is_left_alone() -> anyhow::Result<()> {
             .contexts()
             .delete("going", &DeleteParams::default())
             .await?;
-        fixture
-            .reschedule("going", json!({ "selectedNode": "node" }))
-            .await?;
+        fixture.select_node("going", "node").await?;
         let orphan = pod(fixture, "orphan").await?;
         fixture
             .context_with(&orphan, json!({}), "node", &names(["node"]))
@@ -71,19 +69,13 @@ fn a_pod_that_ends_has_ended_or_is_not_there_is_not_served() -> anyhow::Result<(
                 json!({ "schedulerName": "the-test" }),
             )
             .await?;
-        let keep = Patch::Merge(json!({ "metadata": { "finalizers": ["example.com/keep"] } }));
-        fixture
-            .pods()
-            .patch("going", &PatchParams::default(), &keep)
-            .await?;
+        let keep = json!({ "metadata": { "finalizers": ["example.com/keep"] } });
+        patch(&fixture.pods(), "going", keep).await?;
         fixture.pods().delete("going", &DeleteParams::default()).await?;
         fixture.context(&going, "node", &names(["node"])).await?;
         let over = pod(fixture, "over").await?;
-        let failed = Patch::Merge(json!({ "status": { "phase": "Failed" } }));
-        fixture
-            .pods()
-            .patch_status("over", &PatchParams::default(), &failed)
-            .await?;
+        let failed = json!({ "phase": "Failed" });
+        patch_status(&fixture.pods(), "over", failed).await?;
         fixture.context(&over, "node", &names(["node"])).await?;
         // Until the garbage collector notices the missing owner, the context refers to a pod that does not exist.
         let gone = pod(fixture, "gone").await?;
@@ -107,11 +99,8 @@ fn a_pod_that_ends_has_ended_or_is_not_there_is_not_served() -> anyhow::Result<(
         for name in ["going", "over", "gone"] {
             assert_eq!(fixture.events(name).await?, []);
         }
-        let free = Patch::Merge(json!({ "metadata": { "finalizers": null } }));
-        fixture
-            .pods()
-            .patch("going", &PatchParams::default(), &free)
-            .await?;
+        let free = json!({ "metadata": { "finalizers": null } });
+        patch(&fixture.pods(), "going", free).await?;
         controller.stop().await
     })
 }
@@ -125,11 +114,7 @@ fn potential_and_selected_nodes_are_evaluated_before_allocation() -> anyhow::Res
         fixture
             .context(&one, "bad", &names(["good", "fine", "worse"]))
             .await?;
-        let context = fixture
-            .wait_for_context("one", "evaluated", |context| {
-                !context.status.resource_claims.is_empty()
-            })
-            .await?;
+        let context = fixture.wait_until_evaluated("one").await?;
         assert_eq!(
             unsuitable_nodes(&context)["device"],
             ["bad", "worse"],
@@ -172,22 +157,13 @@ fn potential_and_selected_nodes_are_evaluated_before_allocation() -> anyhow::Res
         let evaluated = evaluated_nodes(&fixture.driver.calls());
         assert_eq!(sorted(&evaluated[1]), ["bad", "fine", "new", "worse"]);
         // A node that is unsuitable for one of two claims is unsuitable for the pod.
-        fixture.driver.rule(|request| match request {
-            Request::Evaluate { .. } => Action::Unsuitable(vec![("three", vec!["good".to_owned()])]),
-            _ => Action::Proceed,
-        });
-        fixture.claim("two").await?;
-        fixture.claim("three").await?;
-        let both = fixture
-            .pod(
-                "both",
-                &[
-                    ("two", ClaimSource::Claim("two")),
-                    ("three", ClaimSource::Claim("three")),
-                ],
-            )
+        fixture.driver.on(
+            Request::is_evaluate,
+            Action::Unsuitable(vec![("three", vec!["good".to_owned()])]),
+        );
+        fixture
+            .waiting_pod("both", &["two", "three"], "good", &names(["good", "fine"]))
             .await?;
-        fixture.context(&both, "good", &names(["good", "fine"])).await?;
         let context = fixture
             .wait_for_context("both", "evaluated", |context| {
                 context.status.resource_claims.len() == 2
@@ -216,15 +192,7 @@ fn a_node_that_another_driver_refuses_is_not_allocated_on() -> anyhow::Result<()
         fixture
             .claim_of("theirs", json!({ "resourceClassName": "refusing" }))
             .await?;
-        let pod = fixture
-            .pod(
-                "pod",
-                &[
-                    ("ours", ClaimSource::Claim("ours")),
-                    ("theirs", ClaimSource::Claim("theirs")),
-                ],
-            )
-            .await?;
+        let pod = fixture.pod_naming("pod", &["ours", "theirs"]).await?;
         fixture.context(&pod, "", &names(["good", "bad"])).await?;
         let evaluated = |context: &PodSchedulingContext| unsuitable_nodes(context).contains_key("ours");
         let context = fixture.wait_for_context("pod", "evaluated", evaluated).await?;
@@ -246,14 +214,12 @@ fn a_node_that_another_driver_refuses_is_not_allocated_on() -> anyhow::Result<()
             anyhow::Ok(())
         };
         answer(&context, &["bad"]).await?;
-        fixture
-            .reschedule("pod", json!({ "selectedNode": "bad" }))
-            .await?;
+        fixture.select_node("pod", "bad").await?;
         fixture.fence().await?;
         assert_eq!(count(&fixture.driver.calls(), Request::is_allocate), 0);
         // The other driver withdraws its refusal.
         answer(&fixture.contexts().get("pod").await?, &[]).await?;
-        fixture.wait_for_claim("ours", "allocated", is_allocated).await?;
+        fixture.wait_until_allocated("ours").await?;
         controller.stop().await
     })
 }
@@ -265,7 +231,7 @@ fn a_selected_node_alone_is_evaluated_and_allocated() -> anyhow::Result<()> {
         let controller = fixture.start().await?;
         let one = pod(fixture, "one").await?;
         fixture.context(&one, "good", &[]).await?;
-        fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        fixture.wait_until_allocated("one").await?;
         let two = pod(fixture, "two").await?;
         fixture.context(&two, "good", &[]).await?;
         fixture
@@ -278,7 +244,7 @@ fn a_selected_node_alone_is_evaluated_and_allocated() -> anyhow::Result<()> {
         // It is served as soon as the first pod ends.
         fixture.remove_pod("one").await?;
         fixture.request_deallocation("one").await?;
-        fixture.wait_for_claim("two", "allocated", is_allocated).await?;
+        fixture.wait_until_allocated("two").await?;
         controller.stop().await
     })
 }
@@ -287,39 +253,22 @@ fn a_selected_node_alone_is_evaluated_and_allocated() -> anyhow::Result<()> {
 fn a_driver_that_cannot_evaluate_is_asked_again() -> anyhow::Result<()> {
     with_fixture("cannot-evaluate", async |fixture| {
         let broken = DriverError::retry("Broken", "the inventory is not there");
-        fixture.driver.rule(move |request| {
-            if request.is_evaluate() {
-                Action::Fail(broken.clone())
-            } else {
-                Action::Proceed
-            }
-        });
+        fixture.driver.on(Request::is_evaluate, Action::Fail(broken));
         let controller = fixture.start().await?;
         let one = pod(fixture, "one").await?;
         fixture.context(&one, "node", &names(["node"])).await?;
         fixture
             .wait_for_event("one", "Broken", "the inventory is not there")
             .await?;
-        fixture
-            .driver
-            .wait_for("evaluate three times", |calls| {
-                count(calls, Request::is_evaluate) >= 3
-            })
-            .await?;
+        fixture.wait_for_calls("evaluate", 3..).await?;
         assert_eq!(fixture.requests(&controller).await?, ["get pods 200"]);
-        fixture.driver.rule(|request| {
-            if request.is_evaluate() {
-                Action::AnswerForNone
-            } else {
-                Action::Proceed
-            }
-        });
+        fixture.driver.on(Request::is_evaluate, Action::AnswerForNone);
         fixture
             .wait_for_event("one", "DriverMisbehaved", "the driver answered for 0 of 1 claims")
             .await?;
         assert_eq!(count(&fixture.driver.calls(), Request::is_allocate), 0);
         fixture.driver.clear_rule();
-        fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        fixture.wait_until_allocated("one").await?;
         controller.stop().await
     })
 }
@@ -336,22 +285,10 @@ fn entries_of_other_drivers_stay_and_answers_are_written_once() -> anyhow::Resul
         fixture
             .claim_of("theirs", json!({ "resourceClassName": "others-class" }))
             .await?;
-        let pod = fixture
-            .pod(
-                "pod",
-                &[
-                    ("ours", ClaimSource::Claim("ours")),
-                    ("theirs", ClaimSource::Claim("theirs")),
-                ],
-            )
-            .await?;
+        let pod = fixture.pod_naming("pod", &["ours", "theirs"]).await?;
         fixture.context(&pod, "", &names(["good", "bad"])).await?;
         // The other driver replaces the full status, as the Go library does.
-        let mut context = fixture
-            .wait_for_context("pod", "evaluated", |context| {
-                !context.status.resource_claims.is_empty()
-            })
-            .await?;
+        let mut context = fixture.wait_until_evaluated("pod").await?;
         context.status.resource_claims.push(serde_json::from_value(
             json!({ "name": "theirs", "unsuitableNodes": ["good"] }),
         )?);
@@ -371,19 +308,14 @@ fn entries_of_other_drivers_stay_and_answers_are_written_once() -> anyhow::Resul
             .await?;
         assert_eq!(unsuitable_nodes(&context)["theirs"], ["good"]);
         // The same nodes in another order do not cause a write.
-        fixture.driver.rule(|request| match request {
-            Request::Evaluate { .. } => Action::Unsuitable(vec![("ours", names(["worse", "bad"]).to_vec())]),
-            _ => Action::Proceed,
-        });
+        fixture.driver.on(
+            Request::is_evaluate,
+            Action::Unsuitable(vec![("ours", names(["worse", "bad"]).to_vec())]),
+        );
         fixture
             .reschedule("pod", json!({ "potentialNodes": ["worse", "bad", "good"] }))
             .await?;
-        fixture
-            .driver
-            .wait_for("evaluate three times", |calls| {
-                count(calls, Request::is_evaluate) == 3
-            })
-            .await?;
+        fixture.wait_for_calls("evaluate", 3..=3).await?;
         fixture.fence().await?;
         let requests = fixture.requests(&controller).await?;
         let writes = requests
@@ -404,9 +336,7 @@ fn an_unwritten_answer_is_written_later_without_a_new_call() -> anyhow::Result<(
     with_fixture("cannot-write", async |fixture| {
         fixture.driver.nodes([("good", 1)]);
         let rules = crate::fixture::rules_without("podschedulingcontexts/status", "patch");
-        let controller = fixture
-            .start_as("", &fixture.driver, &rules, |builder| builder)
-            .await?;
+        let controller = fixture.start_with(&rules).await?;
         let one = pod(fixture, "one").await?;
         fixture.context(&one, "", &names(["good", "bad"])).await?;
         fixture
@@ -415,11 +345,7 @@ fn an_unwritten_answer_is_written_later_without_a_new_call() -> anyhow::Result<(
             })
             .await?;
         fixture.allow(&controller).await?;
-        let context = fixture
-            .wait_for_context("one", "evaluated", |context| {
-                !context.status.resource_claims.is_empty()
-            })
-            .await?;
+        let context = fixture.wait_until_evaluated("one").await?;
         assert_eq!(unsuitable_nodes(&context)["device"], ["bad"]);
         assert_eq!(fixture.driver.call_summaries(), ["evaluate one"]);
         controller.stop().await
@@ -468,15 +394,7 @@ fn a_claim_that_is_being_deleted_is_not_allocated_for_a_pod() -> anyhow::Result<
         let keep = json!({ "name": "one", "finalizers": ["example.com/keep"] });
         fixture.create_claim(json!({ "metadata": keep })).await?;
         fixture.claim("two").await?;
-        let pod = fixture
-            .pod(
-                "pod",
-                &[
-                    ("one", ClaimSource::Claim("one")),
-                    ("two", ClaimSource::Claim("two")),
-                ],
-            )
-            .await?;
+        let pod = fixture.pod_naming("pod", &["one", "two"]).await?;
         fixture.delete_claim("one").await?;
         fixture.context(&pod, "node", &names(["node"])).await?;
         fixture.fence().await?;
@@ -496,7 +414,7 @@ fn a_claim_that_is_being_deleted_is_not_allocated_for_a_pod() -> anyhow::Result<
         fixture.wait_until_gone("one").await?;
         fixture.claim("one").await?;
         for name in ["one", "two"] {
-            fixture.wait_for_claim(name, "allocated", is_allocated).await?;
+            fixture.wait_until_allocated(name).await?;
         }
         controller.stop().await
     })

@@ -10,42 +10,30 @@ use crate::call::{Request, count};
 use crate::fake_driver::Action;
 use crate::fixture::{is_allocated, names, rules, with_fixture};
 use crate::harness::rule;
-use crate::objects::ClaimSource;
 
 #[test]
 fn a_hanging_call_is_cancelled_and_delays_only_its_claim() -> anyhow::Result<()> {
     with_fixture("hangs", async |fixture| {
-        fixture.driver.rule(|request| match request {
-            Request::Allocate { .. } if request.is_about("stuck") || request.is_about("at-once") => {
-                Action::Hang
-            }
-            _ => Action::Proceed,
-        });
+        let about = |request: &Request| request.is_about("stuck") || request.is_about("at-once");
+        fixture.driver.on(
+            move |request| request.is_allocate() && about(request),
+            Action::Hang,
+        );
         let limit = Duration::from_secs(2);
         let controller = fixture
             .start_as("", &fixture.driver, &rules(), |builder| {
                 builder.call_timeout(limit)
             })
             .await?;
-        fixture.claim("stuck").await?;
-        let pod = fixture
-            .pod("pod", &[("device", ClaimSource::Claim("stuck"))])
-            .await?;
-        fixture.context(&pod, "node", &[]).await?;
+        fixture.waiting_pod("pod", &["stuck"], "node", &[]).await?;
         fixture.immediate("at-once").await?;
-        fixture
-            .driver
-            .wait_for("allocate both", |calls| count(calls, Request::is_allocate) >= 2)
-            .await?;
+        fixture.wait_for_calls("allocate", 2..).await?;
         for number in 0..20 {
             fixture.immediate(&format!("other-{number}")).await?;
         }
         for number in 0..20 {
-            fixture
-                .wait_for_claim(&format!("other-{number}"), "allocated", is_allocated)
-                .await?;
+            fixture.wait_until_allocated(&format!("other-{number}")).await?;
         }
-        let about = |request: &Request| request.is_about("stuck") || request.is_about("at-once");
         let calls = fixture
             .driver
             .wait_for("deallocate", |calls| {
@@ -68,7 +56,7 @@ fn a_hanging_call_is_cancelled_and_delays_only_its_claim() -> anyhow::Result<()>
             .await?;
         fixture.driver.clear_rule();
         for name in ["stuck", "at-once"] {
-            fixture.wait_for_claim(name, "allocated", is_allocated).await?;
+            fixture.wait_until_allocated(name).await?;
         }
         controller.stop().await
     })
@@ -83,70 +71,34 @@ fn every_kind_of_call_has_a_limit() -> anyhow::Result<()> {
                 builder.call_timeout(limit)
             })
             .await?;
-        fixture.driver.rule(|request| {
-            if matches!(request, Request::Class(_)) {
-                Action::Hang
-            } else {
-                Action::Proceed
-            }
-        });
-        fixture.claim("one").await?;
-        let pod = fixture
-            .pod("pod", &[("device", ClaimSource::Claim("one"))])
-            .await?;
-        fixture.context(&pod, "", &names(["node"])).await?;
+        fixture
+            .driver
+            .on(|request| matches!(request, Request::Class(_)), Action::Hang);
+        fixture.waiting_pod("pod", &["one"], "", &names(["node"])).await?;
         fixture
             .wait_for_event("pod", "DriverTimeout", "has not answered")
             .await?;
-        fixture.driver.rule(|request| {
-            if matches!(request, Request::Claim(_)) {
-                Action::Hang
-            } else {
-                Action::Proceed
-            }
-        });
+        fixture
+            .driver
+            .on(|request| matches!(request, Request::Claim(_)), Action::Hang);
         fixture
             .driver
             .wait_for("read the claim twice", |calls| {
                 count(calls, |request| matches!(request, Request::Claim(_))) >= 2
             })
             .await?;
-        fixture.driver.rule(|request| {
-            if request.is_evaluate() {
-                Action::Hang
-            } else {
-                Action::Proceed
-            }
-        });
-        fixture
-            .driver
-            .wait_for("evaluate twice", |calls| count(calls, Request::is_evaluate) >= 2)
-            .await?;
+        fixture.driver.on(Request::is_evaluate, Action::Hang);
+        fixture.wait_for_calls("evaluate", 2..).await?;
         fixture.driver.clear_rule();
-        fixture
-            .wait_for_context("pod", "evaluated", |context| {
-                !context.status.resource_claims.is_empty()
-            })
-            .await?;
+        fixture.wait_until_evaluated("pod").await?;
         fixture.immediate("two").await?;
-        fixture.wait_for_claim("two", "allocated", is_allocated).await?;
-        fixture.driver.rule(|request| {
-            if request.is_deallocate() {
-                Action::Hang
-            } else {
-                Action::Proceed
-            }
-        });
+        fixture.wait_until_allocated("two").await?;
+        fixture.driver.on(Request::is_deallocate, Action::Hang);
         fixture.delete_claim("two").await?;
         fixture
             .wait_for_event("two", "DriverTimeout", "has not answered")
             .await?;
-        fixture
-            .driver
-            .wait_for("deallocate twice", |calls| {
-                count(calls, Request::is_deallocate) >= 2
-            })
-            .await?;
+        fixture.wait_for_calls("deallocate", 2..).await?;
         assert!(is_allocated(&fixture.claims().get("two").await?));
         fixture.driver.clear_rule();
         fixture.wait_until_gone("two").await?;
@@ -157,23 +109,20 @@ fn every_kind_of_call_has_a_limit() -> anyhow::Result<()> {
 #[test]
 fn a_driver_that_panics_harms_only_its_own_claim() -> anyhow::Result<()> {
     with_fixture("panics", async |fixture| {
-        fixture.driver.rule(|request| match request {
-            Request::Allocate { .. } if request.is_about("bad") => Action::Panic,
-            _ => Action::Proceed,
-        });
+        fixture.driver.on(
+            |request| request.is_allocate() && request.is_about("bad"),
+            Action::Panic,
+        );
         let controller = fixture.start().await?;
         fixture.immediate("bad").await?;
         fixture
             .wait_for_event("bad", "DriverPanicked", "panicked")
             .await?;
-        fixture
-            .driver
-            .wait_for("deallocate", |calls| count(calls, Request::is_deallocate) >= 1)
-            .await?;
+        fixture.wait_for_calls("deallocate", 1..).await?;
         fixture.immediate("good").await?;
-        fixture.wait_for_claim("good", "allocated", is_allocated).await?;
+        fixture.wait_until_allocated("good").await?;
         fixture.driver.clear_rule();
-        fixture.wait_for_claim("bad", "allocated", is_allocated).await?;
+        fixture.wait_until_allocated("bad").await?;
         controller.stop().await
     })
 }
@@ -209,7 +158,7 @@ fn a_lease_is_released_only_when_every_call_has_ended() -> anyhow::Result<()> {
                 .wait_for("allocate", |all| count(all, Request::is_allocate) > calls)
                 .await?;
             if answers {
-                fixture.wait_for_claim(name, "allocated", is_allocated).await?;
+                fixture.wait_until_allocated(name).await?;
             }
             controller.stop().await?;
             let spec = leases.get(name).await?.spec.unwrap_or_default();

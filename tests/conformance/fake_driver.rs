@@ -22,6 +22,7 @@ use crate::call::{Call, Request, RequestedClaim, is_fence, name, summaries};
 use crate::harness::TIMEOUT;
 
 /// The reaction of the driver to a call.
+#[derive(Clone)]
 pub(crate) enum Action {
     /// Performs the request.
     Proceed,
@@ -106,6 +107,17 @@ impl FakeDriver {
     /// Sets the reaction to later calls.
     pub(crate) fn rule(&self, rule: impl Fn(&Request) -> Action + Send + Sync + 'static) {
         self.state().rule = Some(Arc::new(rule));
+    }
+
+    /// Sets the reaction to later calls of one kind; others proceed.
+    pub(crate) fn on(&self, which: impl Fn(&Request) -> bool + Send + Sync + 'static, action: Action) {
+        self.rule(move |request| {
+            if which(request) {
+                action.clone()
+            } else {
+                Action::Proceed
+            }
+        });
     }
 
     /// Restores the default behaviour.

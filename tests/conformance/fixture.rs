@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
+use std::ops::RangeBounds;
 use std::panic::{AssertUnwindSafe, resume_unwind};
 use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use drayman::api::resource::{PodSchedulingContext, ResourceClaim};
@@ -29,6 +30,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::AbortOnDropHandle;
 use tower::service_fn;
 
+use crate::call::{Call, summaries};
 use crate::fake_driver::FakeDriver;
 use crate::harness::{Cluster, Entry, TIMEOUT, rule};
 use crate::objects::ClaimSource;
@@ -156,7 +158,12 @@ impl Fixture {
 
     /// Starts a controller of the driver of the fixture.
     pub(crate) async fn start(&self) -> anyhow::Result<RunningController> {
-        self.start_as("", &self.driver, &rules(), |builder| builder).await
+        self.start_with(&rules()).await
+    }
+
+    /// Starts a controller of the driver of the fixture with these permissions.
+    pub(crate) async fn start_with(&self, rules: &[PolicyRule]) -> anyhow::Result<RunningController> {
+        self.start_as("", &self.driver, rules, |builder| builder).await
     }
 
     /// Starts a controller of `driver` with these permissions and options. Its user is the fixture name followed by `name`.
@@ -258,6 +265,14 @@ impl Fixture {
         self.cluster.audit().of_user(&controller.user).await
     }
 
+    /// Asserts that no request of a controller has failed.
+    pub(crate) async fn assert_none_failed(&self, controller: &RunningController) -> anyhow::Result<()> {
+        let mut failed = self.audit_entries(controller).await?;
+        failed.retain(|entry| entry.code >= 400);
+        assert_eq!(failed, []);
+        Ok(())
+    }
+
     /// Waits until the audit log entries of a controller meet a condition.
     pub(crate) async fn wait_for_entries(
         &self,
@@ -272,6 +287,21 @@ impl Fixture {
         timeout(TIMEOUT, met)
             .await
             .with_context(|| format!("the API server never {what}"))?
+    }
+
+    /// Waits until the number of driver calls whose summary begins so is in `numbers`.
+    pub(crate) async fn wait_for_calls(
+        &self,
+        start: &str,
+        numbers: impl RangeBounds<usize> + Debug,
+    ) -> anyhow::Result<Vec<Call>> {
+        let is_met = |calls: &[Call]| {
+            let summaries = summaries(calls);
+            let these = summaries.iter().filter(|summary| summary.starts_with(start));
+            numbers.contains(&these.count())
+        };
+        let expected = format!("{start} {numbers:?} times");
+        self.driver.wait_for(&expected, is_met).await
     }
 
     /// Waits until the controller has processed every earlier event: until a claim created now is allocated.
@@ -345,6 +375,13 @@ fn run(
         task,
         stop: stop.drop_guard(),
     })
+}
+
+/// Asserts that less than this time has passed.
+#[track_caller]
+pub(crate) fn assert_within(since: Instant, seconds: u64) {
+    let elapsed = since.elapsed();
+    assert!(elapsed < Duration::from_secs(seconds), "{elapsed:?}");
 }
 
 pub(crate) fn finalizers(claim: &ResourceClaim) -> Vec<&str> {

@@ -1,6 +1,6 @@
 //! Claims with allocation mode `Immediate`.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use drayman::api::resource::ResourceClaimConsumerReference;
 use drayman::driver::{CapacityCause, DriverError};
@@ -8,7 +8,7 @@ use serde_json::json;
 
 use crate::call::{Request, count};
 use crate::fake_driver::Action;
-use crate::fixture::{finalizers, is_allocated, with_fixture};
+use crate::fixture::{assert_within, finalizers, is_allocated, with_fixture};
 
 #[test]
 fn an_immediate_claim_is_allocated_without_node_and_pod() -> anyhow::Result<()> {
@@ -22,7 +22,7 @@ fn an_immediate_claim_is_allocated_without_node_and_pod() -> anyhow::Result<()> 
             .await?;
         let controller = fixture.start().await?;
         fixture.immediate("one").await?;
-        let claim = fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        let claim = fixture.wait_until_allocated("one").await?;
         fixture.fence().await?;
 
         let calls = fixture.driver.calls();
@@ -78,12 +78,8 @@ fn a_class_that_comes_late_serves_its_claims_at_once() -> anyhow::Result<()> {
             .await?;
         let created = Instant::now();
         fixture.make_class("later", json!({})).await?;
-        fixture.wait_for_claim("early", "allocated", is_allocated).await?;
-        assert!(
-            created.elapsed() < Duration::from_secs(60),
-            "{:?}",
-            created.elapsed()
-        );
+        fixture.wait_until_allocated("early").await?;
+        assert_within(created, 60);
         assert_eq!(fixture.events("early").await?.len(), 1, "reported once");
         controller.stop().await
     })
@@ -107,9 +103,7 @@ fn a_foreign_claim_costs_nothing_until_its_class_is_ours() -> anyhow::Result<()>
         fixture
             .patch_class(class, json!({ "driverName": fixture.driver_name() }))
             .await?;
-        fixture
-            .wait_for_claim("theirs", "allocated", is_allocated)
-            .await?;
+        fixture.wait_until_allocated("theirs").await?;
         controller.stop().await
     })
 }
@@ -139,7 +133,7 @@ fn wrong_parameters_of_a_class_are_reported_on_class_and_claim() -> anyhow::Resu
         fixture
             .patch_class(&fixture.name, json!({ "parametersRef": reference }))
             .await?;
-        fixture.wait_for_claim("good", "allocated", is_allocated).await?;
+        fixture.wait_until_allocated("good").await?;
 
         fixture.immediate("bad").await?;
         fixture
@@ -157,7 +151,7 @@ fn wrong_parameters_of_a_class_are_reported_on_class_and_claim() -> anyhow::Resu
         assert_eq!(fixture.driver.calls().len(), before);
         fixture.driver.clear_rule();
         fixture.driver.report_capacity(CapacityCause::Parameters);
-        fixture.wait_for_claim("bad", "allocated", is_allocated).await?;
+        fixture.wait_until_allocated("bad").await?;
         controller.stop().await
     })
 }
@@ -165,28 +159,21 @@ fn wrong_parameters_of_a_class_are_reported_on_class_and_claim() -> anyhow::Resu
 #[test]
 fn a_failed_allocation_is_an_event_and_keeps_the_finalizer() -> anyhow::Result<()> {
     with_fixture("immediate-failure", async |fixture| {
-        fixture.driver.rule(|request| match request {
-            Request::Allocate { .. } => {
-                Action::Fail(DriverError::retry("Broken", "the device does not respond"))
-            }
-            _ => Action::Proceed,
-        });
+        fixture.driver.on(
+            Request::is_allocate,
+            Action::Fail(DriverError::retry("Broken", "the device does not respond")),
+        );
         let controller = fixture.start().await?;
         fixture.immediate("one").await?;
         fixture
             .wait_for_event("one", "Broken", "the device does not respond")
             .await?;
-        fixture
-            .driver
-            .wait_for("allocate three times", |calls| {
-                count(calls, Request::is_allocate) >= 3
-            })
-            .await?;
+        fixture.wait_for_calls("allocate", 3..).await?;
         let claim = fixture.claims().get("one").await?;
         assert_eq!(finalizers(&claim), [fixture.finalizer()]);
         assert!(!is_allocated(&claim));
         fixture.driver.clear_rule();
-        fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        fixture.wait_until_allocated("one").await?;
         assert_eq!(
             fixture.events("one").await?.len(),
             1,
@@ -222,9 +209,7 @@ fn what_changes_while_the_driver_is_asked_is_not_lost() -> anyhow::Result<()> {
             .await?;
         fixture.driver.clear_rule();
         fixture.driver.report_capacity(CapacityCause::Parameters);
-        fixture
-            .wait_for_claim("announced", "allocated", is_allocated)
-            .await?;
+        fixture.wait_until_allocated("announced").await?;
 
         fixture.driver.hold_calls();
         fixture.driver.rule(refuse);

@@ -1,12 +1,11 @@
 //! Objects that exceed the limits of the API.
 
-use kube::api::{Patch, PatchParams};
 use serde_json::json;
 
 use crate::call::{Request, count};
 use crate::fake_driver::Action;
 use crate::fixture::{finalizers, is_allocated, names, unsuitable_nodes, with_fixture};
-use crate::objects::ClaimSource;
+use crate::objects::{ClaimSource, patch_status};
 
 fn nodes(from: usize, to: usize) -> Vec<String> {
     (from..to).map(|number| format!("node-{number:03}")).collect()
@@ -23,11 +22,7 @@ fn unsuitable_nodes_are_cut_to_the_limit_of_the_scheduler() -> anyhow::Result<()
             .await?;
         // 128 potential nodes and a selected one: 129 unsuitable nodes.
         fixture.context(&pod, "selected", &nodes(0, 128)).await?;
-        let context = fixture
-            .wait_for_context("pod", "evaluated", |context| {
-                !context.status.resource_claims.is_empty()
-            })
-            .await?;
+        let context = fixture.wait_until_evaluated("pod").await?;
         let listed = &unsuitable_nodes(&context)["device"];
         assert_eq!(listed.len(), 128);
         assert!(listed.contains(&"selected".to_owned()));
@@ -52,13 +47,7 @@ fn unsuitable_nodes_are_cut_to_the_limit_of_the_scheduler() -> anyhow::Result<()
             "28 earlier nodes"
         );
         fixture.fence().await?;
-        let failed: Vec<_> = fixture
-            .audit_entries(&controller)
-            .await?
-            .into_iter()
-            .filter(|entry| entry.code >= 400)
-            .collect();
-        assert_eq!(failed, []);
+        fixture.assert_none_failed(&controller).await?;
         let requests = fixture.requests(&controller).await?;
         let writes = requests
             .iter()
@@ -72,19 +61,10 @@ fn unsuitable_nodes_are_cut_to_the_limit_of_the_scheduler() -> anyhow::Result<()
 #[test]
 fn an_entry_with_129_nodes_can_be_made_by_nobody() -> anyhow::Result<()> {
     with_fixture("entry-of-129", async |fixture| {
-        fixture.claim("one").await?;
-        let pod = fixture
-            .pod("pod", &[("device", ClaimSource::Claim("one"))])
-            .await?;
-        fixture.context(&pod, "", &[]).await?;
-        let entry = |count| json!({ "status": { "resourceClaims": [{ "name": "device", "unsuitableNodes": nodes(0, count) }] } });
-        let patch = async |count| {
-            let patch = Patch::Merge(entry(count));
-            fixture
-                .contexts()
-                .patch_status("pod", &PatchParams::default(), &patch)
-                .await
-        };
+        fixture.waiting_pod("pod", &["one"], "", &[]).await?;
+        let entry =
+            |count| json!({ "resourceClaims": [{ "name": "one", "unsuitableNodes": nodes(0, count) }] });
+        let patch = async |count| patch_status(&fixture.contexts(), "pod", entry(count)).await;
         let Err(kube::Error::Api(status)) = patch(129).await else {
             anyhow::bail!("129 nodes are accepted")
         };
@@ -98,7 +78,7 @@ fn an_entry_with_129_nodes_can_be_made_by_nobody() -> anyhow::Result<()> {
             .await?;
         fixture
             .wait_for_context("pod", "evaluated", |context| {
-                unsuitable_nodes(context)["device"].contains(&"bad".to_owned())
+                unsuitable_nodes(context)["one"].contains(&"bad".to_owned())
             })
             .await?;
         controller.stop().await
@@ -130,21 +110,13 @@ fn a_pod_with_33_claims_gets_them_all_at_once() -> anyhow::Result<()> {
                 .values()
                 .all(|nodes| nodes == &["small"])
         );
-        fixture
-            .reschedule("pod", json!({ "selectedNode": "large" }))
-            .await?;
+        fixture.select_node("pod", "large").await?;
         for name in &claims {
-            fixture.wait_for_claim(name, "allocated", is_allocated).await?;
+            fixture.wait_until_allocated(name).await?;
         }
         assert_eq!(fixture.driver.counts(), (33, 0));
         assert_eq!(count(&fixture.driver.calls(), Request::is_allocate), 1);
-        let failed: Vec<_> = fixture
-            .audit_entries(&controller)
-            .await?
-            .into_iter()
-            .filter(|entry| entry.code >= 400)
-            .collect();
-        assert_eq!(failed, []);
+        fixture.assert_none_failed(&controller).await?;
         controller.stop().await
     })
 }
@@ -152,60 +124,43 @@ fn a_pod_with_33_claims_gets_them_all_at_once() -> anyhow::Result<()> {
 #[test]
 fn a_handle_over_the_limit_is_reported_before_any_write() -> anyhow::Result<()> {
     with_fixture("large-handle", async |fixture| {
-        fixture.driver.rule(|request| match request {
-            Request::Allocate { .. } => Action::HandleData("large", "x".repeat(16 * 1024 + 1)),
-            _ => Action::Proceed,
-        });
+        fixture.driver.on(
+            Request::is_allocate,
+            Action::HandleData("large", "x".repeat(16 * 1024 + 1)),
+        );
         let controller = fixture.start().await?;
         fixture.claim("small").await?;
         fixture.claim("large").await?;
-        let pod = fixture
-            .pod(
-                "pod",
-                &[
-                    ("small", ClaimSource::Claim("small")),
-                    ("large", ClaimSource::Claim("large")),
-                ],
-            )
-            .await?;
+        let pod = fixture.pod_naming("pod", &["small", "large"]).await?;
         fixture.context(&pod, "node", &[]).await?;
         fixture
             .wait_for_event("pod", "NoSuitableDevice", "16385 bytes")
             .await?;
-        fixture
-            .driver
-            .wait_for("deallocate both", |calls| {
-                count(calls, Request::is_deallocate) >= 2
-            })
-            .await?;
+        fixture.wait_for_calls("deallocate", 2..).await?;
         // Another pod is served meanwhile; then an immediate claim exceeds the limit.
-        fixture.claim("other").await?;
-        let other = fixture
-            .pod("other", &[("device", ClaimSource::Claim("other"))])
-            .await?;
-        fixture.context(&other, "node", &[]).await?;
-        fixture.wait_for_claim("other", "allocated", is_allocated).await?;
+        fixture.waiting_pod("other", &["other"], "node", &[]).await?;
+        fixture.wait_until_allocated("other").await?;
         for name in ["small", "large"] {
             assert!(
                 !fixture.versions(name).await?.iter().any(is_allocated),
                 "{name} is recorded although one of the two is invalid"
             );
         }
-        fixture.driver.rule(|request| match request {
-            Request::Allocate { .. } => Action::HandleData("at-once", "x".repeat(16 * 1024 + 1)),
-            _ => Action::Proceed,
-        });
+        fixture.driver.on(
+            Request::is_allocate,
+            Action::HandleData("at-once", "x".repeat(16 * 1024 + 1)),
+        );
         fixture.immediate("at-once").await?;
         fixture
             .wait_for_event("at-once", "DriverMisbehaved", "16385 bytes")
             .await?;
         // A handle at the limit is accepted.
-        fixture.driver.rule(|request| match request {
-            Request::Allocate { .. } => Action::HandleData("at-once", "x".repeat(16 * 1024)),
-            _ => Action::Proceed,
-        });
+        fixture.driver.on(
+            Request::is_allocate,
+            Action::HandleData("at-once", "x".repeat(16 * 1024)),
+        );
         for name in ["small", "large", "at-once"] {
-            fixture.wait_for_claim(name, "allocated", is_allocated).await?;
+            fixture.wait_until_allocated(name).await?;
         }
         controller.stop().await
     })
@@ -269,14 +224,14 @@ fn names_of_253_characters_are_served_and_reported() -> anyhow::Result<()> {
                 .await?;
             fixture.context(&pod, &node, std::slice::from_ref(&node)).await?;
             if pod_name == &served {
-                fixture.wait_for_claim(&served, "allocated", is_allocated).await?;
+                fixture.wait_until_allocated(&served).await?;
             }
         }
         fixture.wait_for_event(&waits, "NoSuitableDevice", "").await?;
         fixture.remove_pod(&served).await?;
         fixture.delete_claim(&served).await?;
         fixture.wait_until_gone(&served).await?;
-        fixture.wait_for_claim(&waits, "allocated", is_allocated).await?;
+        fixture.wait_until_allocated(&waits).await?;
         controller.stop().await
     })
 }

@@ -1,10 +1,9 @@
 //! Objects that users edited to invalid states.
 
-use kube::api::{Patch, PatchParams};
 use serde_json::json;
 
 use crate::call::{Request, count};
-use crate::objects::ClaimSource;
+use crate::objects::{ClaimSource, patch_status};
 
 use crate::fixture::{finalizers, is_allocated, names, unsuitable_nodes, with_fixture};
 
@@ -40,21 +39,13 @@ fn nonsensical_claims_harm_nobody_else_and_can_be_deleted() -> anyhow::Result<()
         }
         // The driver name of an allocated claim is replaced.
         fixture.immediate("renamed").await?;
-        fixture
-            .wait_for_claim("renamed", "allocated", is_allocated)
-            .await?;
+        fixture.wait_until_allocated("renamed").await?;
         fixture
             .patch_claim_status("renamed", json!({ "driverName": "other.example.com" }))
             .await?;
         // The allocation is removed, our finalizer stays.
-        fixture.claim("cleared").await?;
-        let pod = fixture
-            .pod("pod", &[("device", ClaimSource::Claim("cleared"))])
-            .await?;
-        fixture.context(&pod, "node", &[]).await?;
-        fixture
-            .wait_for_claim("cleared", "allocated", is_allocated)
-            .await?;
+        fixture.waiting_pod("pod", &["cleared"], "node", &[]).await?;
+        fixture.wait_until_allocated("cleared").await?;
         fixture
             .patch_claim_status(
                 "cleared",
@@ -63,9 +54,7 @@ fn nonsensical_claims_harm_nobody_else_and_can_be_deleted() -> anyhow::Result<()
             .await?;
         // The finalizer of an allocated claim is removed.
         fixture.immediate("unprotected").await?;
-        fixture
-            .wait_for_claim("unprotected", "allocated", is_allocated)
-            .await?;
+        fixture.wait_until_allocated("unprotected").await?;
         fixture
             .patch_claim("unprotected", json!({ "metadata": { "finalizers": null } }))
             .await?;
@@ -132,22 +121,16 @@ fn contexts_edited_to_nonsense_are_answered_or_left_alone() -> anyhow::Result<()
         fixture.context(&pod, "Not A Node /../", &[]).await?;
         let entries = json!([{ "unsuitableNodes": ["a"] }, { "name": "stranger", "unsuitableNodes": ["good"] },
             { "name": "device", "unsuitableNodes": ["good"] }]);
-        let nonsense = Patch::Merge(json!({ "status": { "resourceClaims": entries } }));
-        fixture
-            .contexts()
-            .patch_status("pod", &PatchParams::default(), &nonsense)
-            .await?;
+        let nonsense = json!({ "resourceClaims": entries });
+        patch_status(&fixture.contexts(), "pod", nonsense).await?;
         // "good" fits, but while the first entry exists the server rejects every apply.
         fixture
             .wait_for_event("pod", "AnswerRefused", "key field")
             .await?;
         assert_eq!(count(&fixture.driver.calls(), Request::is_allocate), 0);
-        let fixed = Patch::Merge(json!({ "status": { "resourceClaims": [
-            { "name": "stranger", "unsuitableNodes": ["good"] }, { "name": "device", "unsuitableNodes": ["good"] }] } }));
-        fixture
-            .contexts()
-            .patch_status("pod", &PatchParams::default(), &fixed)
-            .await?;
+        let fixed = json!({ "resourceClaims": [
+            { "name": "stranger", "unsuitableNodes": ["good"] }, { "name": "device", "unsuitableNodes": ["good"] }] });
+        patch_status(&fixture.contexts(), "pod", fixed).await?;
         // An invalid node name is never written.
         let context = fixture
             .wait_for_context("pod", "evaluated", |context| {
@@ -168,7 +151,7 @@ fn contexts_edited_to_nonsense_are_answered_or_left_alone() -> anyhow::Result<()
                 json!({ "selectedNode": "good", "potentialNodes": names(["good"]) }),
             )
             .await?;
-        let claim = fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        let claim = fixture.wait_until_allocated("one").await?;
         assert_eq!(finalizers(&claim), [fixture.finalizer()]);
         controller.stop().await
     })

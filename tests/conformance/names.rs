@@ -1,14 +1,13 @@
 //! Which claim a pod entry refers to. The test acts as the scheduler and, for other claim names, as the claim controller.
 
-use kube::api::{Patch, PatchParams};
 use serde_json::json;
 
 use drayman::api::resource::Pod;
 
 use crate::call::{Request, count};
-use crate::objects::ClaimSource;
+use crate::objects::{ClaimSource, patch_status};
 
-use crate::fixture::{Fixture, is_allocated, names, with_fixture};
+use crate::fixture::{Fixture, names, with_fixture};
 
 /// Metadata of a claim that a pod owns.
 fn owned_by(pod: &Pod, name: &str) -> serde_json::Value {
@@ -37,18 +36,8 @@ fn a_template_claim_is_found_by_the_status_of_its_pod() -> anyhow::Result<()> {
             .await?;
         // The context is created before the claim controller creates the claim or records its name.
         fixture.context(&pod, "node", &names(["node"])).await?;
-        let named = |pod: Option<&Pod>| {
-            let statuses = pod
-                .map(|pod| pod.status.resource_claim_statuses.as_slice())
-                .unwrap_or_default();
-            statuses.iter().any(|status| status.resource_claim_name.is_some())
-        };
-        let pod = fixture
-            .wait_for(fixture.pods(), "pod", "given a claim", named)
-            .await?;
-        let name = pod.and_then(|pod| pod.status.resource_claim_statuses[0].resource_claim_name.clone());
-        let name = name.unwrap_or_default();
-        let claim = fixture.wait_for_claim(&name, "allocated", is_allocated).await?;
+        let name = fixture.wait_for_generated("pod").await?;
+        let claim = fixture.wait_until_allocated(&name).await?;
         assert_eq!(claim.status.reserved_for[0].name, "pod");
         assert!(name.starts_with("pod-device"), "{name}");
         fixture.fence().await?;
@@ -73,9 +62,7 @@ fn a_claim_is_found_by_the_name_that_kubernetes_1_27_gives_it() -> anyhow::Resul
         let pod = pod_without_template(fixture, "pod").await?;
         fixture.create_claim(owned_by(&pod, "pod-device")).await?;
         fixture.context(&pod, "node", &names(["node"])).await?;
-        fixture
-            .wait_for_claim("pod-device", "allocated", is_allocated)
-            .await?;
+        fixture.wait_until_allocated("pod-device").await?;
         controller.stop().await
     })
 }
@@ -93,14 +80,10 @@ fn an_entry_that_needs_no_claim_is_passed_over() -> anyhow::Result<()> {
             ("one", ClaimSource::Claim("one")),
         ];
         let pod = fixture.pod("pod", &entries).await?;
-        let unneeded =
-            Patch::Merge(json!({ "status": { "resourceClaimStatuses": [{ "name": "unneeded" }] } }));
-        fixture
-            .pods()
-            .patch_status("pod", &PatchParams::default(), &unneeded)
-            .await?;
+        let unneeded = json!({ "resourceClaimStatuses": [{ "name": "unneeded" }] });
+        patch_status(&fixture.pods(), "pod", unneeded).await?;
         fixture.context(&pod, "node", &names(["node"])).await?;
-        fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        fixture.wait_until_allocated("one").await?;
         controller.stop().await
     })
 }
@@ -110,15 +93,7 @@ fn a_pod_with_a_missing_claim_waits_with_all_its_claims() -> anyhow::Result<()> 
     with_fixture("not-there-yet", async |fixture| {
         let controller = fixture.start().await?;
         fixture.claim("one").await?;
-        let pod = fixture
-            .pod(
-                "pod",
-                &[
-                    ("one", ClaimSource::Claim("one")),
-                    ("two", ClaimSource::Claim("two")),
-                ],
-            )
-            .await?;
+        let pod = fixture.pod_naming("pod", &["one", "two"]).await?;
         fixture.context(&pod, "node", &names(["node"])).await?;
         let generated = pod_without_template(fixture, "generated").await?;
         fixture.context(&generated, "node", &names(["node"])).await?;
@@ -134,7 +109,7 @@ fn a_pod_with_a_missing_claim_waits_with_all_its_claims() -> anyhow::Result<()> 
             .create_claim(owned_by(&generated, "generated-device"))
             .await?;
         for name in ["one", "two", "generated-device"] {
-            fixture.wait_for_claim(name, "allocated", is_allocated).await?;
+            fixture.wait_until_allocated(name).await?;
         }
         let together = count(
             &fixture.driver.calls(),
@@ -169,9 +144,7 @@ fn a_claim_owned_by_another_is_refused_and_reported() -> anyhow::Result<()> {
             .pod("user", &[("device", ClaimSource::Claim("pod-device"))])
             .await?;
         fixture.context(&user, "node", &names(["node"])).await?;
-        fixture
-            .wait_for_claim("pod-device", "allocated", is_allocated)
-            .await?;
+        fixture.wait_until_allocated("pod-device").await?;
         controller.stop().await
     })
 }

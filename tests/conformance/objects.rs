@@ -1,10 +1,13 @@
 //! Creates and changes the objects of users and of the scheduler.
 
+use std::fmt::Debug;
+
 use drayman::api::resource::{
     Pod, PodSchedulingContext, ResourceClaim, ResourceClaimTemplate, ResourceClass,
 };
 use k8s_openapi::api::core::v1::Node;
 use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::fixture::Fixture;
@@ -46,12 +49,7 @@ impl Fixture {
     }
 
     pub(crate) async fn patch_class(&self, name: &str, fields: Value) -> anyhow::Result<()> {
-        let patch = Patch::Merge(fields);
-        self.classes()
-            .patch(name, &PatchParams::default(), &patch)
-            .await
-            .map(drop)?;
-        Ok(())
+        patch(&self.classes(), name, fields).await.map(drop)
     }
 
     /// Creates a claim of the class with delayed allocation.
@@ -94,6 +92,31 @@ impl Fixture {
     pub(crate) async fn pod(&self, name: &str, claims: &[(&str, ClaimSource<'_>)]) -> anyhow::Result<Pod> {
         self.pod_with(name, claims, json!({ "schedulerName": TEST_SCHEDULER }))
             .await
+    }
+
+    /// Creates a pod that the test schedules, with an entry for each of these claims, named as its claim.
+    pub(crate) async fn pod_naming(&self, name: &str, claims: &[&str]) -> anyhow::Result<Pod> {
+        let entries: Vec<_> = claims
+            .iter()
+            .map(|claim| (*claim, ClaimSource::Claim(claim)))
+            .collect();
+        self.pod(name, &entries).await
+    }
+
+    /// Creates these claims, a pod that names them, and its context.
+    pub(crate) async fn waiting_pod(
+        &self,
+        name: &str,
+        claims: &[&str],
+        selected: &str,
+        potential: &[String],
+    ) -> anyhow::Result<Pod> {
+        for claim in claims {
+            self.claim(claim).await?;
+        }
+        let pod = self.pod_naming(name, claims).await?;
+        self.context(&pod, selected, potential).await?;
+        Ok(pod)
     }
 
     /// Creates a pod that the scheduler places on a node of the fixture.
@@ -186,12 +209,14 @@ impl Fixture {
 
     /// Patches the spec of a context as the scheduler.
     pub(crate) async fn reschedule(&self, pod: &str, spec: Value) -> anyhow::Result<()> {
-        let patch = Patch::Merge(json!({ "spec": spec }));
-        self.contexts()
-            .patch(pod, &PatchParams::default(), &patch)
+        patch(&self.contexts(), pod, json!({ "spec": spec }))
             .await
-            .map(drop)?;
-        Ok(())
+            .map(drop)
+    }
+
+    /// Selects a node for a pod as the scheduler.
+    pub(crate) async fn select_node(&self, pod: &str, node: &str) -> anyhow::Result<()> {
+        self.reschedule(pod, json!({ "selectedNode": node })).await
     }
 
     /// Creates a fake node with the label of the fixture. The scheduler binds pods to it, but no kubelet runs.
@@ -202,13 +227,12 @@ impl Fixture {
         api.create(&PostParams::default(), &serde_json::from_value(node)?)
             .await?;
         let resources = json!({ "cpu": "64", "memory": "64Gi", "pods": "1000" });
-        let status = json!({ "status": {
+        let status = json!({
             "capacity": resources, "allocatable": resources,
             "conditions": [{ "type": "Ready", "status": "True", "reason": "Pretended", "message": "",
                 "lastHeartbeatTime": "2026-01-01T00:00:00Z", "lastTransitionTime": "2026-01-01T00:00:00Z" }],
-        } });
-        api.patch_status(&name, &PatchParams::default(), &Patch::Merge(status))
-            .await?;
+        });
+        patch_status(&api, &name, status).await?;
         // While the node has the not-ready taint, the scheduler ignores it.
         let untainted = |node: Option<&Node>| {
             let spec = node.and_then(|node| node.spec.as_ref());
@@ -217,6 +241,29 @@ impl Fixture {
         self.wait_for(api, &name, "without a taint", untainted).await?;
         Ok(name)
     }
+}
+
+/// A change of an object that no component needs to act on.
+pub(crate) fn touched() -> Value {
+    json!({ "metadata": { "labels": { "touched": "yes" } } })
+}
+
+/// Patches an object as a user.
+pub(crate) async fn patch<K>(api: &Api<K>, name: &str, fields: Value) -> anyhow::Result<K>
+where
+    K: Clone + Debug + DeserializeOwned,
+{
+    let patch = Patch::Merge(fields);
+    Ok(api.patch(name, &PatchParams::default(), &patch).await?)
+}
+
+/// Patches the status of an object as a user.
+pub(crate) async fn patch_status<K>(api: &Api<K>, name: &str, status: Value) -> kube::Result<K>
+where
+    K: DeserializeOwned,
+{
+    let patch = Patch::Merge(json!({ "status": status }));
+    api.patch_status(name, &PatchParams::default(), &patch).await
 }
 
 fn merge(into: &mut Value, from: Value) {

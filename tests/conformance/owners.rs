@@ -1,38 +1,12 @@
 //! Claims with owners. A pod may name any claim of its namespace; the owner matters for template claims only.
 
-use drayman::api::resource::{Pod, ResourceClaim};
 use k8s_openapi::api::batch::v1::Job;
 use kube::api::{Api, PostParams};
 use serde_json::json;
 
-use crate::fixture::{Fixture, with_fixture};
+use crate::fixture::with_fixture;
 use crate::harness::IMAGE;
 use crate::objects::ClaimSource;
-
-/// The name of the claim generated for a pod with the single entry `device`.
-async fn generated_for(fixture: &Fixture, pod: &str) -> anyhow::Result<String> {
-    if fixture.cluster.minor() < 28 {
-        let name = format!("{pod}-device");
-        fixture
-            .wait_for(
-                fixture.claims(),
-                &name,
-                "made",
-                |claim: Option<&ResourceClaim>| claim.is_some(),
-            )
-            .await?;
-        return Ok(name);
-    }
-    let name = |pod: Option<&Pod>| {
-        let status = pod?.status.resource_claim_statuses.first()?;
-        status.resource_claim_name.clone()
-    };
-    let named = move |pod: Option<&Pod>| name(pod).is_some();
-    let pod = fixture
-        .wait_for(fixture.pods(), pod, "given a claim", named)
-        .await?;
-    name(pod.as_ref()).ok_or_else(|| anyhow::anyhow!("the pod has a claim"))
-}
 
 #[test]
 fn a_claim_that_a_job_owns_serves_any_pod_that_names_it() -> anyhow::Result<()> {
@@ -93,7 +67,7 @@ fn a_claim_of_an_unscheduled_pod_serves_another_pod() -> anyhow::Result<()> {
         fixture
             .pod("owner", &[("device", ClaimSource::Template("template"))])
             .await?;
-        let claim = generated_for(fixture, "owner").await?;
+        let claim = fixture.wait_for_generated("owner").await?;
         fixture
             .scheduled_pod("user", &[("device", ClaimSource::Claim(&claim))])
             .await?;

@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use drayman::driver::DriverError;
 use k8s_openapi::api::core::v1::Node;
-use kube::api::{Api, ListParams, Patch, PatchParams};
+use kube::api::{Api, ListParams};
 use serde_json::json;
 
 use crate::call::{Request, count};
 use crate::fake_driver::{Action, FakeDriver};
 use crate::fixture::{Fixture, is_allocated, names, rules, with_fixture};
-use crate::objects::ClaimSource;
+use crate::objects::{ClaimSource, patch};
 
 /// A second driver with the class `other-<fixture>`.
 async fn other_driver(fixture: &Fixture) -> anyhow::Result<FakeDriver> {
@@ -57,13 +57,7 @@ fn two_drivers_with_two_claims_each_make_progress_in_a_pod() -> anyhow::Result<(
         let evaluated_other = |request: &Request| matches!(request, Request::Evaluate { claims, .. } if claims.iter().any(|requested| ["two", "four"].contains(&requested.entry.as_str())));
         assert_eq!(count(&fixture.driver.calls(), evaluated_other), 0);
         for controller in [&first, &second] {
-            let failed: Vec<_> = fixture
-                .audit_entries(controller)
-                .await?
-                .into_iter()
-                .filter(|entry| entry.code >= 400)
-                .collect();
-            assert_eq!(failed, []);
+            fixture.assert_none_failed(controller).await?;
         }
         fixture.remove_pod("pod").await?;
         fixture.driver.wait_for_counts((2, 2)).await?;
@@ -310,20 +304,8 @@ fn a_pod_that_has_a_node_already_is_served_there() -> anyhow::Result<()> {
             .wait_for_event("does-not", "NoSuitableDevice", "full")
             .await?;
         let pod = fixture.pods().get("fits").await?;
-        let status = fixture
-            .wait_for(
-                fixture.pods(),
-                "fits",
-                "given a claim",
-                |pod: Option<&drayman::api::resource::Pod>| {
-                    pod.is_some_and(|pod| !pod.status.resource_claim_statuses.is_empty())
-                },
-            )
-            .await?;
-        let name = status.and_then(|pod| pod.status.resource_claim_statuses[0].resource_claim_name.clone());
-        let claim = fixture
-            .wait_for_claim(&name.unwrap_or_default(), "allocated", is_allocated)
-            .await?;
+        let name = fixture.wait_for_generated("fits").await?;
+        let claim = fixture.wait_until_allocated(&name).await?;
         assert_eq!(Some(&claim.status.reserved_for[0].uid), pod.metadata.uid.as_ref());
         let context = fixture.contexts().get("fits").await?;
         assert_eq!(
@@ -361,10 +343,9 @@ fn suitable_nodes_of_a_class_are_honoured_and_watched() -> anyhow::Result<()> {
             Vec::<String>::new(),
             "no node is suitable"
         );
-        let label = Patch::Merge(json!({ "metadata": { "labels": { "special": "other" } } }));
-        Api::<Node>::all(fixture.cluster.client())
-            .patch(&b, &PatchParams::default(), &label)
-            .await?;
+        let nodes = Api::<Node>::all(fixture.cluster.client());
+        let label = json!({ "metadata": { "labels": { "special": "other" } } });
+        patch(&nodes, &b, label).await?;
         fixture.patch_class(&fixture.name, only("other")).await?;
         assert_eq!(fixture.wait_until_bound("pod").await?, b);
         let evaluations = |node: &str| {
@@ -442,13 +423,7 @@ fn pods_find_the_free_ones_among_140_nodes() -> anyhow::Result<()> {
             assert!(capacities.contains(&(node.clone(), 1)), "{node}");
         }
         assert_eq!(fixture.driver.counts(), (4, 0));
-        let failed: Vec<_> = fixture
-            .audit_entries(&controller)
-            .await?
-            .into_iter()
-            .filter(|entry| entry.code >= 400)
-            .collect();
-        assert_eq!(failed, []);
+        fixture.assert_none_failed(&controller).await?;
         controller.stop().await
     })
 }

@@ -3,14 +3,13 @@
 use std::time::{Duration, Instant};
 
 use drayman::driver::DriverError;
-use kube::api::{Patch, PatchParams};
 use serde_json::json;
 
 use crate::call::{Call, Request, count};
 use crate::fake_driver::Action;
-use crate::fixture::{finalizers, is_allocated, names, rules_without, with_fixture};
+use crate::fixture::{assert_within, finalizers, names, rules_without, with_fixture};
 use crate::harness::Entry;
-use crate::objects::ClaimSource;
+use crate::objects::{ClaimSource, patch, touched};
 
 fn broken() -> DriverError {
     DriverError::retry("Broken", "the device does not respond")
@@ -20,16 +19,8 @@ fn broken() -> DriverError {
 fn three_kinds_are_watched_and_pods_are_read_one_by_one() -> anyhow::Result<()> {
     with_fixture("three-kinds", async |fixture| {
         let controller = fixture.start().await?;
-        fixture.claim("one").await?;
-        let pod = fixture
-            .pod("pod", &[("device", ClaimSource::Claim("one"))])
-            .await?;
-        fixture.context(&pod, "", &names(["node"])).await?;
-        fixture
-            .wait_for_context("pod", "evaluated", |context| {
-                !context.status.resource_claims.is_empty()
-            })
-            .await?;
+        fixture.waiting_pod("pod", &["one"], "", &names(["node"])).await?;
+        fixture.wait_until_evaluated("pod").await?;
         fixture.fence().await?;
         let user = controller.user.clone();
         // The audit log has watches when they end.
@@ -77,9 +68,7 @@ fn nothing_is_asked_before_all_three_kinds_are_listed() -> anyhow::Result<()> {
         with_fixture(&format!("barrier-{resource}"), async |fixture| {
             fixture.immediate("one").await?;
             let rules = rules_without(resource, "list");
-            let controller = fixture
-                .start_as("", &fixture.driver, &rules, |builder| builder)
-                .await?;
+            let controller = fixture.start_with(&rules).await?;
             // By the second refusal everything else is listed.
             fixture
                 .wait_for_entries(&controller, "refuses the list twice", |entries| {
@@ -94,7 +83,7 @@ fn nothing_is_asked_before_all_three_kinds_are_listed() -> anyhow::Result<()> {
             );
             assert_eq!(fixture.driver.observed(), [], "{resource}");
             fixture.allow(&controller).await?;
-            fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+            fixture.wait_until_allocated("one").await?;
             assert!(
                 !fixture.driver.observed().is_empty(),
                 "it observes existing claims before the first call"
@@ -110,11 +99,9 @@ fn nothing_is_asked_before_the_driver_is_ready() -> anyhow::Result<()> {
     with_fixture("not-ready", async |fixture| {
         fixture.driver.set_unready();
         fixture.immediate("one").await?;
-        fixture.claim("two").await?;
-        let pod = fixture
-            .pod("pod", &[("device", ClaimSource::Claim("two"))])
+        fixture
+            .waiting_pod("pod", &["two"], "node", &names(["node"]))
             .await?;
-        fixture.context(&pod, "node", &names(["node"])).await?;
         let controller = fixture.start().await?;
         fixture
             .driver
@@ -128,7 +115,7 @@ fn nothing_is_asked_before_the_driver_is_ready() -> anyhow::Result<()> {
         assert_eq!(fixture.driver.call_summaries(), Vec::<String>::new());
         assert_eq!(fixture.requests(&controller).await?, Vec::<String>::new());
         fixture.driver.set_ready();
-        fixture.wait_for_claim("two", "allocated", is_allocated).await?;
+        fixture.wait_until_allocated("two").await?;
         controller.stop().await
     })
 }
@@ -137,20 +124,14 @@ fn nothing_is_asked_before_the_driver_is_ready() -> anyhow::Result<()> {
 fn the_start_first_rolls_back_partial_work_and_then_serves() -> anyhow::Result<()> {
     with_fixture("start", async |fixture| {
         fixture.immediate("immediate").await?;
-        fixture.claim("delayed").await?;
-        let pod = fixture
-            .pod("pod", &[("device", ClaimSource::Claim("delayed"))])
+        fixture
+            .waiting_pod("pod", &["delayed"], "node", &names(["node"]))
             .await?;
-        fixture.context(&pod, "node", &names(["node"])).await?;
         let half_done = json!({ "name": "half-done", "finalizers": [fixture.finalizer()] });
         fixture.create_claim(json!({ "metadata": half_done })).await?;
         let controller = fixture.start().await?;
-        fixture
-            .wait_for_claim("immediate", "allocated", is_allocated)
-            .await?;
-        fixture
-            .wait_for_claim("delayed", "allocated", is_allocated)
-            .await?;
+        fixture.wait_until_allocated("immediate").await?;
+        fixture.wait_until_allocated("delayed").await?;
         fixture.fence().await?;
         let mut summaries = fixture.driver.call_summaries();
         summaries.sort();
@@ -170,34 +151,17 @@ fn the_start_first_rolls_back_partial_work_and_then_serves() -> anyhow::Result<(
 #[test]
 fn calls_overlap_for_different_claims_but_never_for_one() -> anyhow::Result<()> {
     with_fixture("overlap", async |fixture| {
-        fixture.driver.rule(|request| {
-            if request.is_allocate() {
-                Action::Wait
-            } else {
-                Action::Proceed
-            }
-        });
+        fixture.driver.on(Request::is_allocate, Action::Wait);
         let controller = fixture.start().await?;
         fixture.immediate("one").await?;
-        fixture.claim("two").await?;
-        let pod = fixture
-            .pod("pod", &[("device", ClaimSource::Claim("two"))])
-            .await?;
-        fixture.context(&pod, "node", &[]).await?;
-        fixture
-            .driver
-            .wait_for("allocate both", |calls| count(calls, Request::is_allocate) == 2)
-            .await?;
+        fixture.waiting_pod("pod", &["two"], "node", &[]).await?;
+        fixture.wait_for_calls("allocate", 2..=2).await?;
         // Changes that could trigger another call while the allocation is running.
         for name in ["one", "two"] {
-            fixture
-                .patch_claim(name, json!({ "metadata": { "labels": { "touched": "yes" } } }))
-                .await?;
+            fixture.patch_claim(name, touched()).await?;
             fixture.delete_claim(name).await?;
         }
-        fixture
-            .reschedule("pod", json!({ "selectedNode": "other" }))
-            .await?;
+        fixture.select_node("pod", "other").await?;
         fixture.fence().await?;
         assert_eq!(
             fixture
@@ -234,24 +198,12 @@ fn assert_sequential(calls: &[Call], claim: &str) {
 fn every_change_is_processed_and_only_relevant_ones_call() -> anyhow::Result<()> {
     with_fixture("at-once", async |fixture| {
         let controller = fixture.start().await?;
-        fixture.claim("one").await?;
-        let pod = fixture
-            .pod("pod", &[("device", ClaimSource::Claim("one"))])
-            .await?;
-        fixture.context(&pod, "", &names(["a", "b"])).await?;
         fixture
-            .wait_for_context("pod", "evaluated", |context| {
-                !context.status.resource_claims.is_empty()
-            })
+            .waiting_pod("pod", &["one"], "", &names(["a", "b"]))
             .await?;
-        fixture
-            .patch_claim("one", json!({ "metadata": { "labels": { "touched": "yes" } } }))
-            .await?;
-        let labels = Patch::Merge(json!({ "metadata": { "labels": { "touched": "yes" } } }));
-        fixture
-            .contexts()
-            .patch("pod", &PatchParams::default(), &labels)
-            .await?;
+        fixture.wait_until_evaluated("pod").await?;
+        fixture.patch_claim("one", touched()).await?;
+        patch(&fixture.contexts(), "pod", touched()).await?;
         fixture.fence().await?;
         assert_eq!(fixture.driver.call_summaries(), ["evaluate one"]);
         assert_eq!(
@@ -267,13 +219,9 @@ fn every_change_is_processed_and_only_relevant_ones_call() -> anyhow::Result<()>
             .driver
             .wait_for_last_calls(&["evaluate one", "evaluate one"])
             .await?;
-        fixture.reschedule("pod", json!({ "selectedNode": "c" })).await?;
-        fixture.wait_for_claim("one", "allocated", is_allocated).await?;
-        assert!(
-            changed.elapsed() < Duration::from_secs(30),
-            "{:?}",
-            changed.elapsed()
-        );
+        fixture.select_node("pod", "c").await?;
+        fixture.wait_until_allocated("one").await?;
+        assert_within(changed, 30);
         controller.stop().await
     })
 }
@@ -281,21 +229,10 @@ fn every_change_is_processed_and_only_relevant_ones_call() -> anyhow::Result<()>
 #[test]
 fn failures_are_retried_with_a_delay_that_a_change_ends() -> anyhow::Result<()> {
     with_fixture("backoff", async |fixture| {
-        fixture.driver.rule(|request| {
-            if request.is_allocate() {
-                Action::Fail(broken())
-            } else {
-                Action::Proceed
-            }
-        });
+        fixture.driver.on(Request::is_allocate, Action::Fail(broken()));
         let controller = fixture.start().await?;
         fixture.immediate("one").await?;
-        let calls = fixture
-            .driver
-            .wait_for("allocate eight times", |calls| {
-                count(calls, Request::is_allocate) >= 8
-            })
-            .await?;
+        let calls = fixture.wait_for_calls("allocate", 8..).await?;
         let starts: Vec<Instant> = calls
             .iter()
             .filter(|call| call.request.is_allocate())
@@ -313,11 +250,7 @@ fn failures_are_retried_with_a_delay_that_a_change_ends() -> anyhow::Result<()> 
         let deleted = Instant::now();
         fixture.delete_claim("one").await?;
         fixture.wait_until_gone("one").await?;
-        assert!(
-            deleted.elapsed() < Duration::from_secs(10),
-            "{:?}",
-            deleted.elapsed()
-        );
+        assert_within(deleted, 10);
 
         // Nor does a pod with a new selected node.
         fixture.driver.rule(|request| match request {
@@ -326,27 +259,12 @@ fn failures_are_retried_with_a_delay_that_a_change_ends() -> anyhow::Result<()> 
             }
             _ => Action::Proceed,
         });
-        fixture.claim("two").await?;
-        let pod = fixture
-            .pod("pod", &[("device", ClaimSource::Claim("two"))])
-            .await?;
-        fixture.context(&pod, "bad", &[]).await?;
-        fixture
-            .driver
-            .wait_for("evaluate eight times", |calls| {
-                count(calls, Request::is_evaluate) >= 8
-            })
-            .await?;
+        fixture.waiting_pod("pod", &["two"], "bad", &[]).await?;
+        fixture.wait_for_calls("evaluate", 8..).await?;
         let rescheduled = Instant::now();
-        fixture
-            .reschedule("pod", json!({ "selectedNode": "good" }))
-            .await?;
-        fixture.wait_for_claim("two", "allocated", is_allocated).await?;
-        assert!(
-            rescheduled.elapsed() < Duration::from_secs(10),
-            "{:?}",
-            rescheduled.elapsed()
-        );
+        fixture.select_node("pod", "good").await?;
+        fixture.wait_until_allocated("two").await?;
+        assert_within(rescheduled, 10);
 
         // Nor does a claim whose class is fixed.
         fixture.driver.rule(|request| match request {
@@ -354,11 +272,7 @@ fn failures_are_retried_with_a_delay_that_a_change_ends() -> anyhow::Result<()> 
             _ => Action::Proceed,
         });
         fixture.immediate("three").await?;
-        fixture.claim("four").await?;
-        let pod = fixture
-            .pod("waits", &[("device", ClaimSource::Claim("four"))])
-            .await?;
-        fixture.context(&pod, "node", &[]).await?;
+        fixture.waiting_pod("waits", &["four"], "node", &[]).await?;
         let before = fixture.driver.calls().len();
         fixture
             .driver
@@ -373,9 +287,9 @@ fn failures_are_retried_with_a_delay_that_a_change_ends() -> anyhow::Result<()> 
                 json!({ "parametersRef": { "kind": "ConfigMap", "name": "new" } }),
             )
             .await?;
-        fixture.wait_for_claim("three", "allocated", is_allocated).await?;
-        fixture.wait_for_claim("four", "allocated", is_allocated).await?;
-        assert!(fixed.elapsed() < Duration::from_secs(10), "{:?}", fixed.elapsed());
+        fixture.wait_until_allocated("three").await?;
+        fixture.wait_until_allocated("four").await?;
+        assert_within(fixed, 10);
         controller.stop().await
     })
 }
@@ -383,54 +297,25 @@ fn failures_are_retried_with_a_delay_that_a_change_ends() -> anyhow::Result<()> 
 #[test]
 fn each_object_has_its_own_delay_and_loses_it_when_deleted() -> anyhow::Result<()> {
     with_fixture("own-delay", async |fixture| {
-        fixture.driver.rule(|request| {
-            if request.is_allocate() {
-                Action::Fail(broken())
-            } else {
-                Action::Proceed
-            }
-        });
+        fixture.driver.on(Request::is_allocate, Action::Fail(broken()));
         let controller = fixture.start().await?;
         fixture.immediate("one").await?;
-        fixture
-            .driver
-            .wait_for("allocate eight times", |calls| {
-                count(calls, Request::is_allocate) >= 8
-            })
-            .await?;
+        fixture.wait_for_calls("allocate", 8..).await?;
         // The next attempt is due in 12.8 s. Another object has its own delay and reaches its fourth attempt after 700 ms.
-        let attempts = |name: &'static str| {
-            move |calls: &[Call]| count(calls, |request| request.is_allocate() && request.is_about(name))
-        };
         let started = Instant::now();
         fixture.immediate("beside").await?;
-        let fourth = |calls: &[Call]| attempts("beside")(calls) >= 4;
-        fixture
-            .driver
-            .wait_for("allocate beside four times", fourth)
-            .await?;
-        assert!(
-            started.elapsed() < Duration::from_secs(10),
-            "{:?}",
-            started.elapsed()
-        );
+        fixture.wait_for_calls("allocate beside", 4..).await?;
+        assert_within(started, 10);
         fixture.delete_claim("beside").await?;
         fixture.delete_claim("one").await?;
         fixture.wait_until_gone("one").await?;
         // Deletion resets the delay: a new claim of the same name starts with the shortest delay.
-        let before = attempts("one")(&fixture.driver.calls());
+        let attempts = |request: &Request| request.is_allocate() && request.is_about("one");
+        let before = count(&fixture.driver.calls(), attempts);
         let recreated = Instant::now();
         fixture.immediate("one").await?;
-        let fourth = move |calls: &[Call]| attempts("one")(calls) >= before + 4;
-        fixture
-            .driver
-            .wait_for("allocate the new one four times", fourth)
-            .await?;
-        assert!(
-            recreated.elapsed() < Duration::from_secs(10),
-            "{:?}",
-            recreated.elapsed()
-        );
+        fixture.wait_for_calls("allocate one", before + 4..).await?;
+        assert_within(recreated, 10);
         fixture.delete_claim("one").await?;
         fixture.wait_until_gone("one").await?;
         controller.stop().await
@@ -440,25 +325,10 @@ fn each_object_has_its_own_delay_and_loses_it_when_deleted() -> anyhow::Result<(
 #[test]
 fn an_error_is_reported_once_as_a_warning_by_the_driver() -> anyhow::Result<()> {
     with_fixture("reported-once", async |fixture| {
-        fixture.driver.rule(|request| {
-            if request.is_evaluate() {
-                Action::Fail(broken())
-            } else {
-                Action::Proceed
-            }
-        });
+        fixture.driver.on(Request::is_evaluate, Action::Fail(broken()));
         let controller = fixture.start().await?;
-        fixture.claim("one").await?;
-        let pod = fixture
-            .pod("pod", &[("device", ClaimSource::Claim("one"))])
-            .await?;
-        fixture.context(&pod, "", &names(["node"])).await?;
-        fixture
-            .driver
-            .wait_for("evaluate four times", |calls| {
-                count(calls, Request::is_evaluate) >= 4
-            })
-            .await?;
+        let pod = fixture.waiting_pod("pod", &["one"], "", &names(["node"])).await?;
+        fixture.wait_for_calls("evaluate", 4..).await?;
         let event = fixture
             .wait_for_event("pod", "Broken", "the device does not respond")
             .await?;
@@ -467,13 +337,10 @@ fn an_error_is_reported_once_as_a_warning_by_the_driver() -> anyhow::Result<()> 
         assert_eq!(event.involved_object.kind.as_deref(), Some("Pod"));
         assert_eq!(event.involved_object.uid, pod.metadata.uid);
         // A changed message is reported once.
-        fixture.driver.rule(|request| {
-            if request.is_evaluate() {
-                Action::Fail(DriverError::retry("Broken", "the device is broken"))
-            } else {
-                Action::Proceed
-            }
-        });
+        fixture.driver.on(
+            Request::is_evaluate,
+            Action::Fail(DriverError::retry("Broken", "the device is broken")),
+        );
         fixture.wait_for_event("pod", "Broken", "is broken").await?;
         let before = fixture.driver.calls().len();
         fixture
@@ -481,11 +348,7 @@ fn an_error_is_reported_once_as_a_warning_by_the_driver() -> anyhow::Result<()> 
             .wait_for("evaluate twice more", move |calls| calls.len() >= before + 2)
             .await?;
         fixture.driver.clear_rule();
-        fixture
-            .wait_for_context("pod", "evaluated", |context| {
-                !context.status.resource_claims.is_empty()
-            })
-            .await?;
+        fixture.wait_until_evaluated("pod").await?;
         assert_eq!(fixture.events("pod").await?.len(), 2);
         controller.stop().await
     })
@@ -497,20 +360,14 @@ fn a_second_writer_that_never_rests_costs_no_failed_write() -> anyhow::Result<()
         let controller = fixture.start().await?;
         let claims: Vec<String> = (0..8).map(|number| format!("claim-{number}")).collect();
         for name in &claims {
-            fixture.claim(name).await?;
-            let pod = fixture.pod(name, &[("device", ClaimSource::Claim(name))]).await?;
-            fixture.context(&pod, "", &[]).await?;
+            fixture.waiting_pod(name, &[name], "", &[]).await?;
         }
         let unrelated_writes = async {
             for round in 0_u32.. {
                 let labels = json!({ "metadata": { "labels": { "round": round.to_string() } } });
                 for name in &claims {
                     fixture.patch_claim(name, labels.clone()).await?;
-                    let patch = Patch::Merge(labels.clone());
-                    fixture
-                        .contexts()
-                        .patch(name, &PatchParams::default(), &patch)
-                        .await?;
+                    patch(&fixture.contexts(), name, labels.clone()).await?;
                 }
             }
             anyhow::Ok(())
@@ -520,17 +377,11 @@ fn a_second_writer_that_never_rests_costs_no_failed_write() -> anyhow::Result<()
                 fixture
                     .reschedule(name, json!({ "potentialNodes": ["node"] }))
                     .await?;
-                fixture
-                    .wait_for_context(name, "evaluated", |context| {
-                        !context.status.resource_claims.is_empty()
-                    })
-                    .await?;
-                fixture
-                    .reschedule(name, json!({ "selectedNode": "node" }))
-                    .await?;
+                fixture.wait_until_evaluated(name).await?;
+                fixture.select_node(name, "node").await?;
             }
             for name in &claims {
-                fixture.wait_for_claim(name, "allocated", is_allocated).await?;
+                fixture.wait_until_allocated(name).await?;
             }
             anyhow::Ok(())
         };
@@ -538,13 +389,7 @@ fn a_second_writer_that_never_rests_costs_no_failed_write() -> anyhow::Result<()
             result = unrelated_writes => result?,
             result = scheduled => result?,
         }
-        let failed: Vec<_> = fixture
-            .audit_entries(&controller)
-            .await?
-            .into_iter()
-            .filter(|entry| entry.code >= 400)
-            .collect();
-        assert_eq!(failed, []);
+        fixture.assert_none_failed(&controller).await?;
         assert_eq!(fixture.driver.counts(), (8, 0));
         controller.stop().await
     })
@@ -553,19 +398,10 @@ fn a_second_writer_that_never_rests_costs_no_failed_write() -> anyhow::Result<()
 #[test]
 fn a_claim_recreated_under_its_name_is_another_claim() -> anyhow::Result<()> {
     with_fixture("recreated", async |fixture| {
-        fixture.driver.rule(|request| {
-            if request.is_allocate() {
-                Action::Wait
-            } else {
-                Action::Proceed
-            }
-        });
+        fixture.driver.on(Request::is_allocate, Action::Wait);
         let controller = fixture.start().await?;
         let first = fixture.immediate("one").await?;
-        fixture
-            .driver
-            .wait_for("allocate", |calls| count(calls, Request::is_allocate) == 1)
-            .await?;
+        fixture.wait_for_calls("allocate", 1..=1).await?;
         // A user removes the finalizer.
         fixture
             .patch_claim("one", json!({ "metadata": { "finalizers": null } }))
@@ -574,15 +410,10 @@ fn a_claim_recreated_under_its_name_is_another_claim() -> anyhow::Result<()> {
         fixture.wait_until_gone("one").await?;
         let second = fixture.immediate("one").await?;
         fixture.driver.resume_calls();
-        let claim = fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        let claim = fixture.wait_until_allocated("one").await?;
         assert_eq!(claim.metadata.uid, second.metadata.uid);
         assert_eq!(finalizers(&claim), [fixture.finalizer()]);
-        let calls = fixture
-            .driver
-            .wait_for("deallocate the first", |calls| {
-                count(calls, Request::is_deallocate) >= 1
-            })
-            .await?;
+        let calls = fixture.wait_for_calls("deallocate", 1..).await?;
         for call in calls.iter().filter(|call| call.request.is_deallocate()) {
             assert!(
                 matches!(&call.request, Request::Deallocate { claim, .. } if claim.metadata.uid == first.metadata.uid)
@@ -599,20 +430,12 @@ fn a_claim_that_is_given_back_gets_no_new_user() -> anyhow::Result<()> {
     with_fixture("no-new-user", async |fixture| {
         let controller = fixture.start().await?;
         for name in ["deleted", "released"] {
-            fixture.claim(name).await?;
-            let user = fixture
-                .pod(&format!("first-{name}"), &[("device", ClaimSource::Claim(name))])
+            fixture
+                .waiting_pod(&format!("first-{name}"), &[name], "node", &names(["node"]))
                 .await?;
-            fixture.context(&user, "node", &names(["node"])).await?;
-            fixture.wait_for_claim(name, "allocated", is_allocated).await?;
+            fixture.wait_until_allocated(name).await?;
         }
-        fixture.driver.rule(|request| {
-            if request.is_deallocate() {
-                Action::Wait
-            } else {
-                Action::Proceed
-            }
-        });
+        fixture.driver.on(Request::is_deallocate, Action::Wait);
         for name in ["deleted", "released"] {
             fixture.remove_pod(&format!("first-{name}")).await?;
             fixture.request_deallocation(name).await?;
@@ -621,12 +444,7 @@ fn a_claim_that_is_given_back_gets_no_new_user() -> anyhow::Result<()> {
                 .await?;
         }
         fixture.delete_claim("deleted").await?;
-        fixture
-            .driver
-            .wait_for("deallocate both", |calls| {
-                count(calls, Request::is_deallocate) == 2
-            })
-            .await?;
+        fixture.wait_for_calls("deallocate", 2..=2).await?;
         let before = fixture.driver.call_summaries();
         for name in ["deleted", "released"] {
             let pod = fixture.pod(name, &[("device", ClaimSource::Claim(name))]).await?;

@@ -4,33 +4,26 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use drayman::driver::DriverError;
-use kube::api::{DeleteParams, Patch, PatchParams};
+use kube::api::DeleteParams;
 use serde_json::json;
 
 use crate::call::{Request, count};
 use crate::fake_driver::{Action, FakeDriver};
 use crate::fixture::{Fixture, finalizers, is_allocated, rules, with_fixture};
-use crate::objects::ClaimSource;
+use crate::objects::patch_status;
 
 /// Creates an allocated claim without users.
 async fn allocated(fixture: &Fixture, name: &str) -> anyhow::Result<()> {
     fixture.immediate(name).await?;
-    fixture
-        .wait_for_claim(name, "allocated", is_allocated)
-        .await
-        .map(drop)
+    fixture.wait_until_allocated(name).await.map(drop)
 }
 
 #[test]
 fn a_claim_in_use_is_never_taken_back() -> anyhow::Result<()> {
     with_fixture("in-use", async |fixture| {
         let controller = fixture.start().await?;
-        fixture.claim("one").await?;
-        let pod = fixture
-            .pod("pod", &[("device", ClaimSource::Claim("one"))])
-            .await?;
-        fixture.context(&pod, "node", &[]).await?;
-        fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        fixture.waiting_pod("pod", &["one"], "node", &[]).await?;
+        fixture.wait_until_allocated("one").await?;
         fixture.delete_claim("one").await?;
         fixture.fence().await?;
         let claim = fixture.claims().get("one").await?;
@@ -106,7 +99,7 @@ fn deallocation_clears_all_in_one_write_then_our_finalizer() -> anyhow::Result<(
         fixture
             .create_claim(json!({ "metadata": { "name": "one", "finalizers": [other] }, "spec": spec }))
             .await?;
-        let before = fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        let before = fixture.wait_until_allocated("one").await?;
         fixture
             .patch_claim_status("one", json!({ "deallocationRequested": true }))
             .await?;
@@ -201,7 +194,7 @@ fn a_deleted_claim_is_given_back_and_then_our_finalizer_goes() -> anyhow::Result
         fixture
             .create_claim(json!({ "metadata": { "name": "kept", "finalizers": [other] }, "spec": spec }))
             .await?;
-        fixture.wait_for_claim("kept", "allocated", is_allocated).await?;
+        fixture.wait_until_allocated("kept").await?;
         fixture.delete_claim("kept").await?;
         let claim = fixture
             .wait_for_claim("kept", "released", |claim| finalizers(claim) == [other])
@@ -226,10 +219,10 @@ fn a_deleted_claim_is_given_back_and_then_our_finalizer_goes() -> anyhow::Result
 #[test]
 fn a_claim_that_was_never_allocated_is_given_back_too() -> anyhow::Result<()> {
     with_fixture("never-allocated", async |fixture| {
-        fixture.driver.rule(|request| match request {
-            Request::Allocate { .. } => Action::Fail(DriverError::invalid("Broken", "no")),
-            _ => Action::Proceed,
-        });
+        fixture.driver.on(
+            Request::is_allocate,
+            Action::Fail(DriverError::invalid("Broken", "no")),
+        );
         let controller = fixture.start().await?;
         fixture.immediate("one").await?;
         fixture.wait_for_event("one", "Broken", "no").await?;
@@ -251,20 +244,15 @@ fn a_failed_deallocation_is_reported_and_retried() -> anyhow::Result<()> {
     with_fixture("stuck", async |fixture| {
         let controller = fixture.start().await?;
         allocated(fixture, "one").await?;
-        fixture.driver.rule(|request| match request {
-            Request::Deallocate { .. } => Action::Fail(DriverError::retry("Stuck", "the device is busy")),
-            _ => Action::Proceed,
-        });
+        fixture.driver.on(
+            Request::is_deallocate,
+            Action::Fail(DriverError::retry("Stuck", "the device is busy")),
+        );
         fixture.delete_claim("one").await?;
         fixture
             .wait_for_event("one", "Stuck", "the device is busy")
             .await?;
-        fixture
-            .driver
-            .wait_for("deallocate three times", |calls| {
-                count(calls, Request::is_deallocate) >= 3
-            })
-            .await?;
+        fixture.wait_for_calls("deallocate", 3..).await?;
         let claim = fixture.claims().get("one").await?;
         assert!(is_allocated(&claim) && finalizers(&claim) == [fixture.finalizer()]);
         assert_eq!(
@@ -283,12 +271,8 @@ fn a_failed_deallocation_is_reported_and_retried() -> anyhow::Result<()> {
 fn a_refused_release_is_retried_until_the_finalizer_is_gone() -> anyhow::Result<()> {
     with_fixture("refused-release", async |fixture| {
         let controller = fixture.start().await?;
-        fixture.claim("one").await?;
-        let pod = fixture
-            .pod("pod", &[("device", ClaimSource::Claim("one"))])
-            .await?;
-        fixture.context(&pod, "node", &[]).await?;
-        fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        fixture.waiting_pod("pod", &["one"], "node", &[]).await?;
+        fixture.wait_until_allocated("one").await?;
 
         // At first the status cannot be cleared.
         fixture
@@ -301,12 +285,7 @@ fn a_refused_release_is_retried_until_the_finalizer_is_gone() -> anyhow::Result<
             .wait_for_event("one", "ReleaseRefused", "forbidden")
             .await?;
         assert!(is_allocated(&fixture.claims().get("one").await?));
-        fixture
-            .driver
-            .wait_for("deallocate again", |calls| {
-                count(calls, Request::is_deallocate) >= 2
-            })
-            .await?;
+        fixture.wait_for_calls("deallocate", 2..).await?;
         // Then the status can be cleared, but the finalizer of the deallocated claim cannot be removed.
         fixture.forbid(&controller, "resourceclaims", "patch").await?;
         let claim = fixture
@@ -339,21 +318,14 @@ fn a_claim_cleared_by_others_meanwhile_is_released_silently() -> anyhow::Result<
                     if now {
                         let nothing =
                             json!({ "allocation": null, "driverName": null, "deallocationRequested": null });
-                        let nothing = Patch::Merge(json!({ "status": nothing }));
-                        let cleared = claims
-                            .patch_status("one", &PatchParams::default(), &nothing)
-                            .await;
+                        let cleared = patch_status(&claims, "one", nothing).await;
                         cleared.expect("the claim is cleared");
                     }
                 }
             })
             .await?;
-        fixture.claim("one").await?;
-        let pod = fixture
-            .pod("pod", &[("device", ClaimSource::Claim("one"))])
-            .await?;
-        fixture.context(&pod, "node", &[]).await?;
-        fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        fixture.waiting_pod("pod", &["one"], "node", &[]).await?;
+        fixture.wait_until_allocated("one").await?;
         fixture.contexts().delete("pod", &DeleteParams::default()).await?;
         // The claim controller removes the pod from `reservedFor` and requests deallocation.
         fixture.remove_pod("pod").await?;
@@ -388,7 +360,7 @@ fn a_claim_is_given_back_when_its_class_is_gone_or_another_s() -> anyhow::Result
                     json!({ "resourceClassName": class, "allocationMode": "Immediate" }),
                 )
                 .await?;
-            fixture.wait_for_claim(class, "allocated", is_allocated).await?;
+            fixture.wait_until_allocated(class).await?;
         }
         fixture.classes().delete("goes", &DeleteParams::default()).await?;
         fixture
@@ -406,10 +378,10 @@ fn a_claim_is_given_back_when_its_class_is_gone_or_another_s() -> anyhow::Result
 #[test]
 fn the_former_driver_of_a_class_leaves_new_allocations_alone() -> anyhow::Result<()> {
     with_fixture("two-finalizers", async |fixture| {
-        fixture.driver.rule(|request| match request {
-            Request::Allocate { .. } => Action::Fail(DriverError::invalid("Broken", "no")),
-            _ => Action::Proceed,
-        });
+        fixture.driver.on(
+            Request::is_allocate,
+            Action::Fail(DriverError::invalid("Broken", "no")),
+        );
         let first = fixture.start().await?;
         let new = format!("new.{}", fixture.driver_name());
         let driver = FakeDriver::new(&new);
@@ -422,7 +394,7 @@ fn the_former_driver_of_a_class_leaves_new_allocations_alone() -> anyhow::Result
         fixture
             .patch_class(&fixture.name, json!({ "driverName": new }))
             .await?;
-        let claim = fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        let claim = fixture.wait_until_allocated("one").await?;
         assert_eq!(claim.status.driver_name.as_deref(), Some(new.as_str()));
         assert!(finalizers(&claim).contains(&format!("{new}/deletion-protection").as_str()));
 

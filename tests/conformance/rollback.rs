@@ -7,8 +7,8 @@ use k8s_openapi::api::rbac::v1::PolicyRule;
 use kube::api::{Patch, PatchParams};
 use serde_json::json;
 
-use crate::call::{Request, count};
-use crate::fixture::{Fixture, finalizers, is_allocated, rules_without, with_fixture};
+use crate::call::Request;
+use crate::fixture::{finalizers, is_allocated, rules_without, with_fixture};
 use crate::harness::rule;
 use crate::objects::ClaimSource;
 
@@ -21,36 +21,16 @@ fn only_one() -> Vec<PolicyRule> {
     rules
 }
 
-/// Creates the claims `one` and `two` and a pod `pod` with both, for the node `node`.
-async fn pod_with_two(fixture: &Fixture) -> anyhow::Result<()> {
-    for name in ["one", "two"] {
-        fixture.claim(name).await?;
-    }
-    let entries = [
-        ("one", ClaimSource::Claim("one")),
-        ("two", ClaimSource::Claim("two")),
-    ];
-    let pod = fixture.pod("pod", &entries).await?;
-    fixture.context(&pod, "node", &[]).await.map(drop)
-}
-
 #[test]
 fn a_rollback_clears_allocation_and_reservation_in_one_write() -> anyhow::Result<()> {
     with_fixture("undone", async |fixture| {
-        let controller = fixture
-            .start_as("", &fixture.driver, &only_one(), |builder| builder)
-            .await?;
-        pod_with_two(fixture).await?;
+        let controller = fixture.start_with(&only_one()).await?;
+        fixture.waiting_pod("pod", &["one", "two"], "node", &[]).await?;
         fixture
             .wait_for_event("pod", "AllocationNotRecorded", "forbidden")
             .await?;
         // The transaction is retried with a growing delay, and the refused claim is written first.
-        fixture
-            .driver
-            .wait_for("allocate four times", |calls| {
-                count(calls, Request::is_allocate) >= 4
-            })
-            .await?;
+        fixture.wait_for_calls("allocate", 4..).await?;
         let seen: Vec<_> = fixture
             .versions("one")
             .await?
@@ -86,7 +66,7 @@ fn a_rollback_clears_allocation_and_reservation_in_one_write() -> anyhow::Result
         assert_eq!(fixture.events("pod").await?.len(), 1);
         fixture.allow(&controller).await?;
         for name in ["one", "two"] {
-            fixture.wait_for_claim(name, "allocated", is_allocated).await?;
+            fixture.wait_until_allocated(name).await?;
         }
         let (allocated, released) = fixture.driver.counts();
         assert_eq!(allocated, released + 2);
@@ -125,7 +105,7 @@ fn a_claim_that_another_pod_uses_by_then_is_left_to_it() -> anyhow::Result<()> {
                 }
             })
             .await?;
-        pod_with_two(fixture).await?;
+        fixture.waiting_pod("pod", &["one", "two"], "node", &[]).await?;
         fixture
             .wait_for_event("pod", "AllocationNotRecorded", "forbidden")
             .await?;

@@ -74,8 +74,46 @@ fn started(
     (state, commands)
 }
 
+/// The id of the only command, which has this name.
+#[track_caller]
+fn only(commands: &[Command], expected: &str) -> CallId {
+    let found = match commands {
+        [Command::ReadPod { id, .. }] => Some(("read pod", *id)),
+        [Command::ReadClaim { id, .. }] => Some(("read claim", *id)),
+        [Command::WriteContext { id, .. }] => Some(("write context", *id)),
+        [Command::WriteClaim { id, write, .. }] => {
+            let name = match write {
+                ClaimWrite::AddFinalizer { .. } => "add finalizer",
+                ClaimWrite::Allocate { .. } => "record",
+                ClaimWrite::ClearAllocation { .. } => "clear",
+                ClaimWrite::RollBackAllocation { .. } => "roll back",
+                ClaimWrite::RemoveFinalizer { .. } => "remove finalizer",
+            };
+            Some((name, *id))
+        }
+        [Command::CallDriver { id, request }] => {
+            let name = match request {
+                DriverRequest::Allocate { .. } => "allocate",
+                DriverRequest::Deallocate { .. } => "deallocate",
+                DriverRequest::UnsuitableNodes { .. } => "evaluate",
+            };
+            Some((name, *id))
+        }
+        _ => None,
+    };
+    assert!(
+        found.is_some_and(|(name, _)| name == expected),
+        "expected {expected} only: {commands:?}"
+    );
+    found.expect("checked").1
+}
+
 fn answer(state: &mut ControllerState, id: CallId, answer: Answer, now: Moment) -> Vec<Command> {
-    state.apply(Event::Answer { id, answer }, now);
+    apply(state, Event::Answer { id, answer }, now)
+}
+
+fn apply(state: &mut ControllerState, event: Event, now: Moment) -> Vec<Command> {
+    state.apply(event, now);
     state.decide(now)
 }
 
@@ -83,26 +121,16 @@ fn answer(state: &mut ControllerState, id: CallId, answer: Answer, now: Moment) 
 fn a_waiting_pod_costs_nothing_for_five_minutes() {
     let mut now = Moment::default();
     let (mut state, commands) = started(vec![claim(&[])], vec![context("3", &json!({}))], now);
-    let [Command::ReadPod { id, .. }] = commands.as_slice() else {
-        panic!("{commands:?}")
-    };
+    let id = only(&commands, "read pod");
     let commands = answer(
         &mut state,
-        *id,
+        id,
         Answer::PodRead(Ok(Some(pod(&json!({ "resourceClaimName": "claim" }))))),
         now,
     );
-    let [
-        Command::CallDriver {
-            id,
-            request: DriverRequest::UnsuitableNodes { .. },
-        },
-    ] = commands.as_slice()
-    else {
-        panic!("{commands:?}")
-    };
+    let id = only(&commands, "evaluate");
     let full = UnsuitableNodes::from(["a", "b"].map(|node| (node.to_owned(), "full".to_owned())));
-    let commands = answer(&mut state, *id, Answer::Evaluated(Ok(vec![full.clone()])), now);
+    let commands = answer(&mut state, id, Answer::Evaluated(Ok(vec![full.clone()])), now);
     let [Command::Report(_), Command::WriteContext { id, entries, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
@@ -127,17 +155,9 @@ fn a_waiting_pod_costs_nothing_for_five_minutes() {
         );
         now = next;
         let commands = state.decide(now);
-        let [
-            Command::CallDriver {
-                id,
-                request: DriverRequest::UnsuitableNodes { .. },
-            },
-        ] = commands.as_slice()
-        else {
-            panic!("{commands:?}")
-        };
+        let id = only(&commands, "evaluate");
         assert_eq!(
-            answer(&mut state, *id, Answer::Evaluated(Ok(vec![full.clone()])), now),
+            answer(&mut state, id, Answer::Evaluated(Ok(vec![full.clone()])), now),
             [],
             "an unchanged answer"
         );
@@ -149,16 +169,12 @@ fn a_waiting_pod_costs_nothing_for_five_minutes() {
 fn reasons_of_waiting_pods_and_wake_up_times_are_counted() {
     let start = Moment::default();
     let (mut state, commands) = started(vec![claim(&[])], vec![context("3", &json!({}))], start);
-    let [Command::ReadPod { id, .. }] = commands.as_slice() else {
-        panic!("{commands:?}")
-    };
+    let id = only(&commands, "read pod");
     let queue = |state: &ControllerState, name| state.statistics().queues[name];
     assert_eq!(queue(&state, "context").under_way, 1);
     let read = Answer::PodRead(Ok(Some(pod(&json!({ "resourceClaimName": "claim" })))));
-    let commands = answer(&mut state, *id, read, start.after(Duration::from_secs(2)));
-    let [Command::CallDriver { id, .. }] = commands.as_slice() else {
-        panic!("{commands:?}")
-    };
+    let commands = answer(&mut state, id, read, start.after(Duration::from_secs(2)));
+    let id = only(&commands, "evaluate");
     assert_eq!(queue(&state, "context").worked.sum(), Duration::from_secs(2));
     let waiting = |state: &ControllerState| -> Vec<(&'static str, u64)> {
         let all = state.statistics().waiting;
@@ -169,7 +185,7 @@ fn reasons_of_waiting_pods_and_wake_up_times_are_counted() {
         Answer::Evaluated(Ok(vec![unsuitable_nodes.collect()]))
     };
     assert_eq!(waiting(&state), []);
-    let commands = answer(&mut state, *id, full(&["a", "b"]), start);
+    let commands = answer(&mut state, id, full(&["a", "b"]), start);
     let [Command::Report(_), Command::WriteContext { id, .. }] = commands.as_slice() else {
         panic!("{commands:?}")
     };
@@ -184,14 +200,9 @@ fn reasons_of_waiting_pods_and_wake_up_times_are_counted() {
     let now = start.after(Duration::from_secs(60));
     let change = CapacityChange::new(CapacityCause::Freed).for_pods(1);
     state.apply(Event::Capacity(change), now);
-    let commands = state.decide(now);
-    let [Command::CallDriver { id, .. }] = commands.as_slice() else {
-        panic!("{commands:?}")
-    };
-    let commands = answer(&mut state, *id, full(&["b"]), now);
-    let [Command::WriteContext { id, .. }] = commands.as_slice() else {
-        panic!("{commands:?}")
-    };
+    let id = only(&state.decide(now), "evaluate");
+    let commands = answer(&mut state, id, full(&["b"]), now);
+    let id = only(&commands, "write context");
     assert_eq!(waiting(&state), [("SomeNodesUnsuitable", 1)]);
     assert_eq!(
         state.statistics().wake_ups.count(),
@@ -199,7 +210,7 @@ fn reasons_of_waiting_pods_and_wake_up_times_are_counted() {
         "the answer is not written yet"
     );
     let written = Answer::ContextWritten(Outcome::Done(context("5", &entry(&["b"]))));
-    answer(&mut state, *id, written, now.after(Duration::from_secs(3)));
+    answer(&mut state, id, written, now.after(Duration::from_secs(3)));
     let woken = state.statistics().wake_ups;
     assert_eq!((woken.count(), woken.sum()), (1, Duration::from_secs(3)));
 
@@ -222,26 +233,19 @@ fn reasons_of_waiting_pods_and_wake_up_times_are_counted() {
 fn own_writes_stand_until_the_watch_shows_them() {
     let now = Moment::default();
     let (mut state, commands) = started(vec![claim(&[])], vec![context("3", &json!({}))], now);
-    let [Command::ReadPod { id, .. }] = commands.as_slice() else {
-        panic!("{commands:?}")
-    };
+    let id = only(&commands, "read pod");
     let read = Answer::PodRead(Ok(Some(pod(&json!({ "resourceClaimName": "claim" })))));
-    let commands = answer(&mut state, *id, read, now);
-    let [Command::CallDriver { id, .. }] = commands.as_slice() else {
-        panic!("{commands:?}")
-    };
+    let id = only(&answer(&mut state, id, read, now), "evaluate");
     let commands = answer(
         &mut state,
-        *id,
+        id,
         Answer::Evaluated(Ok(vec![UnsuitableNodes::new()])),
         now,
     );
-    let [Command::WriteContext { id, .. }] = commands.as_slice() else {
-        panic!("{commands:?}")
-    };
+    let id = only(&commands, "write context");
     let answered = json!({ "resourceClaims": [{ "name": "device" }] });
     let written = Answer::ContextWritten(Outcome::Done(context("5", &answered)));
-    assert_eq!(answer(&mut state, *id, written, now), []);
+    assert_eq!(answer(&mut state, id, written, now), []);
     // The watch lags: its version is older than the stored answer, which is not written again.
     state.apply(Event::Context(context("4", &json!({}))), now);
     assert_eq!(state.decide(now), []);
@@ -266,13 +270,11 @@ fn own_writes_stand_until_the_watch_shows_them() {
             now,
         );
     }
-    let [Command::WriteClaim { id, .. }] = commands.as_slice() else {
-        panic!("{commands:?}")
-    };
+    let id = only(&commands, "add finalizer");
     let mut secured = (*claim(&[&format!("{DRIVER}/deletion-protection")])).clone();
     secured.metadata.resource_version = Some("8".to_owned());
     let written = Answer::ClaimWritten(Outcome::Done(Arc::new(secured)));
-    let commands = answer(&mut state, *id, written, now);
+    let commands = answer(&mut state, id, written, now);
     let [
         Command::Observe(_),
         Command::CallDriver {
@@ -300,10 +302,8 @@ fn a_context_that_is_not_about_us_is_never_looked_at_again() {
 fn an_entry_of_a_pod_without_any_source_is_waited_for() {
     let now = Moment::default();
     let (mut state, commands) = started(vec![claim(&[])], vec![context("3", &json!({}))], now);
-    let [Command::ReadPod { id, .. }] = commands.as_slice() else {
-        panic!("{commands:?}")
-    };
-    let commands = answer(&mut state, *id, Answer::PodRead(Ok(Some(pod(&json!({}))))), now);
+    let id = only(&commands, "read pod");
+    let commands = answer(&mut state, id, Answer::PodRead(Ok(Some(pod(&json!({}))))), now);
     assert_eq!((commands, state.next_deadline()), (Vec::new(), None));
 }
 
@@ -312,41 +312,34 @@ fn a_claim_whose_deletion_was_missed_is_gone_with_the_next_list() {
     let now = Moment::default();
     let finalizer = format!("{DRIVER}/deletion-protection");
     let (mut state, commands) = started(vec![claim(&[&finalizer])], Vec::new(), now);
-    assert!(
-        matches!(commands.as_slice(), [Command::CallDriver { .. }]),
-        "partial work is rolled back"
-    );
-    let [Command::CallDriver { id, .. }] = commands.as_slice() else {
-        panic!("{commands:?}")
-    };
+    // Partial work is rolled back.
+    let id = only(&commands, "deallocate");
     state.apply(Event::Claims(Vec::new()), now);
     let gone = Command::Observe(Observation::Gone {
         uid: "claim".to_owned(),
     });
     assert_eq!(state.decide(now), [gone]);
     // No state is left: neither the pending answer nor time has an effect.
-    assert_eq!(answer(&mut state, *id, Answer::Deallocated(Ok(())), now), []);
+    assert_eq!(answer(&mut state, id, Answer::Deallocated(Ok(())), now), []);
     assert_eq!(state.next_deadline(), None);
 }
 
-#[test]
-fn a_driver_silent_for_a_minute_is_named_once() {
-    let start = Moment::default();
-    let other_class: Arc<ResourceClass> = object(
+/// A state whose driver evaluates the nodes of a pod with a second claim, of another driver; and the id of that call.
+fn evaluating_with_another_driver(
+    context: Arc<PodSchedulingContext>,
+    now: Moment,
+) -> (ControllerState, CallId) {
+    let other_class = object(
         json!({ "metadata": { "name": "theirs", "uid": "theirs", "resourceVersion": "1" }, "driverName": "other.example.com" }),
     );
     let other_claim = object(json!({
         "metadata": { "namespace": "default", "name": "other", "uid": "other", "resourceVersion": "2" },
         "spec": { "resourceClassName": "theirs" },
     }));
-    let ours = json!({ "resourceClaims": [{ "name": "device" }] });
-    let (mut state, _) = started(vec![claim(&[]), other_claim], Vec::new(), start);
-    state.apply(Event::Class(other_class), start);
-    state.apply(Event::Context(context("3", &ours)), start);
-    let commands = state.decide(start);
-    let [Command::ReadPod { id, .. }] = commands.as_slice() else {
-        panic!("{commands:?}")
-    };
+    let (mut state, _) = started(vec![claim(&[]), other_claim], Vec::new(), now);
+    state.apply(Event::Class(other_class), now);
+    state.apply(Event::Context(context), now);
+    let id = only(&state.decide(now), "read pod");
     let pod = object(json!({
         "metadata": { "namespace": "default", "name": "pod", "uid": "pod" },
         "spec": { "resourceClaims": [
@@ -354,13 +347,18 @@ fn a_driver_silent_for_a_minute_is_named_once() {
             { "name": "more", "source": { "resourceClaimName": "other" } },
         ] },
     }));
-    let commands = answer(&mut state, *id, Answer::PodRead(Ok(Some(pod))), start);
-    let [Command::CallDriver { id, .. }] = commands.as_slice() else {
-        panic!("{commands:?}")
-    };
+    let commands = answer(&mut state, id, Answer::PodRead(Ok(Some(pod))), now);
+    (state, only(&commands, "evaluate"))
+}
+
+#[test]
+fn a_driver_silent_for_a_minute_is_named_once() {
+    let start = Moment::default();
+    let ours = json!({ "resourceClaims": [{ "name": "device" }] });
+    let (mut state, id) = evaluating_with_another_driver(context("3", &ours), start);
     let evaluated = Answer::Evaluated(Ok(vec![UnsuitableNodes::new()]));
     assert_eq!(
-        answer(&mut state, *id, evaluated, start),
+        answer(&mut state, id, evaluated, start),
         [],
         "our own answer stands"
     );
@@ -418,39 +416,15 @@ fn a_driver_silent_for_a_minute_is_named_once() {
 #[test]
 fn a_driver_is_not_silent_while_ours_refuses_the_node() {
     let now = Moment::default();
-    let other_class: Arc<ResourceClass> = object(
-        json!({ "metadata": { "name": "theirs", "uid": "theirs", "resourceVersion": "1" }, "driverName": "other.example.com" }),
-    );
-    let other_claim = object(json!({
-        "metadata": { "namespace": "default", "name": "other", "uid": "other", "resourceVersion": "2" },
-        "spec": { "resourceClassName": "theirs" },
-    }));
     let entries = json!({ "resourceClaims": [
         { "name": "device", "unsuitableNodes": ["a"] }, { "name": "more", "unsuitableNodes": ["b"] },
     ] });
     let mut selected = (*context("3", &entries)).clone();
     selected.spec.selected_node = "a".to_owned();
-    let (mut state, _) = started(vec![claim(&[]), other_claim], Vec::new(), now);
-    state.apply(Event::Class(other_class), now);
-    state.apply(Event::Context(Arc::new(selected)), now);
-    let commands = state.decide(now);
-    let [Command::ReadPod { id, .. }] = commands.as_slice() else {
-        panic!("{commands:?}")
-    };
-    let pod = object(json!({
-        "metadata": { "namespace": "default", "name": "pod", "uid": "pod" },
-        "spec": { "resourceClaims": [
-            { "name": "device", "source": { "resourceClaimName": "claim" } },
-            { "name": "more", "source": { "resourceClaimName": "other" } },
-        ] },
-    }));
-    let commands = answer(&mut state, *id, Answer::PodRead(Ok(Some(pod))), now);
-    let [Command::CallDriver { id, .. }] = commands.as_slice() else {
-        panic!("{commands:?}")
-    };
+    let (mut state, id) = evaluating_with_another_driver(Arc::new(selected), now);
     let full = UnsuitableNodes::from([("a".to_owned(), "full".to_owned())]);
     assert_eq!(
-        answer(&mut state, *id, Answer::Evaluated(Ok(vec![full])), now),
+        answer(&mut state, id, Answer::Evaluated(Ok(vec![full])), now),
         [],
         "both answers stand"
     );
@@ -462,15 +436,13 @@ fn a_pod_with_too_many_claims_is_reported_once() {
     let now = Moment::default();
     for (count, is_served) in [(128, true), (129, false)] {
         let (mut state, commands) = started(vec![claim(&[])], vec![context("3", &json!({}))], now);
-        let [Command::ReadPod { id, .. }] = commands.as_slice() else {
-            panic!("{commands:?}")
-        };
+        let id = only(&commands, "read pod");
         let entry = |number: usize| json!({ "name": format!("device-{number}"), "source": { "resourceClaimName": "claim" } });
         let pod = object(json!({
             "metadata": { "namespace": "default", "name": "pod", "uid": "pod" },
             "spec": { "resourceClaims": (0..count).map(entry).collect::<Vec<_>>() },
         }));
-        let commands = answer(&mut state, *id, Answer::PodRead(Ok(Some(pod))), now);
+        let commands = answer(&mut state, id, Answer::PodRead(Ok(Some(pod))), now);
         if is_served {
             assert!(
                 matches!(commands.as_slice(), [Command::CallDriver { .. }]),
@@ -496,9 +468,7 @@ fn a_claim_in_use_keeps_its_finalizer_after_a_deallocation() {
     let now = Moment::default();
     let finalizer = format!("{DRIVER}/deletion-protection");
     let (mut state, commands) = started(vec![claim(&[&finalizer])], Vec::new(), now);
-    let [Command::CallDriver { id, .. }] = commands.as_slice() else {
-        panic!("{commands:?}")
-    };
+    let id = only(&commands, "deallocate");
     // Meanwhile, a late write of a former leader is stored, and the claim is deleted.
     let mut used = (*claim(&[&finalizer])).clone();
     used.metadata.resource_version = Some("5".to_owned());
@@ -509,7 +479,7 @@ fn a_claim_in_use_keeps_its_finalizer_after_a_deallocation() {
     used.status.reserved_for = vec![ResourceClaimConsumerReference::pod("pod", "pod")];
     state.apply(Event::Claim(Arc::new(used.clone())), now);
     let mut commands = state.decide(now);
-    commands.extend(answer(&mut state, *id, Answer::Deallocated(Ok(())), now));
+    commands.extend(answer(&mut state, id, Answer::Deallocated(Ok(())), now));
     assert!(
         matches!(commands.as_slice(), [Command::Observe(_)]),
         "{commands:?}"
@@ -518,11 +488,8 @@ fn a_claim_in_use_keeps_its_finalizer_after_a_deallocation() {
     used.metadata.resource_version = Some("6".to_owned());
     used.status.reserved_for.clear();
     state.apply(Event::Claim(Arc::new(used)), now);
-    let commands = state.decide(now);
-    let [Command::CallDriver { id, .. }] = commands.as_slice() else {
-        panic!("{commands:?}")
-    };
-    let commands = answer(&mut state, *id, Answer::Deallocated(Ok(())), now);
+    let id = only(&state.decide(now), "deallocate");
+    let commands = answer(&mut state, id, Answer::Deallocated(Ok(())), now);
     assert!(
         matches!(commands.as_slice(), [Command::WriteClaim { .. }]),
         "{commands:?}"
@@ -542,20 +509,9 @@ fn an_allocation_recorded_after_clearing_keeps_the_finalizer() {
     };
     for is_recorded in [false, true] {
         let (mut state, commands) = started(vec![allocated("2", true)], Vec::new(), now);
-        let [Command::CallDriver { id, .. }] = commands.as_slice() else {
-            panic!("{commands:?}")
-        };
-        let commands = answer(&mut state, *id, Answer::Deallocated(Ok(())), now);
-        let [
-            Command::WriteClaim {
-                id,
-                write: ClaimWrite::ClearAllocation { .. },
-                ..
-            },
-        ] = commands.as_slice()
-        else {
-            panic!("{commands:?}")
-        };
+        let id = only(&commands, "deallocate");
+        let commands = answer(&mut state, id, Answer::Deallocated(Ok(())), now);
+        let id = only(&commands, "clear");
         // A late write of a former leader is stored after the clearing, and seen before its answer.
         if is_recorded {
             state.apply(Event::Claim(allocated("4", false)), now);
@@ -563,7 +519,7 @@ fn an_allocation_recorded_after_clearing_keeps_the_finalizer() {
         let mut cleared = (*claim(&[&format!("{DRIVER}/deletion-protection")])).clone();
         cleared.metadata.resource_version = Some("3".to_owned());
         let done = Answer::ClaimWritten(Outcome::Done(Arc::new(cleared)));
-        let commands = answer(&mut state, *id, done, now);
+        let commands = answer(&mut state, id, done, now);
         let removes = |command: &Command| {
             let Command::WriteClaim { write, .. } = command else {
                 return false;

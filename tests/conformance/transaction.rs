@@ -1,43 +1,23 @@
 //! Allocation transactions: all claims of a pod are allocated, or none. The test acts as the scheduler.
 
 use drayman::driver::DriverError;
-use kube::api::{Patch, PatchParams};
 use serde_json::json;
 
 use crate::call::{Request, count};
 use crate::fake_driver::Action;
-use crate::fixture::{
-    Fixture, finalizers, is_allocated, names, rules, rules_without, unsuitable_nodes, with_fixture,
-};
+use crate::fixture::{finalizers, is_allocated, names, rules_without, unsuitable_nodes, with_fixture};
 use crate::harness::rule;
-use crate::objects::ClaimSource;
-
-/// Creates the claims, a pod `pod` that names them, and its context.
-async fn pod_with(
-    fixture: &Fixture,
-    claims: &[&str],
-    selected: &str,
-    potential: &[String],
-) -> anyhow::Result<()> {
-    for name in claims {
-        fixture.claim(name).await?;
-    }
-    let entries: Vec<(&str, ClaimSource<'_>)> = claims
-        .iter()
-        .map(|name| (*name, ClaimSource::Claim(name)))
-        .collect();
-    let pod = fixture.pod("pod", &entries).await?;
-    fixture.context(&pod, selected, potential).await.map(drop)
-}
+use crate::objects::{ClaimSource, patch, touched};
 
 #[test]
 fn one_status_write_follows_all_finalizers_and_one_call() -> anyhow::Result<()> {
     with_fixture("one-write", async |fixture| {
         let controller = fixture.start().await?;
-        pod_with(fixture, &["one", "two"], "node", &names(["node", "other"])).await?;
-        let pod = fixture.pods().get("pod").await?;
+        let pod = fixture
+            .waiting_pod("pod", &["one", "two"], "node", &names(["node", "other"]))
+            .await?;
         for name in ["one", "two"] {
-            let claim = fixture.wait_for_claim(name, "allocated", is_allocated).await?;
+            let claim = fixture.wait_until_allocated(name).await?;
             assert_eq!(claim.status.driver_name, Some(fixture.driver_name()));
             let [user] = claim.status.reserved_for.as_slice() else {
                 anyhow::bail!("{claim:?}")
@@ -109,27 +89,15 @@ fn what_is_allocated_already_is_not_asked_about_again() -> anyhow::Result<()> {
     with_fixture("some-allocated", async |fixture| {
         let controller = fixture.start().await?;
         fixture.immediate("immediate").await?;
-        fixture
-            .wait_for_claim("immediate", "allocated", is_allocated)
-            .await?;
-        fixture.claim("allocated").await?;
-        let other = fixture
-            .pod("other", &[("device", ClaimSource::Claim("allocated"))])
-            .await?;
-        fixture.context(&other, "node", &[]).await?;
-        fixture
-            .wait_for_claim("allocated", "allocated", is_allocated)
-            .await?;
+        fixture.wait_until_allocated("immediate").await?;
+        fixture.waiting_pod("other", &["allocated"], "node", &[]).await?;
+        fixture.wait_until_allocated("allocated").await?;
         fixture.immediate("also-immediate").await?;
         fixture.claim("one").await?;
-        let entries = ["allocated", "immediate", "also-immediate", "one"];
-        let entries: Vec<(&str, ClaimSource<'_>)> = entries
-            .iter()
-            .map(|name| (*name, ClaimSource::Claim(name)))
-            .collect();
-        let pod = fixture.pod("pod", &entries).await?;
+        let claims = ["allocated", "immediate", "also-immediate", "one"];
+        let pod = fixture.pod_naming("pod", &claims).await?;
         fixture.context(&pod, "node", &names(["node"])).await?;
-        fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        fixture.wait_until_allocated("one").await?;
         let summaries = fixture.driver.call_summaries();
         assert_eq!(summaries[summaries.len() - 2..], ["evaluate one", "allocate one"]);
         // A completed pod is not read repeatedly.
@@ -154,10 +122,8 @@ fn without_every_finalizer_nothing_is_allocated() -> anyhow::Result<()> {
         let mut only_one = rule(&["resource.k8s.io"], &["resourceclaims"], &["patch"]);
         only_one.resource_names = Some(vec!["one".to_owned()]);
         rules.push(only_one);
-        let controller = fixture
-            .start_as("", &fixture.driver, &rules, |builder| builder)
-            .await?;
-        pod_with(fixture, &["one", "two"], "node", &[]).await?;
+        let controller = fixture.start_with(&rules).await?;
+        fixture.waiting_pod("pod", &["one", "two"], "node", &[]).await?;
         fixture
             .wait_for_event("pod", "AllocationNotRecorded", "forbidden")
             .await?;
@@ -168,7 +134,7 @@ fn without_every_finalizer_nothing_is_allocated() -> anyhow::Result<()> {
         assert_eq!(count(&fixture.driver.calls(), Request::is_allocate), 0);
         fixture.allow(&controller).await?;
         for name in ["one", "two"] {
-            fixture.wait_for_claim(name, "allocated", is_allocated).await?;
+            fixture.wait_until_allocated(name).await?;
         }
         assert_eq!(fixture.driver.counts(), (2, 0));
         controller.stop().await
@@ -186,7 +152,9 @@ fn if_one_claim_fails_none_is_recorded_and_the_node_is_bad() -> anyhow::Result<(
             _ => Action::Proceed,
         });
         let controller = fixture.start().await?;
-        pod_with(fixture, &["one", "two"], "bad", &names(["bad", "good"])).await?;
+        fixture
+            .waiting_pod("pod", &["one", "two"], "bad", &names(["bad", "good"]))
+            .await?;
         let context = fixture
             .wait_for_context("pod", "evaluated with the bad node", |context| {
                 unsuitable_nodes(context)
@@ -203,11 +171,9 @@ fn if_one_claim_fails_none_is_recorded_and_the_node_is_bad() -> anyhow::Result<(
             let versions = fixture.versions(name).await?;
             assert!(!versions.iter().any(is_allocated), "nothing is recorded");
         }
-        fixture
-            .reschedule("pod", json!({ "selectedNode": "good" }))
-            .await?;
+        fixture.select_node("pod", "good").await?;
         for name in ["one", "two"] {
-            fixture.wait_for_claim(name, "allocated", is_allocated).await?;
+            fixture.wait_until_allocated(name).await?;
         }
         let (allocated, released) = fixture.driver.counts();
         assert_eq!(allocated, released + 2, "unused allocations are released");
@@ -218,35 +184,24 @@ fn if_one_claim_fails_none_is_recorded_and_the_node_is_bad() -> anyhow::Result<(
 #[test]
 fn an_answer_for_too_few_claims_is_refused() -> anyhow::Result<()> {
     with_fixture("too-few", async |fixture| {
-        fixture.driver.rule(|request| {
-            if request.is_allocate() {
-                Action::AnswerForNone
-            } else {
-                Action::Proceed
-            }
-        });
+        fixture.driver.on(Request::is_allocate, Action::AnswerForNone);
         let controller = fixture.start().await?;
-        pod_with(fixture, &["one", "two"], "", &names(["node"])).await?;
+        fixture
+            .waiting_pod("pod", &["one", "two"], "", &names(["node"]))
+            .await?;
         fixture
             .wait_for_context("pod", "evaluated", |context| {
                 context.status.resource_claims.len() == 2
             })
             .await?;
-        fixture
-            .reschedule("pod", json!({ "selectedNode": "node" }))
-            .await?;
-        fixture
-            .driver
-            .wait_for("deallocate both", |calls| {
-                count(calls, Request::is_deallocate) >= 2
-            })
-            .await?;
+        fixture.select_node("pod", "node").await?;
+        fixture.wait_for_calls("deallocate", 2..).await?;
         fixture
             .wait_for_event("pod", "NoSuitableDevice", "the driver answered for 0 of 2 claims")
             .await?;
         fixture.driver.clear_rule();
         for name in ["one", "two"] {
-            fixture.wait_for_claim(name, "allocated", is_allocated).await?;
+            fixture.wait_until_allocated(name).await?;
         }
         controller.stop().await
     })
@@ -256,17 +211,12 @@ fn an_answer_for_too_few_claims_is_refused() -> anyhow::Result<()> {
 fn an_unrecordable_allocation_is_returned_and_retried() -> anyhow::Result<()> {
     with_fixture("unrecorded", async |fixture| {
         let rules = rules_without("resourceclaims/status", "patch");
-        let controller = fixture
-            .start_as("", &fixture.driver, &rules, |builder| builder)
-            .await?;
-        pod_with(fixture, &["one"], "node", &[]).await?;
+        let controller = fixture.start_with(&rules).await?;
+        fixture.waiting_pod("pod", &["one"], "node", &[]).await?;
         fixture
             .wait_for_event("pod", "AllocationNotRecorded", "forbidden")
             .await?;
-        let calls = fixture
-            .driver
-            .wait_for("deallocate it", |calls| count(calls, Request::is_deallocate) >= 1)
-            .await?;
+        let calls = fixture.wait_for_calls("deallocate", 1..).await?;
         let released = calls.iter().find_map(|call| match &call.request {
             Request::Deallocate { allocation, .. } => Some(allocation.is_some()),
             _ => None,
@@ -281,7 +231,7 @@ fn an_unrecordable_allocation_is_returned_and_retried() -> anyhow::Result<()> {
             [fixture.finalizer()]
         );
         fixture.allow(&controller).await?;
-        fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        fixture.wait_until_allocated("one").await?;
         let (allocated, released) = fixture.driver.counts();
         assert_eq!(allocated, released + 1);
         controller.stop().await
@@ -312,19 +262,11 @@ fn a_claim_that_a_pod_names_twice_is_asked_about_once() -> anyhow::Result<()> {
             unsuitable_nodes(&context).into_keys().collect::<Vec<_>>(),
             ["first", "second"]
         );
-        fixture
-            .reschedule("pod", json!({ "selectedNode": "node" }))
-            .await?;
-        fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        fixture.select_node("pod", "node").await?;
+        fixture.wait_until_allocated("one").await?;
         fixture.fence().await?;
         assert_eq!(count(&fixture.driver.calls(), Request::is_allocate), 1);
-        let failed: Vec<_> = fixture
-            .audit_entries(&controller)
-            .await?
-            .into_iter()
-            .filter(|entry| entry.code >= 400)
-            .collect();
-        assert_eq!(failed, []);
+        fixture.assert_none_failed(&controller).await?;
         controller.stop().await
     })
 }
@@ -332,28 +274,14 @@ fn a_claim_that_a_pod_names_twice_is_asked_about_once() -> anyhow::Result<()> {
 #[test]
 fn an_allocation_by_somebody_else_stands_and_ours_is_given_back() -> anyhow::Result<()> {
     with_fixture("other-allocation", async |fixture| {
-        fixture.driver.rule(|request| {
-            if request.is_allocate() {
-                Action::Wait
-            } else {
-                Action::Proceed
-            }
-        });
+        fixture.driver.on(Request::is_allocate, Action::Wait);
         let controller = fixture.start().await?;
-        pod_with(fixture, &["one"], "node", &[]).await?;
-        fixture
-            .driver
-            .wait_for("allocate", |calls| count(calls, Request::is_allocate) == 1)
-            .await?;
+        fixture.waiting_pod("pod", &["one"], "node", &[]).await?;
+        fixture.wait_for_calls("allocate", 1..=1).await?;
         let theirs = json!({ "driverName": "other.example.com", "allocation": { "shareable": true } });
         fixture.patch_claim_status("one", theirs).await?;
         fixture.driver.resume_calls();
-        fixture
-            .driver
-            .wait_for("deallocate ours", |calls| {
-                count(calls, Request::is_deallocate) >= 1
-            })
-            .await?;
+        fixture.wait_for_calls("deallocate", 1..).await?;
         fixture.fence().await?;
         let claim = fixture.claims().get("one").await?;
         assert_eq!(claim.status.driver_name.as_deref(), Some("other.example.com"));
@@ -365,27 +293,14 @@ fn an_allocation_by_somebody_else_stands_and_ours_is_given_back() -> anyhow::Res
 #[test]
 fn an_allocation_is_rolled_back_when_its_pod_leaves_the_node() -> anyhow::Result<()> {
     with_fixture("elsewhere", async |fixture| {
-        fixture.driver.rule(|request| {
-            if request.is_allocate() {
-                Action::Wait
-            } else {
-                Action::Proceed
-            }
-        });
-        let controller = fixture
-            .start_as("", &fixture.driver, &rules(), |builder| builder)
-            .await?;
-        pod_with(fixture, &["one"], "node", &[]).await?;
-        fixture
-            .driver
-            .wait_for("allocate", |calls| count(calls, Request::is_allocate) == 1)
-            .await?;
-        fixture
-            .reschedule("pod", json!({ "selectedNode": "other" }))
-            .await?;
+        fixture.driver.on(Request::is_allocate, Action::Wait);
+        let controller = fixture.start().await?;
+        fixture.waiting_pod("pod", &["one"], "node", &[]).await?;
+        fixture.wait_for_calls("allocate", 1..=1).await?;
+        fixture.select_node("pod", "other").await?;
         fixture.fence().await?;
         fixture.driver.resume_calls();
-        let claim = fixture.wait_for_claim("one", "allocated", is_allocated).await?;
+        let claim = fixture.wait_until_allocated("one").await?;
         let handle = claim
             .status
             .allocation
@@ -394,31 +309,14 @@ fn an_allocation_is_rolled_back_when_its_pod_leaves_the_node() -> anyhow::Result
         assert_eq!(handle.and_then(|handle| handle.data.as_deref()), Some("other"));
         assert_eq!(fixture.driver.counts(), (2, 1));
         // A new selected node does not move a recorded allocation.
-        fixture
-            .reschedule("pod", json!({ "selectedNode": "third" }))
-            .await?;
-        let touch = Patch::Merge(json!({ "metadata": { "labels": { "touched": "yes" } } }));
-        fixture
-            .contexts()
-            .patch("pod", &PatchParams::default(), &touch)
-            .await?;
+        fixture.select_node("pod", "third").await?;
+        patch(&fixture.contexts(), "pod", touched()).await?;
         fixture.fence().await?;
         assert_eq!(fixture.driver.counts(), (2, 1));
 
         fixture.driver.hold_calls();
-        fixture.claim("two").await?;
-        let pod = fixture
-            .pod("gone", &[("device", ClaimSource::Claim("two"))])
-            .await?;
-        fixture.context(&pod, "node", &[]).await?;
-        fixture
-            .driver
-            .wait_for("allocate two", |calls| {
-                calls
-                    .iter()
-                    .any(|call| call.request.is_allocate() && call.request.is_about("two"))
-            })
-            .await?;
+        fixture.waiting_pod("gone", &["two"], "node", &[]).await?;
+        fixture.wait_for_calls("allocate two", 1..).await?;
         fixture.remove_pod("gone").await?;
         fixture
             .wait_for(fixture.contexts(), "gone", "gone", |context: Option<&_>| {
@@ -427,14 +325,7 @@ fn an_allocation_is_rolled_back_when_its_pod_leaves_the_node() -> anyhow::Result
             .await?;
         fixture.fence().await?;
         fixture.driver.resume_calls();
-        fixture
-            .driver
-            .wait_for("deallocate two", |calls| {
-                calls
-                    .iter()
-                    .any(|call| call.request.is_deallocate() && call.request.is_about("two"))
-            })
-            .await?;
+        fixture.wait_for_calls("deallocate two", 1..).await?;
         fixture.fence().await?;
         assert!(!is_allocated(&fixture.claims().get("two").await?));
         assert_eq!(fixture.driver.counts(), (3, 2));

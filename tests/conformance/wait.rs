@@ -9,15 +9,16 @@ use anyhow::{Context as _, bail};
 use drayman::api::resource::{Pod, PodSchedulingContext, ResourceClaim};
 use futures::TryStreamExt as _;
 use k8s_openapi::api::core::v1::Event;
-use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams};
+use kube::api::{Api, DeleteParams, ListParams};
 use kube::runtime::wait::{Condition, await_condition};
 use kube::runtime::{WatchStreamExt as _, watcher};
 use serde::de::DeserializeOwned;
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio::time::{sleep, timeout};
 
-use crate::fixture::Fixture;
+use crate::fixture::{Fixture, is_allocated};
 use crate::harness::TIMEOUT;
+use crate::objects::{patch, patch_status};
 
 impl Fixture {
     /// Waits for a condition; the error has the expected and the found object.
@@ -53,6 +54,10 @@ impl Fixture {
             .context("the claim exists")
     }
 
+    pub(crate) async fn wait_until_allocated(&self, name: &str) -> anyhow::Result<ResourceClaim> {
+        self.wait_for_claim(name, "allocated", is_allocated).await
+    }
+
     pub(crate) async fn wait_for_context(
         &self,
         name: &str,
@@ -65,12 +70,34 @@ impl Fixture {
             .context("the context exists")
     }
 
+    /// Waits until a context has an answer of ours.
+    pub(crate) async fn wait_until_evaluated(&self, name: &str) -> anyhow::Result<PodSchedulingContext> {
+        let has_answer = |context: &PodSchedulingContext| !context.status.resource_claims.is_empty();
+        self.wait_for_context(name, "evaluated", has_answer).await
+    }
+
     /// Waits until a pod is bound, and returns its node.
     pub(crate) async fn wait_until_bound(&self, name: &str) -> anyhow::Result<String> {
         let met = |pod: Option<&Pod>| pod.is_some_and(|pod| pod.spec.node_name.is_some());
         let pod = self.wait_for(self.pods(), name, "bound", met).await?;
         pod.and_then(|pod| pod.spec.node_name)
             .context("a bound pod has a node")
+    }
+
+    /// Waits until a pod with a single entry, `device`, has its generated claim, and returns the name of the claim.
+    pub(crate) async fn wait_for_generated(&self, pod: &str) -> anyhow::Result<String> {
+        if self.cluster.minor() < 28 {
+            let name = format!("{pod}-device");
+            self.wait_for_claim(&name, "made", |_| true).await?;
+            return Ok(name);
+        }
+        let name = |pod: Option<&Pod>| {
+            let status = pod?.status.resource_claim_statuses.first()?;
+            status.resource_claim_name.clone()
+        };
+        let named = move |pod: Option<&Pod>| name(pod).is_some();
+        let pod = self.wait_for(self.pods(), pod, "given a claim", named).await?;
+        name(pod.as_ref()).context("the pod has a claim")
     }
 
     /// Waits until a claim is deleted.
@@ -89,10 +116,7 @@ impl Fixture {
 
     /// Patches a claim as a user.
     pub(crate) async fn patch_claim(&self, name: &str, change: Value) -> anyhow::Result<ResourceClaim> {
-        Ok(self
-            .claims()
-            .patch(name, &PatchParams::default(), &Patch::Merge(change))
-            .await?)
+        patch(&self.claims(), name, change).await
     }
 
     /// Patches the status of a claim as a user.
@@ -101,11 +125,7 @@ impl Fixture {
         name: &str,
         status: Value,
     ) -> anyhow::Result<ResourceClaim> {
-        let patch = Patch::Merge(json!({ "status": status }));
-        Ok(self
-            .claims()
-            .patch_status(name, &PatchParams::default(), &patch)
-            .await?)
+        Ok(patch_status(&self.claims(), name, status).await?)
     }
 
     pub(crate) async fn versions(&self, name: &str) -> anyhow::Result<Vec<ResourceClaim>> {

@@ -1,6 +1,7 @@
 //! Failover between two API servers behind one address, and watches that restart after an etcd compaction.
 
 use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -20,8 +21,7 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::controller::assert_distinct;
 use crate::harness::{Cluster, TIMEOUT};
 use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, wait_for_inventory};
-use crate::reboot::REGISTERED;
-use crate::setup::{Setup, controller_rules, is_allocated, is_bound, is_gone, node_rules};
+use crate::setup::{REGISTERED, Setup, controller_rules, is_allocated, node_rules};
 use crate::stored_claims::CONTROLLER;
 
 /// An API server behind the balancer.
@@ -32,17 +32,21 @@ struct Backend {
     open: Arc<AtomicUsize>,
 }
 
-/// A TCP load balancer. It gives each connection to the next backend that accepts it.
-struct Balancer {
-    address: SocketAddr,
+/// A TCP load balancer. It gives each connection to the next backend that accepts it. Dropping it closes all connections.
+pub(crate) struct Balancer {
+    pub(crate) address: SocketAddr,
     backends: Vec<Backend>,
     connections: Arc<Mutex<JoinSet<()>>>,
     _task: tokio_util::task::AbortOnDropHandle<()>,
 }
 
 impl Balancer {
-    async fn start(ports: &[u16]) -> anyhow::Result<Self> {
-        let listener = TcpListener::bind("127.0.0.1:0").await?;
+    pub(crate) async fn start(ports: &[u16]) -> anyhow::Result<Self> {
+        Self::start_at(([127, 0, 0, 1], 0).into(), ports).await
+    }
+
+    pub(crate) async fn start_at(address: SocketAddr, ports: &[u16]) -> anyhow::Result<Self> {
+        let listener = TcpListener::bind(address).await?;
         let address = listener.local_addr()?;
         let backends: Vec<Backend> = ports
             .iter()
@@ -96,7 +100,8 @@ impl Balancer {
         Ok(())
     }
 
-    fn rewrite(&self, setup: &Setup, from: &std::path::Path, to: &std::path::Path) -> anyhow::Result<()> {
+    /// Copies a kubeconfig with the balancer as its server.
+    pub(crate) fn rewrite(&self, setup: &Setup, from: &Path, to: &Path) -> anyhow::Result<()> {
         let text = std::fs::read_to_string(from)?;
         let server = setup.cluster.server();
         ensure!(text.contains(server), "{} names {server}", from.display());
@@ -105,7 +110,8 @@ impl Balancer {
     }
 }
 
-fn port(setup: &Setup) -> anyhow::Result<u16> {
+/// The port of the API server.
+pub(crate) fn port(setup: &Setup) -> anyhow::Result<u16> {
     let server: http::Uri = setup.cluster.server().parse()?;
     server.port_u16().context("a port")
 }
@@ -158,7 +164,7 @@ async fn until_ready(setup: &Setup, server: &Balancer) -> anyhow::Result<kube::C
 #[tokio::test]
 async fn either_of_two_api_servers_may_die() -> anyhow::Result<()> {
     let setup = Setup::start(1).await?;
-    make_devices(setup.cluster.node(0), "drayman-test", &MINORS)?;
+    make_devices(setup.cluster.node(0), "drayman-test-", &MINORS)?;
     setup.make_template(None).await?;
     // The ports of a test cluster are consecutive, and the last one is unused (`tests/cluster/supervisor/slot.go`).
     let (first, second) = (port(&setup)?, port(&setup)? + 7);
@@ -169,7 +175,7 @@ async fn either_of_two_api_servers_may_die() -> anyhow::Result<()> {
     balancer.use_balancer(&setup).await?;
     let controller = setup.controller()?;
     let companion = setup.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&setup, 0, 4).await?;
+    wait_for_inventory(&setup, 4).await?;
     companion.logged(REGISTERED).await?;
     setup.make_pod("before").await?;
     look_inside(&setup, "before").await?;
@@ -220,9 +226,7 @@ async fn either_of_two_api_servers_may_die() -> anyhow::Result<()> {
     }
     setup.delete_claim("immediate").await?;
     wait_for_claims(&setup, 0).await?;
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }
 
 /// Waits until `count` claims are left.
@@ -275,10 +279,9 @@ async fn after_a_compaction_everything_is_listed_anew() -> anyhow::Result<()> {
     setup.cluster.compact().await?;
     controller.signal(Signal::CONT)?;
     let begun = Instant::now();
-    setup.wait(setup.claims(), &first, "gone", is_gone()).await?;
-    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
-    setup.wait(setup.claims(), "late", "allocated", met).await?;
-    setup.wait(setup.pods(), "third", "bound", is_bound()).await?;
+    setup.until_claim_gone(&first).await?;
+    setup.until_allocated("late").await?;
+    setup.until_bound("third").await?;
     println!("all is served {:?} after the pause", begun.elapsed());
     let log = controller.log()?;
     // Classes, contexts, claims, inventories, class parameters and claim parameters.
@@ -287,6 +290,5 @@ async fn after_a_compaction_everything_is_listed_anew() -> anyhow::Result<()> {
         .count();
     ensure!(refused >= 6, "{refused} watches were refused:\n{log}");
     assert_distinct(&setup).await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([controller]).await
 }

@@ -9,9 +9,8 @@ use tokio::time::{sleep, timeout};
 
 use crate::harness::{IMAGE, TIMEOUT, build_go};
 use crate::interrupted_calls::until_claim_files;
-use crate::pods::{claim_files, look_inside, pod_with_limit, wait_for_allocatable, wait_for_inventory};
-use crate::reboot::{REGISTERED, start_node};
-use crate::setup::{Setup, is_allocated, pod_from};
+use crate::pods::{PLUGGED, assert_prepared, assert_unprepared, look_inside, start_node, wait_for_inventory};
+use crate::setup::{REGISTERED, Setup, pod_from};
 
 #[tokio::test]
 async fn a_pod_ending_without_an_api_server_frees_its_device() -> anyhow::Result<()> {
@@ -30,9 +29,8 @@ async fn a_pod_ending_without_an_api_server_frees_its_device() -> anyhow::Result
     }))?;
     setup.pods().create(&PostParams::default(), &pod).await?;
     let first = look_inside(&setup, "first").await?;
-    let claim = setup.claim_of("first", "allocated", is_allocated).await?;
-    let uid = claim.metadata.uid.clone().unwrap_or_default();
-    assert_eq!(claim_files(node, &uid)?.len(), 2, "a CDI file and an entry");
+    let (uid, _) = setup.claim_ids("first").await?;
+    assert_prepared(node, &uid)?;
     // The container exits five seconds later, after the API server has stopped.
     let end = [
         "exec",
@@ -51,7 +49,7 @@ async fn a_pod_ending_without_an_api_server_frees_its_device() -> anyhow::Result
         setup.make_pod("second").await?;
         let second = look_inside(&setup, "second").await?;
         assert_eq!(second.only_device(), first.only_device());
-        assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
+        assert_unprepared(node, &uid)?;
     } else {
         // Kubelet 1.27 reads the claim from the API server before it calls Unprepare, so it calls once the server is back.
         let asked_in_vain = async {
@@ -67,13 +65,11 @@ async fn a_pod_ending_without_an_api_server_frees_its_device() -> anyhow::Result
         timeout(TIMEOUT, asked_in_vain)
             .await
             .context("kubelet has not asked")??;
-        assert_eq!(claim_files(node, &uid)?.len(), 2);
+        assert_prepared(node, &uid)?;
         setup.cluster.start_component("apiserver").await?;
         until_claim_files(node, &uid, 0).await?;
     }
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }
 
 #[tokio::test]
@@ -97,22 +93,19 @@ async fn kvm_answers_containers_as_it_answers_the_node() -> anyhow::Result<()> {
     setup.make_template(None).await?;
     let controller = setup.controller()?;
     let companion = setup.companion(0, &configuration)?;
-    wait_for_inventory(&setup, 0, 1).await?;
+    wait_for_inventory(&setup, 1).await?;
     companion.logged(REGISTERED).await?;
-    wait_for_allocatable(&setup, 0, "1").await?;
+    setup.until_allocatable(PLUGGED, "1").await?;
     setup.make_pod("by-claim").await?;
     look_inside(&setup, "by-claim").await?;
     let by_claim = setup
         .cluster
         .kubectl(&["exec", "by-claim", "--", "/asks"])
         .await?;
-    wait_for_allocatable(&setup, 0, "0").await?;
+    setup.until_allocatable(PLUGGED, "0").await?;
     setup.cluster.kubectl(&["delete", "pod", "by-claim"]).await?;
-    wait_for_allocatable(&setup, 0, "1").await?;
-    setup
-        .pods()
-        .create(&PostParams::default(), &pod_with_limit("by-limit")?)
-        .await?;
+    setup.until_allocatable(PLUGGED, "1").await?;
+    setup.make_limit_pod("by-limit", PLUGGED).await?;
     look_inside(&setup, "by-limit").await?;
     let by_limit = setup
         .cluster
@@ -122,7 +115,5 @@ async fn kvm_answers_containers_as_it_answers_the_node() -> anyhow::Result<()> {
         (by_claim.as_str(), by_limit.as_str()),
         (answer.as_str(), answer.as_str())
     );
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }

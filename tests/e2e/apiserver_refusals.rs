@@ -18,10 +18,7 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::controller::assert_distinct;
 use crate::harness::{Cluster, Entry, IMAGE, TIMEOUT, rule};
 use crate::pods::{CONFIGURATION, MINORS, make_devices, wait_for_inventory};
-use crate::reboot::REGISTERED;
-use crate::setup::{
-    Program, Setup, controller_rules, is_allocated, is_bound, is_gone, pod_from, replica_rules,
-};
+use crate::setup::{Program, REGISTERED, Setup, controller_rules, is_allocated, pod_from, replica_rules};
 use crate::stored_claims::CONTROLLER;
 
 /// The user name of the companion.
@@ -134,11 +131,11 @@ async fn start() -> anyhow::Result<(Setup, Program, Program)> {
         .nodes(1)
         .flag("controller-manager", "--node-monitor-grace-period=1h");
     let setup = Setup::prepare(cluster.start().await?).await?;
-    make_devices(setup.cluster.node(0), "drayman-test", &MINORS[..1])?;
+    make_devices(setup.cluster.node(0), "drayman-test-", &MINORS[..1])?;
     setup.make_template(None).await?;
     let controller = setup.controller()?;
     let companion = setup.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&setup, 0, 1).await?;
+    wait_for_inventory(&setup, 1).await?;
     companion.logged(REGISTERED).await?;
     // The scheduler binds pods to these nodes; nothing runs there.
     for node in ["node-a", "node-b"] {
@@ -239,10 +236,10 @@ async fn refused_writes_are_reported_and_made_when_the_policy_goes() -> anyhow::
     }
     allow(&setup).await?;
     for name in ["one", "two"] {
-        setup.wait(setup.pods(), name, "bound", is_bound()).await?;
+        setup.until_bound(name).await?;
     }
-    setup.wait(setup.claims(), &claim, "gone", is_gone()).await?;
-    wait_for_inventory(&setup, 0, 2).await?;
+    setup.until_claim_gone(&claim).await?;
+    wait_for_inventory(&setup, 2).await?;
 
     // Allocations: the finalizer is stored, and the device is freed again.
     until_refused(&setup, None, false, MESSAGE).await?;
@@ -253,7 +250,7 @@ async fn refused_writes_are_reported_and_made_when_the_policy_goes() -> anyhow::
         .wait_for_event("three", "AllocationNotRecorded", MESSAGE)
         .await?;
     allow(&setup).await?;
-    setup.wait(setup.pods(), "three", "bound", is_bound()).await?;
+    setup.until_bound("three").await?;
 
     // An unreachable webhook fails writes without a denial.
     until_refused(&setup, Some("status"), false, MESSAGE).await?;
@@ -272,12 +269,10 @@ async fn refused_writes_are_reported_and_made_when_the_policy_goes() -> anyhow::
     let _ = admission(&setup, "ValidatingWebhookConfiguration")
         .delete("down", &DeleteParams::default())
         .await?;
-    setup.wait(setup.pods(), "four", "bound", is_bound()).await?;
-    setup.wait(setup.claims(), &claim, "gone", is_gone()).await?;
+    setup.until_bound("four").await?;
+    setup.until_claim_gone(&claim).await?;
     assert_distinct(&setup).await?;
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }
 
 /// Gives users a priority level without seats: the server handles one request at a time and rejects the others.
@@ -483,11 +478,9 @@ async fn programs_starved_by_priority_and_fairness_live_and_recover() -> anyhow:
     stop_throttling(&setup).await?;
     let controller = leader().await?;
     let begun = Instant::now();
-    setup.wait(setup.pods(), "starved", "bound", is_bound()).await?;
+    setup.until_bound("starved").await?;
     println!("served {:?} later", begun.elapsed());
-    wait_for_inventory(&setup, 0, 2).await?;
+    wait_for_inventory(&setup, 2).await?;
     println!("inventory {:?} later", begun.elapsed());
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }

@@ -9,7 +9,7 @@ use kube::api::{Api, DeleteParams};
 use serde_json::Value;
 
 use crate::harness::{Cluster, rule};
-use crate::setup::{DRIVER, Setup, is_allocated, is_bound, is_gone};
+use crate::setup::{DRIVER, Setup, is_allocated};
 
 /// Runs the program as administrator and returns its stdout.
 pub(crate) async fn drayman(
@@ -58,9 +58,7 @@ pub(crate) async fn one_of_two_pods_waits() -> anyhow::Result<(Setup, crate::set
     setup.make_fake_node("node-b").await?;
     setup.make_template(None).await?;
     let controller = setup.controller()?;
-    setup.make_pod("first").await?;
-    setup.wait(setup.pods(), "first", "bound", is_bound()).await?;
-    setup.claim_of("first", "allocated", is_allocated).await?;
+    setup.serve("first").await?;
     setup.make_pod("second").await?;
     setup.claim_of("second", "made", |_| true).await?;
     Ok((setup, controller))
@@ -144,7 +142,7 @@ async fn a_waiting_pod_is_explained_node_by_node() -> anyhow::Result<()> {
 
     // Another output after the fix.
     setup.remove_pod("first").await?;
-    setup.wait(setup.pods(), "second", "bound", is_bound()).await?;
+    setup.until_bound("second").await?;
     assert_eq!(
         json(&setup, &["explain", "pod/second"]).await?["claims"][0]["step"],
         "Preparing"
@@ -235,7 +233,7 @@ async fn leftovers_lists_all_objects_of_classic_dra() -> anyhow::Result<()> {
             .name
             .unwrap_or_default();
         setup.remove_pod(pod).await?;
-        setup.wait(setup.claims(), &claim, "gone", is_gone()).await?;
+        setup.until_claim_gone(&claim).await?;
     }
     setup
         .cluster

@@ -3,25 +3,12 @@
 use std::collections::BTreeSet;
 
 use drayman::api::crd::DeviceClaimParameters;
-use drayman::api::handle::DeviceHandle;
-use drayman::api::resource::{Pod, ResourceClaim, controller_of};
-use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
-use kube::runtime::conditions::is_deleted;
+use drayman::api::resource::ResourceClaim;
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams};
 use serde_json::json;
 
-use crate::setup::{DRIVER, Setup, has_finalizer, is_allocated, is_bound, is_gone, pod_with_claim};
-
-fn handle(claim: &ResourceClaim) -> anyhow::Result<DeviceHandle> {
-    let handles = claim
-        .status
-        .allocation
-        .as_ref()
-        .map(|allocation| allocation.resource_handles.as_slice());
-    let data = handles
-        .and_then(|handles| handles.first())
-        .and_then(|handle| handle.data.as_deref());
-    Ok(DeviceHandle::parse(data.unwrap_or_default())?)
-}
+use crate::setup::{DRIVER, Setup, controller_rules, has_finalizer, is_allocated};
+use crate::stored_claims::handle;
 
 #[tokio::test]
 async fn a_pod_with_one_claim_costs_three_writes_and_one_read() -> anyhow::Result<()> {
@@ -30,8 +17,7 @@ async fn a_pod_with_one_claim_costs_three_writes_and_one_read() -> anyhow::Resul
     setup.make_template(None).await?;
     let controller = setup.controller()?;
 
-    setup.make_pod("first").await?;
-    setup.wait(setup.pods(), "first", "bound", is_bound()).await?;
+    setup.serve("first").await?;
     let claim = setup.claim_of("first", "allocated", is_allocated).await?;
     assert!(has_finalizer(&claim), "the finalizer precedes the allocation");
     assert_eq!(claim.status.driver_name.as_deref(), Some(DRIVER));
@@ -49,7 +35,7 @@ async fn a_pod_with_one_claim_costs_three_writes_and_one_read() -> anyhow::Resul
 
     setup.remove_pod("first").await?;
     let name = claim.metadata.name.clone().unwrap_or_default();
-    setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
+    setup.until_claim_gone(&name).await?;
 
     let requests: Vec<_> = setup
         .cluster
@@ -87,58 +73,7 @@ async fn a_pod_with_one_claim_costs_three_writes_and_one_read() -> anyhow::Resul
         unwanted.is_empty(),
         "a normal pod has no event of ours: {unwanted:?}"
     );
-    controller.end().await?;
-    setup.cluster.stop().await
-}
-
-#[tokio::test]
-async fn each_freed_device_lets_exactly_one_waiting_pod_in() -> anyhow::Result<()> {
-    let setup = Setup::start(0).await?;
-    setup.make_fake_devices("node-a", 3).await?;
-    setup.make_template(None).await?;
-    let controller = setup.controller()?;
-    let names = ["pod-0", "pod-1", "pod-2", "pod-3", "pod-4"];
-    for name in names {
-        setup.make_pod(name).await?;
-    }
-    let mut waiting: BTreeSet<&str> = names.into();
-    let mut bound: Vec<&str> = Vec::new();
-    for expected in [3, 4, 5] {
-        while bound.len() < expected {
-            let name = first_bound(&setup, &waiting).await?;
-            waiting.remove(name);
-            bound.push(name);
-        }
-        assert_distinct(&setup).await?;
-        for name in &waiting {
-            setup
-                .wait_for_event(name, "NoSuitableDevice", "3 of 3 held")
-                .await?;
-        }
-        let allocated = setup.claims().list(&ListParams::default()).await?;
-        assert_eq!(
-            allocated.iter().filter(|claim| is_allocated(claim)).count(),
-            3,
-            "no more pods than devices"
-        );
-        setup.remove_pod(bound[expected - 3]).await?;
-    }
-    controller.end().await?;
-    setup.cluster.stop().await
-}
-
-/// Waits until one of these pods is bound.
-async fn first_bound<'a>(setup: &Setup, names: &BTreeSet<&'a str>) -> anyhow::Result<&'a str> {
-    let waits = names.iter().map(|name| {
-        Box::pin(async move {
-            setup
-                .wait(setup.pods(), name, "bound", is_bound())
-                .await
-                .map(|_| *name)
-        })
-    });
-    let (name, _, _) = futures::future::select_all(waits).await;
-    name
+    setup.end([controller]).await
 }
 
 /// Asserts that no device is in the allocations of two claims.
@@ -168,27 +103,14 @@ async fn a_claim_that_is_deleted_at_any_moment_leaves_nothing_behind() -> anyhow
     let setup = Setup::start(0).await?;
     setup.make_fake_devices("node-a", 1).await?;
     let controller = setup.controller()?;
-    let claim = |name: &str| -> anyhow::Result<ResourceClaim> {
-        Ok(serde_json::from_value(
-            json!({ "metadata": { "name": name }, "spec": { "resourceClassName": "test" } }),
-        )?)
-    };
     // Before any pod exists.
-    setup
-        .claims()
-        .create(&PostParams::default(), &claim("unused")?)
-        .await?;
-    setup.claims().delete("unused", &DeleteParams::default()).await?;
-    setup.wait(setup.claims(), "unused", "gone", is_gone()).await?;
+    setup.make_claim("unused", "WaitForFirstConsumer", false).await?;
+    setup.delete_claim("unused").await?;
     // During the allocation, repeatedly: the only device must be free afterwards.
     for round in 0..10 {
         let name = format!("round-{round}");
-        setup
-            .claims()
-            .create(&PostParams::default(), &claim(&name)?)
-            .await?;
-        let pod = pod_naming_claim(&name, &name)?;
-        setup.pods().create(&PostParams::default(), &pod).await?;
+        setup.make_claim(&name, "WaitForFirstConsumer", false).await?;
+        setup.make_pod_with(&name, &name).await?;
         if round % 2 == 0 {
             setup
                 .wait(
@@ -207,86 +129,12 @@ async fn a_claim_that_is_deleted_at_any_moment_leaves_nothing_behind() -> anyhow
         }
         let _ = setup.claims().delete(&name, &DeleteParams::default()).await?;
         setup.remove_pod(&name).await?;
-        setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
+        setup.until_claim_gone(&name).await?;
     }
     // The device is free.
     setup.make_template(None).await?;
-    setup.make_pod("last").await?;
-    setup.wait(setup.pods(), "last", "bound", is_bound()).await?;
-    controller.end().await?;
-    setup.cluster.stop().await
-}
-
-/// A pod that references an existing claim.
-fn pod_naming_claim(name: &str, claim: &str) -> anyhow::Result<Pod> {
-    let mut pod = pod_with_claim(name)?;
-    pod.spec.resource_claims[0].source.resource_claim_template_name = None;
-    pod.spec.resource_claims[0].source.resource_claim_name = Some(claim.to_owned());
-    Ok(pod)
-}
-
-#[tokio::test]
-async fn a_pod_recreated_under_the_same_name_gets_a_claim_of_its_own() -> anyhow::Result<()> {
-    let setup = Setup::start(0).await?;
-    setup.make_fake_devices("node-a", 1).await?;
-    setup.make_template(None).await?;
-    let controller = setup.controller()?;
-    let mut uids = BTreeSet::new();
-    for _ in 0..3 {
-        let pod = setup.make_pod("again").await?;
-        setup.wait(setup.pods(), "again", "bound", is_bound()).await?;
-        let claim = setup.claim_of("again", "allocated", is_allocated).await?;
-        assert_eq!(
-            controller_of(&claim.metadata).map(|owner| &owner.uid),
-            pod.metadata.uid.as_ref()
-        );
-        assert!(uids.insert(claim.metadata.uid.clone()));
-        setup.remove_pod("again").await?;
-        let uid = pod.metadata.uid.clone().unwrap_or_default();
-        setup
-            .wait(setup.pods(), "again", "gone", is_deleted(&uid))
-            .await?;
-    }
-    controller.end().await?;
-    setup.cluster.stop().await
-}
-
-#[tokio::test]
-async fn a_missing_class_is_named_and_its_creation_helps_at_once() -> anyhow::Result<()> {
-    let setup = Setup::start(0).await?;
-    setup.make_fake_devices("node-a", 1).await?;
-    let controller = setup.controller()?;
-    let immediate: ResourceClaim = serde_json::from_value(json!({
-        "metadata": { "name": "early" }, "spec": { "resourceClassName": "late", "allocationMode": "Immediate" },
-    }))?;
-    setup.claims().create(&PostParams::default(), &immediate).await?;
-    setup
-        .wait_for_event("early", "ResourceClassMissing", "create the class")
-        .await?;
-    setup.make_class("late").await?;
-    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
-    setup.wait(setup.claims(), "early", "allocated", met).await?;
-
-    // For a pod, the scheduler reports the missing class itself and does not ask the driver.
-    let delayed: ResourceClaim = serde_json::from_value(json!({
-        "metadata": { "name": "delayed" }, "spec": { "resourceClassName": "later" },
-    }))?;
-    setup.claims().create(&PostParams::default(), &delayed).await?;
-    setup
-        .pods()
-        .create(&PostParams::default(), &pod_naming_claim("delayed", "delayed")?)
-        .await?;
-    setup
-        .wait_for_event("delayed", "FailedScheduling", "later")
-        .await?;
-    setup.claims().delete("early", &DeleteParams::default()).await?;
-    setup.make_class("later").await?;
-    // Up to 1.28, the scheduler tries such a pod again only after minutes.
-    if setup.cluster.minor() >= 29 {
-        setup.wait(setup.pods(), "delayed", "bound", is_bound()).await?;
-    }
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.serve("last").await?;
+    setup.end([controller]).await
 }
 
 #[tokio::test]
@@ -317,7 +165,7 @@ async fn wrong_parameters_are_named_and_a_fix_helps_at_once() -> anyhow::Result<
         assert!(error.to_string().contains(hint), "{error}");
     }
     setup.apply(&parameters(&json!(2))).await?;
-    setup.wait(setup.pods(), "missing", "bound", is_bound()).await?;
+    setup.until_bound("missing").await?;
     let claim = setup.claim_of("missing", "allocated", is_allocated).await?;
     assert_eq!(handle(&claim)?.devices.len(), 2);
 
@@ -331,8 +179,7 @@ async fn wrong_parameters_are_named_and_a_fix_helps_at_once() -> anyhow::Result<
         .await?;
     setup.make_pod("greedy").await?;
     setup.wait_for_event("greedy", "NoSuitableDevice", "64").await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([controller]).await
 }
 
 fn parameters(count: &serde_json::Value) -> serde_json::Value {
@@ -343,47 +190,13 @@ fn parameters(count: &serde_json::Value) -> serde_json::Value {
 }
 
 #[tokio::test]
-async fn an_unusable_class_is_reported_on_class_and_pod() -> anyhow::Result<()> {
-    let setup = Setup::start(0).await?;
-    setup.make_fake_devices("node-a", 1).await?;
-    setup.make_template(None).await?;
-    setup
-        .classes()
-        .patch(
-            "test",
-            &PatchParams::default(),
-            &Patch::Merge(json!({ "parametersRef": { "name": "nowhere" } })),
-        )
-        .await?;
-    let controller = setup.controller()?;
-    setup.make_pod("pod").await?;
-    setup
-        .wait_for_event("pod", "ParametersNotFound", "nowhere")
-        .await?;
-    setup
-        .wait_for_event("test", "ParametersNotFound", "nowhere")
-        .await?;
-    setup
-        .classes()
-        .patch(
-            "test",
-            &PatchParams::default(),
-            &Patch::Merge(json!({ "parametersRef": { "name": "test" } })),
-        )
-        .await?;
-    setup.wait(setup.pods(), "pod", "bound", is_bound()).await?;
-    controller.end().await?;
-    setup.cluster.stop().await
-}
-
-#[tokio::test]
 async fn a_controller_killed_at_any_step_leaves_the_same_end_state() -> anyhow::Result<()> {
     let setup = Setup::start(0).await?;
     setup.make_fake_devices("node-a", 1).await?;
     setup.make_template(None).await?;
 
     // After the finalizer: without the right to write the status, the allocation fails.
-    let mut rules = crate::setup::controller_rules()?;
+    let mut rules = controller_rules()?;
     for resources in rules.iter_mut().filter_map(|rule| rule.resources.as_mut()) {
         resources.retain(|resource| resource != "resourceclaims/status");
     }
@@ -397,14 +210,14 @@ async fn a_controller_killed_at_any_step_leaves_the_same_end_state() -> anyhow::
     controller.kill().await?;
     setup
         .cluster
-        .user("drayman-controller", &crate::setup::controller_rules()?)
+        .user("drayman-controller", &controller_rules()?)
         .await?;
     let mut controller = setup.controller()?;
     // After the allocation.
     setup.claim_of("pod", "allocated", is_allocated).await?;
     controller.kill().await?;
     let mut controller = setup.controller()?;
-    setup.wait(setup.pods(), "pod", "bound", is_bound()).await?;
+    setup.until_bound("pod").await?;
     // Before the release: the pod is deleted while no controller runs.
     controller.kill().await?;
     let claim = setup.claim_of("pod", "allocated", is_allocated).await?;
@@ -417,11 +230,9 @@ async fn a_controller_killed_at_any_step_leaves_the_same_end_state() -> anyhow::
         .wait(setup.claims(), &name, "deallocation requested", released)
         .await?;
     let controller = setup.controller()?;
-    setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
+    setup.until_claim_gone(&name).await?;
     // The only device is free again, and all other state is unaffected.
-    setup.make_pod("next").await?;
-    setup.wait(setup.pods(), "next", "bound", is_bound()).await?;
+    setup.serve("next").await?;
     assert_distinct(&setup).await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([controller]).await
 }

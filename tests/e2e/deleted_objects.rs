@@ -9,11 +9,8 @@ use kube::runtime::conditions::is_crd_established;
 use serde_json::{Value, json};
 
 use crate::controller::assert_distinct;
-use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, wait_for_inventory};
-use crate::reboot::REGISTERED;
-use crate::setup::{
-    DRIVER, Setup, has_finalizer, is_allocated, is_bound, is_gone, is_running, pod_with_claim,
-};
+use crate::pods::{MINORS, look_inside, start_node};
+use crate::setup::{DRIVER, Setup, has_finalizer, is_allocated, is_gone, is_running, pod_with_claim};
 use crate::stored_claims::{CONTROLLER, devices};
 
 fn inventories(setup: &Setup) -> Api<NodeInventory> {
@@ -52,11 +49,7 @@ async fn a_node_that_is_made_again_under_its_name_is_another_node() -> anyhow::R
     setup.make_template(None).await?;
     let controller = setup.controller()?;
     setup.make_claim("kept", "Immediate", false).await?;
-    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
-    let kept = setup
-        .wait(setup.claims(), "kept", "allocated", met)
-        .await?
-        .unwrap_or_default();
+    let kept = setup.until_allocated("kept").await?;
     let first = setup.node_uid("node-a").await?;
     setup.make_pod("waits").await?;
     setup
@@ -68,7 +61,7 @@ async fn a_node_that_is_made_again_under_its_name_is_another_node() -> anyhow::R
     let second = setup.node_uid("node-a").await?;
     assert_ne!(first, second);
     // The new node's device of the same name is a different one, and free.
-    setup.wait(setup.pods(), "waits", "bound", is_bound()).await?;
+    setup.until_bound("waits").await?;
     let claim = setup.claim_of("waits", "allocated", is_allocated).await?;
     let text = serde_json::to_string(&claim.status)?;
     assert!(text.contains(&second) && !text.contains(&first), "{text}");
@@ -84,9 +77,8 @@ async fn a_node_that_is_made_again_under_its_name_is_another_node() -> anyhow::R
         .wait_for_event("next", "NoSuitableDevice", "1 of 1 held")
         .await?;
     setup.remove_pod("waits").await?;
-    setup.wait(setup.pods(), "next", "bound", is_bound()).await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.until_bound("next").await?;
+    setup.end([controller]).await
 }
 
 #[tokio::test]
@@ -114,8 +106,7 @@ async fn an_inventory_of_a_former_node_does_not_count() -> anyhow::Result<()> {
         let text = serde_json::to_string(&claim.status)?;
         assert!(text.contains(&second) && !text.contains(&first), "{text}");
     }
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([controller]).await
 }
 
 #[tokio::test]
@@ -161,11 +152,9 @@ async fn a_controller_catches_up_after_an_absence_and_rests() -> anyhow::Result<
 
     let controller = setup.controller()?;
     for claim in [&lost, &freed] {
-        setup
-            .wait(setup.claims(), &name_of(claim), "gone", is_gone())
-            .await?;
+        setup.until_claim_gone(&name_of(claim)).await?;
     }
-    setup.wait(setup.pods(), "waits", "bound", is_bound()).await?;
+    setup.until_bound("waits").await?;
     assert_eq!(devices(&claim_of("waits").await?)?, ["node-b/drayman-test-0"]);
     for (pod, before) in [(&shrunk, &shrunk_before), (&stays, &stays_before)] {
         assert_eq!(
@@ -181,15 +170,13 @@ async fn a_controller_catches_up_after_an_absence_and_rests() -> anyhow::Result<
         .wait_for_event("more", "NoSuitableDevice", "1 of 1 held")
         .await?;
     setup.remove_pod(&shrunk).await?;
-    setup
-        .wait(setup.claims(), &name_of(&shrunk_before), "gone", is_gone())
-        .await?;
+    setup.until_claim_gone(&name_of(&shrunk_before)).await?;
     let rested = setup.controller_writes().await?.len();
     // The device returns.
     setup
         .write_inventory("node-a", &setup.node_uid("node-a").await?, 2)
         .await?;
-    setup.wait(setup.pods(), "more", "bound", is_bound()).await?;
+    setup.until_bound("more").await?;
     assert_eq!(devices(&claim_of("more").await?)?, ["node-a/drayman-test-1"]);
     // Two writes for the claim, and any number of context updates before or between them.
     let writes = setup.controller_writes().await?.split_off(rested);
@@ -199,8 +186,7 @@ async fn a_controller_catches_up_after_an_absence_and_rests() -> anyhow::Result<
         .filter(|entry| entry.resource == "resourceclaims" && entry.name == more);
     assert_eq!(of_claim.count(), 2, "{writes:?}");
     assert!(writes.len() <= 4, "{writes:?}");
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([controller]).await
 }
 
 #[tokio::test]
@@ -222,7 +208,7 @@ async fn without_our_crds_claims_are_released_and_later_served() -> anyhow::Resu
     // The described objects are deleted with the CRDs; allocated claims stay and can be released.
     setup.remove_pod("goes").await?;
     let name = goes.metadata.name.clone().unwrap_or_default();
-    setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
+    setup.until_claim_gone(&name).await?;
     setup.make_pod("waits").await?;
 
     // A controller that starts without the CRDs logs the fix, does nothing else, and retries with backoff.
@@ -253,11 +239,10 @@ async fn without_our_crds_claims_are_released_and_later_served() -> anyhow::Resu
     setup
         .write_inventory("node-a", &setup.node_uid("node-a").await?, 2)
         .await?;
-    setup.wait(setup.pods(), "waits", "bound", is_bound()).await?;
+    setup.until_bound("waits").await?;
     assert_distinct(&setup).await?;
     assert_eq!(setup.claims().get(&claim).await?.status, stays.status);
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([controller]).await
 }
 
 #[tokio::test]
@@ -270,9 +255,9 @@ async fn a_claim_with_our_finalizer_only_can_be_deleted_and_used() -> anyhow::Re
     }
     let _ = setup.claims().delete("deleted", &DeleteParams::default()).await?;
     let controller = setup.controller()?;
-    setup.wait(setup.claims(), "deleted", "gone", is_gone()).await?;
+    setup.until_claim_gone("deleted").await?;
     setup.make_pod_with("pod", "used").await?;
-    setup.wait(setup.pods(), "pod", "bound", is_bound()).await?;
+    setup.until_bound("pod").await?;
     let claim = setup.claims().get("used").await?;
     assert!(has_finalizer(&claim) && is_allocated(&claim));
     // Removing the finalizer from an allocated claim in use does not free its device.
@@ -288,21 +273,14 @@ async fn a_claim_with_our_finalizer_only_can_be_deleted_and_used() -> anyhow::Re
         .await?;
     setup.remove_pod("pod").await?;
     let _ = setup.claims().delete("used", &DeleteParams::default()).await?;
-    setup.wait(setup.pods(), "next", "bound", is_bound()).await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.until_bound("next").await?;
+    setup.end([controller]).await
 }
 
 #[tokio::test]
 async fn a_namespace_deleted_with_claims_in_use_goes_and_frees_all() -> anyhow::Result<()> {
     const TENANT: &str = "tenant";
-    let setup = Setup::start(1).await?;
-    make_devices(setup.cluster.node(0), "drayman-test", &MINORS)?;
-    setup.make_template(None).await?;
-    let controller = setup.controller()?;
-    let companion = setup.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&setup, 0, 4).await?;
-    companion.logged(REGISTERED).await?;
+    let (setup, controller, companion) = start_node(MINORS.len()).await?;
     let client = setup.cluster.client();
     let namespaces = Api::<Namespace>::all(client.clone());
     setup.cluster.kubectl(&["create", "namespace", TENANT]).await?;
@@ -371,7 +349,5 @@ async fn a_namespace_deleted_with_claims_in_use_goes_and_frees_all() -> anyhow::
             .only_device();
     }
     assert_distinct(&setup).await?;
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }

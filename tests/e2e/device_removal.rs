@@ -2,14 +2,16 @@
 
 use anyhow::{Context as _, ensure};
 use drayman::api::crd::NodeInventory;
-use drayman::api::resource::ResourceClaim;
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::Api;
 
 use crate::harness::Node;
-use crate::pods::{CONFIGURATION, ContainerDevices, MINORS, claim_files, look_inside, wait_for_inventory};
-use crate::reboot::{REGISTERED, look_again, lose_power, start_node, was_restarted};
-use crate::setup::{Program, Setup, is_allocated, is_gone, is_running};
+use crate::pods::{
+    ContainerDevices, MINORS, assert_unprepared, claim_files, look_inside, replace_killed, start_node,
+    wait_for_inventory,
+};
+use crate::reboot::{look_again, lose_power, was_restarted};
+use crate::setup::{Program, REGISTERED, Setup};
 use crate::stored_claims::devices;
 
 /// The index of a device of `make_devices` and its minor number.
@@ -48,17 +50,13 @@ async fn a_device_gone_before_prepare_is_refused_and_not_replaced() -> anyhow::R
     let (setup, controller, companion) = start_node(2).await?;
     let node = setup.cluster.node(0);
     setup.make_claim("early", "Immediate", false).await?;
-    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
-    let early = setup
-        .wait(setup.claims(), "early", "allocated", met)
-        .await?
-        .context("the device exists")?;
+    let early = setup.until_allocated("early").await?;
     let uid = early.metadata.uid.clone().context("a uid")?;
     let allocated = devices(&early)?.concat();
     let (number, minor) = number_of(&allocated)?;
     let path = format!("/dev/drayman-test-{number}");
     node.remove(&path)?;
-    wait_for_inventory(&setup, 0, 1).await?;
+    wait_for_inventory(&setup, 1).await?;
 
     // Kubelet requests the allocated device although another one is free.
     setup.make_pod_with("user", "early").await?;
@@ -70,7 +68,7 @@ async fn a_device_gone_before_prepare_is_refused_and_not_replaced() -> anyhow::R
             .wait_for_event("user", "FailedPrepareDynamicResources", &text)
             .await?;
     }
-    assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
+    assert_unprepared(node, &uid)?;
     // Other pods are not blocked; the other device can be allocated.
     setup.make_pod("other").await?;
     let other = look_inside(&setup, "other").await?;
@@ -84,10 +82,8 @@ async fn a_device_gone_before_prepare_is_refused_and_not_replaced() -> anyhow::R
         setup.cluster.kubectl(&["delete", "pod", pod]).await?;
     }
     setup.delete_claim("early").await?;
-    assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    assert_unprepared(node, &uid)?;
+    setup.end([companion, controller]).await
 }
 
 /// Kills a container without kubelet, as a crash would.
@@ -119,13 +115,12 @@ fn lacks_device(pod: Option<&Pod>) -> bool {
 
 #[tokio::test]
 async fn a_device_gone_under_a_pod_stays_allocated_to_it() -> anyhow::Result<()> {
-    let (setup, controller, mut companion) = start_node(2).await?;
+    let (setup, controller, companion) = start_node(2).await?;
     let node = setup.cluster.node(0);
     let pods = || Api::<Pod>::namespaced(setup.cluster.client(), "default");
     setup.make_pod("first").await?;
     let first = look_inside(&setup, "first").await?;
-    let claim = setup.claim_of("first", "allocated", is_allocated).await?;
-    let uid = claim.metadata.uid.context("a uid")?;
+    let (uid, _) = setup.claim_ids("first").await?;
     let path = first.only_device().to_owned();
     let (number, minor) = number_of(&path)?;
     let device = format!("drayman-test-{number}");
@@ -134,11 +129,9 @@ async fn a_device_gone_under_a_pod_stays_allocated_to_it() -> anyhow::Result<()>
     until_gone(&setup, &device, true).await?;
     // Only the checkpoint is left: no container can start with a device node that may belong to another device by then.
     assert_eq!(claim_files(node, &uid)?, ["checkpoint.json"]);
-    setup.wait(setup.pods(), "first", "running", is_running()).await?;
+    setup.until_running("first").await?;
     // The next companion starts with a claim whose device is missing.
-    companion.kill().await?;
-    let companion = setup.companion(0, CONFIGURATION)?;
-    companion.logged(REGISTERED).await?;
+    let companion = replace_killed(&setup, companion).await?;
     until_gone(&setup, &device, true).await?;
     setup.make_pod("second").await?;
     let second = look_inside(&setup, "second").await?;
@@ -164,11 +157,9 @@ async fn a_device_gone_under_a_pod_stays_allocated_to_it() -> anyhow::Result<()>
     for pod in ["first", "second"] {
         setup.cluster.kubectl(&["delete", "pod", pod]).await?;
     }
-    assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
+    assert_unprepared(node, &uid)?;
     look_inside(&setup, "third").await?.only_device();
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }
 
 /// Two serial adapters that differ only in their serial number, as fake sysfs; `{a}` and `{b}` are their device nodes.
@@ -230,7 +221,7 @@ async fn after_a_renumbering_boot_each_pod_has_its_adapter() -> anyhow::Result<(
     let controller = setup.controller()?;
     let host = plug_in(node, 5, 8)?;
     let mut companion = companion_on(&setup, &host)?;
-    wait_for_inventory(&setup, 0, 2).await?;
+    wait_for_inventory(&setup, 2).await?;
     companion.logged(REGISTERED).await?;
     let mut before = Vec::new();
     for pod in ["first", "second"] {
@@ -260,16 +251,10 @@ async fn after_a_renumbering_boot_each_pod_has_its_adapter() -> anyhow::Result<(
         assert_eq!(adapter(&setup, pod, inside).await?, expected, "{pod}");
     }
     for (pod, _, _) in &before {
-        let claim = setup.claim_of(pod, "allocated", is_allocated).await?;
+        let (uid, name) = setup.claim_ids(pod).await?;
         setup.cluster.kubectl(&["delete", "pod", pod]).await?;
-        let name = claim.metadata.name.unwrap_or_default();
-        setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
-        assert_eq!(
-            claim_files(node, &claim.metadata.uid.unwrap_or_default())?,
-            Vec::<String>::new()
-        );
+        setup.until_claim_gone(&name).await?;
+        assert_unprepared(node, &uid)?;
     }
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }

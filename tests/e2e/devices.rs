@@ -9,8 +9,8 @@ use kube::api::Api;
 use serde_json::{Value, json};
 
 use crate::harness::{IMAGE, Node};
-use crate::pods::{look_inside, wait_for_inventory};
-use crate::setup::{Setup, is_allocated, is_gone, is_running};
+use crate::pods::{look_inside, read_device, wait_for_inventory};
+use crate::setup::{DRIVER, Setup, is_allocated};
 
 /// A device with two device nodes, one of them optional, and a shared control node.
 const GROUPS: &str = "\
@@ -55,7 +55,7 @@ async fn grouped_nodes_are_one_device_up_to_the_container() -> anyhow::Result<()
     setup.make_template(None).await?;
     let controller = setup.controller()?;
     let companion = setup.companion(0, GROUPS)?;
-    wait_for_inventory(&setup, 0, 2).await?;
+    wait_for_inventory(&setup, 2).await?;
 
     let mut seen = Vec::new();
     for pod in ["first", "second"] {
@@ -72,9 +72,7 @@ async fn grouped_nodes_are_one_device_up_to_the_container() -> anyhow::Result<()
         assert_eq!(present, expected, "{pod}");
         seen.push(granted.join(" "));
         for name in &present {
-            let input = format!("if=/dev/{name}");
-            let read = ["exec", pod, "--", "dd", &input, "of=/tmp/read", "bs=4", "count=1"];
-            setup.cluster.kubectl(&read).await?;
+            read_device(&setup, pod, &format!("/dev/{name}")).await?;
         }
         let environment = setup.cluster.kubectl(&["exec", pod, "--", "env"]).await?;
         assert!(environment.contains("TEST_MODE=fast"), "{environment}");
@@ -87,9 +85,7 @@ async fn grouped_nodes_are_one_device_up_to_the_container() -> anyhow::Result<()
         seen[0], seen[1],
         "each pod has its own device, and both have the shared node"
     );
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }
 
 /// Two kinds with one control node: read-only for one, writable for the other.
@@ -114,27 +110,9 @@ async fn a_node_of_two_claims_has_the_union_of_permissions() -> anyhow::Result<(
     }
     let controller = setup.controller()?;
     let companion = setup.companion(0, SHARING)?;
-    wait_for_inventory(&setup, 0, 2).await?;
+    wait_for_inventory(&setup, 2).await?;
     for kind in ["reader", "writer"] {
-        setup
-            .apply(&json!({
-                "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClassParameters", "metadata": { "name": kind },
-                "spec": { "kind": kind },
-            }))
-            .await?;
-        setup
-            .apply(&json!({
-                "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": kind },
-                "driverName": "drayman.dev",
-                "parametersRef": { "apiGroup": "drayman.dev", "kind": "DeviceClassParameters", "name": kind },
-            }))
-            .await?;
-        setup
-            .apply(&json!({
-                "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaimTemplate", "metadata": { "name": kind },
-                "spec": { "spec": { "resourceClassName": kind } },
-            }))
-            .await?;
+        setup.make_kind(kind, DRIVER).await?;
     }
     for (pod, kinds, writes) in [
         ("alone", &["reader"][..], false),
@@ -165,9 +143,7 @@ async fn a_node_of_two_claims_has_the_union_of_permissions() -> anyhow::Result<(
         }
         setup.cluster.kubectl(&["delete", "pod", pod]).await?;
     }
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }
 
 /// Replaces a device node by one with other numbers.
@@ -187,7 +163,7 @@ async fn an_unhealthy_device_stays_with_its_pod_and_is_reported() -> anyhow::Res
     setup.make_template(None).await?;
     let controller = setup.controller()?;
     let companion = setup.companion(0, PROBED)?;
-    wait_for_inventory(&setup, 0, 2).await?;
+    wait_for_inventory(&setup, 2).await?;
     setup
         .wait_for_event(
             node.name(),
@@ -215,7 +191,7 @@ async fn an_unhealthy_device_stays_with_its_pod_and_is_reported() -> anyhow::Res
             "/dev/drayman-test-0 cannot be opened",
         )
         .await?;
-    setup.wait(setup.pods(), "first", "running", is_running()).await?;
+    setup.until_running("first").await?;
     setup.claim_of("first", "allocated", is_allocated).await?;
 
     let began = Instant::now();
@@ -232,14 +208,11 @@ async fn an_unhealthy_device_stays_with_its_pod_and_is_reported() -> anyhow::Res
         .wait_for_event(node.name(), "DeviceRecovered", "drayman-test-1")
         .await?;
     for pod in ["first", "second"] {
-        let claim = setup.claim_of(pod, "allocated", is_allocated).await?;
+        let (_, name) = setup.claim_ids(pod).await?;
         setup.cluster.kubectl(&["delete", "pod", pod]).await?;
-        let name = claim.metadata.name.unwrap_or_default();
-        setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
+        setup.until_claim_gone(&name).await?;
     }
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }
 
 /// Configuration with two resources; `resource` is the name of the first.
@@ -308,6 +281,5 @@ async fn a_renamed_resource_is_zero_and_the_new_one_counts() -> anyhow::Result<(
         .spec
         .devices;
     assert_eq!(devices.len(), 2);
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }

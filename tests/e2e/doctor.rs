@@ -300,9 +300,7 @@ async fn a_disabled_gate_is_found_in_scheduler_and_kubelet() -> anyhow::Result<(
     setup.write_inventory("node-0", &uid, 1).await?;
     setup.make_template(None).await?;
     setup.make_pod("early").await?;
-    setup
-        .wait(setup.pods(), "early", "bound", crate::setup::is_bound())
-        .await?;
+    setup.until_bound("early").await?;
     setup.claim_of("early", "made", |_| true).await?;
     let findings = gates(&setup).await?;
     println!("{findings:#?}");

@@ -4,7 +4,7 @@ use kube::api::{DeleteParams, Patch, PatchParams};
 use serde_json::{Value, json};
 
 use crate::harness::Entry;
-use crate::setup::{DRIVER, Setup, is_allocated, is_bound, is_gone};
+use crate::setup::{DRIVER, Setup, is_allocated};
 use crate::stored_claims::{CONTROLLER, kind, open_schemas, write};
 
 /// Creates a claim with these parameters, and a pod that uses it.
@@ -93,9 +93,8 @@ async fn hostile_selectors_are_reported_once_and_delay_nobody() -> anyhow::Resul
         .apply(&parameters("endless", &json!({ "name": "good" })))
         .await?;
     setup.remove_pod("first").await?;
-    setup.wait(setup.pods(), "endless", "bound", is_bound()).await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.until_bound("endless").await?;
+    setup.end([controller]).await
 }
 
 #[tokio::test]
@@ -140,8 +139,7 @@ async fn impossible_counts_are_refused_by_server_and_controller() -> anyhow::Res
     assert_eq!(setup.serve("first").await?, ["node-a/drayman-test-0"]);
     let names: Vec<&str> = counts.iter().map(|(name, _)| *name).collect();
     assert_at_rest(&setup, &names, "ParametersInvalid").await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([controller]).await
 }
 
 #[tokio::test]
@@ -154,7 +152,7 @@ async fn parameters_deleted_after_the_allocation_are_not_missed() -> anyhow::Res
         .apply(&parameters("two", &json!({ "name": "device", "count": 2 })))
         .await?;
     make_pod(&setup, "two").await?;
-    setup.wait(setup.pods(), "two", "bound", is_bound()).await?;
+    setup.until_bound("two").await?;
     let before = setup.claims().get("two").await?;
     let claim_parameters = kind(&setup, "DeviceClaimParameters", true);
     claim_parameters.delete("two", &DeleteParams::default()).await?;
@@ -167,8 +165,7 @@ async fn parameters_deleted_after_the_allocation_are_not_missed() -> anyhow::Res
     assert_eq!(after.status, before.status);
     assert_eq!(setup.event_count("two", "ParametersNotFound").await?, 0);
     setup.remove_pod("two").await?;
-    let _ = setup.claims().delete("two", &DeleteParams::default()).await?;
-    setup.wait(setup.claims(), "two", "gone", is_gone()).await?;
+    setup.delete_claim("two").await?;
     // Both devices are free, and a new claim with missing parameters gets one event.
     assert_eq!(setup.serve("later").await?, ["node-a/drayman-test-0"]);
     make_pod(&setup, "missing").await?;
@@ -177,8 +174,7 @@ async fn parameters_deleted_after_the_allocation_are_not_missed() -> anyhow::Res
         .await?;
     assert_eq!(setup.serve("last").await?, ["node-a/drayman-test-1"]);
     assert_at_rest(&setup, &["missing"], "ParametersNotFound").await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([controller]).await
 }
 
 #[tokio::test]
@@ -239,7 +235,7 @@ async fn inventories_and_classes_edited_to_nonsense_harm_nobody_else() -> anyhow
     let mut got = setup.serve("after").await?;
     setup.make_pod("last").await?;
     setup.remove_pod("before").await?;
-    setup.wait(setup.pods(), "last", "bound", is_bound()).await?;
+    setup.until_bound("last").await?;
     let claim = setup.claim_of("last", "allocated", is_allocated).await?;
     got.extend(crate::stored_claims::devices(&claim)?);
     got.sort();

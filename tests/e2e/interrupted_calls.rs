@@ -15,10 +15,12 @@ use tokio::time::timeout;
 
 use crate::crash_during_call::Change;
 use crate::harness::{Node, TIMEOUT};
-use crate::pods::{CONFIGURATION, MINORS, claim_files, look_inside, make_devices, wait_for_inventory};
-use crate::setup::{Program, Setup, is_allocated, is_gone};
+use crate::pods::{
+    CONFIGURATION, MINORS, assert_prepared, assert_unprepared, claim_files, look_inside, make_devices,
+    wait_for_inventory,
+};
+use crate::setup::{Program, REGISTERED, Setup};
 
-const REGISTERED: &str = "kubelet has registered the driver";
 /// Directories that the companion writes to for claims, with its sockets.
 const STATE: &str = "/var/lib/kubelet/plugins/drayman.dev";
 const CDI: &str = "/run/cdi";
@@ -29,7 +31,7 @@ const EVERY_CHANGE: &str = "DRAYMAN_TEST_EVERY_CHANGE";
 /// A node with this many devices for claims, without a controller.
 async fn start(devices: usize) -> anyhow::Result<(Setup, Program)> {
     let setup = Setup::start(1).await?;
-    make_devices(setup.cluster.node(0), "drayman-test", &MINORS[..devices])?;
+    make_devices(setup.cluster.node(0), "drayman-test-", &MINORS[..devices])?;
     setup.make_template(None).await?;
     let controller = setup.controller()?;
     Ok((setup, controller))
@@ -37,7 +39,7 @@ async fn start(devices: usize) -> anyhow::Result<(Setup, Program)> {
 
 /// Waits until a companion serves kubelet and has finished its own writes.
 async fn until_idle(setup: &Setup, companion: &Program, devices: usize) -> anyhow::Result<()> {
-    wait_for_inventory(setup, 0, u32::try_from(devices)?).await?;
+    wait_for_inventory(setup, u32::try_from(devices)?).await?;
     companion.logged(REGISTERED).await?;
     let checkpoint = format!("{STATE}/checkpoint.json");
     let until = Instant::now() + TIMEOUT;
@@ -133,17 +135,8 @@ async fn a_sigterm_within_a_call_fails_no_call_and_loses_nothing() -> anyhow::Re
             Vec::<String>::new(),
             "after change {n}"
         );
-        let claim = setup.claim_of(&pod, "allocated", is_allocated).await?;
-        let (uid, name) = (
-            claim.metadata.uid.unwrap_or_default(),
-            claim.metadata.name.unwrap_or_default(),
-        );
-        assert_eq!(
-            claim_files(node, &uid)?.len(),
-            2,
-            "{:?}",
-            claim_files(node, &uid)?
-        );
+        let (uid, name) = setup.claim_ids(&pod).await?;
+        assert_prepared(node, &uid)?;
 
         let mut changes = written()?;
         let delete = ["delete", "pod", &pod, "--wait=false"];
@@ -156,8 +149,8 @@ async fn a_sigterm_within_a_call_fails_no_call_and_loses_nothing() -> anyhow::Re
             "after change {n} of an Unprepare"
         );
         companion = setup.companion(0, CONFIGURATION)?;
-        setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
-        assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
+        setup.until_claim_gone(&name).await?;
+        assert_unprepared(node, &uid)?;
         // A companion can be ended only after its start.
         until_idle(&setup, &companion, 1).await?;
         for (moment, within) in moments.iter_mut().zip([within_prepare, within_unprepare]) {
@@ -175,9 +168,7 @@ async fn a_sigterm_within_a_call_fails_no_call_and_loses_nothing() -> anyhow::Re
         unprepare >= of_unprepare,
         "a CDI file and a checkpoint: {unprepare}"
     );
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }
 
 /// Waits until a companion reports that another one runs.
@@ -213,11 +204,7 @@ async fn of_two_companions_one_serves_and_the_other_takes_over() -> anyhow::Resu
     until_waiting(&second).await?;
     setup.make_pod("between").await?;
     serve("between").await?;
-    let uid = async |pod: &str| {
-        let claim = setup.claim_of(pod, "allocated", is_allocated).await?;
-        anyhow::Ok(claim.metadata.uid.unwrap_or_default())
-    };
-    let between = uid("between").await?;
+    let (between, _) = setup.claim_ids("between").await?;
     assert!(!second.log()?.contains(&between) && !second.log()?.contains(REGISTERED));
     let second = until_still_waiting(&setup, second).await?;
     first.end().await?;
@@ -242,20 +229,13 @@ async fn of_two_companions_one_serves_and_the_other_takes_over() -> anyhow::Resu
         .wait_for_event("late", "NoSuitableDevice", "4 of 4 held")
         .await?;
     for pod in ["before", "between", "after", "within"] {
-        let uid = uid(pod).await?;
-        assert_eq!(
-            claim_files(node, &uid)?.len(),
-            2,
-            "{pod}: {:?}",
-            claim_files(node, &uid)?
-        );
+        let (uid, _) = setup.claim_ids(pod).await?;
+        assert_eq!(claim_files(node, &uid)?.len(), 2, "{pod}");
         setup.cluster.kubectl(&["delete", "pod", pod]).await?;
         assert_eq!(claim_files(node, &uid)?, Vec::<String>::new(), "{pod}");
     }
     look_inside(&setup, "late").await?.only_device();
-    third.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([third, controller]).await
 }
 
 /// Number of pods that kubelet has synced once, with any result. Kubelet 1.27 reports a failed Prepare neither in its log nor as an event,
@@ -297,13 +277,6 @@ fn stop_at_first_change(companion: &Program, directory: PathBuf) -> anyhow::Resu
     Ok(stopped)
 }
 
-/// Uid and name of a pod's claim.
-async fn claim_of(setup: &Setup, pod: &str) -> anyhow::Result<(String, String)> {
-    let claim = setup.claim_of(pod, "allocated", is_allocated).await?;
-    let (uid, name) = (claim.metadata.uid, claim.metadata.name);
-    Ok((uid.unwrap_or_default(), name.unwrap_or_default()))
-}
-
 /// Attempts to stop a companion during its call.
 const ATTEMPTS: usize = 20;
 
@@ -315,14 +288,14 @@ async fn stopped_within_prepare(setup: &Setup, companion: &Program) -> anyhow::R
         let pod = format!("pod-{attempt}");
         setup.make_pod(&pod).await?;
         timeout(TIMEOUT, stopped).await??;
-        let (uid, name) = claim_of(setup, &pod).await?;
+        let (uid, name) = setup.claim_ids(&pod).await?;
         if claim_files(node, &uid)?.len() < 2 {
             return Ok((pod, uid));
         }
         companion.signal(Signal::CONT)?;
         look_inside(setup, &pod).await?;
         setup.cluster.kubectl(&["delete", "pod", &pod]).await?;
-        setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
+        setup.until_claim_gone(&name).await?;
     }
     anyhow::bail!("the companion was always faster")
 }
@@ -371,22 +344,20 @@ async fn an_abandoned_call_is_done_and_found_done_later() -> anyhow::Result<()> 
         pod = format!("again-{attempt}");
         setup.make_pod(&pod).await?;
         look_inside(&setup, &pod).await?;
-        uid = claim_of(&setup, &pod).await?.0;
+        uid = setup.claim_ids(&pod).await?.0;
     }
     assert!(within, "the companion was always faster");
-    let (_, name) = claim_of(&setup, &pod).await?;
+    let (_, name) = setup.claim_ids(&pod).await?;
     node.stop("kubelet", 9).await?;
     companion.signal(Signal::CONT)?;
     until_claim_files(node, &uid, 0).await?;
     let list = node.read("/var/lib/kubelet/dra_manager_state")?;
     assert!(list.contains(&uid), "kubelet has not heard it: {list}");
     node.start("kubelet").await?;
-    setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
+    setup.until_claim_gone(&name).await?;
     setup.make_pod("next").await?;
     assert_eq!(look_inside(&setup, "next").await?.only_device(), device);
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }
 
 /// Resident memory of a process in bytes.
@@ -478,7 +449,5 @@ async fn silent_callers_and_garbage_do_not_keep_kubelet_out() -> anyhow::Result<
     setup.make_pod("last").await?;
     look_inside(&setup, "last").await?.only_device();
     drop(callers);
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }

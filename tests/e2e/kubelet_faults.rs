@@ -4,38 +4,19 @@ use std::io::ErrorKind;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use drayman::api::resource::Pod;
 use k8s_openapi::api::core::v1::Event;
-use kube::api::{Api, ListParams, PostParams};
+use kube::api::{Api, ListParams};
 
 use crate::crash_during_call::Change;
 use crate::harness::{Node, TIMEOUT};
 use crate::interrupted_calls::until_claim_files;
 use crate::pods::{
-    CONFIGURATION, ContainerDevices, MINORS, claim_files, look_inside, make_devices, pod_with_limit,
-    wait_for_allocatable, wait_for_inventory,
+    CONFIGURATION, ContainerDevices, MINORS, PLUGGED, assert_prepared, assert_unprepared, look_inside,
+    make_devices, start_node_with,
 };
-use crate::setup::{Program, Setup, is_allocated, is_gone};
+use crate::setup::{Program, REGISTERED, Setup};
 
-const REGISTERED: &str = "kubelet has registered the driver";
 const SOON: &[&str] = &["--orphan-grace-period=2s"];
-
-/// A node with this many devices for claims.
-async fn start(devices: usize) -> anyhow::Result<(Setup, Program, Program)> {
-    let setup = Setup::start(1).await?;
-    make_devices(setup.cluster.node(0), "drayman-test", &MINORS[..devices])?;
-    setup.make_template(None).await?;
-    let controller = setup.controller()?;
-    let companion = setup.companion_with(0, CONFIGURATION, SOON)?;
-    wait_for_inventory(&setup, 0, u32::try_from(devices)?).await?;
-    companion.logged(REGISTERED).await?;
-    Ok((setup, controller, companion))
-}
-
-async fn uid_of_claim(setup: &Setup, pod: &str) -> anyhow::Result<String> {
-    let claim = setup.claim_of(pod, "allocated", is_allocated).await?;
-    Ok(claim.metadata.uid.unwrap_or_default())
-}
 
 /// Runs `drayman node …` on the node. Returns success and output.
 async fn node_command(node: Node<'_>, arguments: &[&str]) -> anyhow::Result<(bool, String)> {
@@ -83,16 +64,16 @@ async fn runs_after(
             running.await?
         }
     };
-    assert_eq!(claim_files(node, uid)?, Vec::<String>::new());
+    assert_unprepared(node, uid)?;
     Ok(inside)
 }
 
 #[tokio::test]
 async fn a_pod_deleted_by_force_gives_its_device_to_the_next_one() -> anyhow::Result<()> {
-    let (setup, controller, companion) = start(1).await?;
+    let (setup, controller, companion) = start_node_with(1, SOON).await?;
     setup.make_pod("first").await?;
     let first = look_inside(&setup, "first").await?;
-    let uid = uid_of_claim(&setup, "first").await?;
+    let (uid, _) = setup.claim_ids("first").await?;
     setup.make_pod("second").await?;
     setup.remove_pod("first").await?;
     // Kubelet 1.27 reads the claim from the API server before Unprepare. The claim is deleted, so it never calls.
@@ -102,30 +83,20 @@ async fn a_pod_deleted_by_force_gives_its_device_to_the_next_one() -> anyhow::Re
         look_inside(&setup, "second").await?
     };
     assert_eq!(second.only_device(), first.only_device());
-    assert_eq!(claim_files(setup.cluster.node(0), &uid)?, Vec::<String>::new());
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    assert_unprepared(setup.cluster.node(0), &uid)?;
+    setup.end([companion, controller]).await
 }
 
 #[tokio::test]
 async fn a_force_deleted_pods_device_is_free_or_quarantined() -> anyhow::Result<()> {
-    let (setup, controller, companion) = start(1).await?;
+    let (setup, controller, companion) = start_node_with(1, SOON).await?;
     let node = setup.cluster.node(0);
     setup.make_pod("first").await?;
     look_inside(&setup, "first").await?;
-    let uid = uid_of_claim(&setup, "first").await?;
+    let (uid, name) = setup.claim_ids("first").await?;
     node.stop("kubelet", 9).await?;
-    let claim = setup.claim_of("first", "allocated", is_allocated).await?;
     setup.remove_pod("first").await?;
-    setup
-        .wait(
-            setup.claims(),
-            claim.metadata.name.as_deref().unwrap_or_default(),
-            "gone",
-            is_gone(),
-        )
-        .await?;
+    setup.until_claim_gone(&name).await?;
     setup.make_pod("second").await?;
     node.start("kubelet").await?;
     // Kubelet either unprepares the claim after all, or lists it forever.
@@ -137,9 +108,7 @@ async fn a_force_deleted_pods_device_is_free_or_quarantined() -> anyhow::Result<
     runs_after(&setup, &companion, "second", &uid)
         .await?
         .only_device();
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }
 
 /// Kills kubelet between Prepare and the answer, and force-deletes the pod before the next kubelet starts. Returns true if that kubelet
@@ -154,15 +123,11 @@ async fn kubelet_forgets(setup: &Setup, companion: &Program, pod: &str) -> anyho
     companion.signal(rustix::process::Signal::STOP)?;
     node.stop("kubelet", 9).await?;
     companion.signal(rustix::process::Signal::CONT)?;
-    let claim = setup.claim_of(pod, "allocated", is_allocated).await?;
-    let (uid, name) = (
-        claim.metadata.uid.unwrap_or_default(),
-        claim.metadata.name.unwrap_or_default(),
-    );
+    let (uid, name) = setup.claim_ids(pod).await?;
     let listed = node.read("/var/lib/kubelet/dra_manager_state")?.contains(&uid);
     if !listed {
         setup.remove_pod(pod).await?;
-        setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
+        setup.until_claim_gone(&name).await?;
     }
     node.start("kubelet").await?;
     if listed {
@@ -183,7 +148,7 @@ async fn kubelet_forgets(setup: &Setup, companion: &Program, pod: &str) -> anyho
 
 #[tokio::test]
 async fn a_prepare_that_a_killed_kubelet_forgot_is_freed() -> anyhow::Result<()> {
-    let (setup, controller, companion) = start(1).await?;
+    let (setup, controller, companion) = start_node_with(1, SOON).await?;
     let mut forgotten = false;
     for attempt in 0..30 {
         forgotten = kubelet_forgets(&setup, &companion, &format!("first-{attempt}")).await?;
@@ -195,9 +160,7 @@ async fn a_prepare_that_a_killed_kubelet_forgot_is_freed() -> anyhow::Result<()>
     assert!(forgotten, "kubelet was always faster");
     setup.make_pod("second").await?;
     look_inside(&setup, "second").await?.only_device();
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }
 
 /// Removes a directory while the companion may recreate its files.
@@ -213,20 +176,20 @@ fn wipe(directory: &Path) -> std::io::Result<()> {
 
 #[tokio::test]
 async fn wiped_directories_cost_no_pod_its_device() -> anyhow::Result<()> {
-    let (setup, controller, mut companion) = start(2).await?;
+    let (setup, controller, mut companion) = start_node_with(2, SOON).await?;
     let node = setup.cluster.node(0);
-    make_devices(node, "drayman-plugged", &MINORS[2..])?;
-    wait_for_allocatable(&setup, 0, "2").await?;
+    make_devices(node, "drayman-plugged-", &MINORS[2..])?;
+    setup.until_allocatable(PLUGGED, "2").await?;
     setup.make_pod("first").await?;
     let first = look_inside(&setup, "first").await?;
-    let uid = uid_of_claim(&setup, "first").await?;
+    let (uid, _) = setup.claim_ids("first").await?;
     node.stop("kubelet", 15).await?;
     for directory in ["plugins", "plugins_registry", "device-plugins"] {
         wipe(&node.path(format!("/var/lib/kubelet/{directory}")))?;
     }
     // One companion keeps running; the next one finds neither checkpoint nor lock of the first.
     node.start("kubelet").await?;
-    wait_for_allocatable(&setup, 0, "2").await?;
+    setup.until_allocatable(PLUGGED, "2").await?;
     companion.kill().await?;
     let companion = setup.companion_with(0, CONFIGURATION, SOON)?;
     companion.logged(REGISTERED).await?;
@@ -238,35 +201,25 @@ async fn wiped_directories_cost_no_pod_its_device() -> anyhow::Result<()> {
         first,
         "the running pod keeps its device"
     );
-    assert_eq!(
-        claim_files(node, &uid)?.len(),
-        2,
-        "{:?}",
-        claim_files(node, &uid)?
-    );
-    setup
-        .pods()
-        .create(&PostParams::default(), &pod_with_limit("plugged")?)
-        .await?;
+    assert_prepared(node, &uid)?;
+    setup.make_limit_pod("plugged", PLUGGED).await?;
     look_inside(&setup, "plugged").await?.only_device();
     for name in ["first", "second", "plugged"] {
         setup.cluster.kubectl(&["delete", "pod", name]).await?;
     }
-    assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    assert_unprepared(node, &uid)?;
+    setup.end([companion, controller]).await
 }
 
 /// Checkpoint, CDI file and kubelet's checkpoint are lost while the container runs. PodResources and the API server together identify its
 /// device.
 #[tokio::test]
 async fn a_claim_known_only_by_its_container_keeps_its_device() -> anyhow::Result<()> {
-    let (setup, controller, mut companion) = start(1).await?;
+    let (setup, controller, mut companion) = start_node_with(1, SOON).await?;
     let node = setup.cluster.node(0);
     setup.make_pod("first").await?;
     let first = look_inside(&setup, "first").await?;
-    let uid = uid_of_claim(&setup, "first").await?;
+    let (uid, _) = setup.claim_ids("first").await?;
     companion.kill().await?;
     std::fs::remove_dir_all(node.path("/var/lib/kubelet/plugins/drayman.dev"))?;
     for name in node.list("/run/cdi")? {
@@ -289,15 +242,13 @@ async fn a_claim_known_only_by_its_container_keeps_its_device() -> anyhow::Resul
     assert!(done && line.contains("drayman-test-0"), "{message}");
     assert_eq!(look_inside(&setup, "first").await?, first);
     setup.cluster.kubectl(&["delete", "pod", "first"]).await?;
-    assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
+    assert_unprepared(node, &uid)?;
     setup.make_pod("second").await?;
     assert_eq!(
         look_inside(&setup, "second").await?.only_device(),
         first.only_device()
     );
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }
 
 /// A valid checkpoint with a future version.
@@ -311,12 +262,12 @@ fn checkpoint_of_a_newer_release() -> Vec<u8> {
 
 #[tokio::test]
 async fn a_damaged_checkpoint_is_rebuilt_from_kubelet_and_api() -> anyhow::Result<()> {
-    let (setup, controller, mut companion) = start(2).await?;
+    let (setup, controller, mut companion) = start_node_with(2, SOON).await?;
     let node = setup.cluster.node(0);
     let path = node.path("/var/lib/kubelet/plugins/drayman.dev/checkpoint.json");
     setup.make_pod("first").await?;
     let first = look_inside(&setup, "first").await?;
-    let uid = uid_of_claim(&setup, "first").await?;
+    let (uid, _) = setup.claim_ids("first").await?;
     let device = first.only_device().trim_start_matches("/dev/").to_owned();
     let good = std::fs::read(&path)?;
     let mut flipped = good.clone();
@@ -367,48 +318,5 @@ async fn a_damaged_checkpoint_is_rebuilt_from_kubelet_and_api() -> anyhow::Resul
         0,
         "freed; only the kept damaged checkpoints contain it"
     );
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
-}
-
-#[tokio::test]
-async fn replacing_a_companion_costs_no_starting_pod() -> anyhow::Result<()> {
-    const ROUNDS: usize = 3;
-    let (setup, controller, mut companion) = start(4).await?;
-    let node = setup.cluster.node(0);
-    let mut all = Vec::new();
-    for round in 0..ROUNDS {
-        let name = format!("pod-{round}");
-        setup.make_pod(&name).await?;
-        all.push(name);
-        // As a DaemonSet update with maxSurge 0: stop, then start.
-        tokio::time::sleep(Duration::from_millis(150 * u64::try_from(round)?)).await;
-        companion.end().await?;
-        let sockets: Vec<String> = [
-            "/var/lib/kubelet/plugins_registry/drayman.dev",
-            "/var/lib/kubelet/plugins/drayman.dev",
-        ]
-        .into_iter()
-        .flat_map(|directory| node.list(directory).unwrap_or_default())
-        .filter(|name| name.contains(".sock"))
-        .collect();
-        assert_eq!(sockets, Vec::<String>::new(), "an end removes our sockets");
-        companion = setup.companion_with(0, CONFIGURATION, SOON)?;
-    }
-    let mut devices = std::collections::BTreeSet::new();
-    for name in &all {
-        devices.insert(look_inside(&setup, name).await?.only_device().to_owned());
-    }
-    assert_eq!(devices.len(), ROUNDS);
-    let pods = setup.pods().list(&ListParams::default()).await?;
-    let failed: Vec<&Pod> = pods
-        .items
-        .iter()
-        .filter(|pod| pod.status.phase.as_deref() == Some("Failed"))
-        .collect();
-    assert!(failed.is_empty(), "{failed:?}");
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }

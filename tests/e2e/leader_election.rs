@@ -19,8 +19,8 @@ use tokio::time::timeout;
 use crate::harness::{IMAGE, TIMEOUT};
 
 use crate::controller::assert_distinct;
-use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, wait_for_inventory};
-use crate::setup::{DRIVER, FINALIZER, Setup, has_finalizer, is_allocated, is_bound, pod_from};
+use crate::pods::{look_inside, start_node};
+use crate::setup::{DRIVER, FINALIZER, Setup, has_finalizer, is_allocated, pod_from};
 
 /// Time without renewal after which the lease of [`Setup::replica`] expires.
 const LEASE_DURATION: Duration = Duration::from_secs(7);
@@ -129,7 +129,7 @@ async fn a_paused_leader_stores_nothing_when_it_comes_back() -> anyhow::Result<(
 
     let next = holder(&setup, &leader).await?;
     for name in &names {
-        setup.wait(setup.pods(), name, "bound", is_bound()).await?;
+        setup.until_bound(name).await?;
     }
     let end = lease_ended(&setup, "controller-a").await?;
     assert!(end < Timestamp::now(), "the other one leads since then");
@@ -141,10 +141,9 @@ async fn a_paused_leader_stores_nothing_when_it_comes_back() -> anyhow::Result<(
         "a leader that was paused longer than its lease exits"
     );
     setup.make_claim("after", "Immediate", false).await?;
-    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
     setup.remove_pod("pod-00").await?;
     setup.delete_claim("pod-00").await?;
-    setup.wait(setup.claims(), "after", "allocated", met).await?;
+    setup.until_allocated("after").await?;
     assert!(writes(&setup, "controller-a").await? > 0, "it led");
     assert_eq!(
         stored_since(&setup, "controller-a", end).await?,
@@ -154,8 +153,7 @@ async fn a_paused_leader_stores_nothing_when_it_comes_back() -> anyhow::Result<(
     assert!(stored_since(&setup, "controller-b", end).await?.len() >= left);
     assert_eq!(holder(&setup, "").await?, next);
     assert_distinct(&setup).await?;
-    second.end().await?;
-    setup.cluster.stop().await
+    setup.end([second]).await
 }
 
 #[tokio::test]
@@ -180,13 +178,12 @@ async fn a_leader_hands_over_under_load_without_double_allocation() -> anyhow::R
     assert!(status.success(), "{status}");
     holder(&setup, &leader).await?;
     for name in &names {
-        setup.wait(setup.pods(), name, "bound", is_bound()).await?;
+        setup.until_bound(name).await?;
     }
     // Exactly enough devices: a device that is allocated twice or lost would leave a pod without one.
     assert_distinct(&setup).await?;
     assert!(writes(&setup, "controller-b").await? > 0);
-    second.end().await?;
-    setup.cluster.stop().await
+    setup.end([second]).await
 }
 
 /// A pod that no scheduler handles, with a claim of the same name that already has our finalizer.
@@ -234,13 +231,8 @@ async fn late_write(setup: &Setup, pod: &Pod, first: &ResourceClaim) -> anyhow::
 
 #[tokio::test]
 async fn a_double_allocation_is_rolled_back_or_refused_at_the_node() -> anyhow::Result<()> {
-    let setup = Setup::start(1).await?;
+    let (setup, mut controller, companion) = start_node(1).await?;
     let node = setup.cluster.node(0);
-    make_devices(node, "drayman-test", &MINORS[..1])?;
-    setup.make_template(None).await?;
-    let mut controller = setup.controller()?;
-    let companion = setup.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&setup, 0, 1).await?;
     setup.make_pod("first").await?;
     look_inside(&setup, "first").await?;
     let first = setup.claim_of("first", "allocated", is_allocated).await?;
@@ -293,7 +285,5 @@ async fn a_double_allocation_is_rolled_back_or_refused_at_the_node() -> anyhow::
         is_allocated(&setup.claims().get(name).await?),
         "the older allocation is kept"
     );
-    controller.end().await?;
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([controller, companion]).await
 }

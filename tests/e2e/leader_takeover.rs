@@ -3,12 +3,11 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context as _, ensure};
-use drayman::api::resource::ResourceClaim;
 use tokio::time::{Duration, Instant, sleep};
 
 use crate::controller::assert_distinct;
 use crate::harness::TIMEOUT;
-use crate::setup::{Setup, is_allocated, is_bound};
+use crate::setup::Setup;
 
 const STANDBY: &str = "controller-b";
 
@@ -33,8 +32,7 @@ async fn a_takeover_lists_claims_anew_and_knows_waiting_pods() -> anyhow::Result
     setup.make_fake_devices("node-a", 1).await?;
     setup.make_template(None).await?;
     let mut first = setup.replica("controller-a").await?;
-    setup.make_pod("before").await?;
-    setup.wait(setup.pods(), "before", "bound", is_bound()).await?;
+    setup.serve("before").await?;
 
     let second = setup.replica(STANDBY).await?;
     let warm: BTreeMap<String, usize> = [
@@ -60,7 +58,7 @@ async fn a_takeover_lists_claims_anew_and_knows_waiting_pods() -> anyhow::Result
 
     first.kill().await?;
     setup.remove_pod("before").await?;
-    setup.wait(setup.pods(), "waiting", "bound", is_bound()).await?;
+    setup.until_bound("waiting").await?;
     assert_distinct(&setup).await?;
     let (mut after, claims) = lists(&setup).await?;
     let claims = claims.context("the claims are listed")?;
@@ -72,8 +70,7 @@ async fn a_takeover_lists_claims_anew_and_knows_waiting_pods() -> anyhow::Result
     // The leader searches for another release with its driver's name.
     assert!(after.remove("leases").unwrap_or_default() <= 2);
     assert_eq!(after, warm, "nothing else is listed a second time");
-    second.end().await?;
-    setup.cluster.stop().await
+    setup.end([second]).await
 }
 
 /// Limits for a takeover with the chart's lease: a restarted container waits for 5 s, a standby for the lease of 15 s, a tenth of it and a
@@ -92,8 +89,7 @@ async fn a_restarted_container_takes_its_own_lease_over() -> anyhow::Result<()> 
     let immediate = async |name: &str| {
         setup.make_claim(name, "Immediate", false).await?;
         let start = Instant::now();
-        let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
-        setup.wait(setup.claims(), name, "allocated", met).await?;
+        setup.until_allocated(name).await?;
         anyhow::Ok(start.elapsed())
     };
 
@@ -131,6 +127,5 @@ async fn a_restarted_container_takes_its_own_lease_over() -> anyhow::Result<()> 
         replica > CONTAINER,
         "{replica:?}: another pod's process may still live"
     );
-    standby.end().await?;
-    setup.cluster.stop().await
+    setup.end([standby]).await
 }

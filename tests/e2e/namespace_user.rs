@@ -9,7 +9,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::commands::run_as;
 use crate::harness::{self, TIMEOUT};
-use crate::setup::{DRIVER, Setup, is_allocated, is_bound, pod_with_claim};
+use crate::setup::{DRIVER, Setup, pod_with_claim};
 
 const NAMESPACE: &str = "team";
 const USER: &str = "developer";
@@ -112,9 +112,7 @@ async fn a_namespace_editor_claims_a_device_and_sees_why_pods_wait() -> anyhow::
     setup.make_template(None).await?;
     let _controller = setup.controller()?;
     // Another user's pod has the only device.
-    setup.make_pod("first").await?;
-    setup.wait(setup.pods(), "first", "bound", is_bound()).await?;
-    setup.claim_of("first", "allocated", is_allocated).await?;
+    setup.serve("first").await?;
 
     let kubeconfig = editor(&setup).await?;
     let classes = kubectl(&setup, &kubeconfig, &["get", "resourceclasses", "--output=name"]).await?;

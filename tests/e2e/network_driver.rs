@@ -9,7 +9,7 @@ use kube::api::{ListParams, PostParams};
 use serde_json::{Value, json};
 
 use crate::harness::rule;
-use crate::setup::{DRIVER, Program, Setup, controller_rules, is_allocated, is_bound, is_gone, pod_from};
+use crate::setup::{DRIVER, Program, Setup, controller_rules, is_allocated, pod_from};
 
 const USER: &str = "network-attached";
 
@@ -111,8 +111,8 @@ async fn the_network_example_serves_nodes_and_survives_a_crash() -> anyhow::Resu
         make_pod(&setup, name).await?;
     }
     for name in first {
-        let pod = setup.wait(setup.pods(), name, "bound", is_bound()).await?;
-        let node = pod.and_then(|pod| pod.spec.node_name).unwrap_or_default();
+        let pod = setup.until_bound(name).await?;
+        let node = pod.spec.node_name.unwrap_or_default();
         assert!(
             ["node-a", "node-b"].contains(&node.as_str()),
             "{name} is on {node}, which cannot reach the pool"
@@ -163,10 +163,10 @@ async fn the_network_example_serves_nodes_and_survives_a_crash() -> anyhow::Resu
     setup.remove_pod("pod-0").await?;
     let driver = start(&setup, &program).await?;
     let gone = claim.metadata.name.unwrap_or_default();
-    setup.wait(setup.claims(), &gone, "gone", is_gone()).await?;
+    setup.until_claim_gone(&gone).await?;
     setup.remove_pod("pod-1").await?;
     for name in ["late", "later"] {
-        setup.wait(setup.pods(), name, "bound", is_bound()).await?;
+        setup.until_bound(name).await?;
     }
     assert_eq!(
         allocated(&setup).await?.len(),

@@ -6,8 +6,8 @@ use kube::api::{Api, PostParams};
 
 use crate::commands::{json, run};
 use crate::harness::Cluster;
-use crate::pods::{CONFIGURATION, MINORS, look_inside, make_devices, pod_with_limit, wait_for_allocatable};
-use crate::setup::Setup;
+use crate::pods::{CONFIGURATION, MINORS, PLUGGED, look_inside, make_devices};
+use crate::setup::{REGISTERED, Setup, pod_with_limit};
 
 /// A cluster with one node and the companion's objects for the mode of that cluster.
 async fn start() -> anyhow::Result<Setup> {
@@ -23,10 +23,10 @@ async fn start() -> anyhow::Result<Setup> {
 async fn every_kubelet_registers_the_plugin_again_after_a_restart() -> anyhow::Result<()> {
     let setup = start().await?;
     let node = setup.cluster.node(0);
-    make_devices(node, "drayman-plugged", &MINORS[..2])?;
+    make_devices(node, "drayman-plugged-", &MINORS[..2])?;
     let companion = setup.companion(0, CONFIGURATION)?;
-    wait_for_allocatable(&setup, 0, "2").await?;
-    let pod = |name: &str| pod_with_limit(name);
+    setup.until_allocatable(PLUGGED, "2").await?;
+    let pod = |name: &str| pod_with_limit(name, PLUGGED);
     setup
         .pods()
         .create(&PostParams::default(), &pod("before")?)
@@ -34,7 +34,7 @@ async fn every_kubelet_registers_the_plugin_again_after_a_restart() -> anyhow::R
     let before = look_inside(&setup, "before").await?;
     let device = before.only_device().to_owned();
     node.restart_kubelet().await?;
-    wait_for_allocatable(&setup, 0, "2").await?;
+    setup.until_allocatable(PLUGGED, "2").await?;
     setup
         .pods()
         .create(&PostParams::default(), &pod("after")?)
@@ -51,8 +51,7 @@ async fn every_kubelet_registers_the_plugin_again_after_a_restart() -> anyhow::R
     if !setup.cluster.has_structured_mode() {
         check_inventory(&setup).await?;
     }
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }
 
 /// Without structured mode, checks the inventory and the commands.
@@ -95,24 +94,17 @@ async fn check_inventory(setup: &Setup) -> anyhow::Result<()> {
 async fn every_kubelet_finds_the_plugin_by_its_watcher() -> anyhow::Result<()> {
     let setup = start().await?;
     let node = setup.cluster.node(0);
-    make_devices(node, "drayman-plugged", &MINORS[..2])?;
+    make_devices(node, "drayman-plugged-", &MINORS[..2])?;
     let flags = ["--device-plugin-registration=plugin-watcher"];
     let companion = setup.companion_with(0, CONFIGURATION, &flags)?;
-    companion.logged("kubelet has registered the driver").await?;
-    wait_for_allocatable(&setup, 0, "2").await?;
-    setup
-        .pods()
-        .create(&PostParams::default(), &pod_with_limit("before")?)
-        .await?;
+    companion.logged(REGISTERED).await?;
+    setup.until_allocatable(PLUGGED, "2").await?;
+    setup.make_limit_pod("before", PLUGGED).await?;
     let before = look_inside(&setup, "before").await?;
     node.restart_kubelet().await?;
-    wait_for_allocatable(&setup, 0, "2").await?;
-    setup
-        .pods()
-        .create(&PostParams::default(), &pod_with_limit("after")?)
-        .await?;
+    setup.until_allocatable(PLUGGED, "2").await?;
+    setup.make_limit_pod("after", PLUGGED).await?;
     let after = look_inside(&setup, "after").await?;
     assert_ne!(after.only_device(), before.only_device());
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }

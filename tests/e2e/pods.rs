@@ -2,13 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use drayman::api::crd::NodeInventory;
-use drayman::api::resource::Pod;
-use kube::api::{Api, PostParams};
-use serde_json::json;
-
-use crate::harness::{IMAGE, Node};
-use crate::setup::{Setup, is_allocated, is_gone, is_running, pod_from};
+use crate::harness::Node;
+use crate::setup::{DRIVER, Program, REGISTERED, Setup};
 
 /// Two kinds on one node: `test` for claims, `plugged` for the device plugin API.
 pub(crate) const CONFIGURATION: &str = "\
@@ -24,41 +19,59 @@ kinds:
   paths: [\"/dev/drayman-plugged-*\"]
 ";
 
+/// The extended resource of this configuration.
+pub(crate) const PLUGGED: &str = "drayman.dev/plugged";
+
 /// Minor numbers of memory devices that are always readable: zero, full, random, urandom. The companion treats device nodes with equal
 /// numbers as one device.
 pub(crate) const MINORS: [u32; 4] = [5, 7, 8, 9];
 
-/// Creates device nodes with these minor numbers.
+/// Creates device nodes with these minor numbers. Their names are the prefix and an index.
 pub(crate) fn make_devices(node: Node<'_>, prefix: &str, minors: &[u32]) -> anyhow::Result<()> {
     minors
         .iter()
         .enumerate()
-        .try_for_each(|(number, minor)| node.make_device(format!("/dev/{prefix}-{number}"), 1, *minor))
+        .try_for_each(|(number, minor)| node.make_device(format!("/dev/{prefix}{number}"), 1, *minor))
 }
 
-/// Waits until the node's inventory is ready and has `count` devices.
-pub(crate) async fn wait_for_inventory(setup: &Setup, number: usize, count: u32) -> anyhow::Result<()> {
-    let name = format!("{}.drayman.dev", setup.cluster.node(number).name());
-    let met = move |inventory: Option<&NodeInventory>| {
-        inventory
-            .and_then(|inventory| inventory.status.as_ref())
-            .is_some_and(|status| {
-                status.devices == count
-                    && status
-                        .conditions
-                        .iter()
-                        .any(|one| one.type_ == "Ready" && one.status == "True")
-            })
-    };
+/// Waits until the inventory of the first node is ready and has `count` devices.
+pub(crate) async fn wait_for_inventory(setup: &Setup, count: u32) -> anyhow::Result<()> {
     setup
-        .wait(Api::all(setup.cluster.client()), &name, "ready", met)
+        .until_inventory(DRIVER, move |status| status.devices == count)
         .await
-        .map(drop)
+}
+
+/// A node with this many devices for claims, a controller, and a registered companion.
+pub(crate) async fn start_node(devices: usize) -> anyhow::Result<(Setup, Program, Program)> {
+    start_node_with(devices, &[]).await
+}
+
+/// As [`start_node`], with more flags for the companion.
+pub(crate) async fn start_node_with(
+    devices: usize,
+    flags: &[&str],
+) -> anyhow::Result<(Setup, Program, Program)> {
+    let setup = Setup::start(1).await?;
+    make_devices(setup.cluster.node(0), "drayman-test-", &MINORS[..devices])?;
+    setup.make_template(None).await?;
+    let controller = setup.controller()?;
+    let companion = setup.companion_with(0, CONFIGURATION, flags)?;
+    wait_for_inventory(&setup, u32::try_from(devices)?).await?;
+    companion.logged(REGISTERED).await?;
+    Ok((setup, controller, companion))
+}
+
+/// Kills the companion of [`start_node`], and starts the next one.
+pub(crate) async fn replace_killed(setup: &Setup, mut companion: Program) -> anyhow::Result<Program> {
+    companion.kill().await?;
+    let next = setup.companion(0, CONFIGURATION)?;
+    next.logged(REGISTERED).await?;
+    Ok(next)
 }
 
 /// Waits until the pod runs, and returns the devices in its container: those in environment variables, and the existing device nodes.
 pub(crate) async fn look_inside(setup: &Setup, name: &str) -> anyhow::Result<ContainerDevices> {
-    setup.wait(setup.pods(), name, "running", is_running()).await?;
+    setup.until_running(name).await?;
     let environment = setup.cluster.kubectl(&["exec", name, "--", "env"]).await?;
     let granted = environment
         .lines()
@@ -119,65 +132,48 @@ pub(crate) fn claim_files(node: Node<'_>, uid: &str) -> anyhow::Result<Vec<Strin
     Ok(traces)
 }
 
+/// Asserts that a claim is prepared: it has a CDI file and a checkpoint entry.
+pub(crate) fn assert_prepared(node: Node<'_>, uid: &str) -> anyhow::Result<()> {
+    let files = claim_files(node, uid)?;
+    assert_eq!(files.len(), 2, "{files:?}");
+    Ok(())
+}
+
+/// Asserts that nothing is left of a claim on a node.
+pub(crate) fn assert_unprepared(node: Node<'_>, uid: &str) -> anyhow::Result<()> {
+    assert_eq!(claim_files(node, uid)?, Vec::<String>::new());
+    Ok(())
+}
+
+/// Reads from a device in a pod's container.
+pub(crate) async fn read_device(setup: &Setup, pod: &str, device: &str) -> anyhow::Result<()> {
+    let input = format!("if={device}");
+    let read = ["exec", pod, "--", "dd", &input, "of=/tmp/read", "bs=4", "count=1"];
+    setup.cluster.kubectl(&read).await?;
+    let size = ["exec", pod, "--", "stat", "-c", "%s", "/tmp/read"];
+    let size = setup.cluster.kubectl(&size).await?;
+    assert_eq!(size.trim(), "4", "four bytes were read from {device}");
+    Ok(())
+}
+
 #[tokio::test]
 async fn a_pod_reads_from_its_device_and_leaves_nothing_behind() -> anyhow::Result<()> {
-    let setup = Setup::start(1).await?;
+    let (setup, controller, companion) = start_node(2).await?;
     let node = setup.cluster.node(0);
-    make_devices(node, "drayman-test", &MINORS[..2])?;
-    setup.make_template(None).await?;
-    let controller = setup.controller()?;
-    let companion = setup.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&setup, 0, 2).await?;
-
     setup.make_pod("pod").await?;
     let inside = look_inside(&setup, "pod").await?;
-    let device = inside.only_device().to_owned();
-    let status = setup
-        .cluster
-        .kubectl(&[
-            "exec",
-            "pod",
-            "--",
-            "dd",
-            &format!("if={device}"),
-            "of=/tmp/read",
-            "bs=4",
-            "count=1",
-        ])
-        .await;
-    assert!(status.is_ok(), "{status:?}");
-    let size = setup
-        .cluster
-        .kubectl(&["exec", "pod", "--", "stat", "-c", "%s", "/tmp/read"])
-        .await?;
-    assert_eq!(size.trim(), "4", "four bytes were read from the device");
-
-    let claim = setup.claim_of("pod", "allocated", is_allocated).await?;
-    let uid = claim.metadata.uid.clone().unwrap_or_default();
-    assert_eq!(
-        claim_files(node, &uid)?.len(),
-        2,
-        "a CDI file and a checkpoint entry: {:?}",
-        claim_files(node, &uid)?
-    );
+    read_device(&setup, "pod", inside.only_device()).await?;
+    let (uid, name) = setup.claim_ids("pod").await?;
+    assert_prepared(node, &uid)?;
     setup.cluster.kubectl(&["delete", "pod", "pod"]).await?;
-    let name = claim.metadata.name.clone().unwrap_or_default();
-    setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
-    assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.until_claim_gone(&name).await?;
+    assert_unprepared(node, &uid)?;
+    setup.end([companion, controller]).await
 }
 
 #[tokio::test]
 async fn three_devices_serve_five_pods_one_after_the_other() -> anyhow::Result<()> {
-    let setup = Setup::start(1).await?;
-    let node = setup.cluster.node(0);
-    make_devices(node, "drayman-test", &MINORS[..3])?;
-    setup.make_template(None).await?;
-    let controller = setup.controller()?;
-    let companion = setup.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&setup, 0, 3).await?;
+    let (setup, controller, companion) = start_node(3).await?;
     let mut waiting: BTreeSet<String> = (0..5).map(|number| format!("pod-{number}")).collect();
     for name in &waiting {
         setup.make_pod(name).await?;
@@ -207,115 +203,54 @@ async fn three_devices_serve_five_pods_one_after_the_other() -> anyhow::Result<(
         }
     }
     assert!(waiting.is_empty());
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }
 
 /// Waits until one of these pods runs.
 pub(crate) async fn first_running(setup: &Setup, names: &BTreeSet<String>) -> anyhow::Result<String> {
-    let waits = names.iter().map(|name| {
-        Box::pin(async move {
-            setup
-                .wait(setup.pods(), name, "running", is_running())
-                .await
-                .map(|_| name.clone())
-        })
-    });
+    let waits = names
+        .iter()
+        .map(|name| Box::pin(async move { setup.until_running(name).await.map(|()| name.clone()) }));
     futures::future::select_all(waits).await.0
-}
-
-/// A pod that requests a device of the kind `plugged` in its limits.
-pub(crate) fn pod_with_limit(name: &str) -> anyhow::Result<Pod> {
-    pod_from(json!({
-        "metadata": { "name": name },
-        "spec": {
-            "containers": [{ "name": "main", "image": IMAGE, "imagePullPolicy": "Never",
-                "resources": { "limits": { "drayman.dev/plugged": "1" } } }],
-            "dnsPolicy": "Default",
-            "terminationGracePeriodSeconds": 1,
-        },
-    }))
-}
-
-/// Waits until the node's allocatable count of the kind `plugged` is `count`.
-pub(crate) async fn wait_for_allocatable(setup: &Setup, number: usize, count: &str) -> anyhow::Result<()> {
-    use k8s_openapi::api::core::v1::Node;
-    let count = count.to_owned();
-    let met = move |node: Option<&Node>| {
-        let allocatable = node.and_then(|node| node.status.as_ref()?.allocatable.as_ref());
-        allocatable
-            .and_then(|all| all.get("drayman.dev/plugged"))
-            .is_some_and(|quantity| quantity.0 == count)
-    };
-    setup
-        .wait(
-            Api::all(setup.cluster.client()),
-            setup.cluster.node(number).name(),
-            "offering devices",
-            met,
-        )
-        .await
-        .map(drop)
 }
 
 #[tokio::test]
 async fn a_pod_with_a_limit_gets_its_device_through_the_device_plugin() -> anyhow::Result<()> {
     let setup = Setup::start(1).await?;
     let node = setup.cluster.node(0);
-    make_devices(node, "drayman-plugged", &MINORS[..2])?;
+    make_devices(node, "drayman-plugged-", &MINORS[..2])?;
     // No controller is needed.
     let companion = setup.companion(0, CONFIGURATION)?;
-    wait_for_allocatable(&setup, 0, "2").await?;
-    setup
-        .pods()
-        .create(&PostParams::default(), &pod_with_limit("plugged")?)
-        .await?;
+    setup.until_allocatable(PLUGGED, "2").await?;
+    setup.make_limit_pod("plugged", PLUGGED).await?;
     let inside = look_inside(&setup, "plugged").await?;
-    let device = inside.only_device();
-    setup
-        .cluster
-        .kubectl(&[
-            "exec",
-            "plugged",
-            "--",
-            "dd",
-            &format!("if={device}"),
-            "of=/tmp/read",
-            "bs=4",
-            "count=1",
-        ])
-        .await?;
+    read_device(&setup, "plugged", inside.only_device()).await?;
     // An unplugged device is withdrawn; a new one is added.
     node.make_device("/dev/drayman-plugged-2", 1, MINORS[2])?;
-    wait_for_allocatable(&setup, 0, "3").await?;
+    setup.until_allocatable(PLUGGED, "3").await?;
     node.remove("/dev/drayman-plugged-2")?;
-    wait_for_allocatable(&setup, 0, "2").await?;
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.until_allocatable(PLUGGED, "2").await?;
+    setup.end([companion]).await
 }
 
 #[tokio::test]
 async fn a_restarted_kubelet_finds_the_companion_again() -> anyhow::Result<()> {
     let setup = Setup::start(1).await?;
     let node = setup.cluster.node(0);
-    make_devices(node, "drayman-test", &MINORS[..2])?;
-    make_devices(node, "drayman-plugged", &MINORS[2..])?;
+    make_devices(node, "drayman-test-", &MINORS[..2])?;
+    make_devices(node, "drayman-plugged-", &MINORS[2..])?;
     setup.make_template(None).await?;
     let controller = setup.controller()?;
     let companion = setup.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&setup, 0, 4).await?;
-    wait_for_allocatable(&setup, 0, "2").await?;
+    wait_for_inventory(&setup, 4).await?;
+    setup.until_allocatable(PLUGGED, "2").await?;
     setup.make_pod("before").await?;
     let before = look_inside(&setup, "before").await?;
 
     node.restart_kubelet().await?;
-    wait_for_allocatable(&setup, 0, "2").await?;
+    setup.until_allocatable(PLUGGED, "2").await?;
     setup.make_pod("after").await?;
-    setup
-        .pods()
-        .create(&PostParams::default(), &pod_with_limit("plugged")?)
-        .await?;
+    setup.make_limit_pod("plugged", PLUGGED).await?;
     let after = look_inside(&setup, "after").await?;
     assert_ne!(before.only_device(), after.only_device());
     look_inside(&setup, "plugged").await?.only_device();
@@ -332,7 +267,5 @@ async fn a_restarted_kubelet_finds_the_companion_again() -> anyhow::Result<()> {
         "{:?}",
         node.list("/run/cdi")?
     );
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }

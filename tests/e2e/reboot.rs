@@ -2,33 +2,18 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, ensure};
+use anyhow::ensure;
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::Api;
 
 use crate::harness::{Node, TIMEOUT};
 use crate::pods::{
-    CONFIGURATION, ContainerDevices, MINORS, claim_files, look_inside, make_devices, wait_for_inventory,
+    CONFIGURATION, ContainerDevices, assert_prepared, assert_unprepared, look_inside, start_node,
 };
-use crate::setup::{Program, Setup, is_allocated};
+use crate::setup::{REGISTERED, Setup};
 
 /// The boot id after the reboot.
 const BOOT_ID: &str = "0f8c1f5e-52a7-4a3c-9c3e-000000000002";
-/// Log message of the companion after its registration.
-pub(crate) const REGISTERED: &str = "kubelet has registered the driver";
-
-/// A node with this many devices for claims, a controller, and a registered companion.
-pub(crate) async fn start_node(devices: usize) -> anyhow::Result<(Setup, Program, Program)> {
-    let setup = Setup::start(1).await?;
-    make_devices(setup.cluster.node(0), "drayman-test", &MINORS[..devices])?;
-    setup.make_template(None).await?;
-    let controller = setup.controller()?;
-    let companion = setup.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&setup, 0, u32::try_from(devices)?).await?;
-    companion.logged(REGISTERED).await?;
-    Ok((setup, controller, companion))
-}
-
 /// Simulates a power loss: ends all processes, clears in-memory file systems and changes the boot id. The directories of kubelet and
 /// containerd are on disk.
 pub(crate) async fn lose_power(setup: &Setup, node: Node<'_>) -> anyhow::Result<()> {
@@ -131,14 +116,11 @@ async fn after_a_boot_each_pod_has_the_device_that_it_had() -> anyhow::Result<()
         assert_ne!(third.only_device(), earlier.only_device());
     }
     for name in ["first", "second", "third"] {
-        let claim = setup.claim_of(name, "allocated", is_allocated).await?;
+        let (uid, _) = setup.claim_ids(name).await?;
         setup.cluster.kubectl(&["delete", "pod", name]).await?;
-        let uid = claim.metadata.uid.context("a uid")?;
-        assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
+        assert_unprepared(node, &uid)?;
     }
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }
 
 #[tokio::test]
@@ -147,20 +129,15 @@ async fn a_kubelet_that_was_away_finds_everything_as_it_was() -> anyhow::Result<
     let node = setup.cluster.node(0);
     setup.make_pod("first").await?;
     let first = look_inside(&setup, "first").await?;
-    let claim = setup.claim_of("first", "allocated", is_allocated).await?;
+    let (uid, _) = setup.claim_ids("first").await?;
     node.stop("kubelet", 15).await?;
     // Long enough for the node to become NotReady (40 s), too short for the eviction of its pods (300 s).
     tokio::time::sleep(Duration::from_secs(50)).await;
-    assert_eq!(
-        claim_files(node, claim.metadata.uid.as_deref().context("a uid")?)?.len(),
-        2
-    );
+    assert_prepared(node, &uid)?;
     node.start("kubelet").await?;
     assert_eq!(look_again(&setup, "first").await?, first);
     setup.make_pod("second").await?;
     let second = look_inside(&setup, "second").await?;
     assert_ne!(first.only_device(), second.only_device());
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }

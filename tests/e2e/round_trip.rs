@@ -1,6 +1,6 @@
 //! Objects of the real API server are deserialized into our types and serialized again.
 
-use crate::setup::{FINALIZER, Setup, is_allocated, is_bound, pod_from};
+use crate::setup::{FINALIZER, Setup, is_allocated, pod_from};
 
 #[tokio::test]
 async fn an_object_that_is_read_and_written_back_is_the_same() -> anyhow::Result<()> {
@@ -8,8 +8,7 @@ async fn an_object_that_is_read_and_written_back_is_the_same() -> anyhow::Result
     setup.make_fake_devices("node-a", 1).await?;
     setup.make_template(None).await?;
     let controller = setup.controller()?;
-    setup.make_pod("pod").await?;
-    setup.wait(setup.pods(), "pod", "bound", is_bound()).await?;
+    setup.serve("pod").await?;
     let pod = setup.pods().get("pod").await?;
     let claim = setup.claim_of("pod", "allocated", is_allocated).await?;
     let claim = claim.metadata.name.unwrap_or_default();
@@ -41,8 +40,7 @@ async fn an_object_that_is_read_and_written_back_is_the_same() -> anyhow::Result
     }
     assert!(pod.metadata.name.is_some() && claim.starts_with("pod-device"));
     assert_eq!(FINALIZER, "drayman.dev/deletion-protection");
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([controller]).await
 }
 
 fn drop_nulls(value: &mut serde_json::Value) {

@@ -1,24 +1,11 @@
 //! Two kinds in one class, distinguished by attributes, on a real control plane.
 
 use drayman::api::crd::NodeInventory;
-use drayman::api::handle::DeviceHandle;
-use drayman::api::resource::ResourceClaim;
 use kube::api::{Api, Patch, PatchParams};
 use serde_json::{Value, json};
 
-use crate::setup::{DRIVER, Setup, is_allocated, is_bound};
-
-/// The devices of a claim in name order.
-fn devices(claim: &ResourceClaim) -> anyhow::Result<Vec<String>> {
-    let handles = claim
-        .status
-        .allocation
-        .iter()
-        .flat_map(|allocation| &allocation.resource_handles);
-    let data: Vec<&str> = handles.filter_map(|handle| handle.data.as_deref()).collect();
-    let handle = DeviceHandle::parse(data.first().copied().unwrap_or_default())?;
-    Ok(handle.devices.into_iter().map(|device| device.device).collect())
-}
+use crate::setup::{DRIVER, Setup};
+use crate::stored_claims::devices;
 
 /// Sets the attributes of a fake node's devices: vendor and NUMA node.
 async fn describe(setup: &Setup, node: &str, known: &[(&str, i64)]) -> anyhow::Result<()> {
@@ -61,10 +48,8 @@ async fn make_pod(setup: &Setup, name: &str, spec: Value) -> anyhow::Result<()> 
 }
 
 async fn allocated(setup: &Setup, name: &str) -> anyhow::Result<Vec<String>> {
-    setup.wait(setup.pods(), name, "bound", is_bound()).await?;
-    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
-    let claim = setup.wait(setup.claims(), name, "allocated", met).await?;
-    devices(&claim.unwrap_or_default())
+    setup.until_bound(name).await?;
+    devices(&setup.until_allocated(name).await?)
 }
 
 fn vendor(name: &str, count: u32, vendor: &str) -> Value {
@@ -93,7 +78,7 @@ async fn devices_of_one_kind_are_distinguished_by_attributes() -> anyhow::Result
         json!({ "requests": [vendor("one", 1, "10de")] }),
     )
     .await?;
-    assert_eq!(allocated(&setup, "chosen").await?, ["drayman-test-1"]);
+    assert_eq!(allocated(&setup, "chosen").await?, ["node-a/drayman-test-1"]);
 
     let equal = json!([{ "matchAttribute": "drayman.dev/numaNode" }]);
     let both = json!([vendor("gpu", 2, "10de"), vendor("serial", 1, "0403")]);
@@ -104,7 +89,14 @@ async fn devices_of_one_kind_are_distinguished_by_attributes() -> anyhow::Result
     )
     .await?;
     let together = allocated(&setup, "together").await?;
-    assert_eq!(together, ["drayman-test-3", "drayman-test-4", "drayman-test-2"]);
+    assert_eq!(
+        together,
+        [
+            "node-a/drayman-test-3",
+            "node-a/drayman-test-4",
+            "node-a/drayman-test-2"
+        ]
+    );
 
     // The two remaining devices have this vendor and different NUMA nodes.
     make_pod(
@@ -143,7 +135,7 @@ async fn devices_of_one_kind_are_distinguished_by_attributes() -> anyhow::Result
         ("10de", 1),
     ];
     describe(&setup, "node-a", &known).await?;
-    assert_eq!(allocated(&setup, "other").await?, ["drayman-test-5"]);
+    assert_eq!(allocated(&setup, "other").await?, ["node-a/drayman-test-5"]);
 
     let all = json!({ "name": "all", "allocationMode": "All", "selectors": [{ "cel": {
         "expression": "device.attributes[\"drayman.dev\"].numaNode == 0" } }] });
@@ -157,9 +149,8 @@ async fn devices_of_one_kind_are_distinguished_by_attributes() -> anyhow::Result
         .await?;
     assert_eq!(
         allocated(&setup, "all").await?,
-        ["drayman-test-0", "drayman-test-1"]
+        ["node-a/drayman-test-0", "node-a/drayman-test-1"]
     );
 
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([controller]).await
 }

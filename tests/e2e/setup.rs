@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, bail};
 use drayman::api::crd::{
     Device, DeviceClassParameters, DeviceClassParametersSpec, Mode, NodeInventory, NodeInventorySpec,
-    definitions,
+    NodeInventoryStatus, definitions,
 };
 use drayman::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
 use k8s_openapi::api::core::v1::{Event, Node};
@@ -28,6 +28,7 @@ use tokio::time::timeout;
 )]
 pub(crate) use objects::{
     claim_name, has_finalizer, is_allocated, is_bound, is_gone, is_running, pod_from, pod_with_claim,
+    pod_with_limit,
 };
 pub(crate) use program::Program;
 
@@ -37,6 +38,8 @@ use crate::harness::{Cluster, TIMEOUT, rule};
 pub(crate) const DRIVER: &str = "drayman.dev";
 /// The controller's finalizer on claims.
 pub(crate) const FINALIZER: &str = "drayman.dev/deletion-protection";
+/// Log message of the companion after its registration.
+pub(crate) const REGISTERED: &str = "kubelet has registered the driver";
 /// The program of this build.
 pub(crate) const PROGRAM: &str = env!("CARGO_BIN_EXE_drayman");
 
@@ -188,6 +191,28 @@ impl Setup {
         .await
     }
 
+    /// Creates parameters, a class of this driver and a template for a kind, all with the name of the kind.
+    pub(crate) async fn make_kind(&self, kind: &str, driver: &str) -> anyhow::Result<()> {
+        for object in [
+            json!({
+                "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClassParameters", "metadata": { "name": kind },
+                "spec": { "kind": kind },
+            }),
+            json!({
+                "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": kind },
+                "driverName": driver,
+                "parametersRef": { "apiGroup": DRIVER, "kind": "DeviceClassParameters", "name": kind },
+            }),
+            json!({
+                "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaimTemplate", "metadata": { "name": kind },
+                "spec": { "spec": { "resourceClassName": kind } },
+            }),
+        ] {
+            self.apply(&object).await?;
+        }
+        Ok(())
+    }
+
     /// Applies an object with kubectl.
     pub(crate) async fn apply(&self, object: &Value) -> anyhow::Result<()> {
         let name = object["metadata"]["name"].as_str().unwrap_or("object");
@@ -228,6 +253,13 @@ impl Setup {
             .await?)
     }
 
+    /// Creates a pod that requests one extended resource in its limits.
+    pub(crate) async fn make_limit_pod(&self, name: &str, resource: &str) -> anyhow::Result<()> {
+        let pod = pod_with_limit(name, resource)?;
+        self.pods().create(&PostParams::default(), &pod).await?;
+        Ok(())
+    }
+
     /// Deletes a pod without a grace period, as kubelet does once the containers have ended.
     pub(crate) async fn remove_pod(&self, name: &str) -> anyhow::Result<()> {
         self.pods()
@@ -260,6 +292,62 @@ impl Setup {
         bail!("{} {name} is not {what}, but {now:?}", K::kind(&()))
     }
 
+    pub(crate) async fn until_bound(&self, pod: &str) -> anyhow::Result<Pod> {
+        let pod = self.wait(self.pods(), pod, "bound", is_bound()).await?;
+        pod.context("a bound pod exists")
+    }
+
+    pub(crate) async fn until_running(&self, pod: &str) -> anyhow::Result<()> {
+        let running = self.wait(self.pods(), pod, "running", is_running());
+        running.await.map(drop)
+    }
+
+    pub(crate) async fn until_pod_gone(&self, pod: &str) -> anyhow::Result<()> {
+        self.wait(self.pods(), pod, "gone", is_gone()).await.map(drop)
+    }
+
+    pub(crate) async fn until_allocated(&self, claim: &str) -> anyhow::Result<ResourceClaim> {
+        let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
+        let claim = self.wait(self.claims(), claim, "allocated", met).await?;
+        claim.context("an allocated claim exists")
+    }
+
+    pub(crate) async fn until_claim_gone(&self, claim: &str) -> anyhow::Result<()> {
+        self.wait(self.claims(), claim, "gone", is_gone()).await.map(drop)
+    }
+
+    /// Waits until the allocatable count of an extended resource on the first node is `count`.
+    pub(crate) async fn until_allocatable(&self, resource: &str, count: &str) -> anyhow::Result<()> {
+        let (resource, count) = (resource.to_owned(), count.to_owned());
+        let met = move |node: Option<&Node>| {
+            let allocatable = node.and_then(|node| node.status.as_ref()?.allocatable.as_ref());
+            let quantity = allocatable.and_then(|all| all.get(&resource));
+            quantity.is_some_and(|quantity| quantity.0 == count)
+        };
+        let (nodes, node) = (Api::all(self.cluster.client()), self.cluster.node(0));
+        self.wait(nodes, node.name(), "offering devices", met)
+            .await
+            .map(drop)
+    }
+
+    /// Waits until a driver's inventory of the first node is ready and its status meets a condition.
+    pub(crate) async fn until_inventory(
+        &self,
+        driver: &str,
+        met: impl Fn(&NodeInventoryStatus) -> bool,
+    ) -> anyhow::Result<()> {
+        let name = format!("{}.{driver}", self.cluster.node(0).name());
+        let is_ready = move |inventory: Option<&NodeInventory>| {
+            let status = inventory.and_then(|inventory| inventory.status.as_ref());
+            status.is_some_and(|status| {
+                let mut conditions = status.conditions.iter();
+                met(status) && conditions.any(|one| one.type_ == "Ready" && one.status == "True")
+            })
+        };
+        let inventories = Api::all(self.cluster.client());
+        self.wait(inventories, &name, "ready", is_ready).await.map(drop)
+    }
+
     /// The claim created for a pod, once it meets a condition.
     pub(crate) async fn claim_of(
         &self,
@@ -285,6 +373,13 @@ impl Setup {
         self.wait(self.claims(), &name, what, met)
             .await?
             .context("the claim exists")
+    }
+
+    /// Uid and name of a pod's allocated claim.
+    pub(crate) async fn claim_ids(&self, pod: &str) -> anyhow::Result<(String, String)> {
+        let metadata = self.claim_of(pod, "allocated", is_allocated).await?.metadata;
+        let (uid, name) = (metadata.uid.context("a uid")?, metadata.name.context("a name")?);
+        Ok((uid, name))
     }
 
     /// Waits for an Event of an object with this reason and a message that contains `text`.
@@ -400,6 +495,14 @@ impl Setup {
             .arg(&self.node);
         command.arg("--config").arg(&file).args(flags);
         self.program(&format!("companion-{number}"), command)
+    }
+
+    /// Ends the programs in this order, and then the cluster: the last line of a successful test.
+    pub(crate) async fn end(self, programs: impl IntoIterator<Item = Program>) -> anyhow::Result<()> {
+        for program in programs {
+            program.end().await?;
+        }
+        self.cluster.stop().await
     }
 
     /// Replaces the configuration file of a node's companion.

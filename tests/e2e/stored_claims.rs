@@ -13,7 +13,7 @@ use kube::core::{ApiResource, GroupVersionKind};
 use serde_json::{Value, json};
 
 use crate::harness::Entry;
-use crate::setup::{DRIVER, FINALIZER, Setup, is_bound, is_gone, pod_from};
+use crate::setup::{DRIVER, FINALIZER, Setup, is_allocated, pod_from};
 
 /// The user name of the controller.
 pub(crate) const CONTROLLER: &str = "drayman-controller";
@@ -91,17 +91,19 @@ impl Setup {
     /// Creates a pod with a claim from the template `test`, waits until it is bound, and returns its devices as `node/device`.
     pub(crate) async fn serve(&self, name: &str) -> anyhow::Result<Vec<String>> {
         self.make_pod(name).await?;
-        self.wait(self.pods(), name, "bound", is_bound()).await?;
-        let claim = self
-            .claim_of(name, "allocated", crate::setup::is_allocated)
-            .await?;
-        devices(&claim)
+        self.served(name).await
+    }
+
+    /// Waits until a pod is bound, and returns the devices of its claim as `node/device`.
+    pub(crate) async fn served(&self, pod: &str) -> anyhow::Result<Vec<String>> {
+        self.until_bound(pod).await?;
+        devices(&self.claim_of(pod, "allocated", is_allocated).await?)
     }
 
     /// Deletes a claim and waits until it is gone.
     pub(crate) async fn delete_claim(&self, name: &str) -> anyhow::Result<()> {
         let _ = self.claims().delete(name, &DeleteParams::default()).await?;
-        self.wait(self.claims(), name, "gone", is_gone()).await.map(drop)
+        self.until_claim_gone(name).await
     }
 
     /// Number of events with this reason, including repetitions.
@@ -138,15 +140,17 @@ impl Setup {
     }
 }
 
+/// The handle of an allocated claim.
+pub(crate) fn handle(claim: &ResourceClaim) -> anyhow::Result<DeviceHandle> {
+    let allocation = claim.status.allocation.iter();
+    let mut handles = allocation.flat_map(|one| &one.resource_handles);
+    let data = handles.find_map(|handle| handle.data.as_deref());
+    Ok(DeviceHandle::parse(data.unwrap_or_default())?)
+}
+
 /// The devices of a claim as `node/device`.
 pub(crate) fn devices(claim: &ResourceClaim) -> anyhow::Result<Vec<String>> {
-    let handles = claim
-        .status
-        .allocation
-        .iter()
-        .flat_map(|one| &one.resource_handles);
-    let data: Vec<&str> = handles.filter_map(|handle| handle.data.as_deref()).collect();
-    let handle = DeviceHandle::parse(data.first().copied().unwrap_or_default())?;
+    let handle = handle(claim)?;
     let node = handle.node_name;
     Ok(handle
         .devices

@@ -9,8 +9,8 @@ use kube::api::{Api, DeleteParams, Patch, PatchParams};
 use serde_json::{Value, json};
 
 use crate::controller::assert_distinct;
-use crate::pods::{CONFIGURATION, MINORS, claim_files, look_inside, make_devices, wait_for_inventory};
-use crate::setup::{DRIVER, Setup, is_allocated, is_bound, is_gone};
+use crate::pods::{assert_unprepared, look_inside, start_node};
+use crate::setup::{DRIVER, Setup, is_allocated};
 use crate::stored_claims::{devices, first_handle, kind, open_schemas, write};
 
 #[tokio::test]
@@ -45,14 +45,11 @@ async fn a_handle_of_another_release_counts_until_its_claim_is_gone() -> anyhow:
         assert_eq!(setup.event_count(name, "HoldingUnreadable").await?, 0);
     }
     setup.delete_claim("first").await?;
-    setup.wait(setup.pods(), "two", "bound", is_bound()).await?;
-    let claim = setup.claim_of("two", "allocated", is_allocated).await?;
-    assert_eq!(devices(&claim)?, ["node-a/drayman-test-0"]);
+    assert_eq!(setup.served("two").await?, ["node-a/drayman-test-0"]);
     // A claim that an earlier release allocated serves its pod.
     setup.make_pod_with("three", "later").await?;
-    setup.wait(setup.pods(), "three", "bound", is_bound()).await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.until_bound("three").await?;
+    setup.end([controller]).await
 }
 
 #[tokio::test]
@@ -100,9 +97,7 @@ async fn unreadable_allocations_are_reported_and_block_their_node() -> anyhow::R
         .await?;
     // Other pods get devices of other nodes.
     setup.make_fake_devices("node-b", 3).await?;
-    setup.wait(setup.pods(), "waits", "bound", is_bound()).await?;
-    let claim = setup.claim_of("waits", "allocated", is_allocated).await?;
-    assert_eq!(devices(&claim)?, ["node-b/drayman-test-0"]);
+    assert_eq!(setup.served("waits").await?, ["node-b/drayman-test-0"]);
     for (name, _) in unreadable {
         assert_eq!(setup.event_count(name, "HoldingUnreadable").await?, 1, "{name}");
     }
@@ -128,11 +123,8 @@ async fn unreadable_allocations_are_reported_and_block_their_node() -> anyhow::R
         .wait_for_event("fourth", "NoSuitableDevice", "cannot read")
         .await?;
     setup.delete_claim("double").await?;
-    setup.wait(setup.pods(), "fourth", "bound", is_bound()).await?;
-    let claim = setup.claim_of("fourth", "allocated", is_allocated).await?;
-    assert_eq!(devices(&claim)?, ["node-a/drayman-test-0"]);
-    controller.end().await?;
-    setup.cluster.stop().await
+    assert_eq!(setup.served("fourth").await?, ["node-a/drayman-test-0"]);
+    setup.end([controller]).await
 }
 
 #[tokio::test]
@@ -195,8 +187,7 @@ async fn a_copied_allocation_is_reported_and_frees_nothing() -> anyhow::Result<(
         "the other one is still held"
     );
     assert_eq!(setup.claims().get(&name).await?.status, original.status);
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([controller]).await
 }
 
 #[tokio::test]
@@ -208,7 +199,7 @@ async fn an_allocation_with_a_renamed_driver_keeps_its_device() -> anyhow::Resul
     assert_eq!(setup.serve("made").await?, ["node-a/drayman-test-0"]);
     setup.make_claim("named", "WaitForFirstConsumer", false).await?;
     setup.make_pod_with("names", "named").await?;
-    setup.wait(setup.pods(), "names", "bound", is_bound()).await?;
+    setup.until_bound("names").await?;
     let made = setup.claim_of("made", "allocated", is_allocated).await?;
     let made = made.metadata.name.unwrap_or_default();
     let renamed = Patch::Merge(json!({ "status": { "driverName": "somebody.example.com" } }));
@@ -233,7 +224,7 @@ async fn an_allocation_with_a_renamed_driver_keeps_its_device() -> anyhow::Resul
     }
     // Each pod ends, and its device is free. A requested deallocation works under either driver name.
     setup.remove_pod("made").await?;
-    setup.wait(setup.claims(), &made, "gone", is_gone()).await?;
+    setup.until_claim_gone(&made).await?;
     setup.remove_pod("names").await?;
     if setup.cluster.minor() >= 28 {
         let given_back = |claim: Option<&ResourceClaim>| {
@@ -246,11 +237,10 @@ async fn an_allocation_with_a_renamed_driver_keeps_its_device() -> anyhow::Resul
         setup.delete_claim("named").await?;
     }
     for waiting in ["first", "second"] {
-        setup.wait(setup.pods(), waiting, "bound", is_bound()).await?;
+        setup.until_bound(waiting).await?;
     }
     assert_distinct(&setup).await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([controller]).await
 }
 
 #[tokio::test]
@@ -310,14 +300,13 @@ async fn kinds_of_other_releases_are_read_as_far_as_understood() -> anyhow::Resu
     wishes.patch("wish", &PatchParams::default(), &plain).await?;
     setup.remove_pod("third").await?;
     setup.remove_pod("first").await?;
-    setup.wait(setup.pods(), "wish", "bound", is_bound()).await?;
+    setup.until_bound("wish").await?;
     // The other release's fields were not overwritten.
     let kept = Api::<NodeInventory>::all(setup.cluster.client())
         .get("new.drayman.dev")
         .await?;
     assert_eq!(kept.spec.devices.len(), 2);
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([controller]).await
 }
 
 #[tokio::test]
@@ -327,9 +316,8 @@ async fn changes_after_an_allocation_do_not_change_it() -> anyhow::Result<()> {
     setup.make_template(None).await?;
     let controller = setup.controller()?;
     setup.make_claim("early", "Immediate", false).await?;
-    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
-    let before = setup.wait(setup.claims(), "early", "allocated", met).await?;
-    let before = before.unwrap_or_default().status.allocation;
+    let before = setup.until_allocated("early").await?;
+    let before = before.status.allocation;
     // Another kind, then no parameters, then a class of another driver, then no class.
     let parameters = kind(&setup, "DeviceClassParameters", false);
     let other = Patch::Merge(json!({ "spec": { "kind": "other" } }));
@@ -341,6 +329,8 @@ async fn changes_after_an_allocation_do_not_change_it() -> anyhow::Result<()> {
     setup
         .wait_for_event("later", "ParametersNotFound", "test")
         .await?;
+    // Reported on the class too.
+    setup.wait_for_event("test", "ParametersNotFound", "test").await?;
     let another = Patch::Merge(json!({ "driverName": "somebody.example.com" }));
     setup
         .classes()
@@ -351,23 +341,16 @@ async fn changes_after_an_allocation_do_not_change_it() -> anyhow::Result<()> {
     assert_eq!(after, before);
     // The claim is released anyway, and its device is free.
     setup.delete_claim("early").await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([controller]).await
 }
 
 #[tokio::test]
 async fn a_node_prepares_allocations_made_before_a_class_changed() -> anyhow::Result<()> {
-    let setup = Setup::start(1).await?;
+    let (setup, controller, companion) = start_node(2).await?;
     let node = setup.cluster.node(0);
-    make_devices(node, "drayman-test", &MINORS[..2])?;
-    setup.make_template(None).await?;
-    let controller = setup.controller()?;
-    let companion = setup.companion(0, CONFIGURATION)?;
-    wait_for_inventory(&setup, 0, 2).await?;
     setup.make_claim("early", "Immediate", false).await?;
-    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
-    let early = setup.wait(setup.claims(), "early", "allocated", met).await?;
-    let device = devices(&early.unwrap_or_default())?.concat();
+    let early = setup.until_allocated("early").await?;
+    let device = devices(&early)?.concat();
     // Another kind, and then no class at all; the pod is created after that.
     let other = Patch::Merge(json!({ "spec": { "kind": "plugged" } }));
     kind(&setup, "DeviceClassParameters", false)
@@ -405,13 +388,11 @@ async fn a_node_prepares_allocations_made_before_a_class_changed() -> anyhow::Re
     }
     let claim = setup.claims().get("newer").await?;
     let uid = claim.metadata.uid.unwrap_or_default();
-    assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
+    assert_unprepared(node, &uid)?;
     assert_eq!(
         look_inside(&setup, "user").await?,
         inside,
         "the other pod keeps its device"
     );
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }

@@ -7,7 +7,7 @@ use drayman::core::claims::{Answer, Command, Event, EventReport, ObjectKey, Stat
 
 use crate::calls::{Call, Request};
 use crate::driver::{Environment, MemoryDriver};
-use crate::faults::Faults;
+use crate::faults::{Fault, Faults};
 use crate::node::{NodeAction, Nodes};
 use crate::rng::Rng;
 use crate::runtime::Process;
@@ -321,6 +321,11 @@ impl Cluster {
         if self.violation.is_none() {
             self.now = end;
         }
+    }
+
+    /// Plans a fault at the n-th command from now.
+    pub(crate) fn fault_at(&mut self, command: u64, fault: Fault) {
+        self.faults.plan.insert(self.commands + command, fault);
     }
 
     /// Runs until `done`; a violation after ten minutes.

@@ -4,12 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use drayman::api::resource::{AllocationResult, ResourceClaim};
-use drayman::core::claims::{
-    Answer, CallId, ClaimWrite, Command, ControllerState, DriverRequest, Event, Moment, Outcome,
-};
+use drayman::core::claims::{Answer, Command, ControllerState, Event, Moment, Outcome};
 use serde_json::json;
 
-use super::{DRIVER, answer, object, started};
+use super::{DRIVER, answer, object, only, started};
 
 /// How long a write without an answer may still be stored.
 const LATE_WRITE_WINDOW: Duration = Duration::from_secs(60);
@@ -22,31 +20,6 @@ fn claim(version: &str, allocation: Option<&AllocationResult>) -> Arc<ResourceCl
         "spec": { "resourceClassName": "class", "allocationMode": "Immediate" },
         "status": { "driverName": allocation.map(|_| DRIVER), "allocation": allocation },
     }))
-}
-
-#[track_caller]
-fn only(commands: &[Command], expected: &str) -> CallId {
-    let id = match commands {
-        [Command::ReadClaim { id, .. }] if expected == "read" => Some(*id),
-        [
-            Command::WriteClaim {
-                id,
-                write: ClaimWrite::Allocate { .. },
-                ..
-            },
-        ] if expected == "record" => Some(*id),
-        [Command::CallDriver { id, request }] => {
-            let name = match request {
-                DriverRequest::Allocate { .. } => "allocate",
-                DriverRequest::Deallocate { .. } => "deallocate",
-                DriverRequest::UnsuitableNodes { .. } => "evaluate",
-            };
-            (name == expected).then_some(*id)
-        }
-        _ => None,
-    };
-    assert!(id.is_some(), "expected {expected} only: {commands:?}");
-    id.expect("checked")
 }
 
 /// The first write of the allocation had no clear result, the second one was refused, and both reads returned the claim without an
@@ -67,7 +40,7 @@ fn refused_after_an_unclear_write() -> (ControllerState, Moment, AllocationResul
     let timed_out = now;
     let unclear = Answer::ClaimWritten(Outcome::Unknown("no answer".to_owned()));
     let commands = answer(&mut state, first, unclear, now);
-    let read = only(&commands, "read");
+    let read = only(&commands, "read claim");
     let commands = answer(
         &mut state,
         read,
@@ -83,7 +56,7 @@ fn refused_after_an_unclear_write() -> (ControllerState, Moment, AllocationResul
         now = state.next_deadline().expect("the read");
         commands = state.decide(now);
     }
-    let read = only(&commands, "read");
+    let read = only(&commands, "read claim");
     let commands = answer(
         &mut state,
         read,
@@ -104,12 +77,12 @@ fn an_unrecorded_allocation_is_returned_after_a_read() {
     let (mut state, timed_out, _) = refused_after_an_unclear_write();
     let end = timed_out.after(LATE_WRITE_WINDOW);
     assert_eq!(state.next_deadline(), Some(end));
-    let read = only(&state.decide(end), "read");
+    let read = only(&state.decide(end), "read claim");
     // A failed read does not free the allocation.
     let commands = answer(&mut state, read, Answer::ClaimRead(Err("busy".to_owned())), end);
     assert_eq!(commands, []);
     let now = state.next_deadline().expect("the next read");
-    let read = only(&state.decide(now), "read");
+    let read = only(&state.decide(now), "read claim");
     let mut commands = answer(
         &mut state,
         read,
@@ -133,7 +106,7 @@ fn a_claim_recorded_by_the_first_write_keeps_its_devices() {
             commands.extend(state.decide(timed_out.after(Duration::from_secs(1))));
         } else {
             let end = timed_out.after(LATE_WRITE_WINDOW);
-            let read = only(&state.decide(end), "read");
+            let read = only(&state.decide(end), "read claim");
             commands.extend(answer(
                 &mut state,
                 read,

@@ -7,7 +7,7 @@ use drayman::api::resource::{PodSchedulingContext, ResourceClaim};
 use drayman::core::claims::{Answer, Command, ControllerState, Event, Moment};
 use serde_json::{Value, json};
 
-use super::{answer, object, started};
+use super::{answer, apply, object, started};
 
 /// A claim of our class with this name and these owners.
 fn claim(name: &str, version: &str, owners: &Value) -> Arc<ResourceClaim> {
@@ -29,11 +29,6 @@ fn context(name: &str) -> Arc<PodSchedulingContext> {
             "ownerReferences": owner("v1", "Pod", name) },
         "spec": { "potentialNodes": ["a"] },
     }))
-}
-
-fn apply(state: &mut ControllerState, event: Event, now: Moment) -> Vec<Command> {
-    state.apply(event, now);
-    state.decide(now)
 }
 
 /// The names of the pods that are read, in order.

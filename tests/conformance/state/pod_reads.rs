@@ -7,7 +7,7 @@ use drayman::api::resource::{Pod, ResourceClaim};
 use drayman::core::claims::{Answer, CallId, Command, ControllerState, Event, Moment};
 use serde_json::{Value, json};
 
-use super::{DRIVER, answer, context, object, started};
+use super::{DRIVER, answer, apply, context, object, only, started};
 
 /// The claim generated for the pod.
 fn claim(version: &str) -> Arc<ResourceClaim> {
@@ -42,11 +42,6 @@ fn ready() -> (ControllerState, Moment) {
     (state, now)
 }
 
-fn apply(state: &mut ControllerState, event: Event, now: Moment) -> Vec<Command> {
-    state.apply(event, now);
-    state.decide(now)
-}
-
 #[track_caller]
 fn only_read(commands: &[Command]) -> CallId {
     let read = match commands {
@@ -55,11 +50,6 @@ fn only_read(commands: &[Command]) -> CallId {
     };
     assert!(read.is_some(), "{commands:?}");
     read.expect("one read")
-}
-
-#[track_caller]
-fn only_driver_call(commands: &[Command]) {
-    assert!(matches!(commands, [Command::CallDriver { .. }]), "{commands:?}");
 }
 
 #[test]
@@ -71,7 +61,10 @@ fn the_claim_announces_the_pod_and_its_context_need_not_read_it() {
     // A change of the claim does not trigger a read of the pod.
     let labelled = changed("3", |claim| claim["metadata"]["labels"] = json!({ "a": "b" }));
     assert_eq!(apply(&mut state, Event::Claim(labelled), now), []);
-    only_driver_call(&apply(&mut state, Event::Context(context("4", &json!({}))), now));
+    only(
+        &apply(&mut state, Event::Context(context("4", &json!({}))), now),
+        "evaluate",
+    );
 }
 
 #[test]
@@ -84,7 +77,7 @@ fn a_context_waits_for_the_read_of_its_pod() {
         []
     );
     let read = Answer::PodRead(Ok(Some(pod("pod", &["device"]))));
-    only_driver_call(&answer(&mut state, id, read, now));
+    only(&answer(&mut state, id, read, now), "evaluate");
 }
 
 #[test]
@@ -120,7 +113,7 @@ fn a_pod_read_before_all_its_claims_is_read_again() {
         ] }))
         .expect("a status");
         let read = Answer::PodRead(Ok(Some(Arc::new(complete))));
-        only_driver_call(&answer(&mut state, only_read(&commands), read, now));
+        only(&answer(&mut state, only_read(&commands), read, now), "evaluate");
     }
 }
 

@@ -90,42 +90,26 @@ fn ten_minutes(
 }
 
 #[test]
-fn an_always_refused_write_is_retried_rarely_and_reported_once() {
-    let refused = Outcome::Refused("by a policy".to_owned());
-    for (claim, reason) in [
-        (pending_claim(), "AllocationNotRecorded"),
-        (deleted_claim(), "ReleaseRefused"),
+fn a_write_never_accepted_is_retried_rarely_and_reported_once() {
+    let (policy, webhook) = ("by a policy", "failed calling webhook");
+    for (outcome, cause) in [
+        (Outcome::Refused(policy.to_owned()), policy),
+        (Outcome::Unknown(webhook.to_owned()), webhook),
     ] {
-        let (writes, reports) = ten_minutes(&claim, &refused);
-        assert!(
-            (5..40).contains(&writes),
-            "{reason}: {writes} writes in ten minutes"
-        );
-        assert_eq!(reports.len(), 1, "{reports:?}");
-        assert!(
-            reports[0].0 == reason && reports[0].1.ends_with("by a policy"),
-            "{reports:?}"
-        );
-    }
-}
-
-#[test]
-fn an_always_failing_write_is_retried_rarely_and_reported_once() {
-    let failed = Outcome::Unknown("failed calling webhook".to_owned());
-    for (claim, reason) in [
-        (pending_claim(), "AllocationNotRecorded"),
-        (deleted_claim(), "ReleaseRefused"),
-    ] {
-        let (writes, reports) = ten_minutes(&claim, &failed);
-        assert!(
-            (5..40).contains(&writes),
-            "{reason}: {writes} writes in ten minutes"
-        );
-        assert_eq!(reports.len(), 1, "{reports:?}");
-        let (reported_reason, text) = &reports[0];
-        assert!(
-            reported_reason == reason && text.ends_with("failed calling webhook"),
-            "{reports:?}"
-        );
+        for (claim, reason) in [
+            (pending_claim(), "AllocationNotRecorded"),
+            (deleted_claim(), "ReleaseRefused"),
+        ] {
+            let (writes, reports) = ten_minutes(&claim, &outcome);
+            assert!(
+                (5..40).contains(&writes),
+                "{reason}, {cause}: {writes} writes in ten minutes"
+            );
+            assert_eq!(reports.len(), 1, "{reason}, {cause}: {reports:?}");
+            assert!(
+                reports[0].0 == reason && reports[0].1.ends_with(cause),
+                "{cause}: {reports:?}"
+            );
+        }
     }
 }

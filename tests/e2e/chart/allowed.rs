@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use anyhow::Context as _;
 use serde_json::Value;
 
-use crate::chart::helm::{chart, objects, repository};
+use crate::chart::helm::{objects, repository};
 use crate::chart::setup::ChartSetup;
 use crate::harness::Cluster;
 
@@ -16,7 +16,6 @@ type Rights = BTreeMap<String, BTreeSet<String>>;
 async fn rights(setup: &ChartSetup, account: &str, namespace: &str) -> anyhow::Result<Rights> {
     let user = format!("--as=system:serviceaccount:drayman:{account}");
     let message = setup
-        .cluster
         .kubectl(&[
             "auth",
             "can-i",
@@ -86,12 +85,7 @@ fn role(kind: &str, name: &str) -> anyhow::Result<Rights> {
 #[tokio::test]
 async fn each_account_may_do_exactly_what_its_role_grants() -> anyhow::Result<()> {
     let setup = ChartSetup::prepare(Cluster::builder().service_accounts().start().await?).await?;
-    let chart = chart("");
     let arguments = [
-        "install",
-        "drayman",
-        chart.to_str().context("UTF-8")?,
-        "--namespace=drayman",
         "--set=crds.upgrade=false",
         // With a kind of mode `both`, the companion's role has all rights that it can ever have.
         "--set=deviceKinds[0].name=camera",
@@ -99,7 +93,7 @@ async fn each_account_may_do_exactly_what_its_role_grants() -> anyhow::Result<()
         "--set=deviceKinds[0].resourceName=example.com/camera",
         "--set=deviceKinds[0].paths[0]=/dev/video0",
     ];
-    setup.helm(&arguments).await?;
+    setup.install(None, &arguments).await?;
     // Every user has the read rights of system:authenticated, once the server knows the role.
     setup
         .until("the rights of all users", async || {

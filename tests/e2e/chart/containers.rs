@@ -5,7 +5,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::chart::helm::{arguments, chart, object, one_kind, pod_spec, render, variants};
+use crate::chart::helm::{arguments, object, one_kind, pod_spec, render, variants};
 
 /// Host paths in the companion's pods, and whether they are writable.
 fn host_paths(daemon_set: &Value) -> BTreeSet<String> {
@@ -53,8 +53,7 @@ fn dev_is_recursively_read_only_where_the_field_exists() {
 
 #[test]
 fn mounts_and_flags_follow_from_one_root_of_kubelet() {
-    let with = |arguments: &[&str]| render(Some(&chart("ci/one-kind-values.yaml")), arguments);
-    let usual = one_kind();
+    let usual = one_kind(&[]);
     let usual = object(&usual, "DaemonSet", "drayman-node");
     assert_eq!(
         host_paths(usual),
@@ -72,7 +71,7 @@ fn mounts_and_flags_follow_from_one_root_of_kubelet() {
         .map(str::to_owned)
         .into()
     );
-    let moved = with(&[
+    let moved = one_kind(&[
         "--set=node.kubeletRoot=/var/lib/k0s/kubelet",
         "--set=node.cdiRoot=/etc/cdi",
         "--set=driverName=other.example.com",
@@ -99,7 +98,7 @@ fn mounts_and_flags_follow_from_one_root_of_kubelet() {
     );
     let usual = host_paths(usual);
     let more = |arguments: &[&str]| -> Vec<String> {
-        let paths = host_paths(object(&with(arguments), "DaemonSet", "drayman-node"));
+        let paths = host_paths(object(&one_kind(arguments), "DaemonSet", "drayman-node"));
         assert!(paths.is_superset(&usual), "{paths:?}");
         paths.difference(&usual).cloned().collect()
     };
@@ -148,7 +147,7 @@ fn what_is_unmounted_on_the_node_is_unmounted_in_the_companion() {
         ),
         (&["--set=node.readKubeletState=true"][..], "kubelet"),
     ] {
-        let rendered = render(Some(&chart("ci/one-kind-values.yaml")), arguments);
+        let rendered = one_kind(arguments);
         let spec = pod_spec(object(&rendered, "DaemonSet", "drayman-node")).expect("pods");
         let mounts = spec["containers"][0]["volumeMounts"].as_array().expect("mounts");
         let mount = mounts
@@ -238,7 +237,7 @@ fn the_program_accepts_flags_and_configuration_of_variants() {
 #[test]
 fn a_new_configuration_restarts_companions_only_for_mounts() {
     let with = |arguments: &[&str]| {
-        let rendered = render(Some(&chart("ci/one-kind-values.yaml")), arguments);
+        let rendered = one_kind(arguments);
         let daemon_set = object(&rendered, "DaemonSet", "drayman-node");
         let configuration = object(&rendered, "ConfigMap", "drayman-node");
         (

@@ -42,6 +42,12 @@ pub(crate) fn variants() -> Vec<PathBuf> {
     files
 }
 
+/// Each value file, with the arguments of each mode.
+pub(crate) fn variants_and_modes() -> Vec<(PathBuf, &'static [&'static str])> {
+    let with_modes = |variant: PathBuf| MODES.map(|mode| (variant.clone(), mode));
+    variants().into_iter().flat_map(with_modes).collect()
+}
+
 /// Helm with its files in one directory.
 pub(crate) fn helm(home: &Path) -> Command {
     let mut command = Command::new(harness::helm().expect("Helm"));
@@ -93,9 +99,9 @@ pub(crate) fn structured(values: &str, arguments: &[&str]) -> Vec<Value> {
     render(Some(&chart(values)), &[&STRUCTURED, arguments].concat())
 }
 
-/// Renders the defaults with one kind.
-pub(crate) fn one_kind() -> Vec<Value> {
-    render(Some(&chart("ci/one-kind-values.yaml")), &[])
+/// Renders the defaults with one kind, and these arguments.
+pub(crate) fn one_kind(arguments: &[&str]) -> Vec<Value> {
+    render(Some(&chart("ci/one-kind-values.yaml")), arguments)
 }
 
 /// The error of `helm template`; panics if rendering succeeds.
@@ -132,6 +138,14 @@ pub(crate) fn object<'a>(objects: &'a [Value], kind: &str, name: &str) -> &'a Va
     let first = found.next().unwrap_or_else(|| panic!("no {kind} {name}"));
     assert!(found.next().is_none(), "two of {kind} {name}");
     first
+}
+
+/// An object with other fields beside, or instead of, its own, and without those that are null.
+pub(crate) fn merged(plain: &Value, fields: &Value) -> Value {
+    let mut object = plain.as_object().cloned().unwrap_or_default();
+    object.extend(fields.as_object().cloned().unwrap_or_default());
+    object.retain(|_, value| !value.is_null());
+    Value::Object(object)
 }
 
 /// The pod spec in a workload object.

@@ -106,7 +106,7 @@ async fn run(
         })
         .await?;
     let phase = setup.field(&["pod", name], ".status.phase").await?;
-    Ok((phase, setup.cluster.kubectl(&["logs", name]).await?))
+    Ok((phase, setup.kubectl(&["logs", name]).await?))
 }
 
 #[tokio::test]
@@ -119,7 +119,7 @@ async fn the_image_resolves_the_name_of_the_api_server() -> anyhow::Result<()> {
         "--clusterrole=cluster-admin",
         "--serviceaccount=default:default",
     ];
-    setup.cluster.kubectl(&binding).await?;
+    setup.kubectl(&binding).await?;
     let served = "nodeinventories.drayman.dev is served\ndeviceclassparameters.drayman.dev is served\n\
                   deviceclaimparameters.drayman.dev is served\n";
     let went_well = ("Succeeded".to_owned(), served.to_owned());

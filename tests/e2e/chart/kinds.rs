@@ -6,7 +6,7 @@ use std::process::Command;
 use drayman::node::config::PRESETS;
 use serde_json::{Map, Value, json};
 
-use crate::chart::helm::template;
+use crate::chart::helm::{merged, template};
 
 /// Validates a kind with the chart and with the program. Each result has the error output.
 fn validate(directory: &Path, kind: &Value) -> ((bool, String), (bool, String)) {
@@ -32,11 +32,7 @@ fn validate(directory: &Path, kind: &Value) -> ((bool, String), (bool, String)) 
 
 /// A kind with one device node and more.
 fn kind_with(more: &Value) -> Value {
-    let mut kind = json!({ "name": "a", "paths": ["/dev/x"] });
-    for (field, value) in more.as_object().expect("fields") {
-        kind[field] = value.clone();
-    }
-    kind
+    merged(&json!({ "name": "a", "paths": ["/dev/x"] }), more)
 }
 
 /// Valid fields for a kind with one device node.

@@ -154,7 +154,7 @@ async fn inspect_with_the_tool(setup: &ChartSetup) -> anyhow::Result<()> {
     // Kubelet does not name the init container; only the device is known.
     let exec = ["--namespace=drayman", "exec", "daemonset/drayman-node", "--"];
     let command = ["/drayman", "node", "holdings"];
-    let message = setup.cluster.kubectl(&[&exec[..], &command].concat()).await?;
+    let message = setup.kubectl(&[&exec[..], &command].concat()).await?;
     println!("{message}");
     ensure!(
         message.contains(

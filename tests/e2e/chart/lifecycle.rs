@@ -111,7 +111,7 @@ async fn a_release_is_upgraded_rolled_back_and_removed_safely() -> anyhow::Resul
     let other = setup.devices("after-upgrade").await?;
     assert_eq!(other.len(), 1);
     assert_ne!(other, devices, "one holder");
-    setup.cluster.kubectl(&["delete", "pod", "after-upgrade"]).await?;
+    setup.kubectl(&["delete", "pod", "after-upgrade"]).await?;
 
     follow_the_configuration(&setup, &second).await?;
 
@@ -135,19 +135,15 @@ async fn a_release_is_upgraded_rolled_back_and_removed_safely() -> anyhow::Resul
 
 /// Deletes first the pods and claims, then the release. Nothing is left.
 async fn leave_in_the_right_order(setup: &ChartSetup) -> anyhow::Result<()> {
-    setup.cluster.kubectl(&["delete", "pod", "basic"]).await?;
-    setup
-        .until("the claims are gone", async || {
-            Ok(claims(setup).await?.is_empty())
-        })
-        .await?;
+    setup.kubectl(&["delete", "pod", "basic"]).await?;
+    setup.until_no_claims().await?;
     setup
         .helm(&["uninstall", "drayman", "--namespace", "drayman", "--wait"])
         .await?;
     setup
         .until("the pods have ended", async || {
             let pods = ["get", "pods", "--namespace=drayman", "--output=name"];
-            Ok(setup.cluster.kubectl(&pods).await?.is_empty())
+            Ok(setup.kubectl(&pods).await?.is_empty())
         })
         .await?;
     let kinds = "deployments,daemonsets,pods,configmaps,serviceaccounts,roles,rolebindings,jobs";
@@ -167,7 +163,6 @@ async fn leave_in_the_right_order(setup: &ChartSetup) -> anyhow::Result<()> {
             continue;
         }
         let left = setup
-            .cluster
             .kubectl(&[
                 "get",
                 kinds,
@@ -179,7 +174,6 @@ async fn leave_in_the_right_order(setup: &ChartSetup) -> anyhow::Result<()> {
         assert_eq!(left, "", "nothing of the release is left");
     }
     let crds = setup
-        .cluster
         .kubectl(&["get", "customresourcedefinitions", "--output=name"])
         .await?;
     assert_eq!(
@@ -214,7 +208,6 @@ async fn follow_the_configuration(setup: &ChartSetup, companion: &Run) -> anyhow
     // Kubelet syncs a changed pod and its volumes at once; otherwise within 90 seconds.
     let selector = format!("--selector={COMPANION}");
     setup
-        .cluster
         .kubectl(&[
             "annotate",
             "pods",
@@ -246,7 +239,7 @@ async fn ask_in_the_companion_s_pod(setup: &ChartSetup) -> anyhow::Result<()> {
             "/drayman",
             "node",
         ];
-        setup.cluster.kubectl(&[&exec[..], words].concat()).await
+        setup.kubectl(&[&exec[..], words].concat()).await
     };
     let holdings = ask(&["holdings"]).await?;
     println!("{holdings}");
@@ -311,7 +304,6 @@ async fn look_from_outside(setup: &ChartSetup) -> anyhow::Result<()> {
         let ask = async |port: u16, path: &str| {
             let url = format!("http://{address}:{port}{path}");
             setup
-                .cluster
                 .kubectl(&["exec", "basic", "--", "wget", "-qO-", &url])
                 .await
         };
@@ -345,7 +337,7 @@ async fn a_release_removed_too_early_is_installed_again() -> anyhow::Result<()> 
         .to_string();
     ensure!(refusal.contains("job drayman-uninstall failed"), "{refusal}");
     let log = ["logs", "job/drayman-uninstall", "--namespace=drayman"];
-    let message = setup.cluster.kubectl(&log).await?;
+    let message = setup.kubectl(&log).await?;
     println!("{message}");
     ensure!(
         message.contains("default/left-test") && message.contains("allocated, used by pod left"),
@@ -367,10 +359,7 @@ async fn a_release_removed_too_early_is_installed_again() -> anyhow::Result<()> 
     setup.helm(&[&uninstall[..], &["--no-hooks"]].concat()).await?;
     // The pod keeps running with its device, but cannot terminate.
     assert_eq!(setup.devices("left").await?, devices);
-    setup
-        .cluster
-        .kubectl(&["delete", "pod", "left", "--wait=false"])
-        .await?;
+    setup.kubectl(&["delete", "pod", "left", "--wait=false"]).await?;
     setup
         .until("kubelet says why the pod does not end", async || {
             let message = "plugin name drayman.dev not found in the list of registered DRA plugins";
@@ -392,16 +381,10 @@ async fn a_release_removed_too_early_is_installed_again() -> anyhow::Result<()> 
     setup.deploy("install", &values, &[]).await?;
     setup
         .until("the pod has ended", async || {
-            Ok(setup
-                .cluster
-                .kubectl(&["get", "pods", "--output=name"])
-                .await?
-                .is_empty())
+            Ok(setup.kubectl(&["get", "pods", "--output=name"]).await?.is_empty())
         })
         .await?;
-    setup
-        .until("its claim is gone", async || Ok(claims(&setup).await?.is_empty()))
-        .await?;
+    setup.until_no_claims().await?;
     ensure!(
         files(&setup, 0)?.iter().all(|file| !file.contains("claim_")),
         "{:?}",
@@ -440,7 +423,7 @@ async fn a_drained_node_returns_its_devices_and_serves_again() -> anyhow::Result
     });
     setup.apply(&deployment).await?;
     let wait = ["rollout", "status", "deployment/app", "--timeout=180s"];
-    setup.cluster.kubectl(&wait).await?;
+    setup.kubectl(&wait).await?;
     let place = |setup: &ChartSetup| {
         let cluster = setup.cluster.client();
         async move {
@@ -466,7 +449,7 @@ async fn a_drained_node_returns_its_devices_and_serves_again() -> anyhow::Result
         "--delete-emptydir-data",
         "--timeout=180s",
     ];
-    println!("{}", setup.cluster.kubectl(&drain).await?);
+    println!("{}", setup.kubectl(&drain).await?);
     setup
         .until("the pod runs on the other node", async || {
             Ok(place(&setup).await?.is_some_and(|(_, node)| node != drained))
@@ -485,7 +468,7 @@ async fn a_drained_node_returns_its_devices_and_serves_again() -> anyhow::Result
     let number = usize::from(drained == "node-1");
     ensure!(files(&setup, number)?.iter().all(|file| !file.contains("claim_")));
 
-    setup.cluster.kubectl(&["uncordon", &drained]).await?;
+    setup.kubectl(&["uncordon", &drained]).await?;
     let mut pinned = pod("pinned", &["test"]);
     pinned["spec"]["nodeSelector"] = json!({ "kubernetes.io/hostname": drained });
     setup.apply(&pinned).await?;

@@ -10,7 +10,7 @@ use crate::chart::setup::ChartSetup;
 /// Removes a verb on NodeInventories from a role, and deletes the pods that use the role.
 async fn remove_right(setup: &ChartSetup, role: &str, verb: &str, pods: &str) -> anyhow::Result<()> {
     let get = ["get", "clusterrole", role, "--output=json"];
-    let mut object: Value = serde_json::from_str(&setup.cluster.kubectl(&get).await?)?;
+    let mut object: Value = serde_json::from_str(&setup.kubectl(&get).await?)?;
     let mut split = Vec::new();
     for rule in object["rules"].as_array().context("rules")? {
         let of = |ours: bool| -> Value {
@@ -37,10 +37,10 @@ async fn remove_right(setup: &ChartSetup, role: &str, verb: &str, pods: &str) ->
     let file = setup.cluster.directory().join(format!("{role}.json"));
     std::fs::write(&file, object.to_string())?;
     let file = file.to_str().context("UTF-8")?;
-    setup.cluster.kubectl(&["replace", "--filename", file]).await?;
+    setup.kubectl(&["replace", "--filename", file]).await?;
     let selector = format!("--selector={pods}");
     let delete = ["delete", "pods", "--namespace=drayman", &selector];
-    setup.cluster.kubectl(&delete).await.map(drop)
+    setup.kubectl(&delete).await.map(drop)
 }
 
 #[tokio::test]
@@ -63,7 +63,7 @@ async fn a_missing_right_is_named_in_the_log() -> anyhow::Result<()> {
         setup
             .until(&format!("{role} says that it {lacks}"), async || {
                 // A pod that does not run yet has no log.
-                let log = setup.cluster.kubectl(&logs).await.unwrap_or_default();
+                let log = setup.kubectl(&logs).await.unwrap_or_default();
                 // Quotes in the message may be escaped.
                 let logged = log.replace('\\', "").contains(&lacks);
                 if logged {

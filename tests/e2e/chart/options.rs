@@ -3,7 +3,7 @@
 use anyhow::{Context as _, ensure};
 use serde_json::Value;
 
-use crate::chart::lifecycle::{COMPANION, claims, pod, template};
+use crate::chart::lifecycle::{COMPANION, pod, template};
 use crate::chart::setup::ChartSetup;
 
 /// Both settings of docs/operator/security.md that grant more rights, with short periods.
@@ -65,10 +65,8 @@ async fn a_companion_with_more_rights_frees_forgotten_devices() -> anyhow::Resul
     node.stop("kubelet", 9).await?;
     node.remove("/var/lib/kubelet/dra_manager_state")?;
     let delete = ["delete", "pod", "left", "--force", "--grace-period=0"];
-    setup.cluster.kubectl(&delete).await?;
-    setup
-        .until("the claim is gone", async || Ok(claims(&setup).await?.is_empty()))
-        .await?;
+    setup.kubectl(&delete).await?;
+    setup.until_no_claims().await?;
     node.start("kubelet").await?;
     let selector = format!("--selector={COMPANION}");
     let logs = ["logs", "--namespace=drayman", &selector, "--tail=-1"];
@@ -77,7 +75,7 @@ async fn a_companion_with_more_rights_frees_forgotten_devices() -> anyhow::Resul
             "the device of the claim is free without manual release",
             async || {
                 // Kubelet serves logs only some time after its start.
-                let log = setup.cluster.kubectl(&logs).await.unwrap_or_default();
+                let log = setup.kubectl(&logs).await.unwrap_or_default();
                 Ok(log.contains("OrphanFreed"))
             },
         )
@@ -119,13 +117,9 @@ async fn recreate_directories(setup: &ChartSetup) -> anyhow::Result<()> {
         ensure!(setup.devices(name).await? != held, "{name} has {held:?} as well");
     }
     for name in ["holder", "next-a", "next-b"] {
-        setup.cluster.kubectl(&["delete", "pod", name]).await?;
+        setup.kubectl(&["delete", "pod", name]).await?;
     }
-    setup
-        .until("all claims are gone", async || {
-            Ok(claims(setup).await?.is_empty())
-        })
-        .await
+    setup.until_no_claims().await
 }
 
 /// A changed driver name would orphan the allocations of the old one.
@@ -153,7 +147,7 @@ async fn bring_definitions_up_to_date(setup: &ChartSetup, values: &std::path::Pa
     ensure!(!expected.is_empty());
     for by_hand in [false, true] {
         let get = [&["get"], &older[..], &["--output=json"]].concat();
-        let mut definition: Value = serde_json::from_str(&setup.cluster.kubectl(&get).await?)?;
+        let mut definition: Value = serde_json::from_str(&setup.kubectl(&get).await?)?;
         definition["spec"]["versions"][0]
             .as_object_mut()
             .context("a version")?
@@ -161,12 +155,9 @@ async fn bring_definitions_up_to_date(setup: &ChartSetup, values: &std::path::Pa
         let file = setup.cluster.directory().join("older.json");
         std::fs::write(&file, definition.to_string())?;
         let file = file.to_str().context("UTF-8")?;
-        setup.cluster.kubectl(&["replace", "--filename", file]).await?;
+        setup.kubectl(&["replace", "--filename", file]).await?;
         ensure!(setup.field(&older, columns).await? != expected);
-        setup
-            .cluster
-            .kubectl(&[&["delete"], &deleted[..]].concat())
-            .await?;
+        setup.kubectl(&[&["delete"], &deleted[..]].concat()).await?;
 
         if by_hand {
             // As `drayman doctor` and docs/operator/upgrade.md recommend.
@@ -180,7 +171,7 @@ async fn bring_definitions_up_to_date(setup: &ChartSetup, values: &std::path::Pa
             std::fs::write(&file, printed.stdout)?;
             let file = file.to_str().context("UTF-8")?;
             let apply = ["apply", "--server-side", "--force-conflicts", "--filename", file];
-            setup.cluster.kubectl(&apply).await?;
+            setup.kubectl(&apply).await?;
         } else {
             setup.deploy("upgrade", values, &[]).await?;
         }
@@ -195,7 +186,7 @@ async fn bring_definitions_up_to_date(setup: &ChartSetup, values: &std::path::Pa
             "--timeout=60s",
             "customresourcedefinition/deviceclaimparameters.drayman.dev",
         ];
-        setup.cluster.kubectl(&established).await?;
+        setup.kubectl(&established).await?;
     }
     setup.doctor().await.map(drop)
 }

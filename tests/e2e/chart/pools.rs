@@ -5,10 +5,11 @@ use std::collections::BTreeMap;
 use anyhow::ensure;
 use serde_json::{Value, json};
 
-use crate::chart::helm::{MODES, chart, object, pod_spec, render, structured, variants};
+use crate::chart::helm::{chart, object, pod_spec, render, structured, variants_and_modes};
 use crate::chart::rights::allowed;
 use crate::chart::setup::ChartSetup;
-use crate::harness::{Cluster, IMAGE};
+use crate::chart::structured::{claim_template, claiming_pod};
+use crate::harness::Cluster;
 
 const POOLS: &str = "ci/node-pools-values.yaml";
 
@@ -161,33 +162,19 @@ fn the_test_pods_tolerate_the_taints_of_every_pool() {
 
 #[test]
 fn a_namespace_and_a_registry_hold_for_all_objects() {
-    for mode in MODES {
-        for variant in variants() {
-            let more = [
-                mode,
-                &["--set=namespaceOverride=elsewhere,global.imageRegistry=mirror.example.com"],
-            ]
-            .concat();
-            let rendered = render(Some(&variant), &more);
-            for object in &rendered {
-                let namespace = &object["metadata"]["namespace"];
-                assert!(
-                    namespace.is_null()
-                        || namespace == "elsewhere"
-                        || object["kind"]
-                            .as_str()
-                            .is_some_and(|kind| kind.starts_with("Role")),
-                    "{} {}: {namespace}",
-                    object["kind"],
-                    object["metadata"]["name"]
-                );
-                let image = pod_spec(object).map(|spec| spec["containers"][0]["image"].to_string());
-                assert!(
-                    image
-                        .as_ref()
-                        .is_none_or(|image| image.starts_with("\"mirror.example.com/drayman")),
-                    "{image:?}"
-                );
+    let elsewhere = "--set=namespaceOverride=elsewhere,global.imageRegistry=mirror.example.com";
+    for (variant, mode) in &variants_and_modes() {
+        for object in render(Some(variant), &[*mode, &[elsewhere]].concat()) {
+            let (kind, name) = (&object["kind"], &object["metadata"]["name"]);
+            let namespace = &object["metadata"]["namespace"];
+            let is_role = kind.as_str().is_some_and(|kind| kind.starts_with("Role"));
+            assert!(
+                namespace.is_null() || namespace == "elsewhere" || is_role,
+                "{kind} {name}: {namespace}"
+            );
+            if let Some(spec) = pod_spec(&object) {
+                let image = spec["containers"][0]["image"].as_str().expect("an image");
+                assert!(image.starts_with("mirror.example.com/drayman"), "{image}");
             }
         }
     }
@@ -195,20 +182,9 @@ fn a_namespace_and_a_registry_hold_for_all_objects() {
 
 /// A pod with a claim of class `test` on a node.
 fn pod(name: &str, node: &str) -> Value {
-    json!({
-        "apiVersion": "v1", "kind": "Pod", "metadata": { "name": name, "namespace": "default" },
-        "spec": {
-            "automountServiceAccountToken": false,
-            "nodeSelector": { "kubernetes.io/hostname": node },
-            "resourceClaims": [{ "name": "device", "resourceClaimTemplateName": "test" }],
-            "containers": [{
-                "name": "main", "image": IMAGE, "imagePullPolicy": "Never",
-                "resources": { "claims": [{ "name": "device" }] },
-            }],
-            "dnsPolicy": "Default",
-            "terminationGracePeriodSeconds": 1,
-        },
-    })
+    let mut pod = claiming_pod(name);
+    pod["spec"]["nodeSelector"] = json!({ "kubernetes.io/hostname": node });
+    pod
 }
 
 /// Number of devices that a node publishes.
@@ -220,56 +196,49 @@ async fn offered(setup: &ChartSetup, node: &str) -> anyhow::Result<usize> {
     Ok(names.split_whitespace().count())
 }
 
+/// Number of ready companions of a pool.
+async fn ready(setup: &ChartSetup, name: &str) -> anyhow::Result<String> {
+    let pool = ["daemonset", name, "--namespace=drayman"];
+    setup.field(&pool, ".status.numberReady").await
+}
+
 #[tokio::test]
 async fn a_running_release_is_divided_into_pools() -> anyhow::Result<()> {
     let setup = ChartSetup::start_with(Cluster::structured(), 2).await?;
-    let (chart, values) = (chart(""), chart("ci/one-kind-values.yaml"));
-    let deploy = async |verb: &str, more: &[&str]| {
-        let mut words = vec![
-            verb,
-            "drayman",
-            chart.to_str().unwrap_or_default(),
-            "--namespace=drayman",
-        ];
-        words.extend(["--values", values.to_str().unwrap_or_default()]);
-        words.extend(more);
-        setup.helm(&words).await
+    let upgrade = async |more: &[&str]| {
+        setup
+            .release("upgrade", "drayman", Some("ci/one-kind-values.yaml"), more)
+            .await
     };
     let rolled_out = async |name: &str| {
         let object = format!("daemonset/{name}");
         let status = ["rollout", "status", &object, "--namespace=drayman"];
-        setup.cluster.kubectl(&status).await
+        setup.kubectl(&status).await
     };
-    deploy("install", &[]).await?;
+    setup.install(Some("ci/one-kind-values.yaml"), &[]).await?;
     rolled_out("drayman-node").await?;
-    let template = json!({
-        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate",
-        "metadata": { "name": "test", "namespace": "default" },
-        "spec": { "spec": { "devices": { "requests": [
-            { "name": "device", "exactly": { "deviceClassName": "test" } },
-        ] } } },
-    });
-    setup.apply(&template).await?;
+    setup.apply(&claim_template()).await?;
     for (name, node) in [("first", "node-0"), ("second", "node-1")] {
         setup.apply(&pod(name, node)).await?;
         setup.running(name).await?;
         ensure!(setup.devices(name).await?.len() == 1, "{name}");
     }
-    let before = (
-        setup.run_of_pod("first").await?,
-        setup.run_of_pod("second").await?,
-    );
+    let runs = async || {
+        anyhow::Ok((
+            setup.run_of_pod("first").await?,
+            setup.run_of_pod("second").await?,
+        ))
+    };
+    let before = runs().await?;
 
     let label = ["label", "node", "node-1", "example.com/pool=special"];
-    setup.cluster.kubectl(&label).await?;
+    setup.kubectl(&label).await?;
     let pool = "--set-json=nodePools=[{\"name\":\"special\",\"nodeSelector\":{\"example.com/pool\":\"special\"},\
                 \"deviceKinds\":[{\"name\":\"test\",\"paths\":[\"/dev/drayman-test-[01]\"]}]}]";
-    deploy("upgrade", &[pool]).await?;
+    upgrade(&[pool]).await?;
     for name in ["drayman-node", "drayman-node-special"] {
         rolled_out(name).await?;
-        let pods = setup
-            .field(&["daemonset", name, "--namespace=drayman"], ".status.numberReady")
-            .await?;
+        let pods = ready(&setup, name).await?;
         ensure!(pods == "1", "{name} has {pods} pods");
     }
     setup
@@ -279,40 +248,27 @@ async fn a_running_release_is_divided_into_pools() -> anyhow::Result<()> {
         )
         .await?;
     setup.doctor().await?;
-    let after = (
-        setup.run_of_pod("first").await?,
-        setup.run_of_pod("second").await?,
-    );
+    let after = runs().await?;
     ensure!(before == after, "{before:?} {after:?}");
 
     // The pool's companion knows the devices that the first companion prepared.
     setup.apply(&pod("third", "node-1")).await?;
     let delete = ["delete", "pod", "second"];
-    setup.cluster.kubectl(&delete).await?;
+    setup.kubectl(&delete).await?;
     setup.running("third").await?;
     ensure!(setup.devices("third").await?.len() == 1);
 
     // Back to one pool.
-    deploy("upgrade", &[]).await?;
+    upgrade(&[]).await?;
     rolled_out("drayman-node").await?;
     setup
         .until("the first companion serves both nodes", async || {
-            let pods = setup
-                .field(
-                    &["daemonset", "drayman-node", "--namespace=drayman"],
-                    ".status.numberReady",
-                )
-                .await?;
+            let pods = ready(&setup, "drayman-node").await?;
             Ok(pods == "2" && offered(&setup, "node-1").await? == 3)
         })
         .await?;
     let delete = ["delete", "pod", "first", "third"];
-    setup.cluster.kubectl(&delete).await?;
-    setup
-        .until("the claims are gone", async || {
-            let claims = ["get", "resourceclaims", "--all-namespaces", "--output=name"];
-            Ok(setup.cluster.kubectl(&claims).await?.is_empty())
-        })
-        .await?;
+    setup.kubectl(&delete).await?;
+    setup.until_no_claims().await?;
     setup.cluster.stop().await
 }

@@ -13,294 +13,121 @@ const LONG_ROOT: &str =
     "--set=node.kubeletRoot=/aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa";
 const LONG_DIRECTORY: &str = "--set=node.devicePluginDir=/aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa";
 
+/// Arguments, and in the line after them the cause and the way out that the sentence names.
+const REFUSED: &str = r#"
+--set=controller.enabled=false --set=node.enabled=false
+    nothing to install ... enable one
+--namespace default
+    The namespace default ... allowDefaultNamespace=true
+--set=controller.replicas=2 --set=controller.leaderElection.enabled=false
+    controller.replicas is 2 without controller.leaderElection.enabled ... controller.replicas=1
+KIND --set=controller.enabled=false --set=classes[0].name=a --set=classes[0].kind=a
+    nobody would allocate their claims ... enable the controller
+KIND --set=controller.enabled=false
+    The kind a has the mode claims, but controller.enabled is false ... enable the controller
+--set=controller.enabled=false --set-json=deviceKinds=[{"name":"a","mode":"extended-resource","resourceName":"example.com/x","paths":["/dev/a"]},{"name":"b","mode":"both","resourceName":"example.com/y","paths":["/dev/b"]}]
+    The kind b has the mode both ... give the kind mode=extended-resource
+--set=controller.enabled=false --set=tests.className=a
+    tests.className is set, but controller.enabled is false ... remove tests.className
+--set=node.serviceAccount.create=false
+    node.serviceAccount.create is false and node.serviceAccount.name is empty ... say whose rights
+--set=controller.serviceAccount.create=false
+    controller.serviceAccount.create is false ... say whose rights
+--set=controller.serviceAccount.name=x --set=node.serviceAccount.name=x
+    would give every node the rights of the controller ... give each its own
+KIND --set=deviceKinds[1].name=a --set=deviceKinds[1].paths[0]=/dev/b
+    two entries with the name a ... give each kind its own name
+--set-json=deviceKinds=[{"name":"a","mode":"extended-resource","resourceName":"example.com/x","paths":["/dev/a"]},{"name":"b","mode":"extended-resource","resourceName":"example.com/x","paths":["/dev/b"]}]
+    two entries with the resourceName example.com/x ... put all paths of a resource into one kind
+KIND --set=classes[0].name=c --set=classes[0].kind=a --set=classes[1].name=c --set=classes[1].kind=a
+    classes has two entries with the name c ... give each class its own name
+KIND --set=classes[0].name=c --set=classes[0].kind=b
+    The class c is of kind b, which deviceKinds does not describe ... add the kind
+--set-json=deviceKinds=[{"name":"a","mode":"extended-resource","resourceName":"example.com/x","paths":["/dev/a"]}] --set=classes[0].name=c --set=classes[0].kind=a
+    whose mode is extended-resource ... set the kind's mode to claims
+--set=monitoring.serviceMonitor.enabled=true --set=monitoring.service=false
+    it finds the pods by their Service ... enable the Service
+--set=monitoring.authentication.enabled=true
+    monitoring.authentication.secretName is empty ... name a Secret
+--set=monitoring.prometheusRule.enabled=true --set=monitoring.service=false
+    an alert knows a companion that is away by its Service ... enable the Service
+--set=monitoring.serviceMonitor.enabled=true --set=controller.metricsPort=0 --set=node.metricsPort=0
+    no component has a metricsPort ... give it one
+--set=controller.driverCallTimeout=99ms
+    controller.driverCallTimeout is 99ms ... from 100ms to 10m
+--set=controller.leaderElection.leaseDuration=10m1ms
+    controller.leaderElection.leaseDuration is 10m1ms ... from 100ms to 10m
+--set=controller.leaderElection.leaseDuration=14999ms
+    leaseDuration (14999ms) is less than renewDeadline (10s) and 5s ... set a longer leaseDuration
+--set=controller.leaderElection.retryPeriod=10s
+    retryPeriod (10s) is not less than renewDeadline (10s) ... set a shorter retryPeriod
+KIND --set=node.enabled=false
+    deviceKinds are set, but node.enabled is false ... enable the node companion
+--set=node.enabled=false --set=admissionPolicy.enabled=always
+    admissionPolicy.enabled is always, but node.enabled is false ... set it to auto
+--set=node.extraEnv[0].name=DRAYMAN_CONFIG
+    node.extraEnv has DRAYMAN_CONFIG, which the chart sets from deviceKinds ... remove it
+--set=controller.extraEnv[0].name=DRAYMAN_ORPHAN_GRACE_PERIOD
+    which the controller does not read ... correct it
+--set=node.extraArgs={--driver-name=a.example.com}
+    node.extraArgs has --driver-name, which the chart sets from driverName ... remove it
+--set=controller.extraArgs={--orphan-grace-period=1m}
+    which the controller does not know ... correct it
+--set=namespaceOverride=default
+    The namespace default ... allowDefaultNamespace=true
+--set-json=nodePools=[{"name":"a","nodeSelector":{"x":"1"}},{"name":"b","nodeSelector":{"y":"2"}}]
+    A node can match the nodeSelectors of both pools a and b ... by the same label, with different values
+--set-json=nodePools=[{"name":"a","nodeSelector":{"x":"1"}},{"name":"a","nodeSelector":{"x":"2"}}]
+    nodePools has two entries with the name a ... give each pool its own name
+--set-json=nodePools=[{"name":"a","nodeSelector":{"x":"1"},"deviceKinds":[{"preset":"kvm"},{"preset":"kvm"}]}]
+    deviceKinds of the pool a has two entries with the name kvm ... give each kind its own name
+--set-json=nodePools=[{"name":"a","nodeSelector":{"x":"1"}}] --set=node.enabled=false
+    nodePools are set, but node.enabled is false ... enable the node companion
+--set=node.updateStrategy.maxSurge=1
+    node.updateStrategy has maxSurge and maxUnavailable ... set the other to 0
+--set=node.updateStrategy.maxUnavailable=0
+    neither maxSurge nor maxUnavailable ... set maxUnavailable=1
+--kube-version=1.34.0
+    Kubernetes v1.34.0 has no classic DRA ... --api-versions=resource.k8s.io/v1
+STRUCTURED --set=node.enabled=false
+    node.enabled is false and there are no classes ... enable the companion
+LONG_ROOT
+    would have 108 bytes, and a socket's path has at most 107 ... set a shorter driverName
+LONG_DIRECTORY --set-json=deviceKinds=[{"name":"a","mode":"both","resourceName":"example.com/x","paths":["/dev/a"]}]
+    would have 108 bytes below node.devicePluginDir ... set a shorter node.devicePluginDir
+--set=monitoring.prometheusRule.enabled=true --set=controller.metricsPort=0
+    controller.metricsPort is 0 ... give it a port
+--set=node.metricsPort=8081
+    node.metricsPort and node.healthPort are the same ... give each its own
+KIND --set=deviceKinds[0].health.open=read
+    a companion without privileges cannot open devices ... set node.privileged=true
+--set=deviceKinds[0].preset=kvm --set=deviceKinds[1].name=kvm --set=deviceKinds[1].paths[0]=/dev/b
+    two entries with the name kvm ... give each kind its own name
+--set=admissionPolicy.enabled=always --kube-version 1.29.9
+    Kubernetes v1.29.9 lacks ValidatingAdmissionPolicy ... set it to auto
+"#;
+
+/// The arguments of a line, in which some words stand for several or long ones.
+fn words(line: &'static str) -> Vec<&'static str> {
+    let expanded = line.split(' ').map(|word| match word {
+        "KIND" => KIND.to_vec(),
+        "STRUCTURED" => STRUCTURED.to_vec(),
+        "LONG_ROOT" => vec![LONG_ROOT],
+        "LONG_DIRECTORY" => vec![LONG_DIRECTORY],
+        other => vec![other],
+    });
+    expanded.flatten().collect()
+}
+
 #[test]
-#[expect(clippy::too_many_lines, reason = "one table")]
 fn a_combination_that_cannot_work_is_refused_with_one_sentence() {
-    let with_kind = |more: &[&'static str]| [&KIND[..], more].concat();
-    let cases: Vec<(Vec<&str>, &str, &str)> = vec![
-        (
-            vec!["--set=controller.enabled=false", "--set=node.enabled=false"],
-            "nothing to install",
-            "enable one",
-        ),
-        (
-            vec!["--namespace", "default"],
-            "The namespace default",
-            "allowDefaultNamespace=true",
-        ),
-        (
-            vec![
-                "--set=controller.replicas=2",
-                "--set=controller.leaderElection.enabled=false",
-            ],
-            "controller.replicas is 2 without controller.leaderElection.enabled",
-            "controller.replicas=1",
-        ),
-        (
-            with_kind(&[
-                "--set=controller.enabled=false",
-                "--set=classes[0].name=a",
-                "--set=classes[0].kind=a",
-            ]),
-            "nobody would allocate their claims",
-            "enable the controller",
-        ),
-        (
-            with_kind(&["--set=controller.enabled=false"]),
-            "The kind a has the mode claims, but controller.enabled is false",
-            "enable the controller",
-        ),
-        (
-            vec![
-                "--set=controller.enabled=false",
-                "--set-json=deviceKinds=[{\"name\":\"a\",\"mode\":\"extended-resource\",\"resourceName\":\"example.com/x\",\"paths\":[\"/dev/a\"]},{\"name\":\"b\",\"mode\":\"both\",\"resourceName\":\"example.com/y\",\"paths\":[\"/dev/b\"]}]",
-            ],
-            "The kind b has the mode both",
-            "give the kind mode=extended-resource",
-        ),
-        (
-            vec!["--set=controller.enabled=false", "--set=tests.className=a"],
-            "tests.className is set, but controller.enabled is false",
-            "remove tests.className",
-        ),
-        (
-            vec!["--set=node.serviceAccount.create=false"],
-            "node.serviceAccount.create is false and node.serviceAccount.name is empty",
-            "say whose rights",
-        ),
-        (
-            vec!["--set=controller.serviceAccount.create=false"],
-            "controller.serviceAccount.create is false",
-            "say whose rights",
-        ),
-        (
-            vec![
-                "--set=controller.serviceAccount.name=x",
-                "--set=node.serviceAccount.name=x",
-            ],
-            "would give every node the rights of the controller",
-            "give each its own",
-        ),
-        (
-            with_kind(&[
-                "--set=deviceKinds[1].name=a",
-                "--set=deviceKinds[1].paths[0]=/dev/b",
-            ]),
-            "two entries with the name a",
-            "give each kind its own name",
-        ),
-        (
-            vec![
-                "--set-json=deviceKinds=[{\"name\":\"a\",\"mode\":\"extended-resource\",\"resourceName\":\"example.com/x\",\"paths\":[\"/dev/a\"]},{\"name\":\"b\",\"mode\":\"extended-resource\",\"resourceName\":\"example.com/x\",\"paths\":[\"/dev/b\"]}]",
-            ],
-            "two entries with the resourceName example.com/x",
-            "put all paths of a resource into one kind",
-        ),
-        (
-            with_kind(&[
-                "--set=classes[0].name=c",
-                "--set=classes[0].kind=a",
-                "--set=classes[1].name=c",
-                "--set=classes[1].kind=a",
-            ]),
-            "classes has two entries with the name c",
-            "give each class its own name",
-        ),
-        (
-            with_kind(&["--set=classes[0].name=c", "--set=classes[0].kind=b"]),
-            "The class c is of kind b, which deviceKinds does not describe",
-            "add the kind",
-        ),
-        (
-            vec![
-                "--set-json=deviceKinds=[{\"name\":\"a\",\"mode\":\"extended-resource\",\"resourceName\":\"example.com/x\",\"paths\":[\"/dev/a\"]}]",
-                "--set=classes[0].name=c",
-                "--set=classes[0].kind=a",
-            ],
-            "whose mode is extended-resource",
-            "set the kind's mode to claims",
-        ),
-        (
-            vec![
-                "--set=monitoring.serviceMonitor.enabled=true",
-                "--set=monitoring.service=false",
-            ],
-            "it finds the pods by their Service",
-            "enable the Service",
-        ),
-        (
-            vec!["--set=monitoring.authentication.enabled=true"],
-            "monitoring.authentication.secretName is empty",
-            "name a Secret",
-        ),
-        (
-            vec![
-                "--set=monitoring.prometheusRule.enabled=true",
-                "--set=monitoring.service=false",
-            ],
-            "an alert knows a companion that is away by its Service",
-            "enable the Service",
-        ),
-        (
-            vec![
-                "--set=monitoring.serviceMonitor.enabled=true",
-                "--set=controller.metricsPort=0",
-                "--set=node.metricsPort=0",
-            ],
-            "no component has a metricsPort",
-            "give it one",
-        ),
-        (
-            vec!["--set=controller.driverCallTimeout=99ms"],
-            "controller.driverCallTimeout is 99ms",
-            "from 100ms to 10m",
-        ),
-        (
-            vec!["--set=controller.leaderElection.leaseDuration=10m1ms"],
-            "controller.leaderElection.leaseDuration is 10m1ms",
-            "from 100ms to 10m",
-        ),
-        (
-            vec!["--set=controller.leaderElection.leaseDuration=14999ms"],
-            "leaseDuration (14999ms) is less than renewDeadline (10s) and 5s",
-            "set a longer leaseDuration",
-        ),
-        (
-            vec!["--set=controller.leaderElection.retryPeriod=10s"],
-            "retryPeriod (10s) is not less than renewDeadline (10s)",
-            "set a shorter retryPeriod",
-        ),
-        (
-            with_kind(&["--set=node.enabled=false"]),
-            "deviceKinds are set, but node.enabled is false",
-            "enable the node companion",
-        ),
-        (
-            vec!["--set=node.enabled=false", "--set=admissionPolicy.enabled=always"],
-            "admissionPolicy.enabled is always, but node.enabled is false",
-            "set it to auto",
-        ),
-        (
-            vec!["--set=node.extraEnv[0].name=DRAYMAN_CONFIG"],
-            "node.extraEnv has DRAYMAN_CONFIG, which the chart sets from deviceKinds",
-            "remove it",
-        ),
-        (
-            vec!["--set=controller.extraEnv[0].name=DRAYMAN_ORPHAN_GRACE_PERIOD"],
-            "which the controller does not read",
-            "correct it",
-        ),
-        (
-            vec!["--set=node.extraArgs={--driver-name=a.example.com}"],
-            "node.extraArgs has --driver-name, which the chart sets from driverName",
-            "remove it",
-        ),
-        (
-            vec!["--set=controller.extraArgs={--orphan-grace-period=1m}"],
-            "which the controller does not know",
-            "correct it",
-        ),
-        (
-            vec!["--set=namespaceOverride=default"],
-            "The namespace default",
-            "allowDefaultNamespace=true",
-        ),
-        (
-            vec![
-                "--set-json=nodePools=[{\"name\":\"a\",\"nodeSelector\":{\"x\":\"1\"}},{\"name\":\"b\",\"nodeSelector\":{\"y\":\"2\"}}]",
-            ],
-            "A node can match the nodeSelectors of both pools a and b",
-            "by the same label, with different values",
-        ),
-        (
-            vec![
-                "--set-json=nodePools=[{\"name\":\"a\",\"nodeSelector\":{\"x\":\"1\"}},{\"name\":\"a\",\"nodeSelector\":{\"x\":\"2\"}}]",
-            ],
-            "nodePools has two entries with the name a",
-            "give each pool its own name",
-        ),
-        (
-            vec![
-                "--set-json=nodePools=[{\"name\":\"a\",\"nodeSelector\":{\"x\":\"1\"},\"deviceKinds\":[{\"preset\":\"kvm\"},{\"preset\":\"kvm\"}]}]",
-            ],
-            "deviceKinds of the pool a has two entries with the name kvm",
-            "give each kind its own name",
-        ),
-        (
-            vec![
-                "--set-json=nodePools=[{\"name\":\"a\",\"nodeSelector\":{\"x\":\"1\"}}]",
-                "--set=node.enabled=false",
-            ],
-            "nodePools are set, but node.enabled is false",
-            "enable the node companion",
-        ),
-        (
-            vec!["--set=node.updateStrategy.maxSurge=1"],
-            "node.updateStrategy has maxSurge and maxUnavailable",
-            "set the other to 0",
-        ),
-        (
-            vec!["--set=node.updateStrategy.maxUnavailable=0"],
-            "neither maxSurge nor maxUnavailable",
-            "set maxUnavailable=1",
-        ),
-        (
-            vec!["--kube-version=1.34.0"],
-            "Kubernetes v1.34.0 has no classic DRA",
-            "--api-versions=resource.k8s.io/v1",
-        ),
-        (
-            [&STRUCTURED[..], &["--set=node.enabled=false"]].concat(),
-            "node.enabled is false and there are no classes",
-            "enable the companion",
-        ),
-        (
-            vec![LONG_ROOT],
-            "would have 108 bytes, and a socket's path has at most 107",
-            "set a shorter driverName",
-        ),
-        (
-            vec![
-                LONG_DIRECTORY,
-                "--set-json=deviceKinds=[{\"name\":\"a\",\"mode\":\"both\",\"resourceName\":\"example.com/x\",\"paths\":[\"/dev/a\"]}]",
-            ],
-            "would have 108 bytes below node.devicePluginDir",
-            "set a shorter node.devicePluginDir",
-        ),
-        (
-            vec![
-                "--set=monitoring.prometheusRule.enabled=true",
-                "--set=controller.metricsPort=0",
-            ],
-            "controller.metricsPort is 0",
-            "give it a port",
-        ),
-        (
-            vec!["--set=node.metricsPort=8081"],
-            "node.metricsPort and node.healthPort are the same",
-            "give each its own",
-        ),
-        (
-            with_kind(&["--set=deviceKinds[0].health.open=read"]),
-            "a companion without privileges cannot open devices",
-            "set node.privileged=true",
-        ),
-        (
-            vec![
-                "--set=deviceKinds[0].preset=kvm",
-                "--set=deviceKinds[1].name=kvm",
-                "--set=deviceKinds[1].paths[0]=/dev/b",
-            ],
-            "two entries with the name kvm",
-            "give each kind its own name",
-        ),
-        (
-            vec!["--set=admissionPolicy.enabled=always", "--kube-version", "1.29.9"],
-            "Kubernetes v1.29.9 lacks ValidatingAdmissionPolicy",
-            "set it to auto",
-        ),
-    ];
-    for (arguments, cause, way_out) in cases {
+    let mut lines = REFUSED.trim().lines();
+    while let (Some(arguments), Some(expected)) = (lines.next(), lines.next()) {
+        let arguments = words(arguments);
+        let (cause, way_out) = expected
+            .trim()
+            .split_once(" ... ")
+            .expect("a cause and a way out");
         let message = refusal(None, &arguments);
         let sentence = message
             .split_once("validation.yaml:")

@@ -6,15 +6,12 @@ use std::process::Command;
 use serde_json::{Value, json};
 
 use crate::chart::helm::{
-    MODES, arguments, chart, object, objects, one_kind, pod_spec, render, text, variants,
+    MODES, arguments, chart, object, objects, one_kind, pod_spec, render, text, variants_and_modes,
 };
 
 #[test]
 fn selectors_stay_the_same_from_release_to_release() {
-    for (variant, mode) in variants()
-        .iter()
-        .flat_map(|variant| MODES.map(|mode| (variant, mode)))
-    {
+    for (variant, mode) in &variants_and_modes() {
         for owner in render(Some(variant), mode) {
             if !["Deployment", "DaemonSet"].contains(&owner["kind"].as_str().unwrap_or_default()) {
                 continue;
@@ -54,10 +51,7 @@ fn every_object_belongs_to_its_release_and_namespace() {
         "ValidatingAdmissionPolicy",
         "ValidatingAdmissionPolicyBinding",
     ];
-    for (variant, mode) in variants()
-        .iter()
-        .flat_map(|variant| MODES.map(|mode| (variant, mode)))
-    {
+    for (variant, mode) in &variants_and_modes() {
         for object in render(Some(variant), mode) {
             let what = format!("{} {} of {variant:?}", object["kind"], object["metadata"]["name"]);
             let labels = &object["metadata"]["labels"];
@@ -91,6 +85,69 @@ fn releases_of_one_name_in_two_namespaces_share_nothing() {
     };
     let (one, other) = (names("one"), names("other"));
     assert!(one.len() > 5 && one.is_disjoint(&other), "{one:?} {other:?}");
+}
+
+/// The API server rejects a name or label that YAML reads as a number.
+#[test]
+fn names_of_digits_are_rendered_as_texts() {
+    fn assert_texts(value: &Value, what: &str) {
+        match value {
+            Value::Object(map) => {
+                for (key, value) in map {
+                    let names = ["namespace", "app.kubernetes.io/name", "drayman.dev/node-pool"];
+                    assert!(
+                        !names.contains(&key.as_str()) || value.is_string(),
+                        "{what}: {key}"
+                    );
+                    assert_texts(value, what);
+                }
+            }
+            Value::Array(list) => {
+                for value in list {
+                    assert_texts(value, what);
+                }
+            }
+            _ => {}
+        }
+    }
+    let more = [
+        "--set-string=namespaceOverride=1,nameOverride=2",
+        "--set-json=nodePools=[{\"name\":\"3\",\"nodeSelector\":{\"example.com/pool\":\"a\"}}]",
+    ];
+    for mode in MODES {
+        for object in one_kind(&[mode, &more].concat()) {
+            assert_texts(
+                &object,
+                &format!("{} {}", object["kind"], object["metadata"]["name"]),
+            );
+        }
+    }
+}
+
+/// The parser rejects duplicate keys, as kustomize does.
+#[test]
+fn a_label_of_one_object_overrides_the_common_label() {
+    let mut set = vec!["--set=commonLabels.release=common".to_owned()];
+    let parts = ["serviceMonitor", "prometheusRule", "dashboard"];
+    for part in parts {
+        set.push(format!(
+            "--set=monitoring.{part}.enabled=true,monitoring.{part}.labels.release={part}"
+        ));
+    }
+    let set: Vec<&str> = set.iter().map(String::as_str).collect();
+    let rendered = one_kind(&set);
+    for (kind, name, part) in [
+        ("ServiceMonitor", "drayman", parts[0]),
+        ("PrometheusRule", "drayman", parts[1]),
+        ("ConfigMap", "drayman-dashboard", parts[2]),
+    ] {
+        assert_eq!(
+            object(&rendered, kind, name)["metadata"]["labels"]["release"],
+            part
+        );
+    }
+    let daemon_set = object(&rendered, "DaemonSet", "drayman-node");
+    assert_eq!(daemon_set["metadata"]["labels"]["release"], "common");
 }
 
 #[test]
@@ -130,7 +187,7 @@ fn the_definitions_that_helm_installs_are_those_of_the_program() {
         .filter_map(|definition| definition["metadata"]["name"].as_str())
         .collect();
     // The Job that updates the CRDs has rights for these only.
-    let rendered = one_kind();
+    let rendered = one_kind(&[]);
     let role = object(&rendered, "ClusterRole", "drayman-crds.drayman");
     let rules = role["rules"].as_array().expect("rules");
     assert_eq!(rules.len(), 1);
@@ -180,10 +237,7 @@ fn alerts_select_series_of_their_release_only() {
 /// The API server accepts label selectors that match nothing.
 #[test]
 fn what_selects_pods_selects_those_of_its_component() {
-    for (variant, mode) in variants()
-        .iter()
-        .flat_map(|variant| MODES.map(|mode| (variant, mode)))
-    {
+    for (variant, mode) in &variants_and_modes() {
         let rendered = render(Some(variant), mode);
         let labels = |owner: &Value| -> Value { owner["spec"]["selector"]["matchLabels"].clone() };
         for owner in &rendered {
@@ -236,6 +290,8 @@ fn what_selects_pods_selects_those_of_its_component() {
         .as_array()
         .expect("constraints");
     assert_eq!(spread.len(), 2);
+    // Otherwise a tainted node, which never has a controller, blocks a rolling update.
+    assert_eq!(spread[0]["nodeTaintsPolicy"], "Honor");
     for constraint in spread {
         assert_eq!(
             constraint["labelSelector"]["matchLabels"], controller["spec"]["selector"]["matchLabels"],

@@ -4,7 +4,9 @@ use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
 
-use crate::chart::helm::{MODES, chart, object, objects, one_kind, pod_spec, render, repository, variants};
+use crate::chart::helm::{
+    chart, object, objects, one_kind, pod_spec, render, repository, variants_and_modes,
+};
 
 /// A role's rules in canonical form, with one verb and one resource each.
 pub(crate) fn allowed(role: &Value) -> BTreeSet<String> {
@@ -58,13 +60,13 @@ fn of_mode_both() -> Vec<Value> {
         "--set=deviceKinds[0].mode=both",
         "--set=deviceKinds[0].resourceName=example.com/camera",
     ];
-    render(Some(&chart("ci/one-kind-values.yaml")), &more)
+    one_kind(&more)
 }
 
 #[test]
 fn the_companion_watches_claims_for_mode_both_only() {
     let watch = "watch resourceclaims.resource.k8s.io []";
-    for (rendered, expected) in [(one_kind(), false), (of_mode_both(), true)] {
+    for (rendered, expected) in [(one_kind(&[]), false), (of_mode_both(), true)] {
         let role = object(&rendered, "ClusterRole", "drayman-node.drayman");
         assert_eq!(allowed(role).contains(watch), expected);
     }
@@ -72,7 +74,7 @@ fn the_companion_watches_claims_for_mode_both_only() {
 
 #[test]
 fn the_companion_writes_events_in_the_namespace_of_nodes_only() {
-    let rendered = one_kind();
+    let rendered = one_kind(&[]);
     let everywhere = allowed(object(&rendered, "ClusterRole", "drayman-node.drayman"));
     assert!(
         everywhere.iter().all(|right| !right.contains("events")),
@@ -132,10 +134,7 @@ fn the_doctor_knows_what_the_roles_allow() {
 
 #[test]
 fn no_role_has_wildcards_secrets_or_users_own_objects() {
-    for (variant, mode) in variants()
-        .iter()
-        .flat_map(|variant| MODES.map(|mode| (variant, mode)))
-    {
+    for (variant, mode) in &variants_and_modes() {
         let rendered = render(Some(variant), mode);
         let roles = rendered
             .iter()
@@ -185,7 +184,7 @@ fn everybody_reads_classes_and_their_parameters_at_most() {
             })
             .collect()
     };
-    let usual = one_kind();
+    let usual = one_kind(&[]);
     let [role] = to_everybody(&usual).try_into().expect("one binding");
     let expected: BTreeSet<String> = [
         "resourceclasses.resource.k8s.io",
@@ -196,10 +195,7 @@ fn everybody_reads_classes_and_their_parameters_at_most() {
     .collect();
     assert_eq!(allowed(object(&usual, "ClusterRole", &role)), expected);
     // Inventories contain serial numbers, so reading them is opt-in.
-    let open = render(
-        Some(&chart("ci/one-kind-values.yaml")),
-        &["--set=rbac.readInventoriesByAuthenticated=true"],
-    );
+    let open = one_kind(&["--set=rbac.readInventoriesByAuthenticated=true"]);
     let more = allowed(object(&open, "ClusterRole", &role));
     let more: Vec<&String> = more.difference(&expected).collect();
     assert_eq!(
@@ -214,10 +210,7 @@ fn everybody_reads_classes_and_their_parameters_at_most() {
             format!("--set={switch}=false"),
             "--set=crds.upgrade=false".to_owned(),
         ];
-        let without = render(
-            Some(&chart("ci/one-kind-values.yaml")),
-            &more.each_ref().map(String::as_str),
-        );
+        let without = one_kind(&more.each_ref().map(String::as_str));
         assert_eq!(to_everybody(&without), Vec::<String>::new(), "{switch}");
         assert!(
             without
@@ -230,7 +223,7 @@ fn everybody_reads_classes_and_their_parameters_at_most() {
 
 #[test]
 fn each_component_has_its_own_account_and_role() {
-    let installed = one_kind();
+    let installed = one_kind(&[]);
     for component in ["controller", "node"] {
         let binding = object(
             &installed,
@@ -247,10 +240,7 @@ fn each_component_has_its_own_account_and_role() {
 
 #[test]
 fn no_pod_has_more_privileges_than_it_needs() {
-    for (variant, mode) in variants()
-        .iter()
-        .flat_map(|variant| MODES.map(|mode| (variant, mode)))
-    {
+    for (variant, mode) in &variants_and_modes() {
         for owner in render(Some(variant), mode) {
             let Some(spec) = pod_spec(&owner) else { continue };
             let what = format!("{} {} of {variant:?}", owner["kind"], owner["metadata"]["name"]);

@@ -64,12 +64,15 @@ impl ChartSetup {
 
     /// Creates a namespace that enforces this Pod Security Standard.
     pub(crate) async fn namespace(&self, name: &str, standard: &str) -> anyhow::Result<()> {
-        self.cluster.kubectl(&["create", "namespace", name]).await?;
+        self.kubectl(&["create", "namespace", name]).await?;
         let label = format!("pod-security.kubernetes.io/enforce={standard}");
-        self.cluster
-            .kubectl(&["label", "namespace", name, &label])
+        self.kubectl(&["label", "namespace", name, &label])
             .await
             .map(drop)
+    }
+
+    pub(crate) async fn kubectl(&self, arguments: &[&str]) -> anyhow::Result<String> {
+        self.cluster.kubectl(arguments).await
     }
 
     /// Runs Helm as administrator and returns its output.
@@ -87,10 +90,7 @@ impl ChartSetup {
             .context("running Helm")?;
         if !output.status.success() {
             let message = String::from_utf8_lossy(&output.stderr);
-            let all = self
-                .cluster
-                .kubectl(&["get", "pods,events", "--all-namespaces"])
-                .await;
+            let all = self.kubectl(&["get", "pods,events", "--all-namespaces"]).await;
             bail!(
                 "helm {}: {}\n{}",
                 arguments.join(" "),
@@ -99,6 +99,29 @@ impl ChartSetup {
             );
         }
         String::from_utf8(output.stdout).context("the output of Helm")
+    }
+
+    /// Installs the release `drayman` with a value file, of the chart unless the path is absolute, without waiting.
+    pub(crate) async fn install(&self, values: Option<&str>, more: &[&str]) -> anyhow::Result<String> {
+        self.release("install", "drayman", values, more).await
+    }
+
+    /// As [`ChartSetup::install`], with another verb and name of the release.
+    pub(crate) async fn release(
+        &self,
+        verb: &str,
+        release: &str,
+        values: Option<&str>,
+        more: &[&str],
+    ) -> anyhow::Result<String> {
+        let (directory, values) = (chart(""), values.map(chart));
+        let directory = directory.to_str().context("UTF-8")?;
+        let mut arguments = vec![verb, release, directory, "--namespace=drayman"];
+        if let Some(values) = &values {
+            arguments.extend(["--values", values.to_str().context("UTF-8")?]);
+        }
+        arguments.extend(more);
+        self.helm(&arguments).await
     }
 
     /// Runs `drayman` as administrator.
@@ -119,19 +142,8 @@ impl ChartSetup {
 
     /// Installs or upgrades the release `drayman` in the namespace `drayman`, and waits until it is ready.
     pub(crate) async fn deploy(&self, verb: &str, values: &Path, more: &[&str]) -> anyhow::Result<()> {
-        let (values, chart) = (values.to_str().context("UTF-8")?.to_owned(), chart(""));
-        let chart = chart.to_str().context("UTF-8")?;
-        let mut arguments = vec![
-            verb,
-            "drayman",
-            chart,
-            "--namespace",
-            "drayman",
-            "--values",
-            &values,
-        ];
-        arguments.extend(more);
-        self.helm(&arguments).await?;
+        let values = values.to_str().context("UTF-8")?;
+        self.release(verb, "drayman", Some(values), more).await?;
         self.rolled_out("drayman", "drayman").await
     }
 
@@ -143,9 +155,8 @@ impl ChartSetup {
             format!("daemonset/{fullname}-node"),
         ] {
             let arguments = ["rollout", "status", &object, "--namespace", namespace, &timeout];
-            if let Err(error) = self.cluster.kubectl(&arguments).await {
+            if let Err(error) = self.kubectl(&arguments).await {
                 let pods = self
-                    .cluster
                     .kubectl(&["describe", "pods", "--namespace", namespace])
                     .await;
                 bail!("{error}\n{}", pods.unwrap_or_default());
@@ -159,11 +170,10 @@ impl ChartSetup {
         let timeout = format!("--timeout={}s", TIMEOUT.as_secs());
         let name = format!("nodeinventory/{inventory}");
         self.until(&format!("{name} exists"), async || {
-            Ok(self.cluster.kubectl(&["get", &name]).await.is_ok())
+            Ok(self.kubectl(&["get", &name]).await.is_ok())
         })
         .await?;
-        self.cluster
-            .kubectl(&["wait", "--for=condition=Ready", &name, &timeout])
+        self.kubectl(&["wait", "--for=condition=Ready", &name, &timeout])
             .await
             .map(drop)
     }
@@ -174,8 +184,7 @@ impl ChartSetup {
         let file = self.cluster.directory().join(format!("{name}.json"));
         std::fs::write(&file, manifest.to_string())?;
         let file = file.to_str().context("UTF-8")?;
-        self.cluster
-            .kubectl(&["apply", "--server-side", "--filename", file])
+        self.kubectl(&["apply", "--server-side", "--filename", file])
             .await
             .map(drop)
     }
@@ -185,11 +194,10 @@ impl ChartSetup {
         let timeout = format!("--timeout={}s", TIMEOUT.as_secs());
         let pod = format!("pod/{name}");
         let waited = self
-            .cluster
             .kubectl(&["wait", "--for=condition=Ready", &pod, &timeout])
             .await;
         if let Err(error) = waited {
-            let all = self.cluster.kubectl(&["describe", "pods,resourceclaims"]).await;
+            let all = self.kubectl(&["describe", "pods,resourceclaims"]).await;
             bail!("{error}\n{}", all.unwrap_or_default());
         }
         Ok(())
@@ -197,7 +205,7 @@ impl ChartSetup {
 
     /// The devices of a running pod, which must be readable: paths by variable.
     pub(crate) async fn devices(&self, pod: &str) -> anyhow::Result<BTreeMap<String, String>> {
-        let environment = self.cluster.kubectl(&["exec", pod, "--", "env"]).await?;
+        let environment = self.kubectl(&["exec", pod, "--", "env"]).await?;
         let devices: BTreeMap<String, String> = environment
             .lines()
             .filter_map(|line| line.split_once('='))
@@ -206,10 +214,7 @@ impl ChartSetup {
             .collect();
         for path in devices.values() {
             let read = format!("head -c 4 {path} | wc -c");
-            let count = self
-                .cluster
-                .kubectl(&["exec", pod, "--", "sh", "-c", &read])
-                .await?;
+            let count = self.kubectl(&["exec", pod, "--", "sh", "-c", &read]).await?;
             anyhow::ensure!(count.trim() == "4", "{pod} reads {count} bytes of {path}");
         }
         Ok(devices)
@@ -241,9 +246,17 @@ impl ChartSetup {
     /// A field of an object by jsonpath.
     pub(crate) async fn field(&self, object: &[&str], path: &str) -> anyhow::Result<String> {
         let output = format!("--output=jsonpath={{{path}}}");
-        self.cluster
-            .kubectl(&[&["get"], object, &[output.as_str()]].concat())
+        self.kubectl(&[&["get"], object, &[output.as_str()]].concat())
             .await
+    }
+
+    /// Waits until no claim is left in any namespace.
+    pub(crate) async fn until_no_claims(&self) -> anyhow::Result<()> {
+        self.until("the claims are gone", async || {
+            let claims = ["get", "resourceclaims", "--all-namespaces", "--output=name"];
+            Ok(self.kubectl(&claims).await?.is_empty())
+        })
+        .await
     }
 
     /// Polls until a condition holds that need not be about one object.
@@ -256,7 +269,6 @@ impl ChartSetup {
         while !holds().await? {
             if Instant::now() > deadline {
                 let pods = self
-                    .cluster
                     .kubectl(&["get", "pods,resourceclaims", "--all-namespaces"])
                     .await;
                 bail!("not seen: {what}\n{}", pods.unwrap_or_default());

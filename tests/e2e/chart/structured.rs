@@ -4,15 +4,14 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;
 
-use anyhow::{Context as _, ensure};
+use anyhow::ensure;
 use drayman::core::allocation::inventory::{Attribute, AttributeSet, Match};
 use drayman::host::selectors::{Compiled, Environment, STACK};
-use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{ResourcePool, ResourceSlice, ResourceSliceSpec};
 use kube::api::{Api, DeleteParams, ListParams, ObjectMeta, PostParams};
 use serde_json::{Value, json};
 
-use crate::chart::admitted::{token_client, validate_variants};
+use crate::chart::admitted::{FOREIGN_OWNERS, companion_of_node_a, owner, token_client, validate_variants};
 use crate::chart::helm::{
     STRUCTURED, chart, helm, object, objects, one_kind, refusal, render, repository, structured, template,
     variants, yaml,
@@ -44,7 +43,7 @@ fn the_version_and_the_served_apis_choose_the_mode() {
     ] {
         let version = format!("--kube-version={version}");
         let arguments = [&[version.as_str()], apis].concat();
-        let rendered = render(Some(&chart("ci/one-kind-values.yaml")), &arguments);
+        let rendered = one_kind(&arguments);
         for class in ["ResourceClass", "DeviceClass"] {
             assert_eq!(has(&rendered, class), class == expected, "{arguments:?}: {class}");
         }
@@ -300,7 +299,7 @@ fn an_update_surges_only_if_an_operator_says_so() {
     };
     let usual = json!({ "type": "RollingUpdate", "rollingUpdate": { "maxUnavailable": 1 } });
     assert_eq!(strategy(&[]), usual);
-    let classic = one_kind();
+    let classic = one_kind(&[]);
     assert_eq!(
         object(&classic, "DaemonSet", "drayman-node")["spec"]["updateStrategy"],
         usual
@@ -418,7 +417,7 @@ fn helm_test_claims_a_device_in_both_modes() {
     let name = json!("drayman-test");
     for (rendered, version, reference) in [
         (
-            one_kind(),
+            one_kind(&[]),
             "v1alpha2",
             json!({ "name": "device", "source": { "resourceClaimTemplateName": name } }),
         ),
@@ -454,58 +453,18 @@ fn slice(name: &str, node: &str, driver: &str, pool: &str) -> ResourceSlice {
     }
 }
 
-/// A client as the companion on node-a with more rights than the companion, so that the policy answers and not RBAC.
-async fn companion(setup: &ChartSetup) -> anyhow::Result<Api<ResourceSlice>> {
-    let rights = [
-        "create",
-        "clusterrole",
-        "all",
-        "--verb=get,create,update,patch,delete,deletecollection,list",
-        "--resource=resourceslices.resource.k8s.io",
-    ];
-    setup.cluster.kubectl(&rights).await?;
-    let binding = [
-        "create",
-        "clusterrolebinding",
-        "all",
-        "--clusterrole=all",
-        "--serviceaccount=drayman:drayman-node",
-    ];
-    setup.cluster.kubectl(&binding).await?;
-    for name in ["node-a", "node-b"] {
-        let node: Node = serde_json::from_value(json!({ "metadata": { "name": name } }))?;
-        Api::<Node>::all(setup.cluster.client())
-            .create(&PostParams::default(), &node)
-            .await?;
-    }
-    Ok(Api::all(
-        token_client(setup, "drayman-node", Some("node-a")).await?,
-    ))
-}
-
 #[tokio::test]
 #[expect(clippy::too_many_lines, reason = "one policy, case by case")]
 async fn the_token_of_a_node_writes_only_its_own_slices() -> anyhow::Result<()> {
     let builder = Cluster::structured().service_accounts();
     let setup = ChartSetup::prepare(builder.start().await?).await?;
-    let (chart, values) = (chart(""), chart("ci/one-kind-values.yaml"));
-    let values = values.to_str().context("UTF-8")?;
-    let chart = chart.to_str().context("UTF-8")?;
-    // Nothing can run here, so Helm does not wait.
-    let install = [
-        "install",
-        "drayman",
-        chart,
-        "--namespace=drayman",
-        "--values",
-        values,
-    ];
-    let notes = setup.helm(&install).await?;
+    let notes = setup.install(Some("ci/one-kind-values.yaml"), &[]).await?;
     ensure!(notes.contains("in structured mode"), "{notes}");
     setup.field(&["deviceclass", "test"], ".spec.selectors").await?;
 
     let admin = Api::<ResourceSlice>::all(setup.cluster.client());
-    let ours = companion(&setup).await?;
+    let ours = companion_of_node_a(&setup, "resourceslices.resource.k8s.io").await?;
+    let ours = Api::<ResourceSlice>::all(ours);
     let post = PostParams::default();
     let create = |name: &'static str, node: &'static str, driver: &'static str, pool: &'static str| {
         let (ours, post) = (ours.clone(), post.clone());
@@ -533,7 +492,25 @@ async fn the_token_of_a_node_writes_only_its_own_slices() -> anyhow::Result<()> 
         .await
         .map_err(anyhow::Error::msg)?;
     own.spec.pool.generation = 2;
-    ours.replace("node-a.drayman.dev-00", &post, &own).await?;
+    own.metadata.owner_references = Some(vec![owner(&setup, "Node", "node-a").await?]);
+    let mut own = ours.replace("node-a.drayman.dev-00", &post, &own).await?;
+    // An owner other than its Node.
+    for (kind, name) in FOREIGN_OWNERS {
+        own.metadata.owner_references = Some(vec![owner(&setup, kind, name).await?]);
+        let replaced = ours.replace("node-a.drayman.dev-00", &post, &own).await;
+        let mut new = slice("node-a.drayman.dev-01", "node-a", "drayman.dev", "node-a");
+        new.metadata
+            .owner_references
+            .clone_from(&own.metadata.owner_references);
+        let created = ours.create(&post, &new).await;
+        for answer in [replaced, created] {
+            let error = answer.expect_err("a foreign owner").to_string();
+            ensure!(
+                error.contains("the Node node-a is the only owner"),
+                "{kind} {name}: {error}"
+            );
+        }
+    }
     ours.delete("node-a.drayman.dev-00", &DeleteParams::default())
         .await?;
 
@@ -625,8 +602,19 @@ async fn the_api_server_accepts_every_variant_in_structured_mode() -> anyhow::Re
     setup.cluster.stop().await
 }
 
-/// A pod with a claim for one device of the class `test`.
-fn pod(name: &str) -> Value {
+/// A template for claims of one device of the class `test`.
+pub(crate) fn claim_template() -> Value {
+    json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate",
+        "metadata": { "name": "test", "namespace": "default" },
+        "spec": { "spec": { "devices": { "requests": [
+            { "name": "device", "exactly": { "deviceClassName": "test" } },
+        ] } } },
+    })
+}
+
+/// A pod with a claim from that template.
+pub(crate) fn claiming_pod(name: &str) -> Value {
     json!({
         "apiVersion": "v1", "kind": "Pod", "metadata": { "name": name, "namespace": "default" },
         "spec": {
@@ -645,38 +633,24 @@ fn pod(name: &str) -> Value {
 #[tokio::test]
 async fn a_release_serves_claims_while_its_companion_is_replaced() -> anyhow::Result<()> {
     let setup = ChartSetup::start_with(Cluster::structured(), 1).await?;
-    let (chart, values) = (chart(""), chart("ci/one-kind-values.yaml"));
-    let install = [
-        "install",
-        "drayman",
-        chart.to_str().context("UTF-8")?,
-        "--namespace=drayman",
-        "--values",
-        values.to_str().context("UTF-8")?,
+    let surge = [
         "--set=node.updateStrategy.maxSurge=1",
         "--set=node.updateStrategy.maxUnavailable=0",
     ];
-    setup.helm(&install).await?;
+    setup.install(Some("ci/one-kind-values.yaml"), &surge).await?;
     let rollout = |verb| ["rollout", verb, "daemonset/drayman-node", "--namespace=drayman"];
-    setup.cluster.kubectl(&rollout("status")).await?;
-    let template = json!({
-        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate",
-        "metadata": { "name": "test", "namespace": "default" },
-        "spec": { "spec": { "devices": { "requests": [
-            { "name": "device", "exactly": { "deviceClassName": "test" } },
-        ] } } },
-    });
-    setup.apply(&template).await?;
-    setup.apply(&pod("first")).await?;
+    setup.kubectl(&rollout("status")).await?;
+    setup.apply(&claim_template()).await?;
+    setup.apply(&claiming_pod("first")).await?;
     setup.running("first").await?;
     ensure!(setup.devices("first").await?.len() == 1);
     setup.doctor().await?;
 
     let slice = || setup.field(&["resourceslices"], ".items[*].metadata.uid");
     let (before, run) = (slice().await?, setup.run_of_pod("first").await?);
-    setup.cluster.kubectl(&rollout("restart")).await?;
-    setup.cluster.kubectl(&rollout("status")).await?;
-    setup.apply(&pod("second")).await?;
+    setup.kubectl(&rollout("restart")).await?;
+    setup.kubectl(&rollout("status")).await?;
+    setup.apply(&claiming_pod("second")).await?;
     setup.running("second").await?;
     let (first, second) = (setup.devices("first").await?, setup.devices("second").await?);
     ensure!(first != second && second.len() == 1, "{first:?} {second:?}");

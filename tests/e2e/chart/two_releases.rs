@@ -6,7 +6,7 @@ use anyhow::ensure;
 use serde_json::{Value, json};
 
 use crate::chart::helm::{chart, objects};
-use crate::chart::lifecycle::{COMPANION, CONTROLLER, claims, pod, template};
+use crate::chart::lifecycle::{COMPANION, CONTROLLER, pod, template};
 use crate::chart::setup::ChartSetup;
 use crate::harness;
 
@@ -62,12 +62,8 @@ async fn two_releases_with_different_names_serve_one_pod() -> anyhow::Result<()>
     let devices: BTreeSet<String> = setup.devices("both").await?.into_values().collect();
     assert_eq!(devices.len(), 2, "{devices:?}");
     ensure!(devices.contains("/dev/drayman-other"), "{devices:?}");
-    setup.cluster.kubectl(&["delete", "pod", "both"]).await?;
-    setup
-        .until("the claims are gone", async || {
-            Ok(claims(&setup).await?.is_empty())
-        })
-        .await?;
+    setup.kubectl(&["delete", "pod", "both"]).await?;
+    setup.until_no_claims().await?;
 
     // One release is uninstalled, and the other is not affected.
     let before = (
@@ -110,7 +106,7 @@ async fn roles_made_by_hand(setup: &ChartSetup) -> anyhow::Result<()> {
     let list = json!({ "apiVersion": "v1", "kind": "List", "items": roles });
     std::fs::write(&file, list.to_string())?;
     let file = file.to_str().unwrap_or_default();
-    setup.cluster.kubectl(&["apply", "--filename", file]).await?;
+    setup.kubectl(&["apply", "--filename", file]).await?;
     let install = [
         "install",
         "third",
@@ -121,9 +117,5 @@ async fn roles_made_by_hand(setup: &ChartSetup) -> anyhow::Result<()> {
         "--dry-run=server",
     ];
     setup.helm(&install).await?;
-    setup
-        .cluster
-        .kubectl(&["delete", "--filename", file])
-        .await
-        .map(drop)
+    setup.kubectl(&["delete", "--filename", file]).await.map(drop)
 }

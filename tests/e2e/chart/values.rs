@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
-use crate::chart::helm::{chart, refusal, yaml};
+use crate::chart::helm::{chart, merged, refusal, yaml};
 
 pub(crate) fn schema() -> Value {
     let text = std::fs::read_to_string(chart("values.schema.json")).expect("the schema");
@@ -336,84 +336,57 @@ fn values_invalid_for_program_or_kubernetes_are_refused() {
 
     of_kubernetes();
 
+    // A kind with these fields beside, or instead of, its name and paths.
     let kinds = [
-        ("/name", json!({ "name": "No", "paths": ["/dev/x"] })),
-        ("/paths", json!({ "name": "a", "paths": [] })),
-        ("/paths/0", json!({ "name": "a", "paths": ["/etc/passwd"] })),
-        (
-            "/paths/0",
-            json!({ "name": "a", "paths": ["/dev/../etc/passwd"] }),
-        ),
-        ("/paths/0", json!({ "name": "a", "paths": ["/dev/**"] })),
-        (
-            "/mode",
-            json!({ "name": "a", "paths": ["/dev/x"], "mode": "neither" }),
-        ),
-        ("", json!({ "name": "a", "paths": ["/dev/x"], "mode": "both" })),
+        ("/name", json!({ "name": "No" })),
+        ("/paths", json!({ "paths": [] })),
+        ("/paths/0", json!({ "paths": ["/etc/passwd"] })),
+        ("/paths/0", json!({ "paths": ["/dev/../etc/passwd"] })),
+        ("/paths/0", json!({ "paths": ["/dev/**"] })),
+        ("/mode", json!({ "mode": "neither" })),
+        ("", json!({ "mode": "both" })),
         (
             "",
-            json!({ "name": "a", "paths": ["/dev/x"], "mode": "both", "resourceName": "example.com/x", "shares": 2 }),
+            json!({ "mode": "both", "resourceName": "example.com/x", "shares": 2 }),
         ),
-        (
-            "",
-            json!({ "name": "a", "paths": ["/dev/x"], "mode": "split", "resourceName": "example.com/x" }),
-        ),
-        (
-            "",
-            json!({ "name": "a", "paths": ["/dev/x"], "extendedResourceDevices": ["x"] }),
-        ),
-        (
-            "",
-            json!({ "name": "a", "paths": ["/dev/x"], "cdiDevices": true }),
-        ),
-        (
-            "",
-            json!({ "name": "a", "paths": ["/dev/x"], "mode": "extended-resource" }),
-        ),
-        (
-            "",
-            json!({ "name": "a", "paths": ["/dev/x"], "resourceName": "example.com/x" }),
-        ),
+        ("", json!({ "mode": "split", "resourceName": "example.com/x" })),
+        ("", json!({ "extendedResourceDevices": ["x"] })),
+        ("", json!({ "cdiDevices": true })),
+        ("", json!({ "mode": "extended-resource" })),
+        ("", json!({ "resourceName": "example.com/x" })),
         (
             "/resourceName",
-            json!({ "name": "a", "paths": ["/dev/x"], "mode": "extended-resource", "resourceName": "x" }),
+            json!({ "mode": "extended-resource", "resourceName": "x" }),
         ),
-        (
-            "/permissions",
-            json!({ "name": "a", "paths": ["/dev/x"], "permissions": "rr" }),
-        ),
-        (
-            "/permissions",
-            json!({ "name": "a", "paths": ["/dev/x"], "permissions": "x" }),
-        ),
-        ("", json!({ "name": "a", "paths": ["/dev/x"], "unknown": 1 })),
+        ("/permissions", json!({ "permissions": "rr" })),
+        ("/permissions", json!({ "permissions": "x" })),
+        ("", json!({ "unknown": 1 })),
     ];
-    let paths: Vec<String> = kinds
-        .iter()
-        .enumerate()
-        .map(|(index, (place, _))| format!("/deviceKinds/{index}{place}"))
-        .collect();
-    let values: Vec<Value> = kinds.into_iter().map(|(_, kind)| kind).collect();
-    assert_each_refused(&json!({ "deviceKinds": values }), &paths, "an invalid kind");
+    assert_entries_refused(
+        "deviceKinds",
+        &json!({ "name": "a", "paths": ["/dev/x"] }),
+        &kinds,
+    );
 
     let classes = [
-        ("/name", json!({ "name": "No_Name", "kind": "a" })),
-        ("", json!({ "name": "a" })),
-        ("/policy", json!({ "name": "a", "kind": "a", "policy": "Best" })),
-        (
-            "/selectors/0",
-            json!({ "name": "a", "kind": "a", "selectors": ["true"] }),
-        ),
+        ("/name", json!({ "name": "No_Name" })),
+        ("", json!({ "kind": null })),
+        ("/policy", json!({ "policy": "Best" })),
+        ("/selectors/0", json!({ "selectors": ["true"] })),
         (
             "/suitableNodes",
-            json!({ "name": "a", "kind": "a", "suitableNodes": { "matchLabels": {} } }),
+            json!({ "suitableNodes": { "matchLabels": {} } }),
         ),
     ];
-    let paths: Vec<String> = classes
-        .iter()
-        .enumerate()
-        .map(|(index, (place, _))| format!("/classes/{index}{place}"))
-        .collect();
-    let values: Vec<Value> = classes.into_iter().map(|(_, class)| class).collect();
-    assert_each_refused(&json!({ "classes": values }), &paths, "an invalid class");
+    assert_entries_refused("classes", &json!({ "name": "a", "kind": "a" }), &classes);
+}
+
+/// Renders a list of such entries, each with other fields, and asserts that Helm's error names the place in each.
+fn assert_entries_refused(list: &str, plain: &Value, entries: &[(&str, Value)]) {
+    let (mut paths, mut values) = (Vec::new(), Vec::new());
+    for (index, (place, fields)) in entries.iter().enumerate() {
+        paths.push(format!("/{list}/{index}{place}"));
+        values.push(merged(plain, fields));
+    }
+    assert_each_refused(&json!({ list: values }), &paths, "an invalid entry");
 }

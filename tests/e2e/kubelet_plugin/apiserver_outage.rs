@@ -11,11 +11,11 @@ use crate::harness::{Cluster, IMAGE, TIMEOUT};
 use crate::kubelet_plugin::both_apis::{
     CONFIGURATION, ObservedDevices, PREFIX, RESOURCE, assert_all_free, environment,
 };
-use crate::kubelet_plugin::helper::{pod_with_limit, wait_for_allocatable, wait_for_inventory};
-use crate::setup::{DRIVER, Setup, is_running, pod_from};
+use crate::kubelet_plugin::helper::wait_for_inventory;
+use crate::pods::{MINORS, make_devices};
+use crate::setup::{DRIVER, Setup, pod_from, pod_with_limit};
 
-/// Devices by minor number: for a claim that stays, a claim whose pod ends, a container that stays, and pods that come and go.
-const MINORS: [u32; 4] = [5, 7, 8, 9];
+// Devices by minor number: for a claim that stays, a claim whose pod ends, a container that stays, and pods that come and go.
 /// From this duration on, the run also restarts kubelet.
 const LONG: u64 = 60;
 /// Kubelet's directory for static pods.
@@ -50,24 +50,16 @@ async fn pods_that_come_and_go_without_an_api_server_share_no_device() -> anyhow
         .flag("controller-manager", "--node-monitor-grace-period=1h");
     let setup = Setup::prepare(cluster.start().await?).await?;
     let node = setup.cluster.node(0);
-    for (number, minor) in MINORS.into_iter().enumerate() {
-        node.make_device(format!("/dev/{PREFIX}{number}"), 1, minor)?;
-    }
+    make_devices(node, PREFIX, &MINORS)?;
     std::fs::create_dir_all(node.path(MANIFESTS))?;
     setup.make_template(None).await?;
     let controller = setup.controller()?;
     let mut companion = setup.companion(0, CONFIGURATION)?;
     wait_for_inventory(&setup, DRIVER, 4, 0).await?;
-    wait_for_allocatable(&setup, RESOURCE, "4").await?;
+    setup.until_allocatable(RESOURCE, "4").await?;
 
     setup.make_pod("claims-stays").await?;
-    setup
-        .pods()
-        .create(
-            &PostParams::default(),
-            &pod_with_limit("plugged-stays", RESOURCE)?,
-        )
-        .await?;
+    setup.make_limit_pod("plugged-stays", RESOURCE).await?;
     let ends = json!({
         "metadata": { "name": "claims-ends" },
         "spec": {
@@ -83,7 +75,7 @@ async fn pods_that_come_and_go_without_an_api_server_share_no_device() -> anyhow
         .create(&PostParams::default(), &pod_from(ends)?)
         .await?;
     for pod in ["claims-stays", "plugged-stays", "claims-ends"] {
-        setup.wait(setup.pods(), pod, "running", is_running()).await?;
+        setup.until_running(pod).await?;
     }
     let end = [
         "exec",
@@ -141,7 +133,5 @@ async fn pods_that_come_and_go_without_an_api_server_share_no_device() -> anyhow
         setup.pods().delete(pod, &DeleteParams::default()).await?;
     }
     assert_all_free(&setup, &mut watched, MINORS.len()).await?;
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }

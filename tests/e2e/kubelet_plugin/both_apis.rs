@@ -3,16 +3,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use drayman::api::resource::{Pod, ResourceClaim};
+use drayman::api::resource::Pod;
 use kube::api::{Api, DeleteParams, ListParams, PostParams};
 use serde_json::Value;
 
 use crate::harness::{Node, TIMEOUT};
 use crate::kubelet_plugin::helper::{
-    Running, devices_inside, in_containers, pod_with_limit, until_granted, wait_for_allocatable,
-    wait_for_inventory,
+    Running, devices_inside, in_containers, until_granted, wait_for_inventory,
 };
-use crate::setup::{DRIVER, Program, Setup, is_allocated, is_gone, is_running, pod_from, pod_with_claim};
+use crate::pods::make_devices;
+use crate::setup::{DRIVER, Program, Setup, is_allocated, pod_from, pod_with_claim, pod_with_limit};
 
 pub(crate) const RESOURCE: &str = "drayman.dev/both";
 pub(crate) const CONFIGURATION: &str = "\
@@ -141,13 +141,11 @@ async fn pods_with_claims_and_limits_never_share_a_device() -> anyhow::Result<()
     println!("DRAYMAN_TEST_BOTH_APIS_SEED={seed}");
     let setup = Setup::start(1).await?;
     let node = setup.cluster.node(0);
-    for (number, minor) in MINORS.into_iter().enumerate() {
-        node.make_device(format!("/dev/{PREFIX}{number}"), 1, minor)?;
-    }
+    make_devices(node, PREFIX, &MINORS)?;
     setup.make_template(None).await?;
     let mut programs = Programs::start(&setup)?;
     wait_for_inventory(&setup, DRIVER, 3, 0).await?;
-    wait_for_allocatable(&setup, RESOURCE, "3").await?;
+    setup.until_allocatable(RESOURCE, "3").await?;
 
     let (mut numbers, mut watched) = (Random(seed), ObservedDevices::default());
     let mut pods: Vec<String> = Vec::new();
@@ -238,7 +236,7 @@ pub(crate) async fn assert_all_free(
         tokio::time::sleep(Duration::from_millis(300)).await;
     }
     wait_for_inventory(setup, DRIVER, u32::try_from(devices)?, 0).await?;
-    wait_for_allocatable(setup, RESOURCE, &devices.to_string()).await?;
+    setup.until_allocatable(RESOURCE, &devices.to_string()).await?;
     let checkpoint: Value =
         serde_json::from_str(&node.read("/var/lib/kubelet/plugins/drayman.dev/checkpoint.json")?)?;
     assert_eq!(checkpoint["data"]["entries"], serde_json::json!({}));
@@ -247,9 +245,9 @@ pub(crate) async fn assert_all_free(
     }
     for number in 0..devices {
         let name = format!("last-{number}");
-        setup.wait(setup.pods(), &name, "running", is_running()).await?;
+        setup.until_running(&name).await?;
     }
-    wait_for_allocatable(setup, RESOURCE, "0").await?;
+    setup.until_allocatable(RESOURCE, "0").await?;
     watched.look(node);
     assert_eq!(watched.last.len(), devices);
     Ok(())
@@ -273,14 +271,12 @@ async fn outcome(setup: &Setup, name: &str) -> anyhow::Result<String> {
 async fn an_allocated_device_is_withdrawn_from_the_device_plugin() -> anyhow::Result<()> {
     let setup = Setup::start(1).await?;
     let node = setup.cluster.node(0);
-    for (number, minor) in MINORS.into_iter().enumerate() {
-        node.make_device(format!("/dev/{PREFIX}{number}"), 1, minor)?;
-    }
+    make_devices(node, PREFIX, &MINORS)?;
     setup.make_template(None).await?;
     let controller = setup.controller()?;
     let companion = setup.companion(0, CONFIGURATION)?;
     wait_for_inventory(&setup, DRIVER, 3, 0).await?;
-    wait_for_allocatable(&setup, RESOURCE, "3").await?;
+    setup.until_allocatable(RESOURCE, "3").await?;
 
     // Immediate allocation for no pod, so that the claim is never prepared.
     let kubelet = crate::kubelet_plugin::helper::pod_resources(node);
@@ -291,15 +287,14 @@ async fn an_allocated_device_is_withdrawn_from_the_device_plugin() -> anyhow::Re
             "spec": { "resourceClassName": "test", "allocationMode": "Immediate" } }),
         )
         .await?;
-    let met = |claim: Option<&ResourceClaim>| claim.is_some_and(is_allocated);
-    setup.wait(setup.claims(), "early", "allocated", met).await?;
+    setup.until_allocated("early").await?;
     let start = Instant::now();
     until_granted(&kubelet, RESOURCE, 2).await?;
     println!(
         "kubelet withdraws the device {:?} after the allocation is visible in the API",
         start.elapsed()
     );
-    wait_for_allocatable(&setup, RESOURCE, "2").await?;
+    setup.until_allocatable(RESOURCE, "2").await?;
     println!(
         "the node's allocatable count follows {:?} after it",
         start.elapsed()
@@ -320,21 +315,16 @@ async fn an_allocated_device_is_withdrawn_from_the_device_plugin() -> anyhow::Re
     );
     until_granted(&kubelet, RESOURCE, 2).await?;
     // Claims get the first device in name order, and containers the last.
-    setup
-        .pods()
-        .create(&PostParams::default(), &pod_with_limit("plugged", RESOURCE)?)
-        .await?;
+    setup.make_limit_pod("plugged", RESOURCE).await?;
     for name in ["pod", "plugged"] {
-        setup.wait(setup.pods(), name, "running", is_running()).await?;
+        setup.until_running(name).await?;
     }
     assert_eq!(devices_inside(&setup, "pod", PREFIX).await?, ["drayman-test-0"]);
     assert_eq!(
         devices_inside(&setup, "plugged", PREFIX).await?,
         ["drayman-test-2"]
     );
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }
 
 /// A container has the only device. A claim gets it allocated, because the controller does not know about containers. Prepare is refused
@@ -343,19 +333,14 @@ async fn an_allocated_device_is_withdrawn_from_the_device_plugin() -> anyhow::Re
 async fn a_claim_waits_for_a_container_that_has_its_device() -> anyhow::Result<()> {
     let setup = Setup::start(1).await?;
     let node = setup.cluster.node(0);
-    node.make_device(format!("/dev/{PREFIX}0"), 1, 5)?;
+    make_devices(node, PREFIX, &MINORS[..1])?;
     setup.make_template(None).await?;
     let controller = setup.controller()?;
     let mut companion = setup.companion(0, CONFIGURATION)?;
     wait_for_inventory(&setup, DRIVER, 1, 0).await?;
-    wait_for_allocatable(&setup, RESOURCE, "1").await?;
-    setup
-        .pods()
-        .create(&PostParams::default(), &pod_with_limit("plugged", RESOURCE)?)
-        .await?;
-    setup
-        .wait(setup.pods(), "plugged", "running", is_running())
-        .await?;
+    setup.until_allocatable(RESOURCE, "1").await?;
+    setup.make_limit_pod("plugged", RESOURCE).await?;
+    setup.until_running("plugged").await?;
     // The next process knows the container only from kubelet.
     companion.kill().await?;
     companion = setup.companion(0, CONFIGURATION)?;
@@ -378,13 +363,9 @@ async fn a_claim_waits_for_a_container_that_has_its_device() -> anyhow::Result<(
         .kubectl(&["delete", "pod", "second", "plugged"])
         .await?;
     wait_for_inventory(&setup, DRIVER, 1, 0).await?;
-    setup.wait(setup.pods(), "first", "running", is_running()).await?;
-    setup
-        .wait(setup.pods(), "plugged", "gone", is_gone::<Pod>())
-        .await?;
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.until_running("first").await?;
+    setup.until_pod_gone("plugged").await?;
+    setup.end([companion, controller]).await
 }
 
 /// A container has the only device while the kind changes to claims, the companion restarts, and the resource is renamed. No one else gets
@@ -396,17 +377,14 @@ async fn a_device_of_a_container_keeps_its_holder_when_renamed() -> anyhow::Resu
     let renamed = CONFIGURATION.replace(RESOURCE, RENAMED);
     let setup = Setup::start(1).await?;
     let node = setup.cluster.node(0);
-    node.make_device(format!("/dev/{PREFIX}0"), 1, 5)?;
+    make_devices(node, PREFIX, &MINORS[..1])?;
     setup.make_template(None).await?;
     let controller = setup.controller()?;
     let mut companion = setup.companion(0, CONFIGURATION)?;
     wait_for_inventory(&setup, DRIVER, 1, 0).await?;
-    wait_for_allocatable(&setup, RESOURCE, "1").await?;
-    let plugged = pod_with_limit("plugged", RESOURCE)?;
-    setup.pods().create(&PostParams::default(), &plugged).await?;
-    setup
-        .wait(setup.pods(), "plugged", "running", is_running())
-        .await?;
+    setup.until_allocatable(RESOURCE, "1").await?;
+    setup.make_limit_pod("plugged", RESOURCE).await?;
+    setup.until_running("plugged").await?;
 
     let held = "containers have devices under names that the configuration no longer gives them";
     setup.rewrite_configuration(0, &claims)?;
@@ -419,9 +397,8 @@ async fn a_device_of_a_container_keeps_its_holder_when_renamed() -> anyhow::Resu
     setup.wait_for_event("first", "NoSuitableDevice", "of 1").await?;
 
     setup.rewrite_configuration(0, &renamed)?;
-    wait_for_allocatable(&setup, RENAMED, "0").await?;
-    let next = pod_with_limit("next", RENAMED)?;
-    setup.pods().create(&PostParams::default(), &next).await?;
+    setup.until_allocatable(RENAMED, "0").await?;
+    setup.make_limit_pod("next", RENAMED).await?;
     setup.wait_for_event("next", "FailedScheduling", RENAMED).await?;
     assert_eq!(
         in_containers(node, PREFIX)
@@ -435,8 +412,6 @@ async fn a_device_of_a_container_keeps_its_holder_when_renamed() -> anyhow::Resu
         .cluster
         .kubectl(&["delete", "pod", "first", "plugged"])
         .await?;
-    setup.wait(setup.pods(), "next", "running", is_running()).await?;
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.until_running("next").await?;
+    setup.end([companion, controller]).await
 }

@@ -2,17 +2,15 @@
 
 use std::time::{Duration, Instant};
 
-use kube::api::{DeleteParams, PostParams};
+use kube::api::DeleteParams;
 use kube::config::{Config, KubeConfigOptions, Kubeconfig};
 use serde_json::json;
 use tokio::time::sleep;
 
 use crate::harness::not_run::not_run;
-use crate::harness::{Cluster, Node, TIMEOUT};
-use crate::kubelet_plugin::helper::{
-    in_containers_by_number, pod_with_limit, wait_for_allocatable, wait_for_inventory,
-};
-use crate::setup::{DRIVER, Setup, is_bound, is_running, node_rules};
+use crate::harness::{Cluster, TIMEOUT};
+use crate::kubelet_plugin::helper::{in_containers_by_number, never_in_two, wait_for_inventory};
+use crate::setup::{DRIVER, Setup, node_rules};
 
 const LIMIT: &str = "drayman.dev/limit";
 const CONFIGURATION: &str = "\
@@ -28,30 +26,13 @@ kinds:
 ";
 const NAMES: [&str; 4] = ["test-a", "test-b", "limit-a", "limit-b"];
 
-/// Fails if a device node is in two containers.
-async fn never_in_two(node: Node<'_>) -> anyhow::Result<()> {
-    loop {
-        for (number, containers) in in_containers_by_number(node) {
-            anyhow::ensure!(
-                containers.len() < 2,
-                "{number} is in two containers: {containers:?}"
-            );
-        }
-        sleep(Duration::from_millis(100)).await;
-    }
-}
-
 async fn make_pod_with_limit(setup: &Setup, name: &str) -> anyhow::Result<()> {
-    let pod = pod_with_limit(name, LIMIT)?;
-    setup.pods().create(&PostParams::default(), &pod).await?;
+    setup.make_limit_pod(name, LIMIT).await?;
     Ok(())
 }
 
 async fn runs(setup: &Setup, name: &str) -> anyhow::Result<()> {
-    setup
-        .wait(setup.pods(), name, "running", is_running())
-        .await
-        .map(drop)
+    setup.until_running(name).await.map(drop)
 }
 
 /// A node with two devices of each kind, of which one is in use.
@@ -73,7 +54,7 @@ async fn a_restart_of_containerd_costs_no_device() -> anyhow::Result<()> {
     let controller = setup.controller()?;
     let companion = setup.companion(0, CONFIGURATION)?;
     wait_for_inventory(&setup, DRIVER, 4, 0).await?;
-    wait_for_allocatable(&setup, LIMIT, "2").await?;
+    setup.until_allocatable(LIMIT, "2").await?;
     let trial = async {
         setup.make_pod("claim-1").await?;
         make_pod_with_limit(&setup, "limit-1").await?;
@@ -83,7 +64,7 @@ async fn a_restart_of_containerd_costs_no_device() -> anyhow::Result<()> {
         node.stop("containerd", 9).await?;
         setup.make_pod("claim-2").await?;
         make_pod_with_limit(&setup, "limit-2").await?;
-        setup.wait(setup.pods(), "claim-2", "bound", is_bound()).await?;
+        setup.until_bound("claim-2").await?;
         let start = Instant::now();
         node.start("containerd").await?;
         for pod in ["claim-2", "limit-2"] {
@@ -106,9 +87,7 @@ async fn a_restart_of_containerd_costs_no_device() -> anyhow::Result<()> {
         failed = never_in_two(node) => failed?,
         done = trial => done?,
     }
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }
 
 /// The kind changes from mode `extended-resource` to `claims` while a pod holds a device by its limit.
@@ -127,7 +106,7 @@ kinds:
 ";
     let controller = setup.controller()?;
     let companion = setup.companion(0, &before)?;
-    wait_for_allocatable(&setup, LIMIT, "2").await?;
+    setup.until_allocatable(LIMIT, "2").await?;
     make_pod_with_limit(&setup, "limit-1").await?;
     runs(&setup, "limit-1").await?;
     companion.end().await?;
@@ -152,9 +131,7 @@ kinds:
         failed = never_in_two(node) => failed?,
         done = trial => done?,
     }
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }
 
 /// A token bound to a Secret; it is valid until the Secret is deleted.
@@ -240,7 +217,5 @@ async fn a_companion_goes_on_with_a_token_that_is_replaced() -> anyhow::Result<(
     );
     setup.make_pod("second").await?;
     runs(&setup, "second").await?;
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }

@@ -4,12 +4,10 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
-use kube::api::{Api, DeleteParams, PostParams};
+use kube::api::{Api, DeleteParams};
 
-use crate::kubelet_plugin::helper::{
-    capacity, devices_inside, pod_resources, pod_with_limit, restarts, until_granted, wait_for_allocatable,
-};
-use crate::setup::{Setup, is_running};
+use crate::kubelet_plugin::helper::{capacity, devices_inside, pod_resources, restarts, until_granted};
+use crate::setup::Setup;
 
 const RESOURCE: &str = "drayman.dev/plugged";
 const PREFIX: &str = "drayman-plugged-";
@@ -26,8 +24,7 @@ kinds:
 ";
 
 async fn create(setup: &Setup, name: &str) -> anyhow::Result<()> {
-    let pod = pod_with_limit(name, RESOURCE)?;
-    setup.pods().create(&PostParams::default(), &pod).await?;
+    setup.make_limit_pod(name, RESOURCE).await?;
     Ok(())
 }
 
@@ -39,11 +36,9 @@ async fn begin() -> anyhow::Result<(Setup, crate::setup::Program)> {
         .node(0)
         .make_device(format!("/dev/{PREFIX}0"), 1, 5)?;
     let companion = setup.companion(0, CONFIGURATION)?;
-    wait_for_allocatable(&setup, RESOURCE, "8").await?;
+    setup.until_allocatable(RESOURCE, "8").await?;
     create(&setup, "before").await?;
-    setup
-        .wait(setup.pods(), "before", "running", is_running())
-        .await?;
+    setup.until_running("before").await?;
     Ok((setup, companion))
 }
 
@@ -58,7 +53,7 @@ async fn assert_undisturbed(setup: &Setup) -> anyhow::Result<()> {
 async fn pods_created_without_a_companion_wait_for_the_next() -> anyhow::Result<()> {
     let (setup, companion) = begin().await?;
     companion.end().await?;
-    wait_for_allocatable(&setup, RESOURCE, "0").await?;
+    setup.until_allocatable(RESOURCE, "0").await?;
     assert_eq!(capacity(&setup, RESOURCE).await?.as_deref(), Some("8"));
     create(&setup, "meanwhile").await?;
     setup
@@ -70,13 +65,10 @@ async fn pods_created_without_a_companion_wait_for_the_next() -> anyhow::Result<
         .await?;
     assert_undisturbed(&setup).await?;
     let companion = setup.companion(0, CONFIGURATION)?;
-    setup
-        .wait(setup.pods(), "meanwhile", "running", is_running())
-        .await?;
+    setup.until_running("meanwhile").await?;
     assert_eq!(devices_inside(&setup, "meanwhile", PREFIX).await?.len(), 1);
     assert_undisturbed(&setup).await?;
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }
 
 /// Waits for the outcome of a pod.
@@ -121,12 +113,11 @@ async fn pods_bound_during_an_update_fail_only_as_kubelet_does() -> anyhow::Resu
             .delete(&name, &DeleteParams::default().grace_period(0))
             .await?;
         let name = format!("after-{round}");
-        wait_for_allocatable(&setup, RESOURCE, "8").await?;
+        setup.until_allocatable(RESOURCE, "8").await?;
         create(&setup, &name).await?;
-        setup.wait(setup.pods(), &name, "running", is_running()).await?;
+        setup.until_running(&name).await?;
     }
     println!("pods that were created within an update: {outcomes:?}");
     assert_undisturbed(&setup).await?;
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }

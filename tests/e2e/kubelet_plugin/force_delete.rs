@@ -7,8 +7,8 @@ use kube::api::PostParams;
 use serde_json::json;
 
 use crate::harness::{IMAGE, Node, TIMEOUT};
-use crate::kubelet_plugin::helper::{in_containers, wait_for_allocatable, wait_for_inventory};
-use crate::setup::{DRIVER, Program, Setup, is_allocated, is_gone, is_running, pod_from};
+use crate::kubelet_plugin::helper::{in_containers, never_in_two, wait_for_inventory};
+use crate::setup::{DRIVER, Program, REGISTERED, Setup, pod_from};
 
 const CONFIGURATION: &str = "\
 apiVersion: drayman.dev/v1alpha1
@@ -65,19 +65,6 @@ async fn create(setup: &Setup, name: &str, request: Request) -> anyhow::Result<(
     Ok(())
 }
 
-/// Fails if a device is in two containers.
-async fn never_in_two(node: Node<'_>) -> anyhow::Result<()> {
-    loop {
-        for (device, containers) in in_containers(node, PREFIX) {
-            anyhow::ensure!(
-                containers.len() < 2,
-                "{device} is in two containers: {containers:?}"
-            );
-        }
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
-}
-
 /// The pod whose container has a device.
 fn user_of(node: Node<'_>, device: &str) -> Option<String> {
     let found = in_containers(node, PREFIX);
@@ -101,27 +88,6 @@ async fn until_user(setup: &Setup, device: &str, wanted: Option<&str>) -> anyhow
     }
 }
 
-/// Creates a class, parameters and a template of this name for the kind of the same name.
-async fn make_class(setup: &Setup, name: &str) -> anyhow::Result<()> {
-    setup
-        .apply(
-            &json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "DeviceClassParameters",
-            "metadata": { "name": name }, "spec": { "kind": name } }),
-        )
-        .await?;
-    setup
-        .apply(&json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": name },
-            "driverName": DRIVER,
-            "parametersRef": { "apiGroup": DRIVER, "kind": "DeviceClassParameters", "name": name } }))
-        .await?;
-    setup
-        .apply(
-            &json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaimTemplate",
-            "metadata": { "name": name }, "spec": { "spec": { "resourceClassName": name } } }),
-        )
-        .await
-}
-
 /// Kubelet forgets a force-deleted pod although its container still runs. A pod that requests the only device is refused with the name of
 /// that container, and gets the device when the container has ended.
 #[tokio::test]
@@ -138,19 +104,18 @@ async fn a_forced_pod_keeps_its_device_until_its_container_ends() -> anyhow::Res
         node.make_device(format!("/dev/{PREFIX}{name}"), 1, minor)?;
     }
     setup.make_template(None).await?;
-    make_class(&setup, "both").await?;
+    setup.make_kind("both", DRIVER).await?;
     let controller = setup.controller()?;
     let companion = setup.companion(0, CONFIGURATION)?;
     wait_for_inventory(&setup, DRIVER, 3, 0).await?;
     for resource in [LIMIT, BOTH] {
-        wait_for_allocatable(&setup, resource, "1").await?;
+        setup.until_allocatable(resource, "1").await?;
     }
     tokio::select! {
         failed = never_in_two(node) => failed?,
         done = run_trials(&setup, companion) => done?,
     }
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([controller]).await
 }
 
 async fn run_trials(setup: &Setup, mut companion: Program) -> anyhow::Result<()> {
@@ -166,7 +131,7 @@ async fn run_trials(setup: &Setup, mut companion: Program) -> anyhow::Result<()>
     for (name, ..) in trials {
         let pod = format!("{name}-1");
         until_user(setup, &format!("{PREFIX}{name}-0"), Some(&pod)).await?;
-        setup.wait(setup.pods(), &pod, "running", is_running()).await?;
+        setup.until_running(&pod).await?;
     }
     for (name, ..) in trials {
         setup.remove_pod(&format!("{name}-1")).await?;
@@ -187,7 +152,7 @@ async fn run_trials(setup: &Setup, mut companion: Program) -> anyhow::Result<()>
             // Grants that only the companion's memory records must survive a restart.
             companion.kill().await?;
             companion = setup.companion(0, CONFIGURATION)?;
-            companion.logged("kubelet has registered the driver").await?;
+            companion.logged(REGISTERED).await?;
         }
     }
     for (name, _, request) in trials {
@@ -202,7 +167,7 @@ async fn run_trials(setup: &Setup, mut companion: Program) -> anyhow::Result<()>
         if matches!(request, Request::Claim(_)) {
             // Kubelet retries the claims of a pod after up to 90 seconds, but prepares those of a new pod at once.
             setup.remove_pod(&new).await?;
-            setup.wait(setup.pods(), &new, "gone", is_gone()).await?;
+            setup.until_pod_gone(&new).await?;
             create(setup, &new, request).await?;
         }
         until_user(setup, &device, Some(&new)).await?;
@@ -219,14 +184,10 @@ async fn run_trials(setup: &Setup, mut companion: Program) -> anyhow::Result<()>
 /// A pod is force-deleted while kubelet is down. Kubelet keeps listing its claim; the next claim gets the device at once.
 async fn forgotten_pod(setup: &Setup) -> anyhow::Result<()> {
     let (node, device) = (setup.cluster.node(0), "drayman-claim-0");
-    let claim = setup.claim_of("claim-2", "allocated", is_allocated).await?;
-    let (uid, name) = (
-        claim.metadata.uid.unwrap_or_default(),
-        claim.metadata.name.unwrap_or_default(),
-    );
+    let (uid, name) = setup.claim_ids("claim-2").await?;
     node.stop("kubelet", 9).await?;
     setup.remove_pod("claim-2").await?;
-    setup.wait(setup.claims(), &name, "gone", is_gone()).await?;
+    setup.until_claim_gone(&name).await?;
     node.start("kubelet").await?;
     until_user(setup, device, None).await?;
     let lists = node.read("/var/lib/kubelet/dra_manager_state")?.contains(&uid);

@@ -4,13 +4,11 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use kube::api::PostParams;
 
 use crate::harness::Node;
-use crate::kubelet_plugin::helper::{
-    devices_inside, pod_resources, pod_with_limit, restarts, until_granted, wait_for_allocatable,
-};
-use crate::setup::{Setup, is_running};
+use crate::kubelet_plugin::helper::{devices_inside, pod_resources, restarts, until_granted};
+use crate::pods::make_devices;
+use crate::setup::Setup;
 
 const RESOURCE: &str = "drayman.dev/probed";
 const PREFIX: &str = "drayman-probed-";
@@ -68,20 +66,17 @@ async fn an_unhealthy_device_is_withdrawn_until_it_recovers() -> anyhow::Result<
     let setup = Setup::without_class(crate::harness::Cluster::builder().nodes(1).start().await?).await?;
     let node = setup.cluster.node(0);
     let sysfs = Sysfs::make(&setup)?;
-    for (number, minor) in MINORS.into_iter().enumerate() {
-        node.make_device(format!("/dev/{PREFIX}{number}"), 1, minor)?;
-    }
+    make_devices(node, PREFIX, &MINORS)?;
     let flag = format!("--sysfs-root={}", sysfs.0.display());
     let companion = setup.companion_with(0, CONFIGURATION, &[&flag])?;
-    wait_for_allocatable(&setup, RESOURCE, "2").await?;
+    setup.until_allocatable(RESOURCE, "2").await?;
     let kubelet = pod_resources(node);
     let create = async |name: &str| {
-        let pod = pod_with_limit(name, RESOURCE)?;
-        setup.pods().create(&PostParams::default(), &pod).await?;
+        setup.make_limit_pod(name, RESOURCE).await?;
         anyhow::Ok(())
     };
     let run = async |name: &str| {
-        setup.wait(setup.pods(), name, "running", is_running()).await?;
+        setup.until_running(name).await?;
         devices_inside(&setup, name, PREFIX)
             .await?
             .pop()
@@ -96,7 +91,7 @@ async fn an_unhealthy_device_is_withdrawn_until_it_recovers() -> anyhow::Result<
     let start = Instant::now();
     until_granted(&kubelet, RESOURCE, 1).await?;
     println!("kubelet does not grant it any more after {:?}", start.elapsed());
-    wait_for_allocatable(&setup, RESOURCE, "1").await?;
+    setup.until_allocatable(RESOURCE, "1").await?;
     println!("the node's allocatable says so after {:?}", start.elapsed());
     setup
         .wait_for_event(node.name(), "DeviceUnhealthy", "state is \"ill\"")
@@ -125,10 +120,9 @@ async fn an_unhealthy_device_is_withdrawn_until_it_recovers() -> anyhow::Result<
     println!("kubelet grants it again after {:?}", start.elapsed());
     assert!(start.elapsed() >= Duration::from_secs(4), "{:?}", start.elapsed());
     assert_eq!(run("third").await?, device);
-    wait_for_allocatable(&setup, RESOURCE, "2").await?;
+    setup.until_allocatable(RESOURCE, "2").await?;
     setup
         .wait_for_event(node.name(), "DeviceRecovered", &device)
         .await?;
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }

@@ -2,18 +2,16 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use drayman::api::crd::NodeInventory;
-use drayman::api::resource::Pod;
 use drayman::node::kubelet::KubeletPaths;
 use drayman::node::kubelet::pod_resources::PodResourcesClient;
 use k8s_openapi::api::core::v1::Node as NodeObject;
 use kube::api::Api;
-use serde_json::{Value, json};
+use serde_json::Value;
 
-use crate::harness::{IMAGE, Node, TIMEOUT};
-use crate::setup::{Setup, pod_from};
+use crate::harness::{Node, TIMEOUT};
+use crate::setup::Setup;
 
 /// A container in the runtime.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -140,40 +138,12 @@ pub(crate) async fn restarts(setup: &Setup, pod: &str) -> anyhow::Result<i32> {
         .sum())
 }
 
-/// A pod that requests one extended resource in its limits.
-pub(crate) fn pod_with_limit(name: &str, resource: &str) -> anyhow::Result<Pod> {
-    pod_from(json!({
-        "metadata": { "name": name },
-        "spec": {
-            "containers": [{ "name": "main", "image": IMAGE, "imagePullPolicy": "Never",
-                "resources": { "limits": { resource: "1" } } }],
-            "dnsPolicy": "Default",
-            "terminationGracePeriodSeconds": 1,
-        },
-    }))
-}
-
 /// Capacity of an extended resource on the Node.
 pub(crate) async fn capacity(setup: &Setup, resource: &str) -> anyhow::Result<Option<String>> {
     let nodes = Api::<NodeObject>::all(setup.cluster.client());
     let status = nodes.get(setup.cluster.node(0).name()).await?.status;
     let capacity = status.and_then(|status| status.capacity).unwrap_or_default();
     Ok(capacity.get(resource).map(|quantity| quantity.0.clone()))
-}
-
-/// Waits until the allocatable count of an extended resource is `count`.
-pub(crate) async fn wait_for_allocatable(setup: &Setup, resource: &str, count: &str) -> anyhow::Result<()> {
-    let (resource, count) = (resource.to_owned(), count.to_owned());
-    let met = move |node: Option<&NodeObject>| {
-        let allocatable = node.and_then(|node| node.status.as_ref()?.allocatable.as_ref());
-        let quantity = allocatable.and_then(|all| all.get(&resource));
-        quantity.is_some_and(|quantity| quantity.0 == count)
-    };
-    let nodes = Api::all(setup.cluster.client());
-    setup
-        .wait(nodes, setup.cluster.node(0).name(), "offering devices", met)
-        .await
-        .map(drop)
 }
 
 /// Waits until an inventory is ready and has this many devices, of which `unhealthy` are unhealthy.
@@ -183,18 +153,24 @@ pub(crate) async fn wait_for_inventory(
     devices: u32,
     unhealthy: u32,
 ) -> anyhow::Result<()> {
-    let name = format!("{}.{driver}", setup.cluster.node(0).name());
-    let met = move |inventory: Option<&NodeInventory>| {
-        let status = inventory.and_then(|inventory| inventory.status.as_ref());
-        status.is_some_and(|status| {
-            let ready = |one: &k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition| {
-                one.type_ == "Ready" && one.status == "True"
-            };
-            (status.devices, status.unhealthy) == (devices, unhealthy) && status.conditions.iter().any(ready)
+    setup
+        .until_inventory(driver, move |status| {
+            (status.devices, status.unhealthy) == (devices, unhealthy)
         })
-    };
-    let inventories = Api::all(setup.cluster.client());
-    setup.wait(inventories, &name, "ready", met).await.map(drop)
+        .await
+}
+
+/// Fails if a device node is in two containers, under any name.
+pub(crate) async fn never_in_two(node: Node<'_>) -> anyhow::Result<()> {
+    loop {
+        for (number, containers) in in_containers_by_number(node) {
+            anyhow::ensure!(
+                containers.len() < 2,
+                "{number} is in two containers: {containers:?}"
+            );
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
 }
 
 /// The names below `/dev` in a running pod that begin with `prefix`.

@@ -2,15 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::symlink;
-use std::time::Duration;
 
-use kube::api::{DeleteParams, PostParams};
+use kube::api::DeleteParams;
 
-use crate::harness::Node;
 use crate::kubelet_plugin::helper::{
-    devices_inside, in_containers_by_number, pod_with_limit, wait_for_allocatable, wait_for_inventory,
+    devices_inside, in_containers_by_number, never_in_two, wait_for_inventory,
 };
-use crate::setup::{DRIVER, Setup, is_running};
+use crate::setup::{DRIVER, Setup};
 
 const RESOURCE: &str = "drayman.dev/plugged";
 const CONFIGURATION: &str = "\
@@ -26,19 +24,6 @@ kinds:
 ";
 /// Tests identity by device number alone: this companion cannot query the container runtime.
 const WITHOUT_RUNTIME: &[&str] = &["--container-runtime-socket=/run/drayman-none.sock"];
-
-/// Fails if a device node is in two containers, under any name.
-async fn never_in_two(node: Node<'_>) -> anyhow::Result<()> {
-    loop {
-        for (number, containers) in in_containers_by_number(node) {
-            anyhow::ensure!(
-                containers.len() < 2,
-                "{number} is in two containers: {containers:?}"
-            );
-        }
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
-}
 
 #[tokio::test]
 async fn a_reload_to_links_gives_no_device_node_twice() -> anyhow::Result<()> {
@@ -62,22 +47,17 @@ async fn a_reload_to_links_gives_no_device_node_twice() -> anyhow::Result<()> {
     let controller = setup.controller()?;
     let companion = setup.companion_with(0, CONFIGURATION, WITHOUT_RUNTIME)?;
     wait_for_inventory(&setup, DRIVER, 5, 0).await?;
-    wait_for_allocatable(&setup, RESOURCE, "3").await?;
+    setup.until_allocatable(RESOURCE, "3").await?;
     tokio::select! {
         failed = never_in_two(node) => failed?,
         done = reload(&setup) => done?,
     }
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }
 
 async fn reload(setup: &Setup) -> anyhow::Result<()> {
     for name in ["plugged-1", "plugged-2"] {
-        setup
-            .pods()
-            .create(&PostParams::default(), &pod_with_limit(name, RESOURCE)?)
-            .await?;
+        setup.make_limit_pod(name, RESOURCE).await?;
     }
     for name in ["test-1", "test-2"] {
         setup.make_pod(name).await?;
@@ -85,7 +65,7 @@ async fn reload(setup: &Setup) -> anyhow::Result<()> {
     // The first device stays with its pod: kubelet allocates it first.
     let mut ending = BTreeMap::new();
     for name in ["plugged-1", "plugged-2", "test-1", "test-2"] {
-        setup.wait(setup.pods(), name, "running", is_running()).await?;
+        setup.until_running(name).await?;
         let devices = devices_inside(setup, name, "drayman-").await?;
         if devices[0].ends_with("-b") {
             ending.insert(name, devices);
@@ -96,17 +76,16 @@ async fn reload(setup: &Setup) -> anyhow::Result<()> {
     setup.rewrite_configuration(0, &CONFIGURATION.replace("/dev/drayman-", "/dev/byid/"))?;
     // Devices for claims are listed under both names.
     wait_for_inventory(setup, DRIVER, 7, 6).await?;
-    wait_for_allocatable(setup, RESOURCE, "1").await?;
+    setup.until_allocatable(RESOURCE, "1").await?;
     for name in ending.keys() {
         setup.pods().delete(name, &DeleteParams::default()).await?;
     }
     // The scheduler counts the remaining pod and kubelet its device, so one of three devices is available.
-    wait_for_allocatable(setup, RESOURCE, "2").await?;
-    let next = pod_with_limit("plugged-3", RESOURCE)?;
-    setup.pods().create(&PostParams::default(), &next).await?;
+    setup.until_allocatable(RESOURCE, "2").await?;
+    setup.make_limit_pod("plugged-3", RESOURCE).await?;
     setup.make_pod("test-3").await?;
     for name in ["plugged-3", "test-3"] {
-        setup.wait(setup.pods(), name, "running", is_running()).await?;
+        setup.until_running(name).await?;
     }
     let found = in_containers_by_number(setup.cluster.node(0));
     let pods: BTreeSet<&str> = found

@@ -1,12 +1,10 @@
 //! Less common features of the device plugin API: the plugin watcher, shared devices, CDI names, PreStartContainer; and PodResources.
 
 use drayman::api::crd::{Mode, NodeInventory};
-use kube::api::{Api, PostParams};
+use kube::api::Api;
 
-use crate::kubelet_plugin::helper::{
-    devices_inside, pod_resources, pod_with_limit, wait_for_allocatable, wait_for_inventory,
-};
-use crate::setup::{DRIVER, Setup, is_running};
+use crate::kubelet_plugin::helper::{devices_inside, pod_resources, wait_for_inventory};
+use crate::setup::{DRIVER, Setup};
 
 const RESOURCE: &str = "drayman.dev/shared";
 
@@ -29,15 +27,12 @@ async fn a_shared_device_is_found_by_the_plugin_watcher() -> anyhow::Result<()> 
     node.make_device(device, 1, 5)?;
     let flags = ["--device-plugin-registration=plugin-watcher"];
     let companion = setup.companion_with(0, &configuration(), &flags)?;
-    wait_for_allocatable(&setup, RESOURCE, "3").await?;
+    setup.until_allocatable(RESOURCE, "3").await?;
     for name in ["one", "two"] {
-        setup
-            .pods()
-            .create(&PostParams::default(), &pod_with_limit(name, RESOURCE)?)
-            .await?;
+        setup.make_limit_pod(name, RESOURCE).await?;
     }
     for name in ["one", "two"] {
-        setup.wait(setup.pods(), name, "running", is_running()).await?;
+        setup.until_running(name).await?;
         assert_eq!(
             devices_inside(&setup, name, "drayman-").await?,
             ["drayman-shared-0"]
@@ -82,16 +77,13 @@ async fn a_shared_device_is_found_by_the_plugin_watcher() -> anyhow::Result<()> 
 
     // A restarted kubelet finds the socket by itself.
     node.restart_kubelet().await?;
-    wait_for_allocatable(&setup, RESOURCE, "3").await?;
-    setup
-        .pods()
-        .create(&PostParams::default(), &pod_with_limit("three", RESOURCE)?)
-        .await?;
-    setup.wait(setup.pods(), "three", "running", is_running()).await?;
+    setup.until_allocatable(RESOURCE, "3").await?;
+    setup.make_limit_pod("three", RESOURCE).await?;
+    setup.until_running("three").await?;
 
     // A container whose device is missing is not restarted until the device is back.
     node.remove(device)?;
-    wait_for_allocatable(&setup, RESOURCE, "0").await?;
+    setup.until_allocatable(RESOURCE, "0").await?;
     // A container's first process gets only signals that it handles. It may end this command with it, before the exit code is read.
     let ended = setup
         .cluster
@@ -110,8 +102,7 @@ async fn a_shared_device_is_found_by_the_plugin_watcher() -> anyhow::Result<()> 
     };
     let pods = kube::api::Api::namespaced(setup.cluster.client(), "default");
     setup.wait(pods, "three", "running again", restarted).await?;
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }
 
 /// A device with shares is in as many pods. For a kind with `claims`, the named devices are used through one API and the others through the
@@ -139,7 +130,7 @@ async fn claims_share_a_device_and_a_split_kind_serves_both_apis() -> anyhow::Re
         setup.make_pod(name).await?;
     }
     for name in ["one", "two"] {
-        setup.wait(setup.pods(), name, "running", is_running()).await?;
+        setup.until_running(name).await?;
         assert_eq!(
             devices_inside(&setup, name, "drayman-").await?,
             ["drayman-test-0"]
@@ -148,9 +139,9 @@ async fn claims_share_a_device_and_a_split_kind_serves_both_apis() -> anyhow::Re
     setup.make_pod("three").await?;
     setup.wait_for_event("three", "NoSuitableDevice", "of 1").await?;
     setup.cluster.kubectl(&["delete", "pod", "one"]).await?;
-    setup.wait(setup.pods(), "three", "running", is_running()).await?;
+    setup.until_running("three").await?;
 
-    wait_for_allocatable(&setup, "drayman.dev/split", "1").await?;
+    setup.until_allocatable("drayman.dev/split", "1").await?;
     let name = format!("{}.{DRIVER}", node.name());
     let inventory = Api::<NodeInventory>::all(setup.cluster.client())
         .get(&name)
@@ -169,21 +160,11 @@ async fn claims_share_a_device_and_a_split_kind_serves_both_apis() -> anyhow::Re
             ("drayman-test-0", Mode::Claims, Some(2)),
         ]
     );
-    setup
-        .pods()
-        .create(
-            &PostParams::default(),
-            &pod_with_limit("plugged", "drayman.dev/split")?,
-        )
-        .await?;
-    setup
-        .wait(setup.pods(), "plugged", "running", is_running())
-        .await?;
+    setup.make_limit_pod("plugged", "drayman.dev/split").await?;
+    setup.until_running("plugged").await?;
     assert_eq!(
         devices_inside(&setup, "plugged", "drayman-").await?,
         ["drayman-split-1"]
     );
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }

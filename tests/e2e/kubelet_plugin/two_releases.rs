@@ -12,16 +12,16 @@ use crate::harness::{TIMEOUT, not_run};
 use crate::kubelet_plugin::both_apis::{
     CONFIGURATION, ObservedDevices, PREFIX, RESOURCE, Random, assert_all_free, environment,
 };
-use crate::kubelet_plugin::helper::{
-    devices_inside, pod_with_limit, restarts, wait_for_allocatable, wait_for_inventory,
+use crate::kubelet_plugin::helper::{devices_inside, restarts, wait_for_inventory};
+use crate::pods::{MINORS, make_devices};
+use crate::setup::{
+    DRIVER, PROGRAM, Program, REGISTERED, Setup, is_allocated, pod_with_claim, pod_with_limit,
 };
-use crate::setup::{DRIVER, PROGRAM, Program, Setup, is_allocated, is_running, pod_with_claim};
 
 /// Variable with the path of the other release's program.
 const OTHER: &str = "DRAYMAN_TEST_OTHER_RELEASE";
 /// Number of pods of each sort that must start between two changes.
 const SERVED: usize = 3;
-const MINORS: [u32; 4] = [5, 7, 8, 9];
 
 /// Pods of both sorts that come and go.
 #[derive(Default)]
@@ -143,7 +143,7 @@ impl Release<'_> {
 
     async fn companion(self, setup: &Setup) -> anyhow::Result<Program> {
         let companion = setup.companion_of(self.program, 0, CONFIGURATION, &[])?;
-        companion.logged("kubelet has registered the driver").await?;
+        companion.logged(REGISTERED).await?;
         Ok(companion)
     }
 
@@ -244,9 +244,7 @@ async fn two_releases_serve_pods_side_by_side_in_every_order() -> anyhow::Result
     let setup = Setup::start(1).await?;
     old.definitions(&setup).await?;
     let node = setup.cluster.node(0);
-    for (number, minor) in MINORS.into_iter().enumerate() {
-        node.make_device(format!("/dev/{PREFIX}{number}"), 1, minor)?;
-    }
+    make_devices(node, PREFIX, &MINORS)?;
     setup.make_template(None).await?;
     setup
         .pods()
@@ -255,7 +253,7 @@ async fn two_releases_serve_pods_side_by_side_in_every_order() -> anyhow::Result
     let (traffic, mut watched) = (Traffic::default(), ObservedDevices::default());
     let ((controller, companion), ()) =
         tokio::try_join!(replace_in_every_order(&setup, &traffic, old, new), async {
-            setup.wait(setup.pods(), "stays", "running", is_running()).await?;
+            setup.until_running("stays").await?;
             let device = devices_inside(&setup, "stays", PREFIX).await?;
             let claim = setup.claim_of("stays", "allocated", is_allocated).await?;
             traffic.run(&setup, &mut watched, seed).await?;
@@ -271,9 +269,7 @@ async fn two_releases_serve_pods_side_by_side_in_every_order() -> anyhow::Result
         traffic.limits.get()
     );
     wait_for_inventory(&setup, DRIVER, 4, 0).await?;
-    wait_for_allocatable(&setup, RESOURCE, "4").await?;
+    setup.until_allocatable(RESOURCE, "4").await?;
     assert_all_free(&setup, &mut watched, MINORS.len()).await?;
-    companion.end().await?;
-    controller.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion, controller]).await
 }

@@ -12,7 +12,7 @@ use kube::api::Api;
 use serde_json::{Value, json};
 
 use crate::harness::{IMAGE, STRUCTURED_VERSION, VERSION};
-use crate::setup::{Setup, is_gone, is_running};
+use crate::setup::Setup;
 pub(crate) use prometheus::{Prometheus, free_port};
 use prometheus::{promtool, scrape};
 
@@ -300,7 +300,7 @@ async fn every_query_finds_its_series() -> anyhow::Result<()> {
     // Two pods hold the two devices; a third one waits and is woken up when a device is released.
     for name in ["first", "second"] {
         setup.apply(&pod(name)).await?;
-        setup.wait(setup.pods(), name, "running", is_running()).await?;
+        setup.until_running(name).await?;
     }
     setup.apply(&pod("third")).await?;
     setup.wait_for_event("third", "NoSuitableDevice", "held").await?;
@@ -311,8 +311,8 @@ async fn every_query_finds_its_series() -> anyhow::Result<()> {
         .until(r#"drayman_node_devices{kind="test",health="healthy",owner="claim"} == 2"#)
         .await?;
     setup.cluster.kubectl(&["delete", "pod", "first"]).await?;
-    setup.wait(setup.pods(), "first", "gone", is_gone()).await?;
-    setup.wait(setup.pods(), "third", "running", is_running()).await?;
+    setup.until_pod_gone("first").await?;
+    setup.until_running("third").await?;
 
     for expected in EXPECTED {
         prometheus.until(expected).await?;

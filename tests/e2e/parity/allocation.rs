@@ -14,7 +14,7 @@ use tokio::time::{Duration, sleep, timeout};
 use crate::harness::Cluster;
 use crate::parity::answers::same_form;
 use crate::parity::loops::fixture::{TIMEOUT, make_node, send};
-use crate::parity::server::{JSON, MERGE, compare, run};
+use crate::parity::server::{JSON, MERGE, compare, merged, run};
 
 const RESOURCE: &str = "/apis/resource.k8s.io/v1";
 
@@ -72,13 +72,6 @@ fn request(name: &str, class: &str, fields: &Value) -> Value {
     json!({ "name": name, "exactly": merged(json!({ "deviceClassName": class }), fields) })
 }
 
-fn merged(mut object: Value, fields: &Value) -> Value {
-    for (key, value) in fields.as_object().into_iter().flatten() {
-        object[key] = value.clone();
-    }
-    object
-}
-
 fn device(name: &str, fields: &Value) -> Value {
     merged(json!({ "name": name }), fields)
 }
@@ -93,6 +86,12 @@ fn numbered(devices: &[(&str, i64)]) -> Vec<Value> {
         ),
     };
     devices.iter().map(one).collect()
+}
+
+/// Selects devices by that attribute.
+fn selector(number: i64) -> Value {
+    let attribute = "device.attributes[\"x.dev\"].number";
+    json!({ "selectors": [{ "cel": { "expression": format!("has({attribute}) && {attribute} == {number}") } }] })
 }
 
 impl Fixture {
@@ -170,6 +169,11 @@ impl Fixture {
         self.create("resourceslices", &slice).await
     }
 
+    /// Creates a slice of the node with these devices, in a pool of its own.
+    async fn devices(&self, devices: &[Value]) -> anyhow::Result<()> {
+        self.slice("a", devices, &json!({})).await
+    }
+
     fn pool(&self, name: &str, generation: i64, count: i64) -> Value {
         json!({ "pool": { "name": format!("{}{name}", self.name), "generation": generation, "resourceSliceCount": count } })
     }
@@ -179,6 +183,11 @@ impl Fixture {
         let one = |(name, fields)| request(name, &self.name, fields);
         let requests: Vec<Value> = ["a", "b", "c"].into_iter().zip(fields).map(one).collect();
         json!({ "requests": requests })
+    }
+
+    /// One request of the class with these fields.
+    fn one(&self, fields: Value) -> Value {
+        self.requests(&[fields])
     }
 
     async fn claim(&self, name: &str, devices: &Value) -> anyhow::Result<()> {
@@ -219,6 +228,12 @@ impl Fixture {
         self.until_unschedulable(name).await
     }
 
+    /// Deletes a pod and its claim.
+    async fn end_pod(&self, name: &str) -> anyhow::Result<()> {
+        self.delete("pods", name).await?;
+        self.delete("resourceclaims", name).await
+    }
+
     async fn until(&self, what: &str, plural: &str, holds: impl Fn(&Value) -> bool) -> anyhow::Result<()> {
         let waiting = async {
             loop {
@@ -255,20 +270,14 @@ impl Fixture {
     /// The allocations of the claims, and the reasons of the waiting pods.
     async fn end(&self) -> anyhow::Result<Vec<Value>> {
         let mut result = Vec::new();
-        for claim in self.get("resourceclaims", "").await?["items"]
-            .as_array()
-            .into_iter()
-            .flatten()
-        {
+        let claims = self.get("resourceclaims", "").await?;
+        for claim in claims["items"].as_array().into_iter().flatten() {
             result.push(json!({
                 "claim": claim["metadata"]["name"], "finalizers": claim["metadata"]["finalizers"], "status": claim["status"],
             }));
         }
-        for pod in self.get("pods", "").await?["items"]
-            .as_array()
-            .into_iter()
-            .flatten()
-        {
+        let pods = self.get("pods", "").await?;
+        for pod in pods["items"].as_array().into_iter().flatten() {
             let waits = scheduled(pod).filter(|_| !pod["spec"]["nodeName"].is_string());
             result.push(json!({
                 "pod": pod["metadata"]["name"], "node": pod["spec"]["nodeName"],
@@ -315,7 +324,7 @@ fn devices_are_allocated_in_the_order_of_slices_and_lists() {
         let two = fixture.pool("", 1, 2);
         fixture.slice("b", &numbered(&[("z", 1), ("a", 1)]), &two).await?;
         fixture.slice("a", &numbered(&[("y", 1)]), &two).await?;
-        let one = fixture.requests(&[json!({})]);
+        let one = fixture.one(json!({}));
         for pod in ["first", "second", "third"] {
             fixture.runs(pod, &one).await?;
         }
@@ -326,22 +335,14 @@ fn devices_are_allocated_in_the_order_of_slices_and_lists() {
 #[test]
 fn pools_are_used_in_the_order_of_their_names() {
     both("allocation-pools", async |fixture| {
-        fixture
-            .slice("a", &numbered(&[("x", 1)]), &fixture.pool("-2", 1, 1))
-            .await?;
-        fixture
-            .slice("b", &numbered(&[("y", 1)]), &fixture.pool("-1", 1, 1))
-            .await?;
-        fixture
-            .slice("c", &numbered(&[("z", 1)]), &fixture.pool("-3", 1, 1))
-            .await?;
+        for (slice, device, pool) in [("a", "x", "-2"), ("b", "y", "-1"), ("c", "z", "-3")] {
+            let pool = fixture.pool(pool, 1, 1);
+            fixture.slice(slice, &numbered(&[(device, 1)]), &pool).await?;
+        }
         // All three slices are used.
-        fixture
-            .runs("all", &fixture.requests(&[json!({ "count": 3 })]))
-            .await?;
-        fixture.delete("pods", "all").await?;
-        fixture.delete("resourceclaims", "all").await?;
-        let one = fixture.requests(&[json!({})]);
+        fixture.runs("all", &fixture.one(json!({ "count": 3 }))).await?;
+        fixture.end_pod("all").await?;
+        let one = fixture.one(json!({}));
         fixture.runs("first", &one).await?;
         fixture.runs("second", &one).await
     });
@@ -351,66 +352,45 @@ fn pools_are_used_in_the_order_of_their_names() {
 fn requests_and_claims_of_a_pod_get_different_devices() {
     both("allocation-requests", async |fixture| {
         let devices = [("a", 1), ("b", 2), ("c", 3), ("d", 4), ("e", 5)];
-        fixture.slice("a", &numbered(&devices), &json!({})).await?;
-        let selector = |number: i64| {
-            let expression = format!(
-                "has(device.attributes[\"x.dev\"].number) && device.attributes[\"x.dev\"].number == {number}"
-            );
-            json!({ "selectors": [{ "cel": { "expression": expression } }] })
-        };
+        fixture.devices(&numbered(&devices)).await?;
         // Request b can only have the first device that matches request a.
         fixture
             .claim("one", &fixture.requests(&[json!({ "count": 2 }), selector(1)]))
             .await?;
-        fixture.claim("two", &fixture.requests(&[selector(4)])).await?;
+        fixture.claim("two", &fixture.one(selector(4))).await?;
         fixture.pod("pod", &["one", "two"]).await?;
         fixture.until_bound("pod").await?;
-        fixture.waits("same", &fixture.requests(&[selector(4)])).await?;
-        fixture
-            .waits("many", &fixture.requests(&[json!({ "count": 2 })]))
-            .await?;
-        fixture.waits("none", &fixture.requests(&[selector(9)])).await
+        fixture.waits("same", &fixture.one(selector(4))).await?;
+        fixture.waits("many", &fixture.one(json!({ "count": 2 }))).await?;
+        fixture.waits("none", &fixture.one(selector(9))).await
     });
 }
 
 #[test]
 fn constraints_select_devices_by_an_attribute() {
     both("allocation-constraints", async |fixture| {
-        let devices = [
-            ("a", 1),
-            ("b", 2),
-            ("c", 0),
-            ("d", 2),
-            ("e", 3),
-            ("f", 1),
-            ("g", 4),
-        ];
-        fixture.slice("a", &numbered(&devices), &json!({})).await?;
+        let numbers = [1, 2, 0, 2, 3, 1, 4];
+        let devices: Vec<_> = ["a", "b", "c", "d", "e", "f", "g"]
+            .into_iter()
+            .zip(numbers)
+            .collect();
+        fixture.devices(&numbered(&devices)).await?;
         let with = |requests: Value, constraint: &str| {
-            merged(
-                requests,
-                &json!({ "constraints": [{ constraint: "x.dev/number" }] }),
-            )
+            let constraints = json!({ "constraints": [{ constraint: "x.dev/number" }] });
+            merged(requests, &constraints)
         };
-        let pair = fixture.requests(&[json!({ "count": 2 })]);
+        let pair = fixture.one(json!({ "count": 2 }));
         // The only device with this value is held.
-        let third = json!({ "selectors": [{ "cel": { "expression": "has(device.attributes[\"x.dev\"].number) && device.attributes[\"x.dev\"].number == 3" } }] });
-        fixture.runs("holder", &fixture.requests(&[third])).await?;
+        fixture.runs("holder", &fixture.one(selector(3))).await?;
         fixture
             .runs("match", &with(pair.clone(), "matchAttribute"))
             .await?;
+        let three = fixture.one(json!({ "count": 3 }));
         fixture
-            .waits(
-                "match-three",
-                &with(fixture.requests(&[json!({ "count": 3 })]), "matchAttribute"),
-            )
+            .waits("match-three", &with(three, "matchAttribute"))
             .await?;
-        fixture
-            .runs(
-                "distinct",
-                &with(fixture.requests(&[json!({}), json!({})]), "distinctAttribute"),
-            )
-            .await?;
+        let two = fixture.requests(&[json!({}), json!({})]);
+        fixture.runs("distinct", &with(two, "distinctAttribute")).await?;
         fixture
             .waits("distinct-again", &with(pair, "distinctAttribute"))
             .await
@@ -421,15 +401,14 @@ fn constraints_select_devices_by_an_attribute() {
 fn the_first_alternative_that_fits_is_taken() {
     both("allocation-alternatives", async |fixture| {
         fixture
-            .slice("a", &numbered(&[("a", 1), ("b", 2), ("c", 2)]), &json!({}))
+            .devices(&numbered(&[("a", 1), ("b", 2), ("c", 2)]))
             .await?;
-        let number = |number: i64| json!([{ "cel": { "expression": format!("device.attributes[\"x.dev\"].number == {number}") } }]);
         let alternative = |name: &str, fields: Value| {
             merged(json!({ "name": name, "deviceClassName": fixture.name }), &fields)
         };
         let either = json!({ "requests": [{ "name": "r", "firstAvailable": [
-            alternative("two", json!({ "count": 2, "selectors": number(1) })),
-            alternative("one", json!({ "selectors": number(2) })),
+            alternative("two", merged(selector(1), &json!({ "count": 2 }))),
+            alternative("one", selector(2)),
             alternative("any", json!({})),
         ] }] });
         for pod in ["first", "second", "third"] {
@@ -442,13 +421,11 @@ fn the_first_alternative_that_fits_is_taken() {
 #[test]
 fn all_devices_means_all_that_are_free() {
     both("allocation-all", async |fixture| {
-        fixture
-            .slice("a", &numbered(&[("a", 1), ("b", 2)]), &json!({}))
-            .await?;
-        let all = fixture.requests(&[json!({ "allocationMode": "All" })]);
+        fixture.devices(&numbered(&[("a", 1), ("b", 2)])).await?;
+        let all = fixture.one(json!({ "allocationMode": "All" }));
         fixture.runs("all", &all).await?;
         fixture.waits("again", &all).await?;
-        let one = fixture.requests(&[json!({})]);
+        let one = fixture.one(json!({}));
         fixture.waits("one", &one).await?;
         fixture.delete("pods", "again").await?;
         fixture.delete("pods", "all").await?;
@@ -461,17 +438,15 @@ fn all_devices_means_all_that_are_free() {
 #[test]
 fn admin_access_takes_held_devices_and_holds_none() {
     both("allocation-admin", async |fixture| {
-        fixture
-            .slice("a", &numbered(&[("a", 1), ("b", 2)]), &json!({}))
-            .await?;
-        let one = fixture.requests(&[json!({})]);
+        fixture.devices(&numbered(&[("a", 1), ("b", 2)])).await?;
+        let one = fixture.one(json!({}));
         fixture.runs("holder", &one).await?;
-        let all = fixture.requests(&[json!({ "allocationMode": "All", "adminAccess": true })]);
+        let all = fixture.one(json!({ "allocationMode": "All", "adminAccess": true }));
         fixture.runs("admin", &all).await?;
         fixture.runs("beside", &one).await?;
         fixture.waits("none", &one).await?;
         fixture
-            .runs("another", &fixture.requests(&[json!({ "adminAccess": true })]))
+            .runs("another", &fixture.one(json!({ "adminAccess": true })))
             .await
     });
 }
@@ -489,27 +464,21 @@ fn tainted_devices_go_to_claims_that_tolerate_them() {
             tainted("c", "None"),
             device("d", &json!({})),
         ];
-        fixture.slice("a", &devices, &json!({})).await?;
-        let one = fixture.requests(&[json!({})]);
+        fixture.devices(&devices).await?;
+        let one = fixture.one(json!({}));
         fixture.runs("first", &one).await?;
         fixture.runs("second", &one).await?;
         fixture.waits("third", &one).await?;
-        let tolerates = |toleration: Value| fixture.requests(&[json!({ "tolerations": [toleration] })]);
-        fixture
-            .waits(
-                "other-value",
-                &tolerates(json!({ "key": "x.dev/bad", "value": "w" })),
-            )
-            .await?;
-        fixture
-            .runs(
-                "effect",
-                &tolerates(json!({ "key": "x.dev/bad", "operator": "Exists", "effect": "NoExecute" })),
-            )
-            .await?;
-        fixture
-            .runs("value", &tolerates(json!({ "key": "x.dev/bad", "value": "v" })))
-            .await
+        let tolerates = |fields: Value| {
+            let toleration = merged(json!({ "key": "x.dev/bad" }), &fields);
+            fixture.one(json!({ "tolerations": [toleration] }))
+        };
+        let other_value = tolerates(json!({ "value": "w" }));
+        fixture.waits("other-value", &other_value).await?;
+        let effect = tolerates(json!({ "operator": "Exists", "effect": "NoExecute" }));
+        fixture.runs("effect", &effect).await?;
+        let value = tolerates(json!({ "value": "v" }));
+        fixture.runs("value", &value).await
     });
 }
 
@@ -518,28 +487,24 @@ fn a_device_with_shares_serves_as_many_claims_as_it_has() {
     both("allocation-shares", async |fixture| {
         let policy = json!({ "default": "1", "validRange": { "min": "1", "max": "1" } });
         let memory = json!({ "default": "1Gi", "validRange": { "min": "1Gi", "step": "1Gi" } });
-        let devices = [
+        let shared = |name: &str, capacity: Value| {
             device(
-                "a",
-                &json!({ "allowMultipleAllocations": true, "capacity": {
-                "x.dev/shares": { "value": "3", "requestPolicy": policy } } }),
-            ),
-            device(
-                "b",
-                &json!({ "allowMultipleAllocations": true, "capacity": {
-                "x.dev/memory": { "value": "4Gi", "requestPolicy": memory } } }),
-            ),
-        ];
-        fixture.slice("a", &devices, &json!({})).await?;
-        let one = fixture.requests(&[json!({})]);
+                name,
+                &json!({ "allowMultipleAllocations": true, "capacity": capacity }),
+            )
+        };
+        let shares = json!({ "x.dev/shares": { "value": "3", "requestPolicy": policy } });
+        let memory = json!({ "x.dev/memory": { "value": "4Gi", "requestPolicy": memory } });
+        let devices = [shared("a", shares), shared("b", memory)];
+        fixture.devices(&devices).await?;
+        let one = fixture.one(json!({}));
         fixture.runs("one", &one).await?;
         // Two requests of one claim can get one device.
         fixture
             .runs("two", &fixture.requests(&[json!({}), json!({})]))
             .await?;
-        let memory = |amount: &str| {
-            fixture.requests(&[json!({ "capacity": { "requests": { "x.dev/memory": amount } } })])
-        };
+        let memory =
+            |amount: &str| fixture.one(json!({ "capacity": { "requests": { "x.dev/memory": amount } } }));
         fixture.waits("too-much", &memory("5Gi")).await?;
         // Rounded up to a step.
         fixture.runs("some", &memory("1500Mi")).await?;
@@ -554,17 +519,14 @@ fn pools_that_are_not_complete_are_not_used() {
     both("allocation-incomplete", async |fixture| {
         let pool = |generation, count| fixture.pool("", generation, count);
         fixture.slice("a", &numbered(&[("old", 1)]), &pool(1, 1)).await?;
-        let one = fixture.requests(&[json!({})]);
+        let one = fixture.one(json!({}));
         fixture.runs("first", &one).await?;
-        fixture
-            .slice("b", &numbered(&[("new", 1), ("newer", 1)]), &pool(2, 2))
-            .await?;
-        fixture.delete("pods", "first").await?;
-        fixture.delete("resourceclaims", "first").await?;
+        let new = numbered(&[("new", 1), ("newer", 1)]);
+        fixture.slice("b", &new, &pool(2, 2)).await?;
+        fixture.end_pod("first").await?;
         fixture.waits("second", &one).await?;
-        fixture
-            .slice("c", &numbered(&[("newest", 1)]), &pool(2, 2))
-            .await?;
+        let newest = numbered(&[("newest", 1)]);
+        fixture.slice("c", &newest, &pool(2, 2)).await?;
         fixture.until_bound("second").await
     });
 }
@@ -579,12 +541,9 @@ fn an_allocation_names_the_nodes_that_reach_its_devices() {
             let fields = merged(fields, &fixture.pool(&format!("-{suffix}"), 1, 1));
             fixture.slice(suffix, &numbered(&[(suffix, 1)]), &fields).await?;
         }
-        fixture
-            .runs("three", &fixture.requests(&[json!({ "count": 3 })]))
-            .await?;
-        fixture.delete("pods", "three").await?;
-        fixture.delete("resourceclaims", "three").await?;
-        let one = fixture.requests(&[json!({})]);
+        fixture.runs("three", &fixture.one(json!({ "count": 3 }))).await?;
+        fixture.end_pod("three").await?;
+        let one = fixture.one(json!({}));
         for pod in ["first", "second", "third"] {
             fixture.runs(pod, &one).await?;
         }
@@ -595,9 +554,7 @@ fn an_allocation_names_the_nodes_that_reach_its_devices() {
 #[test]
 fn configurations_of_class_and_claim_reach_the_allocation() {
     both("allocation-config", async |fixture| {
-        fixture
-            .slice("a", &numbered(&[("a", 1), ("b", 1)]), &json!({}))
-            .await?;
+        fixture.devices(&numbered(&[("a", 1), ("b", 1)])).await?;
         let opaque = |value: &str| json!({ "driver": fixture.driver(), "parameters": { "of": value } });
         let class = format!("{}-configured", fixture.name);
         fixture
@@ -617,17 +574,12 @@ fn configurations_of_class_and_claim_reach_the_allocation() {
 #[test]
 fn a_claim_waits_for_its_class() {
     both("allocation-class", async |fixture| {
-        fixture.slice("a", &numbered(&[("a", 1)]), &json!({})).await?;
+        fixture.devices(&numbered(&[("a", 1)])).await?;
         let later = format!("{}-later", fixture.name);
-        fixture
-            .waits("pod", &json!({ "requests": [request("a", &later, &json!({}))] }))
-            .await?;
-        fixture
-            .waits(
-                "stays",
-                &json!({ "requests": [request("a", "allocation-class-never", &json!({}))] }),
-            )
-            .await?;
+        for (pod, class) in [("pod", &*later), ("stays", "allocation-class-never")] {
+            let devices = json!({ "requests": [request("a", class, &json!({}))] });
+            fixture.waits(pod, &devices).await?;
+        }
         fixture.class(&later, &json!({})).await?;
         fixture.until_bound("pod").await
     });
@@ -636,10 +588,8 @@ fn a_claim_waits_for_its_class() {
 #[test]
 fn claims_live_as_long_as_their_pods_or_longer() {
     both("allocation-life", async |fixture| {
-        fixture
-            .slice("a", &numbered(&[("a", 1), ("b", 1)]), &json!({}))
-            .await?;
-        let one = fixture.requests(&[json!({})]);
+        fixture.devices(&numbered(&[("a", 1), ("b", 1)])).await?;
+        let one = fixture.one(json!({}));
         let template = json!({
             "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate",
             "metadata": { "name": "t" }, "spec": { "spec": { "devices": one } },
@@ -665,13 +615,8 @@ fn claims_live_as_long_as_their_pods_or_longer() {
         let entries = json!([{ "name": "made", "resourceClaimTemplateName": "t" }]);
         fixture.pod_of("third", &entries).await?;
         fixture.until_bound("third").await?;
-        fixture
-            .patch(
-                "pods",
-                "third/status",
-                &json!({ "status": { "phase": "Succeeded" } }),
-            )
-            .await?;
+        let done = json!({ "status": { "phase": "Succeeded" } });
+        fixture.patch("pods", "third/status", &done).await?;
         let is_alone = |claims: &Value| claims["items"].as_array().is_some_and(|items| items.len() == 1);
         fixture
             .until("the claim of the template is gone", "resourceclaims", is_alone)

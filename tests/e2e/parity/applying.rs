@@ -3,33 +3,22 @@
 use serde_json::{Value, json};
 
 use crate::parity::custom::{INVENTORIES, define};
-use crate::parity::server::{APPLY, CLAIMS, CONTEXTS, JSON, MERGE, both};
-
-const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
-
-/// Code and reason of an error whose message comes from a parser.
-fn short(answer: &(u16, Value)) -> Value {
-    json!([answer.0, answer.1["reason"], answer.1["status"]])
-}
+use crate::parity::server::{APPLY, CLAIMS, CONTEXTS, MAPS, MERGE, both, code_and_reason};
 
 #[test]
 fn a_configuration_of_another_object_is_refused() {
     both("applying-bodies", async |server| {
         let path = format!("{MAPS}/a?fieldManager=x");
-        let map = |rest: Value| {
-            let mut map = json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "a" } });
-            json_patch_merge(&mut map, &rest);
-            map.to_string()
-        };
+        let text = |rest: Value| map(rest).to_string();
         let bodies = [
             "7".to_owned(),
             "[]".to_owned(),
             "\"x\"".to_owned(),
             "a: [".to_owned(),
-            map(json!({ "data": 7 })),
-            map(json!({ "data": { "a": 7 } })),
-            map(json!({ "metadata": { "labels": 7 } })),
-            map(json!({ "metadata": { "finalizers": ["a/b", "a/b"] } })),
+            text(json!({ "data": 7 })),
+            text(json!({ "data": { "a": 7 } })),
+            text(json!({ "metadata": { "labels": 7 } })),
+            text(json!({ "metadata": { "finalizers": ["a/b", "a/b"] } })),
         ];
         let invalid = [
             String::new(),
@@ -39,44 +28,41 @@ fn a_configuration_of_another_object_is_refused() {
             r#"{"kind":"ConfigMap"}"#.to_owned(),
             r#"{"apiVersion":"v1","kind":"Pod","metadata":{"name":"a"}}"#.to_owned(),
             r#"{"apiVersion":"v1","kind":"ConfigMap"}"#.to_owned(),
-            map(json!({ "metadata": { "name": "other" } })),
-            map(json!({ "metadata": { "namespace": "other" } })),
-            map(json!({ "dat": { "x": "y" } })),
-            map(json!({ "metadata": { "color": "red" } })),
-            map(json!({ "metadata": { "managedFields": [{ "manager": "x" }] } })),
+            text(json!({ "metadata": { "name": "other" } })),
+            text(json!({ "metadata": { "namespace": "other" } })),
+            text(json!({ "dat": { "x": "y" } })),
+            text(json!({ "metadata": { "color": "red" } })),
+            text(json!({ "metadata": { "managedFields": [{ "manager": "x" }] } })),
         ];
         // First the object does not exist, then it does.
         for _ in 0..2 {
             for body in &bodies {
-                let answer = server.send("PATCH", &path, APPLY, body.clone().into()).await?;
-                server.note(json!({ body: short(&answer) }));
+                let answer = server.send_text("PATCH", &path, APPLY, body).await?;
+                server.note(json!({ body: code_and_reason(&answer) }));
             }
             for body in &invalid {
-                let (code, answer) = server.send("PATCH", &path, APPLY, body.clone().into()).await?;
+                let (code, answer) = server.send_text("PATCH", &path, APPLY, body).await?;
                 // The name may be omitted for an existing object; the answer then is that object.
                 let expected_answer = if code < 300 { json!(null) } else { answer };
                 server.note(json!([body, code, expected_answer]));
             }
             server
-                .patch(
-                    &path,
-                    APPLY,
-                    &serde_json::from_str(&map(json!({ "data": { "a": "b" } })))?,
-                )
+                .patch(&path, APPLY, &map(json!({ "data": { "a": "b" } })))
                 .await?;
         }
-        let stale = map(json!({ "metadata": { "resourceVersion": "5" } }));
-        server.patch(&path, APPLY, &serde_json::from_str(&stale)?).await?;
-        let stale = stale.replace("\"a\"", "\"new\"");
-        server
-            .patch(
-                &format!("{MAPS}/new?fieldManager=x"),
-                APPLY,
-                &serde_json::from_str(&stale)?,
-            )
-            .await?;
-        Ok(())
+        let mut stale = map(json!({ "metadata": { "resourceVersion": "5" } }));
+        server.patch(&path, APPLY, &stale).await?;
+        stale["metadata"]["name"] = "new".into();
+        let path = format!("{MAPS}/new?fieldManager=x");
+        server.patch(&path, APPLY, &stale).await.map(drop)
     });
+}
+
+/// A map with these fields.
+fn map(rest: Value) -> Value {
+    let mut map = json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "a" } });
+    json_patch_merge(&mut map, &rest);
+    map
 }
 
 /// A simple merge patch.
@@ -117,47 +103,27 @@ fn an_unreadable_configuration_is_refused_for_any_kind() {
             })
         };
         let device = json!({ "name": "a", "kind": "k", "mode": "claims" });
-        server
-            .create(
-                CONTEXTS,
-                &json!({ "metadata": { "name": "p" }, "spec": { "potentialNodes": ["a"] } }),
-            )
-            .await?;
+        let made = json!({ "metadata": { "name": "p" }, "spec": { "potentialNodes": ["a"] } });
+        server.create(CONTEXTS, &made).await?;
+        let of_context = &format!("{CONTEXTS}/p/status");
+        let of_claim = &format!("{CLAIMS}/c");
+        let of_inventory = &format!("{INVENTORIES}/applying.drayman.dev");
         for (path, configuration) in [
+            (of_context, context(json!([{ "name": "a" }, { "name": "a" }]))),
+            (of_context, context(json!([{ "unsuitableNodes": ["x"] }]))),
+            (of_context, context(json!([7]))),
+            (of_context, context(json!([{ "name": "a", "color": 1 }]))),
+            (of_claim, claim(json!({ "resourceClassName": "t", "color": "x" }))),
+            (of_inventory, inventory(json!({ "devices": [device, device] }))),
             (
-                format!("{CONTEXTS}/p/status"),
-                context(json!([{ "name": "a" }, { "name": "a" }])),
-            ),
-            (
-                format!("{CONTEXTS}/p/status"),
-                context(json!([{ "unsuitableNodes": ["x"] }])),
-            ),
-            (format!("{CONTEXTS}/p/status"), context(json!([7]))),
-            (
-                format!("{CONTEXTS}/p/status"),
-                context(json!([{ "name": "a", "color": 1 }])),
-            ),
-            (
-                format!("{CLAIMS}/c"),
-                claim(json!({ "resourceClassName": "t", "color": "x" })),
-            ),
-            (
-                format!("{INVENTORIES}/applying.drayman.dev"),
-                inventory(json!({ "devices": [device, device] })),
-            ),
-            (
-                format!("{INVENTORIES}/applying.drayman.dev"),
+                of_inventory,
                 inventory(json!({ "devices": [{ "kind": "k", "mode": "claims" }] })),
             ),
-            (
-                format!("{INVENTORIES}/applying.drayman.dev"),
-                inventory(json!({ "color": 1 })),
-            ),
+            (of_inventory, inventory(json!({ "color": 1 }))),
         ] {
             for validation in ["", "&fieldValidation=Ignore"] {
                 let path = format!("{path}?fieldManager=x{validation}");
-                let body = configuration.to_string().into_bytes();
-                let answer = server.send("PATCH", &path, APPLY, body).await?;
+                let answer = server.send("PATCH", &path, APPLY, &configuration).await?;
                 let sentence = answer.1["message"].as_str().unwrap_or_default().to_owned();
                 // The real path identifies an element by its key, ours by its index.
                 let sentence = if sentence.contains("].") {
@@ -165,32 +131,21 @@ fn an_unreadable_configuration_is_refused_for_any_kind() {
                 } else {
                     sentence.into()
                 };
-                server.note(json!([path, short(&answer), sentence]));
+                server.note(json!([path, code_and_reason(&answer), sentence]));
             }
         }
         for (path, configuration) in [
-            (format!("{CONTEXTS}/p/status"), context(json!(7))),
-            (format!("{CONTEXTS}/p/status"), context(json!([{ "name": 7 }]))),
-            (format!("{CLAIMS}/c"), claim(json!({ "resourceClassName": 7 }))),
-            (
-                format!("{INVENTORIES}/applying.drayman.dev"),
-                inventory(json!({ "nodeName": 7 })),
-            ),
+            (of_context, context(json!(7))),
+            (of_context, context(json!([{ "name": 7 }]))),
+            (of_claim, claim(json!({ "resourceClassName": 7 }))),
+            (of_inventory, inventory(json!({ "nodeName": 7 }))),
         ] {
             let path = format!("{path}?fieldManager=x");
-            let body = configuration.to_string().into_bytes();
-            let answer = server.send("PATCH", &path, APPLY, body).await?;
-            server.note(json!([path, short(&answer)]));
+            let answer = server.send("PATCH", &path, APPLY, &configuration).await?;
+            server.note(json!([path, code_and_reason(&answer)]));
         }
-        let missing = server
-            .send(
-                "GET",
-                &format!("{INVENTORIES}/applying.drayman.dev"),
-                JSON,
-                Vec::new(),
-            )
-            .await?;
-        server.note(short(&missing));
+        let missing = server.peek(of_inventory).await?;
+        server.note(code_and_reason(&missing));
         Ok(())
     });
 }
@@ -198,33 +153,17 @@ fn an_unreadable_configuration_is_refused_for_any_kind() {
 #[test]
 fn a_field_belongs_to_whoever_has_written_it_last() {
     both("applying-owners", async |server| {
-        let map = |rest: Value| {
-            let mut map = json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "a" } });
-            json_patch_merge(&mut map, &rest);
-            map
-        };
         let at = format!("{MAPS}/a");
         let as_manager = |name: &str, more: &str| format!("{at}?fieldManager={name}{more}");
         let labels = json!({ "labels": { "l": "1", "m": "2" } });
-        server
-            .create(
-                MAPS,
-                &map(json!({ "metadata": labels, "data": { "a": "1", "b": "2" } })),
-            )
-            .await?;
+        let made = map(json!({ "metadata": labels, "data": { "a": "1", "b": "2" } }));
+        server.create(MAPS, &made).await?;
         // An equal value is shared, a different one is a conflict, and force changes the owner.
         let same = map(json!({ "data": { "a": "1" } }));
         server.patch(&as_manager("x", ""), APPLY, &same).await?;
         let other = map(json!({ "data": { "a": "3", "c": "4" }, "metadata": { "labels": { "l": "1" } } }));
-        server
-            .send(
-                "PATCH",
-                &as_manager("x", ""),
-                APPLY,
-                other.to_string().into_bytes(),
-            )
-            .await
-            .map(|(code, _)| server.note(json!(code)))?;
+        let (code, _) = server.send("PATCH", &as_manager("x", ""), APPLY, &other).await?;
+        server.note(json!(code));
         server
             .patch(&as_manager("x", "&force=true"), APPLY, &other)
             .await?;
@@ -237,12 +176,14 @@ fn a_field_belongs_to_whoever_has_written_it_last() {
         // An update without managedFields also has a manager.
         let whole =
             map(json!({ "data": { "a": "3", "e": "7" }, "metadata": { "finalizers": ["a/b", "c/d"] } }));
-        server.ask("PUT", &as_manager("z", ""), JSON, &whole).await?;
-        server.ask("PUT", &as_manager("w", ""), JSON, &whole).await?;
+        server.put(&as_manager("z", ""), &whole).await?;
+        server.put(&as_manager("w", ""), &whole).await?;
         let emptied = json!({ "metadata": { "finalizers": null }, "data": null });
         server.patch(&as_manager("w", ""), MERGE, &emptied).await?;
-        server.patch(&as_manager("x", ""), APPLY, &map(json!({}))).await?;
-        Ok(())
+        server
+            .patch(&as_manager("x", ""), APPLY, &map(json!({})))
+            .await
+            .map(drop)
     });
 }
 
@@ -274,15 +215,12 @@ fn a_claim_s_fields_belong_to_those_who_write_them() {
             .patch(&format!("{at}?fieldManager=somebody"), MERGE, &labelled)
             .await?;
         let free = json!({ "status": { "reservedFor": null } });
+        let emptied = json!({ "metadata": { "finalizers": null } });
         server
             .patch(&format!("{at}/status?fieldManager=driver"), MERGE, &free)
             .await?;
         server
-            .patch(
-                &format!("{at}?fieldManager=somebody"),
-                MERGE,
-                &json!({ "metadata": { "finalizers": null } }),
-            )
+            .patch(&format!("{at}?fieldManager=somebody"), MERGE, &emptied)
             .await
             .map(drop)
     });

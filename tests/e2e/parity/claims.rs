@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::parity::server::{
-    CLAIMS, JSON, JSON_PATCH, MERGE, STRATEGIC, Server, both, both_but_managers, uid, version,
+    CLAIMS, JSON_PATCH, MERGE, STRATEGIC, Server, both, both_but_managers, uid, version,
 };
 
 const FINALIZER: &str = "drayman.dev/deletion-protection";
@@ -42,6 +42,10 @@ fn allocation(uid: &str, reserved_for: &Value) -> Value {
             "reservedFor": reserved_for,
         },
     })
+}
+
+fn reserve(consumers: Value) -> Value {
+    json!({ "status": { "reservedFor": consumers } })
 }
 
 async fn allocated(server: &mut Server, name: &str) -> anyhow::Result<Value> {
@@ -128,14 +132,8 @@ fn an_allocation_is_cleared_by_a_patch_that_tests_what_was_seen() {
         server.patch(&status_of("c"), JSON_PATCH, &only).await?;
         let request = json!({ "status": { "reservedFor": null, "deallocationRequested": true } });
         server.patch(&status_of("c"), MERGE, &request).await?;
-        server.patch(&status_of("c"), JSON_PATCH, &clear("7d0a")).await?;
-        server
-            .patch(&status_of("c"), JSON_PATCH, &clear(&uid(&made)))
-            .await?;
-        server
-            .patch(&status_of("c"), JSON_PATCH, &clear(&uid(&made)))
-            .await
-            .map(drop)
+        let clears = [clear("7d0a"), clear(&uid(&made)), clear(&uid(&made))];
+        server.patch_each(&status_of("c"), JSON_PATCH, clears).await
     });
 }
 
@@ -143,35 +141,16 @@ fn an_allocation_is_cleared_by_a_patch_that_tests_what_was_seen() {
 fn status_and_spec_of_a_claim_have_separate_endpoints() {
     // A manager that sends labels to the status endpoint owns them, although they are not stored.
     both_but_managers("claim-endpoints", async |server| {
-        let made = server.create(CLAIMS, &claim("c")).await?;
+        server.create(CLAIMS, &claim("c")).await?;
         let everything = json!({
             "metadata": { "finalizers": [FINALIZER], "labels": { "a": "b" }, "annotations": { "c": "d" } },
             "status": { "allocation": {}, "driverName": "drayman.dev" },
         });
         server.patch(&status_of("c"), MERGE, &everything).await?;
-        server
-            .patch(
-                &at("c"),
-                MERGE,
-                &json!({ "metadata": { "labels": { "a": "b" } }, "status": { "driverName": "x" } }),
-            )
-            .await?;
-        server
-            .patch(
-                &at("c"),
-                MERGE,
-                &json!({ "spec": { "resourceClassName": "other" } }),
-            )
-            .await?;
-        server
-            .patch(
-                &status_of("c"),
-                MERGE,
-                &json!({ "spec": { "resourceClassName": "other" } }),
-            )
-            .await?;
-        let _ = made;
-        Ok(())
+        let labels = json!({ "metadata": { "labels": { "a": "b" } }, "status": { "driverName": "x" } });
+        let spec = json!({ "spec": { "resourceClassName": "other" } });
+        server.patch_each(&at("c"), MERGE, [labels, spec.clone()]).await?;
+        server.patch(&status_of("c"), MERGE, &spec).await.map(drop)
     });
 }
 
@@ -179,71 +158,32 @@ fn status_and_spec_of_a_claim_have_separate_endpoints() {
 fn reservations_are_limited_and_checked() {
     both("claim-reservations", async |server| {
         server.create(CLAIMS, &claim("c")).await?;
-        let reserve = |consumers: Value| json!({ "status": { "reservedFor": consumers } });
+        let of_status = |fields: Value| json!({ "status": fields });
         let at = status_of("c");
-        server.patch(&at, MERGE, &reserve(json!([consumer(1)]))).await?;
-        server
-            .patch(
-                &at,
-                MERGE,
-                &json!({ "status": { "allocation": { "shareable": true } } }),
-            )
-            .await?;
-        let shared = json!({ "status": { "allocation": { "shareable": true }, "driverName": "d" } });
-        server.patch(&at, MERGE, &shared).await?;
-        server
-            .patch(&at, MERGE, &reserve(json!([consumer(1), consumer(2)])))
-            .await?;
+        let patches = [
+            reserve(json!([consumer(1)])),
+            of_status(json!({ "allocation": { "shareable": true } })),
+            of_status(json!({ "allocation": { "shareable": true }, "driverName": "d" })),
+            reserve(json!([consumer(1), consumer(2)])),
+        ];
+        server.patch_each(&at, MERGE, patches).await?;
         // A strategic merge patch merges entries by uid.
-        server
-            .patch(&at, STRATEGIC, &reserve(json!([consumer(3)])))
-            .await?;
-        server
-            .patch(
-                &at,
-                STRATEGIC,
-                &reserve(json!([{ "$patch": "delete", "uid": "u-1" }])),
-            )
-            .await?;
-        server
-            .patch(&at, MERGE, &reserve(json!([consumer(1), consumer(1)])))
-            .await?;
-        server
-            .patch(
-                &at,
-                MERGE,
-                &reserve(json!([{ "resource": "pods", "name": "p", "uid": "" }])),
-            )
-            .await?;
-        server
-            .patch(&at, MERGE, &reserve((0..33).map(consumer).collect()))
-            .await?;
-        server
-            .patch(
-                &at,
-                MERGE,
-                &json!({ "status": { "deallocationRequested": true } }),
-            )
-            .await?;
-        server
-            .patch(
-                &at,
-                MERGE,
-                &json!({ "status": { "deallocationRequested": true, "reservedFor": null } }),
-            )
-            .await?;
-        server.patch(&at, MERGE, &reserve(json!([consumer(1)]))).await?;
-        server
-            .patch(
-                &at,
-                MERGE,
-                &json!({ "status": { "deallocationRequested": false } }),
-            )
-            .await?;
-        server
-            .patch(&at, MERGE, &json!({ "status": { "allocation": null } }))
-            .await
-            .map(drop)
+        let entries = [
+            json!([consumer(3)]),
+            json!([{ "$patch": "delete", "uid": "u-1" }]),
+        ];
+        server.patch_each(&at, STRATEGIC, entries.map(reserve)).await?;
+        let patches = [
+            reserve(json!([consumer(1), consumer(1)])),
+            reserve(json!([{ "resource": "pods", "name": "p", "uid": "" }])),
+            reserve((0..33).map(consumer).collect()),
+            of_status(json!({ "deallocationRequested": true })),
+            of_status(json!({ "deallocationRequested": true, "reservedFor": null })),
+            reserve(json!([consumer(1)])),
+            of_status(json!({ "deallocationRequested": false })),
+            of_status(json!({ "allocation": null })),
+        ];
+        server.patch_each(&at, MERGE, patches).await
     });
 }
 
@@ -251,7 +191,7 @@ fn reservations_are_limited_and_checked() {
 fn only_a_shareable_claim_is_reserved_twice() {
     both("claim-sharing", async |server| {
         allocated(server, "c").await?;
-        let two = json!({ "status": { "reservedFor": [consumer(1), consumer(2)] } });
+        let two = reserve(json!([consumer(1), consumer(2)]));
         server.patch(&status_of("c"), MERGE, &two).await.map(drop)
     });
 }
@@ -261,29 +201,16 @@ fn a_finalizer_keeps_a_deleted_claim_until_it_is_removed() {
     both("claim-deletion", async |server| {
         let made = allocated(server, "c").await?;
         let path = at("c");
-        server
-            .patch(
-                &path,
-                STRATEGIC,
-                &json!({ "metadata": { "finalizers": [FINALIZER] } }),
-            )
-            .await?;
+        let protect = |finalizer: &str| json!({ "metadata": { "finalizers": [finalizer] } });
+        server.patch(&path, STRATEGIC, &protect(FINALIZER)).await?;
         server.delete(&path).await?;
         server.delete(&path).await?;
-        server
-            .patch(
-                &path,
-                STRATEGIC,
-                &json!({ "metadata": { "finalizers": ["other.dev/x"] } }),
-            )
-            .await?;
-        let two = json!({ "status": { "reservedFor": [consumer(2)] } });
+        server.patch(&path, STRATEGIC, &protect("other.dev/x")).await?;
+        let two = reserve(json!([consumer(2)]));
         server.patch(&status_of("c"), MERGE, &two).await?;
         let remove =
             json!({ "metadata": { "uid": uid(&made), "$deleteFromPrimitiveList/finalizers": [FINALIZER] } });
-        let (code, _) = server
-            .send("PATCH", &path, STRATEGIC, remove.to_string().into_bytes())
-            .await?;
+        let (code, _) = server.send("PATCH", &path, STRATEGIC, &remove).await?;
         server.note(json!(code));
         server.get(&path).await?;
         // Without a finalizer, an allocated claim is deleted at once.
@@ -300,16 +227,16 @@ fn handles_and_selectors_of_an_allocation_are_checked() {
         server.create(CLAIMS, &claim("c")).await?;
         let write = |allocation: Value| json!({ "status": { "driverName": "drayman.dev", "allocation": allocation } });
         let handle = json!({ "driverName": "drayman.dev", "data": "x" });
-        for allocation in [
+        let allocations = [
             json!({ "resourceHandles": vec![handle.clone(); 33] }),
             json!({ "resourceHandles": [{ "driverName": "drayman.dev", "data": "x".repeat(16 * 1024 + 1) }] }),
             json!({ "resourceHandles": [{ "data": "x" }] }),
             json!({ "availableOnNodes": { "nodeSelectorTerms": [] } }),
             json!({ "resourceHandles": [handle] }),
-        ] {
-            server.patch(&status_of("c"), MERGE, &write(allocation)).await?;
-        }
-        Ok(())
+        ];
+        server
+            .patch_each(&status_of("c"), MERGE, allocations.map(write))
+            .await
     });
 }
 
@@ -329,6 +256,6 @@ fn a_spec_is_checked_and_immutable() {
         let made = server.create(CLAIMS, &claim("c")).await?;
         let mut changed = made.clone();
         changed["spec"]["allocationMode"] = "Immediate".into();
-        server.ask("PUT", &at("c"), JSON, &changed).await.map(drop)
+        server.put(&at("c"), &changed).await.map(drop)
     });
 }

@@ -46,42 +46,20 @@ fn each_manager_has_entries_of_its_own() {
         let stored = server.patch(&ours, APPLY, &first).await?;
         let again = server.patch(&ours, APPLY, &first).await?;
         assert_eq!(version(&stored), version(&again));
-        server
-            .patch(
-                &theirs,
-                APPLY,
-                &entries(Some(&of), &json!([{ "name": "z", "unsuitableNodes": ["a"] }])),
-            )
-            .await?;
         // Entries that are no longer applied are removed; those of other managers stay.
-        server
-            .patch(
-                &ours,
-                APPLY,
-                &entries(Some(&of), &json!([{ "name": "y", "unsuitableNodes": [] }])),
-            )
-            .await?;
-        server
-            .patch(&theirs, APPLY, &entries(Some(&of), &json!([])))
-            .await?;
-        let _ = server
-            .patch(
-                &as_manager("third", false),
-                APPLY,
-                &entries(None, &json!([{ "name": "y", "unsuitableNodes": ["b"] }])),
-            )
-            .await?;
-        server
-            .patch(
-                &as_manager("third", true),
-                APPLY,
-                &entries(None, &json!([{ "name": "y", "unsuitableNodes": ["b"] }])),
-            )
-            .await?;
-        server
-            .patch(&ours, APPLY, &entries(None, &json!([])))
-            .await
-            .map(drop)
+        let applied = |name: &str, nodes: Value| json!([{ "name": name, "unsuitableNodes": nodes }]);
+        let (third, forced) = (as_manager("third", false), as_manager("third", true));
+        for (manager, uid, applied) in [
+            (&theirs, Some(&*of), applied("z", json!(["a"]))),
+            (&ours, Some(&*of), applied("y", json!([]))),
+            (&theirs, Some(&*of), json!([])),
+            (&third, None, applied("y", json!(["b"]))),
+            (&forced, None, applied("y", json!(["b"]))),
+            (&ours, None, json!([])),
+        ] {
+            server.patch(manager, APPLY, &entries(uid, &applied)).await?;
+        }
+        Ok(())
     });
 }
 
@@ -119,26 +97,16 @@ fn lists_of_nodes_are_limited_and_checked() {
         server.create(CONTEXTS, &context).await?;
         let ours = as_manager("drayman.dev", true);
         for unsuitable in [json!(nodes(129)), json!(["a", "a"]), json!(nodes(128))] {
-            server
-                .patch(
-                    &ours,
-                    APPLY,
-                    &entries(None, &json!([{ "name": "x", "unsuitableNodes": unsuitable }])),
-                )
-                .await?;
+            let applied = json!([{ "name": "x", "unsuitableNodes": unsuitable }]);
+            server.patch(&ours, APPLY, &entries(None, &applied)).await?;
         }
         let twice = json!({ "status": { "resourceClaims": [{ "name": "x" }, { "name": "x" }] } });
         server
             .patch(&format!("{CONTEXTS}/p/status"), MERGE, &twice)
             .await?;
         // The scheduler owns the spec and may change it.
-        server
-            .patch(
-                &format!("{CONTEXTS}/p"),
-                MERGE,
-                &json!({ "spec": { "selectedNode": null } }),
-            )
-            .await
-            .map(drop)
+        let unselected = json!({ "spec": { "selectedNode": null } });
+        let path = format!("{CONTEXTS}/p");
+        server.patch(&path, MERGE, &unselected).await.map(drop)
     });
 }

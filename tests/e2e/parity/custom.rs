@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::parity::server::{APPLY, JSON, MERGE, STRATEGIC, Server, both};
+use crate::parity::server::{APPLY, JSON, MERGE, STRATEGIC, Server, both, merged};
 
 const DEFINITIONS: &str = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions";
 const CLAIM_PARAMETERS: &str = "/apis/drayman.dev/v1alpha1/namespaces/{ns}/deviceclaimparameters";
@@ -17,13 +17,11 @@ pub(crate) async fn define(server: &Server) -> anyhow::Result<()> {
             .as_str()
             .unwrap_or_default()
             .to_owned();
-        let (code, answer) = server
-            .send("POST", DEFINITIONS, JSON, definition.to_string().into_bytes())
-            .await?;
+        let (code, answer) = server.send("POST", DEFINITIONS, JSON, &definition).await?;
         anyhow::ensure!(code == 201 || code == 409, "{answer}");
         let (group, plural) = ("drayman.dev", name.split('.').next().unwrap_or_default());
         let list = format!("/apis/{group}/v1alpha1/{plural}");
-        while server.send("GET", &list, JSON, Vec::new()).await?.0 != 200 {
+        while server.peek(&list).await?.0 != 200 {
             tokio::time::sleep(std::time::Duration::from_millis(50)).await;
         }
     }
@@ -38,38 +36,27 @@ fn parameters(name: &str, spec: Value) -> Value {
 fn objects_of_a_defined_kind_are_checked_by_its_schema() {
     both("custom-schema", async |server| {
         define(server).await?;
+        let request = |fields: Value| json!({ "requests": [merged(json!({ "name": "a" }), &fields)] });
+        let sum = json!({ "requests": [{ "name": "a", "count": 40 }, { "name": "b", "count": 40 }] });
         for (name, spec) in [
-            ("good", json!({ "requests": [{ "name": "a", "count": 2 }] })),
+            ("good", request(json!({ "count": 2 }))),
             (
                 "pruned",
-                json!({ "requests": [{ "name": "a", "color": "red" }], "taste": 1 }),
+                merged(request(json!({ "color": "red" })), &json!({ "taste": 1 })),
             ),
             ("missing", json!({})),
             ("empty", json!({ "requests": [] })),
             ("typed", json!({ "requests": "many" })),
-            ("pattern", json!({ "requests": [{ "name": "Upper" }] })),
-            ("range", json!({ "requests": [{ "name": "a", "count": 65 }] })),
-            (
-                "options",
-                json!({ "requests": [{ "name": "a", "allocationMode": "Some" }] }),
-            ),
-            (
-                "rule",
-                json!({ "requests": [{ "name": "a", "count": 2, "allocationMode": "All" }] }),
-            ),
-            (
-                "sum",
-                json!({ "requests": [{ "name": "a", "count": 40 }, { "name": "b", "count": 40 }] }),
-            ),
+            ("pattern", request(json!({ "name": "Upper" }))),
+            ("range", request(json!({ "count": 65 }))),
+            ("options", request(json!({ "allocationMode": "Some" }))),
+            ("rule", request(json!({ "count": 2, "allocationMode": "All" }))),
+            ("sum", sum),
         ] {
-            let body = parameters(name, spec).to_string().into_bytes();
-            let (code, answer) = server.send("POST", CLAIM_PARAMETERS, JSON, body).await?;
-            let fields: Vec<Value> = answer["details"]["causes"]
-                .as_array()
-                .into_iter()
-                .flatten()
-                .map(|cause| cause["field"].clone())
-                .collect();
+            let body = parameters(name, spec);
+            let (code, answer) = server.send("POST", CLAIM_PARAMETERS, JSON, &body).await?;
+            let causes = answer["details"]["causes"].as_array().into_iter().flatten();
+            let fields: Vec<&Value> = causes.map(|cause| &cause["field"]).collect();
             server.note(json!({ name: code, "fields": fields, "spec": answer["spec"] }));
         }
         Ok(())

@@ -3,21 +3,12 @@
 use serde_json::{Value, json};
 
 use crate::parity::custom::define;
-use crate::parity::server::{CLAIMS, JSON, Server, both};
-
-const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
-
-/// Code and reason; the message comes from a parser.
-fn short(answer: &(u16, Value)) -> Value {
-    json!([answer.0, answer.1["reason"], answer.1["status"]])
-}
+use crate::parity::server::{CLAIMS, JSON, MAPS, Server, both, code_and_reason};
 
 async fn make(server: &Server, names: &[&str]) -> anyhow::Result<()> {
     for name in names {
         let map = json!({ "metadata": { "name": name, "labels": { "l": name } }, "data": { "a": "b" } });
-        let (code, answer) = server
-            .send("POST", MAPS, JSON, map.to_string().into_bytes())
-            .await?;
+        let (code, answer) = server.send("POST", MAPS, JSON, &map).await?;
         anyhow::ensure!(code == 201 || code == 409, "{answer}");
     }
     Ok(())
@@ -25,7 +16,7 @@ async fn make(server: &Server, names: &[&str]) -> anyhow::Result<()> {
 
 /// The remaining names, without objects of the real server's controllers.
 async fn left(server: &Server) -> anyhow::Result<Vec<Value>> {
-    let (_, list) = server.send("GET", MAPS, JSON, Vec::new()).await?;
+    let (_, list) = server.peek(MAPS).await?;
     let items = list["items"].as_array().cloned().unwrap_or_default();
     let names = items.into_iter().map(|item| item["metadata"]["name"].clone());
     Ok(names.filter(|name| name != "kube-root-ca.crt").collect())
@@ -53,8 +44,8 @@ fn a_deletion_with_invalid_options_is_refused() {
                 format!("{MAPS}/a?gracePeriodSeconds=5"),
                 MAPS.to_owned(),
             ] {
-                let answer = server.send("DELETE", &path, JSON, body.into()).await?;
-                server.note(json!({ format!("{path} {body}"): short(&answer) }));
+                let answer = server.send_text("DELETE", &path, JSON, body).await?;
+                server.note(json!({ format!("{path} {body}"): code_and_reason(&answer) }));
                 if answer.0 == 422 {
                     server.note(answer.1);
                 }
@@ -81,15 +72,9 @@ fn a_deletion_with_invalid_options_is_refused() {
             r#"{"dryRun":[]}"#,
         ] {
             make(server, &["a"]).await?;
-            let answer = server
-                .send(
-                    "DELETE",
-                    &format!("{MAPS}/a?gracePeriodSeconds=x"),
-                    JSON,
-                    body.into(),
-                )
-                .await?;
-            server.note(json!({ body: short(&answer) }));
+            let path = format!("{MAPS}/a?gracePeriodSeconds=x");
+            let answer = server.send_text("DELETE", &path, JSON, body).await?;
+            server.note(json!({ body: code_and_reason(&answer) }));
         }
         Ok(())
     });
@@ -107,16 +92,20 @@ fn a_dry_run_of_a_deletion_deletes_nothing() {
             (format!("{MAPS}?dryRun=All"), ""),
             (format!("{MAPS}/a?dryRun=Some"), ""),
         ] {
-            let answer = server.send("DELETE", &path, JSON, body.into()).await?;
-            server.note(json!([short(&answer), answer.1["kind"], answer.1["details"]]));
+            let answer = server.send_text("DELETE", &path, JSON, body).await?;
+            server.note(json!([
+                code_and_reason(&answer),
+                answer.1["kind"],
+                answer.1["details"]
+            ]));
             let left = left(server).await?;
             server.note(json!(left));
         }
         // Query parameters are ignored if there is a body.
         let path = format!("{MAPS}/a?dryRun=All");
-        let answer = server.send("DELETE", &path, JSON, b"{}".to_vec()).await?;
+        let answer = server.send("DELETE", &path, JSON, &json!({})).await?;
         let left = left(server).await?;
-        server.note(json!([short(&answer), left]));
+        server.note(json!([code_and_reason(&answer), left]));
         Ok(())
     });
 }
@@ -135,12 +124,16 @@ fn many_are_deleted_at_once_if_they_are_selected() {
             "resourceVersionMatch=Exact",
             "labelSelector=a+in+b",
         ] {
-            let answer = server
-                .send("DELETE", &format!("{MAPS}?{query}"), JSON, Vec::new())
-                .await?;
+            let answer = server.remove(&format!("{MAPS}?{query}")).await?;
             let items = answer.1["items"].as_array().map(Vec::len);
             let left = left(server).await?;
-            server.note(json!([query, short(&answer), answer.1["kind"], items, left]));
+            server.note(json!([
+                query,
+                code_and_reason(&answer),
+                answer.1["kind"],
+                items,
+                left
+            ]));
         }
         Ok(())
     });
@@ -169,7 +162,7 @@ fn the_collection_of_all_namespaces_can_only_be_read() {
             ("DELETE", &format!("{CLAIMS}/a/teapot")),
             ("DELETE", &format!("{MAPS}/a/status")),
         ] {
-            let (code, answer) = server.send(method, path, JSON, b"{}".to_vec()).await?;
+            let (code, answer) = server.send(method, path, JSON, &json!({})).await?;
             // For our kinds, the real server reports another reason.
             let reason = if path == parameters {
                 &Value::Null

@@ -2,9 +2,8 @@
 
 use serde_json::{Value, json};
 
-use crate::parity::server::{APPLY, CLAIMS, JSON, JSON_PATCH, MERGE, PODS, Server, both};
+use crate::parity::server::{APPLY, CLAIMS, JSON, JSON_PATCH, MAPS, MERGE, PODS, Server, both};
 
-const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
 const MANAGED: &str = "fieldManager=tests";
 
 async fn is_as_it_was(server: &mut Server) -> anyhow::Result<()> {
@@ -30,50 +29,29 @@ fn a_dry_run_is_answered_and_changes_nothing() {
         let status = format!("{CLAIMS}/c/status?{all}");
         let reserved =
             json!({ "status": { "driverName": "example.com", "allocation": { "shareable": true } } });
-        let steps: Vec<(&str, String, &str, Value)> = vec![
+        let patch = json!({ "data": { "a": "2" } });
+        let old = json!({ "metadata": { "resourceVersion": "1" } });
+        let tested = json!([{ "op": "test", "path": "/data/a", "value": "2" }]);
+        let class = json!({ "spec": { "resourceClassName": "u" } });
+        for (method, path, content_type, body) in [
             ("POST", format!("{MAPS}?{all}"), JSON, map("a", "2")),
             ("POST", format!("{MAPS}?{all}"), JSON, map("b", "2")),
             ("POST", format!("{MAPS}?{all}"), JSON, map("No", "2")),
             ("PUT", a.clone(), JSON, map("a", "2")),
-            ("PATCH", a.clone(), MERGE, json!({ "data": { "a": "2" } })),
-            (
-                "PATCH",
-                a.clone(),
-                MERGE,
-                json!({ "metadata": { "resourceVersion": "1" } }),
-            ),
-            (
-                "PATCH",
-                a,
-                JSON_PATCH,
-                json!([{ "op": "test", "path": "/data/a", "value": "2" }]),
-            ),
-            ("PATCH", b.clone(), MERGE, json!({ "data": { "a": "2" } })),
+            ("PATCH", a.clone(), MERGE, patch.clone()),
+            ("PATCH", a.clone(), MERGE, old),
+            ("PATCH", a, JSON_PATCH, tested),
+            ("PATCH", b.clone(), MERGE, patch.clone()),
             ("PATCH", b, APPLY, map("b", "2")),
             ("PATCH", status, MERGE, reserved),
-            (
-                "PATCH",
-                format!("{CLAIMS}/c?{all}"),
-                MERGE,
-                json!({ "spec": { "resourceClassName": "u" } }),
-            ),
+            ("PATCH", format!("{CLAIMS}/c?{all}"), MERGE, class),
             ("DELETE", format!("{CLAIMS}/c?dryRun=All"), JSON, Value::Null),
             ("POST", format!("{MAPS}?dryRun=Some"), JSON, map("b", "2")),
             ("POST", format!("{MAPS}?dryRun="), JSON, map("b", "2")),
             ("PUT", format!("{MAPS}/a?dryRun=all"), JSON, map("a", "2")),
-            (
-                "PATCH",
-                format!("{MAPS}/a?dryRun=Some"),
-                MERGE,
-                json!({ "data": { "a": "2" } }),
-            ),
-        ];
-        for (method, path, content_type, body) in steps {
-            if body.is_null() {
-                server.delete(&path).await?;
-            } else {
-                server.ask(method, &path, content_type, &body).await?;
-            }
+            ("PATCH", format!("{MAPS}/a?dryRun=Some"), MERGE, patch),
+        ] {
+            server.ask(method, &path, content_type, &body).await?;
             is_as_it_was(server).await?;
         }
         Ok(())
@@ -106,11 +84,6 @@ fn a_binding_and_a_deletion_of_a_pod_may_be_dry_runs() {
             ),
             ("GET", format!("{PODS}/p"), &Value::Null),
         ] {
-            let body = if body.is_null() {
-                Vec::new()
-            } else {
-                body.to_string().into_bytes()
-            };
             let (code, answer) = server.send(method, &path, JSON, body).await?;
             server.note(json!({
                 "asked": format!("{method} {path}"), "code": code, "kind": answer["kind"], "reason": answer["reason"],

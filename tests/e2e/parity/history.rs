@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::parity::custom::{INVENTORIES, define};
-use crate::parity::server::{CLAIMS, JSON, Server, both, version};
+use crate::parity::server::{CLAIMS, JSON, Server, both, names, version};
 
 async fn make(server: &mut Server, names: &[&str]) -> anyhow::Result<Value> {
     let mut last = Value::Null;
@@ -27,12 +27,16 @@ fn without_numbers(text: &Value) -> String {
 /// Code, reason, message, and names of a list.
 fn summary(answer: &(u16, Value)) -> Value {
     let (code, body) = answer;
-    let items = body["items"].as_array().cloned().unwrap_or_default();
-    let names: Vec<&Value> = items.iter().map(|item| &item["metadata"]["name"]).collect();
-    json!([code, body["reason"], without_numbers(&body["message"]), names])
+    json!([
+        code,
+        body["reason"],
+        without_numbers(&body["message"]),
+        names(body)
+    ])
 }
 
-fn escaped(token: &Value) -> String {
+/// A continue token as part of a query.
+pub(crate) fn escaped(token: &Value) -> String {
     let bytes = token.as_str().unwrap_or_default().bytes();
     let escaped: Vec<String> = bytes.map(|byte| format!("%{byte:02X}")).collect();
     escaped.concat()
@@ -53,13 +57,8 @@ fn a_watch_from_before_the_history_receives_a_410() {
             .map(|event| {
                 let status = &event["object"];
                 let message = without_numbers(&status["message"]);
-                json!([
-                    event["type"],
-                    status["kind"],
-                    status["code"],
-                    status["reason"],
-                    message
-                ])
+                let (kind, code, reason) = (&status["kind"], &status["code"], &status["reason"]);
+                json!([event["type"], kind, code, reason, message])
             })
             .collect();
         assert_eq!(seen.len(), 1, "one error event, and the watch ends");
@@ -75,11 +74,9 @@ fn a_watch_of_a_future_version_is_silent_and_a_list_times_out() {
         let future = last + 1_000_000;
         let path = format!("{CLAIMS}?watch=true&timeoutSeconds=2&resourceVersion={future}");
         let (events, made) = tokio::join!(server.read_events(&path, 1), async {
-            tokio::time::sleep(std::time::Duration::from_millis(500)).await;
+            tokio::time::sleep(Duration::from_millis(500)).await;
             let claim = json!({ "metadata": { "name": "b" }, "spec": { "resourceClassName": "t" } });
-            server
-                .send("POST", CLAIMS, JSON, claim.to_string().into_bytes())
-                .await
+            server.send("POST", CLAIMS, JSON, &claim).await
         });
         let (events, code) = (events?, made?.0);
         server.note(json!({ "events": events, "made": code }));
@@ -87,9 +84,7 @@ fn a_watch_of_a_future_version_is_silent_and_a_list_times_out() {
             format!("resourceVersion={future}"),
             format!("resourceVersion={future}&resourceVersionMatch=NotOlderThan"),
         ] {
-            let answer = server
-                .send("GET", &format!("{CLAIMS}?{query}"), JSON, Vec::new())
-                .await?;
+            let answer = server.peek(&format!("{CLAIMS}?{query}")).await?;
             server.note(summary(&answer));
         }
         Ok(())
@@ -108,8 +103,7 @@ fn a_watch_that_wants_bookmarks_gets_one_before_it_ends() {
             let path = "/apis/resource.k8s.io/v1alpha2/namespaces/default/resourceclaims";
             let claim =
                 json!({ "metadata": { "generateName": "newer-" }, "spec": { "resourceClassName": "t" } });
-            let body = claim.to_string().into_bytes();
-            server.send("POST", path, JSON, body).await
+            server.send("POST", path, JSON, &claim).await
         };
         let path = format!("{watch}&allowWatchBookmarks=true");
         let (with, newer) = tokio::join!(server.read_events(&path, 3), newer);
@@ -121,19 +115,18 @@ fn a_watch_that_wants_bookmarks_gets_one_before_it_ends() {
                 let version = version(&event["object"]).parse::<u64>().unwrap_or(0);
                 version >= since.parse().unwrap_or(u64::MAX)
             };
-            events
-                .iter()
-                .map(|event| {
-                    let object = &event["object"];
-                    json!([
-                        event["type"],
-                        object["kind"],
-                        object["apiVersion"],
-                        object["metadata"]["name"],
-                        known(event)
-                    ])
-                })
-                .collect()
+            let one = |event: &Value| {
+                let object = &event["object"];
+                let (kind, version) = (&object["kind"], &object["apiVersion"]);
+                json!([
+                    event["type"],
+                    kind,
+                    version,
+                    object["metadata"]["name"],
+                    known(event)
+                ])
+            };
+            events.iter().map(one).collect()
         };
 
         // One or two, depending on the ticks of the real server.
@@ -149,9 +142,7 @@ fn a_list_is_continued_only_as_long_as_its_version_is_known() {
     both("history-continue", async |server| {
         make(server, &["a", "b", "c"]).await?;
         let remembered = server.lock_history().await?;
-        let first = server
-            .send("GET", &format!("{CLAIMS}?limit=1"), JSON, Vec::new())
-            .await?;
+        let first = server.peek(&format!("{CLAIMS}?limit=1")).await?;
         server.note(summary(&first));
         let token = escaped(&first.1["metadata"]["continue"]);
         for query in [
@@ -159,22 +150,20 @@ fn a_list_is_continued_only_as_long_as_its_version_is_known() {
             format!("limit=1&continue={token}&resourceVersion=1"),
             format!("limit=1&continue={token}&resourceVersion=0"),
         ] {
-            let (code, body) = server
-                .send("GET", &format!("{CLAIMS}?{query}"), JSON, Vec::new())
-                .await?;
+            let (code, body) = server.peek(&format!("{CLAIMS}?{query}")).await?;
             server.note(json!([code, body["reason"]]));
         }
         make(server, &["bb"]).await?;
         drop(remembered);
         server.compact_history().await?;
         let path = format!("{CLAIMS}?limit=1&continue={token}");
-        let expired = server.send("GET", &path, JSON, Vec::new()).await?;
+        let expired = server.peek(&path).await?;
         server.note(summary(&expired));
         // The error has a continue token for an inconsistent list.
         let token = escaped(&expired.1["metadata"]["continue"]);
         assert!(!token.is_empty(), "{}", expired.1);
         let path = format!("{CLAIMS}?limit=5&continue={token}");
-        let rest = server.send("GET", &path, JSON, Vec::new()).await?;
+        let rest = server.peek(&path).await?;
         server.note(summary(&rest));
         Ok(())
     });
@@ -187,11 +176,11 @@ fn a_list_of_a_version_that_is_forgotten_is_refused() {
         let first = version(&make(server, &["a"]).await?);
         make(server, &["b"]).await?;
         let path = format!("{CLAIMS}?resourceVersion={first}&resourceVersionMatch=Exact");
-        let then = server.send("GET", &path, JSON, Vec::new()).await?;
+        let then = server.peek(&path).await?;
         drop(remembered);
         server.note(summary(&then));
         server.compact_history().await?;
-        let gone = server.send("GET", &path, JSON, Vec::new()).await?;
+        let gone = server.peek(&path).await?;
         server.note(json!([gone.0, gone.1["reason"]]));
         Ok(())
     });

@@ -16,8 +16,7 @@ use tokio::process::Command;
 use tokio_util::sync::CancellationToken;
 
 use self::objects::{
-    CHANGED, INVENTORY_STATUS, NAMESPACE, NODE_STATUS, NOT_OURS, OBJECTS, OF_OURS, OF_READING, OF_SHOWING,
-    OF_WAITING, OURS, POD_STATUS, SHOWN, UNKNOWN,
+    CHANGED, INVENTORY_STATUS, NAMESPACE, NODE_STATUS, NOT_OURS, OBJECTS, OURS, POD_STATUS, SHOWN, UNKNOWN,
 };
 use crate::parity::server::{real, run};
 
@@ -31,34 +30,33 @@ struct Kubectl {
 
 impl Kubectl {
     /// Output and exit code, normalized.
-    async fn run(&self, arguments: &[&str], input: &str) -> anyhow::Result<String> {
+    async fn run(&self, command: &str, input: &str) -> anyhow::Result<String> {
         let uid = if input.contains(POD_UID) {
             self.uid_of_the_pod().await?
         } else {
             String::new()
         };
         let input = input.replace(POD_UID, &uid);
-        let mut command = Command::new(&self.program);
-        command
+        let mut child = Command::new(&self.program)
             .arg("--kubeconfig")
             .arg(&self.kubeconfig)
             .arg("--cache-dir")
             .arg(&self.cache)
             .args(["--namespace", self.namespace])
-            .args(arguments)
+            .args(words(command))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
-            .kill_on_drop(true);
-        let mut child = command.spawn().context("running kubectl")?;
+            .kill_on_drop(true)
+            .spawn()
+            .context("running kubectl")?;
         let mut stdin = child.stdin.take().context("stdin")?;
         stdin.write_all(input.as_bytes()).await?;
         drop(stdin);
         let output = child.wait_with_output().await?;
         let text = |bytes: &[u8]| same_form(&String::from_utf8_lossy(bytes));
         Ok(format!(
-            "$ kubectl {}\n{}{}exit code {}\n",
-            arguments.join(" "),
+            "$ kubectl {command}\n{}{}exit code {}\n",
             text(&output.stdout),
             text(&output.stderr),
             output.status.code().unwrap_or(-1)
@@ -127,7 +125,16 @@ fn same_form(text: &str) -> String {
     lines
 }
 
-type Step = (&'static [&'static str], &'static str);
+/// A command, in which single quotes keep spaces, and its input.
+type Step = (&'static str, &'static str);
+
+fn words(command: &str) -> impl Iterator<Item = &str> {
+    let parts = command.split('\'').enumerate();
+    parts.flat_map(|(number, part)| match number % 2 {
+        0 => part.split_whitespace().collect(),
+        _ => vec![part],
+    })
+}
 
 /// Runs commands on both servers and compares kubectl's output.
 fn both(namespace: &'static str, steps: &[Step]) {
@@ -150,22 +157,13 @@ fn both(namespace: &'static str, steps: &[Step]) {
         let mut differences = Vec::new();
         // Classes have no namespace, and the tests share the real server.
         let class = format!("{namespace}-class");
-        for (arguments, input) in steps {
-            let arguments: Vec<String> = arguments
-                .iter()
-                .map(|each| each.replace("CLASS", &class))
-                .collect();
-            let arguments: &[&str] = &arguments.iter().map(String::as_str).collect::<Vec<_>>();
-            let input = &input.replace("CLASS", &class);
-            if let [SILENT, arguments @ ..] = arguments {
-                for each in [&actual, &expected] {
-                    each.run(arguments, input).await.expect("kubectl runs");
-                }
-                continue;
-            }
-            let actual = actual.run(arguments, input).await.expect("kubectl runs");
-            let expected = expected.run(arguments, input).await.expect("kubectl runs");
-            if actual != expected {
+        for (command, input) in steps {
+            let command = command.replace("CLASS", &class).replace("CRDS", CRDS);
+            let input = &input.replace("CLASS", &class).replace("NAMESPACE", namespace);
+            let compared = command.trim_start_matches(SILENT);
+            let actual = actual.run(compared, input).await.expect("kubectl runs");
+            let expected = expected.run(compared, input).await.expect("kubectl runs");
+            if actual != expected && compared == command {
                 differences.push(format!(
                     "--- the test cluster:\n{actual}--- the real server:\n{expected}"
                 ));
@@ -177,9 +175,9 @@ fn both(namespace: &'static str, steps: &[Step]) {
 
 /// Placeholder for the uid of the pod `described-whole`, which differs between the servers.
 const POD_UID: &str = "POD_UID";
-const APPLY: &[&str] = &["apply", "-f", "-"];
-/// As the first argument: the output is not compared, because the tests share the real server.
-const SILENT: &str = "(not compared)";
+const APPLY: &str = "apply -f -";
+/// Before a command: the output is not compared, because the tests share the real server.
+const SILENT: &str = "(not compared) ";
 /// Not through the symbolic link, which kubectl does not follow.
 const CRDS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/charts/drayman/crds");
 
@@ -192,19 +190,19 @@ fn kubectl_applies_and_deletes_with_the_same_words() {
             (APPLY, OBJECTS),
             (APPLY, OBJECTS),
             (APPLY, CHANGED),
-            (&["get", "configmap", "map", "-o", "jsonpath={.data}"], ""),
-            (&["apply", "--server-side", "-f", "-"], CHANGED),
+            ("get configmap map -o jsonpath={.data}", ""),
+            ("apply --server-side -f -", CHANGED),
             (APPLY, "kind: ["),
             (APPLY, UNKNOWN),
-            (&["apply", "--validate=warn", "-f", "-"], UNKNOWN),
-            (&["apply", "--validate=ignore", "-f", "-"], UNKNOWN),
-            (&["apply", "--dry-run=client", "-f", "-"], CHANGED),
+            ("apply --validate=warn -f -", UNKNOWN),
+            ("apply --validate=ignore -f -", UNKNOWN),
+            ("apply --dry-run=client -f -", CHANGED),
             (APPLY, "apiVersion: v1\nkind: Unicorn\nmetadata: { name: u }\n"),
-            (&["delete", "configmap", "missing"], ""),
-            (&["delete", "configmap", "missing", "--ignore-not-found"], ""),
-            (&["delete", "configmap", "map"], ""),
-            (&["delete", "--wait=true", "--timeout=20s", "-f", "-"], OBJECTS),
-            (&["get", "resourceclaims"], ""),
+            ("delete configmap missing", ""),
+            ("delete configmap missing --ignore-not-found", ""),
+            ("delete configmap map", ""),
+            ("delete --wait=true --timeout=20s -f -", OBJECTS),
+            ("get resourceclaims", ""),
         ],
     );
 }
@@ -214,26 +212,23 @@ fn kubectl_gets_and_describes_the_same() {
     both(
         "kubectl-reads",
         &[
-            (APPLY, OF_READING),
+            (APPLY, NAMESPACE),
             (APPLY, OBJECTS),
-            (
-                &["get", "resourceclaims,resourceclaimtemplates,configmaps/map"],
-                "",
-            ),
-            (&["get", "resourceclasses", "-l", "of=CLASS"], ""),
-            (&["get", "resourceclaims", "-o", "wide"], ""),
-            (&["get", "resourceclaims", "-o", "name"], ""),
-            (&["get", "resourceclaims", "-l", "color=blue"], ""),
-            (&["get", "resourceclaims", "--show-labels"], ""),
-            (&["get", "resourceclaim", "claim", "-o", "jsonpath={.spec}"], ""),
-            (&["get", "resourceclaim", "missing"], ""),
-            (&["get", "unicorns"], ""),
-            (&["get", "namespace", "kubectl-reads"], ""),
-            (&["describe", "resourceclaim", "claim"], ""),
-            (&["describe", "resourceclaimtemplate", "template"], ""),
-            (&["describe", "resourceclass", "CLASS"], ""),
-            (&["describe", "configmap", "map"], ""),
-            (&["describe", "resourceclaim", "missing"], ""),
+            ("get resourceclaims,resourceclaimtemplates,configmaps/map", ""),
+            ("get resourceclasses -l of=CLASS", ""),
+            ("get resourceclaims -o wide", ""),
+            ("get resourceclaims -o name", ""),
+            ("get resourceclaims -l color=blue", ""),
+            ("get resourceclaims --show-labels", ""),
+            ("get resourceclaim claim -o jsonpath={.spec}", ""),
+            ("get resourceclaim missing", ""),
+            ("get unicorns", ""),
+            ("get namespace kubectl-reads", ""),
+            ("describe resourceclaim claim", ""),
+            ("describe resourceclaimtemplate template", ""),
+            ("describe resourceclass CLASS", ""),
+            ("describe configmap map", ""),
+            ("describe resourceclaim missing", ""),
         ],
     );
 }
@@ -243,44 +238,23 @@ fn kubectl_waits_the_same() {
     both(
         "kubectl-waits",
         &[
-            (APPLY, OF_WAITING),
+            (APPLY, NAMESPACE),
             (APPLY, OBJECTS),
             (
-                &[
-                    "wait",
-                    "--for=jsonpath={.spec.resourceClassName}=CLASS",
-                    "resourceclaim/claim",
-                    "--timeout=20s",
-                ],
+                "wait --for=jsonpath={.spec.resourceClassName}=CLASS resourceclaim/claim --timeout=20s",
                 "",
             ),
             (
-                &[
-                    "wait",
-                    "--for=jsonpath={.spec.resourceClassName}=other",
-                    "resourceclaim/claim",
-                    "--timeout=1s",
-                ],
+                "wait --for=jsonpath={.spec.resourceClassName}=other resourceclaim/claim --timeout=1s",
                 "",
             ),
+            ("wait --for=delete resourceclaim/missing --timeout=20s", ""),
             (
-                &["wait", "--for=delete", "resourceclaim/missing", "--timeout=20s"],
+                "wait --for=condition=Ready resourceclaim/missing --timeout=1s",
                 "",
             ),
-            (
-                &[
-                    "wait",
-                    "--for=condition=Ready",
-                    "resourceclaim/missing",
-                    "--timeout=1s",
-                ],
-                "",
-            ),
-            (&["delete", "resourceclaim", "claim", "--wait=false"], ""),
-            (
-                &["wait", "--for=delete", "resourceclaim/claim", "--timeout=20s"],
-                "",
-            ),
+            ("delete resourceclaim claim --wait=false", ""),
+            ("wait --for=delete resourceclaim/claim --timeout=20s", ""),
         ],
     );
 }
@@ -290,84 +264,42 @@ fn kubectl_shows_pods_nodes_leases_and_events_the_same() {
     both(
         "kubectl-shows",
         &[
-            (APPLY, OF_SHOWING),
+            (APPLY, NAMESPACE),
             (APPLY, SHOWN),
-            (&["get", "node", "CLASS", "-o", "wide"], ""),
+            ("get node CLASS -o wide", ""),
             (
-                &[
-                    "patch",
-                    "node",
-                    "CLASS",
-                    "--subresource=status",
-                    "--type=merge",
-                    "-p",
-                    NODE_STATUS,
-                ],
+                "patch node CLASS --subresource=status --type=merge --patch-file=/dev/stdin",
+                NODE_STATUS,
+            ),
+            ("get nodes -l of=CLASS", ""),
+            ("get nodes -l of=CLASS -o wide", ""),
+            ("get pods", ""),
+            ("get pods -o wide", ""),
+            ("get pods -A -l of=CLASS", ""),
+            ("get pods --field-selector spec.nodeName=CLASS -o name", ""),
+            ("get pods --field-selector status.phase!=Pending", ""),
+            ("get pods --field-selector spec.colour=red", ""),
+            (
+                "patch pod bound --subresource=status --type=merge --patch-file=/dev/stdin",
+                POD_STATUS,
+            ),
+            ("wait --for=condition=Ready pod/bound --timeout=20s", ""),
+            ("wait --for=condition=Ready pod/waiting --timeout=1s", ""),
+            ("get pods -o wide", ""),
+            ("get leases", ""),
+            ("get events", ""),
+            ("get events -o wide", ""),
+            (
+                "get events --field-selector involvedObject.name=bound -o name",
                 "",
             ),
-            (&["get", "nodes", "-l", "of=CLASS"], ""),
-            (&["get", "nodes", "-l", "of=CLASS", "-o", "wide"], ""),
-            (&["get", "pods"], ""),
-            (&["get", "pods", "-o", "wide"], ""),
-            (&["get", "pods", "-A", "-l", "of=CLASS"], ""),
-            (
-                &[
-                    "get",
-                    "pods",
-                    "--field-selector",
-                    "spec.nodeName=CLASS",
-                    "-o",
-                    "name",
-                ],
-                "",
-            ),
-            (&["get", "pods", "--field-selector", "status.phase!=Pending"], ""),
-            (&["get", "pods", "--field-selector", "spec.colour=red"], ""),
-            (
-                &[
-                    "patch",
-                    "pod",
-                    "bound",
-                    "--subresource=status",
-                    "--type=merge",
-                    "-p",
-                    POD_STATUS,
-                ],
-                "",
-            ),
-            (
-                &["wait", "--for=condition=Ready", "pod/bound", "--timeout=20s"],
-                "",
-            ),
-            (
-                &["wait", "--for=condition=Ready", "pod/waiting", "--timeout=1s"],
-                "",
-            ),
-            (&["get", "pods", "-o", "wide"], ""),
-            (&["get", "leases"], ""),
-            (&["get", "events"], ""),
-            (&["get", "events", "-o", "wide"], ""),
-            (
-                &[
-                    "get",
-                    "events",
-                    "--field-selector",
-                    "involvedObject.name=bound",
-                    "-o",
-                    "name",
-                ],
-                "",
-            ),
-            (
-                &["get", "configmaps", "--field-selector", "metadata.name=missing"],
-                "",
-            ),
-            (&["delete", "pod", "waiting"], ""),
-            (&["delete", "pod", "bound", "--wait=false"], ""),
-            (&["get", "pods"], ""),
-            (&["delete", "pod", "bound", "--grace-period=0", "--force"], ""),
-            (&["get", "pods"], ""),
-            (&["delete", "node", "CLASS"], ""),
+            ("get configmaps --field-selector metadata.name=missing", ""),
+            ("delete pod waiting", ""),
+            ("delete pod bound --wait=false", ""),
+            ("get pods", ""),
+            ("delete pod bound --grace-period=0 --force", ""),
+            ("get pods", ""),
+            ("delete node CLASS", ""),
         ],
     );
 }
@@ -377,67 +309,40 @@ fn kubectl_shows_our_own_kinds_the_same() {
     both(
         "kubectl-ours",
         &[
-            (&[SILENT, "create", "-f", CRDS], ""),
+            ("(not compared) create -f 'CRDS'", ""),
             (
-                &[
-                    SILENT,
-                    "wait",
-                    "--for=condition=Established",
-                    "--timeout=20s",
-                    "crd/nodeinventories.drayman.dev",
-                    "crd/deviceclassparameters.drayman.dev",
-                    "crd/deviceclaimparameters.drayman.dev",
-                ],
+                "(not compared) wait --for=condition=Established --timeout=20s -f 'CRDS'",
                 "",
             ),
-            (APPLY, OF_OURS),
-            (&["apply", "--dry-run=server", "-f", "-"], OURS),
-            (&["create", "--dry-run=server", "-f", "-"], NOT_OURS),
-            (&["get", "deviceclassparameters", "-l", "of=CLASS"], ""),
+            (APPLY, NAMESPACE),
+            ("apply --dry-run=server -f -", OURS),
+            ("create --dry-run=server -f -", NOT_OURS),
+            ("get deviceclassparameters -l of=CLASS", ""),
             (APPLY, OURS),
-            (&["apply", "--dry-run=server", "-f", "-"], OURS),
+            ("apply --dry-run=server -f -", OURS),
             (APPLY, OURS),
             (APPLY, NOT_OURS),
-            (&["get", "nodeinventory", "CLASS.drayman.dev"], ""),
+            ("get nodeinventory CLASS.drayman.dev", ""),
             (
-                &[
-                    "patch",
-                    "nodeinventory",
-                    "CLASS.drayman.dev",
-                    "--subresource=status",
-                    "--type=merge",
-                    "-p",
-                    INVENTORY_STATUS,
-                ],
-                "",
+                "patch nodeinventory CLASS.drayman.dev --subresource=status --type=merge --patch-file=/dev/stdin",
+                INVENTORY_STATUS,
             ),
             // Commands that the demo suggests.
+            ("get nodeinventories,pods,resourceclaims -l of=CLASS", ""),
+            ("get nodeinventory CLASS.drayman.dev -o wide", ""),
+            ("get nodeinventory CLASS.drayman.dev -o yaml", ""),
+            ("get deviceclaimparameters", ""),
+            ("get deviceclassparameters -l of=CLASS", ""),
+            ("get deviceclaimparameters two -o yaml", ""),
+            ("get resourceclaim claim -o yaml", ""),
+            ("describe deviceclaimparameters two", ""),
             (
-                &["get", "nodeinventories,pods,resourceclaims", "-l", "of=CLASS"],
+                "wait --for=condition=Ready nodeinventory/CLASS.drayman.dev --timeout=20s",
                 "",
             ),
-            (&["get", "nodeinventory", "CLASS.drayman.dev", "-o", "wide"], ""),
-            (&["get", "nodeinventory", "CLASS.drayman.dev", "-o", "yaml"], ""),
-            (&["get", "deviceclaimparameters"], ""),
-            (&["get", "deviceclassparameters", "-l", "of=CLASS"], ""),
-            (&["get", "deviceclaimparameters", "two", "-o", "yaml"], ""),
-            (&["get", "resourceclaim", "claim", "-o", "yaml"], ""),
-            (&["describe", "deviceclaimparameters", "two"], ""),
-            (
-                &[
-                    "wait",
-                    "--for=condition=Ready",
-                    "nodeinventory/CLASS.drayman.dev",
-                    "--timeout=20s",
-                ],
-                "",
-            ),
-            (
-                &["delete", "--dry-run=server", "nodeinventory", "CLASS.drayman.dev"],
-                "",
-            ),
-            (&["delete", "nodeinventory", "CLASS.drayman.dev"], ""),
-            (&["delete", "deviceclaimparameters", "--all"], ""),
+            ("delete --dry-run=server nodeinventory CLASS.drayman.dev", ""),
+            ("delete nodeinventory CLASS.drayman.dev", ""),
+            ("delete deviceclaimparameters --all", ""),
         ],
     );
 }

@@ -10,7 +10,7 @@ use anyhow::Context as _;
 use serde_json::{Value, json};
 use tokio::time::{sleep, timeout};
 
-use self::fixture::{TIMEOUT, both, send};
+use self::fixture::{Fixture, TIMEOUT, both, send};
 use crate::parity::server::JSON;
 
 #[test]
@@ -25,13 +25,7 @@ fn a_template_claim_passes_the_same_states_as_a_named_one() {
         fixture.until_deleting(1).await?;
         fixture.clear("device").await?;
         // For a bound pod, deallocation is requested regardless of the pod's phase.
-        let asked = |found: &[Value]| {
-            found
-                .iter()
-                .any(|context| context["spec"]["selectedNode"] == "loop-a")
-        };
-        let what = "the claim is asked for again";
-        fixture.until(what, "podschedulingcontexts", asked).await?;
+        fixture.until_selected("loop-a").await?;
         fixture.remove_finalizer("device").await?;
         fixture.until_none("resourceclaims").await?;
         fixture.delete("pods", "pod").await?;
@@ -40,29 +34,28 @@ fn a_template_claim_passes_the_same_states_as_a_named_one() {
     });
 }
 
+/// Allocates both claims of the pod, and deletes it once it is bound.
+async fn live_with_two(fixture: &Fixture, node: &str) -> anyhow::Result<()> {
+    fixture.allocate("first", node).await?;
+    fixture.allocate("second", node).await?;
+    fixture.until_bound().await?;
+    fixture.delete("pods", "pod").await?;
+    fixture.until_deleting(2).await?;
+    fixture.deallocate("first").await?;
+    fixture.deallocate("second").await?;
+    fixture.until_none("resourceclaims").await
+}
+
 #[test]
 fn two_claims_are_evaluated_before_a_node_is_selected() {
     both("loops-two", async |fixture| {
         fixture.pod("two", &[("first", None), ("second", None)]).await?;
-        let offered = |found: &[Value]| {
-            let nodes = found.first().map(|context| &context["spec"]["potentialNodes"]);
-            nodes == Some(&json!(["loop-b", "loop-c"]))
-        };
-        fixture
-            .until("both nodes are offered", "podschedulingcontexts", offered)
-            .await?;
+        fixture.until_offered(&["loop-b", "loop-c"]).await?;
         fixture
             .set_unsuitable(&[("first", &["loop-c"]), ("second", &[])])
             .await?;
         fixture.until_selected("loop-b").await?;
-        fixture.allocate("first", "loop-b").await?;
-        fixture.allocate("second", "loop-b").await?;
-        fixture.until_bound().await?;
-        fixture.delete("pods", "pod").await?;
-        fixture.until_deleting(2).await?;
-        fixture.deallocate("first").await?;
-        fixture.deallocate("second").await?;
-        fixture.until_none("resourceclaims").await
+        live_with_two(fixture, "loop-b").await
     });
 }
 
@@ -74,11 +67,7 @@ fn a_claim_that_prevents_scheduling_is_deallocated() {
         fixture.create("resourceclaims", &claim).await?;
         fixture.allocate("own", "loop-b").await?;
         fixture.pod("one", &[("own", Some("own"))]).await?;
-        let asked = |found: &[Value]| {
-            found
-                .iter()
-                .any(|claim| claim["status"]["deallocationRequested"] == true)
-        };
+        let asked = |found: &[Value]| found[0]["status"]["deallocationRequested"] == true;
         fixture.until("it is asked for", "resourceclaims", asked).await?;
         fixture.deallocate("own").await?;
         fixture.until_selected("loop-a").await?;
@@ -86,11 +75,6 @@ fn a_claim_that_prevents_scheduling_is_deallocated() {
         fixture.until_bound().await?;
         fixture.delete("pods", "pod").await?;
         // The claim was reserved for this pod only, and is not owned by it.
-        let asked = |found: &[Value]| {
-            found
-                .iter()
-                .all(|claim| claim["status"]["deallocationRequested"] == true)
-        };
         fixture
             .until("it is asked for again", "resourceclaims", asked)
             .await?;
@@ -104,13 +88,7 @@ fn a_claim_that_prevents_scheduling_is_deallocated() {
 fn a_selected_node_that_becomes_unsuitable_is_waited_for() {
     both("loops-unsuitable", async |fixture| {
         fixture.pod("one", &[("first", None), ("second", None)]).await?;
-        let offered = |found: &[Value]| {
-            let nodes = found.first().map(|context| &context["spec"]["potentialNodes"]);
-            nodes == Some(&json!(["loop-a"]))
-        };
-        fixture
-            .until("the node is offered", "podschedulingcontexts", offered)
-            .await?;
+        fixture.until_offered(&["loop-a"]).await?;
         fixture.set_unsuitable(&[("first", &[]), ("second", &[])]).await?;
         fixture.until_selected("loop-a").await?;
         fixture
@@ -124,14 +102,7 @@ fn a_selected_node_that_becomes_unsuitable_is_waited_for() {
             .until("the pod is unschedulable", "pods", is_unschedulable)
             .await?;
         fixture.set_unsuitable(&[("first", &[]), ("second", &[])]).await?;
-        fixture.allocate("first", "loop-a").await?;
-        fixture.allocate("second", "loop-a").await?;
-        fixture.until_bound().await?;
-        fixture.delete("pods", "pod").await?;
-        fixture.until_deleting(2).await?;
-        fixture.deallocate("first").await?;
-        fixture.deallocate("second").await?;
-        fixture.until_none("resourceclaims").await
+        live_with_two(fixture, "loop-a").await
     });
 }
 
@@ -156,11 +127,8 @@ fn a_namespace_is_removed_when_the_driver_releases_claims() {
         let path = format!("/api/v1/namespaces/{}", fixture.namespace);
         send(&fixture.client, "DELETE", &path, JSON, &Value::Null).await?;
         // The real pod needs a kubelet to terminate, which does not exist here.
-        let going = |found: &[Value]| {
-            found
-                .iter()
-                .all(|pod| pod["metadata"]["deletionTimestamp"].is_string())
-        };
+        let is_going = |pod: &Value| pod["metadata"]["deletionTimestamp"].is_string();
+        let going = |found: &[Value]| found.iter().all(is_going);
         fixture.until("the pod is being deleted", "pods", going).await?;
         if !fixture.list("pods").await?.is_empty() {
             fixture.delete("pods", "pod").await?;
@@ -169,10 +137,8 @@ fn a_namespace_is_removed_when_the_driver_releases_claims() {
         fixture.deallocate("device").await?;
         fixture.until_none("resourceclaims").await?;
         let waiting = async {
-            while send(&fixture.client, "GET", &path, JSON, &Value::Null)
-                .await
-                .is_ok()
-            {
+            let get = async || send(&fixture.client, "GET", &path, JSON, &Value::Null).await;
+            while get().await.is_ok() {
                 sleep(Duration::from_millis(50)).await;
             }
         };

@@ -3,15 +3,22 @@
 use serde_json::{Value, json};
 
 use crate::parity::custom::{INVENTORIES, define};
-use crate::parity::server::{CLAIMS, JSON, MERGE, both, uid, version};
+use crate::parity::server::{CLAIMS, JSON, LEASES, MAPS, MERGE, both, code_and_reason, merged, uid, version};
 
-const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
-const LEASES: &str = "/apis/coordination.k8s.io/v1/namespaces/{ns}/leases";
 const EVENTS: &str = "/apis/events.k8s.io/v1/namespaces/{ns}/events";
 const CORE_EVENTS: &str = "/api/v1/namespaces/{ns}/events";
 
 fn map(name: &str) -> Value {
     json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": name }, "data": { "a": "b" } })
+}
+
+fn event(namespace: &str) -> Value {
+    json!({
+        "metadata": { "name": "e" },
+        "regarding": { "kind": "Pod", "name": "p", "namespace": namespace, "apiVersion": "v1" },
+        "reason": "Waiting", "note": "3 of 3 held", "type": "Warning", "action": "Allocate",
+        "reportingController": "drayman.dev", "reportingInstance": "x", "eventTime": "2026-01-01T00:00:00.000000Z",
+    })
 }
 
 #[test]
@@ -20,20 +27,14 @@ fn a_name_is_unique_and_must_be_valid() {
         server.create(MAPS, &map("a")).await?;
         server.create(MAPS, &map("a")).await?;
         server.create(MAPS, &map("Upper_Case")).await?;
-        server
-            .create(
-                MAPS,
-                &json!({ "metadata": { "name": "b", "namespace": "elsewhere" } }),
-            )
-            .await?;
+        let elsewhere = json!({ "metadata": { "name": "b", "namespace": "elsewhere" } });
+        server.create(MAPS, &elsewhere).await?;
         server
             .create("/api/v1/namespaces/nowhere/configmaps", &map("a"))
             .await?;
         server.get(&format!("{MAPS}/missing")).await?;
-        let body = json!({ "metadata": { "generateName": "made-" } })
-            .to_string()
-            .into_bytes();
-        let (code, made) = server.send("POST", MAPS, JSON, body).await?;
+        let generated = json!({ "metadata": { "generateName": "made-" } });
+        let (code, made) = server.send("POST", MAPS, JSON, &generated).await?;
         let name = made["metadata"]["name"].as_str().unwrap_or_default();
         server.note(json!([code, name.len(), name.starts_with("made-")]));
         Ok(())
@@ -47,27 +48,22 @@ fn a_write_from_an_older_version_is_a_conflict() {
         let made = server.create(MAPS, &map("a")).await?;
         let mut next = made.clone();
         next["data"]["a"] = "c".into();
-        let stored = server.ask("PUT", &at, JSON, &next).await?.1;
+        let stored = server.put(&at, &next).await?;
         assert_ne!(version(&made), version(&stored));
         next["data"]["a"] = "d".into();
-        server.ask("PUT", &at, JSON, &next).await?;
+        server.put(&at, &next).await?;
         // Without a resource version, any existing object is replaced.
-        server.ask("PUT", &at, JSON, &map("a")).await?;
-        let again = server.ask("PUT", &at, JSON, &map("a")).await?.1;
-        let same = server.ask("PUT", &at, JSON, &map("a")).await?.1;
+        server.put(&at, &map("a")).await?;
+        let again = server.put(&at, &map("a")).await?;
+        let same = server.put(&at, &map("a")).await?;
         assert_eq!(version(&again), version(&same));
         let mut other = map("a");
         other["metadata"]["uid"] = "11111111-1111-4111-8111-111111111111".into();
-        server.ask("PUT", &at, JSON, &other).await?;
-        server.ask("PUT", &at, JSON, &map("b")).await?;
-        server.ask("PUT", &format!("{MAPS}/b"), JSON, &map("b")).await?;
-        server
-            .patch(
-                &at,
-                MERGE,
-                &json!({ "metadata": { "resourceVersion": version(&made) }, "data": { "x": "y" } }),
-            )
-            .await?;
+        server.put(&at, &other).await?;
+        server.put(&at, &map("b")).await?;
+        server.put(&format!("{MAPS}/b"), &map("b")).await?;
+        let patch = json!({ "metadata": { "resourceVersion": version(&made) }, "data": { "x": "y" } });
+        server.patch(&at, MERGE, &patch).await?;
         let mut versioned = map("c");
         versioned["metadata"]["resourceVersion"] = "1".into();
         server.create(MAPS, &versioned).await.map(drop)
@@ -85,9 +81,8 @@ fn a_deletion_may_ask_for_the_very_object() {
             json!({ "uid": uid(&made) }),
         ] {
             let body = json!({ "kind": "DeleteOptions", "apiVersion": "v1", "preconditions": preconditions });
-            let body = body.to_string().into_bytes();
-            let (code, answer) = server.send("DELETE", &at, JSON, body).await?;
-            server.note(json!([code, answer["reason"], answer["status"]]));
+            let answer = server.send("DELETE", &at, JSON, &body).await?;
+            server.note(code_and_reason(&answer));
         }
         server.delete(&at).await.map(drop)
     });
@@ -106,40 +101,19 @@ fn a_lease_is_made_and_taken_over_by_its_version() {
         server.create(LEASES, &lease("b")).await?;
         let mut taken = lease("b");
         taken["metadata"]["resourceVersion"] = version(&made).into();
-        server.ask("PUT", &format!("{LEASES}/l"), JSON, &taken).await?;
-        server
-            .ask("PUT", &format!("{LEASES}/l"), JSON, &taken)
-            .await
-            .map(drop)
+        server.put(&format!("{LEASES}/l"), &taken).await?;
+        server.put(&format!("{LEASES}/l"), &taken).await.map(drop)
     });
 }
 
 #[test]
 fn an_event_of_either_group_is_seen_in_both() {
     both("object-event", async |server| {
-        let event = json!({
-            "metadata": { "name": "e" },
-            "regarding": { "kind": "Pod", "name": "p", "namespace": "object-event", "apiVersion": "v1" },
-            "reason": "Waiting", "note": "3 of 3 held", "type": "Warning", "action": "Allocate",
-            "reportingController": "drayman.dev", "reportingInstance": "x",
-            "eventTime": "2026-01-01T00:00:00.000000Z",
-        });
-        let (code, _) = server
-            .send("POST", EVENTS, JSON, event.to_string().into_bytes())
-            .await?;
-        let core = server
-            .send("GET", &format!("{CORE_EVENTS}/e"), JSON, Vec::new())
-            .await?
-            .1;
-        let selected = server
-            .send(
-                "GET",
-                &format!("{CORE_EVENTS}?fieldSelector=involvedObject.name%3Dp,reason%3DWaiting"),
-                JSON,
-                Vec::new(),
-            )
-            .await?
-            .1;
+        let event = event("object-event");
+        let (code, _) = server.send("POST", EVENTS, JSON, &event).await?;
+        let core = server.peek(&format!("{CORE_EVENTS}/e")).await?.1;
+        let path = format!("{CORE_EVENTS}?fieldSelector=involvedObject.name%3Dp,reason%3DWaiting");
+        let selected = server.peek(&path).await?.1;
         server.note(json!({
             "code": code, "message": core["message"], "about": core["involvedObject"], "type": core["type"],
             "component": core["reportingComponent"], "kind": core["kind"], "api": core["apiVersion"],
@@ -154,20 +128,11 @@ fn a_merge_patch_sets_and_removes() {
     both("object-merge", async |server| {
         server.create(MAPS, &map("a")).await?;
         let at = format!("{MAPS}/a");
-        server
-            .patch(
-                &at,
-                MERGE,
-                &json!({ "data": { "a": null, "c": "d" }, "metadata": { "labels": { "l": "m" } } }),
-            )
-            .await?;
-        server
-            .patch(
-                &at,
-                MERGE,
-                &json!({ "metadata": { "labels": null, "annotations": { "x": "y" } } }),
-            )
-            .await?;
+        let patches = [
+            json!({ "data": { "a": null, "c": "d" }, "metadata": { "labels": { "l": "m" } } }),
+            json!({ "metadata": { "labels": null, "annotations": { "x": "y" } } }),
+        ];
+        server.patch_each(&at, MERGE, patches).await?;
         server
             .patch(&format!("{MAPS}/missing"), MERGE, &json!({}))
             .await
@@ -179,10 +144,7 @@ fn a_merge_patch_sets_and_removes() {
 fn a_lease_is_replaced_by_its_version_and_made_by_a_replacement() {
     both("object-lease-version", async |server| {
         let lease = |name: &str, more: Value| {
-            let mut metadata = json!({ "name": name });
-            for (key, value) in more.as_object().into_iter().flatten() {
-                metadata[key] = value.clone();
-            }
+            let metadata = merged(json!({ "name": name }), &more);
             json!({ "metadata": metadata, "spec": { "holderIdentity": "a" } })
         };
         let at = |name: &str| format!("{LEASES}/{name}");
@@ -191,30 +153,24 @@ fn a_lease_is_replaced_by_its_version_and_made_by_a_replacement() {
             ("newer", json!({ "resourceVersion": "5" })),
             ("newest", json!({ "uid": "11111111-1111-4111-8111-111111111111" })),
         ] {
-            server.ask("PUT", &at(name), JSON, &lease(name, more)).await?;
+            server.put(&at(name), &lease(name, more)).await?;
         }
         for version in [json!(null), json!("0"), json!("abc"), json!("1")] {
             let lease = lease("new", json!({ "resourceVersion": version }));
-            server.ask("PUT", &at("new"), JSON, &lease).await?;
+            server.put(&at("new"), &lease).await?;
             let patch =
                 json!({ "metadata": { "resourceVersion": version }, "spec": { "holderIdentity": "b" } });
             server.patch(&at("new"), MERGE, &patch).await?;
         }
-        server
-            .ask("PUT", &at("new"), JSON, &lease("other", json!({})))
-            .await?;
-        server
-            .ask("PUT", &at("new"), JSON, &json!({ "spec": {} }))
-            .await?;
+        server.put(&at("new"), &lease("other", json!({}))).await?;
+        server.put(&at("new"), &json!({ "spec": {} })).await?;
         let elsewhere = lease("new", json!({ "namespace": "elsewhere" }));
-        server.ask("PUT", &at("new"), JSON, &elsewhere).await?;
+        server.put(&at("new"), &elsewhere).await?;
         let patch = json!({ "spec": { "holderIdentity": "c" } });
         server.patch(&at("new"), MERGE, &patch).await?;
         server.patch(&at("missing"), MERGE, &patch).await?;
-        server
-            .create(LEASES, &json!({ "metadata": { "name": "empty" } }))
-            .await?;
-        Ok(())
+        let empty = json!({ "metadata": { "name": "empty" } });
+        server.create(LEASES, &empty).await.map(drop)
     });
 }
 
@@ -223,21 +179,12 @@ fn a_replacement_makes_events_and_nothing_else_besides() {
     both("object-put", async |server| {
         for path in [MAPS, CLAIMS, "/api/v1/nodes", "/api/v1/namespaces"] {
             let body = json!({ "metadata": { "name": "made.by.put" } });
-            server
-                .ask("PUT", &format!("{path}/made.by.put"), JSON, &body)
-                .await?;
+            server.put(&format!("{path}/made.by.put"), &body).await?;
         }
-        let event = json!({
-            "metadata": { "name": "e" },
-            "regarding": { "kind": "Pod", "name": "p", "namespace": "object-put", "apiVersion": "v1" },
-            "reason": "Waiting", "note": "n", "type": "Warning", "action": "Allocate",
-            "reportingController": "drayman.dev", "reportingInstance": "x",
-            "eventTime": "2026-01-01T00:00:00.000000Z",
-        });
+        let event = event("object-put");
         let path = format!("{EVENTS}/e");
         for _ in 0..2 {
-            let body = event.to_string().into_bytes();
-            let (code, answer) = server.send("PUT", &path, JSON, body).await?;
+            let (code, answer) = server.send("PUT", &path, JSON, &event).await?;
             server.note(json!([code, answer["kind"], answer["note"]]));
         }
         Ok(())
@@ -254,32 +201,29 @@ fn an_object_of_a_defined_kind_is_replaced_by_its_version() {
             "spec": { "driverName": "drayman.dev", "nodeName": "n", "nodeUid": "u", "devices": [] },
         });
         let at = format!("{INVENTORIES}/{name}");
-        server.ask("PUT", &at, JSON, &inventory).await?;
+        server.put(&at, &inventory).await?;
         let made = server.create(INVENTORIES, &inventory).await?;
-        server.ask("PUT", &at, JSON, &inventory).await?;
-        server
-            .ask("PUT", &format!("{at}/status"), JSON, &inventory)
-            .await?;
+        server.put(&at, &inventory).await?;
+        server.put(&format!("{at}/status"), &inventory).await?;
         let patch = json!({ "metadata": { "resourceVersion": null, "labels": { "a": "b" } } });
         server.patch(&at, MERGE, &patch).await?;
         let mut other = inventory.clone();
         other["metadata"]["uid"] = "11111111-1111-4111-8111-111111111111".into();
         other["metadata"]["resourceVersion"] = version(&made).into();
-        server.ask("PUT", &at, JSON, &other).await?;
+        server.put(&at, &other).await?;
         let mut next = inventory.clone();
         next["metadata"]["resourceVersion"] = version(&made).into();
         next["spec"]["nodeName"] = "m".into();
-        server.ask("PUT", &at, JSON, &next).await?;
-        server.ask("PUT", &at, JSON, &next).await?;
-        let nothing = json!({ "metadata": { "name": name } }).to_string().into_bytes();
-        let (code, answer) = server.send("PUT", &at, JSON, nothing).await?;
+        server.put(&at, &next).await?;
+        server.put(&at, &next).await?;
+        let nothing = json!({ "metadata": { "name": name } });
+        let (code, answer) = server.send("PUT", &at, JSON, &nothing).await?;
         server.note(json!([code, answer["reason"]]));
         let definition =
             "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/nodeinventories.drayman.dev";
-        let (_, mut known) = server.send("GET", definition, JSON, Vec::new()).await?;
+        let (_, mut known) = server.peek(definition).await?;
         known["metadata"]["resourceVersion"] = Value::Null;
-        let body = known.to_string().into_bytes();
-        let (code, answer) = server.send("PUT", definition, JSON, body).await?;
+        let (code, answer) = server.send("PUT", definition, JSON, &known).await?;
         server.note(json!([code, answer]));
         server.delete(&at).await.map(drop)
     });
@@ -289,49 +233,38 @@ fn an_object_of_a_defined_kind_is_replaced_by_its_version() {
 fn owners_are_named_in_full() {
     both("object-owners", async |server| {
         let owner = |more: Value| {
-            let mut owner = json!({ "apiVersion": "v1", "kind": "Pod", "name": "p", "uid": "u" });
-            for (key, value) in more.as_object().into_iter().flatten() {
-                owner[key] = value.clone();
-            }
-            owner
+            let plain = json!({ "apiVersion": "v1", "kind": "Pod", "name": "p", "uid": "u" });
+            merged(plain, &more)
         };
+        let event = owner(json!({ "apiVersion": "events.k8s.io/v1", "kind": "Event" }));
         for (name, owners) in [
-            ("a", json!([{}])),
-            ("b", json!([owner(json!({ "apiVersion": "a/b/c" }))])),
+            ("a", vec![json!({})]),
+            ("b", vec![owner(json!({ "apiVersion": "a/b/c" }))]),
             (
                 "c",
-                json!([owner(json!({ "name": "" })), owner(json!({ "uid": "" }))]),
+                vec![owner(json!({ "name": "" })), owner(json!({ "uid": "" }))],
             ),
-            ("d", json!([owner(json!({}))])),
-            (
-                "e",
-                json!([owner(
-                    json!({ "apiVersion": "events.k8s.io/v1", "kind": "Event" })
-                )]),
-            ),
+            ("d", vec![owner(json!({}))]),
+            ("e", vec![event]),
         ] {
             let object = json!({ "metadata": { "name": name, "ownerReferences": owners } });
             server.create(MAPS, &object).await?;
         }
         // The real server prints this value as Go does.
+        let controllers = [
+            json!({ "controller": true }),
+            json!({ "uid": "v", "controller": true }),
+        ];
         for owners in [
-            json!([owner(json!({ "kind": "Event" }))]),
-            json!([
-                owner(json!({ "controller": true })),
-                owner(json!({ "uid": "v", "controller": true }))
-            ]),
+            vec![owner(json!({ "kind": "Event" }))],
+            controllers.map(owner).to_vec(),
         ] {
             let object = json!({ "metadata": { "name": "f", "ownerReferences": owners } });
-            let body = object.to_string().into_bytes();
-            let (code, answer) = server.send("POST", MAPS, JSON, body).await?;
+            let (code, answer) = server.send("POST", MAPS, JSON, &object).await?;
             let message = answer["message"].as_str().unwrap_or_default();
             let end = message.rsplit(": ").next();
-            server.note(json!([
-                code,
-                answer["reason"],
-                answer["details"]["causes"][0]["field"],
-                end
-            ]));
+            let field = &answer["details"]["causes"][0]["field"];
+            server.note(json!([code, answer["reason"], field, end]));
         }
         Ok(())
     });

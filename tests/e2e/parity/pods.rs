@@ -28,21 +28,17 @@ fn a_pod_is_bound_once() {
         let bind = |node: &str| {
             json!({ "apiVersion": "v1", "kind": "Binding", "metadata": { "name": "p" },
                     "target": { "kind": "Node", "name": node } })
-            .to_string()
-            .into_bytes()
         };
-        let mut answers = vec![
-            server
-                .send("POST", PODS, JSON, pod("p").to_string().into_bytes())
-                .await?,
+        let (path, binding) = (format!("{PODS}/p"), format!("{PODS}/p/binding"));
+        let answers = [
+            server.send("POST", PODS, JSON, &pod("p")).await?,
+            server.send("POST", &binding, JSON, &bind("n")).await?,
+            server.peek(&path).await?,
+            server.send("POST", &binding, JSON, &bind("m")).await?,
         ];
-        let binding = format!("{PODS}/p/binding");
-        answers.push(server.send("POST", &binding, JSON, bind("n")).await?);
-        answers.push(server.send("GET", &format!("{PODS}/p"), JSON, Vec::new()).await?);
-        answers.push(server.send("POST", &binding, JSON, bind("m")).await?);
-        let move_it = json!({ "spec": { "nodeName": "m" } }).to_string().into_bytes();
-        let (code, _) = server.send("PATCH", &format!("{PODS}/p"), MERGE, move_it).await?;
-        server.note(json!([answers.iter().map(seen).collect::<Vec<_>>(), code]));
+        let move_it = json!({ "spec": { "nodeName": "m" } });
+        let (code, _) = server.send("PATCH", &path, MERGE, &move_it).await?;
+        server.note(json!([answers.each_ref().map(seen), code]));
         Ok(())
     });
 }
@@ -50,52 +46,20 @@ fn a_pod_is_bound_once() {
 #[test]
 fn a_running_pod_gets_a_grace_period_and_others_do_not() {
     both("pod-deletion", async |server| {
-        server
-            .send("POST", PODS, JSON, pod("waiting").to_string().into_bytes())
-            .await?;
-        let gone = server
-            .send("DELETE", &format!("{PODS}/waiting"), JSON, Vec::new())
-            .await?;
-        let after = server
-            .send("GET", &format!("{PODS}/waiting"), JSON, Vec::new())
-            .await?;
-        let mut running = pod("running");
-        running["spec"]["nodeName"] = "n".into();
+        server.send("POST", PODS, JSON, &pod("waiting")).await?;
+        let waiting = format!("{PODS}/waiting");
+        let mut answers = vec![server.remove(&waiting).await?, server.peek(&waiting).await?];
+        let mut pod = pod("running");
+        pod["spec"]["nodeName"] = "n".into();
         // Other fields, such as tolerations, are out of scope.
-        server
-            .send("POST", PODS, JSON, running.to_string().into_bytes())
-            .await?;
-        let first = server
-            .send("DELETE", &format!("{PODS}/running"), JSON, Vec::new())
-            .await?;
-        let shorter = server
-            .send(
-                "DELETE",
-                &format!("{PODS}/running?gracePeriodSeconds=5"),
-                JSON,
-                Vec::new(),
-            )
-            .await?;
-        let longer = server
-            .send(
-                "DELETE",
-                &format!("{PODS}/running?gracePeriodSeconds=9"),
-                JSON,
-                Vec::new(),
-            )
-            .await?;
-        let now = server
-            .send(
-                "DELETE",
-                &format!("{PODS}/running?gracePeriodSeconds=0"),
-                JSON,
-                Vec::new(),
-            )
-            .await?;
-        let last = server
-            .send("GET", &format!("{PODS}/running"), JSON, Vec::new())
-            .await?;
-        let answers = [gone, after, first, shorter, longer, now, last];
+        server.send("POST", PODS, JSON, &pod).await?;
+        let running = format!("{PODS}/running");
+        answers.push(server.remove(&running).await?);
+        for seconds in [5, 9, 0] {
+            let path = format!("{running}?gracePeriodSeconds={seconds}");
+            answers.push(server.remove(&path).await?);
+        }
+        answers.push(server.peek(&running).await?);
         server.note(answers.iter().map(seen).collect());
         Ok(())
     });

@@ -2,7 +2,8 @@
 
 use serde_json::{Value, json};
 
-use crate::parity::server::{CLAIMS, JSON, MERGE, Server, both, version};
+use crate::parity::history::escaped;
+use crate::parity::server::{CLAIMS, MERGE, Server, both, code_and_reason, names, version};
 
 async fn make(server: &mut Server, names: &[&str]) -> anyhow::Result<Value> {
     let mut last = Value::Null;
@@ -25,22 +26,16 @@ fn a_list_is_selected_by_labels_and_fields() {
             "fieldSelector=metadata.name%3Db",
             "fieldSelector=metadata.name!%3Db",
         ] {
-            let (_, list) = server
-                .send("GET", &format!("{CLAIMS}?{query}"), JSON, Vec::new())
-                .await?;
-            let items = list["items"].as_array().cloned().unwrap_or_default();
-            let names: Vec<&Value> = items.iter().map(|item| &item["metadata"]["name"]).collect();
-            server.note(json!({ query: names, "kind": list["kind"], "of": items.first().map(|item| item["kind"].clone()) }));
+            let (_, list) = server.peek(&format!("{CLAIMS}?{query}")).await?;
+            server.note(json!({ query: names(&list), "kind": list["kind"], "of": list["items"][0]["kind"] }));
         }
         for query in [
             "labelSelector=a+in+b",
             "fieldSelector=spec.color%3Dred",
             "fieldSelector=nonsense",
         ] {
-            let (code, answer) = server
-                .send("GET", &format!("{CLAIMS}?{query}"), JSON, Vec::new())
-                .await?;
-            server.note(json!({ query: [json!(code), answer["reason"].clone()] }));
+            let answer = server.peek(&format!("{CLAIMS}?{query}")).await?;
+            server.note(json!({ query: code_and_reason(&answer) }));
         }
         Ok(())
     });
@@ -54,13 +49,13 @@ fn a_list_comes_in_pages_of_one_version() {
         let mut token = String::new();
         for page in 0..4 {
             let path = format!("{CLAIMS}?limit=2&continue={token}");
-            let (code, list) = server.send("GET", &path, JSON, Vec::new()).await?;
-            let items = list["items"].as_array().cloned().unwrap_or_default();
-            let names: Vec<&Value> = items.iter().map(|item| &item["metadata"]["name"]).collect();
-            server.note(json!([code, names, list["metadata"]["remainingItemCount"]]));
-            let next = list["metadata"]["continue"].as_str().unwrap_or_default();
-            let escaped: Vec<String> = next.bytes().map(|byte| format!("%{byte:02X}")).collect();
-            token = escaped.concat();
+            let (code, list) = server.peek(&path).await?;
+            server.note(json!([
+                code,
+                names(&list),
+                list["metadata"]["remainingItemCount"]
+            ]));
+            token = escaped(&list["metadata"]["continue"]);
             if token.is_empty() {
                 break;
             }
@@ -79,27 +74,17 @@ fn a_watch_tells_what_has_happened_since_a_version() {
     both("watch-since", async |server| {
         let last = make(server, &["a"]).await?;
         make(server, &["b"]).await?;
-        server
-            .patch(
-                &format!("{CLAIMS}/a"),
-                MERGE,
-                &json!({ "metadata": { "labels": { "l": "x" } } }),
-            )
-            .await?;
+        let label = json!({ "metadata": { "labels": { "l": "x" } } });
+        server.patch(&format!("{CLAIMS}/a"), MERGE, &label).await?;
         server.delete(&format!("{CLAIMS}/b")).await?;
         make(server, &["b"]).await?;
         let since = version(&last);
-        server
-            .watch(&format!("{CLAIMS}?watch=true&resourceVersion={since}"), 4)
-            .await?;
+        let watch = format!("{CLAIMS}?watch=true&resourceVersion={since}");
+        server.watch(&watch, 4).await?;
         // An object that no longer matches is deleted for this watch.
-        server
-            .watch(
-                &format!("{CLAIMS}?watch=true&resourceVersion={since}&labelSelector=l%3Da"),
-                1,
-            )
-            .await?;
-        let one = format!("{CLAIMS}?watch=true&resourceVersion={since}&fieldSelector=metadata.name%3Db");
+        let labelled = format!("{watch}&labelSelector=l%3Da");
+        server.watch(&labelled, 1).await?;
+        let one = format!("{watch}&fieldSelector=metadata.name%3Db");
         server.watch(&one, 3).await?;
         let events = server
             .watch(&format!("{CLAIMS}?watch=true&labelSelector=l%3Db"), 1)

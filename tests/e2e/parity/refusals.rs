@@ -3,15 +3,9 @@
 use serde_json::{Value, json};
 
 use crate::parity::custom::{INVENTORIES, define};
-use crate::parity::server::{APPLY, CLAIMS, CONTEXTS, JSON, JSON_PATCH, MERGE, PODS, STRATEGIC, both};
-
-const LEASES: &str = "/apis/coordination.k8s.io/v1/namespaces/{ns}/leases";
-const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
-
-/// Code and reason of an error whose message comes from a parser.
-fn code_and_reason(answer: &(u16, Value)) -> Value {
-    json!([answer.0, answer.1["reason"], answer.1["status"]])
-}
+use crate::parity::server::{
+    APPLY, CLAIMS, CONTEXTS, JSON, JSON_PATCH, LEASES, MAPS, MERGE, PODS, STRATEGIC, both, code_and_reason,
+};
 
 #[test]
 fn a_body_that_is_no_object_is_refused() {
@@ -30,7 +24,7 @@ fn a_body_that_is_no_object_is_refused() {
             ),
             ("text/plain", "{}"),
         ] {
-            let answer = server.send("POST", CLAIMS, content_type, body.into()).await?;
+            let answer = server.send_text("POST", CLAIMS, content_type, body).await?;
             server.note(json!({ body: code_and_reason(&answer) }));
         }
         Ok(())
@@ -40,12 +34,8 @@ fn a_body_that_is_no_object_is_refused() {
 #[test]
 fn a_patch_that_cannot_be_applied_is_refused() {
     both("refused-patches", async |server| {
-        server
-            .create(
-                CLAIMS,
-                &json!({ "metadata": { "name": "a" }, "spec": { "resourceClassName": "t" } }),
-            )
-            .await?;
+        let claim = json!({ "metadata": { "name": "a" }, "spec": { "resourceClassName": "t" } });
+        server.create(CLAIMS, &claim).await?;
         for (content_type, body) in [
             (JSON_PATCH, "{"),
             (JSON_PATCH, "{}"),
@@ -68,7 +58,7 @@ fn a_patch_that_cannot_be_applied_is_refused() {
             ("text/plain", "{}"),
         ] {
             let answer = server
-                .send("PATCH", &format!("{CLAIMS}/a"), content_type, body.into())
+                .send_text("PATCH", &format!("{CLAIMS}/a"), content_type, body)
                 .await?;
             server.note(json!({ format!("{content_type} {body}"): code_and_reason(&answer) }));
         }
@@ -80,9 +70,7 @@ fn a_patch_that_cannot_be_applied_is_refused() {
 fn more_than_three_mebibytes_are_refused() {
     both("refused-size", async |server| {
         let body = json!({ "metadata": { "name": "a", "annotations": { "a": "x".repeat(3 << 20) } } });
-        let answer = server
-            .send("POST", CLAIMS, JSON, body.to_string().into_bytes())
-            .await?;
+        let answer = server.send("POST", CLAIMS, JSON, &body).await?;
         server.note(code_and_reason(&answer));
         Ok(())
     });
@@ -100,14 +88,9 @@ fn what_is_too_large_is_refused_by_each_way_in() {
             ("PATCH", format!("{MAPS}/a"), MERGE),
             ("PATCH", format!("{MAPS}/a"), STRATEGIC),
         ] {
-            let body = large(limit).to_string().into_bytes();
-            let answer = server.send(method, &path, content_type, body).await?;
-            server.note(json!([
-                method,
-                content_type,
-                code_and_reason(&answer),
-                answer.1["message"]
-            ]));
+            let answer = server.send(method, &path, content_type, &large(limit)).await?;
+            let message = &answer.1["message"];
+            server.note(json!([method, content_type, code_and_reason(&answer), message]));
         }
         // Less than that, but more than the kind allows.
         for body in [
@@ -115,13 +98,9 @@ fn what_is_too_large_is_refused_by_each_way_in() {
             large((1 << 20) + 1),
             json!({ "metadata": { "name": "a", "annotations": { "a": "x".repeat(257 << 10) } } }),
         ] {
-            let bytes = body.to_string().into_bytes();
-            let answer = server.send("PUT", &format!("{MAPS}/a"), JSON, bytes).await?;
-            server.note(json!([
-                code_and_reason(&answer),
-                answer.1["message"],
-                answer.1["details"]
-            ]));
+            let answer = server.send("PUT", &format!("{MAPS}/a"), JSON, &body).await?;
+            let (message, details) = (&answer.1["message"], &answer.1["details"]);
+            server.note(json!([code_and_reason(&answer), message, details]));
         }
         Ok(())
     });
@@ -133,18 +112,17 @@ fn an_unknown_field_is_dropped_or_refused_as_requested() {
         let claim =
             json!({ "metadata": { "name": "a" }, "spec": { "resourceClassName": "t", "color": "red" } });
         let strict = format!("{CLAIMS}?fieldValidation=Strict");
-        let answer = server
-            .send("POST", &strict, JSON, claim.to_string().into_bytes())
-            .await?;
+        let answer = server.send("POST", &strict, JSON, &claim).await?;
         server.note(code_and_reason(&answer));
         // The complete answer and its warnings.
-        for (validation, name) in [
+        let validations = [
             ("Strict", "b"),
             ("Warn", "c"),
             ("Ignore", "d"),
             ("", "e"),
             ("Loud", "f"),
-        ] {
+        ];
+        for (validation, name) in validations {
             let mut claim = claim.clone();
             claim["metadata"]["name"] = name.into();
             claim["spec"]["parametersRef"] = json!({ "kind": "k", "name": "n", "shape": "round" });
@@ -172,16 +150,10 @@ fn what_is_not_served_is_not_found() {
         for (method, path) in [
             ("GET", "/apis/resource.k8s.io/v1alpha2/namespaces/{ns}/unicorns"),
             ("GET", "/apis/resource.k8s.io/v9"),
-            (
-                "POST",
-                "/apis/resource.k8s.io/v1alpha2/namespaces/{ns}/resourceclaims/a",
-            ),
-            (
-                "GET",
-                "/apis/resource.k8s.io/v1alpha2/namespaces/{ns}/resourceclaims/a/teapot",
-            ),
+            ("POST", &format!("{CLAIMS}/a")),
+            ("GET", &format!("{CLAIMS}/a/teapot")),
         ] {
-            let (code, _) = server.send(method, path, JSON, b"{}".to_vec()).await?;
+            let (code, _) = server.send(method, path, JSON, &json!({})).await?;
             server.note(json!({ path: code }));
         }
         Ok(())
@@ -256,13 +228,11 @@ fn a_field_of_another_type_is_refused_of_every_kind() {
                 r#"{"metadata":{"name":"a"},"spec":{"versions":7}}"#,
             ),
         ] {
-            let answer = server.send(method, path, JSON, body.into()).await?;
+            let answer = server.send_text(method, path, JSON, body).await?;
             server.note(json!({ format!("{method} {path} {body}"): code_and_reason(&answer) }));
         }
         // The server still works, and the namespace can be deleted.
-        let (code, _) = server
-            .send("DELETE", "/api/v1/namespaces/{ns}", JSON, Vec::new())
-            .await?;
+        let (code, _) = server.remove("/api/v1/namespaces/{ns}").await?;
         server.note(json!(code));
         Ok(())
     });
@@ -278,46 +248,31 @@ fn an_unknown_field_is_reported_for_every_kind() {
         let inventory =
             json!({ "driverName": "drayman.dev", "nodeName": "n", "nodeUid": "u", "devices": [], "x": 1 });
         let spec = json!({ "holder": "x" });
-        for (number, (path, mut object)) in [
+        let inventory =
+            json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory", "spec": inventory });
+        let objects = [
             (MAPS, json!({ "dat": { "x": "y" } })),
             (PODS, json!({ "spec": pod })),
             (LEASES, json!({ "spec": spec })),
             ("/api/v1/nodes", json!({ "spec": spec })),
             ("/api/v1/namespaces", json!({ "spec": spec })),
-            (
-                INVENTORIES,
-                json!({ "apiVersion": "drayman.dev/v1alpha1", "kind": "NodeInventory", "spec": inventory }),
-            ),
-        ]
-        .into_iter()
-        .enumerate()
-        {
+            (INVENTORIES, inventory),
+        ];
+        for (number, (path, mut object)) in objects.into_iter().enumerate() {
             for validation in ["Strict", "Warn", "Ignore"] {
                 let name = format!("unknown-{number}-{}", validation.to_lowercase());
                 object["metadata"] = json!({ "name": name, "color": "red" });
                 let at = format!("{path}?fieldValidation={validation}");
                 let (code, answer, mut warnings) = server.warned("POST", &at, JSON, &object).await?;
                 warnings.sort();
-                let mut sentences: Vec<String> = answer["message"]
-                    .as_str()
-                    .unwrap_or_default()
-                    .split(": ")
-                    .flat_map(|part| part.split(", "))
-                    .map(str::to_owned)
-                    .collect();
-                sentences.sort();
-                server.note(json!([
-                    at,
-                    code,
-                    sentences,
-                    warnings,
-                    answer["metadata"]["color"],
-                    answer["spec"]["holder"]
-                ]));
+                let message = answer["message"].as_str().unwrap_or_default();
+                let sentences = message.split(": ").flat_map(|part| part.split(", "));
+                let mut sentences: Vec<&str> = sentences.collect();
+                sentences.sort_unstable();
+                let unknown = [&answer["metadata"]["color"], &answer["spec"]["holder"]];
+                server.note(json!([at, code, sentences, warnings, unknown]));
                 // Some objects are not in the namespace.
-                let gone = server
-                    .send("DELETE", &format!("{path}/{name}"), JSON, Vec::new())
-                    .await?;
+                let gone = server.remove(&format!("{path}/{name}")).await?;
                 server.note(json!(gone.0));
             }
         }
@@ -331,14 +286,14 @@ fn an_object_that_etcd_would_not_take_is_refused() {
         define(server).await?;
         let lease = |bytes: usize| json!({ "metadata": { "name": "a" }, "spec": { "holderIdentity": "x".repeat(bytes) } });
         for bytes in [2 << 20, 1_700_000, 1_600_000, 1_500_000] {
-            let body = lease(bytes).to_string().into_bytes();
-            let answer = server.send("POST", LEASES, JSON, body).await?;
+            let answer = server.send("POST", LEASES, JSON, &lease(bytes)).await?;
             server.note(json!([bytes, code_and_reason(&answer)]));
         }
         for bytes in [1_700_000, 1_400_000] {
             let patch = json!({ "spec": { "holderIdentity": "y".repeat(bytes) } });
-            let body = patch.to_string().into_bytes();
-            let answer = server.send("PATCH", &format!("{LEASES}/a"), MERGE, body).await?;
+            let answer = server
+                .send("PATCH", &format!("{LEASES}/a"), MERGE, &patch)
+                .await?;
             server.note(json!([bytes, code_and_reason(&answer)]));
         }
         // The name of an owner has no other limit.
@@ -348,8 +303,7 @@ fn an_object_that_etcd_would_not_take_is_refused() {
             "metadata": { "name": "large.drayman.dev", "ownerReferences": [owner] },
             "spec": { "driverName": "drayman.dev", "nodeName": "n", "nodeUid": "u", "devices": [] },
         });
-        let body = inventory.to_string().into_bytes();
-        let answer = server.send("POST", INVENTORIES, JSON, body).await?;
+        let answer = server.send("POST", INVENTORIES, JSON, &inventory).await?;
         server.note(json!([code_and_reason(&answer), answer.1["message"]]));
         Ok(())
     });
@@ -374,9 +328,8 @@ fn copies_of_copies_are_refused_before_they_are_made() {
             ops(100_000, 30, false),
             ops(1000, 3, false),
         ] {
-            let body = patch.to_string().into_bytes();
             let answer = server
-                .send("PATCH", &format!("{MAPS}/a"), JSON_PATCH, body)
+                .send("PATCH", &format!("{MAPS}/a"), JSON_PATCH, &patch)
                 .await?;
             server.note(json!([code_and_reason(&answer), answer.1["message"]]));
         }
@@ -389,12 +342,8 @@ fn bounds_of_a_context_hold_for_changes_too() {
     both("refused-contexts", async |server| {
         let nodes =
             |count: usize| -> Vec<String> { (0..count).map(|number| format!("n-{number}")).collect() };
-        server
-            .create(
-                CONTEXTS,
-                &json!({ "metadata": { "name": "p" }, "spec": { "potentialNodes": ["a"] } }),
-            )
-            .await?;
+        let context = json!({ "metadata": { "name": "p" }, "spec": { "potentialNodes": ["a"] } });
+        server.create(CONTEXTS, &context).await?;
         let at = format!("{CONTEXTS}/p");
         for spec in [
             json!({ "potentialNodes": nodes(129) }),
@@ -404,14 +353,8 @@ fn bounds_of_a_context_hold_for_changes_too() {
             json!({ "selectedNode": "Upper" }),
         ] {
             server.patch(&at, MERGE, &json!({ "spec": spec })).await?;
-            server
-                .ask(
-                    "PUT",
-                    &at,
-                    JSON,
-                    &json!({ "metadata": { "name": "p" }, "spec": spec }),
-                )
-                .await?;
+            let whole = json!({ "metadata": { "name": "p" }, "spec": spec });
+            server.put(&at, &whole).await?;
         }
         Ok(())
     });

@@ -24,6 +24,8 @@ pub(crate) const CLAIMS: &str = "/apis/resource.k8s.io/v1alpha2/namespaces/{ns}/
 pub(crate) const CONTEXTS: &str = "/apis/resource.k8s.io/v1alpha2/namespaces/{ns}/podschedulingcontexts";
 pub(crate) const STRUCTURED_CLAIMS: &str = "/apis/resource.k8s.io/v1/namespaces/{ns}/resourceclaims";
 pub(crate) const PODS: &str = "/api/v1/namespaces/{ns}/pods";
+pub(crate) const MAPS: &str = "/api/v1/namespaces/{ns}/configmaps";
+pub(crate) const LEASES: &str = "/apis/coordination.k8s.io/v1/namespaces/{ns}/leases";
 
 pub(crate) const JSON: &str = "application/json";
 pub(crate) const MERGE: &str = "application/merge-patch+json";
@@ -193,11 +195,6 @@ impl Server {
         content_type: &str,
         body: &Value,
     ) -> anyhow::Result<(u16, Value)> {
-        let body = if body.is_null() {
-            Vec::new()
-        } else {
-            body.to_string().into_bytes()
-        };
         let (code, answer) = self.send(method, path, content_type, body).await?;
         self.transcript
             .push(json!({ "asked": format!("{method} {path}"), "code": code, "answer": answer }));
@@ -212,9 +209,7 @@ impl Server {
         content_type: &str,
         body: &Value,
     ) -> anyhow::Result<(u16, Value)> {
-        let (code, answer) = self
-            .send(method, path, content_type, body.to_string().into_bytes())
-            .await?;
+        let (code, answer) = self.send(method, path, content_type, body).await?;
         let causes = answer["details"]["causes"]
             .as_array()
             .cloned()
@@ -233,29 +228,19 @@ impl Server {
         Ok((code, answer))
     }
 
-    /// Sends a request with any body, without comparison.
+    /// Sends a request without comparison, and without a body if it is null.
     pub(crate) async fn send(
         &self,
         method: &str,
         path: &str,
         content_type: &str,
-        body: Vec<u8>,
+        body: &Value,
     ) -> anyhow::Result<(u16, Value)> {
-        let request = Request::builder()
-            .method(Method::from_bytes(method.as_bytes())?)
-            .uri(path.replace("{ns}", &self.namespace))
-            .header("content-type", content_type)
-            .header("user-agent", "promises/1")
-            .body(Body::from(body))?;
-        let response = self.client.send(request).await?;
-        let code = response.status().as_u16();
-        let bytes = response.into_body().collect_bytes().await?;
-        let answer = serde_json::from_slice(&bytes)
-            .unwrap_or_else(|_| Value::String(String::from_utf8_lossy(&bytes).trim().to_owned()));
+        let (code, answer, _) = self.warned(method, path, content_type, body).await?;
         Ok((code, answer))
     }
 
-    /// Sends a request and returns the server's warnings, without comparison.
+    /// As [`Server::send`], with the server's warnings.
     pub(crate) async fn warned(
         &self,
         method: &str,
@@ -263,12 +248,39 @@ impl Server {
         content_type: &str,
         body: &Value,
     ) -> anyhow::Result<(u16, Value, Vec<String>)> {
+        let text = if body.is_null() {
+            String::new()
+        } else {
+            body.to_string()
+        };
+        self.request(method, path, content_type, text).await
+    }
+
+    /// Sends a request with any text as its body, without comparison.
+    pub(crate) async fn send_text(
+        &self,
+        method: &str,
+        path: &str,
+        content_type: &str,
+        text: &str,
+    ) -> anyhow::Result<(u16, Value)> {
+        let (code, answer, _) = self.request(method, path, content_type, text.to_owned()).await?;
+        Ok((code, answer))
+    }
+
+    async fn request(
+        &self,
+        method: &str,
+        path: &str,
+        content_type: &str,
+        body: String,
+    ) -> anyhow::Result<(u16, Value, Vec<String>)> {
         let request = Request::builder()
             .method(Method::from_bytes(method.as_bytes())?)
             .uri(path.replace("{ns}", &self.namespace))
             .header("content-type", content_type)
             .header("user-agent", "promises/1")
-            .body(Body::from(body.to_string().into_bytes()))?;
+            .body(Body::from(body.into_bytes()))?;
         let response = self.client.send(request).await?;
         let code = response.status().as_u16();
         let warnings = response.headers().get_all("warning").iter();
@@ -276,7 +288,9 @@ impl Server {
             .map(|warning| String::from_utf8_lossy(warning.as_bytes()).into_owned())
             .collect();
         let bytes = response.into_body().collect_bytes().await?;
-        Ok((code, serde_json::from_slice(&bytes)?, warnings))
+        let answer = serde_json::from_slice(&bytes)
+            .unwrap_or_else(|_| Value::String(String::from_utf8_lossy(&bytes).trim().to_owned()));
+        Ok((code, answer, warnings))
     }
 
     pub(crate) fn is_real(&self) -> bool {
@@ -288,12 +302,39 @@ impl Server {
         self.transcript.push(what);
     }
 
+    /// Deletes an object without comparison.
+    pub(crate) async fn remove(&self, path: &str) -> anyhow::Result<(u16, Value)> {
+        self.send("DELETE", path, JSON, &Value::Null).await
+    }
+
+    /// Gets an object or a list without comparison.
+    pub(crate) async fn peek(&self, path: &str) -> anyhow::Result<(u16, Value)> {
+        self.send("GET", path, JSON, &Value::Null).await
+    }
+
     pub(crate) async fn get(&mut self, path: &str) -> anyhow::Result<Value> {
         Ok(self.ask("GET", path, JSON, &Value::Null).await?.1)
     }
 
     pub(crate) async fn create(&mut self, path: &str, object: &Value) -> anyhow::Result<Value> {
         Ok(self.ask("POST", path, JSON, object).await?.1)
+    }
+
+    pub(crate) async fn put(&mut self, path: &str, object: &Value) -> anyhow::Result<Value> {
+        Ok(self.ask("PUT", path, JSON, object).await?.1)
+    }
+
+    /// Sends these patches one after the other.
+    pub(crate) async fn patch_each(
+        &mut self,
+        path: &str,
+        content_type: &str,
+        patches: impl IntoIterator<Item = Value>,
+    ) -> anyhow::Result<()> {
+        for patch in patches {
+            self.patch(path, content_type, &patch).await?;
+        }
+        Ok(())
     }
 
     pub(crate) async fn patch(
@@ -367,6 +408,25 @@ impl Server {
         }
         Ok(events)
     }
+}
+
+/// Code and reason of an answer whose message comes from a parser.
+pub(crate) fn code_and_reason(answer: &(u16, Value)) -> Value {
+    json!([answer.0, answer.1["reason"], answer.1["status"]])
+}
+
+/// The names in a list.
+pub(crate) fn names(list: &Value) -> Vec<&Value> {
+    let items = list["items"].as_array().into_iter().flatten();
+    items.map(|item| &item["metadata"]["name"]).collect()
+}
+
+/// An object with these fields besides, or instead of, its own.
+pub(crate) fn merged(mut object: Value, fields: &Value) -> Value {
+    for (key, value) in fields.as_object().into_iter().flatten() {
+        object[key] = value.clone();
+    }
+    object
 }
 
 /// The resource version of an object.

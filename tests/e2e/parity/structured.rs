@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use crate::parity::server::{
     JSON, JSON_PATCH, MERGE, PODS, STRUCTURED_CLAIMS as CLAIMS, Server, both_structured as both,
-    both_structured_but_managers as both_but_managers,
+    both_structured_but_managers as both_but_managers, merged,
 };
 
 const TEMPLATES: &str = "/apis/resource.k8s.io/v1/namespaces/{ns}/resourceclaimtemplates";
@@ -23,11 +23,11 @@ fn exactly(fields: &Value) -> Value {
     json!({ "requests": [{ "name": "r", "exactly": merged(json!({ "deviceClassName": "c" }), fields) }] })
 }
 
-fn merged(mut object: Value, fields: &Value) -> Value {
-    for (key, value) in fields.as_object().into_iter().flatten() {
-        object[key] = value.clone();
-    }
-    object
+fn template(devices: &Value) -> Value {
+    json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate", "metadata": { "name": "t" },
+        "spec": { "spec": { "devices": devices } },
+    })
 }
 
 /// Constraints or configurations beside two requests, one of which has alternatives.
@@ -69,9 +69,7 @@ async fn refused(
         if code == 201 {
             anyhow::ensure!(!server.is_real(), "{object} is accepted");
             let name = answer["metadata"]["name"].as_str().unwrap_or_default();
-            server
-                .send("DELETE", &format!("{path}/{name}"), JSON, Vec::new())
-                .await?;
+            server.remove(&format!("{path}/{name}")).await?;
         }
     }
     Ok(())
@@ -101,18 +99,12 @@ fn requests_of_a_claim_get_their_defaults() {
             .await?;
         let mut generated = claim("", &exactly(&json!({})));
         generated["metadata"] = json!({ "generateName": "g-", "labels": { "a": "b" } });
-        let (code, made) = server
-            .send("POST", CLAIMS, JSON, generated.to_string().into_bytes())
-            .await?;
+        let (code, made) = server.send("POST", CLAIMS, JSON, &generated).await?;
         let name = made["metadata"]["name"].as_str().unwrap_or_default();
         server.note(json!({ "code": code, "name": name.get(..2), "length": name.len() }));
-        server
-            .send("DELETE", &format!("{CLAIMS}/{name}"), JSON, Vec::new())
-            .await?;
-        let template = json!({
-            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate", "metadata": { "name": "t" },
-            "spec": { "metadata": { "labels": { "a": "b" } }, "spec": { "devices": exactly(&json!({})) } },
-        });
+        server.remove(&format!("{CLAIMS}/{name}")).await?;
+        let mut template = template(&exactly(&json!({})));
+        template["spec"]["metadata"] = json!({ "labels": { "a": "b" } });
         server.create(TEMPLATES, &template).await?;
         server.get(&format!("{CLAIMS}/one/status")).await.map(drop)
     });
@@ -159,10 +151,7 @@ fn invalid_requests_of_a_claim_are_refused() {
         ];
         let claims = devices.iter().map(|devices| claim("c", devices));
         refused(server, CLAIMS, claims).await?;
-        let template = json!({
-            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate", "metadata": { "name": "t" },
-            "spec": { "spec": { "devices": { "requests": [{ "name": "r" }] } } },
-        });
+        let template = template(&json!({ "requests": [{ "name": "r" }] }));
         refused(server, TEMPLATES, [template]).await
     });
 }
@@ -204,10 +193,8 @@ fn invalid_constraints_and_configurations_are_refused() {
             "constraints": [{ "matchAttribute": "x.dev/a", "requests": ["a", "b/x"] }, { "distinctAttribute": "x.dev/b" }],
             "config": [{ "requests": ["b"], "opaque": { "driver": "x.dev", "parameters": { "list": [], "nothing": null } } }],
         });
-        server
-            .create(CLAIMS, &claim("c", &beside_requests(&valid)))
-            .await
-            .map(drop)
+        let valid = claim("c", &beside_requests(&valid));
+        server.create(CLAIMS, &valid).await.map(drop)
     });
 }
 
@@ -215,24 +202,16 @@ fn invalid_constraints_and_configurations_are_refused() {
 fn the_spec_of_a_claim_or_a_template_is_immutable() {
     both("v1-immutable", async |server| {
         server.create(CLAIMS, &claim("c", &exactly(&json!({})))).await?;
-        let template = json!({
-            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate", "metadata": { "name": "t" },
-            "spec": { "spec": { "devices": exactly(&json!({})) } },
-        });
-        server.create(TEMPLATES, &template).await?;
+        server.create(TEMPLATES, &template(&exactly(&json!({})))).await?;
         let devices = json!({ "devices": exactly(&json!({ "count": 2 })) });
-        let of_claim = json!({ "spec": devices });
-        server.patch(&format!("{CLAIMS}/c"), MERGE, &of_claim).await?;
-        let of_template = json!({ "spec": { "spec": devices } });
-        server
-            .patch(&format!("{TEMPLATES}/t"), MERGE, &of_template)
-            .await?;
+        let (claim, template) = (format!("{CLAIMS}/c"), format!("{TEMPLATES}/t"));
         let labels = json!({ "metadata": { "labels": { "a": "b" } }, "status": { "reservedFor": [] } });
-        server.patch(&format!("{CLAIMS}/c"), MERGE, &labels).await?;
-        server.patch(&format!("{TEMPLATES}/t"), MERGE, &labels).await?;
         // The same spec without its defaults.
         let same = json!({ "spec": { "devices": exactly(&json!({})) } });
-        server.patch(&format!("{CLAIMS}/c"), MERGE, &same).await.map(drop)
+        let of_template = [json!({ "spec": { "spec": devices } }), labels.clone()];
+        let of_claim = [json!({ "spec": devices }), labels, same];
+        server.patch_each(&claim, MERGE, of_claim).await?;
+        server.patch_each(&template, MERGE, of_template).await
     });
 }
 
@@ -254,39 +233,32 @@ fn a_slice_is_stored_with_its_defaults_and_a_generation() {
         let path = format!("{SLICES}/v1-slices");
         let mut written = made.clone();
         written["spec"]["pool"]["generation"] = 2.into();
-        server.ask("PUT", &path, JSON, &written).await?;
+        server.put(&path, &written).await?;
         // The slice has changed meanwhile.
-        server.ask("PUT", &path, JSON, &written).await?;
+        server.put(&path, &written).await?;
         written["metadata"]
             .as_object_mut()
             .map(|map| map.remove("resourceVersion"));
-        server.ask("PUT", &path, JSON, &written).await?;
-        server
-            .patch(&path, MERGE, &json!({ "metadata": { "labels": { "a": "b" } } }))
-            .await?;
-        server
-            .patch(&path, MERGE, &json!({ "spec": { "devices": [] } }))
-            .await?;
-        for spec in [
-            json!({ "driver": "y.dev" }),
-            json!({ "nodeName": "m" }),
-            json!({ "nodeName": null, "allNodes": true }),
-            json!({ "pool": { "name": "m" } }),
-        ] {
-            server.patch(&path, MERGE, &json!({ "spec": spec })).await?;
-        }
+        server.put(&path, &written).await?;
+        let patches = [
+            json!({ "metadata": { "labels": { "a": "b" } } }),
+            json!({ "spec": { "devices": [] } }),
+            json!({ "spec": { "driver": "y.dev" } }),
+            json!({ "spec": { "nodeName": "m" } }),
+            json!({ "spec": { "nodeName": null, "allNodes": true } }),
+            json!({ "spec": { "pool": { "name": "m" } } }),
+        ];
+        server.patch_each(&path, MERGE, patches).await?;
         let other = json!({ "driver": "v1-slices.dev", "nodeName": "v1-slices" });
         server.create(SLICES, &slice("v1-slices-other", &other)).await?;
         for fields in [
             "spec.driver=v1-slices.dev",
             "spec.nodeName=v1-slices",
             "spec.nodeName!=v1-slices,spec.driver=v1-slices.dev",
+            "spec.pool.name=n",
         ] {
             server.get(&format!("{SLICES}?fieldSelector={fields}")).await?;
         }
-        server
-            .get(&format!("{SLICES}?fieldSelector=spec.pool.name=n"))
-            .await?;
         let preconditions = json!({ "preconditions": { "uid": "7d0a" } });
         server.ask("DELETE", &path, JSON, &preconditions).await?;
         server.delete(&path).await?;
@@ -386,39 +358,21 @@ fn a_class_can_be_changed_and_its_selectors_are_checked() {
         let cel = |expression: &str| json!({ "selectors": [{ "cel": { "expression": expression } }] });
         server.create(CLASSES, &class("v1-class", &cel("true"))).await?;
         let path = format!("{CLASSES}/v1-class");
-        server
-            .patch(
-                &path,
-                MERGE,
-                &json!({ "spec": cel("device.driver == \"x.dev\"") }),
-            )
-            .await?;
-        server
-            .patch(
-                &path,
-                MERGE,
-                &json!({ "spec": cel("device.driver == \"y.dev\"") }),
-            )
-            .await?;
-        server
-            .patch(&path, MERGE, &json!({ "metadata": { "labels": { "a": "b" } } }))
-            .await?;
-        let opaque = json!({ "config": [{ "opaque": { "driver": "x.dev", "parameters": { "a": {} } } }] });
-        server.patch(&path, MERGE, &json!({ "spec": opaque })).await?;
-        refused(
-            server,
-            CLASSES,
-            [
-                class("v1-bad", &json!({ "selectors": [{}] })),
-                class("v1-bad", &json!({ "config": [{}] })),
-                class(
-                    "v1-bad",
-                    &json!({ "config": [{ "opaque": { "driver": "", "parameters": {} } }] }),
-                ),
-                class("Upper", &json!({})),
-            ],
-        )
-        .await?;
+        let opaque = |driver: &str, parameters: Value| json!({ "config": [{ "opaque": { "driver": driver, "parameters": parameters } }] });
+        let patches = [
+            json!({ "spec": cel("device.driver == \"x.dev\"") }),
+            json!({ "spec": cel("device.driver == \"y.dev\"") }),
+            json!({ "metadata": { "labels": { "a": "b" } } }),
+            json!({ "spec": opaque("x.dev", json!({ "a": {} })) }),
+        ];
+        server.patch_each(&path, MERGE, patches).await?;
+        let classes = [
+            class("v1-bad", &json!({ "selectors": [{}] })),
+            class("v1-bad", &json!({ "config": [{}] })),
+            class("v1-bad", &opaque("", json!({}))),
+            class("Upper", &json!({})),
+        ];
+        refused(server, CLASSES, classes).await?;
         server.delete(&path).await.map(drop)
     });
 }
@@ -490,14 +444,12 @@ fn a_claim_that_is_deleted_keeps_its_allocation_until_its_finalizer_goes() {
         server.delete(&path).await?;
         let another = json!({ "status": { "reservedFor": [consumer(1), consumer(2)] } });
         server.patch(&status, MERGE, &another).await?;
-        server
-            .patch(&status, MERGE, &json!({ "status": { "reservedFor": null } }))
-            .await?;
+        let unreserved = json!({ "status": { "reservedFor": null } });
+        server.patch(&status, MERGE, &unreserved).await?;
         let cleared = json!([{ "op": "remove", "path": "/status/allocation" }]);
         server.patch(&status, JSON_PATCH, &cleared).await?;
-        server
-            .patch(&path, MERGE, &json!({ "metadata": { "finalizers": null } }))
-            .await?;
+        let unprotected = json!({ "metadata": { "finalizers": null } });
+        server.patch(&path, MERGE, &unprotected).await?;
         server.get(&path).await.map(drop)
     });
 }
@@ -507,33 +459,23 @@ fn admin_access_needs_the_label_of_the_namespace() {
     both("v1-admin", async |server| {
         let admin = exactly(&json!({ "adminAccess": true }));
         server.create(CLAIMS, &claim("c", &admin)).await?;
-        let template = json!({
-            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate", "metadata": { "name": "t" },
-            "spec": { "spec": { "devices": admin } },
-        });
+        let template = template(&admin);
         server.create(TEMPLATES, &template).await?;
-        server
-            .create(CLAIMS, &claim("plain", &exactly(&json!({}))))
-            .await?;
+        let plain = claim("plain", &exactly(&json!({})));
+        server.create(CLAIMS, &plain).await?;
         let result = result(&json!({ "adminAccess": true }));
         let status = json!({ "status": { "allocation": allocation(&json!([result])) } });
-        server
-            .patch(&format!("{CLAIMS}/plain/status"), MERGE, &status)
-            .await?;
+        let path = format!("{CLAIMS}/plain/status");
+        server.patch(&path, MERGE, &status).await?;
         let label = |value: &str| json!({ "metadata": { "labels": { "resource.kubernetes.io/admin-access": value } } });
         let namespace = "/api/v1/namespaces/{ns}";
         for value in ["false", "true"] {
-            let (code, _) = server
-                .send("PATCH", namespace, MERGE, label(value).to_string().into_bytes())
-                .await?;
+            let (code, _) = server.send("PATCH", namespace, MERGE, &label(value)).await?;
             server.note(code.into());
             server.create(CLAIMS, &claim(value, &admin)).await?;
         }
         server.create(TEMPLATES, &template).await?;
-        server
-            .patch(&format!("{CLAIMS}/plain/status"), MERGE, &status)
-            .await
-            .map(drop)
+        server.patch(&path, MERGE, &status).await.map(drop)
     });
 }
 
@@ -553,9 +495,7 @@ fn pods_name_their_claims_and_requests() {
         };
         let entries = json!([{ "name": "a", "resourceClaimName": "x" }, { "name": "b", "resourceClaimTemplateName": "y" }]);
         let uses = json!([{ "name": "a", "request": "r" }, { "name": "b" }]);
-        let (_, made) = server
-            .send("POST", PODS, JSON, pod(entries, uses).to_string().into_bytes())
-            .await?;
+        let (_, made) = server.send("POST", PODS, JSON, &pod(entries, uses)).await?;
         server.note(made["spec"]["resourceClaims"].clone());
         server.note(made["spec"]["containers"][0]["resources"].clone());
         Ok(())

@@ -33,12 +33,9 @@ fn a_thousand_watchers_receive_the_same_events() {
         let changing = async {
             tokio::time::sleep(Duration::from_secs(1)).await;
             for name in ["b", "c"] {
-                let body = claim(name).to_string().into_bytes();
-                server.send("POST", CLAIMS, JSON, body).await?;
+                server.send("POST", CLAIMS, JSON, &claim(name)).await?;
             }
-            server
-                .send("DELETE", &format!("{CLAIMS}/b"), JSON, Vec::new())
-                .await
+            server.remove(&format!("{CLAIMS}/b")).await
         };
         let (seen, changed) = tokio::join!(watching, changing);
         changed?;

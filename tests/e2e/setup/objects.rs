@@ -21,6 +21,19 @@ pub(crate) fn pod_with_claim(name: &str) -> anyhow::Result<Pod> {
     }))
 }
 
+/// A pod that requests one extended resource in its limits.
+pub(crate) fn pod_with_limit(name: &str, resource: &str) -> anyhow::Result<Pod> {
+    pod_from(json!({
+        "metadata": { "name": name },
+        "spec": {
+            "containers": [{ "name": "main", "image": IMAGE, "imagePullPolicy": "Never",
+                "resources": { "limits": { resource: "1" } } }],
+            "dnsPolicy": "Default",
+            "terminationGracePeriodSeconds": 1,
+        },
+    }))
+}
+
 /// A pod from a manifest. Our type keeps the `source` of a claim, which k8s-openapi's Pod lacks.
 pub(crate) fn pod_from(manifest: Value) -> anyhow::Result<Pod> {
     serde_json::from_value(manifest).map_err(Into::into)

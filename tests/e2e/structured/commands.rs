@@ -9,7 +9,7 @@ use super::fixture::{
 };
 use crate::commands::{json as ask, run};
 use crate::harness::Cluster;
-use crate::setup::{DRIVER, Setup, is_bound};
+use crate::setup::{DRIVER, Setup};
 
 /// The first minor version with device taints and consumable capacity by default.
 const ON_SINCE: u32 = 36;
@@ -63,7 +63,7 @@ async fn the_commands_tell_who_has_what_and_who_waits_for_what() -> anyhow::Resu
     let devices = [device("test-0", "test"), tainted];
     make_slice(&setup, "node-a-1", &pool("node-a", 1, 1), &devices).await?;
     make_pod_with_claim(&setup, "first", &one_device()).await?;
-    setup.wait(setup.pods(), "first", "bound", is_bound()).await?;
+    setup.until_bound("first").await?;
     allocated(&setup, "first").await?;
     make_pod_with_claim(&setup, "second", &one_device()).await?;
     waits(&setup, "second", "cannot allocate all claims").await?;
@@ -226,6 +226,5 @@ async fn the_commands_name_the_gates_that_are_off() -> anyhow::Result<()> {
         claim["nodes"][0]["reason"],
         "request device: no device matches DeviceClass shared"
     );
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }

@@ -11,7 +11,7 @@ use super::fixture::{
     start,
 };
 use crate::harness::IMAGE;
-use crate::setup::{Setup, is_running};
+use crate::setup::Setup;
 
 const DIRECTORY: &str = "/var/run/kubernetes.io/dra-device-attributes";
 
@@ -73,8 +73,7 @@ async fn containers_read_the_metadata_of_their_devices() -> anyhow::Result<()> {
     delete(&setup, "direct").await?;
     let left = setup.cluster.node(0).list("/run/cdi/drayman.dev-metadata")?;
     assert_eq!(left, Vec::<String>::new());
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }
 
 /// The path depends on the claim's name in the pod, and the metadata contains a string that is too long for a slice.
@@ -101,9 +100,7 @@ async fn of_a_template(setup: &Setup) -> anyhow::Result<()> {
         }),
     )
     .await?;
-    setup
-        .wait(setup.pods(), "template", "running", is_running())
-        .await?;
+    setup.until_running("template").await?;
     let found = metadata(setup, "template", "resourceclaimtemplates/usb").await?;
     let object = &found["metadata.resource.k8s.io/v1beta1"];
     assert_eq!(object["podClaimName"], "usb");

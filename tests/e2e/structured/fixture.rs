@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use tokio::time::timeout;
 
 use crate::harness::{Cluster, IMAGE, TIMEOUT};
-use crate::setup::{DRIVER, Program, Setup, is_gone, is_running, pod_from};
+use crate::setup::{DRIVER, Program, REGISTERED, Setup, is_gone, pod_from};
 
 /// One kind, `test`.
 pub(super) const CONFIGURATION: &str = "\
@@ -44,7 +44,7 @@ pub(super) async fn start_with(
     make_class(&setup, "test", "test").await?;
     let mut slices = Slices::watch(&setup);
     let companion = setup.companion_with(0, configuration, flags)?;
-    companion.logged("kubelet has registered the driver").await?;
+    companion.logged(REGISTERED).await?;
     let names = (0..devices.len()).map(|number| format!("drayman-test-{number}"));
     slices.until_offered(&names.collect()).await?;
     Ok((setup, companion))
@@ -137,7 +137,7 @@ pub(super) async fn devices_in(
     pod: &str,
     container: &str,
 ) -> anyhow::Result<BTreeSet<String>> {
-    setup.wait(setup.pods(), pod, "running", is_running()).await?;
+    setup.until_running(pod).await?;
     let inside = |command: &'static [&'static str]| {
         let arguments = [&["exec", pod, "-c", container, "--"], command].concat();
         async move { setup.cluster.kubectl(&arguments).await }

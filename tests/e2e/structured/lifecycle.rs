@@ -1,26 +1,21 @@
 //! The lifecycle of a pod with a claim, with faults.
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
-use std::path::Path;
 
-use anyhow::{Context as _, ensure};
+use anyhow::Context as _;
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::api::{Api, ListParams};
 use serde_json::json;
-use tokio::io::copy_bidirectional;
-use tokio::net::{TcpListener, TcpStream};
-use tokio::task::JoinSet;
-use tokio_util::task::AbortOnDropHandle;
 
 use super::fixture::{
     CONFIGURATION, Slices, allocated, delete, devices_of, make, make_claim, make_pod, make_pod_with_claim,
     names, one_device, start, waits,
 };
+use crate::apiserver_failover::{Balancer, port};
 use crate::harness::IMAGE;
 use crate::interrupted_calls::until_claim_files;
-use crate::pods::claim_files;
-use crate::setup::{Setup, is_running};
+use crate::pods::{assert_unprepared, claim_files};
+use crate::setup::REGISTERED;
 
 /// The user name of the companion.
 const NODE: &str = "drayman-node";
@@ -52,7 +47,7 @@ async fn a_pod_reads_from_its_device_and_leaves_nothing_behind() -> anyhow::Resu
     make_pod_with_claim(&setup, "third", &one_device()).await?;
     waits(&setup, "third", "cannot allocate all claims").await?;
     delete(&setup, "first").await?;
-    assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
+    assert_unprepared(node, &uid)?;
     assert_eq!(devices_of(&setup, "third").await?, first);
     for pod in ["second", "third"] {
         delete(&setup, pod).await?;
@@ -68,28 +63,7 @@ async fn a_pod_reads_from_its_device_and_leaves_nothing_behind() -> anyhow::Resu
         after.into_iter().collect::<Vec<_>>(),
         [("get resourceclaims".to_owned(), 3)]
     );
-    companion.end().await?;
-    setup.cluster.stop().await
-}
-
-#[tokio::test]
-async fn a_restarted_companion_keeps_the_devices_of_running_pods() -> anyhow::Result<()> {
-    let (setup, companion) = start(CONFIGURATION, &DEVICES).await?;
-    make_pod_with_claim(&setup, "before", &one_device()).await?;
-    let before = devices_of(&setup, "before").await?;
-    companion.end().await?;
-    let companion = setup.companion(0, CONFIGURATION)?;
-    companion.logged("kubelet has registered the driver").await?;
-    make_pod_with_claim(&setup, "after", &one_device()).await?;
-    assert!(devices_of(&setup, "after").await?.is_disjoint(&before));
-    assert_eq!(devices_of(&setup, "before").await?, before);
-    let (uid, _) = allocated(&setup, "before").await?;
-    for pod in ["before", "after"] {
-        delete(&setup, pod).await?;
-    }
-    assert_eq!(claim_files(setup.cluster.node(0), &uid)?, Vec::<String>::new());
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }
 
 #[tokio::test]
@@ -102,9 +76,8 @@ async fn a_pod_deleted_by_force_gives_its_device_to_the_next_one() -> anyhow::Re
     waits(&setup, "second", "cannot allocate all claims").await?;
     setup.remove_pod("first").await?;
     assert_eq!(devices_of(&setup, "second").await?, first);
-    assert_eq!(claim_files(setup.cluster.node(0), &uid)?, Vec::<String>::new());
-    companion.end().await?;
-    setup.cluster.stop().await
+    assert_unprepared(setup.cluster.node(0), &uid)?;
+    setup.end([companion]).await
 }
 
 #[tokio::test]
@@ -122,7 +95,7 @@ async fn a_device_gone_before_prepare_is_refused_and_not_replaced() -> anyhow::R
     setup
         .wait_for_event("pod", "FailedPrepareDynamicResources", &gone)
         .await?;
-    assert_eq!(claim_files(node, &uid)?, Vec::<String>::new());
+    assert_unprepared(node, &uid)?;
     let minor = if gone.ends_with('0') {
         DEVICES[0].1
     } else {
@@ -131,30 +104,7 @@ async fn a_device_gone_before_prepare_is_refused_and_not_replaced() -> anyhow::R
     node.make_device(&path, 1, minor)?;
     assert_eq!(devices_of(&setup, "pod").await?, results);
     delete(&setup, "pod").await?;
-    companion.end().await?;
-    setup.cluster.stop().await
-}
-
-/// Proxies connections to the API server. Aborting the task closes them and refuses new ones.
-async fn proxy(listener: TcpListener, server: SocketAddr) {
-    let mut connections = JoinSet::new();
-    while let Ok((mut client, _)) = listener.accept().await {
-        connections.spawn(async move {
-            if let Ok(mut server) = TcpStream::connect(server).await {
-                // Closing one side closes the other.
-                let _ = copy_bidirectional(&mut client, &mut server).await;
-            }
-        });
-    }
-}
-
-/// Changes the API server's address in a kubeconfig.
-fn redirect(setup: &Setup, kubeconfig: &Path, address: SocketAddr) -> anyhow::Result<()> {
-    let text = std::fs::read_to_string(kubeconfig)?;
-    let server = setup.cluster.server();
-    ensure!(text.contains(server), "{} names {server}", kubeconfig.display());
-    std::fs::write(kubeconfig, text.replace(server, &format!("https://{address}")))?;
-    Ok(())
+    setup.end([companion]).await
 }
 
 #[tokio::test]
@@ -162,19 +112,17 @@ async fn a_prepare_without_an_api_server_fails_and_is_retried() -> anyhow::Resul
     let (setup, companion) = start(CONFIGURATION, &DEVICES).await?;
     companion.end().await?;
     // Only the companion is cut off: kubelet reads the claim itself before the call.
-    let listener = TcpListener::bind("127.0.0.1:0").await?;
-    let address = listener.local_addr()?;
-    let server: http::Uri = setup.cluster.server().parse()?;
-    let server = SocketAddr::from(([127, 0, 0, 1], server.port_u16().context("a port")?));
-    let path = AbortOnDropHandle::new(tokio::spawn(proxy(listener, server)));
-    redirect(&setup, setup.node_kubeconfig(), address)?;
+    let server = [port(&setup)?];
+    let balancer = Balancer::start(&server).await?;
+    balancer.rewrite(&setup, setup.node_kubeconfig(), setup.node_kubeconfig())?;
     let companion = setup.companion(0, CONFIGURATION)?;
-    companion.logged("kubelet has registered the driver").await?;
+    companion.logged(REGISTERED).await?;
     make_pod_with_claim(&setup, "before", &one_device()).await?;
     let before = devices_of(&setup, "before").await?;
     let (uid, _) = allocated(&setup, "before").await?;
 
-    drop(path);
+    let address = balancer.address;
+    drop(balancer);
     make_pod_with_claim(&setup, "pod", &one_device()).await?;
     let event = setup
         .wait_for_event("pod", "FailedPrepareDynamicResources", "kubelet asks again")
@@ -185,13 +133,11 @@ async fn a_prepare_without_an_api_server_fails_and_is_retried() -> anyhow::Resul
     );
     // Unprepare does not need the API server.
     delete(&setup, "before").await?;
-    assert_eq!(claim_files(setup.cluster.node(0), &uid)?, Vec::<String>::new());
+    assert_unprepared(setup.cluster.node(0), &uid)?;
 
-    let listener = TcpListener::bind(address).await?;
-    let _path = AbortOnDropHandle::new(tokio::spawn(proxy(listener, server)));
+    let _balancer = Balancer::start_at(address, &server).await?;
     assert!(devices_of(&setup, "pod").await?.is_disjoint(&before));
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }
 
 #[tokio::test]
@@ -224,8 +170,7 @@ async fn a_pod_ending_without_an_api_server_frees_its_device() -> anyhow::Result
     setup.cluster.start_component("apiserver").await?;
     make_pod_with_claim(&setup, "second", &one_device()).await?;
     assert_eq!(devices_of(&setup, "second").await?, first);
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }
 
 #[tokio::test]
@@ -234,16 +179,17 @@ async fn a_clean_stop_of_the_companion_costs_no_running_pod() -> anyhow::Result<
     make_claim(&setup, "pod", &one_device()).await?;
     make_pod(&setup, "pod").await?;
     let devices = devices_of(&setup, "pod").await?;
+    let (uid, _) = allocated(&setup, "pod").await?;
     companion.end().await?;
     // Kubelet deletes the slices of a driver that was gone for 30 s.
     Slices::watch(&setup).until("gone", BTreeMap::is_empty).await?;
-    setup.wait(setup.pods(), "pod", "running", is_running()).await?;
+    setup.until_running("pod").await?;
     assert_eq!(devices_of(&setup, "pod").await?, devices);
     let companion = setup.companion(0, CONFIGURATION)?;
     Slices::watch(&setup).until_offered(&names(&[0])).await?;
     let slices = Api::<ResourceSlice>::all(setup.cluster.client());
     assert_eq!(slices.list(&ListParams::default()).await?.items.len(), 1);
     delete(&setup, "pod").await?;
-    companion.end().await?;
-    setup.cluster.stop().await
+    assert_unprepared(setup.cluster.node(0), &uid)?;
+    setup.end([companion]).await
 }

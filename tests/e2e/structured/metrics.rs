@@ -56,6 +56,5 @@ async fn every_query_finds_series_without_a_controller() -> anyhow::Result<()> {
         !titles.to_lowercase().contains("classic mode")
     })?;
     drop(prometheus);
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }

@@ -1,6 +1,5 @@
 //! Structured mode on the latest Kubernetes: the scheduler allocates from ResourceSlices.
 
-mod cluster;
 mod commands;
 mod device_metadata;
 mod fixture;

@@ -45,8 +45,7 @@ async fn the_scheduler_decides_and_each_container_gets_its_own() -> anyhow::Resu
     all(&setup).await?;
     match_attribute(&setup).await?;
     admin_access(&setup).await?;
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }
 
 /// Two requests of one claim in two containers.
@@ -184,6 +183,5 @@ async fn two_claims_share_a_device_and_a_third_waits() -> anyhow::Result<()> {
     for pod in ["second", "third", "distinct"] {
         delete(&setup, pod).await?;
     }
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }

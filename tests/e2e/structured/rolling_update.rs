@@ -14,7 +14,7 @@ use super::fixture::{
     CONFIGURATION, delete, devices_of, make_pod_with_claim, names, one_device, print_times, start,
 };
 use crate::harness::TIMEOUT;
-use crate::setup::Setup;
+use crate::setup::{REGISTERED, Setup};
 
 /// An even number, so that the last companion uses the same sockets as the first.
 const UPDATES: usize = 4;
@@ -69,7 +69,7 @@ async fn an_update_with_surge_fails_no_call_of_kubelet() -> anyhow::Result<()> {
             let before = ran.borrow().len();
             companion.end().await?;
             next.logged("this one registers with kubelet").await?;
-            next.logged("kubelet has registered the driver").await?;
+            next.logged(REGISTERED).await?;
             companion = next;
             let more = ran.wait_for(|times| times.len() > before + 1);
             timeout(TIMEOUT, more).await.context("pods run")??;
@@ -100,6 +100,5 @@ async fn an_update_with_surge_fails_no_call_of_kubelet() -> anyhow::Result<()> {
     assert_eq!(devices_of(&setup, "before").await?, before);
     assert!(before.is_subset(&names(&[0, 1, 2, 3])));
     delete(&setup, "before").await?;
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }

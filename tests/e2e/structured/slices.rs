@@ -14,6 +14,7 @@ use super::fixture::{
     CONFIGURATION, Slices, devices_of, make_pod_with_claim, names, offered, one_device, print_times, start,
     waits,
 };
+
 use crate::setup::DRIVER;
 
 /// Two writes each, for plugging in and unplugging: fewer than the companion's burst limit.
@@ -67,8 +68,7 @@ async fn slices_describe_the_devices_of_the_node() -> anyhow::Result<()> {
             .or_else(|| attributes.get("drayman.dev/kind"));
         assert_eq!(kind.and_then(|kind| kind.string.as_deref()), Some("test"));
     }
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }
 
 #[tokio::test]
@@ -121,8 +121,7 @@ async fn slices_are_back_after_a_deletion_and_a_kubelet_restart() -> anyhow::Res
 
     make_pod_with_claim(&setup, "pod", &one_device()).await?;
     assert_eq!(devices_of(&setup, "pod").await?.len(), 1);
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }
 
 #[tokio::test]
@@ -138,8 +137,7 @@ async fn plugged_and_unplugged_devices_reach_the_slices() -> anyhow::Result<()> 
     }
     print_times("from plugging in to the slice", plugged);
     print_times("from unplugging to the slice", unplugged);
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }
 
 /// Time from a change of the devices until the slices list exactly these.
@@ -186,8 +184,7 @@ async fn a_pod_waits_for_an_unhealthy_device() -> anyhow::Result<()> {
         "from the repair of the device to the running pod: {:?}",
         began.elapsed()
     );
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }
 
 #[tokio::test]
@@ -207,6 +204,5 @@ async fn an_unhealthy_device_evicts_its_pod_if_the_operator_says_so() -> anyhow:
         .await?;
     make_pod_with_claim(&setup, "next", &one_device()).await?;
     assert_eq!(devices_of(&setup, "next").await?, names(&[1]));
-    companion.end().await?;
-    setup.cluster.stop().await
+    setup.end([companion]).await
 }

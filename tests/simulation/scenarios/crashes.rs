@@ -2,7 +2,9 @@
 
 use drayman::api::resource::AllocationMode;
 
-use super::{expect_no_violation, healthy_cluster, key, until_bound, without_suffixes};
+use super::{
+    expect_no_violation, healthy_cluster, key, until_bound, until_last, until_stopped, without_suffixes,
+};
 use crate::cluster::{Cluster, SECOND};
 use crate::faults::Fault;
 use crate::users::Use;
@@ -15,7 +17,7 @@ fn killed_after(command: u64) -> (Cluster, String) {
     let at = cluster.commands + command;
     cluster.faults.plan.insert(at, Fault::CrashAfter);
     let uid = cluster.create_pod(&key("p"), &[Use::Template("gpu")], None);
-    cluster.run_until("the controller is killed", |cluster| cluster.process.is_none());
+    until_stopped(&mut cluster);
     (cluster, uid)
 }
 
@@ -51,10 +53,7 @@ fn a_kill_before_the_record_is_made_good_on_the_same_node() {
 fn a_held_claim_is_given_back_before_it_is_allocated_again() {
     let (mut cluster, _) = killed_after(4);
     // The pod is read while the driver refuses to deallocate.
-    cluster
-        .faults
-        .plan
-        .insert(cluster.commands + 1, Fault::DriverRetry);
+    cluster.fault_at(1, Fault::DriverRetry);
     cluster.command_log.clear();
     until_bound(&mut cluster, "p");
     let log = without_suffixes(&cluster.command_log);
@@ -98,12 +97,9 @@ fn a_killed_controllers_devices_are_free_with_their_claim() {
 fn a_slow_allocation_for_a_former_node_is_never_recorded() {
     let mut cluster = healthy_cluster(&[("node-a", 1), ("node-b", 1)]);
     // Read, evaluate, finalizer, allocate.
-    cluster.faults.plan.insert(cluster.commands + 4, Fault::Slow);
+    cluster.fault_at(4, Fault::Slow);
     let uid = cluster.create_pod(&key("p"), &[Use::Template("gpu")], None);
-    cluster.run_until("the driver is asked", |cluster| {
-        let last = cluster.command_log.last();
-        last.is_some_and(|line| line.starts_with("allocate"))
-    });
+    until_last(&mut cluster, "the driver is asked", "allocate");
     let context = cluster.store.contexts[&key("p")].clone();
     let held = context.spec.selected_node.clone();
     let other = if held == "node-a" { "node-b" } else { "node-a" };
@@ -141,12 +137,9 @@ fn a_kill_between_deallocation_and_finalizer_is_repaired() {
     cluster.create_pod(&key("p"), &[Use::Named("named")], None);
     until_bound(&mut cluster, "p");
     // Deallocate, clear.
-    cluster
-        .faults
-        .plan
-        .insert(cluster.commands + 2, Fault::CrashAfter);
+    cluster.fault_at(2, Fault::CrashAfter);
     cluster.store.delete_pod(&key("p"));
-    cluster.run_until("the controller is killed", |cluster| cluster.process.is_none());
+    until_stopped(&mut cluster);
     let claim = cluster.claim("named").unwrap();
     assert!(claim.status.allocation.is_none() && claim.metadata.finalizers.is_some());
     cluster.store.delete_claim(&key("named"));
@@ -169,7 +162,7 @@ fn a_kill_at_any_command_leaves_all_of_four_claims_or_none() {
         for fault in [Fault::CrashBefore, Fault::CrashAfter] {
             let mut cluster = healthy_cluster(&[("node-a", 4), ("node-b", 3)]);
             cluster.durable_driver = true;
-            cluster.faults.plan.insert(cluster.commands + command, fault);
+            cluster.fault_at(command, fault);
             cluster.create_pod(&key("p"), &uses, None);
             until_bound(&mut cluster, "p");
             cluster.run_for(10 * SECOND);

@@ -2,7 +2,10 @@
 
 use drayman::api::resource::AllocationMode;
 
-use super::{expect_no_violation, healthy_cluster, is_bound, key, until_bound, without_suffixes};
+use super::{
+    expect_no_violation, healthy_cluster, is_allocated, is_bound, key, until_bound, until_late_write,
+    until_stopped, without_suffixes,
+};
 use crate::cluster::{Cluster, SECOND};
 use crate::faults::Fault;
 use crate::store::Kind;
@@ -15,12 +18,9 @@ pub(super) fn conflicting() -> Cluster {
         cluster.create_claim(&key(name), "gpu", AllocationMode::WaitForFirstConsumer);
     }
     // Read, evaluate, finalizer, allocate, record.
-    cluster
-        .faults
-        .plan
-        .insert(cluster.commands + 5, Fault::PausedLeader);
+    cluster.fault_at(5, Fault::PausedLeader);
     cluster.create_pod(&key("late"), &[Use::Named("younger")], None);
-    cluster.run_until("the leader is paused", |cluster| cluster.process.is_none());
+    until_stopped(&mut cluster);
     cluster.store.delete_context(&key("late"));
     cluster.create_pod(&key("quick"), &[Use::Named("older")], Some("node-a"));
     cluster.run_until("the new leader has allocated", |cluster| {
@@ -34,18 +34,10 @@ pub(super) fn conflicting() -> Cluster {
     cluster
 }
 
-fn is_allocated(cluster: &Cluster, name: &str) -> bool {
-    cluster
-        .claim(name)
-        .is_some_and(|claim| claim.status.allocation.is_some())
-}
-
 #[test]
 fn the_older_of_two_allocations_stands() {
     let mut cluster = conflicting();
-    cluster.run_until("the old leader has written", |cluster| {
-        !cluster.late_allocations.is_empty()
-    });
+    until_late_write(&mut cluster);
     assert!(is_allocated(&cluster, "younger") && is_allocated(&cluster, "older"));
     cluster.run_for(SECOND / 2);
     assert!(!is_allocated(&cluster, "younger") && is_allocated(&cluster, "older"));
@@ -75,9 +67,7 @@ fn the_older_of_two_allocations_stands() {
 fn a_younger_allocation_of_a_bound_pod_is_not_rolled_back() {
     let mut cluster = conflicting();
     cluster.pause_watch(Kind::Claim);
-    cluster.run_until("the old leader has written", |cluster| {
-        !cluster.late_allocations.is_empty()
-    });
+    until_late_write(&mut cluster);
     until_bound(&mut cluster, "late");
     cluster.resume_watch(Kind::Claim);
     cluster.run_for(60 * SECOND);
@@ -111,12 +101,9 @@ fn a_younger_allocation_of_a_bound_pod_is_not_rolled_back() {
 fn an_old_leaders_allocation_after_the_release_is_returned() {
     let mut cluster = healthy_cluster(&[("node-a", 1)]);
     cluster.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
-    cluster
-        .faults
-        .plan
-        .insert(cluster.commands + 5, Fault::PausedLeader);
+    cluster.fault_at(5, Fault::PausedLeader);
     cluster.create_pod(&key("p"), &[Use::Named("named")], None);
-    cluster.run_until("the leader is paused", |cluster| cluster.process.is_none());
+    until_stopped(&mut cluster);
     // Meanwhile the claim is allocated, used and released, and has no finalizer.
     until_bound(&mut cluster, "p");
     cluster.store.delete_pod(&key("p"));
@@ -129,9 +116,7 @@ fn an_old_leaders_allocation_after_the_release_is_returned() {
         cluster.late_allocations.is_empty(),
         "the former leader is still paused"
     );
-    cluster.run_until("the old leader has written", |cluster| {
-        !cluster.late_allocations.is_empty()
-    });
+    until_late_write(&mut cluster);
     assert!(is_allocated(&cluster, "named"));
     cluster.run_until("the claim is released", |cluster| !is_allocated(cluster, "named"));
     expect_no_violation(cluster);
@@ -144,12 +129,9 @@ fn an_old_leaders_late_finalizer_removal_does_not_count() {
     cluster.create_pod(&key("p"), &[Use::Named("named")], None);
     until_bound(&mut cluster, "p");
     // Deallocate, clear, remove the finalizer.
-    cluster
-        .faults
-        .plan
-        .insert(cluster.commands + 3, Fault::PausedLeader);
+    cluster.fault_at(3, Fault::PausedLeader);
     cluster.store.delete_pod(&key("p"));
-    cluster.run_until("the leader is paused", |cluster| cluster.process.is_none());
+    until_stopped(&mut cluster);
     let log = without_suffixes(&cluster.command_log);
     assert_eq!(log.last().unwrap(), "remove finalizer of named");
     cluster.create_pod(&key("next"), &[Use::Named("named")], None);

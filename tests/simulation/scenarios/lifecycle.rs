@@ -3,8 +3,8 @@
 use drayman::api::resource::AllocationMode;
 
 use super::{
-    bound_pod, end_pod, expect_no_violation, healthy_cluster, is_bound, key, until_allocated, until_bound,
-    without_suffixes,
+    bound_pod, end_pod, expect_no_violation, healthy_cluster, is_bound, key, messages, reasons,
+    until_allocated, until_bound, without_suffixes,
 };
 use crate::cluster::{MILLISECOND, SECOND};
 use crate::driver::{DRIVER, OTHER_DRIVER};
@@ -103,12 +103,10 @@ fn a_waiting_pod_costs_one_write_until_capacity_comes() {
             "answer second c0 unsuitable [\"node-a\"]",
         ]
     );
-    let messages: Vec<&str> = cluster
-        .reports
-        .iter()
-        .map(|report| report.message.as_str())
-        .collect();
-    assert_eq!(messages, ["claim \"c0\" fits on no node: node-a: 1 of 1 held"]);
+    assert_eq!(
+        messages(&cluster),
+        ["claim \"c0\" fits on no node: node-a: 1 of 1 held"]
+    );
     cluster.store.delete_pod(&key("first"));
     until_bound(&mut cluster, "second");
     expect_no_violation(cluster);
@@ -188,13 +186,8 @@ fn wrong_parameters_are_reported_once_and_fixed_ones_served() {
     cluster.set_parameters("odd", 1, false, false);
     cluster.create_pod(&key("p"), &[Use::Template("gpu.odd")], None);
     cluster.run_for(200 * SECOND);
-    let reasons: Vec<&str> = cluster
-        .reports
-        .iter()
-        .map(|report| report.reason.as_str())
-        .collect();
     assert_eq!(
-        reasons,
+        reasons(&cluster),
         ["ParametersInvalid", "ParametersInvalid"],
         "one on the pod, one on the claim"
     );

@@ -65,12 +65,44 @@ fn until_bound(cluster: &mut Cluster, name: &str) {
     cluster.run_until(&text, |cluster| is_bound(cluster, name));
 }
 
+fn is_allocated(cluster: &Cluster, name: &str) -> bool {
+    let claim = cluster.claim(name);
+    claim.is_some_and(|claim| claim.status.allocation.is_some())
+}
+
 fn until_allocated(cluster: &mut Cluster, name: &str) {
     let text = format!("claim {name} is allocated");
-    cluster.run_until(&text, |cluster| {
-        let claim = cluster.claim(name);
-        claim.is_some_and(|claim| claim.status.allocation.is_some())
+    cluster.run_until(&text, |cluster| is_allocated(cluster, name));
+}
+
+/// Waits until the controller has been killed or paused.
+fn until_stopped(cluster: &mut Cluster) {
+    cluster.run_until("the controller is stopped", |cluster| cluster.process.is_none());
+}
+
+/// Waits until a paused leader has written its allocation.
+fn until_late_write(cluster: &mut Cluster) {
+    cluster.run_until("the old leader has written", |cluster| {
+        !cluster.late_allocations.is_empty()
     });
+}
+
+/// Waits until the last command of the controller begins so.
+fn until_last(cluster: &mut Cluster, what: &str, start: &str) {
+    cluster.run_until(what, |cluster| {
+        let last = cluster.command_log.last();
+        last.is_some_and(|line| line.starts_with(start))
+    });
+}
+
+fn reasons(cluster: &Cluster) -> Vec<&str> {
+    let reports = cluster.reports.iter();
+    reports.map(|report| report.reason.as_str()).collect()
+}
+
+fn messages(cluster: &Cluster) -> Vec<&str> {
+    let reports = cluster.reports.iter();
+    reports.map(|report| report.message.as_str()).collect()
 }
 
 /// Completes a pod.

@@ -4,7 +4,7 @@ use drayman::api::resource::AllocationMode;
 
 use super::every_fault::INTERRUPTING_FAULTS;
 use super::leaders::conflicting;
-use super::{healthy_cluster, key, until_bound};
+use super::{healthy_cluster, key, until_bound, until_late_write};
 use crate::cluster::{Cluster, SECOND};
 use crate::faults::Fault;
 use crate::node::OperationFault;
@@ -255,9 +255,7 @@ fn of_two_claims_with_one_device_the_second_is_prepared_later() {
     cluster.set_up_nodes(7);
     until_it_runs(&mut cluster, "quick");
     cluster.pause_watch(Kind::Claim);
-    cluster.run_until("the old leader has written", |cluster| {
-        !cluster.late_allocations.is_empty()
-    });
+    until_late_write(&mut cluster);
     until_bound(&mut cluster, "late");
     cluster.resume_watch(Kind::Claim);
     cluster.run_for(60 * SECOND);

@@ -2,7 +2,10 @@
 
 use drayman::api::resource::ResourceClaimStatus;
 
-use super::{expect_no_violation, healthy_cluster, is_bound, key, until_bound, without_suffixes};
+use super::{
+    expect_no_violation, healthy_cluster, is_bound, key, until_bound, until_last, until_late_write,
+    until_stopped, without_suffixes,
+};
 use crate::cluster::{Cluster, SECOND};
 use crate::driver::{DRIVER, OTHER_DRIVER, recorded_hold};
 use crate::faults::Fault;
@@ -27,14 +30,8 @@ fn partially_allocated_pod(second: &str) -> Cluster {
     cluster.run_for(SECOND);
     cluster.command_log.clear();
     cluster.create_pod(&key("p"), &[Use::Template("gpu"), Use::Template(second)], None);
-    cluster.run_until("the driver is asked", |cluster| {
-        let last = cluster.command_log.last();
-        last.is_some_and(|line| line.starts_with("allocate"))
-    });
-    cluster
-        .faults
-        .plan
-        .insert(cluster.commands + 2, Fault::RequestLost);
+    until_last(&mut cluster, "the driver is asked", "allocate");
+    cluster.fault_at(2, Fault::RequestLost);
     cluster.run_until("one of two is recorded", |cluster| recorded(cluster) == 1);
     cluster.crash();
     let held = cluster
@@ -78,16 +75,10 @@ fn a_partial_allocation_is_kept_after_a_kill_if_possible() {
 #[test]
 fn a_claim_is_not_rolled_back_while_its_pod_gets_the_rest() {
     let mut cluster = partially_allocated_pod("flip");
-    cluster.run_until("the rest is evaluated as unsuitable", |cluster| {
-        let last = cluster.command_log.last();
-        last.is_some_and(|line| line.starts_with("evaluate"))
-    });
+    until_last(&mut cluster, "the rest is evaluated as unsuitable", "evaluate");
     // The pod is read again before the rollback, and the reply takes seconds.
-    cluster.faults.plan.insert(cluster.commands + 1, Fault::Slow);
-    cluster.run_until("the pod is read", |cluster| {
-        let last = cluster.command_log.last();
-        last.is_some_and(|line| line.starts_with("read pod"))
-    });
+    cluster.fault_at(1, Fault::Slow);
+    until_last(&mut cluster, "the pod is read", "read pod");
     cluster.pause_watch(Kind::Context);
     cluster.set_class("flip", OTHER_DRIVER);
     cluster.run_for(60 * SECOND);
@@ -109,15 +100,9 @@ fn a_claim_is_not_rolled_back_from_a_pod_that_can_run_now() {
     cluster.run_for(SECOND);
     cluster.refuse_allocations = Some("p-c1");
     cluster.create_pod(&key("p"), &[Use::Template("gpu"), Use::Template("flip")], None);
-    cluster.run_until("the refused claim is read", |cluster| {
-        let last = cluster.command_log.last();
-        last.is_some_and(|line| line.starts_with("read claim p-c1"))
-    });
+    until_last(&mut cluster, "the refused claim is read", "read claim p-c1");
     // The rollback request is lost, and its sender waits for the reply.
-    cluster
-        .faults
-        .plan
-        .insert(cluster.commands + 1, Fault::RequestLost);
+    cluster.fault_at(1, Fault::RequestLost);
     cluster.run_until("the other claim is rolled back", |cluster| {
         rolled_back(cluster) == 1
     });
@@ -143,25 +128,14 @@ fn a_claim_is_not_rolled_back_from_a_pod_that_can_run_now() {
 fn a_pod_is_evaluated_again_when_a_late_write_succeeds() {
     let mut cluster = healthy_cluster(&[("node-a", 2)]);
     cluster.create_pod(&key("p"), &[Use::Template("gpu"), Use::Template("gpu")], None);
-    cluster.run_until("the driver is asked", |cluster| {
-        let last = cluster.command_log.last();
-        last.is_some_and(|line| line.starts_with("allocate"))
-    });
-    cluster
-        .faults
-        .plan
-        .insert(cluster.commands + 1, Fault::PausedLeader);
-    cluster.run_until("the leader is paused", |cluster| cluster.process.is_none());
+    until_last(&mut cluster, "the driver is asked", "allocate");
+    cluster.fault_at(1, Fault::PausedLeader);
+    until_stopped(&mut cluster);
     // The other claim of the pod no longer fits on any node.
     cluster.set_devices("node-a", 1);
     // The former leader records the claim that the next leader tries to release while the driver hangs.
-    cluster
-        .faults
-        .plan
-        .insert(cluster.commands + 1, Fault::DriverHungBefore);
-    cluster.run_until("the old leader has written", |cluster| {
-        !cluster.late_allocations.is_empty()
-    });
+    cluster.fault_at(1, Fault::DriverHungBefore);
+    until_late_write(&mut cluster);
     cluster.run_for(120 * SECOND);
     assert_eq!(
         (recorded(&cluster), rolled_back(&cluster)),

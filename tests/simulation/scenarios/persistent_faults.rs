@@ -1,8 +1,10 @@
 //! Persistent and late faults.
 
+use drayman::api::resource::AllocationMode;
+
 use super::{
-    bound_pod, end_pod, expect_no_violation, healthy_cluster, key, until_allocated, until_bound,
-    without_suffixes,
+    bound_pod, end_pod, expect_no_violation, healthy_cluster, key, reasons, until_allocated, until_bound,
+    until_stopped, without_suffixes,
 };
 use crate::cluster::{Cluster, SECOND};
 use crate::faults::{ALL, Fault, Target};
@@ -12,7 +14,7 @@ use crate::users::Use;
 fn a_lost_reply_is_cleared_by_one_read() {
     let mut cluster = healthy_cluster(&[("node-a", 1)]);
     // Read, evaluate, finalizer, allocate, record.
-    cluster.faults.plan.insert(cluster.commands + 5, Fault::ReplyLost);
+    cluster.fault_at(5, Fault::ReplyLost);
     // The watch must not resolve the result.
     cluster.create_pod(&key("p"), &[Use::Template("gpu")], None);
     cluster.run_for(60 * SECOND);
@@ -32,8 +34,8 @@ fn a_lost_reply_is_cleared_by_one_read() {
 fn devices_that_a_late_write_may_record_are_not_returned() {
     let mut cluster = healthy_cluster(&[("node-a", 1)]);
     // Read, evaluate, finalizer, allocate, record, read, record again.
-    cluster.faults.plan.insert(cluster.commands + 5, Fault::Late);
-    cluster.faults.plan.insert(cluster.commands + 7, Fault::Refused);
+    cluster.fault_at(5, Fault::Late);
+    cluster.fault_at(7, Fault::Refused);
     cluster.create_pod(&key("p"), &[Use::Template("gpu")], None);
     until_bound(&mut cluster, "p");
     let log = without_suffixes(&cluster.command_log);
@@ -54,7 +56,7 @@ fn devices_that_a_late_write_may_record_are_not_returned() {
 fn an_allocation_that_timed_out_is_returned_first() {
     for fault in [Fault::DriverHungAfter, Fault::DriverHungBefore] {
         let mut cluster = healthy_cluster(&[("node-a", 1)]);
-        cluster.faults.plan.insert(cluster.commands + 4, fault);
+        cluster.fault_at(4, fault);
         cluster.create_pod(&key("p"), &[Use::Template("gpu")], None);
         until_bound(&mut cluster, "p");
         let log = without_suffixes(&cluster.command_log);
@@ -125,12 +127,7 @@ fn a_never_accepted_allocation_is_reported_and_retried_rarely() {
     cluster.refuse_allocations = Some("");
     cluster.create_pod(&key("p"), &[Use::Template("gpu")], None);
     cluster.run_for(600 * SECOND);
-    let reasons: Vec<&str> = cluster
-        .reports
-        .iter()
-        .map(|report| report.reason.as_str())
-        .collect();
-    assert_eq!(reasons, ["AllocationNotRecorded"]);
+    assert_eq!(reasons(&cluster), ["AllocationNotRecorded"]);
     let tries = cluster
         .command_log
         .iter()
@@ -145,7 +142,6 @@ fn a_never_accepted_allocation_is_reported_and_retried_rarely() {
 
 #[test]
 fn a_pod_that_has_ended_is_not_served_again() {
-    use drayman::api::resource::AllocationMode;
     let mut cluster = healthy_cluster(&[("node-a", 1)]);
     cluster.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
     // Bound by the user: the context exists as long as the pod.
@@ -163,17 +159,13 @@ fn a_pod_that_has_ended_is_not_served_again() {
 
 #[test]
 fn a_killed_process_leaves_no_allocation_at_a_durable_driver() {
-    use drayman::api::resource::AllocationMode;
     let mut cluster = healthy_cluster(&[("node-a", 1)]);
     cluster.durable_driver = true;
     cluster.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
     // Read, evaluate, finalizer, allocate.
-    cluster
-        .faults
-        .plan
-        .insert(cluster.commands + 4, Fault::CrashAfter);
+    cluster.fault_at(4, Fault::CrashAfter);
     cluster.create_pod(&key("p"), &[Use::Named("named")], None);
-    cluster.run_until("the controller is killed", |cluster| cluster.process.is_none());
+    until_stopped(&mut cluster);
     assert_eq!(cluster.driver.pending.len(), 1);
     // The claim stays with our finalizer, without an allocation and a user.
     cluster.store.remove_pod(&key("p"));
@@ -182,13 +174,12 @@ fn a_killed_process_leaves_no_allocation_at_a_durable_driver() {
 
 #[test]
 fn a_late_allocation_finds_the_finalizer_in_place() {
-    use drayman::api::resource::AllocationMode;
     for variant in 0..20 {
         let mut cluster = healthy_cluster(&[("node-a", 1)]);
         cluster.rng = crate::rng::Rng::new(variant);
         cluster.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
         // Read, evaluate, finalizer, allocate, record.
-        cluster.faults.plan.insert(cluster.commands + 5, Fault::Late);
+        cluster.fault_at(5, Fault::Late);
         cluster.create_pod(&key("p"), &[Use::Named("named")], None);
         until_allocated(&mut cluster, "named");
         cluster.store.remove_pod(&key("p"));
@@ -201,10 +192,7 @@ fn devices_of_a_finally_refused_transaction_are_returned() {
     let mut cluster = healthy_cluster(&[("node-a", 3)]);
     // Read, evaluate, three finalizers, allocate, three records: then two of the claims are written first.
     for command in [8, 9] {
-        cluster
-            .faults
-            .plan
-            .insert(cluster.commands + command, Fault::Refused);
+        cluster.fault_at(command, Fault::Refused);
     }
     let three = [Use::Template("gpu"), Use::Template("gpu"), Use::Template("gpu")];
     cluster.create_pod(&key("p"), &three, None);
@@ -216,11 +204,8 @@ fn devices_of_a_finally_refused_transaction_are_returned() {
         calls.count() == 2
     });
     // One is refused while the result of the other is unknown.
-    cluster.faults.plan.insert(cluster.commands + 1, Fault::Refused);
-    cluster
-        .faults
-        .plan
-        .insert(cluster.commands + 2, Fault::RequestLost);
+    cluster.fault_at(1, Fault::Refused);
+    cluster.fault_at(2, Fault::RequestLost);
     until_bound(&mut cluster, "p");
     assert_eq!(cluster.faults.hits.get(&Fault::Refused), Some(&3));
     assert_eq!(cluster.faults.hits.get(&Fault::RequestLost), Some(&1));
@@ -229,14 +214,13 @@ fn devices_of_a_finally_refused_transaction_are_returned() {
 
 /// A named claim without users during its release.
 fn being_released(fault: Fault) -> Cluster {
-    use drayman::api::resource::AllocationMode;
     let mut cluster = healthy_cluster(&[("node-a", 1)]);
     cluster.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
     cluster.create_pod(&key("p"), &[Use::Named("named")], None);
     until_bound(&mut cluster, "p");
     cluster.run_for(10 * SECOND);
     // Deallocate, clear, remove the finalizer.
-    cluster.faults.plan.insert(cluster.commands + 3, fault);
+    cluster.fault_at(3, fault);
     cluster.store.remove_pod(&key("p"));
     cluster
 }
@@ -275,13 +259,12 @@ fn a_waiting_pod_is_served_when_a_read_confirms_the_watch() {
 
 #[test]
 fn a_late_allocation_takes_no_reservation_from_another_pod() {
-    use drayman::api::resource::AllocationMode;
     for variant in 0..20 {
         let mut cluster = healthy_cluster(&[("node-a", 1)]);
         cluster.rng = crate::rng::Rng::new(variant);
         cluster.create_claim(&key("named"), "gpu.shared", AllocationMode::WaitForFirstConsumer);
         // Read, evaluate, finalizer, allocate, record.
-        cluster.faults.plan.insert(cluster.commands + 5, Fault::Late);
+        cluster.fault_at(5, Fault::Late);
         cluster.create_pod(&key("p"), &[Use::Named("named")], None);
         until_bound(&mut cluster, "p");
         bound_pod_of(&mut cluster, "q");
@@ -301,12 +284,11 @@ fn bound_pod_of(cluster: &mut Cluster, name: &str) {
 
 #[test]
 fn a_claim_is_given_back_when_no_allocation_can_come_late() {
-    use drayman::api::resource::AllocationMode;
     for variant in 0..20 {
         let mut cluster = healthy_cluster(&[("node-a", 1)]);
         cluster.rng = crate::rng::Rng::new(variant);
         cluster.create_claim(&key("named"), "gpu", AllocationMode::WaitForFirstConsumer);
-        cluster.faults.plan.insert(cluster.commands + 5, Fault::Late);
+        cluster.fault_at(5, Fault::Late);
         cluster.create_pod(&key("p"), &[Use::Named("named")], None);
         until_bound(&mut cluster, "p");
         // Another claim needs the device as soon as it is released.

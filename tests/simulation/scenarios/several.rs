@@ -2,7 +2,10 @@
 
 use drayman::api::resource::{AllocationMode, ResourceClaimConsumerReference, ResourceClaimStatus};
 
-use super::{expect_no_violation, healthy_cluster, is_bound, key, until_bound, without_suffixes};
+use super::{
+    expect_no_violation, healthy_cluster, is_allocated, is_bound, key, reasons, until_allocated, until_bound,
+    without_suffixes,
+};
 use crate::cluster::{MILLISECOND, SECOND};
 use crate::driver::{DRIVER, FINALIZER};
 use crate::faults::Fault;
@@ -234,12 +237,7 @@ fn a_recorded_claim_is_rolled_back_once_if_another_is_refused() {
             .values()
             .all(|claim| claim.status == ResourceClaimStatus::default())
     );
-    let reasons: Vec<&str> = cluster
-        .reports
-        .iter()
-        .map(|report| report.reason.as_str())
-        .collect();
-    assert_eq!(reasons, ["AllocationNotRecorded"]);
+    assert_eq!(reasons(&cluster), ["AllocationNotRecorded"]);
     // The devices are available to others.
     cluster.create_pod(&key("q"), &[Use::Template("gpu"), Use::Template("gpu")], None);
     until_bound(&mut cluster, "q");
@@ -255,12 +253,7 @@ fn a_claim_that_another_pod_shares_by_now_is_not_taken_back() {
     cluster.refuse_allocations = Some("p-c1");
     cluster.create_claim(&key("named"), "gpu.shared", AllocationMode::WaitForFirstConsumer);
     cluster.create_pod(&key("p"), &[Use::Named("named"), Use::Template("gpu")], None);
-    let is_allocated = |cluster: &crate::cluster::Cluster| {
-        cluster
-            .claim("named")
-            .is_some_and(|claim| claim.status.allocation.is_some())
-    };
-    cluster.run_until("the shared claim is recorded", is_allocated);
+    until_allocated(&mut cluster, "named");
     // Another pod reserves the claim before the refusal, and the controller has not observed that.
     cluster.pause_watch(Kind::Claim);
     let uid = cluster.create_pod(&key("q"), &[Use::Named("named")], Some("node-a"));
@@ -275,7 +268,7 @@ fn a_claim_that_another_pod_shares_by_now_is_not_taken_back() {
         });
     assert!(reserved.is_ok());
     cluster.run_for(60 * SECOND);
-    assert!(is_allocated(&cluster));
+    assert!(is_allocated(&cluster, "named"));
     assert_eq!(cluster.claim("named").unwrap().status.reserved_for.len(), 2);
     assert!(
         without_suffixes(&cluster.command_log).contains(&"roll back named".to_owned()),

@@ -4,7 +4,10 @@ use drayman::api::resource::AllocationMode;
 use drayman::core::claims::ObjectKey;
 use drayman::driver::CapacityCause;
 
-use super::{bound_pod, expect_no_violation, healthy_cluster, is_bound, key, until_bound, without_suffixes};
+use super::{
+    bound_pod, expect_no_violation, healthy_cluster, is_bound, key, messages, until_bound, until_last,
+    without_suffixes,
+};
 use crate::cluster::{Cluster, SECOND};
 use crate::faults::Fault;
 use crate::rng::Rng;
@@ -108,13 +111,8 @@ fn a_pod_that_cannot_run_is_reported_again_after_minutes() {
     assert_eq!(cluster.reports.len(), 1, "{:?}", cluster.reports);
     bound_pod(&mut cluster, "last");
     cluster.run_for(500 * SECOND);
-    let messages: Vec<&str> = cluster
-        .reports
-        .iter()
-        .map(|report| report.message.as_str())
-        .collect();
     let text = |held| format!("claim \"c0\" fits on no node: node-a: {held} of 2 held");
-    assert_eq!(messages, [text(1), text(2)]);
+    assert_eq!(messages(&cluster), [text(1), text(2)]);
     expect_no_violation(cluster);
 }
 
@@ -125,7 +123,7 @@ fn what_becomes_free_while_the_driver_is_asked_is_not_missed() {
         bound_pod(&mut cluster, "holder");
         cluster.rng = Rng::new(variant);
         // The n-th command from here takes seconds, and the device is freed meanwhile.
-        cluster.faults.plan.insert(cluster.commands + slow, Fault::Slow);
+        cluster.fault_at(slow, Fault::Slow);
         cluster.create_pod(&key("p"), &[Use::Template("gpu")], None);
         cluster.run_for(SECOND);
         cluster.store.delete_pod(&key("holder"));
@@ -173,10 +171,7 @@ fn a_list_that_is_full_keeps_the_selected_node() {
 fn a_node_on_which_the_driver_failed_once_is_tried_again() {
     let mut cluster = healthy_cluster(&[("node-a", 1)]);
     // Read, evaluate, finalizer, allocate.
-    cluster
-        .faults
-        .plan
-        .insert(cluster.commands + 4, Fault::DriverRetry);
+    cluster.fault_at(4, Fault::DriverRetry);
     cluster.create_pod(&key("p"), &[Use::Template("gpu")], None);
     let created = cluster.now;
     until_bound(&mut cluster, "p");
@@ -237,24 +232,13 @@ fn a_slow_recheck_concerns_its_own_pod_alone() {
 fn a_refusal_is_reported_although_something_has_changed() {
     let mut cluster = healthy_cluster(&[("node-a", 1)]);
     // Read, evaluate, finalizer, allocate.
-    cluster
-        .faults
-        .plan
-        .insert(cluster.commands + 4, Fault::DriverRetry);
+    cluster.fault_at(4, Fault::DriverRetry);
     cluster.create_pod(&key("p"), &[Use::Template("gpu")], None);
-    cluster.run_until("the driver is asked", |cluster| {
-        let last = cluster.command_log.last();
-        last.is_some_and(|line| line.starts_with("allocate"))
-    });
+    until_last(&mut cluster, "the driver is asked", "allocate");
     cluster.report_capacity(CapacityCause::Freed, Some(1), 0);
     cluster.run_for(SECOND / 10);
-    let messages: Vec<&str> = cluster
-        .reports
-        .iter()
-        .map(|report| report.message.as_str())
-        .collect();
     let text = "claim \"c0\" fits on no node: node-a: the driver failed: injected fault";
-    assert_eq!(messages, [text]);
+    assert_eq!(messages(&cluster), [text]);
     let listed = &cluster.store.contexts[&key("p")].status.resource_claims;
     assert!(
         listed.iter().any(|entry| entry.unsuitable_nodes == ["node-a"]),

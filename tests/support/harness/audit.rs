@@ -16,7 +16,6 @@ use super::{Cluster, TIMEOUT};
 pub struct Entry {
     /// The user name, as given to [`Cluster::user`].
     pub user: String,
-    pub user_agent: String,
     /// `get`, `list`, `watch`, `create`, `update`, `patch`, `delete`, `deletecollection`.
     pub verb: String,
     pub group: String,
@@ -133,7 +132,6 @@ fn entry(event: &Value) -> Entry {
     let acting = acting.unwrap_or_else(|| &event["user"]["username"]);
     Entry {
         user: text(acting),
-        user_agent: text(&event["userAgent"]),
         verb: text(&event["verb"]),
         group: text(&object["apiGroup"]),
         resource: text(&object["resource"]),

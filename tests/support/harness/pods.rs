@@ -1,10 +1,10 @@
-//! Helpers for pods: create, wait, exec, logs.
+//! Helpers for pods: create, wait, exec.
 
 use std::fmt::Write as _;
 
 use anyhow::{Context, bail};
 use k8s_openapi::api::core::v1::{Event, Pod};
-use kube::api::{Api, DeleteParams, ListParams, LogParams, PostParams};
+use kube::api::{Api, DeleteParams, ListParams, PostParams};
 use kube::runtime::conditions::{is_deleted, is_pod_running};
 use kube::runtime::wait::{Condition, await_condition};
 use serde_json::json;
@@ -71,15 +71,6 @@ impl Cluster {
         let namespace = pod.metadata.namespace.as_deref().unwrap_or("default");
         self.kubectl(&[&["exec", "--namespace", namespace, name, "--"], command].concat())
             .await
-    }
-
-    /// The log of the pod's first container.
-    pub async fn pod_log(&self, pod: &Pod) -> anyhow::Result<String> {
-        let (name, _) = names(pod)?;
-        Ok(self
-            .pods(pod.metadata.namespace.as_deref())
-            .logs(name, &LogParams::default())
-            .await?)
     }
 
     fn pods(&self, namespace: Option<&str>) -> Api<Pod> {

@@ -21,7 +21,6 @@ pub struct Description {
     pub kubeconfig: PathBuf,
     pub kubectl: PathBuf,
     pub audit: PathBuf,
-    pub image: String,
     pub logs: BTreeMap<String, PathBuf>,
     pub nodes: Vec<NodeDescription>,
 }
@@ -30,7 +29,6 @@ pub struct Description {
 pub struct NodeDescription {
     pub name: String,
     pub init: u32,
-    pub address: String,
     pub gateway: String,
     pub link: String,
     pub ctr: PathBuf,

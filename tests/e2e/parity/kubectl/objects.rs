@@ -212,11 +212,7 @@ pub(crate) const DESCRIBED_STATUS: &str = r#"{"status":{"phase":"Running","podIP
          "lastState":{"terminated":{"exitCode":137,"reason":"Error","startedAt":"2020-01-01T00:00:00Z","finishedAt":"2020-01-01T00:00:01Z"}}},
         {"name":"second","image":"none","imageID":"","ready":false,"restartCount":0,"state":{"waiting":{"reason":"CrashLoopBackOff"}}}]}}"#;
 
-pub(crate) const NAMESPACE: &str = "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-words }\n";
-pub(crate) const OF_READING: &str = "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-reads }\n";
-pub(crate) const OF_WAITING: &str = "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-waits }\n";
-pub(crate) const OF_SHOWING: &str = "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-shows }\n";
-pub(crate) const OF_DESCRIBING: &str =
-    "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-describes }\n";
-pub(crate) const OF_DRY_RUN: &str = "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-pretends }\n";
-pub(crate) const OF_OURS: &str = "apiVersion: v1\nkind: Namespace\nmetadata: { name: kubectl-ours }\n";
+pub(crate) const NAMESPACE: &str = "apiVersion: v1
+kind: Namespace
+metadata: { name: NAMESPACE }
+";

@@ -143,14 +143,8 @@ impl Fixture {
         let class = json!({
             "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClass", "metadata": { "name": namespace }, "driverName": DRIVER,
         });
-        send(
-            &client,
-            "POST",
-            &format!("{RESOURCE}/resourceclasses"),
-            JSON,
-            &class,
-        )
-        .await?;
+        let classes = format!("{RESOURCE}/resourceclasses");
+        send(&client, "POST", &classes, JSON, &class).await?;
         let space = json!({ "metadata": { "name": namespace } });
         let space = send(&client, "POST", "/api/v1/namespaces", JSON, &space).await?;
         let version = space["metadata"]["resourceVersion"].as_str().unwrap_or_default();
@@ -287,13 +281,21 @@ impl Fixture {
     }
 
     pub(crate) async fn until_selected(&self, node: &str) -> anyhow::Result<()> {
-        let is_selected = |found: &[Value]| {
-            found
-                .iter()
-                .any(|context| context["spec"]["selectedNode"] == node)
-        };
+        let selects = |context: &Value| context["spec"]["selectedNode"] == node;
+        let is_selected = |found: &[Value]| found.iter().any(selects);
         let what = format!("{node} is selected");
         self.until(&what, "podschedulingcontexts", is_selected)
+            .await
+            .map(drop)
+    }
+
+    pub(crate) async fn until_offered(&self, nodes: &[&str]) -> anyhow::Result<()> {
+        let is_offered = |found: &[Value]| {
+            let context = found.first();
+            context.is_some_and(|context| context["spec"]["potentialNodes"] == json!(nodes))
+        };
+        let what = format!("{nodes:?} are offered");
+        self.until(&what, "podschedulingcontexts", is_offered)
             .await
             .map(drop)
     }
