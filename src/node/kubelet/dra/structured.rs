@@ -26,7 +26,7 @@ use crate::node::kubelet::{check_claims, recoded, shown, with_reason, wrong_numb
 use crate::node::service::{Allocation, ClaimToPrepare, ClaimToUnprepare, DeviceResult, NodeService};
 
 /// Maximum number of claims read at once, so that pods with many claims neither flood the API server nor fill the memory.
-const READS: usize = 8;
+const READS: usize = 16;
 
 /// Maximum size of a claim as JSON. Users can store megabytes in the finalizers, owner references, labels and annotations of a claim.
 const CLAIM_MAX: u64 = 2 * 1024 * 1024;
