@@ -65,6 +65,42 @@ macro_rules! resource {
     };
 }
 
+/// Implements `kube::Resource` for a type that has only a part of `$whole`, by its metadata.
+macro_rules! partial_resource {
+    ([$($parameter:tt)*] $part:ty, $whole:ty, $self:ident => $metadata:expr, $metadata_mut:expr) => {
+        impl<$($parameter)*> kube::Resource for $part {
+            type DynamicType = ();
+            type Scope = <$whole as kube::Resource>::Scope;
+
+            fn kind((): &()) -> std::borrow::Cow<'_, str> {
+                <$whole as kube::Resource>::kind(&())
+            }
+
+            fn group((): &()) -> std::borrow::Cow<'_, str> {
+                <$whole as kube::Resource>::group(&())
+            }
+
+            fn version((): &()) -> std::borrow::Cow<'_, str> {
+                <$whole as kube::Resource>::version(&())
+            }
+
+            fn plural((): &()) -> std::borrow::Cow<'_, str> {
+                <$whole as kube::Resource>::plural(&())
+            }
+
+            fn meta(&$self) -> &kube::api::ObjectMeta {
+                $metadata
+            }
+
+            fn meta_mut(&mut $self) -> &mut kube::api::ObjectMeta {
+                $metadata_mut
+            }
+        }
+    };
+}
+
+pub(crate) use partial_resource;
+
 resource!(
     ResourceClass,
     GROUP,

@@ -5,7 +5,6 @@
 //! they leave in the heap are lost to larger allocations. An object also comes from a read, or as the answer to a write of our own; the
 //! answer is the copy that stays if nobody changes the object after us.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -24,6 +23,7 @@ use crate::api::resource::{
     FINALIZER_SUFFIX, NODE_LABEL, POD_CLAIM_NAME_ANNOTATION, Pod, PodResourceClaim, PodSchedulingContext,
     PodSchedulingContextSpec, PodSchedulingContextStatus, PodSpec, PodStatus, ResourceClaim,
     ResourceClaimParametersReference, ResourceClaimSpec, ResourceClaimStatus, ResourceClass,
+    partial_resource,
 };
 use crate::core::claims::{Event, ObjectKey};
 
@@ -232,34 +232,7 @@ impl<'de, K: Watched> Deserialize<'de> for Kept<K> {
     }
 }
 
-impl<K: Watched> Resource for Kept<K> {
-    type DynamicType = ();
-    type Scope = K::Scope;
-
-    fn kind((): &()) -> Cow<'_, str> {
-        K::kind(&())
-    }
-
-    fn group((): &()) -> Cow<'_, str> {
-        K::group(&())
-    }
-
-    fn version((): &()) -> Cow<'_, str> {
-        K::version(&())
-    }
-
-    fn plural((): &()) -> Cow<'_, str> {
-        K::plural(&())
-    }
-
-    fn meta(&self) -> &ObjectMeta {
-        self.0.meta()
-    }
-
-    fn meta_mut(&mut self) -> &mut ObjectMeta {
-        Arc::make_mut(&mut self.0).meta_mut()
-    }
-}
+partial_resource!([K: Watched] Kept<K>, K, self => self.0.meta(), Arc::make_mut(&mut self.0).meta_mut());
 
 /// The metadata used by the controller or by a driver.
 #[derive(Deserialize)]
@@ -418,7 +391,7 @@ fn trim_metadata(metadata: &mut ObjectMeta) {
     }
 }
 
-/// Drops the metadata that exceeds [`METADATA_MAX`] or [`FINALIZERS_MAX`], except what is read.
+/// Drops metadata beyond [`METADATA_MAX`] and [`FINALIZERS_MAX`], except the entries that the controller reads.
 fn bound_metadata(metadata: &mut ObjectMeta) {
     let large_finalizers = metadata.finalizers.as_ref().map_or(0, Vec::len) > FINALIZERS_MAX;
     if large_finalizers && let Some(finalizers) = &mut metadata.finalizers {

@@ -1,6 +1,5 @@
 //! Claims of either API, decoded without the fields that the companion does not read.
 
-use std::borrow::Cow;
 use std::fmt::Debug;
 
 use k8s_openapi::api::resource::v1;
@@ -10,7 +9,10 @@ use kube::core::NamespaceResourceScope;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 
-use crate::api::resource::{POD_CLAIM_NAME_ANNOTATION, ResourceClaim, ResourceClaimStatus};
+use crate::api::resource::{POD_CLAIM_NAME_ANNOTATION, ResourceClaim, ResourceClaimStatus, partial_resource};
+
+/// Number of claims in a page of a list. A page is in memory as a whole, twice, and users can store some megabytes in each claim.
+pub(super) const PAGE: u32 = 8;
 
 /// A claim of either API.
 pub(super) trait ClaimObject:
@@ -90,34 +92,7 @@ impl<'de, K: ClaimObject> Deserialize<'de> for DecodedClaim<K> {
     }
 }
 
-impl<K: ClaimObject> Resource for DecodedClaim<K> {
-    type DynamicType = ();
-    type Scope = NamespaceResourceScope;
-
-    fn kind((): &()) -> Cow<'_, str> {
-        K::kind(&())
-    }
-
-    fn group((): &()) -> Cow<'_, str> {
-        K::group(&())
-    }
-
-    fn version((): &()) -> Cow<'_, str> {
-        K::version(&())
-    }
-
-    fn plural((): &()) -> Cow<'_, str> {
-        K::plural(&())
-    }
-
-    fn meta(&self) -> &ObjectMeta {
-        self.0.meta()
-    }
-
-    fn meta_mut(&mut self) -> &mut ObjectMeta {
-        self.0.meta_mut()
-    }
-}
+partial_resource!([K: ClaimObject] DecodedClaim<K>, K, self => self.0.meta(), self.0.meta_mut());
 
 #[cfg(test)]
 mod tests {

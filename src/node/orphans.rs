@@ -23,7 +23,7 @@ use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::orphans::{ApiView, Question};
 use crate::core::prepare::plan::{of_results, pod_claim_name, results_of_driver};
 use crate::core::prepare::prepared_claims::HeldDevice;
-use crate::node::claim::{ClaimObject, DecodedClaim};
+use crate::node::claim::{ClaimObject, DecodedClaim, PAGE};
 use crate::node::metrics::Metrics;
 use crate::node::publish::node_events::{self, NodeEvent};
 use crate::node::service::{NodeService, Quarantine};
@@ -32,8 +32,6 @@ use crate::node::service::{NodeService, Quarantine};
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Delay before a check is repeated that the API server did not answer.
 const RETRY: Duration = Duration::from_secs(30);
-/// Number of claims in a page of a search by uid. A page is in memory as a whole, twice, and users can store some megabytes in each claim.
-const PAGE: u32 = 8;
 /// Reason of the events.
 const REASON: &str = "ClaimQuarantined";
 

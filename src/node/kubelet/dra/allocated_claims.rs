@@ -17,11 +17,8 @@ use crate::core::names::DriverName;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::containers::AllocatedClaims;
-use crate::node::claim::DecodedClaim;
+use crate::node::claim::{DecodedClaim, PAGE};
 use crate::node::watch::watch_objects;
-
-/// Number of claims in a page of a list. A page is in memory as a whole, twice, and users can store some megabytes in each claim.
-const PAGE: u32 = 8;
 
 /// Watches the claims allocated on this node.
 pub(in crate::node) struct ClaimWatch {

@@ -4,15 +4,14 @@
 //! that is a megabyte in thousands of small allocations, freed at once, which would fragment the heap. These fields are therefore
 //! never decoded.
 
-use std::borrow::Cow;
 use std::fmt;
 
-use kube::Resource;
 use kube::api::ObjectMeta;
 use serde::de::{IgnoredAny, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use crate::api::crd::{Device, NodeInventory, NodeInventoryStatus};
+use crate::api::resource::partial_resource;
 use crate::core::prepare::inventory::Devices;
 
 /// A NodeInventory with its devices reduced to `D`.
@@ -105,34 +104,7 @@ impl<'de, D: Deserialize<'de> + Default> Deserialize<'de> for Stored<D> {
     }
 }
 
-impl<D> Resource for Stored<D> {
-    type DynamicType = ();
-    type Scope = <NodeInventory as Resource>::Scope;
-
-    fn kind((): &()) -> Cow<'_, str> {
-        NodeInventory::kind(&())
-    }
-
-    fn group((): &()) -> Cow<'_, str> {
-        NodeInventory::group(&())
-    }
-
-    fn version((): &()) -> Cow<'_, str> {
-        NodeInventory::version(&())
-    }
-
-    fn plural((): &()) -> Cow<'_, str> {
-        NodeInventory::plural(&())
-    }
-
-    fn meta(&self) -> &ObjectMeta {
-        &self.metadata
-    }
-
-    fn meta_mut(&mut self) -> &mut ObjectMeta {
-        &mut self.metadata
-    }
-}
+partial_resource!([D] Stored<D>, NodeInventory, self => &self.metadata, &mut self.metadata);
 
 impl<'de> Deserialize<'de> for DeviceCounts {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
