@@ -81,6 +81,26 @@ impl FoundNode {
         }
     }
 
+    /// A character device that no test has.
+    #[cfg(test)]
+    pub(super) fn at(path: &str) -> Self {
+        let number = DeviceNumber {
+            kind: DeviceNodeKind::Character,
+            major: 240,
+            minor: 1,
+        };
+        Self {
+            path: path.into(),
+            container_path: None,
+            own: true,
+            node: HostDeviceNode {
+                host_path: format!("/dev/{path}").into(),
+                number,
+            },
+            disk: None,
+        }
+    }
+
     fn container_path(&self) -> String {
         match &self.container_path {
             Some(path) => path.to_string(),
@@ -231,7 +251,7 @@ impl FoundDevices {
         let held = || {
             device.held(&self.paths.sys).unwrap_or_else(|error| {
                 Some(format!(
-                    "whether the kernel uses its disks cannot be seen ({error})"
+                    "whether the kernel has volumes or arrays on its disks cannot be seen ({error}); to offer it anyway, list their paths in the kind's dangerousPaths"
                 ))
             })
         };
@@ -600,21 +620,7 @@ mod tests {
         let (root, _) = host();
         let root = DevRoot::new(root.path()).unwrap();
         for (path, has_changed) in [("missing", true), ("swaps", true), (&*"x".repeat(300), false)] {
-            let node = FoundNode {
-                path: path.into(),
-                container_path: None,
-                own: true,
-                node: HostDeviceNode {
-                    host_path: "/dev/a".into(),
-                    number: DeviceNumber {
-                        kind: DeviceNodeKind::Character,
-                        major: 1,
-                        minor: 3,
-                    },
-                },
-                disk: None,
-            };
-            assert_eq!(node.has_changed(&root), has_changed, "{path}");
+            assert_eq!(FoundNode::at(path).has_changed(&root), has_changed, "{path}");
         }
     }
 

@@ -205,7 +205,7 @@ mod tests {
     use rustix::fs::{CWD, FileType, mknodat};
     use tokio::time::sleep;
 
-    use super::super::device::{FoundNode, HostDeviceNode};
+    use super::super::device::FoundNode;
     use super::*;
     use crate::api::crd::DeviceAttributes;
     use crate::node::config::{DeviceKind, NodeConfiguration};
@@ -227,25 +227,11 @@ mod tests {
             ..HostPaths::default()
         };
         let probed = |path: &str| {
-            let node = FoundNode {
-                path: path.into(),
-                container_path: None,
-                own: true,
-                node: HostDeviceNode {
-                    host_path: "/dev/a".into(),
-                    number: DeviceNumber {
-                        kind: DeviceNodeKind::Character,
-                        major: 240,
-                        minor: 1,
-                    },
-                },
-                disk: None,
-            };
             let device = FoundDevice {
                 kind: Arc::clone(&kind),
                 mode: kind.apis.mode_of("a"),
                 attributes: DeviceAttributes::default(),
-                nodes: Box::new([node]),
+                nodes: Box::new([FoundNode::at(path)]),
                 sysfs: None,
             };
             probe(&device, &paths)

@@ -215,7 +215,8 @@ impl DeviceSearch {
         }
         // Update the lookup table before publishing, so that published devices can be found.
         self.devices.remember(found, is_another);
-        if forgotten || **self.sender.borrow() != devices {
+        let has_changed = **self.sender.borrow() != devices;
+        if has_changed {
             let unhealthy = devices
                 .values()
                 .filter(|device| device.unhealthy.is_some())
@@ -228,6 +229,9 @@ impl DeviceSearch {
             if let Some(cause) = cause {
                 self.change_counts.add(cause);
             }
+        }
+        // A claim may hold a forgotten device, which no list contains.
+        if has_changed || forgotten {
             self.sender.send_replace(Arc::new(devices));
         }
     }
