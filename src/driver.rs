@@ -576,7 +576,7 @@ pub struct DriverError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DriverErrorKind {
-    /// Only a change by a person helps. Not retried until the claim, the class, or something that
+    /// Only a change by a person helps. Not retried until the claim has been replaced, or the nodes, the class or something that
     /// [`Driver::capacity_changes`] reports has changed.
     Invalid,
     /// Retried with a growing delay.

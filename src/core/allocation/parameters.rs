@@ -415,7 +415,7 @@ pub enum ParametersError {
     Invalid {
         /// Kind, namespace and name.
         object: String,
-        /// The field, what is wrong with it, and what is allowed.
+        /// The field, its problem, and the allowed values.
         error: String,
     },
     /// An expression that is not a condition on devices, or costs too much.

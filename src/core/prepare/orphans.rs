@@ -10,8 +10,8 @@
 //!
 //! Such a claim is freed immediately if the container runtime shows that no container has its devices, regardless of kubelet's list. Its
 //! CDI file is removed first, so that no later container starts with them. If the runtime shows a container with the devices of a claim,
-//! the claim is never freed, even if kubelet's list and the API server lack it. While a runtime that has answered before does not answer, a
-//! missing claim is quarantined.
+//! the claim is never freed, even if kubelet's list and the API server lack it. While kubelet's runtime does not answer, a missing claim is
+//! quarantined.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;

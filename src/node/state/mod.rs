@@ -100,7 +100,7 @@ pub struct NodeStateOptions<D> {
     pub inventory: watch::Sender<Arc<Devices>>,
 }
 
-/// The state task, before it runs: the prepared claims and their storage, the extended resources, and what is published about both.
+/// The state task, before it runs: the prepared claims and their storage, the extended resources, and the lists published about both.
 pub struct NodeState<D> {
     /// The requests, and the values that a service reads without one.
     backend: Backend,
