@@ -106,6 +106,11 @@ impl Times {
         self.0.iter().sum()
     }
 
+    pub fn mean(&self) -> Duration {
+        let count = u32::try_from(self.len()).unwrap_or(u32::MAX);
+        self.sum() / count.max(1)
+    }
+
     pub fn median(&self) -> Duration {
         self.quantile(50)
     }

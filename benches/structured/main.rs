@@ -43,6 +43,7 @@ const USAGE: &str =
     "usage: cargo bench --bench structured -- [life|slices|prepare|publishers|burst|memory]...
   --program PATH     measure this build of drayman instead of the one that cargo has just made (not for publishers and burst)
   --publishers N     run so many publishers (5000)
+  --peer PATH        prepare: compare with this build of dra-example-kubeletplugin, pod by pod
 All scenarios are run if none is named.";
 
 #[derive(Clone, Debug)]
@@ -51,6 +52,8 @@ struct Options {
     program: PathBuf,
     /// Number of publishers in the scenario `publishers`.
     publishers: usize,
+    /// Another driver, for comparison in the scenario `prepare`.
+    peer: Option<PathBuf>,
 }
 
 const SCENARIOS: [&str; 6] = ["life", "slices", "prepare", "publishers", "burst", "memory"];
@@ -59,6 +62,7 @@ fn main() -> anyhow::Result<()> {
     let mut options = Options {
         program: env!("CARGO_BIN_EXE_drayman").into(),
         publishers: 5_000,
+        peer: None,
     };
     let mut scenarios = Vec::new();
     let mut arguments = std::env::args().skip(1);
@@ -67,6 +71,7 @@ fn main() -> anyhow::Result<()> {
             // Cargo passes `--bench` to every benchmark.
             "--bench" => {}
             "--program" => options.program = arguments.next().context(USAGE)?.into(),
+            "--peer" => options.peer = Some(std::path::absolute(arguments.next().context(USAGE)?)?),
             "--publishers" => options.publishers = arguments.next().context(USAGE)?.parse()?,
             name if SCENARIOS.contains(&name) => scenarios.push(name.to_owned()),
             _ => bail!("{USAGE}"),

@@ -1,9 +1,11 @@
 //! Prepare and Unprepare on a real node, from kubelet's metrics. Kubelet's directory is on tmpfs.
 
 use std::net::TcpListener;
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use serde_json::json;
 
 use crate::Options;
 use crate::common;
@@ -11,8 +13,8 @@ use crate::companion;
 use crate::figures::{Goal, Times, figure};
 use crate::fixture::{Slices, delete, make_pod_with_claim, one_device};
 use crate::harness::TIMEOUT;
-use crate::metrics::{CALL, Metrics, OPERATION};
-use crate::setup::{Setup, is_running};
+use crate::metrics::{CALL, Durations, Metrics, OPERATION};
+use crate::setup::{Program, Setup, is_running};
 
 /// Pods one after the other, so that kubelet's metrics show single calls.
 const LONE: usize = 30;
@@ -22,6 +24,9 @@ const AT_ONCE: u32 = 100;
 const READ: &str = "rest_client_request_duration_seconds";
 const PREPARE: &str = "NodePrepareResources";
 const UNPREPARE: &str = "NodeUnprepareResources";
+
+/// The driver of dra-example-driver's default profile.
+const PEER: &str = "gpu.example.com";
 
 pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     let (setup, companion) = companion::cluster(options, 1).await?;
@@ -33,36 +38,108 @@ pub(crate) async fn run(options: &Options) -> anyhow::Result<()> {
     Slices::watch(&setup)
         .until_offered(&companion::names(AT_ONCE))
         .await?;
-    lone(&setup, &address).await?;
+    let peer = match &options.peer {
+        Some(program) => Some(start_peer(&setup, program).await?),
+        None => None,
+    };
+    lone(&setup, &address, peer.is_some()).await?;
+    if let Some(peer) = peer {
+        peer.end().await?;
+    }
     at_once(&setup, &address).await?;
     companion.end().await?;
     setup.cluster.stop().await
 }
 
-async fn lone(setup: &Setup, address: &str) -> anyhow::Result<()> {
-    let (mut prepares, mut unprepares) = (Times::default(), Times::default());
-    let mut before = Metrics::of_kubelet(setup).await?;
-    let first = before.durations(OPERATION, "\"PrepareResources\"");
-    let ours = Metrics::of_companion(address).await?;
-    for number in 0..LONE {
-        let name = format!("lone-{number}");
-        make_pod_with_claim(setup, &name, &one_device()).await?;
-        setup.wait(setup.pods(), &name, "running", is_running()).await?;
-        delete(setup, &name).await?;
+/// Starts dra-example-driver, and waits until it has prepared a pod's claim.
+async fn start_peer(setup: &Setup, program: &Path) -> anyhow::Result<Program> {
+    setup
+        .apply(&json!({
+            "apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": { "name": PEER },
+            "spec": { "selectors": [{ "cel": { "expression": format!("device.driver == \"{PEER}\"") } }] },
+        }))
+        .await?;
+    let node = setup.cluster.node(0);
+    let mut command = node.command(program);
+    command.args([
+        "--node-name",
+        node.name(),
+        "--cdi-root",
+        "/var/run/cdi",
+        "--kubeconfig",
+    ]);
+    command.arg(setup.cluster.kubeconfig());
+    let program = setup.program("peer", command)?;
+    run_pod(setup, "peer-first", PEER).await?;
+    Ok(program)
+}
+
+/// Runs a pod with a device of a class, and deletes it.
+async fn run_pod(setup: &Setup, name: &str, class: &str) -> anyhow::Result<()> {
+    let request = json!({ "name": "device", "exactly": { "deviceClassName": class } });
+    let spec = json!({ "devices": { "requests": [request] } });
+    make_pod_with_claim(setup, name, &spec).await?;
+    setup.wait(setup.pods(), name, "running", is_running()).await?;
+    delete(setup, name).await
+}
+
+/// Calls for the pods of a class, one pod after the other.
+struct Lone {
+    class: &'static str,
+    prepares: Times,
+    unprepares: Times,
+    /// Kubelet's Prepare of the pods, including the calls. Kubelet may repeat it before it calls the driver.
+    operations: Durations,
+}
+
+impl Lone {
+    fn of(class: &'static str) -> Self {
+        Self {
+            class,
+            prepares: Times::default(),
+            unprepares: Times::default(),
+            operations: Durations::default(),
+        }
+    }
+
+    /// Runs a pod, and adds its calls.
+    async fn pod(&mut self, setup: &Setup, name: &str) -> anyhow::Result<()> {
+        let before = Metrics::of_kubelet(setup).await?;
+        run_pod(setup, name, self.class).await?;
         let after = Metrics::of_kubelet(setup).await?;
-        for (method, times) in [(PREPARE, &mut prepares), (UNPREPARE, &mut unprepares)] {
+        for (method, times) in [(PREPARE, &mut self.prepares), (UNPREPARE, &mut self.unprepares)] {
             let call = after
                 .durations(CALL, method)
                 .since(before.durations(CALL, method));
             anyhow::ensure!(call.count == 1, "{} calls of {method} for {name}", call.count);
             times.push(call.sum);
         }
-        before = after;
+        let label = "\"PrepareResources\"";
+        let operations = after
+            .durations(OPERATION, label)
+            .since(before.durations(OPERATION, label));
+        self.operations.count += operations.count;
+        self.operations.sum += operations.sum;
+        Ok(())
     }
-    for (what, times, mean) in [("Prepare", &prepares, 4_000), ("Unprepare", &unprepares, 2_500)] {
+}
+
+async fn lone(setup: &Setup, address: &str, has_peer: bool) -> anyhow::Result<()> {
+    let (mut own, mut peer) = (Lone::of("test"), Lone::of(PEER));
+    let ours = Metrics::of_companion(address).await?;
+    for number in 0..LONE {
+        own.pod(setup, &format!("lone-{number}")).await?;
+        if has_peer {
+            peer.pod(setup, &format!("peer-{number}")).await?;
+        }
+    }
+    for (what, times, mean) in [
+        ("Prepare", &own.prepares, 4_000),
+        ("Unprepare", &own.unprepares, 2_500),
+    ] {
         let mean_goal = Duration::from_micros(mean);
         let p99_goal = Duration::from_millis(25);
-        let mean = times.sum() / u32::try_from(times.len())?;
+        let mean = times.mean();
         figure(
             &format!("{what} of a lone pod by {CALL} (goals: mean {mean_goal:?}, p99 {p99_goal:?})"),
             &format!("mean {mean:.2?}, {times}"),
@@ -78,12 +155,29 @@ async fn lone(setup: &Setup, address: &str) -> anyhow::Result<()> {
         &format!("mean {:.2?}, n={}", reads.mean(), reads.count),
         Goal::none(),
     );
-    let operations = before.durations(OPERATION, "\"PrepareResources\"").since(first);
     figure(
         &format!("the same with kubelet's own part, by {OPERATION}"),
-        &format!("Prepare mean {:.2?}", operations.mean()),
+        &format!("Prepare mean {:.2?}", own.operations.mean()),
         Goal::none(),
     );
+    if has_peer {
+        for (what, own, peer) in [
+            ("Prepare", &own.prepares, &peer.prepares),
+            ("Unprepare", &own.unprepares, &peer.unprepares),
+        ] {
+            let ratio = own.mean().div_duration_f64(peer.mean());
+            figure(
+                &format!("{what} of a lone pod, beside dra-example-driver in the same cluster"),
+                &format!("{ratio:.2} of its mean {:.2?}, {peer}", peer.mean()),
+                Goal::none(),
+            );
+        }
+        figure(
+            "its Prepare with kubelet's own part",
+            &format!("mean {:.2?}", peer.operations.mean()),
+            Goal::none(),
+        );
+    }
     Ok(())
 }
 
