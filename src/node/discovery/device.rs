@@ -81,7 +81,7 @@ impl FoundNode {
         }
     }
 
-    /// A character device that no test has.
+    /// A node at this path, with a number that no device of a test has.
     #[cfg(test)]
     pub(super) fn at(path: &str) -> Self {
         let number = DeviceNumber {
@@ -154,10 +154,16 @@ impl FoundDevice {
         })
     }
 
-    /// Describes the volumes and arrays that the kernel has built on a block device of this device.
-    pub(super) fn held(&self, sys: &Path) -> io::Result<Option<String>> {
+    /// Describes the volumes and arrays that the kernel has built on a block device of this device. The error names the block device whose
+    /// use cannot be seen.
+    pub(super) fn held(&self, sys: &Path) -> Result<Option<String>, String> {
         for FoundNode { path, node, .. } in self.disks() {
-            let holders = holders(sys, (node.number.major, node.number.minor))?;
+            let holders = holders(sys, (node.number.major, node.number.minor)).map_err(|error| {
+                format!(
+                    "whether the kernel has anything on /dev/{path} cannot be seen ({error}); {}",
+                    remedy(path)
+                )
+            })?;
             if !holders.is_empty() {
                 let holders: Vec<String> = holders.into_iter().collect();
                 return Ok(Some(format!(
@@ -248,13 +254,7 @@ impl FoundDevices {
     /// Repeats the search's checks for mounts, swap areas and volumes on a block device, because a mount causes no event and the
     /// periodic search runs only once a minute.
     pub(super) fn check_unused(&self, name: &str, device: &FoundDevice) -> Result<(), NodeDriverError> {
-        let held = || {
-            device.held(&self.paths.sys).unwrap_or_else(|error| {
-                Some(format!(
-                    "whether the kernel has volumes or arrays on its disks cannot be seen ({error}); to offer it anyway, list their paths in the kind's dangerousPaths"
-                ))
-            })
-        };
+        let held = || device.held(&self.paths.sys).unwrap_or_else(Some);
         let Some(problem) = device.mounted(&self.paths).or_else(held) else {
             return Ok(());
         };

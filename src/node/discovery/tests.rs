@@ -585,5 +585,37 @@ async fn a_disk_is_looked_at_again_when_it_is_handed_out() {
     std::fs::write(holders.join("dm-3"), "").unwrap();
     let refused = devices.check_unused("part").await.unwrap_err();
     assert!(refused.to_string().contains("dm-3"), "{refused}");
+    let disk = host.paths().sys.join("dev/block/259:4");
+    std::fs::remove_dir_all(&disk).unwrap();
+    symlink("x".repeat(300), disk).unwrap();
+    let refused = devices.check_unused("part").await.unwrap_err().to_string();
+    for text in [
+        "on /dev/part cannot be seen",
+        "list \"/dev/part\" in the kind's dangerousPaths",
+    ] {
+        assert!(refused.contains(text), "{refused}");
+    }
+    end.cancel();
+}
+
+#[tokio::test]
+async fn a_forgotten_device_is_published_and_is_no_change() {
+    let Some(host) = Host::new() else { return };
+    host.character("test-a", 1);
+    host.character("test-b", 2);
+    let (sender, followed) =
+        value::channel(Arc::new(configuration("- {name: all, paths: [\"/dev/test-*\"]}")));
+    let end = CancellationToken::new();
+    let driver = HostDevices::start(followed, host.paths(), end.clone()).await;
+    let mut devices = driver.devices.clone();
+    sender.send_replace(Arc::new(configuration("- {name: b, paths: [\"/dev/test-b*\"]}")));
+    until(&mut devices, &["test-b"]).await;
+    let before = devices.borrow_and_update().clone();
+    let counts = || Cause::ALL.map(|cause| driver.change_counts().count(cause));
+    let counted = counts();
+    std::fs::remove_file(host.dev("test-a")).unwrap();
+    let published = tokio::time::timeout(Duration::from_secs(10), devices.changed());
+    published.await.expect("a claim may hold it").unwrap();
+    assert_eq!((&*before, counts()), (&**devices.borrow(), counted));
     end.cancel();
 }
