@@ -51,7 +51,7 @@ struct Conflict;
 
 /// The part of an API server that stores slices.
 #[derive(Default)]
-struct Server {
+struct StoredSlices {
     stored: BTreeMap<String, ResourceSlice>,
     version: u64,
     drops_taints: bool,
@@ -68,7 +68,7 @@ struct Server {
     complete: Vec<Vec<String>>,
 }
 
-impl Server {
+impl StoredSlices {
     /// Executes a write as the API server does.
     fn execute(&mut self, write: &Write) -> Result<Option<ResourceSlice>, Conflict> {
         self.writes += 1;
@@ -228,8 +228,8 @@ fn observe(slices: &mut Slices, (exists, slice): (bool, ResourceSlice)) {
     }
 }
 
-fn started(features: Features, count: usize) -> (Server, Slices) {
-    let mut server = Server::default();
+fn started(features: Features, count: usize) -> (StoredSlices, Slices) {
+    let mut server = StoredSlices::default();
     let mut slices = Slices::new(pool(), features);
     slices.listed([]);
     slices.set_devices(devices(count));
@@ -555,7 +555,7 @@ fn a_taint_keeps_its_time() {
     changed.extend([device("d0000", false)]);
     slices.set_devices(Arc::new(changed.clone()));
     server.settle(&mut slices);
-    let taint = |server: &Server| {
+    let taint = |server: &StoredSlices| {
         let slice = &server.stored["node-a.drayman.dev-00"];
         devices_of(slice)[0].taints.as_ref().unwrap()[0]
             .time_added
@@ -666,7 +666,7 @@ fn step() -> impl Strategy<Value = Step> {
 
 /// A node with its publishers, and an API server.
 struct History {
-    server: Server,
+    server: StoredSlices,
     features: Features,
     devices: Devices,
     node_uid: u32,
@@ -679,7 +679,7 @@ struct History {
 }
 
 impl History {
-    fn begin(server: Server, features: Features) -> Self {
+    fn begin(server: StoredSlices, features: Features) -> Self {
         let mut history = Self {
             server,
             features,
@@ -883,7 +883,7 @@ proptest! {
         drops_shares in any::<bool>(),
     ) {
         let features = if taints { TAINTS } else { NO_TAINTS };
-        let server = Server { drops_taints, drops_shares, ..Server::default() };
+        let server = StoredSlices { drops_taints, drops_shares, ..StoredSlices::default() };
         let mut history = History::begin(server, features);
         for step in steps {
             history.step(&step);

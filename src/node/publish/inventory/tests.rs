@@ -10,7 +10,7 @@ use crate::core::prepare::claims_api::ClaimsApi;
 
 /// An API server with scripted responses for the claims API.
 #[derive(Clone, Default)]
-struct Server {
+struct InventoryServer {
     /// The responses, the next one last; the final one repeats.
     answers: Arc<Mutex<Vec<bool>>>,
     asked: Arc<Mutex<Vec<Instant>>>,
@@ -29,7 +29,7 @@ struct Server {
     observed: Arc<Mutex<VecDeque<String>>>,
 }
 
-impl Server {
+impl InventoryServer {
     fn client(&self) -> kube::Client {
         let server = self.clone();
         let service = tower::service_fn(move |request: http::Request<Body>| {
@@ -120,7 +120,10 @@ impl Server {
 }
 
 /// A running publisher, and the cluster facts it publishes.
-fn publish(server: &Server, cluster: ClusterFacts) -> (watch::Receiver<ClusterFacts>, CancellationToken) {
+fn publish(
+    server: &InventoryServer,
+    cluster: ClusterFacts,
+) -> (watch::Receiver<ClusterFacts>, CancellationToken) {
     let (cluster, known) = watch::channel(cluster);
     let (devices, _) = watch::channel(Arc::default());
     let (registration_status, _) = watch::channel(RegistrationStatus::starting());
@@ -145,7 +148,7 @@ fn publish(server: &Server, cluster: ClusterFacts) -> (watch::Receiver<ClusterFa
 
 #[tokio::test(start_paused = true)]
 async fn claims_that_are_switched_on_later_are_noticed() {
-    let server = Server::default();
+    let server = InventoryServer::default();
     *server.answers.lock().unwrap() = vec![true, false, false, false];
     let (mut cluster, end) = publish(&server, ClusterFacts::default());
     cluster
@@ -174,7 +177,7 @@ async fn claims_that_are_switched_on_later_are_noticed() {
 
 #[tokio::test(start_paused = true)]
 async fn three_denials_in_a_row_end_classic_mode() {
-    let server = Server::default();
+    let server = InventoryServer::default();
     *server.answers.lock().unwrap() = vec![false, true, false, false];
     let before = ClusterFacts {
         node_uid: Some("n-1".into()),
@@ -195,10 +198,10 @@ async fn three_denials_in_a_row_end_classic_mode() {
 
 #[tokio::test(start_paused = true)]
 async fn a_forbidden_inventory_does_not_delay_structured_mode() {
-    let server = Server {
+    let server = InventoryServer {
         is_structured: true,
         forbids_inventories: true,
-        ..Server::default()
+        ..InventoryServer::default()
     };
     let before = ClusterFacts {
         node_uid: Some("n-1".into()),
@@ -216,7 +219,7 @@ async fn a_forbidden_inventory_does_not_delay_structured_mode() {
 
 #[tokio::test(start_paused = true)]
 async fn a_foreign_write_is_repaired_once() {
-    let server = Server::default();
+    let server = InventoryServer::default();
     *server.answers.lock().unwrap() = vec![true];
     let object = |version: &str| {
         let metadata = json!({"name": "node-a.drayman.dev", "resourceVersion": version, "generation": 1});
@@ -239,7 +242,7 @@ async fn a_foreign_write_is_repaired_once() {
 
 #[tokio::test(start_paused = true)]
 async fn a_device_that_somebody_else_added_is_removed() {
-    let server = Server::default();
+    let server = InventoryServer::default();
     *server.answers.lock().unwrap() = vec![true];
     *server.foreign_device.lock().unwrap() = Some(json!({"name": "foreign", "kind": "k"}));
     let (_, end) = publish(&server, ClusterFacts::default());
@@ -250,9 +253,9 @@ async fn a_device_that_somebody_else_added_is_removed() {
 
 #[tokio::test(start_paused = true)]
 async fn without_an_answer_claims_are_served_as_prepared() {
-    let server = Server {
+    let server = InventoryServer {
         forbids_nodes: true,
-        ..Server::default()
+        ..InventoryServer::default()
     };
     let (mut cluster, end) = publish(&server, ClusterFacts::default());
     let classic = cluster.wait_for(|facts| facts.serves(ClaimsApi::Classic));
@@ -273,9 +276,9 @@ async fn an_interrupted_wait_keeps_the_doubt() {
 
 #[tokio::test(start_paused = true)]
 async fn structured_mode_has_no_inventory() {
-    let server = Server {
+    let server = InventoryServer {
         is_structured: true,
-        ..Server::default()
+        ..InventoryServer::default()
     };
     let (mut cluster, end) = publish(&server, ClusterFacts::default());
     cluster

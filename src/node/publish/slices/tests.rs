@@ -140,9 +140,9 @@ impl State {
 
 /// An API server with the slices of a node.
 #[derive(Clone)]
-struct Server(Arc<Mutex<State>>);
+struct SliceServer(Arc<Mutex<State>>);
 
-impl Server {
+impl SliceServer {
     fn new() -> Self {
         Self(Arc::new(Mutex::new(State {
             node_uid: Some("n-1"),
@@ -325,7 +325,7 @@ fn many(count: usize) -> Arc<Devices> {
     named(&devices)
 }
 
-fn publish(server: &Server, devices: Arc<Devices>) -> Running {
+fn publish(server: &SliceServer, devices: Arc<Devices>) -> Running {
     let (devices, found) = watch::channel(devices);
     let (cluster, facts) = watch::channel(ClusterFacts {
         node_uid: Some("n-1".into()),
@@ -358,7 +358,7 @@ async fn after(seconds: f64) {
 
 #[tokio::test(start_paused = true)]
 async fn wiped_slices_are_back_within_a_second() {
-    let server = Server::new();
+    let server = SliceServer::new();
     let running = publish(&server, many(100));
     after(1.0).await;
     assert_eq!((server.count("POST"), server.devices().len()), (2, 100));
@@ -373,7 +373,7 @@ async fn wiped_slices_are_back_within_a_second() {
 
 #[tokio::test(start_paused = true)]
 async fn an_idle_node_neither_reads_nor_writes() {
-    let server = Server::new();
+    let server = SliceServer::new();
     let _running = publish(&server, named(&[("a", true)]));
     after(1.0).await;
     let before = (server.writes(), server.reads());
@@ -383,7 +383,7 @@ async fn an_idle_node_neither_reads_nor_writes() {
 
 #[tokio::test(start_paused = true)]
 async fn a_restart_keeps_the_slices() {
-    let server = Server::new();
+    let server = SliceServer::new();
     let running = publish(&server, named(&[("a", true)]));
     after(1.0).await;
     running.end.cancel();
@@ -395,7 +395,7 @@ async fn a_restart_keeps_the_slices() {
 
 #[tokio::test(start_paused = true)]
 async fn a_lost_answer_of_a_create_makes_one_slice() {
-    let server = Server::new();
+    let server = SliceServer::new();
     server.state().muted = true;
     server.state().faults = VecDeque::from([Fault::LoseAnswer]);
     let running = publish(&server, named(&[("a", true)]));
@@ -408,7 +408,7 @@ async fn a_lost_answer_of_a_create_makes_one_slice() {
 
 #[tokio::test(start_paused = true)]
 async fn a_slice_that_an_old_list_lacks_is_read_first() {
-    let server = Server::new();
+    let server = SliceServer::new();
     let _running = publish(&server, named(&[("a", true)]));
     after(1.0).await;
     {
@@ -429,7 +429,7 @@ async fn a_slice_that_an_old_list_lacks_is_read_first() {
 
 #[tokio::test(start_paused = true)]
 async fn a_conflict_is_resolved_by_a_read() {
-    let server = Server::new();
+    let server = SliceServer::new();
     let running = publish(&server, named(&[("a", true)]));
     after(1.0).await;
     {
@@ -447,7 +447,7 @@ async fn a_conflict_is_resolved_by_a_read() {
 
 #[tokio::test(start_paused = true)]
 async fn a_rejected_write_is_one_event_and_tried_again() {
-    let server = Server::new();
+    let server = SliceServer::new();
     server.state().faults = vec![Fault::Reject(403, "denied by policy"); 5].into();
     let running = publish(&server, named(&[("a", true)]));
     after(120.0).await;
@@ -467,7 +467,7 @@ async fn a_rejected_write_is_one_event_and_tried_again() {
 
 #[tokio::test(start_paused = true)]
 async fn a_busy_api_server_is_given_the_time_it_asks_for() {
-    let server = Server::new();
+    let server = SliceServer::new();
     server.state().faults = VecDeque::from([Fault::Reject(429, "too many requests")]);
     let _running = publish(&server, named(&[("a", true)]));
     after(1.0).await;
@@ -485,7 +485,7 @@ async fn a_busy_api_server_is_given_the_time_it_asks_for() {
 
 #[tokio::test(start_paused = true)]
 async fn nothing_is_written_in_another_mode() {
-    let server = Server::new();
+    let server = SliceServer::new();
     let running = publish(&server, named(&[("a", true)]));
     after(1.0).await;
     running.serve(ClaimsApi::None);
@@ -502,7 +502,7 @@ async fn nothing_is_written_in_another_mode() {
 
 #[tokio::test(start_paused = true)]
 async fn a_flapping_device_does_not_exceed_the_budget() {
-    let server = Server::new();
+    let server = SliceServer::new();
     let running = publish(&server, named(&[("a", true)]));
     for round in 0..500 {
         running.set(&[("a", round % 2 == 0)]);
@@ -523,7 +523,7 @@ async fn a_flapping_device_does_not_exceed_the_budget() {
 
 #[tokio::test(start_paused = true)]
 async fn the_slices_of_a_recreated_node_have_its_uid() {
-    let server = Server::new();
+    let server = SliceServer::new();
     let running = publish(&server, named(&[("a", true)]));
     after(1.0).await;
     server.state().node_uid = None;
@@ -542,7 +542,7 @@ async fn the_slices_of_a_recreated_node_have_its_uid() {
 
 #[tokio::test(start_paused = true)]
 async fn dropped_taints_are_one_event() {
-    let server = Server::new();
+    let server = SliceServer::new();
     server.state().drops_taints = true;
     let running = publish(&server, named(&[("a", true), ("b", false)]));
     after(1.0).await;
@@ -557,7 +557,7 @@ async fn dropped_taints_are_one_event() {
 
 #[tokio::test(start_paused = true)]
 async fn a_dropped_feature_is_tried_again_by_dry_runs() {
-    let server = Server::new();
+    let server = SliceServer::new();
     server.state().drops_taints = true;
     let _running = publish(&server, named(&[("a", true), ("b", false)]));
     after(1.0).await;
@@ -574,7 +574,7 @@ async fn a_dropped_feature_is_tried_again_by_dry_runs() {
 
 #[tokio::test(start_paused = true)]
 async fn a_webhooks_change_delays_no_other_slice() {
-    let server = Server::new();
+    let server = SliceServer::new();
     server.state().webhook = Some(|slice| slice.metadata.owner_references = None);
     let _running = publish(&server, many(300));
     after(1.0).await;
@@ -586,7 +586,7 @@ async fn a_webhooks_change_delays_no_other_slice() {
 
 #[tokio::test(start_paused = true)]
 async fn a_webhook_that_undoes_each_write_gets_pauses() {
-    let server = Server::new();
+    let server = SliceServer::new();
     server.state().webhook = Some(|slice| slice.spec.pool.resource_slice_count = 7);
     let _running = publish(&server, named(&[("a", true)]));
     after(60.0).await;
@@ -596,7 +596,7 @@ async fn a_webhook_that_undoes_each_write_gets_pauses() {
 
 #[tokio::test(start_paused = true)]
 async fn a_slice_of_another_driver_by_that_name_is_reported() {
-    let server = Server::new();
+    let server = SliceServer::new();
     let foreign = json!({ "metadata": { "name": FIRST }, "spec": { "driver": "b.drayman.dev", "nodeName": "other",
         "pool": { "name": "other", "generation": 1, "resourceSliceCount": 1 } } });
     {
@@ -612,7 +612,7 @@ async fn a_slice_of_another_driver_by_that_name_is_reported() {
 
 #[tokio::test(start_paused = true)]
 async fn a_stop_deletes_nothing() {
-    let server = Server::new();
+    let server = SliceServer::new();
     let running = publish(&server, named(&[("a", true)]));
     after(1.0).await;
     running.end.cancel();
