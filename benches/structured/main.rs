@@ -43,7 +43,7 @@ const USAGE: &str =
     "usage: cargo bench --bench structured -- [life|slices|prepare|publishers|burst|memory]...
   --program PATH     measure this build of drayman instead of the one that cargo has just made (not for publishers and burst)
   --publishers N     run so many publishers (5000)
-  --peer PATH        prepare: compare with this build of dra-example-kubeletplugin, pod by pod
+  --peer PATH        prepare: compare with this build of dra-example-driver's kubelet plugin, pod by pod
 All scenarios are run if none is named.";
 
 #[derive(Clone, Debug)]

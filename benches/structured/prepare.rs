@@ -11,7 +11,7 @@ use crate::Options;
 use crate::common;
 use crate::companion;
 use crate::figures::{Goal, Times, figure};
-use crate::fixture::{Slices, delete, make_pod_with_claim, one_device};
+use crate::fixture::{Slices, delete, make_pod_with_claim, one_device, one_device_of};
 use crate::harness::TIMEOUT;
 use crate::metrics::{CALL, Durations, Metrics, OPERATION};
 use crate::setup::{Program, Setup, is_running};
@@ -76,9 +76,7 @@ async fn start_peer(setup: &Setup, program: &Path) -> anyhow::Result<Program> {
 
 /// Runs a pod with a device of a class, and deletes it.
 async fn run_pod(setup: &Setup, name: &str, class: &str) -> anyhow::Result<()> {
-    let request = json!({ "name": "device", "exactly": { "deviceClassName": class } });
-    let spec = json!({ "devices": { "requests": [request] } });
-    make_pod_with_claim(setup, name, &spec).await?;
+    make_pod_with_claim(setup, name, &one_device_of(class)).await?;
     setup.wait(setup.pods(), name, "running", is_running()).await?;
     delete(setup, name).await
 }
@@ -102,9 +100,8 @@ impl Lone {
         }
     }
 
-    /// Runs a pod, and adds its calls.
-    async fn pod(&mut self, setup: &Setup, name: &str) -> anyhow::Result<()> {
-        let before = Metrics::of_kubelet(setup).await?;
+    /// Runs a pod, and adds its calls. `before` are kubelet's metrics before it; returns those after it.
+    async fn pod(&mut self, setup: &Setup, name: &str, before: &Metrics) -> anyhow::Result<Metrics> {
         run_pod(setup, name, self.class).await?;
         let after = Metrics::of_kubelet(setup).await?;
         for (method, times) in [(PREPARE, &mut self.prepares), (UNPREPARE, &mut self.unprepares)] {
@@ -120,17 +117,19 @@ impl Lone {
             .since(before.durations(OPERATION, label));
         self.operations.count += operations.count;
         self.operations.sum += operations.sum;
-        Ok(())
+        Ok(after)
     }
 }
 
 async fn lone(setup: &Setup, address: &str, has_peer: bool) -> anyhow::Result<()> {
-    let (mut own, mut peer) = (Lone::of("test"), Lone::of(PEER));
+    let mut own = Lone::of("test");
+    let mut peer = has_peer.then(|| Lone::of(PEER));
     let ours = Metrics::of_companion(address).await?;
+    let mut before = Metrics::of_kubelet(setup).await?;
     for number in 0..LONE {
-        own.pod(setup, &format!("lone-{number}")).await?;
-        if has_peer {
-            peer.pod(setup, &format!("peer-{number}")).await?;
+        before = own.pod(setup, &format!("lone-{number}"), &before).await?;
+        if let Some(peer) = &mut peer {
+            before = peer.pod(setup, &format!("peer-{number}"), &before).await?;
         }
     }
     for (what, times, mean) in [
@@ -160,7 +159,7 @@ async fn lone(setup: &Setup, address: &str, has_peer: bool) -> anyhow::Result<()
         &format!("Prepare mean {:.2?}", own.operations.mean()),
         Goal::none(),
     );
-    if has_peer {
+    if let Some(peer) = peer {
         for (what, own, peer) in [
             ("Prepare", &own.prepares, &peer.prepares),
             ("Unprepare", &own.unprepares, &peer.unprepares),
@@ -173,7 +172,7 @@ async fn lone(setup: &Setup, address: &str, has_peer: bool) -> anyhow::Result<()
             );
         }
         figure(
-            "its Prepare with kubelet's own part",
+            &format!("Prepare of dra-example-driver with kubelet's own part, by {OPERATION}"),
             &format!("mean {:.2?}", peer.operations.mean()),
             Goal::none(),
         );

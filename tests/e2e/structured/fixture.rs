@@ -69,7 +69,12 @@ pub(super) fn claims(setup: &Setup) -> Api<ResourceClaim> {
 
 /// The spec of a claim for one device of the class `test`.
 pub(super) fn one_device() -> Value {
-    json!({ "devices": { "requests": [{ "name": "device", "exactly": { "deviceClassName": "test" } }] } })
+    one_device_of("test")
+}
+
+/// The spec of a claim for one device of a class.
+pub(super) fn one_device_of(class: &str) -> Value {
+    json!({ "devices": { "requests": [{ "name": "device", "exactly": { "deviceClassName": class } }] } })
 }
 
 /// Creates a claim.
