@@ -291,7 +291,7 @@ impl Cluster {
             Task::CollectContext(context) => store.delete_context(&context),
             Task::StopPod(pod) => store.remove_pod(&pod),
             Task::OtherEntry { context, entry } => {
-                let _ = store.update_context(&context, None, |context| {
+                let _ = store.update_context(&context, |context| {
                     let entry = ResourceClaimSchedulingStatus {
                         name: entry,
                         unsuitable_nodes: Vec::new(),

@@ -58,7 +58,7 @@ impl Cluster {
         if self.store.contexts.contains_key(key) {
             let _ = self
                 .store
-                .update_context(key, None, |context| context.spec.selected_node = node);
+                .update_context(key, |context| context.spec.selected_node = node);
         } else {
             let _ = self.store.create_context(PodSchedulingContext {
                 metadata: ObjectMeta {

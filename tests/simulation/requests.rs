@@ -1,11 +1,11 @@
 //! Serves the requests of the controller and checks invariants of stored writes.
 
 use drayman::api::resource::{ResourceClaim, controller_of};
-use drayman::core::claims::{Answer, ClaimWrite, Command, ObjectKey, Outcome};
+use drayman::core::claims::{Answer, ClaimWrite, Command, ObjectKey, Outcome, context_patch};
 
 use crate::cluster::Cluster;
 use crate::driver::{DRIVER, FINALIZER, recorded_hold, uid_of};
-use crate::store::{ApiError, Endpoint};
+use crate::store::Endpoint;
 
 impl Cluster {
     /// Serves a request.
@@ -32,7 +32,11 @@ impl Cluster {
                 key, uid, entries, ..
             } => {
                 self.writes += 1;
-                Answer::ContextWritten(outcome(self.store.apply_entries(key, uid, entries)))
+                let applied = self
+                    .store
+                    .apply_to_context(key, &context_patch(key, uid, entries));
+                let applied = applied.map_or_else(|status| Outcome::rejected(&status), Outcome::Done);
+                Answer::ContextWritten(applied)
             }
             Command::WriteClaim { key, uid, write, .. } => {
                 self.writes += 1;
@@ -42,92 +46,14 @@ impl Cluster {
                     .get(key)
                     .filter(|claim| uid_of(claim) == *uid)
                     .cloned();
-                let result = self.write_claim(key, uid, write);
+                let result = self.store.patch_claim(key, &write.patch(uid, DRIVER));
                 if let (Some(before), Ok(_)) = (before, &result) {
                     self.check_stored(&before, write);
                 }
-                Answer::ClaimWritten(outcome(result))
+                let outcome = result.map_or_else(|status| write.rejected(&status), Outcome::Done);
+                Answer::ClaimWritten(outcome)
             }
             _ => unreachable!("not a request"),
-        }
-    }
-
-    fn write_claim(
-        &mut self,
-        key: &ObjectKey,
-        uid: &str,
-        write: &ClaimWrite,
-    ) -> Result<std::sync::Arc<ResourceClaim>, ApiError> {
-        let store = &mut self.store;
-        match write {
-            ClaimWrite::AddFinalizer { node } => {
-                store.update_claim(key, Some(uid), Endpoint::Main, |claim| {
-                    let labels = claim.metadata.labels.get_or_insert_default();
-                    labels.insert(format!("{DRIVER}/node"), node.clone());
-                    let finalizers = claim.metadata.finalizers.get_or_insert_default();
-                    if !finalizers.iter().any(|name| name == FINALIZER) {
-                        finalizers.push(FINALIZER.to_owned());
-                    }
-                    Ok(())
-                })
-            }
-            ClaimWrite::RemoveFinalizer { version } => {
-                store.update_claim(key, Some(uid), Endpoint::Main, |claim| {
-                    if version.is_some() && *version != claim.metadata.resource_version {
-                        return Err(ApiError::Conflict("the object has been modified".to_owned()));
-                    }
-                    if let Some(finalizers) = &mut claim.metadata.finalizers {
-                        finalizers.retain(|name| name != FINALIZER);
-                    }
-                    Ok(())
-                })
-            }
-            ClaimWrite::Allocate {
-                allocation,
-                reserved_for,
-                version,
-            } => store.update_claim(key, Some(uid), Endpoint::Status, |claim| {
-                let is_seen = version.is_none() || *version == claim.metadata.resource_version;
-                let is_deleted = claim.metadata.deletion_timestamp.is_some();
-                if !is_seen || is_deleted || claim.status.allocation.is_some() {
-                    return Err(ApiError::Conflict("testing value failed".to_owned()));
-                }
-                claim.status.allocation = Some(allocation.clone());
-                claim.status.driver_name = Some(DRIVER.to_owned());
-                if let Some(consumer) = reserved_for {
-                    claim.status.reserved_for = vec![consumer.clone()];
-                }
-                Ok(())
-            }),
-            ClaimWrite::ClearAllocation {
-                deallocation_requested,
-                driver_name,
-            } => store.update_claim(key, Some(uid), Endpoint::Status, |claim| {
-                let status = &mut claim.status;
-                if status.deallocation_requested != *deallocation_requested
-                    || status.driver_name != *driver_name
-                {
-                    return Err(ApiError::Conflict("testing value failed".to_owned()));
-                }
-                status.allocation = None;
-                status.driver_name = None;
-                status.deallocation_requested = false;
-                Ok(())
-            }),
-            ClaimWrite::RollBackAllocation { version, reserved } => {
-                store.update_claim(key, Some(uid), Endpoint::Status, |claim| {
-                    if claim.metadata.resource_version.as_ref() != Some(version)
-                        || claim.status.reserved_for.is_empty() == *reserved
-                        || claim.status.allocation.is_none()
-                    {
-                        return Err(ApiError::Conflict("testing value failed".to_owned()));
-                    }
-                    claim.status.allocation = None;
-                    claim.status.driver_name = None;
-                    claim.status.reserved_for.clear();
-                    Ok(())
-                })
-            }
         }
     }
 
@@ -218,7 +144,7 @@ impl Cluster {
                 });
             }
             Command::WriteContext { key, .. } => {
-                let _ = self.store.update_context(key, None, |context| {
+                let _ = self.store.update_context(key, |context| {
                     let annotations = context.metadata.annotations.get_or_insert_default();
                     annotations.insert("example.com/tick".to_owned(), tick);
                 });
@@ -230,13 +156,5 @@ impl Cluster {
     /// The UID of the pod that owns a template claim.
     pub(crate) fn owner_of(claim: &ResourceClaim) -> Option<&str> {
         controller_of(&claim.metadata).map(|owner| owner.uid.as_str())
-    }
-}
-
-fn outcome<T>(result: Result<T, ApiError>) -> Outcome<T> {
-    match result {
-        Ok(object) => Outcome::Done(object),
-        Err(ApiError::NotFound(text) | ApiError::Invalid(text)) => Outcome::Refused(text),
-        Err(ApiError::Conflict(text)) => Outcome::Conflict(text),
     }
 }

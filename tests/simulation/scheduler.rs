@@ -12,7 +12,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use crate::cluster::{Action, Cluster, MILLISECOND, SECOND};
 use crate::driver::{Hold, uid_of};
 use crate::pods::{owned_by, reaches, uid_of_pod};
-use crate::store::{ApiError, Endpoint};
+use crate::store::{Endpoint, conflict};
 
 /// The decision of a cycle for a pod.
 #[derive(Clone, Debug)]
@@ -177,7 +177,7 @@ impl Cluster {
                             .iter()
                             .any(|consumer| consumer.uid != plan.uid)
                         {
-                            return Err(ApiError::Conflict("changed".to_owned()));
+                            return Err(conflict("changed".to_owned()));
                         }
                         claim.status.reserved_for.clear();
                         claim.status.deallocation_requested = true;
@@ -202,7 +202,7 @@ impl Cluster {
     ) {
         if self.store.contexts.contains_key(key) {
             let uid = uid_of_pod(pod);
-            let _ = self.store.update_context(key, None, |context| {
+            let _ = self.store.update_context(key, |context| {
                 if controller_of(&context.metadata).is_none_or(|owner| owner.uid != uid) {
                     return;
                 }

@@ -1,16 +1,20 @@
-//! The API server: objects with versions and UIDs, and the event history for watches. The test cluster's API server validates updates.
+//! The API server: objects with versions and UIDs, and the event history for watches. The test cluster's API server applies patches and
+//! validates updates.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use drayman::api::resource::{
-    Pod, PodSchedulingContext, ResourceClaim, ResourceClaimSchedulingStatus, ResourceClass, controller_of,
-};
-use drayman::core::claims::{Event, ObjectKey};
+use drayman::api::resource::{Pod, PodSchedulingContext, ResourceClaim, ResourceClass, controller_of};
+use drayman::core::claims::{ClaimPatch, Event, ObjectKey};
+use drayman::testcluster::api::patch;
 use drayman::testcluster::api::rules;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
+use kube::core::Status;
 use serde::Serialize;
-use serde_json::to_value;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, from_value, json, to_value};
+
+use crate::driver::DRIVER;
 
 /// The kinds that the controller watches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -23,11 +27,18 @@ pub(crate) enum Kind {
 pub(crate) const KINDS: [Kind; 3] = [Kind::Class, Kind::Claim, Kind::Context];
 
 /// Why a request failed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum ApiError {
-    NotFound(String),
-    Conflict(String),
-    Invalid(String),
+pub(crate) type ApiError = Box<Status>;
+
+fn refused(code: u16, message: impl Into<String>) -> ApiError {
+    Box::new(Status {
+        code,
+        message: message.into(),
+        ..Status::default()
+    })
+}
+
+pub(crate) fn conflict(message: impl Into<String>) -> ApiError {
+    refused(409, message)
 }
 
 /// The endpoint of a claim update.
@@ -47,8 +58,6 @@ pub(crate) struct Store {
     pub(crate) pods: BTreeMap<ObjectKey, Arc<Pod>>,
     /// The watch events by kind.
     history: [Vec<Event>; 3],
-    /// By context UID, the entries applied by our field manager.
-    applied: BTreeMap<String, BTreeSet<String>>,
     /// By context UID, every node that was ever selected.
     pub(crate) selected_ever: BTreeMap<String, BTreeSet<String>>,
     /// By class name, every driver that it ever named.
@@ -66,7 +75,25 @@ fn check_update(
     after: &impl Serialize,
 ) -> Result<(), ApiError> {
     let (before, after) = (to_value(before).unwrap(), to_value(after).unwrap());
-    rules::check_update(kind, subresource, &before, &after).map_err(ApiError::Invalid)
+    rules::check_update(kind, subresource, &before, &after).map_err(|message| {
+        let status = json!({ "code": 422, "message": message, "details": { "kind": kind } });
+        from_value(status).unwrap()
+    })
+}
+
+/// Applies the body of a patch by our driver.
+fn apply_patch<T: Serialize + DeserializeOwned>(
+    kind: &str,
+    subresource: &str,
+    content_type: &str,
+    object: &mut T,
+    body: &Value,
+) -> Result<(), ApiError> {
+    let before = to_value(&*object).unwrap();
+    let after = patch::patched(kind, subresource, content_type, DRIVER, &before, body)
+        .map_err(|refusal| from_value::<ApiError>(refusal).unwrap())?;
+    *object = from_value(after).map_err(|error| refused(422, error.to_string()))?;
+    Ok(())
 }
 
 fn deletion_time() -> Time {
@@ -184,7 +211,7 @@ impl Store {
     pub(crate) fn create_claim(&mut self, mut claim: ResourceClaim) -> Result<Arc<ResourceClaim>, ApiError> {
         let key = ObjectKey::of(&claim.metadata);
         if self.claims.contains_key(&key) {
-            return Err(ApiError::Conflict(format!("{key} already exists")));
+            return Err(conflict(format!("{key} already exists")));
         }
         claim.status = drayman::api::resource::ResourceClaimStatus::default();
         self.stamp_new(&mut claim.metadata);
@@ -206,12 +233,15 @@ impl Store {
             .claims
             .get(key)
             .cloned()
-            .ok_or_else(|| ApiError::NotFound(format!("{key} not found")))?;
+            .ok_or_else(|| refused(404, format!("{key} not found")))?;
         if uid.is_some() && uid != known.metadata.uid.as_deref() {
-            return Err(ApiError::Conflict(format!("{key} has another uid")));
+            return Err(conflict(format!("{key} has another uid")));
         }
         let mut claim = (*known).clone();
         change(&mut claim)?;
+        if claim.metadata.resource_version != known.metadata.resource_version {
+            return Err(conflict(format!("{key} has been modified")));
+        }
         match endpoint {
             Endpoint::Main => claim.status = known.status.clone(),
             Endpoint::Status => claim.metadata = known.metadata.clone(),
@@ -229,6 +259,21 @@ impl Store {
         };
         check_update("ResourceClaim", subresource, &*known, &claim)?;
         Ok(self.store_claim(key, claim))
+    }
+
+    /// Patches a claim through an endpoint, as our driver.
+    pub(crate) fn patch_claim(
+        &mut self,
+        key: &ObjectKey,
+        body: &ClaimPatch,
+    ) -> Result<Arc<ResourceClaim>, ApiError> {
+        let (endpoint, subresource, content_type, body) = match body {
+            ClaimPatch::Main(body) => (Endpoint::Main, "", "application/strategic-merge-patch+json", body),
+            ClaimPatch::StatusJson(body) => (Endpoint::Status, "status", "application/json-patch+json", body),
+        };
+        self.update_claim(key, None, endpoint, |claim| {
+            apply_patch("ResourceClaim", subresource, content_type, claim, body)
+        })
     }
 
     fn store_claim(&mut self, key: &ObjectKey, mut claim: ResourceClaim) -> Arc<ResourceClaim> {
@@ -274,7 +319,7 @@ impl Store {
     pub(crate) fn create_context(&mut self, mut context: PodSchedulingContext) -> Result<(), ApiError> {
         let key = ObjectKey::of(&context.metadata);
         if self.contexts.contains_key(&key) {
-            return Err(ApiError::Conflict(format!("{key} already exists")));
+            return Err(conflict(format!("{key} already exists")));
         }
         context.status = drayman::api::resource::PodSchedulingContextStatus::default();
         check_update("PodSchedulingContext", "", &context, &context)?;
@@ -286,23 +331,30 @@ impl Store {
     pub(crate) fn update_context(
         &mut self,
         key: &ObjectKey,
-        uid: Option<&str>,
         change: impl FnOnce(&mut PodSchedulingContext),
+    ) -> Result<Arc<PodSchedulingContext>, ApiError> {
+        self.try_update_context(key, |context| {
+            change(context);
+            Ok(())
+        })
+    }
+
+    fn try_update_context(
+        &mut self,
+        key: &ObjectKey,
+        change: impl FnOnce(&mut PodSchedulingContext) -> Result<(), ApiError>,
     ) -> Result<Arc<PodSchedulingContext>, ApiError> {
         let known = self
             .contexts
             .get(key)
             .cloned()
-            .ok_or_else(|| ApiError::NotFound(format!("{key} not found")))?;
-        if uid.is_some() && uid != known.metadata.uid.as_deref() {
-            return Err(ApiError::Conflict(format!("{key} has another uid")));
-        }
+            .ok_or_else(|| refused(404, format!("{key} not found")))?;
         let mut context = (*known).clone();
-        change(&mut context);
+        change(&mut context)?;
         if context == *known {
             return Ok(known);
         }
-        if context.spec != known.spec {
+        if context.spec != known.spec || context.metadata != known.metadata {
             check_update("PodSchedulingContext", "", &*known, &context)?;
         }
         if context.status != known.status {
@@ -312,29 +364,21 @@ impl Store {
         Ok(self.store_context(key, context))
     }
 
-    /// Server-side apply of all entries of our field manager.
-    pub(crate) fn apply_entries(
+    /// Applies a configuration to the status of a context, as our driver.
+    pub(crate) fn apply_to_context(
         &mut self,
         key: &ObjectKey,
-        uid: &str,
-        entries: &[ResourceClaimSchedulingStatus],
+        configuration: &Value,
     ) -> Result<Arc<PodSchedulingContext>, ApiError> {
-        let before = self.applied.get(uid).cloned().unwrap_or_default();
-        let written = self.update_context(key, Some(uid), |context| {
-            let known = &mut context.status.resource_claims;
-            known.retain(|entry| {
-                !before.contains(&entry.name) || entries.iter().any(|new| new.name == entry.name)
-            });
-            for entry in entries {
-                match known.iter_mut().find(|known| known.name == entry.name) {
-                    Some(known) => *known = entry.clone(),
-                    None => known.push(entry.clone()),
-                }
-            }
-        })?;
-        let names = entries.iter().map(|entry| entry.name.clone()).collect();
-        self.applied.insert(uid.to_owned(), names);
-        Ok(written)
+        self.try_update_context(key, |context| {
+            apply_patch(
+                "PodSchedulingContext",
+                "status",
+                "application/apply-patch+yaml",
+                context,
+                configuration,
+            )
+        })
     }
 
     fn store_context(&mut self, key: &ObjectKey, context: PodSchedulingContext) -> Arc<PodSchedulingContext> {

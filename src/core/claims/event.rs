@@ -1,14 +1,20 @@
-//! Events, commands and settings: plain data, so that a run can be logged and replayed.
+//! Events, commands and settings: plain data, so that a run can be logged and replayed. Writes as patches, and the outcomes of rejected ones.
+//!
+//! Each patch changes only our own fields, and only the object that was observed. There are no full updates: fields that a newer server
+//! adds, other drivers' finalizers and entries, and concurrent writers are left alone.
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::core::Status;
+use kube::core::response::StatusDetails;
+use serde_json::{Value, json};
 
 use crate::api::resource::{
-    AllocationResult, NODE_LABEL, Pod, PodSchedulingContext, ResourceClaim, ResourceClaimConsumerReference,
-    ResourceClaimSchedulingStatus, ResourceClass, finalizer_of,
+    AllocationResult, GROUP, NODE_LABEL, Pod, PodSchedulingContext, ResourceClaim,
+    ResourceClaimConsumerReference, ResourceClaimSchedulingStatus, ResourceClass, VERSION, finalizer_of,
 };
 use crate::driver::{CapacityChange, DriverErrorKind, Finding, Observation, UnsuitableNodes};
 
@@ -195,6 +201,18 @@ pub enum Outcome<T> {
     Unknown(String),
 }
 
+impl<T> Outcome<T> {
+    /// The outcome if the server has answered with an error.
+    pub fn rejected(status: &Status) -> Self {
+        let message = status.message.clone();
+        match status.code {
+            409 => Self::Conflict(message),
+            400 | 401 | 403 | 404 | 405 | 413 | 422 => Self::Refused(message),
+            _ => Self::Unknown(message),
+        }
+    }
+}
+
 /// Why a driver call failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallError {
@@ -346,6 +364,130 @@ pub enum ClaimWrite {
     },
 }
 
+/// The wire format of a claim write.
+#[derive(Clone, Debug, PartialEq)]
+pub enum ClaimPatch {
+    /// A strategic merge patch of the object itself.
+    Main(Value),
+    /// A JSON patch of its status.
+    StatusJson(Value),
+}
+
+impl ClaimWrite {
+    /// The patch of the claim with this uid.
+    pub fn patch(&self, uid: &str, driver_name: &str) -> ClaimPatch {
+        let finalizer = finalizer_of(driver_name);
+        match self {
+            // A strategic merge patch adds to and removes from the set of finalizers by value: other finalizers stay, and no index can
+            // have moved.
+            Self::AddFinalizer { node } => ClaimPatch::Main(json!({ "metadata": {
+                "uid": uid,
+                "finalizers": [finalizer],
+                "labels": { format!("{driver_name}/{NODE_LABEL}"): node },
+            } })),
+            Self::RemoveFinalizer { version } => {
+                let mut metadata = json!({ "uid": uid, "$deleteFromPrimitiveList/finalizers": [finalizer] });
+                if let Some(version) = version {
+                    metadata["resourceVersion"] = json!(version);
+                }
+                ClaimPatch::Main(json!({ "metadata": metadata }))
+            }
+            // An unallocated claim is reserved for nobody, so the replaced list is empty. Concurrent writes of other fields cause no
+            // conflict. The API server compares a missing field as null.
+            Self::Allocate {
+                allocation,
+                reserved_for,
+                version,
+            } => {
+                let mut operations = vec![
+                    json!({ "op": "test", "path": "/metadata/uid", "value": uid }),
+                    json!({ "op": "test", "path": "/metadata/deletionTimestamp", "value": null }),
+                    json!({ "op": "test", "path": "/status/allocation", "value": null }),
+                ];
+                if let Some(version) = version {
+                    operations
+                        .push(json!({ "op": "test", "path": "/metadata/resourceVersion", "value": version }));
+                }
+                operations.push(json!({ "op": "add", "path": "/status/allocation", "value": allocation }));
+                operations.push(json!({ "op": "add", "path": "/status/driverName", "value": driver_name }));
+                if let Some(consumer) = reserved_for {
+                    operations
+                        .push(json!({ "op": "add", "path": "/status/reservedFor", "value": [consumer] }));
+                }
+                ClaimPatch::StatusJson(Value::Array(operations))
+            }
+            Self::ClearAllocation {
+                deallocation_requested,
+                driver_name,
+            } => {
+                let mut operations = vec![json!({ "op": "test", "path": "/metadata/uid", "value": uid })];
+                if *deallocation_requested {
+                    operations.push(
+                        json!({ "op": "test", "path": "/status/deallocationRequested", "value": true }),
+                    );
+                    operations.push(json!({ "op": "remove", "path": "/status/deallocationRequested" }));
+                }
+                if let Some(name) = driver_name {
+                    operations.push(json!({ "op": "test", "path": "/status/driverName", "value": name }));
+                    operations.push(json!({ "op": "remove", "path": "/status/driverName" }));
+                }
+                operations.push(json!({ "op": "remove", "path": "/status/allocation" }));
+                ClaimPatch::StatusJson(Value::Array(operations))
+            }
+            Self::RollBackAllocation { version, reserved } => {
+                let mut operations = vec![
+                    json!({ "op": "test", "path": "/metadata/uid", "value": uid }),
+                    json!({ "op": "test", "path": "/metadata/resourceVersion", "value": version }),
+                ];
+                if *reserved {
+                    operations.push(json!({ "op": "remove", "path": "/status/reservedFor" }));
+                }
+                operations.push(json!({ "op": "remove", "path": "/status/driverName" }));
+                operations.push(json!({ "op": "remove", "path": "/status/allocation" }));
+                ClaimPatch::StatusJson(Value::Array(operations))
+            }
+        }
+    }
+
+    /// The outcome if the server has answered with an error.
+    pub fn rejected<T>(&self, status: &Status) -> Outcome<T> {
+        let is_conditional = matches!(
+            self,
+            Self::Allocate { .. } | Self::ClearAllocation { .. } | Self::RollBackAllocation { .. }
+        );
+        if is_conditional && is_failed_test(status) {
+            return Outcome::Conflict("it is not what was seen".to_owned());
+        }
+        Outcome::rejected(status)
+    }
+}
+
+/// Whether a JSON patch was rejected because one of its `test` operations failed, or because a removed field does not exist. The server
+/// answers 422, as for an invalid object, but without a kind and without causes (`applyJSPatch` in apiserver's `patch.go`). A webhook
+/// that denies a request chooses the code and sets neither; the server prefixes its message (`ToStatusErr` in apiserver's
+/// `statuserror.go`).
+fn is_failed_test(status: &Status) -> bool {
+    let names_nothing = |details: &StatusDetails| details.kind.is_empty() && details.causes.is_empty();
+    status.code == 422
+        && !status.message.starts_with("admission webhook ")
+        && status.details.as_ref().is_none_or(names_nothing)
+}
+
+/// The configuration to apply to the status of a context: our entries.
+pub fn context_patch(key: &ObjectKey, uid: &str, entries: &[ResourceClaimSchedulingStatus]) -> Value {
+    // An empty list is written too: the scheduler waits for the entry, not for its contents.
+    let entries: Vec<Value> = entries
+        .iter()
+        .map(|entry| json!({ "name": entry.name, "unsuitableNodes": entry.unsuitable_nodes }))
+        .collect();
+    json!({
+        "apiVersion": format!("{GROUP}/{VERSION}"),
+        "kind": "PodSchedulingContext",
+        "metadata": { "name": key.name, "namespace": key.namespace, "uid": uid },
+        "status": { "resourceClaims": entries },
+    })
+}
+
 /// A call of the driver.
 #[derive(Clone, Debug, PartialEq)]
 pub enum DriverRequest {
@@ -428,5 +570,167 @@ pub(super) fn is_newer(known: Option<&str>, new: Option<&str>) -> bool {
     match (number(known), number(new)) {
         (Some(known), Some(new)) => new > known,
         _ => known != new,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UID: &str = "7d0a";
+
+    fn patch(write: &ClaimWrite) -> ClaimPatch {
+        write.patch(UID, "drayman.dev")
+    }
+
+    #[test]
+    fn finalizers_are_patched_by_value_on_the_object_with_this_uid() {
+        assert_eq!(
+            patch(&ClaimWrite::AddFinalizer {
+                node: "node-a".to_owned()
+            }),
+            ClaimPatch::Main(json!({ "metadata": {
+                "uid": UID,
+                "finalizers": ["drayman.dev/deletion-protection"],
+                "labels": { "drayman.dev/node": "node-a" },
+            } }))
+        );
+        assert_eq!(
+            patch(&ClaimWrite::RemoveFinalizer { version: None }),
+            ClaimPatch::Main(json!({
+                "metadata": { "uid": UID, "$deleteFromPrimitiveList/finalizers": ["drayman.dev/deletion-protection"] }
+            }))
+        );
+        let seen = Some("12".to_owned());
+        assert_eq!(
+            patch(&ClaimWrite::RemoveFinalizer { version: seen }),
+            ClaimPatch::Main(json!({ "metadata": {
+                "uid": UID,
+                "$deleteFromPrimitiveList/finalizers": ["drayman.dev/deletion-protection"],
+                "resourceVersion": "12",
+            } }))
+        );
+    }
+
+    #[test]
+    fn an_allocation_goes_only_into_an_unallocated_claim() {
+        for version in [None, Some("7")] {
+            let write = ClaimWrite::Allocate {
+                allocation: AllocationResult::default(),
+                reserved_for: Some(ResourceClaimConsumerReference::pod("pod", "11")),
+                version: version.map(str::to_owned),
+            };
+            let consumer = json!({ "resource": "pods", "name": "pod", "uid": "11" });
+            let mut operations = vec![
+                json!({ "op": "test", "path": "/metadata/uid", "value": UID }),
+                json!({ "op": "test", "path": "/metadata/deletionTimestamp", "value": null }),
+                json!({ "op": "test", "path": "/status/allocation", "value": null }),
+                json!({ "op": "add", "path": "/status/allocation", "value": {} }),
+                json!({ "op": "add", "path": "/status/driverName", "value": "drayman.dev" }),
+                json!({ "op": "add", "path": "/status/reservedFor", "value": [consumer] }),
+            ];
+            if let Some(version) = version {
+                let test = json!({ "op": "test", "path": "/metadata/resourceVersion", "value": version });
+                operations.insert(3, test);
+            }
+            assert_eq!(patch(&write), ClaimPatch::StatusJson(Value::Array(operations)));
+        }
+    }
+
+    #[test]
+    fn clearing_tests_what_was_seen_before_it_removes_anything() {
+        let write = ClaimWrite::ClearAllocation {
+            deallocation_requested: true,
+            driver_name: Some("drayman.dev".to_owned()),
+        };
+        let ClaimPatch::StatusJson(Value::Array(operations)) = patch(&write) else {
+            panic!("not a JSON patch")
+        };
+        let paths: Vec<(&str, &str)> = operations
+            .iter()
+            .map(|operation| {
+                (
+                    operation["op"].as_str().unwrap(),
+                    operation["path"].as_str().unwrap(),
+                )
+            })
+            .collect();
+        assert_eq!(
+            paths,
+            [
+                ("test", "/metadata/uid"),
+                ("test", "/status/deallocationRequested"),
+                ("remove", "/status/deallocationRequested"),
+                ("test", "/status/driverName"),
+                ("remove", "/status/driverName"),
+                ("remove", "/status/allocation"),
+            ]
+        );
+    }
+
+    #[test]
+    fn a_rollback_removes_the_reservation_at_the_seen_version() {
+        let write = ClaimWrite::RollBackAllocation {
+            version: "7".to_owned(),
+            reserved: true,
+        };
+        assert_eq!(
+            patch(&write),
+            ClaimPatch::StatusJson(json!([
+                { "op": "test", "path": "/metadata/uid", "value": UID },
+                { "op": "test", "path": "/metadata/resourceVersion", "value": "7" },
+                { "op": "remove", "path": "/status/reservedFor" },
+                { "op": "remove", "path": "/status/driverName" },
+                { "op": "remove", "path": "/status/allocation" },
+            ]))
+        );
+    }
+
+    #[test]
+    fn a_failed_patch_test_is_a_conflict_and_an_invalid_object_a_refusal() {
+        let status = |details: Value| -> Status {
+            serde_json::from_value(
+                json!({ "status": "Failure", "code": 422, "reason": "Invalid", "details": details }),
+            )
+            .unwrap()
+        };
+        let rollback = ClaimWrite::RollBackAllocation {
+            version: "7".to_owned(),
+            reserved: true,
+        };
+        let is_conflict = |write: &ClaimWrite, status| match write.rejected::<()>(&status) {
+            Outcome::Conflict(_) => true,
+            Outcome::Refused(_) => false,
+            other => panic!("{other:?}"),
+        };
+        assert!(is_conflict(&rollback, status(json!({}))));
+        // A merge patch tests nothing.
+        let unconditional = ClaimWrite::RemoveFinalizer { version: None };
+        assert!(!is_conflict(&unconditional, status(json!({}))));
+        let causes = json!([{ "reason": "FieldValueInvalid", "field": "status.allocation" }]);
+        let details = json!({ "name": "c", "group": GROUP, "kind": "ResourceClaim", "causes": causes });
+        assert!(!is_conflict(&rollback, status(details)));
+        // A webhook may deny with any code.
+        let denied = Status {
+            message: "admission webhook \"policy.example.com\" denied the request: not today".to_owned(),
+            ..status(Value::Null)
+        };
+        assert!(!is_conflict(&rollback, denied));
+    }
+
+    #[test]
+    fn an_entry_without_unsuitable_nodes_is_still_written() {
+        let entry = ResourceClaimSchedulingStatus {
+            name: "device".to_owned(),
+            unsuitable_nodes: vec![],
+        };
+        let patch = context_patch(&ObjectKey::new("default", "pod"), UID, &[entry]);
+        assert_eq!(
+            (&patch["metadata"]["uid"], &patch["status"]),
+            (
+                &json!(UID),
+                &json!({ "resourceClaims": [{ "name": "device", "unsuitableNodes": [] }] })
+            )
+        );
     }
 }

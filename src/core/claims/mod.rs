@@ -25,8 +25,9 @@ mod transaction;
 
 pub(crate) use claim::{LATE_ALLOCATION, Resolved, is_made_for, resolve};
 pub use event::{
-    Answer, CallError, CallErrorKind, CallErrorSubject, CallId, ClaimToAllocate, ClaimWrite, Command,
-    DriverRequest, Event, EventReport, Moment, ObjectKey, Outcome, Regarding, Settings,
+    Answer, CallError, CallErrorKind, CallErrorSubject, CallId, ClaimPatch, ClaimToAllocate, ClaimWrite,
+    Command, DriverRequest, Event, EventReport, Moment, ObjectKey, Outcome, Regarding, Settings,
+    context_patch,
 };
 pub use state::ControllerState;
 pub use statistics::{QueueStatistics, Statistics};

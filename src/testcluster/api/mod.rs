@@ -17,7 +17,7 @@ mod last_applied;
 mod lists;
 pub(crate) mod object;
 mod openapi;
-mod patch;
+pub mod patch;
 mod pods;
 mod query;
 mod restrict;

@@ -4,7 +4,7 @@ use json_patch::PatchOperation;
 use serde_json::{Map, Value};
 
 use super::apply::{self, Manager};
-use super::kinds::ResourceKind;
+use super::kinds::{ClusterMode, ResourceKind, built_in};
 use super::object::json_size;
 use super::status_error::StatusError;
 use super::strategic;
@@ -128,6 +128,30 @@ impl Patch {
         }
         Ok(patched)
     }
+}
+
+/// Applies the body of a patch to an object of `resource.k8s.io/v1alpha2`, as the server does before it validates the result. An error is a
+/// `Status`. For the simulation, which has a store of its own.
+pub fn patched(
+    kind: &str,
+    subresource: &str,
+    content_type: &str,
+    manager: &str,
+    object: &Value,
+    body: &Value,
+) -> Result<Value, Value> {
+    let mut kinds = built_in(ClusterMode::Classic).into_iter();
+    let Some(kind) = kinds.find(|known| known.kind == kind) else {
+        return Err(StatusError::no_path().status());
+    };
+    let manager = Manager {
+        name: manager,
+        subresource,
+        now: "",
+    };
+    Patch::read(&kind, content_type, body.to_string().as_bytes())
+        .and_then(|patch| patch.apply_to(&kind, object, &manager, true))
+        .map_err(|refusal| refusal.status())
 }
 
 #[cfg(test)]

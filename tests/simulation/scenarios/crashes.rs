@@ -74,7 +74,7 @@ fn a_killed_controllers_devices_are_free_on_another_node() {
     let held = unrecorded_node(&cluster).unwrap();
     let other = if held == "node-a" { "node-b" } else { "node-a" };
     cluster.pod_nodes.insert(uid, [other.to_owned()].into());
-    let _ = cluster.store.update_context(&key("p"), None, |context| {
+    let _ = cluster.store.update_context(&key("p"), |context| {
         context.spec.selected_node = other.to_owned();
     });
     until_bound(&mut cluster, "p");
@@ -104,7 +104,7 @@ fn a_slow_allocation_for_a_former_node_is_never_recorded() {
     let held = context.spec.selected_node.clone();
     let other = if held == "node-a" { "node-b" } else { "node-a" };
     cluster.pod_nodes.insert(uid, [other.to_owned()].into());
-    let _ = cluster.store.update_context(&key("p"), None, |context| {
+    let _ = cluster.store.update_context(&key("p"), |context| {
         context.spec.selected_node = other.to_owned();
     });
     cluster.command_log.clear();

@@ -146,7 +146,7 @@ fn a_context_may_be_deleted_at_any_moment() {
 #[test]
 fn the_selected_node_may_change_at_any_moment() {
     at_every_step(|cluster| {
-        let _ = cluster.store.update_context(&key("p"), None, |context| {
+        let _ = cluster.store.update_context(&key("p"), |context| {
             let other = if context.spec.selected_node == "node-b" {
                 "node-a"
             } else {
