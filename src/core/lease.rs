@@ -211,9 +211,7 @@ impl Lease {
             .filter(|next| *next > now);
         let Some((record, since)) = self.seen.as_ref().filter(|_| !self.must_read) else {
             // The first read happens at once, a repeated one after the retry period.
-            return next
-                .filter(|_| self.seen.is_some())
-                .map_or(LeaseStep::Read, LeaseStep::Wait);
+            return next.map_or(LeaseStep::Read, LeaseStep::Wait);
         };
         let Some(record) = record else {
             let create = LeaseStep::Write {
@@ -498,6 +496,16 @@ mod tests {
         lease.sent(&step, at(1));
         lease.answered(LeaseAnswer::Written(record("me", "2")), at(1), at(1));
         assert!(lease.holds(at(1)));
+    }
+
+    #[test]
+    fn the_first_read_is_repeated_after_the_retry_period() {
+        let mut lease = Lease::new(settings("me"));
+        assert_eq!(lease.step(at(0)), LeaseStep::Read);
+        lease.sent(&LeaseStep::Read, at(0));
+        lease.answered(LeaseAnswer::Unclear, at(0), at(0));
+        assert_eq!(lease.step(at(0)), LeaseStep::Wait(at(2)));
+        assert_eq!(lease.step(at(2)), LeaseStep::Read);
     }
 
     #[test]

@@ -134,6 +134,8 @@ pub(super) struct Context {
     /// Number of evaluations requested by the slow recheck.
     rechecks: u64,
     backoff: Backoff,
+    /// The delay after allocations that the server has refused to record. Freed devices do not end it: each refusal frees one.
+    recording: Backoff,
     last_report: Option<LastReport>,
     /// Other drivers that owe the scheduler an answer for this pod, or did when they were reported.
     silent: BTreeMap<String, Silence>,
@@ -243,6 +245,7 @@ impl Context {
             called_at: 0,
             rechecks: 0,
             backoff: Backoff::default(),
+            recording: Backoff::default(),
             last_report: None,
             silent: BTreeMap::new(),
             by_recheck: false,
@@ -367,6 +370,7 @@ impl Context {
     /// Resets the delay: something has changed since the driver failed, so it is called again at once.
     pub(super) fn reset_backoff(&mut self) {
         self.backoff.succeeded();
+        self.recording.succeeded();
     }
 
     /// Evaluates a waiting pod again although no change is known.
@@ -583,7 +587,8 @@ impl Context {
         {
             return actions;
         }
-        if let Some(moment) = self.backoff.wait_until(now) {
+        let delays = [&self.backoff, &self.recording];
+        if let Some(moment) = delays.iter().filter_map(|delay| delay.wait_until(now)).max() {
             actions.push(ContextAction::StepAt(moment));
             return actions;
         }
@@ -1090,6 +1095,7 @@ impl Context {
         match failure {
             None => {
                 self.backoff.succeeded();
+                self.recording.succeeded();
                 self.refusals.succeeded();
                 if let PodKnown::Read(pod) = &self.pod {
                     self.pod = PodKnown::Served(pod.clone());
@@ -1101,7 +1107,7 @@ impl Context {
             }
             Some(TransactionFailure::Withdrawn) => self.evaluation = None,
             Some(TransactionFailure::Refused(message)) => {
-                self.backoff.failed(now);
+                self.recording.failed(now);
                 let message = format!("the allocation could not be recorded: {message}");
                 self.report("AllocationNotRecorded", message, &mut actions);
             }

@@ -138,9 +138,9 @@ impl ControllerState {
         !self.pending_calls.is_empty() || !self.transactions.is_empty()
     }
 
-    /// When [`ControllerState::decide`] must be called again even without an event.
+    /// When [`ControllerState::decide`] must be called again even without an event. Until decisions are made, only events matter.
     pub fn next_deadline(&self) -> Option<Moment> {
-        self.queue.next_deadline()
+        self.queue.next_deadline().filter(|_| self.is_ready())
     }
 
     /// Returns the counters since the start.
@@ -978,7 +978,9 @@ impl ControllerState {
         let mut immediate = self.cache.index.immediate();
         immediate.retain(|key| change.concerns(&key.namespace));
         for key in immediate {
-            if let Some(claim) = self.cache.claims.get_mut(&key) {
+            let claim = self.cache.claims.get_mut(&key);
+            // Each refusal to record an allocation frees a device, which must not end the delay after it.
+            if let Some(claim) = claim.filter(|claim| !claim.allocation_refused) {
                 claim.backoff.succeeded();
             }
             self.queue.insert(Work::Claim(key));
@@ -1214,6 +1216,21 @@ mod tests {
             "spec": { "resourceClassName": "class" },
         });
         Arc::new(serde_json::from_value(claim).unwrap())
+    }
+
+    #[test]
+    fn nothing_is_due_before_decisions_are_made() {
+        let mut state = ControllerState::new(Settings::new("d.example"));
+        state
+            .queue
+            .insert_at(Moment::default(), Work::OpenClaim(ObjectKey::new("n", "c")));
+        assert_eq!(
+            state.next_deadline(),
+            None,
+            "the runtime would be called again at once"
+        );
+        state.barrier = Barrier::Passed;
+        assert_eq!(state.next_deadline(), Some(Moment::default()));
     }
 
     #[test]

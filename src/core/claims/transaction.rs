@@ -671,6 +671,7 @@ impl Transaction {
                 Some(ClaimAction::Report("AllocationNotRecorded", message))
             }
             Some(TransactionFailure::Driver(error)) => {
+                claim.allocation_refused = false;
                 // A change since the driver was called may have removed the cause.
                 let changed = self.started_at < capacity_generation || class != Some(&item.class);
                 if error.kind == CallErrorKind::Invalid && !changed {

@@ -247,3 +247,43 @@ fn a_refusal_is_reported_although_something_has_changed() {
     until_bound(&mut cluster, "p");
     expect_no_violation(cluster);
 }
+
+/// Attempts to record an allocation within ten minutes, all of which the server refuses.
+fn refused_attempts(cluster: &mut Cluster) -> usize {
+    cluster.command_log.clear();
+    cluster.run_for(600 * SECOND);
+    let log = cluster.command_log.iter();
+    log.filter(|line| line.starts_with("record")).count()
+}
+
+#[test]
+fn the_device_of_a_refused_allocation_wakes_not_the_immediate_claim_itself() {
+    let mut cluster = healthy_cluster(&[("node-a", 1)]);
+    cluster.refuse_allocations = Some("");
+    cluster.create_claim(&key("named"), "gpu", AllocationMode::Immediate);
+    let attempts = refused_attempts(&mut cluster);
+    assert!((5..40).contains(&attempts), "{attempts} attempts in ten minutes");
+    cluster.refuse_allocations = None;
+    cluster.run_until("it is allocated", |cluster| {
+        cluster
+            .claim("named")
+            .is_some_and(|claim| claim.status.allocation.is_some())
+    });
+    expect_no_violation(cluster);
+}
+
+#[test]
+fn the_device_of_a_refused_allocation_wakes_not_the_pod_itself() {
+    let mut cluster = healthy_cluster(&[("node-a", 1)]);
+    cluster.create_pod(&key("holder"), &[Use::Template("gpu")], None);
+    until_bound(&mut cluster, "holder");
+    cluster.create_pod(&key("p"), &[Use::Template("gpu")], None);
+    cluster.run_for(30 * SECOND);
+    cluster.refuse_allocations = Some("p-");
+    cluster.store.delete_pod(&key("holder"));
+    let attempts = refused_attempts(&mut cluster);
+    assert!((5..40).contains(&attempts), "{attempts} attempts in ten minutes");
+    cluster.refuse_allocations = None;
+    until_bound(&mut cluster, "p");
+    expect_no_violation(cluster);
+}
