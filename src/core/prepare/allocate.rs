@@ -90,7 +90,7 @@ pub fn evicted(
     prepared_claims: &PreparedClaims,
     inventory: &Devices,
     containers: &[Vec<String>],
-) -> Vec<ClaimUid> {
+) -> BTreeSet<ClaimUid> {
     let names = containers.iter().flatten().map(|id| device_of_plugin_id(id));
     let devices = names.filter_map(|name| inventory.get(name));
     let devices = devices.filter(|device| device.shares.is_none_or(|shares| shares <= 1));

@@ -64,7 +64,8 @@ pub fn inventory(found: &Devices, previous: &Devices, prepared_claims: &Prepared
     all
 }
 
-/// Marks the devices of quarantined claims as unhealthy, so that none of them is allocated only to be refused at Prepare.
+/// Marks the devices of quarantined claims as unhealthy, so that none of them is allocated only to be refused at Prepare. Devices with several
+/// shares are exempt: a holder of one share does not block the others.
 pub fn withhold(
     devices: &mut Devices,
     prepared_claims: &PreparedClaims,
@@ -75,7 +76,8 @@ pub fn withhold(
             continue;
         };
         for held in entry.held_devices() {
-            if let Some(device) = devices.get_mut(&held.device) {
+            let device = devices.get_mut(&held.device);
+            if let Some(device) = device.filter(|device| device.shares.is_none_or(|shares| shares <= 1)) {
                 withhold_device(device, format!("withheld for {}: {why}", entry.describe(uid)));
             }
         }
@@ -410,6 +412,14 @@ mod tests {
             "{reason}"
         );
         assert!(reason.len() <= 256 && all["a"].unhealthy.is_none());
+        let mut shared = Devices::from([device("b", Mode::Claims)]);
+        shared.get_mut("b").unwrap().shares = Some(2);
+        let quarantine = prepared_claims
+            .entries()
+            .keys()
+            .map(|uid| (uid.clone(), String::new()));
+        withhold(&mut shared, &prepared_claims, &quarantine.collect());
+        assert_eq!(shared["b"].unhealthy, None, "the other share is free");
         assert_eq!(
             all["b"].taint_effect,
             TaintEffect::NoSchedule,

@@ -574,6 +574,10 @@ impl<D: NodeDriver> NodeState<D> {
                 Ok(steps) => self.perform(&steps).await,
                 Err(refusal) => Err(refusal.into()),
             };
+            // Its CDI file may be gone, and kubelet does not repeat an Unprepare if another pod uses the claim by then.
+            if let (Err(_), Ok(uid)) = (&result, ClaimUid::parse(&claim.uid)) {
+                self.retry_later(&uid);
+            }
             self.count("unprepare", result.as_ref().err());
             log(
                 "unprepare",

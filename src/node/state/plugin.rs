@@ -10,7 +10,7 @@ use tracing::warn;
 
 use super::NodeState;
 use super::resources::{FinishedQuery, QueryGap, WaitingRequest};
-use crate::api::crd::DeviceNumber;
+use crate::api::crd::{Device, DeviceNumber};
 use crate::core::names::device_of_plugin_id;
 use crate::core::prepare::allocate::{check_allocate, evicted};
 use crate::core::prepare::container_edits::ContainerEdits;
@@ -170,14 +170,32 @@ impl<D: NodeDriver> NodeState<D> {
     /// Updates the CDI files of devices that are passed by name. They must be restored after a boot, when kubelet restarts containers
     /// without another Allocate, and must not refer to another device's node.
     pub(super) async fn refresh_named_devices(&mut self) {
+        let store = self.store.clone();
+        let written = match spawn_blocking(move || store.devices_with_cdi()).await {
+            Ok(Ok(written)) => written,
+            Ok(Err(error)) => {
+                warn!(
+                    reason = error.reason(),
+                    "CDI files of devices are not updated: {error}"
+                );
+                return self.retries.failed(Missing::OfDevices, self.started.elapsed());
+            }
+            Err(_) => return,
+        };
         let named = self
             .resources
             .all()
             .filter(|resource| resource.config.cdi_devices);
         let kinds: BTreeSet<&str> = named.map(|resource| resource.config.kind.as_str()).collect();
-        let inventory = self.inventory.values();
-        let devices: Vec<String> = inventory
-            .filter(|device| device.mode.serves_extended_resource() && kinds.contains(device.kind.as_str()))
+        // A container keeps the name when the configuration no longer has it.
+        let is_named = |device: &Device| {
+            (device.mode.serves_extended_resource() && kinds.contains(device.kind.as_str()))
+                || (written.contains(&device.name) && self.devices.contains_key(&device.name))
+        };
+        let devices: Vec<String> = self
+            .inventory
+            .values()
+            .filter(|device| is_named(device))
             .map(|device| device.name.clone())
             .collect();
         let (mut kept, mut complete) = (BTreeSet::new(), true);

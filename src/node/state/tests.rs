@@ -450,6 +450,24 @@ async fn a_device_by_name_has_a_file_from_the_start_until_it_is_gone() {
 }
 
 #[tokio::test]
+async fn a_device_by_name_keeps_its_file_although_the_configuration_changes() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
+    driver.say(&["x", "y"], "camera", Mode::ExtendedResource);
+    let life = live(root.path(), "boot", &driver).await;
+    let of = |device: &str| format!("drayman.dev-device_{device}.json");
+    assert_eq!(files(root.path()), [of("x"), of("y")]);
+    let by_node = ExtendedResource::of_kind("camera");
+    let resources = BTreeMap::from([("example.com/camera".to_owned(), by_node)]);
+    life.wanted.send_replace(Arc::new(resources));
+    driver.say(&["y"], "camera", Mode::Claims);
+    // The file of the device that is gone goes; that of the other stays, because a container may be started again with its name.
+    until_files(root.path(), &[of("y")]).await;
+    driver.say(&["z"], "camera", Mode::Claims);
+    until_files(root.path(), &[]).await;
+    life.end().await;
+}
+
+#[tokio::test]
 async fn no_container_starts_with_a_missing_or_unhealthy_device() {
     let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
     driver.say(&["x"], "serial", Mode::ExtendedResource);

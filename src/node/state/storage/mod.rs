@@ -533,6 +533,12 @@ impl Store {
         self.cdi.write_device(device, container_edits)
     }
 
+    /// The devices with a CDI file.
+    pub fn devices_with_cdi(&self) -> Result<BTreeSet<String>, StoreError> {
+        let files = self.cdi.files(&self.cdi.driver.cdi_device_file_prefix())?;
+        Ok(files.into_iter().map(|file| file.name).collect())
+    }
+
     /// Removes the CDI files of all other devices.
     pub fn keep_cdi_of_devices(&self, devices: &BTreeSet<String>) -> Result<(), StoreError> {
         self.cdi.keep_devices(devices)

@@ -187,11 +187,21 @@ async fn silence_of_kubelet_about_a_former_name_is_logged_once() {
     let mut withdrawn = WithdrawnDevices::default();
     withdrawn.withdraw("example.com/old", devices, Containers::default());
     owner.resources = ExtendedResources::new(AllocatedClaims::default(), Some(withdrawn));
-    owner.query_and_wait(Duration::MAX).await;
-    assert!(
-        owner.query.has_warned,
-        "at the first time, though nothing was known before"
-    );
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let writer = std::sync::Mutex::new(log.reopen().unwrap());
+    let subscriber = tracing_subscriber::fmt()
+        .with_max_level(tracing::Level::WARN)
+        .with_writer(writer)
+        .finish();
+    let _logs = tracing::subscriber::set_default(subscriber);
+    // At the first time, though nothing was known before, and not again.
+    for _ in 0..2 {
+        owner.query_and_wait(Duration::MAX).await;
+        assert!(owner.query.has_warned);
+        let lines = std::fs::read_to_string(log.path()).unwrap();
+        let warnings = lines.matches("kubelet does not show which devices its containers hold");
+        assert_eq!(warnings.count(), 1, "{lines}");
+    }
     *kubelet.shown.lock().unwrap() = Some(ResourceSnapshot::default());
     owner.query_and_wait(Duration::MAX).await;
     assert!(!owner.query.has_warned && !owner.resources.has_withdrawn());

@@ -95,3 +95,20 @@ async fn a_release_reports_what_the_driver_cannot_undo() {
     drop(records);
     life.end().await;
 }
+
+#[tokio::test]
+async fn a_claim_that_cannot_be_unprepared_keeps_its_file() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    driver.stuck.store(true, Ordering::SeqCst);
+    let refused = life.unprepare(A).await.unwrap_err();
+    assert_eq!(refused.reason(), "DeviceFailed");
+    assert_eq!(held(&life).await, [A]);
+    // Kubelet drops the Unprepare if another pod uses the claim by then, and starts its containers without a Prepare.
+    until_files(root.path(), &[file(A)]).await;
+    driver.stuck.store(false, Ordering::SeqCst);
+    life.unprepare(A).await.unwrap();
+    assert!(files(root.path()).is_empty() && held(&life).await.is_empty());
+    life.end().await;
+}
