@@ -7,6 +7,7 @@
 //! * A device stays in its slice. A device that comes, goes or changes is one write, and the pool is complete before and after it. Slices
 //!   that change independently need no new generation: each write alone is a valid change of the pool.
 //! * Only a different number of slices, or a device that moves to another slice, needs a new generation in all slices.
+//! * A rejected write does not hold up the changes that need no new generation.
 //! * Stale input is safe: each replacement and deletion names the version it is for, and a conflict is resolved by reading the object.
 
 mod render;
@@ -101,6 +102,8 @@ pub struct Slices {
     /// Highest generation that was observed. It survives the deletion of all slices.
     generation: i64,
     accepted: BTreeMap<String, Accepted>,
+    /// Writes that the API server rejected, by the name of the slice.
+    rejected: BTreeMap<String, Write>,
 }
 
 impl Slices {
@@ -116,6 +119,7 @@ impl Slices {
             observed: None,
             generation: 0,
             accepted: BTreeMap::new(),
+            rejected: BTreeMap::new(),
         }
     }
 
@@ -272,6 +276,7 @@ impl Slices {
     /// the write: for a deletion, one that finalizers of others keep.
     pub fn written(&mut self, write: &Write, stored: Option<ResourceSlice>) -> BTreeSet<Altered> {
         let mut altered = BTreeSet::new();
+        self.rejected.remove(write.name());
         match (write, stored) {
             (Write::Delete { .. }, Some(stored)) => self.applied(stored),
             (Write::Delete { name, uid, .. }, None) => {
@@ -287,6 +292,27 @@ impl Slices {
             (Write::Create(_) | Write::Replace(_), None) => {}
         }
         altered
+    }
+
+    /// Observes that the API server rejects a write. If it rejected that before, the other rejected writes may be tried again, too:
+    /// otherwise the first of them would always be the one that is tried.
+    pub fn rejected(&mut self, write: &Write) {
+        if self.is_rejected(write) {
+            self.rejected.clear();
+        }
+        self.rejected.insert(write.name().to_owned(), write.clone());
+    }
+
+    /// Whether the API server rejected this content of the slice, or its deletion.
+    pub fn is_rejected(&self, write: &Write) -> bool {
+        match (self.rejected.get(write.name()), write) {
+            (
+                Some(Write::Create(rejected) | Write::Replace(rejected)),
+                Write::Create(slice) | Write::Replace(slice),
+            ) => same_content(rejected, slice),
+            (Some(Write::Delete { uid: rejected, .. }), Write::Delete { uid, .. }) => rejected == uid,
+            _ => false,
+        }
     }
 
     fn compare(&mut self, desired: &ResourceSlice, stored: &ResourceSlice) -> BTreeSet<Altered> {
@@ -337,8 +363,14 @@ impl Slices {
         let is_obsolete = |slice: &&ResourceSlice| !is_desired(slice);
         // A slice with finalizers stays until they are removed.
         let is_deletable = |slice: &&ResourceSlice| slice.metadata.deletion_timestamp.is_none();
-        if let Some(obsolete) = observed.values().filter(is_obsolete).find(is_deletable) {
-            return Some(delete(obsolete));
+        let obsolete = observed
+            .values()
+            .filter(is_obsolete)
+            .filter(is_deletable)
+            .map(delete)
+            .min_by_key(|write| self.is_rejected(write));
+        if obsolete.as_ref().is_some_and(|write| !self.is_rejected(write)) {
+            return obsolete;
         }
 
         let count = i64::try_from(layout.len()).unwrap_or(i64::MAX);
@@ -356,17 +388,21 @@ impl Slices {
             self.generation.max(1)
         };
 
-        // Slices of this generation with wrong content come first: once the last slice is written, the pool is complete.
-        let mut next: Option<(u8, Write)> = None;
+        // Slices of this generation with wrong content come first: once the last slice is written, the pool is complete. Such writes do not
+        // depend on each other, so they precede a rejected one (rank 1). All others wait for it.
+        let mut next: Option<(u8, Write)> = obsolete.map(|write| (1, write));
         for (name, devices) in layout {
             let slice = self.slice(&name, generation, count, devices);
             let (rank, write) = match observed.get(&name) {
                 Some(stored) if stored.spec.pool == slice.spec.pool && self.is_current(stored, &slice) => {
                     continue;
                 }
-                Some(stored) if stored.spec.pool.generation == generation => (0, replace(slice, stored)),
-                Some(stored) => (1, replace(slice, stored)),
-                None => (2, Write::Create(Box::new(slice))),
+                Some(stored) if stored.spec.pool.generation == generation => {
+                    let write = replace(slice, stored);
+                    (u8::from(self.is_rejected(&write)), write)
+                }
+                Some(stored) => (2, replace(slice, stored)),
+                None => (3, Write::Create(Box::new(slice))),
             };
             if next.as_ref().is_none_or(|(best, _)| rank < *best) {
                 next = Some((rank, write));

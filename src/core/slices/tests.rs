@@ -301,6 +301,71 @@ fn changes_of_two_slices_are_two_writes_of_a_complete_pool() {
 }
 
 #[test]
+fn a_rejected_write_precedes_only_those_of_a_new_generation() {
+    let (mut server, mut slices) = started(TAINTS, 200);
+    let mut changed = (*devices(200)).clone();
+    changed.extend(["d0003", "d0070", "d0130"].map(|name| device(name, false)));
+    changed.remove("d0071");
+    slices.set_devices(Arc::new(changed.clone()));
+    let first = slices.next().unwrap();
+    assert_eq!(first.name(), "node-a.drayman.dev-00");
+    slices.rejected(&first);
+    let second = slices.next().unwrap();
+    assert_eq!(second.name(), "node-a.drayman.dev-01");
+    let before = server.complete.len();
+    server.write(&mut slices, &second);
+    assert_eq!(
+        (server.complete.len(), server.names().len()),
+        (before + 1, 199),
+        "the pool is complete after the other write"
+    );
+
+    let third = slices.next().unwrap();
+    assert_eq!(third.name(), "node-a.drayman.dev-02");
+    slices.rejected(&third);
+    assert!(slices.is_rejected(&third));
+    assert_eq!(slices.next().as_ref(), Some(&first));
+    assert!(slices.is_rejected(&first), "it waits for its turn");
+    slices.rejected(&first);
+    assert_eq!(slices.next(), Some(third), "both are tried again");
+
+    // 61 more devices are another slice.
+    changed.extend((0..61).map(|index| device(&format!("e{index:04}"), true)));
+    slices.set_devices(Arc::new(changed.clone()));
+    let write = slices.next().unwrap();
+    assert!(matches!(&write, Write::Replace(slice) if slice.spec.pool.generation == 2));
+    assert_eq!(write.name(), "node-a.drayman.dev-00");
+    assert!(slices.is_rejected(&write));
+
+    changed.extend([device("d0004", false)]);
+    slices.set_devices(Arc::new(changed));
+    let write = slices.next().unwrap();
+    assert_eq!(write.name(), "node-a.drayman.dev-00");
+    assert!(!slices.is_rejected(&write), "its content changed");
+}
+
+#[test]
+fn a_rejected_deletion_holds_up_no_change() {
+    let (mut server, mut slices) = started(TAINTS, 65);
+    let mut foreign = server.stored["node-a.drayman.dev-00"].clone();
+    foreign.metadata.name = Some("elsewhere".into());
+    foreign.metadata.uid = Some("f".into());
+    foreign.spec.pool.name = "another".into();
+    server.store(foreign);
+    server.deliver(&mut slices);
+    let deletion = slices.next().unwrap();
+    assert_eq!(deletion.name(), "elsewhere");
+    slices.rejected(&deletion);
+    let mut changed = (*devices(65)).clone();
+    changed.extend([device("d0003", false)]);
+    slices.set_devices(Arc::new(changed));
+    let other = slices.next().unwrap();
+    assert_eq!(other.name(), "node-a.drayman.dev-00");
+    server.write(&mut slices, &other);
+    assert_eq!(slices.next(), Some(deletion));
+}
+
+#[test]
 fn devices_that_move_are_a_new_generation() {
     let (mut server, mut slices) = started(NO_TAINTS, 130);
     let mut fewer = (*devices(130)).clone();

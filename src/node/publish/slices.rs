@@ -5,7 +5,7 @@
 //! the garbage collector, with the Node. A stop deletes nothing, so a restart within that time keeps the pool. If the API server drops a
 //! feature that a device needs, an hourly dry run finds out whether it still does.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -223,7 +223,7 @@ impl SlicePublisher {
                         publication.reports.unwatched(&error, &publication.node_uid).await;
                     }
                 },
-                () = sleep_until(publication.due()), if write.is_some() => {
+                () = sleep_until(publication.due(write.as_ref())), if write.is_some() => {
                     if let Some(write) = write {
                         publication.step(&write).await;
                     }
@@ -257,6 +257,8 @@ struct Publication<'a> {
     probe_due: Instant,
     budget: Budget,
     retry: WriteRetry<'a>,
+    /// When a rejected write may be sent again. The others do not wait for it.
+    rejection: WriteRetry<'a>,
     reports: SliceReports<'a>,
 }
 
@@ -282,13 +284,18 @@ impl<'a> Publication<'a> {
             probe_due: Instant::now(),
             budget: Budget::new(),
             retry: WriteRetry::new(&publisher.node_name),
+            rejection: WriteRetry::new(&publisher.node_name),
             reports: SliceReports::new(publisher),
         }
     }
 
-    /// When the next write may be sent.
-    fn due(&self) -> Instant {
-        self.retry.due.max(self.budget.due()).max(self.throttled.until())
+    /// When this write may be sent.
+    fn due(&self, write: Option<&Write>) -> Instant {
+        let due = self.retry.due.max(self.budget.due()).max(self.throttled.until());
+        if write.is_some_and(|write| self.slices.is_rejected(write)) {
+            return due.max(self.rejection.due);
+        }
+        due
     }
 
     fn update_facts(&mut self, facts: ClusterFacts) {
@@ -328,6 +335,7 @@ impl<'a> Publication<'a> {
     async fn report(&mut self, is_settled: bool) {
         let counts = counts(&self.slices);
         if is_settled {
+            self.rejection.reset();
             self.reports.settled(counts.devices);
         }
         self.publisher.metrics.set_slices(counts);
@@ -349,7 +357,7 @@ impl<'a> Publication<'a> {
         };
         if let Err(error) = result {
             self.retry.later();
-            self.reports.failed(&error, &self.node_uid).await;
+            self.reports.failed(write.name(), &error, &self.node_uid).await;
         }
     }
 
@@ -417,6 +425,15 @@ impl<'a> Publication<'a> {
                 Ok(())
             }
             Ok(WriteOutcome::Conflict) => Ok(()),
+            Err(error) if error.is_rejection() => {
+                self.slices.rejected(write);
+                // All rejected writes have one pause, so that it does not grow with their number.
+                if self.rejection.due <= Instant::now() {
+                    self.rejection.later();
+                }
+                self.reports.failed(write.name(), &error, &self.node_uid).await;
+                Ok(())
+            }
             Err(error) => {
                 if error.is_unknown() {
                     self.unknown.insert(write.name().to_owned());
@@ -447,9 +464,10 @@ async fn execute(
                 uid: Some(uid.clone()),
                 resource_version: Some(resource_version.clone()),
             });
-            // A slice with finalizers stays.
-            let kept = call(api.delete(name, &parameters)).await;
-            kept.map(|kept| kept.either(Some, |_| None))
+            // The answer has the slice even if it is gone. A slice with finalizers stays, and only that one has a deletion timestamp.
+            let answer = call(api.delete(name, &parameters)).await;
+            let is_kept = |slice: &ResourceSlice| slice.metadata.deletion_timestamp.is_some();
+            answer.map(|answer| answer.left().filter(is_kept))
         }
     };
     match answer {
@@ -603,8 +621,8 @@ struct SliceReports<'a> {
     events: NodeEvents<'a>,
     /// Whether a slice was written since all were last published.
     has_written: bool,
-    /// The last rejection, until all slices are published.
-    rejected: Option<String>,
+    /// The last rejection of each slice, and of the watch under an empty name, until all slices are published.
+    rejected: BTreeMap<String, String>,
     altered: BTreeSet<Altered>,
     /// The omitted devices with shares.
     shares: Vec<String>,
@@ -620,7 +638,7 @@ impl<'a> SliceReports<'a> {
                 metrics: &publisher.metrics,
             },
             has_written: false,
-            rejected: None,
+            rejected: BTreeMap::new(),
             altered: BTreeSet::new(),
             shares: Vec::new(),
         }
@@ -631,10 +649,10 @@ impl<'a> SliceReports<'a> {
         if std::mem::take(&mut self.has_written) {
             info!(devices, "the slices are published");
         }
-        self.rejected = None;
+        self.rejected.clear();
     }
 
-    async fn failed(&mut self, error: &SliceError, node_uid: &str) {
+    async fn failed(&mut self, slice: &str, error: &SliceError, node_uid: &str) {
         if !error.is_rejection() {
             warn!(
                 reason = error.result(),
@@ -642,7 +660,7 @@ impl<'a> SliceReports<'a> {
             );
             return;
         }
-        self.rejected(error.to_string(), node_uid).await;
+        self.rejected(slice, error.to_string(), node_uid).await;
     }
 
     async fn unwatched(&mut self, error: &watcher::Error, node_uid: &str) {
@@ -663,18 +681,18 @@ impl<'a> SliceReports<'a> {
                  watch, create, update and delete of resourceslices in resource.k8s.io",
                 status.message
             );
-            self.rejected(note, node_uid).await;
+            self.rejected("", note, node_uid).await;
         }
     }
 
-    async fn rejected(&mut self, note: String, node_uid: &str) {
-        if self.rejected.as_ref() == Some(&note) {
+    async fn rejected(&mut self, slice: &str, note: String, node_uid: &str) {
+        if self.rejected.get(slice) == Some(&note) {
             debug!("the slices are still not published: {note}");
             return;
         }
         self.write_event("ResourceSliceRejected", note.clone(), node_uid)
             .await;
-        self.rejected = Some(note);
+        self.rejected.insert(slice.to_owned(), note);
     }
 
     async fn altered(&mut self, write: &Write, altered: BTreeSet<Altered>, node_uid: &str) {

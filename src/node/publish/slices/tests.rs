@@ -15,6 +15,7 @@ use crate::api::crd::Device;
 
 const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
 const FIRST: &str = "node-a.drayman.dev-00";
+const SECOND: &str = "node-a.drayman.dev-01";
 
 /// A response body: an object, or the events of a watch.
 enum Reply {
@@ -63,6 +64,8 @@ struct State {
     dry_runs: usize,
     node_uid: Option<&'static str>,
     faults: VecDeque<Fault>,
+    /// Names of slices whose writes are rejected.
+    rejected: Vec<&'static str>,
     writes: Vec<(Instant, String)>,
     reads: usize,
     events: Vec<(String, String)>,
@@ -103,12 +106,12 @@ impl State {
         slice
     }
 
-    fn delete(&mut self, name: &str) {
-        if let Some(mut slice) = self.stored.remove(name) {
-            self.version += 1;
-            slice.metadata.resource_version = Some(self.version.to_string());
-            self.report("DELETED", &slice);
-        }
+    fn delete(&mut self, name: &str) -> Option<ResourceSlice> {
+        let mut slice = self.stored.remove(name)?;
+        self.version += 1;
+        slice.metadata.resource_version = Some(self.version.to_string());
+        self.report("DELETED", &slice);
+        Some(slice)
     }
 
     fn write(&mut self, method: &Method, name: &str, body: Value) -> Result<Value, u16> {
@@ -129,8 +132,8 @@ impl State {
                 {
                     return Err(409);
                 }
-                self.delete(name);
-                Ok(json!({ "kind": "Status", "apiVersion": "v1", "status": "Success" }))
+                // For this kind the API server answers with the deleted object.
+                Ok(json!(self.delete(name)))
             }
             ("POST", Some(_)) => Err(409),
             _ => Err(404),
@@ -194,7 +197,11 @@ impl SliceServer {
             state
                 .writes
                 .push((Instant::now(), format!("{} {name}", head.method)));
-            state.faults.pop_front()
+            if state.rejected.contains(&name.as_str()) {
+                Some(Fault::Reject(422, "denied by policy"))
+            } else {
+                state.faults.pop_front()
+            }
         };
         if let Some(Fault::Reject(code, message)) = fault {
             return failure(code, message);
@@ -463,6 +470,38 @@ async fn a_rejected_write_is_one_event_and_tried_again() {
     assert_eq!(pauses.len(), 5);
     assert!(pauses.is_sorted_by(|a, b| a < b), "{pauses:?}");
     assert_eq!(running.metrics.counted().slice_writes["Forbidden"], 5);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rejected_slice_delays_no_other_slice() {
+    let server = SliceServer::new();
+    let running = publish(&server, many(200));
+    after(1.0).await;
+    server.state().rejected = vec![FIRST, SECOND];
+    let mut changed = (*many(200)).clone();
+    changed.retain(|name, _| !["d0003", "d0070", "d0130"].contains(&name.as_str()));
+    running.devices.send_replace(Arc::new(changed));
+    after(0.5).await;
+    assert_eq!((server.count("PUT"), server.devices().len()), (3, 199));
+    // Both rejected slices are tried again after 1, 2, 4, 8 and 16 s, and up to half of that more.
+    after(60.0).await;
+    assert_eq!((server.count("PUT"), server.devices().len()), (13, 199));
+    assert_eq!(server.reasons(), ["ResourceSliceRejected"; 2]);
+    server.state().rejected.clear();
+    after(60.0).await;
+    assert_eq!((server.count("PUT"), server.devices().len()), (15, 197));
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_slice_is_deleted_once() {
+    let server = SliceServer::new();
+    let running = publish(&server, many(300));
+    after(1.0).await;
+    // The answers arrive before the events.
+    server.state().muted = true;
+    running.devices.send_replace(many(10));
+    after(1.0).await;
+    assert_eq!((server.count("DELETE"), server.devices().len()), (4, 10));
 }
 
 #[tokio::test(start_paused = true)]
