@@ -172,7 +172,11 @@ pub async fn run(options: NodeOptions, shutdown: CancellationToken) -> Result<()
     // Discovery outlives the endpoints: calls in progress at shutdown still need their devices.
     let search = CancellationToken::new();
     let _end_of_search = search.clone().drop_guard();
-    let driver = HostDevices::start(followed, options.host.clone(), search.clone()).await;
+    // The first search may take a while.
+    let driver = tokio::select! {
+        () = shutdown.cancelled() => return Ok(()),
+        driver = HostDevices::start(followed, options.host.clone(), search.clone()) => driver,
+    };
     let reload = reload::Follower {
         file: options.config.clone(),
         configuration,

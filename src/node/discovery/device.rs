@@ -232,7 +232,7 @@ impl FoundDevices {
     }
 
     /// Stores the result of a search. Devices dropped by a new configuration are kept as retired, because claims may hold them.
-    pub(super) fn remember(&self, found: FoundByName, is_another: bool) {
+    pub(super) fn remember(&self, found: Arc<FoundByName>, is_another: bool) {
         let mut retired = self.retired();
         retired.retain(|name, _| !found.contains_key(name));
         if is_another {
@@ -240,7 +240,7 @@ impl FoundDevices {
             let gone = before.iter().filter(|(name, _)| !found.contains_key(*name));
             retired.extend(gone.map(|(name, found)| (name.clone(), found.clone())));
         }
-        *self.found.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(found);
+        *self.found.lock().unwrap_or_else(PoisonError::into_inner) = found;
     }
 
     /// This device, if it has block devices, which the node itself could use.
@@ -442,7 +442,8 @@ impl fmt::Display for HostDeviceNode {
     }
 }
 
-/// The numbers of block devices that are mounted or used as swap, and of the disks and volumes below them.
+/// The numbers of block devices that are mounted or used as swap, of the disks and volumes below them, and of the partitions of all these.
+/// But a disk that is in use only because of a partition has other partitions that are free.
 pub(super) fn in_use(paths: &HostPaths) -> io::Result<BTreeSet<(u32, u32)>> {
     let mounted = mounts(&std::fs::read(&paths.mountinfo)?);
     // A kernel without swap support has no such file.
@@ -456,13 +457,15 @@ pub(super) fn in_use(paths: &HostPaths) -> io::Result<BTreeSet<(u32, u32)>> {
     if let Some(sys) = SysRoot::new(&paths.sys) {
         above.extend(sys.btrfs_members()?);
     }
+    let mut above: Vec<((u32, u32), bool)> = above.into_iter().map(|numbers| (numbers, true)).collect();
+    // Has a disk twice that is in use as a whole and by a partition.
     let mut all = BTreeSet::new();
-    while let Some(numbers) = above.pop() {
-        if all.insert(numbers) {
-            above.extend(below(&paths.sys, numbers)?);
+    while let Some((numbers, is_whole)) = above.pop() {
+        if all.insert((numbers, is_whole)) {
+            above.extend(below(&paths.sys, numbers, is_whole)?);
         }
     }
-    Ok(all)
+    Ok(all.into_iter().map(|(numbers, _)| numbers).collect())
 }
 
 fn block_numbers(dev: &Path, path: &[u8]) -> Option<(u32, u32)> {
@@ -473,29 +476,46 @@ fn block_numbers(dev: &Path, path: &[u8]) -> Option<(u32, u32)> {
         .map(|number| (number.major, number.minor))
 }
 
-/// The disk of a partition, and the members of a volume or array.
-fn below(sys: &Path, (major, minor): (u32, u32)) -> io::Result<Vec<(u32, u32)>> {
+/// The disk of a partition, the members of a volume or array, and the partitions of a disk that is in use as a whole; each with whether it
+/// is in use as a whole itself, as members are.
+fn below(sys: &Path, (major, minor): (u32, u32), is_whole: bool) -> io::Result<Vec<((u32, u32), bool)>> {
     let Some(device) = if_exists(sys.join(format!("dev/block/{major}:{minor}")).canonicalize())? else {
         return Ok(Vec::new());
     };
     let slaves = device.join("slaves");
-    let mut lower: Vec<PathBuf> = names(&slaves)?.iter().map(|name| slaves.join(name)).collect();
-    lower.extend(disk_directory(&device).map(Path::to_owned));
-    lower
-        .iter()
-        .filter_map(|device| numbers_of(device).transpose())
-        .collect()
+    let members = names(&slaves)?.into_iter().map(|name| slaves.join(name));
+    let mut lower: Vec<(PathBuf, bool)> = members.map(|member| (member, true)).collect();
+    lower.extend(disk_directory(&device).map(|disk| (disk.to_owned(), false)));
+    if is_whole {
+        let partitions = partitions(&device)?.into_iter();
+        lower.extend(partitions.map(|partition| (partition, false)));
+    }
+    let mut found = Vec::new();
+    for (device, is_whole) in lower {
+        found.extend(numbers_of(&device)?.map(|numbers| (numbers, is_whole)));
+    }
+    Ok(found)
 }
 
-/// Names of the volumes and arrays that the kernel has built on a block device or its partitions, from `/sys/block/*/holders`.
+/// The sysfs directories of a disk's partitions, given that of the disk.
+fn partitions(disk: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut partitions: Vec<PathBuf> = names(disk)?.into_iter().map(|name| disk.join(name)).collect();
+    partitions.retain(|directory| directory.join("partition").exists());
+    Ok(partitions)
+}
+
+/// Names of the volumes and arrays that the kernel has built on a block device, its partitions or its disk, from `/sys/block/*/holders`.
 fn holders(sys: &Path, (major, minor): (u32, u32)) -> io::Result<BTreeSet<String>> {
-    let device = sys.join(format!("dev/block/{major}:{minor}"));
-    let mut holders: BTreeSet<String> = names(&device.join("holders"))?.into_iter().collect();
-    for name in names(&device)? {
-        let directory = device.join(name);
-        if directory.join("partition").exists() {
-            holders.extend(names(&directory.join("holders"))?);
-        }
+    let Some(device) = if_exists(sys.join(format!("dev/block/{major}:{minor}")).canonicalize())? else {
+        return Ok(BTreeSet::new());
+    };
+    let mut directories = partitions(&device)?;
+    // What is built on a disk contains its partitions, and is listed at the disk only.
+    directories.extend(disk_directory(&device).map(Path::to_owned));
+    directories.push(device);
+    let mut holders = BTreeSet::new();
+    for directory in directories {
+        holders.extend(names(&directory.join("holders"))?);
     }
     Ok(holders)
 }
@@ -506,29 +526,31 @@ mod tests {
 
     use super::*;
 
+    /// Adds a block device, whose path is below `/sys/devices`.
+    fn add(sys: &Path, path: &str, numbers: &str) -> PathBuf {
+        let device = sys.join("devices").join(path);
+        std::fs::create_dir_all(&device).unwrap();
+        std::fs::write(device.join("dev"), format!("{numbers}\n")).unwrap();
+        // Below its disk.
+        if path.contains('/') {
+            std::fs::write(device.join("partition"), "1\n").unwrap();
+        }
+        symlink(&device, sys.join("dev/block").join(numbers)).unwrap();
+        device
+    }
+
     /// A disk 8:0 with partitions 8:1 (a physical volume) and 8:2; a volume 253:0 on 8:1, mounted as root; an unused disk 8:16 with
     /// partition 8:17; and a swap area 8:32.
     fn host() -> (tempfile::TempDir, HostPaths) {
         let root = tempfile::tempdir().unwrap();
         let sys = root.path().join("sys");
-        let devices = sys.join("devices");
         std::fs::create_dir_all(sys.join("dev/block")).unwrap();
-        let add = |path: &str, numbers: &str, partition: bool| {
-            let device = devices.join(path);
-            std::fs::create_dir_all(&device).unwrap();
-            std::fs::write(device.join("dev"), format!("{numbers}\n")).unwrap();
-            if partition {
-                std::fs::write(device.join("partition"), "1\n").unwrap();
-            }
-            symlink(&device, sys.join("dev/block").join(numbers)).unwrap();
-            device
-        };
-        add("sda", "8:0", false);
-        let volume_of = add("sda/sda1", "8:1", true);
-        add("sda/sda2", "8:2", true);
-        add("sdb", "8:16", false);
-        add("sdb/sdb1", "8:17", true);
-        let volume = add("dm-0", "253:0", false);
+        add(&sys, "sda", "8:0");
+        let volume_of = add(&sys, "sda/sda1", "8:1");
+        add(&sys, "sda/sda2", "8:2");
+        add(&sys, "sdb", "8:16");
+        add(&sys, "sdb/sdb1", "8:17");
+        let volume = add(&sys, "dm-0", "253:0");
         std::fs::create_dir(volume.join("slaves")).unwrap();
         symlink(volume_of, volume.join("slaves/sda1")).unwrap();
         std::fs::write(
@@ -563,6 +585,37 @@ mod tests {
     }
 
     #[test]
+    fn partitions_of_a_disk_in_use_as_a_whole_are_in_use() {
+        let (_root, paths) = host();
+        add(&paths.sys, "sdb/sdb2", "8:18");
+        let used_with = |mounts: &str| {
+            std::fs::write(&paths.mountinfo, mounts).unwrap();
+            in_use(&paths).unwrap()
+        };
+        let first = "30 1 8:17 / /first rw - ext4 /dev/sdb1 rw\n";
+        let disk = "31 1 8:16 / /disk ro - iso9660 /dev/sdb ro\n";
+        let all = BTreeSet::from([(8, 16), (8, 17), (8, 18)]);
+        assert_eq!(
+            used_with(first),
+            BTreeSet::from([(8, 16), (8, 17)]),
+            "the other partition is free"
+        );
+        assert_eq!(used_with(disk), all);
+        assert_eq!(used_with(&format!("{first}{disk}")), all);
+        // A partition of a multipath device, which has the disk as a path.
+        let partition = add(&paths.sys, "dm-2", "253:2");
+        let multipath = add(&paths.sys, "dm-1", "253:1");
+        let path = paths.sys.join("devices/sdb");
+        for (device, member) in [(&partition, &multipath), (&multipath, &path)] {
+            std::fs::create_dir(device.join("slaves")).unwrap();
+            symlink(member, device.join("slaves/member")).unwrap();
+        }
+        let mut used = used_with("32 1 253:2 / /volume rw - ext4 /dev/mapper/mpatha2 rw\n");
+        assert!(used.remove(&(253, 2)) && used.remove(&(253, 1)), "{used:?}");
+        assert_eq!(used, all);
+    }
+
+    #[test]
     fn all_members_of_a_mounted_btrfs_are_in_use() {
         let (_root, paths) = host();
         let members = paths.sys.join("fs/btrfs/0c5b6f0e/devices");
@@ -579,6 +632,7 @@ mod tests {
     #[test]
     fn a_volume_on_a_disk_or_its_partition_holds_both() {
         let (_root, paths) = host();
+        add(&paths.sys, "sdb/sdb2", "8:18");
         for (device, partition) in [("sdb", false), ("sdb/sdb1", true)] {
             let holders_of = paths.sys.join("devices").join(device).join("holders");
             std::fs::create_dir_all(&holders_of).unwrap();
@@ -589,7 +643,12 @@ mod tests {
             holders.into_iter().collect::<Vec<_>>()
         };
         assert_eq!(named((8, 16)), ["dm-7", "md0"]);
-        assert_eq!(named((8, 17)), ["dm-7"]);
+        assert_eq!(named((8, 17)), ["dm-7", "md0"]);
+        assert_eq!(
+            named((8, 18)),
+            ["md0"],
+            "a volume on another partition holds nothing of this one"
+        );
         assert_eq!(named((8, 0)), Vec::<String>::new());
         assert_eq!(named((9, 9)), Vec::<String>::new());
     }

@@ -1,14 +1,15 @@
 //! The discovery task: triggers searches and publishes their results.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::future::pending;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokio::sync::watch as value;
-use tokio::task::spawn_blocking;
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -33,6 +34,9 @@ const RECHECK_LIMIT: Duration = Duration::from_secs(60);
 const FIRST_SEARCHES: u32 = 5;
 /// Interval between these searches.
 const FIRST_INTERVAL: Duration = Duration::from_secs(1);
+/// How long a search may take before it counts as hanging. It takes far less, unless the kernel holds the lock of a device: a read of its
+/// attributes waits for that lock.
+const SEARCH_LIMIT: Duration = Duration::from_secs(10);
 /// How long to gather events before a search: plugging in one device causes several.
 const GATHER: Duration = Duration::from_millis(100);
 
@@ -109,6 +113,8 @@ pub(super) struct DeviceSearch {
     reported: BTreeSet<Candidate>,
     /// The configuration of the last search.
     searched_by: Option<Arc<NodeConfiguration>>,
+    /// A search past its deadline. No other runs beside it, or threads would pile up.
+    hanging: Option<JoinHandle<Scan>>,
     /// Since when no search could read everything; `None` if the last one could.
     incomplete_since: Option<Instant>,
     /// The directories that its result depends on.
@@ -134,6 +140,7 @@ impl DeviceSearch {
             began: Instant::now(),
             reported: BTreeSet::new(),
             searched_by: None,
+            hanging: None,
             incomplete_since: None,
             directories: BTreeSet::new(),
             dropped: Vec::new(),
@@ -154,7 +161,7 @@ impl DeviceSearch {
         tokio::spawn(search.go_on(watches, uevents, shutdown));
     }
 
-    /// Searches and publishes changes.
+    /// Searches, probes the devices and publishes changes. While a search hangs, the devices of the last one are probed.
     async fn once(&mut self, cause: Option<Cause>) {
         let configuration = self.configuration.borrow_and_update().clone();
         let is_another = self
@@ -166,44 +173,17 @@ impl DeviceSearch {
         } else {
             cause
         };
-        let mut searches = if self.searched_by.is_none() {
-            FIRST_SEARCHES
+        // Reads only `/dev`, where no device's lock is waited for.
+        let devices = self.devices.clone();
+        let forget = spawn_blocking(move || devices.forget_changed());
+        let forgotten = forget.await.unwrap_or_default();
+        let found = if let Some(result) = self.search(&configuration).await {
+            self.searched_by = Some(configuration);
+            self.take(result)
         } else {
-            1
+            self.incomplete_since.get_or_insert_with(Instant::now);
+            self.devices.found()
         };
-        let (forgotten, result) = loop {
-            let (devices, configuration) = (self.devices.clone(), configuration.clone());
-            let search = spawn_blocking(move || {
-                let forgotten = devices.forget_changed();
-                (forgotten, scan(&configuration, &devices.paths, &devices.found()))
-            });
-            let Ok(result) = search.await else {
-                warn!("a device search was aborted; the next one starts on schedule");
-                return;
-            };
-            searches -= 1;
-            if searches == 0 || !result.1.is_incomplete {
-                break result;
-            }
-            sleep(FIRST_INTERVAL).await;
-        };
-        self.searched_by = Some(configuration);
-        let Scan {
-            mut found,
-            is_incomplete,
-            candidates,
-            directories,
-            ..
-        } = result;
-        self.incomplete_since = is_incomplete.then(|| self.incomplete_since.unwrap_or_else(Instant::now));
-        self.directories = directories;
-        self.share_attributes(&mut found);
-        self.report(
-            candidates
-                .into_iter()
-                .filter(|candidate| candidate.problem)
-                .collect(),
-        );
         let checks = self.prober.probe(&found, &self.devices.paths).await;
         self.health.observe(self.began.elapsed(), &checks);
         let (devices, dropped) = published(&found, &self.health);
@@ -234,6 +214,70 @@ impl DeviceSearch {
         if has_changed || forgotten {
             self.sender.send_replace(Arc::new(devices));
         }
+    }
+
+    /// Runs a search. The first is repeated until it is complete. `None` without a result, as while a search hangs.
+    async fn search(&mut self, configuration: &Arc<NodeConfiguration>) -> Option<Scan> {
+        if self.hanging.is_some() {
+            return None;
+        }
+        let until = Instant::now() + SEARCH_LIMIT;
+        let mut searches = if self.searched_by.is_none() {
+            FIRST_SEARCHES
+        } else {
+            1
+        };
+        let mut last = None;
+        loop {
+            let (devices, configuration) = (self.devices.clone(), configuration.clone());
+            let mut search = spawn_blocking(move || scan(&configuration, &devices.paths, &devices.found()));
+            let ended = if let Ok(ended) = timeout_at(until, &mut search).await {
+                ended
+            } else {
+                warn!(
+                    limit = ?SEARCH_LIMIT,
+                    "a device search hangs; until it ends, no device is added or removed: look for a device whose attributes in /sys do \
+                     not answer, such as one that was unplugged while it is open"
+                );
+                // In a first list that lacks devices, those that claims hold would be gone.
+                if self.searched_by.is_some() {
+                    self.hanging = Some(search);
+                    return last;
+                }
+                search.await
+            };
+            let Ok(result) = ended else {
+                warn!("a device search was aborted; the next one starts on schedule");
+                return last;
+            };
+            searches -= 1;
+            if searches == 0 || !result.is_incomplete {
+                return Some(result);
+            }
+            last = Some(result);
+            sleep(FIRST_INTERVAL).await;
+        }
+    }
+
+    /// The devices of a search. Logs its problems.
+    fn take(&mut self, result: Scan) -> Arc<FoundByName> {
+        let Scan {
+            mut found,
+            is_incomplete,
+            candidates,
+            directories,
+            ..
+        } = result;
+        self.incomplete_since = is_incomplete.then(|| self.incomplete_since.unwrap_or_else(Instant::now));
+        self.directories = directories;
+        self.share_attributes(&mut found);
+        self.report(
+            candidates
+                .into_iter()
+                .filter(|candidate| candidate.problem)
+                .collect(),
+        );
+        Arc::new(found)
     }
 
     /// Shares attributes with the previous search if they are unchanged, to save memory.
@@ -285,6 +329,7 @@ impl DeviceSearch {
                     _ = uevents.changed() => Cause::Kernel,
                     () = watches.changed() => Cause::Directory,
                     () = self.devices.rescan.notified() => Cause::Request,
+                    () = end_of(&mut self.hanging) => Cause::Recheck,
                     changed = self.configuration.changed(), if reloads => {
                         reloads = changed.is_ok();
                         Cause::Configuration
@@ -300,6 +345,16 @@ impl DeviceSearch {
             self.once(Some(cause)).await;
         }
     }
+}
+
+/// Waits for the end of a search that hangs. Its result is dropped, because another search follows that sees what has changed since.
+async fn end_of(hanging: &mut Option<JoinHandle<Scan>>) {
+    match hanging {
+        Some(search) => drop(search.await),
+        None => pending().await,
+    }
+    *hanging = None;
+    info!("the device search that hung has ended");
 }
 
 /// The devices with their health, with attributes limited to the size of an inventory, and the names of dropped attributes.

@@ -2,7 +2,8 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::{CWD, FileType, Mode as FileMode, makedev, mknodat};
+use rustix::fs::{CWD, FileType, Mode as FileMode, OFlags, makedev, mknodat, open};
+use tokio::time::{advance, resume, sleep};
 
 use super::device::{FoundByName, FoundDevice};
 use super::scan::{Scan, scan};
@@ -470,6 +471,102 @@ async fn an_incomplete_first_search_is_repeated() {
     assert!(began.elapsed() >= Duration::from_secs(4), "{:?}", began.elapsed());
     assert!(driver.devices.borrow().contains_key("test-a"));
     shutdown.cancel();
+}
+
+/// Adds a USB device whose serial number cannot be read until [`answer`]. Returns the file.
+fn add_hanging(sys: &Path) -> PathBuf {
+    let device = sys.join("bus/usb/devices/1-1");
+    std::fs::create_dir_all(&device).unwrap();
+    // Opening a FIFO to read waits for a writer.
+    let serial = device.join("serial");
+    mknodat(CWD, &serial, FileType::Fifo, FileMode::RUSR | FileMode::WUSR, 0).unwrap();
+    for (file, text) in [("idProduct", "6001"), ("idVendor", "0403")] {
+        std::fs::write(device.join(file), text).unwrap();
+    }
+    serial
+}
+
+/// Ends a search that hangs. Needed before an assertion fails, because the runtime waits for the search.
+async fn answer(serial: &Path) {
+    let fifo = serial.with_extension("fifo");
+    std::fs::rename(serial, &fifo).unwrap();
+    resume();
+    for _ in 0..500 {
+        // Fails if no search reads it.
+        if open(&fifo, OFlags::WRONLY | OFlags::NONBLOCK, FileMode::empty()).is_ok() {
+            break;
+        }
+        sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// Advances the paused time until the condition holds. It stands still while a search hangs.
+async fn advance_until(holds: impl Fn() -> bool) {
+    for _ in 0..500 {
+        if holds() {
+            break;
+        }
+        advance(Duration::from_secs(1)).await;
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_first_search_that_hangs_is_awaited() {
+    let root = tempfile::tempdir().unwrap();
+    let paths = HostPaths {
+        sys: root.path().to_owned(),
+        ..HostPaths::default()
+    };
+    let serial = add_hanging(&paths.sys);
+    let kinds = "- {name: test, paths: [/dev/null]}\n- {name: serial, usb: {match: [{vendor: \"0403\"}], nodes: [tty]}}";
+    let (_sender, followed) = value::channel(Arc::new(configuration(kinds)));
+    let end = CancellationToken::new();
+    let starting = tokio::spawn(HostDevices::start(followed, paths, end.clone()));
+    for _ in 0..30 {
+        advance(Duration::from_secs(1)).await;
+    }
+    let has_started = starting.is_finished();
+    answer(&serial).await;
+    assert!(
+        !has_started,
+        "an empty list would make devices of claims count as gone"
+    );
+    let driver = starting.await.unwrap();
+    assert!(driver.devices.borrow().keys().eq(["null"]));
+    end.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn known_devices_are_probed_while_a_search_hangs() {
+    let root = tempfile::tempdir().unwrap();
+    let paths = HostPaths {
+        sys: root.path().to_owned(),
+        ..HostPaths::default()
+    };
+    // The numbers of `/dev/null`.
+    let state = paths.sys.join("dev/char/1:3/state");
+    std::fs::create_dir_all(state.parent().unwrap()).unwrap();
+    std::fs::write(&state, "good").unwrap();
+    let kinds = "- {name: test, paths: [/dev/null], health: {sysfs: [{file: state, equals: good}]}}\n\
+                 - {name: serial, usb: {match: [{vendor: \"0403\"}], nodes: [tty]}}";
+    let (_sender, followed) = value::channel(Arc::new(configuration(kinds)));
+    let end = CancellationToken::new();
+    let driver = HostDevices::start(followed, paths.clone(), end.clone()).await;
+    let is_bad = || {
+        let devices = driver.devices.borrow();
+        let cause = devices.get("null").and_then(|device| device.unhealthy.as_deref());
+        cause.is_some_and(|cause| cause.contains("bad"))
+    };
+    let was_bad = is_bad();
+    let serial = add_hanging(&paths.sys);
+    std::fs::write(&state, "bad").unwrap();
+    driver.found.rescan.notify_one();
+    advance_until(is_bad).await;
+    let has_become_bad = is_bad();
+    answer(&serial).await;
+    assert!(!was_bad && has_become_bad);
+    end.cancel();
 }
 
 async fn until(devices: &mut value::Receiver<Arc<Devices>>, names: &[&str]) {
