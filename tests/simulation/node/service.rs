@@ -47,8 +47,8 @@ impl Cluster {
     /// The fault of the next operation, and whether the node loses power.
     fn next_operation_fault(&mut self) -> (Option<OperationFault>, bool) {
         self.nodes.operations += 1;
-        if let Some((fault, power)) = self.nodes.plan.get(&self.nodes.operations) {
-            return (Some(*fault), *power);
+        if let Some((fault, power)) = self.nodes.plan.remove(&self.nodes.operations) {
+            return (Some(fault), power);
         }
         let step = self.nodes.rng().between(0, STEPS) as u32;
         if self.occurs_on_node(Fault::CompanionKilled) {
@@ -70,10 +70,10 @@ impl Cluster {
         name: &str,
         ask: impl FnOnce(&mut Companion, &mut NodeAccess<'_>) -> Result<T, Failure>,
     ) -> Option<Result<T, Failure>> {
+        self.nodes.all.get(name)?.companion.as_ref()?;
         let (found, now) = (self.found(name), self.time());
         let (fault, power) = self.next_operation_fault();
         let node = self.nodes.all.get_mut(name)?;
-        node.companion.as_ref()?;
         node.disk.begin(fault);
         let (companion, mut access) = node.access();
         let companion = companion?;
@@ -150,16 +150,19 @@ impl Cluster {
     }
 
     pub(super) fn start_companion(&mut self, name: &str) {
+        if self
+            .nodes
+            .all
+            .get(name)
+            .is_none_or(|node| node.companion.is_some())
+        {
+            return;
+        }
         let (found, (fault, power)) = (self.found(name), self.next_operation_fault());
         let (now, structured) = (self.time(), self.structured);
         let damaged = self.occurs_on_node(Fault::CheckpointDamaged);
         let kubelet = self.kubelet_list(name);
-        let Some(node) = self
-            .nodes
-            .all
-            .get_mut(name)
-            .filter(|node| node.companion.is_none())
-        else {
+        let Some(node) = self.nodes.all.get_mut(name) else {
             return;
         };
         // Without checkpoint and kubelet list, only CDI files remain, and a claim with a missing device has none:

@@ -54,6 +54,10 @@ pub(super) fn expect_all_free(mut cluster: Cluster, what: &str) {
         cluster.conclude_nodes();
     }
     assert_eq!(cluster.violation, None, "{what}");
+    assert!(
+        cluster.nodes.plan.is_empty(),
+        "{what}: a planned fault does not occur"
+    );
 }
 
 /// A cluster of one node with one device and these companion faults.

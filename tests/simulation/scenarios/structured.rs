@@ -28,6 +28,10 @@ fn expect_all_free(mut cluster: Cluster, what: &str) {
         cluster.conclude_nodes();
     }
     assert_eq!(cluster.violation, None, "{what}");
+    assert!(
+        cluster.nodes.plan.is_empty(),
+        "{what}: a planned fault does not occur"
+    );
 }
 
 /// Two pods use the only device one after the other.
