@@ -24,6 +24,8 @@ const AT_ONCE: u32 = 100;
 const READ: &str = "rest_client_request_duration_seconds";
 const PREPARE: &str = "NodePrepareResources";
 const UNPREPARE: &str = "NodeUnprepareResources";
+/// Labels of kubelet's operations.
+const OPERATIONS: [&str; 2] = ["\"PrepareResources\"", "\"UnprepareResources\""];
 
 /// The driver of dra-example-driver's default profile.
 const PEER: &str = "gpu.example.com";
@@ -86,8 +88,8 @@ struct Lone {
     class: &'static str,
     prepares: Times,
     unprepares: Times,
-    /// Kubelet's Prepare of the pods, including the calls. Kubelet may repeat it before it calls the driver.
-    operations: Durations,
+    /// Kubelet's operations for the pods, including the calls. Kubelet may repeat a Prepare before it calls the driver.
+    operations: [Durations; 2],
 }
 
 impl Lone {
@@ -96,7 +98,7 @@ impl Lone {
             class,
             prepares: Times::default(),
             unprepares: Times::default(),
-            operations: Durations::default(),
+            operations: Default::default(),
         }
     }
 
@@ -111,13 +113,20 @@ impl Lone {
             anyhow::ensure!(call.count == 1, "{} calls of {method} for {name}", call.count);
             times.push(call.sum);
         }
-        let label = "\"PrepareResources\"";
-        let operations = after
-            .durations(OPERATION, label)
-            .since(before.durations(OPERATION, label));
-        self.operations.count += operations.count;
-        self.operations.sum += operations.sum;
+        for (label, sum) in OPERATIONS.into_iter().zip(&mut self.operations) {
+            let operations = after
+                .durations(OPERATION, label)
+                .since(before.durations(OPERATION, label));
+            sum.count += operations.count;
+            sum.sum += operations.sum;
+        }
         Ok(after)
+    }
+
+    /// The means of kubelet's operations.
+    fn operations(&self) -> String {
+        let [prepare, unprepare] = self.operations.map(Durations::mean);
+        format!("Prepare mean {prepare:.2?}, Unprepare mean {unprepare:.2?}")
     }
 }
 
@@ -156,7 +165,7 @@ async fn lone(setup: &Setup, address: &str, has_peer: bool) -> anyhow::Result<()
     );
     figure(
         &format!("the same with kubelet's own part, by {OPERATION}"),
-        &format!("Prepare mean {:.2?}", own.operations.mean()),
+        &own.operations(),
         Goal::none(),
     );
     if let Some(peer) = peer {
@@ -172,8 +181,8 @@ async fn lone(setup: &Setup, address: &str, has_peer: bool) -> anyhow::Result<()
             );
         }
         figure(
-            &format!("Prepare of dra-example-driver with kubelet's own part, by {OPERATION}"),
-            &format!("mean {:.2?}", peer.operations.mean()),
+            &format!("dra-example-driver with kubelet's own part, by {OPERATION}"),
+            &peer.operations(),
             Goal::none(),
         );
     }
@@ -201,7 +210,7 @@ async fn at_once(setup: &Setup, address: &str) -> anyhow::Result<()> {
     let calls = after
         .durations(CALL, PREPARE)
         .since(before.durations(CALL, PREPARE));
-    let label = "\"PrepareResources\"";
+    let label = OPERATIONS[0];
     let operations = after
         .durations(OPERATION, label)
         .since(before.durations(OPERATION, label));
