@@ -48,6 +48,14 @@ pub(crate) struct RunResult {
     pub(crate) trace: Vec<String>,
 }
 
+/// Asserts that a request for an object was done, or that a program had deleted or changed the object before.
+fn done_or_late<T>(answer: kube::Result<T>) {
+    if let Err(error) = answer {
+        let is_late = matches!(&error, kube::Error::Api(status) if [404, 409].contains(&status.code));
+        assert!(is_late, "{error}");
+    }
+}
+
 /// A node with one device for each of two kinds of mode `claims` and one of mode `both`.
 fn make_node(directory: &Path) -> std::io::Result<TestNode> {
     let mut node = TestNode::within("node-a", directory);
@@ -332,10 +340,8 @@ impl Scenario {
     async fn delete_slices(&self) {
         let slices = Api::<ResourceSlice>::all(self.server.client());
         for slice in self.server.objects("resourceslices") {
-            // The slice may be deleted already.
-            let _ = slices
-                .delete(text(&slice, "/metadata/name"), &DeleteParams::default())
-                .await;
+            let name = text(&slice, "/metadata/name");
+            done_or_late(slices.delete(name, &DeleteParams::default()).await);
         }
     }
 
@@ -347,8 +353,7 @@ impl Scenario {
             edited.spec.devices = None;
             edited.spec.pool.generation += 3;
             let name = edited.metadata.name.clone().unwrap();
-            // The companion may have been faster.
-            let _ = slices.replace(&name, &PostParams::default(), &edited).await;
+            done_or_late(slices.replace(&name, &PostParams::default(), &edited).await);
         }
     }
 

@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
+use futures::StreamExt as _;
+use inotify::{Inotify, WatchMask};
 use rustix::process::Signal;
 
-use super::fixture::{Node, handle};
+use super::fixture::{Kubelet, Node, handle};
 use super::process::{Process, Start, node_command};
 
 const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
@@ -302,16 +304,58 @@ async fn a_second_companion_that_times_out_names_the_first() {
     assert!(first.stop().await.success());
 }
 
+/// Waits for the next file that is created in the directory of the checkpoint: the first change of a prepare.
+async fn next_file(node: &Node) {
+    let inotify = Inotify::init().unwrap();
+    inotify
+        .watches()
+        .add(node.path(STATE), WatchMask::CREATE)
+        .unwrap();
+    let mut events = inotify.into_event_stream([0; 4096]).unwrap();
+    events.next().await.unwrap().unwrap();
+}
+
+/// Prepares claim A, stops the companion as soon as it works on the call, and abandons the call. Returns whether that was before the
+/// answer. The companion may drop a call that is abandoned before it has begun, so it is not enough to stop it before the call.
+async fn stopped_within_prepare(node: &Node, process: &Process, kubelet: &mut Kubelet) -> bool {
+    let call = kubelet.prepare(A, &["test-0"]);
+    tokio::pin!(call);
+    tokio::select! {
+        // The directory is watched before the call begins.
+        biased;
+        () = next_file(node) => process.signal(Signal::STOP),
+        answer = &mut call => {
+            answer.unwrap();
+            return false;
+        }
+    }
+    // An answer that was sent before the stop arrives by then.
+    tokio::time::timeout(Duration::from_millis(200), call)
+        .await
+        .is_err()
+}
+
 #[tokio::test]
 async fn an_abandoned_call_is_done_and_found_by_the_next_one() {
     let Some(node) = Node::new() else { return };
     let process = Process::start(&node).await;
-    // The companion is stopped, so that the call is abandoned before its answer.
     let mut kubelet = node.kubelet().await;
-    process.signal(Signal::STOP);
-    let call = tokio::time::timeout(Duration::from_millis(200), kubelet.prepare(A, &["test-0"])).await;
-    assert!(call.is_err(), "no answer");
-    process.signal(Signal::CONT);
+    // No other write of the checkpoint is to come.
+    node.api.until_ready("True", "Serving").await;
+    node.until_checkpoint(|text| text.contains("\"servesClaims\":true"))
+        .await;
+    let mut is_abandoned = false;
+    for _ in 0..50 {
+        is_abandoned = stopped_within_prepare(&node, &process, &mut kubelet).await;
+        process.signal(Signal::CONT);
+        if is_abandoned {
+            break;
+        }
+        kubelet.unprepare(A).await.unwrap();
+    }
+    assert!(is_abandoned, "the companion was always faster");
+    // Done before anybody calls again.
+    node.until_exists(&node.path("cdi").join(file(A))).await;
     let ids = node.kubelet().await.prepare(A, &["test-0"]).await.unwrap();
     assert_eq!(ids, [format!("drayman.dev/claim={A}")]);
     assert_eq!(node.cdi_files(), [file(A)]);

@@ -231,20 +231,6 @@ async fn an_inventory_deleted_with_its_node_returns_with_the_next() {
 }
 
 #[tokio::test]
-async fn a_second_companion_waits_for_the_end_of_the_first() {
-    let Some(node) = Node::new() else { return };
-    let first = node.start();
-    node.kubelet().await.prepare(A, &["test-0"]).await.unwrap();
-    let second = node.start();
-    tokio::time::sleep(Duration::from_millis(700)).await;
-    node.kubelet().await.prepare(A, &["test-0"]).await.unwrap();
-    first.stop().await.unwrap();
-    let refusal = node.kubelet().await.prepare(B, &["test-0"]).await.unwrap_err();
-    assert!(refusal.contains("held"), "{refusal}");
-    second.stop().await.unwrap();
-}
-
-#[tokio::test]
 async fn a_companion_that_cannot_run_says_why_and_ends() {
     let Some(node) = Node::new() else { return };
     std::fs::write(node.path("node.yaml"), "kinds: 7\n").unwrap();

@@ -14,8 +14,8 @@ const CONNECTIONS: usize = 1_000;
 const HEADER: usize = 380 * 1024;
 /// Maximum growth of memory in kB: two addresses with 64 connections each, in a debug build.
 const GROWTH_MAX: u64 = 3 * 1024;
-/// Maximum latency of a probe on a loaded machine.
-const ANSWER_MAX: Duration = Duration::from_secs(1);
+/// Maximum latency of a probe on a loaded machine. A silent endpoint fails the test by the timeout of the read.
+const ANSWER_MAX: Duration = Duration::from_secs(10);
 
 /// A free address.
 fn free_address() -> SocketAddr {

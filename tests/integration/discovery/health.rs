@@ -67,8 +67,9 @@ async fn a_sysfs_value_decides_the_health_of_a_device() {
         cause(&devices, &name).unwrap(),
         "authorized is \"0\", and should be 1"
     );
-    host.write_sysfs(&format!("{device}/authorized"), "1");
+    // Before the change, so that no pause of this process shortens the time.
     let began = std::time::Instant::now();
+    host.write_sysfs(&format!("{device}/authorized"), "1");
     discovery
         .until("it is healthy again", |devices| cause(devices, &name).is_none())
         .await;

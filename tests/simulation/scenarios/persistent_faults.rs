@@ -183,6 +183,11 @@ fn a_late_allocation_finds_the_finalizer_in_place() {
         cluster.create_pod(&key("p"), &[Use::Named("named")], None);
         until_allocated(&mut cluster, "named");
         cluster.store.remove_pod(&key("p"));
+        assert_eq!(
+            cluster.faults.hits.get(&Fault::Late),
+            Some(&1),
+            "variant {variant}"
+        );
         expect_no_violation(cluster);
     }
 }
@@ -272,6 +277,11 @@ fn a_late_allocation_takes_no_reservation_from_another_pod() {
         let users = cluster.claim("named").unwrap().status.reserved_for.clone();
         let names: Vec<&str> = users.iter().map(|user| user.name.as_str()).collect();
         assert_eq!(names, ["p", "q"], "variant {variant}");
+        assert_eq!(
+            cluster.faults.hits.get(&Fault::Late),
+            Some(&1),
+            "variant {variant}"
+        );
         expect_no_violation(cluster);
     }
 }
@@ -296,6 +306,11 @@ fn a_claim_is_given_back_when_no_allocation_can_come_late() {
         cluster.store.remove_pod(&key("p"));
         until_bound(&mut cluster, "q");
         cluster.run_for(90 * SECOND);
+        assert_eq!(
+            cluster.faults.hits.get(&Fault::Late),
+            Some(&1),
+            "variant {variant}"
+        );
         expect_no_violation(cluster);
     }
 }

@@ -3,8 +3,8 @@
 use drayman::api::resource::{AllocationMode, ResourceClaimConsumerReference, ResourceClaimStatus};
 
 use super::{
-    expect_no_violation, healthy_cluster, is_allocated, is_bound, key, reasons, until_allocated, until_bound,
-    without_suffixes,
+    expect_no_violation, healthy_cluster, is_allocated, is_bound, key, messages, reasons, until_allocated,
+    until_bound, without_suffixes,
 };
 use crate::cluster::{MILLISECOND, SECOND};
 use crate::driver::{DRIVER, FINALIZER};
@@ -206,9 +206,11 @@ fn two_problems_of_one_pod_are_reported_once_together() {
         cluster.create_claim(&key(name), "gpu", AllocationMode::WaitForFirstConsumer);
         cluster.run_for(SECOND);
     }
-    let reports = cluster.reports.len();
+    let messages = messages(&cluster);
     // One report after the first class is deleted, one after both are.
-    assert!(reports <= 2, "{:?}", cluster.reports);
+    assert!((1..=2).contains(&messages.len()), "{messages:?}");
+    let names_both = |message: &&str| message.contains("\"late\"") && message.contains("\"later\"");
+    assert!(messages.last().is_some_and(names_both), "{messages:?}");
     expect_no_violation(cluster);
 }
 
