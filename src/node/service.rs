@@ -30,8 +30,8 @@ use crate::node::state::storage::StoreError;
 const QUEUE: usize = 64;
 /// Timeout for one driver call. Kubelet gives up after 45 s and retries.
 pub(in crate::node) const DRIVER_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long Prepare waits before it asks the container runtime again: nobody reports the end of a container.
-pub(in crate::node) const CONTAINER_RETRY: Duration = Duration::from_secs(1);
+/// How long Prepare waits before it asks the container runtime again.
+const NO_ANSWER_RETRY: Duration = Duration::from_secs(1);
 /// The reason of a refusal because the device has a holder.
 const HELD: &str = "DeviceHeld";
 /// How long Prepare waits for the release of a device that another claim holds: for its Unprepare, or for the check whether the holder still
@@ -341,7 +341,7 @@ impl NodeService {
             }
             tokio::select! {
                 Ok(()) = released.changed() => {}
-                () = sleep(CONTAINER_RETRY), if answers.iter().any(is_of_container) => {}
+                () = sleep(NO_ANSWER_RETRY), if answers.iter().any(is_unanswered) => {}
                 () = sleep_until(deadline) => return answers,
             }
             let again: Vec<ClaimToPrepare> = held
@@ -513,14 +513,14 @@ impl NodeService {
 
 /// Whether a repeated Prepare may soon succeed.
 fn is_held<T>(answer: &Result<T, ServiceError>) -> bool {
-    answer.as_ref().is_err_and(|error| error.reason() == HELD) || is_of_container(answer)
+    answer.as_ref().is_err_and(|error| error.reason() == HELD) || is_unanswered(answer)
 }
 
-/// Whether a container has the device, or may have it because the container runtime did not answer.
-fn is_of_container<T>(answer: &Result<T, ServiceError>) -> bool {
+/// Whether the container runtime did not answer.
+fn is_unanswered<T>(answer: &Result<T, ServiceError>) -> bool {
     matches!(
         answer,
-        Err(ServiceError::Container(_) | ServiceError::Refused(Refusal::InContainer { .. }))
+        Err(ServiceError::Container(ContainerCheckError::NoAnswer { .. }))
     )
 }
 

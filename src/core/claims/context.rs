@@ -587,8 +587,12 @@ impl Context {
         {
             return actions;
         }
-        let delays = [&self.backoff, &self.recording];
-        if let Some(moment) = delays.iter().filter_map(|delay| delay.wait_until(now)).max() {
+        let recording = self.recording.wait_until(now);
+        if recording.is_some() {
+            // Another pod can use the freed device meanwhile.
+            actions.push(ContextAction::EndWakeUp);
+        }
+        if let Some(moment) = self.backoff.wait_until(now).max(recording) {
             actions.push(ContextAction::StepAt(moment));
             return actions;
         }

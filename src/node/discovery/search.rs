@@ -113,8 +113,10 @@ pub(super) struct DeviceSearch {
     reported: BTreeSet<Candidate>,
     /// The configuration of the last search.
     searched_by: Option<Arc<NodeConfiguration>>,
-    /// A search past its deadline. No other runs beside it, or threads would pile up.
-    hanging: Option<JoinHandle<Scan>>,
+    /// A search past its deadline, with its configuration. No other runs beside it, or threads would pile up.
+    hanging: Option<(Arc<NodeConfiguration>, JoinHandle<Scan>)>,
+    /// Its result, which counts if the next search is as slow.
+    late: Option<(Arc<NodeConfiguration>, Scan)>,
     /// Since when no search could read everything; `None` if the last one could.
     incomplete_since: Option<Instant>,
     /// The directories that its result depends on.
@@ -141,6 +143,7 @@ impl DeviceSearch {
             reported: BTreeSet::new(),
             searched_by: None,
             hanging: None,
+            late: None,
             incomplete_since: None,
             directories: BTreeSet::new(),
             dropped: Vec::new(),
@@ -229,20 +232,21 @@ impl DeviceSearch {
         };
         let mut last = None;
         loop {
-            let (devices, configuration) = (self.devices.clone(), configuration.clone());
-            let mut search = spawn_blocking(move || scan(&configuration, &devices.paths, &devices.found()));
+            let (devices, by) = (self.devices.clone(), configuration.clone());
+            let mut search = spawn_blocking(move || scan(&by, &devices.paths, &devices.found()));
             let ended = if let Ok(ended) = timeout_at(until, &mut search).await {
                 ended
             } else {
                 warn!(
-                    limit = ?SEARCH_LIMIT,
-                    "a device search hangs; until it ends, no device is added or removed: look for a device whose attributes in /sys do \
-                     not answer, such as one that was unplugged while it is open"
+                    "a device search has taken more than {SEARCH_LIMIT:?}; until it ends, no device is added or removed: look for a device \
+                     whose attributes in /sys do not answer, such as one that was unplugged while it is open"
                 );
                 // In a first list that lacks devices, those that claims hold would be gone.
                 if self.searched_by.is_some() {
-                    self.hanging = Some(search);
-                    return last;
+                    let late = self.late.take();
+                    let late = late.filter(|(by, _)| Arc::ptr_eq(by, configuration));
+                    self.hanging = Some((configuration.clone(), search));
+                    return last.or_else(|| late.map(|(_, scan)| scan));
                 }
                 search.await
             };
@@ -329,7 +333,10 @@ impl DeviceSearch {
                     _ = uevents.changed() => Cause::Kernel,
                     () = watches.changed() => Cause::Directory,
                     () = self.devices.rescan.notified() => Cause::Request,
-                    () = end_of(&mut self.hanging) => Cause::Recheck,
+                    late = end_of(&mut self.hanging) => {
+                        self.late = late;
+                        Cause::Recheck
+                    }
                     changed = self.configuration.changed(), if reloads => {
                         reloads = changed.is_ok();
                         Cause::Configuration
@@ -347,14 +354,17 @@ impl DeviceSearch {
     }
 }
 
-/// Waits for the end of a search that hangs. Its result is dropped, because another search follows that sees what has changed since.
-async fn end_of(hanging: &mut Option<JoinHandle<Scan>>) {
-    match hanging {
-        Some(search) => drop(search.await),
+/// Waits for the end of a search that hangs. Another one follows, which sees what has changed since.
+async fn end_of(
+    hanging: &mut Option<(Arc<NodeConfiguration>, JoinHandle<Scan>)>,
+) -> Option<(Arc<NodeConfiguration>, Scan)> {
+    let ended = match hanging {
+        Some((by, search)) => search.await.ok().map(|scan| (by.clone(), scan)),
         None => pending().await,
-    }
+    };
     *hanging = None;
     info!("the device search that hung has ended");
+    ended
 }
 
 /// The devices with their health, with attributes limited to the size of an inventory, and the names of dropped attributes.

@@ -523,8 +523,9 @@ async fn a_first_search_that_hangs_is_awaited() {
     let (_sender, followed) = value::channel(Arc::new(configuration(kinds)));
     let end = CancellationToken::new();
     let starting = tokio::spawn(HostDevices::start(followed, paths, end.clone()));
-    for _ in 0..30 {
+    for _ in 0..100 {
         advance(Duration::from_secs(1)).await;
+        std::thread::sleep(Duration::from_millis(10));
     }
     let has_started = starting.is_finished();
     answer(&serial).await;

@@ -174,10 +174,13 @@ impl<D: NodeDriver> NodeState<D> {
         let written = match spawn_blocking(move || store.devices_with_cdi()).await {
             Ok(Ok(written)) => written,
             Ok(Err(error)) => {
-                warn!(
-                    reason = error.reason(),
-                    "CDI files of devices are not updated: {error}"
-                );
+                // The failure of a retry has already been logged.
+                if !self.retries.has(&Missing::OfDevices) {
+                    warn!(
+                        reason = error.reason(),
+                        "CDI files of devices are not updated: {error}"
+                    );
+                }
                 return self.retries.failed(Missing::OfDevices, self.started.elapsed());
             }
             Err(_) => return,

@@ -287,3 +287,43 @@ fn the_device_of_a_refused_allocation_wakes_not_the_pod_itself() {
     until_bound(&mut cluster, "p");
     expect_no_violation(cluster);
 }
+
+#[test]
+fn a_pod_whose_allocation_is_refused_keeps_no_device_from_another() {
+    let mut cluster = healthy_cluster(&[("node-a", 1)]);
+    bound_pod(&mut cluster, "holder");
+    cluster.create_pod(&key("p"), &[Use::Template("gpu")], None);
+    cluster.run_for(30 * SECOND);
+    cluster.refuse_allocations = Some("p-");
+    cluster.store.delete_pod(&key("holder"));
+    cluster.run_for(300 * SECOND);
+    bound_pod(&mut cluster, "second");
+    for name in ["q", "r"] {
+        cluster.create_pod(&key(name), &[Use::Template("gpu")], None);
+    }
+    cluster.run_for(30 * SECOND);
+    // The refused pod has waited longest. It tries once more, and then waits for its delay of half a minute.
+    cluster.store.delete_pod(&key("second"));
+    let allocated = |cluster: &Cluster, name: &str| {
+        let mut claims = cluster.store.claims.iter();
+        claims.any(|(key, claim)| key.name.starts_with(name) && claim.status.allocation.is_some())
+    };
+    cluster.run_until("one of the others is served", |cluster| {
+        allocated(cluster, "q-") || allocated(cluster, "r-")
+    });
+    let (first, last) = if allocated(&cluster, "q-") {
+        ("q", "r")
+    } else {
+        ("r", "q")
+    };
+    cluster.store.delete_pod(&key(first));
+    let freed = cluster.now;
+    cluster.run_until("the other is served", |cluster| {
+        allocated(cluster, &format!("{last}-"))
+    });
+    assert!(cluster.now - freed < SECOND, "{} us", cluster.now - freed);
+    cluster.refuse_allocations = None;
+    cluster.store.delete_pod(&key(last));
+    until_bound(&mut cluster, "p");
+    expect_no_violation(cluster);
+}
