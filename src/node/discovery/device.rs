@@ -510,7 +510,7 @@ fn holders(sys: &Path, (major, minor): (u32, u32)) -> io::Result<BTreeSet<String
         return Ok(BTreeSet::new());
     };
     let mut directories = partitions(&device)?;
-    // What is built on a disk contains its partitions, and is listed at the disk only.
+    // A volume on a whole disk contains its partitions, and is listed at the disk only.
     directories.extend(disk_directory(&device).map(Path::to_owned));
     directories.push(device);
     let mut holders = BTreeSet::new();

@@ -115,7 +115,7 @@ pub(super) struct DeviceSearch {
     searched_by: Option<Arc<NodeConfiguration>>,
     /// A search past its deadline, with its configuration. No other runs beside it, or threads would pile up.
     hanging: Option<(Arc<NodeConfiguration>, JoinHandle<Scan>)>,
-    /// Its result, which counts if the next search is as slow.
+    /// The result of a search that hung. It counts if the next search is as slow.
     late: Option<(Arc<NodeConfiguration>, Scan)>,
     /// Since when no search could read everything; `None` if the last one could.
     incomplete_since: Option<Instant>,
@@ -224,6 +224,8 @@ impl DeviceSearch {
         if self.hanging.is_some() {
             return None;
         }
+        // It is for this search alone: later it would be outdated.
+        let late = self.late.take().filter(|(by, _)| Arc::ptr_eq(by, configuration));
         let until = Instant::now() + SEARCH_LIMIT;
         let mut searches = if self.searched_by.is_none() {
             FIRST_SEARCHES
@@ -243,10 +245,8 @@ impl DeviceSearch {
                 );
                 // In a first list that lacks devices, those that claims hold would be gone.
                 if self.searched_by.is_some() {
-                    let late = self.late.take();
-                    let late = late.filter(|(by, _)| Arc::ptr_eq(by, configuration));
                     self.hanging = Some((configuration.clone(), search));
-                    return last.or_else(|| late.map(|(_, scan)| scan));
+                    return late.map(|(_, scan)| scan);
                 }
                 search.await
             };
@@ -354,7 +354,7 @@ impl DeviceSearch {
     }
 }
 
-/// Waits for the end of a search that hangs. Another one follows, which sees what has changed since.
+/// Waits for the end of a search that hangs. Another search follows and sees later changes.
 async fn end_of(
     hanging: &mut Option<(Arc<NodeConfiguration>, JoinHandle<Scan>)>,
 ) -> Option<(Arc<NodeConfiguration>, Scan)> {
