@@ -177,7 +177,7 @@ impl Cluster {
                             .iter()
                             .any(|consumer| consumer.uid != plan.uid)
                         {
-                            return Err(conflict("changed".to_owned()));
+                            return Err(conflict("changed"));
                         }
                         claim.status.reserved_for.clear();
                         claim.status.deallocation_requested = true;
