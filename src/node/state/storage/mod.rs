@@ -536,7 +536,8 @@ impl Store {
     /// The devices with a CDI file.
     pub fn devices_with_cdi(&self) -> Result<BTreeSet<String>, StoreError> {
         let files = self.cdi.files(&self.cdi.driver.cdi_device_file_prefix())?;
-        Ok(files.into_iter().map(|file| file.name).collect())
+        let complete = files.into_iter().filter(|file| !file.is_incomplete);
+        Ok(complete.map(|file| file.name).collect())
     }
 
     /// Removes the CDI files of all other devices.
