@@ -22,8 +22,8 @@ pub(super) struct ClusterFlags {
 /// Which driver.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct DriverNameFlag {
-    /// Driver name, the driverName of its ResourceClasses: a lower-case DNS subdomain of at most 63 characters, the same for
-    /// the controller and all companions
+    /// Driver name, which its DeviceClasses or ResourceClasses name: a lower-case DNS subdomain of at most 63 characters, the same
+    /// for the controller and all companions
     #[arg(
         id = "driver_name",
         long = "driver-name",

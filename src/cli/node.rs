@@ -26,8 +26,8 @@ use super::{client, discover, flags, logging, shutdown, value};
 
 /// Run the node companion, which publishes this node's devices and injects them into containers
 ///
-/// Run one per node, as root. It discovers the devices of the configuration, publishes them as a NodeInventory, and
-/// serves kubelet's DRA and device plugin APIs.
+/// Run one per node, as root. It discovers the devices of the configuration, publishes them as ResourceSlices (classic mode: a
+/// NodeInventory), and serves kubelet's DRA and device plugin APIs.
 #[derive(Clone, Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(super) struct Arguments {

@@ -36,7 +36,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "STATE", value_enum, ignore_case = true)]
     state: Option<DeviceState>,
 
-    /// Only devices with these attributes, such as vendorId=046d,serial!=7
+    /// Only devices with these attributes, such as vendor=046d,serial!=7
     #[arg(short = 'l', long, value_name = "SELECTOR")]
     selector: Option<AttributeSelector>,
 

@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::str::FromStr;
 
+use crate::api::crd::GROUP;
+
 /// Maximum number of requirements; each is compared with every device.
 const REQUIREMENTS_MAX: usize = 32;
 
@@ -35,12 +37,18 @@ impl FromStr for AttributeSelector {
 }
 
 impl AttributeSelector {
-    /// Returns whether the attributes of a device of `driver` match. A name without a domain is an attribute of the driver.
+    /// Returns whether the attributes of a device of `driver` match. A name without a domain is an attribute of the driver, or else one of
+    /// ours: the configuration's devices have our domain under every driver name.
     pub(super) fn matches(&self, driver: &str, attributes: &BTreeMap<String, String>) -> bool {
         let value = |name: &str| {
             let qualified = || attributes.get(&format!("{driver}/{name}"));
             let unqualified = || attributes.get(name.strip_prefix(driver)?.strip_prefix('/')?);
-            attributes.get(name).or_else(qualified).or_else(unqualified)
+            let ours = || attributes.get(&format!("{GROUP}/{name}"));
+            attributes
+                .get(name)
+                .or_else(qualified)
+                .or_else(unqualified)
+                .or_else(ours)
         };
         self.0.iter().all(|requirement| match requirement {
             AttributeRequirement::Equals(name, wanted) => value(name) == Some(wanted),
@@ -97,6 +105,28 @@ mod tests {
             ("productId", false),
             ("!productId,vendorId", true),
             ("!vendorId", false),
+        ] {
+            let selector: AttributeSelector = text.parse().unwrap();
+            assert_eq!(selector.matches("a.example", &attributes), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_name_without_a_domain_is_of_the_driver_or_ours() {
+        let attributes = BTreeMap::from([
+            ("a.example/model".to_owned(), "theirs".to_owned()),
+            ("drayman.dev/model".to_owned(), "ours".to_owned()),
+            ("drayman.dev/vendor".to_owned(), "046d".to_owned()),
+        ]);
+        for (text, expected) in [
+            ("vendor=046d", true),
+            ("vendor!=046d", false),
+            ("!vendor", false),
+            ("drayman.dev/vendor=046d", true),
+            ("a.example/vendor", false),
+            ("model=theirs", true),
+            ("model=ours", false),
+            ("drayman.dev/model=ours", true),
         ] {
             let selector: AttributeSelector = text.parse().unwrap();
             assert_eq!(selector.matches("a.example", &attributes), expected, "{text}");

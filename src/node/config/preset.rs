@@ -78,7 +78,7 @@ pub const PRESETS: [Preset; 10] = [
     Preset {
         name: "serial",
         summary: "serial ports that are plugged in",
-        caveat: "by the links that udev keeps, so that a port keeps its name; on a node without udev nothing is found, and usb with nodes: [tty] is the way",
+        caveat: "by the links that udev keeps, so that a port keeps its name; on a node without udev nothing is found, and usb with nodes: [tty] is the way. Needs the group dialout in the pod's supplementalGroups",
         permissions: "rw",
         shares: None,
         required: &["/dev/serial/by-id/*"],
