@@ -174,6 +174,13 @@ pub struct Device {
     pub taint_effect: TaintEffect,
 }
 
+impl Device {
+    /// Whether several claims can hold the device, so that a holder of one share does not block the others.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.shares.is_some_and(|shares| shares > 1)
+    }
+}
+
 /// What the taint of an unhealthy device does (Kubernetes 1.36 and later).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum TaintEffect {

@@ -530,13 +530,8 @@ impl<K, V> Default for ObjectCache<K, V> {
 }
 
 impl<K: Ord, V: PartialEq> ObjectCache<K, V> {
-    /// Applies a change. Returns how many objects are new or different; deleted objects do not count.
-    #[cfg(test)]
-    fn apply(&mut self, change: WatchUpdate<K, Result<V, String>>) -> usize {
-        self.apply_with(change, |_, _, _| ())
-    }
-
-    /// Like `apply`, and calls `changed` for each changed object with its key, its old value and its new value.
+    /// Applies a change, and calls `changed` for each changed object with its key, its old value and its new value. Returns how many objects
+    /// are new or different; deleted objects do not count.
     fn apply_with(
         &mut self,
         change: WatchUpdate<K, Result<V, String>>,

@@ -544,11 +544,6 @@ impl Expressions {
         self.statuses.insert(Arc::clone(expression), status);
         Some(results)
     }
-
-    #[cfg(test)]
-    pub(crate) fn is_empty(&self) -> bool {
-        self.uses.is_empty() && self.used.is_empty() && self.statuses.is_empty()
-    }
 }
 
 /// The environment of all evaluations.

@@ -17,9 +17,10 @@ use crate::api::crd::Device;
 use crate::api::proto::cri_v1::runtime_service_client::RuntimeServiceClient;
 use crate::api::proto::cri_v1::{Container, ContainerState, ContainerStatusRequest, ListContainersRequest};
 use crate::core::names::{ClaimUid, DriverName};
+use crate::core::prepare::containers::PodContainer;
 use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::plan::Refusal;
-use crate::core::prepare::prepared_claims::{Entry, HeldDevice, PreparedClaims};
+use crate::core::prepare::prepared_claims::PreparedClaims;
 use crate::core::prepare::runtime_containers::{
     ContainerDevices, RuntimeContainer, RuntimeContainerState, RuntimeContainers, parse_info,
 };
@@ -191,9 +192,11 @@ impl CriClient {
             };
             let label = |name: &str| container.labels.get(name).cloned().unwrap_or_default();
             all.push(RuntimeContainer {
-                namespace: label(POD_NAMESPACE),
-                pod: label(POD_NAME),
-                container: label(CONTAINER_NAME),
+                container: PodContainer {
+                    namespace: label(POD_NAMESPACE),
+                    pod: label(POD_NAME),
+                    container: label(CONTAINER_NAME),
+                },
                 state,
                 // Measured by our own clock: the creation time from the runtime depends on the wall clock, which may be set.
                 age: since.elapsed(),
@@ -364,12 +367,8 @@ impl RuntimeCheck {
         let Some(Ok(containers)) = self.containers(listed).await else {
             return refusal;
         };
-        let numbers = inventory.get(device).map(|device| &*device.device_numbers);
-        let numbers = numbers.unwrap_or_default();
-        let has = |given: &ContainerDevices| {
-            given.has_one_of(numbers) && !given.has_admin_access(&self.driver_name, device)
-        };
-        let Some(user) = containers.user(has) else {
+        let user_of = |device| containers.user_of_nodes(&self.driver_name, device);
+        let Some(user) = inventory.get(device).and_then(user_of) else {
             return refusal;
         };
         match refusal {
@@ -395,7 +394,7 @@ impl RuntimeCheck {
         claim: Option<&ClaimUid>,
         listed: Option<Result<Arc<RuntimeContainers>, String>>,
     ) -> Result<(), ContainerCheckError> {
-        let exclusive = || devices.iter().filter(|device| !is_shared(device));
+        let exclusive = || devices.iter().filter(|device| !device.is_shared());
         let Some(first) = exclusive().next() else {
             return Ok(());
         };
@@ -416,16 +415,8 @@ impl RuntimeCheck {
                 return Ok(());
             }
         };
-        let driver = &self.driver_name;
         for device in exclusive() {
-            let cdi_device = driver.cdi_device_id(&device.name);
-            let has = |given: &ContainerDevices| {
-                let has_it =
-                    given.has_one_of(&device.device_numbers) || given.cdi_devices.contains(&cdi_device);
-                (has_it && !given.has_admin_access(driver, &device.name))
-                    || given.has_by_other_claim(driver, &device.name, claim)
-            };
-            if let Some(user) = containers.user(has) {
+            if let Some(user) = containers.other_user(&self.driver_name, device, claim) {
                 return Err(ContainerCheckError::StillUsed(Refusal::StillUsed {
                     device: device.name.clone(),
                     holder: user.to_string(),
@@ -497,48 +488,17 @@ impl RuntimeCheck {
             }
         };
         let (unused, in_use) = uids.into_iter().partition(|uid| {
-            self.cdi_removed.contains_key(uid) && !self.is_used(uid, prepared_claims, inventory, &containers)
+            if !self.cdi_removed.contains_key(uid) {
+                return false;
+            }
+            let user = containers.user_of_claim(&self.driver_name, uid, prepared_claims, inventory);
+            if let Some(user) = user {
+                debug!(claim_uid = %uid, holder = %user, "a container uses the devices of the claim");
+            }
+            user.is_none()
         });
         ClaimUse::Known { unused, in_use }
     }
-
-    /// Whether a container uses a claim's devices: it got the claim's CDI device, or has a device number that shows the claim's use. The
-    /// number does not show it if other claims share the device, or if the container has admin access to it.
-    fn is_used(
-        &self,
-        uid: &ClaimUid,
-        prepared_claims: &PreparedClaims,
-        inventory: &Devices,
-        containers: &RuntimeContainers,
-    ) -> bool {
-        let held = prepared_claims
-            .entry(uid)
-            .into_iter()
-            .flat_map(Entry::held_devices);
-        let exclusive: Vec<&HeldDevice> = held
-            .filter(|held| !inventory.get(&held.device).is_some_and(is_shared))
-            .collect();
-        let driver = &self.driver_name;
-        let is_of_claim = |id: &String| driver.claim_of_cdi_id(id).as_ref() == Some(uid);
-        let has = |given: &ContainerDevices| {
-            let has_number = |held: &&HeldDevice| {
-                given.has_one_of(&held.numbers) && !given.has_admin_access(driver, &held.device)
-            };
-            given.cdi_devices.iter().any(is_of_claim) || exclusive.iter().any(has_number)
-        };
-        match containers.user(has) {
-            Some(user) => {
-                debug!(claim_uid = %uid, holder = %user, "a container uses the devices of the claim");
-                true
-            }
-            None => false,
-        }
-    }
-}
-
-/// Whether several claims can hold a device, so that its numbers do not show which of them a container uses.
-fn is_shared(device: &Device) -> bool {
-    device.shares.is_some_and(|shares| shares > 1)
 }
 
 #[cfg(test)]
@@ -551,17 +511,14 @@ mod tests {
     use tonic::{Request, Response};
 
     use super::*;
-    use crate::api::crd::DeviceNumber;
+    use crate::api::crd::{DeviceNodeKind, DeviceNumber};
     use crate::api::proto::cri_v1::runtime_service_server::{RuntimeService, RuntimeServiceServer};
     use crate::api::proto::cri_v1::{
         ContainerStatusResponse, ListContainersResponse, StatusRequest, StatusResponse, VersionRequest,
         VersionResponse,
     };
-    use crate::core::prepare::container_edits::ContainerEdits;
-    use crate::core::prepare::prepared_claims::Progress;
 
     const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
-    const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
 
     /// A runtime with one container.
     #[derive(Debug)]
@@ -570,9 +527,11 @@ mod tests {
     impl ContainerRuntime for OneContainer {
         fn list_containers(&self) -> BoxFuture<'_, Result<Arc<RuntimeContainers>, String>> {
             let container = RuntimeContainer {
-                namespace: "default".into(),
-                pod: "p".into(),
-                container: "main".into(),
+                container: PodContainer {
+                    namespace: "default".into(),
+                    pod: "p".into(),
+                    container: "main".into(),
+                },
                 state: RuntimeContainerState::Running,
                 age: Duration::ZERO,
                 given: self.0.clone(),
@@ -581,83 +540,21 @@ mod tests {
         }
     }
 
-    /// A check of a container with these device numbers, and with CDI devices of these names.
-    fn check(numbers: &[DeviceNumber], cdi_devices: &[&str]) -> RuntimeCheck {
-        let id = |name: &&str| format!("drayman.dev/claim={name}");
+    /// A check of a container with these device numbers.
+    fn check(numbers: &[DeviceNumber]) -> RuntimeCheck {
         let given = ContainerDevices {
             numbers: numbers.iter().copied().collect(),
-            cdi_devices: cdi_devices.iter().map(id).collect(),
             ..ContainerDevices::default()
         };
         let driver = DriverName::parse("drayman.dev").unwrap();
         RuntimeCheck::new(Some(Arc::new(OneContainer(given))), driver)
     }
 
-    #[tokio::test]
-    async fn a_container_has_the_devices_of_unprepared_claims() {
-        let device = Device {
-            name: "x".into(),
-            ..Device::default()
-        };
-        let own = ClaimUid::parse(A).unwrap();
-        for (name, claim, is_refused) in [
-            (format!("{B}-x"), Some(&own), true),
-            (format!("{B}-x"), None, true),
-            (format!("{B}-y"), Some(&own), false),
-            (format!("admin-{B}-x"), Some(&own), false),
-            (format!("{A}-x"), Some(&own), false),
-        ] {
-            let checked = check(&[], &[&name]).check_unused(&[&device], claim, None).await;
-            assert_eq!(checked.is_err(), is_refused, "{name} {checked:?}");
-        }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_number_shows_the_use_of_a_claim_unless_others_use_it() {
-        let uid = ClaimUid::parse(A).unwrap();
-        let number: DeviceNumber = "c120:6".parse().unwrap();
-        let entry = Entry {
-            namespace: "default".into(),
-            name: "claim".into(),
-            boot_id: "boot".into(),
-            devices: vec![HeldDevice {
-                numbers: vec![number],
-                ..HeldDevice::named("x")
-            }],
-            progress: Progress::Done {
-                container_edits: ContainerEdits::default(),
-            },
-        };
-        let prepared_claims = PreparedClaims::new("boot", BTreeMap::from([(uid.clone(), entry)]));
-        for (shares, name, is_used) in [
-            (None, format!("{B}-x"), true),
-            (None, format!("admin-{B}-x"), false),
-            (Some(2), format!("{B}-x"), false),
-            (Some(2), format!("{A}-x"), true),
-        ] {
-            let device = Device {
-                name: "x".into(),
-                shares,
-                device_numbers: [number].into(),
-                ..Device::default()
-            };
-            let inventory = Devices::from([("x".to_owned(), device)]);
-            let mut check = check(&[number], &[&name]);
-            check.cdi_removed(uid.clone());
-            tokio::time::advance(SETTLE).await;
-            let claim_use = check.claim_use(vec![uid.clone()], &prepared_claims, &inventory, None);
-            let ClaimUse::Known { in_use, .. } = claim_use.await else {
-                panic!("the runtime answers");
-            };
-            assert_eq!(in_use.contains(&uid), is_used, "{shares:?} {name}");
-        }
-    }
-
     #[tokio::test(start_paused = true)]
     async fn a_list_counts_if_no_container_can_have_started_since() {
         let uid = ClaimUid::parse(A).unwrap();
         let (none_prepared, inventory) = (PreparedClaims::new("boot", BTreeMap::new()), Devices::default());
-        let mut check = check(&[], &[]);
+        let mut check = check(&[]);
         let early = Instant::now();
         check.cdi_removed(uid.clone());
         tokio::time::advance(SETTLE).await;
@@ -684,7 +581,7 @@ mod tests {
             ..Device::default()
         };
         let inventory = Devices::from([("x".to_owned(), device)]);
-        let check = check(&[number], &[]);
+        let check = check(&[number]);
         let silent = Err("no answer within 5 s".to_owned());
         for (listed, is_named) in [(None, true), (Some(silent), false)] {
             let refusal = Refusal::Held {
@@ -822,18 +719,23 @@ mod tests {
         let server = Server::builder().add_service(RuntimeServiceServer::new(runtime));
         let server = tokio::spawn(server.serve_with_incoming(listener));
         let client = CriClient::find(Some(&socket), root.path(), Path::new("/dev")).unwrap();
+        let driver = DriverName::parse("drayman.dev").unwrap();
+        let device = |minor| Device {
+            device_numbers: [DeviceNumber {
+                kind: DeviceNodeKind::Character,
+                major: 120,
+                minor,
+            }]
+            .into(),
+            ..Device::default()
+        };
         for _ in 0..2 {
             let seen = client.list_containers().await.unwrap();
-            let user = seen
-                .user(|given| given.has_one_of(&["c120:6".parse().unwrap()]))
-                .unwrap();
+            let user = seen.user_of_nodes(&driver, &device(6)).unwrap();
             assert_eq!(user.to_string(), "container main of pod default/p");
             assert_eq!(seen.0.len(), 2);
             // A created container may start at any time, however old the runtime says it is.
-            assert!(
-                seen.user(|given| given.has_one_of(&["c120:7".parse().unwrap()]))
-                    .is_some()
-            );
+            assert!(seen.user_of_nodes(&driver, &device(7)).is_some());
         }
         assert_eq!(
             asked.load(Ordering::SeqCst),

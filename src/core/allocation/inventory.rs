@@ -441,13 +441,6 @@ pub struct SelectorResults {
 }
 
 impl SelectorResults {
-    /// The result of an expression; `None` if none is stored.
-    #[cfg(test)]
-    pub(crate) fn get(&self, expression: &str, attributes: &AttributeSet) -> Option<Match> {
-        self.of_expression(expression)?
-            .get(self.known_number(attributes)?)
-    }
-
     /// The results of an expression. The lookup compares whole expressions: do it once for all devices.
     pub(super) fn of_expression(&self, expression: &str) -> Option<&ExpressionResults> {
         self.results.get(expression).map(|results| &**results)
@@ -540,12 +533,6 @@ impl SelectorResults {
         }
         self.unused.extend(&gone);
         gone
-    }
-
-    /// Number of stored results.
-    #[cfg(test)]
-    pub(crate) fn len(&self) -> usize {
-        self.results.values().map(|results| results.evaluated.len()).sum()
     }
 }
 

@@ -822,11 +822,6 @@ impl Index {
         }
     }
 
-    #[cfg(test)]
-    pub(super) fn owners(&self) -> impl Iterator<Item = &String> {
-        self.by_owner.keys()
-    }
-
     /// The first claims of a pod, at most [`OWNED_MAX`]. Claims of other namespaces that name its uid are not its own.
     fn owned_by(&self, namespace: &str, uid: &str) -> impl Iterator<Item = &ObjectKey> {
         let owned = self.by_owner.get(uid).map(Vec::as_slice).unwrap_or_default();
@@ -1089,6 +1084,12 @@ pub(super) fn is_generated(claim: &ResourceClaim) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    impl Index {
+        pub(in crate::core::claims) fn owners(&self) -> impl Iterator<Item = &String> {
+            self.by_owner.keys()
+        }
+    }
 
     #[test]
     fn any_number_of_owned_claims_costs_a_pod_little() {

@@ -3,18 +3,29 @@
 //! Our own names are below `drayman.dev`; the two standardised attributes have Kubernetes' names
 //! (`k8s.io/dynamic-resource-allocation/deviceattribute`).
 
+use std::collections::BTreeMap;
+
 use litemap::LiteMap;
+use semver::Version;
 use serde::Serialize;
 
 use super::pci::PciFacts;
 use super::usb::UsbFacts;
-use crate::api::crd::{AttributeValue, Device, DeviceAttributes, GROUP, TEXT_MAX};
-use crate::core::names::beginning;
+use crate::api::crd::{AttributeValue, Device, DeviceAttributes, GROUP, Mode, TEXT_MAX};
+use crate::core::names::{beginning, is_dns_subdomain};
 
 /// The NUMA node closest to a device.
 pub const NUMA_NODE: &str = "drayman.dev/numaNode";
 /// The host device nodes that belong to this device only, separated by commas.
 pub const NODES: &str = "drayman.dev/nodes";
+/// Attribute with the kind of a device.
+pub const KIND: &str = "drayman.dev/kind";
+/// Attribute with the mode of a device that is an extended resource, too. Only for the commands: other devices do not have it.
+pub const MODE: &str = "drayman.dev/mode";
+/// Taint of an unhealthy device, and attribute with the cause, shortened; absent if the device is healthy.
+pub const UNHEALTHY: &str = "drayman.dev/unhealthy";
+/// The standard attribute for the NUMA node (`k8s.io/dynamic-resource-allocation/deviceattribute`).
+const STANDARD_NUMA_NODE: &str = "resource.kubernetes.io/numaNode";
 
 /// Attribute names without domain, most important first. If the devices of a node exceed the size of an inventory, the least important
 /// attributes are omitted first. Names that are not listed come after all listed ones. The same order decides which 32 attributes a
@@ -46,6 +57,17 @@ const BYTES_MAX: usize = 1_500_000;
 const MANAGED: usize = 128;
 /// Size in bytes to which the reasons of unhealthy devices are truncated if longer ones do not fit.
 const SHORT_REASON: usize = 128;
+
+/// Attributes and capacities of a device together, at most (`ResourceSliceMaxAttributesAndCapacitiesPerDevice`).
+const SLICE_ATTRIBUTES_MAX: usize = 32;
+/// Bytes in a string or version, at most (`DeviceAttributeMaxValueLength`).
+const VALUE_MAX: usize = 64;
+/// NUMA nodes of a machine, at most (`maxNUMANodes` of `k8s.io/dynamic-resource-allocation/deviceattribute`).
+const NUMA_NODES_MAX: i64 = 1024;
+/// Characters in the domain of an attribute name, at most (`DeviceMaxDomainLength`).
+const DOMAIN_MAX: usize = 63;
+/// Characters in an attribute name after its domain, at most (`DeviceMaxIDLength`).
+const IDENTIFIER_MAX: usize = 32;
 
 /// The attributes of one device, added one by one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -177,12 +199,94 @@ fn json_bytes(value: &impl Serialize) -> usize {
     json.len() + 5 * escaped
 }
 
-pub(in crate::core) fn importance(name: &str) -> usize {
+fn importance(name: &str) -> usize {
     let bare = name.rsplit('/').next().unwrap_or(name);
     IMPORTANCE
         .iter()
         .position(|known| *known == bare)
         .unwrap_or(IMPORTANCE.len())
+}
+
+/// The attributes of a device for its slice. The capacity of a device with shares counts, too.
+pub(in crate::core) fn slice_attributes(device: &Device) -> BTreeMap<String, AttributeValue> {
+    let room = SLICE_ATTRIBUTES_MAX - usize::from(device.is_shared());
+    attributes(device, room, VALUE_MAX)
+}
+
+/// The attributes of a device for its containers: those of its slice, and texts that are too long for a slice.
+pub(in crate::core) fn metadata_attributes(device: &Device) -> DeviceAttributes {
+    attributes(device, SLICE_ATTRIBUTES_MAX, usize::MAX)
+        .into_iter()
+        .collect()
+}
+
+/// The attributes that v1 can store: the most important ones if there are too many. Texts of more than `longest` bytes are left out, since a
+/// shortened one would match other devices.
+fn attributes(device: &Device, room: usize, longest: usize) -> BTreeMap<String, AttributeValue> {
+    let kind = AttributeValue::string(device.kind.as_str());
+    let mut attributes = BTreeMap::from([(KIND.to_owned(), kind)]);
+    if device.mode == Mode::Both {
+        attributes.insert(MODE.to_owned(), AttributeValue::string(device.mode.name()));
+    }
+    if let Some(why) = &device.unhealthy {
+        let why = AttributeValue::string(beginning(why, VALUE_MAX));
+        attributes.insert(UNHEALTHY.to_owned(), why);
+    }
+    // A device without a NUMA node must not have the standard attribute.
+    let numa_node = device.attributes.get(NUMA_NODE).and_then(|value| value.int);
+    if let Some(node) = numa_node.filter(|node| (0..NUMA_NODES_MAX).contains(node)) {
+        attributes.insert(STANDARD_NUMA_NODE.to_owned(), AttributeValue::int(node));
+    }
+    let mut rest: Vec<(&String, &AttributeValue)> = device
+        .attributes
+        .iter()
+        .filter(|(name, _)| is_attribute_name(name) && !attributes.contains_key(*name))
+        .filter(|(_, value)| is_valid(value, longest))
+        .collect();
+    rest.sort_by_key(|(name, _)| importance(name));
+    rest.truncate(room.saturating_sub(attributes.len()));
+    let rest = rest.into_iter();
+    attributes.extend(rest.map(|(name, value)| (name.clone(), value.clone())));
+    attributes
+}
+
+/// Whether the API server accepts this value. It would reject the whole slice because of one that it does not accept.
+fn is_valid(value: &AttributeValue, longest: usize) -> bool {
+    match value {
+        AttributeValue {
+            string: Some(text),
+            int: None,
+            bool: None,
+            version: None,
+        } => text.len() <= longest,
+        AttributeValue {
+            string: None,
+            int: None,
+            bool: None,
+            version: Some(text),
+        } => text.len() <= VALUE_MAX && Version::parse(text).is_ok(),
+        AttributeValue {
+            string: None,
+            version: None,
+            int,
+            bool,
+        } => int.is_some() != bool.is_some(),
+        _ => false,
+    }
+}
+
+/// Whether the API accepts this name: `domain/identifier`, where the identifier is a C identifier.
+fn is_attribute_name(name: &str) -> bool {
+    let Some((domain, identifier)) = name.split_once('/') else {
+        return false;
+    };
+    let mut characters = identifier.chars();
+    is_dns_subdomain(domain, DOMAIN_MAX)
+        && identifier.len() <= IDENTIFIER_MAX
+        && characters
+            .next()
+            .is_some_and(|first| first == '_' || first.is_ascii_alphabetic())
+        && characters.all(|character| character == '_' || character.is_ascii_alphanumeric())
 }
 
 #[cfg(test)]
@@ -313,5 +417,120 @@ mod tests {
         assert_eq!(numa_nodes(&device(1)), [1]);
         assert_eq!(numa_nodes(&device(-1)), Vec::<i64>::new());
         assert_eq!(numa_nodes(&Device::default()), Vec::<i64>::new());
+    }
+
+    fn camera() -> Device {
+        Device {
+            name: "camera".into(),
+            kind: "cameras".into(),
+            ..Device::default()
+        }
+    }
+
+    #[test]
+    fn attributes_beyond_the_limits_of_v1_are_left_out() {
+        let mut device = camera();
+        for (name, value) in [
+            ("drayman.dev/path", "x".repeat(VALUE_MAX)),
+            ("drayman.dev/link", "x".repeat(VALUE_MAX + 1)),
+            ("drayman.dev/not-c", "x".into()),
+            ("drayman.dev/9th", "x".into()),
+            ("bare", "x".into()),
+            ("Bad_Domain/name", "x".into()),
+        ] {
+            device
+                .attributes
+                .insert(name.to_owned(), AttributeValue::string(value));
+        }
+        device
+            .attributes
+            .insert(NUMA_NODE.to_owned(), AttributeValue::int(1));
+        let attributes = slice_attributes(&device);
+        let names: Vec<&String> = attributes.keys().collect();
+        assert_eq!(names, [KIND, NUMA_NODE, "drayman.dev/path", STANDARD_NUMA_NODE]);
+    }
+
+    #[test]
+    fn metadata_has_texts_that_are_too_long_for_a_slice() {
+        let mut device = camera();
+        let link = "x".repeat(VALUE_MAX + 1);
+        for (name, value) in [("drayman.dev/link", link.as_str()), ("bare", "x")] {
+            device
+                .attributes
+                .insert(name.to_owned(), AttributeValue::string(value));
+        }
+        let metadata = metadata_attributes(&device);
+        assert_eq!(
+            metadata,
+            [
+                (KIND.to_owned(), AttributeValue::string("cameras")),
+                ("drayman.dev/link".to_owned(), AttributeValue::string(link)),
+            ]
+            .into_iter()
+            .collect()
+        );
+    }
+
+    #[test]
+    fn only_a_device_of_mode_both_names_its_mode() {
+        for (mode, expected) in [(Mode::Claims, None), (Mode::Both, Some("both"))] {
+            let attributes = slice_attributes(&Device { mode, ..camera() });
+            let attribute = attributes.get(MODE);
+            let found = attribute.and_then(|attribute| attribute.string.as_deref());
+            assert_eq!(found, expected);
+        }
+    }
+
+    #[test]
+    fn a_value_that_v1_rejects_is_left_out() {
+        let version = |version: &str| AttributeValue {
+            version: Some(version.into()),
+            ..AttributeValue::default()
+        };
+        let two = AttributeValue {
+            int: Some(1),
+            ..AttributeValue::string("1")
+        };
+        for (value, expected) in [
+            (version("1.2.3-rc.1+build"), true),
+            (version("1.2"), false),
+            (version("v1.2.3"), false),
+            (AttributeValue::default(), false),
+            (two, false),
+            (AttributeValue::string("ü".repeat(VALUE_MAX / 2)), true),
+            (AttributeValue::string("ü".repeat(VALUE_MAX / 2 + 1)), false),
+            (AttributeValue::string(""), true),
+        ] {
+            assert_eq!(is_valid(&value, VALUE_MAX), expected, "{value:?}");
+        }
+    }
+
+    #[test]
+    fn a_device_without_numa_node_has_no_standard_attribute() {
+        for (node, published) in [(-1, false), (0, true), (1023, true), (1024, false)] {
+            let mut device = camera();
+            device
+                .attributes
+                .insert(NUMA_NODE.to_owned(), AttributeValue::int(node));
+            let attributes = slice_attributes(&device);
+            assert_eq!(attributes.contains_key(STANDARD_NUMA_NODE), published, "{node}");
+        }
+    }
+
+    #[test]
+    fn the_most_important_attributes_stay() {
+        let mut device = camera();
+        device.shares = Some(2);
+        for index in 0..40 {
+            device
+                .attributes
+                .insert(format!("drayman.dev/a{index}"), AttributeValue::int(index));
+        }
+        device
+            .attributes
+            .insert("drayman.dev/path".into(), AttributeValue::string("/dev/video0"));
+        let attributes = slice_attributes(&device);
+        assert_eq!(attributes.len(), SLICE_ATTRIBUTES_MAX - 1);
+        assert!(attributes.contains_key("drayman.dev/path"));
     }
 }

@@ -93,7 +93,7 @@ pub fn evicted(
 ) -> BTreeSet<ClaimUid> {
     let names = containers.iter().flatten().map(|id| device_of_plugin_id(id));
     let devices = names.filter_map(|name| inventory.get(name));
-    let devices = devices.filter(|device| device.shares.is_none_or(|shares| shares <= 1));
+    let devices = devices.filter(|device| !device.is_shared());
     devices
         .flat_map(|device| prepared_claims.holders_of(device))
         .map(|(uid, _)| uid.clone())

@@ -33,7 +33,7 @@ const NAMESAKE: Duration = Duration::from_secs(60);
 /// run, and longer than the grace period of a pod that was deleted by force.
 const UNLISTED: Duration = Duration::from_secs(300);
 
-/// A container, as PodResources names it.
+/// A container, as kubelet names it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PodContainer {
     /// Namespace of the pod.
@@ -362,7 +362,7 @@ impl WithdrawnDevices {
     /// shares are exempt: a holder of one share does not block the others.
     pub fn withhold(&self, devices: &mut Devices, serves: impl Fn(&str, &Device) -> bool) {
         for device in devices.values_mut() {
-            if device.unhealthy.is_some() || device.shares.is_some_and(|shares| shares > 1) {
+            if device.unhealthy.is_some() || device.is_shared() {
                 continue;
             }
             let cause = self.0.iter().find_map(|(resource, withdrawn)| {

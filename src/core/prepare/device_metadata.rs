@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use super::container_edits::Mount;
 use crate::api::crd::{Device, DeviceAttributes};
+use crate::core::discovery::attributes::metadata_attributes;
 use crate::core::names::{ClaimDevice, DriverName, is_dns_label, is_dns_subdomain};
-use crate::core::slices::metadata_attributes;
 
 /// The versions of the format, the newest first. They do not differ.
 const VERSIONS: [&str; 2] = [

@@ -77,7 +77,7 @@ pub fn withhold(
         };
         for held in entry.held_devices() {
             let device = devices.get_mut(&held.device);
-            if let Some(device) = device.filter(|device| device.shares.is_none_or(|shares| shares <= 1)) {
+            if let Some(device) = device.filter(|device| !device.is_shared()) {
                 withhold_device(device, format!("withheld for {}: {why}", entry.describe(uid)));
             }
         }

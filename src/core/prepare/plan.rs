@@ -18,6 +18,7 @@ use super::prepared_claims::{
 };
 use crate::api::crd::{Device, Mode};
 use crate::api::handle::{DeviceHandle, HandleError};
+use crate::api::resource::POD_CLAIM_NAME_ANNOTATION;
 use crate::core::discovery::Devices;
 use crate::core::names::{ClaimUid, ClaimUidError, DriverName, is_dns_label, is_dns_subdomain};
 
@@ -413,8 +414,6 @@ pub struct DeviceResult {
 
 /// Maximum number of results of a claim (`AllocationResultsMaxSize`).
 const RESULTS_MAX: usize = 32;
-/// Annotation of a claim made from a template: its name in the pod (`PodResourceClaimAnnotation`).
-const POD_CLAIM_NAME: &str = "resource.kubernetes.io/pod-claim-name";
 
 /// Why a claim gives this driver no devices. The message is for the pod's event.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -510,7 +509,7 @@ pub fn results_of_claim(
 /// The name of a claim in its pod, if the claim was made from a template.
 pub fn pod_claim_name(claim: &ObjectMeta) -> Option<&str> {
     let annotations = claim.annotations.as_ref()?;
-    annotations.get(POD_CLAIM_NAME).map(String::as_str)
+    annotations.get(POD_CLAIM_NAME_ANNOTATION).map(String::as_str)
 }
 
 /// The results of this driver.

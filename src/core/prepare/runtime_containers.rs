@@ -5,13 +5,15 @@
 //! change.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
 use std::time::Duration;
 
 use serde::Deserialize;
 
+use super::containers::PodContainer;
 use super::kubelet_state::shortened;
-use crate::api::crd::{DeviceNodeKind, DeviceNumber};
+use super::prepared_claims::{Entry, HeldDevice, PreparedClaims};
+use crate::api::crd::{Device, DeviceNodeKind, DeviceNumber};
+use crate::core::discovery::Devices;
 use crate::core::names::{ClaimDevice, ClaimUid, DriverName};
 
 /// How long a created container may still be started: kubelet waits two minutes for each call to the runtime. If kubelet was killed
@@ -47,12 +49,8 @@ pub enum RuntimeContainerState {
 /// A container, as reported by the runtime.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RuntimeContainer {
-    /// Namespace of the pod.
-    pub namespace: String,
-    /// Name of the pod.
-    pub pod: String,
-    /// Name of the container.
-    pub container: String,
+    /// Its name.
+    pub container: PodContainer,
     /// The state of the container.
     pub state: RuntimeContainerState,
     /// How long the container has been observed, by a monotonic clock.
@@ -66,35 +64,84 @@ pub struct RuntimeContainer {
 pub struct RuntimeContainers(pub Vec<RuntimeContainer>);
 
 impl RuntimeContainers {
+    /// A container that has a node of the device, other than by admin access.
+    pub fn user_of_nodes(&self, driver: &DriverName, device: &Device) -> Option<&PodContainer> {
+        self.user(|given| {
+            given.has_one_of(&device.device_numbers) && !given.has_admin_access(driver, &device.name)
+        })
+    }
+
+    /// A container that has one of the device's nodes or its CDI device, without admin access, or that got it by a structured claim other than
+    /// `claim`, which is `None` for a starting container.
+    pub fn other_user(
+        &self,
+        driver: &DriverName,
+        device: &Device,
+        claim: Option<&ClaimUid>,
+    ) -> Option<&PodContainer> {
+        let cdi_device = driver.cdi_device_id(&device.name);
+        self.user(|given| {
+            let has_it = given.has_one_of(&device.device_numbers) || given.cdi_devices.contains(&cdi_device);
+            (has_it && !given.has_admin_access(driver, &device.name))
+                || given.has_by_other_claim(driver, &device.name, claim)
+        })
+    }
+
+    /// A container that uses a claim's devices: it got the claim's CDI device, or has a device number that shows the claim's use. The number
+    /// does not show it if other claims share the device, or if the container has admin access to it.
+    pub fn user_of_claim(
+        &self,
+        driver: &DriverName,
+        uid: &ClaimUid,
+        prepared_claims: &PreparedClaims,
+        inventory: &Devices,
+    ) -> Option<&PodContainer> {
+        let held = prepared_claims
+            .entry(uid)
+            .into_iter()
+            .flat_map(Entry::held_devices);
+        let exclusive: Vec<&HeldDevice> = held
+            .filter(|held| !inventory.get(&held.device).is_some_and(Device::is_shared))
+            .collect();
+        let is_of_claim = |id: &String| driver.claim_of_cdi_id(id).as_ref() == Some(uid);
+        self.user(|given| {
+            let has_number = |held: &&HeldDevice| {
+                given.has_one_of(&held.numbers) && !given.has_admin_access(driver, &held.device)
+            };
+            given.cdi_devices.iter().any(is_of_claim) || exclusive.iter().any(has_number)
+        })
+    }
+
     /// A container that may still run and has devices that match.
-    pub fn user(&self, matches: impl Fn(&ContainerDevices) -> bool) -> Option<&RuntimeContainer> {
-        self.0
-            .iter()
-            .find(|container| container.may_run() && matches(&container.given))
+    fn user(&self, matches: impl Fn(&ContainerDevices) -> bool) -> Option<&PodContainer> {
+        let mut running = self.0.iter().filter(|container| container.may_run());
+        running
+            .find(|container| matches(&container.given))
+            .map(|found| &found.container)
     }
 }
 
 impl ContainerDevices {
     /// Whether the container has one of these device nodes.
-    pub fn has_one_of(&self, numbers: &[DeviceNumber]) -> bool {
+    fn has_one_of(&self, numbers: &[DeviceNumber]) -> bool {
         numbers.iter().any(|number| self.numbers.contains(number))
     }
 
     /// Whether the container has a device with admin access, beside the device's holder.
-    pub fn has_admin_access(&self, driver: &DriverName, device: &str) -> bool {
+    fn has_admin_access(&self, driver: &DriverName, device: &str) -> bool {
         self.claim_devices(driver)
             .any(|claimed| claimed.admin_access && claimed.device == device)
     }
 
     /// Whether the container got a device by a structured claim other than `claim`, without admin access. Kubelet may have unprepared that
     /// claim before the container ended, and the device numbers of a privileged container do not show the device.
-    pub fn has_by_other_claim(&self, driver: &DriverName, device: &str, claim: Option<&ClaimUid>) -> bool {
+    fn has_by_other_claim(&self, driver: &DriverName, device: &str, claim: Option<&ClaimUid>) -> bool {
         self.claim_devices(driver)
             .any(|given| !given.admin_access && given.device == device && claim != Some(&given.uid))
     }
 
     /// The devices of structured claims of this driver.
-    pub fn claim_devices(&self, driver: &DriverName) -> impl Iterator<Item = ClaimDevice> {
+    fn claim_devices(&self, driver: &DriverName) -> impl Iterator<Item = ClaimDevice> {
         self.cdi_devices
             .iter()
             .filter_map(|id| driver.claim_device_of_cdi_id(id))
@@ -103,22 +150,12 @@ impl ContainerDevices {
 
 impl RuntimeContainer {
     /// Whether the container runs or may still be started.
-    pub fn may_run(&self) -> bool {
+    fn may_run(&self) -> bool {
         match self.state {
             RuntimeContainerState::Created => self.age < START_LIMIT,
             RuntimeContainerState::Running => true,
             RuntimeContainerState::Exited => false,
         }
-    }
-}
-
-impl fmt::Display for RuntimeContainer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "container {} of pod {}/{}",
-            self.container, self.namespace, self.pod
-        )
     }
 }
 
@@ -243,6 +280,11 @@ impl SpecDevice {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::core::prepare::container_edits::ContainerEdits;
+    use crate::core::prepare::prepared_claims::Progress;
+
+    const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
+    const B: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0b";
 
     fn info(text: &str) -> Result<ContainerDevices, RuntimeInfoError> {
         parse_info(&BTreeMap::from([("info".to_owned(), text.to_owned())]))
@@ -301,17 +343,15 @@ mod tests {
 
     #[test]
     fn a_container_has_a_device_until_it_has_ended() {
+        let given = ContainerDevices {
+            numbers: [number("c120:6")].into(),
+            cdi_devices: ["drayman.dev/claim=u-1".to_owned()].into(),
+            ..ContainerDevices::default()
+        };
         let container = |state, seconds| RuntimeContainer {
-            namespace: "default".into(),
-            pod: "p".into(),
-            container: "main".into(),
             state,
             age: Duration::from_secs(seconds),
-            given: ContainerDevices {
-                numbers: [number("c120:6")].into(),
-                cdi_devices: ["drayman.dev/claim=u-1".to_owned()].into(),
-                ..ContainerDevices::default()
-            },
+            ..running(given.clone())
         };
         let has = |container| {
             RuntimeContainers(vec![container])
@@ -331,5 +371,85 @@ mod tests {
             all.user(|given| given.cdi_devices.contains("drayman.dev/claim=u-1"))
                 .is_some()
         );
+    }
+
+    fn running(given: ContainerDevices) -> RuntimeContainer {
+        RuntimeContainer {
+            container: PodContainer {
+                namespace: "default".into(),
+                pod: "p".into(),
+                container: "main".into(),
+            },
+            state: RuntimeContainerState::Running,
+            age: Duration::ZERO,
+            given,
+        }
+    }
+
+    /// A running container with these device numbers and with the CDI device of this name.
+    fn one(numbers: &[DeviceNumber], name: &str) -> RuntimeContainers {
+        RuntimeContainers(vec![running(ContainerDevices {
+            numbers: numbers.iter().copied().collect(),
+            cdi_devices: [format!("drayman.dev/claim={name}")].into(),
+            ..ContainerDevices::default()
+        })])
+    }
+
+    #[test]
+    fn a_container_has_the_devices_of_unprepared_claims() {
+        let driver = DriverName::parse("drayman.dev").unwrap();
+        let device = Device {
+            name: "x".into(),
+            ..Device::default()
+        };
+        let own = ClaimUid::parse(A).unwrap();
+        for (name, claim, is_refused) in [
+            (format!("{B}-x"), Some(&own), true),
+            (format!("{B}-x"), None, true),
+            (format!("{B}-y"), Some(&own), false),
+            (format!("admin-{B}-x"), Some(&own), false),
+            (format!("{A}-x"), Some(&own), false),
+        ] {
+            let containers = one(&[], &name);
+            let user = containers.other_user(&driver, &device, claim);
+            assert_eq!(user.is_some(), is_refused, "{name} {user:?}");
+        }
+    }
+
+    #[test]
+    fn a_number_shows_the_use_of_a_claim_unless_others_use_it() {
+        let driver = DriverName::parse("drayman.dev").unwrap();
+        let uid = ClaimUid::parse(A).unwrap();
+        let number = number("c120:6");
+        let entry = Entry {
+            namespace: "default".into(),
+            name: "claim".into(),
+            boot_id: "boot".into(),
+            devices: vec![HeldDevice {
+                numbers: vec![number],
+                ..HeldDevice::named("x")
+            }],
+            progress: Progress::Done {
+                container_edits: ContainerEdits::default(),
+            },
+        };
+        let prepared_claims = PreparedClaims::new("boot", BTreeMap::from([(uid.clone(), entry)]));
+        for (shares, name, is_used) in [
+            (None, format!("{B}-x"), true),
+            (None, format!("admin-{B}-x"), false),
+            (Some(2), format!("{B}-x"), false),
+            (Some(2), format!("{A}-x"), true),
+        ] {
+            let device = Device {
+                name: "x".into(),
+                shares,
+                device_numbers: [number].into(),
+                ..Device::default()
+            };
+            let inventory = Devices::from([("x".to_owned(), device)]);
+            let containers = one(&[number], &name);
+            let user = containers.user_of_claim(&driver, &uid, &prepared_claims, &inventory);
+            assert_eq!(user.is_some(), is_used, "{shares:?} {name}");
+        }
     }
 }

@@ -20,8 +20,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference}
 
 use crate::core::discovery::Devices;
 use crate::core::names::short_hash;
-pub(in crate::core) use render::metadata_attributes;
-pub use render::{Features, KIND, MODE, Omission, Omitted, SHARES, UNHEALTHY};
+pub use render::{Features, Omission, Omitted, SHARES};
 use render::{has_shares, render};
 
 /// Slices of a node, at most. A name has two digits. The 1,024 devices that discovery finds at most fill 16 slices.

@@ -8,6 +8,12 @@ mod fair_queue;
 mod program;
 mod structured;
 
+impl Expressions {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.uses.is_empty() && self.used.is_empty() && self.statuses.is_empty()
+    }
+}
+
 fn attributes(value: i64) -> AttributeSet {
     [("drayman.dev/x".into(), Attribute::Int(value))]
         .into_iter()

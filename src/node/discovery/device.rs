@@ -81,26 +81,6 @@ impl FoundNode {
         }
     }
 
-    /// A node at this path, with a number that no device of a test has.
-    #[cfg(test)]
-    pub(super) fn at(path: &str) -> Self {
-        let number = DeviceNumber {
-            kind: DeviceNodeKind::Character,
-            major: 240,
-            minor: 1,
-        };
-        Self {
-            path: path.into(),
-            container_path: None,
-            own: true,
-            node: HostDeviceNode {
-                host_path: format!("/dev/{path}").into(),
-                number,
-            },
-            disk: None,
-        }
-    }
-
     fn container_path(&self) -> String {
         match &self.container_path {
             Some(path) => path.to_string(),
@@ -525,6 +505,27 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     use super::*;
+
+    impl FoundNode {
+        /// A node at this path, with a number that no device of a test has.
+        pub(in crate::node::discovery) fn at(path: &str) -> Self {
+            let number = DeviceNumber {
+                kind: DeviceNodeKind::Character,
+                major: 240,
+                minor: 1,
+            };
+            Self {
+                path: path.into(),
+                container_path: None,
+                own: true,
+                node: HostDeviceNode {
+                    host_path: format!("/dev/{path}").into(),
+                    number,
+                },
+                disk: None,
+            }
+        }
+    }
 
     /// Adds a block device, whose path is below `/sys/devices`.
     fn add(sys: &Path, path: &str, numbers: &str) -> PathBuf {

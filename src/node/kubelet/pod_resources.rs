@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use tokio::sync::Mutex;
 use tokio::time::{Instant, sleep, timeout};
+use tonic::Code;
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Code, Status};
 
 use super::KubeletPaths;
 use crate::api::proto::pod_resources_v1 as v1;
@@ -94,58 +94,13 @@ impl PodResourcesClient {
 
     /// All pods of the node with their containers' devices.
     pub async fn list(&self) -> Result<Vec<v1::PodResources>, PodResourcesError> {
-        self.call(async |mut client| client.list(v1::ListPodResourcesRequest {}).await)
-            .await
-            .map(|answer| answer.pod_resources)
-    }
-
-    /// All devices that kubelet can allocate, whether allocated or not.
-    pub async fn allocatable(&self) -> Result<Vec<v1::ContainerDevices>, PodResourcesError> {
-        self.call(async |mut client| {
-            client
-                .get_allocatable_resources(v1::AllocatableResourcesRequest {})
-                .await
-        })
-        .await
-        .map(|answer| answer.devices)
-    }
-
-    /// One pod, or `None` if kubelet does not know it. Up to kubelet 1.33 the result is [`PodResourcesError::Unsupported`] unless
-    /// the feature gate `KubeletPodResourcesGet` is enabled.
-    pub async fn get(
-        &self,
-        namespace: &str,
-        name: &str,
-    ) -> Result<Option<v1::PodResources>, PodResourcesError> {
-        let request = v1::GetPodResourcesRequest {
-            pod_name: name.to_owned(),
-            pod_namespace: namespace.to_owned(),
-        };
-        let answer = self
-            .call(async |mut client| client.get(request.clone()).await)
-            .await;
-        match answer {
-            Ok(answer) => Ok(answer.pod_resources),
-            // Kubelet's errors have no specific status code.
-            Err(PodResourcesError::Refused(message)) if message.contains("not found") => Ok(None),
-            Err(PodResourcesError::Refused(message)) if message.contains("method disabled") => {
-                Err(PodResourcesError::Unsupported(message))
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    async fn call<T>(
-        &self,
-        call: impl AsyncFn(PodResourcesListerClient<Channel>) -> Result<tonic::Response<T>, Status>,
-    ) -> Result<T, PodResourcesError> {
         // The lock serialises calls, which also protects the rate limit.
         let mut state = self.state.lock().await;
         let mut retries = 0;
         loop {
             let pause = state.allowance.take(Instant::now());
             sleep(pause).await;
-            let answer = timeout(CALL_LIMIT, self.once(&mut state.channel, &call)).await;
+            let answer = timeout(CALL_LIMIT, self.once(&mut state.channel)).await;
             let error = match answer.unwrap_or(Err(PodResourcesError::Timeout)) {
                 Ok(answer) => return Ok(answer),
                 Err(error) => error,
@@ -161,11 +116,7 @@ impl PodResourcesClient {
         }
     }
 
-    async fn once<T>(
-        &self,
-        channel: &mut Option<Channel>,
-        call: &impl AsyncFn(PodResourcesListerClient<Channel>) -> Result<tonic::Response<T>, Status>,
-    ) -> Result<T, PodResourcesError> {
+    async fn once(&self, channel: &mut Option<Channel>) -> Result<Vec<v1::PodResources>, PodResourcesError> {
         let absent = |problem: String| PodResourcesError::Absent {
             socket: self.socket.clone(),
             problem,
@@ -181,10 +132,10 @@ impl PodResourcesClient {
             })?;
             channel.insert(connected).clone()
         };
-        let client = PodResourcesListerClient::new(connected).max_decoding_message_size(MAX_ANSWER);
-        call(client)
-            .await
-            .map(tonic::Response::into_inner)
+        let mut client = PodResourcesListerClient::new(connected).max_decoding_message_size(MAX_ANSWER);
+        let answer = client.list(v1::ListPodResourcesRequest {}).await;
+        answer
+            .map(|answer| answer.into_inner().pod_resources)
             .map_err(|status| match status.code() {
                 Code::Unimplemented => PodResourcesError::Unsupported(status.message().to_owned()),
                 Code::ResourceExhausted if status.message().contains("rate limit") => {

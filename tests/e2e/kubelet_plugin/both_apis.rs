@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::harness::{Node, TIMEOUT};
 use crate::kubelet_plugin::helper::{
-    Running, devices_inside, in_containers, until_granted, wait_for_inventory,
+    Running, devices_inside, in_containers, pod_resources, until_granted, wait_for_inventory,
 };
 use crate::pods::make_devices;
 use crate::setup::{DRIVER, Program, Setup, is_allocated, pod_from, pod_with_claim, pod_with_limit};
@@ -279,7 +279,7 @@ async fn an_allocated_device_is_withdrawn_from_the_device_plugin() -> anyhow::Re
     setup.until_allocatable(RESOURCE, "3").await?;
 
     // Immediate allocation for no pod, so that the claim is never prepared.
-    let kubelet = crate::kubelet_plugin::helper::pod_resources(node);
+    let kubelet = pod_resources(node).await?;
     setup
         .apply(
             &serde_json::json!({ "apiVersion": "resource.k8s.io/v1alpha2", "kind": "ResourceClaim",

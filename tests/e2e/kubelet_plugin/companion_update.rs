@@ -88,7 +88,7 @@ async fn outcome(setup: &Setup, name: &str) -> anyhow::Result<String> {
 #[tokio::test]
 async fn pods_bound_during_an_update_fail_only_as_kubelet_does() -> anyhow::Result<()> {
     let (setup, mut companion) = begin().await?;
-    let kubelet = pod_resources(setup.cluster.node(0));
+    let kubelet = pod_resources(setup.cluster.node(0)).await?;
     let mut outcomes: BTreeMap<String, usize> = BTreeMap::new();
     for round in 0..5 {
         let name = format!("within-{round}");

@@ -70,7 +70,7 @@ async fn an_unhealthy_device_is_withdrawn_until_it_recovers() -> anyhow::Result<
     let flag = format!("--sysfs-root={}", sysfs.0.display());
     let companion = setup.companion_with(0, CONFIGURATION, &[&flag])?;
     setup.until_allocatable(RESOURCE, "2").await?;
-    let kubelet = pod_resources(node);
+    let kubelet = pod_resources(node).await?;
     let create = async |name: &str| {
         setup.make_limit_pod(name, RESOURCE).await?;
         anyhow::Ok(())

@@ -4,11 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use drayman::node::kubelet::KubeletPaths;
-use drayman::node::kubelet::pod_resources::PodResourcesClient;
+use drayman::api::proto::pod_resources_v1::AllocatableResourcesRequest;
+use drayman::api::proto::pod_resources_v1::pod_resources_lister_client::PodResourcesListerClient;
 use k8s_openapi::api::core::v1::Node as NodeObject;
 use kube::api::Api;
 use serde_json::Value;
+use tonic::transport::Channel;
 
 use crate::harness::{Node, TIMEOUT};
 use crate::setup::Setup;
@@ -98,28 +99,30 @@ fn in_bundles(node: Node<'_>, key: impl Fn(&Value) -> Option<String>) -> BTreeMa
 }
 
 /// A client of kubelet's PodResources API.
-pub(crate) fn pod_resources(node: Node<'_>) -> PodResourcesClient {
-    PodResourcesClient::new(&KubeletPaths {
-        root_dir: node.path("/var/lib/kubelet"),
-        device_plugin_dir: node.path("/var/lib/kubelet/device-plugins"),
-    })
+pub(crate) async fn pod_resources(node: Node<'_>) -> anyhow::Result<PodResourcesListerClient<Channel>> {
+    let socket = node.path("/var/lib/kubelet/pod-resources/kubelet.sock");
+    Ok(PodResourcesListerClient::connect(format!("unix://{}", socket.display())).await?)
 }
 
 /// Waits until kubelet can grant or has granted `count` devices of an extended resource.
 pub(crate) async fn until_granted(
-    kubelet: &PodResourcesClient,
+    kubelet: &PodResourcesListerClient<Channel>,
     resource: &str,
     count: usize,
 ) -> anyhow::Result<()> {
     let until = Instant::now() + TIMEOUT;
     loop {
-        let devices = kubelet.allocatable().await?;
+        let mut kubelet = kubelet.clone();
+        let answer = kubelet.get_allocatable_resources(AllocatableResourcesRequest {});
+        let devices = answer.await?.into_inner().devices;
         let ours = devices.iter().filter(|devices| devices.resource_name == resource);
         let now = ours.flat_map(|devices| &devices.device_ids).count();
         if now == count {
             return Ok(());
         }
         anyhow::ensure!(Instant::now() < until, "kubelet grants {now}, not {count}");
+        // Kubelet answers 100 calls a second.
+        tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
 

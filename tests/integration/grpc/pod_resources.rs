@@ -20,11 +20,10 @@ use tonic::{Request, Response, Status};
 
 use crate::grpc::fixture::{paths, soon};
 
-/// Behaves like kubelet 1.30: `Get` is disabled by default, and the first `busy` calls are rate-limited.
+/// A kubelet whose first `busy` calls are rate-limited.
 #[derive(Clone, Default)]
 struct Kubelet {
     busy: Arc<AtomicUsize>,
-    get_is_on: bool,
     devices: usize,
 }
 
@@ -35,17 +34,13 @@ impl Kubelet {
             namespace: "default".into(),
             containers: vec![ContainerResources {
                 name: "main".into(),
-                devices: vec![self.some()],
+                devices: vec![ContainerDevices {
+                    resource_name: "x.dev/a".into(),
+                    device_ids: (0..self.devices).map(|number| format!("{number:060}")).collect(),
+                    topology: None,
+                }],
                 dynamic_resources: vec![],
             }],
-        }
-    }
-
-    fn some(&self) -> ContainerDevices {
-        ContainerDevices {
-            resource_name: "x.dev/a".into(),
-            device_ids: (0..self.devices).map(|number| format!("{number:060}")).collect(),
-            topology: None,
         }
     }
 }
@@ -73,25 +68,14 @@ impl PodResourcesLister for Kubelet {
         &self,
         _: Request<AllocatableResourcesRequest>,
     ) -> Result<Response<AllocatableResourcesResponse>, Status> {
-        Ok(Response::new(AllocatableResourcesResponse {
-            devices: vec![self.some()],
-        }))
+        Err(Status::unimplemented("not used"))
     }
 
     async fn get(
         &self,
-        request: Request<GetPodResourcesRequest>,
+        _: Request<GetPodResourcesRequest>,
     ) -> Result<Response<GetPodResourcesResponse>, Status> {
-        let request = request.into_inner();
-        if !self.get_is_on {
-            return Err(Status::unknown("PodResources API Get method disabled"));
-        }
-        if (request.pod_namespace.as_str(), request.pod_name.as_str()) != ("default", "p") {
-            return Err(Status::unknown("pod q in namespace default not found"));
-        }
-        Ok(Response::new(GetPodResourcesResponse {
-            pod_resources: Some(self.pod()),
-        }))
+        Err(Status::unimplemented("not used"))
     }
 }
 
@@ -141,7 +125,6 @@ async fn what_kubelet_lists_is_read_again_after_it_was_away() {
         };
         let server = RunningKubelet::start(kubelet.clone(), &paths.pod_resources_socket());
         assert_eq!(soon(client.list()).await.unwrap(), [kubelet.pod()]);
-        assert_eq!(soon(client.allocatable()).await.unwrap(), [kubelet.some()]);
         drop(server);
         // A connection may briefly outlive its server.
         soon(async { while client.list().await.is_ok() {} }).await;
@@ -158,26 +141,6 @@ async fn a_rate_limited_call_is_repeated() {
     soon(client.list()).await.unwrap();
     kubelet.busy.store(100, Ordering::SeqCst);
     assert_eq!(soon(client.list()).await, Err(PodResourcesError::TooMany));
-}
-
-#[tokio::test]
-async fn a_single_pod_is_read_if_kubelet_supports_it() {
-    let directory = tempfile::tempdir().unwrap();
-    let socket = paths(&directory).pod_resources_socket();
-    let client = PodResourcesClient::new(&paths(&directory));
-    let server = RunningKubelet::start(Kubelet::default(), &socket);
-    let off = soon(client.get("default", "p")).await.unwrap_err();
-    assert_eq!(off.reason(), "PodResourcesUnsupported");
-    drop(server);
-    let kubelet = Kubelet {
-        get_is_on: true,
-        ..Kubelet::default()
-    };
-    let _server = RunningKubelet::start(kubelet.clone(), &socket);
-    // The first call may use the connection to the previous kubelet.
-    let _ = soon(client.get("default", "p")).await;
-    assert_eq!(soon(client.get("default", "p")).await, Ok(Some(kubelet.pod())));
-    assert_eq!(soon(client.get("default", "q")).await, Ok(None));
 }
 
 #[tokio::test]

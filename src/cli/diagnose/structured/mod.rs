@@ -10,7 +10,8 @@ pub mod explain;
 
 use k8s_openapi::api::resource::v1::{Device, DeviceAttribute};
 
-pub use crate::core::slices::{KIND, MODE, SHARES, UNHEALTHY};
+pub use crate::core::discovery::attributes::{KIND, MODE, UNHEALTHY};
+pub use crate::core::slices::SHARES;
 use crate::core::structured::Quantity;
 
 /// Looks up a text attribute of a device.

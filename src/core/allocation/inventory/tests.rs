@@ -6,6 +6,19 @@ use crate::core::allocation::tests::fixture;
 
 mod selectors;
 
+impl SelectorResults {
+    /// The result of an expression; `None` if none is stored.
+    pub(crate) fn get(&self, expression: &str, attributes: &AttributeSet) -> Option<Match> {
+        self.of_expression(expression)?
+            .get(self.known_number(attributes)?)
+    }
+
+    /// Number of stored results.
+    pub(crate) fn len(&self) -> usize {
+        self.results.values().map(|results| results.evaluated.len()).sum()
+    }
+}
+
 fn names(inventory: &Inventory, kind: &str) -> Vec<String> {
     inventory.nodes_with(kind).map(str::to_owned).collect()
 }

@@ -10,6 +10,12 @@ use crate::core::allocation::parameters::CheckedRequest;
 use crate::core::allocation::tests::fixture;
 use crate::driver::DriverErrorKind;
 
+impl<K: Ord, V: PartialEq> ObjectCache<K, V> {
+    fn apply(&mut self, change: WatchUpdate<K, Result<V, String>>) -> usize {
+        self.apply_with(change, |_, _, _| ())
+    }
+}
+
 fn class() -> ResourceClass {
     let reference = ResourceClassParametersReference {
         api_group: Some(GROUP.into()),

@@ -18,8 +18,9 @@ use crate::api::proto::device_plugin_v1beta1::{DevicePluginOptions, RegisterRequ
 use crate::api::proto::plugin_registration::PluginInfo;
 use crate::api::proto::plugin_registration::registration_server::RegistrationServer;
 use crate::node::kubelet::registration::RegistrationService;
-use crate::node::kubelet::transport::{GrpcCalls, Identity, Listening, SocketPath, listen};
+use crate::node::kubelet::transport::{GrpcCalls, Listening, SocketPath, listen};
 use crate::node::kubelet::{KubeletApiError, KubeletApiState, is_served};
+use crate::node::state::storage::disk::Identity;
 
 /// The only version of the API.
 const VERSION: &str = "v1beta1";

@@ -3,10 +3,11 @@
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
+use super::structured::unprepare;
 use crate::api::proto::MAX_REQUEST;
 use crate::api::proto::dra_v1alpha2 as v1alpha2;
 use crate::api::proto::dra_v1alpha3 as v1alpha3;
-use crate::node::kubelet::{check_claims, no_uid, status, with_reason, wrong_number_of_answers};
+use crate::node::kubelet::{check_claims, no_uid, recoded, status, with_reason, wrong_number_of_answers};
 use crate::node::service::{Allocation, ClaimToPrepare, ClaimToUnprepare, NodeService, ServiceError};
 
 /// Error for a claim with structured parameters.
@@ -81,29 +82,9 @@ impl v1alpha3::node_server::Node for DraService {
         &self,
         request: Request<v1alpha3::NodeUnprepareResourcesRequest>,
     ) -> Result<Response<v1alpha3::NodeUnprepareResourcesResponse>, Status> {
-        let claims = request.into_inner().claims;
-        check_claims(claims.iter().map(id))?;
-        let asked = claims.len();
-        let answers = self
-            .0
-            .unprepare(claims.iter().cloned().map(to_unprepare).collect())
-            .await;
-        if answers.len() != asked {
-            return Err(wrong_number_of_answers(asked, answers.len()));
-        }
-        let entries = claims.into_iter().zip(answers).map(|(claim, answer)| {
-            let error = answer
-                .err()
-                .map(|error| with_reason(error.reason(), &error))
-                .unwrap_or_default();
-            v1alpha3::NodeUnprepareResourcesEntry {
-                key: claim.uid,
-                value: Some(v1alpha3::NodeUnprepareResourceResponse { error }),
-            }
-        });
-        Ok(Response::new(v1alpha3::NodeUnprepareResourcesResponse {
-            claims: entries.collect(),
-        }))
+        // The messages of `v1` have the same fields.
+        let response = unprepare(&self.0, recoded(request.get_ref())?).await?;
+        Ok(Response::new(recoded(&response)?))
     }
 }
 
@@ -168,14 +149,6 @@ fn to_prepare(claim: v1alpha3::Claim) -> ClaimToPrepare {
         name: claim.name,
         uid: claim.uid,
         allocation: Allocation::Handle(claim.resource_handle),
-    }
-}
-
-fn to_unprepare(claim: v1alpha3::Claim) -> ClaimToUnprepare {
-    ClaimToUnprepare {
-        namespace: claim.namespace,
-        name: claim.name,
-        uid: claim.uid,
     }
 }
 

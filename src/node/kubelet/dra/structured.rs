@@ -135,34 +135,37 @@ impl DraPlugin {
         });
         Ok(entries.collect())
     }
+}
 
-    /// Unprepares claims; one answer each, in order, whose error is empty if it succeeded.
-    async fn unprepare(
-        &self,
-        claims: Vec<v1::Claim>,
-    ) -> Result<Vec<v1::NodeUnprepareResourcesEntry>, Status> {
-        check_claims(claims.iter().map(id))?;
-        let to_unprepare = claims.iter().map(|claim| ClaimToUnprepare {
-            namespace: claim.namespace.clone(),
-            name: claim.name.clone(),
-            uid: claim.uid.clone(),
-        });
-        let answers = self.node.unprepare(to_unprepare.collect()).await;
-        if answers.len() != claims.len() {
-            return Err(wrong_number_of_answers(claims.len(), answers.len()));
-        }
-        let entries = claims.into_iter().zip(answers).map(|(claim, answer)| {
-            let error = answer
-                .err()
-                .map(|error| with_reason(error.reason(), &error))
-                .unwrap_or_default();
-            v1::NodeUnprepareResourcesEntry {
-                key: claim.uid,
-                value: Some(v1::NodeUnprepareResourceResponse { error }),
-            }
-        });
-        Ok(entries.collect())
+/// Unprepares claims; one answer each, in order, whose error is empty if it succeeded.
+pub(super) async fn unprepare(
+    node: &NodeService,
+    request: v1::NodeUnprepareResourcesRequest,
+) -> Result<v1::NodeUnprepareResourcesResponse, Status> {
+    let claims = request.claims;
+    check_claims(claims.iter().map(id))?;
+    let to_unprepare = claims.iter().map(|claim| ClaimToUnprepare {
+        namespace: claim.namespace.clone(),
+        name: claim.name.clone(),
+        uid: claim.uid.clone(),
+    });
+    let answers = node.unprepare(to_unprepare.collect()).await;
+    if answers.len() != claims.len() {
+        return Err(wrong_number_of_answers(claims.len(), answers.len()));
     }
+    let entries = claims.into_iter().zip(answers).map(|(claim, answer)| {
+        let error = answer
+            .err()
+            .map(|error| with_reason(error.reason(), &error))
+            .unwrap_or_default();
+        v1::NodeUnprepareResourcesEntry {
+            key: claim.uid,
+            value: Some(v1::NodeUnprepareResourceResponse { error }),
+        }
+    });
+    Ok(v1::NodeUnprepareResourcesResponse {
+        claims: entries.collect(),
+    })
 }
 
 fn id(claim: &v1::Claim) -> (&str, &str, &str) {
@@ -195,8 +198,8 @@ impl v1::dra_plugin_server::DraPlugin for DraPlugin {
         &self,
         request: Request<v1::NodeUnprepareResourcesRequest>,
     ) -> Result<Response<v1::NodeUnprepareResourcesResponse>, Status> {
-        let claims = self.unprepare(request.into_inner().claims).await?;
-        Ok(Response::new(v1::NodeUnprepareResourcesResponse { claims }))
+        let response = unprepare(&self.node, request.into_inner()).await?;
+        Ok(Response::new(response))
     }
 }
 
@@ -217,9 +220,7 @@ impl v1beta1::dra_plugin_server::DraPlugin for DraPlugin {
         &self,
         request: Request<v1beta1::NodeUnprepareResourcesRequest>,
     ) -> Result<Response<v1beta1::NodeUnprepareResourcesResponse>, Status> {
-        let request: v1::NodeUnprepareResourcesRequest = recoded(request.get_ref())?;
-        let claims = self.unprepare(request.claims).await?;
-        let response = v1::NodeUnprepareResourcesResponse { claims };
+        let response = unprepare(&self.node, recoded(request.get_ref())?).await?;
         Ok(Response::new(recoded(&response)?))
     }
 }

@@ -14,5 +14,5 @@ mod socket;
 
 pub use count::{GrpcCalls, GrpcMethod, MethodMetrics};
 pub use listen::{Listening, MAX_CONNECTIONS, listen};
-pub(crate) use socket::{Identity, check_path, remove_stale};
 pub use socket::{MAX_PATH, SocketError, SocketPath};
+pub(crate) use socket::{check_path, remove_stale};

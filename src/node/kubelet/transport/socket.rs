@@ -15,6 +15,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use crate::node::resync;
+use crate::node::state::storage::disk::Identity;
 
 /// Longest socket path in bytes: `sun_path` has 108, the last of which is a NUL.
 pub const MAX_PATH: usize = 107;
@@ -116,24 +117,6 @@ impl SocketError {
             path: path.to_owned(),
             source,
         }
-    }
-}
-
-/// Device, inode and change time of a file. The change time distinguishes reused inode numbers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Identity {
-    file: (u64, u64),
-    changed: (i64, i64),
-}
-
-impl Identity {
-    /// Identity of the file at `path`, without following symbolic links; `None` if there is none.
-    pub(crate) fn of(path: &Path) -> Option<Self> {
-        let found = fs::symlink_metadata(path).ok()?;
-        Some(Self {
-            file: (found.dev(), found.ino()),
-            changed: (found.ctime(), found.ctime_nsec()),
-        })
     }
 }
 

@@ -99,7 +99,7 @@ pub(super) fn inventory(
 /// devices that are gone come on top. These stay: they are unhealthy. So do devices with shares, because the controller takes a device in
 /// no inventory for exclusive, and would see a conflict between its holders.
 fn leave_out_surplus(devices: &mut Vec<Device>) -> Vec<String> {
-    let may_go = |device: &Device| device.unhealthy.is_none() && device.shares.unwrap_or(1) <= 1;
+    let may_go = |device: &Device| device.unhealthy.is_none() && !device.is_shared();
     let mut left_out = Vec::new();
     while devices.len() > DEVICES_MAX {
         let last = devices.iter().rposition(may_go);

@@ -112,6 +112,25 @@ impl Disk {
     }
 }
 
+/// Device, inode and change time of a file. The change time distinguishes reused inode numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::node) struct Identity {
+    /// Device and inode.
+    pub(in crate::node) file: (u64, u64),
+    changed: (i64, i64),
+}
+
+impl Identity {
+    /// Identity of the file at `path`, without following symbolic links; `None` if there is none.
+    pub(in crate::node) fn of(path: &Path) -> Option<Self> {
+        let found = path.symlink_metadata().ok()?;
+        Some(Self {
+            file: (found.dev(), found.ino()),
+            changed: (found.ctime(), found.ctime_nsec()),
+        })
+    }
+}
+
 /// Suffix of incomplete files. Readers of CDI files accept only `.json` and `.yaml`.
 pub(super) const TEMPORARY: &str = ".tmp";
 

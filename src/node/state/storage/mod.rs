@@ -18,9 +18,8 @@ use crate::core::prepare::kubelet_state::{self, KubeletClaims, KubeletView};
 use crate::core::prepare::plan::Records;
 use crate::core::prepare::prepared_claims::{Entry, PreparedClaims};
 use crate::core::prepare::recovery::{Start, with_running};
-use crate::node::kubelet::transport::Identity;
 pub use disk::StoreError;
-use disk::{Disk, DiskStep, Lock};
+use disk::{Disk, DiskStep, Identity, Lock};
 
 /// Name of the lock file.
 const LOCK: &str = "lock";
@@ -446,11 +445,6 @@ impl OnDisk {
 }
 
 impl Store {
-    #[cfg(test)]
-    pub(crate) fn open(paths: &Paths, boot_id: &str) -> Result<Opened, StoreError> {
-        Self::open_on(&Disk::default(), paths, boot_id)
-    }
-
     /// Opens a driver's files for exclusive use by this process.
     ///
     /// An unusable checkpoint is renamed. If the checkpoint is unusable, or missing although claims have left CDI files or are in kubelet's

@@ -6,6 +6,12 @@ use crate::core::prepare::prepared_claims::{ClaimChange, Entry, HeldDevice, Prog
 use crate::core::prepare::tests::{Disk, Node, operations};
 use proptest::prelude::*;
 
+impl Store {
+    pub(crate) fn open(paths: &Paths, boot_id: &str) -> Result<Opened, StoreError> {
+        Self::open_on(&disk::Disk::default(), paths, boot_id)
+    }
+}
+
 /// Uses an in-memory directory if possible: the model flushes thousands of files.
 fn directory() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm")

@@ -13,9 +13,11 @@ use crate::node::service::NodeService;
 fn container(minor: u32) -> RuntimeContainer {
     let number = format!("c120:{minor}").parse().unwrap();
     RuntimeContainer {
-        namespace: "default".into(),
-        pod: "forced".into(),
-        container: "main".into(),
+        container: PodContainer {
+            namespace: "default".into(),
+            pod: "forced".into(),
+            container: "main".into(),
+        },
         state: RuntimeContainerState::Running,
         age: Duration::from_secs(60),
         given: ContainerDevices {

@@ -112,7 +112,7 @@ fn a_request_that_is_no_name_is_refused() {
 #[test]
 fn a_claim_of_a_template_has_its_name_in_the_pod() {
     let mut claim = claim();
-    claim["metadata"]["annotations"] = json!({ POD_CLAIM_NAME: "usb" });
+    claim["metadata"]["annotations"] = json!({ POD_CLAIM_NAME_ANNOTATION: "usb" });
     let results = read(claim).unwrap();
     assert_eq!(results[0].pod_claim_name.as_deref(), Some("usb"));
 }
