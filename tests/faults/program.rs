@@ -1,6 +1,7 @@
 //! A program that is started, stopped, killed and restarted in its own thread.
 
 use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::pin::Pin;
 use std::sync::{Mutex, Once, PoisonError};
 use std::thread::JoinHandle;
@@ -68,7 +69,13 @@ pub(crate) fn run(
                     .enable_all()
                     .build()
                     .unwrap();
-                let end = runtime.block_on(run_once(&process, &shutdown, &start));
+                let run = AssertUnwindSafe(|| runtime.block_on(run_once(&process, &shutdown, &start)));
+                let end = match catch_unwind(run) {
+                    Ok(end) => end,
+                    // A disk step in which the process is killed unwinds.
+                    Err(_) if process.is_killed() => End::Killed,
+                    Err(panic) => resume_unwind(panic),
+                };
                 process.mark_ended();
                 runtime.shutdown_timeout(Duration::from_secs(10));
                 match end {

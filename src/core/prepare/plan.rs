@@ -936,11 +936,6 @@ pub trait Records {
 }
 
 impl PlanStep {
-    /// Whether the driver performs the step; all others are for the disk.
-    pub fn is_for_driver(&self) -> bool {
-        matches!(self, Self::Prepare(_) | Self::Unprepare(_))
-    }
-
     /// Performs the step, unless it is one for the driver. Returns the new prepared claims if the step changes them. If storing fails,
     /// nothing changes.
     pub fn perform<R: Records>(

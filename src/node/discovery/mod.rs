@@ -93,11 +93,8 @@ impl NodeDriver for HostDevices {
     }
 
     async fn container_edits(&self, device: &str) -> Result<ContainerEdits, NodeDriverError> {
-        let found = self.found.clone();
-        let name = device.to_owned();
-        spawn_blocking(move || found.container_edits(&name))
-            .await
-            .unwrap_or_else(|_| Err(NodeDriverError::Ended(device.to_owned())))
+        // Only links and nodes in /dev are looked up, in memory.
+        self.found.container_edits(device)
     }
 }
 

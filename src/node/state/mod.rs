@@ -591,10 +591,9 @@ impl<D: NodeDriver> NodeState<D> {
 
     /// Performs the steps of a plan, and stops at the first that fails.
     async fn perform(&mut self, steps: &[PlanStep]) -> Result<(), ServiceError> {
-        // Steps for the disk that follow each other share one blocking task: each task is two changes of threads.
-        for steps in steps.chunk_by(|step, next| !step.is_for_driver() && !next.is_for_driver()) {
-            match steps {
-                [PlanStep::Prepare(uid)] => {
+        for step in steps {
+            match step {
+                PlanStep::Prepare(uid) => {
                     let entry = self.prepared_claims.entry(uid);
                     let structured = entry.is_some_and(Entry::is_structured);
                     self.check_nodes_of(uid, &self.devices)?;
@@ -609,53 +608,41 @@ impl<D: NodeDriver> NodeState<D> {
                         &found,
                     );
                 }
-                [PlanStep::Unprepare(uid)] => self.driver.unprepare(&self.prepared_claim(uid)).await?,
-                steps => self.store(steps.to_vec()).await?,
+                PlanStep::Unprepare(uid) => self.driver.unprepare(&self.prepared_claim(uid)).await?,
+                step => self.store(step)?,
             }
         }
         Ok(())
     }
 
-    /// Performs steps for the disk. If one fails, those before it count.
-    async fn store(&mut self, steps: Vec<PlanStep>) -> Result<(), ServiceError> {
-        for step in &steps {
-            if let PlanStep::WriteCdi(uid) = step {
-                self.runtime.cdi_written(uid);
-            }
+    /// Performs a step for the disk. It blocks the thread: a blocking task would add two changes of threads to each step, which take longer
+    /// than the step where the files are in memory, and all that follows waits for the step anyway.
+    fn store(&mut self, step: &PlanStep) -> Result<(), ServiceError> {
+        if let PlanStep::WriteCdi(uid) = step {
+            self.runtime.cdi_written(uid);
         }
-        let (mut prepared_claims, store) = (Arc::clone(&self.prepared_claims), self.store.clone());
-        let stored = spawn_blocking(move || {
-            for step in steps {
-                match step.perform(&prepared_claims, &*store) {
-                    Ok(Some(changed)) => prepared_claims = Arc::new(changed),
-                    Ok(None) => {}
-                    Err(error) => return (prepared_claims, Err(error)),
-                }
+        let Some(changed) = step.perform(&self.prepared_claims, &*self.store)? else {
+            return Ok(());
+        };
+        let before = self.prepared_claims.entries().keys();
+        let removed: Vec<&ClaimUid> = before.filter(|uid| changed.entry(uid).is_none()).collect();
+        if !removed.is_empty() {
+            let quarantine = self.orphans.quarantine();
+            if removed.iter().any(|uid| quarantine.contains_key(*uid)) {
+                // The published quarantine is updated by a check.
+                self.backend.check_due.notify_one();
             }
-            (prepared_claims, Ok(()))
-        });
-        let (changed, result) = stored.await.map_err(|_| ServiceError::Stopping)?;
-        if !Arc::ptr_eq(&changed, &self.prepared_claims) {
-            let before = self.prepared_claims.entries().keys();
-            let removed: Vec<&ClaimUid> = before.filter(|uid| changed.entry(uid).is_none()).collect();
-            if !removed.is_empty() {
-                let quarantine = self.orphans.quarantine();
-                if removed.iter().any(|uid| quarantine.contains_key(*uid)) {
-                    // The published quarantine is updated by a check.
-                    self.backend.check_due.notify_one();
-                }
-                let orphans = self.orphans.change();
-                for uid in removed {
-                    orphans.forget(uid);
-                }
-                let released = &self.backend.released;
-                released.send_modify(|count| *count = count.wrapping_add(1));
-                // Another claim may wait for the device.
-                self.retries.expedite(self.started.elapsed());
+            let orphans = self.orphans.change();
+            for uid in removed {
+                orphans.forget(uid);
             }
-            *self.prepared_claims.change() = changed;
+            let released = &self.backend.released;
+            released.send_modify(|count| *count = count.wrapping_add(1));
+            // Another claim may wait for the device.
+            self.retries.expedite(self.started.elapsed());
         }
-        Ok(result?)
+        *self.prepared_claims.change() = Arc::new(changed);
+        Ok(())
     }
 
     fn prepared_claim(&self, uid: &ClaimUid) -> PreparedClaim {
@@ -798,7 +785,7 @@ impl<D: NodeDriver> NodeState<D> {
     /// Refuses a device while another holder may still have one of its device nodes under another name: devices that are plugged in again can
     /// exchange their numbers. A device with shares is not checked: its holders have the same node.
     fn check_nodes(&self, device: &Device, own: Option<&ClaimUid>) -> Result<(), Refusal> {
-        if device.shares.is_some_and(|shares| shares > 1) {
+        if device.is_shared() {
             return Ok(());
         }
         let name = || device.name.clone();

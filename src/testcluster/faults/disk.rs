@@ -1,25 +1,41 @@
 //! Fault injection for file operations.
 
 use std::io;
+use std::panic::resume_unwind;
 use std::path::Path;
 use std::sync::Arc;
+use std::thread::ThreadId;
 
-use super::{Fault, Operation, ProgramProcess};
+use super::{Fault, Killed, Operation, ProgramProcess};
 use crate::node::state::storage::disk::{Disk, DiskStep, DiskWatcher};
 
 impl ProgramProcess {
-    /// Returns the disk of this process.
+    /// Returns the disk of this process. Called on the thread of its runtime.
     pub fn disk(&self) -> Disk {
-        Disk::watched(Arc::new(self.clone()))
+        Disk::watched(Arc::new(ProcessDisk {
+            process: self.clone(),
+            thread: std::thread::current().id(),
+        }))
     }
 }
 
-impl DiskWatcher for ProgramProcess {
+/// The disk of a process.
+#[derive(Debug)]
+struct ProcessDisk {
+    process: ProgramProcess,
+    /// The thread of the process's runtime.
+    thread: ThreadId,
+}
+
+impl DiskWatcher for ProcessDisk {
     fn before(&self, step: DiskStep, path: &Path) -> io::Result<()> {
         // Clears the state of an earlier, failed step.
         AFTER.set(None);
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        match self.start_operation(Operation::Disk, &format!("{step:?} {name}")) {
+        match self
+            .process
+            .start_operation(Operation::Disk, &format!("{step:?} {name}"))
+        {
             Ok(Some(Fault::Refused)) => Err(io::Error::from(io::ErrorKind::StorageFull)),
             Ok(Some(Fault::KilledAfter)) => {
                 // Thread-local until the step is done: each thread executes one step at a time.
@@ -37,10 +53,10 @@ impl DiskWatcher for ProgramProcess {
 
     fn after(&self, step: DiskStep, path: &Path) -> io::Result<()> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        self.notify(Operation::Disk, &format!("{step:?} {name}"));
+        self.process.notify(Operation::Disk, &format!("{step:?} {name}"));
         match AFTER.take() {
             Some(Fault::KilledAfter) => {
-                self.kill();
+                self.process.kill();
                 Err(self.dead())
             }
             Some(_) => Err(io::Error::other("Input/output error")),
@@ -53,10 +69,14 @@ thread_local! {
     static AFTER: std::cell::Cell<Option<Fault>> = const { std::cell::Cell::new(None) };
 }
 
-impl ProgramProcess {
-    /// Blocks the thread until the process has fully ended, then returns an error that is ignored.
+impl ProcessDisk {
+    /// Ends the task, so that it does nothing after the kill. A blocking task cannot be ended: it waits until the process has ended, and the
+    /// returned error is ignored.
     fn dead(&self) -> io::Error {
-        self.wait_until_ended();
+        if std::thread::current().id() == self.thread {
+            resume_unwind(Box::new(Killed));
+        }
+        self.process.wait_until_ended();
         io::Error::other("the program was killed")
     }
 }
