@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use futures::StreamExt as _;
 use tokio::sync::{Notify, watch};
-use tokio::task::spawn_blocking;
+use tokio::task::{spawn_blocking, yield_now};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tracing::{debug, error, info, warn};
 
@@ -225,7 +225,11 @@ impl<D: NodeDriver> NodeState<D> {
                 Ok(()) = self.allocated.changed(), if self.has_both() => self.update_allocated(),
                 finished = self.query.finished(), if self.query.is_running() => self.finish_query(finished).await,
                 request = self.backend.requests.recv() => match request {
-                    Some(request) => self.serve(request).await,
+                    Some(request) => {
+                        self.serve(request).await;
+                        // Sends the answer before the inventory is rebuilt.
+                        yield_now().await;
+                    }
                     None => return,
                 },
                 () = sleep_until(retry.unwrap_or(self.started)), if retry.is_some() => self.retry().await,
