@@ -1,7 +1,7 @@
 //! The state task: it owns the node's state, and serves the requests of [`NodeService`](crate::node::service::NodeService).
 //!
 //! Requests are served one at a time. If a caller disconnects, its request stays in the queue; when kubelet retries, the second request
-//! finds the work done. File access runs on a separate thread.
+//! finds the work done.
 
 mod plugin;
 mod resources;
@@ -117,8 +117,7 @@ pub struct NodeState<D> {
     node: NodeIdentity,
     paths: Paths,
     store: Arc<Store>,
-    /// Shared with the thread that accesses files, and never changed during such an access.
-    prepared_claims: Versioned<Arc<PreparedClaims>>,
+    prepared_claims: Versioned<PreparedClaims>,
     /// The CDI files that could not be written.
     retries: Retries,
     orphans: Versioned<Orphans>,
@@ -182,7 +181,7 @@ impl<D: NodeDriver> NodeState<D> {
             runtime: RuntimeCheck::new(options.runtime, options.paths.driver.clone()),
             paths: options.paths,
             store: Arc::new(store),
-            prepared_claims: Versioned::new(Arc::new(prepared_claims)),
+            prepared_claims: Versioned::new(prepared_claims),
             retries: Retries::default(),
             orphans: Versioned::new(orphans),
             devices: Arc::default(),
@@ -595,6 +594,8 @@ impl<D: NodeDriver> NodeState<D> {
 
     /// Performs the steps of a plan, and stops at the first that fails.
     async fn perform(&mut self, steps: &[PlanStep]) -> Result<(), ServiceError> {
+        // A call or a check can have many claims, and the steps for the disk never wait: other tasks run between the claims.
+        yield_now().await;
         for step in steps {
             match step {
                 PlanStep::Prepare(uid) => {
@@ -606,11 +607,9 @@ impl<D: NodeDriver> NodeState<D> {
                     if !Arc::ptr_eq(&found, &self.devices) {
                         self.check_nodes_of(uid, &found)?;
                     }
-                    Arc::make_mut(self.prepared_claims.change()).set_container_edits(
-                        uid,
-                        container_edits,
-                        &found,
-                    );
+                    self.prepared_claims
+                        .change()
+                        .set_container_edits(uid, container_edits, &found);
                 }
                 PlanStep::Unprepare(uid) => self.driver.unprepare(&self.prepared_claim(uid)).await?,
                 step => self.store(step)?,
@@ -619,8 +618,8 @@ impl<D: NodeDriver> NodeState<D> {
         Ok(())
     }
 
-    /// Performs a step for the disk. It blocks the thread: a blocking task would add two changes of threads to each step, which take longer
-    /// than the step where the files are in memory, and all that follows waits for the step anyway.
+    /// Performs a step for the disk. It blocks the companion's thread: the two changes of threads of a blocking task take as long as the step
+    /// where the files are in memory. While the disk is slow, all of the companion waits.
     fn store(&mut self, step: &PlanStep) -> Result<(), ServiceError> {
         if let PlanStep::WriteCdi(uid) = step {
             self.runtime.cdi_written(uid);
@@ -645,7 +644,7 @@ impl<D: NodeDriver> NodeState<D> {
             // Another claim may wait for the device.
             self.retries.expedite(self.started.elapsed());
         }
-        *self.prepared_claims.change() = Arc::new(changed);
+        *self.prepared_claims.change() = changed;
         Ok(())
     }
 

@@ -1,5 +1,5 @@
 use std::path::Path;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 pub(in crate::node::state) mod fixture;
 mod moving;
@@ -13,7 +13,7 @@ use super::*;
 use crate::api::crd::Mode;
 use crate::api::resource::ResourceClaim;
 use crate::core::prepare::containers::{PodContainer, ResourceSnapshot};
-use crate::node::service::{Allocation, ClaimToPrepare, PluginDevice, Preference};
+use crate::node::service::{Allocation, ClaimToPrepare, ClaimToUnprepare, PluginDevice, Preference};
 use fixture::*;
 
 #[tokio::test]
@@ -58,6 +58,33 @@ async fn answers_keep_the_order_and_one_refusal_stops_nobody() {
     assert_eq!((held.reason(), held.is_invalid_request()), ("DeviceHeld", false));
     assert!(held.to_string().contains("default/claim"), "{held}");
     assert_eq!(files(root.path()), [file(A), file(B)]);
+    life.end().await;
+}
+
+#[tokio::test]
+async fn other_tasks_run_between_the_claims_of_a_call() {
+    const CLAIMS: usize = 20;
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&[]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    let turns = Arc::new(AtomicUsize::new(0));
+    let counted = turns.clone();
+    tokio::spawn(async move {
+        loop {
+            counted.fetch_add(1, Ordering::SeqCst);
+            tokio::task::yield_now().await;
+        }
+    });
+    let uids = (0..CLAIMS).map(|number| format!("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f{number:04}"));
+    let claims = uids.map(|uid| ClaimToUnprepare {
+        namespace: "default".into(),
+        name: "claim".into(),
+        uid,
+    });
+    let before = turns.load(Ordering::SeqCst);
+    let answers = life.handle.unprepare(claims.collect()).await;
+    assert!(answers.iter().all(Result::is_ok), "{answers:?}");
+    let between = turns.load(Ordering::SeqCst) - before;
+    assert!(between >= CLAIMS, "{between} turns for {CLAIMS} claims");
     life.end().await;
 }
 
