@@ -517,6 +517,7 @@ mod tests {
         ContainerStatusResponse, ListContainersResponse, StatusRequest, StatusResponse, VersionRequest,
         VersionResponse,
     };
+    use crate::core::prepare::runtime_containers::tests::running;
 
     const A: &str = "7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a";
 
@@ -526,16 +527,7 @@ mod tests {
 
     impl ContainerRuntime for OneContainer {
         fn list_containers(&self) -> BoxFuture<'_, Result<Arc<RuntimeContainers>, String>> {
-            let container = RuntimeContainer {
-                container: PodContainer {
-                    namespace: "default".into(),
-                    pod: "p".into(),
-                    container: "main".into(),
-                },
-                state: RuntimeContainerState::Running,
-                age: Duration::ZERO,
-                given: self.0.clone(),
-            };
+            let container = running(self.0.clone());
             Box::pin(async { Ok(Arc::new(RuntimeContainers(vec![container]))) })
         }
     }

@@ -278,7 +278,7 @@ impl SpecDevice {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::core::prepare::container_edits::ContainerEdits;
     use crate::core::prepare::prepared_claims::Progress;
@@ -373,7 +373,7 @@ mod tests {
         );
     }
 
-    fn running(given: ContainerDevices) -> RuntimeContainer {
+    pub(crate) fn running(given: ContainerDevices) -> RuntimeContainer {
         RuntimeContainer {
             container: PodContainer {
                 namespace: "default".into(),

@@ -9,6 +9,7 @@ use drayman::api::proto::pod_resources_v1::pod_resources_lister_client::PodResou
 use k8s_openapi::api::core::v1::Node as NodeObject;
 use kube::api::Api;
 use serde_json::Value;
+use tonic::Code;
 use tonic::transport::Channel;
 
 use crate::harness::{Node, TIMEOUT};
@@ -114,14 +115,21 @@ pub(crate) async fn until_granted(
     loop {
         let mut kubelet = kubelet.clone();
         let answer = kubelet.get_allocatable_resources(AllocatableResourcesRequest {});
-        let devices = answer.await?.into_inner().devices;
-        let ours = devices.iter().filter(|devices| devices.resource_name == resource);
-        let now = ours.flat_map(|devices| &devices.device_ids).count();
-        if now == count {
-            return Ok(());
+        let granted = answer.await.map(|answer| {
+            let devices = answer.into_inner().devices;
+            let ours = devices.iter().filter(|devices| devices.resource_name == resource);
+            ours.flat_map(|devices| &devices.device_ids).count()
+        });
+        match &granted {
+            Ok(now) if *now == count => return Ok(()),
+            Err(status) if status.code() != Code::ResourceExhausted => return Err(status.clone().into()),
+            _ => {}
         }
-        anyhow::ensure!(Instant::now() < until, "kubelet grants {now}, not {count}");
-        // Kubelet answers 100 calls a second.
+        anyhow::ensure!(
+            Instant::now() < until,
+            "kubelet grants not {count} devices of {resource}, but {granted:?}"
+        );
+        // This API has no watch, and all its clients together get 100 answers a second.
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }

@@ -5,7 +5,7 @@ use drayman::node::kubelet::KubeletPaths;
 use drayman::node::kubelet::pod_resources::PodResourcesClient;
 use kube::api::Api;
 
-use crate::kubelet_plugin::helper::{devices_inside, wait_for_inventory};
+use crate::kubelet_plugin::helper::{devices_inside, pod_resources, until_granted, wait_for_inventory};
 use crate::setup::{DRIVER, Setup};
 
 const RESOURCE: &str = "drayman.dev/shared";
@@ -68,6 +68,7 @@ async fn a_shared_device_is_found_by_the_plugin_watcher() -> anyhow::Result<()> 
         [("one", 1), ("two", 1)]
     );
     assert_ne!(listed[0].1, listed[1].1, "two shares");
+    until_granted(&pod_resources(node).await?, RESOURCE, 3).await?;
 
     // A restarted kubelet finds the socket by itself.
     node.restart_kubelet().await?;

@@ -82,7 +82,7 @@ impl v1alpha3::node_server::Node for DraService {
         &self,
         request: Request<v1alpha3::NodeUnprepareResourcesRequest>,
     ) -> Result<Response<v1alpha3::NodeUnprepareResourcesResponse>, Status> {
-        // The messages of `v1` have the same fields.
+        // The messages of `v1` lack the resource handles alone, which do not matter here.
         let response = unprepare(&self.0, recoded(request.get_ref())?).await?;
         Ok(Response::new(recoded(&response)?))
     }
