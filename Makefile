@@ -175,7 +175,7 @@ cluster: $(CLUSTER) ## Start a real Kubernetes with drayman in it; Ctrl-C ends i
 generate: ## Regenerate crds/, the chart's schema, docs/reference and the lists of docs/reference/metrics.md
 	DRAYMAN_GENERATE=1 cargo test --locked --quiet --lib cli::crds
 	DRAYMAN_GENERATE=1 cargo test --locked --quiet --test docs reference
-	DRAYMAN_GENERATE=1 cargo test --locked --quiet --lib observe::page
+	DRAYMAN_GENERATE=1 cargo test --locked --quiet --lib observe::tests
 
 .PHONY: clean
 clean: ## Remove all build output, including the Kubernetes of the tests

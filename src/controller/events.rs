@@ -1,4 +1,5 @@
-//! Writes reports as Events on the objects that they concern. [`crate::core::claims`] chooses their reasons and texts.
+//! Writes reports as Events on the objects that they concern. [`crate::core::claims`] chooses their reasons and texts:
+//! `context` for pods, `claim` and `transaction` for claims. `cli::observe::reasons` lists the reasons.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, VecDeque};

@@ -2,6 +2,13 @@
 //!
 //! Everything here is a function of its arguments, so that a run can be logged, replayed, crashed between any two steps and searched by a
 //! property test. `tests/docs/architecture.rs` enforces this.
+//!
+//! | module | decides for |
+//! |---|---|
+//! | [`claims`], [`lease`] | `controller` |
+//! | [`allocation`] | `host` |
+//! | [`prepare`], [`discovery`], [`slices`] | `node` |
+//! | [`scheduler`] | `testcluster` and the commands in structured mode |
 
 pub mod allocation;
 pub mod claims;
@@ -10,5 +17,5 @@ pub mod distribution;
 pub mod lease;
 pub mod names;
 pub mod prepare;
+pub mod scheduler;
 pub mod slices;
-pub mod structured;

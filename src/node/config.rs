@@ -3,7 +3,7 @@
 //! The file is parsed into raw types that check only its shape, then converted to types that exclude invalid values. Every error
 //! names the file, the position, the value and the remedy.
 
-mod access;
+mod access_conflicts;
 mod container_paths;
 mod error;
 mod extras;
@@ -174,7 +174,7 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
                 ));
             }
             let kind = raw.check(&field, whole)?;
-            access::check(&kinds, &kind, raw, &field, whole)?;
+            access_conflicts::check(&kinds, &kind, raw, &field, whole)?;
             kinds.push(Arc::new(kind));
         }
         Ok(Self { kinds })

@@ -1,4 +1,10 @@
-//! The companion, which runs on every node: the runtime of [`crate::core::prepare`].
+//! The companion, which runs on every node: the runtime of [`crate::core::prepare`], [`crate::core::discovery`] and [`crate::core::slices`].
+//!
+//! * [`config`] is the node's configuration, and [`discovery`] finds the devices it describes: the built-in [`driver`].
+//! * [`kubelet`] serves kubelet's APIs, and [`service`] queues their requests for [`state`], which owns prepared claims and storage.
+//! * [`publish`] writes ResourceSlices or the NodeInventory, and events about the Node.
+//! * [`orphans`] looks for claims that kubelet has forgotten, and [`container_runtime`] for containers that have a device.
+//! * [`run`] starts and stops all of it; [`hand_over`] passes the node to the next companion.
 
 pub(crate) mod admin;
 mod claim;
@@ -38,8 +44,8 @@ pub(crate) mod service;
 pub mod service;
 
 pub use crate::core::names::{DriverNameError, NameError};
-pub use crate::core::prepare::allocate::ExtendedResource;
 pub use crate::core::prepare::checkpoint::CheckpointError;
+pub use crate::core::prepare::device_plugin::ExtendedResource;
 pub use config::{ConfigError, Position};
 pub use kubelet::device_plugin::PluginRegistration;
 pub use kubelet::transport::{SocketError, SocketPath};

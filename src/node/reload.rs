@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::core::discovery::device_events::DeviceEvent;
-use crate::core::prepare::allocate::ExtendedResource;
+use crate::core::prepare::device_plugin::ExtendedResource;
 use crate::node::config::NodeConfiguration;
 
 /// How long to gather events before reading the file: a writer causes several.

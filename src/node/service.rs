@@ -11,9 +11,9 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::core::names::{ClaimUid, device_of_plugin_id};
-pub use crate::core::prepare::allocate::Preference;
-use crate::core::prepare::allocate::{End, ExtendedResource, preferred};
 use crate::core::prepare::container_edits::ContainerEdits;
+pub use crate::core::prepare::device_plugin::Preference;
+use crate::core::prepare::device_plugin::{End, ExtendedResource, preferred};
 pub use crate::core::prepare::inventory::PluginDevice;
 use crate::core::prepare::orphans::{ApiView, Question};
 use crate::core::prepare::plan::Refusal;

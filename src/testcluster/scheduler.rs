@@ -15,7 +15,7 @@ use serde::Deserialize as _;
 use serde_json::{Value, json};
 
 use crate::api::resource as classic;
-use crate::core::structured::{ClusterState, DeviceHoldings, allocate as allocate_claims, node_matches};
+use crate::core::scheduler::{ClusterState, DeviceHoldings, allocate as allocate_claims, node_matches};
 use crate::host::selectors::with_selectors;
 use crate::testcluster::api::ClusterMode;
 use crate::testcluster::api::object::{self, list, text};

@@ -213,7 +213,7 @@ fn every_reason_among_the_symptoms_is_one_that_is_given() {
 /// The files and enums with the steps of `drayman explain`.
 const STEPS: [(&str, &str); 2] = [
     ("src/cli/diagnose/explain.rs", "ClaimStep"),
-    ("src/cli/diagnose/limits.rs", "ExtendedResourceStep"),
+    ("src/cli/diagnose/extended_resources.rs", "ExtendedResourceStep"),
 ];
 
 /// The states of `drayman devices`.

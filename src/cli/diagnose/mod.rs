@@ -2,8 +2,8 @@
 //!
 //! * [`devices`]: every device, its state and its holders.
 //! * [`explain`]: the step of a pod's claims, the cause, and the fix.
-//! * [`limits`]: the same for pods with extended resources in container limits.
-//! * [`usage`]: objects that still depend on classic DRA.
+//! * [`extended_resources`]: the same for pods with extended resources in container limits.
+//! * [`leftovers`]: objects that still depend on classic DRA.
 //! * [`doctor`]: checks of an installation, each with its fix.
 //! * [`nodes`]: checks of nodes and their inventories.
 //! * [`gates`]: whether the feature gate is on in each component.
@@ -14,13 +14,13 @@
 pub mod devices;
 pub mod doctor;
 pub mod explain;
+pub mod extended_resources;
 pub mod gates;
-pub mod limits;
+pub mod leftovers;
 pub mod nodes;
 pub mod overlap;
 pub mod rights;
 pub mod structured;
-pub mod usage;
 
 use kube::ResourceExt as _;
 

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::doctor::{DoctorFinding, some};
-use super::usage::held_by;
+use super::leftovers::held_by;
 use crate::api::crd::{NodeInventory, READY};
 use crate::api::resource::ResourceClaim;
 

@@ -8,9 +8,9 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 use tokio::sync::watch;
 
+use super::encode::{count_each, number, series, with_all};
 use super::reasons::By;
-use super::write::{count_each, number, series, with_all};
-use super::{table, write};
+use super::{encode, table};
 use crate::controller::Metrics;
 use crate::core::claims::{Moment, QueueStatistics, Statistics};
 
@@ -33,7 +33,7 @@ impl Collector for ControllerMetrics {
         })?;
         claims(&mut encoder, &statistics)?;
         pods(&mut encoder, &statistics)?;
-        write::events(&mut encoder, By::Controller, &statistics.reports)?;
+        encode::events(&mut encoder, By::Controller, &statistics.reports)?;
         queues(&mut encoder, &statistics.queues, Moment::new(since.elapsed()))
     }
 }

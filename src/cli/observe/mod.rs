@@ -4,9 +4,8 @@
 //! fails its liveness probe.
 
 mod controller;
+mod encode;
 mod node;
-#[cfg(test)]
-mod page;
 mod process;
 #[cfg_attr(
     not(test),
@@ -26,7 +25,8 @@ mod server;
     )
 )]
 mod table;
-mod write;
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
 
@@ -58,7 +58,7 @@ struct Program {
 impl Collector for Program {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
         let labels = [self.component, env!("CARGO_PKG_VERSION"), std::env::consts::ARCH];
-        write::series(&mut encoder, &table::BUILD, |values| values.gauge(&labels, 1.0))
+        encode::series(&mut encoder, &table::BUILD, |values| values.gauge(&labels, 1.0))
     }
 }
 

@@ -7,10 +7,10 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 use tokio::sync::watch;
 
+use super::encode::{count_each, number, series};
 use super::reasons::{By, REFUSALS};
 use super::table::{CLAIMS, HEALTH, RESULTS};
-use super::write::{count_each, number, series};
-use super::{table, write};
+use super::{encode, table};
 use crate::node::kubelet::transport::{GrpcCalls, GrpcMethod};
 use crate::node::metrics::{Metrics, MetricsSnapshot, Omission, SliceCounts};
 use crate::node::publish::inventory::RegistrationStatus;
@@ -32,7 +32,7 @@ impl Collector for NodeMetrics {
         stock(&mut encoder, &counted)?;
         operations(&mut encoder, &counted)?;
         slices(&mut encoder, &counted)?;
-        write::events(&mut encoder, By::Companion, &counted.events)?;
+        encode::events(&mut encoder, By::Companion, &counted.events)?;
         calls(&mut encoder, &self.metrics.calls)
     }
 }

@@ -7,8 +7,8 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 use rustix::process::{Resource, getrlimit};
 
+use super::encode::{number, series};
 use super::table;
-use super::write::{number, series};
 
 #[derive(Debug)]
 pub(super) struct ProcessMetrics {

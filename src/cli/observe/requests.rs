@@ -16,7 +16,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tower::{Layer, Service};
 
-use super::{table, write};
+use super::{encode, table};
 
 /// Upper bounds in seconds, equal to client-go's.
 const BUCKETS: [f64; 10] = [0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0];
@@ -63,8 +63,12 @@ impl Requests {
             drop(requests.durations.get_or_create(&verb(method)));
         }
         let (answers, durations) = (&table::REQUESTS, &table::REQUEST_DURATION);
-        registry.register(write::base(answers), answers.help, requests.answers.clone());
-        registry.register(write::base(durations), durations.help, requests.durations.clone());
+        registry.register(encode::base(answers), answers.help, requests.answers.clone());
+        registry.register(
+            encode::base(durations),
+            durations.help,
+            requests.durations.clone(),
+        );
         requests
     }
 

@@ -114,7 +114,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::cli::tool::mock::Server;
+    use crate::cli::tool::tests::Server;
 
     #[tokio::test]
     async fn claims_of_each_mode_are_offered() {

@@ -288,7 +288,7 @@ mod tests {
 
     use super::*;
     use crate::cli::diagnose::structured::tests::{DRIVER, camera, held, slice};
-    use crate::cli::tool::mock::{Server, parsed};
+    use crate::cli::tool::tests::{Server, parsed};
 
     const CLAIMS: &str = "/apis/resource.k8s.io/v1/resourceclaims";
     const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";

@@ -354,7 +354,7 @@ impl Printable for FindingList {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::tool::mock::{Server, parsed};
+    use crate::cli::tool::tests::{Server, parsed};
 
     #[tokio::test]
     async fn an_unknown_api_is_not_taken_for_classic_mode() {

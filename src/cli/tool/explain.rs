@@ -363,7 +363,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::cli::tool::mock::Server;
+    use crate::cli::tool::tests::Server;
 
     fn subject(words: &[&str]) -> Result<ObjectArgument, Error> {
         ObjectArgument::read(&words.iter().map(|&word| word.to_owned()).collect::<Vec<_>>())

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::kubectl_flags::KubectlFlags;
 use super::read::{self, ServedApi};
-use crate::cli::diagnose::usage::{Dependent, Objects, allocated_from, dependents, held_by};
+use crate::cli::diagnose::leftovers::{Dependent, Objects, allocated_from, dependents, held_by};
 use crate::cli::error::Error;
 use crate::cli::output::{OutputFlags, Printable, Style, row, table};
 use crate::cli::runtime::block_on;
@@ -143,7 +143,7 @@ fn text_of_this_driver(style: Style, driver: &str, left: &[Dependent]) -> String
 mod tests {
     use super::*;
     use crate::cli::diagnose::structured::tests::{DRIVER, held};
-    use crate::cli::tool::mock::Server;
+    use crate::cli::tool::tests::Server;
 
     #[tokio::test]
     async fn claims_of_structured_mode_hold_the_driver() {

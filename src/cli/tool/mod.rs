@@ -13,12 +13,12 @@ mod feature_gates;
 pub(super) mod explain;
 mod kubectl_flags;
 pub(super) mod leftovers;
-#[cfg(test)]
-mod mock;
 mod node_check;
 mod read;
 mod rights;
 mod selector;
+#[cfg(test)]
+mod tests;
 mod watch;
 pub(super) mod who;
 
@@ -52,17 +52,4 @@ pub(super) fn as_kubectl_plugin(mut arguments: Vec<OsString>) -> Vec<OsString> {
         *program = "kubectl drayman".into();
     }
     arguments
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_program_knows_itself_as_a_plugin_of_kubectl_by_its_name() {
-        let name = |program: &str| as_kubectl_plugin(vec![program.into()]).remove(0);
-        assert_eq!(name("/usr/local/bin/kubectl-drayman"), "kubectl drayman");
-        assert_eq!(name("/usr/local/bin/drayman"), "/usr/local/bin/drayman");
-        assert!(as_kubectl_plugin(Vec::new()).is_empty());
-    }
 }

@@ -247,7 +247,7 @@ pub(super) fn minor(text: &str) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::tool::mock::Server;
+    use crate::cli::tool::tests::Server;
 
     #[tokio::test]
     async fn only_404_means_that_an_api_is_not_served() {

@@ -114,7 +114,7 @@ mod tests {
 
     use super::*;
     use crate::cli::diagnose::structured::tests::{DRIVER, camera, slice};
-    use crate::cli::tool::mock::Server;
+    use crate::cli::tool::tests::Server;
 
     #[tokio::test]
     async fn a_watch_ends_when_nobody_reads_its_output() {

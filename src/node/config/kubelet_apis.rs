@@ -5,7 +5,7 @@ use serde_saphyr::Spanned;
 use super::error::{ContentError, at, shown};
 use crate::api::crd::{GROUP, Mode};
 use crate::core::names::{check_extended_resource, is_dns_label};
-use crate::core::prepare::allocate::ExtendedResource;
+use crate::core::prepare::device_plugin::ExtendedResource;
 
 /// Maximum number of names in `extendedResourceDevices`.
 pub(super) const NAMES_MAX: usize = 1024;

@@ -1,4 +1,4 @@
-//! Discovers the devices that the node's configuration describes.
+//! Discovers the devices that the node's configuration describes: the runtime of [`crate::core::discovery`].
 //!
 //! A device node is identified by the path that a pattern matched, which may be a symbolic link maintained by udev
 //! (`/dev/serial/by-id/...`); a USB or PCI device by its properties and its position on the bus. A uevent of the kernel, a change

@@ -408,8 +408,8 @@ mod tests {
     use super::*;
     use crate::api::proto::device_plugin_v1beta1::ContainerAllocateRequest;
     use crate::api::proto::device_plugin_v1beta1::device_plugin_client::DevicePluginClient;
-    use crate::core::prepare::allocate::ExtendedResource;
     use crate::core::prepare::container_edits::{DeviceNode, Mount as HostMount};
+    use crate::core::prepare::device_plugin::ExtendedResource;
     use crate::node::service::{NodeRequest, ServedResource};
 
     #[tokio::test]

@@ -1,5 +1,6 @@
 //! Events about the Node, for cluster operators. Kubelet writes the event of a pod whose Prepare is refused, with the message of
-//! [`Refusal`](crate::core::prepare::plan::Refusal).
+//! [`ServiceError`](crate::node::service::ServiceError), in most cases a [`Refusal`](crate::core::prepare::plan::Refusal), or of
+//! [`ClaimError`](crate::node::kubelet::dra::structured::ClaimError).
 
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::api::events::v1::Event;

@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::info;
 
 use super::retried::serve_again;
-use crate::core::prepare::allocate::ExtendedResource;
+use crate::core::prepare::device_plugin::ExtendedResource;
 use crate::node::kubelet::device_plugin::PluginRegistration;
 use crate::node::kubelet::{self, KubeletApiState, KubeletPaths};
 use crate::node::reload::ConfiguredResources;

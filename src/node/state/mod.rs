@@ -3,7 +3,7 @@
 //! Requests are served one at a time. If a caller disconnects, its request stays in the queue; when kubelet retries, the second request
 //! finds the work done.
 
-mod plugin;
+mod device_plugin;
 mod resources;
 pub mod storage;
 
@@ -19,10 +19,10 @@ use tracing::{debug, error, info, warn};
 
 use crate::api::crd::{Device, DeviceNumber, Mode};
 use crate::core::names::{ClaimDevice, ClaimUid};
-use crate::core::prepare::allocate::ExtendedResource;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::container_edits::ContainerEdits;
 use crate::core::prepare::containers::{AllocatedClaims, WithdrawnDevices};
+use crate::core::prepare::device_plugin::ExtendedResource;
 use crate::core::prepare::inventory::{
     Devices, device_counts, inventory, is_as_found, plugin_devices, published, withhold,
 };

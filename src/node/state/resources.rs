@@ -12,10 +12,10 @@ use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
 use crate::api::crd::{Device, DeviceNumber};
-use crate::core::prepare::allocate::ExtendedResource;
 use crate::core::prepare::containers::{
     AllocatedClaims, Conflicting, Containers, ResourceSnapshot, WithdrawnDevices,
 };
+use crate::core::prepare::device_plugin::ExtendedResource;
 use crate::core::prepare::inventory::{Devices, HandedOut, PluginDevice};
 use crate::core::prepare::plan::ClaimToPrepare;
 use crate::core::prepare::prepared_claims::{PreparedClaims, are_among, share_a_node};

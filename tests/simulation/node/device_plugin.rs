@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use drayman::api::resource::{AllocationResult, ResourceClaim, ResourceHandle};
 use drayman::core::claims::ObjectKey;
-use drayman::core::prepare::allocate::{End, Preference, preferred};
 use drayman::core::prepare::containers::{PodContainer, ResourceSnapshot};
+use drayman::core::prepare::device_plugin::{End, Preference, preferred};
 use drayman::core::prepare::plan::{Allocation, Refusal};
 
 use super::companion::{Companion, Failure};

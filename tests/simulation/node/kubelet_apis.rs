@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use drayman::api::resource::ResourceClaim;
 use drayman::core::names::{ClaimUid, device_of_plugin_id};
-use drayman::core::prepare::allocate::check_allocate;
 use drayman::core::prepare::containers::{AllocatedClaims, ResourceSnapshot};
+use drayman::core::prepare::device_plugin::check_allocate;
 use drayman::core::prepare::inventory::{HandedOut, PluginDevice, plugin_devices};
 use drayman::core::prepare::plan::{ClaimToPrepare, PlanStep, Refusal, plan_prepare, takes_from_both};
 

@@ -9,7 +9,7 @@ use super::{MODE, SHARES, UNHEALTHY, kind, shares, text, value};
 use crate::api::crd::Mode;
 use crate::cli::diagnose::devices::{DeviceHolder, DeviceRow, DeviceState, DeviceTable};
 use crate::cli::diagnose::qualified_name;
-use crate::core::structured::{DeviceHoldings, DeviceId, PoolState, Usage, all_pools};
+use crate::core::scheduler::{DeviceHoldings, DeviceId, PoolState, Usage, all_pools};
 
 /// Joins the slices of `driver` with the allocated claims.
 pub fn devices(driver: &str, slices: &[ResourceSlice], claims: &[ResourceClaim]) -> DeviceTable {

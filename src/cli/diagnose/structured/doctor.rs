@@ -12,7 +12,7 @@ use crate::cli::diagnose::doctor::{DoctorFinding, some};
 use crate::cli::diagnose::gates::GateState;
 use crate::cli::diagnose::nodes::{name_of, without_companion, without_nodes};
 use crate::core::allocation::inventory::Match;
-use crate::core::structured::{Evaluate, PoolState, all_pools};
+use crate::core::scheduler::{Evaluate, PoolState, all_pools};
 
 /// First minor version of Kubernetes 1 with these gates on by default.
 const ON_SINCE: u32 = 36;

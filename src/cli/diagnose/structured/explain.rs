@@ -15,7 +15,7 @@ use crate::cli::diagnose::explain::{
 use crate::cli::diagnose::qualified_name;
 use crate::cli::objects::PartialPod;
 use crate::core::claims::Resolved;
-use crate::core::structured::{
+use crate::core::scheduler::{
     AllocationFailure, Availability, ClusterState, DeviceId, Evaluate, NodeReport, RequestReport, holdings,
     node_matches, report,
 };

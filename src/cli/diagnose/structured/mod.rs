@@ -11,8 +11,8 @@ pub mod explain;
 use k8s_openapi::api::resource::v1::{Device, DeviceAttribute};
 
 pub use crate::core::discovery::attributes::{KIND, MODE, UNHEALTHY};
+use crate::core::scheduler::Quantity;
 pub use crate::core::slices::SHARES;
-use crate::core::structured::Quantity;
 
 /// Looks up a text attribute of a device.
 fn text<'a>(device: &'a Device, name: &str) -> Option<&'a str> {

@@ -11,7 +11,7 @@ use crate::cli::diagnose::explain::{ClaimExplanation, ClaimStep, claim_of};
 use crate::cli::diagnose::gates::GateState;
 use crate::cli::objects::PartialPod;
 use crate::core::claims::Resolved;
-use crate::core::structured::{ClusterState, DeviceHoldings};
+use crate::core::scheduler::{ClusterState, DeviceHoldings};
 use crate::host::selectors::with_selectors;
 
 pub(crate) const DRIVER: &str = "drayman.dev";

@@ -14,7 +14,7 @@ use crate::cli::diagnose::structured::doctor::{classes, dropped_fields, slices};
 use crate::cli::error::Error;
 use crate::cli::tool::read::{self, ServedApi};
 use crate::cli::tool::{feature_gates, rights};
-use crate::core::structured::holdings::results;
+use crate::core::scheduler::holdings::results;
 use crate::host::selectors::with_selectors;
 
 /// Runs all checks. Read errors become findings.
@@ -87,7 +87,7 @@ mod tests {
     use super::*;
     use crate::cli::diagnose::doctor::Level;
     use crate::cli::diagnose::structured::tests::{camera, class, held, node, slice};
-    use crate::cli::tool::mock::Server;
+    use crate::cli::tool::tests::Server;
 
     async fn run(server: Server) -> Vec<(Level, String)> {
         let users = [

@@ -10,7 +10,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use crate::cli::diagnose::explain::{ClaimExplanation, ClaimStep, DeviceVerdict, NodeVerdict};
-use crate::cli::diagnose::limits::{self, ExtendedResourceExplanation, ExtendedResourceStep};
+use crate::cli::diagnose::extended_resources::{self, ExtendedResourceExplanation, ExtendedResourceStep};
 use crate::cli::diagnose::qualified_name;
 use crate::cli::error::Error;
 use crate::cli::objects::{Condition, PartialPod};
@@ -200,8 +200,8 @@ async fn explain_limits(
     pod: &PartialPod,
 ) -> Result<Vec<ExtendedResourceExplanation>, Error> {
     let is_bound = pod.spec.as_ref().is_some_and(|spec| spec.node_name.is_some());
-    if is_bound || limits::wanted(pod).is_empty() {
-        return Ok(limits::explain(pod, None, None));
+    if is_bound || extended_resources::wanted(pod).is_empty() {
+        return Ok(extended_resources::explain(pod, None, None));
     }
     let nodes = unless_forbidden(
         read::all::<Node>(client).await,
@@ -211,7 +211,11 @@ async fn explain_limits(
         read::all::<PartialPod>(client).await,
         "pods of all namespaces: how many of an extended resource are in use is not known",
     )?;
-    Ok(limits::explain(pod, nodes.as_deref(), pods.as_deref()))
+    Ok(extended_resources::explain(
+        pod,
+        nodes.as_deref(),
+        pods.as_deref(),
+    ))
 }
 
 pub(super) fn unless_forbidden<T>(read: Result<T, Error>, what: &str) -> Result<Option<T>, Error> {

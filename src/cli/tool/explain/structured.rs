@@ -15,7 +15,7 @@ use crate::cli::objects::PartialPod;
 use crate::cli::tool::feature_gates;
 use crate::cli::tool::read::{self, ClaimScope, Namespaces};
 use crate::core::claims::Resolved;
-use crate::core::structured::{ClusterState, DeviceHoldings};
+use crate::core::scheduler::{ClusterState, DeviceHoldings};
 use crate::host::selectors::with_selectors;
 
 /// Explains the claims of the pod; without a pod, the claim of this name. `None` if it does not exist.
@@ -147,7 +147,7 @@ mod tests {
     use crate::cli::output::{Printable as _, Style};
     use crate::cli::tool::explain::answer::{Explained, ObjectArgument};
     use crate::cli::tool::explain::explain_object;
-    use crate::cli::tool::mock::Server;
+    use crate::cli::tool::tests::Server;
 
     fn server() -> Server {
         let mut waiting = pod("second", &["waits"]);

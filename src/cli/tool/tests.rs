@@ -8,6 +8,8 @@ use kube::Client;
 use kube::client::Body;
 use serde_json::{Value, json};
 
+use super::as_kubectl_plugin;
+
 /// The API of claims.
 const CLAIMS: &str = "/apis/resource.k8s.io/";
 
@@ -100,4 +102,12 @@ impl Server {
 
 fn status(code: u16, reason: &str) -> Value {
     json!({ "kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "message": reason, "code": code })
+}
+
+#[test]
+fn the_program_knows_itself_as_a_plugin_of_kubectl_by_its_name() {
+    let name = |program: &str| as_kubectl_plugin(vec![program.into()]).remove(0);
+    assert_eq!(name("/usr/local/bin/kubectl-drayman"), "kubectl drayman");
+    assert_eq!(name("/usr/local/bin/drayman"), "/usr/local/bin/drayman");
+    assert!(as_kubectl_plugin(Vec::new()).is_empty());
 }

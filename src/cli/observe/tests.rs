@@ -11,7 +11,7 @@ use tokio::sync::watch;
 
 use super::reasons::{By, EVENTS, REFUSALS};
 use super::table::{self, ALL, LabelValues, MetricKind, Of, Series};
-use super::{Observer, write};
+use super::{Observer, encode};
 use crate::node::publish::inventory::RegistrationStatus;
 
 const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/reference/metrics.md");
@@ -194,7 +194,7 @@ fn each_component_has_exactly_its_series_from_the_start() {
         let of_table: BTreeSet<&str> = ALL
             .iter()
             .filter(|series| series.of == Of::Both || series.of == of)
-            .map(|series| write::base(series))
+            .map(|series| encode::base(series))
             .collect();
         assert_eq!(described, of_table, "{of:?}");
         for series in ALL

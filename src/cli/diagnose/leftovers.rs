@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::qualified_name;
 use super::structured::devices::pods;
 use crate::api::resource::{Pod, ResourceClaim, ResourceClaimTemplate, ResourceClass, finalizer_of};
-use crate::core::structured::holdings::results;
+use crate::core::scheduler::holdings::results;
 
 /// An object that depends on classic DRA.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::explain::NodeVerdict;
 use crate::cli::objects::{PartialContainer, PartialPod};
-use crate::core::structured;
+use crate::core::scheduler;
 
 /// Reason for a pod that kubelet rejects because its devices are unavailable (`pkg/kubelet/lifecycle/predicate.go`).
 const NOT_ADMITTED: &str = "UnexpectedAdmissionError";
@@ -102,7 +102,7 @@ fn limits(container: &PartialContainer) -> impl Iterator<Item = (String, u64)> {
 
 /// The amount of an extended resource, which is an integer. The API server stores 1000 as `1k`.
 fn number(amount: &Quantity) -> u64 {
-    let amount = structured::Quantity::read(amount).map(|amount| amount.to_string());
+    let amount = scheduler::Quantity::read(amount).map(|amount| amount.to_string());
     amount
         .ok()
         .and_then(|amount| amount.parse().ok())
