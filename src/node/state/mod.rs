@@ -226,7 +226,7 @@ impl<D: NodeDriver> NodeState<D> {
                 request = self.backend.requests.recv() => match request {
                     Some(request) => {
                         self.serve(request).await;
-                        // Sends the answer before the inventory is rebuilt.
+                        // Sends the answer before the inventory is rebuilt. The answer to a request that waited for kubelet is sent after it.
                         yield_now().await;
                     }
                     None => return,
@@ -302,6 +302,9 @@ impl<D: NodeDriver> NodeState<D> {
             }
             NodeRequest::DecideOrphans(now, answers, containers, answer) => {
                 let report = self.decide_orphans(now, &answers, containers.as_ref()).await;
+                // The answer publishes the quarantine, and the device may not be offered beside it.
+                self.rebuild_inventory();
+                self.publish();
                 let _ = answer.send(report);
             }
         }
@@ -618,8 +621,8 @@ impl<D: NodeDriver> NodeState<D> {
         Ok(())
     }
 
-    /// Performs a step for the disk. It blocks the companion's thread: the two changes of threads of a blocking task take as long as the step
-    /// where the files are in memory. While the disk is slow, all of the companion waits.
+    /// Performs a step for the disk. It blocks the companion's thread: where the files are in memory, the two changes of threads of a
+    /// blocking task take longer than the step. While the disk is slow, all of the companion waits.
     fn store(&mut self, step: &PlanStep) -> Result<(), ServiceError> {
         if let PlanStep::WriteCdi(uid) = step {
             self.runtime.cdi_written(uid);

@@ -279,7 +279,21 @@ async fn a_list_of_devices_is_sent_again_only_when_it_has_changed() {
     inventory.mark_unchanged();
     life.prepare(A, &["x"]).await.unwrap();
     life.unprepare(A).await.unwrap();
+    // Answered after the lists that follow Unprepare.
+    life.handle.holdings().await.unwrap();
     assert!(!devices.has_changed().unwrap() && !inventory.has_changed().unwrap());
+    life.end().await;
+}
+
+#[tokio::test]
+async fn an_answer_does_not_wait_for_the_inventory() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    let prepared = life.handle.prepared();
+    life.prepare(A, &["x"]).await.unwrap();
+    assert_eq!(*prepared.borrow(), 0);
+    life.handle.holdings().await.unwrap();
+    assert_eq!(*prepared.borrow(), 1);
     life.end().await;
 }
 

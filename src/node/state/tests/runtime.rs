@@ -404,3 +404,18 @@ async fn an_unprepared_claim_is_no_longer_in_quarantine() {
     // Even if other claims stay, a check publishes that.
     soon(life.handle.check_due()).await;
 }
+
+#[tokio::test]
+async fn a_device_is_withheld_before_its_quarantine_is_published() {
+    let (root, driver) = (tempfile::tempdir().unwrap(), FakeDriver::new(&["x"]));
+    let life = live_and_know(root.path(), "boot", &driver).await;
+    life.prepare(A, &["x"]).await.unwrap();
+    life.handle.find_orphans(Duration::ZERO).await.unwrap();
+    // Kubelet's list cannot be read.
+    let answers = BTreeMap::from([(ClaimUid::parse(A).unwrap(), ApiView::Gone)]);
+    let report = life.handle.decide_orphans(Duration::ZERO, answers).await.unwrap();
+    assert_eq!(report.quarantine.len(), 1);
+    let withheld = life.inventory.borrow().get("x").cloned().unwrap();
+    assert!(withheld.unhealthy.is_some(), "{withheld:?}");
+    life.end().await;
+}
