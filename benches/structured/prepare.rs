@@ -21,6 +21,11 @@ const LONE: usize = 30;
 /// Concurrent pods: slightly fewer than kubelet's default limit.
 const AT_ONCE: u32 = 100;
 
+/// Kubelet, container runtime and API server finish the pod before, so that they are idle as the goal requires.
+const IDLE: Duration = Duration::from_secs(2);
+
+/// Histogram of the companion's gRPC calls.
+const HANDLING: &str = "grpc_server_handling_seconds";
 const READ: &str = "rest_client_request_duration_seconds";
 const PREPARE: &str = "NodePrepareResources";
 const UNPREPARE: &str = "NodeUnprepareResources";
@@ -104,6 +109,7 @@ impl Lone {
 
     /// Runs a pod, and adds its calls. `before` are kubelet's metrics before it; returns those after it.
     async fn pod(&mut self, setup: &Setup, name: &str, before: &Metrics) -> anyhow::Result<Metrics> {
+        tokio::time::sleep(IDLE).await;
         run_pod(setup, name, self.class).await?;
         let after = Metrics::of_kubelet(setup).await?;
         for (method, times) in [(PREPARE, &mut self.prepares), (UNPREPARE, &mut self.unprepares)] {
@@ -154,8 +160,16 @@ async fn lone(setup: &Setup, address: &str, has_peer: bool) -> anyhow::Result<()
             Goal::is(mean <= mean_goal && times.quantile(99) <= p99_goal),
         );
     }
-    let reads = Metrics::of_companion(address)
-        .await?
+    let ours_after = Metrics::of_companion(address).await?;
+    let handled = ours_after
+        .durations(HANDLING, PREPARE)
+        .since(ours.durations(HANDLING, PREPARE));
+    figure(
+        &format!("the companion's part of Prepare, by its {HANDLING}"),
+        &format!("mean {:.2?}, n={}", handled.mean(), handled.count),
+        Goal::none(),
+    );
+    let reads = ours_after
         .durations(READ, "\"GET\"")
         .since(ours.durations(READ, "\"GET\""));
     figure(
@@ -216,7 +230,7 @@ async fn at_once(setup: &Setup, address: &str) -> anyhow::Result<()> {
         .since(before.durations(OPERATION, label));
     let ours = Metrics::of_companion(address).await?;
     figure(
-        &format!("Prepare of {AT_ONCE} pods at once by the companion's grpc_server_handling_seconds"),
+        &format!("Prepare of {AT_ONCE} pods at once by the companion's {HANDLING}"),
         &format!(
             "p99 at most {} s",
             ours.quantile_since(&ours_before, PREPARE, 99).context("calls")?
