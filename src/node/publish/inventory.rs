@@ -204,6 +204,8 @@ impl InventoryPublisher {
             *node = Some(cluster.read().await?);
         }
         let Some(node) = node else { return Ok(()) };
+        // Read before the devices: those of a claim are withheld before its quarantine is published.
+        let quarantine = self.quarantine.borrow_and_update().clone();
         let devices = self.devices.borrow_and_update().clone();
         if cluster.is_structured() {
             // Nothing tells which events a previous process has written.
@@ -218,9 +220,9 @@ impl InventoryPublisher {
         }
         // Read after the write of the inventory, which takes a while.
         let registration_status = self.registration_status.borrow_and_update().clone();
-        self.quarantine.mark_unchanged();
         if !cluster.is_structured() {
-            self.write_status(api, name, &registration_status, seen).await?;
+            self.write_status(api, name, &registration_status, &quarantine, seen)
+                .await?;
         }
         let mut events = std::mem::take(&mut cluster.unwritten);
         events.extend(registration_status.down.events_since(&seen.down));
@@ -293,13 +295,14 @@ impl InventoryPublisher {
         api: &Inventories,
         name: &str,
         registration_status: &RegistrationStatus,
+        quarantine: &Quarantine,
         seen: &mut Seen,
     ) -> Result<(), PublishError> {
         let Some(stored) = &seen.stored else {
             return Ok(());
         };
         let now = Timestamp::now();
-        let wanted = status(stored, registration_status, &self.quarantine.borrow(), now);
+        let wanted = status(stored, registration_status, quarantine, now);
         if stored.status.as_ref() == Some(&wanted) {
             return Ok(());
         }
@@ -315,9 +318,10 @@ impl InventoryPublisher {
             message: "the companion was stopped; running containers keep their devices".to_owned(),
             ..RegistrationStatus::default()
         };
+        let quarantine = self.quarantine.borrow().clone();
         match timeout(
             STOP_TIMEOUT,
-            self.write_status(api, name, &registration_status, &mut seen),
+            self.write_status(api, name, &registration_status, &quarantine, &mut seen),
         )
         .await
         {

@@ -226,7 +226,7 @@ impl<D: NodeDriver> NodeState<D> {
                 request = self.backend.requests.recv() => match request {
                     Some(request) => {
                         self.serve(request).await;
-                        // Sends the answer before the inventory is rebuilt. The answer to a request that waited for kubelet is sent after it.
+                        // Callers get most answers before the inventory is rebuilt.
                         yield_now().await;
                     }
                     None => return,
@@ -302,7 +302,7 @@ impl<D: NodeDriver> NodeState<D> {
             }
             NodeRequest::DecideOrphans(now, answers, containers, answer) => {
                 let report = self.decide_orphans(now, &answers, containers.as_ref()).await;
-                // The answer publishes the quarantine, and the device may not be offered beside it.
+                // The caller publishes the quarantine, and its devices are withheld first.
                 self.rebuild_inventory();
                 self.publish();
                 let _ = answer.send(report);

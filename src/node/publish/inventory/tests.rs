@@ -6,7 +6,9 @@ use kube::client::Body;
 use serde_json::{Value, json};
 
 use super::*;
+use crate::core::names::ClaimUid;
 use crate::core::prepare::claims_api::ClaimsApi;
+use crate::node::service::Quarantined;
 
 /// An API server with scripted responses for the claims API.
 #[derive(Clone, Default)]
@@ -23,6 +25,11 @@ struct InventoryServer {
     forbids_inventories: bool,
     /// Requests for NodeInventories.
     inventories: Arc<Mutex<Vec<String>>>,
+    /// The writes of the NodeInventory: `spec`, and the condition types of each status.
+    writes: Arc<Mutex<Vec<String>>>,
+    quarantine: watch::Sender<Quarantine>,
+    /// A claim that is put in quarantine during a write of the devices.
+    quarantined: Option<Quarantine>,
     /// A device that somebody else has added, which server-side apply keeps.
     foreign_device: Arc<Mutex<Option<Value>>>,
     /// The answers to lists and watches of NodeInventories; there is no answer after the last.
@@ -82,6 +89,17 @@ impl InventoryServer {
             }
             ("PATCH", _) => {
                 let is_merge = body["kind"].is_null();
+                let types = body["status"]["conditions"].as_array().into_iter().flatten();
+                let types: Vec<&str> = types.filter_map(|condition| condition["type"].as_str()).collect();
+                let write = if is_merge {
+                    types.join(" ")
+                } else {
+                    "spec".to_owned()
+                };
+                self.writes.lock().unwrap().push(write);
+                if let (false, Some(quarantined)) = (is_merge, &self.quarantined) {
+                    self.quarantine.send_replace(quarantined.clone());
+                }
                 let mut foreign = self.foreign_device.lock().unwrap();
                 if is_merge && body["spec"]["devices"].is_array() {
                     *foreign = None;
@@ -127,7 +145,6 @@ fn publish(
     let (cluster, known) = watch::channel(cluster);
     let (devices, _) = watch::channel(Arc::default());
     let (registration_status, _) = watch::channel(RegistrationStatus::starting());
-    let (quarantine, _) = watch::channel(Quarantine::new());
     let publisher = InventoryPublisher {
         client: PublisherClient(server.client()),
         driver_name: DriverName::parse("drayman.dev").unwrap(),
@@ -136,7 +153,7 @@ fn publish(
         cluster,
         prepared_by: Some(ClaimsApi::Classic),
         registration_status: registration_status.subscribe(),
-        quarantine: quarantine.subscribe(),
+        quarantine: server.quarantine.subscribe(),
         node_in_doubt: Arc::default(),
         notices: None,
         metrics: Arc::default(),
@@ -248,6 +265,28 @@ async fn a_device_that_somebody_else_added_is_removed() {
     let (_, end) = publish(&server, ClusterFacts::default());
     sleep(Duration::from_secs(10)).await;
     assert_eq!(*server.foreign_device.lock().unwrap(), None);
+    end.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_quarantine_is_published_after_the_devices() {
+    let quarantined = Quarantined {
+        claim: "claim default/camera".into(),
+        why: "kubelet no longer lists it".into(),
+    };
+    let uid = ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a0a").unwrap();
+    let server = InventoryServer {
+        quarantined: Some([(uid, quarantined)].into()),
+        ..InventoryServer::default()
+    };
+    *server.answers.lock().unwrap() = vec![true];
+    let (_, end) = publish(&server, ClusterFacts::default());
+    sleep(Duration::from_secs(10)).await;
+    // The devices that the claim withholds could be published with the next write.
+    assert_eq!(
+        *server.writes.lock().unwrap(),
+        ["spec", "Ready", "Ready Quarantined"]
+    );
     end.cancel();
 }
 
