@@ -9,6 +9,9 @@ use std::time::Duration;
 
 /// Minimum time between good results that count separately. A burst of events causes many checks and proves nothing.
 pub const GOOD_SPACING: Duration = Duration::from_secs(4);
+/// Minimum time between two causes of one device. Each is a write of its slice and an event, and a cause with the value of a counter is new at
+/// every check.
+pub const CAUSE_SPACING: Duration = Duration::from_secs(60);
 /// How long the health of a missing unhealthy device is remembered.
 pub const MEMORY: Duration = Duration::from_secs(60);
 
@@ -30,6 +33,8 @@ pub struct HealthRecords {
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct UnhealthyDevice {
     cause: String,
+    /// When the cause was reported first.
+    since: Duration,
     /// Number of consecutive good results.
     good: u32,
     /// When the last good result was counted.
@@ -64,9 +69,18 @@ impl HealthRecords {
                     }
                 }
                 (Err(Some(cause)), _) => {
-                    // A newer cause replaces the reported one.
+                    // A newer cause replaces the reported one, in time.
+                    let reported = self.unhealthy.get(name);
+                    let kept = reported.filter(|sick| {
+                        sick.cause == *cause || now.saturating_sub(sick.since) < CAUSE_SPACING
+                    });
+                    let (cause, since) = match kept {
+                        Some(sick) => (sick.cause.clone(), sick.since),
+                        None => (cause.clone(), now),
+                    };
                     let fresh = UnhealthyDevice {
-                        cause: cause.clone(),
+                        cause,
+                        since,
                         good: 0,
                         counted: None,
                         seen: now,
@@ -150,13 +164,29 @@ mod tests {
         records.observe(at(10), &good());
         assert!(records.cause("x").is_some());
         records.observe(at(15), &bad("it burns"));
-        assert_eq!(records.cause("x"), Some("it burns"));
+        assert_eq!(records.cause("x"), Some("it smokes"));
         for second in [20, 25] {
             records.observe(at(second), &good());
         }
         assert!(records.cause("x").is_some());
         records.observe(at(30), &good());
         assert_eq!(records.cause("x"), None);
+    }
+
+    #[test]
+    fn a_cause_that_changes_at_every_check_is_replaced_once_a_minute() {
+        let mut records = HealthRecords::default();
+        let mut causes = Vec::new();
+        for second in (0..=120).step_by(5) {
+            records.observe(at(second), &bad(&format!("{second} errors")));
+            causes.extend(records.cause("x").map(str::to_owned));
+        }
+        causes.dedup();
+        assert_eq!(causes, ["0 errors", "60 errors", "120 errors"]);
+        // The same cause again does not delay another one.
+        records.observe(at(179), &bad("120 errors"));
+        records.observe(at(180), &bad("it burns"));
+        assert_eq!(records.cause("x"), Some("it burns"));
     }
 
     #[test]
