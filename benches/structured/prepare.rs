@@ -21,7 +21,7 @@ const LONE: usize = 30;
 /// Concurrent pods: slightly fewer than kubelet's default limit.
 const AT_ONCE: u32 = 100;
 
-/// Kubelet, container runtime and API server finish the pod before, so that they are idle as the goal requires.
+/// Pause before each pod: kubelet, container runtime and API server finish the previous one, and are idle as the goal requires.
 const IDLE: Duration = Duration::from_secs(2);
 
 /// Histogram of the companion's gRPC calls.

@@ -1,5 +1,5 @@
-//! Writes reports as Events on the objects that they concern. [`crate::core::claims`] chooses their reasons and texts:
-//! `context` for pods, `claim` and `transaction` for claims. `cli::observe::reasons` lists the reasons.
+//! Writes reports as Events on the objects that they concern. [`crate::core::claims`] makes them: `context` for pods, `claim` and `transaction`
+//! for claims, `state` for classes. A driver's error brings its own reason and text; `cli::observe::reasons` lists those of the built-in driver.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, VecDeque};

@@ -9,6 +9,7 @@
 //! | [`allocation`] | `host` |
 //! | [`prepare`], [`discovery`], [`slices`] | `node` |
 //! | [`scheduler`] | `testcluster` and the commands in structured mode |
+//! | [`names`], [`distribution`] | several |
 
 pub mod allocation;
 pub mod claims;

@@ -248,7 +248,7 @@ fn is_label_of_any_length(text: &str) -> bool {
 }
 
 /// Derives a device name from its identity: the path relative to `/dev`, the ids or the port of a USB device, the address of a PCI function,
-/// or the first path, the kind or the pattern of a group.
+/// or the first path, the kind, or kind and pattern of a group.
 ///
 /// The result is a DNS label and is stable across restarts. An identity that is a DNS label is its own name. Any other loses characters, so
 /// a hash of the whole identity is appended to keep names distinct.

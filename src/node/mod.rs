@@ -1,10 +1,11 @@
 //! The companion, which runs on every node: the runtime of [`crate::core::prepare`], [`crate::core::discovery`] and [`crate::core::slices`].
 //!
-//! * [`config`] is the node's configuration, and [`discovery`] finds the devices it describes: the built-in [`driver`].
+//! * [`config`] is the node's configuration, which [`reload`] watches. [`discovery`] finds the devices that it describes: the built-in [`driver`].
 //! * [`kubelet`] serves kubelet's APIs, and [`service`] queues their requests for [`state`], which owns prepared claims and storage.
 //! * [`publish`] writes ResourceSlices or the NodeInventory, and events about the Node.
 //! * [`orphans`] looks for claims that kubelet has forgotten, and [`container_runtime`] for containers that have a device.
-//! * [`run`] starts and stops all of it; [`hand_over`] passes the node to the next companion.
+//! * [`run`] starts and stops all of it; [`hand_over`] passes the node to the next companion in structured mode. [`admin`] is
+//!   the socket for operators on the node.
 
 pub(crate) mod admin;
 mod claim;

@@ -1,11 +1,15 @@
 //! Decisions of the node: prepared claims, device holders, and container edits for both kubelet APIs.
 //!
-//! * [`plan`] checks kubelet's DRA requests and plans their steps; [`recovery`] does after a start or a failure. [`device_plugin`] checks Allocate.
+//! * [`plan`] checks kubelet's DRA requests and plans their steps. [`recovery`] plans those after a start, a failure or a change of devices, and
+//!   of a manual release.
+//! * [`device_plugin`] checks Allocate and chooses devices.
 //! * [`prepared_claims`] holds the claims, and [`checkpoint`] is their format on disk.
 //! * [`container_edits`] and [`device_metadata`] make what a container gets.
-//! * [`containers`] has the other holders of devices, from [`device_manager`] (kubelet's checkpoint) and [`runtime_containers`].
-//! * [`orphans`] decides about claims that are no longer in [`kubelet_state`], kubelet's other checkpoint.
-//! * [`inventory`], [`claims_api`] and [`kubelet_apis`] decide which devices, APIs and registrations are published.
+//! * [`containers`] has the other holders of devices, partly from [`device_manager`], kubelet's checkpoint of extended resources.
+//!   [`runtime_containers`] shows what containers have, independent of kubelet.
+//! * [`orphans`] decides when a claim that kubelet has forgotten loses its devices. [`kubelet_state`] reads kubelet's list of claims.
+//! * [`inventory`] decides which devices are published, [`claims_api`] which API for claims the cluster serves. [`kubelet_apis`] summarizes the
+//!   registrations.
 
 pub mod checkpoint;
 pub mod claims_api;

@@ -1,5 +1,5 @@
-//! Events about the Node, for cluster operators. Kubelet writes the event of a pod whose Prepare is refused, with the message of
-//! [`ServiceError`](crate::node::service::ServiceError), in most cases a [`Refusal`](crate::core::prepare::plan::Refusal), or of
+//! Events about the Node, for cluster operators. Kubelet writes the event of a pod whose Prepare is refused, with the message of a
+//! [`ServiceError`](crate::node::service::ServiceError), mostly a [`Refusal`](crate::core::prepare::plan::Refusal), or in structured mode of a
 //! [`ClaimError`](crate::node::kubelet::dra::structured::ClaimError).
 
 use k8s_openapi::api::core::v1::ObjectReference;

@@ -117,7 +117,7 @@ mod tests {
     async fn a_healthy_structured_cluster_has_no_problem() {
         let findings = run(server()).await;
         let worst = findings.iter().map(|(level, _)| *level).max();
-        // The mock serves no metrics.
+        // `Server` serves no metrics.
         assert_eq!(worst, Some(Level::Note), "{findings:?}");
         let says = |text: &str| findings.iter().any(|(_, message)| message.contains(text));
         assert!(says("Kubernetes 1.37 serves resource.k8s.io/v1"), "{findings:?}");
