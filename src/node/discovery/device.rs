@@ -70,6 +70,9 @@ pub(super) struct FoundNode {
     pub(super) node: HostDeviceNode,
     /// The disk, if the node is a partition.
     pub(super) disk: Option<DeviceNumber>,
+    /// The block devices that the node gives access to: itself, or the disks that a character device sends commands to, unless the operator allows
+    /// that.
+    pub(super) blocks: Vec<(u32, u32)>,
 }
 
 impl FoundNode {
@@ -78,6 +81,32 @@ impl FoundNode {
         match root.identify(&self.path) {
             Ok(now) => now != self.node,
             Err(error) => !error.is_unread(),
+        }
+    }
+
+    /// The numbers of [`Self::blocks`].
+    pub(super) fn block_numbers(&self) -> impl Iterator<Item = DeviceNumber> {
+        self.blocks.iter().map(|&(major, minor)| DeviceNumber {
+            kind: DeviceNodeKind::Block,
+            major,
+            minor,
+        })
+    }
+
+    /// The block device of the node, for messages.
+    fn disk_name(&self) -> String {
+        let path = &self.path;
+        match self.node.number.kind {
+            DeviceNodeKind::Block => format!("/dev/{path}"),
+            DeviceNodeKind::Character => format!("the disk of /dev/{path}"),
+        }
+    }
+
+    /// Continues a sentence about a node whose block device is in use.
+    pub(super) fn is_mounted(&self) -> &'static str {
+        match self.node.number.kind {
+            DeviceNodeKind::Block => "is mounted, or something on it is",
+            DeviceNodeKind::Character => "sends commands to a disk that is mounted, or something on it is",
         }
     }
 
@@ -109,25 +138,25 @@ impl FoundDevice {
         }
     }
 
-    /// The block devices, without those that the operator allows although they may be in use.
+    /// The nodes with access to a block device, without those that the operator allows although it may be in use.
     fn disks(&self) -> impl Iterator<Item = &FoundNode> {
-        self.nodes.iter().filter(|node| {
-            node.node.number.kind == DeviceNodeKind::Block && !self.kind.dangerous_paths.contains(&*node.path)
-        })
+        let nodes = self.nodes.iter().filter(|node| !node.blocks.is_empty());
+        nodes.filter(|node| !self.kind.dangerous_paths.contains(&*node.path))
     }
 
     /// Describes the node's own mount of a block device of this device.
     fn mounted(&self, paths: &HostPaths) -> Option<String> {
         let mut mounted = None;
-        self.disks().find_map(|FoundNode { path, node, .. }| {
+        self.disks().find_map(|node| {
+            let path = &node.path;
             match mounted.get_or_insert_with(|| in_use(paths)) {
-                Ok(used) if used.contains(&(node.number.major, node.number.minor)) => Some(format!(
-                    "/dev/{path} is mounted, or something on it is; {}",
-                    remedy(path)
-                )),
+                Ok(used) if node.blocks.iter().any(|block| used.contains(block)) => {
+                    Some(format!("/dev/{path} {}; {}", node.is_mounted(), remedy(path)))
+                }
                 Ok(_) => None,
                 Err(error) => Some(format!(
-                    "whether /dev/{path} is mounted cannot be seen ({error}); {}",
+                    "whether {} is mounted cannot be seen ({error}); {}",
+                    node.disk_name(),
                     remedy(path)
                 )),
             }
@@ -137,19 +166,19 @@ impl FoundDevice {
     /// Describes the volumes and arrays that the kernel has built on a block device of this device. The error names the block device whose
     /// use cannot be seen.
     pub(super) fn held(&self, sys: &Path) -> Result<Option<String>, String> {
-        for FoundNode { path, node, .. } in self.disks() {
-            let holders = holders(sys, (node.number.major, node.number.minor)).map_err(|error| {
-                format!(
-                    "whether the kernel has anything on /dev/{path} cannot be seen ({error}); {}",
-                    remedy(path)
-                )
+        for (node, block) in self
+            .disks()
+            .flat_map(|node| node.blocks.iter().map(move |block| (node, *block)))
+        {
+            let (disk, remedy) = (node.disk_name(), remedy(&node.path));
+            let holders = holders(sys, block).map_err(|error| {
+                format!("whether the kernel has anything on {disk} cannot be seen ({error}); {remedy}")
             })?;
             if !holders.is_empty() {
                 let holders: Vec<String> = holders.into_iter().collect();
                 return Ok(Some(format!(
-                    "the kernel has {} on /dev/{path}; {}",
-                    holders.join(", "),
-                    remedy(path)
+                    "the kernel has {} on {disk}; {remedy}",
+                    holders.join(", ")
                 )));
             }
         }
@@ -223,7 +252,7 @@ impl FoundDevices {
         *self.found.lock().unwrap_or_else(PoisonError::into_inner) = found;
     }
 
-    /// This device, if it has block devices, which the node itself could use.
+    /// This device, if it has access to block devices, which the node itself could use.
     pub(super) fn with_disks(&self, device: &str) -> Option<FoundDevice> {
         // A missing device is rejected by `container_edits`.
         let device = self.found().get(device)?.clone();
@@ -231,7 +260,7 @@ impl FoundDevices {
         has_disks.then_some(device)
     }
 
-    /// Repeats the search's checks for mounts, swap areas and volumes on a block device, because a mount causes no event and the
+    /// Repeats the search's checks for mounts, swap areas and volumes on its block devices, because a mount causes no event and the
     /// periodic search runs only once a minute.
     pub(super) fn check_unused(&self, name: &str, device: &FoundDevice) -> Result<(), NodeDriverError> {
         let held = || device.held(&self.paths.sys).unwrap_or_else(Some);
@@ -523,6 +552,7 @@ mod tests {
                     number,
                 },
                 disk: None,
+                blocks: Vec::new(),
             }
         }
     }

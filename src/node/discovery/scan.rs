@@ -142,7 +142,7 @@ pub(super) struct Scanner<'a> {
     paths: &'a HostPaths,
     /// The devices that the last search found.
     before: &'a FoundByName,
-    /// Loaded for the first block device; an error applies to all of them.
+    /// Loaded for the first node with access to a disk; an error applies to all of them.
     in_use: Option<io::Result<BTreeSet<(u32, u32)>>>,
     /// The kind of each path that belongs to one device.
     paths_seen: BTreeMap<Box<str>, Arc<DeviceKind>>,
@@ -164,6 +164,8 @@ struct NodesSeen {
     paths: BTreeMap<DeviceNumber, Box<str>>,
     /// The path of a partition, by the number of its disk.
     partitions: BTreeMap<DeviceNumber, Box<str>>,
+    /// The path of a character device, by the disks that it sends commands to.
+    commands: BTreeMap<DeviceNumber, Box<str>>,
 }
 
 impl NodesSeen {
@@ -171,6 +173,10 @@ impl NodesSeen {
         self.paths.insert(node.node.number, node.path.clone());
         if let Some(disk) = node.disk {
             self.partitions.insert(disk, node.path.clone());
+        }
+        if node.node.number.kind == DeviceNodeKind::Character {
+            let commands = node.block_numbers().map(|disk| (disk, node.path.clone()));
+            self.commands.extend(commands);
         }
     }
 
@@ -186,8 +192,21 @@ impl NodesSeen {
         if let Some(path) = node.disk.and_then(|disk| self.paths.get(&disk)) {
             return Some(format!("is a partition of /dev/{path}"));
         }
-        let path = self.partitions.get(&number)?;
-        Some(format!("has the partition /dev/{path}"))
+        if let Some(path) = self.partitions.get(&number) {
+            return Some(format!("has the partition /dev/{path}"));
+        }
+        if number.kind == DeviceNodeKind::Character {
+            let maps = [&self.paths, &self.partitions, &self.commands];
+            let path = node
+                .block_numbers()
+                .find_map(|disk| maps.iter().find_map(|map| map.get(&disk)))?;
+            return Some(format!("sends commands to the disk of /dev/{path}"));
+        }
+        let path = [Some(number), node.disk]
+            .into_iter()
+            .flatten()
+            .find_map(|disk| self.commands.get(&disk))?;
+        Some(format!("receives the commands of /dev/{path}"))
     }
 }
 
@@ -399,12 +418,20 @@ impl Scanner<'_> {
             Some(sys) => sys.disk_of(number)?,
             None => None,
         };
+        let blocks = match (number.kind, &self.sys) {
+            (DeviceNodeKind::Block, _) => vec![(number.major, number.minor)],
+            (DeviceNodeKind::Character, Some(sys)) if !kind.dangerous_paths.contains(&**path) => {
+                sys.disks_behind(number)?
+            }
+            (DeviceNodeKind::Character, _) => Vec::new(),
+        };
         let node = FoundNode {
             path: path.as_str().into(),
             container_path: None,
             own: member.own,
             node,
             disk,
+            blocks,
         };
         self.check_available(kind, &node)?;
         Ok(node)
@@ -444,31 +471,31 @@ impl Scanner<'_> {
             )));
         }
         if !kind.dangerous_paths.contains(&**path) {
-            self.refuse_dangerous(path, node.node.number)?;
+            self.refuse_dangerous(node)?;
         }
         Ok(())
     }
 
-    /// Rejects memory, I/O ports and block devices that the node uses.
-    fn refuse_dangerous(&mut self, path: &str, number: DeviceNumber) -> Result<(), Rejection> {
-        let remedy = remedy(path);
-        if is_memory(number) {
+    /// Rejects memory, I/O ports, block devices that the node uses, and character devices that send commands to these.
+    fn refuse_dangerous(&mut self, node: &FoundNode) -> Result<(), Rejection> {
+        let remedy = remedy(&node.path);
+        if is_memory(node.node.number) {
             return Err(Rejection::problem(format!(
                 "gives access to physical memory or I/O ports; {remedy}"
             )));
         }
-        if number.kind == DeviceNodeKind::Character {
+        if node.blocks.is_empty() {
             return Ok(());
         }
         match self.in_use.get_or_insert_with(|| in_use(self.paths)) {
-            Ok(used) if used.contains(&(number.major, number.minor)) => Err(Rejection::problem(format!(
-                "is mounted, or something on it is; {remedy}"
-            ))),
+            Ok(used) if node.blocks.iter().any(|block| used.contains(block)) => {
+                Err(Rejection::problem(format!("{}; {remedy}", node.is_mounted())))
+            }
             Ok(_) => Ok(()),
             Err(error) => Err(Rejection {
                 is_unread: !is_gone(error),
                 ..Rejection::problem(format!(
-                    "whether it is mounted cannot be seen ({error}); {remedy}"
+                    "whether its disk is mounted cannot be seen ({error}); {remedy}"
                 ))
             }),
         }

@@ -115,6 +115,52 @@ impl SysRoot {
         }))
     }
 
+    /// The disks that receive the commands of a character device: of SCSI (`/dev/sg0`, `/dev/bsg/0:0:0:0`), NVMe (`/dev/nvme0`, `/dev/ng0n1`), MMC
+    /// (`/dev/mmcblk0rpmb`), flash (`/dev/mtd0`) and USB (`/dev/bus/usb/001/002`).
+    pub(super) fn disks_behind(&self, number: DeviceNumber) -> io::Result<Vec<(u32, u32)>> {
+        let Some(directory) = self.directory_of(number)? else {
+            return Ok(Vec::new());
+        };
+        let mut devices = match link_name(&directory.join("subsystem")).as_deref() {
+            Some("nvme" | "mtd") => vec![directory],
+            Some("mmc_rpmb") => directory.parent().map(Path::to_owned).into_iter().collect(),
+            Some("usb") => {
+                let nodes = nodes_of(&directory)?.into_iter().map(|node| node.number);
+                let disks = nodes.filter(|number| number.kind == DeviceNodeKind::Block);
+                return Ok(disks.map(|number| (number.major, number.minor)).collect());
+            }
+            Some("scsi_generic" | "bsg" | "nvme-generic") => {
+                self.resolve(&directory.join("device"))?.into_iter().collect()
+            }
+            _ => return Ok(Vec::new()),
+        };
+        // A disk with several NVMe controllers is below their subsystem, which has a link to each.
+        let subsystems = self.root.join("class/nvme-subsystem");
+        for name in names(&subsystems)? {
+            if let Some(subsystem) = self.resolve(&subsystems.join(name))?
+                && devices
+                    .iter()
+                    .filter_map(|device| file_name(device))
+                    .any(|controller| subsystem.join(controller).exists())
+            {
+                devices.push(subsystem);
+            }
+        }
+        let mut disks = Vec::new();
+        for parent in devices
+            .iter()
+            .flat_map(|device| [device.clone(), device.join("block")])
+        {
+            for name in names(&parent)? {
+                let directory = parent.join(name);
+                if link_name(&directory.join("subsystem")).as_deref() == Some("block") {
+                    disks.extend(numbers_of(&directory)?);
+                }
+            }
+        }
+        Ok(disks)
+    }
+
     /// The sysfs directory of a device number.
     pub(super) fn directory_of(&self, number: DeviceNumber) -> io::Result<Option<PathBuf>> {
         let kind = match number.kind {

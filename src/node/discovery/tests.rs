@@ -66,6 +66,21 @@ impl Host {
         self.node(path, FileType::CharacterDevice, 240, minor);
     }
 
+    /// Adds to sysfs a SCSI disk and the character device that sends commands to it.
+    fn scsi_generic(&self, generic: &str, disk: &str) {
+        let sys = self.paths().sys;
+        let (scsi, numbers) = (sys.join("devices/scsi"), sys.join("dev/char"));
+        let (block, generic_directory) = (scsi.join("block/sda"), scsi.join("scsi_generic/sg"));
+        for directory in [&block, &generic_directory, &numbers] {
+            std::fs::create_dir_all(directory).unwrap();
+        }
+        symlink("/sys/class/block", block.join("subsystem")).unwrap();
+        std::fs::write(block.join("dev"), format!("{disk}\n")).unwrap();
+        symlink("/sys/class/scsi_generic", generic_directory.join("subsystem")).unwrap();
+        symlink(&scsi, generic_directory.join("device")).unwrap();
+        symlink(&generic_directory, numbers.join(generic)).unwrap();
+    }
+
     fn scan(&self, kinds: &str) -> Scan {
         self.scan_after(&FoundByName::new(), kinds)
     }
@@ -236,6 +251,132 @@ fn memory_devices_and_system_disks_must_be_allowed_one_by_one() {
     assert_eq!(names(&host.scan(&format!("{named}}}"))), Vec::<&str>::new());
     let scan = host.scan(&format!("{named}, dangerousPaths: [/dev/root, /dev/port]}}"));
     assert_eq!(names(&scan), ["root"], "each is allowed by its own name");
+}
+
+/// Adds disks to sysfs, of which one per kind is mounted, and the character devices that send commands to them.
+fn add_disks_with_commands(host: &Host) {
+    let sys = host.paths().sys;
+    let numbers = sys.join("dev/char");
+    std::fs::create_dir_all(&numbers).unwrap();
+    let directory = |path: &str, subsystem: &str| {
+        let directory = sys.join("devices").join(path);
+        std::fs::create_dir_all(&directory).unwrap();
+        symlink(sys.join("class").join(subsystem), directory.join("subsystem")).unwrap();
+        directory
+    };
+    // 259:1 is mounted. Two disks each of SCSI, of NVMe, and of NVMe with several controllers, then one each of flash, MMC and USB.
+    let disks = [
+        ("scsi0/block/sda", 1),
+        ("scsi1/block/sdb", 2),
+        ("nvme0/nvme0n1", 1),
+        ("nvme1/nvme1n1", 3),
+        ("subsys2/nvme2n1", 1),
+        ("subsys3/nvme3n1", 4),
+        ("mtd0/mtdblock0", 1),
+        ("mmc0/block/mmcblk0", 1),
+        ("usb1/host0/block/sdc", 1),
+    ];
+    for (path, minor) in disks {
+        let directory = directory(path, "block");
+        std::fs::write(directory.join("dev"), format!("259:{minor}\n")).unwrap();
+        let uevent = format!("MAJOR=259\nMINOR={minor}\nDEVNAME=disk\nDEVTYPE=disk\n");
+        std::fs::write(directory.join("uevent"), uevent).unwrap();
+    }
+    let nodes = [
+        ("sg0", "scsi0/scsi_generic/sg0", "scsi_generic", Some("scsi0")),
+        ("sg1", "scsi1/scsi_generic/sg1", "scsi_generic", Some("scsi1")),
+        ("bsg/0", "scsi0/bsg/0", "bsg", Some("scsi0")),
+        ("bsg/1", "scsi1/bsg/1", "bsg", Some("scsi1")),
+        ("nvme0", "nvme0", "nvme", None),
+        ("nvme1", "nvme1", "nvme", None),
+        ("ng0n1", "nvme0/ng0n1", "nvme-generic", Some("nvme0")),
+        ("ng1n1", "nvme1/ng1n1", "nvme-generic", Some("nvme1")),
+        ("nvme2", "nvme2", "nvme", None),
+        ("nvme3", "nvme3", "nvme", None),
+        ("ng2n1", "subsys2/ng2n1", "nvme-generic", Some("subsys2")),
+        ("ng3n1", "subsys3/ng3n1", "nvme-generic", Some("subsys3")),
+        ("mtd0", "mtd0", "mtd", None),
+        ("rpmb", "mmc0/rpmb", "mmc_rpmb", None),
+        ("bus/usb/001/002", "usb1", "usb", None),
+        // Of no disk, although one is below the same device.
+        ("tty0", "scsi0/tty0", "tty", Some("scsi0")),
+    ];
+    for (minor, (name, path, subsystem, device)) in (0..).zip(nodes) {
+        let directory = directory(path, subsystem);
+        if let Some(device) = device {
+            symlink(sys.join("devices").join(device), directory.join("device")).unwrap();
+        }
+        symlink(&directory, numbers.join(format!("240:{minor}"))).unwrap();
+        host.character(name, minor);
+    }
+    for (subsystem, controller) in [("subsys2", "nvme2"), ("subsys3", "nvme3")] {
+        let class = sys.join("class/nvme-subsystem");
+        std::fs::create_dir_all(&class).unwrap();
+        symlink(sys.join("devices").join(subsystem), class.join(subsystem)).unwrap();
+        let link = sys.join("devices").join(subsystem).join(controller);
+        symlink(sys.join("devices").join(controller), link).unwrap();
+    }
+}
+
+#[test]
+fn character_devices_of_disks_in_use_must_be_allowed_one_by_one() {
+    let Some(host) = Host::new() else { return };
+    add_disks_with_commands(&host);
+    let kinds = "- {name: all, paths: [\"/dev/*\", \"/dev/bsg/*\", \"/dev/bus/usb/001/*\"]";
+    let scan = host.scan(&format!("{kinds}}}"));
+    assert_eq!(names(&scan), ["ng1n1", "ng3n1", "sg1", "tty0"]);
+    for (path, same) in [("nvme1", "ng1n1"), ("nvme3", "ng3n1"), ("bsg/1", "sg1")] {
+        let problem = problem(&scan, &format!("/dev/{path}"));
+        assert!(
+            problem.contains(&format!("to the disk of /dev/{same}")),
+            "{problem}"
+        );
+    }
+    let in_use = [
+        "sg0",
+        "bsg/0",
+        "nvme0",
+        "ng0n1",
+        "nvme2",
+        "ng2n1",
+        "mtd0",
+        "rpmb",
+        "bus/usb/001/002",
+    ];
+    for path in in_use {
+        let problem = problem(&scan, &format!("/dev/{path}"));
+        assert!(
+            problem.contains("sends commands to a disk that is mounted"),
+            "{problem}"
+        );
+        assert!(problem.contains("dangerousPaths"), "{problem}");
+    }
+    let scan = host.scan(&format!("{kinds}, dangerousPaths: [/dev/sg0]}}"));
+    assert!(names(&scan).contains(&"sg0"), "{scan:?}");
+    assert!(!names(&scan).contains(&"nvme0"), "{scan:?}");
+    host.node("sdb", FileType::BlockDevice, 259, 2);
+    let both = [
+        "- {name: disks, paths: [/dev/sdb]}",
+        "- {name: sg, paths: [/dev/sg1]}",
+    ];
+    let scan = host.scan(&both.join("\n"));
+    assert_eq!(names(&scan), ["sdb"]);
+    assert!(
+        problem(&scan, "/dev/sg1").contains("to the disk of /dev/sdb"),
+        "{scan:?}"
+    );
+    let scan = host.scan(&[both[1], both[0]].join("\n"));
+    assert_eq!(names(&scan), ["sg1"]);
+    assert!(
+        problem(&scan, "/dev/sdb").contains("the commands of /dev/sg1"),
+        "{scan:?}"
+    );
+    std::fs::remove_file(host.dev("sdb")).unwrap();
+    // Whether the disk is mounted is not known.
+    std::fs::remove_file(host.paths().mountinfo).unwrap();
+    let scan = host.scan(&format!("{kinds}}}"));
+    assert_eq!(names(&scan), ["tty0"]);
+    assert!(problem(&scan, "/dev/sg1").contains("cannot be seen"), "{scan:?}");
 }
 
 #[test]
@@ -663,20 +804,40 @@ async fn a_disk_is_looked_at_again_when_it_is_handed_out() {
     host.node("spare", FileType::BlockDevice, 259, 2);
     host.node("meant", FileType::BlockDevice, 259, 3);
     host.node("part", FileType::BlockDevice, 259, 4);
+    host.node("sg", FileType::CharacterDevice, 21, 0);
+    host.scsi_generic("21:0", "259:5");
     let configuration = configuration("- {name: all, paths: [\"/dev/*\"], dangerousPaths: [/dev/meant]}");
     let (_sender, configuration) = value::channel(Arc::new(configuration));
     let end = CancellationToken::new();
     let devices = HostDevices::start(configuration, host.paths(), end.clone()).await;
-    for device in ["spare", "meant", "part"] {
+    for device in ["spare", "meant", "part", "sg"] {
         devices.check_unused(device).await.unwrap();
     }
+    let disk_of_sg = host.paths().sys.join("dev/block/259:5");
+    std::fs::create_dir_all(disk_of_sg.join("holders")).unwrap();
+    std::fs::write(disk_of_sg.join("holders/dm-1"), "").unwrap();
+    let refused = devices.check_unused("sg").await.unwrap_err().to_string();
+    assert!(
+        refused.contains("the kernel has dm-1 on the disk of /dev/sg;"),
+        "{refused}"
+    );
+    let unhealthy = |all: &Arc<Devices>| all.get("sg").is_some_and(|sg| sg.unhealthy.is_some());
+    devices.devices.clone().wait_for(unhealthy).await.unwrap();
+    std::fs::remove_dir_all(disk_of_sg).unwrap();
     let mounts = "1 1 259:1 / / rw - ext4 /dev/root rw\n\
                   2 1 259:2 / /mnt rw - ext4 /dev/spare rw\n\
-                  3 1 259:3 / /opt rw - ext4 /dev/meant rw\n";
+                  3 1 259:3 / /opt rw - ext4 /dev/meant rw\n\
+                  4 1 259:5 / /srv rw - ext4 /dev/sda rw\n";
     std::fs::write(host.paths().mountinfo, mounts).unwrap();
-    let refused = devices.check_unused("spare").await.unwrap_err();
+    // The first refusal causes a search, after which both have gone.
+    let (refused, of_sg) = tokio::join!(devices.check_unused("spare"), devices.check_unused("sg"));
+    let (refused, of_sg) = (refused.unwrap_err(), of_sg.unwrap_err().to_string());
     assert_eq!(refused.reason(), "DeviceInUse");
     assert!(refused.to_string().contains("/dev/spare is mounted"), "{refused}");
+    assert!(
+        of_sg.contains("/dev/sg sends commands to a disk that is mounted"),
+        "{of_sg}"
+    );
     devices.check_unused("meant").await.unwrap();
     let holders = host.paths().sys.join("dev/block/259:4/holders");
     std::fs::create_dir_all(&holders).unwrap();
