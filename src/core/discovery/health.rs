@@ -68,19 +68,21 @@ impl HealthRecords {
                         self.unhealthy.remove(name);
                     }
                 }
-                (Err(Some(cause)), _) => {
+                (Err(Some(cause)), Some(sick)) => {
                     // A newer cause replaces the reported one, in time.
-                    let reported = self.unhealthy.get(name);
-                    let kept = reported.filter(|sick| {
-                        sick.cause == *cause || now.saturating_sub(sick.since) < CAUSE_SPACING
-                    });
-                    let (cause, since) = match kept {
-                        Some(sick) => (sick.cause.clone(), sick.since),
-                        None => (cause.clone(), now),
-                    };
+                    if sick.cause != *cause && now.saturating_sub(sick.since) >= CAUSE_SPACING {
+                        sick.cause.clone_from(cause);
+                        sick.since = now;
+                    }
+                    sick.good = 0;
+                    sick.counted = None;
+                    sick.seen = now;
+                    sick.present = true;
+                }
+                (Err(Some(cause)), None) => {
                     let fresh = UnhealthyDevice {
-                        cause,
-                        since,
+                        cause: cause.clone(),
+                        since: now,
                         good: 0,
                         counted: None,
                         seen: now,
