@@ -70,8 +70,7 @@ pub(super) struct FoundNode {
     pub(super) node: HostDeviceNode,
     /// The disk, if the node is a partition.
     pub(super) disk: Option<DeviceNumber>,
-    /// The block devices that the node gives access to: itself, or the disks that a character device sends commands to, unless the operator allows
-    /// that.
+    /// The block devices that the node gives access to: itself, or the disks that a character device sends commands to.
     pub(super) blocks: Vec<(u32, u32)>,
 }
 

@@ -420,10 +420,8 @@ impl Scanner<'_> {
         };
         let blocks = match (number.kind, &self.sys) {
             (DeviceNodeKind::Block, _) => vec![(number.major, number.minor)],
-            (DeviceNodeKind::Character, Some(sys)) if !kind.dangerous_paths.contains(&**path) => {
-                sys.disks_behind(number)?
-            }
-            (DeviceNodeKind::Character, _) => Vec::new(),
+            (DeviceNodeKind::Character, Some(sys)) => sys.disks_behind(number)?,
+            (DeviceNodeKind::Character, None) => Vec::new(),
         };
         let node = FoundNode {
             path: path.as_str().into(),

@@ -66,19 +66,37 @@ impl Host {
         self.node(path, FileType::CharacterDevice, 240, minor);
     }
 
-    /// Adds to sysfs a SCSI disk and the character device that sends commands to it.
-    fn scsi_generic(&self, generic: &str, disk: &str) {
+    /// Adds a directory below `/sys/devices`.
+    fn sysfs(&self, path: &str, subsystem: &str) -> PathBuf {
+        let directory = self.paths().sys.join("devices").join(path);
+        std::fs::create_dir_all(&directory).unwrap();
+        symlink(
+            Path::new("/sys/class").join(subsystem),
+            directory.join("subsystem"),
+        )
+        .unwrap();
+        directory
+    }
+
+    /// Adds the block device 259:`minor` to sysfs.
+    fn disk(&self, path: &str, minor: u32) {
+        let directory = self.sysfs(path, "block");
+        std::fs::write(directory.join("dev"), format!("259:{minor}\n")).unwrap();
+        let uevent = format!("MAJOR=259\nMINOR={minor}\nDEVNAME=disk\nDEVTYPE=disk\n");
+        std::fs::write(directory.join("uevent"), uevent).unwrap();
+    }
+
+    /// Adds a character device at `name`, and to sysfs at `path`, with a link to `device`.
+    fn character_of(&self, name: &str, minor: u32, path: &str, subsystem: &str, device: Option<&str>) {
+        self.character(name, minor);
+        let directory = self.sysfs(path, subsystem);
         let sys = self.paths().sys;
-        let (scsi, numbers) = (sys.join("devices/scsi"), sys.join("dev/char"));
-        let (block, generic_directory) = (scsi.join("block/sda"), scsi.join("scsi_generic/sg"));
-        for directory in [&block, &generic_directory, &numbers] {
-            std::fs::create_dir_all(directory).unwrap();
+        if let Some(device) = device {
+            symlink(sys.join("devices").join(device), directory.join("device")).unwrap();
         }
-        symlink("/sys/class/block", block.join("subsystem")).unwrap();
-        std::fs::write(block.join("dev"), format!("{disk}\n")).unwrap();
-        symlink("/sys/class/scsi_generic", generic_directory.join("subsystem")).unwrap();
-        symlink(&scsi, generic_directory.join("device")).unwrap();
-        symlink(&generic_directory, numbers.join(generic)).unwrap();
+        let numbers = sys.join("dev/char");
+        std::fs::create_dir_all(&numbers).unwrap();
+        symlink(&directory, numbers.join(format!("240:{minor}"))).unwrap();
     }
 
     fn scan(&self, kinds: &str) -> Scan {
@@ -255,15 +273,6 @@ fn memory_devices_and_system_disks_must_be_allowed_one_by_one() {
 
 /// Adds disks to sysfs, of which one per kind is mounted, and the character devices that send commands to them.
 fn add_disks_with_commands(host: &Host) {
-    let sys = host.paths().sys;
-    let numbers = sys.join("dev/char");
-    std::fs::create_dir_all(&numbers).unwrap();
-    let directory = |path: &str, subsystem: &str| {
-        let directory = sys.join("devices").join(path);
-        std::fs::create_dir_all(&directory).unwrap();
-        symlink(sys.join("class").join(subsystem), directory.join("subsystem")).unwrap();
-        directory
-    };
     // 259:1 is mounted. Two disks each of SCSI, of NVMe, and of NVMe with several controllers, then one each of flash, MMC and USB.
     let disks = [
         ("scsi0/block/sda", 1),
@@ -277,10 +286,7 @@ fn add_disks_with_commands(host: &Host) {
         ("usb1/host0/block/sdc", 1),
     ];
     for (path, minor) in disks {
-        let directory = directory(path, "block");
-        std::fs::write(directory.join("dev"), format!("259:{minor}\n")).unwrap();
-        let uevent = format!("MAJOR=259\nMINOR={minor}\nDEVNAME=disk\nDEVTYPE=disk\n");
-        std::fs::write(directory.join("uevent"), uevent).unwrap();
+        host.disk(path, minor);
     }
     let nodes = [
         ("sg0", "scsi0/scsi_generic/sg0", "scsi_generic", Some("scsi0")),
@@ -302,13 +308,9 @@ fn add_disks_with_commands(host: &Host) {
         ("tty0", "scsi0/tty0", "tty", Some("scsi0")),
     ];
     for (minor, (name, path, subsystem, device)) in (0..).zip(nodes) {
-        let directory = directory(path, subsystem);
-        if let Some(device) = device {
-            symlink(sys.join("devices").join(device), directory.join("device")).unwrap();
-        }
-        symlink(&directory, numbers.join(format!("240:{minor}"))).unwrap();
-        host.character(name, minor);
+        host.character_of(name, minor, path, subsystem, device);
     }
+    let sys = host.paths().sys;
     for (subsystem, controller) in [("subsys2", "nvme2"), ("subsys3", "nvme3")] {
         let class = sys.join("class/nvme-subsystem");
         std::fs::create_dir_all(&class).unwrap();
@@ -357,7 +359,7 @@ fn character_devices_of_disks_in_use_must_be_allowed_one_by_one() {
     host.node("sdb", FileType::BlockDevice, 259, 2);
     let both = [
         "- {name: disks, paths: [/dev/sdb]}",
-        "- {name: sg, paths: [/dev/sg1]}",
+        "- {name: sg, paths: [/dev/sg1], dangerousPaths: [/dev/sg1]}",
     ];
     let scan = host.scan(&both.join("\n"));
     assert_eq!(names(&scan), ["sdb"]);
@@ -804,8 +806,8 @@ async fn a_disk_is_looked_at_again_when_it_is_handed_out() {
     host.node("spare", FileType::BlockDevice, 259, 2);
     host.node("meant", FileType::BlockDevice, 259, 3);
     host.node("part", FileType::BlockDevice, 259, 4);
-    host.node("sg", FileType::CharacterDevice, 21, 0);
-    host.scsi_generic("21:0", "259:5");
+    host.disk("scsi/block/sda", 5);
+    host.character_of("sg", 0, "scsi/scsi_generic/sg", "scsi_generic", Some("scsi"));
     let configuration = configuration("- {name: all, paths: [\"/dev/*\"], dangerousPaths: [/dev/meant]}");
     let (_sender, configuration) = value::channel(Arc::new(configuration));
     let end = CancellationToken::new();
