@@ -824,7 +824,9 @@ async fn a_disk_is_looked_at_again_when_it_is_handed_out() {
         "{refused}"
     );
     let unhealthy = |all: &Arc<Devices>| all.get("sg").is_some_and(|sg| sg.unhealthy.is_some());
-    devices.devices.clone().wait_for(unhealthy).await.unwrap();
+    let mut list = devices.devices.clone();
+    let shown = tokio::time::timeout(Duration::from_secs(30), list.wait_for(unhealthy)).await;
+    shown.expect("unhealthy within 30 s").unwrap();
     std::fs::remove_dir_all(disk_of_sg).unwrap();
     let mounts = "1 1 259:1 / / rw - ext4 /dev/root rw\n\
                   2 1 259:2 / /mnt rw - ext4 /dev/spare rw\n\
