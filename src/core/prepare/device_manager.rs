@@ -61,17 +61,9 @@ pub fn parse(text: &[u8]) -> Result<Vec<PodDevicesEntry>, DeviceManagerError> {
     Ok(document.data.pod_device_entries.unwrap_or_default())
 }
 
-/// The device nodes of a granted device, as far as the response to Allocate shows them.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct GrantedDevice {
-    /// The device numbers; empty if an earlier release wrote the response without them.
-    pub numbers: Vec<DeviceNumber>,
-    /// Host paths of the device's own nodes; empty if the response names a CDI device.
-    pub host_paths: BTreeSet<String>,
-}
-
-/// The devices that this driver granted, by name of the extended resource, including names it no longer uses.
-pub type Granted = BTreeMap<String, BTreeMap<String, GrantedDevice>>;
+/// The numbers of the devices that this driver granted, by name of the extended resource and of the device. Includes resources that it no
+/// longer serves. A device has no numbers if its driver does not report them.
+pub type Granted = BTreeMap<String, BTreeMap<String, Vec<DeviceNumber>>>;
 
 /// Finds the grants of this driver to pods that may still have running containers. Resource names and ids are not proof of origin; a
 /// response is ours if it contains the variable or the CDI device that this driver adds for each device.
@@ -89,21 +81,17 @@ pub fn granted_by(
         let ids = grant.device_ids.iter().flat_map(BTreeMap::values).flatten();
         for device in ids.map(|id| device_of_plugin_id(id)) {
             let cdi_id = driver.cdi_device_id(device);
-            let paths = answer.envs.get(&environment_name(device));
-            if paths.is_none() && !answer.cdi_devices.iter().any(|given| given.name == cdi_id) {
+            if !answer.envs.contains_key(&environment_name(device))
+                && !answer.cdi_devices.iter().any(|given| given.name == cdi_id)
+            {
                 continue;
             }
-            let own: BTreeSet<&str> = paths.into_iter().flat_map(|paths| paths.split(',')).collect();
-            let nodes = answer.devices.iter();
-            let nodes = nodes.filter(|node| own.contains(node.container_path.as_str()));
             let annotation = answer.annotations.get(&driver.numbers_annotation(device));
             let devices = granted.entry(grant.resource_name.clone()).or_default();
-            let given = devices.entry(device.to_owned()).or_default();
             add_numbers(
-                &mut given.numbers,
+                devices.entry(device.to_owned()).or_default(),
                 &annotation.map(|text| numbers(text)).unwrap_or_default(),
             );
-            given.host_paths.extend(nodes.map(|node| node.host_path.clone()));
         }
     }
     granted
@@ -193,27 +181,31 @@ mod tests {
     }
 
     #[test]
-    fn a_grant_tells_device_numbers_or_else_the_own_paths() {
-        let node = |container_path: &str, host_path: &str| DeviceSpec {
-            container_path: container_path.into(),
-            host_path: host_path.into(),
-            permissions: "rw".into(),
-        };
+    fn a_grant_tells_device_numbers() {
+        let paths = |name: &str, path: &str| (name.to_owned(), path.to_owned());
         let answer = ContainerAllocateResponse {
-            envs: [("DRAYMAN_DEVICE_CAM".to_owned(), "/dev/cam".to_owned())].into(),
-            devices: vec![node("/dev/cam", "/dev/video0"), node("/dev/ctl", "/dev/ctl")],
+            envs: [
+                paths("DRAYMAN_DEVICE_CAM", "/dev/cam"),
+                paths("DRAYMAN_DEVICE_MIC", "/dev/mic"),
+            ]
+            .into(),
             annotations: [("drayman.dev/cam".to_owned(), "c81:0,c81:1".to_owned())].into(),
+            devices: vec![DeviceSpec {
+                container_path: "/dev/mic".into(),
+                host_path: "/dev/mic".into(),
+                permissions: "rw".into(),
+            }],
             ..ContainerAllocateResponse::default()
         };
         let text = serde_json::json!({"Data": {"PodDeviceEntries": [
             {"PodUID": "u-1", "ContainerName": "main", "ResourceName": "x.dev/a",
-                "DeviceIDs": {"-1": ["cam"]}, "AllocResp": ByteString(answer.encode_to_vec())},
+                "DeviceIDs": {"-1": ["cam", "mic"]}, "AllocResp": ByteString(answer.encode_to_vec())},
         ]}});
         let grants = parse(text.to_string().as_bytes()).unwrap();
         let driver = DriverName::parse("drayman.dev").unwrap();
-        let given = &granted_by(&driver, &grants, |_| true)["x.dev/a"]["cam"];
-        assert_eq!(numbers_value(&given.numbers), "c81:0,c81:1");
-        assert!(given.host_paths.iter().eq(["/dev/video0"]));
+        let devices = &granted_by(&driver, &grants, |_| true)["x.dev/a"];
+        assert_eq!(numbers_value(&devices["cam"]), "c81:0,c81:1");
+        assert_eq!(devices["mic"], [], "a driver need not report numbers");
         assert!(granted_by(&driver, &grants, |uid| uid != "u-1").is_empty());
     }
 

@@ -19,7 +19,6 @@ use super::scan::{Candidate, Scan, scan};
 use super::uevent::Uevents;
 use super::watch::DirectoryWatches;
 use crate::api::crd::{Device, TEXT_MAX};
-use crate::core::discovery::attributes::fit;
 use crate::core::discovery::health::HealthRecords;
 use crate::core::prepare::container_edits::ContainerEdits;
 use crate::core::prepare::inventory::Devices;
@@ -121,8 +120,6 @@ pub(super) struct DeviceSearch {
     incomplete_since: Option<Instant>,
     /// The directories that its result depends on.
     directories: BTreeSet<PathBuf>,
-    /// Attributes that exceed the inventory's size and were logged as dropped.
-    dropped: Vec<String>,
 }
 
 impl DeviceSearch {
@@ -146,7 +143,6 @@ impl DeviceSearch {
             late: None,
             incomplete_since: None,
             directories: BTreeSet::new(),
-            dropped: Vec::new(),
         }
     }
 
@@ -189,13 +185,7 @@ impl DeviceSearch {
         };
         let checks = self.prober.probe(&found, &self.devices.paths).await;
         self.health.observe(self.began.elapsed(), &checks);
-        let (devices, dropped) = published(&found, &self.health);
-        if dropped != self.dropped {
-            if !dropped.is_empty() {
-                warn!(attributes = ?dropped, "an inventory has no room for all attributes of so many devices; these are left out");
-            }
-            self.dropped = dropped;
-        }
+        let devices = published(&found, &self.health);
         // Update the lookup table before publishing, so that published devices can be found.
         self.devices.remember(found, is_another);
         let has_changed = **self.sender.borrow() != devices;
@@ -367,23 +357,18 @@ async fn end_of(
     ended
 }
 
-/// The devices with their health, with attributes limited to the size of an inventory, and the names of dropped attributes.
-fn published(found: &FoundByName, health: &HealthRecords) -> (Devices, Vec<String>) {
-    let mut devices: Vec<Device> = found
-        .iter()
-        .map(|(name, found)| Device {
+/// The devices with their health.
+pub(super) fn published(found: &FoundByName, health: &HealthRecords) -> Devices {
+    let published = |(name, found): (&String, &FoundDevice)| {
+        let device = Device {
             unhealthy: health
                 .cause(name)
                 .map(|cause| cause.chars().take(TEXT_MAX).collect()),
             ..found.device(name)
-        })
-        .collect();
-    let dropped = fit(&mut devices);
-    let devices = devices
-        .into_iter()
-        .map(|device| (device.name.clone(), device))
-        .collect();
-    (devices, dropped)
+        };
+        (name.clone(), device)
+    };
+    found.iter().map(published).collect()
 }
 
 /// Result of a single search, for display.

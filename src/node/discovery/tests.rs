@@ -7,8 +7,11 @@ use tokio::time::{advance, resume, sleep};
 
 use super::device::{FoundByName, FoundDevice};
 use super::scan::{Scan, scan};
+use super::search::published;
 use super::*;
-use crate::api::crd::Mode;
+use crate::api::crd::{AttributeValue, Device, Mode};
+use crate::core::discovery::attributes::fit;
+use crate::core::discovery::health::HealthRecords;
 use crate::core::names::device_name;
 use crate::core::prepare::container_edits::DeviceNode;
 
@@ -480,6 +483,25 @@ fn a_device_keeps_an_optional_node_that_cannot_be_searched() {
     std::fs::remove_file(host.dev("more-a")).unwrap();
     let scan = host.scan_after(&before, &unreadable);
     assert_eq!(scan.found["test-a"].nodes.len(), 1, "the node has gone");
+}
+
+#[test]
+fn only_an_inventory_limits_the_attributes_of_all_devices() {
+    let Some(host) = Host::new() else { return };
+    host.character("test-a", 1);
+    let mut device = host.scan("- {name: test, paths: [\"/dev/*\"]}").found["test-a"].clone();
+    let attribute = |number| {
+        let name = format!("drayman.dev/a{number}");
+        (name, AttributeValue::string("x".repeat(60)))
+    };
+    device.attributes = (0..32).map(attribute).collect();
+    let found: FoundByName = (0..1024)
+        .map(|number| (format!("test-{number}"), device.clone()))
+        .collect();
+    let devices = published(&found, &HealthRecords::default());
+    assert!(devices.values().all(|device| device.attributes.len() == 32));
+    let mut devices: Vec<Device> = devices.into_values().collect();
+    assert!(!fit(&mut devices).is_empty(), "they exceed an inventory");
 }
 
 #[test]

@@ -34,9 +34,7 @@ use crate::node::kubelet::dra::allocated_claims::ClaimWatch;
 use crate::node::kubelet::dra::device_health::DeviceHealth;
 use crate::node::kubelet::dra::structured::ClaimReader;
 use crate::node::kubelet::dra::{self, DraApi};
-use crate::node::kubelet::pod_resources::{
-    Grants, HostNodes, KubeletGrants, PodResourcesClient, withdrawn_devices,
-};
+use crate::node::kubelet::pod_resources::{Grants, KubeletGrants, PodResourcesClient, withdrawn_devices};
 use crate::node::kubelet::{KubeletApiError, KubeletPaths};
 use crate::node::metrics::Metrics;
 use crate::node::orphans::OrphanCheck;
@@ -300,9 +298,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             .changing
             .unwrap_or_else(|| watch::channel(Arc::new(self.resources)).1);
         let (sender, allocated) = watch::channel(Arc::default());
-        let dev = options.host.dev;
-        let nodes = HostNodes { dev, cdi_dir };
-        let (grants, withdrawn) = kubelet_shows(&kubelet, &driver_name, nodes).await?;
+        let (grants, withdrawn) = kubelet_shows(&kubelet, &driver_name).await?;
         let starting = NodeState::start(NodeStateOptions {
             runtime,
             paths: paths.clone(),
@@ -430,11 +426,10 @@ async fn end_after(shutdown: CancellationToken, hand_over: HandOver, end: Cancel
 async fn kubelet_shows(
     kubelet: &KubeletPaths,
     driver: &DriverName,
-    nodes: HostNodes,
 ) -> Result<(Arc<dyn Grants>, Option<WithdrawnDevices>), NodeError> {
-    let grants = Arc::new(KubeletGrants::new(kubelet, driver, nodes.clone()));
+    let grants = Arc::new(KubeletGrants::new(kubelet, driver));
     let (kubelet, driver) = (kubelet.clone(), driver.clone());
-    let withdrawn = spawn_blocking(move || withdrawn_devices(&kubelet, &driver, &nodes));
+    let withdrawn = spawn_blocking(move || withdrawn_devices(&kubelet, &driver));
     Ok((grants, withdrawn.await.map_err(NodeError::Broken)?))
 }
 

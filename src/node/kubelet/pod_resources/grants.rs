@@ -12,13 +12,10 @@ use tracing::warn;
 
 use super::super::KubeletPaths;
 use super::PodResourcesClient;
-use crate::api::cdi;
-use crate::api::crd::DeviceNumber;
 use crate::api::proto::pod_resources_v1::PodResources;
-use crate::core::names::{DriverName, device_of_plugin_id, environment_name};
+use crate::core::names::{DriverName, device_of_plugin_id};
 use crate::core::prepare::containers::{Containers, PodContainer, ResourceSnapshot, WithdrawnDevices};
-use crate::core::prepare::device_manager::{self, GrantedDevice, PodDevicesEntry, granted_by};
-use crate::node::discovery::device_number;
+use crate::core::prepare::device_manager::{self, PodDevicesEntry, granted_by};
 
 /// Bytes that are read of kubelet's checkpoint file.
 const SIZE_MAX: u64 = 64 * 1024 * 1024;
@@ -44,16 +41,13 @@ pub struct KubeletGrants {
     pods: PathBuf,
     /// The driver, whose responses identify our entries in the checkpoint.
     driver: DriverName,
-    /// Where to find device nodes that earlier releases recorded only by path.
-    nodes: HostNodes,
 }
 
 impl KubeletGrants {
     /// Uses the kubelet with these directories.
-    pub fn new(paths: &KubeletPaths, driver: &DriverName, nodes: HostNodes) -> Self {
+    pub fn new(paths: &KubeletPaths, driver: &DriverName) -> Self {
         Self {
             driver: driver.clone(),
-            nodes,
             client: PodResourcesClient::new(paths),
             file: paths.device_plugin_dir.join(device_manager::FILE),
             pods: paths.root_dir.join("pods"),
@@ -70,21 +64,18 @@ impl Grants for KubeletGrants {
             // List first: it makes kubelet drop ended containers, and devices granted after it are in the file.
             let list = self.client.list().await.map_err(|error| error.to_string())?;
             let (file, pods) = (self.file.clone(), self.pods.clone());
-            let (driver, nodes) = (self.driver.clone(), self.nodes.clone());
+            let driver = self.driver.clone();
             spawn_blocking(move || {
                 let entries =
                     read(&file).map_err(|error| format!("{} cannot be read: {error}", file.display()))?;
                 let remain = remain(&pods, &entries, &resources)?;
                 let may_run = |uid: &str| remain.as_ref().map_or(true, |uids| uids.contains(uid));
-                let granted = granted_by(&driver, &entries, may_run);
+                let mut granted = granted_by(&driver, &entries, may_run);
                 let shown = |resource: String| {
                     let only = BTreeSet::from([resource.clone()]);
                     let mut shown = shown(&list, &entries, &only, may_run);
                     shown.pods_unseen = remain.as_ref().err().cloned();
-                    for (device, given) in granted.get(&resource).into_iter().flatten() {
-                        let numbers = nodes.numbers_of(&driver, device, given);
-                        shown.numbers.insert(device.clone(), numbers);
-                    }
+                    shown.numbers = granted.remove(&resource).unwrap_or_default();
                     (resource, shown)
                 };
                 Ok(resources.into_iter().map(shown).collect())
@@ -177,11 +168,7 @@ fn shown(
 ///
 /// Returns `None` if the directory of the PodResources API or of the device manager is missing. Kubelet creates both, so they are
 /// not mounted here, and neither the granted devices nor the end of their containers can be observed.
-pub fn withdrawn_devices(
-    paths: &KubeletPaths,
-    driver: &DriverName,
-    nodes: &HostNodes,
-) -> Option<WithdrawnDevices> {
+pub fn withdrawn_devices(paths: &KubeletPaths, driver: &DriverName) -> Option<WithdrawnDevices> {
     let socket = paths.pod_resources_socket();
     let needed = [socket.parent(), Some(paths.device_plugin_dir.as_path())];
     for directory in needed.into_iter().flatten() {
@@ -206,64 +193,9 @@ pub fn withdrawn_devices(
     });
     let mut withdrawn = WithdrawnDevices::default();
     for (resource, devices) in granted_by(driver, &grants, |_| true) {
-        let numbers = |(device, given): (String, GrantedDevice)| {
-            let numbers = nodes.numbers_of(driver, &device, &given);
-            (device, numbers)
-        };
-        let devices = devices.into_iter().map(numbers).collect();
         withdrawn.withdraw(&resource, devices, Containers::default());
     }
     Some(withdrawn)
-}
-
-/// Where to find device nodes that earlier releases recorded only by path.
-#[derive(Clone, Debug)]
-pub struct HostNodes {
-    /// The host's `/dev`, as mounted in this process.
-    pub dev: PathBuf,
-    /// The directory of CDI files.
-    pub cdi_dir: PathBuf,
-}
-
-impl HostNodes {
-    /// The device numbers a device was granted with. Earlier releases did not record them: then the current numbers of the device's
-    /// own nodes are used, whose paths come from the recorded response or from the CDI file it names.
-    fn numbers_of(&self, driver: &DriverName, device: &str, given: &GrantedDevice) -> Vec<DeviceNumber> {
-        if !given.numbers.is_empty() {
-            return given.numbers.clone();
-        }
-        let mut paths = given.host_paths.clone();
-        if paths.is_empty() {
-            paths.extend(own_paths(
-                &self.cdi_dir.join(driver.cdi_device_file(device)),
-                device,
-            ));
-        }
-        let numbers = paths.iter().filter_map(|path| device_number(&self.dev, path));
-        numbers.collect()
-    }
-}
-
-/// Host paths of a device's own nodes, read from its CDI file; empty if the file cannot be read.
-fn own_paths(file: &Path, device: &str) -> Vec<String> {
-    let mut text = Vec::new();
-    let read = File::open(file).and_then(|file| file.take(SIZE_MAX).read_to_end(&mut text));
-    let Ok(spec) = read
-        .map_err(|_| ())
-        .and_then(|_| serde_json::from_slice::<cdi::Spec>(&text).map_err(|_| ()))
-    else {
-        return Vec::new();
-    };
-    let edits = spec.devices.into_iter().map(|device| device.container_edits);
-    let own_paths = |edits: cdi::ContainerEdits| {
-        let variable = format!("{}=", environment_name(device));
-        let own = edits.env.iter().find_map(|text| text.strip_prefix(&variable));
-        let own: Vec<&str> = own.into_iter().flat_map(|paths| paths.split(',')).collect();
-        let nodes = edits.device_nodes.into_iter();
-        let nodes = nodes.filter(|node| own.contains(&node.path.as_str()));
-        nodes.map(|node| node.host_path).collect::<Vec<String>>()
-    };
-    edits.flat_map(own_paths).collect()
 }
 
 #[cfg(test)]
@@ -370,12 +302,8 @@ mod tests {
         };
         let driver = DriverName::parse("drayman.dev").unwrap();
         std::fs::create_dir(directory.path().join("pod-resources")).unwrap();
-        let nodes = HostNodes {
-            dev: directory.path().join("dev"),
-            cdi_dir: directory.path().join("cdi"),
-        };
-        assert!(withdrawn_devices(&paths, &driver, &nodes).is_none());
+        assert!(withdrawn_devices(&paths, &driver).is_none());
         std::fs::create_dir(&paths.device_plugin_dir).unwrap();
-        assert!(withdrawn_devices(&paths, &driver, &nodes).is_some_and(|withdrawn| withdrawn.is_empty()));
+        assert!(withdrawn_devices(&paths, &driver).is_some_and(|withdrawn| withdrawn.is_empty()));
     }
 }
