@@ -4,11 +4,11 @@
 //! reading: drayman changes these objects with patches only, so it never drops a field of a newer server.
 //! Upstream: `staging/src/k8s.io/api/resource/v1alpha2/types.go` at release-1.30.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::{NodeSelector, NodeSelectorRequirement, NodeSelectorTerm};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
+use kube::Resource;
 use kube::core::{ClusterResourceScope, NamespaceResourceScope};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -31,34 +31,27 @@ pub const NODE_NAME_FIELD: &str = "metadata.name";
 /// The claim controller's annotation on a claim made from a template: the name in `pod.spec.resourceClaims` (1.28 and later).
 pub const POD_CLAIM_NAME_ANNOTATION: &str = "resource.kubernetes.io/pod-claim-name";
 
-/// Implements `kube::Resource` for a hand-written struct. Unlike kube's derive, it generates no CRD.
+/// Implements the traits that kube's blanket implementation of `kube::Resource` needs. Unlike kube's `CustomResource`, it
+/// generates no CRD.
 macro_rules! resource {
-    ($kind:ident, $group:expr, $version:expr, $plural:literal, $scope:ty) => {
-        impl kube::Resource for $kind {
-            type DynamicType = ();
+    ($kind:ident, $plural:literal, $scope:ty) => {
+        impl k8s_openapi::Resource for $kind {
+            const API_VERSION: &'static str = "resource.k8s.io/v1alpha2";
+            const GROUP: &'static str = GROUP;
+            const VERSION: &'static str = VERSION;
+            const KIND: &'static str = stringify!($kind);
+            const URL_PATH_SEGMENT: &'static str = $plural;
             type Scope = $scope;
+        }
 
-            fn kind((): &()) -> Cow<'_, str> {
-                stringify!($kind).into()
-            }
+        impl k8s_openapi::Metadata for $kind {
+            type Ty = ObjectMeta;
 
-            fn group((): &()) -> Cow<'_, str> {
-                $group.into()
-            }
-
-            fn version((): &()) -> Cow<'_, str> {
-                $version.into()
-            }
-
-            fn plural((): &()) -> Cow<'_, str> {
-                $plural.into()
-            }
-
-            fn meta(&self) -> &ObjectMeta {
+            fn metadata(&self) -> &ObjectMeta {
                 &self.metadata
             }
 
-            fn meta_mut(&mut self) -> &mut ObjectMeta {
+            fn metadata_mut(&mut self) -> &mut ObjectMeta {
                 &mut self.metadata
             }
         }
@@ -101,35 +94,18 @@ macro_rules! partial_resource {
 
 pub(crate) use partial_resource;
 
-resource!(
-    ResourceClass,
-    GROUP,
-    VERSION,
-    "resourceclasses",
-    ClusterResourceScope
-);
-resource!(
-    ResourceClaim,
-    GROUP,
-    VERSION,
-    "resourceclaims",
-    NamespaceResourceScope
-);
+resource!(ResourceClass, "resourceclasses", ClusterResourceScope);
+resource!(ResourceClaim, "resourceclaims", NamespaceResourceScope);
 resource!(
     ResourceClaimTemplate,
-    GROUP,
-    VERSION,
     "resourceclaimtemplates",
     NamespaceResourceScope
 );
 resource!(
     PodSchedulingContext,
-    GROUP,
-    VERSION,
     "podschedulingcontexts",
     NamespaceResourceScope
 );
-resource!(Pod, "", "v1", "pods", NamespaceResourceScope);
 
 /// Defines the driver, and the parameters, for the claims that name it. Created by cluster operators.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -430,7 +406,8 @@ pub struct ResourceClaimSchedulingStatus {
 }
 
 /// A pod, limited to the fields that concern claims. The spec keeps all others in `other`, so that a driver can read them.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Resource, Serialize, Deserialize)]
+#[resource(inherit = k8s_openapi::api::core::v1::Pod)]
 pub struct Pod {
     /// Standard object metadata.
     #[serde(default)]

@@ -11,8 +11,8 @@ use tokio_util::sync::CancellationToken;
 use super::error::Error;
 use super::logging::LoggingFlags;
 use super::observe::{ObserveFlags, Observer};
-use super::runtime::{block_on, choose_tls_provider};
-use super::{client, flags, logging, shutdown, value};
+use super::runtime::{block_on, choose_tls_provider, shutdown_on_signal};
+use super::{client, flags, logging, value};
 use crate::controller::{
     Controller, ControllerError, LeaderElection, LeaseConnection, Metrics, PredecessorsError,
 };
@@ -155,7 +155,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
     // One thread: a single task makes all decisions; everything else waits for the API server.
     block_on(async {
         // First, so that every signal is handled.
-        let shutdown = shutdown::on_signal()?;
+        let shutdown = shutdown_on_signal()?;
         let Arguments {
             cluster,
             driver,

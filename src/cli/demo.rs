@@ -9,10 +9,9 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use super::error::Error;
-use super::logging::LoggingFlags;
+use super::logging::{self, LoggingFlags};
 use super::output::write_all;
-use super::runtime::{block_on, choose_tls_provider};
-use super::{logging, shutdown};
+use super::runtime::{block_on, choose_tls_provider, shutdown_on_signal};
 use crate::testcluster::api::ClusterMode;
 use crate::testcluster::cluster::TestClusterError;
 use crate::testcluster::demo::{Demo, OutputLine, REAL, SCENARIOS, Scenario, Summary};
@@ -82,7 +81,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Error> {
     }
     choose_tls_provider();
     block_on(async {
-        let shutdown = shutdown::on_signal()?;
+        let shutdown = shutdown_on_signal()?;
         if arguments.logs {
             logging::start(arguments.logging)?;
         }

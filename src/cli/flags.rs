@@ -35,64 +35,52 @@ pub(super) struct DriverNameFlag {
     pub(super) name: String,
 }
 
-/// Where kubelet's files are.
+/// Root directories of the files that a companion writes.
 #[derive(Clone, Debug, clap::Args)]
-pub(super) struct KubeletRootFlag {
+pub(super) struct RootFlags {
     /// Kubelet's root directory (its --root-dir), with the sockets and the checkpoint in plugins and plugins_registry.
     #[arg(
-        id = "kubelet_root_dir",
-        long = "kubelet-root-dir",
+        long,
         visible_alias = "kubelet-root",
         value_name = "DIRECTORY",
         env = "DRAYMAN_KUBELET_ROOT_DIR",
         default_value = "/var/lib/kubelet",
         value_parser = value::absolute_path
     )]
-    pub(super) root_dir: PathBuf,
-}
+    pub(super) kubelet_root_dir: PathBuf,
 
-/// Where kubelet takes device plugins.
-#[derive(Clone, Debug, clap::Args)]
-pub(super) struct DevicePluginDirFlag {
-    /// Kubelet's device plugin directory; independent of its root directory
-    #[arg(
-        id = "device_plugin_dir",
-        long = "device-plugin-dir",
-        value_name = "DIRECTORY",
-        env = "DRAYMAN_DEVICE_PLUGIN_DIR",
-        default_value = "/var/lib/kubelet/device-plugins",
-        value_parser = value::absolute_path
-    )]
-    pub(super) directory: PathBuf,
-}
-
-/// Where CDI files are.
-#[derive(Clone, Debug, clap::Args)]
-pub(super) struct CdiRootFlag {
     /// Directory for CDI files; the container runtime must read it (cdi_spec_dirs)
     #[arg(
-        id = "cdi_root",
-        long = "cdi-root",
+        long,
         visible_alias = "cdi-dir",
         value_name = "DIRECTORY",
         env = "DRAYMAN_CDI_ROOT",
         default_value = "/var/run/cdi",
         value_parser = value::absolute_path
     )]
-    pub(super) root: PathBuf,
+    pub(super) cdi_root: PathBuf,
 }
 
-/// Where the container runtime answers.
+/// Where the container runtime and kubelet's device plugin manager listen.
 #[derive(Clone, Debug, clap::Args)]
-pub(super) struct RuntimeSocketFlag {
+pub(super) struct SocketFlags {
     /// CRI socket of the container runtime, for checks whether containers still have a device. Default: the usual paths of
     /// containerd, CRI-O and k3s
     #[arg(
-        id = "container_runtime_socket",
-        long = "container-runtime-socket",
+        long,
         value_name = "PATH",
         env = "DRAYMAN_CONTAINER_RUNTIME_SOCKET",
         value_parser = value::absolute_path
     )]
-    pub(super) path: Option<PathBuf>,
+    pub(super) container_runtime_socket: Option<PathBuf>,
+
+    /// Kubelet's device plugin directory; independent of its root directory
+    #[arg(
+        long,
+        value_name = "DIRECTORY",
+        env = "DRAYMAN_DEVICE_PLUGIN_DIR",
+        default_value = "/var/lib/kubelet/device-plugins",
+        value_parser = value::absolute_path
+    )]
+    pub(super) device_plugin_dir: PathBuf,
 }

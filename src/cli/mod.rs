@@ -23,7 +23,6 @@ mod objects;
 mod observe;
 mod output;
 mod runtime;
-mod shutdown;
 mod tool;
 mod value;
 mod version;

@@ -21,8 +21,8 @@ use crate::node::run::{NodeError, NodeOptions};
 use super::error::Error;
 use super::logging::LoggingFlags;
 use super::observe::{ObserveFlags, Observer};
-use super::runtime::{block_on, choose_tls_provider};
-use super::{client, discover, flags, logging, shutdown, value};
+use super::runtime::{block_on, choose_tls_provider, shutdown_on_signal};
+use super::{client, discover, flags, logging, value};
 
 /// Run the node companion, which publishes this node's devices and injects them into containers
 ///
@@ -89,10 +89,10 @@ struct NodeFlags {
 #[command(next_help_heading = "Directories")]
 struct Directories {
     #[command(flatten)]
-    kubelet: flags::KubeletRootFlag,
+    roots: flags::RootFlags,
 
     #[command(flatten)]
-    device_plugins: flags::DevicePluginDirFlag,
+    sockets: flags::SocketFlags,
 
     /// Registration of extended resources: by a call to kubelet's socket, or by its plugin watcher (plugins_registry)
     #[arg(
@@ -102,12 +102,6 @@ struct Directories {
         default_value = "kubelet-socket"
     )]
     device_plugin_registration: PluginRegistration,
-
-    #[command(flatten)]
-    cdi: flags::CdiRootFlag,
-
-    #[command(flatten)]
-    container_runtime: flags::RuntimeSocketFlag,
 }
 
 impl clap::ValueEnum for PluginRegistration {
@@ -153,7 +147,7 @@ pub(super) fn run(arguments: Arguments) -> Result<ExitCode, Error> {
     // One thread: the companion is mostly idle, and each thread costs memory on every node.
     block_on(async {
         // First, so that every signal is handled.
-        let shutdown = shutdown::on_signal()?;
+        let shutdown = shutdown_on_signal()?;
         // The companion reads the file itself; this check only reports errors early.
         NodeConfiguration::read(&config)
             .map_err(NodeError::from)
@@ -167,11 +161,11 @@ pub(super) fn run(arguments: Arguments) -> Result<ExitCode, Error> {
             config = %config.display(),
             kubeconfig = cluster.kubeconfig.as_ref().map(tracing::field::debug),
             server = %configuration.cluster_url,
-            kubelet_root_dir = %directories.kubelet.root_dir.display(),
-            device_plugin_dir = %directories.device_plugins.directory.display(),
+            kubelet_root_dir = %directories.roots.kubelet_root_dir.display(),
+            device_plugin_dir = %directories.sockets.device_plugin_dir.display(),
             device_plugin_registration = ?directories.device_plugin_registration,
-            cdi_root = %directories.cdi.root.display(),
-            container_runtime_socket = directories.container_runtime.path.as_ref().map(tracing::field::debug),
+            cdi_root = %directories.roots.cdi_root.display(),
+            container_runtime_socket = directories.sockets.container_runtime_socket.as_ref().map(tracing::field::debug),
             dev_root = %host.dev_root.display(),
             sysfs_root = %host.sysfs_root.display(),
             orphan_grace_period = ?node.orphan_grace_period,
@@ -192,13 +186,13 @@ pub(super) fn run(arguments: Arguments) -> Result<ExitCode, Error> {
         let of_metrics = client.clone();
         let options = NodeOptions {
             driver_name: cluster.driver.name,
-            kubelet_root: directories.kubelet.root_dir,
-            device_plugin_dir: directories.device_plugins.directory,
+            kubelet_root: directories.roots.kubelet_root_dir,
+            device_plugin_dir: directories.sockets.device_plugin_dir,
             plugin_registration: directories.device_plugin_registration,
-            cdi_dir: directories.cdi.root,
+            cdi_dir: directories.roots.cdi_root,
             host: host.paths(),
             orphan_grace: node.orphan_grace_period,
-            runtime_socket: directories.container_runtime.path,
+            runtime_socket: directories.sockets.container_runtime_socket,
             registration_status: registration.clone(),
             metrics,
             ..NodeOptions::new(node_name, config, client)

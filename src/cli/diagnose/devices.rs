@@ -12,7 +12,8 @@ use crate::core::allocation::index::{self, AllocationState};
 use crate::core::allocation::inventory::unready;
 
 /// State of a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema, clap::ValueEnum)]
+#[value(rename_all = "PascalCase")]
 pub enum DeviceState {
     /// Available to a claim, at least one of its shares.
     Free,
@@ -33,36 +34,6 @@ pub enum DeviceState {
     Gone,
     /// Free, or held by claims that the user may not read.
     Unknown,
-}
-
-impl DeviceState {
-    /// All states.
-    pub const ALL: [Self; 9] = [
-        Self::Free,
-        Self::Held,
-        Self::NotClaimed,
-        Self::Unhealthy,
-        Self::Tainted,
-        Self::NotReady,
-        Self::NotForClaims,
-        Self::Gone,
-        Self::Unknown,
-    ];
-
-    /// The state's name.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Free => "Free",
-            Self::Held => "Held",
-            Self::NotClaimed => "NotClaimed",
-            Self::Unhealthy => "Unhealthy",
-            Self::Tainted => "Tainted",
-            Self::NotReady => "NotReady",
-            Self::NotForClaims => "NotForClaims",
-            Self::Gone => "Gone",
-            Self::Unknown => "Unknown",
-        }
-    }
 }
 
 impl DeviceRow {

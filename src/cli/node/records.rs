@@ -57,18 +57,15 @@ struct StorageFlags {
     driver: flags::DriverNameFlag,
 
     #[command(flatten)]
-    kubelet: flags::KubeletRootFlag,
-
-    #[command(flatten)]
-    cdi: flags::CdiRootFlag,
+    roots: flags::RootFlags,
 }
 
 impl StorageFlags {
     async fn access(&self) -> Result<Access, Error> {
         let driver =
             DriverName::parse(&self.driver.name).map_err(|error| Error::Configuration(error.to_string()))?;
-        let paths = Paths::new(driver, &self.kubelet.root_dir, &self.cdi.root);
-        let access = Access::find(paths, &self.kubelet.root_dir).await;
+        let paths = Paths::new(driver, &self.roots.kubelet_root_dir, &self.roots.cdi_root);
+        let access = Access::find(paths, &self.roots.kubelet_root_dir).await;
         access.map_err(|error| Error::Runtime(error.into()))
     }
 }

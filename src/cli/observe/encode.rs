@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Result;
 
-use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
+use prometheus_client::encoding::{DescriptorEncoder, EncodeCounterValue, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 
 use super::reasons::By;
@@ -41,15 +41,8 @@ pub(super) struct SampleEncoder<'a> {
 
 impl SampleEncoder<'_> {
     /// Encodes a counter. `labels` are in the order of the table.
-    pub(super) fn counter(&mut self, labels: &[&str], value: u64) -> Result {
+    pub(super) fn counter(&mut self, labels: &[&str], value: impl EncodeCounterValue + Copy) -> Result {
         self.with(labels, |encoder| {
-            encoder.encode_counter::<NoLabelSet, _, f64>(&value, None)
-        })
-    }
-
-    /// Encodes a counter of seconds.
-    pub(super) fn counter_of_seconds(&mut self, value: f64) -> Result {
-        self.with(&[], |encoder| {
             encoder.encode_counter::<NoLabelSet, _, f64>(&value, None)
         })
     }

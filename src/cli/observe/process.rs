@@ -29,9 +29,7 @@ impl Collector for ProcessMetrics {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result {
         let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
         if let Some(seconds) = processor_time(&stat, rustix::param::clock_ticks_per_second()) {
-            series(&mut encoder, &table::CPU, |values| {
-                values.counter_of_seconds(seconds)
-            })?;
+            series(&mut encoder, &table::CPU, |values| values.counter(&[], seconds))?;
         }
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
         for (row, value) in [

@@ -4,7 +4,6 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
-use clap::builder::PossibleValue;
 use clap_complete::ArgValueCompleter;
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::Client;
@@ -85,16 +84,6 @@ impl Namespace {
     }
 }
 
-impl clap::ValueEnum for DeviceState {
-    fn value_variants<'a>() -> &'a [Self] {
-        &Self::ALL
-    }
-
-    fn to_possible_value(&self) -> Option<PossibleValue> {
-        Some(PossibleValue::new(self.as_str()))
-    }
-}
-
 /// Prints the table.
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     let cluster = &arguments.cluster;
@@ -153,10 +142,11 @@ impl Arguments {
 
     fn nothing_found(&self) -> String {
         let mut text = format!("No devices found of driver {}", self.cluster.driver.name);
+        let state = self.state.map(|state| format!("{state:?}"));
         let asked = [
             ("on node", self.node.as_deref()),
             ("of kind", self.kind.as_deref()),
-            ("in state", self.state.map(DeviceState::as_str)),
+            ("in state", state.as_deref()),
             ("held in namespace", self.namespace.namespace.as_deref()),
         ];
         for (what, value) in asked {
@@ -246,7 +236,7 @@ fn cells(device: &DeviceRow) -> Vec<String> {
         &device.node,
         &device.device,
         &device.kind,
-        device.state.as_str(),
+        &format!("{:?}", device.state),
         &claims.join(","),
     ])
 }
@@ -271,15 +261,14 @@ pub(super) fn api(device: &DeviceRow) -> &'static str {
 
 /// Returns the coloured state.
 pub(super) fn state(state: DeviceState) -> String {
+    let text = format!("{state:?}");
     let colour = match state {
         DeviceState::Free => Colour::Green,
-        DeviceState::Held | DeviceState::NotClaimed | DeviceState::NotForClaims => {
-            return state.as_str().to_owned();
-        }
+        DeviceState::Held | DeviceState::NotClaimed | DeviceState::NotForClaims => return text,
         DeviceState::NotReady | DeviceState::Tainted | DeviceState::Unknown => Colour::Yellow,
         DeviceState::Unhealthy | DeviceState::Gone => Colour::Red,
     };
-    coloured(state.as_str(), colour)
+    coloured(&text, colour)
 }
 
 #[cfg(test)]

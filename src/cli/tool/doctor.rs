@@ -49,16 +49,10 @@ pub(crate) struct Arguments {
     this_node: bool,
 
     #[command(flatten)]
-    kubelet: flags::KubeletRootFlag,
+    roots: flags::RootFlags,
 
     #[command(flatten)]
-    device_plugins: flags::DevicePluginDirFlag,
-
-    #[command(flatten)]
-    cdi: flags::CdiRootFlag,
-
-    #[command(flatten)]
-    container_runtime: flags::RuntimeSocketFlag,
+    sockets: flags::SocketFlags,
 
     /// Configuration file of kubelet, for --this-node
     #[arg(
@@ -99,11 +93,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, Error> {
     let findings = if arguments.this_node {
         let machine = node_check::Machine {
             driver,
-            kubelet_root: &arguments.kubelet.root_dir,
-            device_plugins: &arguments.device_plugins.directory,
-            cdi_root: &arguments.cdi.root,
+            roots: &arguments.roots,
+            sockets: &arguments.sockets,
             kubelet_config: &arguments.kubelet_config,
-            runtime_socket: arguments.container_runtime.path.as_deref(),
         };
         block_on(async { Ok(node_check::check(&machine).await) })?
     } else {

@@ -18,6 +18,7 @@ use crate::api::proto::cri_v1::{StatusRequest, VersionRequest};
 use crate::cli::diagnose::doctor::DoctorFinding;
 use crate::cli::diagnose::gates;
 use crate::cli::diagnose::nodes::{RUNTIME, without_runtime};
+use crate::cli::flags::{RootFlags, SocketFlags};
 use crate::core::discovery::mounts;
 use crate::node::container_runtime::SOCKETS;
 
@@ -34,29 +35,25 @@ const SOCKET_PATH_MAX: usize = 107;
 pub(super) struct Machine<'a> {
     /// Driver name.
     pub(super) driver: &'a str,
-    /// Kubelet's root directory.
-    pub(super) kubelet_root: &'a Path,
-    /// Kubelet's directory of device plugins.
-    pub(super) device_plugins: &'a Path,
-    /// Where the companion writes CDI files.
-    pub(super) cdi_root: &'a Path,
+    pub(super) roots: &'a RootFlags,
+    pub(super) sockets: &'a SocketFlags,
     /// Kubelet's configuration file.
     pub(super) kubelet_config: &'a Path,
-    /// The container runtime's socket, if given.
-    pub(super) runtime_socket: Option<&'a Path>,
 }
 
 /// Checks kubelet's directories and feature gate, the lengths of our socket paths, and whether the container runtime listens and
 /// reads CDI files.
 pub(super) async fn check(machine: &Machine<'_>) -> Vec<DoctorFinding> {
-    let mut findings = directories(machine.kubelet_root, machine.device_plugins);
+    let kubelet_root = &machine.roots.kubelet_root_dir;
+    let mut findings = directories(kubelet_root, &machine.sockets.device_plugin_dir);
     // Reads mounts and directories in this process's mount namespace.
-    findings.extend(propagation(machine.kubelet_root, fs::read(MOUNTS)));
+    findings.extend(propagation(kubelet_root, fs::read(MOUNTS)));
     findings.push(gate(machine.kubelet_config));
-    findings.push(socket_lengths(machine.driver, machine.kubelet_root));
+    findings.push(socket_lengths(machine.driver, kubelet_root));
     let usual = SOCKETS.map(Path::new);
-    let named = machine.runtime_socket.as_ref().map(std::slice::from_ref);
-    findings.extend(runtime(named.unwrap_or(&usual), machine.cdi_root).await);
+    let given = machine.sockets.container_runtime_socket.as_deref();
+    let given = given.as_ref().map(std::slice::from_ref);
+    findings.extend(runtime(given.unwrap_or(&usual), &machine.roots.cdi_root).await);
     findings
 }
 
