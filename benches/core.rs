@@ -10,10 +10,11 @@ use std::time::{Duration, Instant};
 
 use drayman::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec, NodeInventory};
 use drayman::api::resource::{AllocationResult, Pod, PodSchedulingContext, ResourceClaim, ResourceClass};
-use drayman::core::allocation::allocator::DeviceAllocator;
+use drayman::core::allocation::allocator::{AllocateOutcome, DeviceAllocator};
 use drayman::core::allocation::evaluate::RequestedClaim;
 use drayman::core::allocation::inventory::NodeInfo;
 use drayman::core::allocation::parameters::{ClassParameters, DeviceRequests};
+use drayman::core::allocation::search::{CALL_WORK_MAX, WorkBudget};
 use drayman::core::claims::{
     Answer, ClaimWrite, Command, ControllerState, DriverRequest, Event, Moment, ObjectKey, Outcome, Settings,
 };
@@ -113,6 +114,14 @@ fn device_requests(counts: &[u32]) -> DeviceRequests {
     DeviceRequests::check(&class, "default", "test", &spec).unwrap()
 }
 
+fn allocate(
+    allocator: &mut DeviceAllocator,
+    request: RequestedClaim<'_>,
+    node: &str,
+) -> Option<AllocateOutcome> {
+    allocator.allocate_within(&[request], Some(node), &mut WorkBudget::new(CALL_WORK_MAX))
+}
+
 /// Unsuitable nodes for 1 device among 15,000 nodes, for the 128 nodes that the scheduler asks about at most.
 fn unsuitable() {
     const NODES: usize = 15_000;
@@ -129,7 +138,7 @@ fn unsuitable() {
                     device_requests: &wanted,
                     suitable_nodes: None,
                 };
-                allocator.allocate(&[request], Some(node));
+                allocate(&mut allocator, request, node).unwrap();
             }
         }
         let claim = claim("asked");
@@ -140,7 +149,12 @@ fn unsuitable() {
         };
         let mut times = Times::default();
         for _ in 0..1000 {
-            times.time(|| allocator.unsuitable_nodes(&[request], &asked));
+            times.time(|| {
+                let mut unsuitable = vec![BTreeMap::new()];
+                let mut work = WorkBudget::new(CALL_WORK_MAX);
+                allocator.unsuitable(&[request], &asked, &mut unsuitable, &mut work);
+                unsuitable
+            });
         }
         figure(
             &format!("unsuitable_nodes, 128 nodes of {NODES} with 8 devices each, {what}"),
@@ -164,7 +178,7 @@ fn fits() {
         let mut times = Times::default();
         for _ in 0..1000 {
             let mut allocator = allocator.clone();
-            times.time(|| allocator.allocate(&[request], Some("node-00000")));
+            times.time(|| allocate(&mut allocator, request, "node-00000"));
         }
         figure(
             &format!("allocate 8 devices out of 64, {what}"),

@@ -2,6 +2,7 @@
 //!
 //! Prints the median and the maximum of each operation, and fails if a median exceeds its limit.
 
+use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -11,12 +12,12 @@ use drayman::api::crd::{
     DeviceRequest, DeviceSelector, NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY,
 };
 use drayman::api::resource::{AllocationResult, ResourceClaim};
-use drayman::core::allocation::allocator::DeviceAllocator;
+use drayman::core::allocation::allocator::{AllocateOutcome, DeviceAllocator};
 use drayman::core::allocation::evaluate::RequestedClaim;
 use drayman::core::allocation::inventory::{Match, NodeInfo};
 use drayman::core::allocation::parameters::{ClassParameters, DeviceRequests};
 use drayman::core::allocation::search::Fit;
-use drayman::core::allocation::search::{NODE_WORK_MAX, WorkBudget};
+use drayman::core::allocation::search::{CALL_WORK_MAX, NODE_WORK_MAX, WorkBudget};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
 const DRIVER: &str = "drayman.dev";
@@ -162,6 +163,21 @@ fn measure(what: &str, tries: usize, limit: Duration, mut run: impl FnMut()) -> 
     fine
 }
 
+fn allocate(
+    allocator: &mut DeviceAllocator,
+    request: RequestedClaim<'_>,
+    node: Option<&str>,
+) -> Option<AllocateOutcome> {
+    allocator.allocate_within(&[request], node, &mut WorkBudget::new(CALL_WORK_MAX))
+}
+
+fn evaluate(allocator: &DeviceAllocator, request: RequestedClaim<'_>, nodes: &[String]) {
+    let mut unsuitable = vec![BTreeMap::new()];
+    let mut work = WorkBudget::new(CALL_WORK_MAX);
+    allocator.unsuitable(&[request], nodes, &mut unsuitable, &mut work);
+    black_box(unsuitable);
+}
+
 /// An allocator in which each of [`CLAIMS`] holds a device, and the claims. Nodes are filled one after the other.
 fn filled(one: &DeviceRequests) -> Option<(DeviceAllocator, Vec<ResourceClaim>)> {
     let mut allocator = DeviceAllocator::new(DRIVER);
@@ -179,8 +195,7 @@ fn filled(one: &DeviceRequests) -> Option<(DeviceAllocator, Vec<ResourceClaim>)>
             device_requests: one,
             suitable_nodes: None,
         };
-        let allocation = allocator
-            .allocate(&[request], Some(&target))
+        let allocation = allocate(&mut allocator, request, Some(&target))?
             .answers
             .pop()?
             .ok()?;
@@ -224,17 +239,13 @@ fn main() -> ExitCode {
             "unsuitable_nodes, 128 nodes of which 64 are full, 1 device",
             1000,
             millis(1),
-            || {
-                black_box(allocator.unsuitable_nodes(&[request(&one)], &names));
-            },
+            || evaluate(&allocator, request(&one), &names),
         ),
         measure(
             "unsuitable_nodes, 128 nodes of which 64 are full, 8 devices",
             1000,
             millis(1),
-            || {
-                black_box(allocator.unsuitable_nodes(&[request(&eight)], &names));
-            },
+            || evaluate(&allocator, request(&eight), &names),
         ),
         measure(
             "fit, 8 out of 64 devices",
@@ -251,19 +262,18 @@ fn main() -> ExitCode {
             1000,
             millis(1),
             || {
-                let answer = large
-                    .allocate(&[request(&constrained)], Some(&node_name(0)))
-                    .answers;
-                assert!(answer.iter().all(Result::is_ok), "{answer:?}");
+                let allocated = allocate(&mut large, request(&constrained), Some(&node_name(0)));
+                let is_ok = |allocated: &AllocateOutcome| allocated.answers.iter().all(Result::is_ok);
+                assert!(allocated.as_ref().is_some_and(is_ok), "{allocated:?}");
                 large.deallocate(&asking);
             },
         ),
         measure("allocate and deallocate, on a node", 1000, millis(1), || {
-            black_box(allocator.allocate(&[request(&one)], Some(&last)));
+            black_box(allocate(&mut allocator, request(&one), Some(&last)));
             allocator.deallocate(&asking);
         }),
         measure("allocate and deallocate, anywhere", 50, millis(100), || {
-            black_box(allocator.allocate(&[request(&one)], None));
+            black_box(allocate(&mut allocator, request(&one), None));
             allocator.deallocate(&asking);
         }),
         measure("observe, all claims at once", 20, millis(200), || {

@@ -37,6 +37,7 @@ pub mod controller;
 #[cfg(not(feature = "internals"))]
 mod core;
 #[cfg(feature = "internals")]
+#[allow(missing_docs, reason = "internal, and public with that feature only")]
 pub mod core;
 pub mod driver;
 pub mod host;

@@ -18,7 +18,7 @@ use tokio_util::task::TaskTracker;
 use crate::api::resource::{Pod, ResourceClaim};
 use crate::core::claims::{
     Answer, CallError, CallErrorKind, CallErrorSubject, CallId, ClaimToAllocate, ClaimWrite, Command,
-    ControllerState, DriverRequest, Event, LATE_ALLOCATION, Moment, ObjectKey, Outcome, Settings,
+    ControllerState, DriverRequest, Event, LATE_ALLOCATION, Moment, ObjectKey, Outcome,
 };
 use crate::driver::{ClaimRequest, Deallocation, Driver, DriverError, Observation};
 
@@ -26,7 +26,7 @@ use super::error::ControllerError;
 use super::events::EventWriter;
 use super::watch::{self, Kept, Prune, Standby, Watched, trimmed};
 use super::write::{self, ENDS, Fence, MAX_REQUESTS, Pause, fenced};
-use super::{Controller, Metrics};
+use super::{Controller, Options};
 
 /// Maximum number of calls younger than [`CALL_SLOT_TIME`].
 const MAX_CALLS: usize = 64;
@@ -54,16 +54,12 @@ pub(super) struct Executor<D> {
 }
 
 struct ExecutorInner<D> {
-    driver: Arc<D>,
     client: kube::Client,
-    settings: Settings,
-    call_timeout: Duration,
-    request_timeout: Duration,
+    options: Arc<Options<D>>,
     requests: Semaphore,
     calls: CallSlots,
     fence: Fence,
     pause: Pause,
-    metrics: watch_value::Sender<Metrics>,
     /// When the last allocation write of each claim was given up without a clear answer.
     unclear_allocations: Mutex<BTreeMap<String, Instant>>,
 }
@@ -80,11 +76,12 @@ impl<D: Driver> Controller<D> {
     ) -> Result<bool, ControllerError> {
         let (mut watches, seen) = standby.begin();
         watches.push(watch::claims(&self.client));
-        let mut capacity_changes = pin!(self.driver.capacity_changes());
-        let mut findings = pin!(self.driver.findings());
+        let options = &self.options;
+        let mut capacity_changes = pin!(options.driver.capacity_changes());
+        let mut findings = pin!(options.driver.findings());
         let (answers, mut answered) = mpsc::unbounded_channel();
         let mut executor = Executor::new(self, fence.clone(), pause, answers);
-        let mut state = ControllerState::new(self.settings.clone());
+        let mut state = ControllerState::new(options.settings.clone());
         let start = Instant::now();
         let now = || Moment::new(start.elapsed());
         for event in seen {
@@ -116,15 +113,15 @@ impl<D: Driver> Controller<D> {
                 executor.execute(command);
             }
             // Without a receiver, as in most vendors' tests, the statistics are not collected.
-            if self.metrics.receiver_count() > 0 {
+            if options.metrics.receiver_count() > 0 {
                 let statistics = state.statistics();
-                self.metrics.send_modify(|metrics| {
+                options.metrics.send_modify(|metrics| {
                     metrics.since = start;
                     metrics.statistics = statistics;
                 });
             }
         }
-        Ok(executor.finish(self.request_timeout).await)
+        Ok(executor.finish(options.request_timeout).await)
     }
 }
 
@@ -135,31 +132,28 @@ impl<D: Driver> Executor<D> {
         pause: Pause,
         answers: mpsc::UnboundedSender<Event>,
     ) -> Self {
+        let Controller { client, options } = controller;
         let shared = ExecutorInner {
-            driver: controller.driver.clone(),
-            client: controller.client.clone(),
-            settings: controller.settings.clone(),
-            call_timeout: controller.call_timeout,
-            request_timeout: controller.request_timeout,
+            client: client.clone(),
+            options: options.clone(),
             requests: Semaphore::new(MAX_REQUESTS),
             calls: CallSlots::default(),
             fence,
             pause,
-            metrics: controller.metrics.clone(),
             unclear_allocations: Mutex::default(),
         };
         let tasks = TaskTracker::new();
         let observations = Observations::start(
-            shared.driver.clone(),
-            shared.call_timeout,
+            options.driver.clone(),
+            options.call_timeout,
             answers.clone(),
             &tasks,
         );
         let events = EventWriter::start(
-            shared.client.clone(),
-            &shared.settings.driver_name,
-            controller.instance.clone(),
-            shared.request_timeout,
+            client.clone(),
+            &options.settings.driver_name,
+            options.instance.clone(),
+            options.request_timeout,
             answers.clone(),
         );
         Self {
@@ -208,8 +202,8 @@ impl<D: Driver> Executor<D> {
                 uid,
                 entries,
             } => self.answer(id, async move {
-                let write =
-                    write::context(&shared.client, &key, &uid, &shared.settings.driver_name, &entries);
+                let driver_name = &shared.options.settings.driver_name;
+                let write = write::context(&shared.client, &key, &uid, driver_name, &entries);
                 Answer::ContextWritten(shared.write(write).await)
             }),
             Command::CallDriver { id, request } => {
@@ -278,7 +272,7 @@ impl<D: Driver> ExecutorInner<D> {
         let Some(_permit) = self.fence.unless_closed(self.requests.acquire()).await else {
             return Err(ENDS.to_owned());
         };
-        let timeout = self.request_timeout;
+        let timeout = self.options.request_timeout;
         match tokio::time::timeout(timeout, request).await {
             Ok(Ok(object)) => Ok(object.map(|object| object.0)),
             Ok(Err(error)) => {
@@ -295,10 +289,11 @@ impl<D: Driver> ExecutorInner<D> {
         uid: &str,
         write: &ClaimWrite,
     ) -> Outcome<Arc<ResourceClaim>> {
+        let driver_name = &self.options.settings.driver_name;
         let mut is_sent = false;
         let request = async {
             is_sent = true;
-            write::claim(&self.client, key, uid, &self.settings.driver_name, write).await
+            write::claim(&self.client, key, uid, driver_name, write).await
         };
         let outcome = self.write(request).await;
         if matches!(write, ClaimWrite::Allocate { .. }) {
@@ -331,7 +326,7 @@ impl<D: Driver> ExecutorInner<D> {
             &self.requests,
             &self.pause,
             &self.fence,
-            self.request_timeout,
+            self.options.request_timeout,
             request,
         )
         .await
@@ -354,6 +349,7 @@ impl<D: Driver> ExecutorInner<D> {
 
     /// Reads and checks the parameters of claims, and builds the requests for the driver.
     async fn requests(&self, claims: Vec<ClaimToAllocate>) -> Result<Vec<ClaimRequest<D>>, CallError> {
+        let driver = &self.options.driver;
         let mut requests = Vec::with_capacity(claims.len());
         for ClaimToAllocate {
             pod_claim_name,
@@ -362,14 +358,12 @@ impl<D: Driver> ExecutorInner<D> {
         } in claims
         {
             let name = class.metadata.name.clone().unwrap_or_default();
-            let class_parameters = self
-                .driver
+            let class_parameters = driver
                 .class_parameters(&class)
                 .await
                 .map_err(|error| call_error(error, CallErrorSubject::Class(name)))?;
             let key = ObjectKey::of(&claim.metadata);
-            let claim_parameters = self
-                .driver
+            let claim_parameters = driver
                 .claim_parameters(&claim, &class, &class_parameters)
                 .await
                 .map_err(|error| call_error(error, CallErrorSubject::Claim(key)))?;
@@ -384,7 +378,7 @@ impl<D: Driver> ExecutorInner<D> {
 async fn ready<D: Driver>(shared: &Arc<ExecutorInner<D>>) {
     let mut delay = READY_RETRY_INTERVAL;
     loop {
-        let driver = shared.driver.clone();
+        let driver = shared.options.driver.clone();
         // In a separate task, so that a panic is an error like others.
         let answer = tokio::spawn(async move { driver.ready().await }).await;
         let answer =
@@ -396,6 +390,7 @@ async fn ready<D: Driver>(shared: &Arc<ExecutorInner<D>>) {
         }
         let is_ready = not_ready.is_none();
         shared
+            .options
             .metrics
             .send_modify(|metrics| metrics.not_ready = not_ready);
         if is_ready {
@@ -412,13 +407,13 @@ async fn call<D: Driver>(
     observed: impl Future<Output = ()> + Send + 'static,
     request: DriverRequest,
 ) -> Answer {
-    let timeout = shared.call_timeout;
+    let (timeout, driver) = (shared.options.call_timeout, shared.options.driver.clone());
     match request {
         DriverRequest::UnsuitableNodes { pod, claims, nodes } => Answer::Evaluated(
             limited(timeout, async move {
                 observed.await;
                 let requests = shared.requests(claims).await?;
-                let answer = shared.driver.unsuitable_nodes(&pod, &requests, &nodes).await;
+                let answer = driver.unsuitable_nodes(&pod, &requests, &nodes).await;
                 answer.map_err(|error| request_error(error, &requests))
             })
             .await,
@@ -427,7 +422,7 @@ async fn call<D: Driver>(
             limited(timeout, async move {
                 observed.await;
                 let requests = shared.requests(claims).await?;
-                let answer = shared.driver.allocate(&requests, node.as_deref()).await;
+                let answer = driver.allocate(&requests, node.as_deref()).await;
                 answer.map_err(|error| request_error(error, &requests))
             })
             .await,
@@ -436,7 +431,7 @@ async fn call<D: Driver>(
             limited(timeout, async move {
                 observed.await;
                 let deallocation = Deallocation::new(&claim).allocation(allocation.as_ref());
-                let answer = shared.driver.deallocate(deallocation).await;
+                let answer = driver.deallocate(deallocation).await;
                 answer.map_err(|error| {
                     call_error(error, CallErrorSubject::Claim(ObjectKey::of(&claim.metadata)))
                 })

@@ -83,8 +83,14 @@ use write::{Fence, with_retry_after};
 
 /// Serves the claims of one driver. Created by [`Controller::builder`].
 pub struct Controller<D> {
-    driver: Arc<D>,
     client: kube::Client,
+    options: Arc<Options<D>>,
+}
+
+/// What a [`Builder`] sets, and its driver.
+#[derive(Debug)]
+struct Options<D> {
+    driver: Arc<D>,
     settings: Settings,
     call_timeout: Duration,
     request_timeout: Duration,
@@ -118,23 +124,14 @@ impl Default for Metrics {
 impl<D> std::fmt::Debug for Controller<D> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Controller")
-            .field("settings", &self.settings)
+            .field("settings", &self.options.settings)
             .finish_non_exhaustive()
     }
 }
 
 /// Builds a [`Controller`].
 #[derive(Debug)]
-pub struct Builder<D> {
-    driver: D,
-    settings: Settings,
-    call_timeout: Duration,
-    request_timeout: Duration,
-    instance: Option<String>,
-    leader_election: Option<LeaderElection>,
-    leading: watch_value::Sender<bool>,
-    metrics: watch_value::Sender<Metrics>,
-}
+pub struct Builder<D>(Options<D>);
 
 impl<D: Driver> Controller<D> {
     /// Default time limit of a driver call; see [`Builder::call_timeout`].
@@ -144,16 +141,16 @@ impl<D: Driver> Controller<D> {
 
     /// Returns a builder of a controller for `driver`.
     pub fn builder(driver: D) -> Builder<D> {
-        Builder {
+        Builder(Options {
             settings: Settings::new(driver.name()),
-            driver,
+            driver: Arc::new(driver),
             call_timeout: Self::CALL_TIMEOUT,
             request_timeout: Self::REQUEST_TIMEOUT,
             instance: None,
             leader_election: None,
             leading: watch_value::Sender::new(false),
             metrics: watch_value::Sender::default(),
-        }
+        })
     }
 
     /// Runs until `shutdown` is cancelled. It then starts nothing new, awaits pending calls and writes up to the request timeout, and
@@ -164,19 +161,20 @@ impl<D: Driver> Controller<D> {
     pub async fn run(mut self, shutdown: CancellationToken) -> Result<(), ControllerError> {
         // Lease requests do not honour Retry-After: if the lease expired meanwhile, the next leader would list everything again.
         let of_lease = self.client.clone();
-        let (client, pause) = with_retry_after(&self.client, self.request_timeout);
+        let options = Arc::clone(&self.options);
+        let (client, pause) = with_retry_after(&self.client, options.request_timeout);
         self.client = client;
         tokio::select! {
             () = shutdown.cancelled() => return Ok(()),
             served = self.check_served() => served?,
         }
         let mut standby = Standby::new(&self.client);
-        let Some(election) = self.leader_election.clone() else {
-            self.leading.send_replace(true);
+        let Some(election) = options.leader_election.clone() else {
+            options.leading.send_replace(true);
             let fence = Fence::new(None, None);
             return self.serve(standby, &fence, pause, &shutdown).await.map(drop);
         };
-        let settings = election.settings(self.request_timeout);
+        let settings = election.settings(options.request_timeout);
         settings.check()?;
         let terms = election.clone();
         let election = Election::start(of_lease, election, settings);
@@ -188,13 +186,13 @@ impl<D: Driver> Controller<D> {
             () = standby.keep() => return Ok(()),
         }
         let fence = election.fence();
-        self.leading.send_replace(true);
+        options.leading.send_replace(true);
         let ended = tokio::select! {
             ended = self.serve(standby, &fence, pause, &shutdown) => ended?,
             () = election.lost() => return Err(ControllerError::LeaseLost),
-            never = rivals::report(&self.client, &terms, self.request_timeout) => match never {},
+            never = rivals::report(&self.client, &terms, options.request_timeout) => match never {},
         };
-        self.leading.send_replace(false);
+        options.leading.send_replace(false);
         if ended {
             election.release().await;
         } else {
@@ -206,11 +204,12 @@ impl<D: Driver> Controller<D> {
     async fn check_served(&self) -> Result<(), ControllerError> {
         let version = format!("{GROUP}/{VERSION}");
         let asked = self.client.list_api_group_resources(&version);
-        match tokio::time::timeout(self.request_timeout, asked).await {
+        let timeout = self.options.request_timeout;
+        match tokio::time::timeout(timeout, asked).await {
             Ok(Ok(_)) => Ok(()),
             Ok(Err(kube::Error::Api(status))) if status.code == 404 => Err(ControllerError::NotServed),
             Ok(Err(error)) => Err(ControllerError::Unreachable(Box::new(error))),
-            Err(_) => Err(ControllerError::Silent(self.request_timeout)),
+            Err(_) => Err(ControllerError::Silent(timeout)),
         }
     }
 }
@@ -219,21 +218,21 @@ impl<D: Driver> Builder<D> {
     /// Sets the time limit of a driver call. A call that takes longer is dropped, and blocks only its own claim.
     #[must_use]
     pub fn call_timeout(mut self, timeout: Duration) -> Self {
-        self.call_timeout = timeout;
+        self.0.call_timeout = timeout;
         self
     }
 
     /// Sets the time limit of a request to the API server.
     #[must_use]
     pub fn request_timeout(mut self, timeout: Duration) -> Self {
-        self.request_timeout = timeout;
+        self.0.request_timeout = timeout;
         self
     }
 
     /// Sets whether the pod is added to `reservedFor` together with the allocation (the default). Otherwise the scheduler adds it.
     #[must_use]
     pub fn reserve_for_pod(mut self, reserve: bool) -> Self {
-        self.settings.reserve_for_pod = reserve;
+        self.0.settings.reserve_for_pod = reserve;
         self
     }
 
@@ -241,54 +240,46 @@ impl<D: Driver> Builder<D> {
     /// once. Default: 60 s.
     #[must_use]
     pub fn other_driver_wait(mut self, wait: Duration) -> Self {
-        self.settings.other_driver_wait = wait;
+        self.0.settings.other_driver_wait = wait;
         self
     }
 
     /// Sets the name of this process in its Events, for instance the name of its pod.
     #[must_use]
     pub fn instance(mut self, instance: Option<String>) -> Self {
-        self.instance = instance;
+        self.0.instance = instance;
         self
     }
 
     /// Enables leader election, so that several controllers of one driver may run and one of them leads. Without it, never run two.
     #[must_use]
     pub fn leader_election(mut self, leader_election: Option<LeaderElection>) -> Self {
-        self.leader_election = leader_election;
+        self.0.leader_election = leader_election;
         self
     }
 
     /// Sets the channel that reports whether the controller leads. Without leader election it leads from the start.
     #[must_use]
     pub fn leading(mut self, leading: watch_value::Sender<bool>) -> Self {
-        self.leading = leading;
+        self.0.leading = leading;
         self
     }
 
     /// Sets the channel that receives the counters after each decision.
     #[must_use]
     pub fn metrics(mut self, metrics: watch_value::Sender<Metrics>) -> Self {
-        self.metrics = metrics;
+        self.0.metrics = metrics;
         self
     }
 
     /// Builds the controller. The client should not retry by itself (`Config::default_retry`), so that a write with a lost answer
     /// is not sent twice without the controller's knowledge.
     pub fn build(self, client: kube::Client) -> Result<Controller<D>, ControllerError> {
-        if check_driver(&self.settings.driver_name).is_err() {
-            return Err(ControllerError::DriverName(self.settings.driver_name));
+        let Self(options) = self;
+        if check_driver(&options.settings.driver_name).is_err() {
+            return Err(ControllerError::DriverName(options.settings.driver_name));
         }
-        Ok(Controller {
-            driver: Arc::new(self.driver),
-            client,
-            settings: self.settings,
-            call_timeout: self.call_timeout,
-            request_timeout: self.request_timeout,
-            instance: self.instance,
-            leader_election: self.leader_election,
-            leading: self.leading,
-            metrics: self.metrics,
-        })
+        let options = Arc::new(options);
+        Ok(Controller { client, options })
     }
 }

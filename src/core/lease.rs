@@ -123,7 +123,6 @@ pub enum LeaseAnswer {
 /// The next action on the lease.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LeaseStep {
-    /// Read the lease.
     Read,
     /// Write the lease with this process as its holder: create it, or replace this version.
     Write {

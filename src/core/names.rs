@@ -32,7 +32,6 @@ impl ClaimUid {
         }
     }
 
-    /// The uid as a string slice.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -84,7 +83,6 @@ impl DriverName {
         }
     }
 
-    /// The name as a string slice.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -100,7 +98,6 @@ impl DriverName {
         format!("{}/claim={uid}", self.0)
     }
 
-    /// The CDI id of one device of a claim.
     pub fn cdi_id_of_claim_device(&self, device: &ClaimDevice) -> String {
         format!("{}/claim={device}", self.0)
     }
@@ -126,7 +123,6 @@ impl DriverName {
             .flatten()
     }
 
-    /// The name of a claim's CDI file.
     pub fn cdi_file(&self, uid: &ClaimUid) -> String {
         format!("{}{uid}.json", self.cdi_file_prefix())
     }
@@ -147,7 +143,6 @@ impl DriverName {
         format!("{}/device", self.0)
     }
 
-    /// The CDI id of such a device.
     pub fn cdi_device_id(&self, device: &str) -> String {
         format!("{}/device={device}", self.0)
     }
@@ -163,7 +158,6 @@ impl DriverName {
         format!("{}{device}.json", self.cdi_device_file_prefix())
     }
 
-    /// The prefix of all device CDI files.
     pub fn cdi_device_file_prefix(&self) -> String {
         format!("{}-device_", self.0)
     }
@@ -173,7 +167,6 @@ impl DriverName {
 /// with which claim a container got a device, even after the checkpoint was lost.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClaimDevice {
-    /// The claim.
     pub uid: ClaimUid,
     /// The device, whose name is a DNS label.
     pub device: String,
@@ -213,7 +206,6 @@ impl fmt::Display for DriverName {
 
 /// Prefix of the CDI names of devices with admin access. No uid begins with it.
 const ADMIN_PREFIX: &str = "admin-";
-/// Length of a uid.
 const UID_LENGTH: usize = 36;
 /// Maximum length of a DNS label, of the name part of a qualified name, and of a driver name, in bytes.
 const LABEL_MAX: usize = 63;

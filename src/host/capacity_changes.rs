@@ -2,106 +2,88 @@
 //!
 //! Changes are counted, not queued: a slow reader gets the sum, so nothing is lost and memory stays bounded.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use futures::Stream;
-use tokio::sync::watch;
+use tokio::sync::Notify;
 
 use crate::driver::{CapacityCause, CapacityChange};
 
 /// Maximum number of namespaces whose changes are counted. A further one counts as a change for all namespaces.
 const NAMESPACES_MAX: usize = 64;
 
-/// Numbers of changes since the start; wrap around.
-#[derive(Clone, Debug, Default)]
-struct Totals {
-    freed: usize,
-    inventory: usize,
-    /// Changes of parameters for all namespaces.
-    parameters: usize,
-    /// Changes of parameters for one namespace.
-    namespaces: BTreeMap<String, usize>,
+/// Numbers of changes by cause, and by namespace if they concern only one.
+type Counts = BTreeMap<(CapacityCause, Option<String>), usize>;
+
+/// The sending side of the changes, for one reader.
+#[derive(Debug, Default)]
+pub(crate) struct CapacityChanges(Arc<PendingChanges>);
+
+/// The changes that the reader has yet to take.
+#[derive(Debug, Default)]
+struct PendingChanges {
+    counts: Mutex<Counts>,
+    changed: Notify,
 }
 
-/// The sending side of the changes.
-#[derive(Debug)]
-pub(crate) struct CapacityChanges(watch::Sender<Totals>);
+impl PendingChanges {
+    fn counts(&self) -> MutexGuard<'_, Counts> {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 impl CapacityChanges {
-    pub(crate) fn new() -> Self {
-        Self(watch::Sender::new(Totals::default()))
-    }
-
     /// Reports that `number` devices, or parameter objects, may help waiting pods.
     pub(crate) fn report(&self, cause: CapacityCause, number: usize) {
-        if number == 0 {
-            return;
+        if number > 0 {
+            self.add(cause, None, number);
         }
-        self.0.send_modify(|totals| {
-            let total = match cause {
-                CapacityCause::Freed => &mut totals.freed,
-                CapacityCause::Inventory => &mut totals.inventory,
-                CapacityCause::Parameters => &mut totals.parameters,
-            };
-            *total = total.wrapping_add(number);
-        });
     }
 
     /// Reports that changed parameters may help pods of a namespace.
     pub(crate) fn report_in(&self, namespace: String) {
-        self.0.send_modify(|totals| {
-            if totals.namespaces.len() < NAMESPACES_MAX {
-                let total = totals.namespaces.entry(namespace).or_default();
-                *total = total.wrapping_add(1);
-            } else {
-                totals.namespaces.clear();
-                totals.parameters = totals.parameters.wrapping_add(1);
+        self.add(CapacityCause::Parameters, Some(namespace), 1);
+    }
+
+    fn add(&self, cause: CapacityCause, namespace: Option<String>, number: usize) {
+        {
+            let mut counts = self.0.counts();
+            let namespaces = counts.keys().filter(|(_, namespace)| namespace.is_some());
+            let has_room =
+                namespaces.count() < NAMESPACES_MAX && !counts.contains_key(&(cause, None::<String>));
+            let namespace = namespace.filter(|_| has_room);
+            if namespace.is_none() {
+                // A change for all namespaces includes those for one.
+                counts.retain(|(other, namespace), _| *other != cause || namespace.is_none());
             }
-        });
+            let count = counts.entry((cause, namespace)).or_default();
+            *count = count.saturating_add(number);
+        }
+        self.0.changed.notify_one();
     }
 
-    /// Returns all changes reported from now on; the stream ends when the reporter is dropped.
+    /// Returns all changes reported from now on. Each is for one reader.
     pub(crate) fn subscribe(&self) -> impl Stream<Item = CapacityChange> + Send + 'static {
-        let receiver = self.0.subscribe();
-        let seen = receiver.borrow().clone();
-        futures::stream::unfold(
-            (receiver, seen, VecDeque::new()),
-            |(mut receiver, mut seen, mut due)| async move {
-                loop {
-                    if let Some(change) = due.pop_front() {
-                        return Some((change, (receiver, seen, due)));
-                    }
-                    receiver.changed().await.ok()?;
-                    let now = receiver.borrow_and_update().clone();
-                    due.extend(between(&seen, &now));
-                    seen = now;
+        let pending = Arc::clone(&self.0);
+        pending.counts().clear();
+        futures::stream::unfold((pending, Counts::new()), |(pending, mut taken)| async move {
+            loop {
+                if let Some(((cause, namespace), number)) = taken.pop_first() {
+                    // How many pods a change of parameters can help is unknown.
+                    let pods = (cause != CapacityCause::Parameters).then_some(number);
+                    let change = CapacityChange {
+                        cause,
+                        pods,
+                        namespace,
+                    };
+                    return Some((change, (pending, taken)));
                 }
-            },
-        )
+                pending.changed.notified().await;
+                taken = std::mem::take(&mut *pending.counts());
+            }
+        })
     }
-}
-
-fn between(before: &Totals, now: &Totals) -> Vec<CapacityChange> {
-    let freed = now.freed.wrapping_sub(before.freed);
-    let inventory = now.inventory.wrapping_sub(before.inventory);
-    let mut changes: Vec<CapacityChange> = [
-        (CapacityCause::Freed, freed),
-        (CapacityCause::Inventory, inventory),
-    ]
-    .into_iter()
-    .filter(|(_, number)| *number > 0)
-    .map(|(cause, number)| CapacityChange::new(cause).for_pods(number))
-    .collect();
-    let parameters = CapacityChange::new(CapacityCause::Parameters);
-    if before.parameters == now.parameters {
-        let is_new =
-            |(namespace, total): &(&String, &usize)| before.namespaces.get(*namespace) != Some(*total);
-        let namespaces = now.namespaces.iter().filter(is_new);
-        changes.extend(namespaces.map(|(namespace, _)| parameters.clone().in_namespace(namespace)));
-    } else {
-        changes.push(parameters);
-    }
-    changes
 }
 
 #[cfg(test)]
@@ -114,7 +96,7 @@ mod tests {
 
     #[test]
     fn a_slow_reader_gets_the_sum_of_all_capacity_changes() {
-        let changes = CapacityChanges::new();
+        let changes = CapacityChanges::default();
         changes.report(CapacityCause::Freed, 7);
         let mut stream = pin!(changes.subscribe());
         assert_eq!(
@@ -142,13 +124,11 @@ mod tests {
             stream.next().now_or_never(),
             Some(Some(change(CapacityCause::Inventory).for_pods(4)))
         );
-        drop(changes);
-        assert_eq!(stream.next().now_or_never(), Some(None));
     }
 
     #[test]
     fn a_change_in_a_namespace_is_reported_for_it_alone() {
-        let changes = CapacityChanges::new();
+        let changes = CapacityChanges::default();
         let mut stream = pin!(changes.subscribe());
         let mut next = || {
             let change = stream.next().now_or_never()??;
@@ -174,17 +154,5 @@ mod tests {
             changes.report_in(number.to_string());
         }
         assert_eq!((next(), next()), (parameters(None), None));
-    }
-
-    #[test]
-    fn each_reader_has_a_count_of_its_own() {
-        let changes = CapacityChanges::new();
-        let (mut first, mut second) = (pin!(changes.subscribe()), pin!(changes.subscribe()));
-        changes.report(CapacityCause::Freed, 1);
-        assert!(first.next().now_or_never().is_some());
-        changes.report(CapacityCause::Freed, 1);
-        let pods = |change: Option<Option<CapacityChange>>| change.unwrap().unwrap().pods;
-        assert_eq!(pods(first.next().now_or_never()), Some(1));
-        assert_eq!(pods(second.next().now_or_never()), Some(2));
     }
 }

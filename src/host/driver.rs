@@ -16,8 +16,8 @@ use crate::api::crd::{
 };
 use crate::api::resource::{AllocationResult, Pod, ResourceClaim, ResourceClass};
 use crate::core::allocation::allocator::{
-    AllocateError, AllocateOutcome, DeviceAllocator, Observed, Problem, add_unsuitable, count_devices,
-    first_fit, granted, node_fit,
+    AllocateError, AllocateOutcome, DeviceAllocator, Observed, add_unsuitable, count_devices, first_fit,
+    granted, node_fit,
 };
 use crate::core::allocation::evaluate::{NodeSnapshot, RequestedClaim};
 use crate::core::allocation::inventory::{AttributeSet, NodeInfo, SelectorResults};
@@ -171,7 +171,7 @@ impl HostDriver {
             shared: Arc::new(HostDriverInner {
                 name,
                 state,
-                changes: CapacityChanges::new(),
+                changes: CapacityChanges::default(),
                 findings: {
                     let (sender, receiver) = mpsc::unbounded_channel();
                     FindingChannel(sender, Mutex::new(Some(receiver)))
@@ -208,14 +208,14 @@ impl HostDriverInner {
 
     fn inventories(&self, change: WatchUpdate<String, NodeInfo>) {
         let all = matches!(change, WatchUpdate::All(_));
-        let (number, problems) = {
+        let (number, findings) = {
             let mut state = self.state();
             (
                 state.apply_inventories(change),
                 state.allocator.recheck_conflicts(),
             )
         };
-        self.send_findings(&problems);
+        self.send_findings(findings);
         self.synced.send_modify(|synced| synced.inventories |= all);
         self.changes.report(CapacityCause::Inventory, number);
     }
@@ -341,10 +341,10 @@ impl HostDriverInner {
     }
 
     /// Reports problems that are certain only since the inventories are known.
-    fn send_findings(&self, problems: &[Problem]) {
-        for problem in problems {
+    fn send_findings(&self, findings: Vec<Finding>) {
+        for finding in findings {
             // Without a controller the channel has no receiver.
-            let _ = self.findings.0.send(finding(problem));
+            let _ = self.findings.0.send(finding);
         }
     }
 }
@@ -862,7 +862,7 @@ impl Driver for HostDriver {
 
     async fn observe(&self, observation: &Observation) -> Vec<Finding> {
         let driver = self.name();
-        let Observed { freed, problems } = {
+        let Observed { freed, findings } = {
             let allocator = &mut self.shared.state().allocator;
             match observation {
                 Observation::All(holdings) => allocator.observe_all(
@@ -875,14 +875,15 @@ impl Driver for HostDriver {
                 }
                 Observation::Gone { uid } => Observed {
                     freed: allocator.gone(uid),
-                    problems: Vec::new(),
+                    findings: Vec::new(),
                 },
             }
         };
         self.shared.changes.report(CapacityCause::Freed, freed);
-        problems.iter().map(finding).collect()
+        findings
     }
 
+    /// Each change is reported to one caller.
     fn capacity_changes(&self) -> impl Stream<Item = CapacityChange> + Send + 'static {
         self.shared.changes.subscribe()
     }
@@ -896,20 +897,6 @@ impl Driver for HostDriver {
             Some((finding, receiver))
         })
         .chain(futures::stream::pending())
-    }
-}
-
-/// A problem as a finding for the users of the claim.
-fn finding(problem: &Problem) -> Finding {
-    let (claim, uid) = problem.claim();
-    let (namespace, name) = claim.split_once('/').unwrap_or_default();
-    Finding {
-        namespace: namespace.to_owned(),
-        name: name.to_owned(),
-        uid: uid.to_owned(),
-        reason: problem.reason(),
-        message: problem.to_string(),
-        take_back: matches!(problem, Problem::Conflict(_)),
     }
 }
 

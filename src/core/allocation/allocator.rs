@@ -1,4 +1,4 @@
-//! The device allocator: owns the inventory and the allocation index, and allocates claims ([`DeviceAllocator::allocate`]).
+//! The device allocator: owns the inventory and the allocation index, and allocates claims ([`DeviceAllocator::allocate_within`]).
 //!
 //! Its owner keeps it behind one lock, so that it checks and holds devices in one step.
 
@@ -10,15 +10,15 @@ use crate::api::handle::HandleError;
 use crate::api::resource::{AllocationResult, ResourceClaim, label_of_node};
 use crate::core::allocation::evaluate::{NodeFit, NodeSnapshot, RequestedClaim, Shortage, Unsuitable};
 use crate::core::allocation::index::{
-    self, AllocationIndex, AllocationState, Conflict, DeviceGrant, DeviceKey, HoldingClaim, IndexChange,
-    claim_name, suits,
+    self, AllocationIndex, AllocationState, DeviceGrant, DeviceKey, HoldingClaim, IndexChange, claim_name,
+    suits,
 };
 use crate::core::allocation::inventory::{
     ActiveSelectors, AttributeSet, DeviceInfo, Inventory, Match, NodeInfo, Replaced, SelectorResults,
 };
 use crate::core::allocation::parameters::{CheckedRequest, CheckedSelector, DeviceRequests};
-use crate::core::allocation::search::{CALL_WORK_MAX, NODE_WORK_MAX, WorkBudget};
-use crate::driver::UnsuitableNodes;
+use crate::core::allocation::search::{NODE_WORK_MAX, WorkBudget};
+use crate::driver::{Finding, UnsuitableNodes};
 
 /// The device allocator of one driver.
 #[derive(Clone, Debug)]
@@ -38,7 +38,7 @@ pub struct Observed {
     /// Number of devices that have become available.
     pub freed: usize,
     /// New problems with the allocations of claims.
-    pub problems: Vec<Problem>,
+    pub findings: Vec<Finding>,
 }
 
 impl DeviceAllocator {
@@ -54,12 +54,10 @@ impl DeviceAllocator {
         }
     }
 
-    /// The allocation index.
     pub fn holdings(&self) -> &AllocationIndex {
         &self.holdings
     }
 
-    /// The selector results.
     pub fn matches(&self) -> &SelectorResults {
         &self.matches
     }
@@ -150,13 +148,13 @@ impl DeviceAllocator {
 
     /// Checks devices with several holders again, and returns the conflicts: devices with more holders than shares. A device that no
     /// inventory lists is checked once one does: its shares are unknown, and until then it is not allocated again.
-    pub fn recheck_conflicts(&mut self) -> Vec<Problem> {
+    pub fn recheck_conflicts(&mut self) -> Vec<Finding> {
         let unchecked = std::mem::take(&mut self.unchecked);
         self.check_conflicts(unchecked)
     }
 
-    fn check_conflicts(&mut self, unchecked: impl IntoIterator<Item = DeviceKey>) -> Vec<Problem> {
-        let mut problems = Vec::new();
+    fn check_conflicts(&mut self, unchecked: impl IntoIterator<Item = DeviceKey>) -> Vec<Finding> {
+        let mut findings = Vec::new();
         for key in unchecked {
             let node = self
                 .inventory
@@ -169,10 +167,9 @@ impl DeviceAllocator {
                 }
                 continue;
             };
-            let conflicts = self.holdings.conflicts(&key, shares);
-            problems.extend(conflicts.into_iter().map(Problem::Conflict));
+            findings.extend(self.holdings.conflicts(&key, shares));
         }
-        problems
+        findings
     }
 
     /// Applies the complete list of claims. A claim that it lacks is gone, even if its devices were granted and not recorded.
@@ -198,7 +195,7 @@ impl DeviceAllocator {
         for (claim, allocation) in claims {
             let one = self.observe(claim, allocation);
             observed.freed += one.freed;
-            observed.problems.extend(one.problems);
+            observed.findings.extend(one.findings);
         }
         observed
     }
@@ -216,7 +213,7 @@ impl DeviceAllocator {
             };
             return Observed {
                 freed,
-                problems: Vec::new(),
+                findings: Vec::new(),
             };
         };
         let mut record = index::read(&self.driver, uid, allocation);
@@ -225,28 +222,18 @@ impl DeviceAllocator {
         {
             nodes.extend(index::labelled_node(&self.driver, claim));
         }
-        let mut problems = Vec::new();
+        let mut findings = Vec::new();
         if before != Some(&record.state) {
             if let AllocationState::Unreadable { nodes, error } = &record.state {
-                let nodes = nodes.iter().map(|node| &**node).collect::<Vec<_>>().join(", ");
-                problems.push(Problem::Unreadable {
-                    claim: claim_name(claim),
-                    uid: uid.to_owned(),
-                    nodes,
-                    error: error.to_string(),
-                });
+                findings.push(unreadable(claim, nodes, error));
             }
-            let made_for = record.made_for.clone();
-            problems.extend(made_for.map(|made_for| Problem::MadeForAnother {
-                claim: claim_name(claim),
-                uid: uid.to_owned(),
-                made_for,
-            }));
+            let made_for = record.made_for.as_deref();
+            findings.extend(made_for.map(|made_for| made_for_another(claim, made_for)));
         }
         let change = self.put(claim, record.state, record.made_for.is_some());
         let freed = self.available_again(&change);
-        problems.extend(self.check_conflicts(change.shared));
-        Observed { freed, problems }
+        findings.extend(self.check_conflicts(change.shared));
+        Observed { freed, findings }
     }
 
     /// Removes a claim that no longer exists. Returns how many devices have become available.
@@ -362,24 +349,8 @@ impl DeviceAllocator {
         self.matches.some(selectors.map(CheckedSelector::expression))
     }
 
-    /// Returns the nodes on which each claim cannot be allocated together with the claims before it, with the reason.
-    pub fn unsuitable_nodes(
-        &self,
-        requested: &[RequestedClaim<'_>],
-        nodes: &[String],
-    ) -> Vec<UnsuitableNodes> {
-        let mut unsuitable = vec![BTreeMap::new(); requested.len()];
-        self.unsuitable(
-            requested,
-            nodes,
-            &mut unsuitable,
-            &mut WorkBudget::new(usize::MAX),
-        );
-        unsuitable
-    }
-
-    /// Like [`DeviceAllocator::unsuitable_nodes`], with a work limit: adds the reasons for the first of these nodes, and returns the
-    /// remaining nodes, starting with the one that exceeds the limit.
+    /// Adds the nodes on which each claim cannot be allocated together with the claims before it, with the reason. Returns the
+    /// remaining nodes, starting with the one that exceeds the work limit.
     pub fn unsuitable<'a>(
         &self,
         requested: &[RequestedClaim<'_>],
@@ -402,15 +373,7 @@ impl DeviceAllocator {
 
     /// Allocates claims together and holds their devices: on `node`, or on any node that the class allows, starting with the one with the
     /// most free devices of the wanted kinds, then with the lowest name. A claim that already holds devices on that node gets the same
-    /// ones, as long as they are available; its unrecorded devices on other nodes are released.
-    pub fn allocate(&mut self, requested: &[RequestedClaim<'_>], node: Option<&str>) -> AllocateOutcome {
-        match self.decide(requested, node, &mut WorkBudget::new(CALL_WORK_MAX)) {
-            Ok(grants) => self.hold(requested, grants),
-            Err(errors) => self.refuse(requested, errors),
-        }
-    }
-
-    /// Like [`DeviceAllocator::allocate`]; `None` if it exceeds the given work.
+    /// ones, as long as they are available; its unrecorded devices on other nodes are released. `None` if it exceeds the given work.
     pub fn allocate_within(
         &mut self,
         requested: &[RequestedClaim<'_>],
@@ -573,7 +536,7 @@ impl DeviceAllocator {
     }
 }
 
-/// The result of [`DeviceAllocator::allocate`].
+/// The result of [`DeviceAllocator::allocate_within`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct AllocateOutcome {
     /// One result per claim. Either all claims without an allocation get one, or none does.
@@ -735,63 +698,29 @@ impl Route {
     }
 }
 
-/// A problem with the allocations of claims, for operators.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Problem {
-    /// Two claims hold one device.
-    #[error(
-        "ResourceClaims {keeper} and {other} both hold device {device} of node {node}; {keeper} keeps it. {other} \
-         is taken back unless its pod has a node already; then its devices are not prepared, and the pod must be deleted",
-        keeper = .0.keeper, other = .0.other, device = .0.device.device, node = .0.device.node_name
-    )]
-    Conflict(Conflict),
-    /// A claim has an unreadable allocation.
-    #[error(
-        "ResourceClaim {claim} holds something that cannot be read: {error}. Nothing is allocated on {} until \
+/// A claim has an unreadable allocation, on these nodes as far as they are known.
+fn unreadable(claim: &ResourceClaim, nodes: &BTreeSet<Box<str>>, error: &str) -> Finding {
+    let nodes = nodes.iter().map(|node| &**node).collect::<Vec<_>>().join(", ");
+    let message = format!(
+        "ResourceClaim {} holds something that cannot be read: {error}. Nothing is allocated on {} until \
          it is gone: upgrade the controller or delete the claim",
-        if nodes.is_empty() { "the nodes that it names (none)" } else { nodes }
-    )]
-    Unreadable {
-        /// `namespace/name` of the claim.
-        claim: String,
-        /// Uid of the claim.
-        uid: String,
-        /// The nodes of the allocation, as far as they are known.
-        nodes: String,
-        /// Why the allocation cannot be read.
-        error: String,
-    },
-    /// A claim has an allocation that was made for another claim. Its devices count as held.
-    #[error(
-        "ResourceClaim {claim} has an allocation that was made for the claim with uid {made_for}: delete it"
-    )]
-    MadeForAnother {
-        /// `namespace/name` of the claim.
-        claim: String,
-        /// Uid of the claim.
-        uid: String,
-        /// Uid of the other claim, from the resource handle.
-        made_for: String,
-    },
+        claim_name(claim),
+        if nodes.is_empty() {
+            "the nodes that it names (none)"
+        } else {
+            &nodes
+        }
+    );
+    Finding::new(claim, "HoldingUnreadable", message)
 }
 
-impl Problem {
-    /// `namespace/name` and uid of the claim at fault.
-    pub fn claim(&self) -> (&str, &str) {
-        match self {
-            Self::Conflict(conflict) => (&conflict.other, &conflict.other_uid),
-            Self::Unreadable { claim, uid, .. } | Self::MadeForAnother { claim, uid, .. } => (claim, uid),
-        }
-    }
-
-    /// Reason of the event and label of the metric.
-    pub fn reason(&self) -> &'static str {
-        match self {
-            Self::Conflict(_) => "DeviceHeldTwice",
-            Self::Unreadable { .. } => "HoldingUnreadable",
-            Self::MadeForAnother { .. } => "AllocationMadeForAnother",
-        }
-    }
+/// A claim has an allocation that was made for another claim. Its devices count as held.
+fn made_for_another(claim: &ResourceClaim, made_for: &str) -> Finding {
+    let message = format!(
+        "ResourceClaim {} has an allocation that was made for the claim with uid {made_for}: delete it",
+        claim_name(claim)
+    );
+    Finding::new(claim, "AllocationMadeForAnother", message)
 }
 
 /// Why a claim was not allocated. It then holds only recorded devices.
@@ -799,16 +728,10 @@ impl Problem {
 pub enum AllocateError {
     /// The claim does not fit on the node.
     #[error("{} on node {node}: {why}", match why { Unsuitable::Short(_) => "resources exhausted", _ => "cannot allocate" })]
-    Unsuitable {
-        /// Name of the node.
-        node: String,
-        /// Why the claim does not fit.
-        why: Unsuitable,
-    },
+    Unsuitable { node: String, why: Unsuitable },
     /// The claim fits, but another claim of its pod does not.
     #[error("not allocated, because claim {claim} of the same pod does not fit on node {node}")]
     Together {
-        /// Name of the node.
         node: String,
         /// `namespace/name` of the other claim.
         claim: String,
@@ -823,18 +746,12 @@ pub enum AllocateError {
     },
     /// No ready node has devices of this kind.
     #[error("no ready node has a device of kind {kind}")]
-    Nowhere {
-        /// Kind of the devices.
-        kind: String,
-    },
+    Nowhere { kind: String },
     /// The class selects nodes by label, which this driver does not evaluate.
     #[error(
         "class {class} has suitableNodes by label: this requires allocationMode WaitForFirstConsumer; recreate the claim with it"
     )]
-    SuitableNodesByLabel {
-        /// Name of the class.
-        class: String,
-    },
+    SuitableNodesByLabel { class: String },
     /// The claim, or another one of its pod, has an unreadable allocation.
     #[error(
         "the claim has an allocation that this release cannot read: upgrade the controller or delete the claim"
@@ -842,10 +759,7 @@ pub enum AllocateError {
     HoldingUnreadable,
     /// The devices that were found are no longer available.
     #[error("the devices of node {node} changed during the search; the allocation is retried")]
-    Changed {
-        /// Name of the node.
-        node: String,
-    },
+    Changed { node: String },
     /// The resource handle cannot be written.
     #[error(transparent)]
     Handle(#[from] HandleError),

@@ -25,16 +25,13 @@ use crate::core::allocation::search::{Ask, CALL_WORK_MAX, Equal, NODE_WORK_MAX, 
 /// A claim with its device request.
 #[derive(Clone, Copy, Debug)]
 pub struct RequestedClaim<'a> {
-    /// The claim to allocate.
     pub claim: &'a ResourceClaim,
-    /// The devices that it requests.
     pub device_requests: &'a DeviceRequests,
     /// The nodes that its class allows. Evaluated only if no node is selected: otherwise the scheduler has evaluated them.
     pub suitable_nodes: Option<&'a NodeSelector>,
 }
 
 impl<'a> RequestedClaim<'a> {
-    /// Uid of the claim.
     pub fn uid(&self) -> &'a str {
         self.claim.metadata.uid.as_deref().unwrap_or_default()
     }
@@ -113,7 +110,6 @@ impl NodeSnapshot {
             })
     }
 
-    /// Name of the node.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -624,7 +620,6 @@ impl Unsuitable {
 /// Counts of the devices of one kind, on one node or on all nodes together.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Shortage {
-    /// Kind of the devices.
     pub kind: String,
     /// Devices of the kind that claims may use.
     pub total: usize,
@@ -674,9 +669,7 @@ pub enum UnmetCondition {
         "request {request} wants all {matching} that match, and {unavailable} of them are held or unhealthy"
     )]
     All {
-        /// Name of the request.
         request: String,
-        /// Number of matching devices.
         matching: usize,
         /// Number of matching devices that are not available.
         unavailable: usize,

@@ -15,11 +15,11 @@ use crate::api::resource::{
     AllocationResult, LABEL_OF_ANY_NODE, NODE_LABEL, NODE_NAME_FIELD, ResourceClaim, ResourceHandle,
     label_of_node,
 };
+use crate::driver::Finding;
 
 /// The devices of one node that one claim holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceGrant {
-    /// Name of the node.
     pub node_name: Box<str>,
     /// Uid of the Node object at the time of the allocation.
     pub node_uid: Box<str>,
@@ -39,7 +39,6 @@ pub enum AllocationState {
     Unreadable {
         /// Names or label values of the nodes, as far as they are known.
         nodes: BTreeSet<Box<str>>,
-        /// Why the allocation cannot be read.
         error: Box<str>,
     },
 }
@@ -59,11 +58,9 @@ impl AllocationState {
 pub struct HoldingClaim {
     /// `namespace/name`, for messages.
     pub claim: Box<str>,
-    /// Creation time of the claim.
     pub created: Option<Timestamp>,
     /// Whether the allocation was made for another claim and copied into this one.
     pub copied: bool,
-    /// How the claim holds its devices.
     pub state: AllocationState,
 }
 
@@ -79,25 +76,9 @@ impl HoldingClaim {
 /// One device of a node, which is identified by name and uid.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct DeviceKey {
-    /// Name of the node.
     pub node_name: Box<str>,
-    /// Uid of the node.
     pub node_uid: Box<str>,
-    /// Name of the device.
     pub device: Box<str>,
-}
-
-/// Two claims that hold one device.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Conflict {
-    /// The device that both claims hold.
-    pub device: DeviceKey,
-    /// `namespace/name` of the claim that keeps the device.
-    pub keeper: Box<str>,
-    /// `namespace/name` of the claim that must not keep it.
-    pub other: Box<str>,
-    /// Uid of `other`.
-    pub other_uid: Arc<str>,
 }
 
 /// The effects of a change.
@@ -147,8 +128,8 @@ impl AllocationIndex {
                 || self.unreadable.contains_key(label_of_node(node_name).as_str()))
     }
 
-    /// The claims that hold a device in excess of its shares, in the order of their rank.
-    pub fn conflicts(&self, key: &DeviceKey, shares: usize) -> Vec<Conflict> {
+    /// A finding for each claim that holds a device in excess of its shares, in the order of their rank.
+    pub fn conflicts(&self, key: &DeviceKey, shares: usize) -> Vec<Finding> {
         let holders = self.nodes.get(&key.node_uid);
         let holders = holders.and_then(|devices| devices.get(&key.device));
         let mut ranked: Vec<(&Arc<str>, &HoldingClaim)> = holders
@@ -160,13 +141,10 @@ impl AllocationIndex {
         let Some((_, keeper)) = ranked.first() else {
             return Vec::new();
         };
-        let conflict = |(uid, other): &(&Arc<str>, &HoldingClaim)| Conflict {
-            device: key.clone(),
-            keeper: keeper.claim.clone(),
-            other: other.claim.clone(),
-            other_uid: Arc::clone(uid),
-        };
-        ranked.iter().skip(shares.max(1)).map(conflict).collect()
+        let others = ranked.iter().skip(shares.max(1));
+        others
+            .map(|(uid, other)| conflict(key, &keeper.claim, &other.claim, uid))
+            .collect()
     }
 
     /// Replaces the allocation of a claim.
@@ -255,6 +233,23 @@ impl AllocationIndex {
                 change.unblocked.push(node.clone());
             }
         }
+    }
+}
+
+/// Claim `other` must give up a device that `keeper` keeps; both are `namespace/name`.
+fn conflict(key: &DeviceKey, keeper: &str, other: &str, other_uid: &str) -> Finding {
+    let (namespace, name) = other.split_once('/').unwrap_or_default();
+    Finding {
+        namespace: namespace.to_owned(),
+        name: name.to_owned(),
+        uid: other_uid.to_owned(),
+        reason: "DeviceHeldTwice",
+        message: format!(
+            "ResourceClaims {keeper} and {other} both hold device {} of node {}; {keeper} keeps it. {other} is taken back \
+             unless its pod has a node already; then its devices are not prepared, and the pod must be deleted",
+            key.device, key.node_name
+        ),
+        take_back: true,
     }
 }
 

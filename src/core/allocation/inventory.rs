@@ -65,7 +65,6 @@ impl NodeInfo {
         }
     }
 
-    /// Name of the node.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -85,7 +84,6 @@ impl NodeInfo {
         &self.devices
     }
 
-    /// The device with this name.
     pub fn device(&self, name: &str) -> Option<&DeviceInfo> {
         let index = self
             .devices
@@ -156,7 +154,6 @@ pub struct Inventory {
 type Entries = Vec<(Box<str>, Arc<NodeInfo>)>;
 
 impl Inventory {
-    /// The node with this name.
     pub fn node(&self, name: &str) -> Option<&Arc<NodeInfo>> {
         self.nodes.get(name)?.first().map(|(_, node)| node)
     }
@@ -237,7 +234,6 @@ impl Inventory {
 /// A node whose inventory has changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Replaced {
-    /// Name of the node.
     pub name: Box<str>,
     /// Its former state.
     pub before: Option<Arc<NodeInfo>>,
@@ -295,11 +291,8 @@ impl AttributeSet {
 /// The value of an attribute.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Attribute {
-    /// A string.
     String(Box<str>),
-    /// A 64-bit integer.
     Int(i64),
-    /// A boolean.
     Bool(bool),
     /// A semantic version, as written.
     Version(Box<str>),
@@ -321,9 +314,7 @@ impl Attribute {
 /// The result of a selector for a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Match {
-    /// The device matches.
     Yes,
-    /// The device does not match.
     No,
     /// The selector fails on the device, with this error. Counts as no match.
     Failed(Arc<str>),
@@ -473,7 +464,6 @@ impl SelectorResults {
         number
     }
 
-    /// The attribute set with this number.
     pub(super) fn attribute_set(&self, number: usize) -> Option<&AttributeSet> {
         self.attributes.get(number)?.as_ref()
     }
@@ -542,7 +532,6 @@ impl SelectorResults {
 pub struct ActiveSelectors(BTreeMap<Box<str>, BTreeMap<Arc<str>, Bits>>);
 
 impl ActiveSelectors {
-    /// Whether an expression is active for a kind.
     pub fn contains(&self, kind: &str, expression: &str) -> bool {
         self.0
             .get(kind)
@@ -565,7 +554,6 @@ impl ActiveSelectors {
             .map(|(kind, expression, _)| (kind, expression))
     }
 
-    /// The kinds for which an expression is active.
     pub fn kinds(&self, expression: &str) -> impl Iterator<Item = &str> {
         self.all()
             .filter(move |(_, active, _)| ***active == *expression)

@@ -346,7 +346,6 @@ impl DeviceRequests {
         })
     }
 
-    /// The kind of the devices.
     pub fn kind(&self) -> &str {
         &self.kind
     }
@@ -356,7 +355,6 @@ impl DeviceRequests {
         &self.requests
     }
 
-    /// The constraints between the devices.
     pub fn constraints(&self) -> &[Constraint] {
         &self.constraints
     }

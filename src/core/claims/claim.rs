@@ -191,7 +191,6 @@ pub(super) enum ClaimAction {
     StepAt(Moment),
     /// Step the contexts whose pods name the claim.
     StepUsers,
-    /// Read the claim.
     Read,
     ReadPod(ObjectKey),
     Write(ClaimWrite),

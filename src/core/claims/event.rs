@@ -48,14 +48,11 @@ impl Moment {
 /// Namespace and name of a claim, pod or context.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ObjectKey {
-    /// Namespace of the object.
     pub namespace: String,
-    /// Name within the namespace.
     pub name: String,
 }
 
 impl ObjectKey {
-    /// Joins a namespace and a name.
     pub fn new(namespace: impl Into<String>, name: impl Into<String>) -> Self {
         Self {
             namespace: namespace.into(),
@@ -136,7 +133,6 @@ pub enum Event {
     Claim(Arc<ResourceClaim>),
     /// A claim was deleted.
     ClaimGone {
-        /// Namespace and name of the claim.
         key: ObjectKey,
         /// Uid of the deleted claim; a new claim may already have its name.
         uid: String,
@@ -147,7 +143,6 @@ pub enum Event {
     Context(Arc<PodSchedulingContext>),
     /// A context was deleted.
     ContextGone {
-        /// Namespace and name of the context.
         key: ObjectKey,
         /// Uid of the deleted context; a new context may already have its name.
         uid: String,
@@ -161,12 +156,7 @@ pub enum Event {
     /// A report was not written and is no longer queued.
     ReportFailed(EventReport),
     /// A command was executed, successfully or not.
-    Answer {
-        /// Id of the command.
-        id: CallId,
-        /// The result of the command.
-        answer: Answer,
-    },
+    Answer { id: CallId, answer: Answer },
 }
 
 /// The result of a command.
@@ -216,9 +206,7 @@ impl<T> Outcome<T> {
 /// Why a driver call failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallError {
-    /// Whether and when a retry can succeed.
     pub kind: CallErrorKind,
-    /// The object that caused the error.
     pub subject: CallErrorSubject,
     /// CamelCase reason from a small fixed set.
     pub reason: &'static str,
@@ -261,7 +249,6 @@ impl From<DriverErrorKind> for CallErrorKind {
 pub enum CallErrorSubject {
     /// The resource class with this name.
     Class(String),
-    /// The claim with this key.
     Claim(ObjectKey),
     /// No particular object.
     Call,
@@ -274,39 +261,33 @@ pub enum Command {
     ReadPod {
         /// Returned with the answer.
         id: CallId,
-        /// Namespace and name of the pod.
         key: ObjectKey,
     },
     /// Reads a claim from the API server.
     ReadClaim {
         /// Returned with the answer.
         id: CallId,
-        /// Namespace and name of the claim.
         key: ObjectKey,
     },
     /// Changes a claim if it still has this uid.
     WriteClaim {
         /// Returned with the answer.
         id: CallId,
-        /// Namespace and name of the claim.
         key: ObjectKey,
         /// The uid that the claim must have.
         uid: String,
-        /// The change to write.
         write: ClaimWrite,
     },
     /// Replaces our entries in a context's status. Entries of other drivers stay.
     WriteContext {
         /// Returned with the answer.
         id: CallId,
-        /// Namespace and name of the context.
         key: ObjectKey,
         /// The uid that the context must have.
         uid: String,
         /// All entries of this driver.
         entries: Vec<ResourceClaimSchedulingStatus>,
     },
-    /// Calls the driver.
     CallDriver {
         /// Returned with the answer.
         id: CallId,
@@ -374,7 +355,6 @@ pub enum ClaimPatch {
 }
 
 impl ClaimWrite {
-    /// The patch of the claim with this uid.
     pub fn patch(&self, uid: &str, driver_name: &str) -> ClaimPatch {
         let finalizer = finalizer_of(driver_name);
         match self {
@@ -493,11 +473,9 @@ pub fn context_patch(key: &ObjectKey, uid: &str, entries: &[ResourceClaimSchedul
 pub enum DriverRequest {
     /// Calls [`crate::driver::Driver::unsuitable_nodes`].
     UnsuitableNodes {
-        /// The pod to place.
         pod: Arc<Pod>,
         /// The pod's claims that this driver has yet to allocate.
         claims: Vec<ClaimToAllocate>,
-        /// The nodes to evaluate.
         nodes: Vec<String>,
     },
     /// Calls [`crate::driver::Driver::allocate`].
@@ -509,7 +487,6 @@ pub enum DriverRequest {
     },
     /// Calls [`crate::driver::Driver::deallocate`].
     Deallocate {
-        /// The claim to deallocate.
         claim: Arc<ResourceClaim>,
         /// The allocation, whether or not the claim records it.
         allocation: Option<AllocationResult>,
@@ -523,7 +500,6 @@ pub struct ClaimToAllocate {
     pub pod_claim_name: String,
     /// The claim as last seen.
     pub claim: Arc<ResourceClaim>,
-    /// The class that the claim names.
     pub class: Arc<ResourceClass>,
 }
 
@@ -543,23 +519,16 @@ pub struct EventReport {
 pub enum Regarding {
     /// A pod that uses claims of this driver.
     Pod {
-        /// Namespace and name of the pod.
         key: ObjectKey,
-        /// Uid of the pod.
         uid: String,
     },
     /// A claim of this driver.
     Claim {
-        /// Namespace and name of the claim.
         key: ObjectKey,
-        /// Uid of the claim.
         uid: String,
     },
-    /// A resource class.
     Class {
-        /// Name of the class.
         name: String,
-        /// Uid of the class.
         uid: String,
     },
 }

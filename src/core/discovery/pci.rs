@@ -71,7 +71,6 @@ pub struct PciMatch {
     pub class: Option<String>,
     /// The bound driver.
     pub driver: Option<String>,
-    /// The address.
     pub address: Option<String>,
 }
 

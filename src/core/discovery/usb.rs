@@ -36,7 +36,6 @@ pub struct UsbFacts {
 }
 
 impl UsbFacts {
-    /// Whether it is a hub.
     pub fn is_hub(&self) -> bool {
         self.class == CLASS_HUB
     }

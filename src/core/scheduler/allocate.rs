@@ -8,10 +8,10 @@ use k8s_openapi::api::resource::v1::{
     ResourceClaim,
 };
 
-use super::cluster::{ClusterState, Evaluate};
 use super::pools::pools;
 use super::requests::{Alternative, StructuredRequest};
 use super::search::{AllocationSearch, NodeDevice, STEPS_MAX, SearchError};
+use super::{ClusterState, Evaluate};
 
 /// Why claims are not allocated on a node.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -10,9 +10,7 @@ use super::quantity::Quantity;
 /// A claim that holds a device, and its result for the device.
 #[derive(Clone, Copy, Debug)]
 pub struct AllocatedResult<'a> {
-    /// The claim.
     pub claim: &'a ResourceClaim,
-    /// The result.
     pub result: &'a DeviceRequestAllocationResult,
 }
 

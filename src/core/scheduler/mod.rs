@@ -17,7 +17,6 @@
 
 mod allocate;
 mod capacity;
-mod cluster;
 pub mod holdings;
 mod pools;
 mod quantity;
@@ -25,13 +24,39 @@ mod report;
 mod requests;
 mod search;
 
+use k8s_openapi::api::resource::v1::{Device, DeviceClass, ResourceClaim, ResourceSlice};
+
+use crate::core::allocation::inventory::Match;
+
 pub use allocate::{AllocationFailure, allocate};
-pub use cluster::{ClusterState, Evaluate};
 pub use holdings::{AllocatedResult, DeviceHoldings, Usage};
 pub use pools::{DeviceId, Pool, PoolState, all_pools, node_matches, pools};
 pub use quantity::Quantity;
 pub use report::{Availability, NodeReport, RequestReport, report};
 pub use search::RESULTS_MAX;
+
+/// Evaluates a CEL expression for a device of a driver.
+pub type Evaluate<'e> = dyn FnMut(&str, &str, &Device) -> Match + 'e;
+
+/// The objects that allocation depends on.
+#[derive(Clone, Copy, Debug)]
+pub struct ClusterState<'a> {
+    /// All slices.
+    pub slices: &'a [ResourceSlice],
+    /// All classes.
+    pub classes: &'a [DeviceClass],
+    /// Devices held by allocated claims.
+    pub holdings: &'a DeviceHoldings<'a>,
+}
+
+/// `namespace/name` of a claim.
+fn claim_name(claim: &ResourceClaim) -> String {
+    let name = claim.metadata.name.as_deref().unwrap_or_default();
+    match &claim.metadata.namespace {
+        Some(namespace) => format!("{namespace}/{name}"),
+        None => name.to_owned(),
+    }
+}
 
 #[cfg(test)]
 mod tests;

@@ -37,13 +37,10 @@ impl fmt::Display for PoolState {
 /// A pool as the scheduler sees it from one node.
 #[derive(Clone, Debug)]
 pub struct Pool<'a> {
-    /// The driver.
     pub driver: &'a str,
-    /// Name of the pool.
     pub name: &'a str,
     /// Highest generation of the slices.
     pub generation: i64,
-    /// Whether devices of the pool are allocated.
     pub state: PoolState,
     /// Slices with devices for the node, by name.
     pub slices: Vec<&'a ResourceSlice>,
@@ -67,16 +64,13 @@ impl<'a> Pool<'a> {
 /// Identity of a device.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct DeviceId {
-    /// The driver.
     pub driver: String,
-    /// The pool.
     pub pool: String,
     /// Name of the device, unique in its pool.
     pub device: String,
 }
 
 impl DeviceId {
-    /// The identity of a device by its names.
     pub fn new(driver: &str, pool: &str, device: &str) -> Self {
         Self {
             driver: driver.to_owned(),

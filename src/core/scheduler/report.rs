@@ -5,10 +5,10 @@ use k8s_openapi::api::resource::v1::ResourceClaim;
 
 use super::allocate::AllocationFailure;
 use super::capacity::consumed;
-use super::cluster::{ClusterState, Evaluate, claim_name};
 use super::pools::{DeviceId, PoolState, pools};
 use super::quantity::Quantity;
 use super::search::{AllocationSearch, SearchError, attribute_name, fits, lookup};
+use super::{ClusterState, Evaluate, claim_name};
 use crate::core::allocation::parameters::Amount;
 
 /// Why a device that matches a request is not available to it.
@@ -35,7 +35,6 @@ pub struct RequestReport {
     pub claim: usize,
     /// Name of the request, or `request/subrequest`.
     pub request: String,
-    /// Name of the DeviceClass.
     pub class: String,
     /// Number of devices; `None` for all that match.
     pub count: Option<usize>,

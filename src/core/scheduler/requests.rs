@@ -8,7 +8,7 @@ use k8s_openapi::api::resource::v1::{
 };
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
 
-use super::cluster::{ClusterState, claim_name};
+use super::{ClusterState, claim_name};
 use crate::core::allocation::parameters::Amount;
 
 /// A request of a claim.
@@ -18,7 +18,6 @@ pub(super) struct StructuredRequest<'a> {
     pub(super) claim: usize,
     /// Claim and request in messages.
     pub(super) label: String,
-    /// Name of the request.
     pub(super) name: &'a str,
     /// The subrequests in order of preference, or the request itself.
     pub(super) alternatives: Vec<Alternative<'a>>,

@@ -8,11 +8,11 @@ use k8s_openapi::api::resource::v1::{
 };
 
 use super::capacity::{Consumed, consumed};
-use super::cluster::{ClusterState, Evaluate, claim_name};
 use super::holdings::Usage;
 use super::pools::{DeviceId, Pool, PoolState};
 use super::quantity::Quantity;
 use super::requests::{Alternative, StructuredRequest, requests};
+use super::{ClusterState, Evaluate, claim_name};
 use crate::core::allocation::inventory::Match;
 use crate::core::allocation::parameters::Amount;
 

@@ -204,6 +204,7 @@ pub(crate) fn event_reasons() -> Found {
     ]);
     // The other reasons are literals at these places.
     let places = [
+        "core/allocation/",
         "core/claims/",
         "controller/",
         "host/",
@@ -223,6 +224,7 @@ pub(crate) fn event_reasons() -> Found {
         "retry",
         "invalid",
         "error",
+        "new",
         "push",
         "write_event",
     ];

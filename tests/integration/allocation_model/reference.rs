@@ -8,6 +8,7 @@ use drayman::api::resource::{AllocationResult, ResourceClaim};
 use drayman::core::allocation::allocator::DeviceAllocator;
 use drayman::core::allocation::evaluate::RequestedClaim;
 use drayman::core::allocation::parameters::{ClassParameters, DeviceRequests};
+use drayman::core::allocation::search::{CALL_WORK_MAX, WorkBudget};
 
 use super::{CLAIMS, DRIVER, KINDS, NODES, Step};
 use crate::allocation_model::inventory::{KnownDevices, name, read};
@@ -255,7 +256,7 @@ impl Comparison {
     fn observe(&mut self, number: usize) -> usize {
         let claim = self.claims[number].object(number);
         let observed = self.allocator.observe(&claim, claim.status.allocation.as_ref());
-        assert_eq!(observed.problems, []);
+        assert_eq!(observed.findings, []);
         observed.freed
     }
 
@@ -278,7 +279,10 @@ impl Comparison {
             })
             .collect();
         let all: Vec<String> = (0..NODES).map(name).collect();
-        let unsuitable = self.allocator.unsuitable_nodes(&requested, &all);
+        let mut unsuitable = vec![BTreeMap::new(); requested.len()];
+        let work = || WorkBudget::new(CALL_WORK_MAX);
+        self.allocator
+            .unsuitable(&requested, &all, &mut unsuitable, &mut work());
         for node in &all {
             let suitable = unsuitable.iter().all(|reasons| !reasons.contains_key(node));
             assert_eq!(
@@ -292,7 +296,10 @@ impl Comparison {
             Some(node) => self.fits(numbers, node),
             None => all.iter().any(|node| self.fits(numbers, node)),
         };
-        let answers = self.allocator.allocate(&requested, node.as_deref()).answers;
+        let allocated = self
+            .allocator
+            .allocate_within(&requested, node.as_deref(), &mut work());
+        let answers = allocated.unwrap().answers;
         assert_eq!(answers.iter().all(Result::is_ok), possible, "{answers:?}");
         assert_eq!(answers.iter().any(Result::is_ok), possible, "all or nothing");
 
@@ -342,7 +349,7 @@ impl Comparison {
         let claims = objects
             .iter()
             .map(|claim| (claim, claim.status.allocation.as_ref()));
-        assert_eq!(self.allocator.observe_all(claims).problems, []);
+        assert_eq!(self.allocator.observe_all(claims).findings, []);
         let nodes = self.nodes.iter();
         let read =
             nodes.map(|(name, (uid, ready, devices))| (name.clone(), read(name, uid, *ready, devices)));

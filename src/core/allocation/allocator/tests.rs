@@ -6,7 +6,7 @@ mod allocator {
     use super::*;
     use crate::api::resource::ResourceHandle;
     use crate::core::allocation::evaluate::RequestedClaim;
-    use crate::core::allocation::tests::fixture::{DRIVER, claim, device_requests, inventory, node};
+    use crate::core::allocation::tests::fixture::{self, DRIVER, claim, device_requests, inventory, node};
 
     fn allocator(devices: &[&str]) -> DeviceAllocator {
         let mut allocator = DeviceAllocator::new(DRIVER);
@@ -20,7 +20,7 @@ mod allocator {
             device_requests: &device_requests("test", &[1]),
             suitable_nodes: None,
         };
-        allocator.allocate(&[request], Some("a")).answers.pop()?.ok()
+        fixture::allocate(allocator, &[request], Some("a")).pop()?.ok()
     }
 
     fn observe(
@@ -118,15 +118,15 @@ mod allocator {
             ..ResourceHandle::default()
         }];
         let observed = observe(&mut allocator, "u", Some(&allocation));
-        let [problem] = observed.problems.as_slice() else {
+        let [finding] = observed.findings.as_slice() else {
             panic!("{observed:?}")
         };
-        assert_eq!(problem.reason(), "HoldingUnreadable");
+        assert_eq!(finding.reason, "HoldingUnreadable");
         assert!(
-            problem
-                .to_string()
+            finding
+                .message
                 .starts_with("ResourceClaim ns/u holds something that cannot be read: "),
-            "{problem}"
+            "{finding:?}"
         );
         assert_eq!(
             observe(&mut allocator, "u", Some(&allocation)),
@@ -144,7 +144,7 @@ mod allocator {
         let allocation = allocate(&mut allocator, "u").unwrap();
         observe(&mut allocator, "u", Some(&allocation));
         let observed = observe(&mut allocator, "v", Some(&allocation));
-        let reasons: Vec<&str> = observed.problems.iter().map(Problem::reason).collect();
+        let reasons: Vec<&str> = observed.findings.iter().map(|finding| finding.reason).collect();
         assert_eq!(reasons, ["AllocationMadeForAnother", "DeviceHeldTwice"]);
         assert_eq!(observe(&mut allocator, "v", None).freed, 0);
         assert_eq!(observe(&mut allocator, "u", None).freed, 1);
@@ -158,15 +158,18 @@ mod allocator {
             let allocation = allocate(&mut before, "z").unwrap();
             let mut allocator = allocator(&["d"]);
             let order = if original_first { ["z", "a"] } else { ["a", "z"] };
-            let observed: Vec<Problem> = order
+            let mut observed = order
                 .iter()
-                .flat_map(|uid| observe(&mut allocator, uid, Some(&allocation)).problems)
-                .collect();
-            let conflict = observed.iter().find_map(|problem| match problem {
-                Problem::Conflict(conflict) => Some((&*conflict.keeper, &*conflict.other)),
-                _ => None,
-            });
-            assert_eq!(conflict, Some(("ns/z", "ns/a")), "{original_first}");
+                .flat_map(|uid| observe(&mut allocator, uid, Some(&allocation)).findings);
+            let conflict = observed
+                .find(|finding| finding.reason == "DeviceHeldTwice")
+                .unwrap();
+            assert_eq!(
+                (&*conflict.name, conflict.take_back),
+                ("a", true),
+                "{original_first}"
+            );
+            assert!(conflict.message.contains("; ns/z keeps it."), "{conflict:?}");
         }
     }
 
@@ -230,8 +233,9 @@ mod allocator {
             let mut allocator = DeviceAllocator::new(DRIVER);
             observe(&mut allocator, "u", Some(&allocation));
             let observed = observe(&mut allocator, "v", Some(&allocation));
-            let told = |problems: &[Problem]| problems.iter().map(Problem::reason).collect::<Vec<_>>();
-            assert_eq!(told(&observed.problems), ["AllocationMadeForAnother"]);
+            let told =
+                |findings: &[Finding]| findings.iter().map(|finding| finding.reason).collect::<Vec<_>>();
+            assert_eq!(told(&observed.findings), ["AllocationMadeForAnother"]);
             let mut inventory = inventory("a", "1", &["d"]);
             inventory.spec.devices[0].shares = Some(shares);
             let node = NodeInfo::read(&inventory);
@@ -284,7 +288,7 @@ mod allocate {
     use super::*;
     use crate::api::crd::Mode;
     use crate::core::allocation::inventory::NodeInfo;
-    use crate::core::allocation::tests::fixture::{DRIVER, claim, device_requests, inventory, node};
+    use crate::core::allocation::tests::fixture::{self, DRIVER, claim, device_requests, inventory, node};
 
     /// Node `a` has three devices of kind test, `b` has four, `c` has one and is not ready.
     fn allocator() -> DeviceAllocator {
@@ -314,7 +318,7 @@ mod allocate {
                 suitable_nodes: None,
             })
             .collect();
-        let answers = allocator.allocate(&requested, node).answers;
+        let answers = fixture::allocate(allocator, &requested, node);
         let short = |answer: Result<AllocationResult, AllocateError>| {
             let allocation = answer.map_err(|error| error.to_string())?;
             let record = index::read(DRIVER, "", &allocation);
@@ -342,7 +346,9 @@ mod allocate {
                 suitable_nodes: None,
             })
             .collect();
-        let unsuitable = allocator.unsuitable_nodes(&requested, &[node.to_owned()]);
+        let mut unsuitable = vec![BTreeMap::new(); requested.len()];
+        let mut work = WorkBudget::new(NODE_WORK_MAX);
+        allocator.unsuitable(&requested, &[node.to_owned()], &mut unsuitable, &mut work);
         unsuitable
             .into_iter()
             .map(|mut reasons| reasons.remove(node))
@@ -387,17 +393,15 @@ mod allocate {
             device_requests: &wanted,
             suitable_nodes: None,
         };
-        let first = allocator
-            .allocate(&[request], Some("a"))
-            .answers
+        let first = fixture::allocate(&mut allocator, &[request], Some("a"))
             .remove(0)
             .unwrap();
         allocator.observe(&claim("u", Some(&first)), Some(&first));
         assert_eq!(
-            allocator.allocate(&[request], Some("a")).answers,
+            fixture::allocate(&mut allocator, &[request], Some("a")),
             [Ok(first.clone())]
         );
-        assert_eq!(allocator.allocate(&[request], None).answers, [Ok(first)]);
+        assert_eq!(fixture::allocate(&mut allocator, &[request], None), [Ok(first)]);
         let error = allocate(&mut allocator, &[("u", &[1])], Some("b"));
         assert_eq!(
             error,
@@ -489,7 +493,7 @@ mod allocate {
 mod anywhere {
     use super::*;
     use crate::core::allocation::index::{self, DeviceGrant};
-    use crate::core::allocation::tests::fixture::{DRIVER, claim, device_requests, node};
+    use crate::core::allocation::tests::fixture::{self, DRIVER, claim, device_requests, node};
 
     /// Node `a` has three devices of kind test, `b` has four.
     fn allocator() -> DeviceAllocator {
@@ -507,7 +511,7 @@ mod anywhere {
             device_requests,
             suitable_nodes: None,
         };
-        let answer = allocator.allocate(&[request], None).answers.remove(0);
+        let answer = fixture::allocate(allocator, &[request], None).remove(0);
         let allocation = answer.map_err(|error| error.to_string())?;
         let state = index::read(DRIVER, uid, &allocation).state;
         Ok(state.grant().unwrap().devices[0].device.clone())
@@ -563,7 +567,7 @@ mod anywhere {
                 device_requests,
                 suitable_nodes: Some(selector),
             };
-            allocator.allocate(&[request], None).answers.remove(0)
+            fixture::allocate(&mut allocator, &[request], None).remove(0)
         };
         let error = anywhere(&by_label).unwrap_err();
         assert!(

@@ -81,7 +81,7 @@ mod view {
                 suitable_nodes: None,
             })
             .collect();
-        let answers = allocator.allocate(&requested, Some("a")).answers;
+        let answers = fixture::allocate(allocator, &requested, Some("a"));
         let short = |answer: Result<_, crate::core::allocation::allocator::AllocateError>| {
             let allocation = answer.map_err(|error| error.to_string())?;
             let record = index::read(DRIVER, "", &allocation);
@@ -301,7 +301,7 @@ mod view {
             let claim = claim(uid, Some(&index::write(DRIVER, uid, &grant).unwrap()));
             allocator
                 .observe(&claim, claim.status.allocation.as_ref())
-                .problems
+                .findings
                 .len()
         };
         assert_eq!(record(&mut allocator, "v", "v"), 0);

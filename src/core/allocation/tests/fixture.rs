@@ -5,8 +5,11 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use crate::api::crd::{Device, Mode, NodeInventory, NodeInventorySpec, NodeInventoryStatus, READY};
 use crate::api::crd::{DeviceClaimParametersSpec, DeviceClassParametersSpec, DeviceRequest};
 use crate::api::resource::{AllocationResult, ResourceClaim};
+use crate::core::allocation::allocator::{AllocateError, DeviceAllocator};
+use crate::core::allocation::evaluate::RequestedClaim;
 use crate::core::allocation::inventory::NodeInfo;
 use crate::core::allocation::parameters::{ClassParameters, DeviceRequests};
+use crate::core::allocation::search::{CALL_WORK_MAX, WorkBudget};
 
 /// The driver name of the tests.
 pub(crate) const DRIVER: &str = "devices.example";
@@ -72,6 +75,17 @@ pub(crate) fn device_requests(kind: &str, counts: &[u32]) -> DeviceRequests {
         constraints: Vec::new(),
     };
     DeviceRequests::check(&class(kind), "ns", "p", &spec).unwrap()
+}
+
+/// Allocates within the work limit of a driver call. Returns one answer per claim.
+pub(crate) fn allocate(
+    allocator: &mut DeviceAllocator,
+    requested: &[RequestedClaim<'_>],
+    node: Option<&str>,
+) -> Vec<Result<AllocationResult, AllocateError>> {
+    let mut work = WorkBudget::new(CALL_WORK_MAX);
+    let allocated = allocator.allocate_within(requested, node, &mut work);
+    allocated.unwrap().answers
 }
 
 /// A claim whose uid is also its name, with an allocation by [`DRIVER`] or none.
