@@ -2,7 +2,6 @@
 
 pub mod cdi;
 pub mod crd;
-pub mod device_number;
 pub mod handle;
 #[cfg(not(feature = "internals"))]
 pub(crate) mod proto;

@@ -20,10 +20,10 @@ use crate::api::proto::MAX_REQUEST;
 use crate::api::proto::node_records::records_client::RecordsClient;
 use crate::api::proto::node_records::records_server::{Records, RecordsServer};
 use crate::api::proto::node_records::{
-    HandOverRequest, HandOverResponse, Holding as HoldingMessage, HoldingsRequest, HoldingsResponse,
-    InContainer, ReleaseRequest, ReleaseResponse,
+    HandOverRequest, HandOverResponse, Holding, HoldingsRequest, HoldingsResponse, InContainer,
+    ReleaseRequest, ReleaseResponse,
 };
-use crate::core::prepare::recovery::{ClaimHolding, HoldingState, holdings};
+use crate::core::prepare::recovery::holdings;
 use crate::node::hand_over::HandOver;
 use crate::node::kubelet::transport::{Listening, SocketError, SocketPath, listen};
 use crate::node::service::{NodeService, ReleaseError};
@@ -71,7 +71,6 @@ impl Records for AdminService {
             .in_containers()
             .await
             .ok_or_else(|| Status::unavailable("the companion is stopping"))?;
-        let holdings = holdings.into_iter().map(message).collect();
         let in_containers = in_containers
             .into_iter()
             .map(|(device, holder)| InContainer { device, holder })
@@ -86,7 +85,7 @@ impl Records for AdminService {
         let ReleaseRequest { claim_uid, force } = request.into_inner();
         match self.node.release(claim_uid, force).await {
             Ok(holding) => Ok(Response::new(ReleaseResponse {
-                released: Some(message(holding)),
+                released: Some(holding),
             })),
             Err(error @ ReleaseError::Refused(_)) => Err(Status::failed_precondition(error.to_string())),
             Err(error) => Err(Status::unavailable(error.to_string())),
@@ -105,73 +104,32 @@ impl Records for AdminService {
     }
 }
 
-fn message(holding: ClaimHolding) -> HoldingMessage {
-    HoldingMessage {
-        claim_uid: holding.uid,
-        claim_namespace: holding.namespace,
-        claim_name: holding.name,
-        devices: holding.devices,
-        state: holding.state.as_str().to_owned(),
-        quarantine: holding.quarantine,
-    }
-}
-
-fn holding(message: HoldingMessage) -> ClaimHolding {
-    let states = [
-        HoldingState::Preparing,
-        HoldingState::Prepared,
-        HoldingState::EarlierBoot,
-    ];
-    ClaimHolding {
-        uid: message.claim_uid,
-        namespace: message.claim_namespace,
-        name: message.claim_name,
-        devices: message.devices,
-        state: states
-            .into_iter()
-            .find(|state| state.as_str() == message.state)
-            .unwrap_or_default(),
-        quarantine: message.quarantine,
-    }
-}
-
 /// Why the prepared claims cannot be read or changed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum RecordsError {
     /// No companion answers, and its checkpoint cannot be read.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The node has no checkpoint of this driver.
     #[error(
         "there are no records of driver {driver} in {directory}: are the driver's name and kubelet's root directory right?"
     )]
-    Nothing {
-        /// The driver.
-        driver: String,
-        /// The directory that was searched.
-        directory: PathBuf,
-    },
+    Nothing { driver: String, directory: PathBuf },
     /// The companion refused the request.
     #[error("{0}")]
     Refused(String),
     /// The companion returned an error.
     #[error("{0}")]
     Companion(String),
-    /// The companion accepted the connection but does not answer. The request may still take effect.
     #[error(
         "the companion at {socket} does not answer within {} s: see its log, and ask again with `drayman node holdings` before you repeat a release, which may still take effect",
         ANSWER_TIMEOUT.as_secs()
     )]
-    Silent {
-        /// The admin socket.
-        socket: PathBuf,
-    },
-    /// A release requires a companion.
+    Silent { socket: PathBuf },
     #[error(
         "no companion runs on this node, and only a companion can release a claim: start it and repeat the command. Until then no device of this node is handed out"
     )]
     NotRunning,
-    /// The boot id cannot be read.
     #[error("cannot read which boot this is: {0}")]
     BootId(std::io::Error),
 }
@@ -242,7 +200,7 @@ impl Companion {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeldDevices {
     /// The prepared claims.
-    pub by_claims: Vec<ClaimHolding>,
+    pub by_claims: Vec<Holding>,
     /// Devices of mode `both` that containers have as extended resources, each with its container's display name. `None` if no
     /// companion runs, because only a companion can ask kubelet.
     pub by_containers: Option<BTreeMap<String, String>>,
@@ -276,7 +234,7 @@ impl Access {
                 } = Companion::answer(socket, client.holdings(HoldingsRequest {})).await?;
                 let in_containers = in_containers.into_iter().map(|one| (one.device, one.holder));
                 Ok(HeldDevices {
-                    by_claims: holdings.into_iter().map(holding).collect(),
+                    by_claims: holdings,
                     by_containers: Some(in_containers.collect()),
                 })
             }
@@ -288,13 +246,13 @@ impl Access {
     }
 
     /// Releases the devices of a claim and returns the former holding.
-    pub async fn release(&mut self, uid: &str, force: bool) -> Result<ClaimHolding, RecordsError> {
+    pub async fn release(&mut self, uid: &str, force: bool) -> Result<Holding, RecordsError> {
         match self {
             Self::Running(Companion { client, socket }) => {
                 let claim_uid = uid.to_owned();
                 let call = client.release(ReleaseRequest { claim_uid, force });
                 let answer = Companion::answer(socket, call).await?;
-                Ok(answer.released.map(holding).unwrap_or_default())
+                Ok(answer.released.unwrap_or_default())
             }
             Self::Checkpoint { .. } => Err(RecordsError::NotRunning),
         }

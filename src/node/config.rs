@@ -174,6 +174,7 @@ impl TryFrom<RawConfiguration> for NodeConfiguration {
                 ));
             }
             let kind = raw.check(&field, whole)?;
+            container_paths::check(&kind, raw, &field, whole)?;
             access_conflicts::check(&kinds, &kind, raw, &field, whole)?;
             kinds.push(Arc::new(kind));
         }

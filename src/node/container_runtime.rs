@@ -1,6 +1,6 @@
 //! The container runtime: shows which containers have which devices, and checks whether any still has one.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,6 +19,7 @@ use crate::api::proto::cri_v1::{Container, ContainerState, ContainerStatusReques
 use crate::core::names::{ClaimUid, DriverName};
 use crate::core::prepare::containers::PodContainer;
 use crate::core::prepare::inventory::Devices;
+use crate::core::prepare::orphans::RuntimeView;
 use crate::core::prepare::plan::Refusal;
 use crate::core::prepare::prepared_claims::PreparedClaims;
 use crate::core::prepare::runtime_containers::{
@@ -39,6 +40,8 @@ const MAX_ANSWER: usize = 16 * 1024 * 1024;
 /// How long after the removal of a CDI file the runtime may not yet list a container created with it: the runtime reads the file during the
 /// create call, shortly before it lists the container.
 const SETTLE: Duration = Duration::from_secs(2);
+/// When the runtime is asked again after it has not answered about claims that could be freed.
+const UNANSWERED_PAUSE: Duration = Duration::from_secs(30);
 /// Labels that kubelet sets on its containers.
 const POD_NAMESPACE: &str = "io.kubernetes.pod.namespace";
 const POD_NAME: &str = "io.kubernetes.pod.name";
@@ -264,48 +267,6 @@ fn state_of(container: &Container) -> RuntimeContainerState {
     }
 }
 
-/// Why a device is refused: another container has it, or may have it.
-#[derive(Debug, thiserror::Error)]
-pub enum ContainerCheckError {
-    /// A container has the device.
-    #[error(transparent)]
-    StillUsed(Refusal),
-    /// Kubelet's runtime does not answer.
-    #[error("device {device:?} may still be in use by a container: {problem}; kubelet asks again")]
-    NoAnswer {
-        /// The device.
-        device: String,
-        /// The error of the query.
-        problem: String,
-    },
-}
-
-impl ContainerCheckError {
-    /// CamelCase, from a small fixed set: the reason of the event and a metric label.
-    pub fn reason(&self) -> &'static str {
-        match self {
-            Self::StillUsed(refusal) => refusal.reason(),
-            Self::NoAnswer { .. } => "ContainerRuntimeUnavailable",
-        }
-    }
-}
-
-/// The result of a check whether containers use the devices of claims.
-#[derive(Debug)]
-pub(in crate::node) enum ClaimUse {
-    /// There is nothing to check, or no runtime is known to be kubelet's: the claims are decided without the runtime.
-    Unknown,
-    /// Kubelet's runtime does not answer.
-    NoAnswer,
-    /// It is too early to decide; repeat the check after this time.
-    TooEarly(Duration),
-    /// The claims whose devices no container has, and the others.
-    Known {
-        unused: BTreeSet<ClaimUid>,
-        in_use: BTreeSet<ClaimUid>,
-    },
-}
-
 /// The container runtime, and the claims that no further container can start with.
 #[derive(Debug)]
 pub(in crate::node) struct RuntimeCheck {
@@ -393,7 +354,7 @@ impl RuntimeCheck {
         devices: &[&Device],
         claim: Option<&ClaimUid>,
         listed: Option<Result<Arc<RuntimeContainers>, String>>,
-    ) -> Result<(), ContainerCheckError> {
+    ) -> Result<(), Refusal> {
         let exclusive = || devices.iter().filter(|device| !device.is_shared());
         let Some(first) = exclusive().next() else {
             return Ok(());
@@ -402,7 +363,7 @@ impl RuntimeCheck {
             None => return Ok(()),
             Some(Ok(containers)) => containers,
             Some(Err(problem)) if claim.is_some() && self.is_known() => {
-                return Err(ContainerCheckError::NoAnswer {
+                return Err(Refusal::RuntimeUnavailable {
                     device: first.name.clone(),
                     problem,
                 });
@@ -417,10 +378,10 @@ impl RuntimeCheck {
         };
         for device in exclusive() {
             if let Some(user) = containers.other_user(&self.driver_name, device, claim) {
-                return Err(ContainerCheckError::StillUsed(Refusal::StillUsed {
+                return Err(Refusal::StillUsed {
                     device: device.name.clone(),
                     holder: user.to_string(),
-                }));
+                });
             }
         }
         Ok(())
@@ -454,40 +415,43 @@ impl RuntimeCheck {
         self.cdi_removed.insert(uid, Instant::now());
     }
 
-    /// Whether containers use the devices of these claims. `listed` are the containers and when their list was requested, if the caller has
-    /// listed them; otherwise the runtime is asked.
+    /// Whether containers use the devices of these claims, and the time until the check must be repeated. The view is empty if no runtime is
+    /// known to be kubelet's. `listed` are the containers and when their list was requested, if the caller has listed them; otherwise the
+    /// runtime is asked.
     pub(in crate::node) async fn claim_use(
         &self,
         uids: Vec<ClaimUid>,
         prepared_claims: &PreparedClaims,
         inventory: &Devices,
         listed: Option<(Instant, Result<Arc<RuntimeContainers>, String>)>,
-    ) -> ClaimUse {
+    ) -> (RuntimeView, Option<Duration>) {
+        let mut view = RuntimeView::default();
         if uids.is_empty() {
-            return ClaimUse::Unknown;
+            return (view, None);
         }
         let (at, listed) = listed.unzip();
         let at = at.unwrap_or_else(Instant::now);
         let mut removed = self.cdi_removed.values();
         if removed.any(|since| at.saturating_duration_since(*since) < SETTLE) {
-            return ClaimUse::TooEarly(SETTLE);
+            view.undecided.extend(uids);
+            return (view, Some(SETTLE));
         }
         let containers = match self.containers(listed).await {
-            None => return ClaimUse::Unknown,
+            None => return (view, None),
             Some(Ok(containers)) => containers,
             Some(Err(problem)) => {
                 warn!(
                     reason = "ContainerRuntimeUnavailable",
                     "whether containers use the devices of claims is not checked: {problem}"
                 );
-                return if self.is_known() {
-                    ClaimUse::NoAnswer
-                } else {
-                    ClaimUse::Unknown
-                };
+                if !self.is_known() {
+                    return (view, None);
+                }
+                view.unanswered.extend(uids);
+                return (view, Some(UNANSWERED_PAUSE));
             }
         };
-        let (unused, in_use) = uids.into_iter().partition(|uid| {
+        (view.unused, view.undecided) = uids.into_iter().partition(|uid| {
             if !self.cdi_removed.contains_key(uid) {
                 return false;
             }
@@ -497,7 +461,7 @@ impl RuntimeCheck {
             }
             user.is_none()
         });
-        ClaimUse::Known { unused, in_use }
+        (view, None)
     }
 }
 
@@ -552,15 +516,26 @@ mod tests {
         tokio::time::advance(SETTLE).await;
         let silent = || Err("no answer within 5 s".to_owned());
         let now = Instant::now();
+        let undecided = RuntimeView {
+            undecided: [uid.clone()].into(),
+            ..RuntimeView::default()
+        };
+        let unused = RuntimeView {
+            unused: [uid.clone()].into(),
+            ..RuntimeView::default()
+        };
+        let unanswered = RuntimeView {
+            unanswered: [uid.clone()].into(),
+            ..RuntimeView::default()
+        };
         for (listed, expected) in [
-            ((early, Ok(Arc::default())), "TooEarly"),
-            ((early, silent()), "TooEarly"),
-            ((now, Ok(Arc::default())), "Known"),
-            ((now, silent()), "NoAnswer"),
+            ((early, Ok(Arc::default())), (undecided.clone(), Some(SETTLE))),
+            ((early, silent()), (undecided, Some(SETTLE))),
+            ((now, Ok(Arc::default())), (unused, None)),
+            ((now, silent()), (unanswered, Some(UNANSWERED_PAUSE))),
         ] {
             let claim_use = check.claim_use(vec![uid.clone()], &none_prepared, &inventory, Some(listed));
-            let claim_use = format!("{:?}", claim_use.await);
-            assert!(claim_use.starts_with(expected), "{claim_use} is not {expected}");
+            assert_eq!(claim_use.await, expected);
         }
     }
 
@@ -617,12 +592,8 @@ mod tests {
             assert_eq!(checked.is_err(), is_certain, "{checked:?}");
             let inventory = Devices::default();
             let claim_use = check.claim_use(vec![uid.clone()], &none_prepared, &inventory, None);
-            let claim_use = claim_use.await;
-            assert_eq!(
-                matches!(claim_use, ClaimUse::NoAnswer),
-                is_certain,
-                "{claim_use:?}"
-            );
+            let (view, _) = claim_use.await;
+            assert_eq!(view.unanswered.contains(&uid), is_certain, "{view:?}");
         }
     }
 

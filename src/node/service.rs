@@ -10,6 +10,7 @@ use std::time::Duration;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep, sleep_until};
 
+use crate::api::proto::node_records::Holding;
 use crate::core::names::{ClaimUid, device_of_plugin_id};
 use crate::core::prepare::container_edits::ContainerEdits;
 pub use crate::core::prepare::device_plugin::Preference;
@@ -18,9 +19,9 @@ pub use crate::core::prepare::inventory::PluginDevice;
 use crate::core::prepare::orphans::{ApiView, Question};
 use crate::core::prepare::plan::Refusal;
 pub use crate::core::prepare::plan::{Allocation, ClaimToPrepare, ClaimToUnprepare, DeviceResult};
-use crate::core::prepare::recovery::{ClaimHolding, ReleaseRefusal};
+use crate::core::prepare::recovery::ReleaseRefusal;
 use crate::core::prepare::runtime_containers::RuntimeContainers;
-use crate::node::container_runtime::{ContainerCheckError, ContainerRuntime};
+use crate::node::container_runtime::ContainerRuntime;
 use crate::node::driver::NodeDriverError;
 use crate::node::kubelet::transport::GrpcCalls;
 use crate::node::metrics::Metrics;
@@ -42,26 +43,20 @@ const LIST_MAX_AGE: Duration = Duration::from_secs(1);
 
 /// Why a request failed. The message names the problem and its remedy; kubelet shows it in the pod's events.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum ServiceError {
     /// The request is invalid, or the node's state prevents it.
     #[error(transparent)]
     Refused(#[from] Refusal),
-    /// The node driver failed.
     #[error(transparent)]
     Driver(#[from] NodeDriverError),
-    /// The node driver did not answer in time.
     #[error("the driver took more than {} s for {what}; it is tried again", DRIVER_TIMEOUT.as_secs())]
     Slow {
         /// The claim or device.
         what: String,
     },
-    /// Another container has a device, or may have it.
-    #[error(transparent)]
-    Container(#[from] ContainerCheckError),
-    /// The checkpoint or a CDI file cannot be written.
     #[error("this node cannot keep its records, so nothing was handed out: {0}")]
     Store(#[from] StoreError),
-    /// The companion is shutting down.
     #[error("the companion is stopping; kubelet asks again when it is back")]
     Stopping,
 }
@@ -73,7 +68,6 @@ impl ServiceError {
             Self::Refused(refusal) => refusal.reason(),
             Self::Driver(error) => error.reason(),
             Self::Slow { .. } => "DeviceSlow",
-            Self::Container(error) => error.reason(),
             Self::Store(error) => error.reason(),
             Self::Stopping => "Stopping",
         }
@@ -87,24 +81,20 @@ impl ServiceError {
 
 /// Why a claim was not released.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum ReleaseError {
-    /// The release is refused.
     #[error(transparent)]
     Refused(#[from] ReleaseRefusal),
-    /// The change cannot be stored.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The driver has not undone its work for the claim.
     #[error(
         "nothing was released, because the driver has not undone what it did for the claim: {problem}. See to the device or the driver, and ask again"
     )]
     NotUndone {
         /// CamelCase reason from a small fixed set.
         reason: &'static str,
-        /// The driver's error.
         problem: String,
     },
-    /// The companion is shutting down.
     #[error("the companion is stopping: ask again")]
     Stopping,
 }
@@ -119,12 +109,10 @@ impl From<ServiceError> for ReleaseError {
                 reason,
                 problem: format!("it took more than {} s", DRIVER_TIMEOUT.as_secs()),
             },
-            ServiceError::Driver(_) | ServiceError::Refused(_) | ServiceError::Container(_) => {
-                Self::NotUndone {
-                    reason,
-                    problem: error.to_string(),
-                }
-            }
+            ServiceError::Driver(_) | ServiceError::Refused(_) => Self::NotUndone {
+                reason,
+                problem: error.to_string(),
+            },
         }
     }
 }
@@ -209,11 +197,11 @@ pub enum NodeRequest {
         oneshot::Sender<Result<(), ServiceError>>,
     ),
     /// See [`NodeService::holdings`].
-    Holdings(oneshot::Sender<Vec<ClaimHolding>>),
+    Holdings(oneshot::Sender<Vec<Holding>>),
     /// See [`NodeService::in_containers`].
     InContainers(oneshot::Sender<BTreeMap<String, String>>),
     /// See [`NodeService::release`]: a claim's uid and whether it is forced.
-    Release(String, bool, oneshot::Sender<Result<ClaimHolding, ReleaseError>>),
+    Release(String, bool, oneshot::Sender<Result<Holding, ReleaseError>>),
     /// See [`NodeService::find_orphans`].
     FindOrphans(Duration, oneshot::Sender<Suspects>),
     /// See [`NodeService::decide_orphans`].
@@ -455,7 +443,7 @@ impl NodeService {
     }
 
     /// Lists the prepared claims. `None` if the state task has ended.
-    pub async fn holdings(&self) -> Option<Vec<ClaimHolding>> {
+    pub async fn holdings(&self) -> Option<Vec<Holding>> {
         self.send(NodeRequest::Holdings).await
     }
 
@@ -466,7 +454,7 @@ impl NodeService {
     }
 
     /// Releases a claim manually and returns its record.
-    pub async fn release(&self, uid: String, force: bool) -> Result<ClaimHolding, ReleaseError> {
+    pub async fn release(&self, uid: String, force: bool) -> Result<Holding, ReleaseError> {
         self.send(|sender| NodeRequest::Release(uid, force, sender))
             .await
             .unwrap_or(Err(ReleaseError::Stopping))
@@ -520,7 +508,7 @@ fn is_held<T>(answer: &Result<T, ServiceError>) -> bool {
 fn is_unanswered<T>(answer: &Result<T, ServiceError>) -> bool {
     matches!(
         answer,
-        Err(ServiceError::Container(ContainerCheckError::NoAnswer { .. }))
+        Err(ServiceError::Refused(Refusal::RuntimeUnavailable { .. }))
     )
 }
 
@@ -605,7 +593,7 @@ mod tests {
             // The state task may be busy with other requests.
             sleep(LIST_MAX_AGE).await;
             assert!(listed.is_current(1), "{listed:?}");
-            let unanswered = ContainerCheckError::NoAnswer {
+            let unanswered = Refusal::RuntimeUnavailable {
                 device: "kvm".into(),
                 problem: "no answer within 5 s".into(),
             };

@@ -6,12 +6,12 @@ use std::process::ExitCode;
 use schemars::JsonSchema;
 use serde::Serialize;
 
+use crate::api::proto::node_records::Holding;
 use crate::cli::error::Error;
 use crate::cli::flags;
 use crate::cli::output::{OutputFlags, Printable, Style, one_line, row, table};
 use crate::cli::runtime::block_on;
 use crate::core::names::DriverName;
-use crate::core::prepare::recovery::ClaimHolding;
 use crate::node::admin::{Access, RecordsError};
 use crate::node::state::storage::Paths;
 
@@ -99,14 +99,19 @@ pub(crate) struct HoldingRow {
     quarantine: String,
 }
 
-impl From<ClaimHolding> for HoldingRow {
-    fn from(holding: ClaimHolding) -> Self {
+impl From<Holding> for HoldingRow {
+    fn from(holding: Holding) -> Self {
         Self {
-            state: holding.state.as_str(),
-            uid: holding.uid,
-            namespace: holding.namespace,
-            name: holding.name,
+            uid: holding.claim_uid,
+            namespace: holding.claim_namespace,
+            name: holding.claim_name,
             devices: holding.devices,
+            // The companion may be of another release, and the schema names three states.
+            state: match holding.state.as_str() {
+                "Prepared" => "Prepared",
+                "EarlierBoot" => "EarlierBoot",
+                _ => "Preparing",
+            },
             quarantine: holding.quarantine,
         }
     }
@@ -220,7 +225,6 @@ fn in_containers(devices: Option<&BTreeMap<String, String>>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::prepare::recovery::HoldingState;
 
     #[test]
     fn devices_of_containers_are_listed_or_called_unknown() {
@@ -235,21 +239,21 @@ mod tests {
 
     #[test]
     fn holdings_are_shown_in_columns_with_what_is_not_known() {
-        let known = ClaimHolding {
-            uid: "u-1".into(),
-            namespace: "default".into(),
-            name: "camera".into(),
+        let known = Holding {
+            claim_uid: "u-1".into(),
+            claim_namespace: "default".into(),
+            claim_name: "camera".into(),
             devices: vec!["a".into(), "b".into()],
-            state: HoldingState::Prepared,
+            state: "Prepared".into(),
             quarantine: String::new(),
         };
-        let lost = ClaimHolding {
-            uid: "u-22".into(),
-            state: HoldingState::EarlierBoot,
+        let lost = Holding {
+            claim_uid: "u-22".into(),
+            state: "EarlierBoot".into(),
             quarantine: "nobody knows".into(),
-            ..ClaimHolding::default()
+            ..Holding::default()
         };
-        let holdings = |items: Vec<ClaimHolding>| HoldingList {
+        let holdings = |items: Vec<Holding>| HoldingList {
             items: items.into_iter().map(HoldingRow::from).collect(),
             containers: Some(BTreeMap::new()),
         };

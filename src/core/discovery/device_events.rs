@@ -1,6 +1,6 @@
 //! Events on the Node for changes of its devices.
 
-use crate::core::discovery::Devices;
+use crate::api::crd::Devices;
 
 /// Maximum number of events per change: unplugging a hub must not flood the API server.
 const EVENTS_MAX: usize = 10;

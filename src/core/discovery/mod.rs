@@ -4,10 +4,6 @@
 //! operator's configuration, the identity that it keeps across kernel renumbering
 //! ([`device_name`](crate::core::names::device_name) makes its name of it), and why it is rejected.
 
-use std::collections::BTreeMap;
-
-use crate::api::crd::Device;
-
 pub mod attributes;
 pub mod device_events;
 pub mod group;
@@ -16,6 +12,3 @@ pub mod mounts;
 pub mod pci;
 pub mod uevent;
 pub mod usb;
-
-/// The devices of a node, by name.
-pub type Devices = BTreeMap<String, Device>;

@@ -16,10 +16,9 @@ use std::fmt;
 use std::time::Duration;
 
 use super::prepared_claims::{add_numbers, share_a_node};
-use crate::api::crd::{Device, DeviceNumber, TEXT_MAX, TaintEffect};
+use crate::api::crd::{Device, DeviceNumber, Devices, TEXT_MAX, TaintEffect};
 use crate::api::handle::DeviceHandle;
 use crate::api::resource::ResourceClaim;
-use crate::core::discovery::Devices;
 
 /// How long a device counts as held after Allocate even if kubelet does not show it: pod admission continues after the response.
 const ADMISSION: Duration = Duration::from_secs(30);

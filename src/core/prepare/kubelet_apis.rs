@@ -7,19 +7,28 @@ use crate::core::discovery::device_events::DeviceEvent;
 /// Maximum number of APIs named in one message; the others are counted.
 const NAMED_MAX: usize = 8;
 
-/// The registration state of one API.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ApiState {
-    /// Not served yet, or not at the moment.
+/// Registration state of an endpoint, as last reported by kubelet. Kubelet does not announce that it stops.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum KubeletApiState {
+    /// Not serving yet.
+    #[default]
     Starting,
-    /// Served; kubelet may not have registered it yet.
+    /// Serving; kubelet has not registered this socket yet.
     Waiting,
     /// Kubelet has registered it.
     Registered,
-    /// Kubelet rejected it; the companion retries.
-    Rejected(String),
-    /// Serving failed; the companion retries.
-    Failed(String),
+    /// Kubelet rejected the registration. It is retried with increasing delay.
+    Rejected {
+        /// Kubelet's error message.
+        message: String,
+    },
+    /// The endpoint cannot be served. It is retried with increasing delay.
+    Failed {
+        /// The cause.
+        message: String,
+    },
+    /// The endpoint has shut down.
+    Closed,
 }
 
 /// The APIs that are down, with the reason, until they are served again. The first is for claims, the others for extended resources.
@@ -28,20 +37,21 @@ pub struct ApisDown(BTreeMap<String, String>);
 
 impl ApisDown {
     /// Updates the set from the current states. An API that is only being retried stays down.
-    pub fn update(&mut self, states: &[(String, ApiState)]) {
+    pub fn update(&mut self, states: &[(String, KubeletApiState)]) {
         self.0.retain(|api, _| states.iter().any(|(name, _)| name == api));
         for (api, state) in states {
             match state {
-                ApiState::Registered => {
+                KubeletApiState::Registered => {
                     self.0.remove(api);
                 }
-                ApiState::Rejected(why) => {
-                    self.0.insert(api.clone(), format!("kubelet refuses it: {why}"));
+                KubeletApiState::Rejected { message } => {
+                    self.0
+                        .insert(api.clone(), format!("kubelet refuses it: {message}"));
                 }
-                ApiState::Failed(why) => {
-                    self.0.insert(api.clone(), why.clone());
+                KubeletApiState::Failed { message } => {
+                    self.0.insert(api.clone(), message.clone());
                 }
-                ApiState::Starting | ApiState::Waiting => {}
+                KubeletApiState::Starting | KubeletApiState::Waiting | KubeletApiState::Closed => {}
             }
         }
     }
@@ -76,25 +86,31 @@ impl ApisDown {
     }
 }
 
-/// Summarizes the problems, worst kind first, or returns `None` if there are none. `Starting` means that an API is not served yet.
-pub fn problems(states: &[(String, ApiState)]) -> Option<(&'static str, String)> {
-    let of = |reason: &'static str, why: &dyn Fn(&str, &ApiState) -> Option<String>| {
+/// Summarizes the problems, worst kind first, or returns `None` if there are none. `Starting` means that an API is not served yet, or not at
+/// the moment.
+pub fn problems(states: &[(String, KubeletApiState)]) -> Option<(&'static str, String)> {
+    let of = |reason: &'static str, why: &dyn Fn(&str, &KubeletApiState) -> Option<String>| {
         let texts: Vec<String> = states.iter().filter_map(|(api, state)| why(api, state)).collect();
         (!texts.is_empty()).then(|| (reason, listed(texts.into_iter())))
     };
     of("Rejected", &|api, state| match state {
-        ApiState::Rejected(why) => Some(format!("kubelet refuses the API for {api}: {why}")),
+        KubeletApiState::Rejected { message } => {
+            Some(format!("kubelet refuses the API for {api}: {message}"))
+        }
         _ => None,
     })
     .or_else(|| {
         of("Failed", &|api, state| match state {
-            ApiState::Failed(why) => Some(format!("the API for {api} is down and is tried again: {why}")),
+            KubeletApiState::Failed { message } => {
+                Some(format!("the API for {api} is down and is tried again: {message}"))
+            }
             _ => None,
         })
     })
     .or_else(|| {
         of("Starting", &|api, state| {
-            (*state == ApiState::Starting).then(|| format!("the API for {api} is not served yet"))
+            matches!(state, KubeletApiState::Starting | KubeletApiState::Closed)
+                .then(|| format!("the API for {api} is not served yet"))
         })
     })
 }
@@ -114,7 +130,13 @@ fn listed(texts: impl ExactSizeIterator<Item = String>) -> String {
 mod tests {
     use super::*;
 
-    fn states(of: &[(&str, ApiState)]) -> Vec<(String, ApiState)> {
+    fn failed(message: &str) -> KubeletApiState {
+        KubeletApiState::Failed {
+            message: message.to_owned(),
+        }
+    }
+
+    fn states(of: &[(&str, KubeletApiState)]) -> Vec<(String, KubeletApiState)> {
         of.iter()
             .map(|(api, state)| ((*api).to_owned(), state.clone()))
             .collect()
@@ -122,19 +144,22 @@ mod tests {
 
     #[test]
     fn an_api_that_fails_is_told_once_and_again_when_it_is_up() {
-        let failed = ApiState::Failed("read-only file system".into());
+        let failed = failed("read-only file system");
         let mut down = ApisDown::default();
         let mut told = Vec::new();
         for state in [
-            ApiState::Starting,
+            KubeletApiState::Starting,
             failed.clone(),
-            ApiState::Starting,
+            KubeletApiState::Starting,
             failed.clone(),
-            ApiState::Waiting,
-            ApiState::Registered,
+            KubeletApiState::Waiting,
+            KubeletApiState::Registered,
         ] {
             let before = down.clone();
-            down.update(&states(&[("claims", ApiState::Registered), ("a.dev/x", state)]));
+            down.update(&states(&[
+                ("claims", KubeletApiState::Registered),
+                ("a.dev/x", state),
+            ]));
             told.extend(down.events_since(&before));
         }
         let reasons: Vec<_> = told.iter().map(|event| event.reason).collect();
@@ -149,7 +174,7 @@ mod tests {
     fn many_apis_that_fail_are_one_event() {
         let mut down = ApisDown::default();
         let all: Vec<_> = (0..100)
-            .map(|number| (format!("a.dev/{number}"), ApiState::Failed("full".into())))
+            .map(|number| (format!("a.dev/{number}"), failed("full")))
             .collect();
         down.update(&all);
         let told = down.events_since(&ApisDown::default());
@@ -162,11 +187,11 @@ mod tests {
 
     #[test]
     fn the_worst_problem_is_said_with_all_that_have_it() {
-        assert_eq!(problems(&states(&[("claims", ApiState::Waiting)])), None);
+        assert_eq!(problems(&states(&[("claims", KubeletApiState::Waiting)])), None);
         let all = states(&[
-            ("claims", ApiState::Starting),
-            ("a.dev/x", ApiState::Failed("full".into())),
-            ("a.dev/y", ApiState::Failed("no directory".into())),
+            ("claims", KubeletApiState::Starting),
+            ("a.dev/x", failed("full")),
+            ("a.dev/y", failed("no directory")),
         ]);
         let (reason, message) = problems(&all).unwrap();
         assert_eq!(reason, "Failed");

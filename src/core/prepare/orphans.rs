@@ -35,12 +35,6 @@ pub struct Orphans {
     conflicting: BTreeSet<ClaimUid>,
     /// Whether the container runtime reports the devices of its containers.
     has_runtime: bool,
-    /// The claims whose devices no container has, according to the runtime.
-    unused: BTreeSet<ClaimUid>,
-    /// The claims whose devices a container has, or may have.
-    undecided: BTreeSet<ClaimUid>,
-    /// The claims about which the runtime did not answer.
-    unanswered: BTreeSet<ClaimUid>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -95,6 +89,17 @@ impl ApiView {
     }
 }
 
+/// The container runtime's view of the claims of [`Orphans::claims_to_check`]. A claim that is in none of the sets is decided without it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RuntimeView {
+    /// The claims whose devices no container has.
+    pub unused: BTreeSet<ClaimUid>,
+    /// The claims whose devices a container has, or about which it is too early to decide.
+    pub undecided: BTreeSet<ClaimUid>,
+    /// The claims about which the runtime did not answer.
+    pub unanswered: BTreeSet<ClaimUid>,
+}
+
 /// A claim to look up at the API server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Question {
@@ -116,23 +121,13 @@ pub enum Decision {
 }
 
 impl Orphans {
-    /// Enables the check with the container runtime.
-    #[must_use]
-    pub fn with_runtime(mut self) -> Self {
-        self.has_runtime = true;
-        self
-    }
-
-    /// Starts without suspects. `grace` is how long a claim may be missing.
-    pub fn new(grace: Duration) -> Self {
+    /// Starts without suspects. `grace` is how long a claim may be missing; `has_runtime` enables the check with the container runtime.
+    pub fn new(grace: Duration, has_runtime: bool) -> Self {
         Self {
-            has_runtime: false,
-            unused: BTreeSet::new(),
-            undecided: BTreeSet::new(),
-            unanswered: BTreeSet::new(),
             grace,
             suspects: BTreeMap::new(),
             conflicting: BTreeSet::new(),
+            has_runtime,
         }
     }
 
@@ -225,32 +220,16 @@ impl Orphans {
         gone.map(|(uid, _)| uid.clone()).collect()
     }
 
-    /// Records the runtime's answer for the claims of [`Self::claims_to_check`]: `unused` if no container has their devices, `undecided` if one
-    /// has or it is too early to decide. The next [`Self::decide`] uses it.
-    pub fn set_use(&mut self, unused: BTreeSet<ClaimUid>, undecided: BTreeSet<ClaimUid>) {
-        self.unused = unused;
-        self.undecided = undecided;
-    }
-
-    /// Records that the runtime did not answer about the claims of [`Self::claims_to_check`]. The next [`Self::decide`] uses it.
-    pub fn set_unanswered(&mut self, unanswered: BTreeSet<ClaimUid>) {
-        self.unanswered = unanswered;
-    }
-
     /// Decides from the answers. Claims that kubelet has prepared since the lookup are left alone.
     pub fn decide(
         &mut self,
         prepared_claims: &PreparedClaims,
         kubelet: &KubeletView,
         answers: &BTreeMap<ClaimUid, ApiView>,
+        runtime: &RuntimeView,
         now: Duration,
     ) -> Vec<Decision> {
         let mut decisions = Vec::new();
-        let (unused, undecided) = (
-            std::mem::take(&mut self.unused),
-            std::mem::take(&mut self.undecided),
-        );
-        let unanswered = std::mem::take(&mut self.unanswered);
         for (uid, answer) in answers {
             let entry = prepared_claims.entry(uid);
             if entry.is_none_or(|entry| answer.holds_one_of(entry)) {
@@ -273,14 +252,14 @@ impl Orphans {
                     suspect.quarantine = None;
                 }
                 // The error names the holder to the other claim's pod; no intervention is needed.
-                _ if undecided.contains(uid) => suspect.quarantine = None,
-                _ if unused.contains(uid) && answer.holds_nothing_of(entry) => {
+                _ if runtime.undecided.contains(uid) => suspect.quarantine = None,
+                _ if runtime.unused.contains(uid) && answer.holds_nothing_of(entry) => {
                     decisions.push(Decision::Free(uid.clone()));
                 }
                 (KubeletView::Lists(listed), ApiView::Gone) if due && !listed.contains_key(uid) => {
                     // Otherwise kubelet has listed it until now, and may have forgotten it before its containers ended.
                     if suspect.is_missing(self.grace, now) {
-                        if unanswered.contains(uid) && prepared_claims.may_be_in_use(entry) {
+                        if runtime.unanswered.contains(uid) && prepared_claims.may_be_in_use(entry) {
                             suspect.quarantine = Some(NO_ANSWER.to_owned());
                         } else {
                             decisions.push(Decision::Free(uid.clone()));

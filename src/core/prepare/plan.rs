@@ -16,10 +16,9 @@ use super::device_metadata::{DeviceMetadata, base_request};
 use super::prepared_claims::{
     ClaimChange, ClaimDetails, Entry, HeldDevice, PreparedClaims, Progress, Structured,
 };
-use crate::api::crd::{Device, Mode};
+use crate::api::crd::{Device, Devices, Mode};
 use crate::api::handle::{DeviceHandle, HandleError};
 use crate::api::resource::POD_CLAIM_NAME_ANNOTATION;
-use crate::core::discovery::Devices;
 use crate::core::names::{ClaimUid, ClaimUidError, DriverName, is_dns_label, is_dns_subdomain};
 
 /// Plans a Prepare, after which kubelet may be given the claim's CDI id.
@@ -417,8 +416,8 @@ const RESULTS_MAX: usize = 32;
 
 /// Why a claim gives this driver no devices. The message is for the pod's event.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum ResultsError {
-    /// Another claim has the name.
     #[error(
         "the claim was deleted, and another of this name has uid {found:?}: delete the pod so that its replacement uses it"
     )]
@@ -426,26 +425,20 @@ pub enum ResultsError {
         /// The uid of the other claim, truncated.
         found: String,
     },
-    /// The claim is not allocated.
     #[error(
         "the claim is not allocated (any more): delete the pod so that its replacement is scheduled again"
     )]
     NotAllocated,
-    /// The claim is reserved for no pod.
     #[error(
         "the claim is reserved for no pod (any more): delete the pod so that its replacement is scheduled again"
     )]
     NotReserved,
-    /// The allocation has no device of this driver.
     #[error("the claim's allocation has no device of driver {0}")]
     NoDevice(DriverName),
-    /// The allocation has more results than the API permits.
     #[error("the claim's allocation has {0} results; at most {RESULTS_MAX} are possible")]
     TooManyResults(usize),
-    /// The API server would reject the name of a request.
     #[error("the claim's allocation names a request {0:?}, which is not a valid name")]
     Request(String),
-    /// The claim or its class has parameters for this driver.
     #[error(
         "the claim or its DeviceClass has opaque parameters for driver {0}, which takes none: remove `config` from the claim or the class, and \
          configure the kind of device instead"
@@ -552,11 +545,10 @@ pub struct NodeIdentity {
 
 /// Why the node refuses a request. Each message is for the user who reads the pod's events.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum Refusal {
-    /// The uid is invalid.
     #[error(transparent)]
     ClaimUid(#[from] ClaimUidError),
-    /// The namespace or the name is invalid.
     #[error("{field} {value:?} of the claim is not a valid Kubernetes name")]
     ClaimName {
         /// `namespace` or `name`.
@@ -564,189 +556,95 @@ pub enum Refusal {
         /// The invalid value, truncated.
         value: String,
     },
-    /// The resource handle was not written by this driver's controller.
     #[error("{0}; it must be as drayman's controller wrote it")]
     Handle(#[from] HandleError),
-    /// The handle was written for another claim.
     #[error(
         "the resource handle is of claim uid {found:?}, not of {expected}: it was not written for this claim"
     )]
-    OtherClaim {
-        /// The requested claim.
-        expected: String,
-        /// The claim in the handle.
-        found: String,
-    },
-    /// The handle was written for another node.
+    OtherClaim { expected: String, found: String },
     #[error(
         "the devices were allocated on node {found:?}, this is node {expected:?}: delete the pod so that its replacement is scheduled again"
     )]
-    OtherNode {
-        /// This node.
-        expected: String,
-        /// The node in the handle.
-        found: String,
-    },
-    /// The handle was written for an earlier node of the same name.
+    OtherNode { expected: String, found: String },
     #[error(
         "the devices were allocated on an earlier node of this name (uid {found:?}, this one has {expected:?}): delete the pod and its claim so that their replacements are allocated again"
     )]
-    EarlierNode {
-        /// The uid of this node.
-        expected: String,
-        /// The uid in the handle.
-        found: String,
-    },
-    /// A device is in a pool of another node.
+    EarlierNode { expected: String, found: String },
     #[error(
         "device {device:?} is of pool {pool:?}, this node's pool is {node:?}: the claim was allocated for another node; delete the pod so that its replacement is scheduled again"
     )]
     OtherPool {
-        /// The device.
         device: String,
-        /// Its pool.
         pool: String,
-        /// This node.
         node: String,
     },
-    /// The uid of this node is not known yet.
     #[error("the uid of node {0:?} is not yet known; the companion keeps asking the API server")]
     NodeUnknown(String),
-    /// The handle names no device.
     #[error("no device is named")]
     NoDevice,
-    /// The same device is named twice.
     #[error("device {0:?} is named twice")]
     Twice(String),
-    /// The node has no such device.
     #[error(
         "device {0:?} is not on this node (any more): plug it in again, or delete the pod so that another is allocated"
     )]
     Gone(String),
-    /// The device is not offered through this API.
     #[error(
         "device {device:?} is of kind {kind:?}, which this node's configuration gives to {given_to}, not to {asked_by}"
     )]
     WrongMode {
-        /// The device.
         device: String,
-        /// Its kind.
         kind: String,
-        /// The API that its mode permits.
         given_to: &'static str,
-        /// The API it was requested through.
         asked_by: &'static str,
     },
-    /// The device is unhealthy.
     #[error("device {device:?} is unhealthy: {reason}")]
-    Unhealthy {
-        /// The device.
-        device: String,
-        /// The cause.
-        reason: String,
-    },
-    /// A claim holds the device.
+    Unhealthy { device: String, reason: String },
     #[error("device {device:?} is held by {holder} until it is unprepared")]
-    Held {
-        /// The device.
-        device: String,
-        /// The holding claim.
-        holder: String,
-    },
-    /// All shares of the device are held.
+    Held { device: String, holder: String },
     #[error(
         "device {device:?} has {shares} shares, which are all held: by {holder} and others, until one is unprepared"
     )]
     AllShares {
-        /// The device.
         device: String,
-        /// The number of shares.
         shares: u32,
-        /// One of the holders.
         holder: String,
     },
-    /// The device has fewer shares than were allocated to the claim.
     #[error(
         "device {device:?} has {shares} shares, and {needed} were allocated to the claim: the configuration has changed since; delete the pod so that its replacement is allocated again"
     )]
     TooFewShares {
-        /// The device.
         device: String,
-        /// The number of its shares.
         shares: u32,
-        /// The number of allocated shares.
         needed: usize,
     },
-    /// A container of the runtime still uses the device.
     #[error("device {device:?} is still in use by {holder}, until that container ends")]
-    StillUsed {
-        /// The device.
-        device: String,
-        /// The container.
-        holder: String,
-    },
-    /// A container holds the device as an extended resource.
+    StillUsed { device: String, holder: String },
+    #[error("device {device:?} may still be in use by a container: {problem}; kubelet asks again")]
+    RuntimeUnavailable { device: String, problem: String },
     #[error(
         "device {device:?} is in use by {holder}, which got it as an extended resource; the claim can be prepared once that container has ended"
     )]
-    InContainer {
-        /// The device.
-        device: String,
-        /// The container.
-        holder: String,
-    },
-    /// The devices that containers hold are unknown.
+    InContainer { device: String, holder: String },
     #[error(
         "device {device:?} may be in use as an extended resource: kubelet's pod resources API does not say ({problem})"
     )]
-    ContainersUnknown {
-        /// The device.
-        device: String,
-        /// Why they are unknown.
-        problem: String,
-    },
-    /// The device is allocated to a claim.
+    ContainersUnknown { device: String, problem: String },
     #[error("device {device:?} is allocated to {holder}, which does not use it yet")]
-    Allocated {
-        /// The device.
-        device: String,
-        /// The claim.
-        holder: String,
-    },
-    /// A claim with unknown devices may hold the device.
+    Allocated { device: String, holder: String },
     #[error(
         "the checkpoint of this node was lost, and it is not known yet which devices {holder} has: the API server is asked; if it cannot tell and no container uses the claim, run `drayman node release {uid}` on the node"
     )]
-    Unaccounted {
-        /// The claim.
-        holder: String,
-        /// Uid of the claim.
-        uid: String,
-    },
-    /// The claim is prepared with other devices.
+    Unaccounted { holder: String, uid: String },
     #[error(
         "the claim is prepared with {held}, its allocation now names {named}: it must be unprepared first"
     )]
-    Changed {
-        /// The devices it holds.
-        held: String,
-        /// The devices of the allocation.
-        named: String,
-    },
-    /// Two container edits use the same path.
+    Changed { held: String, named: String },
     #[error(transparent)]
     SamePath(#[from] PathConflict),
-    /// The extended resource does not exist.
     #[error("this node has no extended resource {0:?}")]
     NoResource(String),
-    /// The device does not belong to the extended resource.
     #[error("device {device:?} does not belong to the extended resource {resource:?}")]
-    OtherResource {
-        /// The device.
-        device: String,
-        /// The resource.
-        resource: String,
-    },
+    OtherResource { device: String, resource: String },
 }
 
 impl Refusal {
@@ -773,6 +671,7 @@ impl Refusal {
             | Self::StillUsed { .. }
             | Self::InContainer { .. }
             | Self::Allocated { .. } => "DeviceHeld",
+            Self::RuntimeUnavailable { .. } => "ContainerRuntimeUnavailable",
             Self::ContainersUnknown { .. } => "PodResourcesUnavailable",
             Self::Unaccounted { .. } => "HoldingsUnknown",
             Self::Changed { .. } | Self::TooFewShares { .. } => "AllocationChanged",

@@ -13,8 +13,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use super::container_edits::{ContainerEdits, cdi_device, cdi_spec, edits_of_cdi};
 use super::device_metadata::{ClaimMetadata, DeviceMetadata, MetadataFile, metadata_files};
 use crate::api::cdi;
-use crate::api::crd::{Device, DeviceNumber, TaintEffect};
-use crate::core::discovery::Devices;
+use crate::api::crd::{Device, DeviceNumber, Devices, TaintEffect};
 use crate::core::discovery::attributes::NODES;
 use crate::core::names::{ClaimDevice, ClaimUid, DriverName, device_of_environment_name, environment_name};
 

@@ -8,6 +8,7 @@ use super::kubelet_state::{KubeletClaim, KubeletClaims, KubeletView};
 use super::plan::{PlanStep, described, restore};
 use super::prepared_claims::{ClaimChange, ClaimDetails, Entry, HeldDevice, PreparedClaims, Progress};
 use crate::api::cdi;
+use crate::api::proto::node_records::Holding;
 use crate::api::proto::pod_resources_v1::PodResources;
 use crate::core::names::{ClaimUid, ClaimUidError, DriverName};
 
@@ -47,47 +48,34 @@ pub fn rebuild(
         .collect()
 }
 
-/// The checkpoint that a start finds.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Start {
-    /// The entries of a valid checkpoint.
-    Checkpoint(BTreeMap<ClaimUid, Entry>),
-    /// No usable checkpoint.
-    Nothing,
+/// The claims whose CDI files must be read at a start because the checkpoint lacks them, or because there is no usable one. `files` are the
+/// claims that have a CDI file.
+///
+/// No order of this driver's writes leaves a file without a checkpoint entry, so the checkpoint must be an older one.
+pub fn unexplained(
+    checkpoint: Option<&BTreeMap<ClaimUid, Entry>>,
+    files: &BTreeSet<ClaimUid>,
+) -> BTreeSet<ClaimUid> {
+    let lacks = |uid: &&ClaimUid| checkpoint.is_none_or(|entries| !entries.contains_key(*uid));
+    files.iter().filter(lacks).cloned().collect()
 }
 
-impl Start {
-    /// The claims whose CDI files must be read because the checkpoint lacks them. `files` are the claims that have a CDI file.
-    ///
-    /// No order of this driver's writes leaves a file without a checkpoint entry, so the checkpoint must be an older one.
-    pub fn unexplained(&self, files: &BTreeSet<ClaimUid>) -> BTreeSet<ClaimUid> {
-        match self {
-            Self::Checkpoint(entries) => files
-                .iter()
-                .filter(|uid| !entries.contains_key(uid))
-                .cloned()
-                .collect(),
-            Self::Nothing => files.clone(),
+/// The entries to start with. `files` is the content of the files of [`unexplained`] claims; `kubelet` reads kubelet's list, and is called only
+/// without a usable checkpoint.
+pub fn initial_entries(
+    checkpoint: Option<BTreeMap<ClaimUid, Entry>>,
+    driver: &DriverName,
+    boot_id: &str,
+    files: &BTreeMap<ClaimUid, Option<cdi::Spec>>,
+    kubelet: impl FnOnce() -> KubeletView,
+) -> BTreeMap<ClaimUid, Entry> {
+    match checkpoint {
+        Some(mut entries) => {
+            let nothing = KubeletView::Lists(BTreeMap::new());
+            entries.extend(rebuild(driver, boot_id, files, &nothing));
+            entries
         }
-    }
-
-    /// The entries to start with. `files` is the content of the files of [`Start::unexplained`]; `kubelet` reads kubelet's list, and is
-    /// called only without a checkpoint.
-    pub fn entries(
-        self,
-        driver: &DriverName,
-        boot_id: &str,
-        files: &BTreeMap<ClaimUid, Option<cdi::Spec>>,
-        kubelet: impl FnOnce() -> KubeletView,
-    ) -> BTreeMap<ClaimUid, Entry> {
-        match self {
-            Self::Checkpoint(mut entries) => {
-                let nothing = KubeletView::Lists(BTreeMap::new());
-                entries.extend(rebuild(driver, boot_id, files, &nothing));
-                entries
-            }
-            Self::Nothing => rebuild(driver, boot_id, files, &kubelet()),
-        }
+        None => rebuild(driver, boot_id, files, &kubelet()),
     }
 }
 
@@ -245,68 +233,20 @@ pub fn plan_undo(prepared_claims: &PreparedClaims, uid: &ClaimUid) -> Vec<PlanSt
     steps
 }
 
-/// A prepared claim, as shown to users.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ClaimHolding {
-    /// Uid of the claim.
-    pub uid: String,
-    /// Namespace of the claim; empty if it was lost with the checkpoint.
-    pub namespace: String,
-    /// Name of the claim; empty if it was lost with the checkpoint.
-    pub name: String,
-    /// The devices; empty if unknown.
-    pub devices: Vec<String>,
-    /// The progress of Prepare.
-    pub state: HoldingState,
-    /// The reason for quarantine; empty if it is not quarantined.
-    pub quarantine: String,
-}
-
-/// The progress of a claim, as shown to users.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum HoldingState {
-    /// Prepare has begun and has not been answered yet.
-    #[default]
-    Preparing,
-    /// Containers may use it.
-    Prepared,
-    /// Prepared before the node booted: none of its containers runs, unless kubelet prepares it again.
-    EarlierBoot,
-}
-
-impl HoldingState {
-    /// The name of the state, as shown to users.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Preparing => "Preparing",
-            Self::Prepared => "Prepared",
-            Self::EarlierBoot => "EarlierBoot",
-        }
-    }
-}
-
 /// Why a claim is not released manually.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum ReleaseRefusal {
-    /// The uid is invalid.
     #[error(transparent)]
     ClaimUid(#[from] ClaimUidError),
-    /// The claim holds nothing.
     #[error("the claim of uid {0} holds nothing on this node")]
     NotHeld(ClaimUid),
-    /// Kubelet may still use the claim.
     #[error(
         "kubelet lists {0} as prepared: delete its pod, and kubelet unprepares it. If kubelet cannot and no container uses the claim, use --force"
     )]
     Listed(String),
-    /// Whether kubelet still uses the claim is unknown.
     #[error("it is unknown whether kubelet still uses {claim} ({why}). If no container uses it, use --force")]
-    KubeletUnknown {
-        /// The claim.
-        claim: String,
-        /// Why it is unknown.
-        why: String,
-    },
+    KubeletUnknown { claim: String, why: String },
 }
 
 /// Plans a manual release. Without `force`, only a claim that kubelet does not list is released.
@@ -347,21 +287,22 @@ pub fn plan_free(uid: &ClaimUid) -> Vec<PlanStep> {
     ]
 }
 
-/// All prepared claims, in order of their uids.
-pub fn holdings(
-    prepared_claims: &PreparedClaims,
-    quarantine: &BTreeMap<ClaimUid, String>,
-) -> Vec<ClaimHolding> {
-    let holding = |(uid, entry): (&ClaimUid, &Entry)| ClaimHolding {
-        uid: uid.to_string(),
-        namespace: entry.namespace.clone(),
-        name: entry.name.clone(),
+/// All prepared claims, in order of their uids. Namespace and name are empty if they were lost with the checkpoint, and so are the devices if
+/// they are unknown.
+pub fn holdings(prepared_claims: &PreparedClaims, quarantine: &BTreeMap<ClaimUid, String>) -> Vec<Holding> {
+    let holding = |(uid, entry): (&ClaimUid, &Entry)| Holding {
+        claim_uid: uid.to_string(),
+        claim_namespace: entry.namespace.clone(),
+        claim_name: entry.name.clone(),
         devices: entry.devices.iter().map(|held| held.device.clone()).collect(),
         state: match (entry.is_done(), prepared_claims.may_be_in_use(entry)) {
-            (false, _) => HoldingState::Preparing,
-            (true, true) => HoldingState::Prepared,
-            (true, false) => HoldingState::EarlierBoot,
-        },
+            // Prepare has begun and has not been answered yet.
+            (false, _) => "Preparing",
+            (true, true) => "Prepared",
+            // None of its containers runs, unless kubelet prepares it again.
+            (true, false) => "EarlierBoot",
+        }
+        .to_owned(),
         quarantine: quarantine.get(uid).cloned().unwrap_or_default(),
     };
     prepared_claims.entries().iter().map(holding).collect()
@@ -688,14 +629,14 @@ mod release_tests {
         let quarantine = BTreeMap::from([(uid(), "forgotten".to_owned())]);
         let shown = &holdings(&prepared_claims("boot"), &quarantine)[0];
         assert_eq!(
-            (shown.devices.as_slice(), shown.state),
-            (&["kvm".to_owned()][..], HoldingState::Prepared)
+            (shown.devices.as_slice(), shown.state.as_str()),
+            (&["kvm".to_owned()][..], "Prepared")
         );
         assert_eq!(shown.quarantine, "forgotten");
         let earlier = &holdings(&prepared_claims("before"), &BTreeMap::new())[0];
         assert_eq!(
-            (earlier.state, earlier.quarantine.as_str()),
-            (HoldingState::EarlierBoot, "")
+            (earlier.state.as_str(), earlier.quarantine.as_str()),
+            ("EarlierBoot", "")
         );
     }
 }

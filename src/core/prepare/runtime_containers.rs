@@ -12,8 +12,7 @@ use serde::Deserialize;
 use super::containers::PodContainer;
 use super::kubelet_state::shortened;
 use super::prepared_claims::{Entry, HeldDevice, PreparedClaims};
-use crate::api::crd::{Device, DeviceNodeKind, DeviceNumber};
-use crate::core::discovery::Devices;
+use crate::api::crd::{Device, DeviceNodeKind, DeviceNumber, Devices};
 use crate::core::names::{ClaimDevice, ClaimUid, DriverName};
 
 /// How long a created container may still be started: kubelet waits two minutes for each call to the runtime. If kubelet was killed

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use k8s_openapi::api::resource::v1::{Device, ResourcePool, ResourceSlice, ResourceSliceSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 
-use crate::core::discovery::Devices;
+use crate::api::crd::Devices;
 use crate::core::names::short_hash;
 pub use render::{Features, Omission, Omitted, SHARES};
 use render::{has_shares, render};
@@ -31,7 +31,6 @@ const NAME_MAX: usize = 253;
 /// Identity of a node's pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodePool {
-    /// The driver name.
     pub driver: String,
     /// Name of the Node, and of the pool.
     pub node_name: String,
@@ -42,23 +41,18 @@ pub struct NodePool {
 /// A request to the API server.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Write {
-    /// Creates a slice.
     Create(Box<ResourceSlice>),
     /// Replaces the slice with this resource version.
     Replace(Box<ResourceSlice>),
     /// Deletes the slice with this uid and resource version.
     Delete {
-        /// Name of the slice.
         name: String,
-        /// Uid of the slice.
         uid: String,
-        /// Version of the slice.
         resource_version: String,
     },
 }
 
 impl Write {
-    /// Name of the slice.
     pub fn name(&self) -> &str {
         match self {
             Self::Create(slice) | Self::Replace(slice) => slice.metadata.name.as_deref().unwrap_or_default(),
@@ -122,7 +116,6 @@ impl Slices {
         }
     }
 
-    /// Sets the devices to publish.
     pub fn set_devices(&mut self, devices: Arc<Devices>) {
         self.source = devices;
         self.render();
@@ -190,7 +183,6 @@ impl Slices {
         &self.omitted
     }
 
-    /// The stored slices of the pool.
     pub fn stored(&self) -> impl Iterator<Item = &ResourceSlice> {
         let observed = self.observed.iter().flat_map(BTreeMap::values);
         observed.filter(|slice| slice.spec.pool.name == self.pool.node_name)
@@ -466,7 +458,6 @@ impl Slices {
         slices
     }
 
-    /// Name of the slice with this index.
     fn name(&self, index: usize) -> String {
         let NodePool {
             driver, node_name, ..

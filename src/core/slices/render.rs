@@ -7,8 +7,7 @@ use k8s_openapi::api::resource::v1::{
 };
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
-use crate::api::crd::{self, AttributeValue};
-use crate::core::discovery::Devices;
+use crate::api::crd::{self, AttributeValue, Devices};
 use crate::core::discovery::attributes::{UNHEALTHY, slice_attributes};
 
 /// The capacity of a device with shares, of which each claim takes one.
@@ -51,9 +50,7 @@ impl Features {
 /// A device that is not published.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Omitted {
-    /// Name of the device.
     pub device: String,
-    /// The reason.
     pub why: Omission,
 }
 

@@ -2,63 +2,54 @@
 
 use std::collections::BTreeMap;
 
-use serde_saphyr::Spanned;
-
 use super::error::{ContentError, Position, at};
-use super::extras::RawMount;
+use super::kind::{DeviceKind, RawKind};
 use super::pattern::PathPattern;
 use super::source::Source;
 
-use crate::core::prepare::container_edits::Mount;
-
-/// The source, container paths and mounts of a kind, with their positions in the file.
-pub(super) struct ContainerPaths<'a> {
-    pub(super) source: &'a Source,
-    /// Container paths by entry; other nodes keep their own path.
-    pub(super) paths: &'a BTreeMap<String, String>,
-    pub(super) mounts: &'a [Mount],
-    pub(super) raw_paths: Option<&'a Spanned<BTreeMap<String, Spanned<String>>>>,
-    pub(super) raw_mounts: Option<&'a Spanned<Vec<RawMount>>>,
-}
-
-impl ContainerPaths<'_> {
-    /// Rejects two nodes of the same device, or a node and a mount, with the same container path. Collisions that depend on the
-    /// discovered devices or on the number of devices per container are rejected later.
-    pub(super) fn check(&self, field: &str, whole: Position) -> Result<(), ContentError> {
-        for entries in together(self.source) {
-            let mut taken: BTreeMap<&str, &str> = BTreeMap::new();
-            for (entry, own_path) in entries {
-                let Some(path) = self.paths.get(entry).map(String::as_str).or(own_path) else {
-                    continue;
-                };
-                if let Some(other) = taken.insert(path, entry) {
-                    let problem = format!(
-                        "{field}.containerPaths: {other} and {entry} would both be {path} in a container; give each its own path"
-                    );
-                    return Err(self.of_entry(&[entry, other], whole, problem));
-                }
-                let mount = self.mounts.iter().position(|mount| mount.container_path == path);
-                if let Some(index) = mount {
-                    let problem = format!(
-                        "{field}.mounts[{index}].containerPath {path:?} is where a container sees {entry}; give one of them another path"
-                    );
-                    return Err(match self.raw_mounts {
-                        Some(raw) => at(raw, problem),
-                        None => (whole, problem),
-                    });
-                }
+/// Rejects two nodes of the same device, or a node and a mount, with the same container path. Collisions that depend on the discovered
+/// devices or on the number of devices per container are rejected later. `whole` is the position of the kind, for absent fields.
+pub(super) fn check(
+    kind: &DeviceKind,
+    raw: &RawKind,
+    field: &str,
+    whole: Position,
+) -> Result<(), ContentError> {
+    for entries in together(&kind.source) {
+        let mut taken: BTreeMap<&str, &str> = BTreeMap::new();
+        for (entry, own_path) in entries {
+            // A node without an entry keeps its own path.
+            let path = kind.container_paths.get(entry).map(String::as_str);
+            let Some(path) = path.or(own_path) else {
+                continue;
+            };
+            if let Some(other) = taken.insert(path, entry) {
+                let problem = format!(
+                    "{field}.containerPaths: {other} and {entry} would both be {path} in a container; give each its own path"
+                );
+                return Err(of_entry(raw, &[entry, other], whole, problem));
+            }
+            let mount = kind.mounts.iter().position(|mount| mount.container_path == path);
+            if let Some(index) = mount {
+                let problem = format!(
+                    "{field}.mounts[{index}].containerPath {path:?} is where a container sees {entry}; give one of them another path"
+                );
+                return Err(match &raw.mounts {
+                    Some(raw) => at(raw, problem),
+                    None => (whole, problem),
+                });
             }
         }
-        Ok(())
     }
+    Ok(())
+}
 
-    /// The error at the position of the first entry with a container path in the file.
-    fn of_entry(&self, entries: &[&str], whole: Position, problem: String) -> ContentError {
-        let given = entries.iter().find_map(|entry| self.raw_paths?.value.get(*entry));
-        match given {
-            Some(raw) => at(raw, problem),
-            None => (whole, problem),
-        }
+/// The error at the position of the first entry with a container path in the file.
+fn of_entry(raw: &RawKind, entries: &[&str], whole: Position, problem: String) -> ContentError {
+    let paths = raw.container_paths.as_ref();
+    match entries.iter().find_map(|entry| paths?.value.get(*entry)) {
+        Some(raw) => at(raw, problem),
+        None => (whole, problem),
     }
 }
 

@@ -9,7 +9,6 @@ use serde::Deserialize;
 use serde_json::Value;
 use serde_saphyr::Spanned;
 
-use super::container_paths::ContainerPaths;
 use super::error::{ContentError, Position, at, shown};
 use super::extras::{self, Probe};
 use super::kubelet_apis::{KindApis, MODES, NAMES_MAX, RawApis};
@@ -106,7 +105,7 @@ pub(super) struct RawKind {
     shares: Option<Spanned<u32>>,
     /// Container paths by pattern or subsystem.
     #[schemars(with = "BTreeMap<String, schema::ContainerPath>", extend("maxProperties" = extras::ENTRIES_MAX))]
-    container_paths: Option<Spanned<BTreeMap<String, Spanned<String>>>>,
+    pub(super) container_paths: Option<Spanned<BTreeMap<String, Spanned<String>>>>,
     /// Additional mounts.
     #[schemars(with = "Vec<extras::RawMount>", length(max = extras::ENTRIES_MAX))]
     pub(super) mounts: Option<Spanned<Vec<extras::RawMount>>>,
@@ -173,18 +172,6 @@ impl RawKind {
             || Ok(BTreeMap::new()),
             |raw| extras::container_paths(field, &source, raw),
         )?;
-        let mounts = self
-            .mounts
-            .as_ref()
-            .map_or_else(|| Ok(Vec::new()), |raw| extras::mounts(field, raw))?;
-        ContainerPaths {
-            source: &source,
-            paths: &container_paths,
-            mounts: &mounts,
-            raw_paths: self.container_paths.as_ref(),
-            raw_mounts: self.mounts.as_ref(),
-        }
-        .check(field, whole)?;
         Ok(DeviceKind {
             name: name.value.clone(),
             apis,
@@ -192,7 +179,10 @@ impl RawKind {
             source,
             permissions,
             shares,
-            mounts,
+            mounts: self
+                .mounts
+                .as_ref()
+                .map_or_else(|| Ok(Vec::new()), |raw| extras::mounts(field, raw))?,
             environment: self
                 .environment
                 .as_ref()

@@ -27,25 +27,20 @@ struct KeyPosition {
 
 /// Why a text is not a valid pattern. The message continues a sentence that begins with the pattern.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum PatternError {
-    /// The path is not below `/dev`.
     #[error("must begin with /dev/: only device nodes there are handed out")]
     NotBelowDev,
-    /// A component is empty, `.` or `..`.
     #[error("must not have an empty part, \".\" or \"..\"; write the path without it")]
     Part,
-    /// The pattern contains `**`.
     #[error("must not have \"**\"; name the directories, each with * where need be")]
     Recursive,
-    /// The text is too long or contains a control character.
     #[error("must have at most {LENGTH_MAX} bytes and no control character")]
     Text,
-    /// `{key}` is not allowed there.
     #[error(
         "must have {{key}} in groups only, once in a pattern, and in a part of the path without another wildcard"
     )]
     Key,
-    /// The shell pattern is malformed.
     #[error("is not a shell pattern: {0}")]
     Syntax(String),
 }

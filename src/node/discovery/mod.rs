@@ -12,7 +12,6 @@ mod search;
 mod sources;
 mod sysfs;
 mod uevent;
-mod walk;
 mod watch;
 
 use std::sync::Arc;

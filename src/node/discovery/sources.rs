@@ -2,17 +2,27 @@
 //! [`device_name`](crate::core::names::device_name).
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::device::DevicePathError;
+use glob::{MatchOptions, Pattern};
+
+use super::device::{DevRoot, DevicePathError};
 use super::scan::{Draft, Member, Rejection, Scanner};
-use super::sysfs::{NodeOf, OnBus, SysRoot, nodes_of};
-use super::walk::{Walked, walk};
+use super::sysfs::{NodeOf, OnBus, SysRoot, if_exists, names, nodes_of};
 use crate::core::discovery::group::{DeviceGroup, GroupMatches, Matched, assemble};
 use crate::core::discovery::pci::{self, PciFacts, Vfio};
 use crate::core::discovery::usb::{self, UsbFacts};
 use crate::node::config::{
     DeviceKind, NODE_BUS, NODE_VFIO, NodeGroup, PathPattern, PciSource, UsbSource, VFIO_CONTAINER,
+};
+
+/// Matches like a shell: `*` does not match a leading dot.
+const MATCH: MatchOptions = MatchOptions {
+    case_sensitive: true,
+    require_literal_separator: true,
+    require_literal_leading_dot: true,
 };
 
 impl Scanner<'_> {
@@ -132,7 +142,7 @@ impl Scanner<'_> {
 
     /// Returns the matching paths, and notes a candidate for a pattern without matches.
     fn matches(&mut self, kind: &DeviceKind, pattern: &PathPattern) -> Vec<String> {
-        let Walked { paths, refused } = walk(&self.root, pattern, &mut self.scan.directories);
+        let (paths, refused) = walk(&self.root, pattern, &mut self.scan.directories);
         for (path, error) in refused {
             self.refuse(kind, format!("/dev/{path}"), error.into());
         }
@@ -146,6 +156,57 @@ impl Scanner<'_> {
         }
         paths
     }
+}
+
+/// Finds the matches of a pattern: sorted paths relative to the root, and the directories that are outside the root or cannot be read. Records
+/// the directories that were read: the result changes only if one of them does.
+fn walk(
+    root: &DevRoot,
+    pattern: &PathPattern,
+    directories: &mut BTreeSet<PathBuf>,
+) -> (Vec<String>, Vec<(String, DevicePathError)>) {
+    let mut level = vec![String::new()];
+    let mut refused = Vec::new();
+    for (depth, part) in pattern.relative().split('/').enumerate() {
+        let mut next = Vec::new();
+        for parent in level {
+            let directory = root.path().join(&parent);
+            // A match for an inner part must be a directory inside the root.
+            if depth > 0 {
+                match root.resolve(&directory) {
+                    Ok(real) if real.is_dir() => {}
+                    Err(error) if error.is_unread() || matches!(error, DevicePathError::Outside(_)) => {
+                        refused.push((parent, error));
+                        continue;
+                    }
+                    Ok(_) | Err(_) => continue,
+                }
+            }
+            let names = matching_names(&directory, part);
+            directories.insert(directory);
+            match names {
+                Ok(names) if depth == 0 => next.extend(names),
+                Ok(names) => next.extend(names.into_iter().map(|name| format!("{parent}/{name}"))),
+                Err(error) => refused.push((parent, error.into())),
+            }
+        }
+        level = next;
+    }
+    (level, refused)
+}
+
+/// Sorted names in a directory that match one part of a pattern.
+fn matching_names(directory: &Path, part: &str) -> io::Result<Vec<String>> {
+    if !part.contains(['*', '?', '[']) {
+        let found = if_exists(directory.join(part).symlink_metadata())?;
+        return Ok(found.map(|_| part.to_owned()).into_iter().collect());
+    }
+    let Ok(pattern) = Pattern::new(part) else {
+        return Ok(Vec::new());
+    };
+    let mut names = names(directory)?;
+    names.retain(|name| pattern.matches_with(name, MATCH));
+    Ok(names)
 }
 
 /// Identity of a group: its first node if the key or a literal pattern determines it, otherwise the kind. A wildcard alone may

@@ -1,6 +1,5 @@
 //! Claims: the DRA services that kubelet calls, and their registration.
 
-pub(crate) mod allocated_claims;
 mod classic;
 pub(crate) mod device_health;
 pub(crate) mod structured;

@@ -25,6 +25,7 @@ use tonic::Status;
 
 use crate::api::proto::MAX_CLAIMS;
 use crate::core::names::NameError;
+pub use crate::core::prepare::kubelet_apis::KubeletApiState;
 use crate::node::kubelet::transport::{SocketError, SocketPath};
 use crate::node::service::ServiceError;
 
@@ -122,30 +123,6 @@ impl KubeletPaths {
     pub fn kubelet_socket(&self) -> PathBuf {
         self.device_plugin_dir.join("kubelet.sock")
     }
-}
-
-/// Registration state of an endpoint, as last reported by kubelet. Kubelet does not announce that it stops.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum KubeletApiState {
-    /// Not serving yet.
-    #[default]
-    Starting,
-    /// Serving; kubelet has not registered this socket yet.
-    Waiting,
-    /// Kubelet has registered it.
-    Registered,
-    /// Kubelet rejected the registration. It is retried with increasing delay.
-    Rejected {
-        /// Kubelet's error message.
-        message: String,
-    },
-    /// The endpoint cannot be served. It is retried with increasing delay.
-    Failed {
-        /// The cause.
-        message: String,
-    },
-    /// The endpoint has shut down.
-    Closed,
 }
 
 /// Marks an endpoint as served, unless kubelet has already reported a registration status.

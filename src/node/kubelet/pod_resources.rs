@@ -31,22 +31,16 @@ const RETRY_PAUSE: Duration = Duration::from_millis(200);
 
 /// Why a PodResources call failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum PodResourcesError {
     /// The socket cannot be reached: kubelet is down, older than 1.20, or has another root directory.
     #[error("kubelet does not answer at {socket:?}: {problem}")]
-    Absent {
-        /// The socket.
-        socket: PathBuf,
-        /// The cause.
-        problem: String,
-    },
+    Absent { socket: PathBuf, problem: String },
     /// Kubelet does not implement this call, or has it disabled.
     #[error("this kubelet does not offer it: {0}")]
     Unsupported(String),
-    /// The shared rate limit of all clients on the node is exhausted.
     #[error("kubelet's rate limit for the PodResources API, shared by all clients on the node, is exhausted")]
     TooMany,
-    /// No answer in time.
     #[error("no answer within {} s", CALL_LIMIT.as_secs())]
     Timeout,
     /// Any other error from kubelet.

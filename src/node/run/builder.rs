@@ -26,11 +26,11 @@ use crate::core::prepare::device_plugin::ExtendedResource;
 use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::recovery::running_claims;
 use crate::node::admin::{self, Companion};
+use crate::node::claim::ClaimWatch;
 use crate::node::container_runtime::{ContainerRuntime, CriClient};
 use crate::node::driver::NodeDriver;
 use crate::node::hand_over::{self, HandOver};
 use crate::node::kubelet::device_plugin::PluginRegistration;
-use crate::node::kubelet::dra::allocated_claims::ClaimWatch;
 use crate::node::kubelet::dra::device_health::DeviceHealth;
 use crate::node::kubelet::dra::structured::ClaimReader;
 use crate::node::kubelet::dra::{self, DraApi};
@@ -330,9 +330,10 @@ impl<D: NodeDriver> NodeBuilder<D> {
             driver_name: driver_name.clone(),
             node_name: options.node_name.clone(),
             cluster: cluster.subscribe(),
+            resources: resources.clone(),
             sender,
         };
-        tokio::spawn(watch_claims(claim_watch, resources.clone(), stop_care.clone()));
+        tokio::spawn(claim_watch.run(stop_care.clone()));
 
         let (quarantine, in_quarantine) = watch::channel(BTreeMap::new());
         let orphan_check = OrphanCheck {
@@ -447,25 +448,6 @@ fn container_runtime(
         return None;
     };
     Some(Arc::new(runtime))
-}
-
-/// Watches the claims of this node once a kind is offered both as claims and as an extended resource.
-async fn watch_claims(
-    claims: ClaimWatch,
-    mut resources: watch::Receiver<Arc<ConfiguredResources>>,
-    end: CancellationToken,
-) {
-    let both = async {
-        let both = resources.wait_for(|all| all.values().any(|resource| resource.also_by_claims));
-        both.await.is_ok()
-    };
-    let both = tokio::select! {
-        () = end.cancelled() => false,
-        both = both => both,
-    };
-    if both {
-        claims.run(end).await;
-    }
 }
 
 /// Opens the checkpoint. Waits for a limited time if another companion has the lock or a read fails. `None` if the shutdown comes

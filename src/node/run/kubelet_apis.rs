@@ -16,7 +16,7 @@ use super::retried::serve_again;
 use crate::core::names::DriverName;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::ClaimsApi;
-use crate::core::prepare::kubelet_apis::{ApiState, ApisDown, problems};
+use crate::core::prepare::kubelet_apis::{ApisDown, problems};
 use crate::node::kubelet::device_plugin::PluginRegistration;
 use crate::node::kubelet::dra::DraApi;
 use crate::node::kubelet::transport::check_path;
@@ -261,12 +261,8 @@ async fn follow(
             );
         }
         warned = no_claims;
-        let of_resources: Vec<(String, ApiState)> = resources
-            .borrow_and_update()
-            .iter()
-            .map(|(name, state)| (name.clone(), api_state(state)))
-            .collect();
-        let claims_now = api_state(&claims.borrow_and_update());
+        let of_resources = resources.borrow_and_update().clone();
+        let claims_now = claims.borrow_and_update().clone();
         let of_claims = (!no_claims).then(|| (CLAIMS.to_owned(), claims_now));
         let now = judge(of_claims, of_resources, &mut down);
         registration_status.send_if_modified(|published| {
@@ -282,19 +278,9 @@ async fn follow(
     }
 }
 
-fn api_state(state: &KubeletApiState) -> ApiState {
-    match state {
-        KubeletApiState::Starting | KubeletApiState::Closed => ApiState::Starting,
-        KubeletApiState::Waiting => ApiState::Waiting,
-        KubeletApiState::Registered => ApiState::Registered,
-        KubeletApiState::Rejected { message } => ApiState::Rejected(message.clone()),
-        KubeletApiState::Failed { message } => ApiState::Failed(message.clone()),
-    }
-}
-
 fn judge(
-    claims: Option<(String, ApiState)>,
-    resources: Vec<(String, ApiState)>,
+    claims: Option<(String, KubeletApiState)>,
+    resources: KubeletApiStates,
     down: &mut ApisDown,
 ) -> RegistrationStatus {
     let no_claims = claims.is_none();
@@ -325,25 +311,33 @@ fn judge(
 mod tests {
     use super::*;
 
-    fn judged(claims: Option<ApiState>, resource: Option<ApiState>) -> RegistrationStatus {
+    fn judged(claims: Option<KubeletApiState>, resource: Option<KubeletApiState>) -> RegistrationStatus {
         let claims = claims.map(|state| (CLAIMS.to_owned(), state));
         let resources = resource.map(|state| ("example.com/camera".to_owned(), state));
         let mut down = ApisDown::default();
         judge(claims, resources.into_iter().collect(), &mut down)
     }
 
+    fn failed() -> KubeletApiState {
+        KubeletApiState::Failed {
+            message: "read-only file system".into(),
+        }
+    }
+
     #[test]
     fn a_companion_is_ready_when_every_api_serves_unrefused() {
-        let rejected = ApiState::Rejected("no such plugin type".into());
-        let failed = ApiState::Failed("read-only file system".into());
+        let rejected = KubeletApiState::Rejected {
+            message: "no such plugin type".into(),
+        };
         for (state, ready, reason) in [
-            (ApiState::Starting, false, "Starting"),
-            (ApiState::Waiting, true, "Serving"),
-            (ApiState::Registered, true, "Serving"),
+            (KubeletApiState::Starting, false, "Starting"),
+            (KubeletApiState::Closed, false, "Starting"),
+            (KubeletApiState::Waiting, true, "Serving"),
+            (KubeletApiState::Registered, true, "Serving"),
             (rejected, false, "Rejected"),
-            (failed, false, "Failed"),
+            (failed(), false, "Failed"),
         ] {
-            let registration_status = judged(Some(state), Some(ApiState::Registered));
+            let registration_status = judged(Some(state), Some(KubeletApiState::Registered));
             assert_eq!(
                 (
                     registration_status.ready,
@@ -358,8 +352,7 @@ mod tests {
 
     #[test]
     fn claims_go_on_when_an_extended_resource_is_down() {
-        let failed = ApiState::Failed("read-only file system".into());
-        let registration_status = judged(Some(ApiState::Registered), Some(failed));
+        let registration_status = judged(Some(KubeletApiState::Registered), Some(failed()));
         assert!(
             !registration_status.ready && registration_status.claims_ready,
             "{registration_status:?}"

@@ -156,7 +156,7 @@ impl<D: NodeDriver> NodeState<D> {
             std::mem::take(&mut made.cdi_devices),
         );
         let (store, name) = (self.store.clone(), device.to_owned());
-        spawn_blocking(move || store.write_cdi_of_device(&name, &made))
+        spawn_blocking(move || store.cdi.write_device(&name, &made))
             .await
             .map_err(|_| ServiceError::Stopping)??;
         cdi_devices.push(id);
@@ -171,7 +171,7 @@ impl<D: NodeDriver> NodeState<D> {
     /// without another Allocate, and must not refer to another device's node.
     pub(super) async fn refresh_named_devices(&mut self) {
         let store = self.store.clone();
-        let written = match spawn_blocking(move || store.devices_with_cdi()).await {
+        let written = match spawn_blocking(move || store.cdi.devices()).await {
             Ok(Ok(written)) => written,
             Ok(Err(error)) => {
                 // The failure of a retry has already been logged.
@@ -225,7 +225,7 @@ impl<D: NodeDriver> NodeState<D> {
             }
         }
         let store = self.store.clone();
-        match spawn_blocking(move || store.keep_cdi_of_devices(&kept)).await {
+        match spawn_blocking(move || store.cdi.keep_devices(&kept)).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => {
                 complete = false;

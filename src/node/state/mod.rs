@@ -18,6 +18,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tracing::{debug, error, info, warn};
 
 use crate::api::crd::{Device, DeviceNumber, Mode};
+use crate::api::proto::node_records::Holding;
 use crate::core::names::{ClaimDevice, ClaimUid};
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::container_edits::ContainerEdits;
@@ -27,18 +28,18 @@ use crate::core::prepare::inventory::{
     Devices, device_counts, inventory, is_as_found, plugin_devices, published, withhold,
 };
 use crate::core::prepare::kubelet_state::KubeletView;
-use crate::core::prepare::orphans::{ApiView, Decision, Orphans};
+use crate::core::prepare::orphans::{ApiView, Decision, Orphans, RuntimeView};
 use crate::core::prepare::plan::{
     Allocation, ClaimToPrepare, ClaimToUnprepare, DeviceResult, Missing, NodeIdentity, PlanStep, Refusal,
     Retries, plan_prepare, plan_unprepare, taken, takes_from_both,
 };
 use crate::core::prepare::prepared_claims::{ClaimEdits, Entry, HeldDevice, PreparedClaims, share_a_node};
 use crate::core::prepare::recovery::{
-    ClaimHolding, holdings, plan_clearing, plan_explained, plan_free, plan_refresh, plan_release,
-    plan_restoring, plan_restoring_one, plan_undo,
+    holdings, plan_clearing, plan_explained, plan_free, plan_refresh, plan_release, plan_restoring,
+    plan_restoring_one, plan_undo,
 };
 use crate::core::prepare::runtime_containers::RuntimeContainers;
-use crate::node::container_runtime::{ClaimUse, ContainerRuntime, RuntimeCheck};
+use crate::node::container_runtime::{ContainerRuntime, RuntimeCheck};
 use crate::node::driver::{self, NodeDriver, NodeDriverError, PreparedClaim};
 use crate::node::kubelet::pod_resources::Grants;
 use crate::node::metrics::Metrics;
@@ -57,9 +58,6 @@ const QUERY_INTERVAL: Duration = Duration::from_secs(2);
 /// How long a change of configuration or devices waits for kubelet, which normally answers within milliseconds. Without the wait, free
 /// devices would be unhealthy until the answer. A slower answer is processed when it arrives.
 const QUERY_TIMEOUT: Duration = Duration::from_millis(250);
-
-/// When the container runtime is asked again after it has not answered about claims that could be freed.
-const UNANSWERED_PAUSE: Duration = Duration::from_secs(30);
 
 /// Maximum length of a logged name, in characters: valid Kubernetes names are no longer.
 const SHOWN_MAX: usize = 253;
@@ -158,10 +156,7 @@ impl<D: NodeDriver> NodeState<D> {
             files,
             ..
         } = options.opened;
-        let mut orphans = Orphans::new(options.orphan_grace);
-        if options.runtime.is_some() {
-            orphans = orphans.with_runtime();
-        }
+        let orphans = Orphans::new(options.orphan_grace, options.runtime.is_some());
         let driver = DriverClient(options.driver);
         let found = driver.devices().await;
         let allocated = options.allocated.borrow().as_ref().clone();
@@ -922,11 +917,11 @@ impl<D: NodeDriver> NodeState<D> {
     ) -> OrphanReport {
         // The list is read again after the API server's answers: a freed claim must still be missing at the end of the wait.
         let kubelet = self.kubelet_claims().await;
-        let again = self.check_claim_use(now, &kubelet, answers, containers).await;
+        let (runtime, again) = self.check_claim_use(now, &kubelet, answers, containers).await;
         let decisions = self
             .orphans
             .change()
-            .decide(&self.prepared_claims, &kubelet, answers, now);
+            .decide(&self.prepared_claims, &kubelet, answers, &runtime, now);
         for decision in decisions {
             let (uid, steps) = match decision {
                 Decision::Free(uid) => {
@@ -952,7 +947,7 @@ impl<D: NodeDriver> NodeState<D> {
         }
     }
 
-    /// Checks whether containers use the devices of claims that could be freed. Returns the time until a retry if it is too early to
+    /// Checks whether containers use the devices of claims that could be freed. Returns also the time until a retry if it is too early to
     /// decide, or if the container runtime does not answer.
     async fn check_claim_use(
         &mut self,
@@ -960,7 +955,7 @@ impl<D: NodeDriver> NodeState<D> {
         kubelet: &KubeletView,
         answers: &BTreeMap<ClaimUid, ApiView>,
         containers: Option<&ListedContainers>,
-    ) -> Option<Duration> {
+    ) -> (RuntimeView, Option<Duration>) {
         let uids = self
             .orphans
             .claims_to_check(&self.prepared_claims, kubelet, answers, now);
@@ -979,28 +974,12 @@ impl<D: NodeDriver> NodeState<D> {
             }
         }
         let listed = containers.map(|listed| (listed.at, listed.containers.clone()));
-        let claim_use = self
-            .runtime
-            .claim_use(uids.clone(), &self.prepared_claims, &self.inventory, listed);
-        match claim_use.await {
-            ClaimUse::Unknown => None,
-            ClaimUse::NoAnswer => {
-                self.orphans.change().set_unanswered(uids.into_iter().collect());
-                Some(UNANSWERED_PAUSE)
-            }
-            ClaimUse::TooEarly(pause) => {
-                let undecided = uids.into_iter().collect();
-                self.orphans.change().set_use(BTreeSet::new(), undecided);
-                Some(pause)
-            }
-            ClaimUse::Known { unused, in_use } => {
-                self.orphans.change().set_use(unused, in_use);
-                None
-            }
-        }
+        self.runtime
+            .claim_use(uids, &self.prepared_claims, &self.inventory, listed)
+            .await
     }
 
-    async fn release(&mut self, uid: &str, force: bool) -> Result<ClaimHolding, ReleaseError> {
+    async fn release(&mut self, uid: &str, force: bool) -> Result<Holding, ReleaseError> {
         let kubelet = self.kubelet_claims().await;
         let before = self.holdings();
         let (uid, steps) = plan_release(&self.prepared_claims, &kubelet, uid, force)?;
@@ -1010,13 +989,15 @@ impl<D: NodeDriver> NodeState<D> {
             self.retry_later(&uid);
             return Err(failure.into());
         }
-        let held = before.into_iter().find(|holding| holding.uid == uid.as_str());
+        let held = before
+            .into_iter()
+            .find(|holding| holding.claim_uid == uid.as_str());
         let held = held.unwrap_or_default();
         warn!(claim_uid = %uid, devices = ?held.devices, force, reason = "Released", "the claim was released manually");
         Ok(held)
     }
 
-    fn holdings(&self) -> Vec<ClaimHolding> {
+    fn holdings(&self) -> Vec<Holding> {
         holdings(&self.prepared_claims, &self.orphans.quarantine())
     }
 

@@ -272,7 +272,6 @@ pub(crate) fn event_reasons() -> Found {
 pub(crate) fn refusal_reasons() -> Found {
     answered(&[
         "core/prepare/plan.rs",
-        "node/container_runtime.rs",
         "node/driver.rs",
         "node/kubelet/dra/structured.rs",
         "node/service.rs",

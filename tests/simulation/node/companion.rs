@@ -9,14 +9,14 @@ use drayman::core::prepare::container_edits::{ContainerEdits, DeviceNode};
 use drayman::core::prepare::containers::{AllocatedClaims, Conflicting, Containers};
 use drayman::core::prepare::inventory::{Devices, inventory};
 use drayman::core::prepare::kubelet_state::KubeletView;
-use drayman::core::prepare::orphans::{ApiView, Decision, GRACE, Orphans, Question};
+use drayman::core::prepare::orphans::{ApiView, Decision, GRACE, Orphans, Question, RuntimeView};
 use drayman::core::prepare::plan::{
     ClaimToPrepare, ClaimToUnprepare, Missing, NodeIdentity, PlanStep, Refusal, Retries, plan_unprepare,
 };
 use drayman::core::prepare::prepared_claims::{ClaimEdits, Entry, PreparedClaims};
 use drayman::core::prepare::recovery::{
-    Start, plan_clearing, plan_explained, plan_free, plan_refresh, plan_release, plan_restoring,
-    plan_restoring_one, plan_undo,
+    initial_entries, plan_clearing, plan_explained, plan_free, plan_refresh, plan_release, plan_restoring,
+    plan_restoring_one, plan_undo, unexplained,
 };
 
 use super::disk::{Disk, Stop, driver_name};
@@ -101,13 +101,14 @@ impl Companion {
         boot: &str,
         kubelet: &KubeletView,
     ) -> BTreeMap<ClaimUid, Entry> {
-        let begin = checkpoint.map_or(Start::Nothing, Start::Checkpoint);
-        let unexplained = begin.unexplained(&disk.cdi_names());
+        let unexplained = unexplained(checkpoint.as_ref(), &disk.cdi_names());
         let read = unexplained.into_iter().map(|uid| {
             let spec = disk.cdi(&uid);
             (uid, spec)
         });
-        begin.entries(&driver_name(), boot, &read.collect(), || kubelet.clone())
+        initial_entries(checkpoint, &driver_name(), boot, &read.collect(), || {
+            kubelet.clone()
+        })
     }
 
     /// Starts a process and repairs the state that the previous process left.
@@ -123,7 +124,7 @@ impl Companion {
         let files = access.disk.cdi_names();
         let mut companion = Self {
             prepared_claims: PreparedClaims::new(boot, entries),
-            orphans: Orphans::new(GRACE),
+            orphans: Orphans::new(GRACE, false),
             identity: NodeIdentity {
                 name: node.to_owned(),
                 uid: Some(format!("uid of {node}")),
@@ -231,7 +232,11 @@ impl Companion {
         answers: &BTreeMap<ClaimUid, ApiView>,
         now: Duration,
     ) -> Result<(), Stop> {
-        for decision in self.orphans.decide(&self.prepared_claims, kubelet, answers, now) {
+        let runtime = RuntimeView::default();
+        let decisions = self
+            .orphans
+            .decide(&self.prepared_claims, kubelet, answers, &runtime, now);
+        for decision in decisions {
             let steps = match decision {
                 Decision::Free(uid) => plan_free(&uid),
                 Decision::Explain(uid, devices) => {

@@ -6,9 +6,35 @@ use super::*;
 const GONE: ApiView = ApiView::Gone;
 const PRESENT: ApiView = ApiView::Present { devices: None };
 const MOMENT: Duration = Duration::from_secs(1);
+const NO_VIEW: RuntimeView = RuntimeView {
+    unused: BTreeSet::new(),
+    undecided: BTreeSet::new(),
+    unanswered: BTreeSet::new(),
+};
 
 fn uid() -> ClaimUid {
     ClaimUid::parse("7d0a2f5e-0c5b-4f0e-9a53-6c3b1f1f2a10").unwrap()
+}
+
+fn unused() -> RuntimeView {
+    RuntimeView {
+        unused: [uid()].into(),
+        ..NO_VIEW
+    }
+}
+
+fn undecided() -> RuntimeView {
+    RuntimeView {
+        undecided: [uid()].into(),
+        ..NO_VIEW
+    }
+}
+
+fn unanswered() -> RuntimeView {
+    RuntimeView {
+        unanswered: [uid()].into(),
+        ..NO_VIEW
+    }
 }
 
 fn prepared_claims(devices: &[&str]) -> PreparedClaims {
@@ -47,14 +73,14 @@ fn after_the_grace(
     kubelet: &KubeletView,
     answer: &ApiView,
 ) -> (Vec<Decision>, BTreeMap<ClaimUid, String>) {
-    let mut orphans = Orphans::new(GRACE);
+    let mut orphans = Orphans::new(GRACE, false);
     orphans.find(prepared_claims, kubelet, Duration::ZERO);
     let questions = orphans.find(prepared_claims, kubelet, GRACE);
     let answers = questions
         .into_iter()
         .map(|question| (question.uid, answer.clone()))
         .collect();
-    let decisions = orphans.decide(prepared_claims, kubelet, &answers, GRACE);
+    let decisions = orphans.decide(prepared_claims, kubelet, &answers, &NO_VIEW, GRACE);
     (decisions, orphans.quarantine())
 }
 
@@ -112,7 +138,7 @@ fn what_kubelet_lists_and_what_nobody_answers_for_is_left_alone() {
 
 #[test]
 fn nothing_is_asked_before_the_grace_period_is_over() {
-    let mut orphans = Orphans::new(GRACE);
+    let mut orphans = Orphans::new(GRACE, false);
     let prepared_claims = prepared_claims(&["x"]);
     let just_before = GRACE.checked_sub(Duration::from_nanos(1)).unwrap();
     assert_eq!(orphans.find(&prepared_claims, &lists(&[]), Duration::ZERO), []);
@@ -124,20 +150,21 @@ fn nothing_is_asked_before_the_grace_period_is_over() {
 
 #[test]
 fn a_claim_that_kubelet_asks_for_meanwhile_is_not_freed() {
-    let mut orphans = Orphans::new(GRACE);
+    let mut orphans = Orphans::new(GRACE, false);
     let prepared_claims = prepared_claims(&["x"]);
     orphans.find(&prepared_claims, &lists(&[]), Duration::ZERO);
     orphans.find(&prepared_claims, &lists(&[]), GRACE);
     orphans.forget(&uid());
     let answers = BTreeMap::from([(uid(), GONE)]);
-    assert_eq!(orphans.decide(&prepared_claims, &lists(&[]), &answers, GRACE), []);
+    let decisions = orphans.decide(&prepared_claims, &lists(&[]), &answers, &NO_VIEW, GRACE);
+    assert_eq!(decisions, []);
     // The grace period starts again.
     assert_eq!(orphans.find(&prepared_claims, &lists(&[]), GRACE), []);
 }
 
 #[test]
 fn a_claim_that_appears_in_the_list_again_is_in_order_again() {
-    let mut orphans = Orphans::new(GRACE);
+    let mut orphans = Orphans::new(GRACE, false);
     let prepared_claims = prepared_claims(&["x"]);
     orphans.find(&prepared_claims, &lists(&[]), Duration::ZERO);
     orphans.find(&prepared_claims, &lists(&[]), GRACE);
@@ -145,6 +172,7 @@ fn a_claim_that_appears_in_the_list_again_is_in_order_again() {
         &prepared_claims,
         &lists(&[]),
         &BTreeMap::from([(uid(), PRESENT)]),
+        &NO_VIEW,
         GRACE,
     );
     assert_eq!(orphans.quarantine().len(), 1);
@@ -154,7 +182,7 @@ fn a_claim_that_appears_in_the_list_again_is_in_order_again() {
 
 #[test]
 fn a_claim_of_unknown_devices_is_read_and_explained_at_once() {
-    let mut orphans = Orphans::new(GRACE);
+    let mut orphans = Orphans::new(GRACE, false);
     let prepared_claims = prepared_claims(&[]);
     let questions = orphans.find(&prepared_claims, &lists(&[uid()]), Duration::ZERO);
     assert_eq!(questions.len(), 1);
@@ -163,17 +191,29 @@ fn a_claim_of_unknown_devices_is_read_and_explained_at_once() {
     };
     let answers = BTreeMap::from([(uid(), explained)]);
     assert_eq!(
-        orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, Duration::ZERO),
+        orphans.decide(
+            &prepared_claims,
+            &lists(&[uid()]),
+            &answers,
+            &NO_VIEW,
+            Duration::ZERO
+        ),
         [Decision::Explain(uid(), vec![HeldDevice::named("x")])]
     );
     let answers = BTreeMap::from([(uid(), ApiView::Unknown("away".into()))]);
-    orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, Duration::ZERO);
+    orphans.decide(
+        &prepared_claims,
+        &lists(&[uid()]),
+        &answers,
+        &NO_VIEW,
+        Duration::ZERO,
+    );
     assert!(orphans.quarantine()[&uid()].contains("lost with the checkpoint"));
 }
 
 #[test]
 fn a_rebuilt_claim_gets_its_name_from_kubelet() {
-    let mut orphans = Orphans::new(GRACE);
+    let mut orphans = Orphans::new(GRACE, false);
     let mut nameless = prepared_claims(&[]).entries()[&uid()].clone();
     (nameless.namespace, nameless.name) = (String::new(), String::new());
     let prepared_claims = PreparedClaims::new("boot", BTreeMap::from([(uid(), nameless)]));
@@ -204,7 +244,7 @@ fn claims_of_an_earlier_boot_are_never_quarantined() {
 
 #[test]
 fn a_listed_claim_is_checked_only_if_its_device_is_reallocated() {
-    let mut orphans = Orphans::new(GRACE);
+    let mut orphans = Orphans::new(GRACE, false);
     let (prepared_claims, kubelet) = (prepared_claims(&["x"]), lists(&[uid()]));
     assert_eq!(orphans.find(&prepared_claims, &kubelet, GRACE), []);
     assert_eq!(orphans.next_check(GRACE), GRACE * 5 / 2);
@@ -220,7 +260,7 @@ fn a_listed_claim_is_checked_only_if_its_device_is_reallocated() {
     assert_eq!(orphans.find(&prepared_claims, &kubelet, GRACE * 2).len(), 1);
     let judge = |orphans: &mut Orphans, answer| {
         let answers = BTreeMap::from([(uid(), answer)]);
-        let decisions = orphans.decide(&prepared_claims, &kubelet, &answers, GRACE * 2);
+        let decisions = orphans.decide(&prepared_claims, &kubelet, &answers, &NO_VIEW, GRACE * 2);
         assert_eq!(decisions, [], "kubelet lists it, so it is never freed");
         orphans.quarantine().remove(&uid())
     };
@@ -246,34 +286,36 @@ fn a_claim_listed_until_now_is_not_freed_before_the_grace_period() {
     let not_listed = |mut orphans: Orphans, before: &KubeletView| {
         orphans.find(&prepared_claims, before, Duration::ZERO);
         orphans.find(&prepared_claims, before, GRACE);
-        orphans.decide(&prepared_claims, before, &gone, GRACE);
+        orphans.decide(&prepared_claims, before, &gone, &NO_VIEW, GRACE);
         let withheld = orphans.quarantine();
         assert_eq!(withheld.len(), 1, "{before:?}");
         // Kubelet restarts without the claim while its containers may still be ending.
         let now = lists(&[]);
         orphans.find(&prepared_claims, &now, GRACE + MOMENT);
         assert_eq!(orphans.next_check(GRACE + MOMENT), GRACE);
-        assert_eq!(orphans.decide(&prepared_claims, &now, &gone, GRACE + MOMENT), []);
+        let decisions = orphans.decide(&prepared_claims, &now, &gone, &NO_VIEW, GRACE + MOMENT);
+        assert_eq!(decisions, []);
         assert_eq!(orphans.quarantine(), withheld);
         // The period begins again each time.
         orphans.find(&prepared_claims, before, GRACE + MOMENT * 2);
         orphans.find(&prepared_claims, &now, GRACE + MOMENT * 3);
         let early = GRACE * 2 + MOMENT * 2;
-        assert_eq!(orphans.decide(&prepared_claims, &now, &gone, early), []);
-        let decisions = orphans.decide(&prepared_claims, &now, &gone, early + MOMENT);
+        let decisions = orphans.decide(&prepared_claims, &now, &gone, &NO_VIEW, early);
+        assert_eq!(decisions, []);
+        let decisions = orphans.decide(&prepared_claims, &now, &gone, &NO_VIEW, early + MOMENT);
         assert_eq!(decisions, [Decision::Free(uid())], "{before:?}");
     };
-    let mut conflicting = Orphans::new(GRACE);
+    let mut conflicting = Orphans::new(GRACE, false);
     conflicting.mark_conflicting(&uid());
     not_listed(conflicting, &lists(&[uid()]));
-    not_listed(Orphans::new(GRACE), &unreadable());
+    not_listed(Orphans::new(GRACE, false), &unreadable());
 }
 
 #[test]
 fn a_conflicting_claim_without_containers_is_freed_at_once() {
     let prepared_claims = prepared_claims(&["x"]);
     let answers = BTreeMap::from([(uid(), ApiView::Gone)]);
-    let mut orphans = Orphans::new(GRACE).with_runtime();
+    let mut orphans = Orphans::new(GRACE, true);
     assert_eq!(
         orphans.find(&prepared_claims, &lists(&[uid()]), Duration::ZERO),
         []
@@ -295,26 +337,23 @@ fn a_conflicting_claim_without_containers_is_freed_at_once() {
         [uid()]
     );
     // A container has the devices: it keeps them, and no intervention is needed.
-    orphans.set_use(BTreeSet::new(), [uid()].into());
-    assert_eq!(
-        orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, GRACE),
-        []
-    );
+    let decisions = orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, &undecided(), GRACE);
+    assert_eq!(decisions, []);
     assert!(orphans.quarantine().is_empty());
     // The runtime has never answered: the user is notified, as without the runtime check.
-    orphans.set_use(BTreeSet::new(), BTreeSet::new());
-    assert_eq!(
-        orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, Duration::ZERO),
-        []
-    );
+    let decisions = orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, &NO_VIEW, MOMENT);
+    assert_eq!(decisions, []);
     assert!(orphans.quarantine().is_empty(), "not before the grace period");
-    assert_eq!(
-        orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, GRACE),
-        []
-    );
+    let decisions = orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, &NO_VIEW, GRACE);
+    assert_eq!(decisions, []);
     assert_eq!(orphans.quarantine().len(), 1);
-    orphans.set_use([uid()].into(), BTreeSet::new());
-    let decisions = orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, Duration::ZERO);
+    let decisions = orphans.decide(
+        &prepared_claims,
+        &lists(&[uid()]),
+        &answers,
+        &unused(),
+        Duration::ZERO,
+    );
     assert_eq!(
         decisions,
         [Decision::Free(uid())],
@@ -329,17 +368,14 @@ fn a_claim_with_other_devices_since_is_freed_by_the_runtime() {
         devices: Some(vec![HeldDevice::named("y")]),
     };
     let answers = BTreeMap::from([(uid(), elsewhere)]);
-    let mut orphans = Orphans::new(GRACE).with_runtime();
+    let mut orphans = Orphans::new(GRACE, true);
     orphans.mark_conflicting(&uid());
     let kubelet = lists(&[uid()]);
     orphans.find(&prepared_claims, &kubelet, Duration::ZERO);
     let to_check = orphans.claims_to_check(&prepared_claims, &kubelet, &answers, Duration::ZERO);
     assert_eq!(to_check, [uid()]);
-    orphans.set_use([uid()].into(), BTreeSet::new());
-    assert_eq!(
-        orphans.decide(&prepared_claims, &kubelet, &answers, Duration::ZERO),
-        [Decision::Free(uid())]
-    );
+    let decisions = orphans.decide(&prepared_claims, &kubelet, &answers, &unused(), Duration::ZERO);
+    assert_eq!(decisions, [Decision::Free(uid())]);
 }
 
 #[test]
@@ -352,18 +388,15 @@ fn a_claim_in_the_api_is_never_freed_by_the_runtime() {
         ApiView::Unknown("away".into()),
     ] {
         let answers = BTreeMap::from([(uid(), answer)]);
-        let mut orphans = Orphans::new(GRACE).with_runtime();
+        let mut orphans = Orphans::new(GRACE, true);
         orphans.mark_conflicting(&uid());
         orphans.find(&prepared_claims, &lists(&[uid()]), Duration::ZERO);
         assert_eq!(
             orphans.claims_to_check(&prepared_claims, &lists(&[uid()]), &answers, GRACE),
             []
         );
-        orphans.set_use([uid()].into(), BTreeSet::new());
-        assert_eq!(
-            orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, GRACE),
-            []
-        );
+        let decisions = orphans.decide(&prepared_claims, &lists(&[uid()]), &answers, &unused(), GRACE);
+        assert_eq!(decisions, []);
     }
 }
 
@@ -371,18 +404,17 @@ fn a_claim_in_the_api_is_never_freed_by_the_runtime() {
 fn a_missing_claim_is_not_freed_while_a_container_uses_it() {
     let prepared_claims = prepared_claims(&["x"]);
     let answers = BTreeMap::from([(uid(), ApiView::Gone)]);
-    let mut orphans = Orphans::new(GRACE).with_runtime();
+    let mut orphans = Orphans::new(GRACE, true);
     orphans.find(&prepared_claims, &lists(&[]), Duration::ZERO);
     let before = orphans.claims_to_check(&prepared_claims, &lists(&[]), &answers, Duration::ZERO);
     assert_eq!(before, [], "kubelet may not have got that far");
     orphans.find(&prepared_claims, &lists(&[]), GRACE);
     let due = orphans.claims_to_check(&prepared_claims, &lists(&[]), &answers, GRACE);
     assert_eq!(due, [uid()]);
-    orphans.set_use(BTreeSet::new(), [uid()].into());
-    assert_eq!(orphans.decide(&prepared_claims, &lists(&[]), &answers, GRACE), []);
+    let decisions = orphans.decide(&prepared_claims, &lists(&[]), &answers, &undecided(), GRACE);
+    assert_eq!(decisions, []);
     assert!(orphans.quarantine().is_empty());
-    orphans.set_use([uid()].into(), BTreeSet::new());
-    let decisions = orphans.decide(&prepared_claims, &lists(&[]), &answers, GRACE);
+    let decisions = orphans.decide(&prepared_claims, &lists(&[]), &answers, &unused(), GRACE);
     assert_eq!(decisions, [Decision::Free(uid())]);
 }
 
@@ -391,21 +423,20 @@ fn a_missing_claim_is_not_freed_while_the_runtime_is_silent() {
     let prepared = prepared_claims(&["x"]);
     let answers = BTreeMap::from([(uid(), GONE)]);
     let suspected = |prepared: &PreparedClaims| {
-        let mut orphans = Orphans::new(GRACE).with_runtime();
+        let mut orphans = Orphans::new(GRACE, true);
         orphans.find(prepared, &lists(&[]), Duration::ZERO);
         orphans.find(prepared, &lists(&[]), GRACE);
-        orphans.set_unanswered([uid()].into());
         orphans
     };
     let mut orphans = suspected(&prepared);
-    assert_eq!(orphans.decide(&prepared, &lists(&[]), &answers, GRACE), []);
+    let decisions = orphans.decide(&prepared, &lists(&[]), &answers, &unanswered(), GRACE);
+    assert_eq!(decisions, []);
     let why = orphans.quarantine().remove(&uid()).unwrap();
     assert!(why.contains("container runtime does not answer"), "{why}");
-    orphans.set_use([uid()].into(), BTreeSet::new());
-    let decisions = orphans.decide(&prepared, &lists(&[]), &answers, GRACE);
+    let decisions = orphans.decide(&prepared, &lists(&[]), &answers, &unused(), GRACE);
     assert_eq!(decisions, [Decision::Free(uid())]);
     // None of the containers of an earlier boot runs.
     let earlier = PreparedClaims::new("another boot", prepared.entries().clone());
-    let decisions = suspected(&earlier).decide(&earlier, &lists(&[]), &answers, GRACE);
+    let decisions = suspected(&earlier).decide(&earlier, &lists(&[]), &answers, &unanswered(), GRACE);
     assert_eq!(decisions, [Decision::Free(uid())]);
 }

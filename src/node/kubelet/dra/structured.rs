@@ -235,8 +235,8 @@ pub struct ClaimReader {
 
 /// Why the allocation of a claim is not known. The message is for the pod's event.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum ClaimError {
-    /// The namespace or the name is invalid.
     #[error("namespace {namespace} or name {name} of the claim is not a valid Kubernetes name")]
     Name {
         /// The namespace, quoted and truncated.
@@ -244,19 +244,14 @@ pub enum ClaimError {
         /// The name, quoted and truncated.
         name: String,
     },
-    /// The API server cannot be asked, or it refuses.
     #[error("the API server does not show the claim; kubelet asks again: {0}")]
     Unreadable(kube::Error),
-    /// The claim is too large to be read.
     #[error("the claim is larger than {} MiB: remove finalizers, owner references, labels or annotations from it", CLAIM_MAX >> 20)]
     TooLarge,
-    /// The API server does not answer.
     #[error("the API server does not show the claim in time; kubelet asks again")]
     Timeout,
-    /// The claim does not exist.
     #[error("the claim does not exist (any more): delete the pod, or create the claim again")]
     Gone,
-    /// It gives no devices.
     #[error(transparent)]
     Results(#[from] ResultsError),
 }

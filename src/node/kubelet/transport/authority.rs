@@ -37,25 +37,20 @@ const PRIORITY: u8 = 0x20;
 
 /// Why a connection is closed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum AuthorityError {
-    /// The client does not send the HTTP/2 preface.
     #[error("the client does not speak HTTP/2")]
     Preface,
-    /// A frame is larger than the settings allow.
     #[error("a frame of {0} bytes is larger than the {MAX_FRAME} that are allowed")]
     FrameTooLarge(usize),
-    /// A CONTINUATION outside a header block, or another frame inside one.
     #[error("a header block is interrupted by another frame, or a CONTINUATION has none to continue")]
     BrokenBlock,
-    /// The padding or priority of a HEADERS frame exceeds the frame.
     #[error("the padding or priority of a HEADERS frame is longer than the frame")]
     Padding,
-    /// A header block is too large, encoded or decoded.
     #[error(
         "a header block is larger than {MAX_ENCODED_BLOCK} bytes encoded or {MAX_DECODED_BLOCK} bytes decoded"
     )]
     BlockTooLarge,
-    /// A header block is not valid HPACK.
     #[error("a header block cannot be decoded: {0}")]
     Hpack(String),
 }

@@ -17,7 +17,7 @@ use crate::core::prepare::container_edits::{ContainerEdits, cdi_mount, cdi_spec_
 use crate::core::prepare::kubelet_state::{self, KubeletClaims, KubeletView};
 use crate::core::prepare::plan::Records;
 use crate::core::prepare::prepared_claims::{Entry, PreparedClaims};
-use crate::core::prepare::recovery::{Start, with_running};
+use crate::core::prepare::recovery::{initial_entries, unexplained, with_running};
 pub use disk::StoreError;
 use disk::{Disk, DiskStep, Identity, Lock};
 
@@ -36,7 +36,7 @@ const KUBELET_STATE_MAX: u64 = 16 * 1024 * 1024;
 #[derive(Debug)]
 pub struct Store {
     checkpoint: CheckpointFile,
-    cdi: CdiDirectory,
+    pub(super) cdi: CdiDirectory,
     inner: Mutex<StoreState>,
 }
 
@@ -199,11 +199,6 @@ impl CheckpointFile {
         disk::replace(&self.disk, &self.path, text.as_bytes(), 0o600)
     }
 
-    /// The identity of the file in place: device, inode and change time.
-    fn identity(&self) -> Option<Identity> {
-        Identity::of(&self.path)
-    }
-
     /// Makes the checkpoint in place survive a power loss.
     fn make_durable(&self) -> Result<(), StoreError> {
         disk::sync_directory(&self.disk, &self.directory)
@@ -223,7 +218,7 @@ impl CheckpointFile {
 ///
 /// Other files in the directory are never touched.
 #[derive(Debug)]
-struct CdiDirectory {
+pub(super) struct CdiDirectory {
     driver: DriverName,
     directory: PathBuf,
     disk: Disk,
@@ -374,14 +369,25 @@ impl CdiDirectory {
             .map_err(StoreError::io("remove", &directory))
     }
 
+    /// The devices with a CDI file.
+    pub(super) fn devices(&self) -> Result<BTreeSet<String>, StoreError> {
+        let files = self.files(&self.driver.cdi_device_file_prefix())?;
+        let complete = files.into_iter().filter(|file| !file.is_incomplete);
+        Ok(complete.map(|file| file.name).collect())
+    }
+
     /// Updates the file of a device, whose name is a DNS label.
-    fn write_device(&self, device: &str, container_edits: &ContainerEdits) -> Result<(), StoreError> {
+    pub(super) fn write_device(
+        &self,
+        device: &str,
+        container_edits: &ContainerEdits,
+    ) -> Result<(), StoreError> {
         let path = self.directory.join(self.driver.cdi_device_file(device));
         self.write_spec(&path, &cdi_spec_of_device(&self.driver, device, container_edits))
     }
 
     /// Removes the files of all other devices, and incomplete files of an earlier process.
-    fn keep_devices(&self, devices: &BTreeSet<String>) -> Result<(), StoreError> {
+    pub(super) fn keep_devices(&self, devices: &BTreeSet<String>) -> Result<(), StoreError> {
         for file in self.files(&self.driver.cdi_device_file_prefix())? {
             if file.is_incomplete || !devices.contains(&file.name) {
                 disk::remove(&self.disk, &file.path)?;
@@ -405,7 +411,8 @@ impl CdiDirectory {
 struct OnDisk {
     file: CheckpointFile,
     cdi: CdiDirectory,
-    start: Start,
+    /// The entries of the checkpoint, if usable.
+    entries: Option<BTreeMap<ClaimUid, Entry>>,
     cluster: ClusterFacts,
     /// The text of the checkpoint, if usable.
     text: Option<String>,
@@ -420,21 +427,20 @@ impl OnDisk {
         let file = CheckpointFile::new(disk, &paths.state);
         let cdi = CdiDirectory::new(disk, paths.driver.clone(), &paths.cdi);
         let files = cdi.claims()?;
-        let (start, cluster, text, unusable) = match file.load()? {
+        let (entries, cluster, text, unusable) = match file.load()? {
             Loaded::Read(checkpoint, text) => {
-                let start = Start::Checkpoint(checkpoint.entries);
-                (start, checkpoint.cluster, Some(text), None)
+                (Some(checkpoint.entries), checkpoint.cluster, Some(text), None)
             }
-            Loaded::Nothing => (Start::Nothing, ClusterFacts::default(), None, None),
-            Loaded::Unusable(unusable) => (Start::Nothing, ClusterFacts::default(), None, Some(unusable)),
+            Loaded::Nothing => (None, ClusterFacts::default(), None, None),
+            Loaded::Unusable(unusable) => (None, ClusterFacts::default(), None, Some(unusable)),
         };
-        let unexplained = start.unexplained(&files).into_iter();
+        let unexplained = unexplained(entries.as_ref(), &files).into_iter();
         let read = |uid: ClaimUid| cdi.read(&uid).map(|spec| (uid, spec));
         let traces = unexplained.map(read).collect::<Result<_, _>>()?;
         Ok(Self {
             file,
             cdi,
-            start,
+            entries,
             cluster,
             text,
             unusable,
@@ -460,7 +466,7 @@ impl Store {
         if let Some(read) = found.text {
             // The last process may have been killed between its rename and its flush.
             match found.file.make_durable() {
-                Ok(()) => text = Some((read, found.file.identity())),
+                Ok(()) => text = Some((read, Identity::of(&found.file.path))),
                 Err(error) => warn!(reason = error.reason(), "{error}"),
             }
         }
@@ -470,8 +476,8 @@ impl Store {
             format!("{}{}", unusable.error, kept_as.unwrap_or_default())
         });
         found.cdi.remove_half_written()?;
-        let (cluster, start) = (found.cluster, found.start);
-        let (prepared_claims, rebuilt, complete) = rebuild(start, unusable, &found.traces, paths, boot_id);
+        let (cluster, entries) = (found.cluster, found.entries);
+        let (prepared_claims, rebuilt, complete) = rebuild(entries, unusable, &found.traces, paths, boot_id);
         found.cdi.keep_metadata(prepared_claims.entries());
         let inner = Mutex::new(StoreState {
             cluster: cluster.clone(),
@@ -497,7 +503,7 @@ impl Store {
         let _lock = disk::lock_if_there(&paths.state.join(LOCK))?;
         let found = OnDisk::read(&Disk::default(), paths)?;
         let unusable = found.unusable.map(|unusable| unusable.error);
-        Ok(rebuild(found.start, unusable, &found.traces, paths, boot_id).0)
+        Ok(rebuild(found.entries, unusable, &found.traces, paths, boot_id).0)
     }
 
     /// Ensures that the directory and the lock file are still those that were opened. A cleanup of kubelet's root directory removes both,
@@ -517,40 +523,19 @@ impl Store {
     pub fn set_cluster(&self, cluster: ClusterFacts) {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).cluster = cluster;
     }
-
-    /// Updates the CDI file of a device that is passed by name.
-    pub fn write_cdi_of_device(
-        &self,
-        device: &str,
-        container_edits: &ContainerEdits,
-    ) -> Result<(), StoreError> {
-        self.cdi.write_device(device, container_edits)
-    }
-
-    /// The devices with a CDI file.
-    pub fn devices_with_cdi(&self) -> Result<BTreeSet<String>, StoreError> {
-        let files = self.cdi.files(&self.cdi.driver.cdi_device_file_prefix())?;
-        let complete = files.into_iter().filter(|file| !file.is_incomplete);
-        Ok(complete.map(|file| file.name).collect())
-    }
-
-    /// Removes the CDI files of all other devices.
-    pub fn keep_cdi_of_devices(&self, devices: &BTreeSet<String>) -> Result<(), StoreError> {
-        self.cdi.keep_devices(devices)
-    }
 }
 
 /// Builds the claims. Returns them, the reason if they do not come from a checkpoint, and whether they are known to be complete.
 fn rebuild(
-    start: Start,
+    checkpoint: Option<BTreeMap<ClaimUid, Entry>>,
     unusable: Option<String>,
     traces: &BTreeMap<ClaimUid, Option<Spec>>,
     paths: &Paths,
     boot_id: &str,
 ) -> (PreparedClaims, Option<String>, bool) {
-    let read = matches!(start, Start::Checkpoint(_));
+    let read = checkpoint.is_some();
     let is_older = read && !traces.is_empty();
-    let entries = start.entries(&paths.driver, boot_id, traces, || paths.kubelet());
+    let entries = initial_entries(checkpoint, &paths.driver, boot_id, traces, || paths.kubelet());
     let rebuilt = match unusable {
         None if is_older => Some("it does not have claims that have a CDI file".to_owned()),
         None if !read && !entries.is_empty() => Some("it is gone".to_owned()),
@@ -588,14 +573,14 @@ impl Records for Store {
             .encode()
             .map_err(StoreError::Encode)?;
         self.keep_lock(&mut state)?;
-        let in_place = (text, self.checkpoint.identity());
+        let in_place = (text, Identity::of(&self.checkpoint.path));
         if state.text.as_ref() != Some(&in_place) {
             let (text, _) = in_place;
             // A failed write changes nothing: the last checkpoint stays durable, and needs no disk space to be so.
             self.checkpoint.replace(&text)?;
             state.text = None;
             self.checkpoint.make_durable()?;
-            state.text = Some((text, self.checkpoint.identity()));
+            state.text = Some((text, Identity::of(&self.checkpoint.path)));
         }
         Ok(())
     }

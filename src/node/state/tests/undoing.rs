@@ -14,7 +14,7 @@ async fn half_done(life: &Life, driver: &FakeDriver) {
 
 async fn held(life: &Life) -> Vec<String> {
     let holdings = life.handle.clone().holdings().await.unwrap();
-    holdings.into_iter().map(|holding| holding.uid).collect()
+    holdings.into_iter().map(|holding| holding.claim_uid).collect()
 }
 
 #[tokio::test]
