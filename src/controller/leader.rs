@@ -1,8 +1,9 @@
 //! The lease in the API: the runtime of [`crate::core::lease::Lease`].
 
+use std::ops::Range;
 use std::path::Path;
 use std::pin::pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 use std::{fmt, io};
 
@@ -106,10 +107,6 @@ impl fmt::Debug for LeaseConnection {
     }
 }
 
-fn lock(lease: &Mutex<Lease>) -> MutexGuard<'_, Lease> {
-    lease.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Phase of an election.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum ElectionPhase {
@@ -139,13 +136,15 @@ impl Election {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()?;
-        let lease = Arc::new(Mutex::new(Lease::new(settings)));
-        let fence = Fence::new(Some(lease), election.predecessors.clone());
+        let (term, known_term) = watch::channel(None);
+        let fence = Fence::new(Some(known_term), election.predecessors.clone());
         let (phases, phase) = watch::channel(ElectionPhase::Waiting);
         let (release, released) = oneshot::channel();
         let held = fence.clone();
         let thread = std::thread::Builder::new().name("lease".to_owned());
-        thread.spawn(move || runtime.block_on(hold(client, election, held, phases, released)))?;
+        thread.spawn(move || {
+            runtime.block_on(hold(client, election, settings, term, held, phases, released));
+        })?;
         Ok(Self {
             fence,
             phase,
@@ -191,11 +190,12 @@ impl Election {
 async fn hold(
     client: kube::Client,
     election: LeaderElection,
+    settings: LeaseSettings,
+    term: watch::Sender<Option<Range<Moment>>>,
     fence: Fence,
     phases: watch::Sender<ElectionPhase>,
     released: oneshot::Receiver<()>,
 ) {
-    let Some(lease) = fence.lease.clone() else { return };
     let client = match election.connection.as_ref().map(|connection| (connection.0)()) {
         None => client,
         Some(Ok(client)) => client,
@@ -204,11 +204,11 @@ async fn hold(
             return;
         }
     };
-    let request_timeout = lock(&lease).settings().request_timeout;
     let mut leader = LeaderElector {
         api: Api::namespaced(client, &election.namespace),
-        request_timeout,
-        lease,
+        request_timeout: settings.request_timeout,
+        lease: Lease::new(settings),
+        term,
         start: fence.start,
         acquired: None,
         election,
@@ -234,7 +234,9 @@ struct LeaderElector {
     api: Api<LeaseObject>,
     election: LeaderElection,
     request_timeout: Duration,
-    lease: Arc<Mutex<Lease>>,
+    lease: Lease,
+    /// The term of `lease`, for the fence.
+    term: watch::Sender<Option<Range<Moment>>>,
     start: Instant,
     acquired: Option<Timestamp>,
 }
@@ -245,15 +247,15 @@ impl LeaderElector {
         tracing::info!(lease = %self.shown(), identity = self.election.identity, "waiting to lead");
         loop {
             let now = self.now();
-            let usable = lock(&self.lease).usable_from();
+            let usable = self.lease.term().map(|term| term.start);
             if usable.is_some_and(|usable| usable <= now) {
                 tracing::info!(lease = %self.shown(), "leading");
                 return;
             }
             // A lease that was lost before its first use costs nothing: start over.
             if !self.turn(usable).await {
-                let settings = lock(&self.lease).settings().clone();
-                *lock(&self.lease) = Lease::new(settings);
+                self.lease = Lease::new(self.lease.settings().clone());
+                self.term.send_replace(self.lease.term());
             }
         }
     }
@@ -266,7 +268,7 @@ impl LeaderElector {
 
     /// Releases the lease, so that the next leader need not wait for it to expire.
     async fn release(&mut self) {
-        let Some(record) = lock(&self.lease).own_record().cloned() else {
+        let Some(record) = self.lease.own_record().cloned() else {
             return;
         };
         let record = self.object(Some(record.version), record.transitions, "");
@@ -282,7 +284,7 @@ impl LeaderElector {
     /// Performs one step, waiting no longer than until `limit`. Returns `false` if the lease is lost.
     async fn turn(&mut self, limit: Option<Moment>) -> bool {
         let sent = self.now();
-        let step = lock(&self.lease).step(sent);
+        let step = self.lease.step(sent);
         let answer = match &step {
             LeaseStep::Lost => return false,
             LeaseStep::Wait(until) => {
@@ -291,7 +293,7 @@ impl LeaderElector {
                 return true;
             }
             LeaseStep::Read => {
-                lock(&self.lease).sent(&step, sent);
+                self.lease.sent(&step, sent);
                 self.read().await
             }
             LeaseStep::Write {
@@ -299,12 +301,13 @@ impl LeaderElector {
                 transitions,
                 take,
             } => {
-                lock(&self.lease).sent(&step, sent);
+                self.lease.sent(&step, sent);
                 self.write(version.clone(), *transitions, *take).await
             }
         };
         let now = self.now();
-        lock(&self.lease).answered(answer, sent, now);
+        self.lease.answered(answer, sent, now);
+        self.term.send_replace(self.lease.term());
         true
     }
 
@@ -391,7 +394,7 @@ fn record(object: &LeaseObject) -> LeaseRecord {
 #[cfg(test)]
 mod tests {
     use std::convert::Infallible;
-    use std::sync::mpsc;
+    use std::sync::{Mutex, mpsc};
 
     use http::{Method, Request, Response};
     use kube::client::Body;

@@ -2,6 +2,7 @@
 //!
 //! A write waits for its turn and for the end of a pause that the server has requested (`Retry-After`); then the fence is checked.
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -10,13 +11,12 @@ use http::{Method, Request, Response, StatusCode, Uri};
 use kube::api::{Api, Patch, PatchParams};
 use kube::client::Body;
 use serde_json::{Value, json};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::api::resource::{PodSchedulingContext, ResourceClaim, ResourceClaimSchedulingStatus};
 use crate::core::claims::{ClaimPatch, ClaimWrite, Moment, ObjectKey, Outcome, context_patch};
-use crate::core::lease::Lease;
 
 use super::predecessors::Predecessors;
 
@@ -32,9 +32,9 @@ const MAX_PAUSE: Duration = Duration::from_secs(30);
 /// Whether this process may write. Checked before each write.
 #[derive(Clone)]
 pub(super) struct Fence {
-    /// `None` without leader election.
-    pub(super) lease: Option<Arc<Mutex<Lease>>>,
-    /// The start of the clock that the lease refers to.
+    /// When the lease permits writes. `None` without leader election.
+    term: Option<watch::Receiver<Option<Range<Moment>>>>,
+    /// The start of the clock that the term refers to.
     pub(super) start: Instant,
     /// Cancelled once nothing new may start.
     closed: CancellationToken,
@@ -43,10 +43,13 @@ pub(super) struct Fence {
 }
 
 impl Fence {
-    /// `lease` is `None` for a controller without leader election.
-    pub(super) fn new(lease: Option<Arc<Mutex<Lease>>>, predecessors: Option<Arc<Predecessors>>) -> Self {
+    /// `term` is `None` for a controller without leader election.
+    pub(super) fn new(
+        term: Option<watch::Receiver<Option<Range<Moment>>>>,
+        predecessors: Option<Arc<Predecessors>>,
+    ) -> Self {
         Self {
-            lease,
+            term,
             start: Instant::now(),
             closed: CancellationToken::new(),
             _predecessors: predecessors,
@@ -55,11 +58,11 @@ impl Fence {
 
     pub(super) fn holds(&self) -> bool {
         let now = Moment::new(self.start.elapsed());
-        let holds = |lease: &Mutex<Lease>| {
-            let lease = lease.lock().unwrap_or_else(PoisonError::into_inner);
-            lease.holds(now)
-        };
-        !self.closed.is_cancelled() && self.lease.as_deref().is_none_or(holds)
+        !self.closed.is_cancelled()
+            && self.term.as_ref().is_none_or(|term| {
+                let term = term.borrow();
+                term.as_ref().is_some_and(|term| term.contains(&now))
+            })
     }
 
     /// From now on nothing new starts, and operations that wait for their turn are abandoned.
@@ -289,7 +292,6 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
-    use crate::core::lease::{LeaseAnswer, LeaseRecord, LeaseSettings};
 
     #[test]
     fn other_writers_nodes_leave_our_entries_only() {
@@ -322,31 +324,9 @@ mod tests {
 
     impl Fence {
         /// The fence of a leader that renewed its lease just now and does not renew it again: it may write for `time`.
-        pub(super) fn held_for(time: Duration) -> Self {
-            let settings = LeaseSettings {
-                identity: "this".to_owned(),
-                ended: std::collections::BTreeSet::new(),
-                duration: time * 2,
-                renew_deadline: time,
-                retry_period: time / 4,
-                request_timeout: time / 4,
-            };
-            let (start, now) = (Instant::now(), Moment::default());
-            let record = LeaseRecord {
-                holder: settings.identity.clone(),
-                duration: settings.duration,
-                ..LeaseRecord::default()
-            };
-            let mut lease = Lease::new(settings);
-            for answer in [LeaseAnswer::Read(None), LeaseAnswer::Written(record)] {
-                let step = lease.step(now);
-                lease.sent(&step, now);
-                lease.answered(answer, now, now);
-            }
-            Self {
-                start,
-                ..Self::new(Some(Arc::new(Mutex::new(lease))), None)
-            }
+        fn held_for(time: Duration) -> Self {
+            let (_, term) = watch::channel(Some(Moment::default()..Moment::new(time)));
+            Self::new(Some(term), None)
         }
     }
 

@@ -15,6 +15,7 @@
 //! such a late write.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::time::Duration;
 
 use super::claims::Moment;
@@ -183,19 +184,13 @@ impl Lease {
         self.held.and(record.as_ref())
     }
 
-    /// Whether this process may write at `now`.
-    pub fn holds(&self, now: Moment) -> bool {
-        self.usable.is_some_and(|usable| usable <= now) && self.valid_until().is_some_and(|end| now < end)
+    /// When this process may write if it does not renew the lease again. `None` if it does not hold the lease.
+    pub fn term(&self) -> Option<Range<Moment>> {
+        Some(self.usable?..self.valid_until()?)
     }
 
-    /// When the permission to write ends without a further renewal.
-    pub fn valid_until(&self) -> Option<Moment> {
+    fn valid_until(&self) -> Option<Moment> {
         self.held.map(|held| held.after(self.settings.renew_deadline))
-    }
-
-    /// When the permission to write starts.
-    pub fn usable_from(&self) -> Option<Moment> {
-        self.held.and(self.usable)
     }
 
     /// The next action at `now`.
@@ -372,9 +367,13 @@ mod tests {
         lease
     }
 
+    fn usable_from(lease: &Lease) -> Option<Moment> {
+        lease.term().map(|term| term.start)
+    }
+
     #[test]
     fn a_lease_that_nobody_has_is_usable_at_once() {
-        assert!(held().holds(at(0)));
+        assert_eq!(held().term(), Some(at(0)..at(10)));
     }
 
     #[test]
@@ -411,10 +410,8 @@ mod tests {
         let step = lease.step(at(15));
         lease.sent(&step, at(15));
         lease.answered(LeaseAnswer::Written(record("me", "2")), at(15), at(16));
-        assert!(!lease.holds(at(16)));
         let usable = at(16).after(Duration::from_millis(500));
-        assert_eq!(lease.usable_from(), Some(usable), "a tenth later");
-        assert!(lease.holds(usable));
+        assert_eq!(lease.term(), Some(usable..at(25)), "a tenth later");
     }
 
     #[test]
@@ -432,8 +429,11 @@ mod tests {
         );
         lease.sent(&step, at(1));
         lease.answered(LeaseAnswer::Written(record("me", "2")), at(1), at(2));
-        assert!(!lease.holds(at(2)), "a request of it may still arrive");
-        assert_eq!(lease.usable_from(), Some(at(5)), "counted from its end");
+        assert_eq!(
+            usable_from(&lease),
+            Some(at(5)),
+            "a request timeout after its end"
+        );
     }
 
     #[test]
@@ -449,7 +449,7 @@ mod tests {
         assert!(matches!(step, LeaseStep::Write { take: true, .. }), "{step:?}");
         lease.sent(&step, at(3));
         lease.answered(LeaseAnswer::Written(record("me", "3")), at(3), at(3));
-        assert_eq!(lease.usable_from(), Some(at(5)));
+        assert_eq!(usable_from(&lease), Some(at(5)));
     }
 
     #[test]
@@ -467,7 +467,7 @@ mod tests {
         );
         lease.sent(&step, at(0));
         lease.answered(LeaseAnswer::Written(record("me", "8")), at(0), at(1));
-        assert!(lease.holds(at(1)));
+        assert_eq!(lease.term(), Some(at(1)..at(10)));
     }
 
     #[test]
@@ -484,7 +484,7 @@ mod tests {
         }
         lease.answered(LeaseAnswer::Read(Some(record("me", "2"))), at(5), at(5));
         let usable = at(16).after(Duration::from_millis(500));
-        assert_eq!(lease.usable_from(), Some(usable));
+        assert_eq!(usable_from(&lease), Some(usable));
     }
 
     #[test]
@@ -495,7 +495,7 @@ mod tests {
         let step = lease.step(at(1));
         lease.sent(&step, at(1));
         lease.answered(LeaseAnswer::Written(record("me", "2")), at(1), at(1));
-        assert!(lease.holds(at(1)));
+        assert_eq!(lease.term(), Some(at(1)..at(11)));
     }
 
     #[test]
@@ -540,8 +540,7 @@ mod tests {
             lease.sent(&step, at(second));
             lease.answered(LeaseAnswer::Unclear, at(second), at(second));
         }
-        assert!(lease.holds(at(9)));
-        assert!(!lease.holds(at(10)));
+        assert_eq!(lease.term(), Some(at(0)..at(10)));
         assert_eq!(lease.step(at(10)), LeaseStep::Lost);
     }
 
@@ -549,7 +548,7 @@ mod tests {
     fn a_renewal_counts_from_when_it_was_sent() {
         let mut lease = held();
         lease.answered(LeaseAnswer::Written(record("me", "2")), at(4), at(9));
-        assert_eq!(lease.valid_until(), Some(at(14)));
+        assert_eq!(lease.term(), Some(at(0)..at(14)));
     }
 
     #[test]
@@ -568,8 +567,7 @@ mod tests {
         lease.answered(LeaseAnswer::Unclear, at(0), at(5));
         assert_eq!(lease.step(at(5)), LeaseStep::Read);
         lease.answered(LeaseAnswer::Read(Some(record("me", "1"))), at(5), at(5));
-        assert!(lease.holds(at(5)));
-        assert_eq!(lease.valid_until(), Some(at(10)));
+        assert_eq!(lease.term(), Some(at(0)..at(10)));
     }
 
     #[test]
