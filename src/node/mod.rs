@@ -10,6 +10,7 @@
 pub(crate) mod admin;
 mod claim;
 pub(crate) mod container_runtime;
+mod directory_watch;
 pub mod driver;
 mod hand_over;
 pub mod metrics;

@@ -4,13 +4,12 @@
 //! file. Both are events of the directory. SIGHUP triggers a read as well, for files that change in other ways. An invalid file is
 //! rejected, and the previous configuration remains in force.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures::{FutureExt, StreamExt};
-use inotify::{EventStream, Inotify, WatchMask};
+use inotify::WatchMask;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::task::spawn_blocking;
@@ -21,13 +20,12 @@ use tracing::{info, warn};
 use crate::core::discovery::device_events::DeviceEvent;
 use crate::core::prepare::device_plugin::ExtendedResource;
 use crate::node::config::NodeConfiguration;
+use crate::node::directory_watch::DirectoryWatches;
 
 /// How long to gather events before reading the file: a writer causes several.
 const GATHER: Duration = Duration::from_millis(200);
 /// Read interval if the file cannot be watched.
 const LOOK: Duration = Duration::from_secs(60);
-/// Buffer bytes for several events with names of maximal length.
-const BUFFER: usize = 4096;
 
 /// Extended resources by name.
 pub(super) type ConfiguredResources = BTreeMap<String, ExtendedResource>;
@@ -72,11 +70,9 @@ impl Follower {
             self.reload(&mut refused).await;
             tokio::select! {
                 () = shutdown.cancelled() => return,
-                () = changed(changes.as_mut()) => {
+                () = changed(&mut changes) => {
                     sleep(GATHER).await;
-                    if let Some(changes) = &mut changes {
-                        while changes.next().now_or_never().is_some() {}
-                    }
+                    changes.drain();
                 }
                 () = heard(hangup.as_mut()) => {
                     info!("SIGHUP: the configuration is read again");
@@ -86,22 +82,11 @@ impl Follower {
         }
     }
 
-    fn changes(&self) -> Option<EventStream<[u8; BUFFER]>> {
-        let directory = directory_of(&self.file);
-        let mask = WatchMask::CREATE
-            | WatchMask::CLOSE_WRITE
-            | WatchMask::DELETE
-            | WatchMask::MOVE
-            | WatchMask::ONLYDIR;
-        let watched = Inotify::init().and_then(|inotify| {
-            inotify.watches().add(directory, mask)?;
-            inotify.into_event_stream([0; BUFFER])
-        });
-        watched
-            .inspect_err(|error| {
-                warn!(directory = %directory.display(), %error, "the directory cannot be watched; the configuration is read every {} s", LOOK.as_secs());
-            })
-            .ok()
+    fn changes(&self) -> DirectoryWatches {
+        let fallback = format!("the configuration is read every {} s", LOOK.as_secs());
+        let mut changes = DirectoryWatches::new(WatchMask::CLOSE_WRITE, fallback);
+        changes.watch(&BTreeSet::from([directory_of(&self.file).to_owned()]));
+        changes
     }
 
     /// Reads the file and applies it if it is valid and has changed.
@@ -163,10 +148,11 @@ impl Follower {
     }
 }
 
-async fn changed(changes: Option<&mut EventStream<[u8; BUFFER]>>) {
-    match changes {
-        Some(changes) => drop(changes.next().await),
-        None => sleep(LOOK).await,
+async fn changed(changes: &mut DirectoryWatches) {
+    if changes.is_watching() {
+        changes.changed(|_| true).await;
+    } else {
+        sleep(LOOK).await;
     }
 }
 

@@ -12,7 +12,6 @@ mod search;
 mod sources;
 mod sysfs;
 mod uevent;
-mod watch;
 
 use std::sync::Arc;
 
@@ -39,7 +38,7 @@ use crate::node::driver::{NodeDriver, NodeDriverError};
 #[derive(Debug)]
 pub struct HostDevices {
     found: Arc<FoundDevices>,
-    change_counts: Arc<ChangeCounts>,
+    change_counts: value::Sender<ChangeCounts>,
     devices: value::Receiver<Arc<Devices>>,
 }
 
@@ -51,7 +50,7 @@ impl HostDevices {
         shutdown: CancellationToken,
     ) -> Self {
         let found = Arc::new(FoundDevices::new(paths));
-        let change_counts = Arc::<ChangeCounts>::default();
+        let change_counts = value::Sender::<ChangeCounts>::default();
         let (sender, devices) = value::channel(Arc::default());
         DeviceSearch::start(
             found.clone(),
@@ -69,8 +68,8 @@ impl HostDevices {
     }
 
     /// Number of changes detected by each cause.
-    pub fn change_counts(&self) -> &ChangeCounts {
-        &self.change_counts
+    pub fn change_counts(&self) -> ChangeCounts {
+        self.change_counts.borrow().clone()
     }
 }
 

@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::future::pending;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use inotify::WatchMask;
 use tokio::sync::watch as value;
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
@@ -17,12 +17,12 @@ use super::device::{FoundByName, FoundDevice, FoundDevices, HostPaths};
 use super::probe::Prober;
 use super::scan::{Candidate, Scan, scan};
 use super::uevent::Uevents;
-use super::watch::DirectoryWatches;
 use crate::api::crd::{Device, TEXT_MAX};
 use crate::core::discovery::health::HealthRecords;
 use crate::core::prepare::container_edits::ContainerEdits;
 use crate::core::prepare::inventory::Devices;
 use crate::node::config::NodeConfiguration;
+use crate::node::directory_watch::DirectoryWatches;
 use crate::node::resync;
 
 /// Interval at which unhealthy devices are probed, and an incomplete search is repeated.
@@ -40,7 +40,7 @@ const SEARCH_LIMIT: Duration = Duration::from_secs(10);
 const GATHER: Duration = Duration::from_millis(100);
 
 /// The trigger of a search.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Cause {
     /// A uevent of the kernel.
     Kernel,
@@ -57,16 +57,6 @@ pub enum Cause {
 }
 
 impl Cause {
-    /// All causes, in the order of the counters.
-    pub const ALL: [Self; 6] = [
-        Self::Kernel,
-        Self::Directory,
-        Self::Rescan,
-        Self::Recheck,
-        Self::Request,
-        Self::Configuration,
-    ];
-
     /// The cause as logged.
     pub fn as_str(self) -> &'static str {
         match self {
@@ -81,28 +71,12 @@ impl Cause {
 }
 
 /// Number of device changes detected by each cause. A cause that stays at zero on a machine with hotplugged devices is broken.
-#[derive(Debug, Default)]
-pub struct ChangeCounts([AtomicU64; Cause::ALL.len()]);
-
-impl ChangeCounts {
-    /// The number of changes that a cause has detected.
-    pub fn count(&self, cause: Cause) -> u64 {
-        self.0
-            .get(cause as usize)
-            .map_or(0, |count| count.load(Ordering::Relaxed))
-    }
-
-    fn add(&self, cause: Cause) {
-        if let Some(count) = self.0.get(cause as usize) {
-            count.fetch_add(1, Ordering::Relaxed);
-        }
-    }
-}
+pub type ChangeCounts = BTreeMap<Cause, u64>;
 
 /// The discovery task.
 pub(super) struct DeviceSearch {
     devices: Arc<FoundDevices>,
-    change_counts: Arc<ChangeCounts>,
+    change_counts: value::Sender<ChangeCounts>,
     configuration: value::Receiver<Arc<NodeConfiguration>>,
     sender: value::Sender<Arc<Devices>>,
     prober: Prober,
@@ -125,7 +99,7 @@ pub(super) struct DeviceSearch {
 impl DeviceSearch {
     fn new(
         devices: Arc<FoundDevices>,
-        change_counts: Arc<ChangeCounts>,
+        change_counts: value::Sender<ChangeCounts>,
         configuration: value::Receiver<Arc<NodeConfiguration>>,
         sender: value::Sender<Arc<Devices>>,
     ) -> Self {
@@ -148,14 +122,16 @@ impl DeviceSearch {
 
     pub(super) async fn start(
         devices: Arc<FoundDevices>,
-        change_counts: Arc<ChangeCounts>,
+        change_counts: value::Sender<ChangeCounts>,
         configuration: value::Receiver<Arc<NodeConfiguration>>,
         sender: value::Sender<Arc<Devices>>,
         shutdown: CancellationToken,
     ) {
         let mut search = Self::new(devices, change_counts, configuration, sender);
         // Subscribe before the first search, so that no change is missed in between.
-        let (watches, uevents) = (DirectoryWatches::new(), Uevents::new());
+        let fallback = "kernel device events and periodic searches remain".to_owned();
+        let watches = DirectoryWatches::new(WatchMask::empty(), fallback);
+        let uevents = Uevents::new();
         search.once(None).await;
         tokio::spawn(search.go_on(watches, uevents, shutdown));
     }
@@ -200,7 +176,8 @@ impl DeviceSearch {
                 unhealthy, noticed_by, "the devices of this node have changed"
             );
             if let Some(cause) = cause {
-                self.change_counts.add(cause);
+                self.change_counts
+                    .send_modify(|counts| *counts.entry(cause).or_default() += 1);
             }
         }
         // A claim may hold a forgotten device, which no list contains.
@@ -321,7 +298,12 @@ impl DeviceSearch {
                 cause = tokio::select! {
                     () = shutdown.cancelled() => return,
                     _ = uevents.changed() => Cause::Kernel,
-                    () = watches.changed() => Cause::Directory,
+                    is_complete = watches.changed(|_| true) => {
+                        if !is_complete {
+                            warn!("directory events were lost; discovery searches again");
+                        }
+                        Cause::Directory
+                    }
                     () = self.devices.rescan.notified() => Cause::Request,
                     late = end_of(&mut self.hanging) => {
                         self.late = late;
@@ -421,7 +403,7 @@ mod tests {
         };
         let mut search = DeviceSearch::new(
             Arc::new(FoundDevices::new(paths)),
-            Arc::default(),
+            value::Sender::default(),
             value::channel(Arc::default()).1,
             value::channel(Arc::default()).0,
         );

@@ -4,16 +4,16 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use futures::StreamExt as _;
-use inotify::{EventStream, Inotify, WatchDescriptor, WatchMask};
+use inotify::WatchMask;
 use thiserror::Error;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
+use crate::node::directory_watch::DirectoryWatches;
 use crate::node::resync;
 use crate::node::state::storage::disk::Identity;
 
@@ -26,8 +26,6 @@ const DIRECTORY_MODE: u32 = 0o750;
 
 /// Poll interval while the directory is missing or inotify is unavailable.
 const MISSING: Duration = Duration::from_millis(500);
-/// Buffer bytes for several events with names of maximal length.
-const EVENTS: usize = 4096;
 
 /// Path of a socket, with the directory that must exist.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -261,36 +259,16 @@ fn unlink_stale(path: &Path) -> Result<(), SocketError> {
 /// Reports when sockets are created in or removed from a directory.
 pub(super) struct DirectoryWatch {
     path: PathBuf,
-    /// `None` if no inotify instance is available (most nodes allow each user 128); the directory is then polled.
-    events: Option<EventStream<[u8; EVENTS]>>,
-    /// The watch, with device and inode of the watched directory.
-    watched: Option<(WatchDescriptor, (u64, u64))>,
-}
-
-impl std::fmt::Debug for DirectoryWatch {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter
-            .debug_struct("DirectoryWatch")
-            .field("path", &self.path)
-            .finish_non_exhaustive()
-    }
+    watches: DirectoryWatches,
 }
 
 impl DirectoryWatch {
     /// Starts watching; the directory may be missing.
     pub(super) fn new(path: &Path) -> Self {
-        let events = Inotify::init().and_then(|inotify| inotify.into_event_stream([0; EVENTS]));
-        if let Err(error) = &events {
-            tracing::warn!(path = %path.display(), %error, "the directory cannot be watched; it is polled (see fs.inotify.max_user_instances)");
-        }
-        Self::with(path, events.ok())
-    }
-
-    fn with(path: &Path, events: Option<EventStream<[u8; EVENTS]>>) -> Self {
+        let fallback = format!("{} is polled", path.display());
         let mut watch = Self {
             path: path.to_owned(),
-            events,
-            watched: None,
+            watches: DirectoryWatches::new(WatchMask::DELETE_SELF | WatchMask::MOVE_SELF, fallback),
         };
         watch.follow();
         watch
@@ -299,25 +277,15 @@ impl DirectoryWatch {
     /// Waits until a socket may have changed. The caller must then check: one event may stand for several changes, or for none.
     pub(super) async fn changed(&mut self) {
         // A rename of a parent directory, or a mount over the path, causes no event, so a resync checks the path periodically.
-        let next = match self.watched {
-            Some(_) => resync::next(),
-            None => Instant::now() + MISSING,
-        };
-        let events = async {
-            match &mut self.events {
-                // The directory also has our checkpoint, which changes with each claim.
-                Some(events) => loop {
-                    match events.next().await {
-                        Some(Ok(event)) if event.name.as_ref().is_some_and(|name| !is_socket(name)) => {}
-                        event => break event,
-                    }
-                },
-                None => std::future::pending().await,
-            }
+        let next = if self.watches.is_watching() {
+            resync::next()
+        } else {
+            Instant::now() + MISSING
         };
         tokio::select! {
-            event = events => {
-                if !matches!(event, Some(Ok(_))) {
+            // The directory also has our checkpoint, which changes with each claim.
+            is_complete = self.watches.changed(is_socket) => {
+                if !is_complete {
                     tracing::warn!(path = %self.path.display(), "events of a directory are lost");
                     sleep(MISSING).await;
                 }
@@ -329,31 +297,8 @@ impl DirectoryWatch {
 
     /// Watches the directory that the path refers to now.
     fn follow(&mut self) {
-        let now = std::fs::metadata(&self.path)
-            .ok()
-            .map(|found| (found.dev(), found.ino()));
-        if self.watched.as_ref().map(|(_, directory)| *directory) == now {
-            return;
-        }
-        let Some(events) = &self.events else { return };
-        let mut watches = events.watches();
-        if let Some((old, _)) = self.watched.take() {
-            // Fails if the directory is gone, which has also removed the watch.
-            let _ = watches.remove(old);
-        }
-        let Some(directory) = now else { return };
-        let mask = WatchMask::CREATE
-            | WatchMask::DELETE
-            | WatchMask::MOVE
-            | WatchMask::DELETE_SELF
-            | WatchMask::MOVE_SELF
-            | WatchMask::ONLYDIR;
-        match watches.add(&self.path, mask) {
-            Ok(watch) => self.watched = Some((watch, directory)),
-            Err(error) => {
-                tracing::warn!(path = %self.path.display(), %error, "the directory cannot be watched; it is polled");
-            }
-        }
+        let directory = self.path.exists().then(|| self.path.clone());
+        self.watches.watch(&directory.into_iter().collect());
     }
 }
 
@@ -529,7 +474,8 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_directory_that_nothing_watches_is_looked_at_twice_a_second() {
         let parent = tempfile::tempdir().unwrap();
-        let mut watch = DirectoryWatch::with(parent.path(), None);
+        let mut watch = DirectoryWatch::new(parent.path());
+        watch.watches.stop();
         let start = Instant::now();
         for _ in 0..4 {
             watch.changed().await;
@@ -542,16 +488,18 @@ mod tests {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join("d");
         let mut watch = DirectoryWatch::new(&path);
-        assert!(watch.watched.is_none());
+        assert!(!watch.watches.is_watching());
         std::fs::create_dir(&path).unwrap();
         until(&mut watch, || path.exists()).await;
         watch.changed().await;
-        let first = watch.watched.as_ref().unwrap().1;
+        assert!(watch.watches.is_watching());
         // Renamed instead of removed, so that its inode number is not reused.
         std::fs::rename(&path, parent.path().join("old")).unwrap();
         std::fs::create_dir(&path).unwrap();
         watch.changed().await;
-        assert!(watch.watched.as_ref().is_some_and(|(_, second)| *second != first));
+        // The removed watch is an event, too.
+        while timeout(Duration::from_millis(200), watch.changed()).await.is_ok() {}
+        assert!(watch.watches.is_watching());
         std::fs::write(path.join("x.sock"), "").unwrap();
         let start = Instant::now();
         watch.changed().await;
