@@ -11,8 +11,9 @@ use anyhow::Context as _;
 use drayman::api::crd::Device;
 use drayman::core::names::DriverName;
 use drayman::core::prepare::checkpoint::ClusterFacts;
+use drayman::node::context::NodeContext;
 use drayman::node::publish;
-use drayman::node::publish::inventory::{InventoryPublisher, PublisherClient, RegistrationStatus};
+use drayman::node::publish::inventory::{InventoryPublisher, RegistrationStatus};
 use futures::{StreamExt as _, TryStreamExt as _};
 use http::header::RETRY_AFTER;
 use http::{Request, Response, StatusCode};
@@ -173,9 +174,12 @@ fn start(
     let client = kube::Client::try_from(configuration.clone())?;
     let sender = Devices::new(Arc::new(devices(DEVICES)));
     let publisher = InventoryPublisher {
-        client: PublisherClient(observed(client, throttling.clone())),
-        driver_name: DriverName::parse(DRIVER)?,
-        node_name: node_name(number),
+        context: NodeContext {
+            client: observed(client, throttling.clone()),
+            driver_name: DriverName::parse(DRIVER)?,
+            node_name: node_name(number),
+            metrics: Arc::default(),
+        },
         devices: sender.subscribe(),
         cluster: watch::Sender::new(ClusterFacts::default()),
         prepared_by: None,
@@ -183,7 +187,6 @@ fn start(
         quarantine: watch::Sender::new(BTreeMap::new()).subscribe(),
         node_in_doubt: Arc::default(),
         notices: None,
-        metrics: Arc::default(),
     };
     tokio::spawn(publish::run(publisher, shutdown.clone()));
     Ok(sender)

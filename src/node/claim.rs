@@ -19,10 +19,10 @@ use crate::api::resource::{
     LABEL_OF_ANY_NODE, NODE_LABEL, POD_CLAIM_NAME_ANNOTATION, ResourceClaim, ResourceClaimStatus,
     label_of_node, partial_resource,
 };
-use crate::core::names::DriverName;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::containers::AllocatedClaims;
+use crate::node::context::NodeContext;
 use crate::node::reload::ConfiguredResources;
 use crate::node::watch::watch_objects;
 
@@ -114,9 +114,7 @@ partial_resource!([K: ClaimObject] DecodedClaim<K>, K, self => self.0.meta(), se
 /// The controller labels each claim with the node's name together with the finalizer, thus before it allocates. The watch selects this label,
 /// so a node receives its own claims and not those of the whole cluster.
 pub(super) struct ClaimWatch {
-    pub(super) client: kube::Client,
-    pub(super) driver_name: DriverName,
-    pub(super) node_name: String,
+    pub(super) context: NodeContext,
     pub(super) cluster: watch::Receiver<ClusterFacts>,
     pub(super) resources: watch::Receiver<Arc<ConfiguredResources>>,
     pub(super) sender: watch::Sender<Arc<AllocatedClaims>>,
@@ -150,10 +148,11 @@ impl ClaimWatch {
     }
 
     async fn follow(&self) {
-        let driver = self.driver_name.as_str();
-        let api = Api::<DecodedClaim<ResourceClaim>>::all(self.client.clone());
+        let driver = self.context.driver_name.as_str();
+        let api = Api::<DecodedClaim<ResourceClaim>>::all(self.context.client.clone());
         let key = format!("{driver}/{NODE_LABEL}");
-        let here = label_of_node(&self.node_name);
+        let node_name = &self.context.node_name;
+        let here = label_of_node(node_name);
         let selector = format!("{key} in ({here},{LABEL_OF_ANY_NODE})");
         let config = Config::default().labels(&selector).page_size(PAGE);
         let mut events = Box::pin(watch_objects(api, config));
@@ -182,7 +181,7 @@ impl ClaimWatch {
                     continue;
                 }
                 Event::InitApply(DecodedClaim(claim)) => {
-                    listed.set(&claim, driver, &self.node_name);
+                    listed.set(&claim, driver, node_name);
                     continue;
                 }
                 Event::InitDone => {
@@ -190,7 +189,7 @@ impl ClaimWatch {
                     let claims = allocated_claims.count();
                     info!(claims, "the claims of this node are known");
                 }
-                Event::Apply(DecodedClaim(claim)) => allocated_claims.set(&claim, driver, &self.node_name),
+                Event::Apply(DecodedClaim(claim)) => allocated_claims.set(&claim, driver, node_name),
                 Event::Delete(DecodedClaim(claim)) => {
                     allocated_claims.remove(claim.metadata.uid.as_deref().unwrap_or_default());
                 }

@@ -25,6 +25,10 @@ pub(crate) mod config;
 #[cfg(feature = "internals")]
 pub mod config;
 #[cfg(not(feature = "internals"))]
+pub(crate) mod context;
+#[cfg(feature = "internals")]
+pub mod context;
+#[cfg(not(feature = "internals"))]
 pub(crate) mod discovery;
 #[cfg(feature = "internals")]
 pub mod discovery;

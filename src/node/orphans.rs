@@ -3,57 +3,41 @@
 //! Idle while no claim is prepared. The API server is queried only for claims that are missing from kubelet's list.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::time::Duration;
 
-use k8s_openapi::api::events::v1::Event;
 use k8s_openapi::api::resource::v1;
-use k8s_openapi::jiff::Timestamp;
-use kube::api::{Api, ListParams, PostParams};
+use kube::api::{Api, ListParams};
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
 use crate::api::handle::DeviceHandle;
 use crate::api::resource::ResourceClaim;
-use crate::core::names::{ClaimUid, DriverName};
+use crate::core::discovery::device_events::DeviceEvent;
+use crate::core::names::ClaimUid;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::orphans::{ApiView, Question};
 use crate::core::prepare::plan::{of_results, pod_claim_name, results_of_driver};
 use crate::core::prepare::prepared_claims::HeldDevice;
 use crate::node::claim::{ClaimObject, DecodedClaim, PAGE};
-use crate::node::metrics::Metrics;
-use crate::node::publish::node_events::{self, NodeEvent};
+use crate::node::context::NodeContext;
+use crate::node::publish::calls::{PublishError, call};
 use crate::node::service::{NodeService, Quarantine};
 
-/// Deadline of one API server call.
-const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Delay before a check is repeated that the API server did not answer.
 const RETRY: Duration = Duration::from_secs(30);
 /// Reason of the events.
 const REASON: &str = "ClaimQuarantined";
 
-/// The answer to a call, or why there is none.
-async fn in_time<T>(call: impl Future<Output = Result<T, kube::Error>>) -> Result<T, String> {
-    match timeout(CALL_TIMEOUT, call).await {
-        Ok(answer) => answer.map_err(|error| error.to_string()),
-        Err(_) => Err(format!("no answer within {} s", CALL_TIMEOUT.as_secs())),
-    }
-}
-
 /// The task that checks for orphaned claims.
 pub(super) struct OrphanCheck {
-    pub(super) client: kube::Client,
-    pub(super) driver_name: DriverName,
-    pub(super) node_name: String,
+    pub(super) context: NodeContext,
     pub(super) node: NodeService,
     pub(super) cluster: watch::Receiver<ClusterFacts>,
     /// Publishes the claims in quarantine.
     pub(super) quarantine: watch::Sender<Quarantine>,
-    /// Counts the events.
-    pub(super) metrics: Arc<Metrics>,
 }
 
 impl OrphanCheck {
@@ -126,19 +110,19 @@ impl OrphanCheck {
         let found = if question.name.is_empty() {
             self.find::<K>(&question.uid).await
         } else {
-            in_time(self.get::<K>(question)).await
+            call(self.get::<K>(question)).await
         };
         match found {
             Ok(Some(claim)) => ApiView::Present {
                 devices: devices(&claim),
             },
             Ok(None) => ApiView::Gone,
-            Err(why) => ApiView::Unknown(why),
+            Err(error) => ApiView::Unknown(error.to_string()),
         }
     }
 
     async fn get<K: ClaimObject>(&self, question: &Question) -> Result<Option<K>, kube::Error> {
-        let api = Api::<DecodedClaim<K>>::namespaced(self.client.clone(), &question.namespace);
+        let api = Api::<DecodedClaim<K>>::namespaced(self.context.client.clone(), &question.namespace);
         match api.get(&question.name).await {
             Ok(DecodedClaim(claim)) => {
                 Ok(Some(claim).filter(|claim| claim.meta().uid.as_deref() == Some(question.uid.as_str())))
@@ -158,11 +142,11 @@ impl OrphanCheck {
     }
 
     /// Finds a claim by uid, for claims whose name was lost with the checkpoint.
-    async fn find<K: ClaimObject>(&self, uid: &ClaimUid) -> Result<Option<K>, String> {
-        let api = Api::<DecodedClaim<K>>::all(self.client.clone());
+    async fn find<K: ClaimObject>(&self, uid: &ClaimUid) -> Result<Option<K>, PublishError> {
+        let api = Api::<DecodedClaim<K>>::all(self.context.client.clone());
         let mut parameters = ListParams::default().limit(PAGE);
         loop {
-            let page = in_time(api.list(&parameters)).await?;
+            let page = call(api.list(&parameters)).await?;
             let found = page
                 .items
                 .into_iter()
@@ -179,8 +163,12 @@ impl OrphanCheck {
     fn devices(&self, claim: &v1::ResourceClaim) -> Option<Vec<HeldDevice>> {
         let allocation = claim.status.as_ref()?.allocation.as_ref()?;
         let results = allocation.devices.as_ref()?.results.as_ref()?;
-        let ours = results_of_driver(results, &self.driver_name, pod_claim_name(&claim.metadata));
-        of_results(&ours, &self.node_name).ok()
+        let ours = results_of_driver(
+            results,
+            &self.context.driver_name,
+            pod_claim_name(&claim.metadata),
+        );
+        of_results(&ours, &self.context.node_name).ok()
     }
 
     /// The devices in our resource handle.
@@ -188,11 +176,11 @@ impl OrphanCheck {
         let allocation = claim.status.allocation.as_ref()?;
         let ours = allocation.resource_handles.iter().find(|handle| {
             let of = handle.driver_name.as_deref().filter(|name| !name.is_empty());
-            of.or(claim.status.driver_name.as_deref()) == Some(self.driver_name.as_str())
+            of.or(claim.status.driver_name.as_deref()) == Some(self.context.driver_name.as_str())
         })?;
         let handle = DeviceHandle::parse(ours.data.as_deref()?).ok()?;
         (Some(handle.claim_uid.as_str()) == claim.metadata.uid.as_deref()
-            && handle.node_name == self.node_name)
+            && handle.node_name == self.context.node_name)
             .then(|| {
                 let devices = handle.devices.into_iter();
                 devices.map(|device| HeldDevice::named(device.device)).collect()
@@ -213,30 +201,23 @@ impl OrphanCheck {
                 "The devices of {} are withheld on this node: {}. If no container uses them, run `drayman node release {uid}` on the node.",
                 quarantined.claim, quarantined.why
             );
-            if before.get(uid) != Some(quarantined) {
-                error!(claim_uid = %uid, reason = REASON, "{note}");
-                self.metrics.event(REASON);
-            }
-            let api = Api::<Event>::namespaced(self.client.clone(), node_events::NAMESPACE);
-            let event = NodeEvent {
-                driver_name: &self.driver_name,
-                node_name: &self.node_name,
-                node_uid: self.cluster.borrow().node_uid.clone(),
-                action: "Withhold",
+            let event = DeviceEvent {
                 reason: REASON,
                 warning: true,
-                note: &note,
+                note,
             };
-            let event = event.at(Timestamp::now());
-            match timeout(CALL_TIMEOUT, api.create(&PostParams::default(), &event)).await {
-                Ok(Ok(_)) => {
-                    reported.insert(uid.clone(), quarantined.clone());
-                    continue;
-                }
-                Ok(Err(error)) => warn!(%error, "the event is not written yet"),
-                Err(_) => warn!("the event is not written yet: no answer"),
+            if before.get(uid) != Some(quarantined) {
+                error!(claim_uid = %uid, reason = REASON, "{}", event.note);
+                self.context.metrics.event(REASON);
             }
-            all = false;
+            let node_uid = self.cluster.borrow().node_uid.clone();
+            let written = self.context.create_event(node_uid.as_deref(), "Withhold", &event);
+            if let Err(error) = written.await {
+                warn!(%error, "the event is not written yet");
+                all = false;
+            } else {
+                reported.insert(uid.clone(), quarantined.clone());
+            }
         }
         for uid in before.keys().filter(|uid| !now.contains_key(uid)) {
             info!(claim_uid = %uid, "the claim is no longer in quarantine");
@@ -248,8 +229,10 @@ impl OrphanCheck {
 #[cfg(test)]
 mod tests {
     use std::convert::Infallible;
+    use std::sync::Arc;
 
     use kube::client::Body;
+    use tokio::time::timeout;
 
     use super::*;
     use crate::node::service::{NodeRequest, OrphanReport, Quarantined, Suspects};
@@ -263,13 +246,10 @@ mod tests {
             Ok::<_, Infallible>(busy.unwrap())
         });
         let check = OrphanCheck {
-            client: kube::Client::new(server, "default"),
-            driver_name: DriverName::parse("drayman.dev").unwrap(),
-            node_name: "node-a".into(),
+            context: NodeContext::for_tests(kube::Client::new(server, "default")),
             node,
             cluster: watch::channel(ClusterFacts::default()).1,
             quarantine,
-            metrics: Arc::default(),
         };
         let check = tokio::spawn(check.run(CancellationToken::new()));
         backend.prepared.send_replace(1);

@@ -12,7 +12,7 @@ pub(super) const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration
 
 /// Why a call to the API server failed.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum PublishError {
+pub(in crate::node) enum PublishError {
     #[error("the Node object {0:?} does not exist: is --node-name right?")]
     NoNode(String),
     #[error("the Node object {0:?} has no uid")]
@@ -52,7 +52,9 @@ impl PublishError {
 }
 
 /// Waits for a call until the deadline.
-pub(super) async fn call<T>(call: impl Future<Output = Result<T, kube::Error>>) -> Result<T, PublishError> {
+pub(in crate::node) async fn call<T>(
+    call: impl Future<Output = Result<T, kube::Error>>,
+) -> Result<T, PublishError> {
     timeout(CALL_TIMEOUT, call)
         .await
         .map_err(|_| PublishError::Timeout)?

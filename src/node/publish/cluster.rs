@@ -12,11 +12,11 @@ use crate::api::resource;
 use crate::core::discovery::device_events::DeviceEvent;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::{ClaimsApi, Discovery};
+use crate::node::context::NodeContext;
 
 /// Reads facts about the cluster and publishes them.
 pub(super) struct ClusterReader {
-    client: kube::Client,
-    node_name: String,
+    context: NodeContext,
     facts: watch::Sender<ClusterFacts>,
     claims: Discovery,
     /// The API by which claims were prepared before the start.
@@ -29,15 +29,13 @@ pub(super) struct ClusterReader {
 
 impl ClusterReader {
     pub(super) fn new(
-        client: kube::Client,
-        node_name: String,
+        context: NodeContext,
         facts: watch::Sender<ClusterFacts>,
         prepared_by: Option<ClaimsApi>,
     ) -> Self {
         let claims = Discovery::new(facts.borrow().claims);
         Self {
-            client,
-            node_name,
+            context,
             facts,
             claims,
             prepared_by,
@@ -64,15 +62,15 @@ impl ClusterReader {
     }
 
     async fn read_once(&mut self) -> Result<Node, PublishError> {
-        let nodes: Api<Node> = Api::all(self.client.clone());
-        let node = call(nodes.get_opt(&self.node_name))
+        let nodes: Api<Node> = Api::all(self.context.client.clone());
+        let node = call(nodes.get_opt(&self.context.node_name))
             .await?
-            .ok_or_else(|| PublishError::NoNode(self.node_name.clone()))?;
+            .ok_or_else(|| PublishError::NoNode(self.context.node_name.clone()))?;
         let uid = node
             .metadata
             .uid
             .clone()
-            .ok_or_else(|| PublishError::NoUid(self.node_name.clone()))?;
+            .ok_or_else(|| PublishError::NoUid(self.context.node_name.clone()))?;
         let (claims, minor) = self.discover().await?;
         self.update_facts(|facts| {
             facts.node_uid = Some(uid);
@@ -98,7 +96,7 @@ impl ClusterReader {
         if let Ok((served, _)) = answer {
             self.unwritten.extend(self.claims.answered(served));
         }
-        self.due = Instant::now() + spread(self.claims.pause(), &self.node_name);
+        self.due = Instant::now() + spread(self.claims.pause(), &self.context.node_name);
         answer.map(|(_, minor)| (self.claims.served(), minor))
     }
 
@@ -114,7 +112,7 @@ impl ClusterReader {
         let request = Request::get(format!("/apis/{}", resource::GROUP))
             .body(Vec::new())
             .map_err(kube::Error::HttpError)?;
-        let api = match call(self.client.request::<APIGroup>(request)).await {
+        let api = match call(self.context.client.request::<APIGroup>(request)).await {
             Ok(group) => {
                 ClaimsApi::of_versions(group.versions.iter().map(|version| version.version.as_str()))
             }
@@ -125,7 +123,7 @@ impl ClusterReader {
             return Ok((api, None));
         }
         // Managed clusters append a plus sign.
-        let version = call(self.client.apiserver_version()).await?;
+        let version = call(self.context.client.apiserver_version()).await?;
         Ok((api, version.minor.trim_end_matches('+').parse().ok()))
     }
 }

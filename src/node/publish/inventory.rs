@@ -23,14 +23,12 @@ use tracing::{debug, info, warn};
 
 use super::calls::{PublishError, RETRY, call, spread};
 use super::cluster::ClusterReader;
-use super::node_events::NodeEvents;
 use crate::core::discovery::device_events::{DeviceEvent, device_events};
-use crate::core::names::DriverName;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::inventory::Devices;
 use crate::core::prepare::kubelet_apis::ApisDown;
-use crate::node::metrics::Metrics;
+use crate::node::context::NodeContext;
 use crate::node::service::Quarantine;
 pub use object::RegistrationStatus;
 use object::{inventory, object_name, status};
@@ -48,12 +46,8 @@ const REPAIR_PAUSE: Duration = Duration::from_secs(60);
 /// The task that reads the facts of the cluster, and publishes the inventory (classic mode) and the events about the Node.
 #[derive(Debug)]
 pub struct InventoryPublisher {
-    /// API server client.
-    pub client: PublisherClient,
-    /// The driver name.
-    pub driver_name: DriverName,
-    /// Name of the Node object.
-    pub node_name: String,
+    /// The node, its driver and their client.
+    pub context: NodeContext,
     /// The devices of the node.
     pub devices: watch::Receiver<Arc<Devices>>,
     /// Publishes facts learned from the API server.
@@ -68,18 +62,6 @@ pub struct InventoryPublisher {
     pub node_in_doubt: Arc<Notify>,
     /// Events besides those about devices; `None` if there is no source of them.
     pub notices: Option<mpsc::Receiver<DeviceEvent>>,
-    /// Counts the events.
-    pub metrics: Arc<Metrics>,
-}
-
-/// A [`kube::Client`] with a `Debug` implementation.
-#[derive(Clone)]
-pub struct PublisherClient(pub kube::Client);
-
-impl std::fmt::Debug for PublisherClient {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("PublisherClient")
-    }
 }
 
 /// API for inventories, decoding only the required fields.
@@ -105,15 +87,15 @@ struct Seen {
 impl InventoryPublisher {
     /// Writes until the token is cancelled, then writes that the companion is not ready.
     pub async fn run(mut self, shutdown: CancellationToken) {
-        let api: Inventories = Api::all(self.client.0.clone());
-        let name = object_name(&self.node_name, &self.driver_name);
+        let api: Inventories = Api::all(self.context.client.clone());
+        let name = object_name(&self.context.node_name, &self.context.driver_name);
         let mut seen = Seen::default();
         let mut node: Option<Node> = None;
         let mut pause = RETRY.0;
         let mut inventory_watch = None;
         let mut asked = Instant::now();
-        let (client, facts) = (self.client.0.clone(), self.cluster.clone());
-        let mut cluster = ClusterReader::new(client, self.node_name.clone(), facts, self.prepared_by);
+        let (context, facts) = (self.context.clone(), self.cluster.clone());
+        let mut cluster = ClusterReader::new(context, facts, self.prepared_by);
         loop {
             if node.is_none() {
                 asked = Instant::now();
@@ -132,7 +114,7 @@ impl InventoryPublisher {
                         inventory = name,
                         "the Node cannot be read, or its devices cannot be published; kubelet is served regardless: {error}"
                     );
-                    let retry = spread(pause, &self.node_name);
+                    let retry = spread(pause, &self.context.node_name);
                     pause = (pause * 2).min(RETRY.1);
                     Some(retry)
                 }
@@ -152,7 +134,7 @@ impl InventoryPublisher {
                 // An event needs the Node: without it, the event waits in the queue.
                 Some(notice) = next_notice(self.notices.as_mut()), if node.is_some() => {
                     if let Some(node) = &node {
-                        self.events().write(node.metadata.uid.as_deref(), &[notice]).await;
+                        self.context.write_events(node.metadata.uid.as_deref(), &[notice]).await;
                     }
                 }
                 Ok(()) = self.quarantine.changed(), if retry.is_none() => {}
@@ -179,15 +161,6 @@ impl InventoryPublisher {
         }
         if !cluster.is_structured() {
             self.say_stopped(&api, &name, seen).await;
-        }
-    }
-
-    fn events(&self) -> NodeEvents<'_> {
-        NodeEvents {
-            client: &self.client.0,
-            driver_name: &self.driver_name,
-            node_name: &self.node_name,
-            metrics: &self.metrics,
         }
     }
 
@@ -231,7 +204,9 @@ impl InventoryPublisher {
             &devices,
         ));
         seen.down = registration_status.down;
-        self.events().write(node.metadata.uid.as_deref(), &events).await;
+        self.context
+            .write_events(node.metadata.uid.as_deref(), &events)
+            .await;
         seen.reported = Some(devices);
         Ok(())
     }
@@ -246,7 +221,7 @@ impl InventoryPublisher {
     ) -> Result<(), PublishError> {
         if seen.reported.is_none() {
             // Events of a previous process are not repeated.
-            let whole: Api<Stored<StoredDevices>> = Api::all(self.client.0.clone());
+            let whole: Api<Stored<StoredDevices>> = Api::all(self.context.client.clone());
             let stored = call(whole.get_opt(name)).await?;
             let StoredDevices(earlier) = stored.map(|stored| stored.devices).unwrap_or_default();
             seen.reported = Some(Arc::new(earlier));
@@ -256,7 +231,7 @@ impl InventoryPublisher {
             return Ok(());
         }
         let parameters = PatchParams::apply(FIELD_MANAGER).force();
-        let (inventory, dropped, left_out) = inventory(name, &self.driver_name, node, devices);
+        let (inventory, dropped, left_out) = inventory(name, &self.context.driver_name, node, devices);
         if !left_out.is_empty() && left_out != seen.left_out {
             warn!(
                 devices = ?left_out,

@@ -1,9 +1,9 @@
 //! Publishes the devices of this node, and events about the Node: ResourceSlices in structured mode, otherwise the NodeInventory.
 
-mod calls;
+pub(super) mod calls;
 mod cluster;
 pub mod inventory;
-pub(crate) mod node_events;
+mod node_events;
 mod slices;
 
 use tokio_util::sync::CancellationToken;

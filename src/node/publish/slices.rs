@@ -25,14 +25,13 @@ use tracing::{debug, info, warn};
 
 use super::calls::{PublishError, RETRY, call, spread};
 use super::inventory::InventoryPublisher;
-use super::node_events::NodeEvents;
 use crate::core::discovery::device_events::DeviceEvent;
-use crate::core::names::DriverName;
 use crate::core::prepare::checkpoint::ClusterFacts;
 use crate::core::prepare::claims_api::ClaimsApi;
 use crate::core::prepare::inventory::Devices;
 use crate::core::slices::{Altered, Features, NodePool, Omission, Omitted, Slices, Write};
-use crate::node::metrics::{Metrics, SliceCounts};
+use crate::node::context::NodeContext;
+use crate::node::metrics::SliceCounts;
 use crate::node::watch::watch_objects;
 
 /// Writes in one go, at most: enough for a new generation of the largest pool, which has 16 slices.
@@ -46,16 +45,12 @@ const PROBE_INTERVAL: Duration = Duration::from_secs(3600);
 
 /// The task that publishes the slices.
 pub(super) struct SlicePublisher {
-    pub(super) client: kube::Client,
-    pub(super) driver_name: DriverName,
-    pub(super) node_name: String,
+    pub(super) context: NodeContext,
     /// The devices of the node.
     pub(super) devices: watch::Receiver<Arc<Devices>>,
     pub(super) cluster: watch::Receiver<ClusterFacts>,
     /// Notified when the Node object was replaced.
     pub(super) node_in_doubt: Arc<Notify>,
-    /// Counts slices, writes and events.
-    pub(super) metrics: Arc<Metrics>,
 }
 
 /// Why a slice is not published.
@@ -149,13 +144,10 @@ impl SlicePublisher {
     /// Publishes the same devices as the publisher of the NodeInventory.
     pub(super) fn beside(publisher: &InventoryPublisher) -> Self {
         Self {
-            client: publisher.client.0.clone(),
-            driver_name: publisher.driver_name.clone(),
-            node_name: publisher.node_name.clone(),
+            context: publisher.context.clone(),
             devices: publisher.devices.clone(),
             cluster: publisher.cluster.subscribe(),
             node_in_doubt: publisher.node_in_doubt.clone(),
-            metrics: publisher.metrics.clone(),
         }
     }
 
@@ -179,7 +171,7 @@ impl SlicePublisher {
                 return;
             }
             info!("the cluster no longer serves resource.k8s.io/v1: slices are not published");
-            self.metrics.set_slices(SliceCounts::default());
+            self.context.metrics.set_slices(SliceCounts::default());
         }
     }
 
@@ -192,7 +184,7 @@ impl SlicePublisher {
             .set_devices(devices.borrow_and_update().clone());
         let selector = format!(
             "spec.driver={},spec.nodeName={}",
-            self.driver_name, self.node_name
+            self.context.driver_name, self.context.node_name
         );
         let config = Config::default().fields(&selector);
         let mut events = pin!(watch_objects(publication.api.clone(), config));
@@ -265,12 +257,13 @@ struct Publication<'a> {
 impl<'a> Publication<'a> {
     fn new(publisher: &'a SlicePublisher, facts: ClusterFacts) -> Self {
         let node_uid = facts.node_uid.unwrap_or_default();
+        let context = &publisher.context;
         let pool = NodePool {
-            driver: publisher.driver_name.to_string(),
-            node_name: publisher.node_name.clone(),
+            driver: context.driver_name.to_string(),
+            node_name: context.node_name.clone(),
             node_uid: node_uid.clone(),
         };
-        let (client, throttled) = with_retry_after(&publisher.client, &publisher.node_name);
+        let (client, throttled) = with_retry_after(&context.client, &context.node_name);
         Self {
             publisher,
             api: Api::all(client.clone()),
@@ -283,9 +276,9 @@ impl<'a> Publication<'a> {
             unknown: BTreeSet::new(),
             probe_due: Instant::now(),
             budget: Budget::new(),
-            retry: WriteRetry::new(&publisher.node_name),
-            rejection: WriteRetry::new(&publisher.node_name),
-            reports: SliceReports::new(publisher),
+            retry: WriteRetry::new(&context.node_name),
+            rejection: WriteRetry::new(&context.node_name),
+            reports: SliceReports::new(context),
         }
     }
 
@@ -338,7 +331,7 @@ impl<'a> Publication<'a> {
             self.rejection.reset();
             self.reports.settled(counts.devices);
         }
-        self.publisher.metrics.set_slices(counts);
+        self.publisher.context.metrics.set_slices(counts);
         self.reports.omitted(self.slices.omitted(), &self.node_uid).await;
     }
 
@@ -362,7 +355,7 @@ impl<'a> Publication<'a> {
     }
 
     async fn confirm_node(&mut self) -> Result<(), PublishError> {
-        let name = &self.publisher.node_name;
+        let name = &self.publisher.context.node_name;
         let nodes: Api<Node> = Api::all(self.client.clone());
         let node = call(nodes.get_metadata_opt(name)).await?;
         let uid = node
@@ -395,13 +388,13 @@ impl<'a> Publication<'a> {
     }
 
     fn delay_probe(&mut self) {
-        self.probe_due = Instant::now() + spread(PROBE_INTERVAL, &self.publisher.node_name);
+        self.probe_due = Instant::now() + spread(PROBE_INTERVAL, &self.publisher.context.node_name);
     }
 
     async fn write(&mut self, write: &Write) -> Result<(), SliceError> {
         self.budget.take();
         let written = execute(&self.api, &mut self.slices, write).await;
-        self.publisher.metrics.slice_written(match &written {
+        self.publisher.context.metrics.slice_written(match &written {
             Ok(WriteOutcome::Done(_)) => "Done",
             Ok(WriteOutcome::Conflict) => "Conflict",
             Err(error) => error.result(),
@@ -618,7 +611,7 @@ fn with_retry_after(client: &kube::Client, node_name: &str) -> (kube::Client, Th
 
 /// Events about the slices, each problem once.
 struct SliceReports<'a> {
-    events: NodeEvents<'a>,
+    context: &'a NodeContext,
     /// Whether a slice was written since all were last published.
     has_written: bool,
     /// The last rejection of each slice, and of the watch under an empty name, until all slices are published.
@@ -629,14 +622,9 @@ struct SliceReports<'a> {
 }
 
 impl<'a> SliceReports<'a> {
-    fn new(publisher: &'a SlicePublisher) -> Self {
+    fn new(context: &'a NodeContext) -> Self {
         Self {
-            events: NodeEvents {
-                client: &publisher.client,
-                driver_name: &publisher.driver_name,
-                node_name: &publisher.node_name,
-                metrics: &publisher.metrics,
-            },
+            context,
             has_written: false,
             rejected: BTreeMap::new(),
             altered: BTreeSet::new(),
@@ -744,7 +732,7 @@ impl<'a> SliceReports<'a> {
             warning: true,
             note,
         };
-        self.events.write(Some(node_uid), &[event]).await;
+        self.context.write_events(Some(node_uid), &[event]).await;
     }
 }
 

@@ -28,6 +28,7 @@ use crate::core::prepare::recovery::running_claims;
 use crate::node::admin::{self, Companion};
 use crate::node::claim::ClaimWatch;
 use crate::node::container_runtime::{ContainerRuntime, CriClient};
+use crate::node::context::NodeContext;
 use crate::node::driver::NodeDriver;
 use crate::node::hand_over::{self, HandOver};
 use crate::node::kubelet::device_plugin::PluginRegistration;
@@ -39,7 +40,7 @@ use crate::node::kubelet::{KubeletApiError, KubeletPaths};
 use crate::node::metrics::Metrics;
 use crate::node::orphans::OrphanCheck;
 use crate::node::publish;
-use crate::node::publish::inventory::{InventoryPublisher, PublisherClient, RegistrationStatus};
+use crate::node::publish::inventory::{InventoryPublisher, RegistrationStatus};
 use crate::node::reload::ConfiguredResources;
 use crate::node::service::{Backend, NodeService};
 use crate::node::state::storage::disk::Disk;
@@ -190,6 +191,12 @@ impl<D: NodeDriver> NodeBuilder<D> {
     pub async fn run(self, shutdown: CancellationToken) -> Result<(), NodeError> {
         let options = &self.options;
         let driver_name = DriverName::parse(&options.driver_name)?;
+        let context = NodeContext {
+            client: options.client.clone(),
+            driver_name: driver_name.clone(),
+            node_name: options.node_name.clone(),
+            metrics: options.metrics.clone(),
+        };
         let runtime = container_runtime(
             options.runtime_socket.as_deref(),
             &options.kubelet_root,
@@ -202,13 +209,13 @@ impl<D: NodeDriver> NodeBuilder<D> {
             node: node.clone(),
             paths: options.kubelet(),
             structured: DraApi::Structured {
-                claims: ClaimReader::new(options.client.clone(), driver_name.clone()),
+                claims: ClaimReader::new(context.clone()),
                 health: DeviceHealth {
                     node_name: options.node_name.clone(),
                     devices: devices.clone(),
                 },
             },
-            driver_name: driver_name.clone(),
+            driver_name,
             cluster: cluster.subscribe(),
         };
         let mut claims = endpoint.spawn();
@@ -219,7 +226,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             devices,
             cluster,
         };
-        let ended = self.run_with(driver_name, runtime, channels, &mut claims, shutdown);
+        let ended = self.run_with(context, runtime, channels, &mut claims, shutdown);
         let ended = ended.await;
         claims.close().await;
         ended
@@ -274,7 +281,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
 
     async fn run_with(
         self,
-        driver_name: DriverName,
+        context: NodeContext,
         runtime: Option<Arc<dyn ContainerRuntime>>,
         Channels {
             node,
@@ -287,6 +294,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
         shutdown: CancellationToken,
     ) -> Result<(), NodeError> {
         let (kubelet, cdi_dir) = (self.options.kubelet(), self.options.cdi_dir.clone());
+        let driver_name = context.driver_name.clone();
         let paths = Paths::new(driver_name.clone(), &kubelet.root_dir, &cdi_dir);
         let Some(opened) = self.opened(&paths, &cluster, claims, &shutdown).await? else {
             return Ok(());
@@ -303,7 +311,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             runtime,
             paths: paths.clone(),
             orphan_grace: options.orphan_grace,
-            node_name: options.node_name.clone(),
+            node_name: options.node_name,
             resources: resources.clone(),
             driver: Arc::new(self.driver),
             opened,
@@ -312,7 +320,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
             grants: Some(grants),
             allocated,
             withdrawn,
-            metrics: options.metrics.clone(),
+            metrics: options.metrics,
             backend,
             inventory,
         });
@@ -326,9 +334,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
         let stop_care = CancellationToken::new();
         let _end_of_care = stop_care.clone().drop_guard();
         let claim_watch = ClaimWatch {
-            client: options.client.clone(),
-            driver_name: driver_name.clone(),
-            node_name: options.node_name.clone(),
+            context: context.clone(),
             cluster: cluster.subscribe(),
             resources: resources.clone(),
             sender,
@@ -337,13 +343,10 @@ impl<D: NodeDriver> NodeBuilder<D> {
 
         let (quarantine, in_quarantine) = watch::channel(BTreeMap::new());
         let orphan_check = OrphanCheck {
-            client: options.client.clone(),
-            driver_name: driver_name.clone(),
-            node_name: options.node_name.clone(),
+            context: context.clone(),
             node: node.clone(),
             cluster: cluster.subscribe(),
             quarantine,
-            metrics: options.metrics.clone(),
         };
         let orphan_check = tokio::spawn(orphan_check.run(stop_care.clone()));
         let hand_over = HandOver::new(shutdown.clone(), cluster.subscribe());
@@ -353,9 +356,7 @@ impl<D: NodeDriver> NodeBuilder<D> {
         let ending = AbortOnDropHandle::new(tokio::spawn(end_after(shutdown, hand_over, claims.end())));
 
         let publisher = InventoryPublisher {
-            client: PublisherClient(options.client),
-            driver_name: driver_name.clone(),
-            node_name: options.node_name,
+            context,
             devices,
             cluster: cluster.clone(),
             prepared_by,
@@ -363,7 +364,6 @@ impl<D: NodeDriver> NodeBuilder<D> {
             quarantine: in_quarantine,
             node_in_doubt,
             notices: self.notices,
-            metrics: options.metrics,
         };
         let stop_publishing = CancellationToken::new();
         let publisher = tokio::spawn(publish::run(publisher, stop_publishing.clone()));

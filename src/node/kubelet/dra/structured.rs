@@ -18,10 +18,11 @@ use tracing::warn;
 use super::device_health;
 use crate::api::proto::MAX_REQUEST;
 use crate::api::proto::{dra_v1 as v1, dra_v1beta1 as v1beta1};
-use crate::core::names::{DriverName, is_dns_label, is_dns_subdomain};
+use crate::core::names::{is_dns_label, is_dns_subdomain};
 use crate::core::prepare::device_metadata::base_request;
 use crate::core::prepare::plan::{ResultsError, results_of_claim};
 use crate::node::claim::DecodedClaim;
+use crate::node::context::NodeContext;
 use crate::node::kubelet::{check_claims, recoded, shown, with_reason, wrong_number_of_answers};
 use crate::node::service::{Allocation, ClaimToPrepare, ClaimToUnprepare, DeviceResult, NodeService};
 
@@ -226,10 +227,9 @@ impl v1beta1::dra_plugin_server::DraPlugin for DraPlugin {
 }
 
 /// Reads claims.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct ClaimReader {
-    client: kube::Client,
-    driver: DriverName,
+    context: NodeContext,
     reads: Arc<Semaphore>,
 }
 
@@ -277,23 +277,11 @@ impl From<kube::Error> for ClaimError {
     }
 }
 
-impl std::fmt::Debug for ClaimReader {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ClaimReader")
-            .field("driver", &self.driver)
-            .finish_non_exhaustive()
-    }
-}
-
 impl ClaimReader {
     /// A reader of the allocations of a driver.
-    pub fn new(client: kube::Client, driver: DriverName) -> Self {
+    pub fn new(context: NodeContext) -> Self {
         let reads = Arc::new(Semaphore::new(READS));
-        Self {
-            client,
-            driver,
-            reads,
-        }
+        Self { context, reads }
     }
 
     /// The driver's results in the allocation of a claim: one read of the claim, without a deadline.
@@ -315,7 +303,7 @@ impl ClaimReader {
             .get(name, &GetParams::default())
             .map_err(kube::Error::BuildRequest)?;
         request.extensions_mut().insert("get"); // The name of the trace span, as in `Api::get`.
-        let answer = self.client.request_stream(request).await?;
+        let answer = self.context.client.request_stream(request).await?;
         let mut text = Vec::new();
         // One byte more shows that there is more.
         let read = answer.take(CLAIM_MAX + 1).read_to_end(&mut text).await;
@@ -324,7 +312,7 @@ impl ClaimReader {
             return Err(ClaimError::TooLarge);
         }
         let DecodedClaim(claim) = serde_json::from_slice(&text).map_err(kube::Error::SerdeError)?;
-        Ok(results_of_claim(claim, uid, &self.driver)?)
+        Ok(results_of_claim(claim, uid, &self.context.driver_name)?)
     }
 }
 
@@ -377,8 +365,7 @@ mod tests {
             }
         };
         let client = kube::Client::new(tower::service_fn(serve), "default");
-        let driver = DriverName::parse("drayman.dev").unwrap();
-        (ClaimReader::new(client, driver), most)
+        (ClaimReader::new(NodeContext::for_tests(client)), most)
     }
 
     fn allocated_claim(finalizers: usize) -> Value {

@@ -146,9 +146,7 @@ fn publish(
     let (devices, _) = watch::channel(Arc::default());
     let (registration_status, _) = watch::channel(RegistrationStatus::starting());
     let publisher = InventoryPublisher {
-        client: PublisherClient(server.client()),
-        driver_name: DriverName::parse("drayman.dev").unwrap(),
-        node_name: "node-a".into(),
+        context: NodeContext::for_tests(server.client()),
         devices: devices.subscribe(),
         cluster,
         prepared_by: Some(ClaimsApi::Classic),
@@ -156,7 +154,6 @@ fn publish(
         quarantine: server.quarantine.subscribe(),
         node_in_doubt: Arc::default(),
         notices: None,
-        metrics: Arc::default(),
     };
     let end = CancellationToken::new();
     tokio::spawn(publisher.run(end.clone()));

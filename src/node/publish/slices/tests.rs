@@ -12,6 +12,7 @@ use tokio::time::sleep;
 
 use super::*;
 use crate::api::crd::Device;
+use crate::node::metrics::Metrics;
 
 const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
 const FIRST: &str = "node-a.drayman.dev-00";
@@ -339,21 +340,19 @@ fn publish(server: &SliceServer, devices: Arc<Devices>) -> Running {
         claims: Some(ClaimsApi::Structured),
         minor: Some(36),
     });
+    let context = NodeContext::for_tests(server.client());
     let running = Running {
         devices,
         cluster,
         node_in_doubt: Arc::default(),
-        metrics: Arc::default(),
+        metrics: context.metrics.clone(),
         end: CancellationToken::new(),
     };
     let publisher = SlicePublisher {
-        client: server.client(),
-        driver_name: DriverName::parse("drayman.dev").unwrap(),
-        node_name: "node-a".into(),
+        context,
         devices: found,
         cluster: facts,
         node_in_doubt: running.node_in_doubt.clone(),
-        metrics: running.metrics.clone(),
     };
     tokio::spawn(publisher.run(running.end.clone()));
     running
