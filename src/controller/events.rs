@@ -1,5 +1,6 @@
-//! Writes reports as Events on the objects that they concern. [`crate::core::claims`] makes them: `context` for pods, `claim` and `transaction`
-//! for claims, `state` for classes. A driver's error brings its own reason and text; `cli::observe::reasons` lists those of the built-in driver.
+//! Writes reports as Events on the objects that they concern. [`crate::core::claims`] makes them: `context` on pods, and on the claim or class
+//! at fault; `claim` and `transaction` on claims; `state` if a driver finds a recorded allocation wrong (`found`) or writes stay without an
+//! answer (`report_unclear`). A driver's error brings its own reason and text; `cli::observe::reasons` lists those of the built-in driver.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, VecDeque};

@@ -172,7 +172,9 @@ impl<D: Driver> Controller<D> {
         let Some(election) = options.leader_election.clone() else {
             options.leading.send_replace(true);
             let fence = Fence::new(None, None);
-            return self.serve(standby, &fence, pause, &shutdown).await.map(drop);
+            let ended = self.serve(standby, &fence, pause, &shutdown).await;
+            options.leading.send_replace(false);
+            return ended.map(drop);
         };
         let settings = election.settings(options.request_timeout);
         settings.check()?;
@@ -188,12 +190,12 @@ impl<D: Driver> Controller<D> {
         let fence = election.fence();
         options.leading.send_replace(true);
         let ended = tokio::select! {
-            ended = self.serve(standby, &fence, pause, &shutdown) => ended?,
-            () = election.lost() => return Err(ControllerError::LeaseLost),
+            ended = self.serve(standby, &fence, pause, &shutdown) => ended,
+            () = election.lost() => Err(ControllerError::LeaseLost),
             never = rivals::report(&self.client, &terms, options.request_timeout) => match never {},
         };
         options.leading.send_replace(false);
-        if ended {
+        if ended? {
             election.release().await;
         } else {
             tracing::warn!("the lease is not released, since a call or a write may still be under way");
@@ -258,7 +260,7 @@ impl<D: Driver> Builder<D> {
         self
     }
 
-    /// Sets the channel that reports whether the controller leads. Without leader election it leads from the start.
+    /// Sets the channel that reports whether the controller leads. Without leader election it leads from the start until it ends.
     #[must_use]
     pub fn leading(mut self, leading: watch_value::Sender<bool>) -> Self {
         self.0.leading = leading;

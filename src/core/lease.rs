@@ -2,7 +2,7 @@
 //!
 //! A step depends only on observed records and on the local clock: another holder's lease has expired when its record has stayed
 //! unchanged for its duration on the local clock, so clock differences between machines do no harm (client-go's leader election
-//! does the same). A holder stops before its lease can be taken: it sends nothing after `renew_deadline` without a renewal, and a
+//! does the same). A holder stops before its lease can be taken: it sends no write after `renew_deadline` without a renewal, and a
 //! request that is pending by then has succeeded or failed before the duration ends.
 //!
 //! A lease ends as [`LeaseStep::Lost`], at `renew_deadline` or when another holder is seen. At a shutdown `Controller::run` releases it, unless

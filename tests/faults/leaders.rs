@@ -8,11 +8,15 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use drayman::api::resource::ResourceClaim;
-use drayman::controller::{Controller, LeaderElection};
+use drayman::controller::{Controller, ControllerError, LeaderElection};
 use drayman::host::HostDriver;
 use drayman::testcluster::api::ApiServer;
 use drayman::testcluster::faults::{Fault, Faults, Operation, PlannedFault, ProgramProcess};
-use kube::api::{Api, DeleteParams};
+use k8s_openapi::api::coordination::v1::Lease;
+use kube::api::{Api, DeleteParams, Patch, PatchParams};
+use serde_json::json;
+use tokio::sync::watch;
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use crate::check::{Checker, DRIVER, text};
@@ -147,6 +151,36 @@ fn watch_writers(
             checker.lock().unwrap().violate(text);
         }
     });
+}
+
+#[tokio::test]
+async fn a_controller_that_has_lost_its_lease_no_longer_leads() {
+    let cluster = control_plane(1).await;
+    let client = cluster.server().client();
+    let shutdown = CancellationToken::new();
+    let driver = HostDriver::start(client.clone(), DRIVER.to_owned(), shutdown.clone());
+    let (leading, mut leads) = watch::channel(false);
+    let controller = Controller::builder(driver)
+        .leader_election(Some(LeaderElection::new("default", LEASE, "leader")))
+        .leading(leading)
+        .build(client.clone())
+        .unwrap();
+    let controller = tokio::spawn(controller.run(shutdown.clone()));
+    timeout(TIMEOUT, leads.wait_for(|leads| *leads))
+        .await
+        .unwrap()
+        .unwrap();
+    let leases = Api::<Lease>::namespaced(client, "default");
+    let other = Patch::Merge(json!({"spec": {"holderIdentity": "another"}}));
+    leases
+        .patch(LEASE, &PatchParams::default(), &other)
+        .await
+        .unwrap();
+    let ended = timeout(TIMEOUT, controller).await.unwrap().unwrap();
+    assert!(matches!(ended, Err(ControllerError::LeaseLost)), "{ended:?}");
+    assert!(!*leads.borrow());
+    shutdown.cancel();
+    cluster.stop().await;
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Events, commands and settings: plain data, so that a run can be logged and replayed. Writes as patches, and the outcomes of rejected ones.
+//! Events (inputs, not those of Kubernetes), commands and settings: plain data, so that a run can be logged and replayed. Writes as patches, and the outcomes of rejected ones.
 //!
 //! Each patch changes only our own fields, and only the object that was observed. There are no full updates: fields that a newer server
 //! adds, other drivers' finalizers and entries, and concurrent writers are left alone.

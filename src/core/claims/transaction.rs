@@ -8,7 +8,7 @@
 //!
 //! A transaction outlives its context and its claims: each allocation of the driver is either recorded in its claim or deallocated, even if
 //! objects are deleted meanwhile. A failure to report becomes an Event on the pod (`Context::transaction_ended`) or on the immediate claim
-//! (`end_immediate`). [`Transaction::step`] returns [`TransactionAction`]s, which
+//! (`end_immediate`, which also reports what the driver wants repeated). [`Transaction::step`] returns [`TransactionAction`]s, which
 //! [`ControllerState`](super::ControllerState) executes in order.
 
 use std::sync::Arc;

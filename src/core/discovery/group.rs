@@ -1,4 +1,4 @@
-//! Device nodes that belong together and form one device, which the first of them identifies.
+//! Device nodes that belong together and form one device.
 
 use std::collections::BTreeSet;
 

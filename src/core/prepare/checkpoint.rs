@@ -4,7 +4,8 @@
 //! {"version":1,"checksum":3735928559,"data":{"cluster":{"nodeUid":"…", …},"entries":{"<claim uid>":{"state":"done","injection":{…}, …}}}}
 //! ```
 //!
-//! An entry is an [`Entry`]; `injection` has its container edits. `node::state::storage` writes the text to `checkpoint.json` in the state
+//! An entry is an [`Entry`]: names, boot id, devices and state; `injection` has its container edits. Version 2 is written if a claim of
+//! structured mode is in it. `node::state::storage` writes the text to `checkpoint.json` in the state
 //! directory, at each [`PlanStep::Save`](super::plan::PlanStep::Save): before the driver prepares a claim and after its CDI file is written,
 //! before that file is written again, when a claim is removed or its devices become known, at a start, and when the facts of the cluster
 //! change. An unchanged text is not written again.

@@ -60,7 +60,7 @@ pub(super) struct Scan {
 #[derive(Debug)]
 pub(super) struct Draft {
     pub(super) identity: String,
-    /// Its nodes; the first one identifies the device.
+    /// Its nodes. The first one identifies a device that is found by its path.
     pub(super) members: Vec<Member>,
     pub(super) key: Option<String>,
     /// Its sysfs directory, if it was found there.

@@ -1,5 +1,6 @@
 //! Turns the matches of each source into drafts of devices, before their nodes are checked. A draft's identity becomes its name: see
-//! [`device_name`](crate::core::names::device_name).
+//! [`device_name`](crate::core::names::device_name). Identities come from `paths` and `group_identity` here, from `usb::identities` and from
+//! `PciFacts::identity`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;

@@ -1,9 +1,10 @@
 //! The gRPC APIs that kubelet calls on the node.
 //!
 //! An endpoint validates the shape of a call, calls the [`NodeService`](crate::node::service::NodeService) and encodes the answer for
-//! its API version. Endpoints know no devices and keep no state except their sockets.
+//! its API version. Endpoints know no devices and keep no state except their sockets. Kubelet shows the text of a refusal (`with_reason`) in an
+//! event of the pod.
 //!
-//! * [`dra`]: claims, through plugin registration and the DRA services of kubelet.
+//! * [`dra`]: claims, through plugin registration and the DRA services of kubelet; Prepare is in `dra::structured` and `dra::classic`.
 //! * [`device_plugin`]: extended resources.
 //! * [`pod_resources`]: a client, not an endpoint: it reads from kubelet which devices containers have.
 
@@ -174,7 +175,7 @@ fn status(error: &ServiceError) -> Status {
     }
 }
 
-/// The text of an error in an answer to kubelet, which shows it in the event of the pod.
+/// The text of an error in an answer to kubelet, which shows it in the pod's event `FailedPrepareDynamicResources` (1.28 and later).
 fn with_reason(reason: &str, error: &dyn fmt::Display) -> String {
     format!("{reason}: {error}")
 }
