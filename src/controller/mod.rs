@@ -1,7 +1,8 @@
 //! The controller: the runtime of [`crate::core::claims`], which serves any [`Driver`].
 //!
 //! One task owns the [`ControllerState`](crate::core::claims::ControllerState). It applies the events of watches and answers, and executes
-//! the commands that the state returns; it makes no decisions itself.
+//! the commands that the state returns; it makes no decisions itself. `watch` makes events of objects, `execute` runs commands, `write` sends
+//! patches, `events` writes the Events that users see, and `leader` holds the lease.
 //!
 //! # Running a driver
 //!

@@ -1,8 +1,8 @@
 //! The gRPC APIs that kubelet calls on the node.
 //!
 //! An endpoint validates the shape of a call, calls the [`NodeService`](crate::node::service::NodeService) and encodes the answer for
-//! its API version. Endpoints know no devices and keep no state except their sockets. Kubelet shows the text of a refusal (`with_reason`) in an
-//! event of the pod.
+//! its API version. Endpoints know no devices and keep no state except their sockets. Kubelet shows the text of a refusal (`with_reason`) in the
+//! pod's event `FailedPrepareDynamicResources`.
 //!
 //! * [`dra`]: claims, through plugin registration and the DRA services of kubelet; Prepare is in `dra::structured` and `dra::classic`.
 //! * [`device_plugin`]: extended resources.
