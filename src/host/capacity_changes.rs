@@ -10,7 +10,7 @@ use tokio::sync::Notify;
 
 use crate::driver::{CapacityCause, CapacityChange};
 
-/// Maximum number of namespaces whose changes are counted. A further one counts as a change for all namespaces.
+/// Maximum number of namespaces whose changes are counted. The next change counts for all namespaces.
 const NAMESPACES_MAX: usize = 64;
 
 /// Numbers of changes by cause, and by namespace if they concern only one.

@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::path::PathBuf;
 
 use futures::{FutureExt, StreamExt};
-use inotify::{EventStream, Inotify, WatchDescriptor, WatchMask};
+use inotify::{Event, EventMask, EventStream, Inotify, WatchDescriptor, WatchMask};
 use tracing::warn;
 
 /// Buffer bytes for several events with names of maximal length.
@@ -50,14 +50,11 @@ impl DirectoryWatches {
             .filter(|path| !directories.contains(*path))
             .cloned()
             .collect();
+        let mut unused = Vec::new();
         for path in stale {
-            if let Some(watch) = self.watched.remove(&path) {
-                // Fails if the directory is gone, which has also removed the watch.
-                let _ = watches.remove(watch);
-            }
+            unused.extend(self.watched.remove(&path));
         }
         let mut added = false;
-        let mut replaced = Vec::new();
         for path in directories {
             // Added each time: a recreated directory needs a new watch, and for a watched one the kernel returns the existing
             // watch.
@@ -66,21 +63,22 @@ impl DirectoryWatches {
                     let before = self.watched.insert(path.clone(), watch.clone());
                     if before.as_ref() != Some(&watch) {
                         added = true;
-                        replaced.extend(before);
+                        unused.extend(before);
                     }
                     self.refused.remove(path);
                 }
                 Err(error) => {
-                    replaced.extend(self.watched.remove(path));
+                    unused.extend(self.watched.remove(path));
                     if self.refused.insert(path.clone()) {
                         warn!(path = %path.display(), %error, "the directory cannot be watched; {}", self.fallback);
                     }
                 }
             }
         }
-        // A directory that was renamed away would stay watched. Another path may lead to it.
-        replaced.retain(|watch| !self.watched.values().any(|used| used == watch));
-        for watch in replaced {
+        // A directory that was renamed away would stay watched. Another path may lead to the same directory.
+        unused.retain(|watch| !self.watched.values().any(|used| used == watch));
+        for watch in unused {
+            // Fails if the directory is gone, which has also removed the watch.
             let _ = watches.remove(watch);
         }
         added
@@ -99,7 +97,10 @@ impl DirectoryWatches {
         loop {
             match events.next().await {
                 Some(Ok(event)) if event.name.as_deref().is_some_and(|name| !is_relevant(name)) => {}
-                event => return matches!(event, Some(Ok(_))),
+                event => {
+                    let is_complete = |event: &Event<_>| !event.mask.contains(EventMask::Q_OVERFLOW);
+                    return event.and_then(Result::ok).as_ref().is_some_and(is_complete);
+                }
             }
         }
     }
@@ -158,7 +159,12 @@ mod tests {
 
         let moved = parent.path().join("moved");
         symlink(&path, &link).unwrap();
-        let directories = BTreeSet::from([path.clone(), link.clone()]);
+        let both = BTreeSet::from([path.clone(), link.clone()]);
+        assert!(
+            watches.watch(&both) && !watches.watch(&directories),
+            "one directory"
+        );
+        let directories = both;
         assert!(watches.watch(&directories));
         fs::remove_file(&link).unwrap();
         symlink(&moved, &link).unwrap();

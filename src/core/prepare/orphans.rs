@@ -94,7 +94,7 @@ impl ApiView {
 pub struct RuntimeView {
     /// The claims whose devices no container has.
     pub unused: BTreeSet<ClaimUid>,
-    /// The claims whose devices a container has, or about which it is too early to decide.
+    /// The claims whose devices a container has or that still have a CDI file, and those about which it is too early to decide.
     pub undecided: BTreeSet<ClaimUid>,
     /// The claims about which the runtime did not answer.
     pub unanswered: BTreeSet<ClaimUid>,

@@ -2,7 +2,7 @@
 //!
 //! An endpoint validates the shape of a call, calls the [`NodeService`](crate::node::service::NodeService) and encodes the answer for
 //! its API version. Endpoints know no devices and keep no state except their sockets. Kubelet shows the text of a refusal (`with_reason`) in the
-//! pod's event `FailedPrepareDynamicResources`.
+//! pod's event `FailedPrepareDynamicResources`, for extended resources `UnexpectedAdmissionError`.
 //!
 //! * [`dra`]: claims, through plugin registration and the DRA services of kubelet; Prepare is in `dra::structured` and `dra::classic`.
 //! * [`device_plugin`]: extended resources.
@@ -175,7 +175,7 @@ fn status(error: &ServiceError) -> Status {
     }
 }
 
-/// The text of an error in an answer to kubelet, which shows it in the pod's event `FailedPrepareDynamicResources` (1.28 and later).
+/// The text of an error in an answer to kubelet, which shows it in an event of the pod.
 fn with_reason(reason: &str, error: &dyn fmt::Display) -> String {
     format!("{reason}: {error}")
 }
