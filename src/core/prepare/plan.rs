@@ -95,6 +95,7 @@ fn allocated_devices(
             let names = distinct(handle.devices.iter().map(|device| device.device.as_str()))?;
             Ok(names.into_iter().map(HeldDevice::named).collect())
         }
+        Allocation::StructuredParameters => Err(Refusal::StructuredParameters),
         Allocation::Results(results) => of_results(results, &node.name),
     }
 }
@@ -384,6 +385,8 @@ pub struct ClaimToPrepare {
 pub enum Allocation {
     /// Classic mode: the resource handle that the controller wrote.
     Handle(String),
+    /// Kubernetes 1.30: the scheduler allocated the claim with a ResourceClass that has `structuredParameters`.
+    StructuredParameters,
     /// Structured mode: the scheduler's results for this driver (`status.allocation.devices.results`), at least one.
     Results(Vec<DeviceResult>),
 }
@@ -559,6 +562,10 @@ pub enum Refusal {
     #[error("{0}; it must be as drayman's controller wrote it")]
     Handle(#[from] HandleError),
     #[error(
+        "the claim was allocated by structured parameters, which this driver does not have: use a ResourceClass without structuredParameters"
+    )]
+    StructuredParameters,
+    #[error(
         "the resource handle is of claim uid {found:?}, not of {expected}: it was not written for this claim"
     )]
     OtherClaim { expected: String, found: String },
@@ -660,7 +667,11 @@ impl Refusal {
     pub fn reason(&self) -> &'static str {
         match self {
             Self::ClaimUid(_) | Self::ClaimName { .. } => "InvalidClaim",
-            Self::Handle(_) | Self::OtherClaim { .. } | Self::NoDevice | Self::Twice(_) => "InvalidHandle",
+            Self::Handle(_)
+            | Self::StructuredParameters
+            | Self::OtherClaim { .. }
+            | Self::NoDevice
+            | Self::Twice(_) => "InvalidHandle",
             Self::OtherNode { .. } | Self::OtherPool { .. } | Self::EarlierNode { .. } => "WrongNode",
             Self::NodeUnknown(_) => "NodeUnknown",
             Self::Gone(_) => "DeviceGone",
@@ -687,6 +698,7 @@ impl Refusal {
             Self::ClaimUid(_)
                 | Self::ClaimName { .. }
                 | Self::Handle(_)
+                | Self::StructuredParameters
                 | Self::OtherClaim { .. }
                 | Self::OtherNode { .. }
                 | Self::OtherPool { .. }

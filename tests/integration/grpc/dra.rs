@@ -182,12 +182,7 @@ async fn each_claim_has_its_own_outcome() {
     assert_eq!(outcomes.len(), 5);
     expect(0, "uid-a", "v/c=uid-a", "");
     expect(1, "uid-refuse", "", REFUSED);
-    expect(
-        2,
-        "uid-structured",
-        "",
-        "the claim was allocated by structured parameters",
-    );
+    expect(2, "uid-structured", "v/c=uid-structured", "");
     expect(
         3,
         "uid-invalid",
@@ -237,6 +232,17 @@ async fn each_claim_has_its_own_outcome() {
         };
         assert_eq!(old.node_prepare_resource(request).await.unwrap_err().code(), code);
     }
+    let structured = dra_v1alpha2::NodePrepareResourceRequest {
+        claim_uid: "uid-old".into(),
+        structured_resource_handle: Some(Default::default()),
+        ..Default::default()
+    };
+    old.node_prepare_resource(structured).await.unwrap();
+    let calls = dra.companion.calls().join("\n");
+    for uid in ["uid-structured", "uid-old"] {
+        assert!(calls.contains(&format!("{uid} StructuredParameters")), "{calls}");
+    }
+    assert_eq!(calls.matches("StructuredParameters").count(), 2, "{calls}");
     dra.close().await;
 }
 

@@ -105,7 +105,7 @@ impl RequestHandler {
                 for claim in claims {
                     let handle = match &claim.allocation {
                         Allocation::Handle(handle) => handle.clone(),
-                        Allocation::Results(results) => format!("{results:?}"),
+                        other => format!("{other:?}"),
                     };
                     let call = format!(
                         "prepare {}/{} {} {handle}",

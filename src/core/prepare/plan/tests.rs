@@ -320,6 +320,10 @@ fn hostile_names_and_uids_are_refused_before_planning() {
         },
         ClaimToPrepare {
             allocation: Allocation::Handle("x".repeat(1 << 20)),
+            ..good.clone()
+        },
+        ClaimToPrepare {
+            allocation: Allocation::StructuredParameters,
             ..good
         },
     ] {

@@ -10,10 +10,6 @@ use crate::api::proto::dra_v1alpha3 as v1alpha3;
 use crate::node::kubelet::{check_claims, no_uid, recoded, status, with_reason, wrong_number_of_answers};
 use crate::node::service::{Allocation, ClaimToPrepare, ClaimToUnprepare, NodeService, ServiceError};
 
-/// Error for a claim with structured parameters.
-const STRUCTURED: &str = "the claim was allocated by structured parameters, which this driver does not have: use a ResourceClass \
-                          without structuredParameters";
-
 /// The version announced in the plugin registration. Kubelet up to 1.31 accepts any 1.x, but while a plugin of this name is
 /// registered at another socket, only a higher version.
 const SUPPORTED_VERSION: &str = "1.0.1";
@@ -47,26 +43,16 @@ impl v1alpha3::node_server::Node for DraService {
     ) -> Result<Response<v1alpha3::NodePrepareResourcesResponse>, Status> {
         let claims = request.into_inner().claims;
         check_claims(claims.iter().map(id))?;
-        let classic = claims
-            .iter()
-            .filter(|claim| claim.structured_resource_handle.is_none());
-        let classic = classic.cloned().map(to_prepare).collect::<Vec<_>>();
-        let asked = classic.len();
-        let answers = self.0.prepare(classic, self.0.list_containers().await).await;
+        let asked = claims.len();
+        let to_prepare = claims.iter().cloned().map(to_prepare).collect();
+        let answers = self.0.prepare(to_prepare, self.0.list_containers().await).await;
         if answers.len() != asked {
             return Err(wrong_number_of_answers(asked, answers.len()));
         }
-        let mut answers = answers.into_iter();
-        let entries = claims.into_iter().map(|claim| {
-            let answer = if claim.structured_resource_handle.is_some() {
-                None
-            } else {
-                answers.next()
-            };
+        let entries = claims.into_iter().zip(answers).map(|(claim, answer)| {
             let (cdi_devices, error) = match answer {
-                Some(Ok(cdi_devices)) => (cdi_devices, String::new()),
-                Some(Err(error)) => (Vec::new(), with_reason(error.reason(), &error)),
-                None => (Vec::new(), STRUCTURED.to_owned()),
+                Ok(cdi_devices) => (cdi_devices, String::new()),
+                Err(error) => (Vec::new(), with_reason(error.reason(), &error)),
             };
             v1alpha3::NodePrepareResourcesEntry {
                 key: claim.uid,
@@ -98,14 +84,14 @@ impl v1alpha2::node_server::Node for DraService {
         if request.claim_uid.is_empty() {
             return Err(no_uid(&request.namespace, &request.claim_name));
         }
-        if request.structured_resource_handle.is_some() {
-            return Err(Status::failed_precondition(STRUCTURED));
-        }
         let claim = ClaimToPrepare {
             namespace: request.namespace,
             name: request.claim_name,
             uid: request.claim_uid,
-            allocation: Allocation::Handle(request.resource_handle),
+            allocation: allocation(
+                request.structured_resource_handle.is_some(),
+                request.resource_handle,
+            ),
         };
         let cdi_devices = only(self.0.prepare(vec![claim], self.0.list_containers().await).await)?;
         Ok(Response::new(v1alpha2::NodePrepareResourceResponse {
@@ -148,7 +134,15 @@ fn to_prepare(claim: v1alpha3::Claim) -> ClaimToPrepare {
         namespace: claim.namespace,
         name: claim.name,
         uid: claim.uid,
-        allocation: Allocation::Handle(claim.resource_handle),
+        allocation: allocation(claim.structured_resource_handle.is_some(), claim.resource_handle),
+    }
+}
+
+fn allocation(is_structured: bool, handle: String) -> Allocation {
+    if is_structured {
+        Allocation::StructuredParameters
+    } else {
+        Allocation::Handle(handle)
     }
 }
 
