@@ -2,7 +2,7 @@
 
 use std::net::TcpListener;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use serde_json::json;
@@ -11,7 +11,7 @@ use crate::Options;
 use crate::common;
 use crate::companion;
 use crate::figures::{Goal, Times, figure};
-use crate::fixture::{Slices, delete, make_pod_with_claim, one_device, one_device_of};
+use crate::fixture::{Slices, claims, delete, make_claim, make_pod_with_claim, one_device, one_device_of};
 use crate::harness::TIMEOUT;
 use crate::metrics::{CALL, Durations, Metrics, OPERATION};
 use crate::setup::{Program, Setup, is_running};
@@ -23,6 +23,9 @@ const AT_ONCE: u32 = 100;
 
 /// Pause before each pod: kubelet, container runtime and API server finish the previous one, and are idle as the goal requires.
 const IDLE: Duration = Duration::from_secs(2);
+
+/// Reads of a claim that nothing else accompanies.
+const BARE_READS: u32 = 15;
 
 /// Histogram of the companion's gRPC calls.
 const HANDLING: &str = "grpc_server_handling_seconds";
@@ -178,6 +181,11 @@ async fn lone(setup: &Setup, address: &str, has_peer: bool) -> anyhow::Result<()
         Goal::none(),
     );
     figure(
+        "the read of a claim by another client, on the idle node",
+        &format!("mean {:.2?}, n={BARE_READS}", bare_read(setup).await?),
+        Goal::none(),
+    );
+    figure(
         &format!("the same with kubelet's own part, by {OPERATION}"),
         &own.operations(),
         Goal::none(),
@@ -201,6 +209,21 @@ async fn lone(setup: &Setup, address: &str, has_peer: bool) -> anyhow::Result<()
         );
     }
     Ok(())
+}
+
+/// The mean time of reading a claim while nothing else happens: the least that a driver needs on this machine, since only the claim has its
+/// allocation.
+async fn bare_read(setup: &Setup) -> anyhow::Result<Duration> {
+    make_claim(setup, "bare-read", &one_device()).await?;
+    let claims = claims(setup);
+    let mut sum = Duration::ZERO;
+    for _ in 0..BARE_READS {
+        tokio::time::sleep(IDLE).await;
+        let since = Instant::now();
+        claims.get("bare-read").await?;
+        sum += since.elapsed();
+    }
+    Ok(sum / BARE_READS)
 }
 
 async fn at_once(setup: &Setup, address: &str) -> anyhow::Result<()> {
