@@ -14,6 +14,9 @@
 //! ```text
 //! api <- driver <- core <- {controller, host, node} <- testcluster <- {testkit, cli}
 //! ```
+//!
+//! `core` decides: a pod's Events in `core::claims::context`, refusals of a Prepare in `core::prepare::plan`, names of devices in
+//! `core::names`, the content of the checkpoint in `core::prepare::checkpoint`, the end of a lease in `core::lease`.
 
 #![allow(
     rustdoc::private_intra_doc_links,

@@ -1,7 +1,7 @@
 //! The lease in the API: the runtime of [`crate::core::lease::Lease`].
 //!
-//! A lost lease closes the fence, and `Controller::run` ends with [`ControllerError::LeaseLost`]. Only a shutdown releases the lease, after all
-//! calls and writes have ended (`Executor::finish`); after any other end it expires.
+//! A lease lost after this process began to lead closes the fence, and `Controller::run` ends with [`ControllerError::LeaseLost`]. Only a
+//! shutdown releases the lease, after all calls and writes have ended (`Executor::finish`); after any other end it expires.
 
 use std::ops::Range;
 use std::path::Path;

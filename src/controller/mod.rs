@@ -2,7 +2,7 @@
 //!
 //! One task owns the [`ControllerState`](crate::core::claims::ControllerState). It applies the events of watches and answers, and executes
 //! the commands that the state returns; it makes no decisions itself. `watch` makes events of objects, `execute` runs commands, `write` sends
-//! patches, `events` writes the Events that users see, and `leader` holds the lease.
+//! patches, `events` writes the Events that `core::claims` decides on, and `leader` holds the lease.
 //!
 //! # Running a driver
 //!
@@ -25,10 +25,10 @@
 //! }
 //! ```
 //!
-//! [`Controller::run`] returns when the token is cancelled (for example on SIGTERM), after awaiting pending calls and releasing the
-//! lease; with [`ControllerError::LeaseLost`] when another process may lead; and immediately if the API is not served. In each case the
-//! process should exit and be restarted by its supervisor. It logs with [`tracing`] and needs no store: each start lists everything
-//! again.
+//! [`Controller::run`] returns when the token is cancelled (for example on SIGTERM), after awaiting pending calls and releasing the lease,
+//! unless one of them may still take effect; with [`ControllerError::LeaseLost`] when another process may lead; and immediately if the API is
+//! not served. In each case the process should exit and be restarted by its supervisor. It logs with [`tracing`] and needs no store: each
+//! start lists everything again.
 //!
 //! The process must choose a TLS provider if several are linked: `rustls::crypto::ring::default_provider().install_default()`.
 //!
@@ -88,7 +88,7 @@ pub struct Controller<D> {
     options: Arc<Options<D>>,
 }
 
-/// What a [`Builder`] sets, and its driver.
+/// The settings of a [`Builder`], and its driver.
 #[derive(Debug)]
 struct Options<D> {
     driver: Arc<D>,

@@ -5,8 +5,8 @@
 //! does the same). A holder stops before its lease can be taken: it sends no write after `renew_deadline` without a renewal, and a
 //! request that is pending by then has succeeded or failed before the duration ends.
 //!
-//! A lease ends as [`LeaseStep::Lost`], at `renew_deadline` or when another holder is seen. At a shutdown `Controller::run` releases it, unless
-//! a call or a write may still be under way.
+//! [`Lease::step`] gives a lease up as [`LeaseStep::Lost`], at `renew_deadline` or when another holder is seen. At a shutdown
+//! `Controller::run` releases it, unless a call or a write may still be under way.
 //!
 //! The lease of a process that has ended need not expire: that process sent all its requests before this process's clock started, so
 //! they are over one request timeout later.

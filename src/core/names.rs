@@ -1,6 +1,6 @@
 //! Names that become part of files, CDI ids, device plugin ids and environment variables: claim uids, driver names, device names
-//! ([`device_name`] makes them) and extended resources. Each is validated early and with a reason, by the rules of kubelet, the API server
-//! and CDI.
+//! ([`device_name`] makes them, of the identities in `node::discovery::sources`) and extended resources. Each is validated early and with a
+//! reason, by the rules of kubelet, the API server and CDI.
 
 use std::fmt;
 

@@ -2,6 +2,7 @@
 //!
 //! * [`config`] is the node's configuration, which [`reload`] watches. [`discovery`] finds the devices that it describes: the built-in [`driver`].
 //! * [`kubelet`] serves kubelet's APIs, and [`service`] queues their requests for [`state`], which owns prepared claims and storage.
+//!   `core::prepare::plan` decides whether a Prepare is refused.
 //! * [`publish`] writes ResourceSlices or the NodeInventory, and events about the Node.
 //! * [`orphans`] looks for claims that kubelet has forgotten, and [`container_runtime`] for containers that have a device.
 //! * [`run`] starts and stops all of it; [`hand_over`] passes the node to the next companion in structured mode. [`admin`] is

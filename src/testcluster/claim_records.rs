@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// A claim of one driver.
 #[derive(Clone, Debug)]
 pub struct ClaimRecord<C> {
-    /// What the caller keeps of the claim.
+    /// The part of the claim that the caller keeps.
     pub claim: C,
     /// The uids of the pods that use it.
     pub pods: BTreeSet<String>,
@@ -91,7 +91,7 @@ impl<K: Ord, C> ClaimRecords<K, C> {
         });
     }
 
-    /// Forgets what the checkpoint does not contain.
+    /// Forgets the state that the checkpoint does not contain.
     pub fn restart(&mut self) {
         for record in self.0.values_mut() {
             record.prepared = false;

@@ -106,7 +106,7 @@ pub(super) fn without_nodes(driver: &str) -> DoctorFinding {
     )
 }
 
-/// Reports pods of this driver with a container that waits. `waiting` has the name of each, with what kubelet says.
+/// Reports pods of this driver with a waiting container. `waiting` has the name of each, with the message of kubelet.
 pub fn not_running(driver: &str, waiting: &[String]) -> Option<DoctorFinding> {
     (!waiting.is_empty()).then(|| {
         DoctorFinding::problem(

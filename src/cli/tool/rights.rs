@@ -112,7 +112,7 @@ fn companions_with_socket(pods: &[PartialPod], driver: &str) -> Vec<bool> {
         .collect()
 }
 
-/// Returns the pods of this driver with a container that waits, each as `NAMESPACE/NAME (REASON: MESSAGE)` with what kubelet says.
+/// Returns the pods of this driver with a waiting container, each as `NAMESPACE/NAME (REASON: MESSAGE)` with the message of kubelet.
 fn waiting(pods: &[PartialPod], driver: &str) -> Vec<String> {
     let described = |pod: &PartialPod| {
         account(pod, driver)?;

@@ -70,7 +70,7 @@ pub(super) enum ClaimPhase {
     },
 }
 
-/// What the driver may hold for a claim beyond the recorded allocation.
+/// Devices that the driver may hold for a claim beyond the recorded allocation.
 #[derive(Clone, Debug, Default, PartialEq)]
 enum Unrecorded {
     #[default]
@@ -166,7 +166,7 @@ pub(super) struct Claim {
     marks: Marks,
 }
 
-/// What a claim needs to know for a step, apart from itself.
+/// The input of a step, apart from the claim itself.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ClaimInput {
     pub(super) class: ClassOwner,

@@ -1,7 +1,8 @@
 //! Classic DRA between the scheduler, ResourceClaims and a driver: events in, commands out.
 //!
-//! The controller task owns a [`ControllerState`]. It applies each [`Event`] and then calls [`ControllerState::decide`]; the runtime executes the [`Command`]s
-//! and reports each answer as an event. This module knows claims, contexts and pending calls, but no devices.
+//! The controller task owns a [`ControllerState`]. It applies each [`Event`] and then calls [`ControllerState::decide`]; the runtime executes
+//! the [`Command`]s and reports each answer as an event. This module knows claims, contexts and pending calls, but no devices. [`context`]
+//! decides on the Events of a pod.
 //!
 //! ```text
 //! context ──read pod──▶ evaluate (driver) ──suitable──▶ transaction: finalizers ─▶ allocate (driver) ─▶ status

@@ -572,7 +572,7 @@ impl ControllerState {
         self.queue.insert(Work::Claim(key));
     }
 
-    /// What a claim needs to know for a step.
+    /// The input of a claim's step.
     fn claim_input(&self, key: &ObjectKey) -> Option<ClaimInput> {
         let claim = self.cache.claims.get(key)?;
         let pod_lacks_a_claim = claim.incomplete_pod().is_none_or(|(context, uid)| {
@@ -1039,7 +1039,7 @@ impl ControllerState {
         Some(id)
     }
 
-    /// What a transaction needs to know for a step.
+    /// The input of a transaction's step.
     fn transaction_input(&self, transaction: &Transaction) -> TransactionInput<'_> {
         let node = transaction.node.as_ref();
         TransactionInput {

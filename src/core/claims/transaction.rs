@@ -8,7 +8,7 @@
 //!
 //! A transaction outlives its context and its claims: each allocation of the driver is either recorded in its claim or deallocated, even if
 //! objects are deleted meanwhile. A failure to report becomes an Event on the pod (`Context::transaction_ended`) or on the immediate claim
-//! (`end_immediate`, which also reports what the driver wants repeated). [`Transaction::step`] returns [`TransactionAction`]s, which
+//! (`end_immediate`, which also reports a call that the driver asks to repeat). [`Transaction::step`] returns [`TransactionAction`]s, which
 //! [`ControllerState`](super::ControllerState) executes in order.
 
 use std::sync::Arc;
@@ -44,7 +44,7 @@ pub(super) struct ConsumerState {
     pub(super) awaits_node: bool,
 }
 
-/// What a transaction needs to know for a step, apart from itself.
+/// The input of a step, apart from the transaction itself.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TransactionInput<'a> {
     pub(super) settings: &'a Settings,
@@ -189,7 +189,7 @@ pub(super) enum TransactionAction {
     End,
 }
 
-/// What an answer means for one claim.
+/// The meaning of an answer for one claim.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum ItemResult {
     /// The transaction goes on.

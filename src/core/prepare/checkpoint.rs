@@ -4,11 +4,11 @@
 //! {"version":1,"checksum":3735928559,"data":{"cluster":{"nodeUid":"…", …},"entries":{"<claim uid>":{"state":"done","injection":{…}, …}}}}
 //! ```
 //!
-//! An entry is an [`Entry`] (in `prepared_claims`): names, boot id, devices and state; `injection` has its container edits. Version 2 is
-//! written if a claim of structured mode is in it. `node::state::storage` writes the text to `checkpoint.json` in the state directory, at
-//! each [`PlanStep::Save`](super::plan::PlanStep::Save): before the driver prepares a claim and after its CDI file is written, before that
-//! file is written again, when a claim is removed or its devices become known, at a start, and when the facts of the cluster change. An
-//! unchanged text is not written again.
+//! An entry is an [`Entry`] (in `prepared_claims`): names, boot id, devices and state; `injection` has its container edits. `cluster` is
+//! [`ClusterFacts`]. Version 2 is written if a claim of structured mode is in it. `node::state::storage` writes the text to `checkpoint.json`
+//! in the state directory, at each [`PlanStep::Save`](super::plan::PlanStep::Save): before the driver prepares a claim and after its CDI file
+//! is written, before that file is written again, when a claim is removed or its devices become known, at a start, and when the facts of the
+//! cluster change. An unchanged text is not written again while its file is in place.
 //!
 //! Every version has `version`, `checksum` and `data`. The checksum (CRC-32) covers the version and the bytes of the data, so that a newer
 //! checkpoint is distinguishable from a damaged one. A field may be added without a new version only if a reader can ignore it and a writer

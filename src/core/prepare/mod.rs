@@ -4,9 +4,9 @@
 //!   of a manual release.
 //! * [`device_plugin`] checks Allocate and chooses devices.
 //! * [`prepared_claims`] holds the claims, and [`checkpoint`] is their format on disk.
-//! * [`container_edits`] and [`device_metadata`] make what a container gets.
-//! * [`containers`] has the other holders of devices, partly from [`device_manager`], kubelet's checkpoint of extended resources.
-//!   [`runtime_containers`] shows what containers have, independent of kubelet.
+//! * [`container_edits`] and [`device_metadata`] produce the content of CDI files and device metadata files.
+//! * [`containers`] knows the other holders of devices, partly from [`device_manager`], kubelet's checkpoint of extended resources.
+//!   [`runtime_containers`] shows the devices of containers, independent of kubelet.
 //! * [`orphans`] decides when a claim that kubelet has forgotten loses its devices. [`kubelet_state`] reads kubelet's list of claims.
 //! * [`inventory`] decides which devices are published, [`claims_api`] which API for claims the cluster serves. [`kubelet_apis`] summarizes the
 //!   registrations.

@@ -68,7 +68,7 @@ pub enum ApiView {
 }
 
 impl ApiView {
-    /// Whether the claim no longer holds what was prepared for it: it is gone, deallocated, or was allocated other devices since.
+    /// Whether the claim no longer holds a device that was prepared for it: it is gone, deallocated, or was allocated other devices since.
     fn holds_nothing_of(&self, entry: &Entry) -> bool {
         !matches!(self, Self::Unknown(_)) && !self.holds_one_of(entry)
     }

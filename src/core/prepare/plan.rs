@@ -1,8 +1,9 @@
 //! Kubelet's requests, unvalidated, with the allocations of their claims; their checks, and the plans to serve them.
 //!
-//! A plan is a list of [`PlanStep`]s that the runtime performs in order, one plan at a time. A repeated request therefore finds the work done,
-//! and an Unprepare follows its Prepare. The process may be killed before, during and after every step; [`super::recovery`] then restores a
-//! consistent state. A [`Refusal`] says why a request has no plan; kubelet shows its reason and text in the event of the pod.
+//! A plan is a list of [`PlanStep`]s that the runtime performs in order, one plan at a time. A repeated request therefore finds the work
+//! done, and an Unprepare follows its Prepare. The process may be killed before, during and after every step; [`super::recovery`] then
+//! restores a consistent state. A [`Refusal`] says why a request has no plan; kubelet shows its reason and text in the pod's Event
+//! `FailedPrepareDynamicResources`. If a plan fails, `node::service::ServiceError` says why.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;

@@ -1,7 +1,7 @@
 //! The prepared claims of this node and the devices they hold.
 //!
-//! They are the content of the checkpoint. A claim whose container edits are known also has a CDI file. They change only by [`ClaimChange`]s,
-//! and a change takes effect once the checkpoint that contains it is durable.
+//! With the facts of the cluster, they are the content of the checkpoint. A claim whose container edits are known also has a CDI file. They
+//! change only by [`ClaimChange`]s, and a change takes effect once the checkpoint that contains it is durable.
 //!
 //! Two device names stand for the same device if they share a device node: names come from the configuration, and a reload can give a
 //! device another name or kind while containers hold it.

@@ -1,4 +1,4 @@
-//! A discovered device: its device nodes, their use by the node itself, and its container edits.
+//! A discovered device, still without a name (see `scan`): its device nodes, their use by the node itself, and its container edits.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;

@@ -1,4 +1,4 @@
-//! A single search for the devices of all kinds. It names the devices by [`device_name`].
+//! A single search for the devices of all kinds. It names the devices by [`device_name`], and rejects a device whose name is taken.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;

@@ -1,4 +1,5 @@
-//! The state task: it owns the node's state, and serves the requests of [`NodeService`](crate::node::service::NodeService).
+//! The state task: it owns the node's state, keeps it on disk (`storage`), and serves the requests of
+//! [`NodeService`](crate::node::service::NodeService).
 //!
 //! Requests are served one at a time. If a caller disconnects, its request stays in the queue; when kubelet retries, the second request
 //! finds the work done.

@@ -367,7 +367,7 @@ mod tests {
         (client, server, tokio::spawn(relay(accepted, pipe, cut.clone())))
     }
 
-    /// What the server reads until the connection is closed.
+    /// The bytes that the server reads until the connection is closed.
     async fn received(server: &mut DuplexStream) -> Vec<u8> {
         let mut bytes = Vec::new();
         server.read_to_end(&mut bytes).await.unwrap();

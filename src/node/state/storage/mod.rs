@@ -1,4 +1,5 @@
-//! The companion's files on the node: the checkpoint, in the format of [`crate::core::prepare::checkpoint`], and the CDI files.
+//! The companion's files on the node: the checkpoint (`Store::save`), in the format of [`crate::core::prepare::checkpoint`], and the CDI
+//! files.
 
 pub mod disk;
 
